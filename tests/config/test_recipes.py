@@ -41,6 +41,9 @@ def test_every_experiment_composes_and_is_valid_on_every_cluster(experiment, clu
             ValueError, match=r"num_distributed_optimizer_instances=16: .* Allowed: a divisor of [12]\."
         ):
             validate(recipe, ranks)
+    elif recipe.handover.from_hf and recipe.cluster.num_nodes > 1:  # a batch of 1M tokens has no part for 1,024 devices
+        with pytest.raises(ValueError, match=r"^stage.global_batch_size=\d+: is not a multiple of [^\n]+$"):
+            validate(recipe, ranks)
     else:
         validate(recipe, ranks)
 

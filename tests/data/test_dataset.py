@@ -71,8 +71,9 @@ def test_sample_is_text_of_the_split_with_labels_shifted_by_one(prepared, build)
     for name, dataset in (("train", train), ("valid", valid)):
         for number in range(20):
             sample = dataset[number]
-            assert set(sample) == {"tokens", "labels", "loss_mask", "position_ids"}
+            assert set(sample) == {"tokens", "labels", "loss_mask", "position_ids", "document_ends"}
             tokens, labels = sample["tokens"].numpy(), sample["labels"].numpy()
+            assert np.array_equal(sample["document_ends"].numpy(), tokens == 0)
             assert np.array_equal(tokens[1:], labels[:-1]) and sample["loss_mask"].sum() == SEQUENCE
             assert np.array_equal(sample["position_ids"].numpy(), np.arange(SEQUENCE))
             # documents are shuffled, so whole ones only

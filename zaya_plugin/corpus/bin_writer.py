@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write one split, .bin and .idx, and count its tokens; an interrupted run continues behind the last synced token."""
+"""Write one split, .bin, .idx and of chats .marks, and count its tokens; an interrupted run continues behind the last
+synced token.
+"""
 
 import hashlib
 import json
@@ -9,7 +11,7 @@ import numpy as np
 
 from zaya_plugin.corpus.workspace import write_whole
 from zaya_plugin.data.indexed_dataset import write_index
-from zaya_plugin.data.prepared import SplitRecord, file_sha256
+from zaya_plugin.data.prepared import MARKS, SplitRecord, file_sha256
 from zaya_plugin.errors import mistake
 
 # Bytes between two records of the progress: what an interruption may cost.
@@ -22,17 +24,31 @@ class BinWriter:
 
     Args:
         vocab_size: every token must be below.
+        marked: whether the tokens have marks (zaya_plugin.data.prepared.MARKS), in a file of their own.
     """
 
-    def __init__(self, target: str, dtype: np.dtype | str, vocab_size: int):
+    def __init__(self, target: str, dtype: np.dtype | str, vocab_size: int, marked: bool = False):
         self.target, self.dtype = target, np.dtype(dtype)
         self.occurrences, self.digest, self.tokens = np.zeros(vocab_size, np.int64), hashlib.sha256(), 0
-        self.on_disk = _synced_tokens(target, self.dtype.itemsize)
+        self.on_disk = _synced_tokens(target, self.dtype.itemsize, marked)
         self.out = open(target + ".bin", "ab")
         self.out.truncate(self.on_disk * self.dtype.itemsize)
+        self.marks, self.marks_digest = open(target + MARKS, "ab") if marked else None, hashlib.sha256()
+        if marked:
+            self.marks.truncate(self.on_disk)
 
-    def write(self, tokens: np.ndarray) -> None:
-        """Append token ids [tokens].
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        try:
+            self.out.close()
+        finally:
+            if self.marks is not None:
+                self.marks.close()
+
+    def write(self, tokens: np.ndarray, marks: np.ndarray | None = None) -> None:
+        """Append token ids [tokens], and their marks uint8 [tokens] if they have any.
 
         Raises:
             ValueError: an id is not in the vocabulary.
@@ -46,16 +62,21 @@ class BinWriter:
             )
         self.occurrences += counted
         self.digest.update(tokens.data)
-        new = tokens[min(max(self.on_disk - self.tokens, 0), len(tokens)) :]
+        known = min(max(self.on_disk - self.tokens, 0), len(tokens))
         self.tokens += len(tokens)
-        self.out.write(new.data)
+        self.out.write(tokens[known:].data)
+        if self.marks is not None:
+            self.marks_digest.update(marks.data)
+            self.marks.write(marks[known:].data)
         if (self.tokens - self.on_disk) * self.dtype.itemsize >= SYNCED_BYTES:
             self.record()
 
     def record(self) -> None:
         """Sync the file and record its tokens."""
-        self.out.flush()
-        os.fsync(self.out.fileno())
+        for out in (self.out, self.marks):
+            if out is not None:
+                out.flush()
+                os.fsync(out.fileno())
         self.on_disk = max(self.on_disk, self.tokens)
         write_whole(self.target + ".progress.json", json.dumps({"tokens": self.on_disk}).encode())
 
@@ -68,7 +89,7 @@ class BinWriter:
         """
         assert self.tokens == int(lengths.sum(dtype=np.int64))
         self.record()
-        self.out.close()
+        self.__exit__()
         write_index(self.target + ".idx", self.dtype, lengths)
         occurrences = self.occurrences.copy()
         for token, count in (filling or {}).items():
@@ -83,6 +104,7 @@ class BinWriter:
             bin_sha256=self.digest.hexdigest(),
             idx_bytes=os.path.getsize(self.target + ".idx"),
             idx_sha256=file_sha256(self.target + ".idx"),
+            marks_sha256=self.marks_digest.hexdigest() if self.marks is not None else None,
         )
 
 
@@ -95,11 +117,12 @@ def unigram_entropy(occurrences: np.ndarray) -> float:
     return float(-(p * np.log(p)).sum())
 
 
-def _synced_tokens(target: str, itemsize: int) -> int:
-    """Return the tokens known to be on disk; 0 without a record, or if the file is shorter than was recorded."""
+def _synced_tokens(target: str, itemsize: int, marked: bool) -> int:
+    """Return the tokens known to be on disk; 0 without a record, or if a file is shorter than was recorded."""
     try:
         with open(target + ".progress.json", encoding="ascii") as record:
             tokens = int(json.load(record)["tokens"])
-        return tokens if os.path.getsize(target + ".bin") >= tokens * itemsize else 0
+        whole = os.path.getsize(target + ".bin") >= tokens * itemsize
+        return tokens if whole and (not marked or os.path.getsize(target + MARKS) >= tokens) else 0
     except (FileNotFoundError, ValueError, KeyError):
         return 0

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
+from zaya_plugin.corpus.chats import chat_text
 from zaya_plugin.corpus.inputs import DAMAGE, InputFile, Record, lines, rows, unpacked
 
 BOM = b"\xef\xbb\xbf"
@@ -34,10 +35,16 @@ class Rejected:
 
 
 class Document(NamedTuple):
-    """A text, and its id as text where ids are asked for."""
+    """A text, and its id as text where ids are asked for; of a chat `chats.chat_text`. file, line: as of Rejected."""
 
     text: str
     id: str | None = None
+    file: str = ""
+    line: int = 1
+
+    def rejected(self, reason: str) -> Rejected:
+        """Return the record of this document's rejection."""
+        return Rejected(self.file, self.line, reason, self.text[:EXCERPT])
 
 
 @dataclass(frozen=True)
@@ -45,11 +52,13 @@ class Format:
     """How a record becomes a document: fields of text and id, and the bytes above which it is rejected.
 
     id_field None asks for no ids. A record without the field is rejected; the id of a text file is its path.
+    chat: whether a record is a chat, which has no field of text.
     """
 
     text_field: str = "text"
     id_field: str | None = None
     max_document_bytes: int = 8_000_000
+    chat: bool = False
 
 
 @dataclass(frozen=True)
@@ -214,7 +223,7 @@ def _record(path: str, number: int, record: bytes | tuple, form: Format) -> Docu
             return None
         found = _of_line(record, form)
     if isinstance(found, Document):
-        return found
+        return found._replace(file=path, line=number)
     return Rejected(path, number, found, _excerpt(record) if isinstance(record, bytes) else (record[0] or "")[:EXCERPT])
 
 
@@ -241,20 +250,33 @@ def _of_line(line: bytes, form: Format) -> Document | str:
         return f"not JSON: {error}"
     if not isinstance(record, dict):
         return f"not a JSON object but {type(record).__name__}"
-    if form.text_field not in record:
-        return f"no field {form.text_field!r}; it has {', '.join(map(repr, list(record)[:8])) or 'none'}"
-    text = record[form.text_field]
-    if not isinstance(text, str):
-        return f"field {form.text_field!r} is not a string but {type(text).__name__}"
     try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        return f"field {form.text_field!r} holds a lone surrogate at character {error.start}"
+        text = chat_text(record) if form.chat else _text_of(record, form.text_field)
+    except ValueError as error:
+        return str(error)
     name = record.get(form.id_field) if form.id_field is not None else ""
     if not isinstance(name, str | int) or isinstance(name, bool):
         kind = type(name).__name__
         return f"field {form.id_field!r}, which --id-field names, is not a string or whole number but {kind}"
     return Document(text, str(name))
+
+
+def _text_of(record: dict, field: str) -> str:
+    """Return the text of a field.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if field not in record:
+        raise ValueError(f"no field {field!r}; it has {', '.join(map(repr, list(record)[:8])) or 'none'}")
+    text = record[field]
+    if not isinstance(text, str):
+        raise ValueError(f"field {field!r} is not a string but {type(text).__name__}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"field {field!r} holds a lone surrogate at character {error.start}") from None
+    return text
 
 
 def _not_utf8(error: UnicodeDecodeError) -> str:

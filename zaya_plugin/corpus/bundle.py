@@ -20,7 +20,7 @@ from zaya_plugin.corpus.bin_writer import BinWriter
 from zaya_plugin.corpus.invocation import command, command_parser, positive, whole_number
 from zaya_plugin.corpus.workspace import Workspace
 from zaya_plugin.data.indexed_dataset import IndexedReader
-from zaya_plugin.data.prepared import Manifest, PackingRecord, locate
+from zaya_plugin.data.prepared import Manifest, PackingRecord, locate, marks_of
 from zaya_plugin.errors import mistake
 
 COPIED_TOKENS = 4_000_000  # at a time
@@ -138,6 +138,7 @@ def _refuse_mixture(paths: list[str], shards: list[Manifest]) -> None:
             "token type": shard.dtype,
             "splits": list(shard.splits),
             "end of documents": shard.arguments["append eod"],
+            "marks of answers": next(iter(shard.splits.values())).marks_sha256 is not None,
             "length of bins": shard.packing and shard.packing.sequence_length,
         }
 
@@ -160,11 +161,16 @@ def _build(workspace: Workspace, plan: dict, paths: list[str], shards: list[Mani
     os.makedirs(workspace.final, exist_ok=True)
     first, splits, counts = shards[0], {}, {}
     for name in first.splits:
-        writer, lengths = BinWriter(os.path.join(workspace.final, name), first.dtype, first.tokenizer.vocab_size), []
+        marked, lengths = first.splits[name].marks_sha256 is not None, []
+        target = os.path.join(workspace.final, name)
+        writer = BinWriter(target, first.dtype, first.tokenizer.vocab_size, marked)
         for path in paths:
-            reader = IndexedReader(os.path.join(path, name))
+            prefix = os.path.join(path, name)
+            reader = IndexedReader(prefix, marks_of(prefix))
             for at in range(0, reader.indexed.tokens, COPIED_TOKENS):
-                writer.write(np.ascontiguousarray(reader.stream[at : at + COPIED_TOKENS]))
+                some = slice(at, at + COPIED_TOKENS)
+                marks = np.ascontiguousarray(reader.marks[some]) if marked else None
+                writer.write(np.ascontiguousarray(reader.stream[some]), marks)
             lengths.append(reader.lengths.astype(np.int32))
         packed = [shard.packing.counts[name] for shard in shards if shard.packing]
         counts[name] = {key: sum(count[key] for count in packed) for key in packed[0]} if packed else {}

@@ -24,7 +24,7 @@ from zaya_plugin.corpus.invocation import (
 )
 from zaya_plugin.data.blend import resolve_blend
 from zaya_plugin.data.indexed_dataset import IndexedReader
-from zaya_plugin.data.prepared import packed_length, packed_loss_mask, prefix_of, tokenizer_of
+from zaya_plugin.data.prepared import document_ends, marks_of, packed_length, packed_loss_mask, prefix_of, tokenizer_of
 from zaya_plugin.data.sources import find_sources, training_samples
 from zaya_plugin.data.tokenizer import describe, open_tokenizer
 from zaya_plugin.errors import mistake
@@ -99,27 +99,32 @@ def inspect(args: argparse.Namespace, _: None) -> None:
 class Sample:
     """One document, bin or training sample.
 
-    source: prefix of its dataset; name: its name there, for example "document 7"; tokens int [s]; loss_mask bool [s].
+    source: prefix of its dataset; name: its name there, for example "document 7"; tokens int [s]; loss_mask bool [s];
+    ends: the last tokens of documents, bool [s], None without an end of document.
     """
 
     source: str
     name: str
     tokens: np.ndarray
     loss_mask: np.ndarray
+    ends: np.ndarray | None
 
 
 def stored(path: str, split: str, start: int, count: int, eod: int | None) -> Iterator[Sample]:
     """Yield documents, or bins of a packed dataset, in the order of the file."""
     prefix, packed = prefix_of(path, split), packed_length(path) is not None
-    reader, name = IndexedReader(prefix), "bin" if packed else "document"
+    reader, name = IndexedReader(prefix, marks_of(prefix)), "bin" if packed else "document"
     if start >= len(reader):
         raise mistake(
             "--start", start, problem=f"{prefix} has {len(reader)} {name}s", allowed=f"0 to {len(reader) - 1}"
         )
     for number in range(start, min(start + count, len(reader))):
         tokens = np.asarray(reader.document(number)).astype(np.int64)
-        mask = packed_loss_mask(tokens, eod) if packed else np.arange(len(tokens)) < len(tokens) - 1
-        yield Sample(prefix, f"{name} {number:,} of {len(reader):,}", tokens, mask)
+        marks = reader.document_marks(number)
+        in_bin = packed or marks is not None
+        mask = packed_loss_mask(tokens, eod, marks) if in_bin else np.arange(len(tokens)) < len(tokens) - 1
+        ends = None if eod is None else document_ends(tokens, eod, marks)
+        yield Sample(prefix, f"{name} {number:,} of {len(reader):,}", tokens, mask, ends)
 
 
 def drawn(recipe: Recipe, start: int, count: int) -> Iterator[Sample]:
@@ -132,7 +137,7 @@ def drawn(recipe: Recipe, start: int, count: int) -> Iterator[Sample]:
         item = dataset[recipe.handover.first_sample + number]
         name = f"train sample {number:,} of {total:,}"
         source = prefixes[int(item.get("dataset_id", 0))]
-        yield Sample(source, name, item["tokens"].numpy(), item["loss_mask"].numpy() > 0)
+        yield Sample(source, name, item["tokens"].numpy(), item["loss_mask"].numpy() > 0, item["document_ends"].numpy())
 
 
 def runs(mask: np.ndarray) -> list[tuple[int, int]]:
@@ -141,23 +146,27 @@ def runs(mask: np.ndarray) -> list[tuple[int, int]]:
     return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
 
 
-def document_lengths(tokens: np.ndarray, eod: int | None) -> list[int]:
+def document_lengths(tokens: np.ndarray, eod: int | None, last: np.ndarray | None = None) -> list[int]:
     """Return the tokens of each document in a sample, its end included.
 
     Consecutive end-of-document tokens at the end of the sample are filling and count as no document.
+
+    Args:
+        last: whether a token is the last of its document, bool [s]; None: where it is `eod`.
     """
     if eod is None:
         return [len(tokens)]
-    other = np.flatnonzero(tokens != eod)
+    last = tokens == eod if last is None else last & (tokens == eod)
+    other = np.flatnonzero(~last)
     used = min(len(tokens), (int(other[-1]) if len(other) else -1) + 2)
-    ends = np.flatnonzero(tokens[:used] == eod) + 1
+    ends = np.flatnonzero(last[:used]) + 1
     marks = np.concatenate(([0], ends, [used] if not len(ends) or ends[-1] < used else [])).astype(int)
     return np.diff(marks).tolist()
 
 
 def facts_of(sample: Sample, tokenizer, eod: int | None) -> dict:
     """Return what is shown of a sample; text: special tokens spelled out, without the filling."""
-    lengths = document_lengths(sample.tokens, eod)
+    lengths = document_lengths(sample.tokens, eod, sample.ends)
     return {
         "source": sample.source,
         "name": sample.name,

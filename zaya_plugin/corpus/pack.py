@@ -32,7 +32,17 @@ from zaya_plugin.corpus.reasoning import (
 )
 from zaya_plugin.corpus.workspace import Workspace
 from zaya_plugin.data.indexed_dataset import IndexedReader
-from zaya_plugin.data.prepared import Manifest, PackingRecord, SplitRecord, locate, tokenizer_of
+from zaya_plugin.data.prepared import (
+    END,
+    Manifest,
+    PackingRecord,
+    SplitRecord,
+    holds_chats,
+    locate,
+    marks_of,
+    packed_loss_mask,
+    tokenizer_of,
+)
 from zaya_plugin.data.tokenizer import open_tokenizer
 from zaya_plugin.errors import mistake
 
@@ -84,8 +94,8 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--long",
         choices=("split", "drop"),
-        default="split",
-        help="a document longer than a bin: split it into bins of its own and a rest, or drop it (default: split)",
+        help="a document longer than a bin: split it into bins of its own and a rest, or drop it (default: split; "
+        "chats are dropped)",
     )
     out.add_argument(
         "--trim-reasoning",
@@ -124,6 +134,16 @@ def pack(args: argparse.Namespace, workspace: Workspace) -> None:
             problem="its tokenizer has no end-of-document token, and bins need one between documents",
             fix="prepare it with a tokenizer that has an eos_token",
         )
+    chats = holds_chats(args.source)
+    if chats and args.long == "split":
+        raise mistake(
+            "--long",
+            "split",
+            problem="the pieces of a chat would hold answers without their questions",
+            allowed="drop",
+            fix="--long drop",
+        )
+    args.long = args.long or ("drop" if chats else "split")
     plan = {
         "source": os.path.abspath(args.source),
         "sha256 of the source": {name: source.splits[name].bin_sha256 for name in prefixes},
@@ -147,7 +167,8 @@ def _build(workspace: Workspace, plan: dict, source: Manifest, prefixes: dict[st
     with open(os.path.join(workspace.final, DROPPED_FILE), "w", encoding="ascii") as dropped:
         for name, prefix in prefixes.items():
             counted, target = Counter(), os.path.join(workspace.final, name)
-            splits[name] = write_bins(IndexedReader(prefix), target, fitting, counted, dropped, record.vocab_size)
+            reader = IndexedReader(prefix, marks_of(prefix))
+            splits[name] = write_bins(reader, target, fitting, counted, dropped, record.vocab_size)
             counts[name] = {key: counted[key] for key in COUNTS}
     shutil.copytree(home, os.path.join(workspace.final, "tokenizer"), dirs_exist_ok=True)
     replace(source, arguments=plan, splits=splits, packing=PackingRecord(args.sequence_length, counts)).write(
@@ -157,12 +178,15 @@ def _build(workspace: Workspace, plan: dict, source: Manifest, prefixes: dict[st
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens of one bin that come from one document: a range of it, or of `trimmed`, its shortened tokens."""
+    """Tokens of one bin that come from one document: a range of it, or of `trimmed`, its changed tokens; of a chat with
+    `marks`, theirs.
+    """
 
     document: int
     begin: int
     end: int
     trimmed: np.ndarray | None = None
+    marks: np.ndarray | None = None
 
     def __len__(self) -> int:
         return self.end - self.begin
@@ -183,7 +207,9 @@ class Fitting:
 def fit_document(
     reader: IndexedReader, number: int, fitting: Fitting, counts: Counter
 ) -> tuple[list[Piece], str | None]:
-    """Return the pieces of one document; none if it is dropped, and then why."""
+    """Return the pieces of one document; none if it is dropped, and then why. Chats end with `eod` and are never
+    split.
+    """
     limit, ids = fitting.sequence_length, reader.document(number)
     ended = len(ids) > 0 and ids[-1] == fitting.eod
     length = len(ids) + (not ended)
@@ -193,12 +219,13 @@ def fit_document(
     ids = ids if ended else np.append(ids, ids.dtype.type(fitting.eod))
     if fitting.finder is not None:
         blocks = fitting.finder.find(ids)
-        shortened, outcome = (None, UNALIGNED) if blocks is None else trim(ids, blocks, limit)
-        if shortened is not None:
-            assert outcome != KEPT and len(shortened) <= limit
+        kept, outcome = (None, UNALIGNED) if blocks is None else trim(np.arange(len(ids)), blocks, limit)
+        if kept is not None:
+            assert outcome != KEPT and len(kept) <= limit
             counts[outcome] += 1
-            counts["trimmed tokens"] += length - len(shortened)
-            return [Piece(number, 0, len(shortened), shortened)], None
+            counts["trimmed tokens"] += length - len(kept)
+            marks = reader.document_marks(number)
+            return [Piece(number, 0, len(kept), ids[kept], None if marks is None else marks[kept])], None
         if outcome != NO_REASONING:
             return [], outcome
     if fitting.long == "drop":
@@ -278,6 +305,12 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray,
     return bin_of, bins
 
 
+def fill_marks(reader: IndexedReader, pieces: list[Piece], fitting: Fitting) -> np.ndarray:
+    """Return the marks uint8 [sequence_length] of a bin of chats."""
+    marks = [reader.document_marks(piece.document) if piece.marks is None else piece.marks for piece in pieces]
+    return np.concatenate([*marks, np.full(fitting.sequence_length - sum(map(len, marks)), END, np.uint8)])
+
+
 def fill_bin(reader: IndexedReader, pieces: list[Piece], fitting: Fitting) -> np.ndarray:
     """Return the token ids [sequence_length] of a bin: its pieces in order, then end-of-document tokens."""
     tokens = [
@@ -307,16 +340,20 @@ def write_bins(
         ValueError: every document was dropped.
     """
     split, length = os.path.basename(target), fitting.sequence_length
-    writer, step = BinWriter(target, reader.dtype, vocab_size), max(1, CHUNK_TOKENS // length)
+    chats = reader.marks is not None
+    writer, step = BinWriter(target, reader.dtype, vocab_size, chats), max(1, CHUNK_TOKENS // length)
 
     def drop(record: dict) -> None:
         dropped.write(json.dumps({"split": split, **record}) + "\n")
 
     for bins in windows(reader, fitting, counts, drop, window):
         for at in range(0, len(bins), step):
-            tokens = np.concatenate([fill_bin(reader, pieces, fitting) for pieces in bins[at : at + step]])
-            counts["loss tokens"] += int((tokens.reshape(-1, length)[:, :-1] != fitting.eod).sum())
-            writer.write(tokens)
+            some, marks = bins[at : at + step], None
+            tokens = np.stack([fill_bin(reader, pieces, fitting) for pieces in some])
+            if chats:
+                marks = np.stack([fill_marks(reader, pieces, fitting) for pieces in some])
+            counts["loss tokens"] += int(packed_loss_mask(tokens, fitting.eod, marks).sum())
+            writer.write(tokens.reshape(-1), None if marks is None else marks.reshape(-1))
     if counts["bins"] == 0:
         raise mistake(
             reader.prefix,

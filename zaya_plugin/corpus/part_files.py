@@ -25,7 +25,9 @@ import numpy as np
 
 from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.corpus.blocks import Block, BlockReader, Format, Position, Rejected, documents
+from zaya_plugin.corpus.chats import ChatEncoder
 from zaya_plugin.corpus.chunk_encoder import ChunkEncoder
+from zaya_plugin.data.prepared import END
 from zaya_plugin.data.tokenizer import open_tokenizer
 from zaya_plugin.errors import mistake
 
@@ -64,7 +66,8 @@ class Part:
     def arrays(self, *names: str) -> tuple[np.ndarray, ...]:
         """Return arrays of the file.
 
-        For each split: <split>_tokens, ids [tokens]; <split>_lengths, int32 [documents]. With deduplication, for
+        For each split: <split>_tokens, ids [tokens]; <split>_lengths, int32 [documents]; of chats <split>_marks, uint8
+            [tokens], see zaya_plugin.data.prepared.MARKS. With deduplication, for
             documents in
         order: keys, hashes of what decides, uint64 [documents, 2]; split_numbers, uint8 [documents].
 
@@ -157,35 +160,49 @@ def _start_worker() -> None:
 
 
 @lru_cache(maxsize=1)
-def _encoder(directory: str, sha256: str, dtype: str) -> ChunkEncoder:
+def _encoder(directory: str, sha256: str, dtype: str, chat: bool) -> ChunkEncoder | ChatEncoder:
     """Return one encoder for all blocks of a run. sha256 is a key of the cache: another run may reuse the directory."""
-    return ChunkEncoder(open_tokenizer(directory), np.dtype(dtype))
+    return ChatEncoder(directory) if chat else ChunkEncoder(open_tokenizer(directory), np.dtype(dtype))
 
 
 def tokenise_block(job: Job, block: Block, end: Position, path: str) -> Part:
     """Write the part of one block."""
     dtype = np.dtype(job.dtype)
-    encoder = _encoder(job.tokenizer_directory, job.tokenizer_sha256, job.dtype)
+    encoder = _encoder(job.tokenizer_directory, job.tokenizer_sha256, job.dtype, job.form.chat)
     names = split_names(job.valid_fraction)
-    tokens = {name: io.BytesIO() for name in names}
+    tokens, marks = ({name: io.BytesIO() for name in names} for _ in range(2))
     lengths = {name: [] for name in tokens}
     counts, rejected, batch, characters, keys, split_numbers = Counter(), [], [], 0, [], []
     eod = b"" if job.eod_id is None else np.array([job.eod_id], dtype).tobytes()
 
+    def add(text: str, ids: bytes) -> str:
+        split = split_of(text, job.valid_fraction)
+        tokens[split].write(ids)
+        tokens[split].write(eod)
+        lengths[split].append((len(ids) + len(eod)) // dtype.itemsize)
+        split_numbers.append(names.index(split))
+        return split
+
     def encode_batch():
         for text, ids in zip(batch, encoder.encode(batch), strict=True):
-            split = split_of(text, job.valid_fraction)
-            tokens[split].write(ids)
-            tokens[split].write(eod)
-            lengths[split].append((len(ids) + len(eod)) // dtype.itemsize)
-            split_numbers.append(names.index(split))
+            add(text, ids)
         batch.clear()
 
     for document in documents(block, job.form, counts):
         if isinstance(document, Rejected):
             rejected.append(document)
             continue
-        batch.append(document.text)
+        if job.form.chat:
+            try:
+                ids, answers = encoder.encode(document.text)
+            except ValueError as error:
+                rejected.append(document.rejected(str(error)))
+                counts["rejected"] += 1
+                continue
+            split = add(document.text, np.array(ids, dtype).tobytes())
+            marks[split].write(bytes(answers) + bytes([END]))
+        else:
+            batch.append(document.text)
         if job.deduplicate:
             key = document.text if job.deduplicate == "text" else document.id
             keys.append(blake2b(key.encode("utf-8"), digest_size=16).digest())
@@ -193,13 +210,16 @@ def tokenise_block(job: Job, block: Block, end: Position, path: str) -> Part:
         if characters > BATCH_CHARACTERS:
             encode_batch()
             characters = 0
-    encode_batch()
+    if batch:
+        encode_batch()
 
     meta = {"counts": counts, "rejected": [asdict(each) for each in rejected], "taken": block.taken, "end": asdict(end)}
     arrays = {"meta": np.frombuffer(json.dumps(meta).encode(), np.uint8)}
     for name in tokens:
         arrays[f"{name}_tokens"] = np.frombuffer(tokens[name].getbuffer(), dtype)
         arrays[f"{name}_lengths"] = np.array(lengths[name], np.int32)
+        if job.form.chat:
+            arrays[f"{name}_marks"] = np.frombuffer(marks[name].getbuffer(), np.uint8)
     if job.deduplicate:
         arrays["keys"] = np.frombuffer(b"".join(keys), "<u8").reshape(-1, 2)
         arrays["split_numbers"] = np.array(split_numbers, np.uint8)

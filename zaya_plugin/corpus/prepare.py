@@ -20,7 +20,7 @@ import numpy as np
 
 from zaya_plugin.corpus.bin_writer import BinWriter
 from zaya_plugin.corpus.blocks import BlockReader, Format, Position, Rejected, documents
-from zaya_plugin.corpus.inputs import DEFAULT_GLOBS, STDLIB, InputFile, find_inputs, fingerprint
+from zaya_plugin.corpus.inputs import DEFAULT_GLOBS, JSONL_SUFFIXES, STDLIB, InputFile, find_inputs, fingerprint
 from zaya_plugin.corpus.invocation import command, command_parser, fraction, size, whole_number
 from zaya_plugin.corpus.part_files import Job, Part, split_names, split_of, tokenise
 from zaya_plugin.corpus.workspace import INPUT_FILES, INPUT_TIMES, Workspace
@@ -55,6 +55,9 @@ examples:
   # jsonl shards with a Hugging Face tokenizer (a name on the hub, or a directory that holds tokenizer.json)
   zaya data prepare --input 'shards/*.jsonl.gz' --field content --tokenizer Zyphra/ZAYA1-base --workers 8 --output \\
       data/web
+
+  # chats, one a jsonl line, by the tokenizer's own template; the loss is taken on the answers
+  zaya data prepare --chat --input chats.jsonl --tokenizer weights/zaya1/tokenizer --output data/chats
 
   # fail rather than lose a document, and keep everything for training
   zaya data prepare --input corpus.jsonl --max-rejects 0 --valid-fraction 0 --output data/corpus
@@ -91,6 +94,12 @@ def parser() -> argparse.ArgumentParser:
         default="text",
         metavar="NAME",
         help="field of a jsonl line, or column, that holds the text (default: text)",
+    )
+    text.add_argument(
+        "--chat",
+        action="store_true",
+        help="the lines of .jsonl files are chats: `messages` with role and content, or `conversations` with from and "
+        "value; they are encoded by the tokenizer's chat template, and the tokens of their answers are marked",
     )
     text.add_argument(
         "--max-bytes",
@@ -132,6 +141,11 @@ def parser() -> argparse.ArgumentParser:
         default=64_000_000,
         metavar="SIZE",
         help="train the BPE on no more than this much input, from its beginning (default: 64M)",
+    )
+    tokens.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja template that replaces the tokenizer's own, such as for a base model's tokenizer, which has none",
     )
     tokens.add_argument(
         "--no-append-eod",
@@ -183,7 +197,11 @@ def prepare(args: argparse.Namespace, workspace: Workspace) -> None:
     Raises:
         ValueError: a user's mistake, see `find_inputs` and `Workspace.dataset`; or no document is left.
     """
-    args.glob = args.glob or list(DEFAULT_GLOBS)
+    if args.chat:
+        refuse_without_template(args)
+    elif args.chat_template:
+        raise mistake("--chat-template", args.chat_template, problem="is not read without --chat", fix="give --chat")
+    args.glob = args.glob or [f"*{suffix}" for suffix in JSONL_SUFFIXES] if args.chat else args.glob or [*DEFAULT_GLOBS]
     if args.max_bytes is None and args.input == [STDLIB]:
         args.max_bytes = STDLIB_BYTES
     if args.tokenizer is None and args.train_bpe is None:
@@ -191,6 +209,9 @@ def prepare(args: argparse.Namespace, workspace: Workspace) -> None:
     plan, missing, speed = deciding(args), None, ""
     try:
         files = find_inputs(args.input, args.glob)
+        for file in files:
+            if args.chat and not file.is_jsonl:
+                raise mistake("--input", file.path, problem="holds no chats", allowed=f"{', '.join(JSONL_SUFFIXES)}")
         plan[INPUT_FILES] = fingerprint(files, with_times=False)
     except ValueError as error:  # the text may be gone once the dataset is made
         missing = error
@@ -221,6 +242,24 @@ def prepare(args: argparse.Namespace, workspace: Workspace) -> None:
         print("already complete, nothing to do\n" * was_complete + summary(workspace.output, manifest) + speed)
 
 
+def refuse_without_template(args: argparse.Namespace) -> None:
+    """Raise ValueError if --chat comes with options that chats exclude, or without a tokenizer."""
+    for option, given in (("--train-bpe", args.train_bpe), ("--no-append-eod", not args.append_eod)):
+        if given:
+            raise mistake(option, given, problem="excludes --chat", fix=f"leave out --chat or {option}")
+    if STDLIB in args.input:
+        raise mistake("--input", STDLIB, problem="holds no chats", fix="--input <.jsonl files of chats>")
+    if args.tokenizer is None:
+        raise mistake(
+            "--chat",
+            problem="chats are encoded by a tokenizer's chat template",
+            allowed="with --tokenizer",
+            fix="--tokenizer <directory, or name on the Hugging Face hub>",
+        )
+    if args.chat_template is not None and not os.path.isfile(args.chat_template):
+        raise mistake("--chat-template", args.chat_template, problem="is no file", allowed="a Jinja template")
+
+
 def deciding(args: argparse.Namespace) -> dict:
     """Return the options that decide what is written, by option name; absolute paths, so the working directory is not
     among them.
@@ -228,6 +267,8 @@ def deciding(args: argparse.Namespace) -> dict:
     local = args.tokenizer is not None and os.path.isdir(args.tokenizer)
     file = os.path.join(args.tokenizer, "tokenizer.json") if local else None
     return {
+        "--chat": args.chat or None,  # null as in the plans of earlier versions
+        "sha256 of --chat-template": file_sha256(args.chat_template) if args.chat_template else None,
         "--input": [name if name == STDLIB else os.path.abspath(name) for name in args.input],
         "--glob": args.glob,
         "--field": args.field,
@@ -256,7 +297,8 @@ def begin(args: argparse.Namespace, workspace: Workspace, plan: dict, files: lis
 
 def form_of(args: argparse.Namespace) -> Format:
     """Return the fields to read; an id only where documents are deduplicated by it."""
-    return Format(args.field, args.id_field if args.deduplicate == "id" else None, args.max_document_bytes)
+    id_field = args.id_field if args.deduplicate == "id" else None
+    return Format(args.field, id_field, args.max_document_bytes, args.chat)
 
 
 def make_tokenizer(args: argparse.Namespace, workspace: Workspace, files: list[InputFile]) -> TokenizerRecord:
@@ -275,7 +317,7 @@ def make_tokenizer(args: argparse.Namespace, workspace: Workspace, files: list[I
                 problem = f"there is no text to train a tokenizer on{first}"
                 raise mistake("--input", " ".join(args.input), problem=problem) from None
         else:
-            tokenizer.import_pretrained(args.tokenizer, temporary)
+            tokenizer.import_pretrained(args.tokenizer, temporary, chat=args.chat, template=args.chat_template)
         os.rename(temporary, workspace.tokenizer)
     record = tokenizer.describe(workspace.tokenizer, args.tokenizer or "byte-level BPE trained on this corpus")
     if args.append_eod and record.eod_id is None:
@@ -383,15 +425,17 @@ def make_dataset(
         kept, counts["duplicates"] = first_of_each(parts, names)
     splits = {}
     for name in names:
-        writer = BinWriter(os.path.join(workspace.final, name), dtype, record.vocab_size)
+        writer = BinWriter(os.path.join(workspace.final, name), dtype, record.vocab_size, args.chat)
         lengths = [np.empty(0, np.int32)]
-        with writer.out:
+        columns = [f"{name}_tokens", f"{name}_lengths", *[f"{name}_marks"] * args.chat]
+        with writer:
             for number, part in enumerate(parts):
-                tokens, part_lengths = part.arrays(f"{name}_tokens", f"{name}_lengths")
+                tokens, part_lengths, *marks = part.arrays(*columns)
                 if kept[name] is not None:
                     first = kept[name][number]
-                    tokens, part_lengths = tokens[np.repeat(first, part_lengths)], part_lengths[first]
-                writer.write(tokens)
+                    kept_tokens, part_lengths = np.repeat(first, part_lengths), part_lengths[first]
+                    tokens, marks = tokens[kept_tokens], [each[kept_tokens] for each in marks]
+                writer.write(tokens, *marks)
                 lengths.append(part_lengths)
             splits[name] = writer.finish(np.concatenate(lengths))
     left = {name: split.documents for name, split in splits.items()}
@@ -437,7 +481,8 @@ def first_of_each(parts: list[Part], splits: tuple[str, ...]) -> tuple[dict[str,
 def _empty(args: argparse.Namespace, counts: Counter, left: dict[str, int], rejects_path: str) -> ValueError:
     kept = sum(left.values())
     if kept == 0:
-        listed = f" (listed in {rejects_path}; is --field right?)" if counts["rejected"] else ""
+        question = "; are these chats?" if args.chat else "; is --field right?"
+        listed = f" (listed in {rejects_path}{question})" if counts["rejected"] else ""
         return mistake(
             "--input",
             " ".join(args.input),

@@ -15,27 +15,46 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from zaya_plugin.config.blend_entry import Blend
 from zaya_plugin.data.blend import content_name, resolve_blend
 from zaya_plugin.data.ledger import stage_use
-from zaya_plugin.data.prepared import check_dataset, packed_length, packed_loss_mask, refuse_other_length
+from zaya_plugin.data.prepared import (
+    check_dataset,
+    document_ends,
+    marks_of,
+    packed_length,
+    packed_loss_mask,
+    refuse_other_length,
+)
 from zaya_plugin.data.stream_dataset import StreamDataset
 from zaya_plugin.errors import mistake
 
 
 class BinGPTDataset(GPTDataset):
-    """Megatron's GPTDataset with the loss mask of packed bins.
+    """Megatron's GPTDataset with the loss mask of packed bins, and the ends of their documents.
 
-    Each sample of a dataset made by `zaya data pack` is one bin; positions that predict nothing are out of the loss.
+    Each sample of a dataset made by `zaya data pack` is one bin; positions that predict nothing are out of the loss,
+    and of chats all but those that predict answers.
     """
 
     def __init__(self, indexed_dataset, dataset_path, *args, **kwargs):
         super().__init__(indexed_dataset, dataset_path, *args, **kwargs)
         self.packed = dataset_path is not None and packed_length(dataset_path) is not None
+        self.marks = marks_of(dataset_path) if self.packed else None
+        if self.marks is not None:
+            # Megatron replaces padding tokens and takes them out of the loss; bins have none, and the padding token of
+            # a chat's tokenizer is often the one that ends an answer.
+            self._pad_token_id = -1
 
     def __getitem__(self, idx):
-        """Return tokens, labels, position_ids int64 [s] and loss_mask float32 [s]."""
+        """Return tokens, labels, position_ids int64 [s], loss_mask float32 [s] and document_ends bool [s]."""
         sample = super().__getitem__(idx)
+        tokens, eod, marks = sample["tokens"].numpy(), self.config.tokenizer.eod, None
+        if self.marks is not None:
+            position, offset = self.sample_index[self.shuffle_index[idx or 0]]
+            first = int(self.document_index[position]) * len(tokens) + int(offset)  # all bins have this length
+            marks = self.marks[first : first + len(tokens)]
         if self.packed:
-            mask = packed_loss_mask(sample["tokens"].numpy(), self.config.tokenizer.eod)
+            mask = packed_loss_mask(tokens, eod, marks)
             sample["loss_mask"] = sample["loss_mask"] * torch.from_numpy(mask)
+        sample["document_ends"] = torch.from_numpy(document_ends(tokens, eod, marks))
         return sample
 
 

@@ -177,13 +177,15 @@ class IndexedReader:
 
     lengths: int64 [documents], tokens of each document.
     starts: int64 [documents + 1], first token of each document in .bin; the last entry is the number of all tokens.
+    marks: uint8 [tokens] of chats (zaya_plugin.data.prepared.marks_of), None for other data.
 
     Raises:
         ValueError: see `read_index`.
     """
 
-    def __init__(self, prefix: str):
+    def __init__(self, prefix: str, marks: np.ndarray | None = None):
         self.indexed: IndexedFile = read_index(prefix)
+        self.marks = marks
         self.prefix, self.dtype = prefix, self.indexed.dtype
         sequences, documents = self.indexed.sequences, self.indexed.documents
         self.starts = np.zeros(documents + 1, np.int64)
@@ -202,3 +204,7 @@ class IndexedReader:
     def document(self, number: int) -> np.ndarray:
         """Return the token ids [tokens] of a document, in the dtype of the file; a view of it."""
         return self.stream[self.starts[number] : self.starts[number + 1]]
+
+    def document_marks(self, number: int) -> np.ndarray | None:
+        """Return the marks uint8 [tokens] of a chat; None for other data."""
+        return None if self.marks is None else self.marks[self.starts[number] : self.starts[number + 1]]

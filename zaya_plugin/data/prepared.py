@@ -26,6 +26,10 @@ FORMAT = "zaya_plugin.data"
 FORMAT_VERSION = 1
 # Of a bare .bin this much is searched for its largest token: well under a second.
 SCANNED_BYTES = 256_000_000
+# A dataset of chats has one byte a token in <split>.marks, with these bits. ANSWER: the token is part of an answer.
+# END: it is the last of its document; the tokenizer's end of document cannot tell, because most chat templates end each
+# turn with it. Tokens of filling are documents of their own.
+MARKS, ANSWER, END = ".marks", 1, 2
 AGAIN = "prepare the dataset again with `zaya data prepare ... --overwrite`, or copy it again"
 
 
@@ -35,7 +39,7 @@ class DatasetWarning(UserWarning):
 
 @dataclass(frozen=True)
 class SplitRecord:
-    """One indexed dataset. unigram_entropy is in nats/token."""
+    """One indexed dataset. unigram_entropy is in nats/token; marks_sha256: of the .marks, None if it holds no chats."""
 
     documents: int
     tokens: int
@@ -45,6 +49,7 @@ class SplitRecord:
     bin_sha256: str
     idx_bytes: int
     idx_sha256: str
+    marks_sha256: str | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,9 @@ class Manifest:
         record["zaya_plugin_version"] = __version__
         if self.packing is None:
             del record["packing"]
+        for split in record["splits"].values():
+            if split["marks_sha256"] is None:
+                del split["marks_sha256"]
         Path(directory, MANIFEST).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
 
 
@@ -238,17 +246,37 @@ def refuse_other_length(path: str | os.PathLike, sequence_length: int) -> None:
         )
 
 
-def packed_loss_mask(tokens: np.ndarray, eod: int) -> np.ndarray:
-    """Return the positions of a bin whose next token is in the loss, bool [s].
+def holds_chats(path: str | os.PathLike) -> bool:
+    """Return whether a dataset was made by `zaya data prepare --chat`, packed or not."""
+    manifest, splits = locate(path)
+    return manifest is not None and manifest.splits[next(iter(splits))].marks_sha256 is not None
+
+
+def marks_of(prefix: str) -> np.ndarray | None:
+    """Return the marks uint8 [tokens] of one split of chats, mapped from its file; None for any other dataset."""
+    return np.memmap(prefix + MARKS, np.uint8, "r") if holds_chats(prefix) else None
+
+
+def document_ends(tokens: np.ndarray, eod: int, marks: np.ndarray | None = None) -> np.ndarray:
+    """Return where documents end, bool, in the shape of `tokens`. marks: of chats, uint8 in the same shape."""
+    return tokens == eod if marks is None else (marks & END) > 0
+
+
+def packed_loss_mask(tokens: np.ndarray, eod: int, marks: np.ndarray | None = None) -> np.ndarray:
+    """Return the positions of bins whose next token is in the loss, bool [..., s]: of chats the tokens of answers
+    alone.
 
     An end of document is followed by another document or filling, and the last position by another bin: neither can be
     predicted from the tokens before it.
 
     Args:
-        tokens: the bin, int [s]; documents end with `eod`, and the end of the bin is filled with it.
+        tokens: the bins, int [..., s]; documents end with `eod`, and the end of a bin is filled with it.
+        marks: of chats, uint8 [..., s].
     """
-    mask = tokens != eod
-    mask[-1] = False
+    mask = ~document_ends(tokens, eod, marks)
+    if marks is not None:
+        mask[..., :-1] &= (marks[..., 1:] & ANSWER) > 0
+    mask[..., -1] = False
     return mask
 
 
@@ -304,7 +332,14 @@ def _compare(indexed: IndexedFile, manifest: Manifest, record: SplitRecord, full
             problem=f"describes {one}; the manifest describes {other}: they are not of the same run",
             fix=AGAIN,
         )
-    for suffix, sha256 in ((".bin", record.bin_sha256), (".idx", record.idx_sha256)) if full else ():
+    checksums = {".bin": record.bin_sha256, ".idx": record.idx_sha256}
+    if record.marks_sha256 is not None:
+        checksums[MARKS], path = record.marks_sha256, indexed.prefix + MARKS
+        size = os.path.getsize(path) if os.path.isfile(path) else -1
+        if size != indexed.tokens:
+            how = "does not exist" if size < 0 else f"has {size} bytes"
+            raise mistake(path, problem=f"{how}; it marks the answers of {indexed.tokens} tokens", fix=AGAIN)
+    for suffix, sha256 in checksums.items() if full else ():
         if file_sha256(indexed.prefix + suffix) != sha256:
             raise mistake(
                 indexed.prefix + suffix, problem="is damaged: its sha256 is not the one in the manifest", fix=AGAIN

@@ -11,7 +11,15 @@ from zaya_plugin.config.schedule import sample_count
 from zaya_plugin.config.schema import MISSING, Recipe
 from zaya_plugin.data.blend import domain_names
 from zaya_plugin.data.ledger import parse_ledger
-from zaya_plugin.data.prepared import check_dataset, locate, packed_length, prefix_of, refuse_other_length, tokenizer_of
+from zaya_plugin.data.prepared import (
+    check_dataset,
+    holds_chats,
+    locate,
+    packed_length,
+    prefix_of,
+    refuse_other_length,
+    tokenizer_of,
+)
 from zaya_plugin.data.tokenizer import vocabulary_size
 from zaya_plugin.errors import mistake
 
@@ -101,6 +109,15 @@ def find_sources(recipe: Recipe) -> DataSources:
                 fix="data.packing=documents, or train on the dataset that it was packed from",
             )
         refuse_other_length(path, recipe.stage.seq_length)
+        if packed_length(path) is None and holds_chats(path):
+            length = recipe.stage.seq_length
+            raise mistake(
+                "data.path" if path == data.path else "data.blend",
+                path,
+                problem="holds chats that are not packed: sequences would cut them, and lose which tokens are answers",
+                allowed="chats in bins",
+                fix=f"zaya data pack {path} --sequence-length {length} --output {path}-{length}",
+            )
     if data.consumed and data.order != "continuing":
         raise mistake(
             "data.consumed",

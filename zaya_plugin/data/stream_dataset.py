@@ -19,7 +19,7 @@ import torch
 from zaya_plugin.data.blend import content_name
 from zaya_plugin.data.indexed_dataset import IndexedReader
 from zaya_plugin.data.ledger import BlendOrder, SourceUse
-from zaya_plugin.data.prepared import packed_length, packed_loss_mask, refuse_other_length
+from zaya_plugin.data.prepared import document_ends, marks_of, packed_length, packed_loss_mask, refuse_other_length
 from zaya_plugin.errors import mistake
 
 # Samples shuffled with each other. Documents are in random order already; this parts the samples of one long document.
@@ -37,6 +37,7 @@ class TokenStream:
 
     def __init__(self, prefix: str, identity: str, seed: int, cache_path: str):
         self.reader, self.seed, self.cache_path = IndexedReader(prefix), seed, os.path.join(cache_path, identity)
+        self.marks = marks_of(prefix)
         self.words = [int(identity[:8], 16), int(identity[8:16], 16)]
         self.epoch_tokens = self.reader.indexed.tokens
         self._epoch = lru_cache(maxsize=2)(self._open_epoch)
@@ -44,6 +45,12 @@ class TokenStream:
     def read(self, position: int, length: int) -> np.ndarray:
         """Return the token ids [length] from a position on, in the dtype of the file; may cross into the next epoch."""
         return np.concatenate([self.reader.stream[a:b] for a, b in self.ranges(position, length)])
+
+    def read_marks(self, position: int, length: int) -> np.ndarray | None:
+        """Return the marks uint8 [length] of these tokens; None for a dataset without chats."""
+        if self.marks is None:
+            return None
+        return np.concatenate([self.marks[a:b] for a, b in self.ranges(position, length)])
 
     def ranges(self, position: int, length: int) -> list[tuple[int, int]]:
         """Return where in .bin these tokens are, as (first, one past the last) in order."""
@@ -143,21 +150,23 @@ class StreamDataset(torch.utils.data.Dataset):
         return source, self.uses[source].before + self.shuffles[source][rank] * self.sequence_length
 
     def __getitem__(self, number: int | None) -> dict[str, torch.Tensor | int]:
-        """Return tokens, labels, position_ids int64 [s], loss_mask float32 [s] and dataset_id. None: padding of a
-        batch, without loss.
+        """Return tokens, labels, position_ids int64 [s], loss_mask float32 [s], document_ends bool [s] and dataset_id.
+        None: padding of a batch, without loss.
         """
         source, position = self.place(number or 0)
         text = torch.from_numpy(self.streams[source].read(position, self.sequence_length + 1).astype(np.int64))
         tokens = text[:-1].contiguous()
+        marks = self.streams[source].read_marks(position, self.sequence_length)
         mask = torch.ones(self.sequence_length)
         if self.packed[source]:
-            mask = torch.from_numpy(packed_loss_mask(tokens.numpy(), self.eod)).float()
+            mask = torch.from_numpy(packed_loss_mask(tokens.numpy(), self.eod, marks)).float()
         return {
             "dataset_id": source,
             "tokens": tokens,
             "labels": text[1:].contiguous(),
             "loss_mask": mask if number is not None else torch.zeros_like(mask),
             "position_ids": torch.arange(self.sequence_length),
+            "document_ends": torch.from_numpy(document_ends(tokens.numpy(), self.eod, marks)),
         }
 
     def byte_ranges(self, number: int) -> list[tuple[str, int, int]]:

@@ -73,11 +73,14 @@ def train_bpe(texts: Iterable[str], vocab_size: int, directory: str) -> None:
     Path(directory, "tokenizer_config.json").write_text(json.dumps(config, indent=2), "utf-8")
 
 
-def import_pretrained(name: str, directory: str) -> None:
+def import_pretrained(name: str, directory: str, chat: bool = False, template: str | None = None) -> None:
     """Copy a Hugging Face tokenizer (directory or name on the hub) as `AutoTokenizer` reads it.
 
+    Args:
+        chat: whether it must have a chat template; template: file of one that replaces its own.
+
     Raises:
-        ValueError: it cannot be opened or has no tokenizer.json form.
+        ValueError: it cannot be opened, has no tokenizer.json form, or no chat template.
         OSError: it cannot be saved.
     """
     from transformers import AutoTokenizer
@@ -94,6 +97,16 @@ def import_pretrained(name: str, directory: str) -> None:
         ) from error
     if not tokenizer.is_fast:
         raise mistake("--tokenizer", name, problem="has no fast form", allowed="tokenizers with a tokenizer.json")
+    if template is not None:
+        tokenizer.chat_template = Path(template).read_text("utf-8")
+    if chat and not tokenizer.chat_template:
+        raise mistake(
+            "--tokenizer",
+            name,
+            problem="has no chat template",
+            allowed="a tokenizer of a chat model, or any with --chat-template",
+            fix="--chat-template FILE, a Jinja template",
+        )
     try:
         tokenizer.save_pretrained(directory)
     except OSError:

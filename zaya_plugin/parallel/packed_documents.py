@@ -49,8 +49,15 @@ class PackedDocuments(PackedSeqParams):
         """Find the boundaries in tokens int64 [b, S], the whole sequences. A document ends with a token `eod`, which
         belongs to it.
         """
-        ends = (tokens == eod).long()
-        length = tokens.shape[1]
+        return cls.from_ends(tokens == eod, shard, reset_positions)
+
+    @classmethod
+    def from_ends(
+        cls, last: Tensor, shard: ContextShard | None = None, reset_positions: bool = False
+    ) -> PackedDocuments:
+        """Return the boundaries of whole sequences. last: whether a token is the last of its document, bool [b, S]."""
+        ends = last.long()
+        length = last.shape[1]
         return cls(
             qkv_format="sbhd",
             max_seqlen_q=length,

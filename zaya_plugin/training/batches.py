@@ -33,7 +33,8 @@ def micro_batch(
     """Return this rank's part of a batch of Megatron's GPTDataset.
 
     Args:
-        batch: tokens, labels, position_ids, loss_mask of whole sequences, [b, S], on any device.
+        batch: tokens, labels, position_ids, loss_mask of whole sequences, [b, S], on any device; and document_ends bool
+            [b, S], without which documents end at `eod`.
         shard: this rank's part of the sequences.
         eod: the token that ends a document, to compute each document by itself; None: documents attend to each other.
         reset_positions: RoPE counts from the start of each document.
@@ -41,6 +42,9 @@ def micro_batch(
     names = ("tokens", "labels", "position_ids", "loss_mask")
     tokens, labels, positions, mask = (batch[name].to(device, non_blocking=True) for name in names)
     # Before the cut, because the documents of a rank's rows depend on the rows before them.
-    packed = None if eod is None else PackedDocuments.from_tokens(tokens, eod, shard, reset_positions)
+    packed = None
+    if eod is not None:
+        ends = batch["document_ends"].to(device, non_blocking=True) if "document_ends" in batch else tokens == eod
+        packed = PackedDocuments.from_ends(ends, shard, reset_positions)
     tokens, labels, positions, mask = (shard.take(x, 1) for x in (tokens, labels, positions, mask))
     return MicroBatch(tokens, labels, packed.positions.t() if reset_positions and packed else positions, mask, packed)

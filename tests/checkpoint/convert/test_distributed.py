@@ -10,6 +10,7 @@ import torch
 from tests.checkpoint.convert.published import TINY, publish
 from zaya_plugin.checkpoint.convert import verification
 from zaya_plugin.checkpoint.convert.importing import open_source
+from zaya_plugin.checkpoint.convert.values import whole
 
 
 @pytest.mark.slow
@@ -53,3 +54,36 @@ def test_rows_of_padding_are_zero(tmp_path):
     load_hf(model, folder)
     table = model.embedding.word_embeddings.weight
     assert table[:64].any(1).all() and not table[64:].any()
+
+
+def test_biases_start_from_the_published_ones_and_their_optimizer_from_zero(tmp_path):
+    """The first update after it is AdamW's first: each bias moves by balancing_lr against the sign of its gradient."""
+    from zaya_plugin import build_zaya_model, config_from_hf, load_hf
+    from zaya_plugin.optim.balancing import update_biases
+
+    published = open_source(publish(tmp_path / "published"))
+    config, rest = config_from_hf(tmp_path / "published", use_cpu_initialization=True, balancing_lr=1e-3)
+    model = build_zaya_model(config, **rest)
+    routers = [layer.mlp.router for layer in model.decoder.layers]
+    for router in routers:  # of an earlier run
+        router.balancing_exp_avg.fill_(3.0)
+        router.balancing_exp_avg_sq.fill_(5.0)
+        router.balancing_step.fill_(7)
+    load_hf(model, tmp_path / "published")
+    loads = torch.tensor([8, 1, 1, 4, 0, 0, 2, 2, 3, 0, 9, 6, 0])  # the last: the skip class; 36 of 12 experts
+    for number, router in enumerate(routers):
+        name = f"decoder.layers.{number}.mlp.router.balancing_biases"
+        wanted = whole(published.tensors[name]).float()
+        assert router.balancing_biases.dtype == torch.float32 and torch.equal(router.balancing_biases, wanted)
+        assert not router.balancing_exp_avg.any() and not router.balancing_exp_avg_sq.any()
+        assert int(router.balancing_step) == 0
+        router.tokens_per_expert.copy_(loads)
+    before = [router.balancing_biases.clone() for router in routers]
+    update_biases(routers, config, torch.distributed.group.WORLD)
+    against = -torch.sign(loads.float() / 36 - 1 / 12)
+    against[-1] = 0  # the skip class's bias stays
+    against[8] = 0  # 3 of 36 tokens are a twelfth
+    for router, bias in zip(routers, before, strict=True):
+        moved = router.balancing_biases - bias
+        moved[8] = 0.0  # the rounding of 3/36 - 1/12 decides its sign
+        assert torch.allclose(moved, 1e-3 * against, atol=2e-7) and int(router.balancing_step) == 1
