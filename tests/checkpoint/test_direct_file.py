@@ -43,20 +43,20 @@ def test_the_file_has_the_slices_in_their_order(files, tmp_path, sizes):
     assert seen == sorted(seen[: len(seen) // 2]) * 2 and seen[-1:] == [len(wanted)][: len(seen)]
 
 
-@pytest.mark.parametrize("refuses", ["open", "pwrite"])
-def test_a_file_system_without_direct_writes(files, tmp_path, monkeypatch, refuses):
+@pytest.mark.parametrize(("refuses", "code"), [("open", errno.EINVAL), ("pwrite", errno.EINVAL), ("open", 95)])
+def test_a_file_system_without_direct_writes(files, tmp_path, monkeypatch, refuses, code):
     system, flags = {name: getattr(os, name) for name in ("open", "pwrite")}, []
 
     def refusing_open(path, asked, *mode):
         flags.append(asked & os.O_DIRECT)
         if asked & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
+            raise OSError(code, "refused")
         return system["open"](path, asked, *mode)
 
     def refusing_write(file, *what):
         flags.append(direct_file.fcntl.fcntl(file, direct_file.fcntl.F_GETFL) & os.O_DIRECT)
         if flags[-1]:
-            raise OSError(errno.EINVAL, "Invalid argument")
+            raise OSError(code, "refused")
         return system["pwrite"](file, *what)
 
     monkeypatch.setattr(os, refuses, {"open": refusing_open, "pwrite": refusing_write}[refuses])
@@ -76,6 +76,9 @@ def test_short_writes_are_continued_and_errors_are_not_hidden(files, tmp_path, m
 
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(OSError, match="No space left"):
+        files.write(tmp_path / "file", MEMORY, slices([len(MEMORY)]))
+    monkeypatch.setattr(os, "pwrite", lambda file, data, place: 0)
+    with pytest.raises(OSError, match="writes nothing"):
         files.write(tmp_path / "file", MEMORY, slices([len(MEMORY)]))
 
 

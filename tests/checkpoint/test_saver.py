@@ -176,9 +176,10 @@ def test_the_writer_notes_for_the_other_ranks_that_its_predecessor_was_killed(tr
 
 def test_a_writer_that_hangs_is_replaced_after_the_deadline(tmp_path, monkeypatch):
     """NVIDIA/Megatron-LM#2422, radixark/miles#2816: training waited for a save for ever."""
-    monkeypatch.setattr(saver, "SILENCE", 0.3)
-    training = Training(tmp_path, deadline=0.2)
+    training = Training(tmp_path)
     training.first_save()
+    monkeypatch.setattr(saver, "SILENCE", 0.3)
+    training.saver.deadline = 0.2
     first = training.saver._process
     first.send_signal(signal.SIGSTOP)
     training.save(10)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The writer of checkpoints as a process of its own: its protocol, its end, and disks that fail. Real faults."""
 
+import dataclasses
 import json
 import os
 import re
@@ -167,6 +168,131 @@ def test_a_checkpoint_is_complete_on_the_nodes_disk_before_the_upload(start, tmp
     assert not manifest.damaged(shared / "iter_0000020")
     until(lambda: names(local) == ["iter_0000020"])
     assert names(local / "iter_0000020") == whole and not manifest.damaged(local / "iter_0000020")
+
+
+def local_saves(tmp_path, writers, step: int, number: int = 1, **changes) -> Save:
+    """Ask writers for a checkpoint below `local` first, then below `shared`. Return the request of rank 0."""
+    name = f"iter_{step:07d}.g_{number}.unfinished"
+    named = dict(world=len(writers), local=str(tmp_path / "local" / name), **changes)
+    return [
+        writer.save(tmp_path / "shared", step, number, leads=rank == 0, **named) for rank, writer in enumerate(writers)
+    ][0]
+
+
+def block_upload(save: Save, rank: int = 0) -> Path:
+    """Let the upload of a rank's file fail: its name is that of a folder with a file."""
+    blocked = save.folder / f"__{rank}_0.distcp"
+    blocked.mkdir(parents=True)
+    (blocked / "file").touch()
+    return blocked
+
+
+def test_a_failed_upload_leaves_what_a_start_can_finish_and_the_older_ones_are_removed(start, tmp_path):
+    """The shared disk failed again and again: the manifests went, and the local copies filled the node's disk."""
+    pair = start(0), start(1)
+    for number, step in enumerate((10, 20, 30), 1):
+        name = tmp_path / "shared" / f"iter_{step:07d}.g_{number}.unfinished"
+        save = Save(number, step, "", str(name), 0, 2, {}, 1, None, 30.0)
+        block_upload(save, rank=1)
+        save = local_saves(tmp_path, pair, step, number)
+        assert "__1_0.distcp" in pair[1].hear("failed")["reason"]
+        pair[0].hear("failed")
+        until(lambda step=step: names(tmp_path / "local") == [f"iter_{step:07d}"])
+        until(lambda save=save: names(tmp_path / "shared") == [save.folder.name])
+        assert not manifest.damaged(tmp_path / "local" / f"iter_{step:07d}")
+        assert manifest.read(save.folder)["iteration"] == step
+    local_saves(tmp_path, pair, 40, 4)
+    for writer in pair:
+        writer.hear("done")
+    until(lambda: names(tmp_path / "local") == ["iter_0000040"])
+    until(lambda: names(tmp_path / "shared") == ["iter_0000040", on_disk.TRACKER])
+
+
+def test_the_end_of_the_rank_during_an_upload_is_no_failed_save(start, tmp_path):
+    """A closed socket with unread messages is an error for its other end, which took it for one of the disk."""
+    writer = start()
+    save = local_saves(tmp_path, [writer], 10, limit=2**18)  # 4 s
+    until(lambda: (tmp_path / "local" / "iter_0000010").exists())
+    time.sleep(1.2)  # two messages, unread
+    writer.connection.close()
+    assert writer.end()[0] == 0
+    assert manifest.read(save.folder)["iteration"] == 10
+    assert not manifest.damaged(tmp_path / "local" / "iter_0000010")
+
+
+def test_a_killed_first_writer_ends_the_wait_of_the_others(start, tmp_path):
+    """Rank 1 waited ten minutes for the manifest of a writer that had been killed, in a run's last save."""
+    first, second = start(0), start(1)
+    first.process.send_signal(signal.SIGSTOP)
+    save = local_saves(tmp_path, [first, second], 10)
+    second.hear("written")
+    first.process.kill()
+    again = start(0)
+    again.ask(do="fail", save=dataclasses.asdict(save), reason="killed")
+    assert "rank 0 has given the save up" in second.hear("failed")["reason"]
+
+
+def test_an_old_local_checkpoint_of_the_step_is_not_taken_for_the_new_one(start, tmp_path):
+    pair = start(0), start(1)
+    for number in (1, 2):  # the second upload waits for the first rank, which stops for a while
+        if number == 2:
+            (tmp_path / "shared" / "iter_0000010" / "__0_0.distcp").write_bytes(b"damaged")
+            pair[0].process.send_signal(signal.SIGSTOP)
+        local_saves(tmp_path, pair, 10, number)
+        if number == 2:
+            pair[1].hear("waiting")
+            pair[0].process.send_signal(signal.SIGCONT)
+        for writer in pair:
+            writer.hear("done")
+    local = manifest.read(tmp_path / "local" / "iter_0000010")
+    assert local["save"] == 2 == manifest.read(tmp_path / "shared" / "iter_0000010")["save"]
+
+
+def test_a_checkpoint_of_another_run_or_version_is_put_aside_and_not_kept_in_place(start, tmp_path):
+    """The new checkpoint was removed as a repetition, and reported as saved."""
+    writer = start()
+    writer.save(tmp_path, 10, facts={"run_id": "other"})
+    writer.hear("done")
+    old = tmp_path / "iter_0000020"
+    old.mkdir()
+    (old / "weights").write_text("of an earlier version")
+    for number, step in ((2, 10), (3, 20)):
+        writer.save(tmp_path, step, number, keep_last=0)
+        writer.hear("done")
+        assert manifest.read(on_disk.folder(tmp_path, step))["run_id"] == "r"
+    assert manifest.read(tmp_path / "iter_0000010.replaced")["run_id"] == "other"
+    assert (tmp_path / "iter_0000020.replaced" / "weights").exists()
+
+
+def test_a_tracker_that_cannot_be_written_does_not_fail_the_save(start, tmp_path):
+    (tmp_path / on_disk.TRACKER).mkdir()
+    writer = start()
+    writer.save(tmp_path, 10)
+    assert writer.hear("done", "failed")["state"] == "done"
+    assert manifest.read(tmp_path / "iter_0000010")["iteration"] == 10
+
+
+def test_a_file_that_is_renamed_while_the_folder_is_listed(tmp_path, monkeypatch):
+    """Notes and uploads of other ranks get their names at any time; it failed one save in ten with 64 ranks."""
+    mine, its = Pipe()
+    writer = Writer(its, os.memfd_create("content"))
+    save = Save(1, 10, str(tmp_path / "iter"), str(tmp_path), 0, 1, {}, 1, None, 30.0)
+    gone, passes = tmp_path / "part_0.json.tmp", []
+    scan = os.scandir
+
+    def scandir(folder):
+        passes.append(folder)
+        if len(passes) > 1:
+            save.note("part", 0).write_text("{}")
+        gone.touch()
+        listed = list(scan(folder))
+        gone.unlink()
+        return listed
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert writer.notes(save, "part") == {} and len(passes) == 2
+    os.close(writer.descriptor)
+    mine.close()
 
 
 def test_the_name_and_the_pointer_come_after_the_data_and_removal_after_both(tmp_path, monkeypatch):

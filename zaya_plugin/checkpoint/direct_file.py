@@ -22,6 +22,7 @@ from zaya_plugin.checkpoint import manifest
 
 AT_ONCE = 2  # writes in flight
 ALIGNMENT = 4096  # of memory, place and length of a direct write; no disk asks for more
+REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)  # what a file system without direct writes says
 
 
 class DirectFiles:
@@ -74,7 +75,7 @@ def _open(path: Path) -> int:
     try:
         return os.open(path, flags | os.O_DIRECT, 0o644)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in REFUSED:
             raise
         return os.open(path, flags, 0o644)
 
@@ -85,10 +86,12 @@ def _write_at(descriptor: int, data: memoryview, place: int) -> None:
         try:
             count = os.pwrite(descriptor, data, place)
         except OSError as error:
-            if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+            if error.errno not in REFUSED or not flags & os.O_DIRECT:
                 raise
             fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)  # this file system takes no such write
             continue
+        if not count:
+            raise OSError(errno.EIO, "the file system writes nothing and states no error")
         data, place = data[count:], place + count
 
 

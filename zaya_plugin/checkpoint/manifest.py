@@ -7,11 +7,12 @@ named `iter_<n>` is complete, and a kill at any moment leaves the checkpoint bef
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,6 +25,7 @@ FORMAT = "zaya checkpoint/1"
 # Ends of the names of folders that are no checkpoints: a save that has not ended, a removal that has not ended, a
 # checkpoint whose content does not have its checksums, and one from which two starts failed at the same step.
 UNFINISHED, REMOVED, DAMAGED, FAILED = ".unfinished", ".removed", ".damaged", ".failed"
+REPLACED = ".replaced"  # what was in the place of a checkpoint that this run has saved
 PIECE = 16 * 2**20  # bytes read at once
 
 
@@ -94,22 +96,38 @@ def commit(unfinished: Path, final: Path, files: Mapping[str, Mapping], **facts)
 
 def give_name(unfinished: Path, final: Path) -> None:
     """Give a folder with files and manifest, all durable, the name of a checkpoint, unless there is a complete one:
-    the run has saved this step before.
+    the run has saved this step before. Anything else of that name is put aside.
     """
     sync(unfinished)
-    if (final / NAME).exists() and not problems(final):
+    if (final / NAME).exists() and not problems(final, read(unfinished).get("run_id")):
         shutil.rmtree(unfinished)
         return
-    shutil.rmtree(final, ignore_errors=True)  # Megatron has made it, empty; or it is not complete
+    with contextlib.suppress(OSError):
+        final.rmdir()  # Megatron has made it
+    if final.exists():
+        put_aside(final, REPLACED)
     unfinished.rename(final)
     sync(final.parent)
 
 
-def remove_leftovers(directory: Path, newest: int | None = None) -> None:
-    """Remove what saves and removals that were killed have left, up to the iteration `newest`."""
+def put_aside(path: Path, end: str) -> Path:
+    """Give a checkpoint that is not to be loaded a name that is no checkpoint's, and return it; nothing removes it.
+
+    end: of the name; with a number where the name exists.
+    """
+    names = [path.name + end, *(f"{path.name}.{number}{end}" for number in range(1, 1000))]
+    aside = next(path.with_name(name) for name in names if not path.with_name(name).exists())
+    path.rename(aside)
+    return aside
+
+
+def remove_leftovers(directory: Path, newest: int | None = None, keep: Container[str] = ()) -> None:
+    """Remove what saves and removals that were killed have left, up to the iteration `newest`. keep: names that stay."""
     for end in (UNFINISHED, REMOVED):
         for left in directory.glob(f"iter_*{end}"):
             iteration = left.name.removeprefix("iter_").partition(".")[0]
+            if left.name in keep:
+                continue
             if newest is None or not iteration.isdigit() or int(iteration) <= newest:
                 shutil.rmtree(left, ignore_errors=True)
 

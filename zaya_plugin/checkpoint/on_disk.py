@@ -91,15 +91,8 @@ def removable(directory: Path, keep_last: int, keep_every: int | None = None, ne
 
 
 def put_aside(directory: Path, iteration: int, end: str = manifest.DAMAGED) -> Path:
-    """Give a checkpoint that is not to be loaded a name that is no checkpoint's, and return it; nothing removes it.
-
-    end: of the name, DAMAGED or FAILED of manifest.py; with a number where the name exists.
-    """
-    path = folder(directory, iteration)
-    names = [path.name + end, *(f"{path.name}.{number}{end}" for number in range(1, 1000))]
-    aside = next(path.with_name(name) for name in names if not path.with_name(name).exists())
-    path.rename(aside)
-    return aside
+    """Put a checkpoint aside, see `manifest.put_aside`. end: DAMAGED or FAILED of manifest.py."""
+    return manifest.put_aside(folder(directory, iteration), end)
 
 
 def remove(directory: Path, iteration: int) -> None:
@@ -111,9 +104,9 @@ def remove(directory: Path, iteration: int) -> None:
 
 
 def name_as_latest(directory: Path, iteration: int) -> None:
-    """Write the file by which Megatron finds the checkpoint to load."""
+    """Write the file by which Megatron finds the checkpoint to load; nothing here relies on it."""
     tracker = directory / TRACKER
-    if not tracker.is_file() or tracker.read_text().strip() != str(iteration):
+    if not tracker.is_file() or tracker.read_bytes().strip() != str(iteration).encode():
         write_whole(tracker, str(iteration))
 
 

@@ -132,14 +132,19 @@ class Writer:
             if save.rank == 0:
                 self.complete(save)
             self.tell("done")
-            self.prune(save)
         except AbandonedError:
             self.remove(save)
             self.tell("abandoned")
+        except ConnectionError:  # the rank has ended: that is no failed save, and a start may finish the upload
+            raise
         except (OSError, ValueError) as error:
             reason = _explained(error, save.folder)
             self.fail(save, reason)
             self.tell("failed", reason=reason)
+        try:
+            self.prune(save)
+        except OSError as error:
+            print(f"WARNING: old checkpoints were not removed: {error}", file=sys.stderr)
 
     def fail(self, save: Save, reason: str) -> None:
         """Let the other ranks' writers know that this rank's part will not come."""
@@ -163,20 +168,20 @@ class Writer:
         files = self.notes(save, "part")
         for name, text in ((on_disk.INDEX, self.index), (on_disk.FORMAT, self.format.encode())):
             files[name] = manifest.write_parts(save.folder / name, [text])
-        manifest.write(save.folder, save.iteration, files, **save.facts, ranks=save.world)
+        manifest.write(save.folder, save.iteration, files, **save.facts, save=save.number, ranks=save.world)
         self.tell("described", bytes=sum(file["bytes"] for file in files.values()), waited=time.perf_counter() - start)
 
     def upload(self, save: Save, local: Path, written: dict) -> None:
         """Complete the checkpoint on this node's disk, then copy this rank's file to the place that all nodes see."""
         named = local.parent / Path(save.final).name
-        self.wait_for(save, save.folder / manifest.NAME)
+        stated = self.wait_for(save, save.folder / manifest.NAME)
         if save.leads:
             for name in (on_disk.INDEX, on_disk.FORMAT, manifest.NAME):
                 write_whole(local / name, (save.folder / name).read_bytes())
             shutil.rmtree(named, ignore_errors=True)  # of this step, saved before
             manifest.give_name(local, named)
         else:
-            self.wait_for(save, named / manifest.NAME)
+            self.wait_for(save, named / manifest.NAME, stated)
 
         def progress(_: int) -> None:
             self.heed()
@@ -194,38 +199,54 @@ class Writer:
                 save.note(kind, rank).unlink()
         directory = Path(save.final).parent
         manifest.give_name(save.folder, Path(save.final))
-        on_disk.name_as_latest(directory, save.iteration)
+        with contextlib.suppress(OSError):  # the checkpoint is complete without it
+            on_disk.name_as_latest(directory, save.iteration)
         self.tell("complete")
 
     def prune(self, save: Save) -> None:
-        """Remove what this checkpoint replaces; no rank and no other writer waits for that."""
-        final = Path(save.final)
+        """Remove what this checkpoint replaces, once it is complete or whole on the nodes' disks, from where a start can
+        upload it; no rank and no other writer waits for that.
+        """
+        directory, complete = Path(save.final).parent, (Path(save.final) / manifest.NAME).exists()
+        if not complete and not self.is_described(save):
+            return
         if save.rank == 0:
-            manifest.remove_leftovers(final.parent, save.iteration)
-            for old in on_disk.removable(final.parent, save.keep_last, save.keep_every, newest=save.iteration):
-                on_disk.remove(final.parent, old)
+            manifest.remove_leftovers(directory, save.iteration, keep=() if complete else (save.folder.name,))
+            for old in on_disk.removable(directory, save.keep_last, save.keep_every, newest=save.iteration):
+                on_disk.remove(directory, old)
         if save.leads and save.local:
-            local = Path(save.local).parent
-            manifest.remove_leftovers(local, save.iteration)
-            complete = [
-                i for i in iterations(final.parent) if (on_disk.folder(final.parent, i) / manifest.NAME).exists()
-            ]
-            for old in iterations(local):  # what all nodes can read, and the newest, stays there
-                if old < save.iteration and complete and old <= complete[-1]:
-                    on_disk.remove(local, old)
+            local = Path(save.local)
+            manifest.remove_leftovers(local.parent, save.iteration, keep=() if complete else (local.name,))
+            for old in iterations(local.parent):
+                if old < save.iteration:
+                    on_disk.remove(local.parent, old)
 
-    def wait_for(self, save: Save, path: Path) -> None:
-        """Wait until another writer has made a file.
+    @staticmethod
+    def is_described(save: Save) -> bool:
+        """Return whether all files of an unfinished checkpoint are whole on the nodes' disks, by its manifest."""
+        return save.local is not None and (save.folder / manifest.NAME).exists()
+
+    def wait_for(self, save: Save, path: Path, content: bytes | None = None) -> bytes:
+        """Wait until another writer has made a file, with this content if it is given. Return its content.
 
         Raises:
-            OSError: it has failed, or nothing came for `deadline` seconds.
+            OSError: a writer has failed, or nothing came for `deadline` seconds.
         """
-        since = time.monotonic()
+        since = looked = time.monotonic()
         while True:
-            with contextlib.suppress(FileNotFoundError), open(path, "rb"):
-                return
-            if time.monotonic() - since > save.deadline:
+            with contextlib.suppress(FileNotFoundError):
+                if (found := path.read_bytes()) and content in (None, found):
+                    return found
+            now = time.monotonic()
+            if now - since > save.deadline:
                 raise OSError(f"{path} did not come within {save.deadline:g} s")
+            if now - looked > REPORT_SECONDS:
+                looked = now
+                if not save.folder.exists():
+                    raise OSError("rank 0 has given the save up")
+                for name in os.listdir(save.folder):
+                    if name.startswith("failed_") and name.endswith(".json"):
+                        raise OSError(json.loads((save.folder / name).read_text()))
             self.heed(POLL_SECONDS)
             self.tell_rarely("waiting")
 
@@ -247,7 +268,10 @@ class Writer:
                     raise OSError(f"rank {rank}: {json.loads(save.note('failed', rank).read_text())}")
             if not missing:
                 return files
-            found = sorted((each.name, each.stat().st_size) for each in os.scandir(save.folder))
+            found = []
+            for each in sorted(os.scandir(save.folder), key=lambda entry: entry.name):
+                with contextlib.suppress(FileNotFoundError):  # a file that has just been given another name
+                    found.append((each.name, each.stat().st_size))
             if found != seen:
                 seen, since = found, time.monotonic()
             elif time.monotonic() - since > save.deadline:
@@ -266,8 +290,10 @@ class Writer:
                 raise ValueError(f"the rank asks for {request['do']!r} during a save")
 
     def remove(self, save: Save) -> None:
-        """Remove what a failed save has left: rank 0 the folder, another rank its file."""
+        """Remove what a failed save has left, rank 0 the folder, another rank its file; but not what a start can upload."""
         with contextlib.suppress(OSError):
+            if self.is_described(save):
+                return
             if save.local and save.leads:
                 shutil.rmtree(save.local, ignore_errors=True)
             if save.rank == 0:

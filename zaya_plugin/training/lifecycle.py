@@ -115,19 +115,19 @@ class Lifecycle:
         Raises:
             ValueError: no checkpoint is intact, or with resume=must the newest is not.
         """
-        nodes, lines = self._find_nodes()
+        nodes, having, lines = self._find_nodes()
         if len({bool(step) for step in restore.gathered(self.resumed_at)}) > 1:
             problem = "some ranks find checkpoints there, and others none"
             raise mistake("checkpoint.path", self.directory, problem=problem, allowed="a directory that all nodes see")
         if self.resumed_at:
-            tried = restore.finish_uploads(self.directory, nodes)
+            tried = restore.finish_uploads(self.directory, having)
             lines += tried + self._choose_and_compare(nodes, tried)
         if self.upload_limit is not None:
             self.upload_limit /= len(nodes.ranks[nodes.here])
         self.run_id, self.lineage, self.generation = restore.on_rank_0(self._begin)
         self.leads = nodes.ranks[nodes.here][0] == torch.distributed.get_rank()
         if self.local is not None and self.leads:
-            manifest.remove_leftovers(self.local)
+            manifest.remove_leftovers(self.local, keep=self._uploads())
         self._args.zaya.update(run_id=self.run_id, lineage=self.lineage)
         self._begun = True
         return lines
@@ -137,21 +137,29 @@ class Lifecycle:
         if self._begun and isinstance(error, Exception) and not _of_a_peer(error):
             starts.note_failure(self.directory)
 
-    def _find_nodes(self) -> tuple[restore.Nodes, list[str]]:
-        """Return the nodes, and why local_path is not used: if one node cannot use it, none does."""
-        nodes = restore.Nodes.find(self.local)
-        broken = sorted({text for text in nodes.gathered(self._local_problem) if text})
-        if not broken:
-            return nodes, []
-        self.local = None
-        return restore.Nodes.find(None), [f"WARNING: checkpoints are not written locally: {text}" for text in broken]
+    def _find_nodes(self) -> tuple[restore.Nodes, restore.Nodes, list[str]]:
+        """Return the nodes with the local folder that all can use, those with the one that all can read, and why a
+        local_path is not used: if one node cannot use it, none does.
+        """
+        readable = usable = restore.Nodes.find(self.local)
+        for answers in (True, False):
+            broken = {text for text in usable.gathered(functools.partial(self._local_problem, answers)) if text}
+            if not broken:
+                continue
+            self.local, usable = None, restore.Nodes.find(None)
+            lines = [f"WARNING: checkpoints are not written locally: {text}" for text in sorted(broken)]
+            return usable, usable if answers else readable, lines
+        return usable, readable, []
 
-    def _local_problem(self) -> str | None:
+    def _local_problem(self, answers: bool) -> str | None:
+        """Return why the local folder does not answer, or why it cannot be written."""
         if self.local is None:
             return None
         try:
-            places.require_answer(self.local.parent, "checkpoint.local_path")
-            make_writable(self.local, "checkpoint.local_path")
+            if answers:
+                places.require_answer(self.local.parent, "checkpoint.local_path")
+            else:
+                make_writable(self.local, "checkpoint.local_path")
         except ValueError as error:
             return f"{error} ({os.uname().nodename})"
         return None
@@ -219,9 +227,15 @@ class Lifecycle:
         for iteration, end in self._aside:
             on_disk.put_aside(self.directory, iteration, end)
 
+    def _uploads(self) -> set[str]:
+        """Return the names of the uploads that a later start may finish, if its nodes have their files."""
+        known, begun = starts.read(self.directory).get("run_id"), self.resumed_at
+        newer = [folder for step, folder in uploads(self.directory) if begun and step > begun]
+        return {folder.name for folder in newer if manifest.is_of(folder, known)}
+
     def _begin(self) -> tuple[str, dict | None, str]:
         """Check the chosen checkpoint, record the start, and return run id, lineage and generation."""
-        manifest.remove_leftovers(self.directory)
+        manifest.remove_leftovers(self.directory, keep=self._uploads())
         if self.resumed_at and self.resumed_at != self._checked:
             self._check(self.resumed_at, self._args)
         self.run_id = self.run_id or secrets.token_hex(4)
