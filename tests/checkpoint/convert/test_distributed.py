@@ -17,7 +17,7 @@ from zaya_plugin.checkpoint.convert.values import whole
 @pytest.mark.parametrize("layout", ["tensor", "expert", "pipeline"])
 def test_two_ranks_read_and_write_published_weights(tmp_path, layout):
     folder, output = publish(tmp_path / "published"), tmp_path / "export"
-    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     words += ["-m", "tests.checkpoint.convert.two_ranks", layout, str(folder), str(output)]
     done = subprocess.run(
         [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
