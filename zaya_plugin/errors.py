@@ -3,6 +3,10 @@
 instead.
 """
 
+# The exit code of a run that was asked to end by a signal, and has saved and left before its last step: EX_TEMPFAIL of
+# sysexits.h, "try again later". 2 is a user's mistake; 16, 17, 93, 100 and 128 + n have a meaning in other launchers.
+ENDED_EARLY = 75
+
 _NOT_GIVEN = object()
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.checkpoint_files import pretend_checkpoint
 from zaya_plugin.config.compose import compose
+from zaya_plugin.errors import ENDED_EARLY
 from zaya_plugin.run import before_start, launch, rank_plan
 from zaya_plugin.run.launch import Ended, capture_failed, first_failure, last_words
 
@@ -143,8 +144,9 @@ def test_a_signal_reaches_the_ranks_and_they_have_time_to_save(worker_program, t
         running.stdout.readline()
     running.send_signal(number)
     _, stderr = running.communicate(timeout=60)
-    assert running.returncode == 128 + number
+    assert running.returncode == ENDED_EARLY == 75
     assert sorted(path.name for path in (tmp_path / "run").glob("saved_by_*")) == ["saved_by_0", "saved_by_1"]
+    assert stderr.count("a signal ended the run early, at step 96 of 240") == 1
     assert f"stopped by {number.name}" in stderr and "Traceback" not in stderr
 
 

@@ -8,6 +8,7 @@ module-level functions are replaced during a run (zaya_plugin.patches.hooks).
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from zaya_plugin.config.arguments import megatron_arguments
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.dataset import mean_loss
 from zaya_plugin.data.sources import DataSources
+from zaya_plugin.errors import ENDED_EARLY
 from zaya_plugin.handover.predecessor import predecessor
 from zaya_plugin.hosts.forward_step import forward_step
 from zaya_plugin.hosts.saved_state import SavedState
@@ -49,8 +51,8 @@ NEW_MEMORY = "torch.utils.deterministic.fill_uninitialized_memory"
 SECONDS_FOR_A_SAVE = 60.0
 
 
-def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Reporter) -> None:
-    """Train the recipe; return after the last step, or when a signal or exit_interval has ended the run.
+def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Reporter) -> int:
+    """Train the recipe; return 0 after the last step or at exit_interval, or ENDED_EARLY when a signal has ended the run.
 
     Args:
         recipe: validated; patches are applied already.
@@ -107,6 +109,7 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
             release_graphs()
         if sys.exc_info()[0] is None:  # all ranks are here
             registered_buffers.release()
+    return trainer.ended_early()
 
 
 def release_graphs() -> None:
@@ -191,6 +194,20 @@ class _Trainer:
         if self.signal is None:
             self.signal = AgreedSignal(get_signal_handler(), torch.cuda.current_device(), self.saved.saver)
         return self.signal
+
+    def ended_early(self) -> int:
+        """Return ENDED_EARLY if a signal ended the run before its last step, else 0; rank 0 names the step."""
+        step, last = self.args.curr_iteration, self.args.train_iters
+        if self.signal is None or self.signal.since is None or step >= last:
+            return 0
+        # A launcher ends the other ranks when the first leaves with a code that is not 0.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if self.args.rank == 0:
+            completed = self.saved.saver.completed
+            kept = "no checkpoint of this start is complete" if completed is None else f"step {completed} is saved"
+            text = f"zaya: a signal ended the run early, at step {step} of {last}; {kept}. resume=auto continues"
+            print(text, file=sys.stderr, flush=True)
+        return ENDED_EARLY
 
     def finalize_and_balance(self, model, *positional, **named):
         """Finish the gradients and balance the experts, after the backward passes of a step."""

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from zaya_plugin.checkpoint.on_disk import WRITTEN_HERE
 from zaya_plugin.checkpoint.saver import BUSY, Saver
-from zaya_plugin.checkpoint.writer import GRACE, GRACE_SECONDS
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.errors import message
 from zaya_plugin.optim.sharding.distributed import WITHOUT_TENSORS, MuonDistributedOptimizer
+from zaya_plugin.parent_death import GRACE, GRACE_SECONDS
 
 
 class SavedState:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zaya_plugin import patches
-from zaya_plugin.parent_death import adopt_children, follow_rank
+from zaya_plugin.parent_death import adopt_children, follow_launcher, follow_rank
 
 # At import and not in main(): processes that write checkpoints are spawned and import this module again.
 if __name__ == "__mp_main__":
@@ -41,13 +41,14 @@ class RankLog(io.FileIO):
 
 
 def main(argv: list[str], work: Callable | None = None) -> int:
-    """Train the recipe in the file argv[0]. Return the exit status: 0, or 2 for a mistake of the user.
+    """Train the recipe in the file argv[0]. Return the exit status: 0, 2 for a mistake of the user, or ENDED_EARLY.
 
-    work: called as work(recipe, rank, world_size, console) in place of the training.
+    work: called as work(recipe, rank, world_size, console) in place of the training; returns an exit status or None.
     """
     from zaya_plugin.config.compose import load_recipe
 
     adopt_children()
+    follow_launcher()
     recipe = load_recipe(Path(argv[0]))
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     logs = Path(recipe.run_dir) / "logs"
@@ -59,7 +60,7 @@ def main(argv: list[str], work: Callable | None = None) -> int:
         logging.basicConfig(stream=log, level=logging.INFO, force=True)
         logging.captureWarnings(True)
         try:
-            (work or _train)(recipe, rank, world_size, console)
+            return (work or _train)(recipe, rank, world_size, console) or 0
         except ValueError as error:
             _leave_for_certain()
             traceback.print_exc(file=log)
@@ -72,7 +73,6 @@ def main(argv: list[str], work: Callable | None = None) -> int:
                 _leave_for_certain()
             traceback.print_exc(file=log)
             raise
-    return 0
 
 
 def _leave_for_certain() -> None:
@@ -98,7 +98,7 @@ def prepare(recipe, world_size: int) -> None:
     patches.apply()
 
 
-def _train(recipe, rank: int, world_size: int, console) -> None:
+def _train(recipe, rank: int, world_size: int, console) -> int:
     prepare(recipe, world_size)
     import torch
 
@@ -107,9 +107,11 @@ def _train(recipe, rank: int, world_size: int, console) -> None:
     from zaya_plugin.training.lifecycle import Lifecycle
     from zaya_plugin.training.metrics import Reporter
 
-    pretrain.run(recipe, find_sources(recipe), Lifecycle(recipe), Reporter(recipe, rank, world_size, console))
+    reporter = Reporter(recipe, rank, world_size, console)
+    code = pretrain.run(recipe, find_sources(recipe), Lifecycle(recipe), reporter)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    return code
 
 
 if __name__ == "__main__":
