@@ -195,3 +195,20 @@ def test_a_whole_run_ends_early_and_says_where(corpus, tmp_path, killed):
     step = int(folder.name[5:])
     assert 3 <= step < 2000
     assert f"a signal ended the run early, at step {step} of 2000; step {step} is saved" in output
+
+
+def test_a_second_run_in_a_run_dir_is_refused_and_a_later_one_is_not(worker_program, tmp_path):  # noqa: F811
+    words, variables = worker_program
+    words = [*words, f"run_dir={tmp_path}/run"]
+    running = start(words, variables, 4)
+    second = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=60)
+    assert second.returncode == 2 and f"a run is writing there: process {running.pid} on" in second.stderr
+    shared = [*words[:-1], f"run_dir={tmp_path}/run2", f"checkpoint.path={tmp_path}/run"]
+    third = subprocess.run(shared, env=variables, capture_output=True, text=True, timeout=60)
+    assert third.returncode == 2 and f"checkpoint.path={tmp_path}/run: a run is writing there" in third.stderr
+    outer = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "20001"}
+    joined = subprocess.run(words, env={**variables, **outer}, capture_output=True, text=True, timeout=60)
+    assert joined.returncode == 2 and "a run is writing there" in joined.stderr
+    running.send_signal(signal.SIGTERM)
+    running.communicate(timeout=2 * SECONDS)
+    assert running.returncode == ENDED_EARLY and not list((tmp_path / "run").glob("run.lock.*"))

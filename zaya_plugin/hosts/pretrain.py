@@ -137,6 +137,7 @@ class _Trainer:
         saved.saver.report = reporter.saved if args.rank == 0 else print
         self.balancer = Balancer()
         self.started = False
+        self.step = lifecycle.resumed_at  # the last that ended; args.curr_iteration is the one before
         self.steps = StepQueue()
         saved.saver.before_writing = self.steps.flush
         self.clock = StepClock(on_device=recipe.cluster.device != "cpu")
@@ -197,7 +198,7 @@ class _Trainer:
 
     def ended_early(self) -> int:
         """Return ENDED_EARLY if a signal ended the run before its last step, else 0; rank 0 names the step."""
-        step, last = self.args.curr_iteration, self.args.train_iters
+        step, last = self.step, self.args.train_iters
         if self.signal is None or self.signal.since is None or step >= last:
             return 0
         # A launcher ends the other ranks when the first leaves with a code that is not 0.
@@ -233,7 +234,7 @@ class _Trainer:
         """Report a step as one line and one row of metrics once the numbers are on the host; replaces Megatron's
         training_log.
         """
-        args = get_args()
+        args, self.step = get_args(), iteration
         batch_size = get_current_global_batch_size()
         statistics = self.balancer.statistics
         known = dict(
@@ -254,6 +255,8 @@ class _Trainer:
         def report(arrived: list[torch.Tensor]) -> None:
             loss = arrived[0].item() if losses else None
             routers = RouterStatistics(*arrived[len(losses) :]) if counts else None
+            if self.reporter.reports:
+                self.lifecycle.check_lock()
             self.reporter.step(Step(loss=loss, seconds=seconds(), statistics=routers, **known))
 
         self.steps.add([*losses, *counts], report)
@@ -315,6 +318,8 @@ class _Trainer:
 
         The step's own numbers are reported once the copy has ended: to wait for them here would leave the device idle.
         """
+        if self.args.rank == 0:
+            self.lifecycle.check_lock()
         if self.signal is not None and self.signal.since is not None:
             self.saved.end_is_near(self.signal.since)
         self.saved.save(iteration, model, optimizer, scheduler, flops, train_data_iterator)

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zaya_plugin.checkpoint import places
+from zaya_plugin.checkpoint.run_lock import LOCKS, RunLock
 from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.run_directory import check_resume, checkpoint_path, keep_recipe, make_writable
 from zaya_plugin.config.schema import Recipe
@@ -73,8 +74,27 @@ def launch(recipe: Recipe) -> int:
     make_writable(recipe.run_dir)
     if Path(recipe.checkpoint.path).is_absolute():
         make_writable(checkpoint_path(recipe), "checkpoint.path")
-    if plan.rank == 0:
+    if plan.rank != 0:
+        return _start(recipe, plan, chosen_here)
+    lock = RunLock.take(_written(recipe))
+    try:
         keep_recipe(recipe, recipe.run_dir)
+        plan = replace(plan, environment={**plan.environment, LOCKS: lock.shared()})
+        return _start(recipe, plan, chosen_here)
+    finally:
+        lock.release()
+
+
+def _written(recipe: Recipe) -> dict[str, Path]:
+    """Return the directories that a run of `recipe` writes, by key; checkpoint.path only where it is not in run_dir."""
+    directories, checkpoints = {"run_dir": Path(recipe.run_dir)}, checkpoint_path(recipe)
+    if not checkpoints.resolve().is_relative_to(directories["run_dir"].resolve()):
+        directories["checkpoint.path"] = checkpoints
+    return directories
+
+
+def _start(recipe: Recipe, plan: Plan, chosen_here: bool) -> int:
+    """Join or start the ranks of `plan`, a second time without graphs where `auto` chose them and a capture failed."""
     if plan.command is None:
         try:
             return become_rank(recipe, plan)
