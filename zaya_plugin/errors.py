@@ -10,6 +10,12 @@ ENDED_EARLY = 75
 _NOT_GIVEN = object()
 
 
+class RunEndedError(RuntimeError):
+    """Training cannot go on, and the message says all that a user needs: it is shown without a traceback, with exit
+    code 1.
+    """
+
+
 def message(key: str, value: object = _NOT_GIVEN, *, problem: str, allowed: str = "", fix: str = "") -> str:
     """Return `<key>=<value>: <problem>. Allowed: <allowed>. Fix: <fix>.`
 

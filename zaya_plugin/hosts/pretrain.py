@@ -8,6 +8,7 @@ module-level functions are replaced during a run (zaya_plugin.patches.hooks).
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import sys
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from zaya_plugin.config.arguments import megatron_arguments
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.dataset import mean_loss
 from zaya_plugin.data.sources import DataSources
-from zaya_plugin.errors import ENDED_EARLY
+from zaya_plugin.errors import ENDED_EARLY, RunEndedError, message
 from zaya_plugin.handover.predecessor import predecessor
 from zaya_plugin.hosts.forward_step import forward_step
 from zaya_plugin.hosts.saved_state import SavedState
@@ -92,7 +93,13 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
             raise
     except NonFiniteGradientsError as error:
         saver.wait(SECONDS_FOR_A_SAVE)  # all ranks are here; it is of a good step
-        raise NonFiniteGradientsError(f"step {args.curr_iteration + 1}: {error}") from error
+        raise NonFiniteGradientsError(f"step {args.curr_iteration + 1}: {error} {lifecycle.last_good()}.") from error
+    except NonFiniteLossError as error:
+        if trainer.saved.last_step >= error.step:
+            saver.abandon()
+        else:
+            saver.wait(SECONDS_FOR_A_SAVE)
+        raise NonFiniteLossError(f"{error} {lifecycle.last_good()}.", error.step) from error
     finally:
         lifecycle.ended(sys.exc_info()[1])
         try:
@@ -109,7 +116,32 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
             release_graphs()
         if sys.exc_info()[0] is None:  # all ranks are here
             registered_buffers.release()
+    if trainer.refused == trainer.step:
+        problem = "the run ends, and the gradients of its last step were not finite, so it was not saved"
+        text = message("optim.non_finite_gradients", recipe.optim.non_finite_gradients, problem=problem)
+        raise NonFiniteGradientsError(f"step {trainer.step}: {text} {lifecycle.last_good()}.")
     return trainer.ended_early()
+
+
+class NonFiniteLossError(RunEndedError):
+    """The loss of a step is infinite or NaN, although its gradients are finite: raised by the ranks that have the loss
+    before they write their part of a checkpoint of this step, so that the checkpoint is never complete.
+    """
+
+    def __init__(self, text: str, step: int):
+        super().__init__(text)
+        self.step = step
+
+
+def not_finite(loss: float, step: int) -> str:
+    """Return the message about a loss that is not finite."""
+    return f"step {step}: " + message(
+        "loss",
+        loss,
+        problem="is not finite, and the gradients are: the data may hold no token that counts, or be damaged. Nothing "
+        "is saved from this step on",
+        fix="`zaya data inspect` shows the data; remove its cached indices if the data was changed",
+    )
 
 
 def release_graphs() -> None:
@@ -138,6 +170,7 @@ class _Trainer:
         self.balancer = Balancer()
         self.started = False
         self.step = lifecycle.resumed_at  # the last that ended; args.curr_iteration is the one before
+        self.refused: int | None = None  # the last step that was skipped because its gradients were not finite
         self.steps = StepQueue()
         saved.saver.before_writing = self.steps.flush
         self.clock = StepClock(on_device=recipe.cluster.device != "cpu")
@@ -237,6 +270,8 @@ class _Trainer:
         args, self.step = get_args(), iteration
         batch_size = get_current_global_batch_size()
         statistics = self.balancer.statistics
+        if skipped_iter and grad_norm is None:
+            self.refused = iteration
         known = dict(
             step=iteration,
             lr=learning_rate,
@@ -258,6 +293,8 @@ class _Trainer:
             if self.reporter.reports:
                 self.lifecycle.check_lock()
             self.reporter.step(Step(loss=loss, seconds=seconds(), statistics=routers, **known))
+            if loss is not None and not math.isfinite(loss) and not skipped_iter:
+                raise NonFiniteLossError(not_finite(loss, iteration), iteration)
 
         self.steps.add([*losses, *counts], report)
         self.saved.saver.poll()
@@ -320,6 +357,9 @@ class _Trainer:
         """
         if self.args.rank == 0:
             self.lifecycle.check_lock()
+        if self.refused == iteration:
+            self.saved.saver.report(f"WARNING: no checkpoint at step {iteration}: its gradients were not finite")
+            return
         if self.signal is not None and self.signal.since is not None:
             self.saved.end_is_near(self.signal.since)
         self.saved.save(iteration, model, optimizer, scheduler, flops, train_data_iterator)

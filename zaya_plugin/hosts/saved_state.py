@@ -87,6 +87,11 @@ class SavedState:
         self.saver.prepare(self.state(model, optimizer, scheduler, 0, 0.0), pin=on_device)
         self._watched = [tensor.data_ptr() for tensor in _tensors(model, optimizer)]
 
+    @property
+    def last_step(self) -> int:
+        """The step of the last save that was begun, 0 without one."""
+        return 0 if self._last is None else self._last[0]
+
     # When
 
     def save(self, iteration: int, model, optimizer, scheduler, flops, data_iterator=None) -> None:

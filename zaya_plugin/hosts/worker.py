@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zaya_plugin import patches
+from zaya_plugin.errors import RunEndedError
 from zaya_plugin.parent_death import adopt_children, follow_launcher, follow_rank
 
 # At import and not in main(): processes that write checkpoints are spawned and import this module again.
@@ -61,13 +62,13 @@ def main(argv: list[str], work: Callable | None = None) -> int:
         logging.captureWarnings(True)
         try:
             return (work or _train)(recipe, rank, world_size, console) or 0
-        except ValueError as error:
+        except (ValueError, RunEndedError) as error:
             _leave_for_certain()
             traceback.print_exc(file=log)
             print(f"zaya: {error}" if rank == 0 else f"zaya: rank {rank}: {error}", file=sys.stderr, flush=True)
             if os.environ.get("ZAYA_TRACEBACK"):
                 traceback.print_exc()
-            return 2
+            return 2 if isinstance(error, ValueError) else 1
         except BaseException as error:
             if not isinstance(error, SystemExit):  # a run that exits on request may still have to write
                 _leave_for_certain()

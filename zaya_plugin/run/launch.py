@@ -296,9 +296,9 @@ class RankFailure:
 
     @property
     def message(self) -> str:
-        """The text for the console: the rank's own line for a user's mistake (exit code 2), else the traceback."""
+        """The text for the console: the rank's own message where it left with one, else the traceback."""
         start = self.text.rfind("zaya: ")
-        if self.exit_code == 2 and start >= 0:
+        if self.exit_code in (1, 2) and start >= 0 and "Traceback (most recent call last)" not in self.text[start:]:
             return self.text[start:]
         return (
             f"zaya: rank {self.rank} failed first, exit code {self.exit_code}:\n{self.text}\n"
@@ -314,9 +314,7 @@ def first_failure(log_dir: Path, torchrun_log: Path) -> RankFailure | None:
     stderr = {int(path.parent.name): path for path in log_dir.glob("attempt_*/*/stderr.log")}
     killed = [rank for rank, code in exit_codes.items() if code < 0 and -code not in FROM_TORCHRUN and rank in stderr]
     # A rank that leaves with a message for the user ends the others; their tracebacks are about the connection.
-    mistaken = [
-        rank for rank, code in exit_codes.items() if code == 2 and "zaya: " in _read(stderr.get(rank, log_dir / "none"))
-    ]
+    mistaken = [rank for rank, code in exit_codes.items() if rank in stderr and _left_with_message(code, stderr[rank])]
     told = [rank for rank, path in stderr.items() if "Traceback (most recent call last)" in _read(path)]
     told.sort(key=lambda rank: stderr[rank].stat().st_mtime_ns)
     rank = next(iter(mistaken + killed + told + [rank for rank in exit_codes if rank in stderr]), None)
@@ -329,6 +327,13 @@ def first_failure(log_dir: Path, torchrun_log: Path) -> RankFailure | None:
             text += " (the system does this when memory runs out)"
         return RankFailure(rank, 128 - code, text, stderr[rank])
     return RankFailure(rank, code, last_words(_read(stderr[rank])), stderr[rank])
+
+
+def _left_with_message(code: int, stderr: Path) -> bool:
+    """Whether a rank left with a message of its own, for a user's mistake (2) or because training cannot go on (1)."""
+    text = _read(stderr)
+    said = max(text.rfind("\nzaya: "), 0 if text.startswith("zaya: ") else -1)
+    return code == 2 and said >= 0 or code == 1 and said > text.rfind("Traceback (most recent call last)")
 
 
 def last_words(stderr: str) -> str:

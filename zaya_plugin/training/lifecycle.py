@@ -137,6 +137,16 @@ class Lifecycle:
         self._begun = True
         return lines
 
+    def last_good(self) -> str:
+        """Return a sentence with the folder of the newest complete checkpoint."""
+        try:
+            step, _ = on_disk.latest(self.directory)
+        except ValueError:
+            step = None
+        if step is None:
+            return f"There is no complete checkpoint in {self.directory}"
+        return f"The last good checkpoint is {on_disk.folder(self.directory, step)}"
+
     def ended(self, error: BaseException | None) -> None:
         """Note an error that ended the run, for the choice of the next start. error: what ended it, if anything did."""
         if isinstance(error, LostLockError):
