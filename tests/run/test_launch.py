@@ -206,6 +206,7 @@ def test_joining_runs_the_worker_in_this_process(worker_program, tmp_path, outer
     assert done.returncode == 2
 
 
+STORE = {"MASTER_PORT": "1", "MASTER_ADDR": "localhost"}
 OUTER = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": "1", "MASTER_ADDR": "localhost"}
 CAPTURES = ("cluster=gpu", "nproc=1", "cluster.kernels=auto", "cluster.graphs=auto")
 
@@ -230,7 +231,7 @@ def test_ranks_of_an_outer_launcher_share_a_run_directory(worker_program, tmp_pa
     command, environment = worker_program
     running = []
     for rank in range(2):
-        outer = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_PORT": "1"}
+        outer = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), **STORE}
         variables = {**environment, **outer, "WORKER_MODE": "none"}
         running.append(
             subprocess.Popen([*command, f"run_dir={tmp_path}/run"], env=variables, stdout=subprocess.DEVNULL)
@@ -266,7 +267,9 @@ def test_missing_data_and_missing_devices_are_found_before_the_start(monkeypatch
 def test_the_plan_follows_nproc_the_cluster_and_the_outer_launcher():
     assert rank_plan.make_plan(demo(), {}).world_size == 2
     assert rank_plan.make_plan(demo("nproc=null", "cluster.gpus_per_node=5"), {}).world_size == 5
-    torchrun = rank_plan.make_plan(demo(), {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    torchrun = rank_plan.make_plan(
+        demo(), {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **STORE}
+    )
     assert (torchrun.world_size, torchrun.ranks_here, torchrun.rank, torchrun.command) == (4, 2, 3, None)
     with pytest.raises(ValueError, match="cluster.num_nodes=2: .*torchrun --nnodes"):
         rank_plan.make_plan(demo("cluster.num_nodes=2"), {})
