@@ -169,8 +169,6 @@ def _take(directory: Path, key: str, token: str) -> Path:
         except FileExistsError:  # another start was faster
             time.sleep(0.05)
             continue
-        except OSError as error:
-            raise mistake(key, directory, problem=f"its lock cannot be written ({error.strerror})") from error
         try:
             with os.fdopen(descriptor, "w") as out:
                 out.write(content)
@@ -178,9 +176,8 @@ def _take(directory: Path, key: str, token: str) -> Path:
                 os.fsync(out.fileno())
         except OSError as error:
             file.unlink(missing_ok=True)
-            raise mistake(
-                key, directory, problem=f"its lock cannot be written ({error.strerror})", fix="free some space"
-            ) from error
+            error.filename = error.filename or str(file)
+            raise
         for older in directory.glob("run.lock.*"):
             if NAME.fullmatch(older.name) and int(NAME.fullmatch(older.name)[1]) < generation:
                 older.unlink(missing_ok=True)

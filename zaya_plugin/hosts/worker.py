@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zaya_plugin import patches
-from zaya_plugin.errors import RunEndedError
+from zaya_plugin.errors import RunEndedError, of_the_machine
 from zaya_plugin.parent_death import adopt_children, follow_launcher, follow_rank
 
 # At import and not in main(): processes that write checkpoints are spawned and import this module again.
@@ -53,27 +53,32 @@ def main(argv: list[str], work: Callable | None = None) -> int:
     recipe = load_recipe(Path(argv[0]))
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     logs = Path(recipe.run_dir) / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
     console = sys.stdout
     # Megatron prints some hundred lines, its arguments among them; they go to the log and not to the console.
-    log_file = RankLog(logs / f"rank{rank}.log", "a")
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        log_file = RankLog(logs / f"rank{rank}.log", "a")
+    except OSError as error:
+        print(f"zaya: rank {rank}: {of_the_machine(error, logs) or error}", file=sys.stderr, flush=True)
+        return 1
     with io.TextIOWrapper(log_file, "utf-8", line_buffering=True) as log, contextlib.redirect_stdout(log):
         logging.basicConfig(stream=log, level=logging.INFO, force=True)
         logging.captureWarnings(True)
         try:
             return (work or _train)(recipe, rank, world_size, console) or 0
-        except (ValueError, RunEndedError) as error:
-            _leave_for_certain()
-            traceback.print_exc(file=log)
-            print(f"zaya: {error}" if rank == 0 else f"zaya: rank {rank}: {error}", file=sys.stderr, flush=True)
-            if os.environ.get("ZAYA_TRACEBACK"):
-                traceback.print_exc()
-            return 2 if isinstance(error, ValueError) else 1
         except BaseException as error:
             if not isinstance(error, SystemExit):  # a run that exits on request may still have to write
                 _leave_for_certain()
             traceback.print_exc(file=log)
-            raise
+            told = str(error) if isinstance(error, (ValueError, RunEndedError)) else None
+            if told is None and (told := of_the_machine(error, recipe.run_dir)) is not None:
+                told += f" Log: {logs / f'rank{rank}.log'}"
+            if told is None:
+                raise
+            print(f"zaya: {told}" if rank == 0 else f"zaya: rank {rank}: {told}", file=sys.stderr, flush=True)
+            if os.environ.get("ZAYA_TRACEBACK"):
+                traceback.print_exc()
+            return 2 if isinstance(error, ValueError) else 1
 
 
 def _leave_for_certain() -> None:

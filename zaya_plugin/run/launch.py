@@ -14,7 +14,6 @@ else of the first traceback.
 import os
 import re
 import runpy
-import shutil
 import signal
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.run_directory import check_resume, checkpoint_path, keep_recipe, make_writable
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import validate
-from zaya_plugin.errors import ENDED_EARLY, message, mistake
+from zaya_plugin.errors import ENDED_EARLY, free_space, message, mistake
 from zaya_plugin.parent_death import GRACE, GRACE_SECONDS, LAUNCHER_PID, adopt_orphans, die_with_parent
 from zaya_plugin.run import before_start
 from zaya_plugin.run.rank_plan import WORKER, Plan, make_plan
@@ -220,9 +219,10 @@ def run_ranks(plan: Plan, log_dir: Path) -> Ended:
     if code < 0:
         print(f"zaya: torchrun was killed by {_signal_name(-code)}; its ranks have ended", file=sys.stderr)
         return Ended(128 - code, folder, stopped=True)
-    if (free := shutil.disk_usage(log_dir).free) < FULL_DISK:
+    space = os.statvfs(log_dir)
+    if space.f_bavail * space.f_frsize < FULL_DISK or space.f_files and not space.f_favail:
         # The ranks' own messages are on that disk and incomplete.
-        problem = f"No space left on device ({free // 1024} KiB are free); earlier checkpoints are complete"
+        problem = f"No space left on device ({free_space(str(log_dir))}); earlier checkpoints are complete"
         fix = "free some space, then the same command with resume=auto"
         print(f"zaya: {message('run_dir', log_dir.parent, problem=problem, fix=fix)}", file=sys.stderr)
     failure = first_failure(folder, torchrun_log) if folder else None
