@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint_files import pretend_checkpoint
+from zaya_plugin import cli
 from zaya_plugin.config.compose import compose
 from zaya_plugin.errors import ENDED_EARLY
 from zaya_plugin.run import before_start, launch, rank_plan
@@ -334,3 +335,12 @@ def test_a_torchrun_that_cannot_start_is_shown(worker_program, tmp_path):
     done = subprocess.run([sys.executable, "-c", program], env=worker_program[1], capture_output=True, text=True)
     assert done.returncode == 1 and "torchrun failed with exit code 1:\nno torchrun" in done.stderr
     assert Path(tmp_path / "torchrun.log").read_text() == "no torchrun\n"
+
+
+@pytest.mark.parametrize(("code", "jobs"), [(0, 2), (1, 2), (ENDED_EARLY, 1), (128 + signal.SIGTERM, 1)])
+def test_a_signal_ends_a_multirun_and_a_failed_job_does_not(monkeypatch, tmp_path, code, jobs):
+    started = []
+    monkeypatch.setattr(launch, "launch", lambda recipe: started.append(recipe.run_dir) or code)
+    words = ["train", "experiment=cpu_demo", f"run_dir={tmp_path}", "optim.lr=1e-3,2e-3", "-m"]
+    assert cli.main(words) == code
+    assert started == [f"{tmp_path}/{number}" for number in range(jobs)]
