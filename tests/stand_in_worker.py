@@ -77,6 +77,8 @@ WORKER = """
     import os, signal, sys, time
     from pathlib import Path
     from zaya_plugin.config.compose import load_recipe
+    from zaya_plugin.errors import ENDED_EARLY
+    from zaya_plugin.parent_death import follow_launcher
 
     def main(rank, mode, recipe):
         print(f"rank {rank} of {os.environ['WORLD_SIZE']} runs {recipe.name}", flush=True)
@@ -124,6 +126,9 @@ WORKER = """
                 time.sleep(0.02)
             time.sleep(0.5)
             Path(recipe.run_dir, f"saved_by_{rank}").write_text("whole")
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            print(f"zaya: a signal ended the run early, at step 96 of 240", file=sys.stderr, flush=True)
+            sys.exit(ENDED_EARLY)
         if mode == "stuck":
             signal.signal(signal.SIGTERM, lambda *unused: print("saving", flush=True))
             print("ready", flush=True)
@@ -131,5 +136,6 @@ WORKER = """
                 time.sleep(0.02)
 
     if __name__ == "__main__":
+        follow_launcher()
         main(int(os.environ["RANK"]), os.environ["WORKER_MODE"], load_recipe(sys.argv[1]))
 """

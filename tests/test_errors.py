@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-from zaya_plugin.errors import message, mistake
+import os
+import re
+import zipfile
+
+import pytest
+
+from zaya_plugin.errors import message, mistake, of_the_machine
 
 
 def test_a_message_names_key_value_problem_allowed_and_fix():
@@ -18,3 +24,29 @@ def test_values_are_written_as_they_are_typed():
 def test_a_mistake_is_a_value_error():
     error = mistake("--output", "x", problem="exists", fix="--force")
     assert isinstance(error, ValueError) and str(error) == "--output=x: exists. Fix: --force."
+
+
+def test_an_error_of_storage_names_the_path_and_the_free_space(tmp_path):
+    absent = tmp_path / "absent" / "file"
+    with pytest.raises(OSError) as missing:
+        open(absent)
+    text = of_the_machine(missing.value, tmp_path)
+    assert text.startswith(f"{absent}: No such file or directory (") and text.endswith("then the same command again.")
+    assert re.search(r"\([\d,]+ KiB free, [\d,]+ inodes free\)", text) or " KiB free)" in text
+    full = os.open("/dev/full", os.O_WRONLY)
+    with pytest.raises(OSError) as no_space:
+        os.write(full, b"x")
+    os.close(full)
+    assert of_the_machine(no_space.value, tmp_path).startswith(f"{tmp_path}: No space left on device (")
+
+
+def test_errors_of_memory_and_damaged_files_have_a_message_and_others_none(tmp_path):
+    with pytest.raises(MemoryError) as memory:
+        bytearray(2**62)
+    assert of_the_machine(memory.value, tmp_path).startswith("memory: a rank has run out of it: ")
+    (tmp_path / "archive").write_bytes(b"PK\3\4 damaged")
+    with pytest.raises(zipfile.BadZipFile) as damaged:
+        zipfile.ZipFile(tmp_path / "archive")
+    assert "a file that was read is damaged: File is not a zip file" in of_the_machine(damaged.value, tmp_path)
+    for error in (KeyError("layer"), RuntimeError("a bug"), ConnectionResetError(104, "Connection reset by peer")):
+        assert of_the_machine(error, tmp_path) is None, "a traceback is needed"

@@ -12,7 +12,7 @@ import tempfile
 import warnings
 
 from zaya_plugin import __version__
-from zaya_plugin.errors import message, mistake
+from zaya_plugin.errors import ENDED_EARLY, message, mistake, of_the_machine
 
 # Command -> module and function, and what the command does. Each function takes the words after the command and returns
 # the exit code.
@@ -88,11 +88,17 @@ def main(argv: list[str] | None = None) -> int:
         rank = os.environ.get("RANK", "0")
         print(f"zaya: {error}" if rank == "0" else f"zaya: rank {rank}: {error}", file=sys.stderr)
         return USER_ERROR
+    except (OSError, MemoryError) as error:
+        if isinstance(error, BrokenPipeError):  # `zaya train --help | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        told = of_the_machine(error, os.getcwd())
+        if told is None or _traceback_wanted():
+            raise
+        print(f"zaya: {told}", file=sys.stderr)
+        return USER_ERROR
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `zaya train --help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -182,8 +188,9 @@ def train(argv: list[str]) -> int:
         except BrokenPipeError:  # `zaya train dry_run=true | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             outcomes.append(0)
-        if isinstance(outcomes[-1], int) and outcomes[-1] > 128:  # stopped by a signal: no further jobs
-            raise SystemExit(outcomes[-1])
+        code = outcomes[-1]
+        if isinstance(code, int) and (code > 128 or code == ENDED_EARLY):  # stopped by a signal: no further jobs
+            raise SystemExit(code)
 
     application = hydra.main(config_path=f"pkg://{compose.RECIPES}", config_name=compose.PRIMARY, version_base="1.3")(
         job

@@ -3,7 +3,20 @@
 instead.
 """
 
+import errno
+import os
+
+# The exit code of a run that was asked to end by a signal, and has saved and left before its last step: EX_TEMPFAIL of
+# sysexits.h, "try again later". 2 is a user's mistake; 16, 17, 93, 100 and 128 + n have a meaning in other launchers.
+ENDED_EARLY = 75
+
 _NOT_GIVEN = object()
+
+
+class RunEndedError(RuntimeError):
+    """Training cannot go on, and the message says all that a user needs: it is shown without a traceback, with exit
+    code 1.
+    """
 
 
 def message(key: str, value: object = _NOT_GIVEN, *, problem: str, allowed: str = "", fix: str = "") -> str:
@@ -26,6 +39,71 @@ def mistake(key: str, value: object = _NOT_GIVEN, *, problem: str, allowed: str 
     traceback.
     """
     return ValueError(message(key, value, problem=problem, allowed=allowed, fix=fix))
+
+
+STORAGE = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EIO,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+)
+
+
+def of_the_machine(error: BaseException, directory: str | os.PathLike) -> str | None:
+    """Return the message about an error of storage or memory, or None if it is of another kind: a traceback is then
+    needed.
+
+    directory: of the run, for errors that name no file.
+    """
+    if isinstance(error, OSError) and error.errno in STORAGE:
+        path = os.fspath(directory if error.filename is None else error.filename)
+        path = os.path.abspath(path if isinstance(path, str) else os.fsdecode(path))
+        fixes = {
+            errno.ENOSPC: "free some space or files there",
+            errno.EDQUOT: "remove files of yours there, or ask for a larger quota",
+            errno.ENOENT: "restore the file, or correct the path",
+            errno.ENOTDIR: "correct the path",
+            errno.EISDIR: "correct the path, or remove the directory",
+            errno.EIO: "look at the state of the disk or of the file server",
+        }
+        fix = fixes.get(error.errno, "make it readable and writable for you")
+        return message(
+            path, problem=f"{error.strerror} ({free_space(path)})", fix=f"{fix}; then the same command again"
+        )
+    text = next(iter(str(error).strip().splitlines()), "")
+    # torch's own exceptions are known by name, since this module imports nothing
+    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError) or "can't allocate memory" in text:
+        return message(
+            "memory",
+            problem=f"a rank has run out of it: {text or type(error).__name__}",
+            fix="a smaller stage.micro_batch_size, parallel.recompute_granularity=full, or more ranks; `--dry-run` "
+            "states what a run needs",
+        )
+    if type(error).__name__ in ("BadZipFile", "UnpicklingError", "EOFError", "SafetensorError"):
+        problem = f"a file that was read is damaged: {text or type(error).__name__}"
+        return message(
+            os.fspath(directory), problem=problem, fix="`zaya checkpoint verify` and `zaya data inspect` find it"
+        )
+    return None
+
+
+def free_space(path: str) -> str:
+    """Return the free bytes and inodes of the file system of `path`, or of its nearest parent that can be asked."""
+    while True:
+        try:
+            found = os.statvfs(path)
+        except OSError:
+            if path == os.path.dirname(path):
+                return "free space unknown"
+            path = os.path.dirname(path)
+        else:
+            free = f"{found.f_bavail * found.f_frsize // 1024:,} KiB free"
+            return free + (f", {found.f_favail:,} inodes free" if found.f_files else "")
 
 
 def as_typed(value: object) -> str:

@@ -394,7 +394,7 @@ def test_a_failed_last_save_is_an_error_with_the_step(run, training):
     for number in (1, 2):
         (training.directory / f"iter_0000100.g_{number}.unfinished").write_text("in the way")
     run.at(100)
-    with pytest.raises(RuntimeError, match="the last checkpoint, of step 100, was not written; the reason is above"):
+    with pytest.raises(RuntimeError, match="the last checkpoint, of step 100, was not written; a WARNING above has"):
         run.finish(100)
     assert "[Errno 17] File exists" in training.lines[0]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.running import MICRO, Run, train, train_and_signal, zaya
+from zaya_plugin.errors import ENDED_EARLY
 
 LONG = ("nproc=1", "stage.train_iters=400", "stage.eval_interval=1000", "checkpoint.save_interval=1000")
 
@@ -49,9 +50,11 @@ def test_a_killed_run_and_a_stopped_run_resume(tmp_path, corpus, saved):
     # A later step than the killed run reached: rows of its lost steps are in metrics.jsonl until the resumed run
     # removes them.
     stopped = train_and_signal(run_dir, corpus, signal.SIGTERM, max(killed.steps()) + 1, *LONG, "resume=auto")
-    assert stopped.code == 128 + signal.SIGTERM, stopped.output
+    assert stopped.code == ENDED_EARLY, stopped.output
     assert "continuing after step 6" in stopped.output
     last = max(stopped.steps())
+    assert f"a signal ended the run early, at step {last} of 400; step {last} is saved" in stopped.output
+    assert f"ended at step {last} of 400: " in stopped.output
     assert (run_dir / "checkpoints" / f"iter_{last:07d}").is_dir(), stopped.output
     assert list(stopped.steps()) == list(range(1, last + 1)), "rows of the lost steps must be gone"
 

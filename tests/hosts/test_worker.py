@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank that failed ends, even where something it should wait for never comes."""
 
+import os
 import subprocess
 import sys
 
@@ -32,3 +33,54 @@ def test_a_failed_rank_that_cannot_leave_is_ended(tmp_path):
     command = [sys.executable, "-c", RANK, str(tmp_path / "recipe.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 1 and "RuntimeError: the capture failed" in done.stderr
+
+
+FAULTS = """
+import os, pickle, sys
+import torch
+from zaya_plugin.errors import RunEndedError
+from zaya_plugin.hosts import worker
+
+def full(*of_rank):
+    with open("/dev/full", "w") as file:
+        file.write("x")
+def missing(*of_rank):
+    open("/absent/tokens.bin")
+def memory(*of_rank):
+    torch.empty(2**60, dtype=torch.uint8)
+def device(*of_rank):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+def damaged(*of_rank):
+    pickle.loads(b"cposix")
+def ended(*of_rank):
+    raise RunEndedError("step 3: the loss is not finite")
+def early(*of_rank):
+    return 75
+for fault in (full, missing, memory, device, damaged, ended, early):
+    print("==", fault.__name__, file=sys.stderr)
+    print(worker.main(sys.argv[1:], fault), file=sys.stderr)
+sys.exit(0)
+"""
+
+
+def test_errors_of_the_machine_are_one_line_with_path_space_and_log(tmp_path):
+    run_dir = tmp_path / "run"
+    save_recipe(compose([*MICRO, "data.path=x", f"run_dir={run_dir}"]), tmp_path / "recipe.yaml")
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    command = [sys.executable, "-W", "ignore", "-c", FAULTS, str(tmp_path / "recipe.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    told = {}
+    for part in ("\n" + done.stderr).split("\n== ")[1:]:
+        name, *lines = part.splitlines()
+        told[name] = lines[-2] if len(lines) > 1 else "", int(lines[-1])
+    log = f" Log: {run_dir}/logs/rank0.log"
+    assert {name: code for name, (_, code) in told.items()} == {**dict.fromkeys(told, 1), "early": 75}
+    assert told["full"][0].startswith(f"zaya: {run_dir}: No space left on device (") and " KiB free" in told["full"][0]
+    assert told["missing"][0].startswith("zaya: /absent/tokens.bin: No such file or directory (")
+    assert told["memory"][0].startswith("zaya: memory: a rank has run out of it: ")
+    assert "Tried to allocate 2.00 GiB" in told["device"][0]
+    assert told["damaged"][0].startswith(f"zaya: {run_dir}: a file that was read is damaged: ")
+    assert all(told[name][0].endswith(log) for name in ("full", "missing", "memory", "device", "damaged"))
+    assert told["ended"][0] == "zaya: step 3: the loss is not finite"
+    assert (run_dir / "logs" / "rank0.log").read_text().count("Traceback") >= 6, "the log has the whole errors"

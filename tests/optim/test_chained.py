@@ -151,6 +151,27 @@ def test_a_skipped_step_changes_nothing(broken):
     assert not torch.equal(weights(ddp), before[0])
 
 
+def test_skipped_steps_in_a_row_end_the_run():
+    ddp, optimizer = make(non_finite="skip")
+    optimizer.max_non_finite = 2
+    for step, broken in enumerate([True, False, True, False]):
+        give_gradients(ddp, optimizer, step)
+        if broken:
+            list(ddp.parameters())[-1].main_grad.view(-1)[3] = float("nan")
+        assert optimizer.step()[0] is not broken
+    before = state(ddp, optimizer)
+    for last in (False, True):
+        give_gradients(ddp, optimizer, 9)
+        list(ddp.parameters())[-1].main_grad.view(-1)[3] = float("nan")
+        if last:
+            with pytest.raises(NonFiniteGradientsError, match="^optim.max_non_finite_steps=2: "):
+                optimizer.step()
+        else:
+            assert optimizer.step() == (False, None, None)
+    for old, new in zip(before, state(ddp, optimizer), strict=True):
+        assert torch.equal(old, new)
+
+
 def test_a_step_that_stops_changes_nothing_and_says_why():
     ddp, optimizer = make(non_finite="stop")
     give_gradients(ddp, optimizer, 0)

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint_files import pretend_checkpoint
+from zaya_plugin import cli
 from zaya_plugin.config.compose import compose
+from zaya_plugin.errors import ENDED_EARLY
 from zaya_plugin.run import before_start, launch, rank_plan
 from zaya_plugin.run.launch import Ended, capture_failed, first_failure, last_words
 
@@ -143,8 +145,9 @@ def test_a_signal_reaches_the_ranks_and_they_have_time_to_save(worker_program, t
         running.stdout.readline()
     running.send_signal(number)
     _, stderr = running.communicate(timeout=60)
-    assert running.returncode == 128 + number
+    assert running.returncode == ENDED_EARLY == 75
     assert sorted(path.name for path in (tmp_path / "run").glob("saved_by_*")) == ["saved_by_0", "saved_by_1"]
+    assert stderr.count("a signal ended the run early, at step 96 of 240") == 1
     assert f"stopped by {number.name}" in stderr and "Traceback" not in stderr
 
 
@@ -204,6 +207,7 @@ def test_joining_runs_the_worker_in_this_process(worker_program, tmp_path, outer
     assert done.returncode == 2
 
 
+STORE = {"MASTER_PORT": "1", "MASTER_ADDR": "localhost"}
 OUTER = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": "1", "MASTER_ADDR": "localhost"}
 CAPTURES = ("cluster=gpu", "nproc=1", "cluster.kernels=auto", "cluster.graphs=auto")
 
@@ -228,7 +232,7 @@ def test_ranks_of_an_outer_launcher_share_a_run_directory(worker_program, tmp_pa
     command, environment = worker_program
     running = []
     for rank in range(2):
-        outer = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_PORT": "1"}
+        outer = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), **STORE}
         variables = {**environment, **outer, "WORKER_MODE": "none"}
         running.append(
             subprocess.Popen([*command, f"run_dir={tmp_path}/run"], env=variables, stdout=subprocess.DEVNULL)
@@ -264,7 +268,9 @@ def test_missing_data_and_missing_devices_are_found_before_the_start(monkeypatch
 def test_the_plan_follows_nproc_the_cluster_and_the_outer_launcher():
     assert rank_plan.make_plan(demo(), {}).world_size == 2
     assert rank_plan.make_plan(demo("nproc=null", "cluster.gpus_per_node=5"), {}).world_size == 5
-    torchrun = rank_plan.make_plan(demo(), {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    torchrun = rank_plan.make_plan(
+        demo(), {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **STORE}
+    )
     assert (torchrun.world_size, torchrun.ranks_here, torchrun.rank, torchrun.command) == (4, 2, 3, None)
     with pytest.raises(ValueError, match="cluster.num_nodes=2: .*torchrun --nnodes"):
         rank_plan.make_plan(demo("cluster.num_nodes=2"), {})
@@ -329,3 +335,12 @@ def test_a_torchrun_that_cannot_start_is_shown(worker_program, tmp_path):
     done = subprocess.run([sys.executable, "-c", program], env=worker_program[1], capture_output=True, text=True)
     assert done.returncode == 1 and "torchrun failed with exit code 1:\nno torchrun" in done.stderr
     assert Path(tmp_path / "torchrun.log").read_text() == "no torchrun\n"
+
+
+@pytest.mark.parametrize(("code", "jobs"), [(0, 2), (1, 2), (ENDED_EARLY, 1), (128 + signal.SIGTERM, 1)])
+def test_a_signal_ends_a_multirun_and_a_failed_job_does_not(monkeypatch, tmp_path, code, jobs):
+    started = []
+    monkeypatch.setattr(launch, "launch", lambda recipe: started.append(recipe.run_dir) or code)
+    words = ["train", "experiment=cpu_demo", f"run_dir={tmp_path}", "optim.lr=1e-3,2e-3", "-m"]
+    assert cli.main(words) == code
+    assert started == [f"{tmp_path}/{number}" for number in range(jobs)]

@@ -23,7 +23,7 @@ SET += ["muon_rms_scale=0.3", "muon_momentum_dtype=bf16"]
     "overrides, muon, non_finite",
     [
         ([], MuonSettings(), "stop"),
-        (["optim.non_finite_gradients=skip"], MuonSettings(), "skip"),
+        (["optim.non_finite_gradients=skip", "optim.max_non_finite_steps=7"], MuonSettings(), "skip"),
         (["parallel.use_distributed_optimizer=false"], MuonSettings(), None),
         ([f"optim.{each}" for each in SET], MuonSettings(0.9, False, 3, "quintic", "fp32", 0.3, "bf16"), "stop"),
     ],
@@ -47,7 +47,7 @@ def test_what_a_recipe_sets_reaches_the_optimizer(monkeypatch, overrides, muon, 
     chained = optimizer.optimizer_factory(recipe)(get_megatron_optimizer, "config", [], use_gloo_process_groups=True)
     assert happened == [("grouped", []), ("built", [], "config", {"use_gloo_process_groups": True})]
     assert chained.made.muon == muon and chained.made.defaults["lr"] == 0.5
-    assert chained.non_finite == non_finite
+    assert chained.non_finite == non_finite and chained.max_non_finite == (7 if non_finite == "skip" else None)
 
 
 def test_a_recipe_can_choose_every_set_of_coefficients():

@@ -27,8 +27,6 @@ from zaya_plugin.config.run_directory import iterations
 from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.parent_death import follow_rank
 
-# Seconds from SIGTERM to SIGKILL; torchrun's are 30, and `zaya slurm` sets the variable to what it asks SLURM for.
-GRACE, GRACE_SECONDS = "ZAYA_GRACE_SECONDS", 30.0
 NICE = 10
 POLL_SECONDS = 0.05
 REPORT_SECONDS = 0.5

@@ -325,6 +325,12 @@ class OptimConfig:
         "training.optimizer",
         choices=("stop", "skip"),
     )
+    max_non_finite_steps: int = own(
+        10,
+        "with non_finite_gradients=skip: so many steps in a row with infinite or NaN gradients end the run",
+        "training.optimizer",
+        limit=POSITIVE,
+    )
     muon_momentum: float = own(0.95, "Muon's momentum; unpublished", "training.optimizer", limit=BETA)
     muon_nesterov: bool = own(True, "Nesterov form of the momentum; unpublished", "training.optimizer")
     muon_steps: int = own(5, "Newton-Schulz iterations", "training.optimizer", limit=POSITIVE)

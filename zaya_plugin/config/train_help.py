@@ -46,8 +46,8 @@ EXAMPLES
   torchrun --nnodes 2 ... -m zaya_plugin.cli train ...         several nodes; or: srun zaya train ...
 
 Ctrl-C or SIGTERM saves a checkpoint and stops; a second one stops without saving. Exit codes: 0 done, 2 a mistake in
-the recipe, 130 or 143 stopped by a signal, otherwise the exit code of the rank that failed first. Hydra's own flags:
---hydra-help.
+the recipe, 75 ended early by a signal and saved, 130 or 143 stopped by a signal without a save, otherwise the exit code
+of the rank that failed first. Hydra's own flags: --hydra-help.
 """
 
 

@@ -8,6 +8,8 @@ module-level functions are replaced during a run (zaya_plugin.patches.hooks).
 from __future__ import annotations
 
 import contextlib
+import math
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,7 @@ from zaya_plugin.config.arguments import megatron_arguments
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.dataset import mean_loss
 from zaya_plugin.data.sources import DataSources
+from zaya_plugin.errors import ENDED_EARLY, RunEndedError, message
 from zaya_plugin.handover.predecessor import predecessor
 from zaya_plugin.hosts.forward_step import forward_step
 from zaya_plugin.hosts.saved_state import SavedState
@@ -49,8 +52,8 @@ NEW_MEMORY = "torch.utils.deterministic.fill_uninitialized_memory"
 SECONDS_FOR_A_SAVE = 60.0
 
 
-def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Reporter) -> None:
-    """Train the recipe; return after the last step, or when a signal or exit_interval has ended the run.
+def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Reporter) -> int:
+    """Train the recipe; return 0 after the last step or at exit_interval, or ENDED_EARLY when a signal has ended the run.
 
     Args:
         recipe: validated; patches are applied already.
@@ -90,7 +93,13 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
             raise
     except NonFiniteGradientsError as error:
         saver.wait(SECONDS_FOR_A_SAVE)  # all ranks are here; it is of a good step
-        raise NonFiniteGradientsError(f"step {args.curr_iteration + 1}: {error}") from error
+        raise NonFiniteGradientsError(f"step {args.curr_iteration + 1}: {error} {lifecycle.last_good()}.") from error
+    except NonFiniteLossError as error:
+        if trainer.saved.last_step >= error.step:
+            saver.abandon()
+        else:
+            saver.wait(SECONDS_FOR_A_SAVE)
+        raise NonFiniteLossError(f"{error} {lifecycle.last_good()}.", error.step) from error
     finally:
         lifecycle.ended(sys.exc_info()[1])
         try:
@@ -107,6 +116,32 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
             release_graphs()
         if sys.exc_info()[0] is None:  # all ranks are here
             registered_buffers.release()
+    if trainer.refused == trainer.step:
+        problem = "the run ends, and the gradients of its last step were not finite, so it was not saved"
+        text = message("optim.non_finite_gradients", recipe.optim.non_finite_gradients, problem=problem)
+        raise NonFiniteGradientsError(f"step {trainer.step}: {text} {lifecycle.last_good()}.")
+    return trainer.ended_early()
+
+
+class NonFiniteLossError(RunEndedError):
+    """The loss of a step is infinite or NaN, although its gradients are finite: raised by the ranks that have the loss
+    before they write their part of a checkpoint of this step, so that the checkpoint is never complete.
+    """
+
+    def __init__(self, text: str, step: int):
+        super().__init__(text)
+        self.step = step
+
+
+def not_finite(loss: float, step: int) -> str:
+    """Return the message about a loss that is not finite."""
+    return f"step {step}: " + message(
+        "loss",
+        loss,
+        problem="is not finite, and the gradients are: the data may hold no token that counts, or be damaged. Nothing "
+        "is saved from this step on",
+        fix="`zaya data inspect` shows the data; remove its cached indices if the data was changed",
+    )
 
 
 def release_graphs() -> None:
@@ -134,6 +169,8 @@ class _Trainer:
         saved.saver.report = reporter.saved if args.rank == 0 else print
         self.balancer = Balancer()
         self.started = False
+        self.step = lifecycle.resumed_at  # the last that ended; args.curr_iteration is the one before
+        self.refused: int | None = None  # the last step that was skipped because its gradients were not finite
         self.steps = StepQueue()
         saved.saver.before_writing = self.steps.flush
         self.clock = StepClock(on_device=recipe.cluster.device != "cpu")
@@ -192,6 +229,20 @@ class _Trainer:
             self.signal = AgreedSignal(get_signal_handler(), torch.cuda.current_device(), self.saved.saver)
         return self.signal
 
+    def ended_early(self) -> int:
+        """Return ENDED_EARLY if a signal ended the run before its last step, else 0; rank 0 names the step."""
+        step, last = self.step, self.args.train_iters
+        if self.signal is None or self.signal.since is None or step >= last:
+            return 0
+        # A launcher ends the other ranks when the first leaves with a code that is not 0.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if self.args.rank == 0:
+            completed = self.saved.saver.completed
+            kept = "no checkpoint of this start is complete" if completed is None else f"step {completed} is saved"
+            text = f"zaya: a signal ended the run early, at step {step} of {last}; {kept}. resume=auto continues"
+            print(text, file=sys.stderr, flush=True)
+        return ENDED_EARLY
+
     def finalize_and_balance(self, model, *positional, **named):
         """Finish the gradients and balance the experts, after the backward passes of a step."""
         # The previous step has ended. A captured step does not come here: training_log polls too.
@@ -216,9 +267,11 @@ class _Trainer:
         """Report a step as one line and one row of metrics once the numbers are on the host; replaces Megatron's
         training_log.
         """
-        args = get_args()
+        args, self.step = get_args(), iteration
         batch_size = get_current_global_batch_size()
         statistics = self.balancer.statistics
+        if skipped_iter and grad_norm is None:
+            self.refused = iteration
         known = dict(
             step=iteration,
             lr=learning_rate,
@@ -237,7 +290,11 @@ class _Trainer:
         def report(arrived: list[torch.Tensor]) -> None:
             loss = arrived[0].item() if losses else None
             routers = RouterStatistics(*arrived[len(losses) :]) if counts else None
+            if self.reporter.reports:
+                self.lifecycle.check_lock()
             self.reporter.step(Step(loss=loss, seconds=seconds(), statistics=routers, **known))
+            if loss is not None and not math.isfinite(loss) and not skipped_iter:
+                raise NonFiniteLossError(not_finite(loss, iteration), iteration)
 
         self.steps.add([*losses, *counts], report)
         self.saved.saver.poll()
@@ -298,6 +355,11 @@ class _Trainer:
 
         The step's own numbers are reported once the copy has ended: to wait for them here would leave the device idle.
         """
+        if self.args.rank == 0:
+            self.lifecycle.check_lock()
+        if self.refused == iteration:
+            self.saved.saver.report(f"WARNING: no checkpoint at step {iteration}: its gradients were not finite")
+            return
         if self.signal is not None and self.signal.since is not None:
             self.saved.end_is_near(self.signal.since)
         self.saved.save(iteration, model, optimizer, scheduler, flops, train_data_iterator)

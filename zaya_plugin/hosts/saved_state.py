@@ -20,10 +20,10 @@ from torch import Tensor
 
 from zaya_plugin.checkpoint.on_disk import WRITTEN_HERE
 from zaya_plugin.checkpoint.saver import BUSY, Saver
-from zaya_plugin.checkpoint.writer import GRACE, GRACE_SECONDS
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.errors import message
+from zaya_plugin.errors import RunEndedError, free_space, message
 from zaya_plugin.optim.sharding.distributed import WITHOUT_TENSORS, MuonDistributedOptimizer
+from zaya_plugin.parent_death import GRACE, GRACE_SECONDS
 
 
 class SavedState:
@@ -86,6 +86,11 @@ class SavedState:
         on_device = any(parameter.is_cuda for parameter in model[0].parameters())
         self.saver.prepare(self.state(model, optimizer, scheduler, 0, 0.0), pin=on_device)
         self._watched = [tensor.data_ptr() for tensor in _tensors(model, optimizer)]
+
+    @property
+    def last_step(self) -> int:
+        """The step of the last save that was begun, 0 without one."""
+        return 0 if self._last is None else self._last[0]
 
     # When
 
@@ -163,7 +168,7 @@ class SavedState:
         """Wait for the last save.
 
         Raises:
-            RuntimeError: it has failed.
+            RunEndedError: it has failed.
         """
         if self._left_out is not None and self._left_out[0] == iteration:
             self.saver.wait(self.rest())
@@ -178,7 +183,14 @@ class SavedState:
         if self.saver.load == BUSY:
             self.saver.report("WARNING: the last checkpoint was not complete when the time was over")
         elif self.saver.failed == self._last[0]:
-            raise RuntimeError(f"the last checkpoint, of step {self._last[0]}, was not written; the reason is above")
+            raise RunEndedError(
+                message(
+                    str(self.saver.directory),
+                    problem=f"the last checkpoint, of step {self._last[0]}, was not written; a WARNING above has the "
+                    f"reason ({free_space(str(self.saver.directory))})",
+                    fix="remove the cause, then the same command with resume=auto continues from the checkpoint before",
+                )
+            )
 
     def _last_failed(self) -> bool:
         """Wait for the last save, and return whether it has failed on any rank. All ranks must call it."""

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zaya_plugin import patches
-from zaya_plugin.parent_death import adopt_children, follow_rank
+from zaya_plugin.errors import RunEndedError, of_the_machine
+from zaya_plugin.parent_death import adopt_children, follow_launcher, follow_rank
 
 # At import and not in main(): processes that write checkpoints are spawned and import this module again.
 if __name__ == "__mp_main__":
@@ -41,38 +42,43 @@ class RankLog(io.FileIO):
 
 
 def main(argv: list[str], work: Callable | None = None) -> int:
-    """Train the recipe in the file argv[0]. Return the exit status: 0, or 2 for a mistake of the user.
+    """Train the recipe in the file argv[0]. Return the exit status: 0, 2 for a mistake of the user, or ENDED_EARLY.
 
-    work: called as work(recipe, rank, world_size, console) in place of the training.
+    work: called as work(recipe, rank, world_size, console) in place of the training; returns an exit status or None.
     """
     from zaya_plugin.config.compose import load_recipe
 
     adopt_children()
+    follow_launcher()
     recipe = load_recipe(Path(argv[0]))
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     logs = Path(recipe.run_dir) / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
     console = sys.stdout
     # Megatron prints some hundred lines, its arguments among them; they go to the log and not to the console.
-    log_file = RankLog(logs / f"rank{rank}.log", "a")
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        log_file = RankLog(logs / f"rank{rank}.log", "a")
+    except OSError as error:
+        print(f"zaya: rank {rank}: {of_the_machine(error, logs) or error}", file=sys.stderr, flush=True)
+        return 1
     with io.TextIOWrapper(log_file, "utf-8", line_buffering=True) as log, contextlib.redirect_stdout(log):
         logging.basicConfig(stream=log, level=logging.INFO, force=True)
         logging.captureWarnings(True)
         try:
-            (work or _train)(recipe, rank, world_size, console)
-        except ValueError as error:
-            _leave_for_certain()
-            traceback.print_exc(file=log)
-            print(f"zaya: {error}" if rank == 0 else f"zaya: rank {rank}: {error}", file=sys.stderr, flush=True)
-            if os.environ.get("ZAYA_TRACEBACK"):
-                traceback.print_exc()
-            return 2
+            return (work or _train)(recipe, rank, world_size, console) or 0
         except BaseException as error:
             if not isinstance(error, SystemExit):  # a run that exits on request may still have to write
                 _leave_for_certain()
             traceback.print_exc(file=log)
-            raise
-    return 0
+            told = str(error) if isinstance(error, (ValueError, RunEndedError)) else None
+            if told is None and (told := of_the_machine(error, recipe.run_dir)) is not None:
+                told += f" Log: {logs / f'rank{rank}.log'}"
+            if told is None:
+                raise
+            print(f"zaya: {told}" if rank == 0 else f"zaya: rank {rank}: {told}", file=sys.stderr, flush=True)
+            if os.environ.get("ZAYA_TRACEBACK"):
+                traceback.print_exc()
+            return 2 if isinstance(error, ValueError) else 1
 
 
 def _leave_for_certain() -> None:
@@ -98,7 +104,7 @@ def prepare(recipe, world_size: int) -> None:
     patches.apply()
 
 
-def _train(recipe, rank: int, world_size: int, console) -> None:
+def _train(recipe, rank: int, world_size: int, console) -> int:
     prepare(recipe, world_size)
     import torch
 
@@ -107,9 +113,11 @@ def _train(recipe, rank: int, world_size: int, console) -> None:
     from zaya_plugin.training.lifecycle import Lifecycle
     from zaya_plugin.training.metrics import Reporter
 
-    pretrain.run(recipe, find_sources(recipe), Lifecycle(recipe), Reporter(recipe, rank, world_size, console))
+    reporter = Reporter(recipe, rank, world_size, console)
+    code = pretrain.run(recipe, find_sources(recipe), Lifecycle(recipe), reporter)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    return code
 
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from torch import Tensor
 
 from zaya_plugin import compat
-from zaya_plugin.errors import message
+from zaya_plugin.errors import RunEndedError, message
 from zaya_plugin.optim.gradient_buffers import DeferredScale
 from zaya_plugin.optim.host_copy import HostCopy
 
 
-class NonFiniteGradientsError(RuntimeError):
+class NonFiniteGradientsError(RunEndedError):
     """Gradients are not finite. A step raises it on all ranks, with weights and state unchanged."""
 
 
@@ -33,14 +33,17 @@ class ChainedMuonAdamW(ChainedOptimizer):
     Attributes:
         non_finite: what happens on all ranks if any gradient is infinite or NaN. "skip": the step changes nothing.
             "stop": it also raises NonFiniteGradientsError. None: gradients are not checked.
+        max_non_finite: with "skip": so many such steps in a row raise too; None: any number is skipped.
         deferred: the factor by which the gradients in DDP's buffers must still be multiplied.
     """
 
     non_finite: str | None = None
+    max_non_finite: int | None = None
 
     def __init__(self, chained_optimizers: list[MegatronOptimizer]):
         super().__init__(chained_optimizers)
         self._counted: dict[int, tuple[list, list]] = {}
+        self._refused_in_a_row = 0
         # On the host, because the loop reads it every step.
         self._loss_scale = torch.ones((), dtype=torch.float32, device="cpu")
         self.defer_scaling([])
@@ -89,6 +92,7 @@ class ChainedMuonAdamW(ChainedOptimizer):
 
         reported, broken = report.read()[0].tolist()
         refused = self.non_finite and broken
+        self._refused_in_a_row = self._refused_in_a_row + 1 if refused else 0
         if refused or reported > largest:
             for optimizer in inner:
                 optimizer.take_back_step()
@@ -100,6 +104,17 @@ class ChainedMuonAdamW(ChainedOptimizer):
                         problem=f"{int(broken)} gradients (of all ranks) hold an infinity or NaN. Weights and "
                         "optimizer state are as before this step",
                         fix="optim.non_finite_gradients=skip, which skips such steps and continues",
+                    )
+                )
+            if refused and self._refused_in_a_row == self.max_non_finite:
+                raise NonFiniteGradientsError(
+                    message(
+                        "optim.max_non_finite_steps",
+                        self.max_non_finite,
+                        problem="the gradients of so many steps in a row hold an infinity or NaN. Weights and optimizer "
+                        "state are as before the first of them",
+                        fix="look at the data of these steps; with other weights or a lower optim.lr the same command "
+                        "with resume=auto may pass them",
                     )
                 )
             return (False, None, None) if refused else (False, reported, zeros)

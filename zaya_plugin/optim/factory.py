@@ -45,7 +45,12 @@ def tag_parameters(
     return roles
 
 
-def muon_factory(get_megatron_optimizer: Callable, muon: MuonSettings, non_finite: str | None = None) -> Callable:
+def muon_factory(
+    get_megatron_optimizer: Callable,
+    muon: MuonSettings,
+    non_finite: str | None = None,
+    max_non_finite: int | None = None,
+) -> Callable:
     """Return a function with the signature of `get_megatron_optimizer` that builds MuonAdamW for models with roles.
 
     Args:
@@ -53,6 +58,7 @@ def muon_factory(get_megatron_optimizer: Callable, muon: MuonSettings, non_finit
         muon: settings of Muon. AdamW's settings, the learning rate and the weight decay are Megatron's arguments.
         non_finite: "skip" skips a step with non-finite gradients on all ranks, "stop" also raises
             NonFiniteGradientsError, None disables the check.
+        max_non_finite: with "skip": raise after so many such steps in a row.
     """
 
     def adam(params, **settings):
@@ -71,7 +77,7 @@ def muon_factory(get_megatron_optimizer: Callable, muon: MuonSettings, non_finit
             }
         ):
             chained = get_megatron_optimizer(config, model_chunks, config_overrides=overrides, **named)
-        chained.non_finite = non_finite
+        chained.non_finite, chained.max_non_finite = non_finite, max_non_finite
         chained.defer_scaling(model_chunks)
         spare_zeroing(model_chunks)
         for optimizer in chained.chained_optimizers:

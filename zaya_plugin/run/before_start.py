@@ -6,6 +6,7 @@ No torch import. A dry run is made where people plan: a login node has neither t
 printed, not raised.
 """
 
+import errno
 import json
 import os
 import shlex
@@ -29,7 +30,7 @@ from zaya_plugin.errors import mistake
 from zaya_plugin.handover.data_places import with_consumed
 from zaya_plugin.handover.predecessor import predecessor, saved_step
 from zaya_plugin.plan import checkpoint_plan, recipe_plan
-from zaya_plugin.run.rank_plan import WORKER, Plan, make_plan, rank_environment
+from zaya_plugin.run.rank_plan import WORKER, Plan, check_environment, make_plan, rank_environment
 
 DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # NVIDIA, ROCm, WSL
 TOKENIZER_UNKNOWN = "of the data set, which is not on this machine"
@@ -115,26 +116,28 @@ def check_machine(recipe: Recipe, plan: Plan) -> None:
             allowed="cpu",
             fix="cluster=cpu",
         )
-    if plan.command is not None and recipe.master_port is not None and _port_in_use(recipe.master_port):
-        raise mistake(
-            "master_port",
-            recipe.master_port,
-            problem="the port is in use",
-            allowed="a free port, or null for any free port",
-            fix="master_port=null",
+    if plan.command is not None and recipe.master_port is not None:
+        _check_port("master_port", recipe.master_port, "a free port, or null for any free port", "master_port=null")
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun listens there already
+    if plan.command is None and plan.rank == 0 and not by_agent:
+        port = int(plan.environment.get("MASTER_PORT") or os.environ["MASTER_PORT"])
+        _check_port(
+            "MASTER_PORT", port, "a port that is free on the machine of rank 0", "export MASTER_PORT=<another port>"
         )
 
 
-def _port_in_use(port: int) -> bool:
+def _check_port(key: str, port: int, allowed: str, fix: str) -> None:
     try:
         socket.create_server(("", port)).close()  # a port in TIME_WAIT is free: it sets SO_REUSEADDR
-    except OSError:
-        return True
-    return False
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        problem = "the port is in use" if taken else f"the port cannot be opened ({error.strerror})"
+        raise mistake(key, port, problem=problem, allowed=allowed, fix=fix) from None
 
 
 def plan_of(recipe: Recipe, environ: Mapping[str, str]) -> Plan:
     """Return the launch on this machine, or for several nodes the launch on every node."""
+    check_environment(environ)
     if recipe.cluster.num_nodes == 1 or any(name in environ for name in ("RANK", "SLURM_PROCID")):
         return make_plan(recipe, environ)
     nodes, here = recipe.cluster.num_nodes, recipe.cluster.gpus_per_node

@@ -26,7 +26,7 @@ from zaya_plugin.handover.predecessor import domain_losses, finished_stage, loss
 from zaya_plugin.run import before_start
 from zaya_plugin.run.curriculum import Curriculum, Stage
 from zaya_plugin.run.launch import last_words, launch
-from zaya_plugin.run.rank_plan import rank_environment
+from zaya_plugin.run.rank_plan import check_environment, rank_environment
 
 STATE = "curriculum.json"
 POSITIONS = "loss_by_position.json"  # written by zaya_plugin.hosts.position_loss
@@ -46,6 +46,7 @@ def run_curriculum(curriculum: Curriculum, only: str | None = None) -> int:
     Raises:
         ValueError: see `check`; a mistake in a stage's recipe; the predecessor of `only` is not finished.
     """
+    check_environment(os.environ)
     check(curriculum)
     names = [stage.name for stage in curriculum.stages]
     chosen = [stage for stage in curriculum.stages if only in (None, stage.name)]

@@ -14,22 +14,22 @@ else of the first traceback.
 import os
 import re
 import runpy
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zaya_plugin.checkpoint import places
-from zaya_plugin.checkpoint.writer import GRACE
+from zaya_plugin.checkpoint.run_lock import LOCKS, RunLock
 from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.run_directory import check_resume, checkpoint_path, keep_recipe, make_writable
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import validate
-from zaya_plugin.errors import message, mistake
-from zaya_plugin.parent_death import die_with_parent
+from zaya_plugin.errors import ENDED_EARLY, free_space, message, mistake
+from zaya_plugin.parent_death import GRACE, GRACE_SECONDS, LAUNCHER_PID, adopt_orphans, die_with_parent
 from zaya_plugin.run import before_start
 from zaya_plugin.run.rank_plan import WORKER, Plan, make_plan
 
@@ -46,7 +46,8 @@ FROM_TORCHRUN = (signal.SIGTERM,)  # how torchrun itself stops the surviving ran
 
 
 def launch(recipe: Recipe) -> int:
-    """Run `recipe` and return an exit code: 0, that of the first failing rank, or 128 + signal after a stop by signal.
+    """Run `recipe` and return an exit code: 0, that of the first failing rank, ENDED_EARLY after a signal upon which the
+    ranks have saved, or 128 + signal after one upon which they have not.
 
     Raises ValueError for mistakes that are found before the start. With `dry_run` nothing is created.
     """
@@ -72,8 +73,27 @@ def launch(recipe: Recipe) -> int:
     make_writable(recipe.run_dir)
     if Path(recipe.checkpoint.path).is_absolute():
         make_writable(checkpoint_path(recipe), "checkpoint.path")
-    if plan.rank == 0:
+    if plan.rank != 0:
+        return _start(recipe, plan, chosen_here)
+    lock = RunLock.take(_written(recipe))
+    try:
         keep_recipe(recipe, recipe.run_dir)
+        plan = replace(plan, environment={**plan.environment, LOCKS: lock.shared()})
+        return _start(recipe, plan, chosen_here)
+    finally:
+        lock.release()
+
+
+def _written(recipe: Recipe) -> dict[str, Path]:
+    """Return the directories that a run of `recipe` writes, by key; checkpoint.path only where it is not in run_dir."""
+    directories, checkpoints = {"run_dir": Path(recipe.run_dir)}, checkpoint_path(recipe)
+    if not checkpoints.resolve().is_relative_to(directories["run_dir"].resolve()):
+        directories["checkpoint.path"] = checkpoints
+    return directories
+
+
+def _start(recipe: Recipe, plan: Plan, chosen_here: bool) -> int:
+    """Join or start the ranks of `plan`, a second time without graphs where `auto` chose them and a capture failed."""
     if plan.command is None:
         try:
             return become_rank(recipe, plan)
@@ -152,14 +172,15 @@ def become_rank(recipe: Recipe, plan: Plan) -> int:
 
 
 def run_ranks(plan: Plan, log_dir: Path) -> Ended:
-    """Start torchrun, pass signals to the ranks and return the exit code of the first rank that failed, or
-    128 + signal after a stop by a signal.
-    """
+    """Start torchrun, pass signals to the ranks and return how they ended; see `launch`."""
     log_dir.mkdir(parents=True, exist_ok=True)
     before = set(log_dir.glob("launch_*"))
     environment = {GRACE: "inf", **os.environ, **plan.environment}  # the signals below have no time limit
+    environment[LAUNCHER_PID] = str(os.getpid())
     environment.pop("HYDRA_FULL_ERROR", None)
     torchrun_log = log_dir / "torchrun.log"
+    others = _children(os.getpid())
+    adopt_orphans()
     with open(torchrun_log, "w") as stderr:
         torchrun = subprocess.Popen(
             plan.command,
@@ -175,26 +196,41 @@ def run_ranks(plan: Plan, log_dir: Path) -> Ended:
             signal.signal(number, lambda number, frame: _pass_on(number, torchrun.pid, received))
         try:
             code = torchrun.wait()
+            if code < 0:
+                _await_orphans(others)
         finally:
+            adopt_orphans(False)
             for number, handler in previous.items():
                 signal.signal(number, handler)
+    folder = next(iter(set(log_dir.glob("launch_*")) - before), None)
+    codes = set(_exit_codes(torchrun_log).values())
     if received:
         print(f"zaya: stopped by {signal.Signals(received[0]).name}", file=sys.stderr)
+    # torchrun ends the others with SIGTERM when the first rank has left
+    early = ENDED_EARLY in codes and codes <= {ENDED_EARLY, *(-number for number in FROM_TORCHRUN)}
+    if folder is not None and (early or code < 0):
+        print("".join(early_ends(folder)), end="", file=sys.stderr)
+    if early:
+        return Ended(ENDED_EARLY, folder, stopped=True)
+    if received:
         return Ended(128 + received[0], stopped=True)
     if code == 0:
         return Ended(0)
-    if (free := shutil.disk_usage(log_dir).free) < FULL_DISK:
+    if code < 0:
+        print(f"zaya: torchrun was killed by {_signal_name(-code)}; its ranks have ended", file=sys.stderr)
+        return Ended(128 - code, folder, stopped=True)
+    space = os.statvfs(log_dir)
+    if space.f_bavail * space.f_frsize < FULL_DISK or space.f_files and not space.f_favail:
         # The ranks' own messages are on that disk and incomplete.
-        problem = f"No space left on device ({free // 1024} KiB are free); earlier checkpoints are complete"
+        problem = f"No space left on device ({free_space(str(log_dir))}); earlier checkpoints are complete"
         fix = "free some space, then the same command with resume=auto"
         print(f"zaya: {message('run_dir', log_dir.parent, problem=problem, fix=fix)}", file=sys.stderr)
-    folder = next(iter(set(log_dir.glob("launch_*")) - before), None)
     failure = first_failure(folder, torchrun_log) if folder else None
     if failure is not None:
         print(failure.message, file=sys.stderr)
         return Ended(failure.exit_code, folder)
     print(f"zaya: torchrun failed with exit code {code}:\n{torchrun_log.read_text().rstrip()}", file=sys.stderr)
-    return Ended(code if code > 0 else 128 - code, folder)
+    return Ended(code, folder)
 
 
 def _pass_on(number: int, torchrun: int, received: list[int]) -> None:
@@ -212,6 +248,26 @@ def _pass_on(number: int, torchrun: int, received: list[int]) -> None:
             os.kill(pid, signal.SIGTERM if len(received) == 1 else signal.SIGKILL)
         except ProcessLookupError:
             pass
+
+
+def _await_orphans(others: list[int]) -> None:
+    """Wait for the ranks of a torchrun that was killed, which have got SIGTERM from the kernel; kill those that stay.
+
+    others: children of this process from before the launch.
+    """
+    deadline = time.monotonic() + GRACE_SECONDS
+    while left := [pid for pid in _children(os.getpid()) if pid not in others]:
+        if time.monotonic() > deadline:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def early_ends(folder: Path) -> list[str]:
+    """Return what the ranks of the launch with this folder of logs said about an early end, each line once."""
+    texts = (_read(path) for path in sorted(folder.glob("attempt_*/*/stderr.log")))
+    lines = (line for text in texts for line in text.splitlines(keepends=True))
+    return list(dict.fromkeys(line for line in lines if line.startswith("zaya: a signal ended the run early")))
 
 
 def _children(parent: int) -> list[int]:
@@ -240,9 +296,9 @@ class RankFailure:
 
     @property
     def message(self) -> str:
-        """The text for the console: the rank's own line for a user's mistake (exit code 2), else the traceback."""
+        """The text for the console: the rank's own message where it left with one, else the traceback."""
         start = self.text.rfind("zaya: ")
-        if self.exit_code == 2 and start >= 0:
+        if self.exit_code in (1, 2) and start >= 0 and "Traceback (most recent call last)" not in self.text[start:]:
             return self.text[start:]
         return (
             f"zaya: rank {self.rank} failed first, exit code {self.exit_code}:\n{self.text}\n"
@@ -258,9 +314,7 @@ def first_failure(log_dir: Path, torchrun_log: Path) -> RankFailure | None:
     stderr = {int(path.parent.name): path for path in log_dir.glob("attempt_*/*/stderr.log")}
     killed = [rank for rank, code in exit_codes.items() if code < 0 and -code not in FROM_TORCHRUN and rank in stderr]
     # A rank that leaves with a message for the user ends the others; their tracebacks are about the connection.
-    mistaken = [
-        rank for rank, code in exit_codes.items() if code == 2 and "zaya: " in _read(stderr.get(rank, log_dir / "none"))
-    ]
+    mistaken = [rank for rank, code in exit_codes.items() if rank in stderr and _left_with_message(code, stderr[rank])]
     told = [rank for rank, path in stderr.items() if "Traceback (most recent call last)" in _read(path)]
     told.sort(key=lambda rank: stderr[rank].stat().st_mtime_ns)
     rank = next(iter(mistaken + killed + told + [rank for rank in exit_codes if rank in stderr]), None)
@@ -273,6 +327,13 @@ def first_failure(log_dir: Path, torchrun_log: Path) -> RankFailure | None:
             text += " (the system does this when memory runs out)"
         return RankFailure(rank, 128 - code, text, stderr[rank])
     return RankFailure(rank, code, last_words(_read(stderr[rank])), stderr[rank])
+
+
+def _left_with_message(code: int, stderr: Path) -> bool:
+    """Whether a rank left with a message of its own, for a user's mistake (2) or because training cannot go on (1)."""
+    text = _read(stderr)
+    said = max(text.rfind("\nzaya: "), 0 if text.startswith("zaya: ") else -1)
+    return code == 2 and said >= 0 or code == 1 and said > text.rfind("Traceback (most recent call last)")
 
 
 def last_words(stderr: str) -> str:

@@ -14,6 +14,7 @@ from zaya_plugin.errors import mistake
 
 WORKER = "zaya_plugin.hosts.worker"
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 HIDDEN_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 # Required by Megatron's --deterministic-mode; one ring adds in one order, and a fixed workspace keeps cuBLAS to one
 # algorithm.
@@ -46,6 +47,7 @@ class Plan:
 
 def make_plan(recipe: Recipe, environ: Mapping[str, str], worker: Sequence[str] = ()) -> Plan:
     """Return the plan for `environ`: join the ranks of torchrun or SLURM, or start them here. worker: as Plan's."""
+    check_environment(environ)
     if all(name in environ for name in TORCHRUN_VARIABLES):
         outer, started_by = {name: environ[name] for name in TORCHRUN_VARIABLES}, "torchrun"
     else:
@@ -68,6 +70,63 @@ def make_plan(recipe: Recipe, environ: Mapping[str, str], worker: Sequence[str] 
         raise mistake("nproc", ranks, problem="a run has at least one rank", allowed="1 or more", fix="nproc=1")
     variables = rank_environment(recipe, ranks, environ)
     return Plan(ranks, ranks, 0, "zaya train", command(recipe, ranks, worker), variables, tuple(worker))
+
+
+def check_environment(environ: Mapping[str, str]) -> None:
+    """Raise ValueError if variables of an outer launcher are incomplete, no numbers or out of range.
+
+    Else a rank would wait for others that do not exist, or fail in a library that does not name the variable.
+    """
+    batch = environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ
+    slurm = "SLURM_PROCID" in environ and not batch  # also `srun --pty bash`, of one task
+    if slurm:
+        _complete(environ, SLURM_VARIABLES, "as srun sets them")
+        tasks = _whole(environ, "SLURM_NTASKS", 1)
+        _whole(environ, "SLURM_PROCID", 0, tasks - 1, "SLURM_NTASKS")
+        _whole(environ, "SLURM_LOCALID", 0, tasks - 1, "SLURM_NTASKS")
+    pairs = tuple(zip(TORCHRUN_VARIABLES, ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"), strict=True))
+    if any(name in environ for name in TORCHRUN_VARIABLES):
+        # Job scripts often export some of torchrun's variables for other programs; they must then say the same.
+        if not slurm or any(name in environ and environ[name] != environ[same] for name, same in pairs):
+            _complete(environ, (*TORCHRUN_VARIABLES, "MASTER_ADDR", "MASTER_PORT"), "as torchrun sets them")
+        if all(name in environ for name in TORCHRUN_VARIABLES):
+            ranks = _whole(environ, "WORLD_SIZE", 1)
+            _whole(environ, "RANK", 0, ranks - 1, "WORLD_SIZE")
+            here = (
+                _whole(environ, "LOCAL_WORLD_SIZE", 1, ranks, "WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else ranks
+            )
+            _whole(environ, "LOCAL_RANK", 0, here - 1, "LOCAL_WORLD_SIZE" if here != ranks else "WORLD_SIZE")
+    if "MASTER_PORT" in environ:
+        _whole(environ, "MASTER_PORT", 0, 65535)
+
+
+def _complete(environ: Mapping[str, str], names: Sequence[str], how: str) -> None:
+    given = [name for name in names if environ.get(name)]
+    if missing := [name for name in names if not environ.get(name)]:
+        first = given[0] if given else next(name for name in names if name in environ)
+        raise mistake(
+            first,
+            environ[first],
+            problem=f"is set in the environment without {', '.join(missing)}",
+            allowed=f"all of {', '.join(names)}, {how}, or none of them",
+            fix=f"unset {' '.join(name for name in names if name in environ)}",
+        )
+
+
+def _whole(environ: Mapping[str, str], name: str, least: int, most: int | None = None, of: str = "") -> int:
+    """Return the variable as a number. of: the variable that limits it."""
+    text = environ[name]
+    number = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
+    if number is None or number < least or most is not None and number > most:
+        allowed = f"{least} or more" if most is None else f"{least} to {most}"
+        raise mistake(
+            name,
+            text,
+            problem="is set in the environment and is " + ("no whole number" if number is None else "out of range"),
+            allowed=allowed + (f" ({of}={environ[of]})" if of else ""),
+            fix=f"unset {name}, or start the ranks with torchrun or srun, which set it",
+        )
+    return number
 
 
 def command(recipe: Recipe, ranks: int, worker: Sequence[str] = ()) -> list[str]:

@@ -9,9 +9,9 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from zaya_plugin.checkpoint.writer import GRACE
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.errors import mistake
+from zaya_plugin.parent_death import GRACE
 from zaya_plugin.run.rank_plan import rank_environment
 
 MINUTES_TO_SAVE = 10  # SLURM sends SIGTERM so long before the time limit; the ranks then save and leave

@@ -15,6 +15,7 @@ import torch
 
 from zaya_plugin import __version__
 from zaya_plugin.checkpoint import manifest, on_disk, places, restore, starts
+from zaya_plugin.checkpoint.run_lock import LostLockError, RunLock
 from zaya_plugin.config.run_directory import checkpoint_path, has_checkpoint, make_writable, uploads
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.errors import message, mistake
@@ -34,6 +35,7 @@ class Lifecycle:
         run_id: identity of the run, stored in every checkpoint; W&B's run id.
         generation: of this start of the run, by which the writers of an earlier start cannot write into this one.
         leads: whether this rank is the first of its node.
+        lock: of the run's directories, after settle(); None where no launcher took it.
         lineage: run id, stage, steps and tokens of the preceding stage, or the published weights that the run began
             with, or None; stored in every checkpoint.
     """
@@ -52,6 +54,7 @@ class Lifecycle:
         self.resumed_at = 0
         self.run_id: str | None = None
         self.generation, self.leads = "", False
+        self.lock: RunLock | None = None
         published = recipe.handover.from_hf
         self.lineage: dict | None = {"published": published} if published is not None else None
         self._args = None
@@ -124,7 +127,9 @@ class Lifecycle:
             lines += tried + self._choose_and_compare(nodes, tried)
         if self.upload_limit is not None:
             self.upload_limit /= len(nodes.ranks[nodes.here])
-        self.run_id, self.lineage, self.generation = restore.on_rank_0(self._begin)
+        self.run_id, self.lineage, self.generation, locks = restore.on_rank_0(self._begin)
+        if self.lock is None and locks is not None:
+            self.lock = RunLock(*locks)
         self.leads = nodes.ranks[nodes.here][0] == torch.distributed.get_rank()
         if self.local is not None and self.leads:
             manifest.remove_leftovers(self.local, keep=self._uploads())
@@ -132,8 +137,20 @@ class Lifecycle:
         self._begun = True
         return lines
 
+    def last_good(self) -> str:
+        """Return a sentence with the folder of the newest complete checkpoint."""
+        try:
+            step, _ = on_disk.latest(self.directory)
+        except ValueError:
+            step = None
+        if step is None:
+            return f"There is no complete checkpoint in {self.directory}"
+        return f"The last good checkpoint is {on_disk.folder(self.directory, step)}"
+
     def ended(self, error: BaseException | None) -> None:
         """Note an error that ended the run, for the choice of the next start. error: what ended it, if anything did."""
+        if isinstance(error, LostLockError):
+            return
         if self._begun and isinstance(error, Exception) and not _of_a_peer(error):
             starts.note_failure(self.directory)
 
@@ -233,8 +250,11 @@ class Lifecycle:
         newer = [folder for step, folder in uploads(self.directory) if begun and step > begun]
         return {folder.name for folder in newer if manifest.is_of(folder, known)}
 
-    def _begin(self) -> tuple[str, dict | None, str]:
-        """Check the chosen checkpoint, record the start, and return run id, lineage and generation."""
+    def _begin(self) -> tuple[str, dict | None, str, tuple | None]:
+        """Check the chosen checkpoint, record the start, and return run id, lineage, generation and the lock's files and
+        token.
+        """
+        self.lock = RunLock.of_launcher()
         manifest.remove_leftovers(self.directory, keep=self._uploads())
         if self.resumed_at and self.resumed_at != self._checked:
             self._check(self.resumed_at, self._args)
@@ -243,7 +263,13 @@ class Lifecycle:
             known = {"run_id": self.run_id, "step": self.resumed_at, "recipe": self.recipe_checksum}
             past = {"failed_at": self._history.failed_at, "passed": self._history.passed}
             starts.begin(self.directory, **known, **past)
-        return self.run_id, self.lineage, secrets.token_hex(4)
+        locks = None if self.lock is None else (self.lock.files, self.lock.token)
+        return self.run_id, self.lineage, secrets.token_hex(4), locks
+
+    def check_lock(self) -> None:
+        """Raise LostLockError if another start has taken this run's directories over; call it before a write."""
+        if self.lock is not None:
+            self.lock.check()
 
     def after_save(self, iteration: int) -> None:
         """Remove older checkpoints, and what killed saves have left, on rank 0, once that of `iteration` is complete."""

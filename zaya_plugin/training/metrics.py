@@ -67,6 +67,7 @@ class Reporter:
         self.losses: list[float] = []
         self.validation_losses: list[float] = []
         self.lineage: dict[str, Any] | None = None
+        self.at = (0, 0)  # the last reported step, and the last step of the run
 
     def start(self, tensorboard, run_id: str, resumed_at: int, lineage: dict[str, Any] | None = None) -> None:
         """Open the sinks and print the first line.
@@ -104,6 +105,7 @@ class Reporter:
             return
         row = self._row(step)
         self.seconds += step.seconds
+        self.at = step.step, step.last_step
         if step.loss is not None:
             self.losses.append(step.loss)
         if step.statistics is not None and step.step % self.recipe.logger.expert_load_interval == 0:
@@ -139,7 +141,7 @@ class Reporter:
             sink.close()
         self.sinks.clear()
         if self.losses:
-            self._print(summary(self.losses, self.validation_losses, self.seconds, self.recipe.run_dir))
+            self._print(summary(self.losses, self.validation_losses, self.seconds, self.recipe.run_dir, self.at))
             self.losses = []
 
     def _row(self, step: Step) -> dict[str, Any]:
@@ -249,11 +251,16 @@ def step_line(row: dict[str, Any], width: int | None = None) -> str:
     return "  ".join(text for _, text in parts)
 
 
-def summary(losses: list[float], validation: list[float], seconds: float, run_dir: str) -> str:
-    """Return the last lines of a run: its loss curve as blocks, the last validation loss, and the paths of its
-    results.
+def summary(
+    losses: list[float], validation: list[float], seconds: float, run_dir: str, at: tuple[int, int] = (0, 0)
+) -> str:
+    """Return the last lines of a run: its loss curve as blocks, the last validation loss, and the paths of its results.
+
+    at: the last step and that of the whole run; where they differ, the line begins with them.
     """
     text = f"{len(losses)} steps in {_clock(seconds)}  loss {losses[0]:.3f} {sparkline(losses)} {losses[-1]:.3f}"
+    if at[0] < at[1]:
+        text = f"ended at step {at[0]} of {at[1]}: {text}"
     if validation:
         text += f"  validation {validation[-1]:.3f}"
     return f"{text}\neverything is in {run_dir}: metrics.jsonl, checkpoints/, tensorboard/, wandb/, logs/"

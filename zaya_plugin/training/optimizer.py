@@ -48,8 +48,9 @@ def optimizer_factory(recipe: Recipe) -> Callable:
     function.
     """
     non_finite = recipe.optim.non_finite_gradients if recipe.parallel.use_distributed_optimizer else None
+    limit = recipe.optim.max_non_finite_steps if non_finite == "skip" else None
 
     def factory(get_megatron_optimizer, *positional, **named):
-        return muon_factory(get_megatron_optimizer, muon_settings(recipe), non_finite)(*positional, **named)
+        return muon_factory(get_megatron_optimizer, muon_settings(recipe), non_finite, limit)(*positional, **named)
 
     return factory
