@@ -295,7 +295,7 @@ def test_impossible_combinations_are_named(overrides, world_size, parts):
         ["data.blend=['0.7 data/a', '1e-1 data/b c']"],
         ["optim.lr_warmup_iters=0", "optim.lr_decay_iters=500", "optim.min_lr=2e-3"],
         ["model.num_query_groups=8", "model.rotary_percent=1.0"],
-        ["master_port=65535", "megatron.log_params_norm=true"],
+        ["master_port=65535", "megatron.manual_gc=true"],
         [
             *("cluster=gpu", "cluster.transformer_impl=transformer_engine", "cluster.core_attention=aiter"),
             *("data.packing=documents", "parallel.context_parallel_size=2"),

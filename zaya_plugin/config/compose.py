@@ -32,7 +32,12 @@ RECIPES = "zaya_plugin.recipes"
 PRIMARY = "train"
 SCHEMA = "recipe_schema"  # the first entry of recipes/train.yaml's defaults list
 
-OPEN_KEYS = ("cluster.kernel_overrides", "megatron", "cluster.environment")  # mappings whose keys are the user's
+OPEN_KEYS = (
+    "cluster.kernel_overrides",
+    "megatron",
+    "megatron_unchecked",
+    "cluster.environment",
+)  # mappings whose keys are the user's
 
 
 def register() -> None:

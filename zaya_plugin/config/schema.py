@@ -745,7 +745,12 @@ class Recipe:
         False, "print every parameter's optimizer, learning rate and decay, and exit", "run.launch"
     )
     megatron: dict[str, Any] = own(
-        {}, "further Megatron arguments by name; unknown names are refused", "config.arguments"
+        {}, "further Megatron arguments by name, of those reviewed in config/megatron_review.py", "config.arguments"
+    )
+    megatron_unchecked: dict[str, Any] = own(
+        {},
+        "arguments of a Megatron release that this plugin has not reviewed; every start names them",
+        "config.arguments",
     )
 
 

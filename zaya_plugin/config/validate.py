@@ -9,12 +9,13 @@ import math
 from collections.abc import Iterator
 
 from hip_ops.versions import KERNELS, NO_FP32, VERSIONS, check_selection
+from zaya_plugin.config.arguments import megatron_problems
 from zaya_plugin.config.blend_entry import parse_blend
 from zaya_plugin.config.graphs import obstacles
 from zaya_plugin.config.messages import multiples, must_be, must_be_multiple, must_divide, require
 from zaya_plugin.config.optimizer_override import Override
 from zaya_plugin.config.schedule import schedule_problems
-from zaya_plugin.config.schema import RECOMPUTE_MODULES, Recipe, get, leaves, megatron_argument
+from zaya_plugin.config.schema import RECOMPUTE_MODULES, Recipe, get
 from zaya_plugin.errors import as_typed, message
 
 CPU_VERSIONS = ("auto", "reference", "hip", "grouped_mm")  # hip: built by g++, to verify the kernels
@@ -471,8 +472,4 @@ def _profile(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 
 def _megatron(recipe: Recipe, world_size: int) -> Iterator[str]:
-    filled = {megatron_argument(field): path for path, field in leaves() if megatron_argument(field)}
-    for name, value in recipe.megatron.items():
-        if name in filled:
-            fix = f"{filled[name]}={as_typed(value)}"
-            yield message(f"megatron.{name}", value, problem="this argument has its own key", fix=fix)
+    yield from megatron_problems(recipe)

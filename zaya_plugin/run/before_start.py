@@ -21,6 +21,7 @@ from zaya_plugin import compat
 from zaya_plugin.checkpoint.convert.beside import resolve
 from zaya_plugin.config.arguments import megatron_arguments
 from zaya_plugin.config.graphs import with_graphs
+from zaya_plugin.config.megatron_review import unchecked_lines
 from zaya_plugin.config.run_directory import check_resume
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import data_parallel_size
@@ -58,7 +59,7 @@ def settled(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
     """
     recipe, recomputed = recipe_plan.with_recompute(recipe, world_size)
     recipe, graphs = with_graphs(recipe)
-    return recipe, [line for line in (recomputed, graphs) if line is not None]
+    return recipe, [line for line in (recomputed, graphs, *unchecked_lines(recipe)) if line is not None]
 
 
 def take_over(recipe: Recipe) -> Recipe:
