@@ -329,3 +329,26 @@ def test_a_torchrun_that_cannot_start_is_shown(worker_program, tmp_path):
     done = subprocess.run([sys.executable, "-c", program], env=worker_program[1], capture_output=True, text=True)
     assert done.returncode == 1 and "torchrun failed with exit code 1:\nno torchrun" in done.stderr
     assert Path(tmp_path / "torchrun.log").read_text() == "no torchrun\n"
+
+
+def test_more_ranks_than_devices_or_memory_is_refused(monkeypatch):
+    recipe = demo("cluster=gpu", "nproc=4")
+    monkeypatch.setattr(before_start, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="nproc=4: this machine has 2 devices.*Fix: nproc=2"):
+        before_start.check_sizes(recipe, rank_plan.make_plan(recipe, {}))
+    large = demo("cluster=gpu", "nproc=1", "model.hidden_size=1048576", "cluster.memory_gib=140")
+    with pytest.raises(ValueError, match="optimizer state need [0-9,.]+ GiB for a rank on a device with 140.0 GiB"):
+        before_start.check_sizes(large, rank_plan.make_plan(large, {}))
+    large = demo("model.num_layers=10000", "model.hidden_size=65536")
+    with pytest.raises(ValueError, match="need [0-9,.]+ GiB for 2 ranks on a machine with"):
+        before_start.check_sizes(large, rank_plan.make_plan(large, {}))
+
+
+def test_what_a_cpu_run_does_not_use_is_said(monkeypatch):
+    monkeypatch.setattr(before_start, "core_count", lambda: 2)
+    recipe = demo("nproc=4", "cluster.kernels=hip")
+    ranks, kernels = before_start.unused(recipe, rank_plan.make_plan(recipe, {}))
+    assert ranks == "zaya: 4 ranks share the 2 cores of this machine; nproc=2 is the most without"
+    assert "g++ build" in kernels and "router_mlp, grouped_product, newton_schulz, muon" in kernels
+    recipe = demo("nproc=2")
+    assert before_start.unused(recipe, rank_plan.make_plan(recipe, {})) == []

@@ -435,7 +435,21 @@ def _kernels(recipe: Recipe, world_size: int) -> Iterator[str]:
             yield message(key, version, problem=why, allowed=text, fix=fix)
 
 
+def unused_kernels(recipe: Recipe) -> str | None:
+    """Return a line about a choice of GPU kernels for a run on the CPU, or None."""
+    cluster = recipe.cluster
+    chosen = {name: cluster.kernel_overrides.get(name, "auto") for name in VERSIONS}
+    if cluster.device != "cpu" or "hip" not in (cluster.kernels, *chosen.values()):
+        return None
+    without = [name for name, versions in VERSIONS.items() if chosen[name] == "auto" and "hip" not in versions]
+    unused = [name for name in ("newton_schulz", "muon") if not _uses_muon(recipe)]
+    names = [*without, *unused] if cluster.kernels == "hip" else [name for name in unused if chosen[name] == "hip"]
+    rest = f"; not used in this run: hip for {', '.join(names)}" if names else ""
+    return f"zaya: kernels=hip on a CPU is the g++ build, which verifies kernels and gains no speed{rest}"
+
+
 def _uses_muon(recipe: Recipe) -> bool:
+    """Return whether any parameter is assigned to Muon."""
     return recipe.optim.name == "muon" or any(map(_to_muon, recipe.optim.overrides))
 
 

@@ -7,6 +7,7 @@ printed, not raised.
 """
 
 import json
+import math
 import os
 import shlex
 import socket
@@ -24,13 +25,13 @@ from zaya_plugin.config.graphs import with_graphs
 from zaya_plugin.config.megatron_review import unchecked_lines
 from zaya_plugin.config.run_directory import check_resume
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.config.validate import data_parallel_size
+from zaya_plugin.config.validate import data_parallel_size, unused_kernels
 from zaya_plugin.data.sources import find_sources
 from zaya_plugin.errors import mistake
 from zaya_plugin.handover.data_places import with_consumed
 from zaya_plugin.handover.predecessor import predecessor, saved_step
 from zaya_plugin.plan import checkpoint_plan, recipe_plan
-from zaya_plugin.run.rank_plan import WORKER, Plan, make_plan, rank_environment
+from zaya_plugin.run.rank_plan import WORKER, Plan, core_count, make_plan, rank_environment
 
 DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # NVIDIA, ROCm, WSL
 TOKENIZER_UNKNOWN = "of the data set, which is not on this machine"
@@ -48,9 +49,14 @@ def with_choices(recipe: Recipe, plan: Plan) -> Recipe:
     """Return `recipe` with values for `auto` (see `settled`); rank 0 prints them."""
     recipe, lines = settled(recipe, plan.world_size)
     if plan.rank == 0:
-        for line in lines:
+        for line in [*lines, *unused(recipe, plan)]:
             print(line, flush=True)
     return recipe
+
+
+def unused(recipe: Recipe, plan: Plan) -> list[str]:
+    """Return lines about what this machine does not carry out as asked."""
+    return [line for line in (crowded(recipe, plan), unused_kernels(recipe)) if line is not None]
 
 
 def settled(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
@@ -116,6 +122,7 @@ def check_machine(recipe: Recipe, plan: Plan) -> None:
             allowed="cpu",
             fix="cluster=cpu",
         )
+    check_sizes(recipe, plan)
     if plan.command is not None and recipe.master_port is not None and _port_in_use(recipe.master_port):
         raise mistake(
             "master_port",
@@ -124,6 +131,46 @@ def check_machine(recipe: Recipe, plan: Plan) -> None:
             allowed="a free port, or null for any free port",
             fix="master_port=null",
         )
+
+
+def check_sizes(recipe: Recipe, plan: Plan) -> None:
+    """Raise ValueError if this machine has fewer devices than ranks, or if weights, gradients and optimizer state alone
+    need more memory than there is: the machine's on a CPU, else cluster.memory_gib of a device.
+    """
+    key = "cluster.gpus_per_node" if recipe.nproc is None else "nproc"
+    on_cpu, devices = recipe.cluster.device == "cpu", device_count()
+    if plan.command is not None and not on_cpu and 0 < devices < plan.ranks_here:
+        problem = f"this machine has {devices} device{'s' if devices > 1 else ''}, and a rank needs one of its own"
+        raise mistake(key, plan.ranks_here, problem=problem, allowed=f"at most {devices}", fix=f"nproc={devices}")
+    held = recipe_plan.plan_of(recipe, plan.world_size).components
+    needed = sum(held[name] for name in ("weights", "gradients (fp32)", "optimizer"))
+    ranks, memory = 1, (recipe.cluster.memory_gib or math.inf) * recipe_plan.GIB
+    if on_cpu:
+        ranks, memory = plan.ranks_here, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed * ranks > memory:
+        what = f"{ranks} ranks on a machine" if on_cpu else "a rank on a device"
+        raise mistake(
+            "model",
+            recipe.model.name,
+            problem=f"weights, gradients and optimizer state need {needed * ranks / recipe_plan.GIB:,.1f} GiB for {what} "
+            f"with {memory / recipe_plan.GIB:,.1f} GiB of memory",
+            allowed="a model that fits",
+            fix="a smaller model.num_layers, hidden_size, num_experts or moe_ffn_hidden_size, or more ranks that share "
+            "it (docs/parallelism.md)",
+        )
+
+
+def device_count() -> int:
+    """Return the accelerators whose files this machine has, NVIDIA's or ROCm's; 0: none, or unknown (WSL)."""
+    nvidia = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
+    return len(nvidia) or len(list(Path("/dev/dri").glob("renderD*"))) * os.path.exists("/dev/kfd")
+
+
+def crowded(recipe: Recipe, plan: Plan) -> str | None:
+    """Return a line if ranks on the CPU outnumber its cores, or None."""
+    if recipe.cluster.device != "cpu" or plan.ranks_here <= (cores := core_count()):
+        return None
+    return f"zaya: {plan.ranks_here} ranks share the {cores} cores of this machine; nproc={cores} is the most without"
 
 
 def _port_in_use(port: int) -> bool:
