@@ -3,8 +3,8 @@
 
 import pytest
 
-from zaya_plugin.config.compose import compose, load_recipe, save_recipe, to_yaml
-from zaya_plugin.config.schema import Recipe
+from zaya_plugin.config.compose import compose, load_recipe, refuse_repeated, save_recipe, to_yaml
+from zaya_plugin.config.schema import Recipe, get
 
 DEMO = "experiment=cpu_demo"
 
@@ -203,3 +203,41 @@ def _without(text: str, key: str) -> list[str]:
         if not skipping:
             kept.append(line)
     return kept
+
+
+@pytest.mark.parametrize(
+    "override, key, value",
+    [
+        ("stage.train_iters=1e3", "stage.train_iters", 1000),
+        ("logger.wandb=1", "logger.wandb", True),
+        ("logger.wandb=off", "logger.wandb", False),
+        ("name=1e3", "name", "1e3"),
+        ("data.path=true", "data.path", "true"),
+        ("megatron={manual_gc: true}", "megatron", {"manual_gc": True}),
+    ],
+)
+def test_a_value_arrives_as_it_was_typed(override, key, value):
+    found = get(compose([DEMO, override]), key)
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    "override, start",
+    [
+        ("logger.wandb=2", "logger.wandb=2: "),
+        ("seed=5e-1", "seed=5e-1: "),
+        ("stage.train_iters=0x10", "stage.train_iters=0x10: "),
+        ("model={hidden_size: 64}", "model={hidden_size: 64}: a group cannot be given as a mapping"),
+        ("++optim={lr: 1}", "optim={lr: 1}: a group cannot"),
+    ],
+)
+def test_a_refusal_shows_what_was_typed(override, start):
+    with pytest.raises(ValueError) as error:
+        compose([DEMO, override])
+    assert str(error.value).startswith(start)
+
+
+def test_a_key_given_twice_is_refused_with_both_values():
+    with pytest.raises(ValueError, match="optim.lr: was given twice, as 1 and as 2"):
+        refuse_repeated([DEMO, "optim.lr=1", "++optim.lr=2"])
+    refuse_repeated([DEMO, "optim.lr=1", "optim.min_lr=1"])
