@@ -54,7 +54,8 @@ _INT32 = "they are counted in 32 bits"
 SIZE = above_zero(2**20, "no device holds a layer of more")
 LAYERS = above_zero(10_000, _TYPED)
 TOKENS = above_zero(2**24, "positions are computed in fp32, which counts to 2^24")
-SEQUENCES, SAMPLES = above_zero(2**31 - 1, _INT32), zero_or_more(2**31 - 1, _INT32)
+SEQUENCES = above_zero(2**31 - 1, _INT32)
+SAMPLES = zero_or_more(10**11, _TYPED)  # the whole curriculum of ZAYA1-base has 3 * 10**9
 
 ELEMENTS = above_zero(2**31 - 1, "the elements of one message are counted in 32 bits")
 STEPS, STEPS_OR_NONE = above_zero(9_999_999, _FOLDERS), zero_or_more(9_999_999, _FOLDERS)

@@ -2,8 +2,7 @@
 """Everything before a start: the values of `auto`, the previous stage, checks of this machine and the data, and what a
 dry run prints.
 
-No torch import. A dry run is made where people plan: a login node has neither the devices nor the data, so problems are
-printed, not raised.
+No torch import. A dry run prints its plan and then stops with the messages with which the run would stop.
 """
 
 import json
@@ -11,7 +10,9 @@ import math
 import os
 import shlex
 import socket
+import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ import yaml
 from zaya_plugin import compat
 from zaya_plugin.checkpoint.convert.beside import resolve
 from zaya_plugin.config.arguments import megatron_arguments
+from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.graphs import with_graphs
 from zaya_plugin.config.megatron_review import unchecked_lines
 from zaya_plugin.config.run_directory import check_resume
@@ -31,9 +33,10 @@ from zaya_plugin.errors import mistake
 from zaya_plugin.handover.data_places import with_consumed
 from zaya_plugin.handover.predecessor import predecessor, saved_step
 from zaya_plugin.plan import checkpoint_plan, recipe_plan
-from zaya_plugin.run.rank_plan import WORKER, Plan, core_count, make_plan, rank_environment
+from zaya_plugin.run.rank_plan import HIDDEN_DEVICES, WORKER, Plan, core_count, make_plan, rank_environment
 
 DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # NVIDIA, ROCm, WSL
+ARGUMENT_CHECK = "zaya_plugin.hosts.argument_check"
 TOKENIZER_UNKNOWN = "of the data set, which is not on this machine"
 # module, how to install it
 REQUIRED = (
@@ -193,7 +196,7 @@ def plan_of(recipe: Recipe, environ: Mapping[str, str]) -> Plan:
 
 
 def describe(recipe: Recipe, plan: Plan, overrides: Sequence[str] = ()) -> str:
-    """Return what would start, and what would stop it now. overrides: the words after `zaya train` on several nodes."""
+    """Return what would start. overrides: the words after `zaya train` on several nodes."""
     if plan.command is not None and plan.command[0] == "torchrun":
         plan = replace(plan, command=[*plan.command, *overrides])
     recipe, chosen = settled(recipe, plan.world_size)
@@ -210,15 +213,61 @@ def describe(recipe: Recipe, plan: Plan, overrides: Sequence[str] = ()) -> str:
         f"command      {shlex.join(plan.command) if plan.command else f'in this process: {WORKER}.main(recipe)'}",
         "environment  " + "\n             ".join(f"{key}={value}" for key, value in sorted(plan.environment.items())),
     ]
-    for check in (lambda: check_resume(recipe), lambda: take_over(recipe), lambda: check_surroundings(recipe, plan)):
+    lines += [*chosen, *unused(recipe, plan), *recipe_plan.lines(recipe, plan.world_size)]
+    lines += [*checkpoint_plan.lines(recipe, plan.world_size), "Megatron     arguments"]
+    lines += ["  " + line for line in argument_lines(values)]
+    return "\n".join([*lines, *unchecked_here(plan), "dry_run=true: nothing was created or started"])
+
+
+def stops(recipe: Recipe, plan: Plan) -> list[str]:
+    """Return the messages with which a run would stop: before its ranks start, or by Megatron's validation in them.
+
+    Of a run on several nodes, this machine is none of them: its devices, packages and data are not checked.
+    """
+    elsewhere = plan.command is not None and plan.command[0] == "torchrun"
+    checks = [lambda: check_resume(recipe), lambda: take_over(recipe)]
+    if not elsewhere:
+        checks.append(lambda: check_surroundings(recipe, plan))
+    checks.append(lambda: check_arguments(settled(recipe, plan.world_size)[0], plan))
+    found = []
+    for check in checks:
         try:
             check()
         except ValueError as error:
-            lines.append(f"would stop   {error}")
-    lines += [*chosen, *recipe_plan.lines(recipe, plan.world_size)]
-    lines += [*checkpoint_plan.lines(recipe, plan.world_size), "Megatron     arguments"]
-    lines += ["  " + line for line in argument_lines(values)]
-    return "\n".join([*lines, "dry_run=true: nothing was created or started"])
+            found.append(str(error))
+    return found
+
+
+def unchecked_here(plan: Plan) -> list[str]:
+    """Return lines about what a dry run on this machine does not check."""
+    lines = []
+    if plan.command is not None and plan.command[0] == "torchrun":
+        lines.append("not checked  devices, packages and data of the nodes")
+    if not _megatron_here():
+        lines.append("not checked  Megatron's own validation of its arguments: no torch or Megatron 0.19 here")
+    return lines
+
+
+def _megatron_here() -> bool:
+    return all(compat.has_module(module) for module, _ in REQUIRED) and compat.zaya_train_fits()
+
+
+def check_arguments(recipe: Recipe, plan: Plan) -> None:
+    """Raise ValueError for what Megatron refuses, found in a process of its own without a device; nothing where
+    Megatron is not installed.
+    """
+    if not _megatron_here():
+        return
+    environment = {**os.environ, **plan.environment} | dict.fromkeys(HIDDEN_DEVICES, "")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "recipe.yaml"
+        save_recipe(replace(recipe, run_dir=folder), path)
+        command = [sys.executable, "-m", ARGUMENT_CHECK, str(path), str(plan.world_size)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode == 2:
+        raise ValueError(done.stdout.strip())
+    if done.returncode:
+        raise ValueError(f"recipe: Megatron's parsing of its arguments failed:\n{done.stderr.rstrip()[-2000:]}")
 
 
 def tokenizer_arguments(recipe: Recipe) -> dict:

@@ -13,7 +13,7 @@ from zaya_plugin.config.validate import validate
 from zaya_plugin.errors import mistake
 from zaya_plugin.run import megatron_export, primus_export, sbatch
 from zaya_plugin.run.curriculum import compose_curriculum
-from zaya_plugin.run.curriculum_run import describe, run_curriculum
+from zaya_plugin.run.curriculum_run import describe, run_curriculum, stops
 
 CURRICULUM = """\
 Runs the stages of a curriculum one after the other.
@@ -118,7 +118,9 @@ def curriculum(argv: list[str]) -> int:
         return 2
     whole = compose_curriculum(options.overrides)
     if options.dry_run or whole.recipe.dry_run:
-        print(describe(whole))
+        print(describe(whole), flush=True)
+        if problems := stops(whole):
+            raise ValueError("\n".join(problems))
         return 0
     return run_curriculum(whole, options.only)
 
