@@ -50,7 +50,10 @@ OWNED_BY_KEY = {
     "model.moe_ffn_hidden_size": "ffn_hidden_size",
     "model.num_layers": "decoder_num_layers encoder_num_layers",
     "model.residual_in_fp32": "fp32_residual_connection",
-    "optim.grad_reduce_in_fp32": "ddp_param_name_patterns_for_fp32_local_accumulation ddp_reduce_scatter_with_fp32_accumulation grad_reduce_in_bf16 main_grads_dtype",
+    "optim.grad_reduce_in_fp32": """
+        ddp_param_name_patterns_for_fp32_local_accumulation ddp_reduce_scatter_with_fp32_accumulation
+        grad_reduce_in_bf16 main_grads_dtype
+    """,
     "optim.lr_decay_iters": "lr_decay_samples",
     "optim.lr_warmup_iters": "lr_warmup_fraction lr_warmup_samples warmup",
     "optim.lr_wsd_decay_iters": "lr_wsd_decay_samples",

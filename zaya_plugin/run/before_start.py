@@ -155,8 +155,8 @@ def check_sizes(recipe: Recipe, plan: Plan) -> None:
         raise mistake(
             "model",
             recipe.model.name,
-            problem=f"weights, gradients and optimizer state need {needed * ranks / recipe_plan.GIB:,.1f} GiB for {what} "
-            f"with {memory / recipe_plan.GIB:,.1f} GiB of memory",
+            problem=f"weights, gradients and optimizer state need {needed * ranks / recipe_plan.GIB:,.1f} GiB for "
+            f"{what} with {memory / recipe_plan.GIB:,.1f} GiB of memory",
             allowed="a model that fits",
             fix="a smaller model.num_layers, hidden_size, num_experts or moe_ffn_hidden_size, or more ranks that share "
             "it (docs/parallelism.md)",
