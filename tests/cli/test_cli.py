@@ -109,7 +109,7 @@ def test_a_traceback_on_request(zaya, variable, override):
 
 def test_dry_run_says_what_would_run_and_creates_nothing(zaya):
     done = zaya("train", "experiment=cpu_demo", "dry_run=true", "nproc=4", "cluster.environment.NCCL_DEBUG=INFO")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 2, done.stderr
     assert f"run_dir      {zaya.place}/runs/cpu_demo\n" in done.stdout
     assert "world size   4 ranks, 4 on this machine, started by zaya train\n" in done.stdout
     assert "1 micro-batches of 4 a data-parallel rank" in done.stdout
@@ -123,14 +123,16 @@ def test_dry_run_says_what_would_run_and_creates_nothing(zaya):
         "PYTHONUNBUFFERED=1\n",
     ):
         assert line in done.stdout
-    assert "would stop   data/stdlib: there is no dataset at this path" in done.stdout
+    started = zaya("train", "experiment=cpu_demo", "nproc=4", "cluster.environment.NCCL_DEBUG=INFO")
+    assert done.stderr == started.stderr and started.returncode == 2, "the run stops with the same words"
+    assert done.stderr.startswith("zaya: data/stdlib: there is no dataset at this path")
     assert done.stdout.endswith("dry_run=true: nothing was created or started\n")
     assert list(zaya.place.iterdir()) == []
 
 
 def test_multirun_gives_every_job_its_own_directory_and_leaves_no_litter(zaya):
     done = zaya("train", "-m", "experiment=cpu_demo", "optim.lr=1e-3,2e-3", "dry_run=true")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 2 and "data/stdlib: there is no dataset" in done.stderr
     assert "job 0: experiment=cpu_demo optim.lr=0.001 dry_run=True -> runs/cpu_demo/0" in done.stdout
     assert "job 1: experiment=cpu_demo optim.lr=0.002 dry_run=True -> runs/cpu_demo/1" in done.stdout
     assert f"run_dir      {zaya.place}/runs/cpu_demo/1\n" in done.stdout
@@ -157,13 +159,13 @@ def test_composing_and_launching_import_no_torch(tmp_path, environment):
         "import sys; from zaya_plugin.cli import main; code = main(sys.argv[1:]);slow = {'torch', 'megatron.core', "
         "'transformers', 'wandb'} & set(sys.modules); assert not slow, slow; sys.exit(code)"
     )
-    for arguments in (
-        ["--help"],
-        ["train", "--help"],
-        ["train", "experiment=cpu_demo", "dry_run=true"],
-        ["train", "--cfg", "job"],
+    for arguments, code in (
+        (["--help"], 0),
+        (["train", "--help"], 0),
+        (["train", "experiment=cpu_demo", "dry_run=true"], 2),  # without its data
+        (["train", "--cfg", "job"], 0),
     ):
         done = subprocess.run(
             [sys.executable, "-c", program, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True
         )
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == code and "Traceback" not in done.stderr, done.stderr

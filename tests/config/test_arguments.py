@@ -33,9 +33,9 @@ def test_every_name_is_known_to_megatron(known):
 
 
 def test_values_arrive():
-    recipe = compose(["experiment=cpu_demo", "optim.lr=1e-4", "model.num_layers=6", "megatron.log_params_norm=true"])
+    recipe = compose(["experiment=cpu_demo", "optim.lr=1e-4", "model.num_layers=6", "megatron.manual_gc=true"])
     values = megatron_arguments(recipe, TOKENIZER)
-    assert values["lr"] == 1e-4 and values["num_layers"] == 6 and values["log_params_norm"] is True
+    assert values["lr"] == 1e-4 and values["num_layers"] == 6 and values["manual_gc"] is True
     assert values["optimizer"] == "adam" and values["bf16"] is False and values["use_cpu_initialization"] is True
     assert values["tokenizer_model"] == "somewhere" and values["ffn_hidden_size"] == values["moe_ffn_hidden_size"]
     assert "load" not in values and values["save"] == "runs/cpu_demo/checkpoints"
@@ -73,5 +73,8 @@ def test_unknown_megatron_arguments_are_refused():
     from zaya_plugin.hosts.stage_model import parse_arguments
 
     recipe = compose(["experiment=cpu_demo", "megatron.no_such_thing=1"])
+    with pytest.raises(ValueError, match="no_such_thing=1: this plugin has not reviewed"):
+        megatron_arguments(recipe, TOKENIZER)
+    recipe = compose(["experiment=cpu_demo", "megatron_unchecked.no_such_thing=1"])
     with pytest.raises(ValueError, match="no_such_thing: Megatron has no such argument"):
         parse_arguments(megatron_arguments(recipe, TOKENIZER))

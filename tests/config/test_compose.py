@@ -3,8 +3,8 @@
 
 import pytest
 
-from zaya_plugin.config.compose import compose, load_recipe, save_recipe, to_yaml
-from zaya_plugin.config.schema import Recipe
+from zaya_plugin.config.compose import compose, load_recipe, refuse_repeated, save_recipe, to_yaml
+from zaya_plugin.config.schema import Recipe, get
 
 DEMO = "experiment=cpu_demo"
 
@@ -21,22 +21,35 @@ REFUSED = [
     ("foo.bar=1", ["foo.bar=1: no such key"]),
     ("+foo.bar=1", ["foo={...}: no such key"]),
     ("hydra.foo=1", ["hydra.foo=1: no such key"]),
-    ("optim.lr=abc", ["optim.lr=abc: ", "Allowed: a number above 0. Fix: optim.lr=0.0006."]),
-    ("++optim.lr=abc", ["optim.lr=abc: ", "Allowed: a number above 0."]),
-    ("optim.lr=true", ["optim.lr=true: ", "Allowed: a number above 0."]),
-    ("optim.lr=null", ["optim.lr=null: ", "Allowed: a number above 0."]),
-    ("~optim.lr", ["optim.lr", "Allowed: a number above 0."]),
+    ("optim.lr=abc", ["optim.lr=abc: ", "Allowed: a number above 0, at most 100.0 (", "). Fix: optim.lr=0.0006."]),
+    ("++optim.lr=abc", ["optim.lr=abc: ", "Allowed: a number above 0, at most 100.0 ("]),
+    ("optim.lr=true", ["optim.lr=true: ", "Allowed: a number above 0, at most 100.0 ("]),
+    ("optim.lr=null", ["optim.lr=null: ", "Allowed: a number above 0, at most 100.0 ("]),
+    ("~optim.lr", ["optim.lr", "Allowed: a number above 0, at most 100.0 ("]),
     ("optim.lr=${nope}", ["optim.lr", "nope"]),
     ("optim.lr=[1", ["[1", "key=value"]),
     ("optim.lr", ["optim.lr", "key=value"]),
     ("optim.lr=1,2", ["optim.lr=1,2", "add -m"]),
-    ("optim.lr=-1", ["optim.lr=-1.0: ", "Allowed: a number above 0."]),
-    ("stage.train_iters=1.5", ["stage.train_iters=1.5: ", "Allowed: a whole number above 0. Fix: stage.train_iters=<"]),
-    ("stage.train_iters=many", ["stage.train_iters=many: ", "Allowed: a whole number above 0."]),
-    ("optim.lr_decay_iters=never", ["optim.lr_decay_iters=never: ", "Allowed: a whole number above 0, or null."]),
+    ("optim.lr=-1", ["optim.lr=-1.0: ", "Allowed: a number above 0, at most 100.0 ("]),
+    (
+        "stage.train_iters=1.5",
+        [
+            "stage.train_iters=1.5: ",
+            "Allowed: a whole number above 0, at most 9999999 (",
+            "). Fix: stage.train_iters=<",
+        ],
+    ),
+    ("stage.train_iters=many", ["stage.train_iters=many: ", "Allowed: a whole number above 0, at most 9999999 ("]),
+    (
+        "optim.lr_decay_iters=never",
+        ["optim.lr_decay_iters=never: ", "Allowed: a whole number above 0, at most 9999999 (", "), or null."],
+    ),
     ("logger.wandb=maybe", ["logger.wandb=maybe: ", "Allowed: true or false. Fix: logger.wandb=true."]),
     ("parallel.recompute_modules=moe", ["parallel.recompute_modules=moe: ", "a list such as [a,b]"]),
-    ("profile.ranks=[a]", ["profile.ranks[0]=a: ", "a list such as [0,1]. Fix: profile.ranks=[0]."]),
+    (
+        "profile.ranks=[a]",
+        ["profile.ranks[0]=a: ", "a list such as [0,1] of numbers from 0", "Fix: profile.ranks=[0]."],
+    ),
     ("cluster.environment=[1]", ["cluster.environment", "a mapping of names to text"]),
     ("checkpoint=3", ["checkpoint=3: ", "Fix: checkpoint.<key>=<value>."]),
     ("model=null", ["a group", "model=zaya_tiny"]),
@@ -190,3 +203,41 @@ def _without(text: str, key: str) -> list[str]:
         if not skipping:
             kept.append(line)
     return kept
+
+
+@pytest.mark.parametrize(
+    "override, key, value",
+    [
+        ("stage.train_iters=1e3", "stage.train_iters", 1000),
+        ("logger.wandb=1", "logger.wandb", True),
+        ("logger.wandb=off", "logger.wandb", False),
+        ("name=1e3", "name", "1e3"),
+        ("data.path=true", "data.path", "true"),
+        ("megatron={manual_gc: true}", "megatron", {"manual_gc": True}),
+    ],
+)
+def test_a_value_arrives_as_it_was_typed(override, key, value):
+    found = get(compose([DEMO, override]), key)
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    "override, start",
+    [
+        ("logger.wandb=2", "logger.wandb=2: "),
+        ("seed=5e-1", "seed=5e-1: "),
+        ("stage.train_iters=0x10", "stage.train_iters=0x10: "),
+        ("model={hidden_size: 64}", "model={hidden_size: 64}: a group cannot be given as a mapping"),
+        ("++optim={lr: 1}", "optim={lr: 1}: a group cannot"),
+    ],
+)
+def test_a_refusal_shows_what_was_typed(override, start):
+    with pytest.raises(ValueError) as error:
+        compose([DEMO, override])
+    assert str(error.value).startswith(start)
+
+
+def test_a_key_given_twice_is_refused_with_both_values():
+    with pytest.raises(ValueError, match="optim.lr: was given twice, as 1 and as 2"):
+        refuse_repeated([DEMO, "optim.lr=1", "++optim.lr=2"])
+    refuse_repeated([DEMO, "optim.lr=1", "optim.min_lr=1"])

@@ -16,7 +16,7 @@ import zaya_plugin.config
 path, where = sys.argv[1:]
 source = open(path).read()
 assert where in source
-field = '    added_width: int = option(7, "an added option", choices=(3, 7, 0), limit=POSITIVE)\\n'
+field = '    added_width: int = option(7, "an added option", choices=(3, 7, 0), limit=LAYERS)\\n'
 module = importlib.util.module_from_spec(importlib.util.spec_from_file_location("zaya_plugin.config.schema", path))
 sys.modules["zaya_plugin.config.schema"] = module
 exec(compile(source.replace(where, field + where), path, "exec"), module.__dict__)

@@ -33,10 +33,7 @@ CASES = {
         ],
         8,
     ),
-    "extra arguments": (
-        ["experiment=cpu_demo", "megatron.log_params_norm=true", "megatron.use_mp_args_from_checkpoint_args=true"],
-        1,
-    ),
+    "extra arguments": (["experiment=cpu_demo", "megatron.manual_gc=true", "megatron.logging_level=30"], 1),
 }
 
 

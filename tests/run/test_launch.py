@@ -344,3 +344,26 @@ def test_a_signal_ends_a_multirun_and_a_failed_job_does_not(monkeypatch, tmp_pat
     words = ["train", "experiment=cpu_demo", f"run_dir={tmp_path}", "optim.lr=1e-3,2e-3", "-m"]
     assert cli.main(words) == code
     assert started == [f"{tmp_path}/{number}" for number in range(jobs)]
+
+
+def test_more_ranks_than_devices_or_memory_is_refused(monkeypatch):
+    recipe = demo("cluster=gpu", "nproc=4")
+    monkeypatch.setattr(before_start, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="nproc=4: this machine has 2 devices.*Fix: nproc=2"):
+        before_start.check_sizes(recipe, rank_plan.make_plan(recipe, {}))
+    large = demo("cluster=gpu", "nproc=1", "model.hidden_size=1048576", "cluster.memory_gib=140")
+    with pytest.raises(ValueError, match="optimizer state need [0-9,.]+ GiB for a rank on a device with 140.0 GiB"):
+        before_start.check_sizes(large, rank_plan.make_plan(large, {}))
+    large = demo("model.num_layers=10000", "model.hidden_size=65536")
+    with pytest.raises(ValueError, match="need [0-9,.]+ GiB for 2 ranks on a machine with"):
+        before_start.check_sizes(large, rank_plan.make_plan(large, {}))
+
+
+def test_what_a_cpu_run_does_not_use_is_said(monkeypatch):
+    monkeypatch.setattr(before_start, "core_count", lambda: 2)
+    recipe = demo("nproc=4", "cluster.kernels=hip")
+    ranks, kernels = before_start.unused(recipe, rank_plan.make_plan(recipe, {}))
+    assert ranks == "zaya: 4 ranks share the 2 cores of this machine; nproc=2 is the most without"
+    assert "g++ build" in kernels and "router_mlp, grouped_product, newton_schulz, muon" in kernels
+    recipe = demo("nproc=2")
+    assert before_start.unused(recipe, rank_plan.make_plan(recipe, {})) == []

@@ -5,12 +5,14 @@ Recipe fields whose metadata names a Megatron argument are copied. This file add
 every ZAYA model, and those that are computed from the recipe (data, checkpoints, precision, profiling).
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from zaya_plugin.config.megatron_review import review_problems
 from zaya_plugin.config.run_directory import checkpoint_path, checkpoints_of, has_checkpoint
 from zaya_plugin.config.schema import Recipe, get, leaves, megatron_argument
-from zaya_plugin.errors import as_typed, mistake
+from zaya_plugin.errors import mistake
 
 # What ZAYA adds to Megatron's arguments: declared by `option` in the schema.
 OWN_ARGUMENTS = tuple(field.name for _, field in leaves() if field.metadata["adds"])
@@ -66,7 +68,7 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
         data: tokenizer arguments found from the data set (see zaya_plugin.data.sources).
 
     Raises:
-        ValueError: `megatron.<name>` in the recipe sets an argument that another recipe key sets, or
+        ValueError: `megatron.<name>` in the recipe is refused (config/megatron_review.py), or
             parallel.recompute_granularity=auto is not resolved.
     """
     if recipe.parallel.recompute_granularity == "auto":
@@ -77,12 +79,12 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
             allowed="null, full, selective",
             fix="the value that `zaya train --dry-run` shows for auto",
         )
-    values, owner = {**ZAYA, **HOST, **data}, {}
+    if problems := list(megatron_problems(recipe)):
+        raise ValueError("\n".join(problems))
+    values = {**ZAYA, **HOST, **data}
     for path, field in leaves():
-        if name := megatron_argument(field):
-            owner[name] = path
-            if (value := get(recipe, path)) is not None:
-                values[name] = value
+        if (name := megatron_argument(field)) and (value := get(recipe, path)) is not None:
+            values[name] = value
     if recipe.parallel.virtual_pipeline_stages == 1:
         values.pop("num_virtual_stages_per_pipeline_rank")
     if not recipe.parallel.recompute_modules:
@@ -111,13 +113,12 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
     values["eval_iters"] = recipe.stage.eval_iters * max(1, len(recipe.data.valid_blend))
     if recipe.logger.tensorboard or recipe.profile.enabled:  # the profiler writes its traces beside this directory
         values["tensorboard_dir"] = str(Path(recipe.run_dir) / "tensorboard")
-    for name, value in recipe.megatron.items():
-        if name in values or name in owner:
-            fix = f"{owner[name]}={as_typed(value)}" if name in owner else f"remove megatron.{name}"
-            problem = f"this argument is set by {owner.get(name, 'the plugin, for every ZAYA model')}"
-            raise mistake(f"megatron.{name}", value, problem=problem, fix=fix)
-        values[name] = value
-    return values
+    return {**recipe.megatron_unchecked, **recipe.megatron, **values}
+
+
+def megatron_problems(recipe: Recipe) -> Iterator[str]:
+    """Yield a message for each entry of `megatron` and `megatron_unchecked` that is refused."""
+    yield from review_problems(recipe, frozenset({**ZAYA, **HOST}))
 
 
 def _checkpoints(recipe: Recipe) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from zaya_plugin.errors import mistake
 
-WEIGHTS = "positive weights, for every dataset or for none, as in ['0.7 data/web','0.3 data/code']"
+LARGEST = 1e12  # such as a number of tokens
+WEIGHTS = f"weights above 0, at most {LARGEST:g}, for every dataset or for none, as in ['0.7 data/web','0.3 data/code']"
 
 
 class BlendEntry(NamedTuple):
@@ -34,7 +35,7 @@ def parse_blend(blend: Blend | None, key: str = "blend", weighted: bool = False)
     if blend is None or isinstance(blend, str | os.PathLike):
         return [] if blend is None else [BlendEntry(None, os.fspath(blend))]
     entries = [_entry(given) for given in blend]
-    bad = [entry for entry in entries if entry.weight is not None and not 0 < entry.weight < float("inf")]
+    bad = [entry for entry in entries if entry.weight is not None and not 0 < entry.weight <= LARGEST]
     if bad:
         raise mistake(
             key,

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hip_ops.versions import VERSIONS
 from zaya_plugin import __version__
-from zaya_plugin.config.messages import explain, known, missing_key, refused, unknown_key
+from zaya_plugin.config.messages import explain, groups, known, missing_key, refusal, refused, schema, unknown_key
 from zaya_plugin.config.schema import Recipe, get, leaves
 from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.errors import mistake
@@ -32,7 +32,12 @@ RECIPES = "zaya_plugin.recipes"
 PRIMARY = "train"
 SCHEMA = "recipe_schema"  # the first entry of recipes/train.yaml's defaults list
 
-OPEN_KEYS = ("cluster.kernel_overrides", "megatron", "cluster.environment")  # mappings whose keys are the user's
+OPEN_KEYS = (
+    "cluster.kernel_overrides",
+    "megatron",
+    "megatron_unchecked",
+    "cluster.environment",
+)  # mappings whose keys are the user's
 
 
 def register() -> None:
@@ -42,17 +47,77 @@ def register() -> None:
 
 def open_overrides(overrides: list[str]) -> list[str]:
     """Return `overrides` in which `megatron.x=1`, `cluster.environment.X=1` and `cluster.kernel_overrides={x: y}` add
-    keys without a `+`.
+    keys without a `+`, and values arrive as they were typed.
 
     `cluster.kernels=x` and `cluster.kernel_overrides={}` first drop the kernel_overrides of the recipe's files.
-    Plain values of environment variables are quoted: Hydra would convert `false` to `False` and `1e3` to `1000.0`.
+    Values that Hydra would convert before the schema sees them are quoted: `1e3` to 1000.0, `2` to true, `false` to
+    `False` in a text. A whole number may be typed as `1e3`.
+
+    Raises:
+        ValueError: a group is given as a mapping, which Hydra would merge into whichever option is chosen.
     """
     names = "|".join(map(re.escape, OPEN_KEYS))
-    pattern = re.compile(rf"^\+*(({names})\.[^=]+|cluster\.kernel_overrides)=(.*)$", re.DOTALL)
-    found = [(item, pattern.match(item)) for item in overrides]
-    opened = [item if match is None else f"++{match[1]}={_as_text(*match.group(2, 3))}" for item, match in found]
+    pattern = re.compile(rf"^\+*(({names})\.[^=]+|(?:{names})(?==\s*\{{)|cluster\.kernel_overrides)=(.*)$", re.DOTALL)
+    opened = []
+    for item in overrides:
+        if match := pattern.match(item):
+            opened.append(f"++{match[1]}={_as_text(*match.group(2, 3))}")
+        else:
+            _refuse_group(item)
+            opened.append(_as_typed_there(item))
     all_operators = any(re.match(r"\+*cluster\.(kernels=|kernel_overrides=\{\s*\}$)", item) for item in overrides)
     return [*_without_kernel_overrides(), *opened] if all_operators else opened
+
+
+def refuse_repeated(overrides: list[str]) -> None:
+    """Raise ValueError for a key that the words of a command give twice: one of the two would be silently dropped."""
+    given: dict[str, str] = {}
+    for item in overrides:
+        key, _, value = item.lstrip("+~").partition("=")
+        if key in given:
+            problem = f"was given twice, as {given[key]} and as {value}"
+            raise mistake(key, problem=problem, allowed="one value", fix=f"{key}={value}")
+        given[key] = value
+
+
+def _refuse_group(item: str) -> None:
+    match = re.match(r"\+*(\w+)=\s*\{\s*([\w.]+)\s*:\s*([^,}]*)", item)
+    if match and match[1] in groups():
+        raise mistake(
+            match[1],
+            item.partition("=")[2],
+            problem="a group cannot be given as a mapping",
+            allowed="the name of an option, or one key a word",
+            fix=f"{match[1]}.{match[2]}={match[3].strip()} and so on for each key",
+        )
+
+
+def _as_typed_there(item: str) -> str:
+    """Return `item` with its value in quotes if Hydra would read it as another type than that of the key."""
+    key, _, value = item.partition("=")
+    field = schema().get(key.lstrip("+"))
+    if field is None or not re.fullmatch(r"[\w.+-]+", value) or value.lower() == "null":
+        return item
+    kind = str(field.type).partition(" | ")[0]
+    if kind == "int" and (whole := _whole(value)) is not None:
+        return f"{key}={whole}"
+    if kind == "bool" and value.isdigit() and int(value) > 1:  # OmegaConf takes every number but 0 for true
+        raise ValueError(refusal(key.lstrip("+"), field, value))
+    converted = {
+        "int": not re.fullmatch(r"[+-]?\d+", value),
+        "bool": value.lower() not in ("true", "false"),
+        "str": re.fullmatch(r"(?i)true|false|[+-]?[\d._]*\d[\d._]*(e[+-]?\d+)?|[+-]?inf|nan", value) is not None,
+    }
+    return f"{key}='{value}'" if converted.get(kind) else item
+
+
+def _whole(text: str) -> int | None:
+    """Return the whole number of a text such as 1e3, or None."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return int(number) if "e" in text.lower() and number.is_integer() and abs(number) < 1e15 else None
 
 
 def _without_kernel_overrides() -> Iterator[str]:

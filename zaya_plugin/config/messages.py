@@ -60,7 +60,7 @@ def schema() -> dict[str, Field]:
 
 
 @cache
-def _groups() -> dict[str, type]:
+def groups() -> dict[str, type]:
     """Return the dataclass of every group, by name."""
     hints = get_type_hints(Recipe)
     return {f.name: hints[f.name] for f in fields(Recipe) if is_dataclass(hints[f.name])}
@@ -68,7 +68,7 @@ def _groups() -> dict[str, type]:
 
 def known(path: str) -> bool:
     """Return whether `path` is a key or a group of the recipe."""
-    return path in schema() or path in _groups()
+    return path in schema() or path in groups()
 
 
 def allowed(field: Field) -> str:
@@ -84,11 +84,11 @@ def refused(key: str, field: Field, value: object) -> str | None:
     """Return a message if `value` is not among the choices or in the range of `field`, else None."""
     choices, limit = field.metadata["choices"], field.metadata["limit"]
     if choices and value not in choices or limit and value is not None and not limit.holds(value):
-        return _refusal(key, field, value)
+        return refusal(key, field, value)
     return None
 
 
-def _refusal(key: str, field: Field, value: object) -> str:
+def refusal(key: str, field: Field, value: object) -> str:
     """Return the message that `key` may not have `value`; the fix is the schema's default, if there is one."""
     default = field.default if field.default is not MISSING else field.default_factory()
     typed = "<value>" if default == "???" else as_typed(default)
@@ -148,7 +148,7 @@ def nearest(path: str) -> str | None:
         siblings = [known_path for known_path in names if "." in path and known_path.startswith(f"{group}.")]
         candidates = difflib.get_close_matches(path, siblings or names, n=1, cutoff=0.6)
     if not candidates:
-        candidates = difflib.get_close_matches(path, [*names, *_groups()], n=1, cutoff=0.6)
+        candidates = difflib.get_close_matches(path, [*names, *groups()], n=1, cutoff=0.6)
     return candidates[0] if candidates else None
 
 
@@ -159,8 +159,8 @@ def unknown_key(path: str, value: object = None) -> str:
         problem, fix = REPLACED[path]
         return message(path, *given, problem=problem, fix=fix)
     group = path.split(".", 1)[0]
-    if group in _groups() and "." in path:
-        keys = f"keys of {group}: {', '.join(f.name for f in fields(_groups()[group]))}"
+    if group in groups() and "." in path:
+        keys = f"keys of {group}: {', '.join(f.name for f in fields(groups()[group]))}"
     else:
         keys = f"groups and keys: {', '.join(f.name for f in fields(Recipe))}"
     guess = nearest(path)
@@ -192,7 +192,7 @@ def explain(error: BaseException) -> str:
         if not known(key):
             problem = unknown_key(path)
         elif quoted and key in schema():
-            problem = _refusal(path, schema()[key], quoted.group(1))
+            problem = refusal(path, schema()[key], quoted.group(1))
         else:
             problem = in_file.group(3)
         return f"recipes {in_file.group(1)}.yaml: {problem}"
@@ -227,8 +227,8 @@ def explain(error: BaseException) -> str:
             fix=f"{path}=<value>",
         )
     if key in schema():
-        return _refusal(path, schema()[key], getattr(cause, "value", None))
-    if key in _groups():
+        return refusal(path, schema()[key], getattr(cause, "value", None))
+    if key in groups():
         return message(
             key, getattr(cause, "value", None), problem="this is a group of keys", fix=f"{key}.<key>=<value>"
         )

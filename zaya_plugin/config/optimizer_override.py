@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from zaya_plugin.errors import mistake
 
 OPTIMIZERS = ("muon", "adamw")
+LARGEST = 1e6  # a larger factor is a mistake of typing
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,14 @@ def _malformed(text: str, problem: str) -> ValueError:
     return mistake(
         "optim.overrides",
         problem=f"the entry {text!r}: {problem}",
-        allowed=f"a pattern, then optimizer={'|'.join(OPTIMIZERS)}, or lr_mult or weight_decay_mult with a number of 0 "
-        "or more",
+        allowed=f"a pattern, then optimizer={'|'.join(OPTIMIZERS)}, or lr_mult or weight_decay_mult with a number from 0 "
+        f"to {LARGEST:g}",
         fix="optim.overrides=['*.router.* optimizer=adamw lr_mult=0.5 weight_decay_mult=0']",
     )
 
 
 def _is_zero_or_more(text: str) -> bool:
     try:
-        return 0 <= float(text) < float("inf")
+        return 0 <= float(text) <= LARGEST
     except ValueError:
         return False

@@ -37,7 +37,7 @@ def parse_ramp(text: str, seq_length: int) -> list[Ramp]:
         try:
             start = int(float(tokens[:-1] if multiplier > 1 else tokens) * multiplier)
             ramps.append(Ramp(start // seq_length, int(batch)))
-        except ValueError:
+        except (ValueError, OverflowError):  # the latter from infinity
             start = -1
         if start < 0 or ramps[-1].batch < 1:
             raise ValueError(f"{entry!r} is not TOKENS:SEQUENCES, such as 250B:2048")

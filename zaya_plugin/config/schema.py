@@ -38,8 +38,41 @@ class Limit:
     holds: Callable[[Any], bool]
 
 
-POSITIVE = Limit("above 0", lambda value: value > 0)
-NOT_NEGATIVE = Limit("0 or more", lambda value: value >= 0)
+def above_zero(most: float, why: str) -> Limit:
+    """Return the limit of a number above 0 with a highest value, and why that one; NaN does not hold."""
+    return Limit(f"above 0, at most {most} ({why})", lambda value: 0 < value <= most)
+
+
+def zero_or_more(most: float, why: str) -> Limit:
+    """Return `above_zero` with 0 included."""
+    return Limit(f"0 or more, at most {most} ({why})", lambda value: 0 <= value <= most)
+
+
+_TYPED = "a larger number is a mistake of typing"
+_FOLDERS = "folders of checkpoints have seven digits"
+_INT32 = "they are counted in 32 bits"
+SIZE = above_zero(2**20, "no device holds a layer of more")
+LAYERS = above_zero(10_000, _TYPED)
+TOKENS = above_zero(2**24, "positions are computed in fp32, which counts to 2^24")
+SEQUENCES = above_zero(2**31 - 1, _INT32)
+SAMPLES = zero_or_more(10**11, _TYPED)  # the whole curriculum of ZAYA1-base has 3 * 10**9
+
+ELEMENTS = above_zero(2**31 - 1, "the elements of one message are counted in 32 bits")
+STEPS, STEPS_OR_NONE = above_zero(9_999_999, _FOLDERS), zero_or_more(9_999_999, _FOLDERS)
+RANKS = above_zero(2**20, _TYPED)
+RANKS_OF_A_MACHINE = above_zero(1024, "no machine has more devices")
+PROCESSES = zero_or_more(1024, "each of them is a process of every rank")
+THREADS = above_zero(4096, "no machine has more cores")
+MINUTES = above_zero(525_600, "a year")
+RATE, RATE_OR_ZERO = above_zero(1e9, _TYPED), zero_or_more(1e9, _TYPED)
+LEARNING_RATE = above_zero(100.0, "no training converges with more")
+LEARNING_RATE_OR_ZERO = zero_or_more(100.0, "no training converges with more")
+FACTOR = zero_or_more(1e6, _TYPED)
+STANDARD_DEVIATION = above_zero(100.0, "activations in bf16 and fp32 would overflow")
+EPSILON = Limit("from 1e-38 to 1 (fp32 has no smaller normal number)", lambda value: 1e-38 <= value <= 1)
+TEMPERATURE = Limit("from -1000 to 1000 (scores in bf16 would overflow)", lambda value: -1000 <= value <= 1000)
+SEED = zero_or_more(2**32 - 1, "numpy's seeds have 32 bits")
+RANK_NUMBERS = Limit("of numbers from 0 to 1048575", lambda values: all(0 <= value < 2**20 for value in values))
 BETA = Limit("from 0 to below 1", lambda value: 0 <= value < 1)
 SHARE = Limit("above 0, at most 1", lambda value: 0 < value <= 1)
 PORT = Limit("from 1 to 65535", lambda value: 1 <= value <= 65535)
@@ -94,20 +127,18 @@ class ModelConfig:
     """
 
     name: str = own(MISSING, "name of the model, shown in logs and kept in checkpoints", "training.metrics")
-    num_layers: int = arg(40, "transformer layers; each is one CCA attention and one MoE sublayer", limit=POSITIVE)
-    hidden_size: int = arg(2048, "width of the residual stream", limit=POSITIVE)
-    num_attention_heads: int = arg(8, "query heads after compression", limit=POSITIVE)
-    num_query_groups: int = arg(
-        2, "key/value heads; even, because half of them carry the delayed value", limit=POSITIVE
-    )
-    kv_channels: int = arg(128, "channels of one head", limit=POSITIVE)
-    num_experts: int = arg(16, "routed experts, without the skip class", limit=POSITIVE)
+    num_layers: int = arg(40, "transformer layers; each is one CCA attention and one MoE sublayer", limit=LAYERS)
+    hidden_size: int = arg(2048, "width of the residual stream", limit=SIZE)
+    num_attention_heads: int = arg(8, "query heads after compression", limit=SIZE)
+    num_query_groups: int = arg(2, "key/value heads; even, because half of them carry the delayed value", limit=SIZE)
+    kv_channels: int = arg(128, "channels of one head", limit=SIZE)
+    num_experts: int = arg(16, "routed experts, without the skip class", limit=SIZE)
     moe_ffn_hidden_size: int = arg(
-        2048, "width of one expert after SwiGLU (gate and up each have this width)", limit=POSITIVE
+        2048, "width of one expert after SwiGLU (gate and up each have this width)", limit=SIZE
     )
     # `mlp_expansion` in the legacy Hub config.
     router_hidden_size: int = option(
-        256, "width of the router's latent state, which is passed from layer to layer (EDA)", limit=POSITIVE, fixed=True
+        256, "width of the router's latent state, which is passed from layer to layer (EDA)", limit=SIZE, fixed=True
     )
     rotary_percent: float = arg(0.5, "share of a head's channels that RoPE rotates", limit=SHARE)
     normalization: str = arg(
@@ -116,11 +147,11 @@ class ModelConfig:
         "router and the q-k norm stay as they are",
         choices=("RMSNorm", "LayerNorm"),
     )
-    norm_epsilon: float = arg(1e-5, "epsilon of every norm", megatron="layernorm_epsilon", limit=POSITIVE)
+    norm_epsilon: float = arg(1e-5, "epsilon of every norm", megatron="layernorm_epsilon", limit=EPSILON)
     # The release code of ZAYA1-base (Zyphra/transformers, branch zaya) reads a key that its config lacks, and so ran
     # with 1e-6.
     router_norm_epsilon: float | None = option(
-        None, "epsilon of the router's norm; null: norm_epsilon, as in transformers", limit=POSITIVE, fixed=True
+        None, "epsilon of the router's norm; null: norm_epsilon, as in transformers", limit=EPSILON, fixed=True
     )
     # gamma is a vector of router_hidden_size in all code; the report's equation 2 can be read as one coefficient.
     router_eda: bool = option(
@@ -132,12 +163,12 @@ class ModelConfig:
     moe_skip_expert: bool = option(
         True, "score one more class than there are experts; its tokens skip the MoE", fixed=True
     )
-    init_method_std: float = arg(0.02, "standard deviation of the normal initialisation", limit=POSITIVE)
+    init_method_std: float = arg(0.02, "standard deviation of the normal initialisation", limit=STANDARD_DEVIATION)
     # null is what transformers does; what training used is unknown. A narrow router needs a larger one (about
     # 1/sqrt(router_hidden_size)): with 0.02 its first probabilities differ between tokens by less than a step of the
     # balancing biases, and the biases alone then choose the experts.
     router_init_std: float | None = option(
-        None, "the same for the router's matrices; null: init_method_std; unpublished", limit=POSITIVE
+        None, "the same for the router's matrices; null: init_method_std; unpublished", limit=STANDARD_DEVIATION
     )
     # False: attention output and expert down projections start like all other matrices (transformers' `_init_weights`).
     # True: Megatron's init_method_std / sqrt(2 * num_layers). What training used is unknown.
@@ -146,7 +177,7 @@ class ModelConfig:
     )
     # The released tables have 262,272 rows, a multiple of 128, for a tokenizer of 262,147 entries.
     make_vocab_size_divisible_by: int = arg(
-        128, "the vocabulary is padded to a multiple of this times tensor parallelism", limit=POSITIVE
+        128, "the vocabulary is padded to a multiple of this times tensor parallelism", limit=SIZE
     )
     # linear: arXiv 2605.05365, equation 29, and all released code. exp: arXiv 2510.04476, listing 1. clamped_exp:
     # exp(clamp(T, 1e-7, 2)), `clamp_temp` in vLLM and SGLang, off in the 8.3B models.
@@ -159,7 +190,9 @@ class ModelConfig:
     )
     # Released code initialises 0, which under `linear` makes every key zero; Primus uses 1. What training used is
     # unknown.
-    temperature_init: float = option(1.0, "initial key temperature T; unpublished, this project's choice")
+    temperature_init: float = option(
+        1.0, "initial key temperature T; unpublished, this project's choice", limit=TEMPERATURE
+    )
     # zero: transformers >= 5.13, Zyphra's vLLM. identity: the token's probability times the normed MoE input (release
     # code of November 2025, SGLang, Primus). Released weights never choose the skip class.
     skip_output: str = option(
@@ -175,11 +208,11 @@ class ModelConfig:
     balancing_lr: float = option(
         1e-3,
         "AdamW learning rate of the expert biases; unpublished, this project's choice (as Primus)",
-        limit=NOT_NEGATIVE,
+        limit=LEARNING_RATE_OR_ZERO,
     )
     balancing_beta1: float = option(0.9, "first AdamW beta of the expert biases; unpublished", limit=BETA)
     balancing_beta2: float = option(0.999, "second AdamW beta of the expert biases; unpublished", limit=BETA)
-    balancing_eps: float = option(1e-8, "AdamW epsilon of the expert biases; unpublished", limit=POSITIVE)
+    balancing_eps: float = option(1e-8, "AdamW epsilon of the expert biases; unpublished", limit=EPSILON)
     # The sibling model ZONOS2 does it (arXiv 2606.24320); arXiv 2605.05365 has none.
     balancing_centering: bool = option(False, "keep the expert biases at zero mean (as ZONOS2); unpublished for ZAYA1")
 
@@ -189,13 +222,13 @@ class StageConfig:
     """One stage of the curriculum: context, batch and length of training."""
 
     name: str = own(MISSING, "name of the stage", "training.metrics")
-    seq_length: int = arg(4096, "tokens of one sequence", limit=POSITIVE)
+    seq_length: int = arg(4096, "tokens of one sequence", limit=TOKENS)
     rotary_base: int = arg(
-        10000, "RoPE base: 10,000 at 4K, 1,000,000 at 32K, 5,000,000 at 131K (report, table II)", limit=POSITIVE
+        10000, "RoPE base: 10,000 at 4K, 1,000,000 at 32K, 5,000,000 at 131K (report, table II)", limit=RATE
     )
-    micro_batch_size: int = arg(1, "sequences of one forward and backward pass of a rank", limit=POSITIVE)
+    micro_batch_size: int = arg(1, "sequences of one forward and backward pass of a rank", limit=SEQUENCES)
     global_batch_size: int = arg(
-        4096, "sequences of a step, over all ranks; 4096 x 4096 tokens in the report's appendix B", limit=POSITIVE
+        4096, "sequences of a step, over all ranks; 4096 x 4096 tokens in the report's appendix B", limit=SEQUENCES
     )
     batch_size_ramp: str | None = arg(
         None,
@@ -204,12 +237,12 @@ class StageConfig:
         "takes more steps",
         megatron="step_batch_size_schedule",
     )
-    train_iters: int = arg(MISSING, "optimizer steps", limit=POSITIVE)
-    eval_interval: int = arg(1000, "steps between validations", limit=POSITIVE)
+    train_iters: int = arg(MISSING, "optimizer steps", limit=STEPS)
+    eval_interval: int = arg(1000, "steps between validations", limit=STEPS)
     eval_iters: int = arg(
         10,
         "batches of a validation, of each source if data.valid_blend names several; 0: no validation",
-        limit=NOT_NEGATIVE,
+        limit=STEPS_OR_NONE,
     )
     eval_at_start: bool = own(
         False,
@@ -243,7 +276,7 @@ class DataConfig:
     )
     tokenizer: str | None = own(None, "Hugging Face tokenizer; null: the one in `path`'s manifest", "data.sources")
     cache_path: str | None = own(None, "directory of the sample index; null: <path>/cache", "data.sources")
-    num_workers: int = arg(0, "data loader processes of a rank", limit=NOT_NEGATIVE)
+    num_workers: int = arg(0, "data loader processes of a rank", limit=PROCESSES)
     packing: str = option(
         "none",
         "documents: documents of one sequence are separate, in attention, convolutions and value shift; none: they are "
@@ -283,38 +316,36 @@ class OptimConfig:
         "training.optimizer",
         choices=("adamw", "muon"),
     )
-    lr: float = arg(6e-4, "highest learning rate", limit=POSITIVE)
-    min_lr: float = arg(2e-4, "learning rate at the end of the decay", limit=NOT_NEGATIVE)
+    lr: float = arg(6e-4, "highest learning rate", limit=LEARNING_RATE)
+    min_lr: float = arg(2e-4, "learning rate at the end of the decay", limit=LEARNING_RATE_OR_ZERO)
     lr_decay_style: str = arg(
         "cosine", "shape of the decay", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
     )
     lr_warmup_iters: int = arg(
-        0, "steps of linear warm-up, counted from the start of the stage; unpublished", limit=NOT_NEGATIVE
+        0, "steps of linear warm-up, counted from the start of the stage; unpublished", limit=STEPS_OR_NONE
     )
     lr_warmup_init: float = arg(
         0.0,
         "learning rate at the start of the warm-up; after a hand-over usually the last one of the stage before",
-        limit=NOT_NEGATIVE,
+        limit=LEARNING_RATE_OR_ZERO,
     )
-    lr_decay_iters: int | None = arg(None, "steps until min_lr; null: train_iters", limit=POSITIVE)
+    lr_decay_iters: int | None = arg(None, "steps until min_lr; null: train_iters", limit=STEPS)
     lr_wsd_decay_iters: int | None = arg(
-        None, "with WSD: steps of the last part, the decay from lr to min_lr", limit=POSITIVE
+        None, "with WSD: steps of the last part, the decay from lr to min_lr", limit=STEPS
     )
     lr_wsd_decay_style: str = arg(
         "exponential", "with WSD: shape of that part", choices=("exponential", "linear", "cosine", "minus_sqrt")
     )
-    weight_decay: float = arg(0.1, "decoupled weight decay; unpublished", limit=NOT_NEGATIVE)
+    weight_decay: float = arg(0.1, "decoupled weight decay; unpublished", limit=FACTOR)
     adam_beta1: float = arg(0.9, "AdamW's first beta; unpublished", limit=BETA)
     adam_beta2: float = arg(0.95, "AdamW's second beta; unpublished", limit=BETA)
-    adam_eps: float = arg(1e-8, "AdamW's epsilon; unpublished", limit=POSITIVE)
+    adam_eps: float = arg(1e-8, "AdamW's epsilon; unpublished", limit=EPSILON)
     clip_grad: float = arg(
-        1.0, "the global gradient norm is clipped to this; 0: no clipping; unpublished", limit=NOT_NEGATIVE
+        1.0, "the global gradient norm is clipped to this; 0: no clipping; unpublished", limit=FACTOR
     )
     # arXiv 2204.02311
     z_loss: float = option(
-        0.0,
-        "in training, this times the square of the logits' logsumexp is added to each token's loss",
-        limit=NOT_NEGATIVE,
+        0.0, "in training, this times the square of the logits' logsumexp is added to each token's loss", limit=FACTOR
     )
     grad_reduce_in_fp32: bool = arg(
         True, "accumulate and reduce gradients in fp32", megatron="accumulate_allreduce_grads_in_fp32"
@@ -333,7 +364,7 @@ class OptimConfig:
     )
     muon_momentum: float = own(0.95, "Muon's momentum; unpublished", "training.optimizer", limit=BETA)
     muon_nesterov: bool = own(True, "Nesterov form of the momentum; unpublished", "training.optimizer")
-    muon_steps: int = own(5, "Newton-Schulz iterations", "training.optimizer", limit=POSITIVE)
+    muon_steps: int = own(5, "Newton-Schulz iterations", "training.optimizer", limit=LAYERS)
     muon_coefficients: str = own(
         "simple",
         "simple: 3.4445, -4.7750, 2.0315 in every step (Jordan 2024); quintic: modded-nanogpt's five triples; "
@@ -348,10 +379,7 @@ class OptimConfig:
         choices=("bf16", "fp16", "fp32"),
     )
     muon_rms_scale: float = own(
-        0.2,
-        "updates are scaled by this times sqrt(max(rows, columns)); unpublished",
-        "training.optimizer",
-        limit=POSITIVE,
+        0.2, "updates are scaled by this times sqrt(max(rows, columns)); unpublished", "training.optimizer", limit=RATE
     )
     muon_momentum_dtype: str = own(
         "fp32", "precision in which the momentum is stored", "training.optimizer", choices=("fp32", "bf16")
@@ -374,23 +402,23 @@ class ParallelConfig:
     tensor_model_parallel_size: int = arg(
         1,
         "tensor parallelism of attention and vocabulary, with sequence parallelism; divides num_query_groups",
-        limit=POSITIVE,
+        limit=RANKS,
     )
-    pipeline_model_parallel_size: int = arg(1, "pipeline parallelism; divides num_layers", limit=POSITIVE)
+    pipeline_model_parallel_size: int = arg(1, "pipeline parallelism; divides num_layers", limit=RANKS)
     virtual_pipeline_stages: int = arg(
         1,
         "parts of the model on every pipeline rank, interleaved; divides the layers of a rank",
         megatron="num_virtual_stages_per_pipeline_rank",
-        limit=POSITIVE,
+        limit=LAYERS,
     )
-    context_parallel_size: int = arg(1, "context parallelism: ranks that share a sequence", limit=POSITIVE)
+    context_parallel_size: int = arg(1, "context parallelism: ranks that share a sequence", limit=RANKS)
     context_parallel_order: str = option(
         "zigzag",
         "part of a sequence on a context-parallel rank: zigzag, one chunk from either end (Megatron's order; equal "
         "attention work); contiguous, one chunk",
         choices=("zigzag", "contiguous"),
     )
-    expert_model_parallel_size: int = arg(1, "expert parallelism; divides num_experts", limit=POSITIVE)
+    expert_model_parallel_size: int = arg(1, "expert parallelism; divides num_experts", limit=RANKS)
     moe_token_dispatcher: str = arg(
         "alltoall",
         "with expert parallelism: alltoall sends each token to its expert's rank, allgather sends all tokens to all "
@@ -403,11 +431,11 @@ class ParallelConfig:
         1,
         "groups of data-parallel ranks that each store the whole optimizer state; more groups: smaller shards and "
         "buckets, more overlap, more of Muon's work on each rank",
-        limit=POSITIVE,
+        limit=RANKS,
     )
     overlap_grad_reduce: bool = arg(False, "reduce gradients during the backward pass")
     overlap_param_gather: bool = arg(False, "gather parameters during the forward pass")
-    ddp_bucket_size: int | None = arg(None, "elements of a gradient bucket; null: Megatron's default", limit=POSITIVE)
+    ddp_bucket_size: int | None = arg(None, "elements of a gradient bucket; null: Megatron's default", limit=ELEMENTS)
     nccl_ub: bool = arg(
         False,
         "allocate DDP's buffers from NCCL's or RCCL's memory and register them as symmetric windows; inside one node "
@@ -421,7 +449,7 @@ class ParallelConfig:
         choices=(None, "full", "selective", "auto"),
     )
     recompute_method: str | None = arg(None, "with full: uniform or block", choices=(None, "uniform", "block"))
-    recompute_num_layers: int | None = arg(None, "with full: layers of one unit", limit=POSITIVE)
+    recompute_num_layers: int | None = arg(None, "with full: layers of one unit", limit=LAYERS)
     recompute_modules: list[str] = arg(
         [], f"with selective: some of {', '.join(RECOMPUTE_MODULES)}; permute: the rows sorted by expert"
     )
@@ -438,11 +466,11 @@ class ClusterConfig:
         "run.rank_plan",
         choices=("cuda", "cpu"),
     )
-    num_nodes: int = own(1, "nodes of a run", "run.rank_plan", limit=POSITIVE)
-    gpus_per_node: int = own(8, "processes of a node when nproc is null", "run.rank_plan", limit=POSITIVE)
+    num_nodes: int = own(1, "nodes of a run", "run.rank_plan", limit=RANKS)
+    gpus_per_node: int = own(8, "processes of a node when nproc is null", "run.rank_plan", limit=RANKS_OF_A_MACHINE)
     dtype: str = own("bf16", "weights and activations", "config.arguments", choices=("bf16", "fp32"))
     distributed_backend: str = arg("nccl", "collectives; nccl selects RCCL on ROCm", choices=("nccl", "gloo"))
-    distributed_timeout_minutes: int = arg(10, "minutes until a stuck collective ends the run", limit=POSITIVE)
+    distributed_timeout_minutes: int = arg(10, "minutes until a stuck collective ends the run", limit=MINUTES)
     transformer_impl: str = arg(
         "local",
         "linears of queries, keys and attention's output: local, Megatron's own; transformer_engine, that package's, "
@@ -481,29 +509,29 @@ class ClusterConfig:
         choices=("none", "auto", "full_iteration"),
     )
     peak_tflops: float | None = own(
-        None,
-        "nominal dense bf16 TFLOP/s of one device, the base of MFU; null: no MFU",
-        "training.metrics",
-        limit=POSITIVE,
+        None, "nominal dense bf16 TFLOP/s of one device, the base of MFU; null: no MFU", "training.metrics", limit=RATE
     )
     reachable_tflops: float | None = own(
-        None, "TFLOP/s that the best GEMMs reach on the device, shown beside MFU", "training.metrics", limit=POSITIVE
+        None, "TFLOP/s that the best GEMMs reach on the device, shown beside MFU", "training.metrics", limit=RATE
     )
     memory_gib: float | None = own(
         None,
         "GiB of one device's memory, of which the memory plan leaves 8 % to libraries and allocator; null: the plan is "
         "not checked",
         "plan.recipe_plan",
-        limit=POSITIVE,
+        limit=RATE,
     )
     numa_nodes: list[int] = own(
-        [], "NUMA node of every rank of a node, in order; srun binds them in `zaya slurm`'s script", "run.sbatch"
+        [],
+        "NUMA node of every rank of a node, in order; srun binds them in `zaya slurm`'s script",
+        "run.sbatch",
+        limit=RANK_NUMBERS,
     )
     sbatch: list[str] = own(
         [], "further options of `zaya slurm`'s script, such as [--partition=mi300x,--time=2-00:00:00]", "run.sbatch"
     )
     threads_per_rank: int | None = own(
-        None, "CPU threads of a rank; null: cores / ranks of the node", "run.rank_plan", limit=POSITIVE
+        None, "CPU threads of a rank; null: cores / ranks of the node", "run.rank_plan", limit=THREADS
     )
     environment: dict[str, str] = own(
         {}, "environment variables set in every rank before torch starts", "run.rank_plan"
@@ -522,36 +550,38 @@ class MachineConfig:
         "communication",
         "bench.expect",
     )
-    gemm_tflops: float = own(790.0, "TFLOP/s of a large bf16 matrix product", "plan.recipe_plan", limit=POSITIVE)
-    copy_tb_per_s: float = own(3.0, "TB/s that a copy reads and writes", "plan.recipe_plan", limit=POSITIVE)
-    devices_per_node: int = own(8, "devices of a node, which its links connect", "plan.machines", limit=POSITIVE)
+    gemm_tflops: float = own(790.0, "TFLOP/s of a large bf16 matrix product", "plan.recipe_plan", limit=RATE)
+    copy_tb_per_s: float = own(3.0, "TB/s that a copy reads and writes", "plan.recipe_plan", limit=RATE)
+    devices_per_node: int = own(
+        8, "devices of a node, which its links connect", "plan.machines", limit=RANKS_OF_A_MACHINE
+    )
     link_gb_per_s: float = own(
-        340.0, "GB/s that a device sends in a collective inside a node", "plan.machines", limit=POSITIVE
+        340.0, "GB/s that a device sends in a collective inside a node", "plan.machines", limit=RATE
     )
     latency_us: float = own(
-        45.0, "microseconds of a small collective inside a node", "plan.machines", limit=NOT_NEGATIVE
+        45.0, "microseconds of a small collective inside a node", "plan.machines", limit=RATE_OR_ZERO
     )
-    network_gb_per_s: float = own(50.0, "GB/s that a device sends between nodes", "plan.machines", limit=POSITIVE)
+    network_gb_per_s: float = own(50.0, "GB/s that a device sends between nodes", "plan.machines", limit=RATE)
     hop_us: float = own(
         10.0,
         "microseconds that each further rank between nodes adds to a collective",
         "plan.machines",
-        limit=NOT_NEGATIVE,
+        limit=RATE_OR_ZERO,
     )
     host_link_gb_per_s: float = own(
-        52.8, "GB/s that a device copies to the host's memory", "plan.checkpoint_plan", limit=POSITIVE
+        52.8, "GB/s that a device copies to the host's memory", "plan.checkpoint_plan", limit=RATE
     )
     storage_gb_per_s: float = own(
         2.0,
         "GB/s that the storage of the checkpoints takes from the whole job; the default is one plain NFS mount",
         "plan.checkpoint_plan",
-        limit=POSITIVE,
+        limit=RATE,
     )
     device_hours_per_failure: float = own(
         8090.0,
         "mean hours of one device between failures that end a run; a job fails as often as all its devices together",
         "plan.checkpoint_plan",
-        limit=POSITIVE,
+        limit=RATE,
     )
     copy_engines: bool = own(
         False,
@@ -580,10 +610,10 @@ class LoggerConfig:
     )
     tensorboard: bool = own(True, "write TensorBoard event files", "training.metrics")
     log_interval: int = own(
-        1, "steps between console lines; metrics.jsonl has every step", "training.metrics", limit=POSITIVE
+        1, "steps between console lines; metrics.jsonl has every step", "training.metrics", limit=STEPS
     )
     expert_load_interval: int = own(
-        10, "steps between tables of the load of every expert in every layer", "training.metrics", limit=POSITIVE
+        10, "steps between tables of the load of every expert in every layer", "training.metrics", limit=STEPS
     )
 
 
@@ -609,13 +639,13 @@ class CheckpointConfig:
         "GB a second with which a node copies from local_path to path, so that the reading of data does not wait; null: "
         "no limit",
         "training.lifecycle",
-        limit=POSITIVE,
+        limit=RATE,
     )
     save_interval: int | None = own(
         1000,
         "steps between checkpoints; a checkpoint at the end and on SIGTERM is always saved; null: only those",
         "config.arguments",
-        limit=POSITIVE,
+        limit=STEPS,
     )
     save: str = own(
         "async",
@@ -627,13 +657,13 @@ class CheckpointConfig:
         3,
         "checkpoints kept; an older one is removed once a newer one is complete; 0: all are kept",
         "training.lifecycle",
-        limit=NOT_NEGATIVE,
+        limit=STEPS_OR_NONE,
     )
     keep_every: int | None = own(
         None,
         "steps; checkpoints at its multiples are never removed; null: keep_last alone decides",
         "training.lifecycle",
-        limit=POSITIVE,
+        limit=STEPS,
     )
 
 
@@ -665,14 +695,14 @@ class HandoverConfig:
         0,
         "first sample of the stage in the data's order; earlier samples belong to stages with the same data",
         "hosts.stage_handover",
-        limit=NOT_NEGATIVE,
+        limit=SAMPLES,
     )
     planned_samples: int | None = own(
         None,
         "samples of all stages with the same data, for which the order is made at once. `zaya curriculum` sets this "
         "and first_sample",
         "hosts.stage_handover",
-        limit=NOT_NEGATIVE,
+        limit=SAMPLES,
     )
     continuous_lr: bool = own(
         False,
@@ -700,9 +730,9 @@ class ProfileConfig:
     enabled: bool = own(
         False, "write a torch.profiler trace to <run_dir>/torch_profile/rank-<n>.json.gz", "config.arguments"
     )
-    step_start: int = own(10, "first traced step", "config.arguments", limit=NOT_NEGATIVE)
-    step_end: int = own(12, "step after the last traced one", "config.arguments")
-    ranks: list[int] = own([0], "ranks that are traced", "config.arguments")
+    step_start: int = own(10, "first traced step", "config.arguments", limit=STEPS_OR_NONE)
+    step_end: int = own(12, "step after the last traced one", "config.arguments", limit=STEPS)
+    ranks: list[int] = own([0], "ranks that are traced", "config.arguments", limit=RANK_NUMBERS)
     memory_snapshot: bool = own(
         False,
         "record allocations and write <run_dir>/memory_snapshot_rank<n>.pickle at step_end; needs a GPU",
@@ -732,7 +762,7 @@ class Recipe:
         None,
         "ranks started on this machine; null: cluster.gpus_per_node; ignored under torchrun or SLURM",
         "run.rank_plan",
-        limit=POSITIVE,
+        limit=RANKS_OF_A_MACHINE,
     )
     master_port: int | None = own(
         None, "rendezvous port of the ranks started here; null: a free one", "run.rank_plan", limit=PORT
@@ -744,14 +774,19 @@ class Recipe:
         "config.run_directory",
         choices=("never", "auto", "must"),
     )
-    seed: int = arg(1234, "seed of weights and data order", limit=NOT_NEGATIVE)
-    exit_interval: int | None = arg(None, "save and exit at the first step that is divisible by this", limit=POSITIVE)
+    seed: int = arg(1234, "seed of weights and data order", limit=SEED)
+    exit_interval: int | None = arg(None, "save and exit at the first step that is divisible by this", limit=STEPS)
     dry_run: bool = own(False, "print what would be launched and exit", "run.launch")
     explain_optim: bool = own(
         False, "print every parameter's optimizer, learning rate and decay, and exit", "run.launch"
     )
     megatron: dict[str, Any] = own(
-        {}, "further Megatron arguments by name; unknown names are refused", "config.arguments"
+        {}, "further Megatron arguments by name, of those reviewed in config/megatron_review.py", "config.arguments"
+    )
+    megatron_unchecked: dict[str, Any] = own(
+        {},
+        "arguments of a Megatron release that this plugin has not reviewed; every start names them",
+        "config.arguments",
     )
 
 

@@ -9,12 +9,13 @@ import math
 from collections.abc import Iterator
 
 from hip_ops.versions import KERNELS, NO_FP32, VERSIONS, check_selection
+from zaya_plugin.config.arguments import megatron_problems
 from zaya_plugin.config.blend_entry import parse_blend
 from zaya_plugin.config.graphs import obstacles
 from zaya_plugin.config.messages import multiples, must_be, must_be_multiple, must_divide, require
 from zaya_plugin.config.optimizer_override import Override
 from zaya_plugin.config.schedule import schedule_problems
-from zaya_plugin.config.schema import RECOMPUTE_MODULES, Recipe, get, leaves, megatron_argument
+from zaya_plugin.config.schema import RECOMPUTE_MODULES, Recipe, get
 from zaya_plugin.errors import as_typed, message
 
 CPU_VERSIONS = ("auto", "reference", "hip", "grouped_mm")  # hip: built by g++, to verify the kernels
@@ -434,7 +435,21 @@ def _kernels(recipe: Recipe, world_size: int) -> Iterator[str]:
             yield message(key, version, problem=why, allowed=text, fix=fix)
 
 
+def unused_kernels(recipe: Recipe) -> str | None:
+    """Return a line about a choice of GPU kernels for a run on the CPU, or None."""
+    cluster = recipe.cluster
+    chosen = {name: cluster.kernel_overrides.get(name, "auto") for name in VERSIONS}
+    if cluster.device != "cpu" or "hip" not in (cluster.kernels, *chosen.values()):
+        return None
+    without = [name for name, versions in VERSIONS.items() if chosen[name] == "auto" and "hip" not in versions]
+    unused = [name for name in ("newton_schulz", "muon") if not _uses_muon(recipe)]
+    names = [*without, *unused] if cluster.kernels == "hip" else [name for name in unused if chosen[name] == "hip"]
+    rest = f"; not used in this run: hip for {', '.join(names)}" if names else ""
+    return f"zaya: kernels=hip on a CPU is the g++ build, which verifies kernels and gains no speed{rest}"
+
+
 def _uses_muon(recipe: Recipe) -> bool:
+    """Return whether any parameter is assigned to Muon."""
     return recipe.optim.name == "muon" or any(map(_to_muon, recipe.optim.overrides))
 
 
@@ -471,8 +486,4 @@ def _profile(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 
 def _megatron(recipe: Recipe, world_size: int) -> Iterator[str]:
-    filled = {megatron_argument(field): path for path, field in leaves() if megatron_argument(field)}
-    for name, value in recipe.megatron.items():
-        if name in filled:
-            fix = f"{filled[name]}={as_typed(value)}"
-            yield message(f"megatron.{name}", value, problem="this argument has its own key", fix=fix)
+    yield from megatron_problems(recipe)

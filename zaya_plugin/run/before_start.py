@@ -2,16 +2,18 @@
 """Everything before a start: the values of `auto`, the previous stage, checks of this machine and the data, and what a
 dry run prints.
 
-No torch import. A dry run is made where people plan: a login node has neither the devices nor the data, so problems are
-printed, not raised.
+No torch import. A dry run prints its plan and then stops with the messages with which the run would stop.
 """
 
 import errno
 import json
+import math
 import os
 import shlex
 import socket
+import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,18 +23,29 @@ import yaml
 from zaya_plugin import compat
 from zaya_plugin.checkpoint.convert.beside import resolve
 from zaya_plugin.config.arguments import megatron_arguments
+from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.graphs import with_graphs
+from zaya_plugin.config.megatron_review import unchecked_lines
 from zaya_plugin.config.run_directory import check_resume
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.config.validate import data_parallel_size
+from zaya_plugin.config.validate import data_parallel_size, unused_kernels
 from zaya_plugin.data.sources import find_sources
 from zaya_plugin.errors import mistake
 from zaya_plugin.handover.data_places import with_consumed
 from zaya_plugin.handover.predecessor import predecessor, saved_step
 from zaya_plugin.plan import checkpoint_plan, recipe_plan
-from zaya_plugin.run.rank_plan import WORKER, Plan, check_environment, make_plan, rank_environment
+from zaya_plugin.run.rank_plan import (
+    HIDDEN_DEVICES,
+    WORKER,
+    Plan,
+    check_environment,
+    core_count,
+    make_plan,
+    rank_environment,
+)
 
 DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # NVIDIA, ROCm, WSL
+ARGUMENT_CHECK = "zaya_plugin.hosts.argument_check"
 TOKENIZER_UNKNOWN = "of the data set, which is not on this machine"
 # module, how to install it
 REQUIRED = (
@@ -48,9 +61,14 @@ def with_choices(recipe: Recipe, plan: Plan) -> Recipe:
     """Return `recipe` with values for `auto` (see `settled`); rank 0 prints them."""
     recipe, lines = settled(recipe, plan.world_size)
     if plan.rank == 0:
-        for line in lines:
+        for line in [*lines, *unused(recipe, plan)]:
             print(line, flush=True)
     return recipe
+
+
+def unused(recipe: Recipe, plan: Plan) -> list[str]:
+    """Return lines about what this machine does not carry out as asked."""
+    return [line for line in (crowded(recipe, plan), unused_kernels(recipe)) if line is not None]
 
 
 def settled(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
@@ -59,7 +77,7 @@ def settled(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
     """
     recipe, recomputed = recipe_plan.with_recompute(recipe, world_size)
     recipe, graphs = with_graphs(recipe)
-    return recipe, [line for line in (recomputed, graphs) if line is not None]
+    return recipe, [line for line in (recomputed, graphs, *unchecked_lines(recipe)) if line is not None]
 
 
 def take_over(recipe: Recipe) -> Recipe:
@@ -116,6 +134,7 @@ def check_machine(recipe: Recipe, plan: Plan) -> None:
             allowed="cpu",
             fix="cluster=cpu",
         )
+    check_sizes(recipe, plan)
     if plan.command is not None and recipe.master_port is not None:
         _check_port("master_port", recipe.master_port, "a free port, or null for any free port", "master_port=null")
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun listens there already
@@ -124,6 +143,46 @@ def check_machine(recipe: Recipe, plan: Plan) -> None:
         _check_port(
             "MASTER_PORT", port, "a port that is free on the machine of rank 0", "export MASTER_PORT=<another port>"
         )
+
+
+def check_sizes(recipe: Recipe, plan: Plan) -> None:
+    """Raise ValueError if this machine has fewer devices than ranks, or if weights, gradients and optimizer state alone
+    need more memory than there is: the machine's on a CPU, else cluster.memory_gib of a device.
+    """
+    key = "cluster.gpus_per_node" if recipe.nproc is None else "nproc"
+    on_cpu, devices = recipe.cluster.device == "cpu", device_count()
+    if plan.command is not None and not on_cpu and 0 < devices < plan.ranks_here:
+        problem = f"this machine has {devices} device{'s' if devices > 1 else ''}, and a rank needs one of its own"
+        raise mistake(key, plan.ranks_here, problem=problem, allowed=f"at most {devices}", fix=f"nproc={devices}")
+    held = recipe_plan.plan_of(recipe, plan.world_size).components
+    needed = sum(held[name] for name in ("weights", "gradients (fp32)", "optimizer"))
+    ranks, memory = 1, (recipe.cluster.memory_gib or math.inf) * recipe_plan.GIB
+    if on_cpu:
+        ranks, memory = plan.ranks_here, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed * ranks > memory:
+        what = f"{ranks} ranks on a machine" if on_cpu else "a rank on a device"
+        raise mistake(
+            "model",
+            recipe.model.name,
+            problem=f"weights, gradients and optimizer state need {needed * ranks / recipe_plan.GIB:,.1f} GiB for "
+            f"{what} with {memory / recipe_plan.GIB:,.1f} GiB of memory",
+            allowed="a model that fits",
+            fix="a smaller model.num_layers, hidden_size, num_experts or moe_ffn_hidden_size, or more ranks that share "
+            "it (docs/parallelism.md)",
+        )
+
+
+def device_count() -> int:
+    """Return the accelerators whose files this machine has, NVIDIA's or ROCm's; 0: none, or unknown (WSL)."""
+    nvidia = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
+    return len(nvidia) or len(list(Path("/dev/dri").glob("renderD*"))) * os.path.exists("/dev/kfd")
+
+
+def crowded(recipe: Recipe, plan: Plan) -> str | None:
+    """Return a line if ranks on the CPU outnumber its cores, or None."""
+    if recipe.cluster.device != "cpu" or plan.ranks_here <= (cores := core_count()):
+        return None
+    return f"zaya: {plan.ranks_here} ranks share the {cores} cores of this machine; nproc={cores} is the most without"
 
 
 def _check_port(key: str, port: int, allowed: str, fix: str) -> None:
@@ -148,7 +207,7 @@ def plan_of(recipe: Recipe, environ: Mapping[str, str]) -> Plan:
 
 
 def describe(recipe: Recipe, plan: Plan, overrides: Sequence[str] = ()) -> str:
-    """Return what would start, and what would stop it now. overrides: the words after `zaya train` on several nodes."""
+    """Return what would start. overrides: the words after `zaya train` on several nodes."""
     if plan.command is not None and plan.command[0] == "torchrun":
         plan = replace(plan, command=[*plan.command, *overrides])
     recipe, chosen = settled(recipe, plan.world_size)
@@ -165,15 +224,61 @@ def describe(recipe: Recipe, plan: Plan, overrides: Sequence[str] = ()) -> str:
         f"command      {shlex.join(plan.command) if plan.command else f'in this process: {WORKER}.main(recipe)'}",
         "environment  " + "\n             ".join(f"{key}={value}" for key, value in sorted(plan.environment.items())),
     ]
-    for check in (lambda: check_resume(recipe), lambda: take_over(recipe), lambda: check_surroundings(recipe, plan)):
+    lines += [*chosen, *unused(recipe, plan), *recipe_plan.lines(recipe, plan.world_size)]
+    lines += [*checkpoint_plan.lines(recipe, plan.world_size), "Megatron     arguments"]
+    lines += ["  " + line for line in argument_lines(values)]
+    return "\n".join([*lines, *unchecked_here(plan), "dry_run=true: nothing was created or started"])
+
+
+def stops(recipe: Recipe, plan: Plan) -> list[str]:
+    """Return the messages with which a run would stop: before its ranks start, or by Megatron's validation in them.
+
+    Of a run on several nodes, this machine is none of them: its devices, packages and data are not checked.
+    """
+    elsewhere = plan.command is not None and plan.command[0] == "torchrun"
+    checks = [lambda: check_resume(recipe), lambda: take_over(recipe)]
+    if not elsewhere:
+        checks.append(lambda: check_surroundings(recipe, plan))
+    checks.append(lambda: check_arguments(settled(recipe, plan.world_size)[0], plan))
+    found = []
+    for check in checks:
         try:
             check()
         except ValueError as error:
-            lines.append(f"would stop   {error}")
-    lines += [*chosen, *recipe_plan.lines(recipe, plan.world_size)]
-    lines += [*checkpoint_plan.lines(recipe, plan.world_size), "Megatron     arguments"]
-    lines += ["  " + line for line in argument_lines(values)]
-    return "\n".join([*lines, "dry_run=true: nothing was created or started"])
+            found.append(str(error))
+    return found
+
+
+def unchecked_here(plan: Plan) -> list[str]:
+    """Return lines about what a dry run on this machine does not check."""
+    lines = []
+    if plan.command is not None and plan.command[0] == "torchrun":
+        lines.append("not checked  devices, packages and data of the nodes")
+    if not _megatron_here():
+        lines.append("not checked  Megatron's own validation of its arguments: no torch or Megatron 0.19 here")
+    return lines
+
+
+def _megatron_here() -> bool:
+    return all(compat.has_module(module) for module, _ in REQUIRED) and compat.zaya_train_fits()
+
+
+def check_arguments(recipe: Recipe, plan: Plan) -> None:
+    """Raise ValueError for what Megatron refuses, found in a process of its own without a device; nothing where
+    Megatron is not installed.
+    """
+    if not _megatron_here():
+        return
+    environment = {**os.environ, **plan.environment} | dict.fromkeys(HIDDEN_DEVICES, "")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "recipe.yaml"
+        save_recipe(replace(recipe, run_dir=folder), path)
+        command = [sys.executable, "-m", ARGUMENT_CHECK, str(path), str(plan.world_size)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode == 2:
+        raise ValueError(done.stdout.strip())
+    if done.returncode:
+        raise ValueError(f"recipe: Megatron's parsing of its arguments failed:\n{done.stderr.rstrip()[-2000:]}")
 
 
 def tokenizer_arguments(recipe: Recipe) -> dict:

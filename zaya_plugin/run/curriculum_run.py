@@ -132,13 +132,22 @@ def describe(curriculum: Curriculum) -> str:
         plan = before_start.plan_of(stage.recipe, os.environ)
         validate(stage.recipe, plan.world_size)
         text = before_start.describe(stage.recipe, plan, stage.overrides).splitlines()[:-1]
-        if number > 1 and not curriculum.stages[number - 2].finished:
-            text = [line for line in text if not line.startswith("would stop   handover.from_run")]
         taken_over = "the optimizer's state" if stage.recipe.handover.optimizer == "keep" else "a fresh optimizer"
         if number > 1 and not stage.done:
             text.insert(2, f"starts from  the weights of stage {curriculum.stages[number - 2].name} and {taken_over}")
         lines += ["  " + line for line in text]
     return "\n".join([*lines, table(curriculum), "--dry-run: nothing was created or started"])
+
+
+def stops(curriculum: Curriculum) -> list[str]:
+    """Return the messages with which the stages would stop; a stage that has not ended yet stops none after it."""
+    found: dict[str, None] = {}
+    for number, stage in enumerate(curriculum.stages):
+        waits = number > 0 and not curriculum.stages[number - 1].finished
+        for problem in before_start.stops(stage.recipe, before_start.plan_of(stage.recipe, os.environ)):
+            if not (waits and problem.startswith("handover.from_run")):
+                found.setdefault(f"stage {stage.name}: {problem}")
+    return list(found)
 
 
 def write_state(curriculum: Curriculum, news: dict[str, dict] | None = None) -> None:

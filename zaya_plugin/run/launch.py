@@ -55,7 +55,9 @@ def launch(recipe: Recipe) -> int:
         plan = before_start.plan_of(recipe, os.environ)
         validate(recipe, plan.world_size)
         if not recipe.explain_optim:
-            print(before_start.describe(recipe, plan))
+            print(before_start.describe(recipe, plan), flush=True)
+            if problems := before_start.stops(recipe, plan):
+                raise ValueError("\n".join(dict.fromkeys(problems)))
             return 0
     else:
         plan = make_plan(recipe, os.environ)

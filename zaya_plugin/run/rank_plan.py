@@ -145,14 +145,18 @@ def command(recipe: Recipe, ranks: int, worker: Sequence[str] = ()) -> list[str]
     ]
 
 
+def core_count() -> int:
+    """Return the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def rank_environment(recipe: Recipe, ranks_here: int, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of every rank that differ from `environ`; `cluster.environment` overrides all others."""
     variables = {"PYTHONUNBUFFERED": "1", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${role_name}"}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if recipe.cluster.threads_per_rank is not None:
         variables["OMP_NUM_THREADS"] = str(recipe.cluster.threads_per_rank)
     elif "OMP_NUM_THREADS" not in environ:
-        variables["OMP_NUM_THREADS"] = str(max(1, cores // ranks_here))
+        variables["OMP_NUM_THREADS"] = str(max(1, core_count() // ranks_here))
     if recipe.cluster.device == "cpu":
         variables |= dict.fromkeys(HIDDEN_DEVICES, "")
         variables["TORCHDYNAMO_DISABLE"] = (

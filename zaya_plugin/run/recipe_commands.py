@@ -8,12 +8,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from zaya_plugin.config.compose import compose, open_overrides
+from zaya_plugin.config.compose import compose, open_overrides, refuse_repeated
 from zaya_plugin.config.validate import validate
 from zaya_plugin.errors import mistake
 from zaya_plugin.run import megatron_export, primus_export, sbatch
 from zaya_plugin.run.curriculum import compose_curriculum
-from zaya_plugin.run.curriculum_run import describe, run_curriculum
+from zaya_plugin.run.curriculum_run import describe, run_curriculum, stops
 
 CURRICULUM = """\
 Runs the stages of a curriculum one after the other.
@@ -92,6 +92,7 @@ class Parser(argparse.ArgumentParser):
             if not os.path.isdir(folder):
                 raise mistake("--config-dir", folder, problem="no such directory", allowed="a folder with recipes")
             options.overrides.append(f"hydra.searchpath=[file://{Path(folder).resolve()}]")
+        refuse_repeated(options.overrides)
         options.overrides = open_overrides(options.overrides)
         return options
 
@@ -117,7 +118,9 @@ def curriculum(argv: list[str]) -> int:
         return 2
     whole = compose_curriculum(options.overrides)
     if options.dry_run or whole.recipe.dry_run:
-        print(describe(whole))
+        print(describe(whole), flush=True)
+        if problems := stops(whole):
+            raise ValueError("\n".join(problems))
         return 0
     return run_curriculum(whole, options.only)
 
