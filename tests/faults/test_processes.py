@@ -3,6 +3,7 @@
 worker without torch; the slow test is a whole run.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from tests.running import MICRO, command, descendants
 from tests.stand_in_worker import environment, worker_program  # noqa: F401
 from zaya_plugin import parent_death
+from zaya_plugin.checkpoint import run_lock
 from zaya_plugin.config.compose import compose, save_recipe
 from zaya_plugin.errors import ENDED_EARLY
 
@@ -212,3 +214,38 @@ def test_a_second_run_in_a_run_dir_is_refused_and_a_later_one_is_not(worker_prog
     running.send_signal(signal.SIGTERM)
     running.communicate(timeout=2 * SECONDS)
     assert running.returncode == ENDED_EARLY and not list((tmp_path / "run").glob("run.lock.*"))
+
+
+@pytest.mark.slow
+def test_a_stopped_run_that_was_taken_over_ends_when_it_goes_on_and_writes_nothing(corpus, tmp_path):
+    """All its processes are stopped, and another machine takes its lock; here the lock is rewritten to be of a node."""
+    words = ("nproc=2", "stage.train_iters=3000", "stage.eval_interval=5000", "checkpoint.save_interval=1000")
+    run_dir = tmp_path / "run"
+    running = subprocess.Popen(
+        command("train", *MICRO, f"run_dir={run_dir}", f"data.path={corpus}", *words),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + 120
+    while not (metrics.is_file() and '"step": 3,' in metrics.read_text()):
+        assert running.poll() is None and time.monotonic() < deadline, running.communicate()[0]
+        time.sleep(0.05)
+    everything = [running.pid, *descendants(running.pid)]
+    for pid in everything:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(1.5 * run_lock.CHECK_SECONDS)
+    file = run_dir / "run.lock.1"
+    first, rank_0 = file.read_text().splitlines()
+    file.write_text(json.dumps({**json.loads(first), "machine": "node7 other-boot"}) + "\n" + rank_0 + "\n")
+    os.utime(file, times=(time.time() - 2 * run_lock.EXPIRES,) * 2)
+    lock = run_lock.RunLock.take({"run_dir": run_dir})
+    before = metrics.read_bytes()
+    for pid in everything:
+        os.kill(pid, signal.SIGCONT)
+    output, _ = running.communicate(timeout=100)
+    assert running.returncode == 2 and "Traceback" not in output, output
+    assert f"it was taken over by process {os.getpid()} on" in output
+    assert metrics.read_bytes() == before and not list((run_dir / "checkpoints").glob("iter_*"))
+    lock.check(now=True)
+    lock.release()
