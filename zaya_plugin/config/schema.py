@@ -243,6 +243,13 @@ class DataConfig:
     )
     tokenizer: str | None = own(None, "Hugging Face tokenizer; null: the one in `path`'s manifest", "data.sources")
     cache_path: str | None = own(None, "directory of the sample index; null: <path>/cache", "data.sources")
+    changed: str = own(
+        "refuse",
+        "a run that resumes with other data or another tokenizer than its checkpoint was trained on. refuse: it does "
+        "not start; accept: it starts, and says what differs",
+        "training.lifecycle",
+        choices=("refuse", "accept"),
+    )
     num_workers: int = arg(0, "data loader processes of a rank", limit=NOT_NEGATIVE)
     packing: str = option(
         "none",
