@@ -49,6 +49,7 @@ COMMANDS = {
 DATA_COMMANDS = {
     "prepare": "make a dataset from text, JSON lines or Python's standard library",
     "pack": "put whole documents into bins of one length, with long chains of thought trimmed",
+    "check": "compare every byte of datasets with their checksums",
     "inspect": "print decoded samples with source, length and loss mask",
     "bundle": "join many small datasets, and report the random reads of a planned run",
     "warm": "read the data that a run needs next into the page cache",

@@ -26,6 +26,7 @@ def bare(tmp_path, prepared):
 
 def rewrite(directory, **changes):
     record = json.loads((directory / "manifest.json").read_text())
+    record.pop("checksum", None)
     record.update(changes)
     (directory / "manifest.json").write_text(json.dumps(record))
 
@@ -81,13 +82,114 @@ def test_files_of_another_run_are_detected(copied):
         check_dataset(copied)
 
 
-def test_changed_byte_is_found_by_the_full_check(copied):
-    data = bytearray((copied / "train.bin").read_bytes())
-    data[77] ^= 1
-    (copied / "train.bin").write_bytes(data)
-    check_dataset(copied)
+def flipped(path, at=77):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_changed_byte_is_found_at_every_start_and_by_the_full_check(copied):
+    flipped(copied / "train.bin")
+    with pytest.raises(ValueError, match="train: was changed after it was prepared"):
+        check_dataset(copied)
     with pytest.raises(ValueError, match="train.bin: is damaged: its sha256"):
         check_dataset(copied, full=True)
+
+
+def test_a_dataset_of_an_earlier_version_has_no_fingerprint(copied):
+    record = json.loads((copied / "manifest.json").read_text())
+    for split in record["splits"].values():
+        del split["fingerprint"]
+    del record["checksum"]
+    (copied / "manifest.json").write_text(json.dumps(record))
+    check_dataset(copied, 400)
+    flipped(copied / "train.bin")
+    check_dataset(copied, 400)
+    tokens = np.fromfile(copied / "train.bin", np.uint16)
+    tokens[len(tokens) // 2] = 400
+    tokens.tofile(copied / "train.bin")
+    with pytest.raises(ValueError, match="holds token id 400, and the vocabulary has 400 entries"):
+        check_dataset(copied)
+
+
+def move(directory):
+    """Exchange two documents of the same length."""
+    tokens, lengths = (
+        np.fromfile(directory / "train.bin", np.uint16),
+        np.fromfile(directory / "train.idx", "<i4", 244, offset=34),
+    )
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    first, second = next((a, b) for a in range(244) for b in range(a) if lengths[a] == lengths[b])
+    one, other = (slice(starts[number], starts[number + 1]) for number in (first, second))
+    tokens[one], tokens[other] = tokens[other].copy(), tokens[one].copy()
+    tokens.tofile(directory / "train.bin")
+
+
+def above(directory):
+    tokens = np.fromfile(directory / "valid.bin", np.uint16)
+    tokens[len(tokens) // 2] = 65535
+    tokens.tofile(directory / "valid.bin")
+
+
+def permute(directory):
+    path = directory / "tokenizer" / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocabulary = content["model"]["vocab"]
+    names = sorted(vocabulary, key=vocabulary.get)
+    content["model"]["vocab"] = dict(zip([*names[:300], *names[:299:-1]], sorted(vocabulary.values()), strict=True))
+    path.write_text(json.dumps(content))
+
+
+def edit(change):
+    def edited(directory):
+        record = json.loads((directory / "manifest.json").read_text())
+        change(record)
+        (directory / "manifest.json").write_text(json.dumps(record))
+
+    return edited
+
+
+CHANGES = {
+    "documents exchanged": (move, "train: was changed after"),
+    "tokens replaced": (lambda directory: flipped(directory / "train.bin", 2000), "train: was changed after"),
+    "token above the vocabulary": (above, "valid: was changed after"),
+    "tokenizer permuted": (permute, "tokenizer.json: is not the tokenizer of the dataset"),
+    "size": (edit(lambda record: record["splits"]["train"].update(bin_bytes=1)), "manifest.json: is damaged"),
+    "hash": (edit(lambda record: record["splits"]["valid"].update(bin_sha256="0" * 64)), "manifest.json: is damaged"),
+    "tokens": (edit(lambda record: record["splits"]["valid"].update(tokens=7)), "manifest.json: is damaged"),
+    "largest id": (edit(lambda record: record["splits"]["valid"].update(max_token_id=3)), "manifest.json: is damaged"),
+    "eod": (edit(lambda record: record["tokenizer"].update(eod_id=5)), "manifest.json: is damaged"),
+    "tokenizer's hash": (edit(lambda record: record["tokenizer"].update(sha256="0")), "manifest.json: is damaged"),
+    "no splits": (edit(lambda record: record.update(splits={})), "manifest.json: is damaged"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_data_that_changed_is_refused_at_every_start(copied, name):
+    change, message = CHANGES[name]
+    check_dataset(copied, 400)
+    change(copied)
+    with pytest.raises(ValueError, match=message):
+        check_dataset(copied, 400)
+
+
+def test_of_a_large_file_stretches_are_read(tmp_path, monkeypatch):
+    from zaya_plugin.data import fingerprint
+
+    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(fingerprint, "BLOCKS", 4)
+    monkeypatch.setattr(fingerprint, "BLOCK_BYTES", 100)
+    (tmp_path / "a.idx").write_bytes(b"index")
+    content = np.zeros(3100, np.uint8)
+    found = set()
+    for at in (0, 99, 100, 1000, 1099, 2000, 3099):  # stretches begin at 0, 1000, 2000, 3000
+        content[:] = 0
+        content[at] = 1
+        content.tofile(tmp_path / "a.bin")
+        found.add(fingerprint.fingerprint(str(tmp_path / "a")))
+    assert len(found) == 7  # only byte 100 is not read: its fingerprint is that of the zeros
+    np.zeros(3100, np.uint8).tofile(tmp_path / "a.bin")
+    assert fingerprint.fingerprint(str(tmp_path / "a")) in found
 
 
 def test_vocabulary_that_does_not_fit(prepared):

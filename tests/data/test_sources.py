@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the recipe's `data` group to sources: packed sets, validation blends and ledgers, and what is refused."""
 
+import json
 import os
+import shutil
 
 import pytest
 
 from zaya_plugin.config.schema import DataConfig, Recipe, StageConfig
 from zaya_plugin.corpus import pack
 from zaya_plugin.data.blend import domain_names
-from zaya_plugin.data.sources import find_sources
+from zaya_plugin.data.prepared import load_manifest
+from zaya_plugin.data.sources import changes, find_sources
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +107,77 @@ def test_stream_and_validation_are_built_together(prepared, tmp_path):
         return [tuple(dataset[number]["tokens"].tolist()) for number in range(len(dataset))]
 
     assert sorted(samples(before) + samples(train)) == sorted(samples(whole)) and len(set(samples(whole))) == 30
+
+
+@pytest.fixture(scope="module")
+def permuted(tmp_path_factory, corpus, run):
+    """The corpus prepared with the tokenizer of `prepared`, but with the ids of two tokens exchanged."""
+    from zaya_plugin.data.tokenizer import train_bpe
+
+    root = tmp_path_factory.mktemp("permuted")
+    train_bpe([json.loads(line)["text"] for line in corpus.read_text().splitlines()[:40]], 400, str(root / "tokenizer"))
+    path = root / "tokenizer" / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocabulary = content["model"]["vocab"]
+    one, other = (name for name, number in vocabulary.items() if number in (300, 301))
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    path.write_text(json.dumps(content))
+    options = ("--tokenizer", root / "tokenizer", "--output", root / "out", "--valid-fraction", 0.2, "--quiet")
+    assert run("--input", corpus, *options) == 0
+    return root / "out"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data.blend", {"blend": ["1 {}"]}),
+        ("data.blend", {"blend": ["1 {own}", "2 {}"]}),
+        ("data.valid_path", {"valid_path": "{}/valid"}),
+        ("data.valid_blend", {"valid_blend": ["1 {own}", "1 {}"]}),
+        ("data.path", {"tokenizer": "{}/tokenizer"}),
+    ],
+)
+def test_data_of_another_tokenizer_is_refused_by_name(prepared, permuted, key, value):
+    def fill(entry):
+        return entry.format(permuted, own=prepared) if isinstance(entry, str) else list(map(fill, entry))
+
+    options = {name: fill(entry) for name, entry in value.items()}
+    with pytest.raises(ValueError, match=f"^{key}=.*: was made with another tokenizer") as refused:
+        find_sources(recipe(path=str(prepared), **options))
+    assert str(permuted) in str(refused.value) and f"{prepared}/tokenizer" in str(refused.value)
+
+
+def test_the_same_tokenizer_written_in_another_way_is_accepted(tmp_path, prepared):
+    shutil.copytree(prepared / "tokenizer", tmp_path / "again")
+    path = tmp_path / "again" / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "truncation": None}))
+    find_sources(recipe(path=str(prepared), tokenizer=str(tmp_path / "again")))
+
+
+def test_a_dataset_without_its_tokenizer_needs_one(tmp_path, prepared):
+    copied = shutil.copytree(prepared, tmp_path / "copied")
+    shutil.rmtree(copied / "tokenizer")
+    with pytest.raises(ValueError, match="data.path=.*tokenizer.json does not exist"):
+        find_sources(recipe(path=str(copied)))
+    find_sources(recipe(path=str(copied), tokenizer=str(prepared / "tokenizer")))
+
+
+@pytest.mark.parametrize("key", ["path", "valid_path", "valid_blend"])
+def test_validation_shorter_than_one_sequence_is_refused(prepared, key):
+    tokens = load_manifest(prepared).splits["valid"].tokens
+    options = {"path": str(prepared), "valid_path": str(prepared / "valid"), "valid_blend": [f"1 {prepared}"]}
+    chosen = {"path": str(prepared), key: options[key]}
+    find_sources(recipe(tokens - 1, **chosen))
+    with pytest.raises(ValueError, match=f"^data.{key}=.*holds {tokens} tokens, and one sequence needs {tokens + 1}"):
+        find_sources(recipe(tokens, **chosen))
+
+
+def test_facts_of_the_data_are_compared(tmp_path, prepared, permuted):
+    own = find_sources(recipe(path=str(prepared))).facts()
+    moved = find_sources(recipe(path=str(shutil.copytree(prepared, tmp_path / "moved")))).facts()
+    assert set(own) == {"tokenizer", "train", "valid"} and changes(own, moved) == [] != own["train"]
+    other = find_sources(recipe(path=str(permuted))).facts()
+    found = changes(own, other)
+    assert [line.split(" was ")[0] for line in found] == ["the tokenizer", "the train data", "the valid data"]
+    assert str(prepared) in found[1] and other["train"][f"{permuted}/train"] in found[1]
+    assert changes({**own, "valid": None}, {key: own[key] for key in ("tokenizer", "train")}) == []

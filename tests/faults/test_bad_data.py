@@ -57,3 +57,23 @@ def test_data_without_manifest_needs_a_tokenizer(tmp_path, corpus):
 @pytest.mark.parametrize("entry", ["'heavy data/web'", "'0 data/web'", "'0.5'"])
 def test_malformed_blends(tmp_path, corpus, entry):
     assert "data.blend" in _refused(tmp_path, corpus, f"data.blend=[{entry}]")
+
+
+def test_a_run_resumes_on_the_data_of_its_checkpoint(tmp_path, corpus):
+    """Data without manifest is known by the fingerprint that the checkpoint keeps; a tokenizer by its digest."""
+    for suffix in (".bin", ".idx"):
+        shutil.copy(corpus / f"train{suffix}", tmp_path / f"bare{suffix}")
+    shutil.copytree(corpus / "tokenizer", tmp_path / "tokenizer")
+    options = [f"data.tokenizer={tmp_path / 'tokenizer'}", "stage.eval_iters=0", "stage.train_iters=4"]
+    run = tmp_path / "run"
+    first = train(run, tmp_path / "bare", *options, "exit_interval=2")
+    assert first.code == 0, first.output
+    options += ["resume=auto"]
+    content = bytearray((tmp_path / "bare.bin").read_bytes())
+    content[1000:1002], content[1002:1004] = content[1002:1004], content[1000:1002]
+    (tmp_path / "bare.bin").write_bytes(content)
+    refused = train(run, tmp_path / "bare", *options, check=False)
+    assert refused.code == 2 and "Traceback" not in refused.output, refused.output
+    assert "data.changed=refuse" in refused.output and f"the train data was {tmp_path}/bare (" in refused.output
+    told = train(run, tmp_path / "bare", *options, "data.changed=accept")
+    assert told.code == 0 and "was trained on other data" in told.output, told.output

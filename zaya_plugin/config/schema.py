@@ -276,6 +276,13 @@ class DataConfig:
     )
     tokenizer: str | None = own(None, "Hugging Face tokenizer; null: the one in `path`'s manifest", "data.sources")
     cache_path: str | None = own(None, "directory of the sample index; null: <path>/cache", "data.sources")
+    changed: str = own(
+        "refuse",
+        "a run that resumes with other data or another tokenizer than its checkpoint was trained on. refuse: it does "
+        "not start; accept: it starts, and says what differs",
+        "training.lifecycle",
+        choices=("refuse", "accept"),
+    )
     num_workers: int = arg(0, "data loader processes of a rank", limit=PROCESSES)
     packing: str = option(
         "none",
@@ -360,7 +367,7 @@ class OptimConfig:
         10,
         "with non_finite_gradients=skip: so many steps in a row with infinite or NaN gradients end the run",
         "training.optimizer",
-        limit=POSITIVE,
+        limit=above_zero(10**7 - 1, _FOLDERS),
     )
     muon_momentum: float = own(0.95, "Muon's momentum; unpublished", "training.optimizer", limit=BETA)
     muon_nesterov: bool = own(True, "Nesterov form of the momentum; unpublished", "training.optimizer")

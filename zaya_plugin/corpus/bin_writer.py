@@ -10,8 +10,9 @@ import os
 import numpy as np
 
 from zaya_plugin.corpus.workspace import write_whole
+from zaya_plugin.data.fingerprint import MARKS, fingerprint
 from zaya_plugin.data.indexed_dataset import write_index
-from zaya_plugin.data.prepared import MARKS, SplitRecord, file_sha256
+from zaya_plugin.data.prepared import SplitRecord, file_sha256
 from zaya_plugin.errors import mistake
 
 # Bytes between two records of the progress: what an interruption may cost.
@@ -105,6 +106,7 @@ class BinWriter:
             idx_bytes=os.path.getsize(self.target + ".idx"),
             idx_sha256=file_sha256(self.target + ".idx"),
             marks_sha256=self.marks_digest.hexdigest() if self.marks is not None else None,
+            fingerprint=fingerprint(self.target),
         )
 
 

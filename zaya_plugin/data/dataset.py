@@ -5,6 +5,7 @@ domain.
 Imports torch and megatron.core; the rooms that run on a login node import it inside functions.
 """
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,6 +15,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from zaya_plugin.config.blend_entry import Blend
 from zaya_plugin.data.blend import content_name, resolve_blend
+from zaya_plugin.data.fingerprint import content_fingerprint
 from zaya_plugin.data.ledger import stage_use
 from zaya_plugin.data.prepared import (
     check_dataset,
@@ -23,6 +25,7 @@ from zaya_plugin.data.prepared import (
     packed_loss_mask,
     refuse_other_length,
 )
+from zaya_plugin.data.sealed_cache import sealed
 from zaya_plugin.data.stream_dataset import StreamDataset
 from zaya_plugin.errors import mistake
 
@@ -66,7 +69,7 @@ def build_gpt_datasets(
     sequence_length: int,
     seed: int,
     tokenizer,
-    cache_path: str | None,
+    cache_path: str,
     reset_position_ids: bool = False,
     reset_attention_mask: bool = False,
     eod_mask_loss: bool = False,
@@ -85,7 +88,7 @@ def build_gpt_datasets(
         tokenizer: a Megatron tokenizer; its vocabulary must cover the data.
         cache_path: folder of Megatron's sample indices, here in a subfolder named after the contents of the datasets:
             Megatron's own key is the path alone, and data that was prepared again would be read with the old indices.
-            None: beside the data.
+            The first rank checks all indices of that subfolder and removes those that do not fit, see `sealed`.
         create_attention_mask: leave it off where the attention makes its own causal mask.
         config: further fields of megatron.core.datasets.gpt_dataset.GPTDatasetConfig.
 
@@ -112,19 +115,25 @@ def build_gpt_datasets(
     for prefix in prefixes:
         refuse_other_length(prefix, sequence_length)
     _check(prefixes, tokenizer)
+    folder = os.path.join(cache_path, content_name(prefixes))
     dataset_config = GPTDatasetConfig(
         random_seed=seed,
         sequence_length=sequence_length,
         blend_per_split=blends,
         tokenizer=tokenizer,
-        path_to_cache=None if cache_path is None else os.path.join(cache_path, content_name(prefixes)),
+        path_to_cache=folder,
         reset_position_ids=reset_position_ids,
         reset_attention_mask=reset_attention_mask,
         eod_mask_loss=eod_mask_loss,
         create_attention_mask=create_attention_mask,
         **config,
     )
-    return BlendedMegatronDatasetBuilder(BinGPTDataset, list(num_samples), is_built_on_rank, dataset_config).build()
+    # Megatron builds on the first rank before the others read.
+    checked = (
+        sealed(folder, content_fingerprint(prefixes), "*Dataset-*") if _is_first_rank() else contextlib.nullcontext()
+    )
+    with checked:
+        return BlendedMegatronDatasetBuilder(BinGPTDataset, list(num_samples), is_built_on_rank, dataset_config).build()
 
 
 def build_stream(
@@ -143,9 +152,13 @@ def build_stream(
 
 def _check(prefixes: Sequence[str], tokenizer) -> None:
     """Check the datasets on the first rank; every rank would read the same files."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    for prefix in prefixes if not distributed or torch.distributed.get_rank() == 0 else ():
+    for prefix in prefixes if _is_first_rank() else ():
         check_dataset(prefix, tokenizer.vocab_size, eod_id=getattr(tokenizer, "eod", None))
+
+
+def _is_first_rank() -> bool:
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return not distributed or torch.distributed.get_rank() == 0
 
 
 class InTurn(torch.utils.data.Dataset):

@@ -15,8 +15,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from zaya_plugin import __version__
+from zaya_plugin.data.fingerprint import MARKS, fingerprint
 from zaya_plugin.data.indexed_dataset import IndexedFile, largest_token, read_index
 from zaya_plugin.data.tokenizer import TokenizerRecord
 from zaya_plugin.errors import mistake
@@ -26,10 +28,10 @@ FORMAT = "zaya_plugin.data"
 FORMAT_VERSION = 1
 # Of a bare .bin this much is searched for its largest token: well under a second.
 SCANNED_BYTES = 256_000_000
-# A dataset of chats has one byte a token in <split>.marks, with these bits. ANSWER: the token is part of an answer.
+# A dataset of chats has one byte a token in <split>.marks (MARKS), with these bits. ANSWER: the token is part of an answer.
 # END: it is the last of its document; the tokenizer's end of document cannot tell, because most chat templates end each
 # turn with it. Tokens of filling are documents of their own.
-MARKS, ANSWER, END = ".marks", 1, 2
+ANSWER, END = 1, 2
 AGAIN = "prepare the dataset again with `zaya data prepare ... --overwrite`, or copy it again"
 
 
@@ -39,7 +41,9 @@ class DatasetWarning(UserWarning):
 
 @dataclass(frozen=True)
 class SplitRecord:
-    """One indexed dataset. unigram_entropy is in nats/token; marks_sha256: of the .marks, None if it holds no chats."""
+    """One indexed dataset. unigram_entropy is in nats/token; marks_sha256: of the .marks, None if it holds no chats;
+    fingerprint: see zaya_plugin.data.fingerprint, None in datasets of earlier versions.
+    """
 
     documents: int
     tokens: int
@@ -50,6 +54,7 @@ class SplitRecord:
     idx_bytes: int
     idx_sha256: str
     marks_sha256: str | None = None
+    fingerprint: str | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,14 @@ class Manifest:
         for split in record["splits"].values():
             if split["marks_sha256"] is None:
                 del split["marks_sha256"]
+        record["checksum"] = _checksum(record)
         Path(directory, MANIFEST).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
+
+
+def _checksum(record: dict) -> str:
+    """Return the checksum of a manifest's content; two equal runs differ in written_at alone."""
+    content = {key: value for key, value in record.items() if key not in ("checksum", "written_at")}
+    return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
 def load_manifest(path: str) -> Manifest:
@@ -119,11 +131,11 @@ def load_manifest(path: str) -> Manifest:
     try:
         with open(file, encoding="utf-8") as stream:
             record = json.load(stream)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise mistake(file, problem=f"is damaged: {error}", fix=AGAIN) from error
-    if not isinstance(record, dict) or record.pop("format", None) != FORMAT:
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise mistake(file, problem="is not the manifest of a dataset of `zaya data prepare`")
-    version = record.pop("format_version", None)
+    version = record.get("format_version")
     if version != FORMAT_VERSION:
         raise mistake(
             file,
@@ -131,6 +143,10 @@ def load_manifest(path: str) -> Manifest:
             allowed=f"version {FORMAT_VERSION}",
             fix=f"use zaya_plugin {record.get('zaya_plugin_version')}, which wrote it, or prepare the dataset again",
         )
+    checksum = _checksum(record)
+    if record.pop("checksum", checksum) != checksum:  # absent in datasets of earlier versions
+        raise mistake(file, problem="is damaged: it was changed after the dataset was made", fix=AGAIN)
+    del record["format"], record["format_version"]
     try:
         record["tokenizer"] = TokenizerRecord(**record["tokenizer"])
         record["splits"] = {name: SplitRecord(**split) for name, split in record["splits"].items()}
@@ -289,14 +305,14 @@ def check_dataset(
         path: as for `locate`.
         vocab_size: of the tokenizer or model; every token id must be below. None skips this check.
         eod_id: of the tokenizer; must be the one that ends the documents. None skips this check.
-        full: also compare checksums with the manifest, or without one search all tokens. Reads every byte.
+        full: also compare checksums with the manifest, and search all tokens for the largest id. Reads every byte.
 
     Returns:
         The index of each split.
 
     Raises:
         ValueError: the path is missing, a file is cut short or damaged, the manifest is of another version, there are
-            no tokens, or the tokenizer does not fit.
+            no tokens, the contents are not those that the manifest describes, or the tokenizer does not fit.
     """
     manifest, prefixes = locate(path)
     checked = {}
@@ -309,6 +325,7 @@ def check_dataset(
         else:
             _warn_about_bare(indexed, vocab_size, full)
     if manifest is not None:
+        _check_tokenizer(tokenizer_of(path)[0], manifest.tokenizer)
         largest = max(manifest.splits[name].max_token_id for name in prefixes)
         use = f"use the tokenizer that the dataset was made with: {tokenizer_of(path)[0]}"
         _check_vocabulary(path, largest, vocab_size, f"{use} ({manifest.tokenizer.vocab_size} entries)")
@@ -323,10 +340,12 @@ def check_dataset(
 
 
 def _compare(indexed: IndexedFile, manifest: Manifest, record: SplitRecord, full: bool) -> None:
-    found = (indexed.documents, indexed.tokens, indexed.dtype.name)
-    recorded = (record.documents, record.tokens, manifest.dtype)
+    sizes = (os.path.getsize(indexed.prefix + suffix) for suffix in (".bin", ".idx"))
+    found = (indexed.documents, indexed.tokens, indexed.dtype.name, *sizes)
+    recorded = (record.documents, record.tokens, manifest.dtype, record.bin_bytes, record.idx_bytes)
     if found != recorded:
-        one, other = ("{} documents and {} tokens of {}".format(*facts) for facts in (found, recorded))
+        words = "{} documents and {} tokens of {}, {} and {} bytes"
+        one, other = (words.format(*facts) for facts in (found, recorded))
         raise mistake(
             indexed.prefix + ".idx",
             problem=f"describes {one}; the manifest describes {other}: they are not of the same run",
@@ -344,6 +363,22 @@ def _compare(indexed: IndexedFile, manifest: Manifest, record: SplitRecord, full
             raise mistake(
                 indexed.prefix + suffix, problem="is damaged: its sha256 is not the one in the manifest", fix=AGAIN
             )
+    if record.fingerprint is not None and fingerprint(indexed.prefix) != record.fingerprint:
+        raise mistake(
+            indexed.prefix,
+            problem="was changed after it was prepared: the fingerprint of its files is not the one in the manifest",
+            fix=AGAIN,
+        )
+    if full or record.fingerprint is None:
+        largest, _ = largest_token(indexed, None if full else SCANNED_BYTES)
+        _check_vocabulary(indexed.prefix, largest, manifest.tokenizer.vocab_size, AGAIN)
+
+
+def _check_tokenizer(directory: str, record: TokenizerRecord) -> None:
+    """Raise ValueError if the tokenizer beside a dataset is not the one that it was made with; it may be missing."""
+    file = os.path.join(directory, "tokenizer.json")
+    if os.path.isfile(file) and file_sha256(file) != record.sha256:
+        raise mistake(file, problem="is not the tokenizer of the dataset: its sha256 differs", fix=AGAIN)
 
 
 def _warn_about_bare(indexed: IndexedFile, vocab_size: int | None, full: bool) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 from zaya_plugin.config.blend_entry import Blend, BlendEntry, parse_blend
 from zaya_plugin.config.schedule import sample_count
 from zaya_plugin.config.schema import MISSING, Recipe
-from zaya_plugin.data.blend import domain_names
+from zaya_plugin.data.blend import domain_names, resolve_blend
+from zaya_plugin.data.fingerprint import fingerprint
+from zaya_plugin.data.indexed_dataset import stored_tokens
 from zaya_plugin.data.ledger import parse_ledger
 from zaya_plugin.data.prepared import (
     check_dataset,
@@ -20,7 +22,7 @@ from zaya_plugin.data.prepared import (
     refuse_other_length,
     tokenizer_of,
 )
-from zaya_plugin.data.tokenizer import vocabulary_size
+from zaya_plugin.data.tokenizer import tokenizer_digest, vocabulary_size
 from zaya_plugin.errors import mistake
 
 # Rows of ZAYA1-base's table, for recipes whose data does not exist yet.
@@ -48,6 +50,12 @@ class DataSources:
         """Return Megatron's arguments of the tokenizer."""
         return dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=self.tokenizer)
 
+    def facts(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of its data: the tokenizer's digest, and the fingerprint of every dataset."""
+        splits = {"train": resolve_blend(self.train, "train"), "valid": resolve_blend(self.valid, "valid")}
+        found = {name: {path: fingerprint(path) for path in blend[0]} for name, blend in splits.items() if blend}
+        return {"tokenizer": tokenizer_digest(self.tokenizer), **found}
+
     def build(self, num_samples, sequence_length: int, seed: int, tokenizer, validation: int | None = None) -> list:
         """Build Megatron's [train, valid, test] datasets for `num_samples` of each; there is no test set.
 
@@ -73,6 +81,21 @@ class DataSources:
         return [stream, held_out, None]
 
 
+def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return in which facts of the data two starts of a run differ; a dataset may have moved. A part that only one of
+    them has is no difference.
+    """
+    found = []
+    if before.get("tokenizer") != now.get("tokenizer"):
+        found.append(f"the tokenizer was {before.get('tokenizer')} and is {now.get('tokenizer')}")
+    for name in ("train", "valid"):
+        was, has = before.get(name), now.get(name)
+        if was and has and list(was.values()) != list(has.values()):
+            one, other = (", ".join(f"{path} ({value})" for path, value in part.items()) for part in (was, has))
+            found.append(f"the {name} data was {one} and is {other}")
+    return found
+
+
 def find_sources(recipe: Recipe) -> DataSources:
     """Resolve and check the data of a recipe; quick, and without torch.
 
@@ -86,6 +109,10 @@ def find_sources(recipe: Recipe) -> DataSources:
         tokenizer, vocab_size = data.tokenizer, vocabulary_size(data.tokenizer)
     elif recorded is not None:
         tokenizer, vocab_size = recorded[0], recorded[1].vocab_size
+        if not os.path.isfile(os.path.join(tokenizer, "tokenizer.json")):
+            raise mistake(
+                "data.path", data.path, problem=f"{tokenizer}/tokenizer.json does not exist", fix="copy the data again"
+            )
     else:
         raise mistake(
             "data.tokenizer",
@@ -97,9 +124,10 @@ def find_sources(recipe: Recipe) -> DataSources:
     domains = parse_blend(data.valid_blend, "data.valid_blend", weighted=True)
     valid = _validation(recipe, domains)
     train = parse_blend(data.blend, "data.blend", weighted=True)
-    held_out = [valid] if isinstance(valid, str) else [entry.path for entry in valid or []]
-    for path in [data.path, *(entry.path for entry in train), *held_out]:
+    named = named_datasets(recipe)
+    for key, path in named:
         check_dataset(path, vocab_size)
+        _refuse_other_tokenizer(key, path, tokenizer)
         if packed_length(path) is not None and data.packing != "documents":
             raise mistake(
                 "data.packing",
@@ -112,11 +140,21 @@ def find_sources(recipe: Recipe) -> DataSources:
         if packed_length(path) is None and holds_chats(path):
             length = recipe.stage.seq_length
             raise mistake(
-                "data.path" if path == data.path else "data.blend",
+                key,
                 path,
                 problem="holds chats that are not packed: sequences would cut them, and lose which tokens are answers",
                 allowed="chats in bins",
                 fix=f"zaya data pack {path} --sequence-length {length} --output {path}-{length}",
+            )
+    for key, path in named[1 + len(train) :]:
+        prefix, need = prefix_of(path, "valid"), recipe.stage.seq_length + (packed_length(path) is None)
+        if (tokens := stored_tokens(prefix)) < need:
+            raise mistake(
+                key,
+                path,
+                problem=f"the validation part {prefix} holds {tokens} tokens, and one sequence needs {need}",
+                allowed=f"validation data of at least {need} tokens (stage.seq_length={recipe.stage.seq_length})",
+                fix="data.valid_path=<a larger dataset>, or stage.eval_iters=0",
             )
     if data.consumed and data.order != "continuing":
         raise mistake(
@@ -136,6 +174,36 @@ def find_sources(recipe: Recipe) -> DataSources:
         parse_ledger(data.consumed) if data.order == "continuing" else None,
         {name: entry.weight for name, entry in zip(names, domains, strict=False)},
     )
+
+
+def named_datasets(recipe: Recipe) -> list[tuple[str, str]]:
+    """Return the key and path of each dataset of a recipe: data.path, the entries of data.blend, the validation data."""
+    data, domains = recipe.data, parse_blend(recipe.data.valid_blend, "data.valid_blend", weighted=True)
+    valid = _validation(recipe, domains)
+    key = "data.valid_blend" if domains else "data.valid_path" if data.valid_path else "data.path"
+    train = [("data.blend", entry.path) for entry in parse_blend(data.blend, "data.blend", weighted=True)]
+    held_out = [valid] if isinstance(valid, str) else [entry.path for entry in valid or []]
+    return [("data.path", data.path), *train, *((key, path) for path in held_out)]
+
+
+def _refuse_other_tokenizer(key: str, path: str, tokenizer: str) -> None:
+    """Raise ValueError if a dataset was made with another tokenizer than the run's; a name on the hub is compared by
+    the sizes of the vocabularies alone.
+    """
+    recorded = tokenizer_of(path)
+    if recorded is None or not all(
+        os.path.isfile(os.path.join(at, "tokenizer.json")) for at in (recorded[0], tokenizer)
+    ):
+        return
+    if tokenizer_digest(recorded[0]) != tokenizer_digest(tokenizer):
+        raise mistake(
+            key,
+            path,
+            problem=f"was made with another tokenizer ({recorded[0]}) than the run's ({tokenizer}): the same token ids "
+            "are other text",
+            allowed="datasets of one tokenizer",
+            fix=f"zaya data prepare --tokenizer {tokenizer} ... makes it again",
+        )
 
 
 def training_samples(recipe: Recipe):

@@ -8,7 +8,6 @@ repeats no token and leaves none out. The samples of a stage are a stretch of ea
 sequence length and shuffled within that stretch.
 """
 
-import fcntl
 import os
 from collections.abc import Sequence
 from functools import lru_cache
@@ -17,9 +16,11 @@ import numpy as np
 import torch
 
 from zaya_plugin.data.blend import content_name
+from zaya_plugin.data.fingerprint import content_fingerprint
 from zaya_plugin.data.indexed_dataset import IndexedReader
 from zaya_plugin.data.ledger import BlendOrder, SourceUse
 from zaya_plugin.data.prepared import document_ends, marks_of, packed_length, packed_loss_mask, refuse_other_length
+from zaya_plugin.data.sealed_cache import sealed
 from zaya_plugin.errors import mistake
 
 # Samples shuffled with each other. Documents are in random order already; this parts the samples of one long document.
@@ -70,13 +71,12 @@ class TokenStream:
 
     def _open_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the documents in order, and the tokens up to the end of each, int64 [documents]."""
-        path = os.path.join(self.cache_path, f"epoch-{epoch}-seed-{self.seed}.npy")
-        if not os.path.exists(path):
-            os.makedirs(self.cache_path, exist_ok=True)
-            with open(os.path.join(self.cache_path, "lock"), "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # one rank of a node writes the file, the others wait
-                if not os.path.exists(path):
-                    self._make_epoch(epoch, path)
+        name = f"epoch-{epoch}-seed-{self.seed}.npy"
+        path = os.path.join(self.cache_path, name)
+        # One rank writes the file, the others wait.
+        with sealed(self.cache_path, content_fingerprint([self.reader.prefix]), name):
+            if not os.path.exists(path):
+                self._make_epoch(epoch, path)
         both = np.load(path, mmap_mode="r")
         return both[0], both[1]
 

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 
@@ -119,7 +120,13 @@ def open_tokenizer(directory: str):
     """Return the `tokenizers.Tokenizer` of a directory, without the truncation and padding that some are saved with."""
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(os.path.join(directory, "tokenizer.json"))
+    file = os.path.join(directory, "tokenizer.json")
+    try:
+        tokenizer = Tokenizer.from_file(file)
+    except Exception as error:  # the Rust half raises a bare Exception, for a missing file too
+        raise mistake(
+            file, problem=f"cannot be read: {error}", allowed="the tokenizer.json of a Hugging Face tokenizer"
+        ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -133,6 +140,19 @@ def describe(directory: str, source: str) -> TokenizerRecord:
         eos = eos["content"]
     sha256 = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
     return TokenizerRecord(source, sha256, max(vocabulary.values()) + 1, vocabulary.get(eos), eos)
+
+
+def tokenizer_digest(name: str) -> str:
+    """Return a digest that tokenizers share if they turn text into the same ids, however their files are written; of a
+    name on the hub the name, without a request.
+    """
+    file = os.path.join(name, "tokenizer.json")
+    return _digest(name, os.stat(file).st_mtime_ns) if os.path.isfile(file) else name
+
+
+@lru_cache(maxsize=64)
+def _digest(directory: str, _: int) -> str:
+    return hashlib.sha256(open_tokenizer(directory).to_str().encode()).hexdigest()[:16]
 
 
 def vocabulary_size(tokenizer: str) -> int | None:

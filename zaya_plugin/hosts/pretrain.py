@@ -70,6 +70,7 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
         keep_every=recipe.checkpoint.keep_every,
     )
     before = predecessor(recipe) if not lifecycle.has_checkpoint else None
+    lifecycle.data = sources.facts() if isinstance(sources, DataSources) else None
     lifecycle.describe_into(args, before)
     handover = Handover(recipe, before, lifecycle.resumed_at)
     handover.check(args)

@@ -18,6 +18,7 @@ from zaya_plugin.checkpoint import manifest, on_disk, places, restore, starts
 from zaya_plugin.checkpoint.run_lock import LostLockError, RunLock
 from zaya_plugin.config.run_directory import checkpoint_path, has_checkpoint, make_writable, uploads
 from zaya_plugin.config.schema import Recipe
+from zaya_plugin.data.sources import changes
 from zaya_plugin.errors import message, mistake
 from zaya_plugin.handover.predecessor import Predecessor
 
@@ -38,6 +39,8 @@ class Lifecycle:
         lock: of the run's directories, after settle(); None where no launcher took it.
         lineage: run id, stage, steps and tokens of the preceding stage, or the published weights that the run began
             with, or None; stored in every checkpoint.
+        data: facts of the run's data (DataSources.facts), None for none; stored in every checkpoint, and compared with
+            those of the checkpoint to load.
     """
 
     def __init__(self, recipe: Recipe):
@@ -48,6 +51,9 @@ class Lifecycle:
         self.keep_last = recipe.checkpoint.keep_last
         self.keep_every = recipe.checkpoint.keep_every
         self.resume = recipe.resume
+        self.data: dict | None = None
+        self.data_may_change = recipe.data.changed == "accept"
+        self._changed: list[str] = []
         self.recipe_name = recipe.name
         self.run_dir = Path(recipe.run_dir)
         self.recipe_checksum = starts.checksum(recipe)
@@ -88,6 +94,8 @@ class Lifecycle:
         elif before is not None and args.rank == 0:
             on_disk.name_as_latest(before.checkpoints, before.steps)
             saved = getattr(on_disk.saved_arguments(before.checkpoints, before.steps), "zaya", {})
+            # Another stage may read other data, in the tokens that the model knows.
+            self._compare_data({"tokenizer": (saved.get("data") or {}).get("tokenizer")}, before.checkpoints)
             self.lineage = {
                 "run_id": saved.get("run_id"),
                 "stage": before.recipe.stage.name,
@@ -95,15 +103,32 @@ class Lifecycle:
                 "tokens": before.tokens,
             }
         args.zaya = {"version": __version__, "recipe": self.recipe_name, "run_id": self.run_id, "lineage": self.lineage}
+        args.zaya["data"] = self.data
         self._args = args
 
     def _check(self, iteration: int, args) -> None:
         """Compare a checkpoint with the model to build, and take over the run's identity from it; on rank 0."""
         on_disk.check_same_model(self.directory, iteration, args)
         saved = getattr(on_disk.saved_arguments(self.directory, iteration), "zaya", {})
+        self._compare_data(saved.get("data"), on_disk.folder(self.directory, iteration))
         self.run_id, self.lineage = saved.get("run_id"), saved.get("lineage")
         on_disk.name_as_latest(self.directory, iteration)
         self._checked = iteration
+
+    def _compare_data(self, before: dict | None, checkpoint: Path) -> None:
+        """Compare the data with that of a checkpoint, which earlier versions did not keep.
+
+        Raises:
+            ValueError: it differs, unless data.changed=accept.
+        """
+        if not before or not before.get("tokenizer") or self.data is None:
+            return
+        if different := changes(before, self.data):
+            problem = f"{checkpoint} was trained on other data: {'; '.join(different)}"
+            if not self.data_may_change:
+                fix = "the data of the checkpoint, data.changed=accept, or a new run_dir"
+                raise mistake("data.changed", "refuse", problem=problem, allowed="accept, or the same data", fix=fix)
+            self._changed = [f"WARNING: {problem}; data.changed=accept"]
 
     def _skip(self, problems: list[str]) -> list[str]:
         """Return lines about why a newer checkpoint is skipped; raise ValueError with resume=must."""
@@ -119,6 +144,7 @@ class Lifecycle:
             ValueError: no checkpoint is intact, or with resume=must the newest is not.
         """
         nodes, having, lines = self._find_nodes()
+        lines = [*self._changed, *lines]
         if len({bool(step) for step in restore.gathered(self.resumed_at)}) > 1:
             problem = "some ranks find checkpoints there, and others none"
             raise mistake("checkpoint.path", self.directory, problem=problem, allowed="a directory that all nodes see")

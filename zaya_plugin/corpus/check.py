@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`zaya data check`: read datasets whole and compare every byte with their manifests. No torch."""
+
+import argparse
+import warnings
+
+from zaya_plugin.corpus.invocation import add_recipe_options, command, command_parser, is_recipe, recipe_of
+from zaya_plugin.data.fingerprint import fingerprint
+from zaya_plugin.data.prepared import DatasetWarning, check_dataset, tokenizer_of
+from zaya_plugin.data.sources import find_sources, named_datasets
+from zaya_plugin.data.tokenizer import describe
+
+DESCRIPTION = """\
+Compare every byte of datasets with the checksums of their manifests, and every token id with the vocabulary.
+
+A start of a run compares sizes, counts and fingerprints; of files above 64 MB it reads 256 stretches of 64 KiB.
+With a recipe, given as for zaya train, all of its datasets are checked, and that they have one tokenizer.
+"""
+EXAMPLES = """\
+examples:
+  zaya data check data/web data/code
+  zaya data check other/corpus_text_document --tokenizer weights/zaya1/tokenizer
+  zaya data check experiment=zaya1_base data.path=data/web
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    out = command_parser("check", DESCRIPTION, EXAMPLES)
+    add_recipe_options(out, "datasets (directory or prefix)")
+    out.add_argument("--tokenizer", metavar="DIR", help="directory with tokenizer.json, for data without manifest")
+    return out
+
+
+def check(args: argparse.Namespace, _: None) -> None:
+    """Check each dataset and print its size and fingerprint.
+
+    Raises:
+        ValueError: see `check_dataset` and `find_sources`.
+    """
+    recipe = recipe_of(args) if is_recipe(args) else None
+    tokenizer = args.tokenizer
+    if recipe is not None:
+        tokenizer = tokenizer or recipe.data.tokenizer
+        find_sources(recipe)
+    record = describe(tokenizer, tokenizer) if tokenizer is not None else None
+    paths = args.sources if recipe is None else [path for _, path in named_datasets(recipe)]
+    for path in dict.fromkeys(paths):
+        with warnings.catch_warnings(record=True) as unknown:
+            warnings.simplefilter("always", DatasetWarning)
+            checked = check_dataset(path, record and record.vocab_size, full=True)
+        compared = "token ids compared" if tokenizer_of(path) is None else "all checksums fit"
+        for name, indexed in checked.items():
+            counts = f"{indexed.documents:,} documents, {indexed.tokens:,} tokens"
+            print(f"{path}: {name}: {counts}, fingerprint {fingerprint(indexed.prefix)}, {compared}")
+        for warning in unknown:
+            print(f"warning: {warning.message}")
+
+
+main = command("check", parser, check)

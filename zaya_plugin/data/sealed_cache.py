@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Caches of sample orders: each file is read only if it is the file that was written, for the data that is there now.
+
+A damaged index is no error for Megatron: the run reads other tokens and trains on them. `checksums.json` in the cache's
+folder holds what the files were made from, and size and xxh3 of each. A file that is not recorded there, that differs
+from its record, or that was made from other data is removed, and so is made again.
+"""
+
+import fcntl
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from zaya_plugin.config.whole_file import write_whole
+from zaya_plugin.data.fingerprint import file_xxh3
+from zaya_plugin.errors import mistake
+
+RECORD, LOCK = "checksums.json", "lock"
+
+
+class CacheWarning(UserWarning):
+    """A cache did not fit and is made again."""
+
+
+@contextmanager
+def sealed(folder: str | os.PathLike, made_from: str, pattern: str) -> Iterator[None]:
+    """Remove the folder's files that do not fit, let the caller read or make files, and record what it has made.
+
+    The folder is locked meanwhile: a second run waits, and does not remove a file that the first is writing.
+
+    Args:
+        made_from: fingerprint of the data that the files are made from.
+        pattern: of the names of the caller's files. Names that differ only behind their last "-" are one cache.
+
+    Raises:
+        ValueError: the folder cannot be written.
+    """
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / LOCK, "w")
+    except OSError as error:
+        raise mistake(
+            "data.cache_path",
+            folder,
+            problem=f"cannot be written ({error.strerror}), and the sample index is checked and kept there",
+            fix="data.cache_path=<folder that this user can write>",
+        ) from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        kept = _fitting(folder, made_from, pattern)
+        yield
+        made = {path.name: _seal(path) for path in folder.glob(pattern) if path.name not in kept}
+        if made:
+            others = {name: seal for name, seal in _recorded(folder, made_from).items() if (folder / name).exists()}
+            files = {**others, **made}
+            write_whole(folder / RECORD, json.dumps({"made_from": made_from, "files": files}, indent=1) + "\n")
+
+
+def _seal(path: Path) -> list:
+    return [path.stat().st_size, file_xxh3(path)]
+
+
+def _recorded(folder: Path, made_from: str) -> dict[str, list]:
+    """Return size and xxh3 of each recorded file; none if the record is damaged or of other data."""
+    try:
+        record = json.loads((folder / RECORD).read_text())
+        return record["files"] if record["made_from"] == made_from and isinstance(record["files"], dict) else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _fitting(folder: Path, made_from: str, pattern: str) -> set[str]:
+    """Remove the caches of which a file does not fit its record; return the names of the files that stay."""
+    recorded, found = _recorded(folder, made_from), sorted(folder.glob(pattern))
+    bad = {path for path in found if recorded.get(path.name) != _seal(path)}
+    caches = {_cache(path.name) for path in bad}
+    for path in found:
+        if _cache(path.name) in caches:
+            path.unlink(missing_ok=True)
+    if bad:
+        names = ", ".join(sorted(path.name for path in bad)[:3])
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        warnings.warn(
+            f"{folder}: {names}{more} did not fit {RECORD} or the data, and the sample index is made again",
+            CacheWarning,
+            stacklevel=4,
+        )
+    return {path.name for path in found if _cache(path.name) not in caches}
+
+
+def _cache(name: str) -> str:
+    return name.rpartition("-")[0] or name
