@@ -161,7 +161,7 @@ def test_dataset_without_split_is_all_training(tmp_path, run, corpus, build):
             [(1.0, "{prepared}"), "{prepared}"],
             None,
             (1, 0, 0),
-            "has no weight. Allowed: positive weights, for every dataset or for none",
+            "has no weight. Allowed: weights above 0, .* for every dataset or for none",
         ),
         ([(0.0, "{prepared}"), (1.0, "{prepared}")], None, (1, 0, 0), "a weight must be a positive number"),
     ],

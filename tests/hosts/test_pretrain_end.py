@@ -31,6 +31,9 @@ def ended(monkeypatch):
             provide_datasets=None,
             provide_model=None,
             steps=steps,
+            step=4,
+            refused=None,
+            ended_early=lambda: None,
             saved=SimpleNamespace(finish=note("checkpoint")),
         )
         handover = SimpleNamespace(check=lambda args: None, hooks=lambda call: [])

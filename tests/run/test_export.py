@@ -7,7 +7,8 @@ import yaml
 from zaya_plugin.config.compose import load_recipe
 from zaya_plugin.run.recipe_commands import export
 
-DEMO = ("experiment=cpu_demo", "data.path=nowhere", "nproc=1")
+WITHOUT_RANKS = ("experiment=cpu_demo", "data.path=nowhere")
+DEMO = (*WITHOUT_RANKS, "nproc=1")
 
 
 def test_primus_gets_an_experiment_a_recipe_and_the_line_that_runs_it(tmp_path, capsys):
@@ -53,7 +54,7 @@ def test_recomputation_is_chosen_before_a_host_is_told_of_it(tmp_path, capsys):
 
 
 def test_a_curriculum_gives_one_experiment_a_stage_and_each_names_the_one_before(tmp_path):
-    assert export(["primus", "--curriculum", *DEMO, "nproc=2", f"run_dir={tmp_path}/team/demo"]) == 0
+    assert export(["primus", "--curriculum", *WITHOUT_RANKS, "nproc=2", f"run_dir={tmp_path}/team/demo"]) == 0
     stages = sorted((tmp_path / "team" / "demo").iterdir())
     assert [stage.name for stage in stages] == ["demo_1", "demo_2", "demo_3"]
     recipes = [load_recipe(stage / "recipe.yaml") for stage in stages]
@@ -67,7 +68,7 @@ def test_a_curriculum_gives_one_experiment_a_stage_and_each_names_the_one_before
         (["megatron", "--curriculum", *DEMO], "are for primus"),
         (["primus", "cpu_demo"], "'cpu_demo' is not key=value. Fix: zaya export --help"),
         (["primus", "--curriculum", *DEMO], "cannot be divided by"),  # the third stage
-        (["primus", *DEMO, "nproc=3"], "stage.global_batch_size=16: is not a multiple"),
+        (["primus", *WITHOUT_RANKS, "nproc=3"], "stage.global_batch_size=16: is not a multiple"),
     ],
 )
 def test_mistakes_are_refused_before_anything_is_written(tmp_path, argv, message):

@@ -367,7 +367,7 @@ class OptimConfig:
         10,
         "with non_finite_gradients=skip: so many steps in a row with infinite or NaN gradients end the run",
         "training.optimizer",
-        limit=above_zero(10**7 - 1, _FOLDERS),
+        limit=STEPS,
     )
     muon_momentum: float = own(0.95, "Muon's momentum; unpublished", "training.optimizer", limit=BETA)
     muon_nesterov: bool = own(True, "Nesterov form of the momentum; unpublished", "training.optimizer")

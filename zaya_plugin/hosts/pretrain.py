@@ -90,7 +90,7 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
             )
     except SystemExit as left:  # signals and exit_interval leave pretrain() this way, after saving
         if left.code:  # as Megatron's rerun machine does
-            trainer.saved.finish(args.curr_iteration)
+            trainer.saved.finish(trainer.step)
             raise
     except NonFiniteGradientsError as error:
         saver.wait(SECONDS_FOR_A_SAVE)  # all ranks are here; it is of a good step
@@ -111,7 +111,7 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
                     trainer.steps.poll()
             reporter.close()
             if sys.exc_info()[0] is None:
-                trainer.saved.finish(args.curr_iteration)
+                trainer.saved.finish(trainer.step)
         finally:
             saver.close()
             release_graphs()
