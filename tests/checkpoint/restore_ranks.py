@@ -11,12 +11,47 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 from zaya_plugin.checkpoint import manifest, restore
 
 
 def finish(directory: Path, nodes: restore.Nodes, _: int) -> list[str]:
     return restore.finish_uploads(directory, nodes)
+
+
+def finish_with_a_stale_handle(directory: Path, nodes: restore.Nodes, _: int) -> list[str]:
+    """Rank 1 cannot read the manifest."""
+    import torch
+
+    if torch.distributed.get_rank() == 1:
+        manifest.read = None
+    return restore.finish_uploads(directory, nodes)
+
+
+def replicas_differ(directory: Path, nodes: restore.Nodes, _: int) -> list[str]:
+    """Compare a model whose buffers differ on rank 3, and return what is found."""
+    import torch
+
+    from zaya_plugin.checkpoint import replicas
+
+    world = torch.distributed.group.WORLD
+    replicas.parallel_state = SimpleNamespace(
+        get_data_parallel_group=lambda with_context_parallel: world,
+        get_inter_distributed_optimizer_instance_group=lambda check_initialized: None,
+    )
+    rank = torch.distributed.get_rank()
+    inner = torch.nn.Module()
+    inner.register_buffer("balancing_step", torch.tensor(7 + (rank == 3)))
+    inner.register_buffer("balancing_biases", torch.full((16,), 0.5))
+    inner.register_buffer("tokens_per_expert", torch.tensor([rank]), persistent=False)
+    found = []
+    for model in (inner, torch.nn.Sequential(inner)):
+        try:
+            replicas.check_replicas([model])
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
 
 
 def compare(directory: Path, nodes: restore.Nodes, step: int) -> dict:

@@ -103,6 +103,20 @@ def test_a_checkpoint_that_lacks_only_its_name_gets_it_without_local_folders(ran
     assert not left.exists() and on_disk.latest(places.shared) == (20, []) and manifest.damaged(whole) == []
 
 
+def test_only_rank_0_reads_the_manifest_of_an_interrupted_upload(ranks, places):
+    """Else a rank that cannot read it leaves the others in a collective."""
+    places.save(10, uploaded=False)
+    assert ranks.run("finish_with_a_stale_handle", places) == [["the interrupted upload of step 10 was finished"]] * 4
+
+
+def test_a_buffer_that_differs_between_ranks_is_named(ranks, places):
+    """Balancing biases and their moments are buffers. Those that a checkpoint does not hold may differ."""
+    for found in ranks.run("replicas_differ", places):
+        assert len(found) == 2
+        assert "ranks differ in 1 tensors: balancing_step (rank 3 and rank 0)" in found[0]
+        assert "ranks differ in 1 tensors: 0.balancing_step (rank 3 and rank 0)" in found[1]
+
+
 @pytest.mark.parametrize("harm", ["lost node", "flipped", "other run", "older"])
 def test_an_upload_that_cannot_be_finished_leaves_the_checkpoint_before(ranks, places, harm):
     places.save(10)

@@ -174,6 +174,20 @@ def test_the_writer_notes_for_the_other_ranks_that_its_predecessor_was_killed(tr
     assert json.loads(save.note("failed", 1).read_text()) == "rank 1: the process that writes it has ended"
 
 
+def test_rank_0s_new_writer_notes_its_predecessors_end_too(training):
+    """With local_path the other ranks' writers wait for rank 0's manifest."""
+    training.save(10, world=2)
+    training.until_part()
+    folder, told = training.saver._save.folder, []
+    ask = training.saver._ask
+    training.saver._ask = lambda what, **more: (told.append(what), ask(what, **more))
+    training.saver._process.kill()
+    training.saver._process.wait()
+    training.saver.poll()
+    assert told == ["layout", "fail"]
+    training.poll_until(lambda: not folder.exists())
+
+
 def test_a_writer_that_hangs_is_replaced_after_the_deadline(tmp_path, monkeypatch):
     """NVIDIA/Megatron-LM#2422, radixark/miles#2816: training waited for a save for ever."""
     training = Training(tmp_path)
@@ -434,3 +448,40 @@ def test_sigterm_with_a_save_in_flight(run, training, monkeypatch, grace, old, n
         assert training.saver.count == 2 and "iter_0000010" in kept
         assert any("no checkpoint of this step: the save in flight takes" in line for line in training.lines)
         assert "WARNING: the last checkpoint was not complete when the time was over" in training.lines
+
+
+def test_sigterm_during_an_upload_starts_no_save_that_cannot_be_uploaded(run, training, tmp_path, monkeypatch):
+    """An upload transfers twice the file, since it reads back what it has written."""
+    training.first_save()
+    training.saver.local, training.saver.leads, training.saver.limit = tmp_path / "local", True, 100e3
+    training.saver.agreed(FREE)
+    run.at(10)
+    training.poll_until(lambda: training.saver._uploaded)
+    size = training.saver.bytes
+    assert 0.5 * 2 * size / 100e3 < training.saver.seconds_left < 2 * 2 * size / 100e3
+    assert 0.5 * 2 * size / 100e3 < training.saver.seconds_for_one < 2 * 2 * size / 100e3
+    monkeypatch.setenv("ZAYA_GRACE_SECONDS", "3")
+    run.end_is_near(time.monotonic())
+    began = time.monotonic()
+    run.at(23)
+    run.finish(23)
+    assert time.monotonic() - began < 3 and training.saver.count == 2
+    assert "no checkpoint of this step: the save in flight takes the 1 s that are left" in training.lines
+    assert "WARNING: the last checkpoint was not complete when the time was over" in training.lines
+
+
+def test_no_save_starts_while_the_one_before_is_still_in_flight_when_the_time_is_over(run, training, monkeypatch):
+    """Its rates let it fit, but another rank's file does not come."""
+    training.first_save()
+    training.saver.agreed(FREE)
+    training.saver.world = 2
+    run.at(10)
+    training.until_part()
+    monkeypatch.setattr(Saver, "seconds_left", property(lambda self: 0.1 if self.load == BUSY else 0.0))
+    monkeypatch.setattr(Saver, "seconds_for_one", property(lambda self: 0.1))
+    monkeypatch.setenv("ZAYA_GRACE_SECONDS", "2.5")
+    run.end_is_near(time.monotonic())
+    run.at(23)
+    run.finish(23)
+    assert training.saver.count == 2
+    assert "WARNING: the last checkpoint was not complete when the time was over" in training.lines

@@ -97,14 +97,38 @@ def test_the_clock_counts_from_step_to_step_without_what_lies_between(monkeypatc
     assert (first(), second(), third()) == (12.5, 3.0, 4.0)
 
 
-def test_all_ranks_hear_of_a_signal(tmp_path):
-    class Handler:
-        _signal_received = False
+class Handler:
+    """Megatron's, before the signal has come."""
 
+    _signal_received = False
+
+
+@pytest.fixture
+def one_rank(tmp_path):
     if not torch.distributed.is_initialized():
         store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    signal = AgreedSignal(Handler, "cpu")
-    assert signal.signals_received() == [0]
-    Handler._signal_received = True
+
+
+def test_all_ranks_hear_of_a_signal(one_rank):
+    handler = Handler()
+    signal = AgreedSignal(handler, "cpu")
+    assert signal.signals_received() == [0] and signal.since is None
+    handler._signal_received = True
     assert signal.signals_received() == [1]
+
+
+def test_a_signal_counts_once_all_ranks_agree_on_it_and_from_when_it_was_noticed(one_rank, monkeypatch):
+    """On a GPU the answer is that of the step before. A rank that acted on its own signal at once would be alone in the
+    collective of a save.
+    """
+    times = iter([100.0, 101.0, 102.0])
+    monkeypatch.setattr(step_queue.time, "monotonic", lambda: next(times))
+    full = torch.full
+    monkeypatch.setattr(torch, "full", lambda *a, device, **named: full(*a, **named))
+    handler = Handler()
+    signal = AgreedSignal(handler, "cuda")
+    assert signal.signals_received() == [0]
+    handler._signal_received = True
+    assert signal.signals_received() == [0] and signal.since is None
+    assert signal.signals_received() == [1] and signal.since == 100.0

@@ -7,7 +7,7 @@ the loss of the other ranks hides it (NVIDIA/Megatron-LM#6920).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from megatron.core import parallel_state
@@ -21,14 +21,15 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_replicas(model: Sequence[torch.nn.Module], optimizer=None) -> None:
-    """Compare the weights of data-parallel ranks, and the optimizer's state of its instances. A collective.
+    """Compare the weights and persistent buffers of data-parallel ranks, and the optimizer's state of its instances. A
+    collective.
 
     Raises:
         RuntimeError: on all ranks, if a tensor differs; the text names it and the ranks.
     """
     tensors: dict[ProcessGroup, dict[str, Tensor]] = {}
     for index, chunk in enumerate(model):
-        for name, param in chunk.named_parameters():
+        for name, param in [*chunk.named_parameters(), *_persistent_buffers(chunk)]:
             dense = getattr(param, "allreduce", True)  # else a parameter of an expert
             group = (
                 parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -56,6 +57,16 @@ def check_replicas(model: Sequence[torch.nn.Module], optimizer=None) -> None:
                 fix="load it again; if it stays so, `zaya checkpoint verify` compares the files",
             )
         )
+
+
+def _persistent_buffers(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that a checkpoint holds. state_dict() does not tell: Megatron's wrappers name its keys without
+    their prefix.
+    """
+    for path, module in chunk.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
 
 
 def _differences(group: ProcessGroup, named: dict[str, Tensor]) -> list[str]:

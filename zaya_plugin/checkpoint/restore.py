@@ -82,7 +82,7 @@ def finish_uploads(directory: Path, nodes: Nodes) -> list[str]:
     """
     lines = []
     for iteration, folder in on_rank_0(lambda: _interrupted(directory)):
-        files = manifest.read(folder)["files"]
+        files = on_rank_0(lambda folder=folder: manifest.read(folder)["files"])
         there = set(on_rank_0(lambda folder=folder, files=files: _with_its_size(folder, files)))
         local = [nodes.local / name for name in (on_disk.folder(directory, iteration).name, folder.name) if nodes.local]
         sources = {name: path / name for path in local for name in _with_its_size(path, files)}

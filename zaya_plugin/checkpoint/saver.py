@@ -80,6 +80,7 @@ class Saver:
         self.count = 0
         self.agreed_load = FREE
         self.rate: float | None = None  # bytes a second of this rank's last file
+        self.upload_rate: float | None = None  # the same of its last upload
         self._buffer = HostBuffer()
         self._file: RankFile | None = None
         self._index = b""
@@ -88,7 +89,7 @@ class Saver:
         self._handed_over = False
         self._state = FREE
         self._heard = self._began = 0.0
-        self._written = self._total = 0
+        self._written = self._uploaded = self._total = 0
         self._waits_since: float | None = None
         self._start_writer()
 
@@ -209,7 +210,7 @@ class Saver:
             self.leads,
             self.limit,
         )
-        self._state, self._handed_over, self._written = BUSY, False, 0
+        self._state, self._handed_over, self._written, self._uploaded = BUSY, False, 0, 0
         self.agreed_load = BUSY
         self._began = self._heard = time.monotonic()
         try:
@@ -249,7 +250,7 @@ class Saver:
                 return self._lost("has ended")
             self._handed_over, self._heard = True, time.monotonic()
         elif time.monotonic() - self._heard > self.deadline + SILENCE:
-            self._lost(f"has not answered for {self.deadline + SILENCE:g} s")
+            self._lost(f"has not answered for {self.deadline + SILENCE:g} s", hangs=True)
 
     def _hear(self, told: dict) -> None:
         self._heard = time.monotonic()
@@ -259,6 +260,9 @@ class Saver:
             self._written = told["bytes"]
         if told["state"] == "written":
             self.rate = told["bytes"] / max(told["seconds"], 1e-9)
+        elif told["state"] == "uploading":
+            self._uploaded = told["bytes"]
+            self.upload_rate = told["bytes"] / max(told["seconds"], 1e-9)
         elif told["state"] == "done":
             self._state = FREE
         elif told["state"] == "described":
@@ -276,7 +280,7 @@ class Saver:
         elif told["state"] == "failed":
             self._fail(f"rank {self.rank}: {told['reason']}")
 
-    def _lost(self, what: str) -> None:
+    def _lost(self, what: str, hangs: bool = False) -> None:
         was_busy = self._state == BUSY
         self._staging_wait()
         if self.prepared:
@@ -284,16 +288,17 @@ class Saver:
         if was_busy and self.completed == self._save.iteration:
             self._state = FREE
         elif was_busy:
-            self._fail(f"rank {self.rank}: the process that writes it {what}", note=True)
+            # A new writer would hang too, where the storage hangs; the other ranks' writers have a deadline of their own.
+            self._fail(f"rank {self.rank}: the process that writes it {what}", note=not hangs)
 
     def _staging_wait(self) -> None:
         if self._staging is not None:
             self._staging.wait()
 
     def _fail(self, reason: str, note: bool = False) -> None:
-        """End the save. note: the writer has to note it for rank 0's writer, which would wait for this rank's file."""
+        """End the save. note: the writer has to note it for the other ranks' writers, which would wait for this one."""
         self._state, self.failed = FAILED, self._save.iteration
-        if note and self.rank != 0:
+        if note:
             with contextlib.suppress(ConnectionError):
                 self._ask("fail", save=dataclasses.asdict(self._save), reason=reason)
         self.report(f"WARNING: the checkpoint of step {self._save.iteration} was not written: {reason}")
@@ -333,17 +338,33 @@ class Saver:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds that the save in flight still takes, by the rate at which it is written; 0 without one."""
+        """Seconds that the save in flight still takes, by the rates at which it is written and uploaded; 0 without
+        one.
+        """
         if self._state != BUSY:
             return 0.0
         elapsed = time.monotonic() - self._began
         rate = self._written / elapsed if self._written else self.rate
-        return (self._file.size - self._written) / rate if rate else float("inf")
+        return _seconds(self._file.size - self._written, rate) + _seconds(
+            self._to_upload - self._uploaded, self._rate_of_uploads
+        )
 
     @property
     def seconds_for_one(self) -> float:
-        """Seconds that a new save takes, by the rate of the last one; 0 if none was written."""
-        return self._file.size / self.rate if self.rate else 0.0
+        """Seconds that a new save takes, by the rates of the last one; 0 if none was written."""
+        if not self.rate:
+            return 0.0
+        return _seconds(self._file.size, self.rate) + _seconds(self._to_upload, self._rate_of_uploads)
+
+    @property
+    def _to_upload(self) -> int:
+        """Bytes that an upload transfers: it reads back what it has written."""
+        return 2 * self._file.size if self.local else 0
+
+    @property
+    def _rate_of_uploads(self) -> float | None:
+        """Before one was measured the limit; without a limit that of the local disk, at best."""
+        return self.upload_rate or self.limit or self.rate
 
     def wait(self, seconds: float = float("inf")) -> bool:
         """Wait for the save in flight. Return whether it has ended."""
@@ -371,3 +392,9 @@ class Saver:
             self._process.kill()
         self._staging = None
         self._buffer.release()
+
+
+def _seconds(size: int, rate: float | None) -> float:
+    if size <= 0:
+        return 0.0
+    return size / rate if rate else float("inf")

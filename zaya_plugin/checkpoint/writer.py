@@ -181,9 +181,13 @@ class Writer:
         else:
             self.wait_for(save, named / manifest.NAME, stated)
 
-        def progress(_: int) -> None:
+        start, copied = time.perf_counter(), 0
+
+        def progress(count: int) -> None:
+            nonlocal copied
+            copied += count
             self.heed()
-            self.tell_rarely("uploading")
+            self.tell_rarely("uploading", bytes=copied, seconds=time.perf_counter() - start)
 
         places.upload(named / self.file, save.folder / self.file, written, save.limit, progress)
         write_whole(save.note("uploaded", save.rank), json.dumps({}))

@@ -139,15 +139,11 @@ class SavedState:
             self.saver.wait()
             return True
         # the slowest rank and the earliest end decide
-        left = torch.tensor([self.saver.seconds_left, self.saver.seconds_for_one, -self.rest()], dtype=torch.float64)
-        if torch.distributed.get_backend() != "gloo":
-            left = left.to(torch.cuda.current_device())
-        torch.distributed.all_reduce(left, torch.distributed.ReduceOp.MAX)
-        old, new, rest = left.tolist()
+        old, new, rest = _largest(self.saver.seconds_left, self.saver.seconds_for_one, -self.rest())
         rest = -rest
         if old + new <= rest or old == 0:
-            self.saver.wait(rest)
-            return True
+            (in_flight,) = _largest(not self.saver.wait(rest))
+            return not in_flight
         if new <= rest:
             self.saver.report(f"the save in flight is given up for one of this step: {rest:.0f} s are left")
             self.saver.abandon()
@@ -170,8 +166,7 @@ class SavedState:
         Raises:
             RunEndedError: it has failed.
         """
-        if self._left_out is not None and self._left_out[0] == iteration:
-            self.saver.wait(self.rest())
+        if self._left_out is not None and self._left_out[0] == iteration and self._make_room():
             self._start(*self._left_out)
         if self._last is None:
             return
@@ -195,11 +190,17 @@ class SavedState:
     def _last_failed(self) -> bool:
         """Wait for the last save, and return whether it has failed on any rank. All ranks must call it."""
         self.saver.wait(self.rest())
-        failed = torch.tensor([int(self.saver.failed == self._last[0])], dtype=torch.int32)
-        if torch.distributed.get_backend() != "gloo":
-            failed = failed.to(torch.cuda.current_device())
-        torch.distributed.all_reduce(failed, torch.distributed.ReduceOp.MAX)
-        return bool(failed.item())
+        (failed,) = _largest(self.saver.failed == self._last[0])
+        return bool(failed)
+
+
+def _largest(*values: float) -> list[float]:
+    """Return the largest of each value over all ranks. A collective."""
+    largest = torch.tensor(values, dtype=torch.float64)
+    if torch.distributed.get_backend() != "gloo":
+        largest = largest.to(torch.cuda.current_device())
+    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+    return largest.tolist()
 
 
 def _tensors(model, optimizer) -> Iterator[Tensor]:

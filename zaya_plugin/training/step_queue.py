@@ -102,7 +102,8 @@ class AgreedSignal:
         saver: tells how its save stands, and hears how those of all ranks do; or None.
 
     Attributes:
-        since: the time (monotonic) at which the signal was noticed here, or None.
+        since: the time (monotonic) at which the signal was noticed here, or None: set once all ranks agree on the signal,
+            since decisions that follow from it have collectives.
     """
 
     def __init__(self, handler, device: torch.device | int | str, saver: Saver | None = None):
@@ -110,13 +111,14 @@ class AgreedSignal:
         self.device = torch.device(device)
         self.saver = saver
         self.since: float | None = None
+        self._noticed: float | None = None
         self._before: tuple[HostCopy, int] | None = None
 
     def signals_received(self) -> list[int]:
         """Return [1] if any rank had received the signal, else [0]: the same on all ranks. All ranks must call it."""
         own = int(self.handler._signal_received)
-        if own and self.since is None:
-            self.since = time.monotonic()
+        if own and self._noticed is None:
+            self._noticed = time.monotonic()
         load, saves = (0, 0) if self.saver is None else (self.saver.load, self.saver.count)
         flags = torch.cat(  # filled on the device: a copy from the host would wait
             [torch.full((1,), each, dtype=torch.int32, device=self.device) for each in (own, load)]
@@ -131,5 +133,5 @@ class AgreedSignal:
         if self.saver is not None and answer[1] == self.saver.count:  # else it is about the save before
             self.saver.agreed(load)
         if signal and self.since is None:
-            self.since = time.monotonic()
+            self.since = time.monotonic() if self._noticed is None else self._noticed
         return [signal]
