@@ -41,9 +41,15 @@ def number(kind: Callable, allowed: str, holds: Callable[[float], bool]) -> Call
     return parse
 
 
-def whole_number(least: int) -> Callable[[str], int]:
-    """Return a type for argparse: a whole number from `least` up."""
-    return number(int, f"a whole number from {least} up", lambda value: value >= least)
+def whole_number(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:
+    """Return a type for argparse: a whole number from `least` to `most`."""
+    above = f"from {least} up" if most == 2**63 - 1 else f"from {least} to {most}"
+    return number(int, f"a whole number {above}", lambda value: least <= value <= most)
+
+
+def size_up_to(most: int) -> Callable[[str], int]:
+    """Return a type for argparse: a size whose amount is held in memory."""
+    return number(_bytes, f"a size from 1 to {most // 10**6}M bytes", lambda value: 0 < value <= most)
 
 
 def _bytes(text: str) -> int:
