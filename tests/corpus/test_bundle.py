@@ -32,7 +32,7 @@ def test_documents_of_all_shards_in_order(shards, tmp_path, read_tokens, capsys)
     out = capsys.readouterr().out
     assert "3 shards" in out and "in one file" in out and "documents in random order" in out
     assert bundle.main([*shards, "--output", str(output), "--quiet"]) == 0
-    assert bundle.main([*shards[:2], "--output", str(output)]) == 1
+    assert bundle.main([*shards[:2], "--output", str(output)]) == 2
     assert "shards: it was made with" in capsys.readouterr().err
     assert sorted(os.listdir(tmp_path)) == ["out"]
 
@@ -70,7 +70,7 @@ def test_bundle_of_packed_sets_stays_packed(shards, tmp_path, capsys):
     assert joined.sequence_length == 128
     assert joined.counts["train"] == {key: sum(count[key] for count in counts) for key in counts[0]}
     capsys.readouterr()
-    assert bundle.main([shards[0], packed[1], "--dry-run"]) == 1
+    assert bundle.main([shards[0], packed[1], "--dry-run"]) == 2
     assert "in length of bins (128 and None)" in capsys.readouterr().err
 
 
@@ -87,5 +87,5 @@ def test_planned_reads_and_what_cannot_be_bundled(shards, prepared, tmp_path, ca
         ([shards[0], str(prepared / "train"), "--dry-run"], "is no whole dataset"),
         ([shards[0], str(tmp_path / "none"), "--dry-run"], "there is no dataset"),
     ):
-        assert bundle.main(arguments) == 1
+        assert bundle.main(arguments) == 2
         assert message in capsys.readouterr().err

@@ -103,7 +103,7 @@ def test_every_bad_chat_is_named_with_file_line_key_and_what_is_allowed(tmp_path
         assert reject["reason"].startswith(list(BAD.values())[reject["line"] // 2 - 1])
     counts = load_manifest(output).documents
     assert (counts["read"], counts["rejected"], load_manifest(output).splits["text"].documents) == (22, 11, 11)
-    assert prepare_chats(tmp_path / "in.jsonl", "--max-rejects", 10)[0] == 1
+    assert prepare_chats(tmp_path / "in.jsonl", "--max-rejects", 10)[0] == 2
     assert "--max-rejects=10: 11 documents are rejected" in capsys.readouterr().err
 
 
@@ -126,7 +126,7 @@ def test_templates_that_fail_or_do_not_show_the_answers(tmp_path, prepare_chats,
     if reason is None:
         assert status == 0 and answers_of(output) == [["a"]]
     else:
-        assert status == 1 and reason in error and "no document is left" in error and "Traceback" not in error
+        assert status == 2 and reason in error and "no document is left" in error and "Traceback" not in error
 
 
 def test_options_that_exclude_chats_are_refused(tmp_path, run, prepared, prepare_chats, capsys):
@@ -144,12 +144,12 @@ def test_options_that_exclude_chats_are_refused(tmp_path, run, prepared, prepare
         ([*common[:3], "--input", tmp_path / "a.txt", *tokenizer], "a.txt: holds no chats. Allowed: .jsonl"),
         (["--chat", *tokenizer, "--output", tmp_path / "out"], "--input=stdlib: holds no chats"),
     ):
-        assert run(*words) == 1
+        assert run(*words) == 2
         error = capsys.readouterr().err
         assert message in error and "Traceback" not in error
-    assert prepare_chats(tmp_path / "empty.jsonl")[0] == 1 and "no document is left" in capsys.readouterr().err
+    assert prepare_chats(tmp_path / "empty.jsonl")[0] == 2 and "no document is left" in capsys.readouterr().err
     assert prepare_chats(tmp_path / "in.jsonl", name="same")[0] == 0
-    assert prepare_chats(tmp_path / "in.jsonl", name="same", template=MARKING)[0] == 1
+    assert prepare_chats(tmp_path / "in.jsonl", name="same", template=MARKING)[0] == 2
     assert "sha256 of --chat-template: it was made with" in capsys.readouterr().err
 
 
@@ -159,7 +159,7 @@ def test_bins_hold_whole_chats_and_longer_ones_are_left_out_and_counted(tmp_path
         out.write(json.dumps({"messages": chat("count", " ".join(map(str, range(200))))}) + "\n")
     _, source = prepare_chats(tmp_path / "in.jsonl", fraction=0.2)
     words = [str(source), "--sequence-length", str(LENGTH), "--output", str(tmp_path / "bins")]
-    assert pack.main([*words, "--long", "split"]) == 1
+    assert pack.main([*words, "--long", "split"]) == 2
     assert "--long=split: the pieces of a chat would hold answers without" in capsys.readouterr().err
     assert pack.main(words) == 0
     check_dataset(tmp_path / "bins", 400, eod_id=0, full=True)

@@ -32,7 +32,7 @@ def test_full_disk(small_disk, size, command, run, prepared, contents, capsys):
     disk, resize = small_disk
     resize(size)
     output = disk / "out"
-    assert run(*command, "--output", output) == 1
+    assert run(*command, "--output", output) == 2
     error = capsys.readouterr().err
     assert error.startswith("zaya data prepare: error: ") and ": no space left (" in error and "Traceback" not in error
     assert not output.exists() and not list(disk.glob("*.lock")) and not list(disk.glob("**/*.part.*"))
@@ -50,7 +50,7 @@ def test_full_disk_keeps_the_dataset_that_is_being_replaced(small_disk, command,
     before = contents(output)
     used = shutil.disk_usage(disk).used
     resize(f"{(used + 30_000) // 1024}k")
-    assert run(*command, "--output", output, "--overwrite") == 1
+    assert run(*command, "--output", output, "--overwrite") == 2
     assert "was not touched" in capsys.readouterr().err and contents(output) == before
 
 
@@ -65,7 +65,7 @@ def test_file_size_limit(tmp_path, limit, command, start, run, prepared, content
     )
     _, err = process.communicate(timeout=60)
     assert (
-        process.returncode == 1
+        process.returncode == 2
         and re.search(r"error: .*out\.partial[^:]*: no space left", err)
         and "Traceback" not in err
     )
@@ -77,7 +77,7 @@ def test_file_size_limit(tmp_path, limit, command, start, run, prepared, content
 def test_worker_that_meets_a_full_disk(small_disk, command, run, prepared, contents, capsys):
     disk, resize = small_disk
     resize("48k")
-    assert run(*command, "--workers", 2, "--output", disk / "out") == 1
+    assert run(*command, "--workers", 2, "--output", disk / "out") == 2
     assert ": no space left (" in capsys.readouterr().err
     time.sleep(0.1)
     resize("1m")

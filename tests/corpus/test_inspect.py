@@ -48,11 +48,11 @@ def test_bins_of_a_packed_set(prepared, tmp_path, shown):
 
 
 def test_errors_say_what_to_do(prepared, tmp_path, shown):
-    assert shown(prepared, "--start", 100_000)[0] == 1
+    assert shown(prepared, "--start", 100_000)[0] == 2
     status, _, err = shown(prepared, prepared)
-    assert status == 1 and "several datasets are a blend" in err
+    assert status == 2 and "several datasets are a blend" in err
     status, _, err = shown(tmp_path / "none")
-    assert status == 1 and "there is no dataset at this path" in err
+    assert status == 2 and "there is no dataset at this path" in err
 
 
 def test_runs_and_document_lengths():

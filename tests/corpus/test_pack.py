@@ -131,10 +131,10 @@ def test_other_arguments_and_other_sources_are_refused(packed, tmp_path, capsys)
     assert packed()[0] == 0
     capsys.readouterr()
     assert packed()[0] == 0 and "% full" in capsys.readouterr().out
-    assert packed("--long", "drop")[0] == 1
+    assert packed("--long", "drop")[0] == 2
     assert "--long: it was made with 'split', now 'drop'" in capsys.readouterr().err
     assert packed("--long", "drop", "--overwrite")[0] == 0
-    assert packed(source=tmp_path / "packed", name="again")[0] == 1
+    assert packed(source=tmp_path / "packed", name="again")[0] == 2
     assert "is packed already, into bins of 128 tokens" in capsys.readouterr().err
-    assert packed(source=tmp_path / "nowhere", name="again")[0] == 1
+    assert packed(source=tmp_path / "nowhere", name="again")[0] == 2
     assert "there is no dataset at" in capsys.readouterr().err

@@ -121,5 +121,5 @@ def test_missing_package_is_named(tmp_path, run, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for name, package in (("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")):
         (tmp_path / name).write_bytes(b"x")
-        assert run("--input", tmp_path / name, "--output", tmp_path / "out") == 1
+        assert run("--input", tmp_path / name, "--output", tmp_path / "out") == 2
         assert f"the package {package} is not installed. Fix: pip install {package}" in capsys.readouterr().err

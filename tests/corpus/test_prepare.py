@@ -230,7 +230,7 @@ def test_other_arguments_are_refused_by_name_and_overwrite_replaces(tmp_path, co
     output = tmp_path / "out"
     assert run("--input", copy, "--output", output, "--train-bpe", 300) == 0
     before = contents(output)
-    assert run("--input", copy, "--output", output, "--train-bpe", 310, "--field", "body") == 1
+    assert run("--input", copy, "--output", output, "--train-bpe", 310, "--field", "body") == 2
     error = capsys.readouterr().err
     assert (
         "--train-bpe: it was made with 300, now 310" in error
@@ -239,7 +239,7 @@ def test_other_arguments_are_refused_by_name_and_overwrite_replaces(tmp_path, co
     assert "--overwrite" in error and "--valid-fraction" not in error
     with open(copy, "a") as stream:
         stream.write('{"text": "one more"}\n')
-    assert run("--input", copy, "--output", output, "--train-bpe", 300) == 1
+    assert run("--input", copy, "--output", output, "--train-bpe", 300) == 2
     assert "names or sizes have changed" in capsys.readouterr().err
     assert contents(output) == before
     assert run("--input", copy, "--output", output, "--train-bpe", 310, "--overwrite") == 0
@@ -254,9 +254,9 @@ def test_a_directory_of_others_is_never_replaced(tmp_path, corpus, run, capsys):
     for name in ("out", "new.partial"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "thesis.txt").write_text("mine")
-    assert run("--input", corpus, "--output", tmp_path / "out", "--overwrite") == 1
+    assert run("--input", corpus, "--output", tmp_path / "out", "--overwrite") == 2
     assert "is not a dataset that this command may replace" in capsys.readouterr().err
-    assert run("--input", corpus, "--output", tmp_path / "new", "--overwrite") == 1
+    assert run("--input", corpus, "--output", tmp_path / "new", "--overwrite") == 2
     assert "is in the way" in capsys.readouterr().err
     assert [(tmp_path / name / "thesis.txt").read_text() for name in ("out", "new.partial")] == ["mine", "mine"]
 
@@ -294,7 +294,7 @@ def test_errors_that_name_the_cause(tmp_path, monkeypatch, corpus, run, capsys, 
             "out",
             *([] if {"--tokenizer", "--train-bpe"} & set(options) else ["--tokenizer", "tiny"]),
         )
-        == 1
+        == 2
     )
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.lock").exists()

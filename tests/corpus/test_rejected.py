@@ -104,14 +104,14 @@ def test_max_rejects_fails_and_the_same_run_goes_on_with_a_higher_limit(tmp_path
         "--max-document-bytes",
         150_000,
     ]
-    assert run(*command, "--max-rejects", 9) == 1
+    assert run(*command, "--max-rejects", 9) == 2
     error = capsys.readouterr().err
     assert "--max-rejects=9: 10 documents are rejected" in error and not (tmp_path / "out").exists()
     rejects_file = error.strip().removesuffix(".").rsplit(" ", 1)[1]
     assert len(open(rejects_file).readlines()) == 10
     assert run(*command, "--max-rejects", 10) == 0
     assert "already finished" in capsys.readouterr().err
-    assert run(*command, "--max-rejects", 9) == 1  # complete, and still more than this caller accepts
+    assert run(*command, "--max-rejects", 9) == 2  # complete, and still more than this caller accepts
     assert "--max-rejects=9: " in capsys.readouterr().err
 
 

@@ -140,7 +140,7 @@ def test_part_that_is_damaged_inside_is_redone(tmp_path, command, run, prepared,
     at = data.index(b"train_tokens.npy") + 400
     data[at] ^= 0xFF
     part.write_bytes(data)
-    assert run(*command, "--output", output) == 1
+    assert run(*command, "--output", output) == 2
     assert f"{part}: is damaged" in capfd.readouterr().err
     assert run(*command, "--output", output) == 0
     assert contents(output) == contents(prepared)
@@ -177,13 +177,13 @@ def test_unfinished_run_with_other_arguments_is_refused(tmp_path, command, corpu
         assert run(*command, "--output", output) == 130
     capsys.readouterr()
     other = ["--input", corpus, "--train-bpe", 300, "--valid-fraction", 0.2]
-    assert run(*other, "--output", output) == 1
+    assert run(*other, "--output", output) == 2
     error = capsys.readouterr().err
     assert "unfinished run with other arguments" in error and "--train-bpe: it was made with 400, now 300" in error
-    assert run(*command[:-1], 3000, "--output", output) == 1
+    assert run(*command[:-1], 3000, "--output", output) == 2
     assert "--part-bytes: it was made with 2000, now 3000" in capsys.readouterr().err
     os.utime(corpus)
-    assert run(*command, "--output", output) == 1
+    assert run(*command, "--output", output) == 2
     assert "modification times of the input files" in capsys.readouterr().err
     assert run(*other, "--output", output, "--overwrite") == 0
 
@@ -193,7 +193,7 @@ def test_second_process_on_the_same_output_is_turned_away(tmp_path, command, sta
     process = start(*command, "--output", output, "--workers", 1)
     wait_for(lambda: part_files(output), process)
     process.send_signal(signal.SIGSTOP)
-    assert run(*command, "--output", output) == 1
+    assert run(*command, "--output", output) == 2
     assert f"another process is preparing {output} (process {process.pid} on " in capsys.readouterr().err
     process.send_signal(signal.SIGCONT)
     process.communicate()

@@ -78,7 +78,7 @@ def test_nodes_that_make_no_sense(prepared, capsys):
         (["--from-step", "3"], "--from-step=3: the samples of steps follow"),
         (["--steps", "3"], "--steps=3: the samples of steps follow"),
     ):
-        assert warm.main([str(prepared), *options]) == 1
+        assert warm.main([str(prepared), *options]) == 2
         assert message in capsys.readouterr().err
 
 

@@ -159,7 +159,7 @@ def test_mixture_prints_tokens_epochs_and_the_ledger(sources, capsys):
     assert following == [f"{768 * 64} {sources}/web", f"{256 * 64} {sources}/code"]
     assert shown([f"1 {sources}/math"], 10, f"data.consumed={following}") == 0
     assert f"{768 * 64} {sources}/web" in capsys.readouterr().out
-    assert shown([f"1 {sources}/web", f"2 {sources}/web"], 10) == 1
-    assert shown([f"1 {sources}/web"], 10, "data.consumed=[much]") == 1
+    assert shown([f"1 {sources}/web", f"2 {sources}/web"], 10) == 2
+    assert shown([f"1 {sources}/web"], 10, "data.consumed=[much]") == 2
     err = capsys.readouterr().err
     assert "a source comes twice" in err and "Allowed: a number of tokens, a blank and a path" in err

@@ -82,7 +82,7 @@ def test_tokenizer_of_others(tmp_path, foreign, run, read_tokens, auto_tokenizer
     copied = auto_tokenizer(str(output / "tokenizer"))
     assert copied("a b").input_ids == direct("a b").input_ids == [1, 2, 3]
     (foreign / "tokenizer.json").write_text((foreign / "tokenizer.json").read_text() + "\n")
-    assert run(*command) == 1
+    assert run(*command) == 2
     assert "sha256 of its tokenizer.json" in capsys.readouterr().err
 
 
@@ -94,7 +94,7 @@ def test_tokenizer_without_eos_needs_no_append_eod(tmp_path, foreign, corpus, ru
         '{"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}'
     )
     command = ["--input", corpus, "--output", tmp_path / "out", "--tokenizer", directory]
-    assert run(*command) == 1
+    assert run(*command) == 2
     assert "has no eos_token" in capsys.readouterr().err
     assert run(*command, "--no-append-eod", "--overwrite") == 0
     assert load_manifest(tmp_path / "out").tokenizer.eod_id is None

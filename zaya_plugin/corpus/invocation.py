@@ -12,6 +12,8 @@ from concurrent.futures.process import BrokenProcessPool
 from zaya_plugin.corpus.workspace import Workspace
 from zaya_plugin.errors import message
 
+USER_ERROR = 2  # as of every command of zaya
+
 
 def command_parser(name: str, description: str, examples: str) -> argparse.ArgumentParser:
     """Return a parser whose help keeps the lines of its description and examples."""
@@ -39,9 +41,15 @@ def number(kind: Callable, allowed: str, holds: Callable[[float], bool]) -> Call
     return parse
 
 
-def whole_number(least: int) -> Callable[[str], int]:
-    """Return a type for argparse: a whole number from `least` up."""
-    return number(int, f"a whole number from {least} up", lambda value: value >= least)
+def whole_number(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:
+    """Return a type for argparse: a whole number from `least` to `most`."""
+    above = f"from {least} up" if most == 2**63 - 1 else f"from {least} to {most}"
+    return number(int, f"a whole number {above}", lambda value: least <= value <= most)
+
+
+def size_up_to(most: int) -> Callable[[str], int]:
+    """Return a type for argparse: a size whose amount is held in memory."""
+    return number(_bytes, f"a size from 1 to {most // 10**6}M bytes", lambda value: 0 < value <= most)
 
 
 def _bytes(text: str) -> int:
@@ -104,7 +112,7 @@ def command(
 
 
 def run_command(name: str, action: Callable[[], None], workspace: Workspace | None) -> int:
-    """Run an action; return 0 done, 1 failed with a message on stderr, 130 interrupted.
+    """Run an action; return 0 done, 2 failed with a message on stderr, 130 interrupted.
 
     Args:
         workspace: where the action builds a dataset that the same command continues after a failure.
@@ -139,5 +147,7 @@ def run_command(name: str, action: Callable[[], None], workspace: Workspace | No
     except KeyboardInterrupt:
         print(f"interrupted{kept()}", file=sys.stderr)
         return 130
+    except MemoryError:
+        text = message(f"zaya data {name}", problem="memory ran out" + kept(), fix="smaller sizes, or another machine")
     print(f"zaya data {name}: error: {text}", file=sys.stderr)
-    return 1
+    return USER_ERROR

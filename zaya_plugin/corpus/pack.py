@@ -11,7 +11,7 @@ import argparse
 import json
 import os
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TextIO
@@ -65,6 +65,8 @@ DROPPED_FILE = "dropped.jsonl"
 # Documents that are fitted with each other. Bounds memory and keeps the reads for one bin within one stretch of the
 # file; bins are within a few thousandths of full with far fewer.
 WINDOW = 1_000_000
+# Bins are filled in memory, 8 bytes a token while they are counted: 0.3 GB for one of the longest.
+LONGEST = 1 << 24
 CHUNK_TOKENS = 4_000_000  # written and counted at a time
 
 DESCRIPTION = """\
@@ -89,7 +91,13 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     out = command_parser("pack", DESCRIPTION, EXAMPLES)
     out.add_argument("source", metavar="DATASET", help="directory written by `zaya data prepare`")
-    out.add_argument("--sequence-length", required=True, type=whole_number(2), metavar="N", help="tokens of a bin")
+    out.add_argument(
+        "--sequence-length",
+        required=True,
+        type=whole_number(2, LONGEST),
+        metavar="N",
+        help=f"tokens of a bin, at most {LONGEST:,}",
+    )
     out.add_argument("--output", required=True, metavar="DIR", help="directory of the packed dataset")
     out.add_argument(
         "--long",
@@ -115,6 +123,15 @@ def pack(args: argparse.Namespace, workspace: Workspace) -> None:
     Raises:
         ValueError: the source is no prepared dataset, or the output is something else.
     """
+    for marker in args.trim_reasoning or ():
+        if not marker.strip() or args.trim_reasoning.count(marker) > 1:
+            raise mistake(
+                "--trim-reasoning",
+                " ".join(map(repr, args.trim_reasoning)),
+                problem="the markers are empty or equal, and would be found everywhere",
+                allowed="two different texts",
+                fix="--trim-reasoning '<think>' '</think>'",
+            )
     source, prefixes = locate(args.source)
     if source is None:
         raise mistake(
@@ -284,7 +301,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray,
     """
     assert len(lengths) == 0 or (lengths.min() >= 1 and lengths.max() <= capacity)
     bin_of = np.empty(len(lengths), np.int64)
-    rooms: list[list[int]] = [[] for _ in range(capacity + 1)]  # bins by the room left in them
+    rooms: defaultdict[int, list[int]] = defaultdict(list)  # bins by the room left in them
     occupied, bins = 0, 0  # bit r of `occupied`: some bin has room r
     for item in np.argsort(-lengths.astype(np.int64), kind="stable").tolist():
         length = int(lengths[item])

@@ -21,7 +21,7 @@ import numpy as np
 from zaya_plugin.corpus.bin_writer import BinWriter
 from zaya_plugin.corpus.blocks import BlockReader, Format, Position, Rejected, documents
 from zaya_plugin.corpus.inputs import DEFAULT_GLOBS, JSONL_SUFFIXES, STDLIB, InputFile, find_inputs, fingerprint
-from zaya_plugin.corpus.invocation import command, command_parser, fraction, size, whole_number
+from zaya_plugin.corpus.invocation import command, command_parser, fraction, size, size_up_to, whole_number
 from zaya_plugin.corpus.part_files import Job, Part, split_names, split_of, tokenise
 from zaya_plugin.corpus.workspace import INPUT_FILES, INPUT_TIMES, Workspace
 from zaya_plugin.data import tokenizer
@@ -36,6 +36,9 @@ STDLIB_BYTES = 4_000_000
 REJECTS_SHOWN = 10
 REJECTS_FILE = "rejected.jsonl"
 PART_BYTES = 16_000_000
+# Bounds of what a process holds in memory: a part, and about 130 times a document (130 GB for the longest allowed). A
+# BPE of 2^20 entries is four times the largest in use.
+HELD_BYTES, LARGEST_BPE, MOST_WORKERS = 1_000_000_000, 1 << 20, 1024
 
 DESCRIPTION = """\
 Turn text into a Megatron indexed dataset: train.bin/.idx and valid.bin/.idx, with its tokenizer and a manifest.
@@ -110,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
     )
     text.add_argument(
         "--max-document-bytes",
-        type=size,
+        type=size_up_to(HELD_BYTES),
         default=8_000_000,
         metavar="SIZE",
         help="reject longer documents; a worker needs about 130 times this in memory for one that long (default: 8M)",
@@ -131,7 +134,7 @@ def parser() -> argparse.ArgumentParser:
     choice.add_argument("--tokenizer", metavar="NAME", help="Hugging Face tokenizer: a directory or a name on the hub")
     choice.add_argument(
         "--train-bpe",
-        type=whole_number(SMALLEST_BPE),
+        type=whole_number(SMALLEST_BPE, LARGEST_BPE),
         metavar="VOCAB_SIZE",
         help=f"train a byte-level BPE on the training documents (default, with {DEFAULT_BPE})",
     )
@@ -164,14 +167,14 @@ def parser() -> argparse.ArgumentParser:
     )
     run.add_argument(
         "--workers",
-        type=whole_number(1),
+        type=whole_number(1, MOST_WORKERS),
         default=min(os.cpu_count() or 1, 8),
         metavar="N",
         help="processes; 1 starts none and works in this one (default: number of cores, at most 8)",
     )
     run.add_argument(
         "--part-bytes",
-        type=size,
+        type=size_up_to(HELD_BYTES),
         metavar="SIZE",
         help="input tokenised at a time and redone after an interruption (default: 16M, less for a small input)",
     )

@@ -144,7 +144,7 @@ class Lifecycle:
             ValueError: no checkpoint is intact, or with resume=must the newest is not.
         """
         nodes, having, lines = self._find_nodes()
-        lines = [*self._changed, *lines]
+        lines = [*restore.on_rank_0(lambda: self._changed), *lines]
         if len({bool(step) for step in restore.gathered(self.resumed_at)}) > 1:
             problem = "some ranks find checkpoints there, and others none"
             raise mistake("checkpoint.path", self.directory, problem=problem, allowed="a directory that all nodes see")

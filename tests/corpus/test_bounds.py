@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every numeric option of every `zaya data` command is held to its range before anything is read or built."""
+
+import argparse
+import importlib
+import time
+
+import numpy as np
+import pytest
+
+from zaya_plugin.cli import DATA_COMMANDS, USER_ERROR
+from zaya_plugin.corpus import check, inspect, pack, prepare
+from zaya_plugin.data.tokenizer import describe, open_tokenizer
+
+WRONG = [
+    "",
+    " ",
+    "x",
+    "-1",
+    "nan",
+    "inf",
+    "-inf",
+    "1e400",
+    "1" * 5000,
+    "0x10",
+    "1.5.2",
+    "∞",
+    "1_0_",
+    "M",
+    "-5G",
+    "nanT",
+]
+HUGE = ["1000000000000000000000", "1e30"]
+
+
+def numeric_options():
+    for name in DATA_COMMANDS:
+        for action in importlib.import_module(f"zaya_plugin.corpus.{name}").parser()._actions:
+            if action.option_strings and action.type is not None:
+                yield pytest.param(name, action, id=f"{name} {action.option_strings[0]}")
+
+
+@pytest.mark.parametrize(("name", "action"), numeric_options())
+def test_wrong_numbers_are_refused(name, action, capsys):
+    main = importlib.import_module(f"zaya_plugin.corpus.{name}").main
+    for text in WRONG:
+        with pytest.raises(SystemExit) as end:
+            main([f"{action.option_strings[0]}={text}", "nowhere"])
+        assert end.value.code == USER_ERROR and f"argument {action.option_strings[0]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "action"), numeric_options())
+def test_huge_numbers_are_refused_or_bounded(name, action):
+    for text in HUGE:
+        try:
+            value = action.type(text)
+        except argparse.ArgumentTypeError:
+            continue
+        # What is left without a bound is compared with what there is: seconds, reads, and bytes to read.
+        assert action.dest in ("step_seconds", "iops_budget", "max_bytes", "train_bpe_bytes"), (action.dest, value)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (pack, ["--sequence-length", "1000000000000"]),
+        (prepare, ["--train-bpe", "10000000000"]),
+        (prepare, ["--workers", "1000000"]),
+        (prepare, ["--part-bytes", "1T"]),
+        (prepare, ["--max-document-bytes", "1T"]),
+    ],
+)
+def test_sizes_are_checked_first(prepared, tmp_path, command, words):
+    begin = time.monotonic()
+    with pytest.raises(SystemExit) as end:
+        command.main([*words, "--output", str(tmp_path / "out"), *([str(prepared)] if command is pack else [])])
+    assert end.value.code == USER_ERROR and time.monotonic() - begin < 2 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("markers", [("", ""), (" ", "x"), ("a", ""), ("same", "same")])
+def test_markers_that_are_empty_or_equal_are_refused(prepared, tmp_path, capsys, markers):
+    words = [str(prepared), "--sequence-length", "64", "--output", str(tmp_path / "out"), "--trim-reasoning", *markers]
+    assert pack.main(words) == USER_ERROR
+    assert "--trim-reasoning=" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_packing_takes_memory_by_items():
+    bin_of, bins = pack.best_fit_decreasing(np.array([3, 1 << 23, (1 << 23) - 1, 2]), pack.LONGEST)
+    assert bins == 2 and np.bincount(bin_of).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00\xff\xfe", b"{", b"[]", b'{"eos_token": {}, "model": {}}', b"null"])
+def test_a_broken_tokenizer_is_one_message(prepared, tmp_path, capsys, content):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        for other in ("tokenizer.json", "tokenizer_config.json"):
+            (folder / other).write_bytes((prepared / "tokenizer" / other).read_bytes())
+        (folder / name).write_bytes(content)
+        for command in (check, inspect):
+            assert command.main([str(prepared / "train"), "--tokenizer", str(folder)]) == USER_ERROR
+            assert f"{name}: " in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"tokenizer\.json: cannot be read"):
+        open_tokenizer(str(tmp_path))
+    with pytest.raises(ValueError, match=r"tokenizer\.json: cannot be read"):
+        describe(str(tmp_path / "nowhere"), "x")
+
+
+def test_files_of_a_wrong_kind_are_one_message(prepared, tmp_path, capsys):
+    (tmp_path / "binary.jsonl").write_bytes(bytes(range(256)) * 40)
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "file").write_text("x")
+    out = ["--output", str(tmp_path / "out"), "--train-bpe", "300", "--workers", "1"]
+    cases = [
+        (prepare, ["--input", str(tmp_path / "binary.jsonl"), *out]),
+        (prepare, ["--input", str(tmp_path / "folder.jsonl"), *out]),
+        (prepare, ["--input", "stdlib", "--output", str(tmp_path / "file" / "out"), "--max-bytes", "1000"]),
+        (inspect, [str(tmp_path / "binary")]),
+        (inspect, [str(tmp_path / "folder.jsonl")]),
+        (check, [str(tmp_path / "file")]),
+    ]
+    for command, words in cases:
+        assert command.main(words) == USER_ERROR, words
+        error = capsys.readouterr().err
+        assert error.startswith("zaya data ") or "\nzaya data " in error
