@@ -3,7 +3,7 @@
 
 import pytest
 
-from zaya_plugin.config.compose import compose, load_recipe, refuse_repeated, save_recipe, to_yaml
+from zaya_plugin.config.compose import compose, load_recipe, say_repeated, save_recipe, to_yaml
 from zaya_plugin.config.schema import Recipe, get
 
 DEMO = "experiment=cpu_demo"
@@ -237,7 +237,8 @@ def test_a_refusal_shows_what_was_typed(override, start):
     assert str(error.value).startswith(start)
 
 
-def test_a_key_given_twice_is_refused_with_both_values():
-    with pytest.raises(ValueError, match="optim.lr: was given twice, as 1 and as 2"):
-        refuse_repeated([DEMO, "optim.lr=1", "++optim.lr=2"])
-    refuse_repeated([DEMO, "optim.lr=1", "optim.min_lr=1"])
+def test_a_key_given_twice_is_said_with_both_values(capsys):
+    say_repeated([DEMO, "optim.lr=1", "++optim.lr=2", "optim.min_lr=1", "optim.min_lr=1"])
+    said = capsys.readouterr().err
+    assert said == "zaya: optim.lr=2: was given before as 1; the last value counts\n"
+    assert compose([DEMO, "optim.lr=1", "optim.lr=2"]).optim.lr == 2

@@ -9,6 +9,7 @@ choices and in its range.
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -69,15 +70,16 @@ def open_overrides(overrides: list[str]) -> list[str]:
     return [*_without_kernel_overrides(), *opened] if all_operators else opened
 
 
-def refuse_repeated(overrides: list[str]) -> None:
-    """Raise ValueError for a key that the words of a command give twice: one of the two would be silently dropped."""
+def say_repeated(overrides: list[str]) -> None:
+    """Print each key that the words of a command give twice with other values: the last one counts, so that a script's
+    words can be followed by its user's.
+    """
     given: dict[str, str] = {}
     for item in overrides:
         key, _, value = item.lstrip("+~").partition("=")
-        if key in given:
-            problem = f"was given twice, as {given[key]} and as {value}"
-            raise mistake(key, problem=problem, allowed="one value", fix=f"{key}={value}")
-        given[key] = value
+        if given.setdefault(key, value) != value:
+            print(f"zaya: {key}={value}: was given before as {given[key]}; the last value counts", file=sys.stderr)
+            given[key] = value
 
 
 def _refuse_group(item: str) -> None:

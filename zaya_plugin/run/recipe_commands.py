@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from zaya_plugin.config.compose import compose, open_overrides, refuse_repeated
+from zaya_plugin.config.compose import compose, open_overrides, say_repeated
 from zaya_plugin.config.validate import validate
 from zaya_plugin.errors import mistake
 from zaya_plugin.run import megatron_export, primus_export, sbatch
@@ -92,7 +92,7 @@ class Parser(argparse.ArgumentParser):
             if not os.path.isdir(folder):
                 raise mistake("--config-dir", folder, problem="no such directory", allowed="a folder with recipes")
             options.overrides.append(f"hydra.searchpath=[file://{Path(folder).resolve()}]")
-        refuse_repeated(options.overrides)
+        say_repeated(options.overrides)
         options.overrides = open_overrides(options.overrides)
         return options
 
