@@ -46,6 +46,8 @@ class Saver:
     Args:
         directory: of the checkpoints, which all ranks see.
         deadline: seconds without progress after which a save has failed.
+        collectives: seconds after which a collective ends the run. A rank that waits for its writer gives up earlier,
+            since other ranks may wait for it in a collective.
 
     Attributes:
         local: the same on this node's own disk, where a checkpoint is written first; None: nowhere. leads: this rank
@@ -66,9 +68,11 @@ class Saver:
         keep_last: int = 0,
         keep_every: int | None = None,
         deadline: float = DEADLINE,
+        collectives: float = float("inf"),
     ):
         self.directory, self.rank, self.world = directory, rank, world
-        self.keep_last, self.keep_every, self.deadline = keep_last, keep_every, deadline
+        self.keep_last, self.keep_every = keep_last, keep_every
+        self.deadline, self.collectives = min(deadline, 0.7 * collectives), collectives
         self.local: Path | None = None
         self.leads, self.limit = False, None
         self.generation = ""
@@ -98,7 +102,7 @@ class Saver:
     def _start_writer(self) -> None:
         """Start the writer. Python starts it without a copy of this process' memory, so also after pinning."""
         mine, its = socket.socketpair()
-        with its:
+        with mine, its:
             self._process = subprocess.Popen(
                 [
                     sys.executable,
@@ -112,7 +116,7 @@ class Saver:
                 start_new_session=True,  # a Ctrl-C is for the rank
                 env={**os.environ, "ZAYA_RANK_PID": str(os.getpid())},
             )
-        self._connection = Connection(mine.detach())
+            self._connection = Connection(mine.detach())
 
     def _ask(self, what: str, **more) -> None:
         self._connection.send_bytes(json.dumps({"do": what, **more}).encode())
@@ -125,12 +129,19 @@ class Saver:
             if self._index:
                 self._connection.send_bytes(self._index)
 
-    def _revive(self) -> None:
-        """Replace a writer that has ended or does not answer."""
+    def _revive(self) -> str:
+        """Replace a writer that has ended or does not answer. Return why that was not possible; the next poll tries it
+        again.
+        """
         self._process.kill()
-        self._connection.close()
-        self._start_writer()
+        before = self._connection
+        try:
+            self._start_writer()
+        except OSError as error:
+            return f", and no other can be started ({error})"
+        before.close()
         self._send_layout()
+        return ""
 
     # Plan
 
@@ -249,8 +260,8 @@ class Saver:
             except ConnectionError:
                 return self._lost("has ended")
             self._handed_over, self._heard = True, time.monotonic()
-        elif time.monotonic() - self._heard > self.deadline + SILENCE:
-            self._lost(f"has not answered for {self.deadline + SILENCE:g} s", hangs=True)
+        elif time.monotonic() - self._heard > self.silence:
+            self._lost(f"has not answered for {self.silence:g} s", hangs=True)
 
     def _hear(self, told: dict) -> None:
         self._heard = time.monotonic()
@@ -284,7 +295,7 @@ class Saver:
         was_busy = self._state == BUSY
         self._staging_wait()
         if self.prepared:
-            self._revive()
+            what += self._revive()
         if was_busy and self.completed == self._save.iteration:
             self._state = FREE
         elif was_busy:
@@ -302,6 +313,11 @@ class Saver:
             with contextlib.suppress(ConnectionError):
                 self._ask("fail", save=dataclasses.asdict(self._save), reason=reason)
         self.report(f"WARNING: the checkpoint of step {self._save.iteration} was not written: {reason}")
+
+    @property
+    def silence(self) -> float:
+        """Seconds without a message after which the writer hangs."""
+        return min(self.deadline + SILENCE, 0.9 * self.collectives)
 
     @property
     def load(self) -> int:
