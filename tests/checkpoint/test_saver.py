@@ -229,6 +229,21 @@ def hanging(tmp_path):
     libc.umount2(str(folder).encode(), 2)  # MNT_DETACH
 
 
+def test_a_new_writer_that_does_not_come_up_does_not_hold_training_up(training, tmp_path, monkeypatch):
+    """The layout and the index, some MB on rank 0, are more than a socket takes without a reader."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    python.chmod(0o755)
+    asked, ask = [], training.saver._ask
+    training.saver._ask = lambda what, **more: (asked.append(len(json.dumps(more))), ask(what, **more))
+    training.saver._process.kill()
+    training.saver._process.wait()
+    monkeypatch.setattr(saver.sys, "executable", str(python))
+    training.saver.poll()
+    assert asked and max(asked) < 100
+    training.saver._process.kill()
+
+
 def test_a_new_writer_that_cannot_be_started_fails_the_save_and_not_the_training(training, monkeypatch):
     training.save(10, world=2)
     training.until_part()

@@ -87,7 +87,7 @@ class Saver:
         self.upload_rate: float | None = None  # the same of its last upload
         self._buffer = HostBuffer()
         self._file: RankFile | None = None
-        self._index = b""
+        self._layout = b""
         self._staging: Staging | None = None
         self._save: Save | None = None
         self._handed_over = False
@@ -122,12 +122,11 @@ class Saver:
         self._connection.send_bytes(json.dumps({"do": what, **more}).encode())
 
     def _send_layout(self) -> None:
-        file = self._file
-        layout = dict(file=file.name, slices=file.slices, size=file.size, index=len(self._index), format=FORMAT)
+        """Tell the writer where the layout is in the memory: the text may be larger than what a socket takes without a
+        reader.
+        """
         with contextlib.suppress(ConnectionError):  # it has ended: the next poll starts another
-            self._ask("layout", layout=layout)
-            if self._index:
-                self._connection.send_bytes(self._index)
+            self._ask("layout", size=len(self._layout), start=self._file.size)
 
     def _revive(self) -> str:
         """Replace a writer that has ended or does not answer. Return why that was not possible; the next poll tries it
@@ -160,12 +159,13 @@ class Saver:
         if self.rank == 0:
             objects[COMMON] = [common]
         self._file = RankFile.plan(f"__{self.rank}_0.distcp", boxes, objects)
+        made = b""
         plans: list | None = [None] * self.world if self.rank == 0 else None
         torch.distributed.gather_object((self._file.entries, derived), plans, dst=0)
         error: list[str | None] = [None]
         if self.rank == 0:
             try:
-                self._index = index(
+                made = index(
                     (entry for entries, _ in plans for entry in entries), (key for _, keys in plans for key in keys)
                 )
             except ValueError as mismatch:
@@ -173,7 +173,11 @@ class Saver:
         torch.distributed.broadcast_object_list(error, src=0)
         if error[0]:
             raise ValueError(error[0])
-        self._buffer.allocate(self._file.size, pin)
+        file = self._file
+        layout = dict(file=file.name, slices=file.slices, size=file.size, index=made.decode("latin-1"), format=FORMAT)
+        self._layout = json.dumps(layout).encode()
+        self._buffer.allocate(file.size + len(self._layout), pin)
+        self._buffer.write(file.size, self._layout)
         if pin and not self._buffer.pinned:
             self.report(
                 f"WARNING: rank {self.rank}: the driver does not pin the {self._file.size / 1e9:.1f} GB of memory for "
@@ -192,7 +196,7 @@ class Saver:
     @property
     def bytes(self) -> int:
         """Bytes of this rank's file and of its buffer."""
-        return self._file.size
+        return self._file.size + len(self._layout)
 
     # Saves
 
