@@ -230,6 +230,52 @@ def hanging(tmp_path):
     libc.umount2(str(folder).encode(), 2)  # MNT_DETACH
 
 
+def test_a_new_writer_that_does_not_come_up_does_not_hold_training_up(training, tmp_path, monkeypatch):
+    """The layout and the index, some MB on rank 0, are more than a socket takes without a reader."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    python.chmod(0o755)
+    asked, ask = [], training.saver._ask
+    training.saver._ask = lambda what, **more: (asked.append(len(json.dumps(more))), ask(what, **more))
+    training.saver._process.kill()
+    training.saver._process.wait()
+    monkeypatch.setattr(saver.sys, "executable", str(python))
+    training.saver.poll()
+    assert asked and max(asked) < 100
+    training.saver._process.kill()
+
+
+def test_a_new_writer_that_cannot_be_started_fails_the_save_and_not_the_training(training, monkeypatch):
+    training.save(10, world=2)
+    training.until_part()
+    training.saver._process.kill()
+    training.saver._process.wait()
+
+    def refuse(*arguments, **named):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as full:
+        full.setattr(saver.subprocess, "Popen", refuse)
+        for _ in range(3):
+            training.saver.poll()
+    assert training.saver.failed == 10 and len(training.lines) == 1
+    assert "has ended, and no other can be started ([Errno 11] Resource temporarily" in training.lines[0]
+    training.saver.agreed(FAILED)
+    training.saver.poll()
+    training.save(20)
+    assert training.saver.wait(20)
+    training.saved(20)
+
+
+@pytest.mark.parametrize("minutes, deadline, silence", [(10, 420, 480), (1, 42, 54), (60, 600, 660)])
+def test_a_rank_gives_its_writer_up_before_a_collective_of_the_others_ends_the_run(
+    tmp_path, minutes, deadline, silence
+):
+    waiting = Saver(tmp_path, 0, 1, collectives=60 * minutes)
+    assert (waiting.deadline, waiting.silence) == (deadline, silence) and silence < 60 * minutes
+    waiting.close()
+
+
 def test_storage_that_hangs_does_not_hold_training_up(training, hanging, monkeypatch):
     training.first_save()
     good, training.saver.directory = training.saver.directory, hanging / "checkpoints"

@@ -303,8 +303,7 @@ def test_the_name_and_the_pointer_come_after_the_data_and_removal_after_both(tmp
     os.ftruncate(memory, 4096)
     mine, its = Pipe()
     writer = Writer(its, memory)
-    mine.send_bytes(b"index")
-    writer.take_layout("__0_0.distcp", [(0, 4096)], 4096, 5, "{}")
+    writer.take_layout("__0_0.distcp", [(0, 4096)], 4096, "index", "{}")
     fields = dict(rank=0, world=1, facts={}, keep_last=1, keep_every=None, deadline=30.0)
     done: list[str] = []
 

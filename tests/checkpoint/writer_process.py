@@ -34,6 +34,10 @@ class WriterProcess:
         memory = os.memfd_create("content")
         os.ftruncate(memory, size)
         os.pwrite(memory, CONTENT[:size], 0)
+        index = "index" if rank == 0 else ""
+        plan = dict(file=f"__{rank}_0.distcp", slices=[(0, size)], size=size, index=index, format="{}")
+        layout = json.dumps(plan).encode()
+        os.pwrite(memory, layout, size)
         mine, its = socket.socketpair()
         with its:
             self.process = subprocess.Popen(
@@ -45,13 +49,7 @@ class WriterProcess:
             )
         os.close(memory)
         self.connection = Connection(mine.detach())
-        index = b"index" if rank == 0 else b""
-        self.ask(
-            do="layout",
-            layout=dict(file=f"__{rank}_0.distcp", slices=[(0, size)], size=size, index=len(index), format="{}"),
-        )
-        if index:
-            self.connection.send_bytes(index)
+        self.ask(do="layout", size=len(layout), start=size)
 
     def ask(self, **request) -> None:
         """Send a request."""

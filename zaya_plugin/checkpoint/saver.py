@@ -46,6 +46,8 @@ class Saver:
     Args:
         directory: of the checkpoints, which all ranks see.
         deadline: seconds without progress after which a save has failed.
+        collectives: seconds after which a collective ends the run. A rank that waits for its writer gives up earlier,
+            since other ranks may wait for it in a collective.
 
     Attributes:
         local: the same on this node's own disk, where a checkpoint is written first; None: nowhere. leads: this rank
@@ -66,9 +68,11 @@ class Saver:
         keep_last: int = 0,
         keep_every: int | None = None,
         deadline: float = DEADLINE,
+        collectives: float = float("inf"),
     ):
         self.directory, self.rank, self.world = directory, rank, world
-        self.keep_last, self.keep_every, self.deadline = keep_last, keep_every, deadline
+        self.keep_last, self.keep_every = keep_last, keep_every
+        self.deadline, self.collectives = min(deadline, 0.7 * collectives), collectives
         self.local: Path | None = None
         self.leads, self.limit = False, None
         self.generation = ""
@@ -83,7 +87,7 @@ class Saver:
         self.upload_rate: float | None = None  # the same of its last upload
         self._buffer = HostBuffer()
         self._file: RankFile | None = None
-        self._index = b""
+        self._layout = b""
         self._staging: Staging | None = None
         self._save: Save | None = None
         self._handed_over = False
@@ -98,7 +102,7 @@ class Saver:
     def _start_writer(self) -> None:
         """Start the writer. Python starts it without a copy of this process' memory, so also after pinning."""
         mine, its = socket.socketpair()
-        with its:
+        with mine, its:
             self._process = subprocess.Popen(
                 [
                     sys.executable,
@@ -112,25 +116,31 @@ class Saver:
                 start_new_session=True,  # a Ctrl-C is for the rank
                 env={**os.environ, "ZAYA_RANK_PID": str(os.getpid())},
             )
-        self._connection = Connection(mine.detach())
+            self._connection = Connection(mine.detach())
 
     def _ask(self, what: str, **more) -> None:
         self._connection.send_bytes(json.dumps({"do": what, **more}).encode())
 
     def _send_layout(self) -> None:
-        file = self._file
-        layout = dict(file=file.name, slices=file.slices, size=file.size, index=len(self._index), format=FORMAT)
+        """Tell the writer where the layout is in the memory: the text may be larger than what a socket takes without a
+        reader.
+        """
         with contextlib.suppress(ConnectionError):  # it has ended: the next poll starts another
-            self._ask("layout", layout=layout)
-            if self._index:
-                self._connection.send_bytes(self._index)
+            self._ask("layout", size=len(self._layout), start=self._file.size)
 
-    def _revive(self) -> None:
-        """Replace a writer that has ended or does not answer."""
+    def _revive(self) -> str:
+        """Replace a writer that has ended or does not answer. Return why that was not possible; the next poll tries it
+        again.
+        """
         self._process.kill()
-        self._connection.close()
-        self._start_writer()
+        before = self._connection
+        try:
+            self._start_writer()
+        except OSError as error:
+            return f", and no other can be started ({error})"
+        before.close()
         self._send_layout()
+        return ""
 
     # Plan
 
@@ -149,12 +159,13 @@ class Saver:
         if self.rank == 0:
             objects[COMMON] = [common]
         self._file = RankFile.plan(f"__{self.rank}_0.distcp", boxes, objects)
+        made = b""
         plans: list | None = [None] * self.world if self.rank == 0 else None
         torch.distributed.gather_object((self._file.entries, derived), plans, dst=0)
         error: list[str | None] = [None]
         if self.rank == 0:
             try:
-                self._index = index(
+                made = index(
                     (entry for entries, _ in plans for entry in entries), (key for _, keys in plans for key in keys)
                 )
             except ValueError as mismatch:
@@ -162,7 +173,11 @@ class Saver:
         torch.distributed.broadcast_object_list(error, src=0)
         if error[0]:
             raise ValueError(error[0])
-        self._buffer.allocate(self._file.size, pin)
+        file = self._file
+        layout = dict(file=file.name, slices=file.slices, size=file.size, index=made.decode("latin-1"), format=FORMAT)
+        self._layout = json.dumps(layout).encode()
+        self._buffer.allocate(file.size + len(self._layout), pin)
+        self._buffer.write(file.size, self._layout)
         if pin and not self._buffer.pinned:
             self.report(
                 f"WARNING: rank {self.rank}: the driver does not pin the {self._file.size / 1e9:.1f} GB of memory for "
@@ -181,7 +196,7 @@ class Saver:
     @property
     def bytes(self) -> int:
         """Bytes of this rank's file and of its buffer."""
-        return self._file.size
+        return self._file.size + len(self._layout)
 
     # Saves
 
@@ -249,8 +264,8 @@ class Saver:
             except ConnectionError:
                 return self._lost("has ended")
             self._handed_over, self._heard = True, time.monotonic()
-        elif time.monotonic() - self._heard > self.deadline + SILENCE:
-            self._lost(f"has not answered for {self.deadline + SILENCE:g} s", hangs=True)
+        elif time.monotonic() - self._heard > self.silence:
+            self._lost(f"has not answered for {self.silence:g} s", hangs=True)
 
     def _hear(self, told: dict) -> None:
         self._heard = time.monotonic()
@@ -284,7 +299,7 @@ class Saver:
         was_busy = self._state == BUSY
         self._staging_wait()
         if self.prepared:
-            self._revive()
+            what += self._revive()
         if was_busy and self.completed == self._save.iteration:
             self._state = FREE
         elif was_busy:
@@ -302,6 +317,11 @@ class Saver:
             with contextlib.suppress(ConnectionError):
                 self._ask("fail", save=dataclasses.asdict(self._save), reason=reason)
         self.report(f"WARNING: the checkpoint of step {self._save.iteration} was not written: {reason}")
+
+    @property
+    def silence(self) -> float:
+        """Seconds without a message after which the writer hangs."""
+        return min(self.deadline + SILENCE, 0.9 * self.collectives)
 
     @property
     def load(self) -> int:

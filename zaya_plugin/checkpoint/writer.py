@@ -98,7 +98,7 @@ class Writer:
         while True:
             request = json.loads(self.connection.recv_bytes())
             if request["do"] == "layout":
-                self.take_layout(**request["layout"])
+                self.take_layout(**json.loads(os.pread(self.descriptor, request["size"], request["start"])))
             elif request["do"] == "save":
                 self.save(Save(**request["save"]))
             elif request["do"] == "fail":
@@ -106,11 +106,11 @@ class Writer:
             elif request["do"] != "abandon":  # that of a save that has ended
                 raise ValueError(f"the rank asks for {request['do']!r}, which this version does not know")
 
-    def take_layout(self, file: str, slices: list, size: int, index: int, format: str) -> None:
-        """Take the plan of the rank's file. index: bytes of the checkpoint's index, which follow; 0 but on rank 0."""
+    def take_layout(self, file: str, slices: list, size: int, index: str, format: str) -> None:
+        """Take the plan of the rank's file. index: of the checkpoint, a character for each byte; "" but on rank 0."""
         self.file, self.slices, self.format = file, [tuple(each) for each in slices], format
         self.memory = memoryview(mmap.mmap(self.descriptor, size, prot=mmap.PROT_READ))
-        self.index = self.connection.recv_bytes() if index else b""
+        self.index = index.encode("latin-1")
 
     def save(self, save: Save) -> None:
         """Write one checkpoint, and tell the rank how it ends."""

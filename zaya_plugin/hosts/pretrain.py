@@ -68,6 +68,7 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
         args.world_size,
         keep_last=recipe.checkpoint.keep_last,
         keep_every=recipe.checkpoint.keep_every,
+        collectives=60 * args.distributed_timeout_minutes,
     )
     before = predecessor(recipe) if not lifecycle.has_checkpoint else None
     lifecycle.data = sources.facts() if isinstance(sources, DataSources) else None
