@@ -233,8 +233,8 @@ def test_a_killed_first_writer_ends_the_wait_of_the_others(start, tmp_path):
 
 
 def test_an_old_local_checkpoint_of_the_step_is_not_taken_for_the_new_one(start, tmp_path):
-    pair = start(0), start(1)
     for number in (1, 2):  # the second upload waits for the first rank, which stops for a while
+        pair = start(0), start(1)
         if number == 2:
             (tmp_path / "shared" / "iter_0000010" / "__0_0.distcp").write_bytes(b"damaged")
             pair[0].process.send_signal(signal.SIGSTOP)
@@ -244,6 +244,7 @@ def test_an_old_local_checkpoint_of_the_step_is_not_taken_for_the_new_one(start,
             pair[0].process.send_signal(signal.SIGCONT)
         for writer in pair:
             writer.hear("done")
+            writer.close()
     local = manifest.read(tmp_path / "local" / "iter_0000010")
     assert local["save"] == 2 == manifest.read(tmp_path / "shared" / "iter_0000010")["save"]
 

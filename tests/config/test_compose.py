@@ -3,7 +3,7 @@
 
 import pytest
 
-from zaya_plugin.config.compose import compose, load_recipe, say_repeated, save_recipe, to_yaml
+from zaya_plugin.config.compose import compose, load_recipe, save_recipe, say_repeated, to_yaml
 from zaya_plugin.config.schema import Recipe, get
 
 DEMO = "experiment=cpu_demo"

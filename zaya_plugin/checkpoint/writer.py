@@ -212,16 +212,17 @@ class Writer:
         directory, complete = Path(save.final).parent, (Path(save.final) / manifest.NAME).exists()
         if not complete and not self.is_described(save):
             return
+        newest = save.iteration if complete else save.iteration - 1  # this step may be tried again at once
         if save.rank == 0:
-            manifest.remove_leftovers(directory, save.iteration, keep=() if complete else (save.folder.name,))
+            manifest.remove_leftovers(directory, newest)
             for old in on_disk.removable(directory, save.keep_last, save.keep_every, newest=save.iteration):
                 on_disk.remove(directory, old)
         if save.leads and save.local:
-            local = Path(save.local)
-            manifest.remove_leftovers(local.parent, save.iteration, keep=() if complete else (local.name,))
-            for old in iterations(local.parent):
+            local = Path(save.local).parent
+            manifest.remove_leftovers(local, newest)
+            for old in iterations(local):
                 if old < save.iteration:
-                    on_disk.remove(local.parent, old)
+                    on_disk.remove(local, old)
 
     @staticmethod
     def is_described(save: Save) -> bool:
