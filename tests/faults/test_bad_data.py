@@ -59,6 +59,7 @@ def test_malformed_blends(tmp_path, corpus, entry):
     assert "data.blend" in _refused(tmp_path, corpus, f"data.blend=[{entry}]")
 
 
+@pytest.mark.slow
 def test_a_run_resumes_on_the_data_of_its_checkpoint(tmp_path, corpus):
     """Data without manifest is known by the fingerprint that the checkpoint keeps; a tokenizer by its digest."""
     for suffix in (".bin", ".idx"):

@@ -39,7 +39,9 @@ def ended(monkeypatch):
         handover = SimpleNamespace(check=lambda args: None, hooks=lambda call: [])
         for name, value in {
             "megatron_arguments": lambda *_: {},
-            "parse_arguments": lambda values: SimpleNamespace(curr_iteration=4, rank=0, world_size=1),
+            "parse_arguments": lambda values: SimpleNamespace(
+                curr_iteration=4, rank=0, world_size=1, distributed_timeout_minutes=10
+            ),
             "Saver": lambda *_, **__: SimpleNamespace(close=note("writer")),
             "SavedState": lambda *_: None,
             "predecessor": lambda recipe: None,

@@ -31,7 +31,7 @@ REFUSED = [
     ("qk_layernorm", True, "not a part"),
     ("moe_aux_loss_coeff", 0.01, "biases alone"),
     ("moe_z_loss_coeff", 0.001, "not a part"),
-    ("router_init_std", 0.0, "a number above 0, or null"),
+    ("router_init_std", 0.0, r"a number above 0, at most 100.0 \(.*\), or null"),
     ("balancing_beta1", 1.0, "from 0 to below 1"),
     ("router_hidden_size", 0, "above 0"),
     ("cuda_graph_impl", "local", "none, full_iteration"),

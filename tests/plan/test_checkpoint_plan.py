@@ -108,7 +108,8 @@ def test_without_a_distributed_optimizer_each_rank_holds_everything():
 
 def test_the_dry_run_prints_it():
     recipe = compose(["experiment=zaya1_base", "cluster=mi300x_128x8", "data.path=none", "machine.storage_gb_per_s=25"])
-    text = before_start.describe(recipe, make_plan(recipe, {"RANK": "0", "WORLD_SIZE": "1024", "LOCAL_RANK": "0"}))
+    place = {"RANK": "0", "WORLD_SIZE": "1024", "LOCAL_RANK": "0", "MASTER_ADDR": "node0", "MASTER_PORT": "20000"}
+    text = before_start.describe(recipe, make_plan(recipe, place))
     lines = text.split("\ncheckpoints  ")[1].split("\nMegatron ")[0].splitlines()
     assert lines == [
         "(prediction) 72.9 GB: fp32 weights and the optimizer's state",
