@@ -38,6 +38,7 @@ COMMANDS = {
     ),
     "generate": ("zaya_plugin.cli:generate", "continue prompts with a checkpoint or a published model"),
     "eval": ("zaya_plugin.cli:evaluate", "run evaluation tasks, compute perplexity by domain"),
+    "aegis": ("zaya_plugin.cli:aegis", "supervise a long run: watch, restart, exchange nodes, report"),
     "data": ("zaya_plugin.cli:data", "make, pack, inspect and warm corpora"),
     "verify": (
         "zaya_plugin.verify.command:main",
@@ -54,6 +55,15 @@ DATA_COMMANDS = {
     "bundle": "join many small datasets, and report the random reads of a planned run",
     "warm": "read the data that a run needs next into the page cache",
     "mixture": "print tokens and epochs of each source that a blend draws, for one stage or several",
+}
+# Command of `zaya aegis` -> what it does; each is a module zaya_plugin.aegis.<name> with a main().
+AEGIS_COMMANDS = {
+    "run": "start the ranks of a command on this node, watch them, and restart, exchange or stop",
+    "status": "show a supervised run in the terminal, live",
+    "report": "uptime, goodput and causes of a run, in the terminal and as one HTML page",
+    "explain": "read a folder of logs and say what happened and what would have been done",
+    "preflight": "examine the nodes before a start, and write which pass and which fail",
+    "lab": "break a small run in many ways on this machine, and check that it recovers",
 }
 USAGE = (
     "zaya: ZAYA1 pretraining as a Megatron-core plugin\n\n  zaya train experiment=cpu_demo    train a small ZAYA "
@@ -118,12 +128,22 @@ def _dispatch(argv: list[str]) -> int:
 
 def data(argv: list[str]) -> int:
     """Run `zaya data COMMAND ...`."""
+    return _run_below("data", "corpora for training", DATA_COMMANDS, "zaya_plugin.corpus", argv)
+
+
+def aegis(argv: list[str]) -> int:
+    """Run `zaya aegis COMMAND ...`."""
+    return _run_below("aegis", "keep a long run alive", AEGIS_COMMANDS, "zaya_plugin.aegis", argv)
+
+
+def _run_below(name: str, purpose: str, commands: dict[str, str], package: str, argv: list[str]) -> int:
+    """Run `zaya <name> COMMAND ...`, the main() of `<package>.<command>`, or print the commands."""
     if not argv or argv[0] in ("-h", "--help"):
-        print("zaya data: corpora for training\n\n" + usage("zaya data", DATA_COMMANDS), end="")
+        print(f"zaya {name}: {purpose}\n\n" + usage(f"zaya {name}", commands), end="")
         return 0 if argv else USER_ERROR
-    if argv[0] not in DATA_COMMANDS:
-        raise unknown("zaya data", argv[0], DATA_COMMANDS)
-    return importlib.import_module(f"zaya_plugin.corpus.{argv[0]}").main(argv[1:]) or 0
+    if argv[0] not in commands:
+        raise unknown(f"zaya {name}", argv[0], commands)
+    return importlib.import_module(f"{package}.{argv[0]}").main(argv[1:]) or 0
 
 
 def convert(argv: list[str]) -> int:

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One observation of an agent: a line of a log, an exit code, a counter that grew, a rank without progress."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+TEXT = 500  # characters of a line that are kept
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was seen, where and when.
+
+    time: seconds since 1970, by the node's clock until the decision maker has converted it to its own.
+    source: kernel, rank, exit, progress, counter, link, host, storage, checkpoint, agent or slurm.
+    text: as it may be shown to a person; see `printable`.
+    rule: the name of a row of rules.yaml; None: a line that was not compared with the rules yet.
+    values: numbers and names beside the text, such as {"step": 12, "exit_code": -9}.
+    """
+
+    time: float
+    node: str
+    source: str
+    text: str
+    rank: int | None = None
+    rule: str | None = None
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields that are set, for the journal and the network."""
+        return {name: value for name, value in asdict(self).items() if value not in (None, {})}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Evidence:
+        """Return the evidence that `to_json` described. Raises TypeError for an unknown or missing field."""
+        return cls(**values)
+
+
+def printable(line: str | bytes) -> str:
+    """Return `line` without control characters, at most TEXT characters long: it may come from any program."""
+    if isinstance(line, bytes):
+        line = line[: 4 * TEXT].decode(errors="replace")
+    return "".join(letter if letter.isprintable() else " " for letter in line[:TEXT]).strip()

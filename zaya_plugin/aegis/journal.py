@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The journal of a supervised run: one line of JSON for each fact and each decision, only ever appended.
+
+The decision maker alone writes it. It starts again from it after a crash, and `zaya aegis status` and `report` read
+nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# kind -> fields beside time, kind and generation (the number of the attempt, 0 before the first)
+KINDS = {
+    "begin": ("command", "nodes", "spares", "ranks_per_node", "version"),  # nodes: the number of nodes asked for
+    "decider": ("pid", "reason"),  # the decision maker has started (again)
+    "node": ("node", "state", "reason"),  # joined, lost, out, back
+    "attempt": ("nodes", "world_size", "resume_step"),  # nodes: names in the order of their ranks
+    "first_step": ("step",),
+    "progress": ("step", "step_seconds"),  # about once a minute
+    "checkpoint": ("step",),  # a manifest has appeared
+    "symptom": ("evidence",),  # what made the decision maker look: detected now, happened at evidence["time"]
+    "diagnosis": ("cause", "node", "rank", "role", "severity", "confidence", "first", "evidence", "cascades"),
+    "decision": ("action", "nodes_out", "delay", "to_step", "skip", "reason"),
+    "stopped": ("seconds", "survivors"),  # the ranks of the attempt have ended
+    "alert": ("text", "delivered"),
+    "end": ("code", "reason"),
+}
+
+
+class Journal:
+    """Appends to a file; each line is on disk before `write` returns."""
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        if os.fstat(self.file).st_size and path.read_bytes()[-1:] != b"\n":  # the writer was killed within a line
+            os.write(self.file, b"\n")
+
+    def write(self, kind: str, generation: int, **values: Any) -> dict[str, Any]:
+        """Append one line and return it. Raises ValueError for a kind or field that KINDS does not list."""
+        if kind not in KINDS or set(values) - set(KINDS[kind]):
+            raise ValueError(f"the journal has no {kind} with {sorted(values)}; see KINDS")
+        row = {"time": time.time(), "kind": kind, "generation": generation, **values}
+        os.write(self.file, json.dumps(row).encode() + b"\n")
+        os.fsync(self.file)
+        return row
+
+    def close(self) -> None:
+        os.close(self.file)
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a journal; a line that was cut off by a kill is left out."""
+    with open(path, errors="replace") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and row.get("kind") in KINDS:
+                yield row
