@@ -170,6 +170,17 @@ def saved_arguments(directory: Path, iteration: int):
     return load_common_state_dict(str(folder(directory, iteration)))["args"]
 
 
+def recipe_values(directory: Path) -> dict | None:
+    """Return the recipe that the newest complete checkpoint was trained with, by key; None: an earlier version or another
+    program wrote it, or none is complete.
+    """
+    try:
+        iteration, _ = latest(directory)
+        return None if iteration is None else manifest.read(folder(directory, iteration)).get(manifest.RECIPE)
+    except ValueError:
+        return None
+
+
 def check_same_model(directory: Path, iteration: int, args) -> None:
     """Compare a checkpoint's model with the one that will be built.
 

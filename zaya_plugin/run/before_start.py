@@ -18,15 +18,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import yaml
-
 from zaya_plugin import compat
+from zaya_plugin.checkpoint import on_disk
 from zaya_plugin.checkpoint.convert.beside import resolve
 from zaya_plugin.config.arguments import megatron_arguments
 from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.graphs import with_graphs
 from zaya_plugin.config.megatron_review import unchecked_lines
-from zaya_plugin.config.run_directory import check_resume
+from zaya_plugin.config.resume import changes, values_in
+from zaya_plugin.config.run_directory import check_resume, checkpoint_path, has_checkpoint
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import data_parallel_size, unused_kernels
 from zaya_plugin.data.sources import find_sources
@@ -95,15 +95,37 @@ def with_padding(recipe: Recipe) -> Recipe:
     """Return `recipe` with model.make_vocab_size_divisible_by of the run that it resumes or takes over: its tables have
     that many rows, whatever today's default is.
     """
-    own = Path(recipe.run_dir) / "recipe.yaml"
-    before = own if saved_step(Path(recipe.run_dir)) is not None and own.is_file() else None
-    if before is None and recipe.handover.from_run is not None:
-        before = Path(recipe.handover.from_run) / "recipe.yaml"
-    if before is None:
+    before = values_in(recipe.run_dir) if saved_step(Path(recipe.run_dir)) is not None else {}
+    if not before and recipe.handover.from_run is not None:
+        before = values_in(recipe.handover.from_run)
+    if not before:
         return recipe
-    # Read without the schema: an earlier version may have written other keys.
-    divisor = (yaml.safe_load(before.read_text()).get("model") or {}).get("make_vocab_size_divisible_by", 64)
+    divisor = before.get("model.make_vocab_size_divisible_by", 64)
     return replace(recipe, model=replace(recipe.model, make_vocab_size_divisible_by=divisor))
+
+
+def changed_keys(recipe: Recipe) -> tuple[list[str], list[str]]:
+    """Return messages about changes of the recipe that a run cannot resume with, and lines about those that it can; both
+    empty for a new run or stage.
+
+    Compared is the recipe that the newest complete checkpoint keeps, or run_dir/recipe.yaml beside one of an earlier
+    version.
+    """
+    directory = checkpoint_path(recipe)
+    if recipe.resume == "never" or not has_checkpoint(directory):
+        return [], []
+    before = on_disk.recipe_values(directory) or values_in(recipe.run_dir)
+    return changes(before, recipe, recipe.run_dir)
+
+
+def check_changed_keys(recipe: Recipe, plan: Plan) -> None:
+    """Raise ValueError for changes of the recipe that a run cannot resume with; rank 0 prints the others."""
+    refused, warned = changed_keys(recipe)
+    if refused:
+        raise ValueError("\n".join(refused))
+    if plan.rank == 0:
+        for line in warned:
+            print(line, file=sys.stderr, flush=True)
 
 
 def check_surroundings(recipe: Recipe, plan: Plan) -> None:
@@ -236,7 +258,7 @@ def stops(recipe: Recipe, plan: Plan) -> list[str]:
     Of a run on several nodes, this machine is none of them: its devices, packages and data are not checked.
     """
     elsewhere = plan.command is not None and plan.command[0] == "torchrun"
-    checks = [lambda: check_resume(recipe), lambda: take_over(recipe)]
+    checks = [lambda: check_resume(recipe), lambda: check_changed_keys(recipe, plan), lambda: take_over(recipe)]
     if not elsewhere:
         checks.append(lambda: check_surroundings(recipe, plan))
     checks.append(lambda: check_arguments(settled(recipe, plan.world_size)[0], plan))

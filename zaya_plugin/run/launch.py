@@ -70,6 +70,7 @@ def launch(recipe: Recipe) -> int:
     if recipe.handover.from_run is not None:
         places.require_answer(recipe.handover.from_run, "handover.from_run")
     check_resume(recipe)
+    before_start.check_changed_keys(recipe, plan)
     recipe = before_start.take_over(recipe)
     before_start.check_surroundings(recipe, plan)
     make_writable(recipe.run_dir)

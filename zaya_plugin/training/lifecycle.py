@@ -16,6 +16,8 @@ import torch
 from zaya_plugin import __version__
 from zaya_plugin.checkpoint import manifest, on_disk, places, restore, starts
 from zaya_plugin.checkpoint.run_lock import LostLockError, RunLock
+from zaya_plugin.config.resume import changes as changed_keys
+from zaya_plugin.config.resume import values_of
 from zaya_plugin.config.run_directory import checkpoint_path, has_checkpoint, make_writable, uploads
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import changes
@@ -54,7 +56,7 @@ class Lifecycle:
         self.data: dict | None = None
         self.data_may_change = recipe.data.changed == "accept"
         self._changed: list[str] = []
-        self.recipe_name = recipe.name
+        self.recipe = recipe
         self.run_dir = Path(recipe.run_dir)
         self.recipe_checksum = starts.checksum(recipe)
         self.resumed_at = 0
@@ -102,8 +104,8 @@ class Lifecycle:
                 "steps": before.steps,
                 "tokens": before.tokens,
             }
-        args.zaya = {"version": __version__, "recipe": self.recipe_name, "run_id": self.run_id, "lineage": self.lineage}
-        args.zaya["data"] = self.data
+        args.zaya = {"version": __version__, "recipe": self.recipe.name, "run_id": self.run_id, "lineage": self.lineage}
+        args.zaya |= {"data": self.data, manifest.RECIPE: values_of(self.recipe)}
         self._args = args
 
     def _check(self, iteration: int, args) -> None:
@@ -111,6 +113,9 @@ class Lifecycle:
         on_disk.check_same_model(self.directory, iteration, args)
         saved = getattr(on_disk.saved_arguments(self.directory, iteration), "zaya", {})
         self._compare_data(saved.get("data"), on_disk.folder(self.directory, iteration))
+        refused, _ = changed_keys(saved.get(manifest.RECIPE) or {}, self.recipe, self.run_dir)
+        if refused:  # a guest in another host; `zaya train` has compared before the start
+            raise ValueError("\n".join(refused))
         self.run_id, self.lineage = saved.get("run_id"), saved.get("lineage")
         on_disk.name_as_latest(self.directory, iteration)
         self._checked = iteration
