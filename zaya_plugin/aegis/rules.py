@@ -19,16 +19,20 @@ from typing import Any
 
 import yaml
 
+from zaya_plugin.aegis.evidence import Evidence, printable
+from zaya_plugin.aegis.exit_codes import meaning
 from zaya_plugin.errors import mistake
 
 try:
-    from re import _constants as sre, _parser as sre_parser
+    from re import _constants as sre
+    from re import _parser as sre_parser
 except ImportError:  # Python 3.10
     import sre_constants as sre
     import sre_parse as sre_parser
 
 FILE = Path(__file__).with_name("rules.yaml")
 LINE = 2000  # characters of a line that are compared
+A_MINUTE = 20  # lines of one row that a log gives in a minute
 KERNEL = "kernel"
 TEXTS = ("rank", "agent", "slurm")  # they share files: srun and torchrun write into the logs of the ranks
 ESCAPES = re.compile(r"\x1b\[[0-9;?]{0,16}[A-Za-z]")
@@ -171,6 +175,82 @@ class _Family:
         if any(not one.rule.fallback for one in found.values()):
             return [one for one in found.values() if not one.rule.fallback]
         return list(found.values())
+
+
+class Reader:
+    """Reads one log line by line, and gives the evidence in it.
+
+    It knows what a single line does not show: in which file an exception was raised, which rank a line of a common log
+    belongs to, and how far the run came (`step`, at the time `progress`).
+    """
+
+    PREFIX = re.compile(
+        r"\[rank(\d{1,7})\]:|^ *(\d{1,7}): |^zaya: rank (\d{1,7}): "
+    )  # torch, srun --label, zaya_plugin
+    STEP = re.compile(r"\biteration +(\d{1,12})/")  # Megatron's line
+    FRAME = re.compile(r'File "([^"]{1,500})", line \d+, in (\S{1,80})')
+    SUMMARY = re.compile(r"^ *(rank|host) +: (\S{1,80})")  # torchrun's table of failures: before the exit code
+
+    def __init__(self, rules: Rules, source: str, node: str, rank: int | None = None):
+        self.rules, self.source, self.node, self.rank = rules, source, node, rank
+        self.step: int | None = None
+        self.progress: float | None = None
+        self._frames: dict[int | None, tuple[bool, str]] = {}  # by rank: whether it is the run's own code, and where
+        self._summary: dict[str, str] = {}
+        self._given: dict[str, tuple[float, int]] = {}  # row -> begin of the minute, lines in it
+
+    def read(self, line: str | bytes, time: float) -> list[Evidence]:
+        """Return the evidence of one line that was written at `time`; none for almost all lines."""
+        if isinstance(line, bytes):
+            line = line[: 4 * LINE].decode(errors="replace")
+        line = line[:LINE]
+        if self.source != KERNEL:
+            self._follow(line, time)
+        found = self.rules.find(self.source, line)
+        return [self._evidence(one, line, time) for one in found if self._is_new(one.rule, time)] if found else []
+
+    def _is_new(self, rule: Rule, time: float) -> bool:
+        """Whether the row was not yet named A_MINUTE times in this minute: one bad rank may write a line a million times."""
+        since, number = self._given.get(rule.name, (time, 0))
+        if not 0 <= time - since < 60:
+            since, number = time, 0
+        self._given[rule.name] = since, number + 1
+        return number < max(A_MINUTE, rule.count)
+
+    def _follow(self, line: str, time: float) -> None:
+        if "iteration" in line and (read := self.STEP.search(line)) and int(read[1]) != self.step:
+            self.step, self.progress = int(read[1]), time
+        elif "Traceback (most" in line:
+            self._frames.pop(self._rank_of(line), None)
+        elif 'File "' in line and (read := self.FRAME.search(line)):
+            path, rank = read[1], self._rank_of(line)
+            own = "zaya_plugin" in path or not re.search(r"site-packages|dist-packages|/lib/python|^<", path)
+            if own or not self._frames.get(rank, (False, ""))[0]:
+                self._frames[rank] = own, f"{'/'.join(path.split('/')[-2:])} in {read[2]}"
+        elif "  : " in line and (read := self.SUMMARY.search(line)):
+            self._summary[read[1]] = read[2]
+
+    def _rank_of(self, line: str) -> int | None:
+        if self.rank is None and (read := self.PREFIX.search(line)):
+            return int(next(number for number in read.groups() if number is not None))
+        return self.rank
+
+    def _evidence(self, found: Found, line: str, time: float) -> Evidence:
+        rule, values, rank, source = found.rule, dict(found.values), self._rank_of(line), self.source
+        if found.recovered:
+            values["recovered"] = True
+        node = str(values.get("host", self.node))
+        if "exit_code" in values:
+            source, rule = "exit", self.rules[meaning(values["exit_code"]).rule or rule.name]
+            if "task" not in values and self._summary:
+                node = self._summary.get("host", node)
+                rank = int(number) if (number := self._summary.get("rank", "")).isdigit() else rank
+                self._summary = {}
+        rank = values.pop("task", rank)
+        if frame := self._frames.pop(rank, None):
+            kind = re.search(r"(?:^|[\s.:])([A-Z]\w{1,60})(?::|\s*$)", line)
+            values |= {"frame": frame[1], "exception": kind[1] if kind else rule.name}
+        return Evidence(time, node, source, printable(line), rank, rule.name, values)
 
 
 def _values(read: re.Match) -> dict[str, Any]:
