@@ -25,6 +25,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from zaya_plugin.config.whole_file import write_whole
+
 FOLDER = "ZAYA_AEGIS_DIR"
 LINE = 256  # bytes; a line of one size is replaced by one write
 PHASES = ("start", "build", "load", "warm_up", "train", "validate", "save", "end")
@@ -70,7 +72,8 @@ class Heartbeat:
             trace = json.loads(_dump_fr_trace_json())
         except (ImportError, RuntimeError, ValueError) as error:  # a build of torch without it
             trace = {"error": str(error)}
-        write_whole(self.folder / f"rank{self.rank}.flight.json", {"rank": self.rank, "request": request, **trace})
+        trace |= {"rank": self.rank, "request": request}
+        write_whole(self.folder / f"rank{self.rank}.flight.json", json.dumps(trace))
 
 
 def start(rank: int) -> None:
@@ -126,12 +129,5 @@ def guard(kind: str, text: str, **values) -> None:
     """Leave the reason for which a guard ends the run: rank<N>.guard.json, once."""
     if _beat is not None:
         found = {"kind": kind, "rank": _beat.rank, "time": time.time(), "text": text, **values}
-        write_whole(_beat.folder / f"rank{_beat.rank}.guard.json", found)
-
-
-def write_whole(path: Path, values: dict) -> None:
-    """Write a file of JSON that a reader never sees in part."""
-    with contextlib.suppress(OSError):
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(values))
-        partial.replace(path)
+        with contextlib.suppress(OSError):
+            write_whole(_beat.folder / f"rank{_beat.rank}.guard.json", json.dumps(found))
