@@ -26,16 +26,17 @@ from zaya_plugin.aegis.evidence import Evidence
 from zaya_plugin.aegis.exit_codes import meaning
 from zaya_plugin.aegis.rules import Reader, Rules
 from zaya_plugin.aegis.settings import Settings
+from zaya_plugin.checkpoint.run_lock import AEGIS_GENERATION, AEGIS_RUN
 from zaya_plugin.parent_death import GRACE, LAUNCHER_PID, adopt_orphans, die_with_parent
 
 POLL_SECONDS = 0.1  # exit codes and logs
 BEAT_SECONDS = 2.0
+START_BEAT_SECONDS = 0.5  # until all ranks train, so that the time of the first step is known
 CONNECT_SECONDS = 0.5  # between two tries to reach the decision maker
 DUMP_SECONDS = 2.0  # for stacks and flight recorders
 UNKILLABLE_SECONDS = 5.0
 LOG_BYTES = 2**20  # of a log that are read at a time
 EVIDENCE = 200  # lines of evidence in one message
-GENERATION, DIRECTORY, RUN = "ZAYA_AEGIS_GENERATION", processes.FOLDER, "ZAYA_AEGIS_RUN"
 VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 OUTER = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -89,6 +90,7 @@ class Agent:
             processes.kill_all(self.folder, UNKILLABLE_SECONDS)
             if self.link is not None:
                 self.link.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
         return self.code
 
     def _step(self, wake: int) -> None:
@@ -181,11 +183,14 @@ class Agent:
             self.code = message["code"]
 
     def _beat_if_due(self) -> None:
-        if time.monotonic() < self._next_beat:
-            return
-        self._next_beat = time.monotonic() + BEAT_SECONDS
+        if time.monotonic() >= self._next_beat:
+            self._beat()
+
+    def _beat(self) -> None:
         ranks = {process.rank: heartbeat(self.folder, process.rank) for process in self.processes}
         ranks = {rank: beat for rank, beat in ranks.items() if beat}
+        starts = len(ranks) < len(self._running()) or any(beat.get("phase") != "train" for beat in ranks.values())
+        self._next_beat = time.monotonic() + (START_BEAT_SECONDS if starts else BEAT_SECONDS)
         self._send("beat", time=time.time(), offset=self.offset, generation=self.generation, ranks=ranks)
 
     def _pass_on_signals(self) -> None:
@@ -253,9 +258,9 @@ class Agent:
         variables |= {
             "MASTER_ADDR": message["address"],
             "MASTER_PORT": str(message["port"]),
-            DIRECTORY: str(self.folder),
-            GENERATION: str(self.generation),
-            RUN: link.fingerprint(self.secret),
+            processes.FOLDER: str(self.folder),
+            AEGIS_GENERATION: str(self.generation),
+            AEGIS_RUN: link.fingerprint(self.secret),
             "TORCH_FR_BUFFER_SIZE": variables.get("TORCH_FR_BUFFER_SIZE", "2000"),
             GRACE: variables.get(GRACE, "inf"),
         }
@@ -282,6 +287,7 @@ class Agent:
             if ended:
                 process.code = process.popen.returncode
                 now = time.time()
+                self._beat()  # with its last step
                 if process.code:
                     beat = heartbeat(self.folder, process.rank) or {}
                     values = {"exit_code": process.code} | ({"step": beat["step"]} if "step" in beat else {})

@@ -480,12 +480,10 @@ class Decider:
         if state != getattr(self, "_state", None):
             self._state, self.stepped = state, time.monotonic()
             self.slowest = max(0.98 * self.slowest, seconds)
-        trains = any(beat.get("phase") == "train" for beat in beats)
-        if trains and steps and step > (self.cluster.step if self.cluster.step is not None else -1):
+        if step > (self.cluster.step or self.cluster.resume_step or 0):
             if self.cluster.first_step is None:
-                if step > (self.cluster.resume_step or 0):
-                    self.note("first_step", step=step)
-                    self.check_resumed(step)
+                self.note("first_step", step=step)
+                self.check_resumed(step)
             elif time.monotonic() > self._next_progress:
                 self._next_progress = time.monotonic() + PROGRESS_SECONDS
                 self.note("progress", step=step, step_seconds=round(seconds, 4))

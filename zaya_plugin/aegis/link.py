@@ -83,7 +83,7 @@ class Link:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket, self.secret, self.server = sock, secret, server
         self.ready, self.since = False, time.monotonic()
-        self.peer = "%s:%s" % sock.getpeername()[:2]
+        self.peer = "{}:{}".format(*sock.getpeername()[:2])
         self._nonce = secrets.token_hex(16).encode()
         self._key: bytes | None = None
         self._sent = self._received = 0
