@@ -79,7 +79,7 @@ class AmdSmi(Collector):
     def poll(self, now: float) -> list[Evidence]:
         try:
             metric = parsed(self._tool.output(self.command, "metric", "-g", "all", "--json"))
-            pages = parsed(self._tool.output(self.command, "bad-pages", "--json"))
+            pages = self._tool.output(self.command, "bad-pages", "--json")
         except TimeoutError as error:
             return [self.found(now, "collector_late", str(error), collector=self.name)]
         found = []
@@ -88,7 +88,8 @@ class AmdSmi(Collector):
                 if pattern.fullmatch(path) and (grown := self._counts.grown((gpu, path), value, least)):
                     text = f"GPU {gpu}: {path} has grown by {grown} to {value}"
                     found.append(self.found(now, rule, text, gpu=gpu, field=path, growth=grown))
-        for gpu, count in bad_pages(pages).items():
+        none = {gpu.get("gpu", at): 0 for at, gpu in enumerate(gpus(metric))} if pages is not None else {}
+        for gpu, count in (none | bad_pages(parsed(pages))).items():
             if grown := self._counts.grown((gpu, "bad pages"), count, 1):
                 text = f"GPU {gpu}: {grown} more memory page(s) are out of use, {count} in all"
                 found.append(self.found(now, "counter_bad_pages", text, gpu=gpu, growth=grown, count=count))

@@ -118,9 +118,9 @@ class Progress(Collector):
         self._told = True
         states = {rank: self._state(each.beat.get("pid")) for rank, each in late.items()}
         halted = [rank for rank, state in states.items() if state in "TtD"]
-        steps = {rank: each.beat["step"] for rank, each in late.items()}
-        behind = [rank for rank, step in steps.items() if step < max(steps.values())]
-        suspects = halted if 0 < len(halted) < len(late) or len(late) == 1 else behind
+        steps = {rank: each.beat["step"] for rank, each in ranks.items()}
+        behind = [rank for rank in late if steps[rank] < max(steps.values())]
+        suspects = halted if 0 < len(halted) < len(ranks) or len(ranks) == 1 else behind
         # Evidence is of one rank or of the node.
         rank = suspects[0] if len(suspects) == 1 else None
         first = late[min(late)] if rank is None else late[rank]
