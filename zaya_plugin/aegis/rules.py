@@ -295,7 +295,7 @@ def _words(parsed: Iterable) -> list[str] | None:
 def read(path: Path) -> list[Rule]:
     """Return the rows of a file. Raises ValueError, in the form of `mistake`, naming the row and the key."""
     try:
-        rows = yaml.safe_load(path.read_text())
+        rows = yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except OSError as error:
         raise mistake("--rules", path, problem=error.strerror or str(error), fix="correct the path") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
