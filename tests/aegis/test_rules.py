@@ -52,7 +52,9 @@ def test_the_end_of_a_fault_is_told_from_the_fault():
 def test_rows_of_the_kernel_and_of_ranks_are_apart():
     assert names("rank", "amdgpu: Saved bad pages 176 reaches threshold value 128") == []
     assert names("kernel", "RuntimeError: No HIP GPUs are available") == []
-    assert names("slurm", "RuntimeError: No HIP GPUs are available") == ["hip_no_device"], "srun's file holds ranks' lines"
+    assert names("slurm", "RuntimeError: No HIP GPUs are available") == ["hip_no_device"], (
+        "srun's file holds ranks' lines"
+    )
 
 
 def test_colours_and_bytes_are_read():
@@ -158,7 +160,9 @@ PIECES = [
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     st.lists(
-        st.one_of(st.sampled_from(PIECES), st.text(max_size=30), st.binary(max_size=30), st.just("\x1b[31m"), st.just("\0")),
+        st.one_of(
+            st.sampled_from(PIECES), st.text(max_size=30), st.binary(max_size=30), st.just("\x1b[31m"), st.just("\0")
+        ),
         max_size=8,
     ),
     st.integers(1, 30000),
@@ -244,7 +248,9 @@ def test_an_exception_of_a_library_alone_keeps_its_innermost_frame():
 
 def test_a_line_that_comes_a_million_times_is_evidence_twenty_times_a_minute():
     reader = Reader(RULES, "rank", "n1", 0)
-    found = [each for second in range(180) for _ in range(5) for each in reader.read("Connection reset by peer", second)]
+    found = [
+        each for second in range(180) for _ in range(5) for each in reader.read("Connection reset by peer", second)
+    ]
     assert len(found) == 3 * A_MINUTE
     kernel = Reader(RULES, "kernel", "n1")
     line = "amdgpu: 1 correctable hardware errors detected in total in gfx block"

@@ -52,8 +52,11 @@ SLURM_LINE = re.compile(r"slurmstepd: |srun: ")
 RANK = re.compile(r"rank[-_]?(\d{1,7})(?!\d)")
 LOCAL_RANK = re.compile(r"/attempt_\d+/(\d{1,4})/(?:stdout|stderr)\.log$")
 ATTEMPT = re.compile(r"(?:^|/)attempt_(\d{1,7})(?:/|$)")
-HOST = re.compile(r"[A-Za-z][A-Za-z-]*[\w-]*\d[\w-]*")
-NO_HOST = re.compile(r"rank[-_]?\d+|attempt_\d+|launch_\w+|none_\w+|slurm-\d+|iter_\d+|logs?$|\d+$")
+HOST = re.compile(r"[A-Za-z][\w-]*\d[\w-]*")
+NO_HOST = re.compile(  # words of a file's or folder's name that are no part of a host's name
+    r"(?:^|[-_.])(?:rank[-_]?\d+|dmesg|kern(?:el)?|kmsg|messages|syslog|journal|stdout|stderr"
+    r"|(?:attempt|launch|none|slurm|iter)[-_]\w+|log|txt|out|err)(?=[-_.]|$)"
+)
 SYSLOG_HOST = re.compile(r"^.{10,40}? (\S{1,80}) kernel: ")
 STAMP = re.compile(
     r"(?P<date>\d{4}-\d\d-\d\d)[T_ ](?P<clock>\d\d:\d\d:\d\d)(?P<part>[.,]\d{1,9})?(?P<zone>Z|[+-]\d\d:?\d\d)?"
@@ -122,8 +125,8 @@ def _open(folder: Path, path: Path) -> Log | None:
         source = "agent"
     told = RANK.search(name) or LOCAL_RANK.search(name)
     attempt = ATTEMPT.search(name)
-    words = [word for part in reversed(name.split("/")) for word in re.split(r"\.|(?<=[a-z])[-_](?=\w)", part)]
-    hosts = [word for word in words if HOST.fullmatch(word) and not NO_HOST.match(word)]
+    parts = [NO_HOST.sub("", part).strip("-_.") for part in reversed(name.split("/"))]
+    hosts = [part for part in parts if HOST.fullmatch(part)]
     return Log(
         path,
         name[1:],
