@@ -39,7 +39,8 @@ def test_labelled_logs_are_classified(tmp_path, capsys):
     table: Counter[tuple[str, str]] = Counter()
     places = []
     for case in CASES:
-        ((attempt, found),) = explain(case.write(tmp_path / case.name), RULES)
+        (attempt,) = explain(case.write(tmp_path / case.name), RULES)
+        found = attempt.found
         said = found.cause if found.evidence else NONE
         table[case.cause, said] += 1
         if said == case.cause and said != NONE:
