@@ -244,15 +244,16 @@ def _decide(attempts: list[Attempt], rules: Rules) -> None:
             cluster.apply(row | {"kind": "first_step", "step": one.step})
         rule = rules[one.found.cause] if one.found.cause in rules else None
         if one.found.evidence:
-            said = decide(one.found, cluster, rule, alive=_goes_on(one.found, rule))
+            said = decide(one.found, cluster, rule, alive=_goes_on(one.found, rules))
             one.action, one.reason = said.action, said.reason
             cluster.apply(row | {"kind": "diagnosis", **one.found.to_json()})
             cluster.apply(row | {"kind": "decision", **said.to_json()})
 
 
-def _goes_on(found: Diagnosis, rule: Rule | None) -> bool:
-    """Whether the run has not failed as far as the logs show."""
-    return rule is not None and rule.action in ("ride", "watch") and not found.cascades
+def _goes_on(found: Diagnosis, rules: Rules) -> bool:
+    """Whether the run has not failed as far as the logs show: nothing but what may end by itself, or is only counted."""
+    others = [rules[name] for name in (found.cause, *found.cascades) if name in rules]
+    return all(rule.role != "cascade" and rule.action in ("ride", "watch") for rule in others)
 
 
 def show(attempt: Attempt, rules: Rules) -> str:
