@@ -184,9 +184,8 @@ class Reader:
     belongs to, and how far the run came (`step`, at the time `progress`).
     """
 
-    PREFIX = re.compile(
-        r"\[rank(\d{1,7})\]:|^ *(\d{1,7}): |^zaya: rank (\d{1,7}): "
-    )  # torch, srun --label, zaya_plugin
+    # torch of today, srun --label, zaya_plugin, torch of before
+    PREFIX = re.compile(r"\[rank(\d{1,7})\]:|^ *(\d{1,7}): |^zaya: rank (\d{1,7}): |\[Rank (\d{1,7})\]")
     STEP = re.compile(r"\biteration +(\d{1,12})/")  # Megatron's line
     FRAME = re.compile(r'File "([^"]{1,500})", line \d+, in (\S{1,80})')
     SUMMARY = re.compile(r"^ *(rank|host) +: (\S{1,80})")  # torchrun's table of failures: before the exit code
