@@ -37,14 +37,6 @@ examples:
   zaya aegis explain                               all classes
 
 Exit codes: 0, 2 a mistake on the command line."""
-ACTIONS = {
-    "ride": "wait up to {ride:.0f} s for it to end by itself, and only then act",
-    "restart": "restart the ranks from the last checkpoint",
-    "exchange": "exchange the node {node} for a spare, and restart from the last checkpoint",
-    "stop": "stop, because a restart does not help",
-    "rollback": "go back to an earlier checkpoint",
-    "watch": "nothing but count it",
-}
 SKIPPED = {".json", ".jsonl", ".yaml", ".html", ".pt", ".bin", ".idx", ".distcp", ".gz", ".zst", ".tar", ".png", ".py"}
 KERNEL_NAME = re.compile(r"dmesg|kern|kmsg|messages|syslog|journal", re.IGNORECASE)
 KERNEL_LINE = re.compile(r"(?m)^(?:<\d+>)?\[ *\d+\.\d{3,6}\] |^.{10,80} kernel: ")
@@ -52,8 +44,11 @@ SLURM_LINE = re.compile(r"slurmstepd: |srun: ")
 RANK = re.compile(r"rank[-_]?(\d{1,7})(?!\d)")
 LOCAL_RANK = re.compile(r"/attempt_\d+/(\d{1,4})/(?:stdout|stderr)\.log$")
 ATTEMPT = re.compile(r"(?:^|/)attempt_(\d{1,7})(?:/|$)")
-HOST = re.compile(r"[A-Za-z][A-Za-z-]*[\w-]*\d[\w-]*")
-NO_HOST = re.compile(r"rank[-_]?\d+|attempt_\d+|launch_\w+|none_\w+|slurm-\d+|iter_\d+|logs?$|\d+$")
+HOST = re.compile(r"[A-Za-z][\w-]*\d[\w-]*")
+NO_HOST = re.compile(  # words of a file's or folder's name that are no part of a host's name
+    r"(?:^|[-_.])(?:rank[-_]?\d+|dmesg|kern(?:el)?|kmsg|messages|syslog|journal|stdout|stderr"
+    r"|(?:attempt|launch|none|slurm|iter)[-_]\w+|log|txt|out|err)(?=[-_.]|$)"
+)
 SYSLOG_HOST = re.compile(r"^.{10,40}? (\S{1,80}) kernel: ")
 STAMP = re.compile(
     r"(?P<date>\d{4}-\d\d-\d\d)[T_ ](?P<clock>\d\d:\d\d:\d\d)(?P<part>[.,]\d{1,9})?(?P<zone>Z|[+-]\d\d:?\d\d)?"
@@ -122,8 +117,8 @@ def _open(folder: Path, path: Path) -> Log | None:
         source = "agent"
     told = RANK.search(name) or LOCAL_RANK.search(name)
     attempt = ATTEMPT.search(name)
-    words = [word for part in reversed(name.split("/")) for word in re.split(r"\.|(?<=[a-z])[-_](?=\w)", part)]
-    hosts = [word for word in words if HOST.fullmatch(word) and not NO_HOST.match(word)]
+    parts = [NO_HOST.sub("", part).strip("-_.") for part in reversed(name.split("/"))]
+    hosts = [part for part in parts if HOST.fullmatch(part)]
     return Log(
         path,
         name[1:],
@@ -194,37 +189,76 @@ def _seconds(stamp: re.Match, year: int) -> float | None:
     return seconds
 
 
-def explain(folder: Path, rules: Rules) -> list[tuple[int | None, Diagnosis]]:
-    """Return the number of each attempt below `folder` (None: the logs have no attempts) with its diagnosis."""
+@dataclass
+class Attempt:
+    """number: None if the logs have no attempts. step: the last one that the logs name. action, reason: what would have
+    been done.
+    """
+
+    number: int | None
+    found: Diagnosis
+    nodes: tuple[str, ...]
+    step: int | None
+    action: str = "watch"
+    reason: str = "nothing"
+
+
+def explain(folder: Path, rules: Rules) -> list[Attempt]:
+    """Return the attempts below `folder`, each with its diagnosis and what would have been done."""
     logs = read_logs(folder, rules)
-    attempts = sorted({log.attempt for log in logs if log.attempt is not None})
-    if len(attempts) < 2:
-        return [(next(iter(attempts), None), diagnosis([each for log in logs for each in log.evidence], rules))]
-    found, begin = [], float("-inf")
-    common = [each for log in logs if log.attempt is None for each in log.evidence]
-    for attempt in attempts:
-        own = [log for log in logs if log.attempt == attempt]
+    numbers = sorted({log.attempt for log in logs if log.attempt is not None})
+    attempts, begin = [], float("-inf")
+    for number in numbers or [None]:
+        own = [log for log in logs if log.attempt == number]
         times = [log.last for log in own if log.last is not None] + [each.time for log in own for each in log.evidence]
-        end = max(times, default=begin) + 30 if attempt != attempts[-1] else float("inf")
+        end = float("inf") if not numbers or number == numbers[-1] else max(times, default=begin) + 30
+        # Kernels and SLURM write one log for all attempts.
+        common = [log for log in logs if log.attempt is None and numbers]
         evidence = [each for log in own for each in log.evidence]
-        found.append((attempt, diagnosis(evidence + [each for each in common if begin < each.time <= end], rules)))
+        evidence += [each for log in common for each in log.evidence if begin < each.time <= end]
+        steps = [each.values["step"] for each in evidence if each.source == "progress" and "step" in each.values]
+        nodes = tuple(sorted({log.node for log in logs if log.node} | {each.node for each in evidence if each.node}))
+        attempts.append(Attempt(number, diagnosis(evidence, rules), nodes, max(steps, default=None)))
         begin = end
-    return found
+    _decide(attempts, rules)
+    return attempts
 
 
-def would_do(found: Diagnosis, rules: Rules) -> str:
-    """Return what the supervisor would do about a cause, before the history of the run and of its nodes counts."""
-    if found.cause not in rules:
-        return ACTIONS["restart"] if found.evidence else "nothing"
-    rule = rules[found.cause]
-    if rule.action == "exchange" and not found.node:
-        return ACTIONS["restart"]
-    return ACTIONS[rule.action].format(ride=rule.ride, node=found.node)
+def _decide(attempts: list[Attempt], rules: Rules) -> None:
+    """Fill in what the supervisor would have done, with one spare, and the attempts before as its history."""
+    try:
+        from zaya_plugin.aegis.cluster import Cluster
+        from zaya_plugin.aegis.decide import decide
+    except ImportError:  # not merged yet: the row's own action, without a history
+        for one in attempts:
+            if one.found.cause in rules:
+                one.action, one.reason = rules[one.found.cause].action, one.found.cause
+        return
+    for number, one in enumerate(attempts, 1):
+        if number == 1:
+            cluster = Cluster(len(one.nodes), (len(one.nodes),))
+        row = {"time": one.found.first, "generation": number}
+        cluster.apply(row | {"kind": "attempt", "nodes": one.nodes, "resume_step": None})
+        cluster.spares = ("a spare",)
+        if one.step is not None:
+            cluster.apply(row | {"kind": "first_step", "step": one.step})
+        rule = rules[one.found.cause] if one.found.cause in rules else None
+        if one.found.evidence:
+            said = decide(one.found, cluster, rule, alive=_goes_on(one.found, rules))
+            one.action, one.reason = said.action, said.reason
+            cluster.apply(row | {"kind": "diagnosis", **one.found.to_json()})
+            cluster.apply(row | {"kind": "decision", **said.to_json()})
 
 
-def show(attempt: int | None, found: Diagnosis, rules: Rules) -> str:
-    """Return a diagnosis as text for a person."""
-    head = "" if attempt is None else f"attempt {attempt}: "
+def _goes_on(found: Diagnosis, rules: Rules) -> bool:
+    """Whether the run has not failed as far as the logs show: nothing but what may end by itself, or is only counted."""
+    others = [rules[name] for name in (found.cause, *found.cascades) if name in rules]
+    return all(rule.role != "cascade" and rule.action in ("ride", "watch") for rule in others)
+
+
+def show(attempt: Attempt, rules: Rules) -> str:
+    """Return an attempt as text for a person."""
+    found, head = attempt.found, "" if attempt.number is None else f"attempt {attempt.number}: "
     if not found.evidence:
         return f"{head}no row of the rules names a line"
     where = " ".join([f"on {found.node}" * bool(found.node), f"rank {found.rank}" * (found.rank is not None)]).strip()
@@ -239,7 +273,7 @@ def show(attempt: int | None, found: Diagnosis, rules: Rules) -> str:
         lines.append(f"    {stamp}  {origin}  {each.text[:160]}")
     if found.cascades:
         lines.append("  followed by: " + ", ".join(f"{number} {name}" for name, number in found.cascades.items()))
-    lines.append(f"  the supervisor would: {would_do(found, rules)}")
+    lines.append(f"  the supervisor: {attempt.action}: {attempt.reason}")
     if rule and rule.fix:
         lines += textwrap.wrap(f"a person: {rule.fix}", 100, initial_indent="  ", subsequent_indent="    ")
     return "\n".join(lines)
@@ -292,9 +326,11 @@ def main(argv: list[str]) -> int:
         raise mistake("DIR", os.fspath(given.folder), problem=problem, fix="name a folder of logs")
     found = explain(given.folder, rules)
     if given.json:
-        rows = [{"attempt": number, **one.to_json(), "action": would_do(one, rules)} for number, one in found]
+        rows = [
+            {"attempt": one.number, **one.found.to_json(), "action": one.action, "reason": one.reason} for one in found
+        ]
         print(json.dumps(rows, indent=1))
     else:
-        print("\n\n".join(show(number, one, rules) for number, one in found))
+        print("\n\n".join(show(one, rules) for one in found))
     sys.stdout.flush()
     return 0

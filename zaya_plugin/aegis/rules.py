@@ -184,9 +184,8 @@ class Reader:
     belongs to, and how far the run came (`step`, at the time `progress`).
     """
 
-    PREFIX = re.compile(
-        r"\[rank(\d{1,7})\]:|^ *(\d{1,7}): |^zaya: rank (\d{1,7}): "
-    )  # torch, srun --label, zaya_plugin
+    # torch of today, srun --label, zaya_plugin, torch of before
+    PREFIX = re.compile(r"\[rank(\d{1,7})\]:|^ *(\d{1,7}): |^zaya: rank (\d{1,7}): |\[Rank (\d{1,7})\]")
     STEP = re.compile(r"\biteration +(\d{1,12})/")  # Megatron's line
     FRAME = re.compile(r'File "([^"]{1,500})", line \d+, in (\S{1,80})')
     SUMMARY = re.compile(r"^ *(rank|host) +: (\S{1,80})")  # torchrun's table of failures: before the exit code
@@ -295,7 +294,7 @@ def _words(parsed: Iterable) -> list[str] | None:
 def read(path: Path) -> list[Rule]:
     """Return the rows of a file. Raises ValueError, in the form of `mistake`, naming the row and the key."""
     try:
-        rows = yaml.safe_load(path.read_text())
+        rows = yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except OSError as error:
         raise mistake("--rules", path, problem=error.strerror or str(error), fix="correct the path") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
