@@ -87,6 +87,7 @@ setup(
     packages=packages(),
     package_data={
         "zaya_plugin.recipes": ["**/*.yaml"],
+        "zaya_plugin.aegis": ["rules.yaml"],
         "hip_ops": ["**/*.hip", "**/*.h", "**/*.json", "shipped/*/*.so"],
     },
     install_requires=INSTALL_REQUIRES,

@@ -75,7 +75,7 @@ def test_holds_every_module_and_recipe(names, project_files):
     expected = set()
     for room, folder in ROOMS.items():
         for file in project_files:
-            if file.parts[0] == folder and (file.suffix == ".py" or (folder == "recipes" and file.suffix == ".yaml")):
+            if file.parts[0] == folder and (file.suffix == ".py" or file.suffix == ".yaml"):
                 expected.add("/".join((room, *file.parts[1:])))
     assert {f"{room}/__init__.py" for room in ROOMS} <= expected
     assert expected - names == set(), "in the repository, not in the wheel: a folder without __init__.py?"

@@ -24,7 +24,18 @@ KINDS = {
     "progress": ("step", "step_seconds"),  # about once a minute
     "checkpoint": ("step",),  # a manifest has appeared
     "symptom": ("evidence",),  # what made the decision maker look: detected now, happened at evidence["time"]
-    "diagnosis": ("cause", "node", "rank", "role", "severity", "confidence", "first", "evidence", "cascades"),
+    "diagnosis": (
+        "cause",
+        "node",
+        "rank",
+        "role",
+        "severity",
+        "confidence",
+        "first",
+        "evidence",
+        "cascades",
+        "fingerprint",
+    ),
     "decision": ("action", "nodes_out", "delay", "to_step", "skip", "reason"),
     "stopped": ("seconds", "survivors"),  # the ranks of the attempt have ended
     "alert": ("text", "delivered"),

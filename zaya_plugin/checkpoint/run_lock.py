@@ -7,6 +7,8 @@ wins. The file's time of change is the owner's sign of life. The owner's process
 
 - On the owner's machine the lock holds while one of them lives, stopped (SIGSTOP) or not, and no longer.
 - On another machine it holds until the sign of life is EXPIRES seconds old, by the clock of the file system.
+- Under `zaya aegis run` it does not hold against a later attempt of the same run: the supervisor has ended the earlier
+  one, or its node is cut off.
 
 An owner that was stopped for so long finds a higher generation, or no file, when it goes on: `check` then ends it before
 it writes.
@@ -30,6 +32,7 @@ NAME = re.compile(r"run\.lock\.(\d+)")
 BEAT_SECONDS = 10.0
 EXPIRES = 60.0
 CHECK_SECONDS = 1.0  # a run that was stopped for a shorter time has not lost its lock
+AEGIS_RUN, AEGIS_GENERATION = "ZAYA_AEGIS_RUN", "ZAYA_AEGIS_GENERATION"  # set by `zaya aegis run` for its ranks
 LOCKS = "ZAYA_RUN_LOCKS"  # from the launcher to rank 0: the files of its locks and their token
 
 
@@ -149,7 +152,7 @@ def _take(directory: Path, key: str, token: str) -> Path:
             silent = _silence(newest)
             if silent is None:
                 continue  # released meanwhile
-            if _holds(owner, silent):
+            if _holds(owner, silent) and not _is_of_earlier_attempt(owner):
                 # An elastic restart or a requeued job whose rank 0 has moved to another node: its lock expires, unless
                 # the one before is still alive.
                 same_launch = owner is not None and owner["launch"] == _launch() is not None
@@ -161,7 +164,16 @@ def _take(directory: Path, key: str, token: str) -> Path:
         generation = 1 + (int(NAME.fullmatch(newest.name)[1]) if newest is not None else 0)
         file = directory / f"run.lock.{generation}"
         content = (
-            json.dumps({"token": token, "machine": machine(), "launch": _launch(), "since": time.time(), **_process()})
+            json.dumps(
+                {
+                    "token": token,
+                    "machine": machine(),
+                    "launch": _launch(),
+                    "attempt": _attempt(),
+                    "since": time.time(),
+                    **_process(),
+                }
+            )
             + "\n"
         )
         try:
@@ -197,8 +209,18 @@ def read(file: Path) -> dict | None:
 
 def _launch() -> str | None:
     """Return what the restarts of one launch have in common; None: unknown."""
-    launch = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID")
+    launch = os.environ.get(AEGIS_RUN) or os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID")
     return None if launch == "none" else launch  # torchrun's default
+
+
+def _attempt() -> int | None:
+    """Return the number of this attempt under `zaya aegis run`, which starts one at a time."""
+    return int(os.environ.get(AEGIS_GENERATION) or 0) if AEGIS_RUN in os.environ else None
+
+
+def _is_of_earlier_attempt(owner: dict | None) -> bool:
+    own, before = _attempt(), owner.get("attempt") if owner is not None else None
+    return None not in (own, before) and owner["launch"] == _launch() and before < own
 
 
 def _process() -> dict:

@@ -30,6 +30,7 @@ from zaya_plugin.data.sources import DataSources
 from zaya_plugin.errors import ENDED_EARLY, RunEndedError, message
 from zaya_plugin.handover.predecessor import predecessor
 from zaya_plugin.hosts.forward_step import forward_step
+from zaya_plugin.hosts.measured_steps import graph_warm_up
 from zaya_plugin.hosts.saved_state import SavedState
 from zaya_plugin.hosts.stage_handover import Handover, stage_datasets
 from zaya_plugin.hosts.stage_model import build_stage, model_config, parse_arguments
@@ -38,6 +39,7 @@ from zaya_plugin.optim.chained import NonFiniteGradientsError
 from zaya_plugin.parallel import registered_buffers
 from zaya_plugin.patches import hooks
 from zaya_plugin.patches.hooks import TRAINING
+from zaya_plugin.training import heartbeat
 from zaya_plugin.training.balancer import Balancer
 from zaya_plugin.training.kernels import kernel_lines, warm_up_kernels
 from zaya_plugin.training.lifecycle import Lifecycle
@@ -103,6 +105,7 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
             saver.wait(SECONDS_FOR_A_SAVE)
         raise NonFiniteLossError(f"{error} {lifecycle.last_good()}.", error.step) from error
     finally:
+        heartbeat.phase("end")
         lifecycle.ended(sys.exc_info()[1])
         try:
             if sys.exc_info()[0] is None:
@@ -195,6 +198,7 @@ class _Trainer:
     def provide_model(self, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
         """Build the model of one (virtual) stage; pretrain() calls this after it has made the process groups."""
         args = self.args
+        heartbeat.phase("build")
         if not self.started:  # with virtual stages there is one call for each
             self.started = True
             skipped = self.lifecycle.settle()
@@ -209,7 +213,8 @@ class _Trainer:
             )
             if skipped:
                 self.reporter.note(skipped)
-            checked = warm_up_kernels(self.recipe)
+            with heartbeat.during("warm_up"):
+                checked = warm_up_kernels(self.recipe)
             if kernels := kernel_lines(self.recipe):
                 self.reporter.note([*kernels, checked])
         config = model_config(args)
@@ -248,6 +253,7 @@ class _Trainer:
     def finalize_and_balance(self, model, *positional, **named):
         """Finish the gradients and balance the experts, after the backward passes of a step."""
         # The previous step has ended. A captured step does not come here: training_log polls too.
+        self.clock.gradients_ready()
         self.steps.poll()
         self.saved.saver.poll()
         self.balancer(model, *positional, **named)
@@ -285,7 +291,9 @@ class _Trainer:
             last_step=args.train_iters,
             memory_gib=memory_gib(),
         )
+        busy = self.clock.until_gradients()
         seconds = self.clock.lap(first=lambda: get_timers()("interval-time").elapsed())
+        warm = iteration > self.lifecycle.resumed_at + graph_warm_up(args)
         losses = [loss_dict["lm loss"]] if "lm loss" in loss_dict else []
         counts = [] if statistics is None else [statistics.tokens_per_expert, statistics.entropy]
 
@@ -294,7 +302,9 @@ class _Trainer:
             routers = RouterStatistics(*arrived[len(losses) :]) if counts else None
             if self.reporter.reports:
                 self.lifecycle.check_lock()
-            self.reporter.step(Step(loss=loss, seconds=seconds(), statistics=routers, **known))
+            taken = seconds()
+            heartbeat.step(iteration, taken, busy(), loss, warm)
+            self.reporter.step(Step(loss=loss, seconds=taken, statistics=routers, **known))
             if loss is not None and not math.isfinite(loss) and not skipped_iter:
                 raise NonFiniteLossError(not_finite(loss, iteration), iteration)
 
@@ -314,6 +324,7 @@ class _Trainer:
             path = Path(args.memory_snapshot_path)
             torch.cuda.memory._dump_snapshot(str(path.with_stem(f"{path.stem}_rank{rank}")))
 
+    @heartbeat.during("validate")
     def evaluate_and_report(
         self, _, prefix, forward_step_func, data_iterator, model, iteration, process_non_loss_data_func, config, **named
     ):
@@ -339,6 +350,7 @@ class _Trainer:
             self.reporter.validation(iteration, mean_loss(found, domains), found if self.sources.domains else {})
         self.clock.restart()
 
+    @heartbeat.during("load")
     def load_and_compare(self, load_checkpoint, model, optimizer, *positional, **named):
         """Run Megatron's load, and compare what ranks hold that must hold the same."""
         loaded = load_checkpoint(model, optimizer, *positional, **named)
@@ -348,10 +360,12 @@ class _Trainer:
 
     def prepare_and_train(self, train, forward_step_func, model, optimizer, scheduler, *positional, **named):
         """Plan the checkpoints, then run Megatron's training loop."""
+        heartbeat.phase("warm_up", self.step)
         if self.args.save and optimizer is not None:
             self.saved.prepare(model, optimizer, scheduler)
         return train(forward_step_func, model, optimizer, scheduler, *positional, **named)
 
+    @heartbeat.during("save")
     def save(self, _, iteration, model, optimizer, scheduler, flops, *positional, train_data_iterator=None, **named):
         """Save a checkpoint beside the training; replaces Megatron's save_checkpoint_and_time.
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from zaya_plugin import patches
 from zaya_plugin.errors import RunEndedError, of_the_machine
 from zaya_plugin.parent_death import adopt_children, follow_launcher, follow_rank
+from zaya_plugin.training import heartbeat
 
 # At import and not in main(): processes that write checkpoints are spawned and import this module again.
 if __name__ == "__mp_main__":
@@ -50,8 +51,9 @@ def main(argv: list[str], work: Callable | None = None) -> int:
 
     adopt_children()
     follow_launcher()
-    recipe = load_recipe(Path(argv[0]))
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    heartbeat.start(rank)
+    recipe = load_recipe(Path(argv[0]))
     logs = Path(recipe.run_dir) / "logs"
     console = sys.stdout
     # Megatron prints some hundred lines, its arguments among them; they go to the log and not to the console.

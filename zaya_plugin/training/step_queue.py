@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zaya_plugin.checkpoint.saver import Saver
 from zaya_plugin.optim.host_copy import HostCopy
+from zaya_plugin.training import heartbeat
 
 
 class StepQueue:
@@ -52,6 +53,7 @@ class StepClock:
     def __init__(self, on_device: bool):
         self.on_device = on_device
         self._start: torch.cuda.Event | float | None = None
+        self._ready: torch.cuda.Event | float | None = None
 
     def restart(self) -> None:
         """Exclude the time since the last step, e.g. a validation or a checkpoint."""
@@ -69,8 +71,23 @@ class StepClock:
             self._start = self._now()
             return lambda: seconds
         start, self._start = self._start, self._now()
-        end = self._start
+        return self._between(start, self._start)
 
+    def gradients_ready(self) -> None:
+        """Mark the point of a step at which this rank's own gradients are complete."""
+        if heartbeat.is_on() and not (self.on_device and torch.cuda.is_current_stream_capturing()):
+            self._ready = self._now()
+
+    def until_gradients(self) -> Callable[[], float | None]:
+        """Return a function that returns the seconds from the start of the step to `gradients_ready`; call it before
+        `lap`. None: one of them was not marked, as in a step that is one graph.
+
+        The steps of all ranks take the same time, since they wait for each other; these seconds show the slow one.
+        """
+        ready, self._ready = self._ready, None
+        return self._between(self._start, ready) if self._start is not None and ready is not None else lambda: None
+
+    def _between(self, start, end) -> Callable[[], float]:
         def seconds() -> float:
             if not self.on_device:
                 return end - start

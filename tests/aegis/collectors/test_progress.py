@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hangs, slow ranks, and what is neither: a compilation, a save, a stall of storage, an agent that was stopped."""
+
+import json
+
+import pytest
+
+from zaya_plugin.aegis.collectors.progress import BUDGET, HOLD, LIMITS, SLOW_STEPS, WITHOUT, Progress, slow_ranks
+
+NODE = "n1"
+
+
+class Ranks:
+    """Heartbeats of ranks and a clock; polls every half second."""
+
+    def __init__(self, folder, ranks=2, **named):
+        self.folder, self.now, self.count = folder, 1000.0, ranks
+        self.stall = False
+        self.progress = Progress(NODE, folder, stalled=lambda: self.stall, proc=folder / "proc", **named)
+
+    def beat(self, rank, step, phase="train", seconds=1.0, busy=None, pid=None):
+        values = {"pid": pid or 100 + rank, "phase": phase, "step": step, "time": self.now}
+        values |= {"step_seconds": seconds, "busy_seconds": busy, "loss": 2.0}
+        (self.folder / f"rank{rank}.json").write_text(json.dumps(values).ljust(255) + "\n")
+
+    def train(self, steps, seconds=1.0, first=1, busy=None):
+        found = []
+        for step in range(first, first + steps):
+            for rank in range(self.count):
+                self.beat(rank, step, seconds=seconds, busy=None if busy is None else busy[rank])
+            found += self.wait(seconds)
+        return found
+
+    def wait(self, seconds):
+        found = []
+        for _ in range(max(1, round(seconds / 0.5))):
+            self.now += 0.5
+            found += self.progress.poll(self.now)
+        return found
+
+    def state(self, rank, letter):
+        path = self.folder / "proc" / str(100 + rank)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "stat").write_text(f"{100 + rank} (py) thon) {letter} 1 1 1")
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    return Ranks(tmp_path)
+
+
+def test_steps_that_vary_within_the_budget_are_no_hang(ranks):
+    assert ranks.train(30) + ranks.train(1, first=31, seconds=4.0) + ranks.train(5, first=32) == []
+    assert ranks.progress.budget() == BUDGET * 4.0
+
+
+def test_a_hang_is_told_once_and_before_two_budgets(ranks):
+    ranks.train(10, seconds=4.0)
+    ranks.state(0, "S"), ranks.state(1, "T")
+    budget = ranks.progress.budget()
+    assert budget == 12.0 and ranks.wait(WITHOUT * budget - 5.0) == []
+    (hang,) = ranks.wait(0.5 * budget)
+    assert (hang.rule, hang.rank, hang.node, hang.source) == ("hang", 1, NODE, "progress")
+    assert (
+        hang.values["suspects"] == [1] and hang.values["states"] == {0: "S", 1: "T"} and hang.values["ranks"] == [0, 1]
+    )
+    assert hang.text == "no step for 18 s in phase train after step 10; ranks [1] differ (state T)"
+    assert hang.time == pytest.approx(ranks.now - hang.values["idle"], abs=0.5 * budget)
+    assert ranks.wait(100) == []
+
+
+def test_the_next_hang_is_told_too(ranks):
+    ranks.train(10)
+    assert len(ranks.wait(20)) == 1
+    ranks.train(5, first=11)
+    assert len(ranks.wait(20)) == 1
+
+
+def test_without_a_difference_no_rank_is_named_and_behind_by_a_step_one_is(ranks):
+    ranks.train(10)
+    ranks.state(0, "S"), ranks.state(1, "S")
+    (hang,) = ranks.wait(20)
+    assert hang.rank is None and hang.values["suspects"] == []
+    ranks.progress.watch(ranks.folder)
+    ranks.train(10)
+    ranks.beat(0, 11)
+    (hang,) = ranks.wait(20)
+    assert hang.rank == 1 and hang.values["steps"] == {0: 11, 1: 10}
+
+
+@pytest.mark.parametrize("phase", sorted(LIMITS))
+def test_other_phases_have_minutes(ranks, phase):
+    ranks.train(10)
+    ranks.beat(0, 10, phase), ranks.beat(1, 10, phase)
+    assert ranks.wait(LIMITS[phase] - 2) == []
+    (hang,) = ranks.wait(5)
+    assert hang.values["phase"] == phase
+
+
+def test_a_slow_first_step_is_the_measure_until_the_second(ranks):
+    for rank in (0, 1):
+        ranks.beat(rank, 0, "warm_up", seconds=None)
+    assert ranks.wait(120) == []
+    for rank in (0, 1):
+        ranks.beat(rank, 1, seconds=40.0)
+    assert ranks.wait(WITHOUT * BUDGET * 40 - 2) == [] and len(ranks.wait(5)) == 1
+
+
+def test_a_stall_of_storage_holds_a_hang_back_but_not_for_ever(ranks):
+    ranks.train(10)
+    ranks.stall = True
+    assert ranks.wait(300) == []
+    ranks.stall = False
+    assert ranks.wait(4) == []  # the time limit begins again
+    ranks.train(3, first=11)
+    ranks.stall = True
+    assert ranks.wait(HOLD) == [] and len(ranks.wait(30)) == 1
+
+
+def test_time_in_which_the_agent_was_stopped_does_not_count(ranks):
+    ranks.train(10)
+    ranks.now += 3600
+    assert ranks.wait(0.5) == []
+
+
+def test_a_rank_without_a_heartbeat_counts_only_where_one_is_expected(tmp_path):
+    silent = Ranks(tmp_path)
+    assert silent.wait(LIMITS["start"] + 10) == []
+    silent.progress.watch(tmp_path, expected=(0, 1))
+    (hang,) = silent.wait(LIMITS["start"] + 10)
+    assert hang.values["phase"] == "start" and hang.values["ranks"] == [0, 1] and hang.values["states"][0] == "X"
+
+
+def test_one_slow_rank_is_named_once(tmp_path):
+    ranks = Ranks(tmp_path, ranks=4)
+    assert ranks.train(SLOW_STEPS - 1, busy=[0.5, 0.5, 0.55, 2.5]) == []
+    (slow,) = ranks.train(20, first=SLOW_STEPS, busy=[0.5, 0.5, 0.55, 2.5])
+    assert (slow.rule, slow.rank, slow.values["factor"]) == ("slow_rank", 3, 5.0)
+
+
+def test_a_rank_that_is_slow_now_and_then_is_not_named(tmp_path):
+    ranks, found = Ranks(tmp_path, ranks=4), []
+    for step in range(1, 60):
+        found += ranks.train(1, first=step, busy=[0.5, 0.5, 0.5, 2.5 if step % SLOW_STEPS else 0.5])
+    assert found == []
+    assert slow_ranks({0: 1.0, 1: 1.4}) == {} and slow_ranks({0: 1.0}) == {} and slow_ranks({}) == {}
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"step": "x", "phase": "train"}', "\x00" * 256, '{"step": 1}'])
+def test_a_line_that_cannot_be_read_is_no_news(ranks, content):
+    ranks.train(10)
+    (ranks.folder / "rank0.json").write_text(content)
+    (ranks.folder / "rankx.json").write_text("{}")
+    assert ranks.wait(3) == [] and ranks.progress.beats()[0]["step"] == 10

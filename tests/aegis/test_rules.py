@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of rules.yaml name their samples and no near miss, a user's file is checked, and no line breaks or delays the
+search.
+"""
+
+import re
+import signal
+import time
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from zaya_plugin.aegis import exit_codes
+from zaya_plugin.aegis.rules import A_MINUTE, LINE, Reader, Rules, words
+
+RULES = Rules.load()
+WITH_LINES = [rule for rule in RULES if rule.pattern]
+# The classes of a survey of failures on AMD clusters, which the rows are made from, and those that it names in passing.
+SURVEY = """ras_ue ras_ue_block ras_deferred ras_ce aca poison_consumed poison_created bad_pages bad_page_failed ring_timeout
+gpu_reset reset_failed page_fault_kernel throttle xgmi memfault_user hsa_exception gpu_hang_user hip_illegal hip_oom
+hip_no_device pcie_aer pcie_gone apei mce lockup panic ionic_link bnxt_link mlx5_link ib_port_event ib_fatal_event ib_retry
+ib_unreachable watchdog watchdog_last conn_reset store_lost oom_kill shm_bus enospc erofs eacces eio nfs_stall non_finite
+loss_spike data traceback port_in_use ckpt_broken time_limit preempt""".split()
+NO_LINE = "hang slow_rank agent_lost node_lost unkillable loss_spike sigkill no_requeue counter_ue link_flap".split()
+
+
+def names(source: str, line: str | bytes) -> list[str]:
+    return [rule.name for rule in RULES.match(source, line)]
+
+
+def test_every_class_of_the_survey_has_a_row():
+    assert [name for name in SURVEY + NO_LINE if name not in RULES] == []
+
+
+@pytest.mark.parametrize("rule", WITH_LINES, ids=lambda rule: rule.name)
+def test_a_row_names_its_samples_alone_and_none_of_its_near_misses(rule):
+    assert rule.samples and rule.near
+    for source in rule.source:
+        if source != "metrics":
+            assert [names(source, line) for line in rule.samples] == [[rule.name]] * len(rule.samples)
+            assert [line for line in rule.near if rule.name in names(source, line)] == []
+
+
+def test_the_end_of_a_fault_is_told_from_the_fault():
+    line = "ionic 0000:61:00.0 enp97s0: Link up - 400 Gbps"
+    (found,) = RULES.find("kernel", line)
+    assert found.recovered and found.rule.name == "ionic_link" and found.values == {"device": "enp97s0"}
+    assert names("kernel", line) == [] and names("kernel", line.replace("up", "down")) == ["ionic_link"]
+
+
+def test_rows_of_the_kernel_and_of_ranks_are_apart():
+    assert names("rank", "amdgpu: Saved bad pages 176 reaches threshold value 128") == []
+    assert names("kernel", "RuntimeError: No HIP GPUs are available") == []
+    assert names("slurm", "RuntimeError: No HIP GPUs are available") == ["hip_no_device"], (
+        "srun's file holds ranks' lines"
+    )
+
+
+def test_colours_and_bytes_are_read():
+    assert names("rank", b"\x1b[31mRuntimeError: No \x1b[1mHIP GPUs are available\x1b[0m\xff\xfe") == ["hip_no_device"]
+    assert names("kernel", b"\x00\x01amdgpu: Poison is created\x00") == ["poison_created"]
+
+
+def row(**changes) -> str:
+    values = {"name": "mine", "source": "rank", "role": "root", "severity": "high", "confidence": "likely"}
+    values |= {"action": "restart", "explain": "It is mine.", "pattern": "my failure"} | changes
+    return "- " + "\n  ".join(f"{key}: {value}" for key, value in values.items() if value is not None) + "\n"
+
+
+def test_a_file_of_the_user_adds_and_replaces(tmp_path):
+    (tmp_path / "mine.yaml").write_text(row() + row(name="ring_timeout", source="kernel", action="exchange"))
+    (tmp_path / "more.yaml").write_text(row(pattern="['their failure', 'our failure']", severity="user"))
+    rules = Rules.load([tmp_path / "mine.yaml", tmp_path / "more.yaml"])
+    assert len(rules) == len(RULES) + 1 and rules["ring_timeout"].action == "exchange"
+    assert [rule.name for rule in rules.match("rank", "this is our failure")] == ["mine"]
+    assert rules["mine"].severity == "user" and rules.match("rank", "this is my failure") == []
+    assert rules.match("kernel", "ring sdma0 timeout, signaled") == []
+
+
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        ("name: x", "holds no list of rows"),
+        ("- 3", "row 1: is not a row"),
+        ("- {", "is not YAML"),
+        (row(colour="red"), "row 1 (mine), key colour: no such key. Allowed: name, source"),
+        (row() + row(name="second", explain=None), "row 2 (second), key explain: is missing"),
+        (row(role="either"), "key role=either: no such value. Allowed: root, cascade, confirmation, watch"),
+        (row(source="dmesg"), "key source=dmesg: no such value"),
+        (row(action="[stop]"), "key action=['stop']: is not text"),
+        (row(name="Mine"), "key name=Mine: is no name"),
+        (row(safe_code="311"), "key safe_code=311: is not text. Fix: put the value in quotes"),
+        (row(count="many", within=3), "key count=many: is not a number"),
+        (row(count=0), "key count=0: is too small"),
+        (row(count=3), "key within: is missing"),
+        (row(fallback="maybe"), "key fallback=maybe: is not true or false"),
+        (row(pattern="'('"), "key pattern=(: is no pattern of Python"),
+        (row(pattern="'a*'"), "matches every line"),
+        (row(pattern="'(a+)+b'"), "repeats a repeated part"),
+        (row(pattern=r"'(?:x\d{1,50}){1,50}y'"), "repeats a repeated part"),
+        (row(pattern="'a.*b.*c'"), "has more than one repeat without a limit"),
+        (row(pattern=r"'a(?:\S| )+b[^x]*c'"), "has more than one repeat without a limit"),
+        (row(recover="'.* .*back'"), "key recover=.* .*back: has more than one repeat"),
+        (row(pattern=None, recover="back"), "key recover: needs a pattern"),
+        (row() + row(), "the row mine comes twice"),
+    ],
+)
+def test_a_mistake_in_a_file_names_row_and_key(tmp_path, text, told):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(told)):
+        Rules.load([path])
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(ValueError, match="nowhere.yaml: No such file"):
+        Rules.load([tmp_path / "nowhere.yaml"])
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00" * 9)
+    with pytest.raises(ValueError, match="is not YAML"):
+        Rules.load([tmp_path / "binary.yaml"])
+
+
+# ---- the search ----
+
+
+@pytest.mark.parametrize(
+    "pattern, expected",
+    [
+        ("ring (?P<ring>\\S+) timeout", [" timeout"]),
+        ("(?i)GPU reset", ["gpu reset"]),
+        ("(?:HIP|CUDA) out of memory", [" out of memory"]),
+        ("EADDRINUSE|already in use", ["eaddrinuse", "already in use"]),
+        ("(?:abcdef)?x[0-9]+yz", None),
+        ("(?<!no )error", ["error"]),
+        ("(?:memory ){2,3}lost", ["memory "]),
+    ],
+)
+def test_the_words_that_every_match_holds(pattern, expected):
+    assert words(pattern) == expected
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.data())
+@pytest.mark.parametrize("rule", [rule for rule in WITH_LINES if len(rule.pattern) > 2], ids=lambda rule: rule.name)
+def test_the_quick_search_misses_nothing(rule, data):
+    pattern = data.draw(st.sampled_from(rule.pattern))
+    line = data.draw(st.from_regex(re.compile(pattern, re.ASCII), fullmatch=True))[:LINE]
+    if re.search(pattern, line) and line.isascii():
+        assert any(word in line.lower() for word in words(pattern))
+
+
+PIECES = [
+    text
+    for rule in RULES
+    for text in [*rule.samples, *(word for pattern in rule.pattern for word in words(pattern) or [])]
+]
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.one_of(
+            st.sampled_from(PIECES), st.text(max_size=30), st.binary(max_size=30), st.just("\x1b[31m"), st.just("\0")
+        ),
+        max_size=8,
+    ),
+    st.integers(1, 30000),
+    st.sampled_from(["kernel", "rank", "slurm", "agent"]),
+)
+def test_no_line_breaks_the_search(parts, times, source):
+    line = b"".join(part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass") for part in parts)
+    line = line * min(times, 1_000_000 // max(len(line), 1))
+    began = time.process_time()
+    for rule in RULES.match(source, line):
+        assert rule.name in RULES
+    evidence = Reader(RULES, source, "n1").read(line, 1.0)
+    assert all(len(each.text) <= 500 and each.text.isprintable() for each in evidence)
+    assert time.process_time() - began < 0.5
+
+
+def test_no_pattern_takes_long_on_a_megabyte_made_to_delay_it():
+    """Each pattern meets its own words and samples, repeated without the end that it looks for."""
+    fillers = ["a", " ", "1", "1 ", "a.b", "a=", ": ", "_.", "x" * 70 + ":", "\\", "\t"]
+    slowest = 0.0
+    for rule in WITH_LINES:
+        starts = [*(word for pattern in rule.pattern for word in words(pattern)), rule.samples[0][:-2], "zaya: a="]
+        for start in starts:
+            for filler in ("", *fillers):
+                piece = start + filler if filler == "" else filler
+                line = start + piece * (1_000_000 // len(piece))
+                began = time.process_time()
+                RULES.find(rule.source[0], line)
+                slowest = max(slowest, time.process_time() - began)
+    assert slowest < 0.05, "seconds for a line"
+
+
+def realistic(number: int) -> list[str]:
+    kinds = [
+        "[2026-11-22 10:00:00] iteration {}/ 10000 | consumed samples: 4096 | elapsed time per iteration (ms): 812.3 | "
+        "learning rate: 1.0E-04 | lm loss: 2.3E+00 | grad norm: 0.31 | number of nan iterations: 0 |",
+        "INFO:megatron.core.dist_checkpointing: saving checkpoint at iteration {} to runs/zaya1 in torch_dist format",
+        "n3:123:456 [0] NCCL INFO Channel {}/0 : 0[0] -> 1[1] via P2P/IPC/read",
+        "[rank3]:[W1122 10:00:00.000000000 ProcessGroupNCCL.cpp:4115] Warning: using GPU {} to perform barrier",
+    ]
+    return [kinds[at % len(kinds)].format(at) for at in range(number)]
+
+
+def test_20000_lines_take_less_than_a_second_of_one_core():
+    lines = realistic(20_000)
+    reader = Reader(RULES, "rank", "n1", 3)
+    began = time.process_time()
+    found = [each for line in lines for each in reader.read(line, 0.0)]
+    assert time.process_time() - began < 1 and found == [] and reader.step == 19996
+
+
+# ---- one log ----
+
+
+def read(lines: str, **options) -> list:
+    reader = Reader(RULES, options.pop("source", "rank"), "n1", **options)
+    return [each for line in lines.splitlines() for each in reader.read(line, 5.0)]
+
+
+def test_a_traceback_is_known_by_exception_and_own_frame():
+    (one,) = read(
+        "[rank3]: Traceback (most recent call last):\n"
+        '[rank3]:   File "/opt/run/train.py", line 3, in main\n'
+        '[rank5]:   File "/opt/run/other.py", line 3, in other\n'
+        '[rank3]:   File "/opt/venv/lib/python3.12/site-packages/zaya_plugin/data/reader.py", line 40, in next_batch\n'
+        '[rank3]:   File "/usr/lib/python3.12/json/decoder.py", line 355, in decode\n'
+        "[rank3]: json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)"
+    )
+    assert (one.rule, one.rank, one.node) == ("traceback", 3, "n1")
+    assert one.values == {"exception": "JSONDecodeError", "frame": "data/reader.py in next_batch"}
+
+
+def test_an_exception_of_a_library_alone_keeps_its_innermost_frame():
+    (one,) = read(
+        "Traceback (most recent call last):\n"
+        '  File "/usr/lib/python3.12/runpy.py", line 3, in run\n'
+        '  File "/usr/lib/python3.12/site-packages/torch/nn/functional.py", line 40, in linear\n'
+        "torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2.50 GiB",
+        rank=7,
+    )
+    assert (one.rule, one.rank, one.values["frame"]) == ("hip_oom", 7, "nn/functional.py in linear")
+
+
+def test_a_line_that_comes_a_million_times_is_evidence_twenty_times_a_minute():
+    reader = Reader(RULES, "rank", "n1", 0)
+    found = [
+        each for second in range(180) for _ in range(5) for each in reader.read("Connection reset by peer", second)
+    ]
+    assert len(found) == 3 * A_MINUTE
+    kernel = Reader(RULES, "kernel", "n1")
+    line = "amdgpu: 1 correctable hardware errors detected in total in gfx block"
+    assert len([each for _ in range(500) for each in kernel.read(line, 1.0)]) == RULES["ras_ce"].count == 100
+
+
+def test_the_summary_of_torchrun_becomes_exit_codes():
+    (one,) = read(
+        "  time      : 2026-11-22_10:00:01\n  host      : n2\n  rank      : 1 (local_rank: 1)\n"
+        "  exitcode  : -9 (pid: 24668)\n",
+        source="agent",
+    )
+    assert (one.source, one.rule, one.node, one.rank, one.values["exit_code"]) == ("exit", "sigkill", "n2", 1, -9)
+    (one,) = read("srun: error: n4: tasks 12-15: Exited with exit code 17", source="slurm")
+    assert (one.source, one.rule, one.node, one.rank) == ("exit", "validation_failed", "n4", 12)
+
+
+@pytest.mark.parametrize(
+    "code, rule, word",
+    [
+        (1, "rank_failed", "failed"),
+        (2, "user_error", "wrong"),
+        (16, "rerun_other_gpu", "another GPU"),
+        (17, "validation_failed", "verdict"),
+        (75, "ended_early", "saved"),
+        (76, "roll_back_asked", "earlier checkpoint"),
+        (93, "no_requeue", "do not help"),
+        (100, "hang", "hangs"),
+        (124, "command_timeout", "timeout"),
+        (127, "wrong_command", "not found"),
+        (137, "sigkill", "SIGKILL"),
+        (-9, "sigkill", "SIGKILL"),
+        (139, "segfault", "SIGSEGV"),
+        (-signal.SIGABRT, "abort", "SIGABRT"),
+        (143, "terminated", "SIGTERM"),
+        (-signal.SIGXCPU, "signal", "SIGXCPU"),
+        (255, "rank_failed", "255"),
+        (-200, "rank_failed", "-200"),
+    ],
+)
+def test_exit_codes_are_spoken(code, rule, word):
+    meaning = exit_codes.meaning(code)
+    assert meaning.rule == rule and word in meaning.text and rule in RULES
+
+
+def test_zero_is_no_evidence():
+    assert exit_codes.meaning(0) == exit_codes.Meaning("It is done.", None)

@@ -1,0 +1,447 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent of a node: starts and ends the ranks of an attempt, watches them, and reports to the decision maker.
+
+When the decision maker is gone the ranks train on and the agent connects again. When the agent itself is killed its
+ranks end with it; the agent that `zaya aegis run` then starts kills those that are left, and joins with nothing running.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zaya_plugin.aegis import link, processes
+from zaya_plugin.aegis.evidence import Evidence
+from zaya_plugin.aegis.exit_codes import meaning
+from zaya_plugin.aegis.rules import Reader, Rules
+from zaya_plugin.aegis.settings import Settings
+from zaya_plugin.checkpoint.run_lock import AEGIS_GENERATION, AEGIS_RUN
+from zaya_plugin.parent_death import GRACE, LAUNCHER_PID, adopt_orphans, die_with_parent
+
+POLL_SECONDS = 0.1  # exit codes and logs
+BEAT_SECONDS = 2.0
+START_BEAT_SECONDS = 0.5  # until all ranks train, so that the time of the first step is known
+CONNECT_SECONDS = 0.5  # between two tries to reach the decision maker
+DUMP_SECONDS = 2.0  # for stacks and flight recorders
+UNKILLABLE_SECONDS = 5.0
+LOG_BYTES = 2**20  # of a log that are read at a time
+EVIDENCE = 200  # lines of evidence in one message
+VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+OUTER = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+@dataclass
+class Process:
+    """One started command. rank: of the process, or of the node. log: where its output goes; read: bytes that were."""
+
+    rank: int
+    popen: subprocess.Popen
+    log: Path
+    reader: Reader
+    read: int = 0
+    part: bytes = b""
+    code: int | None = None
+
+
+class Agent:
+    """The loop of one node; `run` returns the exit code that the decision maker names."""
+
+    def __init__(self, settings: Settings, secret: bytes, folder: Path):
+        self.settings, self.secret, self.folder = settings, secret, folder
+        self.rules = Rules.load(settings.rules)
+        self.link: link.Link | None = None
+        self.generation, self.processes = 0, []
+        self.stopping: dict[str, Any] | None = None  # how far a stop is
+        self.over: dict[str, Any] | None = None  # the last stop's result, until the decision maker has started anew
+        self.signals: list[int] = []
+        self.code: int | None = None
+        self.offset, self._trip = 0.0, float("inf")
+        self._next_beat = self._next_try = 0.0
+        self._said = ""
+        self._evidence: list[Evidence] = []
+        self._passed = 0  # signals that were passed on
+
+    def run(self) -> int:
+        """Work until the decision maker ends the run."""
+        adopt_orphans()
+        processes.kill_all(self.folder, UNKILLABLE_SECONDS)  # of an agent that was killed here
+        wake, sleep = os.pipe()
+        os.set_blocking(wake, False)
+        os.set_blocking(sleep, False)
+        signal.set_wakeup_fd(sleep)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+            signal.signal(number, lambda number, frame: number != signal.SIGCHLD and self.signals.append(number))
+        try:
+            while self.code is None:
+                self._step(wake)
+        finally:
+            signal.set_wakeup_fd(-1)
+            processes.kill_all(self.folder, UNKILLABLE_SECONDS)
+            if self.link is not None:
+                self.link.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return self.code
+
+    def _step(self, wake: int) -> None:
+        now = time.monotonic()
+        if self.link is None and now >= self._next_try:
+            self._connect()
+            self._next_try = time.monotonic() + CONNECT_SECONDS
+        reads: list[Any] = [wake] + ([self.link] if self.link else [])
+        writes = [self.link] if self.link and self.link.wants_write else []
+        readable, _, _ = select.select(reads, writes, [], POLL_SECONDS)
+        if wake in readable:
+            os.read(wake, 4096)
+        self._pass_on_signals()
+        try:
+            if self.link is not None:
+                self.link.flush()
+                if self.link in readable:
+                    for message in self.link.receive():
+                        self._obey(message)
+                if self.link is not None and self.link.late:
+                    raise link.LinkError("does not answer as a decision maker")
+        except link.LinkError as error:
+            self._say(f"the decision maker {self.link.peer}: {error}; ranks go on, connecting again")
+            self.link.close()
+            self.link = None
+        self._poll()
+        if self.stopping is not None:
+            self._go_on_stopping()
+        self._collect()
+        self._beat_if_due()
+
+    # The decision maker
+
+    def _connect(self) -> None:
+        try:
+            sock = link.connect(self.settings.host, self.settings.port)
+        except OSError as error:
+            self._say(f"waits for the decision maker at {self.settings.host}:{self.settings.port} ({error.strerror})")
+            return
+        address = sock.getsockname()[0]
+        if address.startswith("127.") and not self.settings.host.startswith(("127.", "localhost")):
+            address = self.settings.host  # this is its host, and the others reach it under that name
+        self.link = link.Link(sock, self.secret, server=False)
+        self._said = ""
+        self._send(
+            "join",
+            node=self.settings.node,
+            address=address,
+            pid=os.getpid(),
+            generation=self.generation,
+            codes={process.rank: process.code for process in self.processes if process.code is not None},
+            running=[process.rank for process in self.processes if process.code is None],
+            over=self.over,
+            asked=self.signals[:1],
+        )
+        self._next_beat = 0.0
+
+    def _send(self, kind: str, **values: Any) -> None:
+        if self.link is not None:
+            try:
+                self.link.send({"kind": kind, **values})
+            except link.LinkError:
+                pass  # `receive` says so
+
+    def _say(self, text: str) -> None:
+        if text != self._said:
+            print(f"zaya aegis: {self.settings.node}: {text}", file=sys.stderr, flush=True)
+        self._said = text
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        kind = message["kind"]
+        if kind == "beat":
+            trip = time.time() - message["echo"]
+            if 0 <= trip <= self._trip:
+                self._trip, self.offset = trip, message["time"] + trip / 2 - time.time()
+            self._trip *= 1.05  # clocks drift: an old measurement gives way to a slightly worse new one
+        elif kind == "ask":
+            self._next_beat = 0.0
+        elif kind == "port":
+            self._send("port", generation=message["generation"], port=link.free_port())
+        elif kind == "start" and message["generation"] > self.generation:
+            self._start(message)
+        elif kind == "dump" and message["generation"] == self.generation:
+            self._ask_for_dumps()
+        elif kind == "stop" and message["generation"] >= self.generation:
+            self._stop(message)
+        elif kind == "save" and message["generation"] == self.generation:
+            processes.send([process.popen.pid for process in self._running()], signal.SIGTERM)
+        elif kind == "end":
+            self.code = message["code"]
+
+    def _beat_if_due(self) -> None:
+        if time.monotonic() >= self._next_beat:
+            self._beat()
+
+    def _beat(self) -> None:
+        ranks = {process.rank: heartbeat(self.folder, process.rank) for process in self.processes}
+        ranks = {rank: beat for rank, beat in ranks.items() if beat}
+        starts = len(ranks) < len(self._running()) or any(beat.get("phase") != "train" for beat in ranks.values())
+        self._next_beat = time.monotonic() + (START_BEAT_SECONDS if starts else BEAT_SECONDS)
+        self._send("beat", time=time.time(), offset=self.offset, generation=self.generation, ranks=ranks)
+
+    def _pass_on_signals(self) -> None:
+        """The first signal asks the ranks to save and leave, a second one kills them; the decision maker is told."""
+        while self._passed < len(self.signals):
+            number, self._passed = self.signals[self._passed], self._passed + 1
+            self._send("asked", number=number, times=self._passed)
+            if self._passed == 1:
+                if self._running():
+                    self._say(
+                        f"{signal.Signals(number).name}: the ranks save and leave; a second signal ends them at once"
+                    )
+                processes.send([process.popen.pid for process in self._running()], signal.SIGTERM)
+            else:
+                processes.kill_all(self.folder, UNKILLABLE_SECONDS)
+            if self._passed > 2 or self.link is None and not self._running():
+                self.code = 128 + number
+
+    # The ranks
+
+    def _running(self) -> list[Process]:
+        return [process for process in self.processes if process.code is None]
+
+    def _start(self, message: dict[str, Any]) -> None:
+        if self.processes:
+            processes.kill_all(self.folder, UNKILLABLE_SECONDS)
+        self.generation, self.stopping, self.over = message["generation"], None, None
+        self.processes = []
+        processes.KNOWN.clear()
+        for path in self.folder.iterdir():  # heartbeats of the attempt before
+            path.unlink()
+        logs = self.settings.folder / f"attempt_{self.generation}"
+        logs.mkdir(parents=True, exist_ok=True)
+        ranks = range(message["first_rank"], message["first_rank"] + self.settings.ranks_per_node)
+        names = list(ranks) if self.settings.each == "rank" else [message["node_rank"]]
+        try:
+            for local, number in enumerate(names):
+                environment = self._environment(message, local, number)
+                log = logs / (f"rank{number}.log" if self.settings.each == "rank" else f"node{number}.log")
+                with open(log, "ab") as out:
+                    popen = subprocess.Popen(
+                        runnable(message["command"]),
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=out,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                        preexec_fn=die_with_parent,
+                    )
+                processes.KNOWN.add(popen.pid)
+                rank = number if self.settings.each == "rank" else None
+                reader = Reader(self.rules, "rank", self.settings.node, rank)
+                self.processes.append(Process(number, popen, log, reader))
+        except OSError as error:
+            text = f"{message['command'][0]} cannot be started: {error}"
+            values = {"exit_code": 127 if isinstance(error, FileNotFoundError) else 126}
+            self._tell(Evidence(time.time(), self.settings.node, "exit", text, names[0], None, values))
+            self._send("exit", generation=self.generation, rank=names[0], code=values["exit_code"], time=time.time())
+        self._say(f"attempt {self.generation}: {len(self.processes)} started")
+        self._send("started", generation=self.generation, pids=[process.popen.pid for process in self.processes])
+
+    def _environment(self, message: dict[str, Any], local: int, number: int) -> dict[str, str]:
+        here = self.settings.ranks_per_node
+        variables = {name: value for name, value in os.environ.items() if name not in OUTER}
+        variables |= {
+            "MASTER_ADDR": message["address"],
+            "MASTER_PORT": str(message["port"]),
+            processes.FOLDER: str(self.folder),
+            AEGIS_GENERATION: str(self.generation),
+            AEGIS_RUN: link.fingerprint(self.secret),
+            "TORCH_FR_BUFFER_SIZE": variables.get("TORCH_FR_BUFFER_SIZE", "2000"),
+            GRACE: variables.get(GRACE, "inf"),
+        }
+        if self.settings.each == "rank":
+            world = message["nodes"] * here
+            variables |= {"RANK": str(number), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local)}
+            variables |= {"LOCAL_WORLD_SIZE": str(here), LAUNCHER_PID: str(os.getpid())}
+        else:
+            variables |= {"NNODES": str(message["nodes"]), "NODE_RANK": str(number), "GPUS_PER_NODE": str(here)}
+        if message.get("turn"):
+            for name in VISIBLE:
+                given = [item for item in variables.get(name, "").split(",") if item]
+                devices = given or [str(device) for device in range(here)]
+                turn = message["turn"] % len(devices)
+                variables[name] = ",".join(devices[turn:] + devices[:turn])
+        return variables
+
+    def _poll(self) -> None:
+        """Read what the ranks wrote, and take note of those that have ended."""
+        for process in self.processes:
+            ended = process.code is None and process.popen.poll() is not None
+            if process.code is None:
+                self._read_log(process, last=ended)
+            if ended:
+                process.code = process.popen.returncode
+                now = time.time()
+                self._beat()  # with its last step
+                if process.code:
+                    beat = heartbeat(self.folder, process.rank) or {}
+                    values = {"exit_code": process.code} | ({"step": beat["step"]} if "step" in beat else {})
+                    text = f"ended with exit code {process.code}: {meaning(process.code).text}"
+                    rank = process.rank if self.settings.each == "rank" else None
+                    if self.stopping is None:
+                        self._tell(Evidence(now, self.settings.node, "exit", text, rank, None, values))
+                        self._send_evidence()
+                self._send("exit", generation=self.generation, rank=process.rank, code=process.code, time=now)
+        processes.reap()
+
+    def _read_log(self, process: Process, last: bool) -> None:
+        while True:
+            with open(process.log, "rb") as file:
+                file.seek(process.read)
+                data = file.read(LOG_BYTES)
+            process.read += len(data)
+            if process.rank == 0 and data:
+                _show(data)
+            lines = (process.part + data).split(b"\n")
+            process.part = b"" if last and len(data) < LOG_BYTES else lines.pop()[-LOG_BYTES:]
+            now = time.time()
+            for line in lines:
+                for found in process.reader.read(line, now):
+                    self._tell(found)
+            if len(data) < LOG_BYTES or not last:
+                return
+
+    def _tell(self, evidence: Evidence) -> None:
+        self._evidence.append(evidence)
+        del self._evidence[: -50 * EVIDENCE]  # while the decision maker is gone
+
+    def _send_evidence(self) -> None:
+        while self._evidence and self.link is not None:
+            some, self._evidence = self._evidence[:EVIDENCE], self._evidence[EVIDENCE:]
+            rows = [each.to_json() for each in some]
+            self._send("evidence", generation=self.generation, offset=self.offset, rows=rows)
+
+    def _collect(self) -> None:
+        self._send_evidence()
+
+    # The end of an attempt
+
+    def _stop(self, message: dict[str, Any]) -> None:
+        if self.over is not None and self.over["generation"] == message["generation"]:
+            self._send("ended", **self.over)
+            return
+        if self.stopping is not None:
+            self.stopping["until"] = min(self.stopping["until"], time.monotonic() + message["grace"])
+            return
+        self.generation = message["generation"]
+        self.stopping = {"since": time.monotonic(), "until": time.monotonic() + message["grace"]}
+        if message["grace"]:
+            processes.send([process.popen.pid for process in self._running()], signal.SIGTERM)
+        if message.get("dump"):
+            self._ask_for_dumps()
+
+    def _go_on_stopping(self) -> None:
+        if self._running() and time.monotonic() < self.stopping["until"]:
+            return
+        left = processes.kill_all(self.folder, UNKILLABLE_SECONDS, self._beat_if_due)
+        self._poll()
+        for pid in left:
+            text = f"process {pid} is in state {processes.state(pid)} and survives SIGKILL"
+            rank = next((process.rank for process in self.processes if process.popen.pid == pid), None)
+            self._tell(Evidence(time.time(), self.settings.node, "agent", text, rank, "unkillable", {"pid": pid}))
+        self._send_evidence()
+        seconds = time.monotonic() - self.stopping["since"]
+        self.over = {"generation": self.generation, "seconds": seconds, "survivors": left}
+        self.stopping = None
+        self._send("ended", **self.over)
+
+    def _ask_for_dumps(self) -> None:
+        """Ask the ranks for stacks and flight recorders; what they write is kept with the logs. Only those that have a
+        heartbeat know the signal: it would end others.
+        """
+        asked = [process for process in self._running() if (self.folder / f"rank{process.rank}.stacks").exists()]
+        before = {process.rank: self._dumped(process.rank) for process in asked}
+        write_request(self.folder, time.time())
+        processes.send([process.popen.pid for process in asked], signal.SIGUSR1)
+        deadline = time.monotonic() + DUMP_SECONDS
+        while time.monotonic() < deadline:
+            if all(
+                new > old for rank, olds in before.items() for new, old in zip(self._dumped(rank), olds, strict=True)
+            ):
+                break
+            self._beat_if_due()
+            time.sleep(0.05)
+        logs = self.settings.folder / f"attempt_{self.generation}"
+        for path in self.folder.glob("rank*"):
+            if path.suffix != ".json" or ".flight" in path.name or ".guard" in path.name:
+                shutil.copyfile(path, logs / path.name)
+        self._collect()
+        self._send("dumped", generation=self.generation, ranks=[process.rank for process in asked])
+
+    def _dumped(self, rank: int) -> tuple[int, int]:
+        def stamp(path: Path) -> int:
+            return path.stat().st_mtime_ns if path.exists() else -1
+
+        stacks, flight = self.folder / f"rank{rank}.stacks", self.folder / f"rank{rank}.flight.json"
+        return stamp(stacks), stamp(flight)
+
+
+def runnable(command: list[str]) -> list[str]:
+    """Return the words to start: `zaya` is that of this Python, also where no such program is on the path."""
+    return [sys.executable, "-m", "zaya_plugin.cli", *command[1:]] if command[0] == "zaya" else command
+
+
+def heartbeat(folder: Path, rank: int) -> dict[str, Any] | None:
+    """Return what a rank wrote last about its progress; None: nothing, or it is just being written."""
+    try:
+        found = json.loads((folder / f"rank{rank}.json").read_text(errors="replace"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def write_request(folder: Path, number: float) -> None:
+    """Ask the ranks for their flight recorders."""
+    part = folder / ".request"
+    part.write_text(f"{number}\n")
+    part.replace(folder / "request")
+
+
+def _show(data: bytes) -> None:
+    try:
+        sys.stdout.buffer.write(data)
+        sys.stdout.flush()
+    except (OSError, ValueError):  # the terminal is gone; the log has it all
+        pass
+
+
+def node_folder(settings: Settings, secret: bytes) -> Path:
+    """Return this node's folder for heartbeats, made for this user alone."""
+    path = Path(tempfile.gettempdir()) / f"zaya_aegis_{link.fingerprint(secret)}_{settings.node}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    status = path.lstat()
+    if path.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise PermissionError(f"{path} belongs to another user, or others can write there")
+    return path
+
+
+def main(argv: list[str]) -> int:
+    """Run the agent with the settings in argv[0], and the file of the secret in argv[1]."""
+    die_with_parent(signal.SIGKILL)
+    settings, secret = Settings.from_word(argv[0]), link.read_secret(Path(argv[1]))
+    try:
+        return Agent(settings, secret, node_folder(settings, secret)).run()
+    except Exception:  # any exit code would be taken for the run's
+        traceback.print_exc()
+        sys.stderr.flush()
+        signal.signal(signal.SIGABRT, signal.SIG_DFL)
+        os.abort()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

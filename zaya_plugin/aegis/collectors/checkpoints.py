@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoints of the run: each that becomes complete, and one that is not complete long after it should be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from zaya_plugin.aegis.collectors.runner import Collector
+from zaya_plugin.aegis.evidence import Evidence
+from zaya_plugin.checkpoint import manifest, on_disk
+
+LATE = 1800.0  # seconds from the first file of a checkpoint; uploads to a slow file server take minutes
+
+
+class Checkpoints(Collector):
+    """Looks for manifests. One agent of a run does that, since all see the same directory.
+
+    stalled: whether storage does not answer; the directory is then left alone.
+    """
+
+    name, source, interval, deadline = "checkpoints", "checkpoint", 2.0, 30.0
+
+    def __init__(self, node: str, directory: Path, stalled: Callable[[], bool] = lambda: False, late: float = LATE):
+        super().__init__(node)
+        self.directory, self.stalled, self.late = directory, stalled, late
+        self._known: set[int] | None = None
+        self._begun: dict[str, float] = {}
+        self._told: set[str] = set()
+
+    def poll(self, now: float) -> list[Evidence]:
+        if self.stalled():
+            return []
+        complete = {step for step in on_disk.iterations(self.directory) if self._is_complete(step)}
+        new, first = complete - (self._known or set()), self._known is None
+        self._known = complete
+        found = [self._saved(step, now) for step in sorted(new) if not first]
+        return found + self._late(now)
+
+    def _is_complete(self, step: int) -> bool:
+        return bool(self._known and step in self._known) or (self._folder(step) / manifest.NAME).is_file()
+
+    def _folder(self, step: int) -> Path:
+        return on_disk.folder(self.directory, step)
+
+    def _saved(self, step: int, now: float) -> Evidence:
+        wrong = manifest.problems(self._folder(step))
+        if wrong:
+            return self.found(now, "ckpt_broken", f"checkpoint of step {step}: {'; '.join(wrong)}", step=step)
+        return self.found(now, "checkpoint_saved", f"checkpoint of step {step} is complete", step=step)
+
+    def _late(self, now: float) -> list[Evidence]:
+        try:
+            names = [name for name in os.listdir(self.directory) if name.endswith(manifest.UNFINISHED)]
+        except OSError:
+            names = []
+        self._begun = {name: self._begun.get(name, now) for name in names}
+        found = []
+        for name, begun in self._begun.items():
+            if now - begun > self.late and name not in self._told:
+                self._told.add(name)
+                text = f"{name} is not complete after {now - begun:.0f} s"
+                found.append(self.found(now, "ckpt_late", text, seconds=now - begun))
+        return found

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters of AMD GPUs: memory errors (RAS), links between GPUs, PCIe, heat, and whether a GPU is gone.
+
+sysfs costs nothing and is read often. amd-smi starts a process that wakes the driver and may hang in it, so it runs
+every 30 s with a deadline. Only growth is evidence.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from zaya_plugin.aegis.collectors.host import read
+from zaya_plugin.aegis.collectors.runner import Collector, Growth, Tool
+from zaya_plugin.aegis.evidence import Evidence
+
+AMD = "0x1002"
+# Some queries of rocm-smi add so many to a count at each call: a defect of the report, not errors.
+DEFECT = 1_048_560
+LINKS = "xgmi"  # of the RAS block for the links between GPUs: XGMI_WAFL
+# Path in amd-smi's JSON -> rule, and the growth that is evidence. A power limit is reached at full load and is no fault.
+FIELDS = (
+    (re.compile(r"ecc\.total_uncorrectable_count"), "counter_ue", 1),
+    (re.compile(r"ecc\.total_deferred_count"), "counter_deferred", 1),
+    (re.compile(r"ecc\.total_correctable_count"), "counter_ce", 100),
+    (re.compile(r"ecc_blocks\.xgmi\w*\.uncorrectable\w*"), "counter_xgmi", 1),
+    (re.compile(r"ecc_blocks\.xgmi\w*\.correctable\w*"), "counter_xgmi", 100),
+    (re.compile(r"pcie\.(?:replay_count|nak_\w*count)"), "counter_pcie", 1000),
+    (re.compile(r"throttle\.(?:prochot|socket_thermal|vr_thermal|hbm_thermal)\w*_accumulated"), "counter_throttle", 1),
+)
+KINDS = {"ue": ("counter_ue", 1), "de": ("counter_deferred", 1), "ce": ("counter_ce", 100)}
+
+
+class GpuSysfs(Collector):
+    """Reads the error counts of each block in sysfs, and the number of GPUs."""
+
+    name, source, interval, deadline = "gpu_sysfs", "counter", 2.0, 10.0
+
+    def __init__(self, node: str, root: Path = Path("/")):
+        super().__init__(node)
+        self.root = root
+        self._counts = Counts()
+        self._cards: set[str] = set()
+
+    def poll(self, now: float) -> list[Evidence]:
+        cards = {path.name: path for path in (self.root / "sys/class/drm").glob("card*") if path.name[4:].isdecimal()}
+        cards = {name: path for name, path in cards.items() if read(path / "device/vendor").strip() == AMD}
+        found = []
+        for name in sorted(self._cards - cards.keys()):
+            text = f"{name} is gone; {len(cards)} of {len(self._cards)} GPUs are left"
+            found.append(self.found(now, "gpu_missing", text, gpu=name, left=len(cards)))
+        self._cards = set(cards)
+        for name, path in sorted(cards.items()):
+            for file in sorted((path / "device/ras").glob("*_err_count")):
+                block = file.name.removesuffix("_err_count")
+                for kind, value in re.findall(r"^(ue|ce|de): *(\d+)", read(file), re.MULTILINE):
+                    rule, least = KINDS[kind]
+                    rule = "counter_xgmi" if LINKS in block else rule
+                    if grown := self._counts.grown((name, block, kind), int(value), least):
+                        text = f"{name}: {kind} errors of block {block} have grown by {grown} to {value}"
+                        found.append(self.found(now, rule, text, gpu=name, block=block, kind=kind, growth=grown))
+        return found
+
+
+class AmdSmi(Collector):
+    """Asks amd-smi for the counters that sysfs lacks, and for memory pages that are out of use."""
+
+    name, source, interval, deadline = "amd_smi", "counter", 30.0, 25.0
+
+    def __init__(self, node: str, command: str = "amd-smi", seconds: float = 20.0):
+        super().__init__(node)
+        self.command = command
+        self._tool = Tool(seconds)
+        self._counts = Counts()
+
+    def poll(self, now: float) -> list[Evidence]:
+        try:
+            metric = parsed(self._tool.output(self.command, "metric", "-g", "all", "--json"))
+            pages = self._tool.output(self.command, "bad-pages", "--json")
+        except TimeoutError as error:
+            return [self.found(now, "collector_late", str(error), collector=self.name)]
+        found = []
+        for gpu, path, value in numbers(metric):
+            for pattern, rule, least in FIELDS:
+                if pattern.fullmatch(path) and (grown := self._counts.grown((gpu, path), value, least)):
+                    text = f"GPU {gpu}: {path} has grown by {grown} to {value}"
+                    found.append(self.found(now, rule, text, gpu=gpu, field=path, growth=grown))
+        none = {gpu.get("gpu", at): 0 for at, gpu in enumerate(gpus(metric))} if pages is not None else {}
+        for gpu, count in (none | bad_pages(parsed(pages))).items():
+            if grown := self._counts.grown((gpu, "bad pages"), count, 1):
+                text = f"GPU {gpu}: {grown} more memory page(s) are out of use, {count} in all"
+                found.append(self.found(now, "counter_bad_pages", text, gpu=gpu, growth=grown, count=count))
+        return found
+
+
+class Counts:
+    """Growth of error counts, without what the defect of the report has added."""
+
+    def __init__(self) -> None:
+        self._growth = Growth()
+        self._added: dict[object, tuple[int, int]] = {}  # counter -> its last value, and the sum of the defect's parts
+
+    def grown(self, key: object, value: int, least: int) -> int:
+        """Return by how much a counter has grown, or 0 below `least`."""
+        last, added = self._added.get(key, (value, 0))
+        added += max(0, value - last) // DEFECT * DEFECT
+        self._added[key] = value, added
+        return self._growth.of(key, value - added, least)
+
+
+def parsed(text: str | None) -> Any:
+    """Return the JSON of a tool that may print warnings before it; None for none."""
+    for at in sorted(at for at in ((text or "").find(sign) for sign in "[{") if at >= 0):
+        try:
+            return json.loads(text[at:])
+        except ValueError:
+            continue
+    return None
+
+
+def numbers(metric: Any) -> Iterator[tuple[int, str, int]]:
+    """Yield GPU, path and value of every whole number in `amd-smi metric --json`: a list of GPUs, or an object with
+    one, by version. A number may stand in {"value": 1, "unit": "W"}; "N/A" is none.
+    """
+    for at, gpu in enumerate(gpus(metric)):
+        yield from ((gpu.get("gpu", at), path, value) for path, value in leaves(gpu))
+
+
+def gpus(found: Any) -> list[dict]:
+    """Return the objects of the GPUs."""
+    if isinstance(found, dict):
+        found = next((value for value in found.values() if isinstance(value, list)), [found])
+    return [gpu for gpu in found or [] if isinstance(gpu, dict)]
+
+
+def leaves(values: Any, path: str = "") -> Iterator[tuple[str, int]]:
+    """Yield the whole numbers below `values` with their dotted paths in lower case."""
+    if isinstance(values, dict):
+        for name, value in values.items():
+            yield from leaves(value, path if name == "value" else f"{path}.{name}".lower().lstrip("."))
+    elif isinstance(values, int) and not isinstance(values, bool):
+        yield path, values
+    elif isinstance(values, str) and values.isdecimal():
+        yield path, int(values)
+
+
+def bad_pages(found: Any) -> dict[int, int]:
+    """Return the pages out of use of each GPU; `amd-smi bad-pages` says "No bad pages found." for none."""
+    counts = {}
+    for at, gpu in enumerate(gpus(found)):
+        pages = next((value for name, value in gpu.items() if name != "gpu"), None)
+        counts[gpu.get("gpu", at)] = len(pages) if isinstance(pages, list) else 0
+    return counts

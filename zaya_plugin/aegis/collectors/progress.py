@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The heartbeats of this node's ranks (zaya_plugin.training.heartbeat): a rank without progress, a slow rank.
+
+The budget of a step is three times the slowest of the last steps, at least `floor`. Nodes whose ranks finish no step for
+1.5 budgets hang. All ranks of a job stop together when one does, so the evidence names the ranks that differ: stopped
+or in state D, or behind by a step. Outside of training (imports, compilation, loading, saving) the limits are minutes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from zaya_plugin.aegis.collectors.runner import Collector
+from zaya_plugin.aegis.evidence import Evidence
+
+# Seconds without any news in a phase; the first start of a run compiles, tunes and builds indices of its data.
+LIMITS = {"start": 900, "build": 3600, "load": 3600, "warm_up": 3600, "validate": 1800, "save": 1800, "end": 3600}
+STEPS = 20  # from which the budget is learnt
+BUDGET, WITHOUT = 3.0, 1.5  # budget: x slowest step; a hang: x budget
+FLOOR = 5.0  # seconds
+HOLD = 900.0  # seconds for which a stall of storage excuses ranks without progress
+SLOW, SLOW_STEPS = 1.5, 10  # x the median of the other ranks, in so many steps in a row
+LONGEST = 5.0  # seconds between two polls that count: the agent itself may have been stopped
+
+
+@dataclass
+class Rank:
+    """What is known of one rank: its last heartbeat, seconds without news, steps in a row in which it was slow."""
+
+    beat: dict
+    idle: float = 0.0
+    slow: int = 0
+
+
+class Progress(Collector):
+    """Compares the heartbeats with the budget of a step and with each other.
+
+    stalled: whether storage of this node does not answer at present; a hang is then held back, for HOLD at most.
+    """
+
+    name, source, interval, deadline = "progress", "progress", 0.5, 5.0
+
+    def __init__(
+        self,
+        node: str,
+        folder: Path | None = None,
+        expected: Collection[int] = (),
+        stalled: Callable[[], bool] = lambda: False,
+        floor: float = FLOOR,
+        limits: Mapping[str, float] = LIMITS,
+        proc: Path = Path("/proc"),
+    ):
+        super().__init__(node)
+        self.stalled, self.floor, self.limits, self.proc = stalled, floor, {**LIMITS, **limits}, proc
+        self.watch(folder, expected)
+
+    def watch(self, folder: Path | None, expected: Collection[int] = ()) -> None:
+        """Follow the ranks of a new attempt. expected: ranks that must have a heartbeat; other ranks may have none."""
+        self._ranks = {rank: Rank({"phase": "start", "step": 0}) for rank in expected}
+        self._seconds: deque[float] = deque(maxlen=STEPS)
+        self._newest = 0
+        self._before: float | None = None
+        self._told, self._held = False, 0.0
+        self._folder = folder  # last: the thread that polls may be between two lines
+
+    def beats(self) -> dict[int, dict]:
+        """Return the last heartbeat of each rank, for messages to the decision maker."""
+        return {rank: each.beat for rank, each in self._ranks.items()}
+
+    def budget(self) -> float:
+        """Seconds that a step may take."""
+        return max(self.floor, BUDGET * max(self._seconds, default=0.0))
+
+    def poll(self, now: float) -> list[Evidence]:
+        ranks, folder = self._ranks, self._folder
+        passed = 0.0 if self._before is None else min(max(0.0, now - self._before), LONGEST)
+        self._before = now
+        fresh, stepped = set(), set()
+        for rank, beat in read_beats(folder).items() if folder is not None else ():
+            known = ranks.setdefault(rank, Rank({}))
+            if beat == known.beat:
+                continue
+            if (
+                beat["step"] != known.beat.get("step")
+                and beat["phase"] == "train"
+                and known.beat.get("phase") == "train"
+            ):
+                stepped.add(rank)
+                if beat["step"] > self._newest:  # the same step of another rank says the same
+                    self._newest = beat["step"]
+                    self._seconds.append(float(beat.get("step_seconds") or 0.0))
+            known.beat, known.idle = beat, 0.0
+            fresh.add(rank)
+        stalled = self.stalled()
+        self._held = self._held + passed if stalled else 0.0
+        if not stalled or self._held > HOLD:
+            for rank in ranks.keys() - fresh:
+                ranks[rank].idle += passed
+        return [*self._hang(now, ranks), *self._slow(now, ranks, stepped)]
+
+    def _limit(self, beat: Mapping) -> float:
+        if beat["phase"] != "train":
+            return self.limits.get(beat["phase"], self.limits["warm_up"])
+        # Before a second step the first one, which compiles too, is the only measure.
+        first = 0.0 if self._seconds else BUDGET * float(beat.get("step_seconds") or 0.0)
+        return WITHOUT * max(first, self.budget())
+
+    def _hang(self, now: float, ranks: Mapping[int, Rank]) -> list[Evidence]:
+        late = {rank: each for rank, each in ranks.items() if each.idle > self._limit(each.beat)}
+        if not late or self._told:
+            self._told = bool(late)
+            return []
+        self._told = True
+        states = {rank: self._state(each.beat.get("pid")) for rank, each in late.items()}
+        halted = [rank for rank, state in states.items() if state in "TtD"]
+        steps = {rank: each.beat["step"] for rank, each in ranks.items()}
+        behind = [rank for rank in late if steps[rank] < max(steps.values())]
+        suspects = halted if 0 < len(halted) < len(ranks) or len(ranks) == 1 else behind
+        # Evidence is of one rank or of the node.
+        rank = suspects[0] if len(suspects) == 1 else None
+        first = late[min(late)] if rank is None else late[rank]
+        idle = max(each.idle for each in late.values())
+        text = f"no step for {idle:.0f} s in phase {first.beat['phase']} after step {first.beat['step']}"
+        if suspects:
+            text += f"; ranks {sorted(suspects)} differ (state {', '.join(sorted({states[s] for s in suspects}))})"
+        return [
+            self.found(
+                now - idle,
+                "hang",
+                text,
+                rank,
+                idle=round(idle, 1),
+                limit=self._limit(first.beat),
+                phase=first.beat["phase"],
+                ranks=sorted(late),
+                steps=steps,
+                states=states,
+                suspects=sorted(suspects),
+            )
+        ]
+
+    def _slow(self, now: float, ranks: Mapping[int, Rank], stepped: set[int]) -> list[Evidence]:
+        busy = {
+            rank: each.beat.get("busy_seconds") for rank, each in ranks.items() if each.beat.get("phase") == "train"
+        }
+        slow, found = slow_ranks({rank: value for rank, value in busy.items() if value}), []
+        for rank in stepped:
+            ranks[rank].slow = ranks[rank].slow + 1 if rank in slow else 0
+            if ranks[rank].slow == SLOW_STEPS:
+                text = f"rank {rank} computes for {busy[rank]:.3g} s a step, {slow[rank]:.1f} times its peers' median"
+                found.append(self.found(now, "slow_rank", text, rank, factor=slow[rank], busy_seconds=busy[rank]))
+        return found
+
+    def _state(self, pid: object) -> str:
+        """Return the kernel's letter for a process: T stopped, D in the kernel, X gone."""
+        try:
+            return (self.proc / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return "X"
+
+
+def slow_ranks(busy: Mapping[int, float]) -> dict[int, float]:
+    """Return the ranks that compute more than SLOW times as long as the median of the others, with that factor.
+
+    busy: seconds of one step until a rank's own gradients are there. Across nodes it is the decision maker's to call.
+    """
+    found = {}
+    for rank, seconds in busy.items():
+        others = [value for other, value in busy.items() if other != rank]
+        if others and seconds > SLOW * median(others) > 0:
+            found[rank] = seconds / median(others)
+    return found
+
+
+def read_beats(folder: Path) -> dict[int, dict]:
+    """Return the heartbeats in a folder, rank -> fields; a line that cannot be read is left out."""
+    found = {}
+    for path in folder.glob("rank*.json"):
+        number = path.name[len("rank") : -len(".json")]
+        if not number.isdecimal():  # rank<N>.flight.json, rank<N>.guard.json
+            continue
+        try:
+            beat = json.loads(path.read_text())
+            if isinstance(beat["step"], int) and isinstance(beat["phase"], str):
+                found[int(number)] = beat
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return found

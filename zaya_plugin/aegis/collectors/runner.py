@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Polls each collector in a thread of its own, so that one that blocks does not stop the others."""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from zaya_plugin.aegis.evidence import Evidence, printable
+
+HELD = 20_000  # pieces of evidence that wait for `drain`; further ones are counted and lost
+
+
+class Collector:
+    """One source of evidence.
+
+    Attributes:
+        name: in evidence and documents.
+        interval: seconds between two polls.
+        deadline: seconds; a poll that takes longer is reported once as collector_late, and not waited for.
+        source: of its evidence.
+    """
+
+    name, source = "", "counter"
+    interval, deadline = 1.0, 10.0
+
+    def __init__(self, node: str):
+        self.node = node
+
+    def poll(self, now: float) -> list[Evidence]:
+        """Return what is new at `now`, in seconds since 1970; [] where the source is absent."""
+        raise NotImplementedError
+
+    def found(self, at: float, rule: str | None, text: str, rank: int | None = None, **values: Any) -> Evidence:
+        """Return evidence of this node."""
+        return Evidence(at, self.node, self.source, printable(text), rank, rule, values)
+
+
+class Collectors:
+    """Polls collectors until `close`. `drain` returns what they found since the last call; it never waits."""
+
+    def __init__(self, collectors: Sequence[Collector], clock: Callable[[], float] = time.time):
+        self.collectors, self.clock = list(collectors), clock
+        self._found: queue.Queue[Evidence] = queue.Queue(HELD)
+        self._ended = threading.Event()
+        self._busy: dict[str, float] = {}  # collector -> start of its poll (monotonic)
+        self._late: set[str] = set()
+        self._failed: set[str] = set()
+        self.lost = 0
+        for each in self.collectors:
+            threading.Thread(target=self._run, args=(each,), name=f"collector {each.name}", daemon=True).start()
+
+    def _run(self, collector: Collector) -> None:
+        while not self._ended.is_set():
+            self._busy[collector.name] = time.monotonic()
+            try:
+                found = collector.poll(self.clock())
+            except Exception as error:  # a source in an unknown form must not end the watch over it
+                found = []
+                if collector.name not in self._failed:
+                    self._failed.add(collector.name)
+                    found = [self._about(collector, f"has failed: {type(error).__name__}: {error}")]
+            self._busy.pop(collector.name, None)
+            self._late.discard(collector.name)
+            for each in found:
+                self._put(each)
+            self._ended.wait(collector.interval)
+
+    def _about(self, collector: Collector, what: str) -> Evidence:
+        text, values = f"collector {collector.name} {what}", {"collector": collector.name}
+        return Evidence(self.clock(), collector.node, "agent", printable(text), rule="collector_late", values=values)
+
+    def _put(self, evidence: Evidence) -> None:
+        try:
+            self._found.put_nowait(evidence)
+        except queue.Full:
+            self.lost += 1
+
+    def drain(self) -> list[Evidence]:
+        """Return the evidence since the last call, in the order in which it was found."""
+        for each in self.collectors:
+            begun = self._busy.get(each.name)
+            if begun is not None and time.monotonic() - begun > each.deadline and each.name not in self._late:
+                self._late.add(each.name)
+                self._put(self._about(each, f"does not answer for {each.deadline:g} s"))
+        found = []
+        while True:
+            try:
+                found.append(self._found.get_nowait())
+            except queue.Empty:
+                return found
+
+    def close(self) -> None:
+        """Stop polling. A collector that blocks is left alone: its thread ends with the process."""
+        self._ended.set()
+
+
+class Growth:
+    """The growth of counters since they were last reported: only growth is evidence, a count alone may be years old."""
+
+    def __init__(self) -> None:
+        self._reported: dict[object, int] = {}
+
+    def of(self, key: object, value: int, least: int = 1) -> int:
+        """Return by how much a counter has grown, or 0 below `least`. The first value, and one that fell, is a start."""
+        before = self._reported.setdefault(key, value)
+        grown = value - before
+        if grown < 0 or grown >= least:
+            self._reported[key] = value
+        return grown if grown >= least else 0
+
+
+class Tool:
+    """A program that is run again and again, and may hang in state D, where no signal ends it.
+
+    It is then left alone, and not started again before it has ended.
+    """
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self._hanging: subprocess.Popen | None = None
+
+    def output(self, *command: str) -> str | None:
+        """Return what the program wrote, or None: it is absent, has failed, or did not end in time."""
+        if self._hanging is not None and self._hanging.poll() is None:
+            return None
+        pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        try:
+            program = subprocess.Popen(command, start_new_session=True, text=True, errors="replace", **pipes)
+        except OSError:
+            return None
+        try:
+            text, _ = program.communicate(timeout=self.seconds)
+        except subprocess.TimeoutExpired:
+            program.kill()
+            self._hanging = program
+            program.stdout.close()
+            raise TimeoutError(f"{command[0]} does not end in {self.seconds:g} s") from None
+        return text if program.returncode == 0 else None

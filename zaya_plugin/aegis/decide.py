@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is done about a failure: one function of its diagnosis and of the run's history.
+
+The run stops only when a restart cannot help: for a user's mistake, for the same cause three times without a new step,
+and after too many failures without one. To stop wrongly costs all nodes until a person looks; to restart once too often
+costs minutes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from zaya_plugin.aegis.cluster import Cluster
+from zaya_plugin.aegis.diagnose import Diagnosis
+from zaya_plugin.aegis.rules import Rule
+
+SAME = 3  # failures of the same cause without a new step, upon which the run stops
+LINK_SECONDS = 300.0  # two failures of a node's links within this time: exchange it
+AGAIN_SECONDS = 86400.0  # a second failure of this kind on one node within a day: exchange it
+DELAYS = (0.0, 0.0, 5.0, 10.0, 20.0, 40.0, 60.0)  # seconds before a start, by failures without a new step
+LINKS = ("ionic_link", "bnxt_link", "mlx5_link", "ib_port_event", "link_down", "link_flap")
+# What a checkpoint may cause, when the same happens at the same step again.
+OF_STATE = ("traceback", "non_finite", "segfault", "abort", "memfault_user", "hip_illegal", "hsa_exception")
+GONE = ("node_lost", "agent_lost", "unkillable")  # the node cannot be used in the next attempt
+ENDED_BY_REQUEST = "ended_early"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do.
+
+    action: ride, restart, exchange, shrink, rollback, requeue, stop, watch or done.
+    nodes_out: nodes that the run does not use any more. delay: seconds to wait first. to_step: the checkpoint to go back
+    to. skip: the first and the last step whose data are left out. reason: one sentence.
+    """
+
+    action: str
+    reason: str
+    nodes_out: tuple[str, ...] = ()
+    delay: float = 0.0
+    to_step: int | None = None
+    skip: tuple[int, int] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields of a line of the journal."""
+        return asdict(self)
+
+
+def decide(said: Diagnosis, cluster: Cluster, rule: Rule | None, alive: bool = False) -> Decision:
+    """Return what is done about a diagnosis. rule: of its cause, None: it is unknown. alive: whether all ranks run."""
+    action, severity = (rule.action, rule.severity) if rule else ("restart", "high")
+    if said.cause == ENDED_BY_REQUEST and cluster.asked:
+        return Decision("done", "The run was asked to end, and has saved")
+    if alive and (rule is None or rule.role == "watch" or action == "watch"):
+        return Decision("watch", f"{said.cause} ends no run")
+    if alive and action == "ride":
+        if said.cause in LINKS and cluster.spares and _flaps(said, cluster):
+            return _exchange(said, cluster, f"a link of {said.node} was down twice within {LINK_SECONDS:.0f} s")
+        return Decision("ride", f"{said.cause} may end by itself within {rule.ride:.0f} s", delay=rule.ride)
+    same = 1 + sum(failure.fingerprint == said.fingerprint for failure in cluster.barren)
+    if stop := _stop(said, cluster, action, severity, same):
+        return stop
+    if said.cause == "agent_lost" and said.evidence and said.evidence[0].values.get("back"):
+        return _restart(cluster, f"the agent of {said.node} was killed and is back")
+    if said.cause in GONE:
+        return _exchange(said, cluster, f"{said.cause} on {said.node}")
+    if said.cause == "user_error":  # of a node that is new to a command that has trained elsewhere
+        return _exchange(said, cluster, f"the command has trained before, and fails on the new node {said.node}")
+    if said.cause == "rerun_other_gpu" and not cluster.spares:
+        where = "nodes change places" if len(cluster.nodes) > 1 else "ranks change devices"
+        return Decision("restart", f"Megatron asks for another GPU: {where}", delay=_delay(cluster))
+    if action == "exchange":
+        if said.confidence != "weak" or _again(said, cluster):
+            return _exchange(said, cluster, f"{said.cause} on {said.node} ({said.confidence})")
+        return _restart(cluster, f"{said.cause} on {said.node} is weak evidence, and the first")
+    if action == "rollback":
+        return _roll_back(said, cluster, f"{said.cause}: what was saved last may hold the damage")
+    if said.cause in LINKS and (cluster.spares or _flaps(said, cluster)):
+        return _exchange(said, cluster, f"a link of {said.node} was down for too long")
+    if said.cause == "hang" and _again(said, cluster):
+        return _exchange_group(said, cluster)
+    if rule is not None and rule.repeats == "node" and _again(said, cluster):
+        return _exchange(said, cluster, f"{said.cause} on {said.node} for the second time within a day")
+    if same > 1 and said.cause in OF_STATE and _same_step(cluster):
+        return _roll_back(said, cluster, f"{said.cause} at step {cluster.step} for the second time")
+    return _restart(cluster, f"{said.cause}" + (f" on {said.node}" if said.node else ""))
+
+
+def _stop(said: Diagnosis, cluster: Cluster, action: str, severity: str, same: int) -> Decision | None:
+    if action == "stop" and severity == "user" and said.cause == "user_error" and said.node and cluster.used:
+        if cluster.first_step is None and said.node not in cluster.used:
+            return None
+    if action == "stop":
+        return Decision("stop", f"{said.cause}: a restart does not help")
+    if severity == "user" and cluster.step is None:
+        return Decision("stop", f"{said.cause} before the first step of the attempt: the settings are too large")
+    if severity == "user" and same > 1:
+        return Decision("stop", f"{said.cause} for the second time without a new step")
+    if said.cause == "rerun_application" and cluster.rollbacks:
+        return Decision("stop", "the result was wrong again after a roll back: software or data, not a GPU")
+    if same >= SAME and severity != "policy":
+        new = f"a step after {cluster.best}" if cluster.best else "any step"
+        return Decision("stop", f"{said.fingerprint}: {same} times without {new}")
+    if len(cluster.barren) + 1 > cluster.restarts:
+        return Decision(
+            "stop", f"{len(cluster.barren) + 1} failures without a new step (--restarts {cluster.restarts})"
+        )
+    return None
+
+
+def _restart(cluster: Cluster, why: str) -> Decision:
+    return Decision("restart", f"{why}: restart in place", delay=_delay(cluster))
+
+
+def _delay(cluster: Cluster) -> float:
+    return DELAYS[min(len(cluster.barren), len(DELAYS) - 1)]
+
+
+def _exchange(said: Diagnosis, cluster: Cluster, why: str, nodes: tuple[str, ...] = ()) -> Decision:
+    """Leave out `nodes` (the diagnosis's): for spares, with fewer nodes, in another job, or else not at all."""
+    nodes = nodes or ((said.node,) if said.node in cluster.nodes else ())
+    if not nodes:
+        return _restart(cluster, f"{why}, on no node of the attempt")
+    left = len(cluster.nodes) - len(nodes) + len(cluster.spares)
+    size = next((size for size in cluster.sizes if size <= left), 0)
+    if size >= len(cluster.nodes):
+        return Decision("exchange", f"{why}: exchanged for a spare", nodes, _delay(cluster))
+    if size:
+        return Decision("shrink", f"{why}: no spare is left, {size} nodes train on", nodes, _delay(cluster))
+    if cluster.requeue:
+        return Decision("requeue", f"{why}: {left} nodes are left, too few; SLURM starts the job again", nodes)
+    return _restart(cluster, f"{why}: no other node is there")
+
+
+def _exchange_group(said: Diagnosis, cluster: Cluster) -> Decision:
+    """A hang that came again: the node of the rank that did not arrive, with all that share its copy of the model."""
+    if said.node not in cluster.nodes:
+        return _restart(cluster, "the ranks hang again, and none of them can be named")
+    first = cluster.nodes.index(said.node) // cluster.group * cluster.group
+    group = cluster.nodes[first : first + cluster.group]
+    if said.confidence != "sure" and 1 < len(group) <= len(cluster.spares):
+        return _exchange(said, cluster, f"a hang of rank {said.rank} again, not clear which node of its group", group)
+    return _exchange(said, cluster, f"rank {said.rank} on {said.node} hangs again")
+
+
+def _roll_back(said: Diagnosis, cluster: Cluster, why: str) -> Decision:
+    values = said.evidence[0].values if said.evidence else {}
+    begin = values.get("first_step", values.get("step"))
+    bad = begin if isinstance(begin, int) else None
+    newest = cluster.before(None)
+    to_step = cluster.before(bad if bad is not None and newest is not None and bad <= newest else newest)
+    skip = values.get("skip")
+    skip = (int(skip[0]), int(skip[1])) if isinstance(skip, (list, tuple)) and len(skip) == 2 else None
+    if to_step is None:
+        return Decision("restart", f"{why}; there is no earlier checkpoint", delay=_delay(cluster), skip=skip)
+    return Decision("rollback", f"{why}: back to step {to_step}", (), _delay(cluster), to_step, skip)
+
+
+def _again(said: Diagnosis, cluster: Cluster) -> bool:
+    """Whether the same has happened before, on the same node where one is named."""
+    now = said.first if said.first is not None else math.inf
+    return any(
+        failure.cause == said.cause and failure.node == said.node and now - failure.time < AGAIN_SECONDS
+        for failure in cluster.failures
+    )
+
+
+def _flaps(said: Diagnosis, cluster: Cluster) -> bool:
+    now = said.first if said.first is not None else math.inf
+    before = [*cluster.links, *((failure.time, failure.node) for failure in cluster.failures if failure.cause in LINKS)]
+    return any(node == said.node and 0 < now - time <= LINK_SECONDS for time, node in before)
+
+
+def _same_step(cluster: Cluster) -> bool:
+    last = cluster.failures[-1] if cluster.failures else None
+    return (
+        last is not None
+        and None not in (last.step, cluster.step)
+        and abs(last.step - cluster.step) <= 1
+        and (cluster.resume_step is None or cluster.step >= cluster.resume_step)
+    )

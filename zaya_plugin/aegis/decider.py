@@ -1,0 +1,683 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decision maker: one process that agents connect to. It starts each attempt, waits for the first sign of a failure,
+names the cause, decides, writes down why, and has the agents carry it out.
+
+All that it must remember is in the journal. After its own crash it reads that, waits for the agents, whose ranks have
+trained on, and goes on where it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from zaya_plugin import __version__
+from zaya_plugin.aegis import link
+from zaya_plugin.aegis.cluster import OUT, Cluster
+from zaya_plugin.aegis.decide import GONE, decide
+from zaya_plugin.aegis.diagnose import LOOKBACK, UNKNOWN, Diagnosis, diagnosis
+from zaya_plugin.aegis.evidence import Evidence
+from zaya_plugin.aegis.exit_codes import meaning
+from zaya_plugin.aegis.journal import Journal, read
+from zaya_plugin.aegis.rules import Rules
+from zaya_plugin.aegis.settings import Settings
+from zaya_plugin.errors import ENDED_EARLY
+from zaya_plugin.parent_death import die_with_parent
+
+LOST_SECONDS = 6.0  # three heartbeats
+SETTLE_SECONDS = 0.5  # evidence of the same failure arrives from other nodes
+EXPLAIN_SECONDS = 8.0  # ranks that lost their peer are explained by a node that is found lost later
+DUMP_SECONDS = 3.0  # the agents' 2 s and the way
+STOP_SECONDS = 9.0  # the agents' 5 s and the way, after the grace
+JOIN_SECONDS = 600.0  # until the nodes of the first attempt must be there
+REJOIN_SECONDS = 30.0  # until those of a later one must, before it starts with fewer
+PROGRESS_SECONDS = 60.0  # between two lines of progress in the journal
+CHECKPOINT_SECONDS = 5.0
+HANG_SECONDS = 10.0  # the least time without a step that is a hang
+HANG_STEPS = 3.0  # and at least so many of the slowest recent step
+SLOW_PHASE = 1800.0  # seconds for imports, compilation, loads, saves and validation
+SAVE_SECONDS = 600.0  # for the other ranks, once one has saved and left
+PEERS = 4096  # connections that have not proved yet that they hold the secret count too
+KEPT = 20_000  # pieces of evidence
+COMPLETE = re.compile(r"iter_(\d{7})")
+
+
+class Peer:
+    """A connected agent. beat: when it was heard last (monotonic). ranks: their heartbeats."""
+
+    def __init__(self, connection: link.Link):
+        self.link, self.node, self.address = connection, "", ""
+        self.beat, self.generation = time.monotonic(), 0
+        self.ranks: dict[int, dict[str, Any]] = {}
+        self.running: set[int] = set()
+        self.codes: dict[int, int] = {}
+
+
+class Decider:
+    """The loop; `run` returns the exit code of the run."""
+
+    def __init__(self, settings: Settings, secret: bytes, listening: socket.socket):
+        self.settings, self.secret, self.listening = settings, secret, listening
+        self.rules = Rules.load(settings.rules)
+        self.cluster = Cluster(settings.nodes, settings.sizes, settings.group, settings.restarts, settings.requeue)
+        before = list(read(settings.journal)) if settings.journal.exists() else []
+        self.cluster.replay(before)
+        self.journal = Journal(settings.journal)
+        self.links: set[link.Link] = set()
+        self.peers: dict[str, Peer] = {}  # by node
+        self.by_link: dict[link.Link, Peer] = {}
+        self.evidence: deque[Evidence] = deque(maxlen=KEPT)
+        self.phase, self.since = "wait", time.monotonic()
+        self.patience = JOIN_SECONDS
+        self.symptom: Evidence | None = None
+        self.dumping: set[str] = set()
+        self.stopping: set[str] = set()
+        self.survivors: list[str] = []
+        self.order: tuple[str, ...] = ()
+        self.slowest = 0.0
+        self.stepped = time.monotonic()
+        self._next_progress = self._next_checkpoints = self._next_words = 0.0
+        self._ridden: set[tuple[str, str | None]] = set()
+        self.code: int | None = None
+        continued = self.cluster.begun and not self.cluster.ended and self.cluster.command == list(settings.command)
+        if not continued:
+            self.note(
+                "begin",
+                command=list(settings.command),
+                nodes=settings.nodes,
+                spares=settings.spares,
+                ranks_per_node=settings.ranks_per_node,
+                version=__version__,
+            )
+        self.note("decider", pid=os.getpid(), reason="started again from the journal" if continued else "start")
+        if continued and self.cluster.generation and (self.cluster.running or self.cluster.pending):
+            self.to("adopt")
+
+    # The loop
+
+    def run(self) -> int:
+        """Work until the run has ended."""
+        while self.code is None:
+            self.tick()
+        deadline = time.monotonic() + 2.0
+        for peer in self.peers.values():
+            self.tell(peer, "end", code=self.code)
+        while self.peers and time.monotonic() < deadline:
+            self.exchange_messages(0.05)
+        self.journal.close()
+        return self.code
+
+    def tick(self) -> None:
+        """Take messages, then act by the phase."""
+        self.exchange_messages(0.1)
+        for node, peer in list(self.peers.items()):
+            if time.monotonic() - peer.beat > LOST_SECONDS:
+                self.lose(node, f"silent for {LOST_SECONDS:.0f} s")
+        getattr(self, f"in_{self.phase}")()
+
+    def to(self, phase: str) -> None:
+        """Enter a phase."""
+        self.phase, self.since = phase, time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in this phase."""
+        return time.monotonic() - self.since
+
+    def note(self, kind: str, **values: Any) -> None:
+        """Write a line into the journal and apply it."""
+        self.cluster.apply(self.journal.write(kind, self.cluster.generation, **values))
+
+    def say(self, text: str) -> None:
+        """Print a line for a person."""
+        print(f"zaya aegis: {text}", file=sys.stderr, flush=True)
+
+    def exchange_messages(self, timeout: float) -> None:
+        """Wait for messages and handle all that have arrived."""
+        writes = [each for each in self.links if each.wants_write]
+        poll = select.poll()  # select() ends at 1,024 files
+        files = {each.fileno(): each for each in self.links}
+        poll.register(self.listening, select.POLLIN)
+        for number, each in files.items():
+            poll.register(number, select.POLLIN | (select.POLLOUT if each in writes else 0))
+        for number, _ in poll.poll(timeout * 1000):
+            if number == self.listening.fileno():
+                self.accept()
+                continue
+            each = files[number]
+            if each not in self.links:
+                continue
+            try:
+                each.flush()
+                for message in each.receive():
+                    self.handle(each, message)
+            except link.LinkError as error:
+                self.drop(each, str(error))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                self.drop(each, f"a message of another version ({type(error).__name__}: {error})")
+        for each in [each for each in self.links if each.late]:
+            self.drop(each, "no proof that it holds the secret")
+
+    def accept(self) -> None:
+        while len(self.links) < PEERS:
+            try:
+                sock, _ = self.listening.accept()
+            except OSError:
+                return
+            with contextlib.suppress(link.LinkError, OSError):
+                self.links.add(link.Link(sock, self.secret, server=True))
+
+    def drop(self, connection: link.Link, reason: str) -> None:
+        """Close a connection. Its node has until LOST_SECONDS to connect again."""
+        self.links.discard(connection)
+        peer = self.by_link.pop(connection, None)
+        if not reason.startswith("closed"):
+            self.say(f"refused {peer.node if peer else connection.peer}: {reason}")
+            connection.refuse(reason)
+        connection.close()
+        if self.code is not None and peer is not None and self.peers.get(peer.node) is peer:
+            del self.peers[peer.node]
+
+    def tell(self, peer: Peer, kind: str, **values: Any) -> None:
+        with contextlib.suppress(link.LinkError, OSError):  # a lost agent is found by its silence
+            peer.link.send({"kind": kind, **values})
+
+    # Messages
+
+    def handle(self, connection: link.Link, message: dict[str, Any]) -> None:
+        kind, peer = message["kind"], self.by_link.get(connection)
+        if kind == "join":
+            self.joined(connection, message)
+        elif peer is None:
+            raise link.LinkError("speaks before it has joined")
+        else:
+            peer.beat = time.monotonic()
+            getattr(self, f"on_{kind}")(peer, message)
+
+    def joined(self, connection: link.Link, message: dict[str, Any]) -> None:
+        node = message["node"]
+        known = self.peers.get(node)
+        if known is not None and known.link in self.links and known.link is not connection:
+            if time.monotonic() - known.beat < LOST_SECONDS and known.pid != message["pid"]:
+                self.tell_pid_alive(connection, known, message)
+            self.links.discard(known.link)
+            self.by_link.pop(known.link, None)
+            known.link.close()
+        peer = Peer(connection)
+        peer.node, peer.address, peer.pid = node, message["address"], message["pid"]
+        peer.generation = message["generation"]
+        peer.running = set(message["running"])
+        peer.codes = {int(rank): code for rank, code in message["codes"].items()}
+        self.by_link[connection] = self.peers[node] = peer
+        if known is None:
+            self.note("node", node=node, state="joined", reason=peer.address)
+        if message["asked"]:
+            self.on_asked(peer, {"number": message["asked"][0], "times": 1})
+        if message["over"] is not None:
+            self.on_ended(peer, message["over"])
+        if node not in self.cluster.nodes or not self.cluster.running:
+            if peer.running and self.phase not in ("adopt", "stop"):
+                self.tell(peer, "stop", generation=peer.generation, grace=0)
+            return
+        if peer.generation == self.cluster.generation:
+            for rank, code in sorted(peer.codes.items()):
+                self.take_exit(peer, rank, code, time.time())
+        elif self.phase in ("run", "settle", "adopt"):
+            text = "the agent was killed, its ranks have ended, and it has started again"
+            self.see(Evidence(time.time(), node, "agent", text, rule="agent_lost", values={"back": True}))
+
+    def tell_pid_alive(self, connection: link.Link, known: Peer, message: dict[str, Any]) -> None:
+        """Refuse a second agent of a name while the first one answers from another host."""
+        if known.address != message["address"]:
+            raise link.LinkError(f"another node is named {known.node}; --node names this one")
+
+    def on_beat(self, peer: Peer, message: dict[str, Any]) -> None:
+        self.tell(peer, "beat", echo=message["time"], time=time.time())
+        peer.ranks = {int(rank): beat for rank, beat in message["ranks"].items() if isinstance(beat, dict)}
+
+    def on_port(self, peer: Peer, message: dict[str, Any]) -> None:
+        if self.phase == "port" and peer.node == self.order[0] and message["generation"] == self.cluster.generation + 1:
+            self.start(message["port"])
+
+    def on_started(self, peer: Peer, message: dict[str, Any]) -> None:
+        peer.generation = message["generation"]
+
+    def on_exit(self, peer: Peer, message: dict[str, Any]) -> None:
+        if message["generation"] == self.cluster.generation:
+            self.take_exit(peer, message["rank"], message["code"], message["time"])
+
+    def take_exit(self, peer: Peer, rank: int, code: int, at: float) -> None:
+        peer.running.discard(rank)
+        peer.codes[rank] = code
+        if code and self.phase in ("run", "adopt", "settle"):
+            given = any(e.source == "exit" and e.node == peer.node and e.rank == rank for e in self.evidence)
+            text = f"ended with exit code {code}: {meaning(code).text}"
+            evidence = Evidence(at, peer.node, "exit", text, rank, None, {"exit_code": code})
+            if not given:
+                self.evidence.append(evidence)
+            self.look(evidence)
+
+    def on_evidence(self, peer: Peer, message: dict[str, Any]) -> None:
+        for row in message["rows"]:
+            each = Evidence.from_json({**row, "time": row["time"] + message["offset"], "node": row["node"]})
+            self.see(each, message["generation"])
+
+    def on_dumped(self, peer: Peer, message: dict[str, Any]) -> None:
+        self.dumping.discard(peer.node)
+
+    def on_ended(self, peer: Peer, message: dict[str, Any]) -> None:
+        if message["generation"] == self.cluster.generation and peer.node in self.stopping:
+            self.stopping.discard(peer.node)
+            self.survivors += [f"{peer.node}: {pid}" for pid in message["survivors"]]
+
+    def on_asked(self, peer: Peer, message: dict[str, Any]) -> None:
+        if not self.cluster.asked:
+            self.cluster.asked = True
+            self.note("symptom", evidence=self.agent_says(peer.node, f"asked to end by signal {message['number']}"))
+        if not self.cluster.running or self.phase in ("wait", "port", "delay") or message["times"] > 1:
+            self.finish(128 + message["number"], "ended by a signal")
+            return
+        for other in self.active():  # a signal to one node is for the run
+            if other is not peer:
+                self.tell(other, "save", generation=self.cluster.generation)
+
+    def agent_says(self, node: str, text: str) -> dict[str, Any]:
+        return Evidence(time.time(), node, "agent", text).to_json()
+
+    # Evidence
+
+    def active(self) -> list[Peer]:
+        """Return the agents of the attempt that are connected or may connect again."""
+        return [self.peers[node] for node in self.cluster.nodes if node in self.peers]
+
+    def see(self, evidence: Evidence, generation: int | None = None) -> None:
+        """Keep evidence, and look for the cause if it is a sign of a failure."""
+        self.evidence.append(evidence)
+        rule = self.rules[evidence.rule] if evidence.rule in self.rules else None
+        if generation is not None and generation != self.cluster.generation and evidence.source == "rank":
+            return
+        if rule is None or rule.role != "root" or evidence.node not in self.cluster.nodes or not self.cluster.running:
+            return
+        if evidence.values.get("recovered"):
+            self._ridden.discard((rule.name, evidence.node))
+        elif self.ends_now(evidence):
+            self.look(evidence)
+        elif rule.action == "ride" and (rule.name, evidence.node) not in self._ridden:
+            self._ridden.add((rule.name, evidence.node))
+            self.judge(evidence, alive=True)
+
+    def ends_now(self, evidence: Evidence) -> bool:
+        """Whether this alone ends the attempt, though all ranks live: it is sure, or it comes from the agents."""
+        rule = self.rules[evidence.rule]
+        return (
+            evidence.source == "agent"
+            and rule.name in (*GONE, "hang")
+            or (rule.confidence == "sure" and rule.action in ("exchange", "rollback"))
+        )
+
+    def look(self, evidence: Evidence) -> None:
+        """Wait a moment for more evidence, then name the cause."""
+        if self.phase in ("run", "adopt"):
+            self.symptom = evidence
+            self.note("symptom", evidence=evidence.to_json())
+            for peer in self.active():
+                self.tell(peer, "ask")
+                peer.asked = time.monotonic()
+            if evidence.rule == "hang":
+                self.dumping = {peer.node for peer in self.active()}
+                for peer in self.active():
+                    self.tell(peer, "dump", generation=self.cluster.generation)
+            self.to("settle")
+
+    def lose(self, node: str, reason: str) -> None:
+        """Take note that a node does not answer any more."""
+        peer = self.peers.pop(node)
+        self.links.discard(peer.link)
+        self.by_link.pop(peer.link, None)
+        peer.link.close()
+        self.note("node", node=node, state="lost", reason=reason)
+        self.stopping.discard(node)
+        self.dumping.discard(node)
+        if self.cluster.running and node in self.cluster.nodes:
+            self.see(Evidence(time.time(), node, "agent", f"the agent is {reason}", rule="node_lost"))
+
+    # Phases
+
+    def available(self) -> list[str]:
+        """Return the nodes that an attempt may use, those of the last one first, then the ones with the best history."""
+        there = [node for node in self.peers if node not in self.cluster.out and self.peers[node].link in self.links]
+        known = [node for node in self.cluster.nodes if node in there]
+        return known + sorted((node for node in there if node not in known), key=self.badness)
+
+    def badness(self, node: str) -> float:
+        return 0.0
+
+    def in_adopt(self) -> None:
+        """After a crash of this process: wait for the agents, whose ranks go on."""
+        there = self.active()
+        if len(there) < len(self.cluster.nodes) and self.seconds < LOST_SECONDS:
+            return
+        if self.cluster.pending is not None:
+            self.begin_stop()
+        elif any(peer.generation == self.cluster.generation for peer in there):
+            self.stepped = time.monotonic()
+            self.to("run")
+            missing = [node for node in self.cluster.nodes if node not in self.peers]
+            for node in missing:
+                self.see(Evidence(time.time(), node, "agent", "the agent has not come back", rule="node_lost"))
+            for peer in there:
+                if peer.generation == self.cluster.generation:
+                    for rank, code in sorted(peer.codes.items()):
+                        self.take_exit(peer, rank, code, time.time())
+                else:
+                    text = "the agent was killed, its ranks have ended, and it has started again"
+                    values = {"back": True}
+                    self.see(Evidence(time.time(), peer.node, "agent", text, rule="agent_lost", values=values))
+        else:
+            self.cluster.running = False  # all nodes are new: a job that SLURM has started again
+            self.to("wait")
+
+    def in_wait(self) -> None:
+        there = self.available()
+        enough = len(there) >= self.settings.nodes
+        if not enough and self.seconds > self.patience:
+            size = next((size for size in self.cluster.sizes if size <= len(there)), None)
+            if size is None and self.seconds > JOIN_SECONDS:
+                return self.finish(
+                    1, f"{len(there)} of {self.settings.nodes} nodes are there after {JOIN_SECONDS:.0f} s"
+                )
+            enough = size is not None
+        if not enough:
+            if time.monotonic() > self._next_words and self.seconds > 5:
+                self._next_words = time.monotonic() + 30
+                self.say(f"waits for nodes: {len(there)} of {self.settings.nodes} ({', '.join(there[:20])})")
+            return None
+        size = next(size for size in (self.settings.nodes, *self.cluster.sizes) if size <= len(there))
+        self.order = self.in_order(there, size)
+        self.tell(self.peers[self.order[0]], "port", generation=self.cluster.generation + 1)
+        self.to("port")
+        return None
+
+    def in_order(self, there: list[str], size: int) -> tuple[str, ...]:
+        """Return the nodes of the next attempt: a spare takes the place of the node that it replaces."""
+        kept = [node for node in self.cluster.nodes if node in there]
+        spares = [node for node in there if node not in kept]
+        if len(self.cluster.nodes) == size:
+            order = [node if node in there else spares.pop(0) for node in self.cluster.nodes]
+        else:
+            order = (kept + spares)[:size]
+        turn = self.cluster.turns % size
+        return tuple(order[turn:] + order[:turn]) if self.cluster.turns else tuple(order)
+
+    def in_port(self) -> None:
+        if self.order[0] not in self.peers or self.seconds > 5:
+            self.to("wait")
+
+    def start(self, port: int) -> None:
+        """Start an attempt on the nodes of `order`."""
+        here = self.settings.ranks_per_node
+        self.look_for_checkpoints(force=True)
+        again = self.cluster.trained
+        resume = self.cluster.before(None) if again else None
+        self.cluster.generation += 1
+        self.evidence = deque(
+            (each for each in self.evidence if each.time > time.time() - LOOKBACK and each.source == "kernel"), KEPT
+        )
+        self._ridden.clear()
+        self.cluster.spares = tuple(node for node in self.available() if node not in self.order)
+        self.note("attempt", nodes=list(self.order), world_size=len(self.order) * here, resume_step=resume)
+        first = self.peers[self.order[0]]
+        for position, node in enumerate(self.order):
+            peer = self.peers[node]
+            peer.ranks, peer.codes = {}, {}
+            peer.running = set(
+                range(position * here, position * here + here) if self.settings.each == "rank" else [position]
+            )
+            self.tell(
+                peer,
+                "start",
+                generation=self.cluster.generation,
+                first_rank=position * here,
+                node_rank=position,
+                nodes=len(self.order),
+                address=first.address,
+                port=port,
+                command=resumed(self.settings.command) if again else list(self.settings.command),
+                turn=self.cluster.turns if len(self.order) == 1 else 0,
+            )
+        self.slowest, self.stepped = 0.0, time.monotonic()
+        self.symptom = None
+        self.say(f"attempt {self.cluster.generation} on {', '.join(self.order[:8])}" + " ..." * (len(self.order) > 8))
+        self.to("run")
+
+    def in_run(self) -> None:
+        self.cluster.spares = tuple(node for node in self.available() if node not in self.cluster.nodes)
+        self.follow_progress()
+        self.look_for_checkpoints()
+        there = self.active()
+        if len(there) == len(self.cluster.nodes) and not any(peer.running for peer in there):
+            codes = {code for peer in there for code in peer.codes.values()}
+            if codes == {0}:
+                self.finish(0, "all ranks have ended with exit code 0")
+
+    def follow_progress(self) -> None:
+        """Take note of steps, and of their absence."""
+        beats = [beat for peer in self.active() for beat in peer.ranks.values()]
+        steps = [beat["step"] for beat in beats if isinstance(beat.get("step"), int)]
+        step = min(steps, default=0)
+        seconds = max((float(beat.get("step_seconds") or 0.0) for beat in beats), default=0.0)
+        state = [(beat.get("phase"), beat.get("step")) for beat in beats]
+        if state != getattr(self, "_state", None):
+            self._state, self.stepped = state, time.monotonic()
+            self.slowest = max(0.98 * self.slowest, seconds)
+        if step > (self.cluster.step or self.cluster.resume_step or 0):
+            if self.cluster.first_step is None:
+                self.note("first_step", step=step)
+                self.check_resumed(step)
+            elif time.monotonic() > self._next_progress:
+                self._next_progress = time.monotonic() + PROGRESS_SECONDS
+                self.note("progress", step=step, step_seconds=round(seconds, 4))
+            else:
+                self.cluster._on_progress({"step": step, "step_seconds": seconds})
+        if beats and (silent := time.monotonic() - self.stepped) > self.patience_with(beats) and not self.rides():
+            phases = sorted({str(beat.get("phase")) for beat in beats})
+            text = f"no rank has gone on for {silent:.0f} s, in {' and '.join(phases)} at step {step}"
+            self.see(Evidence(time.time(), self.behind(), "agent", text, rule="hang", values={"step": step}))
+
+    def patience_with(self, beats: list[dict[str, Any]]) -> float:
+        """Return the seconds that ranks may be without a change: a few steps, or much more in other phases."""
+        if all(beat.get("phase") == "train" for beat in beats) and self.cluster.first_step is not None:
+            return max(HANG_SECONDS, HANG_STEPS * self.slowest)
+        return SLOW_PHASE
+
+    def behind(self) -> str:
+        """Return the node whose ranks are behind all others; empty: there is none."""
+        steps = {
+            peer.node: min((beat.get("step", 0) for beat in peer.ranks.values()), default=0) for peer in self.active()
+        }
+        last = [node for node, step in steps.items() if step == min(steps.values())]
+        return last[0] if len(last) == 1 else ""
+
+    def rides(self) -> bool:
+        """Whether something is waited for that may end by itself, such as a file server that does not respond."""
+        over = {(each.rule, each.node): each.time for each in self.evidence if each.values.get("recovered")}
+        return any(
+            each.rule in self.rules
+            and self.rules[each.rule].action == "ride"
+            and self.rules[each.rule].role == "root"
+            and not each.values.get("recovered")
+            and over.get((each.rule, each.node), 0) < each.time
+            and time.time() - each.time < self.rules[each.rule].ride
+            for each in self.evidence
+        )
+
+    def check_resumed(self, step: int) -> None:
+        expected = self.cluster.resume_step
+        if expected is not None and not expected < step <= expected + 1 + int(2 * 2.0 / max(self.slowest, 0.01)):
+            text = f"training goes on at step {step}, the newest checkpoint is of step {expected}"
+            self.say(f"WARNING: {text}")
+            self.note("symptom", evidence=self.agent_says("", text))
+
+    def in_settle(self) -> None:
+        """More evidence may come; then name the cause. Consequences alone wait for a node that is found lost."""
+        if self.seconds < SETTLE_SECONDS or self.dumping and self.seconds < DUMP_SECONDS:
+            return
+        leaving = self.symptom.values.get("exit_code") == ENDED_EARLY and any(peer.running for peer in self.active())
+        if self.cluster.asked and leaving and self.seconds < SAVE_SECONDS:
+            return
+        said = self.diagnose()
+        silent = [peer for peer in self.active() if peer.beat < getattr(peer, "asked", 0.0)]
+        explained = said.cause != UNKNOWN and said.role == "root" and said.confidence != "weak"
+        if silent and not explained and self.seconds < EXPLAIN_SECONDS:
+            return
+        self.judge(self.symptom, alive=False, said=said)
+
+    def diagnose(self) -> Diagnosis:
+        progress = []
+        if self.cluster.first_step is not None and self.symptom is not None:
+            at = min(time.time() - (time.monotonic() - self.stepped), self.symptom.time)
+            progress = [Evidence(at, "", "progress", "made a step", values={"step": self.cluster.step})]
+        since = time.time() - LOOKBACK
+        return diagnosis([each for each in self.evidence if each.time > since] + progress, self.rules)
+
+    def judge(self, symptom: Evidence, alive: bool, said: Diagnosis | None = None) -> None:
+        """Diagnose, decide, write it down, and begin to carry it out."""
+        if said is None:
+            said = diagnosis([symptom], self.rules)
+        rule = self.rules[said.cause] if said.cause in self.rules else None
+        if self.cluster.step is not None:
+            self.note("progress", step=self.cluster.step, step_seconds=round(self.cluster.step_seconds, 4))
+        self.look_for_checkpoints(force=True)
+        decision = decide(said, self.cluster, rule, alive)
+        if not alive and self.cluster.asked and decision.action not in ("done", "stop"):
+            decision = replace(decision, action="stop", nodes_out=(), reason=f"{decision.reason}; asked to end")
+        self.note("diagnosis", **{name: value for name, value in said.to_json().items()})
+        where = f" on {said.node}" if said.node else ""
+        who = f", rank {said.rank}" if said.rank is not None else ""
+        self.say(f"{said.cause}{where}{who}: {decision.action}. {decision.reason}")
+        self.note("decision", **decision.to_json())
+        if decision.action in ("ride", "watch"):
+            return
+        for node in decision.nodes_out:
+            self.note("node", node=node, state=OUT, reason=said.cause)
+        self.begin_stop()
+
+    def begin_stop(self) -> None:
+        """End the ranks of the attempt."""
+        self.stopping = {peer.node for peer in self.active()}
+        self.survivors = []
+        for peer in self.active():
+            self.tell(peer, "stop", generation=self.cluster.generation, grace=self.grace())
+        self.to("stop")
+
+    def grace(self) -> float:
+        """Return the seconds that ranks have to save. Those of a broken attempt cannot: they wait for each other."""
+        return self.settings.grace if (self.cluster.pending or {}).get("action") == "done" else 0.0
+
+    def in_stop(self) -> None:
+        if self.stopping and self.seconds < STOP_SECONDS + self.grace():
+            return
+        for node in self.stopping:
+            self.note("node", node=node, state=OUT, reason="its ranks could not be ended")
+        self.stopping = set()
+        unusable = {
+            each.node for each in self.evidence if each.rule == "unkillable" and each.node in self.cluster.nodes
+        }
+        for node in unusable - set(self.cluster.out):
+            self.note("node", node=node, state=OUT, reason="unkillable")
+        self.note("stopped", seconds=round(self.seconds, 3), survivors=self.survivors)
+        self.to("delay")
+
+    def in_delay(self) -> None:
+        """Carry out what was decided, after its delay."""
+        decision = self.cluster.pending or {"action": "restart", "delay": 0.0, "reason": "", "to_step": None}
+        if decision["action"] == "stop":
+            return self.finish(self.failed_code(), decision["reason"])
+        if decision["action"] == "done":
+            return self.finish(ENDED_EARLY, decision["reason"])
+        if self.seconds < decision["delay"]:
+            return None
+        if decision["action"] == "rollback" and decision["to_step"] is not None:
+            self.put_aside(decision["to_step"])
+        self.patience = 0.0 if decision["action"] == "shrink" else REJOIN_SECONDS
+        return self.to("wait")
+
+    def failed_code(self) -> int:
+        """Return the exit code of the first rank that failed, as a shell shows it."""
+        exits = sorted((each for each in self.evidence if each.source == "exit"), key=lambda each: each.time)
+        told = [int(each.values.get("exit_code", 1)) for each in exits]
+        code = next((code for code in told if code == 2), told[0] if told else 1)
+        return 128 - code if code < 0 else code or 1
+
+    def look_for_checkpoints(self, force: bool = False) -> None:
+        """Write down checkpoints that are new. A folder that has its name and a manifest is complete."""
+        folder = self.settings.checkpoints
+        if folder is None or not force and time.monotonic() < self._next_checkpoints:
+            return
+        self._next_checkpoints = time.monotonic() + CHECKPOINT_SECONDS
+        with contextlib.suppress(OSError):
+            there = {
+                int(found[1]): entry
+                for entry in os.scandir(folder)
+                if (found := COMPLETE.fullmatch(entry.name))
+                and os.path.exists(os.path.join(entry.path, "manifest.json"))
+            }
+            self.cluster.checkpoints = [step for step in self.cluster.checkpoints if step in there]
+            for step in sorted(set(there) - set(self.cluster.checkpoints)):
+                self.note("checkpoint", step=step)
+
+    def put_aside(self, to_step: int) -> None:
+        """Give the checkpoints after `to_step` names that no load finds; nothing is deleted."""
+        from zaya_plugin.checkpoint import manifest
+
+        for entry in sorted(Path(self.settings.checkpoints).iterdir()):
+            if (found := COMPLETE.fullmatch(entry.name)) and int(found[1]) > to_step:
+                self.say(f"step {int(found[1])} is put aside: {manifest.put_aside(entry, manifest.FAILED).name}")
+        self.look_for_checkpoints(force=True)
+
+    def finish(self, code: int, reason: str) -> None:
+        """End the run."""
+        if self.code is None:
+            self.code = code
+            if self.cluster.step is not None:
+                self.note("progress", step=self.cluster.step, step_seconds=round(self.cluster.step_seconds, 4))
+            self.look_for_checkpoints(force=True)
+            self.note("end", code=code, reason=reason)
+            self.say(f"end, exit code {code}: {reason}")
+
+
+def resumed(command: tuple[str, ...]) -> list[str]:
+    """Return the command of a later attempt: `zaya train` continues from its newest checkpoint."""
+    if not is_train(command):
+        return list(command)
+    return [word for word in command if not word.startswith("resume=")] + ["resume=auto"]
+
+
+def is_train(command: tuple[str, ...] | list[str]) -> bool:
+    """Whether the command is `zaya train`, or the same through Python."""
+    return "train" in command and (Path(command[0]).name == "zaya" or "zaya_plugin.cli" in command)
+
+
+def main(argv: list[str]) -> int:
+    """Run the decision maker: settings, the file of the secret, and the number of the listening socket."""
+    die_with_parent(signal.SIGKILL)
+    for number in (signal.SIGTERM, signal.SIGINT):  # the agent says that the run is to end
+        signal.signal(number, signal.SIG_IGN)
+    settings = Settings.from_word(argv[0])
+    listening = socket.socket(fileno=int(argv[2]))
+    Decider(settings, link.read_secret(Path(argv[1])), listening).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`zaya aegis explain`: reads a folder of logs and says what happened first and what would have been done."""
+
+from __future__ import annotations
+
+import argparse
+import calendar
+import dataclasses
+import json
+import os
+import re
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zaya_plugin.aegis.diagnose import Diagnosis, diagnosis
+from zaya_plugin.aegis.evidence import Evidence
+from zaya_plugin.aegis.rules import KERNEL, Reader, Rule, Rules
+from zaya_plugin.errors import mistake
+
+WHAT = """\
+Reads the logs below DIR (of ranks, kernels, torchrun and SLURM), names the first cause of the failure with its evidence,
+and says what `zaya aegis run` would have done. Starts nothing, and needs no device.
+
+A file belongs to the kernel when its name has dmesg, kern, messages, syslog or journal in it, or its lines look like
+it. The rank comes from the file's name (rank3.log) or from the line ([rank3]:, or srun's label). The node comes from
+the name of the folder or the file (n1/dmesg.log, dmesg-n1.log). Lines without a time take that of the line before."""
+EXAMPLES = """\
+examples:
+  zaya aegis explain runs/zaya1/aegis              what ended each attempt of a supervised run
+  zaya aegis explain logs --rules mine.yaml        with rows of your own
+  zaya aegis explain logs --json                   for a program
+  zaya aegis explain --rule ring_timeout           what a class means, and what a person does
+  zaya aegis explain                               all classes
+
+Exit codes: 0, 2 a mistake on the command line."""
+SKIPPED = {".json", ".jsonl", ".yaml", ".html", ".pt", ".bin", ".idx", ".distcp", ".gz", ".zst", ".tar", ".png", ".py"}
+KERNEL_NAME = re.compile(r"dmesg|kern|kmsg|messages|syslog|journal", re.IGNORECASE)
+KERNEL_LINE = re.compile(r"(?m)^(?:<\d+>)?\[ *\d+\.\d{3,6}\] |^.{10,80} kernel: ")
+SLURM_LINE = re.compile(r"slurmstepd: |srun: ")
+RANK = re.compile(r"rank[-_]?(\d{1,7})(?!\d)")
+LOCAL_RANK = re.compile(r"/attempt_\d+/(\d{1,4})/(?:stdout|stderr)\.log$")
+ATTEMPT = re.compile(r"(?:^|/)attempt_(\d{1,7})(?:/|$)")
+HOST = re.compile(r"[A-Za-z][\w-]*\d[\w-]*")
+NO_HOST = re.compile(  # words of a file's or folder's name that are no part of a host's name
+    r"(?:^|[-_.])(?:rank[-_]?\d+|dmesg|kern(?:el)?|kmsg|messages|syslog|journal|stdout|stderr"
+    r"|(?:attempt|launch|none|slurm|iter)[-_]\w+|log|txt|out|err)(?=[-_.]|$)"
+)
+SYSLOG_HOST = re.compile(r"^.{10,40}? (\S{1,80}) kernel: ")
+STAMP = re.compile(
+    r"(?P<date>\d{4}-\d\d-\d\d)[T_ ](?P<clock>\d\d:\d\d:\d\d)(?P<part>[.,]\d{1,9})?(?P<zone>Z|[+-]\d\d:?\d\d)?"
+    r"|\[?\w{3} (?P<day>\w{3} [ \d]?\d) (?P<clock2>\d\d:\d\d:\d\d) (?P<year>\d{4})\]"
+    r"|[EWIF](?P<month_day>\d{3,4}) (?P<clock3>\d\d:\d\d:\d\d)(?P<part3>\.\d{1,9})?"
+    r"|^(?P<day4>[A-Z][a-z]{2} [ \d]\d) (?P<clock4>\d\d:\d\d:\d\d)"
+    r"|^(?:<\d+>)?\[ *(?P<boot>\d{1,9}\.\d{3,9})\]"
+)
+MONTHS = {name: number for number, name in enumerate(calendar.month_abbr)}
+
+
+@dataclass
+class Log:
+    """A file, who wrote it, and what was found in it."""
+
+    path: Path
+    name: str  # below the folder
+    source: str
+    node: str
+    rank: int | None
+    attempt: int | None
+    changed: float
+    evidence: list[Evidence] = field(default_factory=list)
+    lines: int = 0
+    first: float | None = None  # the first and the last time that a line states
+    last: float | None = None
+    by_boot: bool = False  # times are seconds since the machine was started
+
+
+def read_logs(folder: Path, rules: Rules) -> list[Log]:
+    """Return the logs below `folder` with their evidence, on one clock as far as their lines state times."""
+    logs = [log for path in sorted(folder.rglob("*")) if path.is_file() and (log := _open(folder, path))]
+    for log in logs:
+        _read(log, rules)
+    ends = [log.last for log in logs if log.last is not None and not log.by_boot]
+    for log in logs:
+        begin, end = (
+            min((log.first for log in logs if log.first and not log.by_boot), default=0),
+            max(ends, default=None),
+        )
+        # The times of copied files say nothing: those that do not fit to the others become the end of the logs.
+        changed = log.changed if end is None or begin <= log.changed <= end + 3600 else end
+        if log.by_boot:
+            log.evidence = [dataclasses.replace(each, time=each.time + changed - log.last) for each in log.evidence]
+        elif log.first is None:
+            log.evidence = [dataclasses.replace(each, time=changed) for each in log.evidence]
+    return logs
+
+
+def _open(folder: Path, path: Path) -> Log | None:
+    name = "/" + path.relative_to(folder).as_posix()
+    if path.suffix in SKIPPED or path.name.startswith("."):
+        return None
+    try:
+        with open(path, "rb") as file:
+            head = file.read(4096).decode(errors="replace")
+        changed = path.stat().st_mtime
+    except OSError:
+        return None
+    source = "rank"
+    if KERNEL_NAME.search(path.name) or not RANK.search(name) and KERNEL_LINE.search(head):
+        source = KERNEL
+    elif path.name.startswith("slurm") or SLURM_LINE.search(head):
+        source = "slurm"
+    elif "torchrun" in path.name:
+        source = "agent"
+    told = RANK.search(name) or LOCAL_RANK.search(name)
+    attempt = ATTEMPT.search(name)
+    parts = [NO_HOST.sub("", part).strip("-_.") for part in reversed(name.split("/"))]
+    hosts = [part for part in parts if HOST.fullmatch(part)]
+    return Log(
+        path,
+        name[1:],
+        source,
+        hosts[0] if hosts else "",
+        int(told[1]) if told and source == "rank" else None,
+        int(attempt[1]) if attempt else None,
+        changed,
+    )
+
+
+def _read(log: Log, rules: Rules) -> None:
+    reader, now = Reader(rules, log.source, log.node, log.rank), 0.0
+    year = time.gmtime(log.changed).tm_year
+    with open(log.path, "rb") as file:
+        for line in _lines(file):
+            log.lines += 1
+            text = line.decode(errors="replace")
+            if (stamp := STAMP.search(text, 0, 80)) and (stated := _seconds(stamp, year)) is not None:
+                log.by_boot |= stamp["boot"] is not None
+                now = stated
+                if log.first is None:
+                    log.first = stated
+                    log.evidence = [dataclasses.replace(each, time=stated) for each in log.evidence]
+                log.last = stated
+            found = reader.read(text, now)
+            if found and log.source == KERNEL and (host := SYSLOG_HOST.match(text)):
+                found = [dataclasses.replace(each, node=host[1]) for each in found]
+            log.evidence += found
+    if reader.progress is not None and log.first is not None:
+        log.evidence.append(
+            Evidence(
+                reader.progress, log.node, "progress", f"step {reader.step}", log.rank, values={"step": reader.step}
+            )
+        )
+
+
+def _lines(file) -> Iterator[bytes]:
+    """Yield the lines of a file; of a line that is longer than 8 KiB only the begin."""
+    whole = True
+    while line := file.readline(8192):
+        if whole:
+            yield line
+        whole = line.endswith(b"\n")
+
+
+def _seconds(stamp: re.Match, year: int) -> float | None:
+    """Return the time of a line: seconds since 1970, UTC where it names no zone, or since the machine was started."""
+    if stamp["boot"]:
+        return float(stamp["boot"])
+    try:
+        if stamp["date"]:
+            year, month, day = map(int, stamp["date"].split("-"))
+            clock, part, zone = stamp["clock"], stamp["part"], stamp["zone"]
+        elif stamp["month_day"]:
+            month, day = int(stamp["month_day"][:-2]), int(stamp["month_day"][-2:])
+            clock, part, zone = stamp["clock3"], stamp["part3"], None
+        else:
+            name, _, number = (stamp["day"] or stamp["day4"]).partition(" ")
+            month, day, year = MONTHS[name], int(number), int(stamp["year"] or year)
+            clock, part, zone = stamp["clock2"] or stamp["clock4"], None, None
+        hour, minute, second = map(int, clock.split(":"))
+        seconds = calendar.timegm((year, month, day, hour, minute, second)) + float(f"0.{part[1:]}" if part else 0)
+    except (KeyError, ValueError, OverflowError):
+        return None
+    if zone and zone != "Z":
+        seconds -= (1 if zone[0] == "+" else -1) * (int(zone[1:3]) * 3600 + int(zone[-2:]) * 60)
+    return seconds
+
+
+@dataclass
+class Attempt:
+    """number: None if the logs have no attempts. step: the last one that the logs name. action, reason: what would have
+    been done.
+    """
+
+    number: int | None
+    found: Diagnosis
+    nodes: tuple[str, ...]
+    step: int | None
+    action: str = "watch"
+    reason: str = "nothing"
+
+
+def explain(folder: Path, rules: Rules) -> list[Attempt]:
+    """Return the attempts below `folder`, each with its diagnosis and what would have been done."""
+    logs = read_logs(folder, rules)
+    numbers = sorted({log.attempt for log in logs if log.attempt is not None})
+    attempts, begin = [], float("-inf")
+    for number in numbers or [None]:
+        own = [log for log in logs if log.attempt == number]
+        times = [log.last for log in own if log.last is not None] + [each.time for log in own for each in log.evidence]
+        end = float("inf") if not numbers or number == numbers[-1] else max(times, default=begin) + 30
+        # Kernels and SLURM write one log for all attempts.
+        common = [log for log in logs if log.attempt is None and numbers]
+        evidence = [each for log in own for each in log.evidence]
+        evidence += [each for log in common for each in log.evidence if begin < each.time <= end]
+        steps = [each.values["step"] for each in evidence if each.source == "progress" and "step" in each.values]
+        nodes = tuple(sorted({log.node for log in logs if log.node} | {each.node for each in evidence if each.node}))
+        attempts.append(Attempt(number, diagnosis(evidence, rules), nodes, max(steps, default=None)))
+        begin = end
+    _decide(attempts, rules)
+    return attempts
+
+
+def _decide(attempts: list[Attempt], rules: Rules) -> None:
+    """Fill in what the supervisor would have done, with one spare, and the attempts before as its history."""
+    try:
+        from zaya_plugin.aegis.cluster import Cluster
+        from zaya_plugin.aegis.decide import decide
+    except ImportError:  # not merged yet: the row's own action, without a history
+        for one in attempts:
+            if one.found.cause in rules:
+                one.action, one.reason = rules[one.found.cause].action, one.found.cause
+        return
+    for number, one in enumerate(attempts, 1):
+        if number == 1:
+            cluster = Cluster(len(one.nodes), (len(one.nodes),))
+        row = {"time": one.found.first, "generation": number}
+        cluster.apply(row | {"kind": "attempt", "nodes": one.nodes, "resume_step": None})
+        cluster.spares = ("a spare",)
+        if one.step is not None:
+            cluster.apply(row | {"kind": "first_step", "step": one.step})
+        rule = rules[one.found.cause] if one.found.cause in rules else None
+        if one.found.evidence:
+            said = decide(one.found, cluster, rule, alive=_goes_on(one.found, rules))
+            one.action, one.reason = said.action, said.reason
+            cluster.apply(row | {"kind": "diagnosis", **one.found.to_json()})
+            cluster.apply(row | {"kind": "decision", **said.to_json()})
+
+
+def _goes_on(found: Diagnosis, rules: Rules) -> bool:
+    """Whether the run has not failed as far as the logs show: nothing but what may end by itself, or is only counted."""
+    others = [rules[name] for name in (found.cause, *found.cascades) if name in rules]
+    return all(rule.role != "cascade" and rule.action in ("ride", "watch") for rule in others)
+
+
+def show(attempt: Attempt, rules: Rules) -> str:
+    """Return an attempt as text for a person."""
+    found, head = attempt.found, "" if attempt.number is None else f"attempt {attempt.number}: "
+    if not found.evidence:
+        return f"{head}no row of the rules names a line"
+    where = " ".join([f"on {found.node}" * bool(found.node), f"rank {found.rank}" * (found.rank is not None)]).strip()
+    lines = [f"{head}{found.cause} {where}".rstrip() + f" ({found.confidence}, {found.severity})"]
+    rule = rules[found.cause] if found.cause in rules else None
+    text = rule.explain if rule else "Only signs that something else had failed before were found."
+    lines += textwrap.wrap(text, 100, initial_indent="  ", subsequent_indent="  ")
+    lines.append("  evidence:")
+    for each in found.evidence:
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(each.time)) + f"{each.time % 1:.3f}"[1:]
+        origin = " ".join(filter(None, [each.node, each.source, "" if each.rank is None else str(each.rank)]))
+        lines.append(f"    {stamp}  {origin}  {each.text[:160]}")
+    if found.cascades:
+        lines.append("  followed by: " + ", ".join(f"{number} {name}" for name, number in found.cascades.items()))
+    lines.append(f"  the supervisor: {attempt.action}: {attempt.reason}")
+    if rule and rule.fix:
+        lines += textwrap.wrap(f"a person: {rule.fix}", 100, initial_indent="  ", subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def show_rule(rule: Rule) -> str:
+    """Return what a class means, and what is done about it, as text for a person."""
+    rows = [
+        ("what", rule.explain),
+        ("read from", ", ".join(rule.source) + ("" if rule.pattern else " (no line of a log)")),
+        ("role", f"{rule.role}, {rule.severity}, {rule.confidence}"),
+        ("action", rule.action + (f", up to {rule.ride:g} s" if rule.ride else "")),
+        ("from", f"{rule.count} lines in {rule.within:g} s" if rule.count > 1 else ""),
+        ("same again", f"the same {rule.repeats}"),
+        ("a person", rule.fix),
+        ("seen in", rule.link),
+        ("AMD's code", rule.safe_code),
+        *(("example", sample) for sample in rule.samples[:2]),
+    ]
+    return "\n".join([rule.name, *(f"  {name:11} {text}" for name, text in rows if text)])
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        "zaya aegis explain", description=WHAT, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="a folder of logs")
+    made.add_argument("--rules", action="append", type=Path, default=[], metavar="FILE", help="rows of your own (YAML)")
+    made.add_argument("--rule", metavar="NAME", help="print what a class means instead")
+    made.add_argument("--json", action="store_true", help="print one JSON list, an element for each attempt")
+    return made
+
+
+def main(argv: list[str]) -> int:
+    """Run `zaya aegis explain` with the words `argv`."""
+    given = parser().parse_args(argv)
+    rules = Rules.load(given.rules)
+    if given.rule is not None:
+        if given.rule not in rules:
+            fix = "zaya aegis explain prints all names"
+            raise mistake("--rule", given.rule, problem="no such class of failures", fix=fix)
+        print(json.dumps(dataclasses.asdict(rules[given.rule])) if given.json else show_rule(rules[given.rule]))
+        return 0
+    if given.folder is None:
+        width = max(len(rule.name) for rule in rules)
+        print("\n".join(f"{rule.name:{width}}  {rule.role:12} {rule.action:8}  {rule.explain}" for rule in rules))
+        return 0
+    if not given.folder.is_dir():
+        problem = "is a file" if given.folder.exists() else "does not exist"
+        raise mistake("DIR", os.fspath(given.folder), problem=problem, fix="name a folder of logs")
+    found = explain(given.folder, rules)
+    if given.json:
+        rows = [
+            {"attempt": one.number, **one.found.to_json(), "action": one.action, "reason": one.reason} for one in found
+        ]
+        print(json.dumps(rows, indent=1))
+    else:
+        print("\n\n".join(show(one, rules) for one in found))
+    sys.stdout.flush()
+    return 0

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of a node's ranks: they are found by their environment, also after their agent was killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+FOLDER = "ZAYA_AEGIS_DIR"  # the agent's folder on this node, in the environment of every rank and of what it starts
+POLL = 0.02
+
+
+def below(folder: Path) -> list[int]:
+    """Return the living processes that were started with `folder` in their environment, of this user."""
+    marker = f"{FOLDER}={folder}".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if marker in (path / "environ").read_bytes().split(b"\0"):
+                found.append(int(path.name))
+        except OSError:  # it has ended, or is another user's
+            continue
+    return [pid for pid in found if state(pid) not in ("", "Z", "X")]
+
+
+def state(pid: int) -> str:
+    """Return the letter of a process's state, such as S or D; empty: there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def send(pids: list[int], number: int) -> None:
+    """Send a signal to each process that still exists."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+
+def kill_all(folder: Path, seconds: float, meanwhile: Callable[[], None] = lambda: None) -> list[int]:
+    """Send SIGKILL to the processes of `folder` and those that they start meanwhile, until none is left; return those
+    that are left after `seconds`: in state D, or frozen. meanwhile: called between two looks.
+    """
+    deadline = time.monotonic() + seconds
+    while left := below(folder):
+        send(left, signal.SIGKILL)
+        reap()
+        if time.monotonic() > deadline:
+            return left
+        meanwhile()
+        time.sleep(POLL)
+    reap()
+    return []
+
+
+def reap() -> None:
+    """Take note of the end of adopted orphans; the exit codes of children that `subprocess` started stay with it."""
+    for pid in _zombies(os.getpid()):
+        if pid not in KNOWN:
+            try:
+                os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:
+                pass
+
+
+KNOWN: set[int] = set()  # children whose exit code somebody asks for
+
+
+def _zombies(parent: int) -> list[int]:
+    try:
+        children = Path(f"/proc/self/task/{parent}/children").read_text().split()
+    except OSError:
+        return []
+    return [int(pid) for pid in children if state(int(pid)) == "Z"]

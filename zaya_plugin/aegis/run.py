@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`zaya aegis run`: one process a node that starts the node's agent, and on one node the decision maker, and starts
+either again when it is killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import select
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from zaya_plugin.aegis import link
+from zaya_plugin.aegis.decider import is_train
+from zaya_plugin.aegis.rules import Rules
+from zaya_plugin.aegis.settings import Settings
+from zaya_plugin.errors import mistake
+from zaya_plugin.run.rank_plan import first_host, port
+
+WHAT = """\
+Starts COMMAND on this node and keeps it running: it watches the ranks, names the cause of a failure, and starts them
+again from the last checkpoint, on another node where the node is the cause. It stops when a restart cannot help, and
+says why. Give the same command on every node, spares too."""
+EXAMPLES = """\
+examples:
+  zaya aegis run -- zaya train experiment=cpu_demo                      one machine
+  zaya aegis run --dry-run -- zaya train experiment=cpu_demo            what would be started
+  srun --ntasks-per-node=1 --kill-on-bad-exit=0 \\
+      zaya aegis run --spares 2 -- zaya train experiment=zaya1_base cluster=mi300x_128x8 data.path=data/web
+                                              in an allocation of 130 nodes: 128 train, 2 wait to take over
+  zaya aegis run --nodes 4 --decider n1:29400 -- zaya train ...         without SLURM: on n1 and on each other node
+  zaya aegis run --ranks-per-node 8 --dir runs/x/aegis -- primus-cli direct -- train pretrain --config x.yaml
+
+`zaya aegis status DIR` shows the run, `zaya aegis report DIR` sums it up. A SIGTERM (or Ctrl-C) lets the ranks save and
+leave; a second one ends them at once.
+
+Exit codes: 0 done, 2 a mistake of the user, 75 the run was asked to end and has saved, else that of the first rank that
+failed, or 128 + signal."""
+QUICK_SECONDS, QUICK_DEATHS = 60.0, 5  # an agent that dies so often in so long is not started again
+LAST_SECONDS = 5.0  # for the decision maker to leave after the agent
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ValueError for a mistake on the command line."""
+
+    def error(self, message: str) -> None:
+        raise mistake(self.prog, problem=message, fix=f"{self.prog} --help")
+
+
+def parser() -> Parser:
+    """Return the parser of the options before `--`."""
+    found = Parser(
+        "zaya aegis run",
+        usage="zaya aegis run [options] -- COMMAND ...",
+        description=WHAT,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = found.add_argument
+    add("--nodes", type=int, metavar="N", help="nodes that train (default: those of the SLURM job less --spares, or 1)")
+    add("--spares", type=int, default=0, metavar="K", help="further nodes that wait to take over (default: 0)")
+    add("--min-nodes", type=int, metavar="N", help="train on with so few when no spare is left (default: --nodes)")
+    add("--ranks-per-node", type=int, metavar="N", help="default: nproc= or cluster.gpus_per_node of the recipe")
+    add("--start", choices=("rank", "node"), help="start COMMAND once for each rank (default for `zaya train`) or node")
+    add("--decider", metavar="HOST:PORT", help="node of the decision maker (default: the first one of the SLURM job)")
+    add("--node", metavar="NAME", help="name of this node (default: SLURM's, or the host's)")
+    add("--dir", metavar="DIR", help="journal and logs, on a shared file system (default: <run_dir>/aegis)")
+    add("--exclude", default="", metavar="A,B", help="nodes that are not to be used")
+    add("--grace", type=float, default=10.0, metavar="S", help="seconds for healthy ranks to save (default: 10)")
+    add("--restarts", type=int, default=10, metavar="N", help="failures in a row without a new step (default: 10)")
+    add("--rules", action="append", default=[], metavar="FILE", help="more classes of failures, as rules.yaml has them")
+    add("--hook", default="", metavar="COMMAND", help="a program of yours for alerts; it reads JSON from its input")
+    add("--requeue", action="store_true", help="give the job back to SLURM when too few nodes are left")
+    add("--dry-run", action="store_true", help="print what would be started, and stop")
+    return found
+
+
+def settings_of(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settings, argparse.Namespace]:
+    """Return what the words of the command line mean. Raises ValueError for a mistake, also one in the recipe."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    options = parser().parse_args(argv[:end])
+    command = tuple(argv[end + 1 :])
+    if not command:
+        raise mistake(
+            "zaya aegis run", problem="no command was given", fix="zaya aegis run [options] -- zaya train ..."
+        )
+    recipe = _recipe(command) if is_train(command) else None
+    each = options.start or ("rank" if recipe else "node")
+    in_job = int(environ.get("SLURM_NNODES") or environ.get("SLURM_JOB_NUM_NODES") or 0)
+    _at_least("--spares", options.spares, 0)
+    _at_least("--restarts", options.restarts, 0)
+    if options.nodes is None:
+        options.nodes = max(in_job - options.spares, 1) if in_job else 1
+    _at_least("--nodes", options.nodes, 1)
+    least = options.nodes if options.min_nodes is None else options.min_nodes
+    if not 1 <= least <= options.nodes:
+        raise mistake("--min-nodes", least, problem="is out of range", allowed=f"1 to --nodes={options.nodes}")
+    if in_job and options.nodes + options.spares > in_job:
+        problem = f"with --spares={options.spares} more nodes than the SLURM job has"
+        raise mistake("--nodes", options.nodes, problem=problem, allowed=f"{in_job} nodes together")
+    ranks = options.ranks_per_node
+    if ranks is None and recipe is not None:
+        ranks = recipe.nproc or recipe.cluster.gpus_per_node
+    if ranks is None:
+        ranks = accelerators()
+    if not ranks:
+        problem = "is needed: no accelerators were found here, and the command names no number"
+        raise mistake("--ranks-per-node", problem=problem, allowed="1 or more", fix="--ranks-per-node 8")
+    _at_least("--ranks-per-node", ranks, 1)
+    sizes, group = tuple(range(options.nodes, least - 1, -1)), 1
+    if recipe is not None:
+        sizes = _sizes(recipe, options.nodes, least, ranks)
+        shape = recipe.parallel
+        copy = shape.tensor_model_parallel_size * shape.context_parallel_size * shape.pipeline_model_parallel_size
+        group = max(1, copy // ranks)
+    if options.dir is None and recipe is None:
+        raise mistake("--dir", problem="is needed for a command other than `zaya train`", fix="--dir runs/mine/aegis")
+    folder = Path(options.dir or Path(recipe.run_dir) / "aegis").absolute()
+    checkpoints = None
+    if recipe is not None:
+        from zaya_plugin.config.run_directory import checkpoint_path
+
+        checkpoints = checkpoint_path(recipe).absolute()
+    host, number = _decider(options, environ)
+    Rules.load(options.rules)
+    try:
+        hook = tuple(shlex.split(options.hook))
+    except ValueError as error:
+        raise mistake("--hook", options.hook, problem=f"is no command ({error})") from None
+    node = options.node or environ.get("SLURMD_NODENAME") or socket.gethostname()
+    if not all(letter.isalnum() or letter in "-_." for letter in node) or node.startswith("."):
+        raise mistake("--node", node, problem="is no name", allowed="letters, digits, - _ and .")
+    settings = Settings(
+        command,
+        each,
+        node,
+        options.nodes,
+        options.spares,
+        sizes,
+        ranks,
+        folder,
+        host,
+        number,
+        group,
+        options.grace,
+        options.restarts,
+        checkpoints,
+        tuple(os.path.abspath(path) for path in options.rules),
+        hook,
+        options.requeue,
+    )
+    return settings, options
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise mistake(name, value, problem="is too small", allowed=f"{least} or more")
+
+
+def _recipe(command: Sequence[str]):
+    """Return the recipe that the command composes."""
+    from zaya_plugin.config.compose import compose
+
+    words = list(command[command.index("train") + 1 :])
+    if {"-m", "--multirun"} & {*words}:
+        raise mistake("-m", problem="several runs cannot be supervised by one command", fix="one `zaya aegis run` each")
+    overrides = [word for word in words if "=" in word and not word.startswith("-")]
+    if "--config-dir" in words[:-1]:
+        folder = Path(words[words.index("--config-dir") + 1]).resolve()
+        overrides.append(f"hydra.searchpath=[file://{folder}]")
+    return compose(overrides)
+
+
+def _sizes(recipe, nodes: int, least: int, ranks: int) -> tuple[int, ...]:
+    """Return the numbers of nodes that the recipe allows, the largest first; `nodes` must be one of them."""
+    from zaya_plugin.config.validate import validate
+
+    validate(recipe, nodes * ranks)
+    found = [nodes]
+    for number in range(nodes - 1, least - 1, -1):
+        try:
+            validate(recipe, number * ranks)
+        except ValueError:
+            continue
+        found.append(number)
+    return tuple(found)
+
+
+def _decider(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[str, int]:
+    """Return where the decision maker listens; port 0: a free one of this machine."""
+    if options.decider is not None:
+        host, _, number = options.decider.rpartition(":")
+        if not host or not number.isdigit() or not 0 < int(number) < 65536:
+            problem, allowed = "is no address", "HOST:PORT, with a port from 1 to 65535"
+            raise mistake("--decider", options.decider, problem=problem, allowed=allowed, fix="--decider n1:29400")
+        return host.strip("[]"), int(number)
+    hosts = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+    if options.nodes + options.spares == 1:
+        return "127.0.0.1", 0
+    if not hosts:
+        problem = f"is needed: {options.nodes + options.spares} nodes, and no SLURM job that names the first one"
+        raise mistake("--decider", problem=problem, allowed="HOST:PORT of one of the nodes", fix="--decider n1:29400")
+    return first_host(hosts), port(environ.get("SLURM_JOB_ID", "0"))
+
+
+def accelerators() -> int:
+    """Return the accelerators of this machine, by their device files."""
+    nvidia = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()]
+    return len(nvidia) or len(list(Path("/dev/dri").glob("renderD*")) if Path("/dev/kfd").exists() else [])
+
+
+def describe(settings: Settings) -> str:
+    """Return what would be started."""
+    here = settings.ranks_per_node
+    once = f"{settings.nodes * here} ranks" if settings.each == "rank" else f"once on each node, for {here} ranks"
+    sizes = f", or {', '.join(map(str, settings.sizes[1:]))}" if settings.sizes[1:] else ""
+    return "\n".join(
+        (
+            f"command:   {shlex.join(settings.command)}",
+            f"started:   {once}",
+            f"nodes:     {settings.nodes} of {here} ranks{sizes}; spares: {settings.spares}; this one: {settings.node}",
+            f"decider:   {settings.host}:{settings.port or 'a free port'}",
+            f"journal:   {settings.journal}",
+            f"restarts:  {settings.restarts} in a row without a new step",
+        )
+    )
+
+
+class Keeper:
+    """Starts the agent, and here or not the decision maker; both again when they are killed."""
+
+    def __init__(self, settings: Settings, secret: Path, listening: socket.socket | None):
+        self.settings, self.secret, self.listening = settings, secret, listening
+        self.agent = self.decider = None
+        self.deaths: list[float] = []
+        self.again = 0.0  # when the decision maker may start
+        self.signals: list[int] = []
+
+    def run(self) -> int:
+        """Return the exit code of the run."""
+        wake, sleep = os.pipe()
+        os.set_blocking(wake, False)
+        os.set_blocking(sleep, False)
+        signal.set_wakeup_fd(sleep, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda number, frame: self._pass_on(number))
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        while True:
+            if self.listening is not None and (self.decider is None or self.decider.poll() is not None):
+                self._start_decider()
+            if self.agent is None or self.agent.poll() is not None:
+                code = None if self.agent is None else self.agent.returncode
+                if code is not None and code >= 0:
+                    return self._leave(code)
+                if code is not None and not self._may_start_again(code):
+                    return self._leave(128 - code)
+                self.agent = self._start("agent")
+            select.select([wake], [], [], 1.0)
+            try:
+                os.read(wake, 4096)
+            except BlockingIOError:
+                pass
+
+    def _start(self, module: str, *words: str, files: Sequence[int] = ()) -> subprocess.Popen:
+        command = [
+            sys.executable,
+            "-m",
+            f"zaya_plugin.aegis.{module}",
+            self.settings.to_word(),
+            str(self.secret),
+            *words,
+        ]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=files)
+
+    def _start_decider(self) -> None:
+        if self.decider is not None and self.decider.returncode == 0 or time.monotonic() < self.again:
+            return
+        if self.decider is not None:
+            text = f"the decision maker has ended with code {self.decider.returncode}; it starts again from its journal"
+            print(f"zaya aegis: {text}", file=sys.stderr, flush=True)
+        self.again = time.monotonic() + 1.0
+        self.decider = self._start("decider", str(self.listening.fileno()), files=[self.listening.fileno()])
+
+    def _may_start_again(self, code: int) -> bool:
+        now = time.monotonic()
+        self.deaths = [at for at in self.deaths if now - at < QUICK_SECONDS] + [now]
+        name = signal.Signals(-code).name
+        if self.signals or len(self.deaths) >= QUICK_DEATHS:
+            return False
+        print(f"zaya aegis: the agent was ended by {name}; it starts again", file=sys.stderr, flush=True)
+        return True
+
+    def _pass_on(self, number: int) -> None:
+        self.signals.append(number)
+        if self.agent is not None and self.agent.poll() is None:
+            self.agent.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+
+    def _leave(self, code: int) -> int:
+        if self.decider is not None:
+            try:
+                self.decider.wait(LAST_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.decider.kill()
+        return code
+
+
+def main(argv: list[str]) -> int:
+    """Run `zaya aegis run` and return the exit code of the run."""
+    if not argv or "-h" in argv[: argv.index("--") if "--" in argv else None] or "--help" in argv[:1]:
+        parser().print_help()
+        return 0 if argv else 2
+    settings, options = settings_of(argv, os.environ)
+    if options.dry_run:
+        print(describe(settings))
+        return 0
+    listening = _listen(settings)
+    if settings.port == 0:
+        settings = Settings(**{**vars(settings), "port": listening.getsockname()[1]})
+    secret = Path(os.environ.get("ZAYA_AEGIS_SECRET_FILE") or settings.folder / "secret")
+    if "ZAYA_AEGIS_SECRET_FILE" in os.environ:
+        link.read_secret(secret)
+    else:
+        link.make_secret(secret)
+    return Keeper(settings, secret, listening).run()
+
+
+def _listen(settings: Settings) -> socket.socket | None:
+    """Return the decision maker's socket if it belongs to this machine, and no other agent here has taken it.
+
+    It is kept by this process: agents that connect while the decision maker starts again wait in its queue.
+    """
+    try:
+        return link.listen(settings.host, settings.port)
+    except OSError as error:
+        if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+            return None
+        raise mistake(
+            "--decider",
+            f"{settings.host}:{settings.port}",
+            problem=f"cannot be used ({error.strerror or error})",
+            allowed="a host name that resolves, and a free port",
+        ) from None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

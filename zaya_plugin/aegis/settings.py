@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `zaya aegis run` tells the agent and the decision maker that it starts, as one word of JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One supervised run, on one node.
+
+    command: what is started. each: "rank" or "node", once for which it is started.
+    node: this node's name. nodes, spares: how many train, and how many more wait.
+    sizes: numbers of nodes with which the command can train, the largest first.
+    ranks_per_node: ranks on each node.
+    group: how many nodes hold one copy of the model; they are neighbours in the order of nodes.
+    folder: of the journal and the logs, on a file system that all nodes share.
+    host, port: where the decision maker listens.
+    grace: seconds from SIGTERM to SIGKILL when healthy ranks are to save. restarts: allowed without a new step.
+    checkpoints: folder of the run's checkpoints, of `zaya train` only.
+    rules, hook: files with rows of the user's own, and the words of the user's command for alerts.
+    requeue: whether the job is given back to SLURM when too few nodes are left.
+    """
+
+    command: tuple[str, ...]
+    each: str
+    node: str
+    nodes: int
+    spares: int
+    sizes: tuple[int, ...]
+    ranks_per_node: int
+    folder: Path
+    host: str
+    port: int
+    group: int = 1
+    grace: float = 10.0
+    restarts: int = 10
+    checkpoints: Path | None = None
+    rules: tuple[str, ...] = ()
+    hook: tuple[str, ...] = ()
+    requeue: bool = False
+
+    @property
+    def journal(self) -> Path:
+        return self.folder / "journal.jsonl"
+
+    def to_word(self) -> str:
+        """Return the settings as one word of a command line."""
+        return json.dumps(asdict(self), default=str)
+
+    @classmethod
+    def from_word(cls, word: str) -> Settings:
+        """Return the settings that `to_word` wrote."""
+        values = json.loads(word)
+        for name in ("command", "sizes", "rules", "hook"):
+            values[name] = tuple(values[name])
+        for name in ("folder", "checkpoints"):
+            values[name] = None if values[name] is None else Path(values[name])
+        return cls(**values)
