@@ -246,6 +246,18 @@ def test_an_exception_of_a_library_alone_keeps_its_innermost_frame():
     assert (one.rule, one.rank, one.values["frame"]) == ("hip_oom", 7, "nn/functional.py in linear")
 
 
+def test_a_traceback_that_was_caught_lends_no_frame_to_the_next_one():
+    (one,) = read(
+        "Traceback (most recent call last):\n"
+        '  File "/opt/run/train.py", line 3, in main\n'
+        "caught, and tried again\n"
+        "Traceback (most recent call last):\n"
+        '  File "/usr/lib/python3.12/runpy.py", line 9, in run\n'
+        "ValueError: 3"
+    )
+    assert one.values["frame"] == "python3.12/runpy.py in run"
+
+
 def test_a_line_that_comes_a_million_times_is_evidence_twenty_times_a_minute():
     reader = Reader(RULES, "rank", "n1", 0)
     found = [
