@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_plugin import __version__
-from zaya_plugin.aegis import link
+from zaya_plugin.aegis import link, slurm
 from zaya_plugin.aegis.cluster import OUT, Cluster
 from zaya_plugin.aegis.collectors.flight_recorder import missing
 from zaya_plugin.aegis.decide import GONE, decide
@@ -30,6 +30,7 @@ from zaya_plugin.aegis.diagnose import LOOKBACK, UNKNOWN, Diagnosis, diagnosis
 from zaya_plugin.aegis.evidence import Evidence
 from zaya_plugin.aegis.exit_codes import meaning
 from zaya_plugin.aegis.journal import Journal, read
+from zaya_plugin.aegis.nodes import Nodes
 from zaya_plugin.aegis.rules import Rules
 from zaya_plugin.aegis.settings import Settings, is_train
 from zaya_plugin.errors import ENDED_EARLY
@@ -44,6 +45,8 @@ JOIN_SECONDS = 600.0  # until the nodes of the first attempt must be there
 REJOIN_SECONDS = 30.0  # until those of a later one must, before it starts with fewer
 PROGRESS_SECONDS = 60.0  # between two lines of progress in the journal
 SAVE_SECONDS = 600.0  # for the other ranks, once one has saved and left
+RETURN = ("node_lost", "agent_lost")  # causes upon which a node may be used again when it answers
+REQUEUED = 0  # the exit code of processes of a job that SLURM starts again
 PEERS = 4096  # connections that have not proved yet that they hold the secret count too
 KEPT = 20_000  # pieces of evidence
 COMPLETE = re.compile(r"iter_(\d{7})")
@@ -70,6 +73,8 @@ class Decider:
         before = list(read(settings.journal)) if settings.journal.exists() else []
         self.cluster.replay(before)
         self.journal = Journal(settings.journal)
+        self.history = Nodes()
+        self.drains = slurm.Drains()
         self.links: set[link.Link] = set()
         self.peers: dict[str, Peer] = {}  # by node
         self.by_link: dict[link.Link, Peer] = {}
@@ -97,6 +102,8 @@ class Decider:
                 ranks_per_node=settings.ranks_per_node,
                 version=__version__,
             )
+        for node in settings.exclude:
+            self.note("node", node=node, state=OUT, reason="--exclude")
         self.note("decider", pid=os.getpid(), reason="started again from the journal" if continued else "start")
         if continued and self.cluster.generation and (self.cluster.running or self.cluster.pending):
             self.to("adopt")
@@ -118,6 +125,7 @@ class Decider:
     def tick(self) -> None:
         """Take messages, then act by the phase."""
         self.exchange_messages(0.1)
+        self.drains.poll()
         for node, peer in list(self.peers.items()):
             if time.monotonic() - peer.beat > LOST_SECONDS:
                 self.lose(node, f"silent for {LOST_SECONDS:.0f} s")
@@ -219,6 +227,8 @@ class Decider:
         self.by_link[connection] = self.peers[node] = peer
         if known is None:
             self.note("node", node=node, state="joined", reason=peer.address)
+            if self.cluster.out.get(node) in RETURN and not message["running"]:
+                self.note("node", node=node, state="back", reason="its agent answers again, and runs nothing")
         if message["asked"]:
             self.on_asked(peer, {"number": message["asked"][0], "times": 1})
         if message["over"] is not None:
@@ -286,11 +296,15 @@ class Decider:
         if message["generation"] == self.cluster.generation and peer.node in self.stopping:
             self.stopping.discard(peer.node)
             self.survivors += [f"{peer.node}: {pid}" for pid in message["survivors"]]
+        elif not message["survivors"] and self.cluster.out.get(peer.node) in RETURN:
+            self.note("node", node=peer.node, state="back", reason="its agent answers again, and its ranks have ended")
 
     def on_asked(self, peer: Peer, message: dict[str, Any]) -> None:
         if not self.cluster.asked:
             self.cluster.asked = True
             self.note("symptom", evidence=self.agent_says(peer.node, f"asked to end by signal {message['number']}"))
+        if (self.cluster.pending or {}).get("action") == "requeue":
+            return  # SLURM ends the job's processes
         if not self.cluster.running or self.phase in ("wait", "port", "delay") or message["times"] > 1:
             self.finish(128 + message["number"], "ended by a signal")
             return
@@ -365,10 +379,15 @@ class Decider:
         """Return the nodes that an attempt may use, those of the last one first, then the ones with the best history."""
         there = [node for node in self.peers if node not in self.cluster.out and self.peers[node].link in self.links]
         known = [node for node in self.cluster.nodes if node in there]
-        return known + sorted((node for node in there if node not in known), key=self.badness)
+        others = sorted((node for node in there if node not in known), key=self.badness)
+        if self.cluster.generation == 0 or not known:
+            good = [node for node in others if not self.history.quarantined(node)]
+            others = good + [node for node in others if node not in good]
+        return known + others
 
-    def badness(self, node: str) -> float:
-        return 0.0
+    def badness(self, node: str) -> tuple[int, str]:
+        """How late a spare is taken: by its failures in all runs of the user."""
+        return self.history.failures[node], node
 
     def in_adopt(self) -> None:
         """After a crash of this process: wait for the agents, whose ranks go on."""
@@ -556,7 +575,7 @@ class Decider:
         if said is None:
             said = diagnosis([symptom], self.rules)
         rule = self.rules[said.cause] if said.cause in self.rules else None
-        if self.cluster.step is not None:
+        if self.cluster.step is not None and not alive:
             self.note("progress", step=self.cluster.step, step_seconds=round(self.cluster.step_seconds, 4))
         self.look_for_checkpoints()
         decision = decide(said, self.cluster, rule, alive)
@@ -570,8 +589,17 @@ class Decider:
         if decision.action in ("ride", "watch"):
             return
         for node in decision.nodes_out:
-            self.note("node", node=node, state=OUT, reason=said.cause)
+            self.leave_out(node, said.cause, said.severity == "fatal" and said.confidence == "sure")
         self.begin_stop()
+
+    def leave_out(self, node: str, cause: str, broken: bool) -> None:
+        """Use a node no more, and tell it to the runs that follow. broken: its hardware, so that nobody should use it."""
+        self.note("node", node=node, state=OUT, reason=cause)
+        self.history.add(node, cause, str(self.settings.folder))
+        with contextlib.suppress(OSError):
+            slurm.write_failing(self.settings.folder, self.cluster.out)
+        if broken and slurm.job() is not None:
+            self.drains.start(node, f"zaya aegis: {cause}")
 
     def begin_stop(self) -> None:
         """End the ranks of the attempt."""
@@ -589,13 +617,13 @@ class Decider:
         if self.stopping and self.seconds < STOP_SECONDS + self.grace():
             return
         for node in self.stopping:
-            self.note("node", node=node, state=OUT, reason="its ranks could not be ended")
+            self.leave_out(node, "unkillable", False)
         self.stopping = set()
         unusable = {
             each.node for each in self.evidence if each.rule == "unkillable" and each.node in self.cluster.nodes
         }
         for node in unusable - set(self.cluster.out):
-            self.note("node", node=node, state=OUT, reason="unkillable")
+            self.leave_out(node, "unkillable", False)
         self.note("stopped", seconds=round(self.seconds, 3), survivors=self.survivors)
         self.to("delay")
 
@@ -608,10 +636,21 @@ class Decider:
             return self.finish(ENDED_EARLY, decision["reason"])
         if self.seconds < decision["delay"]:
             return None
+        if decision["action"] == "requeue":
+            return self.requeue()
         if decision["action"] == "rollback" and decision["to_step"] is not None:
             self.put_aside(decision["to_step"])
         self.patience = 0.0 if decision["action"] == "shrink" else REJOIN_SECONDS
         return self.to("wait")
+
+    def requeue(self) -> None:
+        """Give the job back to SLURM. The journal stays open, so that the next start of the job knows what was."""
+        taken, said = slurm.requeue(str(slurm.job()), self.cluster.out)
+        self.say(f"the job was requeued {said}" if taken else f"SLURM refuses to requeue the job: {said}")
+        if not taken:
+            return self.finish(1, f"too few nodes are left, and SLURM refuses to requeue the job: {said}")
+        self.code = REQUEUED
+        return None
 
     def failed_code(self) -> int:
         """Return the exit code of the first rank that failed, as a shell shows it."""

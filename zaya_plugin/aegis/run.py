@@ -109,6 +109,8 @@ def settings_of(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settin
     if in_job and options.nodes + options.spares > in_job:
         problem = f"with --spares={options.spares} more nodes than the SLURM job has"
         raise mistake("--nodes", options.nodes, problem=problem, allowed=f"{in_job} nodes together")
+    if options.requeue and not environ.get("SLURM_JOB_ID"):
+        raise mistake("--requeue", problem="no SLURM job", allowed="inside of a job that SLURM may start again")
     ranks = options.ranks_per_node
     if ranks is None and recipe is not None:
         ranks = recipe.nproc or recipe.cluster.gpus_per_node
@@ -158,6 +160,7 @@ def settings_of(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settin
         checkpoints=checkpoints,
         kernel_log=options.kernel_log.absolute(),
         links=tuple(name for name in options.links.split(",") if name),
+        exclude=tuple(name for name in options.exclude.split(",") if name),
         rules=tuple(os.path.abspath(path) for path in options.rules),
         hook=hook,
         requeue=options.requeue,

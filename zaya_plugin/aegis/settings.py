@@ -23,6 +23,7 @@ class Settings:
     grace: seconds from SIGTERM to SIGKILL when healthy ranks are to save. restarts: allowed without a new step.
     checkpoints: folder of the run's checkpoints, of `zaya train` only.
     kernel_log: the kernel's messages, or a file in their place. links: network interfaces to watch, () for all.
+    exclude: nodes that are not to be used.
     rules, hook: files with rows of the user's own, and the words of the user's command for alerts.
     requeue: whether the job is given back to SLURM when too few nodes are left.
     """
@@ -43,6 +44,7 @@ class Settings:
     checkpoints: Path | None = None
     kernel_log: Path = Path("/dev/kmsg")
     links: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
     rules: tuple[str, ...] = ()
     hook: tuple[str, ...] = ()
     requeue: bool = False
@@ -59,7 +61,7 @@ class Settings:
     def from_word(cls, word: str) -> Settings:
         """Return the settings that `to_word` wrote."""
         values = json.loads(word)
-        for name in ("command", "sizes", "links", "rules", "hook"):
+        for name in ("command", "sizes", "links", "exclude", "rules", "hook"):
             values[name] = tuple(values[name])
         for name in ("folder", "checkpoints", "kernel_log"):
             values[name] = None if values[name] is None else Path(values[name])
