@@ -7,6 +7,7 @@ ranks end with it; the agent that `zaya aegis run` then starts kills those that 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import select
@@ -17,17 +18,19 @@ import sys
 import tempfile
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from zaya_plugin.aegis import link, processes
+from zaya_plugin.aegis.collectors.of_node import NodeCollectors
+from zaya_plugin.aegis.collectors.rank_logs import stamp
 from zaya_plugin.aegis.evidence import Evidence
 from zaya_plugin.aegis.exit_codes import meaning
 from zaya_plugin.aegis.rules import Reader, Rules
-from zaya_plugin.aegis.settings import Settings
+from zaya_plugin.aegis.settings import Settings, is_train
 from zaya_plugin.checkpoint.run_lock import AEGIS_GENERATION, AEGIS_RUN
-from zaya_plugin.parent_death import GRACE, LAUNCHER_PID, adopt_orphans, die_with_parent
+from zaya_plugin.parent_death import GRACE, LAUNCHER_PID, PR_SET_PDEATHSIG, adopt_orphans, die_with_parent
 
 POLL_SECONDS = 0.1  # exit codes and logs
 BEAT_SECONDS = 2.0
@@ -37,6 +40,7 @@ DUMP_SECONDS = 2.0  # for stacks and flight recorders
 UNKILLABLE_SECONDS = 5.0
 LOG_BYTES = 2**20  # of a log that are read at a time
 EVIDENCE = 200  # lines of evidence in one message
+LIBC = ctypes.CDLL(None)
 VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 OUTER = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -71,6 +75,15 @@ class Agent:
         self._said = ""
         self._evidence: list[Evidence] = []
         self._passed = 0  # signals that were passed on
+        self._kernel = Reader(self.rules, "kernel", settings.node)
+        self._survivors: list[int] = []
+        self.collectors = NodeCollectors(
+            settings.node,
+            storage=[path for path in (settings.folder, settings.checkpoints) if path is not None],
+            checkpoints=settings.checkpoints,
+            kernel=settings.kernel_log,
+            interfaces=settings.links,
+        )
 
     def run(self) -> int:
         """Work until the decision maker ends the run."""
@@ -87,6 +100,7 @@ class Agent:
                 self._step(wake)
         finally:
             signal.set_wakeup_fd(-1)
+            self.collectors.close()
             processes.kill_all(self.folder, UNKILLABLE_SECONDS)
             if self.link is not None:
                 self.link.close()
@@ -238,7 +252,7 @@ class Agent:
                         stdout=out,
                         stderr=subprocess.STDOUT,
                         start_new_session=True,
-                        preexec_fn=die_with_parent,
+                        preexec_fn=end_with_agent,
                     )
                 processes.KNOWN.add(popen.pid)
                 rank = number if self.settings.each == "rank" else None
@@ -249,6 +263,8 @@ class Agent:
             values = {"exit_code": 127 if isinstance(error, FileNotFoundError) else 126}
             self._tell(Evidence(time.time(), self.settings.node, "exit", text, names[0], None, values))
             self._send("exit", generation=self.generation, rank=names[0], code=values["exit_code"], time=time.time())
+        expected = ranks if self.settings.each == "rank" and is_train(self.settings.command) else ()
+        self.collectors.watch(self.folder, {}, expected)  # logs: this agent reads them, with the tracebacks' frames
         self._say(f"attempt {self.generation}: {len(self.processes)} started")
         self._send("started", generation=self.generation, pids=[process.popen.pid for process in self.processes])
 
@@ -311,8 +327,10 @@ class Agent:
             process.part = b"" if last and len(data) < LOG_BYTES else lines.pop()[-LOG_BYTES:]
             now = time.time()
             for line in lines:
-                for found in process.reader.read(line, now):
-                    self._tell(found)
+                if found := process.reader.read(line, now):
+                    at = stamp(line[:200].decode(errors="replace"), now)
+                    for each in found:
+                        self._tell(replace(each, time=at))
             if len(data) < LOG_BYTES or not last:
                 return
 
@@ -327,7 +345,16 @@ class Agent:
             self._send("evidence", generation=self.generation, offset=self.offset, rows=rows)
 
     def _collect(self) -> None:
+        for each in self.collectors.drain():
+            if each.rule is None and each.source == "kernel":
+                for found in self._kernel.read(each.text, each.time):
+                    self._tell(found)
+            elif each.rule is not None:
+                self._tell(each)
         self._send_evidence()
+        if self._survivors and not any(processes.state(pid) for pid in self._survivors):
+            self._survivors = []
+            self._send("free")
 
     # The end of an attempt
 
@@ -357,6 +384,7 @@ class Agent:
         self._send_evidence()
         seconds = time.monotonic() - self.stopping["since"]
         self.over = {"generation": self.generation, "seconds": seconds, "survivors": left}
+        self._survivors = left
         self.stopping = None
         self._send("ended", **self.over)
 
@@ -366,7 +394,7 @@ class Agent:
         """
         asked = [process for process in self._running() if (self.folder / f"rank{process.rank}.stacks").exists()]
         before = {process.rank: self._dumped(process.rank) for process in asked}
-        write_request(self.folder, time.time())
+        self.collectors.flight_recorder.ask()
         processes.send([process.popen.pid for process in asked], signal.SIGUSR1)
         deadline = time.monotonic() + DUMP_SECONDS
         while time.monotonic() < deadline:
@@ -380,6 +408,7 @@ class Agent:
         for path in self.folder.glob("rank*"):
             if path.suffix != ".json" or ".flight" in path.name or ".guard" in path.name:
                 shutil.copyfile(path, logs / path.name)
+        time.sleep(1.5 * self.collectors.flight_recorder.interval)  # until the dumps are read
         self._collect()
         self._send("dumped", generation=self.generation, ranks=[process.rank for process in asked])
 
@@ -389,6 +418,11 @@ class Agent:
 
         stacks, flight = self.folder / f"rank{rank}.stacks", self.folder / f"rank{rank}.flight.json"
         return stamp(stacks), stamp(flight)
+
+
+def end_with_agent() -> None:
+    """In a process that was just forked: end with the agent. The agent has threads, so nothing is loaded here."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def runnable(command: list[str]) -> list[str]:
@@ -403,13 +437,6 @@ def heartbeat(folder: Path, rank: int) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def write_request(folder: Path, number: float) -> None:
-    """Ask the ranks for their flight recorders."""
-    part = folder / ".request"
-    part.write_text(f"{number}\n")
-    part.replace(folder / "request")
 
 
 def _show(data: bytes) -> None:

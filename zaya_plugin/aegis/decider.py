@@ -22,15 +22,17 @@ from pathlib import Path
 from typing import Any
 
 from zaya_plugin import __version__
-from zaya_plugin.aegis import link
+from zaya_plugin.aegis import link, slurm
 from zaya_plugin.aegis.cluster import OUT, Cluster
+from zaya_plugin.aegis.collectors.flight_recorder import missing
 from zaya_plugin.aegis.decide import GONE, decide
 from zaya_plugin.aegis.diagnose import LOOKBACK, UNKNOWN, Diagnosis, diagnosis
 from zaya_plugin.aegis.evidence import Evidence
 from zaya_plugin.aegis.exit_codes import meaning
 from zaya_plugin.aegis.journal import Journal, read
+from zaya_plugin.aegis.nodes import Nodes
 from zaya_plugin.aegis.rules import Rules
-from zaya_plugin.aegis.settings import Settings
+from zaya_plugin.aegis.settings import Settings, is_train
 from zaya_plugin.errors import ENDED_EARLY
 from zaya_plugin.parent_death import die_with_parent
 
@@ -42,11 +44,9 @@ STOP_SECONDS = 9.0  # the agents' 5 s and the way, after the grace
 JOIN_SECONDS = 600.0  # until the nodes of the first attempt must be there
 REJOIN_SECONDS = 30.0  # until those of a later one must, before it starts with fewer
 PROGRESS_SECONDS = 60.0  # between two lines of progress in the journal
-CHECKPOINT_SECONDS = 5.0
-HANG_SECONDS = 10.0  # the least time without a step that is a hang
-HANG_STEPS = 3.0  # and at least so many of the slowest recent step
-SLOW_PHASE = 1800.0  # seconds for imports, compilation, loads, saves and validation
 SAVE_SECONDS = 600.0  # for the other ranks, once one has saved and left
+RETURN = ("node_lost", "agent_lost")  # causes upon which a node may be used again when it answers
+REQUEUED = 0  # the exit code of processes of a job that SLURM starts again
 PEERS = 4096  # connections that have not proved yet that they hold the secret count too
 KEPT = 20_000  # pieces of evidence
 COMPLETE = re.compile(r"iter_(\d{7})")
@@ -73,6 +73,8 @@ class Decider:
         before = list(read(settings.journal)) if settings.journal.exists() else []
         self.cluster.replay(before)
         self.journal = Journal(settings.journal)
+        self.history = Nodes()
+        self.drains = slurm.Drains()
         self.links: set[link.Link] = set()
         self.peers: dict[str, Peer] = {}  # by node
         self.by_link: dict[link.Link, Peer] = {}
@@ -85,8 +87,9 @@ class Decider:
         self.survivors: list[str] = []
         self.order: tuple[str, ...] = ()
         self.slowest = 0.0
-        self.stepped = time.monotonic()
-        self._next_progress = self._next_checkpoints = self._next_words = 0.0
+        self.stepped = time.time()  # when the last step was seen
+        self.hanging: Evidence | None = None  # of a hang while something is waited for
+        self._next_progress = self._next_words = 0.0
         self._ridden: set[tuple[str, str | None]] = set()
         self.code: int | None = None
         continued = self.cluster.begun and not self.cluster.ended and self.cluster.command == list(settings.command)
@@ -99,6 +102,8 @@ class Decider:
                 ranks_per_node=settings.ranks_per_node,
                 version=__version__,
             )
+        for node in settings.exclude:
+            self.note("node", node=node, state=OUT, reason="--exclude")
         self.note("decider", pid=os.getpid(), reason="started again from the journal" if continued else "start")
         if continued and self.cluster.generation and (self.cluster.running or self.cluster.pending):
             self.to("adopt")
@@ -120,6 +125,7 @@ class Decider:
     def tick(self) -> None:
         """Take messages, then act by the phase."""
         self.exchange_messages(0.1)
+        self.drains.poll()
         for node, peer in list(self.peers.items()):
             if time.monotonic() - peer.beat > LOST_SECONDS:
                 self.lose(node, f"silent for {LOST_SECONDS:.0f} s")
@@ -221,6 +227,8 @@ class Decider:
         self.by_link[connection] = self.peers[node] = peer
         if known is None:
             self.note("node", node=node, state="joined", reason=peer.address)
+            if self.cluster.out.get(node) in RETURN and not message["running"]:
+                self.note("node", node=node, state="back", reason="its agent answers again, and runs nothing")
         if message["asked"]:
             self.on_asked(peer, {"number": message["asked"][0], "times": 1})
         if message["over"] is not None:
@@ -243,7 +251,12 @@ class Decider:
 
     def on_beat(self, peer: Peer, message: dict[str, Any]) -> None:
         self.tell(peer, "beat", echo=message["time"], time=time.time())
-        peer.ranks = {int(rank): beat for rank, beat in message["ranks"].items() if isinstance(beat, dict)}
+        if message["generation"] == self.cluster.generation and self.cluster.running:
+            peer.ranks = {int(rank): beat for rank, beat in message["ranks"].items() if isinstance(beat, dict)}
+            self.follow_progress()
+
+    def on_free(self, peer: Peer, message: dict[str, Any]) -> None:
+        self.note("node", node=peer.node, state="back", reason="the processes that survived SIGKILL have ended")
 
     def on_port(self, peer: Peer, message: dict[str, Any]) -> None:
         if self.phase == "port" and peer.node == self.order[0] and message["generation"] == self.cluster.generation + 1:
@@ -269,7 +282,11 @@ class Decider:
 
     def on_evidence(self, peer: Peer, message: dict[str, Any]) -> None:
         for row in message["rows"]:
-            each = Evidence.from_json({**row, "time": row["time"] + message["offset"], "node": row["node"]})
+            each = Evidence.from_json({**row, "time": row["time"] + message["offset"]})
+            if each.rule == "checkpoint_saved":
+                if each.values["step"] not in self.cluster.checkpoints:
+                    self.note("checkpoint", step=each.values["step"])
+                continue
             self.see(each, message["generation"])
 
     def on_dumped(self, peer: Peer, message: dict[str, Any]) -> None:
@@ -279,11 +296,15 @@ class Decider:
         if message["generation"] == self.cluster.generation and peer.node in self.stopping:
             self.stopping.discard(peer.node)
             self.survivors += [f"{peer.node}: {pid}" for pid in message["survivors"]]
+        elif not message["survivors"] and self.cluster.out.get(peer.node) in RETURN:
+            self.note("node", node=peer.node, state="back", reason="its agent answers again, and its ranks have ended")
 
     def on_asked(self, peer: Peer, message: dict[str, Any]) -> None:
         if not self.cluster.asked:
             self.cluster.asked = True
             self.note("symptom", evidence=self.agent_says(peer.node, f"asked to end by signal {message['number']}"))
+        if (self.cluster.pending or {}).get("action") == "requeue":
+            return  # SLURM ends the job's processes
         if not self.cluster.running or self.phase in ("wait", "port", "delay") or message["times"] > 1:
             self.finish(128 + message["number"], "ended by a signal")
             return
@@ -310,20 +331,21 @@ class Decider:
             return
         if evidence.values.get("recovered"):
             self._ridden.discard((rule.name, evidence.node))
+        elif rule.name == "hang" and self.rides():
+            self.hanging = evidence
         elif self.ends_now(evidence):
             self.look(evidence)
         elif rule.action == "ride" and (rule.name, evidence.node) not in self._ridden:
             self._ridden.add((rule.name, evidence.node))
             self.judge(evidence, alive=True)
+        elif rule.severity in ("fatal", "high") and (rule.name, evidence.node) not in self._ridden:
+            self._ridden.add((rule.name, evidence.node))  # kept: it may explain a failure that follows
+            self.note("symptom", evidence=evidence.to_json())
 
     def ends_now(self, evidence: Evidence) -> bool:
         """Whether this alone ends the attempt, though all ranks live: it is sure, or it comes from the agents."""
         rule = self.rules[evidence.rule]
-        return (
-            evidence.source == "agent"
-            and rule.name in (*GONE, "hang")
-            or (rule.confidence == "sure" and rule.action in ("exchange", "rollback"))
-        )
+        return rule.name in (*GONE, "hang") or (rule.confidence == "sure" and rule.action in ("exchange", "rollback"))
 
     def look(self, evidence: Evidence) -> None:
         """Wait a moment for more evidence, then name the cause."""
@@ -357,10 +379,15 @@ class Decider:
         """Return the nodes that an attempt may use, those of the last one first, then the ones with the best history."""
         there = [node for node in self.peers if node not in self.cluster.out and self.peers[node].link in self.links]
         known = [node for node in self.cluster.nodes if node in there]
-        return known + sorted((node for node in there if node not in known), key=self.badness)
+        others = sorted((node for node in there if node not in known), key=self.badness)
+        if self.cluster.generation == 0 or not known:
+            good = [node for node in others if not self.history.quarantined(node)]
+            others = good + [node for node in others if node not in good]
+        return known + others
 
-    def badness(self, node: str) -> float:
-        return 0.0
+    def badness(self, node: str) -> tuple[int, str]:
+        """How late a spare is taken: by its failures in all runs of the user."""
+        return self.history.failures[node], node
 
     def in_adopt(self) -> None:
         """After a crash of this process: wait for the agents, whose ranks go on."""
@@ -370,7 +397,7 @@ class Decider:
         if self.cluster.pending is not None:
             self.begin_stop()
         elif any(peer.generation == self.cluster.generation for peer in there):
-            self.stepped = time.monotonic()
+            self.stepped = time.time()
             self.to("run")
             missing = [node for node in self.cluster.nodes if node not in self.peers]
             for node in missing:
@@ -426,7 +453,7 @@ class Decider:
     def start(self, port: int) -> None:
         """Start an attempt on the nodes of `order`."""
         here = self.settings.ranks_per_node
-        self.look_for_checkpoints(force=True)
+        self.look_for_checkpoints()
         again = self.cluster.trained
         resume = self.cluster.before(None) if again else None
         self.cluster.generation += 1
@@ -455,58 +482,38 @@ class Decider:
                 command=resumed(self.settings.command) if again else list(self.settings.command),
                 turn=self.cluster.turns if len(self.order) == 1 else 0,
             )
-        self.slowest, self.stepped = 0.0, time.monotonic()
+        self.slowest, self.stepped, self.hanging = 0.0, time.time(), None
         self.symptom = None
         self.say(f"attempt {self.cluster.generation} on {', '.join(self.order[:8])}" + " ..." * (len(self.order) > 8))
         self.to("run")
 
     def in_run(self) -> None:
         self.cluster.spares = tuple(node for node in self.available() if node not in self.cluster.nodes)
-        self.follow_progress()
-        self.look_for_checkpoints()
+        if self.hanging is not None and not self.rides():
+            return self.look(self.hanging)
         there = self.active()
         if len(there) == len(self.cluster.nodes) and not any(peer.running for peer in there):
             codes = {code for peer in there for code in peer.codes.values()}
             if codes == {0}:
                 self.finish(0, "all ranks have ended with exit code 0")
+        return None
 
     def follow_progress(self) -> None:
-        """Take note of steps, and of their absence."""
+        """Take note of steps; the collectors of the nodes look for their absence."""
         beats = [beat for peer in self.active() for beat in peer.ranks.values()]
-        steps = [beat["step"] for beat in beats if isinstance(beat.get("step"), int)]
-        step = min(steps, default=0)
+        step = min((beat["step"] for beat in beats if isinstance(beat.get("step"), int)), default=0)
         seconds = max((float(beat.get("step_seconds") or 0.0) for beat in beats), default=0.0)
-        state = [(beat.get("phase"), beat.get("step")) for beat in beats]
-        if state != getattr(self, "_state", None):
-            self._state, self.stepped = state, time.monotonic()
-            self.slowest = max(0.98 * self.slowest, seconds)
-        if step > (self.cluster.step or self.cluster.resume_step or 0):
-            if self.cluster.first_step is None:
-                self.note("first_step", step=step)
-                self.check_resumed(step)
-            elif time.monotonic() > self._next_progress:
-                self._next_progress = time.monotonic() + PROGRESS_SECONDS
-                self.note("progress", step=step, step_seconds=round(seconds, 4))
-            else:
-                self.cluster._on_progress({"step": step, "step_seconds": seconds})
-        if beats and (silent := time.monotonic() - self.stepped) > self.patience_with(beats) and not self.rides():
-            phases = sorted({str(beat.get("phase")) for beat in beats})
-            text = f"no rank has gone on for {silent:.0f} s, in {' and '.join(phases)} at step {step}"
-            self.see(Evidence(time.time(), self.behind(), "agent", text, rule="hang", values={"step": step}))
-
-    def patience_with(self, beats: list[dict[str, Any]]) -> float:
-        """Return the seconds that ranks may be without a change: a few steps, or much more in other phases."""
-        if all(beat.get("phase") == "train" for beat in beats) and self.cluster.first_step is not None:
-            return max(HANG_SECONDS, HANG_STEPS * self.slowest)
-        return SLOW_PHASE
-
-    def behind(self) -> str:
-        """Return the node whose ranks are behind all others; empty: there is none."""
-        steps = {
-            peer.node: min((beat.get("step", 0) for beat in peer.ranks.values()), default=0) for peer in self.active()
-        }
-        last = [node for node, step in steps.items() if step == min(steps.values())]
-        return last[0] if len(last) == 1 else ""
+        if step <= (self.cluster.step or self.cluster.resume_step or 0):
+            return
+        self.stepped, self.slowest, self.hanging = time.time(), max(0.98 * self.slowest, seconds), None
+        if self.cluster.first_step is None:
+            self.note("first_step", step=step)
+            self.check_resumed(step)
+        elif time.monotonic() > self._next_progress:
+            self._next_progress = time.monotonic() + PROGRESS_SECONDS
+            self.note("progress", step=step, step_seconds=round(seconds, 4))
+        else:
+            self.cluster.apply({"kind": "progress", "step": step, "step_seconds": seconds})
 
     def rides(self) -> bool:
         """Whether something is waited for that may end by itself, such as a file server that does not respond."""
@@ -535,6 +542,8 @@ class Decider:
         leaving = self.symptom.values.get("exit_code") == ENDED_EARLY and any(peer.running for peer in self.active())
         if self.cluster.asked and leaving and self.seconds < SAVE_SECONDS:
             return
+        if self.symptom.rule == "hang":
+            self.name_missing()
         said = self.diagnose()
         silent = [peer for peer in self.active() if peer.beat < getattr(peer, "asked", 0.0)]
         explained = said.cause != UNKNOWN and said.role == "root" and said.confidence != "weak"
@@ -542,10 +551,21 @@ class Decider:
             return
         self.judge(self.symptom, alive=False, said=said)
 
+    def name_missing(self) -> None:
+        """Of the flight recorders' dumps after a hang: add the rank that did not arrive."""
+        if any(each.rule == "missing_rank" for each in self.evidence):
+            return
+        dumps = {each.rank: each.values for each in self.evidence if each.rule == "flight_record"}
+        world = [rank for peer in self.active() for rank in peer.ranks]
+        ranks, why = missing(dumps, world)
+        for rank in ranks:
+            node = self.cluster.nodes[rank // self.settings.ranks_per_node]
+            self.evidence.append(Evidence(self.symptom.time, node, "agent", why, rank, "missing_rank"))
+
     def diagnose(self) -> Diagnosis:
         progress = []
         if self.cluster.first_step is not None and self.symptom is not None:
-            at = min(time.time() - (time.monotonic() - self.stepped), self.symptom.time)
+            at = min(self.stepped, self.symptom.time)
             progress = [Evidence(at, "", "progress", "made a step", values={"step": self.cluster.step})]
         since = time.time() - LOOKBACK
         return diagnosis([each for each in self.evidence if each.time > since] + progress, self.rules)
@@ -555,9 +575,9 @@ class Decider:
         if said is None:
             said = diagnosis([symptom], self.rules)
         rule = self.rules[said.cause] if said.cause in self.rules else None
-        if self.cluster.step is not None:
+        if self.cluster.step is not None and not alive:
             self.note("progress", step=self.cluster.step, step_seconds=round(self.cluster.step_seconds, 4))
-        self.look_for_checkpoints(force=True)
+        self.look_for_checkpoints()
         decision = decide(said, self.cluster, rule, alive)
         if not alive and self.cluster.asked and decision.action not in ("done", "stop"):
             decision = replace(decision, action="stop", nodes_out=(), reason=f"{decision.reason}; asked to end")
@@ -569,8 +589,17 @@ class Decider:
         if decision.action in ("ride", "watch"):
             return
         for node in decision.nodes_out:
-            self.note("node", node=node, state=OUT, reason=said.cause)
+            self.leave_out(node, said.cause, said.severity == "fatal" and said.confidence == "sure")
         self.begin_stop()
+
+    def leave_out(self, node: str, cause: str, broken: bool) -> None:
+        """Use a node no more, and tell it to the runs that follow. broken: its hardware, so that nobody should use it."""
+        self.note("node", node=node, state=OUT, reason=cause)
+        self.history.add(node, cause, str(self.settings.folder))
+        with contextlib.suppress(OSError):
+            slurm.write_failing(self.settings.folder, self.cluster.out)
+        if broken and slurm.job() is not None:
+            self.drains.start(node, f"zaya aegis: {cause}")
 
     def begin_stop(self) -> None:
         """End the ranks of the attempt."""
@@ -588,13 +617,13 @@ class Decider:
         if self.stopping and self.seconds < STOP_SECONDS + self.grace():
             return
         for node in self.stopping:
-            self.note("node", node=node, state=OUT, reason="its ranks could not be ended")
+            self.leave_out(node, "unkillable", False)
         self.stopping = set()
         unusable = {
             each.node for each in self.evidence if each.rule == "unkillable" and each.node in self.cluster.nodes
         }
         for node in unusable - set(self.cluster.out):
-            self.note("node", node=node, state=OUT, reason="unkillable")
+            self.leave_out(node, "unkillable", False)
         self.note("stopped", seconds=round(self.seconds, 3), survivors=self.survivors)
         self.to("delay")
 
@@ -607,10 +636,21 @@ class Decider:
             return self.finish(ENDED_EARLY, decision["reason"])
         if self.seconds < decision["delay"]:
             return None
+        if decision["action"] == "requeue":
+            return self.requeue()
         if decision["action"] == "rollback" and decision["to_step"] is not None:
             self.put_aside(decision["to_step"])
         self.patience = 0.0 if decision["action"] == "shrink" else REJOIN_SECONDS
         return self.to("wait")
+
+    def requeue(self) -> None:
+        """Give the job back to SLURM. The journal stays open, so that the next start of the job knows what was."""
+        taken, said = slurm.requeue(str(slurm.job()), self.cluster.out)
+        self.say(f"the job was requeued {said}" if taken else f"SLURM refuses to requeue the job: {said}")
+        if not taken:
+            return self.finish(1, f"too few nodes are left, and SLURM refuses to requeue the job: {said}")
+        self.code = REQUEUED
+        return None
 
     def failed_code(self) -> int:
         """Return the exit code of the first rank that failed, as a shell shows it."""
@@ -619,12 +659,11 @@ class Decider:
         code = next((code for code in told if code == 2), told[0] if told else 1)
         return 128 - code if code < 0 else code or 1
 
-    def look_for_checkpoints(self, force: bool = False) -> None:
+    def look_for_checkpoints(self) -> None:
         """Write down checkpoints that are new. A folder that has its name and a manifest is complete."""
         folder = self.settings.checkpoints
-        if folder is None or not force and time.monotonic() < self._next_checkpoints:
+        if folder is None or self.rides():  # a file server that does not respond would hold this process too
             return
-        self._next_checkpoints = time.monotonic() + CHECKPOINT_SECONDS
         with contextlib.suppress(OSError):
             there = {
                 int(found[1]): entry
@@ -643,7 +682,7 @@ class Decider:
         for entry in sorted(Path(self.settings.checkpoints).iterdir()):
             if (found := COMPLETE.fullmatch(entry.name)) and int(found[1]) > to_step:
                 self.say(f"step {int(found[1])} is put aside: {manifest.put_aside(entry, manifest.FAILED).name}")
-        self.look_for_checkpoints(force=True)
+        self.look_for_checkpoints()
 
     def finish(self, code: int, reason: str) -> None:
         """End the run."""
@@ -651,7 +690,7 @@ class Decider:
             self.code = code
             if self.cluster.step is not None:
                 self.note("progress", step=self.cluster.step, step_seconds=round(self.cluster.step_seconds, 4))
-            self.look_for_checkpoints(force=True)
+            self.look_for_checkpoints()
             self.note("end", code=code, reason=reason)
             self.say(f"end, exit code {code}: {reason}")
 
@@ -661,11 +700,6 @@ def resumed(command: tuple[str, ...]) -> list[str]:
     if not is_train(command):
         return list(command)
     return [word for word in command if not word.startswith("resume=")] + ["resume=auto"]
-
-
-def is_train(command: tuple[str, ...] | list[str]) -> bool:
-    """Whether the command is `zaya train`, or the same through Python."""
-    return "train" in command and (Path(command[0]).name == "zaya" or "zaya_plugin.cli" in command)
 
 
 def main(argv: list[str]) -> int:

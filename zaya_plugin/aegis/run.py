@@ -16,12 +16,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from zaya_plugin.aegis import link
-from zaya_plugin.aegis.decider import is_train
 from zaya_plugin.aegis.rules import Rules
-from zaya_plugin.aegis.settings import Settings
+from zaya_plugin.aegis.settings import Settings, is_train
 from zaya_plugin.errors import mistake
 from zaya_plugin.run.rank_plan import first_host, port
 
@@ -74,6 +74,8 @@ def parser() -> Parser:
     add("--decider", metavar="HOST:PORT", help="node of the decision maker (default: the first one of the SLURM job)")
     add("--node", metavar="NAME", help="name of this node (default: SLURM's, or the host's)")
     add("--dir", metavar="DIR", help="journal and logs, on a shared file system (default: <run_dir>/aegis)")
+    add("--kernel-log", type=Path, default=Path("/dev/kmsg"), metavar="FILE", help="default: /dev/kmsg")
+    add("--links", default="", metavar="A,B", help="network interfaces to watch (default: all of a device)")
     add("--exclude", default="", metavar="A,B", help="nodes that are not to be used")
     add("--grace", type=float, default=10.0, metavar="S", help="seconds for healthy ranks to save (default: 10)")
     add("--restarts", type=int, default=10, metavar="N", help="failures in a row without a new step (default: 10)")
@@ -107,6 +109,8 @@ def settings_of(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settin
     if in_job and options.nodes + options.spares > in_job:
         problem = f"with --spares={options.spares} more nodes than the SLURM job has"
         raise mistake("--nodes", options.nodes, problem=problem, allowed=f"{in_job} nodes together")
+    if options.requeue and not environ.get("SLURM_JOB_ID"):
+        raise mistake("--requeue", problem="no SLURM job", allowed="inside of a job that SLURM may start again")
     ranks = options.ranks_per_node
     if ranks is None and recipe is not None:
         ranks = recipe.nproc or recipe.cluster.gpus_per_node
@@ -140,23 +144,26 @@ def settings_of(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settin
     if not all(letter.isalnum() or letter in "-_." for letter in node) or node.startswith("."):
         raise mistake("--node", node, problem="is no name", allowed="letters, digits, - _ and .")
     settings = Settings(
-        command,
-        each,
-        node,
-        options.nodes,
-        options.spares,
-        sizes,
-        ranks,
-        folder,
-        host,
-        number,
-        group,
-        options.grace,
-        options.restarts,
-        checkpoints,
-        tuple(os.path.abspath(path) for path in options.rules),
-        hook,
-        options.requeue,
+        command=command,
+        each=each,
+        node=node,
+        nodes=options.nodes,
+        spares=options.spares,
+        sizes=sizes,
+        ranks_per_node=ranks,
+        folder=folder,
+        host=host,
+        port=number,
+        group=group,
+        grace=options.grace,
+        restarts=options.restarts,
+        checkpoints=checkpoints,
+        kernel_log=options.kernel_log.absolute(),
+        links=tuple(name for name in options.links.split(",") if name),
+        exclude=tuple(name for name in options.exclude.split(",") if name),
+        rules=tuple(os.path.abspath(path) for path in options.rules),
+        hook=hook,
+        requeue=options.requeue,
     )
     return settings, options
 
@@ -324,7 +331,7 @@ def main(argv: list[str]) -> int:
         return 0
     listening = _listen(settings)
     if settings.port == 0:
-        settings = Settings(**{**vars(settings), "port": listening.getsockname()[1]})
+        settings = replace(settings, port=listening.getsockname()[1])
     secret = Path(os.environ.get("ZAYA_AEGIS_SECRET_FILE") or settings.folder / "secret")
     if "ZAYA_AEGIS_SECRET_FILE" in os.environ:
         link.read_secret(secret)

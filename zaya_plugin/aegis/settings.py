@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,6 +22,8 @@ class Settings:
     host, port: where the decision maker listens.
     grace: seconds from SIGTERM to SIGKILL when healthy ranks are to save. restarts: allowed without a new step.
     checkpoints: folder of the run's checkpoints, of `zaya train` only.
+    kernel_log: the kernel's messages, or a file in their place. links: network interfaces to watch, () for all.
+    exclude: nodes that are not to be used.
     rules, hook: files with rows of the user's own, and the words of the user's command for alerts.
     requeue: whether the job is given back to SLURM when too few nodes are left.
     """
@@ -39,6 +42,9 @@ class Settings:
     grace: float = 10.0
     restarts: int = 10
     checkpoints: Path | None = None
+    kernel_log: Path = Path("/dev/kmsg")
+    links: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
     rules: tuple[str, ...] = ()
     hook: tuple[str, ...] = ()
     requeue: bool = False
@@ -55,8 +61,13 @@ class Settings:
     def from_word(cls, word: str) -> Settings:
         """Return the settings that `to_word` wrote."""
         values = json.loads(word)
-        for name in ("command", "sizes", "rules", "hook"):
+        for name in ("command", "sizes", "links", "exclude", "rules", "hook"):
             values[name] = tuple(values[name])
-        for name in ("folder", "checkpoints"):
+        for name in ("folder", "checkpoints", "kernel_log"):
             values[name] = None if values[name] is None else Path(values[name])
         return cls(**values)
+
+
+def is_train(command: Sequence[str]) -> bool:
+    """Whether the command is `zaya train`, or the same through Python."""
+    return "train" in command and (Path(command[0]).name == "zaya" or "zaya_plugin.cli" in command)

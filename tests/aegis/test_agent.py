@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks, agents and the decision maker are killed, and the run ends with all its steps."""
+
+import json
+import os
+import signal
+import time
+
+from tests.aegis.toy_run import ToyRun, kill
+
+
+def causes(run):
+    return [row["cause"] for row in run.rows("diagnosis")]
+
+
+def actions(run):
+    return [row["action"] for row in run.rows("decision")]
+
+
+def test_a_killed_rank_is_seen_within_a_second_and_the_attempt_starts_again(tmp_path):
+    with ToyRun(tmp_path, [[15, 1, 1, "kill", signal.SIGKILL]]).start("n1") as run:
+        assert run.end() == 0
+        symptom = run.rows("symptom")[0]
+        assert symptom["time"] - symptom["evidence"]["time"] < 1
+        assert (causes(run), actions(run)) == (["sigkill"], ["restart"])
+        attempts = run.rows("attempt")
+        assert [row["generation"] for row in attempts] == [1, 2] and attempts[1]["time"] - symptom["time"] < 3
+        assert run.rows("end")[0]["code"] == 0
+        logs = [(run.folder / f"attempt_{n}" / "rank1.log").read_text() for n in (1, 2)]
+        assert logs[0] == "" and "rank 1 leaves at step 40" in logs[1]
+        assert not list(tmp_path.glob("zaya_aegis_*"))  # the node's folder is removed
+
+
+def test_the_ranks_train_on_while_the_decision_maker_is_killed(tmp_path):
+    with ToyRun(tmp_path, steps=150).start("n1") as run:
+        run.wait_for(lambda: run.step_of("n1", 0) > 5)
+        pid = run.beat("n1", 0)["pid"]
+        kill(run.child("n1", "decider"))
+        run.wait_for(lambda: len(run.rows("decider")) == 2)
+        assert run.beat("n1", 0)["pid"] == pid
+        assert run.end() == 0
+        assert len(run.rows("attempt")) == 1 and run.rows("decider")[1]["reason"] == "started again from the journal"
+        assert not run.rows("decision")
+
+
+def test_a_rank_that_fails_while_the_decision_maker_is_gone_is_not_forgotten(tmp_path):
+    with ToyRun(tmp_path, [[40, 0, 1, "kill", signal.SIGKILL]], steps=60).start("n1") as run:
+        run.wait_for(lambda: run.step_of("n1", 0) > 5)
+        decider = run.child("n1", "decider")
+        kill(decider, signal.SIGSTOP)
+        run.wait_for(lambda: run.step_of("n1", 0) == 40)
+        time.sleep(0.3)
+        kill(decider)
+        assert run.end() == 0
+        assert causes(run) == ["sigkill"] and len(run.rows("attempt")) == 2
+
+
+def test_a_killed_agent_comes_back_and_its_ranks_do_not_train_beside_the_next_attempt(tmp_path):
+    with ToyRun(tmp_path, steps=60).start("n1") as run:
+        run.wait_for(lambda: run.step_of("n1", 1) > 5)
+        pids = [run.beat("n1", rank)["pid"] for rank in (0, 1)]
+        kill(run.child("n1", "agent"))
+        assert run.end() == 0
+        assert (causes(run), actions(run)) == (["agent_lost"], ["restart"])
+        assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+        assert len(run.rows("attempt")) == 2
+
+
+def test_a_rank_that_ignores_sigterm_and_its_children_in_other_sessions_are_ended(tmp_path):
+    with ToyRun(tmp_path, [[20, 0, 1, "exit", 1]]) as run:
+        plan = tmp_path / "plan.json"
+        child = "import signal,time,os;signal.signal(15,signal.SIG_IGN);os.setsid();time.sleep(60)"
+        rows = json.loads(plan.read_text())
+        plan.write_text(json.dumps(rows))
+        run.options = ()
+        run.environment["CHILD"] = child
+        run.start("n1")
+        assert run.end() == 0
+        assert actions(run) == ["restart"]
+        assert run.rows("stopped")[0]["survivors"] == []
+
+
+def test_a_signal_lets_the_ranks_save_and_the_run_ends_with_75(tmp_path):
+    with ToyRun(tmp_path, steps=1000).start("n1") as run:
+        run.wait_for(lambda: run.step_of("n1", 1) > 5)
+        kill(run.nodes["n1"].pid, signal.SIGTERM)
+        assert run.end() == 75
+        assert actions(run) == ["done"] and run.rows("end")[0]["code"] == 75
+        assert "leaves at step" in (run.folder / "attempt_1" / "rank1.log").read_text()
+
+
+def test_a_stopped_rank_hangs_and_is_named(tmp_path):
+    with ToyRun(tmp_path, [[25, 1, 1, "kill", signal.SIGSTOP]], steps=60).start("n1") as run:
+        assert run.end() == 0
+        said = run.rows("diagnosis")[0]
+        assert (said["cause"], said["node"], said["rank"]) == ("hang", "n1", 1)
+        assert actions(run) == ["restart"]
+
+
+def test_a_users_mistake_is_never_started_again(tmp_path):
+    with ToyRun(tmp_path, [[1, 0, 0, "exit", 2]]).start("n1") as run:
+        assert run.end() == 2
+        assert actions(run) == ["stop"] and len(run.rows("attempt")) == 1
+
+
+def test_the_same_failure_three_times_without_a_new_step_stops_the_run(tmp_path):
+    with ToyRun(tmp_path, [[15, 0, 0, "exit", 1]], ranks=1).start("n1") as run:
+        assert run.end() == 1
+        assert actions(run) == ["restart", "restart", "stop"]
+        assert "3 times without a step after 15" in run.rows("end")[0]["reason"]

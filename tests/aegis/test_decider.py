@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several nodes: spares, lost nodes, strangers, and a decision maker that starts again at any point."""
+
+import signal
+import socket
+import time
+
+from tests.aegis.toy_run import ToyRun, kill
+from zaya_plugin.aegis import link
+
+UE = "[  12.0] amdgpu 0000:dd:00.0: {1}uncorrectable hardware error(ERREVENT_ATHUB_INTERRUPT) detected!\n"
+
+
+def test_a_spare_takes_the_place_of_a_node_that_is_gone(tmp_path):
+    with ToyRun(tmp_path, steps=60, ranks=1).start("n1", "n2", "n3", nodes=2, spares=1) as run:
+        run.wait_for(lambda: run.step_of("n1", 0) > 5)
+        lost = run.rows("attempt")[0]["nodes"][1]
+        other = next(name for name in ("n1", "n2", "n3") if name not in run.rows("attempt")[0]["nodes"])
+        begun = time.time()
+        if lost == "n1":  # it has the decision maker
+            lost = run.rows("attempt")[0]["nodes"][0]
+        kill(run.nodes[lost].pid)
+        run.wait_for(lambda: len(run.rows("attempt")) == 2)
+        assert run.rows("symptom")[0]["time"] - begun < 10
+        decision = run.rows("decision")[0]
+        assert (decision["action"], decision["nodes_out"]) == ("exchange", [lost])
+        first, second = (row["nodes"] for row in run.rows("attempt"))
+        assert second == [other if node == lost else node for node in first]  # its ranks have the same numbers
+        assert run.end() == 0
+        assert (run.folder / "failing_nodes.txt").read_text() == f"{lost}\n"
+
+
+def test_sure_evidence_of_the_kernel_exchanges_the_node_while_its_ranks_still_run(tmp_path):
+    (tmp_path / "kernel").touch()
+    with ToyRun(tmp_path, steps=80, ranks=1).start("n1", "n2", nodes=1, spares=1) as run:
+        run.wait_for(lambda: run.step_of("n1", 0) > 5 or run.step_of("n2", 0) > 5)
+        begun = time.time()
+        with open(tmp_path / "kernel", "a") as kernel:  # both nodes of this machine read it; one of them trains
+            kernel.write(UE)
+        assert run.end() == 0
+        assert run.rows("symptom")[0]["time"] - begun < 5
+        said, decision = run.rows("diagnosis")[0], run.rows("decision")[0]
+        assert (said["cause"], said["confidence"], decision["action"]) == ("ras_ue", "sure", "exchange")
+        assert run.rows("attempt")[1]["nodes"] != run.rows("attempt")[0]["nodes"]
+
+
+def test_fewer_nodes_train_on_where_that_is_allowed(tmp_path):
+    options = ("--min-nodes", "1")
+    with ToyRun(tmp_path, steps=60, ranks=1, options=options).start("n1", "n2", nodes=2) as run:
+        run.wait_for(lambda: run.step_of("n2", 1) > 5 or run.step_of("n2", 0) > 5)
+        kill(run.nodes["n2"].pid)
+        assert run.end() == 0
+        assert [row["action"] for row in run.rows("decision")] == ["shrink"]
+        assert [row["world_size"] for row in run.rows("attempt")] == [2, 1]
+
+
+def test_strangers_change_nothing(tmp_path):
+    with ToyRun(tmp_path, steps=60, ranks=1).start("n1") as run:
+        run.wait_for(lambda: run.rows("attempt"))
+        for first in (b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 100_000, b"zaya-aegis-1 " + b"0" * 32 + b"\n{}\n"):
+            with socket.create_connection(("127.0.0.1", run.port)) as sock:
+                sock.sendall(first)
+                sock.settimeout(5)
+                while sock.recv(1000):  # until the decision maker closes
+                    pass
+        wrong = link.Link(link.connect("127.0.0.1", run.port), b"w" * 32, server=False)
+        wrong.send({"kind": "join", "node": "n1"})
+        assert run.end() == 0
+        assert len(run.rows("attempt")) == 1
+        assert "wrong secret" in (tmp_path / "n1.out").read_text()
+
+
+def test_a_decision_maker_killed_between_decision_and_next_attempt_carries_it_out(tmp_path):
+    with ToyRun(tmp_path, [[15, 0, 0, "kill", signal.SIGKILL]], steps=40, ranks=1) as run:
+        run.start("n1")
+        run.wait_for(lambda: run.rows("decision"))
+        kill(run.child("n1", "decider"))
+        run.wait_for(lambda: len(run.rows("attempt")) == 2)
+        assert [row["generation"] for row in run.rows("attempt")][:2] == [1, 2]
+        assert run.end() == 137  # the same failure at each attempt: the run stops
+        assert [row["action"] for row in run.rows("decision")].count("stop") == 1
+
+
+def test_a_run_that_has_ended_can_be_started_again_in_the_same_folder(tmp_path):
+    with ToyRun(tmp_path, [[5, 0, 1, "exit", 2]], steps=20, ranks=1).start("n1") as run:
+        assert run.end() == 2
+        run.start("n1")
+        assert run.end() == 0
+        assert [row["generation"] for row in run.rows("attempt")] == [1, 2]
+        assert (run.folder / "attempt_1" / "rank0.log").exists()
