@@ -35,5 +35,7 @@ class Guards(Collector):
             except (OSError, ValueError, TypeError, KeyError):
                 continue
             self._seen.add(path)
-            found.append(Evidence(float(at), self.node, self.source, printable(str(text)), int(rank), str(kind), values))
+            found.append(
+                Evidence(float(at), self.node, self.source, printable(str(text)), int(rank), str(kind), values)
+            )
         return found
