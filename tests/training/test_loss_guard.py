@@ -14,6 +14,8 @@ from statistics import median
 import pytest
 
 from tests.running import MICRO, train
+from zaya_plugin.aegis.collectors.guards import Guards
+from zaya_plugin.aegis.collectors.progress import read_beats
 from zaya_plugin.config.compose import compose, save_recipe
 from zaya_plugin.config.validate import validate
 from zaya_plugin.errors import ROLL_BACK
@@ -165,6 +167,9 @@ def test_a_run_rolls_back_over_a_spike_and_leaves_its_batches_out(corpus, tmp_pa
     assert (evidence["kind"], evidence["rank"], evidence["first_step"], evidence["step"]) == ("loss_spike", 1, 19, 20)
     saved = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("iter_*"))
     assert saved == ["iter_0000010"]
+    beats = read_beats(tmp_path / "aegis")
+    assert [(beats[rank]["phase"], beats[rank]["step"]) for rank in (0, 1)] == [("end", 20)] * 2
+    assert beats[1]["loss"] > 20 and all(0 < beat["busy_seconds"] < beat["step_seconds"] for beat in beats.values())
 
     codes, told = ranks(tmp_path, free_port(), "data.skip_steps=['19-25']", **spike)
     assert codes == [0, 0], told
@@ -173,9 +178,29 @@ def test_a_run_rolls_back_over_a_spike_and_leaves_its_batches_out(corpus, tmp_pa
     assert rows[26]["consumed_samples"] == 26 * 8
 
 
+@pytest.mark.slow  # a run of two ranks
+def test_checkpoints_from_the_first_spike_on_are_put_aside(corpus, tmp_path):
+    words = ("guard.patience=3", "checkpoint.save_interval=2", "checkpoint.save=sync", "checkpoint.keep_last=3")
+    codes, told = ranks(tmp_path, free_port(), *words, first=19, last=25, data=corpus)
+    assert codes == [ROLL_BACK, ROLL_BACK], told
+    saved = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("iter_*"))
+    assert saved == ["iter_0000016", "iter_0000018", "iter_0000020.failed"]
+    assert "iter_0000018" in told[0]
+
+
+@pytest.mark.slow  # a run of two ranks
+def test_gradients_that_are_not_finite_ask_for_the_same(corpus, tmp_path):
+    runaway = ("optim.lr=1e20", "optim.min_lr=0", "optim.lr_warmup_iters=0", "checkpoint.save_interval=1")
+    codes, told = ranks(tmp_path, free_port(), *runaway, data=corpus)
+    assert codes == [ROLL_BACK, ROLL_BACK], told
+    guards = [e for e in Guards("n1", tmp_path / "aegis").poll(1.0)]
+    assert [(e.rule, e.rank, e.values["first_step"]) for e in guards] == [("non_finite", 0, 2), ("non_finite", 1, 2)]
+    assert "step 2: optim.non_finite_gradients=stop: " in guards[0].text
+
+
 @pytest.mark.slow  # two runs
 def test_steps_that_are_skipped_change_no_other_batch_and_no_learning_rate(corpus, tmp_path):
-    words = ("nproc=1", "stage.eval_iters=0", "optim.lr=1e-12", "optim.min_lr=1e-13", "checkpoint.save_interval=20")
+    words = ("nproc=1", "stage.eval_iters=0", "optim.lr=1e-12", "optim.min_lr=1e-13", "model.balancing_lr=1e-12")
     whole = train(tmp_path / "whole", corpus, *words).steps()
     rest = train(tmp_path / "rest", corpus, *words, "data.skip_steps=['1','7-9']").steps()
     assert sorted(set(whole) - set(rest)) == [1, 7, 8, 9]
