@@ -33,8 +33,9 @@ class Ranks:
 
     def wait(self, seconds):
         found = []
-        for _ in range(max(1, round(seconds / 0.5))):
-            self.now += 0.5
+        interval = 0.5 if seconds < 100 else 2.0
+        for _ in range(max(1, round(seconds / interval))):
+            self.now += interval
             found += self.progress.poll(self.now)
         return found
 
