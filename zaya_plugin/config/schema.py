@@ -774,6 +774,12 @@ class GuardConfig:
         limit=FACTOR,
     )
     patience: int = own(3, "spiked steps in a row with which the guard acts", "training.loss_guard", limit=STEPS)
+    skip_data: bool = own(
+        False,
+        "with roll_back: ask the supervisor to leave out the batches from the step before the first spike to the one at "
+        "which the guard acted (data.skip_steps)",
+        "hosts.pretrain",
+    )
 
 
 @dataclass

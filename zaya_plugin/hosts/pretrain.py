@@ -98,14 +98,15 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
             trainer.saved.finish(trainer.step)
             raise
     except RollBackError as error:
-        first = error.first_step
+        # The weights after the step before gave the first spike.
+        first = error.first_step - 1
         if trainer.saved.last_step >= first:
             saver.abandon()
         else:
             saver.wait(SECONDS_FOR_A_SAVE)
         if args.rank == 0:
             lifecycle.put_aside_from(first)
-        raise loss_guard.roll_back(first, trainer.step, lifecycle.last_good()) from None
+        raise loss_guard.roll_back(error.first_step, trainer.step, lifecycle.last_good()) from None
     except NonFiniteGradientsError as error:
         saver.wait(SECONDS_FOR_A_SAVE)  # all ranks are here; it is of a good step
         step = args.curr_iteration + 1
@@ -357,7 +358,11 @@ class _Trainer:
         self.reporter.note([f"WARNING: {spike.text}"])
         if self.rolls_back:
             self.spiked = spike.first_step
-            heartbeat.guard("loss_spike", spike.text, **asdict(spike))
+            first = max(1, spike.first_step - 1)  # from its checkpoint on the state is spoiled
+            values = {**asdict(spike), "first_spike": spike.first_step, "first_step": first}
+            if self.recipe.guard.skip_data:
+                values["skip"] = [first, spike.step]
+            heartbeat.guard("loss_spike", spike.text, **values)
 
     @staticmethod
     def dump_memory_snapshot(args) -> None:

@@ -26,7 +26,9 @@ LEAST = 1e-3  # of the median: the least deviation, for losses that hardly vary
 
 
 class RollBackError(RunEndedError):
-    """All ranks leave together because the loss has spiked; checkpoints from `first_step` on hold the spoiled state."""
+    """All ranks leave together because the loss has spiked, in `first_step` first; the weights before that step gave this
+    loss, so checkpoints from the step before on hold a spoiled state.
+    """
 
     exit_code = ROLL_BACK
 
@@ -147,7 +149,8 @@ def roll_back(first_step: int, step: int, last_good: str) -> RollBackError:
     text = message(
         "guard.loss_spike",
         "roll_back",
-        problem=f"the loss has spiked since step {first_step}; nothing is saved from it on. {last_good}",
-        fix=f"the same command with resume=auto; data.skip_steps=[{first_step}-{step}] leaves out the batches of these steps",
+        problem=f"the loss has spiked since step {first_step}; later checkpoints than of step {max(0, first_step - 2)} are not used. "
+        f"{last_good}",
+        fix=f"the same command with resume=auto; data.skip_steps=[{max(1, first_step - 1)}-{step}] leaves out the batches of these steps",
     )
     return RollBackError(text, first_step)
