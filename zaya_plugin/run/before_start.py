@@ -11,9 +11,7 @@ import math
 import os
 import shlex
 import socket
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +20,6 @@ from zaya_plugin import compat
 from zaya_plugin.checkpoint import on_disk
 from zaya_plugin.checkpoint.convert.beside import resolve
 from zaya_plugin.config.arguments import megatron_arguments
-from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.graphs import with_graphs
 from zaya_plugin.config.megatron_review import unchecked_lines
 from zaya_plugin.config.resume import changes, values_in
@@ -34,18 +31,10 @@ from zaya_plugin.errors import mistake
 from zaya_plugin.handover.data_places import with_consumed
 from zaya_plugin.handover.predecessor import predecessor, saved_step
 from zaya_plugin.plan import checkpoint_plan, recipe_plan
-from zaya_plugin.run.rank_plan import (
-    HIDDEN_DEVICES,
-    WORKER,
-    Plan,
-    check_environment,
-    core_count,
-    make_plan,
-    rank_environment,
-)
+from zaya_plugin.run import megatron_check
+from zaya_plugin.run.rank_plan import WORKER, Plan, check_environment, core_count, make_plan, rank_environment
 
 DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # NVIDIA, ROCm, WSL
-ARGUMENT_CHECK = "zaya_plugin.hosts.argument_check"
 TOKENIZER_UNKNOWN = "of the data set, which is not on this machine"
 # module, how to install it
 REQUIRED = (
@@ -261,7 +250,7 @@ def stops(recipe: Recipe, plan: Plan) -> list[str]:
     checks = [lambda: check_resume(recipe), lambda: check_changed_keys(recipe, plan), lambda: take_over(recipe)]
     if not elsewhere:
         checks.append(lambda: check_surroundings(recipe, plan))
-    checks.append(lambda: check_arguments(settled(recipe, plan.world_size)[0], plan))
+    checks.append(lambda: megatron_check.check(settled(recipe, plan.world_size)[0], plan))
     found = []
     for check in checks:
         try:
@@ -276,31 +265,9 @@ def unchecked_here(plan: Plan) -> list[str]:
     lines = []
     if plan.command is not None and plan.command[0] == "torchrun":
         lines.append("not checked  devices, packages and data of the nodes")
-    if not _megatron_here():
-        lines.append("not checked  Megatron's own validation of its arguments: no torch or Megatron 0.19 here")
+    if (why := megatron_check.skipped()) is not None:
+        lines.append(f"not checked  Megatron's own validation of its arguments: {why}")
     return lines
-
-
-def _megatron_here() -> bool:
-    return all(compat.has_module(module) for module, _ in REQUIRED) and compat.zaya_train_fits()
-
-
-def check_arguments(recipe: Recipe, plan: Plan) -> None:
-    """Raise ValueError for what Megatron refuses, found in a process of its own without a device; nothing where
-    Megatron is not installed.
-    """
-    if not _megatron_here():
-        return
-    environment = {**os.environ, **plan.environment} | dict.fromkeys(HIDDEN_DEVICES, "")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "recipe.yaml"
-        save_recipe(replace(recipe, run_dir=folder), path)
-        command = [sys.executable, "-m", ARGUMENT_CHECK, str(path), str(plan.world_size)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode == 2:
-        raise ValueError(done.stdout.strip())
-    if done.returncode:
-        raise ValueError(f"recipe: Megatron's parsing of its arguments failed:\n{done.stderr.rstrip()[-2000:]}")
 
 
 def tokenizer_arguments(recipe: Recipe) -> dict:

@@ -30,7 +30,7 @@ from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import validate
 from zaya_plugin.errors import ENDED_EARLY, free_space, message, mistake
 from zaya_plugin.parent_death import GRACE, GRACE_SECONDS, LAUNCHER_PID, adopt_orphans, die_with_parent
-from zaya_plugin.run import before_start
+from zaya_plugin.run import before_start, megatron_check
 from zaya_plugin.run.rank_plan import WORKER, Plan, make_plan
 
 EXPLAIN = "zaya_plugin.hosts.explain"
@@ -73,6 +73,9 @@ def launch(recipe: Recipe) -> int:
     before_start.check_changed_keys(recipe, plan)
     recipe = before_start.take_over(recipe)
     before_start.check_surroundings(recipe, plan)
+    if plan.command is not None:  # ranks of an outer launcher are here already, and validate at once
+        megatron_check.check(recipe, plan)
+        megatron_check.close()
     make_writable(recipe.run_dir)
     if Path(recipe.checkpoint.path).is_absolute():
         make_writable(checkpoint_path(recipe), "checkpoint.path")
