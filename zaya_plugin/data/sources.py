@@ -4,11 +4,12 @@
 import contextlib
 import os
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from zaya_plugin.config.blend_entry import Blend, BlendEntry, parse_blend
 from zaya_plugin.config.schedule import sample_count
-from zaya_plugin.config.schema import MISSING, Recipe
+from zaya_plugin.config.schema import MISSING, DataConfig, Recipe
 from zaya_plugin.data.blend import domain_names, resolve_blend
 from zaya_plugin.data.fingerprint import fingerprint
 from zaya_plugin.data.indexed_dataset import stored_tokens
@@ -79,6 +80,22 @@ class DataSources:
         stream = build_stream(self.train, train, consumed=self.consumed, **built)
         held_out = build_gpt_datasets(self.train, self.valid, (0, valid, 0), **built)[1] if valid else None
         return [stream, held_out, None]
+
+
+def compare_data(before: dict[str, Any] | None, now: dict[str, Any] | None, checkpoint: Path, data: DataConfig) -> str:
+    """Compare the facts of the data with those that a checkpoint keeps (earlier versions did not). Return a warning about
+    what differs with data.changed=accept, or nothing.
+
+    Raises:
+        ValueError: they differ, and data.changed=refuse.
+    """
+    if not before or not before.get("tokenizer") or now is None or not (different := changes(before, now)):
+        return ""
+    problem = f"{checkpoint} was trained on other data: {'; '.join(different)}"
+    if data.changed != "accept":
+        fix = "the data of the checkpoint, data.changed=accept, or a new run_dir"
+        raise mistake("data.changed", "refuse", problem=problem, allowed="accept, or the same data", fix=fix)
+    return f"WARNING: {problem}; data.changed=accept"
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

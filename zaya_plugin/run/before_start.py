@@ -17,8 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from zaya_plugin import compat
-from zaya_plugin.checkpoint import on_disk
+from zaya_plugin.checkpoint import manifest, on_disk
 from zaya_plugin.checkpoint.convert.beside import resolve
+from zaya_plugin.checkpoint.run_lock import check_free
 from zaya_plugin.config.arguments import megatron_arguments
 from zaya_plugin.config.graphs import with_graphs
 from zaya_plugin.config.megatron_review import unchecked_lines
@@ -26,7 +27,7 @@ from zaya_plugin.config.resume import changes, values_in
 from zaya_plugin.config.run_directory import check_resume, checkpoint_path, has_checkpoint
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import data_parallel_size, unused_kernels
-from zaya_plugin.data.sources import find_sources
+from zaya_plugin.data.sources import compare_data, find_sources
 from zaya_plugin.errors import mistake
 from zaya_plugin.handover.data_places import with_consumed
 from zaya_plugin.handover.predecessor import predecessor, saved_step
@@ -103,7 +104,7 @@ def changed_keys(recipe: Recipe) -> tuple[list[str], list[str]]:
     directory = checkpoint_path(recipe)
     if recipe.resume == "never" or not has_checkpoint(directory):
         return [], []
-    before = on_disk.recipe_values(directory) or values_in(recipe.run_dir)
+    before = on_disk.newest_facts(directory)[1].get(manifest.RECIPE) or values_in(recipe.run_dir)
     return changes(before, recipe, recipe.run_dir)
 
 
@@ -117,10 +118,21 @@ def check_changed_keys(recipe: Recipe, plan: Plan) -> None:
             print(line, file=sys.stderr, flush=True)
 
 
+def written_by(recipe: Recipe) -> dict[str, Path]:
+    """Return the directories that a run of `recipe` writes, by key; checkpoint.path only where it is not in run_dir."""
+    directories, checkpoints = {"run_dir": Path(recipe.run_dir)}, checkpoint_path(recipe)
+    if not checkpoints.resolve().is_relative_to(directories["run_dir"].resolve()):
+        directories["checkpoint.path"] = checkpoints
+    return directories
+
+
 def check_surroundings(recipe: Recipe, plan: Plan) -> None:
     """Raise ValueError if this machine has no torch, Megatron, device, free port or data for the recipe."""
     check_machine(recipe, plan)
-    find_sources(recipe)  # reads headers and sizes only
+    sources = find_sources(recipe)  # reads headers and sizes only
+    if recipe.resume != "never" and has_checkpoint(directory := checkpoint_path(recipe)):
+        checkpoint, facts = on_disk.newest_facts(directory)
+        compare_data(facts.get("data"), sources.facts() if facts else None, checkpoint, recipe.data)
 
 
 def check_machine(recipe: Recipe, plan: Plan) -> None:
@@ -247,7 +259,8 @@ def stops(recipe: Recipe, plan: Plan) -> list[str]:
     Of a run on several nodes, this machine is none of them: its devices, packages and data are not checked.
     """
     elsewhere = plan.command is not None and plan.command[0] == "torchrun"
-    checks = [lambda: check_resume(recipe), lambda: check_changed_keys(recipe, plan), lambda: take_over(recipe)]
+    checks = [lambda: check_free(written_by(recipe))] if plan.rank == 0 else []
+    checks += [lambda: check_resume(recipe), lambda: check_changed_keys(recipe, plan), lambda: take_over(recipe)]
     if not elsewhere:
         checks.append(lambda: check_surroundings(recipe, plan))
     checks.append(lambda: megatron_check.check(settled(recipe, plan.world_size)[0], plan))

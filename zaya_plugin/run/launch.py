@@ -81,21 +81,13 @@ def launch(recipe: Recipe) -> int:
         make_writable(checkpoint_path(recipe), "checkpoint.path")
     if plan.rank != 0:
         return _start(recipe, plan, chosen_here)
-    lock = RunLock.take(_written(recipe))
+    lock = RunLock.take(before_start.written_by(recipe))
     try:
         keep_recipe(recipe, recipe.run_dir)
         plan = replace(plan, environment={**plan.environment, LOCKS: lock.shared()})
         return _start(recipe, plan, chosen_here)
     finally:
         lock.release()
-
-
-def _written(recipe: Recipe) -> dict[str, Path]:
-    """Return the directories that a run of `recipe` writes, by key; checkpoint.path only where it is not in run_dir."""
-    directories, checkpoints = {"run_dir": Path(recipe.run_dir)}, checkpoint_path(recipe)
-    if not checkpoints.resolve().is_relative_to(directories["run_dir"].resolve()):
-        directories["checkpoint.path"] = checkpoints
-    return directories
 
 
 def _start(recipe: Recipe, plan: Plan, chosen_here: bool) -> int:

@@ -8,6 +8,7 @@ not pay for the process again; a refused one is examined anew each time.
 
 import atexit
 import contextlib
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -18,8 +19,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-
-import xxhash
 
 from zaya_plugin import compat
 from zaya_plugin.config.compose import save_recipe, to_yaml
@@ -102,7 +101,7 @@ def _digest(recipe: Recipe, plan: Plan) -> str:
     parts += [f"{name}={environment[name]}" for name in sorted(environment) if name.startswith(VARIABLES)]
     parts += [f"{name} {_version(name)}" for name in PACKAGES]
     parts += _sources()
-    return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
 def _version(package: str) -> str:

@@ -20,7 +20,7 @@ from zaya_plugin.config.resume import changes as changed_keys
 from zaya_plugin.config.resume import values_of
 from zaya_plugin.config.run_directory import checkpoint_path, has_checkpoint, make_writable, uploads
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.data.sources import changes
+from zaya_plugin.data.sources import compare_data
 from zaya_plugin.errors import message, mistake
 from zaya_plugin.handover.predecessor import Predecessor
 
@@ -54,7 +54,6 @@ class Lifecycle:
         self.keep_every = recipe.checkpoint.keep_every
         self.resume = recipe.resume
         self.data: dict | None = None
-        self.data_may_change = recipe.data.changed == "accept"
         self._changed: list[str] = []
         self.recipe = recipe
         self.run_dir = Path(recipe.run_dir)
@@ -121,19 +120,9 @@ class Lifecycle:
         self._checked = iteration
 
     def _compare_data(self, before: dict | None, checkpoint: Path) -> None:
-        """Compare the data with that of a checkpoint, which earlier versions did not keep.
-
-        Raises:
-            ValueError: it differs, unless data.changed=accept.
-        """
-        if not before or not before.get("tokenizer") or self.data is None:
-            return
-        if different := changes(before, self.data):
-            problem = f"{checkpoint} was trained on other data: {'; '.join(different)}"
-            if not self.data_may_change:
-                fix = "the data of the checkpoint, data.changed=accept, or a new run_dir"
-                raise mistake("data.changed", "refuse", problem=problem, allowed="accept, or the same data", fix=fix)
-            self._changed = [f"WARNING: {problem}; data.changed=accept"]
+        """Compare the data with that of a checkpoint; raises ValueError as `compare_data` does."""
+        if told := compare_data(before, self.data, checkpoint, self.recipe.data):
+            self._changed = [told]
 
     def _skip(self, problems: list[str]) -> list[str]:
         """Return lines about why a newer checkpoint is skipped; raise ValueError with resume=must."""
