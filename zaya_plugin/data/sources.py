@@ -163,16 +163,10 @@ def find_sources(recipe: Recipe) -> DataSources:
                 allowed="chats in bins",
                 fix=f"zaya data pack {path} --sequence-length {length} --output {path}-{length}",
             )
-    for key, path in named[1 + len(train) :]:
-        prefix, need = prefix_of(path, "valid"), recipe.stage.seq_length + (packed_length(path) is None)
-        if (tokens := stored_tokens(prefix)) < need:
-            raise mistake(
-                key,
-                path,
-                problem=f"the validation part {prefix} holds {tokens} tokens, and one sequence needs {need}",
-                allowed=f"validation data of at least {need} tokens (stage.seq_length={recipe.stage.seq_length})",
-                fix="data.valid_path=<a larger dataset>, or stage.eval_iters=0",
-            )
+    trained, held_out = named[1 : 1 + len(train)] or named[:1], named[1 + len(train) :]
+    for split, paths in (("train", trained), ("valid", held_out)):
+        for key, path in paths:
+            _refuse_short(key, path, split, recipe.stage.seq_length)
     if data.consumed and data.order != "continuing":
         raise mistake(
             "data.consumed",
@@ -201,6 +195,22 @@ def named_datasets(recipe: Recipe) -> list[tuple[str, str]]:
     train = [("data.blend", entry.path) for entry in parse_blend(data.blend, "data.blend", weighted=True)]
     held_out = [valid] if isinstance(valid, str) else [entry.path for entry in valid or []]
     return [("data.path", data.path), *train, *((key, path) for path in held_out)]
+
+
+def _refuse_short(key: str, path: str, split: str, length: int) -> None:
+    """Raise ValueError if one split of a dataset is shorter than one sequence of `length` tokens."""
+    # A sequence that is no bin also needs the token after its last one.
+    prefix, need = prefix_of(path, split), length + (packed_length(path) is None)
+    if (tokens := stored_tokens(prefix)) < need:
+        what, keys = ("training data", "data.path") if split == "train" else ("validation part", "data.valid_path")
+        raise mistake(
+            key,
+            path,
+            problem=f"the {what} {prefix} holds {tokens} tokens, and one sequence needs {need}",
+            allowed=f"{what.split()[0]} data of at least {need} tokens (stage.seq_length={length})",
+            fix=f"{keys}=<a larger dataset>, or "
+            + ("a shorter stage.seq_length" if split == "train" else "stage.eval_iters=0"),
+        )
 
 
 def _refuse_other_tokenizer(key: str, path: str, tokenizer: str) -> None:
