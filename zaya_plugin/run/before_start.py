@@ -24,7 +24,7 @@ from zaya_plugin.config.arguments import megatron_arguments
 from zaya_plugin.config.graphs import with_graphs
 from zaya_plugin.config.megatron_review import unchecked_lines
 from zaya_plugin.config.resume import changes, values_in
-from zaya_plugin.config.run_directory import check_resume, checkpoint_path, has_checkpoint
+from zaya_plugin.config.run_directory import check_resume, checkpoint_path, has_checkpoint, written_by
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import data_parallel_size, unused_kernels
 from zaya_plugin.data.sources import compare_data, find_sources
@@ -116,14 +116,6 @@ def check_changed_keys(recipe: Recipe, plan: Plan) -> None:
     if plan.rank == 0:
         for line in warned:
             print(line, file=sys.stderr, flush=True)
-
-
-def written_by(recipe: Recipe) -> dict[str, Path]:
-    """Return the directories that a run of `recipe` writes, by key; checkpoint.path only where it is not in run_dir."""
-    directories, checkpoints = {"run_dir": Path(recipe.run_dir)}, checkpoint_path(recipe)
-    if not checkpoints.resolve().is_relative_to(directories["run_dir"].resolve()):
-        directories["checkpoint.path"] = checkpoints
-    return directories
 
 
 def check_surroundings(recipe: Recipe, plan: Plan) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from zaya_plugin.checkpoint import places
 from zaya_plugin.checkpoint.run_lock import LOCKS, RunLock
 from zaya_plugin.config.compose import save_recipe
-from zaya_plugin.config.run_directory import check_resume, checkpoint_path, keep_recipe, make_writable
+from zaya_plugin.config.run_directory import check_resume, checkpoint_path, keep_recipe, make_writable, written_by
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import validate
 from zaya_plugin.errors import ENDED_EARLY, free_space, message, mistake
@@ -81,7 +81,7 @@ def launch(recipe: Recipe) -> int:
         make_writable(checkpoint_path(recipe), "checkpoint.path")
     if plan.rank != 0:
         return _start(recipe, plan, chosen_here)
-    lock = RunLock.take(before_start.written_by(recipe))
+    lock = RunLock.take(written_by(recipe))
     try:
         keep_recipe(recipe, recipe.run_dir)
         plan = replace(plan, environment={**plan.environment, LOCKS: lock.shared()})

@@ -54,7 +54,7 @@ class Lifecycle:
         self.keep_every = recipe.checkpoint.keep_every
         self.resume = recipe.resume
         self.data: dict | None = None
-        self._changed: list[str] = []
+        self.changed: list[str] = []  # lines about data that changed, and may
         self.recipe = recipe
         self.run_dir = Path(recipe.run_dir)
         self.recipe_checksum = starts.checksum(recipe)
@@ -122,7 +122,7 @@ class Lifecycle:
     def _compare_data(self, before: dict | None, checkpoint: Path) -> None:
         """Compare the data with that of a checkpoint; raises ValueError as `compare_data` does."""
         if told := compare_data(before, self.data, checkpoint, self.recipe.data):
-            self._changed = [told]
+            self.changed = [told]
 
     def _skip(self, problems: list[str]) -> list[str]:
         """Return lines about why a newer checkpoint is skipped; raise ValueError with resume=must."""
@@ -138,7 +138,7 @@ class Lifecycle:
             ValueError: no checkpoint is intact, or with resume=must the newest is not.
         """
         nodes, having, lines = self._find_nodes()
-        lines = [*restore.on_rank_0(lambda: self._changed), *lines]
+        lines = [*restore.on_rank_0(lambda: self.changed), *lines]
         if len({bool(step) for step in restore.gathered(self.resumed_at)}) > 1:
             problem = "some ranks find checkpoints there, and others none"
             raise mistake("checkpoint.path", self.directory, problem=problem, allowed="a directory that all nodes see")
