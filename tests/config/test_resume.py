@@ -3,11 +3,13 @@
 
 import functools
 import json
+import os
 
 import pytest
 
 from tests.checkpoint_files import pretend_checkpoint
 from zaya_plugin.checkpoint import manifest
+from zaya_plugin.checkpoint.run_lock import RunLock
 from zaya_plugin.config.compose import compose, save_recipe
 from zaya_plugin.config.resume import changes, values_in, values_of
 from zaya_plugin.config.schema import leaves
@@ -108,7 +110,7 @@ def saved(run_dir, recipe, step=40, facts=True):
 
 @pytest.mark.parametrize("facts", [True, False], ids=["in the checkpoint", "in recipe.yaml"])
 def test_a_resume_with_another_optimizer_is_refused_before_the_start(tmp_path, capsys, monkeypatch, facts):
-    monkeypatch.setattr(before_start, "check_arguments", lambda recipe, plan: None)  # takes seconds
+    monkeypatch.setenv("ZAYA_CHECK", "off")
     saved(tmp_path, demo(tmp_path), facts=facts)
     recipe = demo(tmp_path, "optim=muon", "seed=5")
     with pytest.raises(
@@ -156,3 +158,15 @@ def test_a_damaged_recipe_is_one_message(tmp_path, content):
     (tmp_path / "recipe.yaml").write_text(content)
     with pytest.raises(ValueError, match=r"recipe\.yaml: is damaged .* Fix: copy the newest"):
         before_start.changed_keys(demo(tmp_path))
+
+
+def test_a_dry_run_says_that_a_run_is_writing_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("ZAYA_CHECK", "off")
+    recipe = demo(tmp_path / "run")
+    lock = RunLock.take({"run_dir": tmp_path / "run"})
+    try:
+        found = before_start.stops(recipe, make_plan(recipe, {}))
+    finally:
+        lock.release()
+    assert found[0].startswith(f"run_dir={tmp_path / 'run'}: a run is writing there: process {os.getpid()} on ")
+    assert len(before_start.stops(recipe, make_plan(recipe, {}))) == len(found) - 1

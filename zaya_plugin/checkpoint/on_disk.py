@@ -170,15 +170,15 @@ def saved_arguments(directory: Path, iteration: int):
     return load_common_state_dict(str(folder(directory, iteration)))["args"]
 
 
-def recipe_values(directory: Path) -> dict | None:
-    """Return the recipe that the newest complete checkpoint was trained with, by key; None: an earlier version or another
-    program wrote it, or none is complete.
+def newest_facts(directory: Path) -> tuple[Path, dict]:
+    """Return the folder of the newest complete checkpoint and the facts in its manifest; none where it has no manifest,
+    or none is complete.
     """
     try:
-        iteration, _ = latest(directory)
-        return None if iteration is None else manifest.read(folder(directory, iteration)).get(manifest.RECIPE)
+        path = folder(directory, latest(directory)[0] or 0)
+        return path, manifest.read(path)
     except ValueError:
-        return None
+        return directory, {}
 
 
 def check_same_model(directory: Path, iteration: int, args) -> None:

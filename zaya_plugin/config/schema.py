@@ -360,7 +360,7 @@ class DataConfig:
         "refuse",
         "a run that resumes with other data or another tokenizer than its checkpoint was trained on. refuse: it does "
         "not start; accept: it starts, and says what differs",
-        "training.lifecycle",
+        "data.sources",
         choices=("refuse", "accept"),
         resume=MAY_CHANGE,
     )
