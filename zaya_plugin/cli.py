@@ -59,6 +59,8 @@ DATA_COMMANDS = {
 # Command of `zaya aegis` -> what it does; each is a module zaya_plugin.aegis.<name> with a main().
 AEGIS_COMMANDS = {
     "run": "start the ranks of a command on this node, watch them, and restart, exchange or stop",
+    "status": "show a supervised run in the terminal, once or live",
+    "report": "effective training time, failures and their cost, in the terminal and as one HTML page",
     "explain": "read a folder of logs and say what happened and what would have been done",
 }
 USAGE = (
