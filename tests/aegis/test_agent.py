@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks, agents and the decision maker are killed, and the run ends with all its steps."""
 
-import json
 import os
 import signal
 import time
+
+import pytest
 
 from tests.aegis.toy_run import ToyRun, kill
 
@@ -43,6 +44,7 @@ def test_the_ranks_train_on_while_the_decision_maker_is_killed(tmp_path):
         assert not run.rows("decision")
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_while_the_decision_maker_is_gone_is_not_forgotten(tmp_path):
     with ToyRun(tmp_path, [[40, 0, 1, "kill", signal.SIGKILL]], steps=60).start("n1") as run:
         run.wait_for(lambda: run.step_of("n1", 0) > 5)
@@ -55,6 +57,7 @@ def test_a_rank_that_fails_while_the_decision_maker_is_gone_is_not_forgotten(tmp
         assert causes(run) == ["sigkill"] and len(run.rows("attempt")) == 2
 
 
+@pytest.mark.slow
 def test_a_killed_agent_comes_back_and_its_ranks_do_not_train_beside_the_next_attempt(tmp_path):
     with ToyRun(tmp_path, steps=60).start("n1") as run:
         run.wait_for(lambda: run.step_of("n1", 1) > 5)
@@ -66,20 +69,17 @@ def test_a_killed_agent_comes_back_and_its_ranks_do_not_train_beside_the_next_at
         assert len(run.rows("attempt")) == 2
 
 
-def test_a_rank_that_ignores_sigterm_and_its_children_in_other_sessions_are_ended(tmp_path):
-    with ToyRun(tmp_path, [[20, 0, 1, "exit", 1]]) as run:
-        plan = tmp_path / "plan.json"
-        child = "import signal,time,os;signal.signal(15,signal.SIG_IGN);os.setsid();time.sleep(60)"
-        rows = json.loads(plan.read_text())
-        plan.write_text(json.dumps(rows))
-        run.options = ()
-        run.environment["CHILD"] = child
-        run.start("n1")
+@pytest.mark.slow
+def test_what_a_rank_has_started_in_a_session_of_its_own_ends_with_the_attempt(tmp_path):
+    plan = [[5, 0, 1, "spawn", f"{tmp_path}/pid"], [20, 0, 1, "exit", 1]]
+    with ToyRun(tmp_path, plan).start("n1") as run:
         assert run.end() == 0
-        assert actions(run) == ["restart"]
-        assert run.rows("stopped")[0]["survivors"] == []
+        pid = int((tmp_path / "pid").read_text())
+        assert not os.path.exists(f"/proc/{pid}")
+        assert run.rows("stopped")[0]["survivors"] == [] and run.rows("stopped")[0]["seconds"] < 1
 
 
+@pytest.mark.slow
 def test_a_signal_lets_the_ranks_save_and_the_run_ends_with_75(tmp_path):
     with ToyRun(tmp_path, steps=1000).start("n1") as run:
         run.wait_for(lambda: run.step_of("n1", 1) > 5)
@@ -89,6 +89,7 @@ def test_a_signal_lets_the_ranks_save_and_the_run_ends_with_75(tmp_path):
         assert "leaves at step" in (run.folder / "attempt_1" / "rank1.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_hangs_and_is_named(tmp_path):
     with ToyRun(tmp_path, [[25, 1, 1, "kill", signal.SIGSTOP]], steps=60).start("n1") as run:
         assert run.end() == 0

@@ -20,7 +20,7 @@ from zaya_plugin.aegis.journal import read
 # A rank: steps of 20 ms with heartbeats; it saves every 10 steps and continues from there, as a training does. What it
 # does at which step comes from a file, so that a test can break the first attempt alone.
 RANK = """
-import json, os, signal, sys, time
+import json, os, signal, subprocess, sys, time
 home, steps = sys.argv[1], int(sys.argv[2])
 rank, folder = int(os.environ["RANK"]), os.environ["ZAYA_AEGIS_DIR"]
 attempt = int(os.environ["ZAYA_AEGIS_GENERATION"])
@@ -44,6 +44,10 @@ while step < steps and not ended:
                 os.kill(os.getpid(), value)
             if what == "print":
                 print(value, flush=True)
+            if what == "spawn":  # a grandchild that ignores SIGTERM
+                code = "import os,signal,sys,time; signal.signal(15, signal.SIG_IGN); "
+                code += "open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
+                subprocess.Popen([sys.executable, "-c", code, value], start_new_session=True)
     if step % 10 == 0:
         open(state + ".new", "w").write(str(step))
         os.replace(state + ".new", state)
@@ -80,8 +84,10 @@ class ToyRun:
             processes.kill_all(folder, 2.0)
 
     def start(self, *names: str, nodes: int = 1, spares: int = 0) -> ToyRun:
-        """Start `zaya aegis run` for these nodes; the first one gets the decision maker."""
+        """Start `zaya aegis run` for these nodes; the first one of all gets the decision maker."""
         for name in names:
+            if self.nodes:
+                self.wait_for(lambda: self.rows("decider"))
             command = [sys.executable, "-m", "zaya_plugin.aegis.run", "--node", name, "--nodes", str(nodes)]
             command += ["--spares", str(spares), "--decider", f"127.0.0.1:{self.port}", "--dir", str(self.folder)]
             command += [

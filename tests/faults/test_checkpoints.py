@@ -125,7 +125,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, cor
     assert all(row["loss"] == unbroken[step]["loss"] for step, row in resumed.steps().items())
 
 
-@pytest.mark.parametrize("tracker", [None, *(pytest.param(text, marks=pytest.mark.slow) for text in ("", "12"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("tracker", [None, "", "12"])
 def test_megatrons_tracker_file_is_not_needed(tmp_path, corpus, saved, tracker):
     """Without it Megatron would begin anew, at step 0, over a finished run."""
     run_dir = _copy(saved, tmp_path / "run")

@@ -36,6 +36,7 @@ POLL_SECONDS = 0.1  # exit codes and logs
 BEAT_SECONDS = 2.0
 START_BEAT_SECONDS = 0.5  # until all ranks train, so that the time of the first step is known
 CONNECT_SECONDS = 0.5  # between two tries to reach the decision maker
+ALONE_SECONDS = 900.0  # without ranks and without a decision maker: a whole job must not wait for nothing
 DUMP_SECONDS = 2.0  # for stacks and flight recorders
 UNKILLABLE_SECONDS = 5.0
 LOG_BYTES = 2**20  # of a log that are read at a time
@@ -74,6 +75,7 @@ class Agent:
         self._next_beat = self._next_try = 0.0
         self._said = ""
         self._evidence: list[Evidence] = []
+        self._alone = time.monotonic()
         self._passed = 0  # signals that were passed on
         self._kernel = Reader(self.rules, "kernel", settings.node)
         self._survivors: list[int] = []
@@ -109,6 +111,11 @@ class Agent:
 
     def _step(self, wake: int) -> None:
         now = time.monotonic()
+        if self.link is not None or self._running():
+            self._alone = now
+        elif now - self._alone > ALONE_SECONDS:
+            self._say(f"nothing runs here, and the decision maker is gone for {ALONE_SECONDS:.0f} s: leaves")
+            self.code = 1
         if self.link is None and now >= self._next_try:
             self._connect()
             self._next_try = time.monotonic() + CONNECT_SECONDS

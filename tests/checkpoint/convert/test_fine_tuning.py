@@ -90,6 +90,7 @@ def check_first_step_and_fall(run, folder, words, share: float):
     assert steps[STEPS]["loss"] < share * steps[1]["loss"]
 
 
+@pytest.mark.slow
 def test_chats_are_fine_tuned_on_their_answers(tmp_path, published, bins):
     words = [*twin("finetune_chat", published), f"data.path={bins}", f"run_dir={tmp_path / 'run'}"]
     run = train(tmp_path / "run", bins, recipe=twin("finetune_chat", published))
