@@ -150,6 +150,12 @@ HOOKS: dict[str, HostChange] = dict(
             "validation before the first step of a stage; the files of the checkpoints are planned",
             versions=LOOP,
         ),
+        _hook(
+            TRAINING + "dummy_train_step",
+            "a step of data.skip_steps reads its batches on every rank, and the learning rate goes on",
+            "Megatron's reads them on one rank of a tensor group, and leaves the schedule behind",
+            versions=LOOP,
+        ),
         _hook(TRAINING + "train_step", "`zaya bench` observes single steps", versions=LOOP),
         _hook(
             TRAINING + "get_megatron_optimizer",

@@ -9,14 +9,19 @@ import os
 # The exit code of a run that was asked to end by a signal, and has saved and left before its last step: EX_TEMPFAIL of
 # sysexits.h, "try again later". 2 is a user's mistake; 16, 17, 93, 100 and 128 + n have a meaning in other launchers.
 ENDED_EARLY = 75
+# The exit code of a run that a guard inside it has ended (loss spike, infinite or NaN values): it is to go back to a
+# checkpoint from before.
+ROLL_BACK = 76
 
 _NOT_GIVEN = object()
 
 
 class RunEndedError(RuntimeError):
     """Training cannot go on, and the message says all that a user needs: it is shown without a traceback, with exit
-    code 1.
+    code 1, or that of `exit_code`.
     """
+
+    exit_code = 1
 
 
 def message(key: str, value: object = _NOT_GIVEN, *, problem: str, allowed: str = "", fix: str = "") -> str:

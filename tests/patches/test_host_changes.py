@@ -28,6 +28,7 @@ OF_A_RUN = (
     "logical_and_across_model_parallel_group",
     "reduce_max_stat_across_model_parallel_group",
     "get_signal_handler",
+    "dummy_train_step",
     "train_step",  # by the program, to look
 )
 # Attributes of the run's objects; expert_parallel_bucket_groups is another list in every run, with the old groups in it

@@ -8,6 +8,7 @@ import torch
 
 from zaya_plugin.optim.host_copy import HostCopy
 from zaya_plugin.training import step_queue
+from zaya_plugin.training.loss_guard import RollBackError
 from zaya_plugin.training.step_queue import AgreedSignal, StepClock, StepQueue
 
 
@@ -132,3 +133,36 @@ def test_a_signal_counts_once_all_ranks_agree_on_it_and_from_when_it_was_noticed
     handler._signal_received = True
     assert signal.signals_received() == [0] and signal.since is None
     assert signal.signals_received() == [1] and signal.since == 100.0
+
+
+def test_all_ranks_hear_of_a_roll_back_and_a_run_without_one_sends_no_more(one_rank):
+    first_spiked = 0
+    signal = AgreedSignal(Handler(), "cpu", spiked=lambda: first_spiked)
+    assert signal.signals_received() == [0]
+    first_spiked = 12_345
+    with pytest.raises(RollBackError) as asked:
+        signal.signals_received()
+    assert asked.value.first_step == 12_345 and asked.value.exit_code == 76
+
+
+def test_a_roll_back_comes_before_a_save_that_a_signal_asks_for(one_rank):
+    handler = Handler()
+    handler._signal_received = True
+    with pytest.raises(RollBackError):
+        AgreedSignal(handler, "cpu", spiked=lambda: 3).signals_received()
+
+
+def test_the_seconds_until_the_gradients_are_those_of_this_rank(monkeypatch):
+    times = iter([103.0, 104.5, 107.0, 110.0])
+    monkeypatch.setattr(step_queue.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(step_queue.heartbeat, "is_on", lambda: True)
+    clock = StepClock(on_device=False)
+    assert clock.until_gradients()() is None  # the start of the first step was not seen
+    clock.lap(lambda: 12.5)
+    clock.gradients_ready()
+    busy, whole = clock.until_gradients(), clock.lap(lambda: 0.0)
+    assert (busy(), whole()) == (1.5, 4.0)
+    assert clock.until_gradients()() is None  # a step that is one graph does not come by
+    monkeypatch.setattr(step_queue.heartbeat, "is_on", lambda: False)
+    clock.gradients_ready()
+    assert next(times) == 110.0  # without a supervisor the clock is not even read

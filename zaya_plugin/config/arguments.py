@@ -5,6 +5,7 @@ Recipe fields whose metadata names a Megatron argument are copied. This file add
 every ZAYA model, and those that are computed from the recipe (data, checkpoints, precision, profiling).
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,8 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
     if recipe.stage.batch_size_ramp is not None:
         _count_in_samples(values)
     values.update(_profiling(recipe))
+    if recipe.data.skip_steps:
+        values["iterations_to_skip"] = skipped_steps(recipe)
     # zaya_plugin.training.optimizer replaces the optimizer that Megatron builds for this name.
     values["optimizer"] = "adam"
     # With it Megatron would wait for the device in each micro-batch; the optimizer here finds NaNs without waiting.
@@ -114,6 +117,27 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
     if recipe.logger.tensorboard or recipe.profile.enabled:  # the profiler writes its traces beside this directory
         values["tensorboard_dir"] = str(Path(recipe.run_dir) / "tensorboard")
     return {**recipe.megatron_unchecked, **recipe.megatron, **values}
+
+
+def skipped_steps(recipe: Recipe) -> list[int]:
+    """Return the steps of data.skip_steps, ascending.
+
+    Raises:
+        ValueError: an entry is malformed, or names a step that is not between the first and the last.
+    """
+    steps: set[int] = set()
+    for entry in recipe.data.skip_steps:
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", entry.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if not 0 < first <= last < recipe.stage.train_iters:
+            raise mistake(
+                "data.skip_steps",
+                recipe.data.skip_steps,
+                problem=f"{entry!r} is no step or range of steps of this stage, or holds its last step",
+                allowed=f"'120' or '120-140', from 1 to {recipe.stage.train_iters - 1}",
+            )
+        steps |= set(range(first, last + 1))
+    return sorted(steps)
 
 
 def megatron_problems(recipe: Recipe) -> Iterator[str]:

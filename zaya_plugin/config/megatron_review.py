@@ -35,6 +35,7 @@ OWNED_BY_KEY = {
     "data.cache_path": "data_cache_path",
     "data.packing": "dataloader_inter_document_masking reset_attention_mask",
     "data.path": "data_path mock_data split train_data_path",
+    "data.skip_steps": "iterations_to_skip",
     "data.tokenizer": "merge_file padded_vocab_size tokenizer_model tokenizer_type vocab_file vocab_size",
     "data.valid_blend": "multiple_validation_sets validation_set_names",
     "data.valid_path": "test_data_path valid_data_path",
@@ -182,7 +183,7 @@ IMPOSSIBLE = {
         allow_ambiguous_pad_tokens create_attention_mask_in_dataloader data_sharding dataloader_defer_npy_index_mmap
         dataloader_fast_cache_load dataloader_type disable_msc_deprecated enable_msc eod_mask_loss fim_data
         fim_eod_token fim_fragment_rate fim_middle_token fim_no_prefix fim_pad_token fim_prefix_token fim_rate
-        fim_split_sample fim_spm_rate fim_suffix_token iterations_to_skip mask_prob mid_level_dataset_surplus
+        fim_split_sample fim_spm_rate fim_suffix_token mask_prob mid_level_dataset_surplus
         mmap_bin_files num_dataset_builder_threads object_storage_cache_path per_dataset_sequences_path
         phase_transition_iterations sample_rate sft sft_tokenizer_prompt_format short_seq_prob
     """,

@@ -64,6 +64,7 @@ RANKS_OF_A_MACHINE = above_zero(1024, "no machine has more devices")
 PROCESSES = zero_or_more(1024, "each of them is a process of every rank")
 THREADS = above_zero(4096, "no machine has more cores")
 MINUTES = above_zero(525_600, "a year")
+GUARD_WINDOW = Limit("from 16 to 4096 (they are sorted at every step)", lambda value: 16 <= value <= 4096)
 RATE, RATE_OR_ZERO = above_zero(1e9, _TYPED), zero_or_more(1e9, _TYPED)
 LEARNING_RATE = above_zero(100.0, "no training converges with more")
 LEARNING_RATE_OR_ZERO = zero_or_more(100.0, "no training converges with more")
@@ -304,6 +305,12 @@ class DataConfig:
         "with order=continuing: 'tokens path' entries of what earlier stages read; `zaya data mixture` prints those "
         "for the next stage",
         "data.sources",
+    )
+    skip_steps: list[str] = own(
+        [],
+        "steps whose batches are read and not trained on, as '120' or '120-140', below stage.train_iters: what a roll "
+        "back leaves out. All other steps keep their batches and learning rates",
+        "config.arguments",
     )
 
 
@@ -748,6 +755,34 @@ class ProfileConfig:
 
 
 @dataclass
+class GuardConfig:
+    """Guards inside a run."""
+
+    loss_spike: str = own(
+        "warn",
+        "a loss far above those of the last steps: off; warn: name it on the console and in metrics.jsonl; roll_back: "
+        "also end the run on all ranks with exit code 76, without a checkpoint of the spiked state",
+        "training.loss_guard",
+        choices=("off", "warn", "roll_back"),
+    )
+    window: int = own(128, "steps that a loss is compared with", "training.loss_guard", limit=GUARD_WINDOW)
+    threshold: float = own(
+        8.0,
+        "robust standard deviations above the median from which a loss is a spike; half of them, while the norm of "
+        "the gradients is so far above its own",
+        "training.loss_guard",
+        limit=FACTOR,
+    )
+    patience: int = own(3, "spiked steps in a row with which the guard acts", "training.loss_guard", limit=STEPS)
+    skip_data: bool = own(
+        False,
+        "with roll_back: ask the supervisor to leave out the batches from the step before the first spike to the one at "
+        "which the guard acted (data.skip_steps)",
+        "hosts.pretrain",
+    )
+
+
+@dataclass
 class Recipe:
     """A whole run."""
 
@@ -762,6 +797,7 @@ class Recipe:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     handover: HandoverConfig = field(default_factory=HandoverConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     run_dir: str = own("runs/${name}", "directory of everything that the run writes", "run.launch", limit=NOT_EMPTY)

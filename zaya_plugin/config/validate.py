@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 
 from hip_ops.versions import KERNELS, NO_FP32, VERSIONS, check_selection
-from zaya_plugin.config.arguments import megatron_problems
+from zaya_plugin.config.arguments import megatron_problems, skipped_steps
 from zaya_plugin.config.blend_entry import parse_blend
 from zaya_plugin.config.graphs import obstacles
 from zaya_plugin.config.messages import multiples, must_be, must_be_multiple, must_divide, require
@@ -461,6 +461,10 @@ def _to_muon(entry: str) -> bool:
 def _data(recipe: Recipe, world_size: int) -> Iterator[str]:
     try:
         parse_blend(recipe.data.blend, "data.blend", weighted=True)
+    except ValueError as problem:
+        yield str(problem)
+    try:
+        skipped_steps(recipe)
     except ValueError as problem:
         yield str(problem)
 

@@ -12,12 +12,13 @@ import math
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from megatron.core.enums import ModelType
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
-from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_num_microbatches
 from megatron.training import get_args, get_tensorboard_writer, get_timers, training
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
@@ -27,7 +28,7 @@ from zaya_plugin.config.arguments import megatron_arguments
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.dataset import mean_loss
 from zaya_plugin.data.sources import DataSources
-from zaya_plugin.errors import ENDED_EARLY, RunEndedError, message
+from zaya_plugin.errors import ENDED_EARLY, ROLL_BACK, RunEndedError, message
 from zaya_plugin.handover.predecessor import predecessor
 from zaya_plugin.hosts.forward_step import forward_step
 from zaya_plugin.hosts.measured_steps import graph_warm_up
@@ -39,10 +40,11 @@ from zaya_plugin.optim.chained import NonFiniteGradientsError
 from zaya_plugin.parallel import registered_buffers
 from zaya_plugin.patches import hooks
 from zaya_plugin.patches.hooks import TRAINING
-from zaya_plugin.training import heartbeat
+from zaya_plugin.training import heartbeat, loss_guard
 from zaya_plugin.training.balancer import Balancer
 from zaya_plugin.training.kernels import kernel_lines, warm_up_kernels
 from zaya_plugin.training.lifecycle import Lifecycle
+from zaya_plugin.training.loss_guard import LossGuard, RollBackError, Spike
 from zaya_plugin.training.metrics import Reporter, Step, memory_gib
 from zaya_plugin.training.optimizer import optimizer_factory
 from zaya_plugin.training.step_queue import AgreedSignal, StepClock, StepQueue
@@ -95,15 +97,28 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
         if left.code:  # as Megatron's rerun machine does
             trainer.saved.finish(trainer.step)
             raise
+    except RollBackError as error:
+        # The weights after the step before gave the first spike.
+        first = error.first_step - 1
+        if trainer.saved.last_step >= first:
+            saver.abandon()
+        else:
+            saver.wait(SECONDS_FOR_A_SAVE)
+        if args.rank == 0:
+            lifecycle.put_aside_from(first)
+        raise loss_guard.roll_back(error.first_step, trainer.step, lifecycle.last_good()) from None
     except NonFiniteGradientsError as error:
         saver.wait(SECONDS_FOR_A_SAVE)  # all ranks are here; it is of a good step
-        raise NonFiniteGradientsError(f"step {args.curr_iteration + 1}: {error} {lifecycle.last_good()}.") from error
+        step = args.curr_iteration + 1
+        text = f"step {step}: {error} {lifecycle.last_good()}."
+        raise as_guard(recipe, NonFiniteGradientsError(text), step) from error
     except NonFiniteLossError as error:
         if trainer.saved.last_step >= error.step:
             saver.abandon()
         else:
             saver.wait(SECONDS_FOR_A_SAVE)
-        raise NonFiniteLossError(f"{error} {lifecycle.last_good()}.", error.step) from error
+        raised = NonFiniteLossError(f"{error} {lifecycle.last_good()}.", error.step)
+        raise as_guard(recipe, raised, error.step) from error
     finally:
         heartbeat.phase("end")
         lifecycle.ended(sys.exc_info()[1])
@@ -126,6 +141,16 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
         text = message("optim.non_finite_gradients", recipe.optim.non_finite_gradients, problem=problem)
         raise NonFiniteGradientsError(f"step {trainer.step}: {text} {lifecycle.last_good()}.")
     return trainer.ended_early()
+
+
+def as_guard(recipe: Recipe, error: RunEndedError, step: int) -> RunEndedError:
+    """Leave evidence of an error about values that are not finite, and return it; where a guard may roll back, it asks
+    for that.
+    """
+    heartbeat.guard("non_finite", str(error), first_step=step, step=step)
+    if recipe.guard.loss_spike == "roll_back":
+        error.exit_code = ROLL_BACK
+    return error
 
 
 class NonFiniteLossError(RunEndedError):
@@ -174,12 +199,16 @@ class _Trainer:
         saved.saver.report = reporter.saved if args.rank == 0 else print
         self.balancer = Balancer()
         self.started = False
+        self.scheduler = None
         self.step = lifecycle.resumed_at  # the last that ended; args.curr_iteration is the one before
         self.refused: int | None = None  # the last step that was skipped because its gradients were not finite
         self.steps = StepQueue()
         saved.saver.before_writing = self.steps.flush
         self.clock = StepClock(on_device=recipe.cluster.device != "cpu")
         self.signal: AgreedSignal | None = None
+        self.guard: LossGuard | None = None  # on the rank that reports
+        self.spiked = 0  # the first step of a loss spike, once the guard acts
+        self.rolls_back = recipe.guard.loss_spike == "roll_back"
 
     def hooks(self) -> list[tuple[str, Callable]]:
         """Return the replaced symbols with our functions; each is called with the function that it replaces."""
@@ -193,6 +222,7 @@ class _Trainer:
             (TRAINING + "logical_and_across_model_parallel_group", lambda _, succeeded, group=None: succeeded),
             (TRAINING + "reduce_max_stat_across_model_parallel_group", lambda _, stat, group=None: stat),
             (TRAINING + "get_signal_handler", self.signal_handler),
+            (TRAINING + "dummy_train_step", self.skip_step),
         ]
 
     def provide_model(self, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
@@ -211,6 +241,8 @@ class _Trainer:
                 resumed_at=self.lifecycle.resumed_at,
                 lineage=self.lifecycle.lineage,
             )
+            if self.reporter.reports:
+                self.guard = loss_guard.make_guard(self.recipe, self.lifecycle.resumed_at)
             if skipped:
                 self.reporter.note(skipped)
             with heartbeat.during("warm_up"):
@@ -233,7 +265,8 @@ class _Trainer:
     def signal_handler(self, get_signal_handler: Callable) -> AgreedSignal:
         """Replaces Megatron's get_signal_handler."""
         if self.signal is None:
-            self.signal = AgreedSignal(get_signal_handler(), torch.cuda.current_device(), self.saved.saver)
+            spiked = (lambda: self.spiked) if self.rolls_back else None
+            self.signal = AgreedSignal(get_signal_handler(), torch.cuda.current_device(), self.saved.saver, spiked)
         return self.signal
 
     def ended_early(self) -> int:
@@ -304,7 +337,13 @@ class _Trainer:
                 self.lifecycle.check_lock()
             taken = seconds()
             heartbeat.step(iteration, taken, busy(), loss, warm)
-            self.reporter.step(Step(loss=loss, seconds=taken, statistics=routers, **known))
+            spike = None
+            if self.guard is not None and loss is not None and not skipped_iter:
+                spike = self.guard.add(iteration, loss, known["grad_norm"])
+            z = None if spike is None else spike.loss_z
+            self.reporter.step(Step(loss=loss, seconds=taken, statistics=routers, loss_spike=z, **known))
+            if spike is not None and spike.acts:
+                self.act_on(spike)
             if loss is not None and not math.isfinite(loss) and not skipped_iter:
                 raise NonFiniteLossError(not_finite(loss, iteration), iteration)
 
@@ -313,6 +352,17 @@ class _Trainer:
         if args.record_memory_history and iteration == min(args.profile_step_end, args.train_iters):
             self.dump_memory_snapshot(args)
         return False  # no memory report by Megatron
+
+    def act_on(self, spike: Spike) -> None:
+        """Name a loss spike, and where the recipe says so let all ranks roll back."""
+        self.reporter.note([f"WARNING: {spike.text}"])
+        if self.rolls_back:
+            self.spiked = spike.first_step
+            first = max(1, spike.first_step - 1)  # from its checkpoint on the state is spoiled
+            values = {**asdict(spike), "first_spike": spike.first_step, "first_step": first}
+            if self.recipe.guard.skip_data:
+                values["skip"] = [first, spike.step]
+            heartbeat.guard("loss_spike", spike.text, **values)
 
     @staticmethod
     def dump_memory_snapshot(args) -> None:
@@ -361,9 +411,19 @@ class _Trainer:
     def prepare_and_train(self, train, forward_step_func, model, optimizer, scheduler, *positional, **named):
         """Plan the checkpoints, then run Megatron's training loop."""
         heartbeat.phase("warm_up", self.step)
+        self.scheduler = scheduler
         if self.args.save and optimizer is not None:
             self.saved.prepare(model, optimizer, scheduler)
         return train(forward_step_func, model, optimizer, scheduler, *positional, **named)
+
+    def skip_step(self, _, data_iterator) -> None:
+        """Read the batches of a step of data.skip_steps and leave them out; replaces Megatron's dummy_train_step."""
+        for iterator in data_iterator if isinstance(data_iterator, list) else [data_iterator]:
+            if iterator is not None:  # as on the middle stages of a pipeline
+                for _ in range(get_num_microbatches()):
+                    next(iterator)
+        self.scheduler.step(increment=get_current_global_batch_size())
+        self.clock.restart()
 
     @heartbeat.during("save")
     def save(self, _, iteration, model, optimizer, scheduler, flops, *positional, train_data_iterator=None, **named):

@@ -80,7 +80,7 @@ def main(argv: list[str], work: Callable | None = None) -> int:
             print(f"zaya: {told}" if rank == 0 else f"zaya: rank {rank}: {told}", file=sys.stderr, flush=True)
             if os.environ.get("ZAYA_TRACEBACK"):
                 traceback.print_exc()
-            return 2 if isinstance(error, ValueError) else 1
+            return 2 if isinstance(error, ValueError) else getattr(error, "exit_code", 1)
 
 
 def _leave_for_certain() -> None:

@@ -28,7 +28,7 @@ from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.run_directory import check_resume, checkpoint_path, keep_recipe, make_writable
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import validate
-from zaya_plugin.errors import ENDED_EARLY, free_space, message, mistake
+from zaya_plugin.errors import ENDED_EARLY, ROLL_BACK, free_space, message, mistake
 from zaya_plugin.parent_death import GRACE, GRACE_SECONDS, LAUNCHER_PID, adopt_orphans, die_with_parent
 from zaya_plugin.run import before_start
 from zaya_plugin.run.rank_plan import WORKER, Plan, make_plan
@@ -300,7 +300,11 @@ class RankFailure:
     def message(self) -> str:
         """The text for the console: the rank's own message where it left with one, else the traceback."""
         start = self.text.rfind("zaya: ")
-        if self.exit_code in (1, 2) and start >= 0 and "Traceback (most recent call last)" not in self.text[start:]:
+        if (
+            self.exit_code in (1, 2, ROLL_BACK)
+            and start >= 0
+            and "Traceback (most recent call last)" not in self.text[start:]
+        ):
             return self.text[start:]
         return (
             f"zaya: rank {self.rank} failed first, exit code {self.exit_code}:\n{self.text}\n"
@@ -332,10 +336,12 @@ def first_failure(log_dir: Path, torchrun_log: Path) -> RankFailure | None:
 
 
 def _left_with_message(code: int, stderr: Path) -> bool:
-    """Whether a rank left with a message of its own, for a user's mistake (2) or because training cannot go on (1)."""
+    """Whether a rank left with a message of its own, for a user's mistake (2) or because training cannot go on (1,
+    ROLL_BACK).
+    """
     text = _read(stderr)
     said = max(text.rfind("\nzaya: "), 0 if text.startswith("zaya: ") else -1)
-    return code == 2 and said >= 0 or code == 1 and said > text.rfind("Traceback (most recent call last)")
+    return code in (2, ROLL_BACK) and said >= 0 or code == 1 and said > text.rfind("Traceback (most recent call last)")
 
 
 def last_words(stderr: str) -> str:

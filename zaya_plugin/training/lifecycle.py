@@ -173,6 +173,12 @@ class Lifecycle:
             return f"There is no complete checkpoint in {self.directory}"
         return f"The last good checkpoint is {on_disk.folder(self.directory, step)}"
 
+    def put_aside_from(self, step: int) -> None:
+        """Put checkpoints of `step` and later ones aside, on rank 0: they hold a state that is not to be loaded."""
+        for iteration in on_disk.iterations(self.directory):
+            if iteration >= step:
+                on_disk.put_aside(self.directory, iteration, manifest.FAILED)
+
     def ended(self, error: BaseException | None) -> None:
         """Note an error that ended the run, for the choice of the next start. error: what ended it, if anything did."""
         if isinstance(error, LostLockError):

@@ -29,6 +29,7 @@ class Step:
     tokens: of the global batch.
     flops: of the whole job.
     memory_gib: as `memory_gib()` returns it.
+    loss_spike: robust z score of the loss, of a step that the loss guard calls a spike; else None.
     """
 
     step: int
@@ -43,6 +44,7 @@ class Step:
     last_step: int
     memory_gib: float
     statistics: RouterStatistics | None
+    loss_spike: float | None = None
 
 
 class Reporter:
@@ -169,6 +171,8 @@ class Reporter:
             "skipped": int(step.skipped),
             "eta_s": self.mean_seconds * (step.last_step - step.step),
         }
+        if step.loss_spike is not None:
+            row["loss_spike"] = step.loss_spike
         if step.statistics is not None:
             imbalance, entropy = step.statistics.imbalance, step.statistics.load_entropy
             row["expert_imbalance"] = imbalance.mean().item()

@@ -16,6 +16,7 @@ from torch import Tensor
 from zaya_plugin.checkpoint.saver import Saver
 from zaya_plugin.optim.host_copy import HostCopy
 from zaya_plugin.training import heartbeat
+from zaya_plugin.training.loss_guard import RollBackError
 
 
 class StepQueue:
@@ -111,34 +112,48 @@ class AgreedSignal:
 
     Megatron gathers all ranks' flags after each step and reads them, which waits for all work of the device. Here the
     answer of the step before is read, which is on the host already. So a run ends one step later, and on all ranks at
-    the same step. The same message carries the state of the ranks' saves.
+    the same step. The same message carries the state of the ranks' saves, and the wish of a guard to roll back.
 
     Args:
         handler: Megatron's handler, installed.
         device: of the process group's collectives; on "cpu" the answer of the same step is read.
         saver: tells how its save stands, and hears how those of all ranks do; or None.
+        spiked: returns the first step of a loss spike because of which the run is to roll back, or 0; None on all ranks
+            if no guard may roll back.
 
     Attributes:
         since: the time (monotonic) at which the signal was noticed here, or None: set once all ranks agree on the signal,
             since decisions that follow from it have collectives.
     """
 
-    def __init__(self, handler, device: torch.device | int | str, saver: Saver | None = None):
+    def __init__(
+        self,
+        handler,
+        device: torch.device | int | str,
+        saver: Saver | None = None,
+        spiked: Callable[[], int] | None = None,
+    ):
         self.handler = handler
         self.device = torch.device(device)
         self.saver = saver
+        self.spiked = spiked
         self.since: float | None = None
         self._noticed: float | None = None
         self._before: tuple[HostCopy, int] | None = None
 
     def signals_received(self) -> list[int]:
-        """Return [1] if any rank had received the signal, else [0]: the same on all ranks. All ranks must call it."""
+        """Return [1] if any rank had received the signal, else [0]: the same on all ranks. All ranks must call it.
+
+        Raises:
+            RollBackError: a guard of any rank asks for it. It is raised on all ranks, before a save at this step.
+        """
         own = int(self.handler._signal_received)
         if own and self._noticed is None:
             self._noticed = time.monotonic()
         load, saves = (0, 0) if self.saver is None else (self.saver.load, self.saver.count)
+        wish = [] if self.spiked is None else [self.spiked()]
         flags = torch.cat(  # filled on the device: a copy from the host would wait
-            [torch.full((1,), each, dtype=torch.int32, device=self.device) for each in (own, load)]
+            [torch.full((1,), each, dtype=torch.int32, device=self.device) for each in (own, load, *wish)]
         )
         torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
         now = HostCopy([flags]), saves
@@ -146,7 +161,9 @@ class AgreedSignal:
         answer = now if self.device.type == "cpu" else before
         if answer is None:
             return [0]
-        signal, load = answer[0].read()[0].tolist()
+        signal, load, *agreed = answer[0].read()[0].tolist()
+        if any(agreed):
+            raise RollBackError("a guard asks to roll back", first_step=agreed[0])
         if self.saver is not None and answer[1] == self.saver.count:  # else it is about the save before
             self.saver.agreed(load)
         if signal and self.since is None:

@@ -139,6 +139,7 @@ def wait(holds, seconds=60):
         time.sleep(0.05)
 
 
+@pytest.mark.slow  # both import torch
 def test_two_real_ranks_of_which_one_does_not_arrive(hanging_ranks):
     folder, ranks = hanging_ranks
     beats = read_beats(folder)

@@ -33,8 +33,9 @@ class Ranks:
 
     def wait(self, seconds):
         found = []
-        for _ in range(max(1, round(seconds / 0.5))):
-            self.now += 0.5
+        interval = 0.5 if seconds < 100 else 2.0
+        for _ in range(max(1, round(seconds / interval))):
+            self.now += interval
             found += self.progress.poll(self.now)
         return found
 
@@ -56,15 +57,15 @@ def test_steps_that_vary_within_the_budget_are_no_hang(ranks):
 
 def test_a_hang_is_told_once_and_before_two_budgets(ranks):
     ranks.train(10, seconds=4.0)
-    ranks.state(0, "S"), ranks.state(1, "T")
+    ranks.state(0, "S"), ranks.state(1, "D")
     budget = ranks.progress.budget()
     assert budget == 12.0 and ranks.wait(WITHOUT * budget - 5.0) == []
     (hang,) = ranks.wait(0.5 * budget)
     assert (hang.rule, hang.rank, hang.node, hang.source) == ("hang", 1, NODE, "progress")
     assert (
-        hang.values["suspects"] == [1] and hang.values["states"] == {0: "S", 1: "T"} and hang.values["ranks"] == [0, 1]
+        hang.values["suspects"] == [1] and hang.values["states"] == {0: "S", 1: "D"} and hang.values["ranks"] == [0, 1]
     )
-    assert hang.text == "no step for 18 s in phase train after step 10; ranks [1] differ (state T)"
+    assert hang.text == "no step for 18 s in phase train after step 10; ranks [1] differ (state D)"
     assert hang.time == pytest.approx(ranks.now - hang.values["idle"], abs=0.5 * budget)
     assert ranks.wait(100) == []
 
@@ -95,6 +96,17 @@ def test_other_phases_have_minutes(ranks, phase):
     assert ranks.wait(LIMITS[phase] - 2) == []
     (hang,) = ranks.wait(5)
     assert hang.values["phase"] == phase
+
+
+@pytest.mark.parametrize("phase", ["warm_up", "save", "train"])
+def test_a_stopped_rank_is_told_in_any_phase(ranks, phase):
+    for rank in (0, 1):
+        ranks.beat(rank, 5, phase, seconds=40.0)
+        ranks.state(rank, "S")
+    assert ranks.wait(60) == []
+    ranks.state(1, "T")
+    (hang,) = ranks.wait(1)
+    assert (hang.rank, hang.values["suspects"], hang.values["ranks"]) == (1, [1], [1])
 
 
 def test_a_slow_first_step_is_the_measure_until_the_second(ranks):

@@ -3,7 +3,8 @@
 
 The budget of a step is three times the slowest of the last steps, at least `floor`. Nodes whose ranks finish no step for
 1.5 budgets hang. All ranks of a job stop together when one does, so the evidence names the ranks that differ: stopped
-or in state D, or behind by a step. Outside of training (imports, compilation, loading, saving) the limits are minutes.
+or in state D, or behind by a step. Outside of training (imports, compilation, loading, saving) the limits are minutes,
+but for a process that was stopped (SIGSTOP).
 """
 
 from __future__ import annotations
@@ -110,8 +111,13 @@ class Progress(Collector):
         first = 0.0 if self._seconds else BUDGET * float(beat.get("step_seconds") or 0.0)
         return WITHOUT * max(first, self.budget())
 
+    def _is_late(self, rank: Rank) -> bool:
+        # A stopped process does not go on by itself, in any phase.
+        stopped = rank.idle > WITHOUT * self.floor and self._state(rank.beat.get("pid")) == "T"
+        return stopped or rank.idle > self._limit(rank.beat)
+
     def _hang(self, now: float, ranks: Mapping[int, Rank]) -> list[Evidence]:
-        late = {rank: each for rank, each in ranks.items() if each.idle > self._limit(each.beat)}
+        late = {rank: each for rank, each in ranks.items() if self._is_late(each)}
         if not late or self._told:
             self._told = bool(late)
             return []
