@@ -168,8 +168,17 @@ def test_a_link_that_came_back_loses_to_any_other_cause():
     assert diagnosis([down, up], RULES).cause == "ionic_link"
     other = seen(104, "ionic_link", "n2", source="kernel", device="enp2s0", recovered=True)
     assert diagnosis([down, other, later], RULES).cause == "ionic_link", "another port came back"
+    elsewhere = seen(104, "ionic_link", "n1", source="kernel", recovered=True)
+    assert diagnosis([down, elsewhere, later], RULES).cause == "ionic_link", "a port of another node came back"
     late = seen(100 + RULES["ionic_link"].ride + 1, "ionic_link", "n2", source="kernel", recovered=True)
     assert diagnosis([down, late, later], RULES).cause == "ionic_link", "longer than RCCL waits"
+
+
+def test_what_may_end_by_itself_does_not_outweigh_an_earlier_exception():
+    """When a node's process ends, its links may go down too."""
+    lines = [seen(100, "traceback", "n1", 3), seen(105, "link_down", "n1", source="counter")]
+    assert diagnosis(lines, RULES).cause == "traceback"
+    assert diagnosis([*lines, seen(99, "link_down", "n2", source="counter")], RULES).node == "n2"
 
 
 def test_what_the_run_survived_is_not_the_cause():

@@ -186,6 +186,7 @@ def test_copied_files_with_new_dates_do_not_hide_the_cause(tmp_path):
         os.utime(path, (COLLECTED + 90 * 86400,) * 2)
     found = one(tmp_path)
     assert (found.cause, found.cascades) == ("gpu_lost", {"conn_reset": 1})
+    assert [each.time for log in read_logs(tmp_path, RULES) for each in log.evidence] == [1795341600, 1795341600]
 
 
 def test_any_bytes_in_a_folder_are_read(tmp_path):
@@ -203,6 +204,8 @@ def test_any_bytes_in_a_folder_are_read(tmp_path):
     found = one(write(tmp_path, files))
     assert (found.cause, found.rank) == ("hip_no_device", 0)
     assert time.process_time() - began < 2, "seconds for 4 MB of noise"
+    (long,) = [log for log in read_logs(tmp_path, RULES) if log.name == "rank1.log"]
+    assert (long.lines, long.evidence) == (1, []), "what follows the first 2,000 characters of a line is no line"
     (tmp_path / "unreadable.log").symlink_to(tmp_path / "gone.log")
     assert one(tmp_path).cause == "hip_no_device"
 

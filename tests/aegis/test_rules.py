@@ -181,14 +181,14 @@ def test_no_line_breaks_the_search(parts, times, source):
 
 def test_no_pattern_takes_long_on_a_megabyte_made_to_delay_it():
     """Each pattern meets its own words and samples, repeated without the end that it looks for."""
-    fillers = ["a", " ", "1", "1 ", "a.b", "a=", ": ", "_.", "x" * 70 + ":", "\\", "\t"]
+    texts = ["a", " ", "1", "1 ", "a.b", "a=", ": ", "_.", "x" * 70 + ":", "\\", "\t"]
+    fillers = [text * (1_000_000 // len(text)) for text in texts]
     slowest = 0.0
     for rule in WITH_LINES:
-        starts = [*(word for pattern in rule.pattern for word in words(pattern)), rule.samples[0][:-2], "zaya: a="]
+        starts = {word for pattern in rule.pattern for word in words(pattern)} | {rule.samples[0][:-2], "zaya: a="}
         for start in starts:
-            for filler in ("", *fillers):
-                piece = start + filler if filler == "" else filler
-                line = start + piece * (1_000_000 // len(piece))
+            for filler in [start * (1_000_000 // len(start)), *fillers]:
+                line = start + filler
                 began = time.process_time()
                 RULES.find(rule.source[0], line)
                 slowest = max(slowest, time.process_time() - began)
@@ -244,6 +244,18 @@ def test_an_exception_of_a_library_alone_keeps_its_innermost_frame():
         rank=7,
     )
     assert (one.rule, one.rank, one.values["frame"]) == ("hip_oom", 7, "nn/functional.py in linear")
+
+
+def test_a_traceback_that_was_caught_lends_no_frame_to_the_next_one():
+    (one,) = read(
+        "Traceback (most recent call last):\n"
+        '  File "/opt/run/train.py", line 3, in main\n'
+        "caught, and tried again\n"
+        "Traceback (most recent call last):\n"
+        '  File "/usr/lib/python3.12/runpy.py", line 9, in run\n'
+        "ValueError: 3"
+    )
+    assert one.values["frame"] == "python3.12/runpy.py in run"
 
 
 def test_a_line_that_comes_a_million_times_is_evidence_twenty_times_a_minute():

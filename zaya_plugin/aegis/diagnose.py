@@ -72,7 +72,7 @@ def diagnosis(evidence: Sequence[Evidence], rules: Rules) -> Diagnosis:
     roots = [(each, rule) for each, rule in named if rule.role == "root" and _is_frequent(each, rule, named)]
     consequences = [each.time for each, rule in named if rule.role == "cascade" or each.source in ("exit", "progress")]
     since = min(consequences, default=float("inf")) - LOOKBACK
-    roots = [pair for pair in roots if since <= pair[0].time and survived <= pair[0].time] or roots
+    roots = [pair for pair in roots if since <= pair[0].time] or roots
     chosen = max(roots, key=lambda pair: (_weight(*pair, over, survived), -pair[0].time), default=None)
     laggard = _laggard(named)
     if chosen is None:
