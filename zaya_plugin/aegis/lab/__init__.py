@@ -22,7 +22,7 @@ from zaya_plugin import __version__
 from zaya_plugin.errors import mistake
 
 NODES = ("n1", "n2", "n3")
-END_SECONDS = 150.0  # for a run after its fault
+END_SECONDS = 300.0  # for a run after its fault
 EXAMPLES = """\
 examples:
   zaya aegis lab                                 all faults that this machine can make, some 25 minutes

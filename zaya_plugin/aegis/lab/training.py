@@ -118,8 +118,13 @@ class Run:
         if self.hook is not None:
             common[hooks.VARIABLE] = json.dumps(self.hook)
         self.began = time.time()
-        for node in self.stand.names:
-            self.add(node, common | dict((environments or {}).get(node, {})))
+        given = {node: common | dict((environments or {}).get(node, {})) for node in self.stand.names}
+        for node in self.stand.names[: self.nodes]:
+            self.add(node, given[node])
+        # The spares join later, so that the attempt is of the first nodes.
+        self.wait(lambda: any(row["kind"] in ("attempt", "end") for row in self.journal()), 60, "attempt")
+        for node in self.stand.names[self.nodes :]:
+            self.add(node, given[node])
 
     def add(self, node: str, environment: Mapping[str, str]) -> None:
         """Start the agent of a node."""
