@@ -13,6 +13,11 @@ import pytest
 LONG = ("demo", "distributed", "faults", "gfx942", "run", "hosts", "bench")
 
 
+# The check of every start (zaya_plugin.run.megatron_check) takes seconds for each recipe, and most tests start another
+# one, whose ranks validate the same. tests/run/test_megatron_check.py and tests/hosts/test_argument_check.py make it.
+os.environ["ZAYA_CHECK"] = "off"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     rank = {folder: number for number, folder in enumerate(LONG)}

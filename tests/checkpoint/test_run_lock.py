@@ -201,3 +201,18 @@ def test_two_directories_are_taken_together_or_not_at_all(tmp_path, owner):
     with pytest.raises(ValueError, match=f"^checkpoint.path={tmp_path}: a run is writing there"):
         RunLock.take({"run_dir": other, "checkpoint.path": tmp_path})
     assert names(other) == []
+
+
+def test_a_dry_run_finds_a_held_lock_and_writes_nothing(tmp_path, owner):
+    free = {"checkpoint.path": tmp_path / "nowhere"}
+    run_lock.check_free(free)
+    with pytest.raises(ValueError, match=f"^run_dir={tmp_path}: a run is writing there: process {owner.pid} on "):
+        run_lock.check_free({**free, "run_dir": tmp_path})
+    assert names(tmp_path) == ["run.lock.1"]
+    far(tmp_path / "run.lock.1")
+    with pytest.raises(ValueError, match="process .* on node7"):
+        run_lock.check_free({"run_dir": tmp_path})
+    age(tmp_path / "run.lock.1", EXPIRES + 1)
+    run_lock.check_free({"run_dir": tmp_path})
+    owner.kill()
+    owner.wait()

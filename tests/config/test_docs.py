@@ -22,7 +22,7 @@ COMMANDS = re.findall(r"^(?:srun )?zaya train (experiment=.*)$", PAGE.read_text(
 def test_the_table_of_keys_is_the_schemas():
     page = PAGE.read_text()
     assert with_table(page) == page, "run: python -m zaya_plugin.config.keys_table docs/recipes.md"
-    assert "| `optim.lr` | `0.0006` | highest learning rate | `--lr` |\n" in keys_table()
+    assert "| `optim.lr` | `0.0006` | highest learning rate | `--lr` | warns |\n" in keys_table()
     assert "| `data.path` | must be given |" in keys_table()
 
 

@@ -16,7 +16,7 @@ import zaya_plugin.config
 path, where = sys.argv[1:]
 source = open(path).read()
 assert where in source
-field = '    added_width: int = option(7, "an added option", choices=(3, 7, 0), limit=LAYERS)\\n'
+field = '    added_width: int = option(7, "an added option", choices=(3, 7, 0), limit=LAYERS, resume=NETWORK)\\n'
 module = importlib.util.module_from_spec(importlib.util.spec_from_file_location("zaya_plugin.config.schema", path))
 sys.modules["zaya_plugin.config.schema"] = module
 exec(compile(source.replace(where, field + where), path, "exec"), module.__dict__)
@@ -28,7 +28,7 @@ from zaya_plugin.config.keys_table import keys_table
 
 recipe = compose(["experiment=cpu_demo", "model.added_width=3"])
 assert recipe.model.added_width == 3
-assert "| `model.added_width` | `7` | an added option (3, 7, 0) | `--added-width` |" in keys_table()
+assert "| `model.added_width` | `7` | an added option (3, 7, 0) | `--added-width` | refused |" in keys_table()
 train_help.MOST_USED = ("model.added_width",)
 assert "an added option (3, 7, 0)" in train_help.train_help()
 assert "added_width" in OWN_ARGUMENTS and megatron_arguments(recipe, {})["added_width"] == 3

@@ -172,6 +172,17 @@ def test_validation_shorter_than_one_sequence_is_refused(prepared, key):
         find_sources(recipe(tokens, **chosen))
 
 
+@pytest.mark.parametrize("key", ["path", "blend"])
+def test_training_data_shorter_than_one_sequence_is_refused(prepared, key):
+    tokens = load_manifest(prepared).splits["valid"].tokens
+    short = f"{prepared}/valid"
+    options = {"path": short} if key == "path" else {"path": str(prepared), "blend": [f"3 {prepared}", f"1 {short}"]}
+    options["valid_path"] = f"{prepared}/train"
+    find_sources(recipe(tokens - 1, **options))
+    with pytest.raises(ValueError, match=f"^data.{key}=.*holds {tokens} tokens, and one sequence needs {tokens + 1}"):
+        find_sources(recipe(tokens, **options))
+
+
 def test_facts_of_the_data_are_compared(tmp_path, prepared, permuted):
     own = find_sources(recipe(path=str(prepared))).facts()
     moved = find_sources(recipe(path=str(shutil.copytree(prepared, tmp_path / "moved")))).facts()

@@ -75,6 +75,9 @@ def test_a_run_resumes_on_the_data_of_its_checkpoint(tmp_path, corpus):
     (tmp_path / "bare.bin").write_bytes(content)
     refused = train(run, tmp_path / "bare", *options, check=False)
     assert refused.code == 2 and "Traceback" not in refused.output, refused.output
+    assert len(list((run / "logs").glob("launch_*"))) == 1, "before any rank"
+    dry = train(run, tmp_path / "bare", *options, "dry_run=true", check=False)
+    assert dry.code == 2 and dry.output.endswith(refused.output[refused.output.index("zaya: data.changed") :])
     assert "data.changed=refuse" in refused.output and f"the train data was {tmp_path}/bare (" in refused.output
     told = train(run, tmp_path / "bare", *options, "data.changed=accept")
     assert told.code == 0 and "was trained on other data" in told.output, told.output

@@ -12,7 +12,9 @@ from tests.running import MICRO, train, zaya
 pytestmark = pytest.mark.slow  # whole runs; tests/optim/test_chained.py does it with an optimizer alone
 RUNAWAY = (
     "nproc=1",
-    "optim.lr=1e20",
+    "optim.lr=100",
+    "optim.overrides=['* lr_mult=1000000']",
+    "optim.weight_decay=1000000",
     "optim.min_lr=0",
     "optim.lr_warmup_iters=0",
     "stage.train_iters=4",
@@ -43,6 +45,28 @@ def test_steps_are_left_out_where_that_is_asked_for(corpus, tmp_path):
     assert f"The last good checkpoint is {tmp_path}/checkpoints/iter_0000001." in run.output
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("iter_*")) == ["iter_0000001"]
     assert [run.steps()[step]["loss"] == run.steps()[step]["loss"] for step in (1, 2)] == [True, False]
+
+
+def test_a_validation_loss_that_is_not_finite_ends_the_run_before_the_save(corpus, tmp_path):
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if '-m' in sys.orig_argv and 'zaya_plugin.hosts.worker' in sys.orig_argv:\n"
+        "    from zaya_plugin.data import dataset\n"
+        "    plain, count = dataset.mean_loss, []\n"
+        "    def mean_loss(losses, weights):\n"
+        "        count.append(0)\n"
+        "        return float('nan') if len(count) == 2 else plain(losses, weights)\n"
+        "    dataset.mean_loss = mean_loss\n"
+    )
+    words = ("nproc=2", "stage.train_iters=6", "stage.eval_interval=2", "checkpoint.save_interval=1")
+    words = ("train", *MICRO, f"run_dir={tmp_path}/run", f"data.path={corpus}", *words, "checkpoint.save=sync")
+    done = zaya(*words, PYTHONPATH=os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]))
+    assert done.returncode == 1 and "Traceback" not in done.stdout, done.stdout
+    assert "step 4: validation loss nan" in done.stdout
+    assert "step 4: validation loss=nan: is not finite: the data may hold" in done.stdout
+    assert f"The last good checkpoint is {tmp_path}/run/checkpoints/iter_0000003." in done.stdout
 
 
 def test_skipped_steps_in_a_row_end_the_run(corpus, tmp_path):

@@ -1,22 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dry run's check of Megatron's validation and optim.overrides, in a process without a device."""
+"""The check of Megatron's validation and optim.overrides before a start, in a process without a device."""
+
+import subprocess
 
 import pytest
 
 from zaya_plugin.config.compose import compose
-from zaya_plugin.run import before_start
+from zaya_plugin.run import megatron_check
 from zaya_plugin.run.rank_plan import make_plan
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "override, problem",
-    [
-        ("optim.overrides=['*.nothing.* optimizer=adamw']", "optim.overrides: no parameter matches"),
-        ("megatron_unchecked.no_such_thing=1", "no_such_thing: Megatron has no such argument"),
-    ],
+WRONG = (
+    ("optim.overrides=['*.nothing.* optimizer=adamw']", "optim.overrides: no parameter matches"),
+    ("megatron_unchecked.no_such_thing=1", "no_such_thing: Megatron has no such argument"),
 )
-def test_what_a_rank_would_refuse_is_found(override, problem):
-    recipe = compose(["experiment=cpu_demo", override])
-    with pytest.raises(ValueError, match=f"^{problem.replace('.', '[.]')}"):
-        before_start.check_arguments(recipe, make_plan(recipe, {}))
+
+
+def check(*overrides):
+    recipe = compose(["experiment=cpu_demo", *overrides])
+    megatron_check.check(recipe, make_plan(recipe, {}))
+
+
+def test_one_process_answers_for_all_recipes_and_what_it_accepts_is_kept(monkeypatch, tmp_path):
+    started = []
+
+    class Counted(subprocess.Popen):
+        def __init__(self, *words, **named):
+            started.append(words)
+            super().__init__(*words, **named)
+
+    monkeypatch.setattr(subprocess, "Popen", Counted)
+    monkeypatch.delenv("ZAYA_CHECK")
+    monkeypatch.setenv("ZAYA_CACHE", str(tmp_path / "cache"))
+    for override, problem in WRONG:
+        with pytest.raises(ValueError, match=f"^{problem.replace('.', '[.]')}"):
+            check(override)
+    for ranks in (2, 4, 2):
+        check(f"nproc={ranks}")
+    megatron_check.close()
+    assert len(started) == 1 and len(list((tmp_path / "cache").iterdir())) == 2
+    check("nproc=2", "name=again", "run_dir=elsewhere")
+    assert len(started) == 1, "a restart does not pay again"

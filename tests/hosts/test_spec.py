@@ -192,3 +192,38 @@ def test_a_recipe_of_another_version_is_refused(host, monkeypatch, tmp_path):
 def test_a_stage_before_that_is_not_finished_ends_the_run(host, tmp_path):
     with pytest.raises(SystemExit, match="handover.from_run=.*holds no run"):
         host(f"handover.from_run={tmp_path / 'nothing'}")
+
+
+def test_the_guest_takes_the_lock_of_the_run(host, tmp_path):
+    from zaya_plugin.checkpoint.run_lock import RunLock
+
+    lock = RunLock.take({"run_dir": tmp_path / "run"})
+    with pytest.raises(SystemExit, match=f"zaya: run_dir={tmp_path / 'run'}: a run is writing there: process "):
+        host()
+    lock.release()
+    _, spec = host()
+    with pytest.raises(ValueError, match="a run is writing there"):
+        RunLock.take({"run_dir": tmp_path / "run"})
+    saved = []
+    spec.guest.lifecycle.after_save = saved.append
+    spec.guest.save_and_prune(lambda *unused: saved.append("host"), 3)
+    for file in (tmp_path / "run").glob("run.lock.*"):
+        file.unlink()  # another start has taken over
+    spec.guest.lifecycle.lock._checked = 0.0
+    with pytest.raises(SystemExit, match="its lock was removed"):
+        spec.guest.save_and_prune(lambda *unused: saved.append("host"), 4)
+    assert saved == ["host", 3]
+
+
+def test_the_guest_refuses_another_recipe_than_its_checkpoints(host, tmp_path, monkeypatch):
+    from tests.checkpoint_files import pretend_checkpoint
+    from zaya_plugin.checkpoint import on_disk
+    from zaya_plugin.config.resume import values_of
+
+    pretend_checkpoint(tmp_path / "run", 5)
+    before = compose([*MICRO, "data.path=x", f"run_dir={tmp_path / 'run'}", "seed=5"])
+    facts = {"run_id": "one", "recipe_values": values_of(before)}
+    monkeypatch.setattr(on_disk, "check_same_model", lambda *unused: None)
+    monkeypatch.setattr(on_disk, "saved_arguments", lambda *unused: type("Saved", (), {"zaya": facts}))
+    with pytest.raises(SystemExit, match="zaya: seed=1234: the run in .* was trained with 5; .* Fix: seed=5"):
+        host()

@@ -226,14 +226,9 @@ def explain(folder: Path, rules: Rules) -> list[Attempt]:
 
 def _decide(attempts: list[Attempt], rules: Rules) -> None:
     """Fill in what the supervisor would have done, with one spare, and the attempts before as its history."""
-    try:
-        from zaya_plugin.aegis.cluster import Cluster
-        from zaya_plugin.aegis.decide import decide
-    except ImportError:  # not merged yet: the row's own action, without a history
-        for one in attempts:
-            if one.found.cause in rules:
-                one.action, one.reason = rules[one.found.cause].action, one.found.cause
-        return
+    from zaya_plugin.aegis.cluster import Cluster
+    from zaya_plugin.aegis.decide import decide
+
     for number, one in enumerate(attempts, 1):
         if number == 1:
             cluster = Cluster(len(one.nodes), (len(one.nodes),))

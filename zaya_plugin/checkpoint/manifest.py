@@ -26,6 +26,7 @@ FORMAT = "zaya checkpoint/1"
 # checkpoint whose content does not have its checksums, and one from which two starts failed at the same step.
 UNFINISHED, REMOVED, DAMAGED, FAILED = ".unfinished", ".removed", ".damaged", ".failed"
 REPLACED = ".replaced"  # what was in the place of a checkpoint that this run has saved
+RECIPE = "recipe_values"  # the fact that holds the recipe, by key
 PIECE = 16 * 2**20  # bytes read at once
 
 

@@ -170,6 +170,17 @@ def saved_arguments(directory: Path, iteration: int):
     return load_common_state_dict(str(folder(directory, iteration)))["args"]
 
 
+def newest_facts(directory: Path) -> tuple[Path, dict]:
+    """Return the folder of the newest complete checkpoint and the facts in its manifest; none where it has no manifest,
+    or none is complete.
+    """
+    try:
+        path = folder(directory, latest(directory)[0] or 0)
+        return path, manifest.read(path)
+    except ValueError:
+        return directory, {}
+
+
 def check_same_model(directory: Path, iteration: int, args) -> None:
     """Compare a checkpoint's model with the one that will be built.
 

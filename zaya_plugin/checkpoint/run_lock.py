@@ -142,6 +142,24 @@ class RunLock:
                         os.utime(file)
 
 
+def check_free(directories: dict[str, Path]) -> None:
+    """Raise the ValueError of `RunLock.take` if another run holds one of `directories`; creates nothing.
+
+    The sign of life of another machine's run is compared with this machine's clock.
+    """
+    for key, directory in directories.items():
+        newest = _newest(directory) if directory.is_dir() else None
+        if newest is None:
+            continue
+        try:
+            silent = time.time() - newest.stat().st_mtime
+        except FileNotFoundError:  # released meanwhile
+            continue
+        owner = read(newest)
+        if _holds(owner, silent):
+            raise _refused(directory, key, newest, owner, silent)
+
+
 def _take(directory: Path, key: str, token: str) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     seen: dict[Path, float] = {}

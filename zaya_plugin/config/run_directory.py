@@ -23,6 +23,14 @@ def checkpoint_path(recipe: Recipe) -> Path:
     return Path(recipe.run_dir) / recipe.checkpoint.path
 
 
+def written_by(recipe: Recipe) -> dict[str, Path]:
+    """Return the directories that a run of `recipe` writes, by key; checkpoint.path only where it is not in run_dir."""
+    directories, checkpoints = {"run_dir": Path(recipe.run_dir)}, checkpoint_path(recipe)
+    if not checkpoints.resolve().is_relative_to(directories["run_dir"].resolve()):
+        directories["checkpoint.path"] = checkpoints
+    return directories
+
+
 def checkpoints_of(run_dir: str | os.PathLike) -> Path:
     """Return the directory of the checkpoints of the run in `run_dir`, as its recipe.yaml states it."""
     try:

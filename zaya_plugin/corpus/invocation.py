@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 
 from zaya_plugin.corpus.workspace import Workspace
-from zaya_plugin.errors import message
+from zaya_plugin.errors import message, mistake
 
 USER_ERROR = 2  # as of every command of zaya
 
@@ -88,6 +88,8 @@ def recipe_of(args: argparse.Namespace):
     from zaya_plugin.config.compose import compose
     from zaya_plugin.handover.data_places import with_consumed
 
+    if args.config_dir and not os.path.isdir(args.config_dir):
+        raise mistake("--config-dir", args.config_dir, problem="no such directory", allowed="a folder with recipes")
     folder = [f"hydra.searchpath=[file://{os.path.abspath(args.config_dir)}]"] if args.config_dir else []
     return with_consumed(compose([*args.sources, *folder]))
 

@@ -4,11 +4,12 @@
 import contextlib
 import os
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from zaya_plugin.config.blend_entry import Blend, BlendEntry, parse_blend
 from zaya_plugin.config.schedule import sample_count
-from zaya_plugin.config.schema import MISSING, Recipe
+from zaya_plugin.config.schema import MISSING, DataConfig, Recipe
 from zaya_plugin.data.blend import domain_names, resolve_blend
 from zaya_plugin.data.fingerprint import fingerprint
 from zaya_plugin.data.indexed_dataset import stored_tokens
@@ -81,6 +82,22 @@ class DataSources:
         return [stream, held_out, None]
 
 
+def compare_data(before: dict[str, Any] | None, now: dict[str, Any] | None, checkpoint: Path, data: DataConfig) -> str:
+    """Compare the facts of the data with those that a checkpoint keeps (earlier versions did not). Return a warning about
+    what differs with data.changed=accept, or nothing.
+
+    Raises:
+        ValueError: they differ, and data.changed=refuse.
+    """
+    if not before or not before.get("tokenizer") or now is None or not (different := changes(before, now)):
+        return ""
+    problem = f"{checkpoint} was trained on other data: {'; '.join(different)}"
+    if data.changed != "accept":
+        fix = "the data of the checkpoint, data.changed=accept, or a new run_dir"
+        raise mistake("data.changed", "refuse", problem=problem, allowed="accept, or the same data", fix=fix)
+    return f"WARNING: {problem}; data.changed=accept"
+
+
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return in which facts of the data two starts of a run differ; a dataset may have moved. A part that only one of
     them has is no difference.
@@ -146,16 +163,10 @@ def find_sources(recipe: Recipe) -> DataSources:
                 allowed="chats in bins",
                 fix=f"zaya data pack {path} --sequence-length {length} --output {path}-{length}",
             )
-    for key, path in named[1 + len(train) :]:
-        prefix, need = prefix_of(path, "valid"), recipe.stage.seq_length + (packed_length(path) is None)
-        if (tokens := stored_tokens(prefix)) < need:
-            raise mistake(
-                key,
-                path,
-                problem=f"the validation part {prefix} holds {tokens} tokens, and one sequence needs {need}",
-                allowed=f"validation data of at least {need} tokens (stage.seq_length={recipe.stage.seq_length})",
-                fix="data.valid_path=<a larger dataset>, or stage.eval_iters=0",
-            )
+    trained, held_out = named[1 : 1 + len(train)] or named[:1], named[1 + len(train) :]
+    for split, paths in (("train", trained), ("valid", held_out)):
+        for key, path in paths:
+            _refuse_short(key, path, split, recipe.stage.seq_length)
     if data.consumed and data.order != "continuing":
         raise mistake(
             "data.consumed",
@@ -184,6 +195,22 @@ def named_datasets(recipe: Recipe) -> list[tuple[str, str]]:
     train = [("data.blend", entry.path) for entry in parse_blend(data.blend, "data.blend", weighted=True)]
     held_out = [valid] if isinstance(valid, str) else [entry.path for entry in valid or []]
     return [("data.path", data.path), *train, *((key, path) for path in held_out)]
+
+
+def _refuse_short(key: str, path: str, split: str, length: int) -> None:
+    """Raise ValueError if one split of a dataset is shorter than one sequence of `length` tokens."""
+    # A sequence that is no bin also needs the token after its last one.
+    prefix, need = prefix_of(path, split), length + (packed_length(path) is None)
+    if (tokens := stored_tokens(prefix)) < need:
+        what, keys = ("training data", "data.path") if split == "train" else ("validation part", "data.valid_path")
+        raise mistake(
+            key,
+            path,
+            problem=f"the {what} {prefix} holds {tokens} tokens, and one sequence needs {need}",
+            allowed=f"{what.split()[0]} data of at least {need} tokens (stage.seq_length={length})",
+            fix=f"{keys}=<a larger dataset>, or "
+            + ("a shorter stage.seq_length" if split == "train" else "stage.eval_iters=0"),
+        )
 
 
 def _refuse_other_tokenizer(key: str, path: str, tokenizer: str) -> None:

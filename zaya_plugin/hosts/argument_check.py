@@ -2,16 +2,19 @@
 """Let Megatron parse and validate a recipe's arguments, and match optim.overrides with the model's parameters, in one
 process without a device and without groups of ranks.
 
-`zaya train dry_run=true` runs this file as a program: `python -m zaya_plugin.hosts.argument_check <recipe.yaml>
-<ranks>`. Only a mistake is printed, as the rank would print it.
+zaya_plugin.run.megatron_check runs this file as a program, `python -m zaya_plugin.hosts.argument_check`. Each line of
+stdin is a JSON object with a recipe's file, the number of ranks and their environment; the answer is a line of JSON: the
+message that a rank would print, or null. Each recipe has a fork of its own, because Megatron keeps arguments and groups
+in global variables, and its imports take seconds.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
+import importlib
+import json
 import os
 import sys
+import traceback
 from dataclasses import replace
 
 from zaya_plugin import patches
@@ -20,22 +23,48 @@ from zaya_plugin.config.schema import ParallelConfig, Recipe
 from zaya_plugin.data.sources import vocabulary_of
 
 
-def main(argv: list[str]) -> int:
-    """Check the recipe in the file argv[0] on argv[1] ranks. Return 0, or 2 for a mistake of the user."""
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            check(load_recipe(argv[0]), int(argv[1]))
-    except ValueError as error:
-        print(error)
-        return 2
+def main() -> int:
+    """Answer until stdin ends; return 0, or 1 after a failure that is no mistake of the user."""
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what Megatron prints
+    prepare()
+    for line in sys.stdin:
+        if (child := os.fork()) == 0:
+            _answer(json.loads(line), answers)
+        if os.waitpid(child, 0)[1]:
+            return 1
     return 0
+
+
+def _answer(asked: dict, answers: int) -> None:
+    """Answer one line and end this process."""
+    refused, code = None, 1
+    try:
+        os.environ.update(asked["environment"])
+        try:
+            check(load_recipe(asked["recipe"]), asked["ranks"])
+        except ValueError as error:
+            refused = str(error)
+        os.write(answers, (json.dumps(refused) + "\n").encode())
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def prepare() -> None:
+    """Apply the patches and make the imports of `check`."""
+    patches.apply_torch()
+    patches.apply()
+    for module in ("megatron.training", "zaya_plugin.hosts.explain", "zaya_plugin.hosts.stage_model"):
+        importlib.import_module(module)
 
 
 def check(recipe: Recipe, world_size: int) -> None:
     """Raise ValueError for what Megatron's validation or the assignment of optimizers refuses."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world_size))
-    patches.apply_torch()
-    patches.apply()
     from zaya_plugin.config.arguments import megatron_arguments
     from zaya_plugin.hosts.stage_model import arguments_of_model
 
@@ -55,4 +84,4 @@ def check(recipe: Recipe, world_size: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

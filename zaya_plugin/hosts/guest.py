@@ -9,6 +9,7 @@ optimizers, the balancing of experts, the load at the start and the removal of o
 from __future__ import annotations
 
 import argparse
+import atexit
 import functools
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from torch import nn
 from zaya_plugin import compat
 from zaya_plugin.checkpoint import commit, on_disk, restore
 from zaya_plugin.checkpoint.replicas import check_replicas
+from zaya_plugin.checkpoint.run_lock import RunLock
 from zaya_plugin.config.arguments import DECIDED_AT_START, OWN_ARGUMENTS, megatron_arguments
+from zaya_plugin.config.run_directory import written_by
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import find_sources
 from zaya_plugin.errors import message, mistake
@@ -41,6 +44,8 @@ class Guest:
         recipe: the recipe that `zaya export` wrote.
         args: the host's validated namespace. The arguments that the host does not know are added, and `load` is set to
             the checkpoint to load.
+        reads_data: whether the host calls `datasets`; else it reads the data of its own arguments, which the recipe does
+            not know, and data that changed is not noticed.
 
     Attributes:
         resumed_at: step of the run's own checkpoint that the run resumes from, 0 for a new run.
@@ -50,8 +55,8 @@ class Guest:
         ValueError: the previous stage is not finished.
     """
 
-    def __init__(self, recipe: Recipe, args: argparse.Namespace):
-        self.recipe, self.args = recipe, args
+    def __init__(self, recipe: Recipe, args: argparse.Namespace, reads_data: bool = False):
+        self.recipe, self.args, self.reads_data = recipe, args, reads_data
         select_kernels(recipe)
         values = megatron_arguments(recipe, {})
         for name in OWN_ARGUMENTS:
@@ -104,12 +109,19 @@ class Guest:
         )
 
     def check_checkpoints(self) -> None:
-        """Compare the checkpoint to load with the arguments, once the host has completed them (the vocabulary's padding
-        comes late).
+        """Take the lock of the run's directories, and compare the checkpoint to load with the arguments, once the host has
+        completed them (the vocabulary's padding comes late).
 
         Raises:
-            ValueError: the checkpoint is damaged, of another model, or of a release that this one cannot read.
+            ValueError: another run writes there, or the checkpoint is damaged, of another model, recipe or data, or of a
+                release that this one cannot read.
         """
+        if self.args.rank == 0:
+            directories, save = written_by(self.recipe), self.lifecycle.directory
+            if not any(save.resolve().is_relative_to(each.resolve()) for each in directories.values()):
+                directories["--save"] = save
+            self.lifecycle.lock = RunLock.take(directories)
+            atexit.register(self.lifecycle.lock.release)
         step = self.before.steps if self.before else self.resumed_at
         of_megatron = self.args.load and self.handover.published is None
         checkpoint = on_disk.folder(Path(self.args.load), step) if of_megatron else None
@@ -120,7 +132,11 @@ class Guest:
                 allowed="a checkpoint of this host",
                 fix="train the previous stage in this host too, or continue with `zaya train`",
             )
+        if self.reads_data:
+            self.lifecycle.data = find_sources(self.recipe).facts()
         self.lifecycle.describe_into(self.args, self.before)
+        for line in self.lifecycle.changed:
+            print(f"zaya: {line}", flush=True)
         self.handover.check(self.args)
 
     @functools.cached_property
@@ -215,7 +231,14 @@ class Guest:
         return loaded
 
     def save_and_prune(self, save_checkpoint, iteration, *positional, **named):
-        """Run Megatron's save, and remove older checkpoints once this one is complete."""
+        """Run Megatron's save, and remove older checkpoints once this one is complete.
+
+        Ends the run if another one has taken its directories over.
+        """
+        try:
+            self.lifecycle.check_lock()
+        except ValueError as lost:
+            raise SystemExit(f"zaya: {lost}") from None
         save_checkpoint(iteration, *positional, **named)
         self.lifecycle.after_save(iteration)
 

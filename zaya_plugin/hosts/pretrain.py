@@ -154,7 +154,7 @@ def as_guard(recipe: Recipe, error: RunEndedError, step: int) -> RunEndedError:
 
 
 class NonFiniteLossError(RunEndedError):
-    """The loss of a step is infinite or NaN, although its gradients are finite: raised by the ranks that have the loss
+    """The loss of a step is infinite or NaN, although its gradients are finite, or a validation loss is: raised by the ranks that have the loss
     before they write their part of a checkpoint of this step, so that the checkpoint is never complete.
     """
 
@@ -163,13 +163,13 @@ class NonFiniteLossError(RunEndedError):
         self.step = step
 
 
-def not_finite(loss: float, step: int) -> str:
-    """Return the message about a loss that is not finite."""
+def not_finite(loss: float, step: int, what: str = "loss") -> str:
+    """Return the message about a training or validation loss that is not finite."""
     return f"step {step}: " + message(
-        "loss",
+        what,
         loss,
-        problem="is not finite, and the gradients are: the data may hold no token that counts, or be damaged. Nothing "
-        "is saved from this step on",
+        problem=f"is not finite{', and the gradients are' if what == 'loss' else ''}: the data may hold no token that "
+        "counts, or be damaged. Nothing is saved from this step on",
         fix="`zaya data inspect` shows the data; remove its cached indices if the data was changed",
     )
 
@@ -397,7 +397,10 @@ class _Trainer:
             if losses:
                 found[domain] = losses["lm loss"].item()
         if found:
-            self.reporter.validation(iteration, mean_loss(found, domains), found if self.sources.domains else {})
+            mean = mean_loss(found, domains)
+            self.reporter.validation(iteration, mean, found if self.sources.domains else {})
+            if not math.isfinite(mean):  # after the report, and before the save of this step
+                raise NonFiniteLossError(not_finite(mean, iteration, "validation loss"), iteration)
         self.clock.restart()
 
     @heartbeat.during("load")

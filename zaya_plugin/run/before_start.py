@@ -11,41 +11,31 @@ import math
 import os
 import shlex
 import socket
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import yaml
-
 from zaya_plugin import compat
+from zaya_plugin.checkpoint import manifest, on_disk
 from zaya_plugin.checkpoint.convert.beside import resolve
+from zaya_plugin.checkpoint.run_lock import check_free
 from zaya_plugin.config.arguments import megatron_arguments
-from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.graphs import with_graphs
 from zaya_plugin.config.megatron_review import unchecked_lines
-from zaya_plugin.config.run_directory import check_resume
+from zaya_plugin.config.resume import changes, values_in
+from zaya_plugin.config.run_directory import check_resume, checkpoint_path, has_checkpoint, written_by
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import data_parallel_size, unused_kernels
-from zaya_plugin.data.sources import find_sources
+from zaya_plugin.data.sources import compare_data, find_sources
 from zaya_plugin.errors import mistake
 from zaya_plugin.handover.data_places import with_consumed
 from zaya_plugin.handover.predecessor import predecessor, saved_step
 from zaya_plugin.plan import checkpoint_plan, recipe_plan
-from zaya_plugin.run.rank_plan import (
-    HIDDEN_DEVICES,
-    WORKER,
-    Plan,
-    check_environment,
-    core_count,
-    make_plan,
-    rank_environment,
-)
+from zaya_plugin.run import megatron_check
+from zaya_plugin.run.rank_plan import WORKER, Plan, check_environment, core_count, make_plan, rank_environment
 
 DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # NVIDIA, ROCm, WSL
-ARGUMENT_CHECK = "zaya_plugin.hosts.argument_check"
 TOKENIZER_UNKNOWN = "of the data set, which is not on this machine"
 # module, how to install it
 REQUIRED = (
@@ -95,21 +85,46 @@ def with_padding(recipe: Recipe) -> Recipe:
     """Return `recipe` with model.make_vocab_size_divisible_by of the run that it resumes or takes over: its tables have
     that many rows, whatever today's default is.
     """
-    own = Path(recipe.run_dir) / "recipe.yaml"
-    before = own if saved_step(Path(recipe.run_dir)) is not None and own.is_file() else None
-    if before is None and recipe.handover.from_run is not None:
-        before = Path(recipe.handover.from_run) / "recipe.yaml"
-    if before is None:
+    before = values_in(recipe.run_dir) if saved_step(Path(recipe.run_dir)) is not None else {}
+    if not before and recipe.handover.from_run is not None:
+        before = values_in(recipe.handover.from_run)
+    if not before:
         return recipe
-    # Read without the schema: an earlier version may have written other keys.
-    divisor = (yaml.safe_load(before.read_text()).get("model") or {}).get("make_vocab_size_divisible_by", 64)
+    divisor = before.get("model.make_vocab_size_divisible_by", 64)
     return replace(recipe, model=replace(recipe.model, make_vocab_size_divisible_by=divisor))
+
+
+def changed_keys(recipe: Recipe) -> tuple[list[str], list[str]]:
+    """Return messages about changes of the recipe that a run cannot resume with, and lines about those that it can; both
+    empty for a new run or stage.
+
+    Compared is the recipe that the newest complete checkpoint keeps, or run_dir/recipe.yaml beside one of an earlier
+    version.
+    """
+    directory = checkpoint_path(recipe)
+    if recipe.resume == "never" or not has_checkpoint(directory):
+        return [], []
+    before = on_disk.newest_facts(directory)[1].get(manifest.RECIPE) or values_in(recipe.run_dir)
+    return changes(before, recipe, recipe.run_dir)
+
+
+def check_changed_keys(recipe: Recipe, plan: Plan) -> None:
+    """Raise ValueError for changes of the recipe that a run cannot resume with; rank 0 prints the others."""
+    refused, warned = changed_keys(recipe)
+    if refused:
+        raise ValueError("\n".join(refused))
+    if plan.rank == 0:
+        for line in warned:
+            print(line, file=sys.stderr, flush=True)
 
 
 def check_surroundings(recipe: Recipe, plan: Plan) -> None:
     """Raise ValueError if this machine has no torch, Megatron, device, free port or data for the recipe."""
     check_machine(recipe, plan)
-    find_sources(recipe)  # reads headers and sizes only
+    sources = find_sources(recipe)  # reads headers and sizes only
+    if recipe.resume != "never" and has_checkpoint(directory := checkpoint_path(recipe)):
+        checkpoint, facts = on_disk.newest_facts(directory)
+        compare_data(facts.get("data"), sources.facts() if facts else None, checkpoint, recipe.data)
 
 
 def check_machine(recipe: Recipe, plan: Plan) -> None:
@@ -236,10 +251,11 @@ def stops(recipe: Recipe, plan: Plan) -> list[str]:
     Of a run on several nodes, this machine is none of them: its devices, packages and data are not checked.
     """
     elsewhere = plan.command is not None and plan.command[0] == "torchrun"
-    checks = [lambda: check_resume(recipe), lambda: take_over(recipe)]
+    checks = [lambda: check_free(written_by(recipe))] if plan.rank == 0 else []
+    checks += [lambda: check_resume(recipe), lambda: check_changed_keys(recipe, plan), lambda: take_over(recipe)]
     if not elsewhere:
         checks.append(lambda: check_surroundings(recipe, plan))
-    checks.append(lambda: check_arguments(settled(recipe, plan.world_size)[0], plan))
+    checks.append(lambda: megatron_check.check(settled(recipe, plan.world_size)[0], plan))
     found = []
     for check in checks:
         try:
@@ -254,31 +270,9 @@ def unchecked_here(plan: Plan) -> list[str]:
     lines = []
     if plan.command is not None and plan.command[0] == "torchrun":
         lines.append("not checked  devices, packages and data of the nodes")
-    if not _megatron_here():
-        lines.append("not checked  Megatron's own validation of its arguments: no torch or Megatron 0.19 here")
+    if (why := megatron_check.skipped()) is not None:
+        lines.append(f"not checked  Megatron's own validation of its arguments: {why}")
     return lines
-
-
-def _megatron_here() -> bool:
-    return all(compat.has_module(module) for module, _ in REQUIRED) and compat.zaya_train_fits()
-
-
-def check_arguments(recipe: Recipe, plan: Plan) -> None:
-    """Raise ValueError for what Megatron refuses, found in a process of its own without a device; nothing where
-    Megatron is not installed.
-    """
-    if not _megatron_here():
-        return
-    environment = {**os.environ, **plan.environment} | dict.fromkeys(HIDDEN_DEVICES, "")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "recipe.yaml"
-        save_recipe(replace(recipe, run_dir=folder), path)
-        command = [sys.executable, "-m", ARGUMENT_CHECK, str(path), str(plan.world_size)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode == 2:
-        raise ValueError(done.stdout.strip())
-    if done.returncode:
-        raise ValueError(f"recipe: Megatron's parsing of its arguments failed:\n{done.stderr.rstrip()[-2000:]}")
 
 
 def tokenizer_arguments(recipe: Recipe) -> dict:

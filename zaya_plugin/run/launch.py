@@ -25,12 +25,12 @@ from pathlib import Path
 from zaya_plugin.checkpoint import places
 from zaya_plugin.checkpoint.run_lock import LOCKS, RunLock
 from zaya_plugin.config.compose import save_recipe
-from zaya_plugin.config.run_directory import check_resume, checkpoint_path, keep_recipe, make_writable
+from zaya_plugin.config.run_directory import check_resume, checkpoint_path, keep_recipe, make_writable, written_by
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import validate
 from zaya_plugin.errors import ENDED_EARLY, ROLL_BACK, free_space, message, mistake
 from zaya_plugin.parent_death import GRACE, GRACE_SECONDS, LAUNCHER_PID, adopt_orphans, die_with_parent
-from zaya_plugin.run import before_start
+from zaya_plugin.run import before_start, megatron_check
 from zaya_plugin.run.rank_plan import WORKER, Plan, make_plan
 
 EXPLAIN = "zaya_plugin.hosts.explain"
@@ -70,28 +70,24 @@ def launch(recipe: Recipe) -> int:
     if recipe.handover.from_run is not None:
         places.require_answer(recipe.handover.from_run, "handover.from_run")
     check_resume(recipe)
+    before_start.check_changed_keys(recipe, plan)
     recipe = before_start.take_over(recipe)
     before_start.check_surroundings(recipe, plan)
+    if plan.command is not None:  # ranks of an outer launcher are here already, and validate at once
+        megatron_check.check(recipe, plan)
+        megatron_check.close()
     make_writable(recipe.run_dir)
     if Path(recipe.checkpoint.path).is_absolute():
         make_writable(checkpoint_path(recipe), "checkpoint.path")
     if plan.rank != 0:
         return _start(recipe, plan, chosen_here)
-    lock = RunLock.take(_written(recipe))
+    lock = RunLock.take(written_by(recipe))
     try:
         keep_recipe(recipe, recipe.run_dir)
         plan = replace(plan, environment={**plan.environment, LOCKS: lock.shared()})
         return _start(recipe, plan, chosen_here)
     finally:
         lock.release()
-
-
-def _written(recipe: Recipe) -> dict[str, Path]:
-    """Return the directories that a run of `recipe` writes, by key; checkpoint.path only where it is not in run_dir."""
-    directories, checkpoints = {"run_dir": Path(recipe.run_dir)}, checkpoint_path(recipe)
-    if not checkpoints.resolve().is_relative_to(directories["run_dir"].resolve()):
-        directories["checkpoint.path"] = checkpoints
-    return directories
 
 
 def _start(recipe: Recipe, plan: Plan, chosen_here: bool) -> int:

@@ -16,9 +16,11 @@ import torch
 from zaya_plugin import __version__
 from zaya_plugin.checkpoint import manifest, on_disk, places, restore, starts
 from zaya_plugin.checkpoint.run_lock import LostLockError, RunLock
+from zaya_plugin.config.resume import changes as changed_keys
+from zaya_plugin.config.resume import values_of
 from zaya_plugin.config.run_directory import checkpoint_path, has_checkpoint, make_writable, uploads
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.data.sources import changes
+from zaya_plugin.data.sources import compare_data
 from zaya_plugin.errors import message, mistake
 from zaya_plugin.handover.predecessor import Predecessor
 
@@ -52,9 +54,8 @@ class Lifecycle:
         self.keep_every = recipe.checkpoint.keep_every
         self.resume = recipe.resume
         self.data: dict | None = None
-        self.data_may_change = recipe.data.changed == "accept"
-        self._changed: list[str] = []
-        self.recipe_name = recipe.name
+        self.changed: list[str] = []  # lines about data that changed, and may
+        self.recipe = recipe
         self.run_dir = Path(recipe.run_dir)
         self.recipe_checksum = starts.checksum(recipe)
         self.resumed_at = 0
@@ -102,8 +103,8 @@ class Lifecycle:
                 "steps": before.steps,
                 "tokens": before.tokens,
             }
-        args.zaya = {"version": __version__, "recipe": self.recipe_name, "run_id": self.run_id, "lineage": self.lineage}
-        args.zaya["data"] = self.data
+        args.zaya = {"version": __version__, "recipe": self.recipe.name, "run_id": self.run_id, "lineage": self.lineage}
+        args.zaya |= {"data": self.data, manifest.RECIPE: values_of(self.recipe)}
         self._args = args
 
     def _check(self, iteration: int, args) -> None:
@@ -111,24 +112,17 @@ class Lifecycle:
         on_disk.check_same_model(self.directory, iteration, args)
         saved = getattr(on_disk.saved_arguments(self.directory, iteration), "zaya", {})
         self._compare_data(saved.get("data"), on_disk.folder(self.directory, iteration))
+        refused, _ = changed_keys(saved.get(manifest.RECIPE) or {}, self.recipe, self.run_dir)
+        if refused:  # a guest in another host; `zaya train` has compared before the start
+            raise ValueError("\n".join(refused))
         self.run_id, self.lineage = saved.get("run_id"), saved.get("lineage")
         on_disk.name_as_latest(self.directory, iteration)
         self._checked = iteration
 
     def _compare_data(self, before: dict | None, checkpoint: Path) -> None:
-        """Compare the data with that of a checkpoint, which earlier versions did not keep.
-
-        Raises:
-            ValueError: it differs, unless data.changed=accept.
-        """
-        if not before or not before.get("tokenizer") or self.data is None:
-            return
-        if different := changes(before, self.data):
-            problem = f"{checkpoint} was trained on other data: {'; '.join(different)}"
-            if not self.data_may_change:
-                fix = "the data of the checkpoint, data.changed=accept, or a new run_dir"
-                raise mistake("data.changed", "refuse", problem=problem, allowed="accept, or the same data", fix=fix)
-            self._changed = [f"WARNING: {problem}; data.changed=accept"]
+        """Compare the data with that of a checkpoint; raises ValueError as `compare_data` does."""
+        if told := compare_data(before, self.data, checkpoint, self.recipe.data):
+            self.changed = [told]
 
     def _skip(self, problems: list[str]) -> list[str]:
         """Return lines about why a newer checkpoint is skipped; raise ValueError with resume=must."""
@@ -144,7 +138,7 @@ class Lifecycle:
             ValueError: no checkpoint is intact, or with resume=must the newest is not.
         """
         nodes, having, lines = self._find_nodes()
-        lines = [*restore.on_rank_0(lambda: self._changed), *lines]
+        lines = [*restore.on_rank_0(lambda: self.changed), *lines]
         if len({bool(step) for step in restore.gathered(self.resumed_at)}) > 1:
             problem = "some ranks find checkpoints there, and others none"
             raise mistake("checkpoint.path", self.directory, problem=problem, allowed="a directory that all nodes see")

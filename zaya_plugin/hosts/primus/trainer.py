@@ -58,7 +58,7 @@ class ZayaPretrainTrainer(MegatronPretrainTrainer):
 
         from zaya_plugin.hosts.guest import Guest
 
-        self.guest, self.checked = Guest(recipe, args), False
+        self.guest, self.checked = Guest(recipe, args, reads_data=True), False
         self.guest.install()
         traps.check_flops(training.num_floating_point_operations)
         for line in self.guest.summary():
