@@ -162,13 +162,20 @@ def seconds_to_first_step(journal: list[dict]) -> float:
 
 
 def _try(fault, machine, folder: Path, data: Path, reference: dict, start: float):
-    from zaya_plugin.aegis.lab import training
+    from zaya_plugin.aegis.lab import slurm, training
     from zaya_plugin.aegis.lab.faults import Trial
     from zaya_plugin.aegis.lab.results import Result, judge
     from zaya_plugin.aegis.lab.stand import Stand, remove
 
     remove(folder)
     folder.mkdir(parents=True)
+    if isinstance(fault, slurm.SlurmFault):
+        with Stand(folder, NODES, network=False) as stand:
+            try:
+                with slurm.Cluster(machine.cache, stand) as cluster:
+                    return fault.tried(cluster, folder, data, reference, start)
+            except (TimeoutError, OSError) as error:
+                return Result(fault.name, fault.text, wrong=[f"{error}; see {folder.name}"])
     with Stand(folder, NODES, machine.why["network"] is None) as stand:
         trial = Trial(stand, folder / "trial", data, machine)
         with trial.later:

@@ -286,7 +286,7 @@ def slurm_requeue(cluster: Cluster, folder: Path, data: Path, reference: dict, s
 @fault("SLURM: requeue, exclude and drain with the rights of a user; SLURM refuses the last one")
 def slurm_no_rights(cluster: Cluster, folder: Path, data: Path, reference: dict, start: float) -> Result:
     found = Result("slurm_no_rights", FAULTS["slurm_no_rights"].text)
-    job = cluster.submit("--nodes=2", "--requeue", "--chdir=/", script="sleep 300", user=NOBODY)
+    job = cluster.submit("--nodes=2", "--requeue", "--chdir=/", "--output=/dev/null", script="sleep 300", user=NOBODY)
     deadline = time.monotonic() + 20
     while (fields := cluster.job(job)).get("JobState") != "RUNNING" and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -323,7 +323,9 @@ def slurm_exit_code(cluster: Cluster, folder: Path, data: Path, reference: dict,
     run = SlurmRun(cluster.stand, folder / "trial", folder / "no_such_data")
     job = run.submit(cluster, "--nodes=2", options=("--nodes", "2"))
     fields = _ended(cluster, job, 120)
-    expected = Fault("slurm_exit_code", FAULTS["slurm_exit_code"].text, _never, (), ("user_error", "data"), ("stop",), SOON, 2)
+    expected = Fault(
+        "slurm_exit_code", FAULTS["slurm_exit_code"].text, _never, (), ("user_error", "data"), ("stop",), SOON, 2
+    )
     found = judge(expected, run.journal(), run.began, _code(fields), None, None)
     kept = [row["code"] for row in run.journal() if row["kind"] == "end"]
     if kept != [2]:
