@@ -105,7 +105,7 @@ class Stand:
 
     @contextlib.contextmanager
     def cgroup(self, controller: str, pid: int, **values: object) -> Iterator[Path]:
-        """Put a process into a new cgroup with these values; afterwards the processes go back and the group is removed."""
+        """Put a process into a new cgroup with these values; its processes go back at the end."""
         group = CGROUP / controller / f"{self.base}-{pid}"
         group.mkdir()
         try:

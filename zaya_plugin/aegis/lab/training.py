@@ -97,6 +97,7 @@ class Run:
         sizes = (f"stage.train_iters={steps}", f"checkpoint.save_interval={save}")
         self.command = ["zaya", "train", *RECIPE, *sizes, f"data.path={data}", f"run_dir={self.run_dir}", *words]
         self.agents: dict[str, subprocess.Popen] = {}
+        self.environments: dict[str, dict[str, str]] = {}
         self.began = 0.0
         self.once = folder / "fault"
         self.hook = {**hook, "once": str(self.once)} if hook is not None else None
@@ -118,16 +119,16 @@ class Run:
         if self.hook is not None:
             common[hooks.VARIABLE] = json.dumps(self.hook)
         self.began = time.time()
-        given = {node: common | dict((environments or {}).get(node, {})) for node in self.stand.names}
+        self.environments = {node: common | dict((environments or {}).get(node, {})) for node in self.stand.names}
         for node in self.stand.names[: self.nodes]:
-            self.add(node, given[node])
+            self.again(node)
         # The spares join later, so that the attempt is of the first nodes.
         self.wait(lambda: any(row["kind"] in ("attempt", "end") for row in self.journal()), 60, "attempt")
         for node in self.stand.names[self.nodes :]:
-            self.add(node, given[node])
+            self.again(node)
 
-    def add(self, node: str, environment: Mapping[str, str]) -> None:
-        """Start the agent of a node."""
+    def again(self, node: str) -> None:
+        """Start the agent of a node, for the first time or again."""
         log = self.kernel_log or self._kernel(node)
         if self.kernel_log is None:
             log.touch()
@@ -135,7 +136,7 @@ class Run:
             words = [*self.stand.words(node), *zaya("aegis", "run", "--node", node, *self._options(log), "--")]
             self.agents[node] = subprocess.Popen(
                 [*words, *self.command],
-                env=dict(environment),
+                env=self.environments[node],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
