@@ -62,10 +62,9 @@ def change_loss(fault: dict[str, Any]) -> None:
         original = module.forward_step
 
         def forward_step(data_iterator, model):
-            from zaya_plugin.training import heartbeat
-
             losses, reduce = original(data_iterator, model)
-            last = heartbeat._beat.last if heartbeat._beat is not None else 0
+            beat = sys.modules["zaya_plugin.training.heartbeat"]._beat
+            last = beat.last if beat is not None else 0
             if os.environ["RANK"] == "1" and last >= fault["step"] and is_mine(fault):
                 first_time(fault)
                 losses = losses * float(fault["factor"])

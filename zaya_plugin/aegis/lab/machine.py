@@ -11,9 +11,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from zaya_plugin.aegis.lab.packages import Unpacked, unpack
+from zaya_plugin.aegis.lab.packages import NFT, SLURM, Unpacked, unpack
 
-NFT = ("nftables", "libnftables1", "libnftnl11")
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -138,10 +137,8 @@ def _kernel_log(machine: Machine) -> None:
 
 
 def _slurm(machine: Machine) -> None:
-    from zaya_plugin.aegis.lab.slurm import PACKAGES
-
     _root(machine)
-    unpack(machine.cache, PACKAGES, "slurmctld-wlm", machine.download)
+    unpack(machine.cache, SLURM, "slurmctld-wlm", machine.download)
 
 
 # name -> how it is tried; a probe raises Absent or OSError

@@ -8,6 +8,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+NFT = ("nftables", "libnftables1", "libnftnl11")
+SLURM = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "libhwloc15", "liblua5.1-0", "libmunge2")
+
 
 class Unpacked:
     """A folder with unpacked packages."""

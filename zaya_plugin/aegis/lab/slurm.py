@@ -19,12 +19,11 @@ from typing import Any
 
 from zaya_plugin.aegis import slurm as ours
 from zaya_plugin.aegis.lab.faults import LOST, SOON, Fault
-from zaya_plugin.aegis.lab.packages import unpack
+from zaya_plugin.aegis.lab.packages import SLURM, unpack
 from zaya_plugin.aegis.lab.results import Result, judge
 from zaya_plugin.aegis.lab.stand import Stand, marked
 from zaya_plugin.aegis.lab.training import PORT, Run, difference, rows, zaya
 
-PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "libhwloc15", "liblua5.1-0", "libmunge2")
 NODES = ("n1", "n2", "n3")
 ON_NODE = "ZAYA_LAB_NODE"
 FIRST_PORT = 26817
@@ -64,7 +63,7 @@ class Cluster:
 
     def __init__(self, cache: Path, stand: Stand):
         self.stand, self.folder = stand, stand.folder / "slurm"
-        self.unpacked = unpack(cache, PACKAGES, "slurmctld-wlm")
+        self.unpacked = unpack(cache, SLURM, "slurmctld-wlm")
         self.daemons: dict[str, subprocess.Popen] = {}
 
     def __enter__(self) -> Cluster:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_plugin.aegis import journal
-from zaya_plugin.aegis.lab import hooks
+from zaya_plugin.aegis.lab.hooks import SITE, VARIABLE
 from zaya_plugin.aegis.lab.stand import LINK, Stand
 
 STEPS, SAVE = 40, 8
@@ -107,8 +107,8 @@ class Run:
         site = self.folder / "site"
         site.mkdir(parents=True)
         (self.stand.folder / "tmp").mkdir(exist_ok=True)
-        (site / "sitecustomize.py").write_text(hooks.SITE)
-        project = str(Path(hooks.__file__).parents[3])
+        (site / "sitecustomize.py").write_text(SITE)
+        project = str(Path(__file__).resolve().parents[3])
         paths = [str(site), project, *filter(None, [os.environ.get("PYTHONPATH")])]
         common = {
             **os.environ,
@@ -117,7 +117,7 @@ class Run:
             "OMP_NUM_THREADS": "1",
         }
         if self.hook is not None:
-            common[hooks.VARIABLE] = json.dumps(self.hook)
+            common[VARIABLE] = json.dumps(self.hook)
         self.began = time.time()
         self.environments = {node: common | dict((environments or {}).get(node, {})) for node in self.stand.names}
         for node in self.stand.names[: self.nodes]:
