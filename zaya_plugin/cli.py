@@ -62,6 +62,7 @@ AEGIS_COMMANDS = {
     "status": "show a supervised run in the terminal, once or live",
     "report": "effective training time, failures and their cost, in the terminal and as one HTML page",
     "explain": "read a folder of logs and say what happened and what would have been done",
+    "lab": "break a small run in many ways on this machine, and check that it recovers",
 }
 USAGE = (
     "zaya: ZAYA1 pretraining as a Megatron-core plugin\n\n  zaya train experiment=cpu_demo    train a small ZAYA "

@@ -568,7 +568,9 @@ class Decider:
             at = min(self.stepped, self.symptom.time)
             progress = [Evidence(at, "", "progress", "made a step", values={"step": self.cluster.step})]
         since = time.time() - LOOKBACK
-        return diagnosis([each for each in self.evidence if each.time > since] + progress, self.rules)
+        here = (*self.cluster.nodes, "")  # what happens on a spare explains nothing
+        found = [each for each in self.evidence if each.time > since and each.node in here]
+        return diagnosis(found + progress, self.rules)
 
     def judge(self, symptom: Evidence, alive: bool, said: Diagnosis | None = None) -> None:
         """Diagnose, decide, write it down, and begin to carry it out."""

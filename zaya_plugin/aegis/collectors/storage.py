@@ -96,6 +96,9 @@ class Storage(Collector):
             self.hanging, self._state = False, ""
             text = f"{self.path} answers again after {waited:.0f} s"
             return [self.found(now, "storage_stall", text, path=str(self.path), seconds=waited, recovered=True)]
+        if answer.get("errno") == errno.ENOENT:  # the run makes it with its first checkpoint
+            self._state = ""
+            return []
         if "errno" in answer:
             rule = RULES.get(answer["errno"], "eio")
             return self._tell(now, rule, f"{self.path}: {answer['text']}", errno=answer["errno"])

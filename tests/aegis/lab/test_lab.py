@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of the lab that run anywhere, and (slow) three of its faults."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zaya_plugin import cli
+from zaya_plugin.aegis import lab
+from zaya_plugin.aegis.lab import endurance, hooks, machine, results, slurm, stand, training
+from zaya_plugin.aegis.lab.faults import FAULTS
+from zaya_plugin.aegis.rules import Rules
+
+SIGKILL = [
+    {"time": 100.0, "kind": "attempt", "generation": 1, "nodes": ["n1", "n2"], "world_size": 2, "resume_step": None},
+    {"time": 108.0, "kind": "first_step", "generation": 1, "step": 1},
+    {"time": 110.2, "kind": "symptom", "generation": 1, "evidence": {"source": "exit", "node": "n2"}},
+    {"time": 110.7, "kind": "diagnosis", "generation": 1, "cause": "sigkill", "node": "n2"},
+    {"time": 110.8, "kind": "decision", "generation": 1, "action": "restart"},
+    {"time": 111.0, "kind": "attempt", "generation": 2, "nodes": ["n1", "n2"], "world_size": 2, "resume_step": 8},
+    {"time": 119.5, "kind": "first_step", "generation": 2, "step": 9},
+    {"time": 125.0, "kind": "end", "generation": 2, "code": 0, "reason": "done"},
+]
+
+
+def judged(name="sigkill_rank", journal=SIGKILL, injected=110.0, code=0, difference=None, start=8.0):
+    return results.judge(FAULTS[name], journal, injected, code, difference, start)
+
+
+def without(*kinds):
+    return [row for row in SIGKILL if row["kind"] not in kinds]
+
+
+def changed(kind, **values):
+    return [{**row, **values} if row["kind"] == kind else row for row in SIGKILL]
+
+
+def test_a_fault_that_came_as_it_must():
+    found = judged()
+    assert found.ok and (found.detected, found.cause, found.node) == (0.2, "sigkill", "n2")
+    assert (found.actions, found.back, found.attempts, found.losses) == (["restart"], 9.5, 2, "same")
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"code": 1}, "exit code 1, not 0"),
+        ({"code": None}, "the run did not end"),
+        ({"difference": "step 9: loss"}, "losses: step 9: loss"),
+        ({"injected": 108.5}, "detected after 1.7 s, not 1 s"),
+        ({"journal": changed("diagnosis", cause="eio")}, "cause eio, not sigkill"),
+        ({"journal": changed("decision", action="stop")}, "decided stop, not restart"),
+        ({"journal": without("symptom", "diagnosis", "decision")}, "not detected"),
+        ({"journal": SIGKILL + [{"time": 130.0, "kind": "attempt", "generation": 3}]}, "3 attempts, not 2"),
+        ({"journal": SIGKILL[:6] + [{**SIGKILL[6], "time": 150.0}]}, "training again after 40 s"),
+        ({"name": "near_misses"}, "a decision where none was needed: restart"),
+    ],
+)
+def test_what_did_not_come_as_it_must_is_named(options, told):
+    found = judged(**options)
+    assert not found.ok and told in "; ".join(found.wrong)
+
+
+def test_a_quiet_fault_needs_no_sign():
+    quiet = [SIGKILL[0], SIGKILL[1], {**SIGKILL[7], "generation": 1}]
+    assert judged("near_misses", quiet).ok
+    watched = [*quiet, {"time": 112.0, "kind": "decision", "generation": 1, "action": "watch"}]
+    assert judged("near_misses", watched).ok
+
+
+def test_the_table_has_a_line_for_each_fault_also_for_those_left_out():
+    text = results.table([judged(), results.Result("nft", "packet | loss", left_out="no nft")])
+    lines = text.splitlines()
+    assert "(`sigkill_rank`) | 0.2 s | sigkill | restart | 9.5 s | same | ok |" in lines[2]
+    assert lines[3].endswith("left out: no nft |") and len(lines) == 4
+    assert results.to_json([judged()])[0]["ok"] is True
+
+
+def test_losses_are_compared_to_the_bit(tmp_path):
+    steps = [
+        {"step": step, "loss": 6.0 / step, "grad_norm": 1.0, "lr": 1e-3, "consumed_samples": step} for step in (1, 2)
+    ]
+    again = {**steps[1], "loss": steps[1]["loss"] + 2**-50}
+    text = "".join(json.dumps(row) + "\n" for row in [*steps, again, {"step": 2, "valid_loss": 5.0}])
+    (tmp_path / "metrics.jsonl").write_text(text + '{"step": 3, "lo')
+    found = training.rows(tmp_path)
+    reference = {row["step"]: row for row in steps}
+    assert training.difference(reference, reference) is None
+    assert training.difference(found, reference).startswith("step 2: loss is 3.0000")
+    assert training.difference({1: steps[0]}, reference) == "step 2 is missing"
+    assert training.rows(tmp_path / "none") == {}
+
+
+def test_the_ratio_subtracts_the_start_of_each_restart_and_nothing_else():
+    journal = [
+        {"time": 92.0, "kind": "begin", "generation": 0, "command": ["zaya"], "nodes": 2, "spares": 1},
+        *changed("symptom", evidence={"time": 110.0, "source": "exit", "node": "n2", "text": ""})[:3],
+        {"time": 110.7, "kind": "progress", "generation": 1, "step": 8, "step_seconds": 0.25, "at": 110.0},
+        *SIGKILL[3:7],
+        {**SIGKILL[7], "time": 208.0},
+    ]
+    found = endurance.ratios(journal, 8.0)
+    assert (found["wall_seconds"], found["lost_seconds"], found["restarts"]) == (100.0, 9.5, 1)
+    assert found["effective_raw"] == 0.905 and found["effective"] == round(1 - 1.5 / 92, 4)
+
+
+def test_every_expected_cause_is_a_rule():
+    rules = Rules.load()
+    assert not [cause for fault in FAULTS.values() for cause in fault.causes if cause not in rules]
+    assert all(need in machine.PROBES for fault in [*FAULTS.values(), *slurm.FAULTS.values()] for need in fault.needs)
+    assert machine.PROBES.keys() == machine.MEANS.keys()
+
+
+def test_only_names_faults():
+    assert [*lab.chosen("link_flap,slurm_requeue")] == ["link_flap", "slurm_requeue"]
+    with pytest.raises(ValueError, match="--only=nothing: no such fault. Allowed: sigkill_rank"):
+        lab.chosen("sigkill_rank,nothing")
+    with pytest.raises(ValueError, match="no such fault"):
+        lab.chosen(",")
+
+
+def test_a_means_that_is_absent_has_a_reason(monkeypatch, tmp_path, capsys):
+    def absent(tried):
+        raise machine.Absent("no such kernel")
+
+    monkeypatch.setattr(machine, "PROBES", {name: absent for name in machine.PROBES})
+    assert cli.main(["aegis", "lab", "--list", "--cache", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "not on this machine: packet loss by nft (no such kernel)" in out
+    assert "[left out: network: no such kernel; nft: no such kernel]" in out
+
+
+def test_packages_are_downloaded_only_if_that_is_allowed(tmp_path):
+    with pytest.raises(OSError, match="--no-download"):
+        machine.unpack(tmp_path, ["nftables"], "nft", download=False)
+    (tmp_path / "root/usr/sbin").mkdir(parents=True)
+    (tmp_path / "root/usr/sbin/nft").touch()
+    found = machine.unpack(tmp_path, ["nftables"], "nft", download=False)
+    assert found.program("nft") == tmp_path / "root/usr/sbin/nft"
+
+
+def test_a_fault_inside_a_rank_comes_once(tmp_path):
+    fault = {"once": str(tmp_path / "fault")}
+    assert hooks.is_mine(fault) and hooks.first_time(fault) and not hooks.first_time(fault) and hooks.is_mine(fault)
+    Path(fault["once"]).write_text(json.dumps({"pid": 0, "time": 0.0}))
+    assert not hooks.is_mine(fault)
+
+
+def test_a_hook_changes_a_module_after_its_import(tmp_path):
+    (tmp_path / "made.py").write_text("value = 1\n")
+    code = (
+        "from zaya_plugin.aegis.lab import hooks\n"
+        "hooks.after_import('made', lambda module: setattr(module, 'value', 2))\nimport made\nprint(made.value)"
+    )
+    paths = os.pathsep.join([str(tmp_path), str(Path(lab.__file__).parents[3])])
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}, capture_output=True)
+    assert done.stdout == b"2\n", done.stderr
+
+
+def test_everything_that_a_lab_started_is_ended(tmp_path):
+    with stand.Stand(tmp_path, ("n1",), network=False) as made:
+        environment = {**os.environ, **made.environment()}
+        words = ["sh", "-c", "trap '' TERM; sleep 600 & wait"]
+        process = subprocess.Popen(words, env=environment, start_new_session=True)
+        while len(made.processes()) < 2:
+            pass
+    assert process.wait(5) == -9 and not made.processes()
+
+
+@pytest.mark.slow
+def test_three_faults_are_recovered(tmp_path):
+    """The lab itself, with the times of a busy machine: the classes, actions and losses are compared, not the seconds."""
+    words = ["--only", "sigkill_rank,near_misses,corrupt_checkpoint", "--output", str(tmp_path), "--no-download"]
+    cli.main(["aegis", "lab", "--cache", str(tmp_path / "cache"), *words])
+    found = json.loads((tmp_path / "results.json").read_text())["results"]
+    wrong = {each["name"]: [text for text in each["wrong"] if " after " not in text] for each in found}
+    assert wrong == {"sigkill_rank": [], "near_misses": [], "corrupt_checkpoint": []}
+    assert [each["left_out"] for each in found] == ["", "", ""]

@@ -1,0 +1,490 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The faults of the lab, one function each: it starts a run, breaks something, and returns when it did."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zaya_plugin.aegis.lab.machine import Machine, run
+from zaya_plugin.aegis.lab.stand import Stand
+from zaya_plugin.aegis.lab.training import SAVE, Run
+
+BREAK_AT = SAVE + 3  # the step from which on something is broken: a checkpoint is there
+CRASH, SOON, LOST, HANG = 1.0, 5.0, 10.0, 15.0  # seconds to detect; HANG: twice the step's budget of 5 s and the dump
+STEPS_LATER = 2 * SAVE
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault and what must come of it.
+
+    text: what is broken. inject: as in the module's first line. needs: means of the machine.
+    causes: names of rules, one of which the diagnosis must name. actions: what may be decided, in this order of lines.
+    within: seconds to detect. code: exit code of the run. quiet: nothing may be decided, and no attempt may begin.
+    attempts: starts of the ranks. changed: whether the losses after the fault may differ.
+    """
+
+    name: str
+    text: str
+    inject: Callable[[Trial], float]
+    needs: tuple[str, ...] = ()
+    causes: tuple[str, ...] = ()
+    actions: tuple[str, ...] = ()
+    within: float = SOON
+    code: int = 0
+    quiet: bool = False
+    attempts: int | None = None
+    changed: bool = False
+
+
+FAULTS: dict[str, Fault] = {}
+
+
+def fault(text: str, **expected: Any) -> Callable:
+    """Enter a function into FAULTS."""
+
+    def enter(function: Callable[[Trial], float]) -> Callable[[Trial], float]:
+        name = function.__name__
+        FAULTS[name] = Fault(name, text, function, **{"needs": (), **expected})
+        return function
+
+    return enter
+
+
+class Trial:
+    """One run with one fault. later: what is taken down after it."""
+
+    def __init__(self, stand: Stand, folder: Path, data: Path, machine: Machine):
+        self.stand, self.folder, self.data, self.machine = stand, folder, data, machine
+        self.later = contextlib.ExitStack()
+        self.run: Run | None = None
+
+    def start(self, step: int | None = BREAK_AT, environments: dict | None = None, **options: Any) -> Run:
+        """Start a run, and wait for a step of it."""
+        self.run = Run(self.stand, self.folder, options.pop("data", self.data), **options)
+        self.run.start(environments)
+        if step is not None:
+            self.run.wait_step(step)
+        return self.run
+
+    def decided(self, *actions: str, seconds: float = 60.0) -> None:
+        """Wait until one of `actions` was decided."""
+        self.run.wait(
+            lambda: any(row["kind"] == "decision" and row["action"] in actions for row in self.run.journal()),
+            seconds,
+            f"decision {' or '.join(actions)}",
+        )
+
+
+def hit(pid: int, number: int = signal.SIGKILL) -> float:
+    """Send a signal to a process; return when."""
+    now = time.time()
+    os.kill(pid, number)
+    return now
+
+
+# Processes
+
+
+@fault("SIGKILL of a rank", causes=("sigkill",), actions=("restart",), within=CRASH, attempts=2)
+def sigkill_rank(trial: Trial) -> float:
+    return hit(trial.start().rank_pid("n2"))
+
+
+@fault("SIGKILL of an agent", causes=("agent_lost",), actions=("restart", "exchange"), within=LOST, attempts=2)
+def sigkill_agent(trial: Trial) -> float:
+    return hit(trial.start().agent_pid("n2"))
+
+
+@fault("SIGKILL of the decision maker", quiet=True)
+def sigkill_decider(trial: Trial) -> float:
+    run_ = trial.start()
+    now = hit(run_.decider_pid())
+    run_.wait(lambda: len([row for row in run_.journal() if row["kind"] == "decider"]) > 1, 20, "new decision maker")
+    return now
+
+
+@fault("SIGKILL of a rank and of the decision maker at once", causes=("sigkill",), actions=("restart",), attempts=2)
+def sigkill_rank_and_decider(trial: Trial) -> float:
+    run_ = trial.start()
+    hit(run_.decider_pid())
+    return hit(run_.rank_pid("n2"))
+
+
+@fault("SIGKILL of all processes of a node", causes=("node_lost",), actions=("exchange",), within=LOST, attempts=2)
+def sigkill_node(trial: Trial) -> float:
+    run_ = trial.start()
+    now = time.time()
+    run_.kill_node("n2")
+    return now
+
+
+@fault("SIGSTOP of a rank", causes=("hang",), actions=("restart",), within=HANG, attempts=2)
+def sigstop_rank(trial: Trial) -> float:
+    return hit(trial.start().rank_pid("n2"), signal.SIGSTOP)
+
+
+@fault(
+    "a rank in state D that SIGKILL does not end (frozen)",
+    needs=("freezer",),
+    causes=("hang", "unkillable"),
+    actions=("restart", "exchange"),
+    within=HANG,
+    attempts=2,
+)
+def unkillable_rank(trial: Trial) -> float:
+    run_ = trial.start()
+    group = trial.later.enter_context(trial.stand.cgroup("freezer", run_.rank_pid("n2")))
+    now = time.time()
+    (group / "freezer.state").write_text("FROZEN")
+    return now
+
+
+@fault(
+    "a kill by the kernel: the rank's cgroup runs out of memory",
+    needs=("memory", "kernel_log"),
+    causes=("oom_kill",),
+    actions=("restart",),
+    within=CRASH,
+    attempts=2,
+)
+def out_of_memory(trial: Trial) -> float:
+    run_ = trial.start(kernel_log=Path("/dev/kmsg"))
+    group = trial.later.enter_context(trial.stand.cgroup("memory", run_.rank_pid("n2")))
+    (group / "memory.move_charge_at_immigrate").write_text("3")
+    now = time.time()
+    # What the rank holds already is charged elsewhere; what it needs next has no room.
+    with contextlib.suppress(OSError):
+        (group / "memory.limit_in_bytes").write_text("64k")
+    return now
+
+
+@fault("the port of the ranks' store is taken", causes=("port_in_use",), actions=("restart",), within=15.0, attempts=2)
+def port_taken(trial: Trial) -> float:
+    trial.start(step=None, hook={"kind": "port"})
+    trial.run.wait(trial.run.once.exists, 60, "taken port")
+    return trial.run.once.stat().st_mtime
+
+
+# Network
+
+
+@fault("link down for 2 s", needs=("network",), causes=("link_down", "link_flap"), actions=("ride",), attempts=1)
+def link_flap(trial: Trial) -> float:
+    trial.start()
+    now = time.time()
+    trial.stand.link("n2", up=False)
+    time.sleep(2.0)
+    trial.stand.link("n2", up=True)
+    return now
+
+
+@fault(
+    "link down for good",
+    needs=("network",),
+    causes=("node_lost", "link_down"),
+    actions=("exchange",),
+    within=LOST,
+    attempts=2,
+)
+def link_loss(trial: Trial) -> float:
+    trial.start()
+    now = time.time()
+    trial.stand.link("n2", up=False)
+    trial.later.callback(trial.stand.link, "n2", up=True)
+    return now
+
+
+@fault("10 % of the packets are lost for 6 s", needs=("network", "nft"), quiet=True)
+def packet_loss(trial: Trial) -> float:
+    trial.start()
+    nft, inside = trial.machine.nft, ("ip", "netns", "exec", trial.stand.namespace("n2"))
+    rules = "add table inet lab; add chain inet lab in { type filter hook input priority 0; }; "
+    rules += "add rule inet lab in numgen random mod 100 < 10 drop"
+    now = time.time()
+    nft.run(*inside, nft.program("nft"), rules)
+    time.sleep(6.0)
+    nft.run(*inside, nft.program("nft"), "delete table inet lab")
+    return now
+
+
+@fault("a rank with a fifth of a core", needs=("cpu",), quiet=True)
+def slow_rank(trial: Trial) -> float:
+    run_ = trial.start()
+    now = time.time()
+    with trial.stand.cgroup("cpu", run_.rank_pid("n2"), cfs_period_us=100_000, cfs_quota_us=20_000):
+        time.sleep(12.0)
+    return now
+
+
+# Lines of the kernel
+
+
+def feed(trial: Trial, *lines: str) -> float:
+    """Start a run, and add lines to the kernel's messages of its second node."""
+    run_ = trial.start()
+    now = time.time()
+    run_.kernel("n2", *lines)
+    return now
+
+
+@fault("kernel: an uncorrectable memory error", causes=("ras_ue", "ras_ue_block"), actions=("exchange",), attempts=2)
+def kernel_ecc(trial: Trial) -> float:
+    return feed(
+        trial,
+        "amdgpu 0000:dd:00.0: amdgpu: socket: 4, die: 0, 1 new uncorrectable hardware errors detected in umc block",
+    )
+
+
+@fault("kernel: poison was consumed", causes=("poison_consumed",), actions=("exchange",), attempts=2)
+def kernel_ras(trial: Trial) -> float:
+    return feed(trial, "amdgpu 0000:dd:00.0: amdgpu: {14}poison is consumed by client 12, kick off gpu reset flow")
+
+
+@fault("kernel: an uncorrectable PCIe error", causes=("pcie_aer",), actions=("exchange",), attempts=2)
+def kernel_aer(trial: Trial) -> float:
+    return feed(
+        trial,
+        "pcieport 0000:00:01.1: AER: Uncorrected (Fatal) error received: 0000:01:00.0",
+        "pcieport 0000:00:01.1: PCIe Bus Error: severity=Uncorrected (Fatal), type=Transaction Layer, (Receiver ID)",
+    )
+
+
+@fault("kernel: a link goes down and comes back", causes=("ionic_link",), actions=("ride",), attempts=1)
+def kernel_link(trial: Trial) -> float:
+    now = feed(trial, "ionic 0000:61:00.0 enp97s0: Link down")
+    time.sleep(2.0)
+    trial.run.kernel("n2", "ionic 0000:61:00.0 enp97s0: Link up - 400 Gbps")
+    return now
+
+
+@fault(
+    "kernel: a ring time-out, and the rank ends by SIGABRT",
+    causes=("ring_timeout",),
+    actions=("restart",),
+    within=CRASH,
+    attempts=2,
+)
+def kernel_ring(trial: Trial) -> float:
+    line = "[drm:amdgpu_job_timedout [amdgpu]] *ERROR* ring sdma0 timeout, signaled seq=16060, emitted seq=16062"
+    feed(trial, line)
+    time.sleep(1.0)
+    return hit(trial.run.rank_pid("n2"), signal.SIGABRT)
+
+
+@fault("kernel: lines that look like failures and are none", quiet=True)
+def near_misses(trial: Trial) -> float:
+    return feed(
+        trial,
+        "amdgpu 0000:dd:00.0: amdgpu: 0 uncorrectable hardware errors detected in total in umc block",
+        "amdgpu 0000:dd:00.0: amdgpu: no uncorrectable hardware errors detected in umc block",
+        "amdgpu 0000:dd:00.0: amdgpu: 1 correctable hardware errors detected in total in gfx block, no user action "
+        "is needed.",
+        "[drm:amdgpu_job_timedout [amdgpu]] *ERROR* ring gfx timeout, but soft recovered",
+        "amdgpu 0000:dd:00.0: amdgpu: bad page 0x1234 reserved successfully",
+        "pcieport 0000:00:01.1: AER: aer_cor_status: 0x00002000, aer_cor_mask: 0x00000000",
+        "pcieport 0000:00:01.1: AER: aer_uncor_status: 0x00000000, aer_uncor_mask: 0x00180000",
+        "ionic 0000:61:00.0 enp97s0: Link up - 400 Gbps",
+        "amdgpu 0000:dd:00.0: amdgpu: GPU is not throttled",
+    )
+
+
+# Storage
+
+
+def checkpoints_at(trial: Trial, point: Path, **options: Any) -> Run:
+    """Start a run with its checkpoints in `point`."""
+    return trial.start(words=[f"checkpoint.path={point / 'checkpoints'}"], **options)
+
+
+def full(trial: Trial, options: str, fill: Callable[[Path], Path]) -> float:
+    """Fill the file system of the checkpoints, and free it when a person would have been told."""
+    point = trial.later.enter_context(trial.stand.tmpfs(trial.folder / "mount", options))
+    run_ = checkpoints_at(trial, point)
+    ballast = fill(point)
+    now = time.time()
+    run_.wait(lambda: any(row["kind"] in ("symptom", "alert") for row in run_.journal(now)), 40, "symptom")
+    time.sleep(1.0)
+    shutil.rmtree(ballast)
+    return now
+
+
+@fault(
+    "the disk of the checkpoints is full until a person frees it",
+    needs=("tmpfs",),
+    causes=("enospc", "disk_low"),
+    actions=("restart", "watch"),
+    within=SOON,
+)
+def disk_full(trial: Trial) -> float:
+    def fill(point: Path) -> Path:
+        ballast = point / "ballast"
+        ballast.mkdir()
+        with open(ballast / "zeros", "wb") as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(1 << 16))
+                file.flush()
+        return ballast
+
+    return full(trial, "size=64m", fill)
+
+
+@fault(
+    "no inode is left for the checkpoints until a person frees some",
+    needs=("tmpfs",),
+    causes=("enospc", "disk_low"),
+    actions=("restart", "watch"),
+    within=SOON,
+)
+def inodes_full(trial: Trial) -> float:
+    def fill(point: Path) -> Path:
+        ballast = point / "ballast"
+        ballast.mkdir()
+        with contextlib.suppress(OSError):
+            for number in range(10_000):
+                (ballast / str(number)).touch()
+        return ballast
+
+    return full(trial, "size=256m,nr_inodes=400", fill)
+
+
+SHIM = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+#include <sys/uio.h>
+static int broken(int fd) {
+    const char *flag = getenv("ZAYA_LAB_EIO"), *where = getenv("ZAYA_LAB_EIO_BELOW");
+    char link[64], path[4096];
+    if (!flag || !where || access(flag, F_OK)) return 0;
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    ssize_t n = readlink(link, path, sizeof path - 1);
+    if (n < 0) return 0;
+    path[n] = 0;
+    return strncmp(path, where, strlen(where)) == 0;
+}
+#define NEXT(type, name, parameters, arguments) \
+    type name parameters { \
+        static type (*next) parameters; \
+        if (broken(fd)) { errno = EIO; return -1; } \
+        if (!next) next = dlsym(RTLD_NEXT, #name); \
+        return next arguments; \
+    }
+NEXT(ssize_t, write, (int fd, const void *data, size_t size), (fd, data, size))
+NEXT(ssize_t, pwrite, (int fd, const void *data, size_t size, off_t at), (fd, data, size, at))
+NEXT(ssize_t, pwrite64, (int fd, const void *data, size_t size, off64_t at), (fd, data, size, at))
+NEXT(ssize_t, writev, (int fd, const struct iovec *parts, int count), (fd, parts, count))
+NEXT(int, fsync, (int fd), (fd))
+NEXT(int, fdatasync, (int fd), (fd))
+"""
+
+
+@fault(
+    "writes of one node to the checkpoints fail with EIO",
+    needs=("compiler",),
+    causes=("eio",),
+    actions=("exchange",),
+    within=SOON,
+)
+def eio(trial: Trial) -> float:
+    trial.folder.mkdir(parents=True)
+    source, shim, flag = trial.folder / "eio.c", trial.folder / "eio.so", trial.folder / "broken"
+    source.write_text(SHIM)
+    run("cc", "-shared", "-fPIC", "-O1", "-o", shim, source, "-ldl")
+    point = trial.folder / "disk"
+    variables = {"LD_PRELOAD": str(shim), "ZAYA_LAB_EIO": str(flag), "ZAYA_LAB_EIO_BELOW": str(point)}
+    checkpoints_at(trial, point, environments={"n2": variables})
+    now = time.time()
+    flag.touch()
+    return now
+
+
+@fault(
+    "the file system of the checkpoints does not answer for 20 s",
+    needs=("freeze",),
+    causes=("storage_stall",),
+    actions=("ride",),
+    attempts=1,
+)
+def hanging_mount(trial: Trial) -> float:
+    point = trial.later.enter_context(trial.stand.disk(trial.folder / "mount", 256))
+    checkpoints_at(trial, point)
+    now = time.time()
+    run("fsfreeze", "-f", point)
+    time.sleep(20.0)
+    run("fsfreeze", "-u", point)
+    return now
+
+
+@fault(
+    "the newest checkpoint is damaged, and a rank is killed",
+    causes=("sigkill",),
+    actions=("restart",),
+    within=CRASH,
+    attempts=2,
+)
+def corrupt_checkpoint(trial: Trial) -> float:
+    run_ = trial.start(step=STEPS_LATER + 2)
+    run_.wait(lambda: run_.checkpoint() and run_.checkpoint().name.endswith(f"{STEPS_LATER}"), 30, "checkpoint")
+    largest = max(
+        (path for path in run_.checkpoint().iterdir() if path.is_file()), key=lambda path: path.stat().st_size
+    )
+    with open(largest, "r+b") as file:
+        file.seek(largest.stat().st_size // 2)
+        file.write(b"damaged " * 64)
+    return hit(run_.rank_pid("n2"))
+
+
+# The run itself
+
+
+@fault("the loss of one step is NaN, once", causes=("non_finite",), actions=("rollback", "restart"), attempts=2)
+def nan_loss(trial: Trial) -> float:
+    return changed_loss(trial, "nan", ["guard.loss_spike=roll_back"])
+
+
+@fault("the loss is 30 times as large for some steps, once", causes=("loss_spike",), actions=("rollback",), attempts=2)
+def loss_spike(trial: Trial) -> float:
+    return changed_loss(trial, "30", ["guard.loss_spike=roll_back", "guard.window=16"], step=STEPS_LATER + 4)
+
+
+def changed_loss(trial: Trial, factor: str, words: Sequence[str], step: int = BREAK_AT) -> float:
+    trial.start(step=None, words=words, hook={"kind": "loss", "factor": factor, "step": step})
+    trial.run.wait(trial.run.once.exists, 120, "fault")
+    return trial.run.once.stat().st_mtime
+
+
+@fault("a recipe with a value that only the ranks can refuse", causes=("user_error", "data"), actions=("stop",), code=2)
+def bad_recipe(trial: Trial) -> float:
+    trial.start(step=None, data=trial.folder / "no_such_data")
+    trial.run.wait(trial.run.journal, 30, "journal")
+    return trial.run.began
+
+
+@fault("a broken shard of the data", causes=("data", "user_error"), actions=("stop",), code=2)
+def broken_shard(trial: Trial) -> float:
+    copy = trial.folder / "data"
+    shutil.copytree(trial.data, copy)
+    with open(copy / "train.bin", "r+b") as file:
+        file.truncate((copy / "train.bin").stat().st_size // 2)
+    trial.start(step=None, data=copy)
+    trial.run.wait(trial.run.journal, 30, "journal")
+    return trial.run.began
+
+
+@fault("SIGTERM to the supervisor: the ranks save and leave", causes=("ended_early",), actions=("done",), code=75)
+def sigterm(trial: Trial) -> float:
+    run_ = trial.start()
+    return hit(run_.agents["n1"].pid, signal.SIGTERM)

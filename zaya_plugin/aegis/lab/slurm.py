@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leg 2: a real SLURM of three nodes on this machine, from Debian's packages, and what Aegis does in its jobs.
+
+Authentication is off (auth/none), processes are groups (proctrack/pgid), and a silent slurmd is noticed after 10 s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zaya_plugin.aegis import slurm as ours
+from zaya_plugin.aegis.lab.faults import LOST, SOON, Fault
+from zaya_plugin.aegis.lab.packages import SLURM, unpack
+from zaya_plugin.aegis.lab.results import Result, judge
+from zaya_plugin.aegis.lab.stand import Stand, marked
+from zaya_plugin.aegis.lab.training import PORT, Run, difference, rows, zaya
+
+NODES = ("n1", "n2", "n3")
+ON_NODE = "ZAYA_LAB_NODE"
+FIRST_PORT = 26817
+NOBODY = 65534
+UP_SECONDS, END_SECONDS = 20.0, 300.0
+REQUEUE_SECONDS = 60.0  # SLURM itself waits for 121 s, and ends a job's processes within 30
+CONFIGURATION = """\
+ClusterName=lab
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/none
+CredType=cred/none
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+SelectType=select/linear
+SchedulerType=sched/builtin
+SwitchType=switch/none
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+PluginDir={plugins}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldPort={port}
+SlurmdTimeout=10
+KillWait=5
+ReturnToService=2
+PartitionName=lab Nodes=n[1-3] Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+class Cluster:
+    """A running SLURM; `call` runs one of its programs."""
+
+    def __init__(self, cache: Path, stand: Stand):
+        self.stand, self.folder = stand, stand.folder / "slurm"
+        self.unpacked = unpack(cache, SLURM, "slurmctld-wlm")
+        self.daemons: dict[str, subprocess.Popen] = {}
+
+    def __enter__(self) -> Cluster:
+        self.folder.mkdir(parents=True)
+        (self.folder / "state").mkdir()
+        plugins = next(path / "slurm-wlm" for path in self.unpacked.libraries if (path / "slurm-wlm").is_dir())
+        host = os.uname().nodename
+        text = CONFIGURATION.format(host=host, plugins=plugins, folder=self.folder, port=FIRST_PORT)
+        for number, node in enumerate(NODES, start=1):
+            (self.folder / f"spool-{node}").mkdir()
+            text += f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={FIRST_PORT + number} CPUs=2\n"
+        self.file = self.folder / "slurm.conf"
+        self.file.write_text(text)
+        self._daemon("slurmctld", "slurmctld-wlm")
+        for node in NODES:
+            step = str(self.unpacked.program("slurmstepd-wlm"))
+            self._daemon(node, "slurmd-wlm", "-d", step, "-N", node, **{ON_NODE: node})
+        deadline = time.monotonic() + UP_SECONDS
+        while self.call("sinfo", "-h", "-o", "%T %D") != f"idle {len(NODES)}":
+            if time.monotonic() > deadline:
+                self.__exit__()
+                raise OSError(f"SLURM did not start within {UP_SECONDS:.0f} s; see {self.folder}")
+            time.sleep(0.2)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for daemon in reversed(self.daemons.values()):
+            daemon.terminate()
+        for daemon in self.daemons.values():
+            try:
+                daemon.wait(5)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """Return the environment of SLURM's programs."""
+        given = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+        common = {**given, **self.stand.environment(), "SLURM_CONF": str(self.file), **more}
+        return self.unpacked.environment(common)
+
+    def _daemon(self, name: str, program: str, *words: str, **more: str) -> None:
+        command = [str(self.unpacked.program(program)), "-D", "-f", str(self.file), *words]
+        with open(self.folder / f"{name}.log", "wb") as log:
+            self.daemons[name] = subprocess.Popen(
+                command, env=self.environment(**more), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+
+    def call(self, *words: str) -> str:
+        """Run a program of SLURM and return what it printed."""
+        done = subprocess.run(words, env=self.environment(), capture_output=True, text=True, timeout=30)
+        return (done.stdout + done.stderr).strip()
+
+    def submit(self, *words: str, script: str, environment: dict[str, str] | None = None, user: int = 0) -> str:
+        """Submit a batch script and return the job's id."""
+        path = self.folder / "job.sh"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        command = ["sbatch", "--parsable", "--output", str(self.folder / "job-%j.log"), "--open-mode=append", *words]
+        done = subprocess.run(
+            [*self._as(user), *command, str(path)],
+            env=environment or self.environment(),
+            capture_output=True,
+            text=True,
+            timeout=30,
+            cwd=self.folder,
+        )
+        if done.returncode:
+            raise OSError(f"sbatch: {done.stderr.strip()}")
+        return done.stdout.strip()
+
+    def job(self, number: str) -> dict[str, str]:
+        """Return the fields of a job."""
+        words = self.call("scontrol", "--oneliner", "show", "job", number).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    @staticmethod
+    def _as(user: int) -> list[str]:
+        """Return the words that run a program as a user who may read what this one reads."""
+        if user == 0:
+            return []
+        caps = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
+        return ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", *caps]
+
+    @contextlib.contextmanager
+    def with_rights_of(self, user: int):
+        """Let this process call SLURM's programs as another user."""
+        folder = self.folder / "as_user"
+        folder.mkdir(exist_ok=True)
+        for name in ("scontrol",):
+            program = shlex.join([*self._as(user), str(self.unpacked.program(name))])
+            (folder / name).write_text(f'#!/bin/sh\nexec {program} "$@"\n')
+            (folder / name).chmod(0o755)
+        before = dict(os.environ)
+        added = self.environment()
+        os.environ.update({**added, "PATH": f"{folder}:{added['PATH']}"})
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+    def kill_node(self, node: str) -> float:
+        """Kill slurmd and everything else of a node; return when."""
+        now = time.time()
+        pids = {self.daemons[node].pid, *marked(f"{ON_NODE}={node}"), *marked(f"SLURMD_NODENAME={node}")}
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return now
+
+
+class SlurmRun(Run):
+    """A supervised run inside of a job; SLURM starts the agents."""
+
+    def submit(self, cluster: Cluster, *words: str, options: tuple[str, ...] = (), step: tuple[str, ...] = ()) -> str:
+        """Submit the job and return its id. options: of `zaya aegis run`. step: of srun."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.stand.folder / "tmp").mkdir(exist_ok=True)
+        self.began = time.time()
+        srun = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", *step]
+        aegis = zaya("aegis", "run", "--decider", f"127.0.0.1:{PORT}", "--kernel-log", self.folder / "kernel", *options)
+        (self.folder / "kernel").touch()
+        project = str(Path(__file__).resolve().parents[3])
+        paths = os.pathsep.join(filter(None, [project, os.environ.get("PYTHONPATH")]))
+        environment = cluster.environment(PYTHONPATH=paths, OMP_NUM_THREADS="1")
+        script = shlex.join([*srun, *aegis, "--", *self.command])
+        return cluster.submit(*words, script=script, environment=environment)
+
+    def wait(self, condition: Callable[[], Any], seconds: float, what: str) -> Any:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if value := condition():
+                return value
+            time.sleep(0.05)
+        raise TimeoutError(f"no {what} within {seconds:.0f} s")
+
+
+@dataclass(frozen=True)
+class SlurmFault:
+    """A fault of leg 2. tried: makes it in a cluster, and returns its result."""
+
+    name: str
+    text: str
+    tried: Callable[[Cluster, Path, Path, dict, float], Result]
+    needs: tuple[str, ...] = ("slurm",)
+
+
+FAULTS: dict[str, SlurmFault] = {}
+
+
+def fault(text: str) -> Callable:
+    """Enter a function into FAULTS."""
+
+    def enter(function):
+        FAULTS[function.__name__] = SlurmFault(function.__name__, text, function)
+        return function
+
+    return enter
+
+
+def _ended(cluster: Cluster, job: str, seconds: float = END_SECONDS) -> dict[str, str]:
+    """Wait for the end of a job and return its fields."""
+    deadline = time.monotonic() + seconds
+    while (fields := cluster.job(job)).get("JobState") in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
+        if time.monotonic() > deadline:
+            cluster.call("scancel", "--signal=KILL", job)
+            break
+        time.sleep(0.5)
+    return fields
+
+
+def _code(fields: dict[str, str]) -> int:
+    return int(fields.get("ExitCode", "-1:0").partition(":")[0])
+
+
+@fault("SLURM: a node of the job is lost; a spare of the allocation takes over (--no-kill)")
+def slurm_node_lost(cluster: Cluster, folder: Path, data: Path, reference: dict, start: float) -> Result:
+    run = SlurmRun(cluster.stand, folder / "trial", data)
+    options = ("--nodes", "2", "--spares", "1")
+    job = run.submit(cluster, "--nodes=3", "--no-kill", options=options, step=("--no-kill",))
+    run.wait_step(11)
+    injected = cluster.kill_node("n2")
+    fields = _ended(cluster, job)
+    expected = Fault("slurm_node_lost", slurm_node_lost_text, _never, (), ("node_lost",), ("exchange",), LOST)
+    code = next((row["code"] for row in run.journal() if row["kind"] == "end"), None)
+    found = judge(expected, run.journal(), injected, code, difference(rows(run.run_dir), reference), start)
+    if fields.get("Restarts") not in (None, "0"):
+        found.wrong.append(f"SLURM has started the job again ({fields['Restarts']} times)")
+    return found
+
+
+@fault("SLURM: a node of the job is lost and there is no spare: requeue, at once and without the node")
+def slurm_requeue(cluster: Cluster, folder: Path, data: Path, reference: dict, start: float) -> Result:
+    run = SlurmRun(cluster.stand, folder / "trial", data)
+    job = run.submit(cluster, "--nodes=2", "--no-kill", "--requeue", options=("--requeue",), step=("--no-kill",))
+    run.wait_step(11)
+    injected = cluster.kill_node("n2")
+    run.wait(lambda: any(row["kind"] == "decision" for row in run.journal(injected)), 60, "decision")
+    begun = run.wait(
+        lambda: [row for row in run.journal(injected) if row["kind"] == "attempt"], 2 * REQUEUE_SECONDS, "new attempt"
+    )
+    fields = _ended(cluster, job)
+    expected = Fault("slurm_requeue", slurm_requeue_text, _never, (), ("node_lost",), ("requeue",), LOST)
+    code = next((row["code"] for row in run.journal() if row["kind"] == "end"), None)
+    # the processes of the first start end within SLURM's KillWait before the second one can begin
+    found = judge(
+        expected, run.journal(), injected, code, difference(rows(run.run_dir), reference), start + REQUEUE_SECONDS
+    )
+    waited = begun[0]["time"] - injected
+    if waited > REQUEUE_SECONDS:
+        found.wrong.append(f"the job ran again after {waited:.0f} s, not {REQUEUE_SECONDS:.0f} s")
+    if "n2" in begun[0]["nodes"]:
+        found.wrong.append("the job ran again on the lost node")
+    if fields.get("Restarts") != "1":
+        found.wrong.append(f"SLURM counts {fields.get('Restarts')} restarts, not 1")
+    return found
+
+
+@fault("SLURM: requeue, exclude and drain with the rights of a user; SLURM refuses the last one")
+def slurm_no_rights(cluster: Cluster, folder: Path, data: Path, reference: dict, start: float) -> Result:
+    found = Result("slurm_no_rights", FAULTS["slurm_no_rights"].text)
+    job = cluster.submit("--nodes=2", "--requeue", "--chdir=/", "--output=/dev/null", script="sleep 300", user=NOBODY)
+    deadline = time.monotonic() + 20
+    while (fields := cluster.job(job)).get("JobState") != "RUNNING" and time.monotonic() < deadline:
+        time.sleep(0.2)
+    first = cluster.call("scontrol", "show", "hostnames", fields.get("NodeList", "")).split()
+    with cluster.with_rights_of(NOBODY):
+        drains = ours.Drains()
+        drains.start("n3", "lab")
+        began = time.time()
+        taken, said = ours.requeue(job, ["n2"])
+        while not drains.refused and time.time() - began < 10:
+            drains.poll()
+            time.sleep(0.1)
+    while (fields := cluster.job(job)).get("JobState") != "RUNNING" and time.time() - began < REQUEUE_SECONDS:
+        time.sleep(0.2)
+    found.back = round(time.time() - began, 1)
+    second = cluster.call("scontrol", "show", "hostnames", fields.get("NodeList", "")).split()
+    cluster.call("scancel", job)
+    found.actions, found.losses, found.code = ["requeue"], "", 0
+    if not taken or said:
+        found.wrong.append(f"requeue: {said}")
+    if fields.get("JobState") != "RUNNING":
+        found.wrong.append(f"the job is {fields.get('JobState')} after {REQUEUE_SECONDS:.0f} s")
+    if "n2" not in first or "n2" in second or not second:
+        found.wrong.append(f"the job ran on {', '.join(first)}, then on {', '.join(second)}; n2 was excluded")
+    if not drains.refused:
+        found.wrong.append("SLURM did not refuse to drain a node, though the user is no operator")
+    if "DRAIN" in cluster.call("sinfo", "-h", "-n", "n3", "-o", "%T").upper():
+        found.wrong.append("n3 was drained by a user without rights")
+    return found
+
+
+@fault("SLURM: the exit code of a mistake reaches the job, and the journal keeps it")
+def slurm_exit_code(cluster: Cluster, folder: Path, data: Path, reference: dict, start: float) -> Result:
+    run = SlurmRun(cluster.stand, folder / "trial", folder / "no_such_data")
+    job = run.submit(cluster, "--nodes=2", options=("--nodes", "2"))
+    fields = _ended(cluster, job, 120)
+    expected = Fault(
+        "slurm_exit_code", FAULTS["slurm_exit_code"].text, _never, (), ("user_error", "data"), ("stop",), SOON, 2
+    )
+    found = judge(expected, run.journal(), run.began, _code(fields), None, None)
+    kept = [row["code"] for row in run.journal() if row["kind"] == "end"]
+    if kept != [2]:
+        found.wrong.append(f"the journal's exit code is {kept}, not 2")
+    found.losses = ""
+    return found
+
+
+def _never(trial) -> float:
+    raise NotImplementedError
+
+
+slurm_node_lost_text = FAULTS["slurm_node_lost"].text
+slurm_requeue_text = FAULTS["slurm_requeue"].text

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lab's nodes, mounts and cgroups. All of it is taken down at the end, also after Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from zaya_plugin.aegis.lab.machine import CGROUP, Absent, run
+
+MARK = "ZAYA_LAB"  # in the environment of everything that a lab starts
+PREFIX = "zlab"
+LINK = "eth0"
+
+
+class Stand:
+    """Nodes of one lab: network namespaces on a bridge, or, without root, plain groups of processes.
+
+    Args:
+        folder: of the lab; also marks its processes.
+        names: of the nodes.
+        network: whether the nodes are network namespaces.
+    """
+
+    def __init__(self, folder: Path, names: tuple[str, ...], network: bool):
+        self.folder, self.names, self.network = folder, names, network
+        self.stack = contextlib.ExitStack()
+        self.base = f"{PREFIX}{os.getpid()}"
+
+    def __enter__(self) -> Stand:
+        try:
+            if self.network:
+                remove_leftovers()
+                self._namespaces()
+            self.stack.callback(self.kill)
+        except BaseException:
+            self.stack.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stack.close()
+
+    def address(self, node: str) -> str:
+        """Return the address of a node."""
+        return f"10.77.0.{self.names.index(node) + 1}" if self.network else "127.0.0.1"
+
+    def words(self, node: str) -> list[str]:
+        """Return the words that run a program on a node."""
+        return ["ip", "netns", "exec", self.namespace(node)] if self.network else []
+
+    def namespace(self, node: str) -> str:
+        """Return the name of a node's network namespace."""
+        return f"{self.base}-{node}"
+
+    def environment(self) -> dict[str, str]:
+        """Return what the lab adds to the environment of a node's programs."""
+        added = {
+            MARK: str(self.folder),
+            "TMPDIR": str(self.folder / "tmp"),
+            "XDG_STATE_HOME": str(self.folder / "state"),
+        }
+        return added | ({"GLOO_SOCKET_IFNAME": LINK} if self.network else {})
+
+    def _namespaces(self) -> None:
+        switch = f"{self.base}-switch"
+        for name in (switch, *map(self.namespace, self.names)):
+            run("ip", "netns", "add", name)
+            self.stack.callback(subprocess.run, ["ip", "netns", "del", name], capture_output=True)
+        run("ip", "-n", switch, "link", "add", "name", "bridge", "type", "bridge")
+        run("ip", "-n", switch, "link", "set", "bridge", "up")
+        for node in self.names:
+            inside = self.namespace(node)
+            run("ip", "-n", switch, "link", "add", "name", node, "type", "veth", "peer", "name", LINK, "netns", inside)
+            run("ip", "-n", switch, "link", "set", node, "master", "bridge")
+            run("ip", "-n", switch, "link", "set", node, "up")
+            run("ip", "-n", inside, "addr", "add", f"{self.address(node)}/24", "dev", LINK)
+            run("ip", "-n", inside, "link", "set", "lo", "up")
+            self.link(node, up=True)
+
+    def link(self, node: str, up: bool) -> None:
+        """Set the link of a node up or down, on the node's side."""
+        run("ip", "-n", self.namespace(node), "link", "set", LINK, "up" if up else "down")
+
+    def processes(self) -> list[int]:
+        """Return the living processes that this lab has started."""
+        return marked(f"{MARK}={self.folder}")
+
+    def kill(self) -> None:
+        """End all of them; those that a freezer holds are thawed first."""
+        for path in (CGROUP / "freezer").glob(f"{self.base}-*/freezer.state"):
+            path.write_text("THAWED")
+        deadline = time.monotonic() + 20
+        while (left := self.processes()) and time.monotonic() < deadline:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
+
+    @contextlib.contextmanager
+    def cgroup(self, controller: str, pid: int, **values: object) -> Iterator[Path]:
+        """Put a process into a new cgroup with these values; its processes go back at the end."""
+        group = CGROUP / controller / f"{self.base}-{pid}"
+        group.mkdir()
+        try:
+            for name, value in values.items():
+                (group / f"{controller}.{name}").write_text(str(value))
+            (group / "cgroup.procs").write_text(str(pid))
+            yield group
+        finally:
+            if controller == "freezer":
+                (group / "freezer.state").write_text("THAWED")
+            for left in (group / "cgroup.procs").read_text().split():
+                with contextlib.suppress(OSError):
+                    (group.parent / "cgroup.procs").write_text(left)
+            deadline = time.monotonic() + 10
+            while time.monotonic() < deadline:
+                with contextlib.suppress(OSError):
+                    group.rmdir()
+                    break
+                time.sleep(0.1)
+
+    @contextlib.contextmanager
+    def tmpfs(self, point: Path, options: str) -> Iterator[Path]:
+        """Mount a tmpfs with `options`, such as size=8m."""
+        point.mkdir(parents=True)
+        run("mount", "-t", "tmpfs", "-o", options, f"{self.base}", point)
+        try:
+            yield point
+        finally:
+            self._unmount(point)
+
+    @contextlib.contextmanager
+    def disk(self, point: Path, megabytes: int) -> Iterator[Path]:
+        """Mount a small ext4 file system on a loop device; it is thawed at the end."""
+        point.mkdir(parents=True)
+        image = point.with_suffix(".image")
+        with open(image, "wb") as file:
+            file.truncate(megabytes << 20)
+        run("mkfs.ext4", "-q", image)
+        run("mount", "-o", "loop", image, point)
+        try:
+            yield point
+        finally:
+            subprocess.run(["fsfreeze", "-u", str(point)], capture_output=True)
+            self._unmount(point)
+            image.unlink()
+
+    def _unmount(self, point: Path) -> None:
+        self.kill()  # a process that still has a file open there
+        for _ in range(20):
+            if subprocess.run(["umount", str(point)], capture_output=True).returncode == 0:
+                return
+            time.sleep(0.2)
+        subprocess.run(["umount", "--lazy", str(point)], capture_output=True)
+
+
+def marked(variable: str) -> list[int]:
+    """Return the living processes with `variable` (NAME=value) in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if variable.encode() in (path / "environ").read_bytes().split(b"\0"):
+                found.append(int(path.name))
+        except OSError:
+            continue
+    return found
+
+
+def remove_leftovers() -> None:
+    """Remove the namespaces, cgroups and mounts of labs that were killed."""
+    with contextlib.suppress(Absent):
+        for line in run("ip", "netns", "list").stdout.splitlines():
+            if _is_of_the_dead(name := line.split()[0]):
+                subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    for group in CGROUP.glob(f"*/{PREFIX}*"):
+        if _is_of_the_dead(group.name):
+            with contextlib.suppress(OSError):
+                group.rmdir()
+    for line in Path("/proc/mounts").read_text().splitlines():
+        device, point = line.split()[:2]
+        if _is_of_the_dead(device):
+            subprocess.run(["umount", "--lazy", point], capture_output=True)
+
+
+def _is_of_the_dead(name: str) -> bool:
+    pid = name.removeprefix(PREFIX).partition("-")[0]
+    return name.startswith(PREFIX) and pid.isdigit() and not os.path.exists(f"/proc/{pid}")
+
+
+def remove(folder: Path) -> None:
+    """Delete a folder of the lab."""
+    shutil.rmtree(folder, ignore_errors=True)

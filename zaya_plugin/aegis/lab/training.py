@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lab's training: a tiny data set, a tiny recipe of two ranks, a supervised run, and the comparison of its losses
+with those of the undisturbed run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zaya_plugin.aegis import journal
+from zaya_plugin.aegis.lab.hooks import SITE, VARIABLE
+from zaya_plugin.aegis.lab.stand import LINK, Stand
+
+STEPS, SAVE = 40, 8
+PORT = 29400
+RECIPE = (
+    "experiment=cpu_demo",
+    "nproc=1",  # a rank a node
+    "model.num_layers=2",
+    "model.hidden_size=64",
+    "model.kv_channels=8",
+    "model.moe_ffn_hidden_size=48",
+    "model.router_hidden_size=16",
+    "stage.seq_length=128",
+    "stage.micro_batch_size=2",
+    "stage.global_batch_size=16",
+    "stage.eval_interval=100000",
+    "stage.eval_iters=1",
+    "optim.lr_warmup_iters=2",
+    "checkpoint.keep_last=0",
+    "logger.wandb=false",
+    "logger.tensorboard=false",
+    "cluster.distributed_timeout_minutes=2",
+)
+COMPARED = ("loss", "grad_norm", "lr", "consumed_samples")
+
+
+def make_data(folder: Path) -> Path:
+    """Make the data set, 600 documents of made-up words, and return its folder."""
+    if (folder / "data" / "manifest.json").exists():
+        return folder / "data"
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 8))) for _ in range(300)]
+    texts = [" ".join(rng.choices(words, k=rng.randint(30, 60))) for _ in range(600)]
+    corpus = folder / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = ["--train-bpe", "512", "--valid-fraction", "0.1", "--workers", "1", "--quiet"]
+    subprocess.run(zaya("data", "prepare", "--input", corpus, "--output", folder / "data", *options), check=True)
+    return folder / "data"
+
+
+def zaya(*words: object) -> list[str]:
+    """Return the command `zaya` of this Python."""
+    return [sys.executable, "-m", "zaya_plugin.cli", *map(str, words)]
+
+
+class Run:
+    """One supervised run on the nodes of a stand.
+
+    Args:
+        stand: its nodes.
+        folder: of this run.
+        data: the data set.
+        words: further words of the recipe.
+        nodes: that train; all other nodes of the stand are spares.
+        options: further options of `zaya aegis run`.
+        kernel_log: the kernel's messages; None: a file a node, which `kernel` feeds.
+        hook: a fault inside a rank (hooks.py), without its `once`.
+    """
+
+    def __init__(
+        self,
+        stand: Stand,
+        folder: Path,
+        data: Path,
+        words: Sequence[str] = (),
+        nodes: int = 2,
+        options: Sequence[str] = (),
+        kernel_log: Path | None = None,
+        hook: Mapping[str, Any] | None = None,
+        steps: int = STEPS,
+        save: int = SAVE,
+    ):
+        self.stand, self.folder, self.nodes = stand, folder, nodes
+        self.run_dir = folder / "run"
+        self.options, self.kernel_log = list(options), kernel_log
+        sizes = (f"stage.train_iters={steps}", f"checkpoint.save_interval={save}")
+        self.command = ["zaya", "train", *RECIPE, *sizes, f"data.path={data}", f"run_dir={self.run_dir}", *words]
+        self.agents: dict[str, subprocess.Popen] = {}
+        self.environments: dict[str, dict[str, str]] = {}
+        self.began = 0.0
+        self.once = folder / "fault"
+        self.hook = {**hook, "once": str(self.once)} if hook is not None else None
+
+    def start(self, environments: Mapping[str, Mapping[str, str]] | None = None) -> None:
+        """Start the agents. environments: of a node, beside the common one."""
+        site = self.folder / "site"
+        site.mkdir(parents=True)
+        (self.stand.folder / "tmp").mkdir(exist_ok=True)
+        (site / "sitecustomize.py").write_text(SITE)
+        project = str(Path(__file__).resolve().parents[3])
+        paths = [str(site), project, *filter(None, [os.environ.get("PYTHONPATH")])]
+        common = {
+            **os.environ,
+            **self.stand.environment(),
+            "PYTHONPATH": os.pathsep.join(paths),
+            "OMP_NUM_THREADS": "1",
+        }
+        if self.hook is not None:
+            common[VARIABLE] = json.dumps(self.hook)
+        self.began = time.time()
+        self.environments = {node: common | dict((environments or {}).get(node, {})) for node in self.stand.names}
+        for node in self.stand.names[: self.nodes]:
+            self.again(node)
+        # The spares join later, so that the attempt is of the first nodes.
+        self.wait(lambda: any(row["kind"] in ("attempt", "end") for row in self.journal()), 60, "attempt")
+        for node in self.stand.names[self.nodes :]:
+            self.again(node)
+
+    def again(self, node: str) -> None:
+        """Start the agent of a node, for the first time or again."""
+        log = self.kernel_log or self._kernel(node)
+        if self.kernel_log is None:
+            log.touch()
+        with open(self.folder / f"{node}.log", "ab") as out:
+            words = [*self.stand.words(node), *zaya("aegis", "run", "--node", node, *self._options(log), "--")]
+            self.agents[node] = subprocess.Popen(
+                [*words, *self.command],
+                env=self.environments[node],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _options(self, kernel_log: Path) -> list[str]:
+        spares = len(self.stand.names) - self.nodes
+        first = self.stand.address(self.stand.names[0])
+        links = ["--links", LINK] if self.stand.network else []
+        words = ["--nodes", self.nodes, "--spares", spares, "--decider", f"{first}:{PORT}", "--kernel-log", kernel_log]
+        return [*map(str, words), *links, *self.options]
+
+    def _kernel(self, node: str) -> Path:
+        return self.folder / f"kernel_{node}"
+
+    def kernel(self, node: str, *lines: str) -> None:
+        """Append lines to the kernel's messages of a node."""
+        with open(self._kernel(node), "a") as file:
+            for line in lines:
+                file.write(f"[{time.monotonic():12.6f}] {line}\n")
+
+    def journal(self, since: float = 0.0) -> list[dict[str, Any]]:
+        """Return the lines of the journal from a time on."""
+        path = self.run_dir / "aegis" / "journal.jsonl"
+        return [row for row in journal.read(path) if row["time"] >= since] if path.exists() else []
+
+    def step(self) -> int:
+        """Return the last step in metrics.jsonl."""
+        return max(rows(self.run_dir), default=0)
+
+    def checkpoint(self) -> Path | None:
+        """Return the newest complete checkpoint."""
+        found = sorted(path.parent for path in self.run_dir.glob("checkpoints/iter_*/manifest.json"))
+        return found[-1] if found else None
+
+    def wait(self, condition: Callable[[], Any], seconds: float, what: str) -> Any:
+        """Wait until `condition` returns something true. Raises TimeoutError, also if the run has ended before."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            ended = all(agent.poll() is not None for agent in self.agents.values())
+            if value := condition():
+                return value
+            if ended:
+                raise TimeoutError(f"the run ended before {what}")
+            time.sleep(0.05)
+        raise TimeoutError(f"no {what} within {seconds:.0f} s")
+
+    def wait_step(self, step: int, seconds: float = 120.0) -> None:
+        """Wait for a step of the run."""
+        self.wait(lambda: self.step() >= step, seconds, f"step {step}")
+
+    def rank_pid(self, node: str) -> int:
+        """Return the process of a node's rank."""
+        for path in (self.stand.folder / "tmp").glob(f"zaya_aegis_*_{node}/rank*.json"):
+            if path.name.count(".") == 1:
+                return int(json.loads(path.read_text())["pid"])
+        raise TimeoutError(f"no rank on {node}")
+
+    def agent_pid(self, node: str) -> int:
+        """Return the process of a node's agent."""
+        return self._below(self.agents[node].pid, "zaya_plugin.aegis.agent")
+
+    def decider_pid(self) -> int:
+        """Return the process of the decision maker."""
+        return self._below(self.agents[self.stand.names[0]].pid, "zaya_plugin.aegis.decider")
+
+    def _below(self, parent: int, module: str) -> int:
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                is_child = int((path / "stat").read_text().rpartition(")")[2].split()[1]) == parent
+                if is_child and module.encode() in (path / "cmdline").read_bytes().split(b"\0"):
+                    return int(path.name)
+            except (OSError, IndexError):
+                continue
+        raise TimeoutError(f"no process of {module}")
+
+    def kill_node(self, node: str) -> None:
+        """Kill everything of a node at once."""
+        pids = [self.agents[node].pid, self.agent_pid(node), *self.ranks_of(node)]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    def ranks_of(self, node: str) -> list[int]:
+        """Return the ranks of a node."""
+        try:
+            return [self.rank_pid(node)]
+        except TimeoutError:
+            return []
+
+    def finish(self, seconds: float) -> int | None:
+        """Wait for the end of the run; return its exit code, None if it did not end in time."""
+        first = self.agents[self.stand.names[0]]
+        try:
+            return first.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            deadline = time.monotonic() + 8
+            while any(agent.poll() is None for agent in self.agents.values()) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            self.stand.kill()
+            for agent in self.agents.values():
+                agent.wait(10)
+
+
+def rows(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """Return the training steps in metrics.jsonl; of two rows of one step the later one."""
+    found = {}
+    try:
+        lines = (run_dir / "metrics.jsonl").read_text(errors="replace").splitlines()
+    except OSError:
+        return {}
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:  # being written
+            continue
+        if "loss" in row:
+            found[row["step"]] = row
+    return found
+
+
+def difference(
+    run: Mapping[int, Mapping[str, Any]], reference: Mapping[int, Mapping[str, Any]], without: Iterable[int] = ()
+) -> str | None:
+    """Compare the steps of a run with the undisturbed ones, to the bit; return the first difference, None if all agree.
+
+    without: steps that are not compared.
+    """
+    if missing := sorted(reference.keys() - run.keys()):
+        return f"step {missing[0]} is missing"
+    for step in sorted(reference.keys() - {*without}):
+        for name in COMPARED:
+            if run[step].get(name) != reference[step].get(name):
+                return f"step {step}: {name} is {run[step].get(name)}, undisturbed {reference[step].get(name)}"
+    return None
