@@ -54,10 +54,12 @@ def test_a_probe_that_was_killed_is_started_again(probed):
     assert probed._probe is not first and probed.poll(1.0) == [] and not probed.hanging
 
 
-def test_a_missing_directory_is_an_error_of_it(tmp_path):
-    collector = Storage("n1", tmp_path / "gone")
+def test_a_directory_that_is_not_there_yet_is_silent_and_is_watched_once_it_is(tmp_path):
+    collector = Storage("n1", tmp_path / "later", patience=0.3)
+    assert polled(collector, len, 0.5) == [] and not collector.hanging
+    (tmp_path / "later").write_text("a file")  # no directory can be made or read there
     (found,) = polled(collector, len)
-    assert found.rule == "eio" and found.values["errno"] == errno.ENOENT and polled(collector, len, 0.1) == []
+    assert found.rule == "eio" and found.values["errno"] == errno.ENOTDIR
     collector.close()
 
 
