@@ -5,7 +5,13 @@ import json
 
 import pytest
 
-RECIPE = ("cluster=gpu", "stage.train_iters=20", "checkpoint.save_interval=10", "guard.loss_spike=roll_back")
+RECIPE = (
+    "cluster=gpu",
+    "stage.train_iters=20",
+    "optim.lr_warmup_iters=2",
+    "checkpoint.save_interval=10",
+    "guard.loss_spike=roll_back",
+)
 KINDS = {"eager": ("none", "fp32"), "graph": ("full_iteration", "bf16")}
 
 

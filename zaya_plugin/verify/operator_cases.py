@@ -229,9 +229,15 @@ def _expert_flops(sizes: Sizes) -> float:
     return 4.0 * sizes.tokens * sizes.hidden * sizes.ffn
 
 
+# The stream is rounded to bf16 before its statistics: 1 ULP, which counts twice where the result's exponent rises, and
+# more beside LayerNorm's bias. 2.02 and 2.61 ULP on an H200.
+NORM_ULPS = {"add_rms_norm": 2.5, "add_layer_norm": 4.0}
+
 CASES = {
     **{
-        f"{merge}_{kind}{suffix}": Case(_norm(merge == "scaled_residual", bool(suffix), kind))
+        f"{merge}_{kind}{suffix}": Case(
+            _norm(merge == "scaled_residual", bool(suffix), kind), ulps=NORM_ULPS.get(f"{merge}_{kind}{suffix}", 2.0)
+        )
         for kind in ("rms_norm", "layer_norm")
         for suffix in ("", "_backward")
         for merge in ("add", "scaled_residual")
