@@ -74,10 +74,13 @@ def test_a_rank_that_is_slow_now_and_then_or_for_few_steps_is_not_named(maker, m
         beat(maker, "n1", 4 * number, 0.1)
         beat(maker, "n2", 4 * number, 0.5 if number % 3 else 0.1)
     beat(maker, "n2", 47, 0.1)
-    for number in range(6):  # 5 steps
+    for number in range(5):  # from the first slow one 4 steps more
         now[0] += 20.0
-        beat(maker, "n2", 48 + min(number, 9), 0.5)
+        beat(maker, "n2", 48 + number, 0.5)
     assert rows(maker, "diagnosis") == []
+    now[0] += 20.0
+    beat(maker, "n2", 53, 0.5)
+    assert [row["cause"] for row in rows(maker, "diagnosis")] == ["slow_rank"]
 
 
 @pytest.mark.parametrize("others, action", [((), ["exchange"]), (("n1",), []), (("n3",), [])])

@@ -26,7 +26,7 @@ from zaya_plugin import __version__
 from zaya_plugin.aegis import link, slurm
 from zaya_plugin.aegis.cluster import OUT, Cluster
 from zaya_plugin.aegis.collectors.flight_recorder import missing
-from zaya_plugin.aegis.collectors.progress import SLOW_STEPS, slow_ranks
+from zaya_plugin.aegis.collectors.progress import slow_ranks
 from zaya_plugin.aegis.decide import GONE, decide
 from zaya_plugin.aegis.diagnose import LOOKBACK, UNKNOWN, Diagnosis, diagnosis
 from zaya_plugin.aegis.evidence import Evidence
@@ -49,7 +49,8 @@ PROGRESS_SECONDS = 60.0  # between two lines of progress in the journal
 SAVE_SECONDS = 600.0  # for the other ranks, once one has saved and left
 RETURN = ("node_lost", "agent_lost")  # causes upon which a node may be used again when it answers
 PROBE_SECONDS = 3.0  # in which the storage probes of other nodes tell a broken disk or mount from a broken file server
-SLOW_SECONDS = 6.0  # in which a rank is slower than its peers in each comparison: one of its heartbeats is 2 s old
+# A rank is slow if it is slower than its peers in each comparison of so many steps and seconds; heartbeats come every 2 s.
+SLOW_STEPS, SLOW_SECONDS = 5, 6.0
 TOLD = ("slow_rank", "packets_lost")  # watched, and worth a line of the journal
 REQUEUED = 0  # the exit code of processes of a job that SLURM starts again
 PEERS = 4096  # connections that have not proved yet that they hold the secret count too
