@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks, agents and the decision maker are killed, and the run ends with all its steps."""
 
+import json
 import os
 import signal
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
-from tests.aegis.toy_run import ToyRun, kill
+from tests.aegis.toy_run import ToyRun, kill, secret
+from zaya_plugin.aegis import processes
+from zaya_plugin.aegis.agent import Agent, Process
+from zaya_plugin.aegis.settings import Settings
 
 
 def causes(run):
@@ -109,3 +115,44 @@ def test_the_same_failure_three_times_without_a_new_step_stops_the_run(tmp_path)
         assert run.end() == 1
         assert actions(run) == ["restart", "restart", "stop"]
         assert "3 times without a step after 15" in run.rows("end")[0]["reason"]
+
+
+def test_stacks_are_asked_of_the_process_in_the_heartbeat_alone(tmp_path, monkeypatch):
+    """A shell around a rank does not know SIGUSR1, and a number in a file may be another program's."""
+    settings = Settings(("sh",), "rank", "n1", 1, 0, (1,), 2, tmp_path, "127.0.0.1", 1, kernel_log=tmp_path / "kernel")
+    folder = tmp_path / "node"
+    folder.mkdir()
+    (tmp_path / "attempt_0").mkdir()
+    agent = Agent(settings, secret(), folder)
+    stranger = subprocess.Popen(["sleep", "60"])
+    code = "trap 'touch told; exit' USR1; touch ready; while true; do sleep 0.02; done"
+    shell = subprocess.Popen(  # the shell has a child that is the rank
+        ["sh", "-c", f'sh -c "{code}" & wait $!'], cwd=tmp_path, env={**os.environ, processes.FOLDER: str(folder)}
+    )
+    sent = []
+    try:
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        (rank,) = [pid for pid in processes.below(folder) if pid != shell.pid and b"ready" in cmdline(pid)]
+        for number, pid in enumerate((rank, stranger.pid)):
+            (folder / f"rank{number}.json").write_text(json.dumps({"pid": pid, "phase": "train", "step": 1}))
+            agent.processes.append(Process(number, shell, tmp_path / "log", None))
+        agent.collectors.flight_recorder.watch(folder)
+        monkeypatch.setattr("zaya_plugin.aegis.agent.DUMP_SECONDS", 0.1)
+        monkeypatch.setattr(agent, "_send", lambda kind, **values: sent.append((kind, values)))
+        agent._ask_for_dumps()
+        deadline = time.monotonic() + 5
+        while not (tmp_path / "told").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert (tmp_path / "told").exists() and stranger.poll() is None
+        assert sent[-1] == ("dumped", {"generation": 0, "ranks": [0]})
+    finally:
+        agent.collectors.close()
+        processes.kill_all(folder, 2.0)
+        for each in (shell, stranger):
+            each.kill()
+            each.wait()
+
+
+def cmdline(pid):
+    return Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -288,3 +288,11 @@ def test_evidence_of_a_large_run_is_diagnosed_quickly():
 def test_the_corpus_holds_no_text_that_only_the_test_machine_has():
     for path in sorted(Path(__file__).with_name("corpus").glob("*.txt")):
         assert path.read_text().isascii()
+
+
+def test_a_message_like_that_of_a_mistake_is_none_if_its_rank_leaves_with_another_code():
+    line = seen(10.0, "user_error", rank=0)
+    assert diagnosis([line, seen(11.0, None, rank=0, source="exit", exit_code=2)], RULES).cause == "user_error"
+    asked = [line, seen(9.9, "loss_spike", "n2", 1), seen(11.0, None, rank=0, source="exit", exit_code=76)]
+    assert diagnosis(asked, RULES).cause == "loss_spike"
+    assert diagnosis([line, seen(11.0, None, rank=0, source="exit", exit_code=1)], RULES).cause == "rank_failed"

@@ -3,15 +3,18 @@
 search.
 """
 
+import ast
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zaya_plugin.aegis import exit_codes
+from zaya_plugin.aegis import decide, decider, diagnose, exit_codes
+from zaya_plugin.aegis.collectors import storage
 from zaya_plugin.aegis.rules import A_MINUTE, LINE, Reader, Rules, words
 
 RULES = Rules.load()
@@ -31,6 +34,41 @@ def names(source: str, line: str | bytes) -> list[str]:
 
 def test_every_class_of_the_survey_has_a_row():
     assert [name for name in SURVEY + NO_LINE if name not in RULES] == []
+
+
+def given_names(path: Path) -> set[str]:
+    """The names of rules in a file: what collectors find, what evidence carries, and what a cause is compared with."""
+    found: list[ast.expr] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            found += [word.value for word in node.keywords if word.arg == "rule"]
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            found += node.args[5:6] if name == "Evidence" else []
+            at = {"found": 1, "_tell": 1, "_once": 3}.get(name) if path.parent.name == "collectors" else None
+            found += [] if at is None else node.args[at : at + 1]
+        elif isinstance(node, ast.Compare) and getattr(node.left, "attr", "") in ("rule", "cause"):
+            found += node.comparators
+    found += [
+        each
+        for each in ast.walk(ast.parse(path.read_text()))
+        if isinstance(each, ast.Constant) and re.fullmatch(r"counter_\w+", str(each.value))
+    ]
+    return {
+        each.value for each in found if isinstance(each, ast.Constant) and re.fullmatch(r"[a-z]\w+", str(each.value))
+    }
+
+
+def test_every_name_that_the_code_gives_has_a_row():
+    given = {code.rule for code in [*exit_codes.CODES.values(), *exit_codes.SIGNALS.values()] if code.rule}
+    given |= {*decide.LINKS, *decide.OF_STATE, *decide.GONE, decide.ENDED_BY_REQUEST, *decider.RETURN, *decider.TOLD}
+    given |= {*diagnose.TIME_OUTS, *diagnose.NAMES_LAGGARD, *storage.RULES.values(), "loss_spike", "non_finite"}
+    for path in Path(decide.__file__).parent.rglob("*.py"):
+        given |= given_names(path) if "lab" not in path.parts else set()
+    expected = (
+        "checkpoint_saved flight_record missing_rank slow_rank hang gpu_missing counter_rdma link_flap memory_low"
+    )
+    assert {*expected.split()} <= given
+    assert sorted(name for name in given if name not in RULES) == []
 
 
 @pytest.mark.parametrize("rule", WITH_LINES, ids=lambda rule: rule.name)

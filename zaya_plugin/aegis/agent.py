@@ -396,13 +396,15 @@ class Agent:
         self._send("ended", **self.over)
 
     def _ask_for_dumps(self) -> None:
-        """Ask the ranks for stacks and flight recorders; what they write is kept with the logs. Only those that have a
-        heartbeat know the signal: it would end others.
+        """Ask the ranks for stacks and flight recorders; what they write is kept with the logs. Only a process that names
+        itself in a heartbeat knows the signal: it would end others, such as a shell around the rank.
         """
-        asked = [process for process in self._running() if (self.folder / f"rank{process.rank}.stacks").exists()]
-        before = {process.rank: self._dumped(process.rank) for process in asked}
+        ours = set(processes.below(self.folder))  # a number in a file may be another process's by now
+        beats = {process.rank: heartbeat(self.folder, process.rank) or {} for process in self._running()}
+        asked = {rank: beat["pid"] for rank, beat in beats.items() if beat.get("pid") in ours}
+        before = {rank: self._dumped(rank) for rank in asked}
         self.collectors.flight_recorder.ask()
-        processes.send([process.popen.pid for process in asked], signal.SIGUSR1)
+        processes.send(list(asked.values()), signal.SIGUSR1)
         deadline = time.monotonic() + DUMP_SECONDS
         while time.monotonic() < deadline:
             if all(
@@ -417,7 +419,7 @@ class Agent:
                 shutil.copyfile(path, logs / path.name)
         time.sleep(1.5 * self.collectors.flight_recorder.interval)  # until the dumps are read
         self._collect()
-        self._send("dumped", generation=self.generation, ranks=[process.rank for process in asked])
+        self._send("dumped", generation=self.generation, ranks=list(asked))
 
     def _dumped(self, rank: int) -> tuple[int, int]:
         def stamp(path: Path) -> int:

@@ -44,6 +44,7 @@ class Cluster:
     trained: whether an attempt has started before, so that the next one continues. since: the start of the attempt.
     out: nodes that are not used any more, and why.
     step: the last step of this attempt; first_step: the first one; best: the last one ever; checkpoints: their steps.
+    skips: first and last steps whose data are left out, by roll backs.
     pending: the decision that was not carried out yet. asked: the run was asked to end.
     """
 
@@ -73,6 +74,7 @@ class Cluster:
     links: list[tuple[float, str]] = field(default_factory=list)
     rollbacks: int = 0
     turns: int = 0
+    skips: list[tuple[int, int]] = field(default_factory=list)
     pending: dict[str, Any] | None = None
     asked: bool = False
     _diagnosis: dict[str, Any] | None = None
@@ -102,7 +104,7 @@ class Cluster:
         # A person has started the command again: earlier failures, and nodes that were taken out, do not count.
         fresh = Cluster(self.wanted, self.sizes, self.group, self.restarts, self.requeue)
         fresh.generation, fresh.checkpoints, fresh.best = self.generation, self.checkpoints, self.best
-        fresh.trained = self.best > 0
+        fresh.trained, fresh.skips = self.best > 0, self.skips  # what was left out stays out, or the losses change
         self.__dict__.update(fresh.__dict__)
         self.begun, self.command = True, row["command"]
 
@@ -158,6 +160,8 @@ class Cluster:
         )
         self.pending, self.running = row, False
         self.turns += said["cause"] == "rerun_other_gpu"
+        if row.get("skip") and tuple(row["skip"]) not in self.skips:
+            self.skips.append(tuple(row["skip"]))
         if row["action"] == "rollback":
             self.rollbacks += 1
             if row["to_step"] is not None:

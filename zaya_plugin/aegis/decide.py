@@ -150,7 +150,9 @@ def _roll_back(said: Diagnosis, cluster: Cluster, why: str) -> Decision:
     begin = values.get("first_step", values.get("step"))
     bad = begin if isinstance(begin, int) else None
     newest = cluster.before(None)
-    to_step = cluster.before(bad if bad is not None and newest is not None and bad <= newest else newest)
+    # The evidence says from which step on a checkpoint may be spoiled; it was wrong if the same comes again.
+    again = any(failure.fingerprint == said.fingerprint for failure in cluster.barren)
+    to_step = cluster.before(newest if bad is None or again and newest is not None and newest < bad else bad)
     skip = values.get("skip")
     skip = (int(skip[0]), int(skip[1])) if isinstance(skip, (list, tuple)) and len(skip) == 2 else None
     if to_step is None:

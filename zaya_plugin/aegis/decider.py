@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from zaya_plugin import __version__
 from zaya_plugin.aegis import link, slurm
 from zaya_plugin.aegis.cluster import OUT, Cluster
 from zaya_plugin.aegis.collectors.flight_recorder import missing
+from zaya_plugin.aegis.collectors.progress import slow_ranks
 from zaya_plugin.aegis.decide import GONE, decide
 from zaya_plugin.aegis.diagnose import LOOKBACK, UNKNOWN, Diagnosis, diagnosis
 from zaya_plugin.aegis.evidence import Evidence
@@ -46,6 +48,10 @@ REJOIN_SECONDS = 30.0  # until those of a later one must, before it starts with 
 PROGRESS_SECONDS = 60.0  # between two lines of progress in the journal
 SAVE_SECONDS = 600.0  # for the other ranks, once one has saved and left
 RETURN = ("node_lost", "agent_lost")  # causes upon which a node may be used again when it answers
+PROBE_SECONDS = 3.0  # in which the storage probes of other nodes tell a broken disk or mount from a broken file server
+# A rank is slow if it is slower than its peers in each comparison of so many steps and seconds; heartbeats come every 2 s.
+SLOW_STEPS, SLOW_SECONDS = 5, 6.0
+TOLD = ("slow_rank", "packets_lost")  # watched, and worth a line of the journal
 REQUEUED = 0  # the exit code of processes of a job that SLURM starts again
 PEERS = 4096  # connections that have not proved yet that they hold the secret count too
 KEPT = 20_000  # pieces of evidence
@@ -91,6 +97,9 @@ class Decider:
         self.hanging: Evidence | None = None  # of a hang while something is waited for
         self._next_progress = self._next_words = 0.0
         self._ridden: set[tuple[str, str | None]] = set()
+        self._slow: dict[int, tuple[int, float]] = {}  # rank -> the step and the time from which on it is slow
+        self._told: set[tuple[str, str, int | None]] = set()  # in this attempt
+        self.doubted: Evidence | None = None  # of storage: of one node, or of all
         self.code: int | None = None
         continued = self.cluster.begun and not self.cluster.ended and self.cluster.command == list(settings.command)
         if not continued:
@@ -105,6 +114,9 @@ class Decider:
         for node in settings.exclude:
             self.note("node", node=node, state=OUT, reason="--exclude")
         self.note("decider", pid=os.getpid(), reason="started again from the journal" if continued else "start")
+        pending = self.cluster.pending or {}
+        if pending.get("action") == "requeue" and pending.get("start") != slurm.start_of_job():
+            self.cluster.pending = None  # SLURM has carried it out
         if continued and self.cluster.generation and (self.cluster.running or self.cluster.pending):
             self.to("adopt")
 
@@ -254,6 +266,7 @@ class Decider:
         if message["generation"] == self.cluster.generation and self.cluster.running:
             peer.ranks = {int(rank): beat for rank, beat in message["ranks"].items() if isinstance(beat, dict)}
             self.follow_progress()
+            self.compare_ranks()
 
     def on_free(self, peer: Peer, message: dict[str, Any]) -> None:
         self.note("node", node=peer.node, state="back", reason="the processes that survived SIGKILL have ended")
@@ -327,7 +340,12 @@ class Decider:
         rule = self.rules[evidence.rule] if evidence.rule in self.rules else None
         if generation is not None and generation != self.cluster.generation and evidence.source == "rank":
             return
-        if rule is None or rule.role != "root" or evidence.node not in self.cluster.nodes or not self.cluster.running:
+        if rule is None or evidence.node not in self.cluster.nodes or not self.cluster.running:
+            return
+        if rule.name in TOLD and (key := (rule.name, evidence.node, evidence.rank)) not in self._told:
+            self._told.add(key)
+            self.judge(evidence, alive=True)
+        if rule.role != "root":
             return
         if evidence.values.get("recovered"):
             self._ridden.discard((rule.name, evidence.node))
@@ -341,6 +359,8 @@ class Decider:
         elif rule.severity in ("fatal", "high") and (rule.name, evidence.node) not in self._ridden:
             self._ridden.add((rule.name, evidence.node))  # kept: it may explain a failure that follows
             self.note("symptom", evidence=evidence.to_json())
+            if rule.action == "exchange" and evidence.source == "storage":
+                self.doubted = evidence
 
     def ends_now(self, evidence: Evidence) -> bool:
         """Whether this alone ends the attempt, though all ranks live: it is sure, or it comes from the agents."""
@@ -461,6 +481,7 @@ class Decider:
             (each for each in self.evidence if each.time > time.time() - LOOKBACK and each.source == "kernel"), KEPT
         )
         self._ridden.clear()
+        self._slow, self._told, self.doubted = {}, set(), None
         self.cluster.spares = tuple(node for node in self.available() if node not in self.order)
         self.note("attempt", nodes=list(self.order), world_size=len(self.order) * here, resume_step=resume)
         first = self.peers[self.order[0]]
@@ -479,7 +500,7 @@ class Decider:
                 nodes=len(self.order),
                 address=first.address,
                 port=port,
-                command=resumed(self.settings.command) if again else list(self.settings.command),
+                command=resumed(self.settings, self.cluster.skips) if again else list(self.settings.command),
                 turn=self.cluster.turns if len(self.order) == 1 else 0,
             )
         self.slowest, self.stepped, self.hanging = 0.0, time.time(), None
@@ -491,6 +512,10 @@ class Decider:
         self.cluster.spares = tuple(node for node in self.available() if node not in self.cluster.nodes)
         if self.hanging is not None and not self.rides():
             return self.look(self.hanging)
+        if self.doubted is not None and time.time() - self.doubted.time > PROBE_SECONDS:
+            doubted, self.doubted = self.doubted, None
+            if self.cluster.spares and self.is_alone(doubted):
+                return self.look(doubted)
         there = self.active()
         if len(there) == len(self.cluster.nodes) and not any(peer.running for peer in there):
             codes = {code for peer in there for code in peer.codes.values()}
@@ -514,6 +539,28 @@ class Decider:
             self.note("progress", step=step, step_seconds=round(seconds, 4))
         else:
             self.cluster.apply({"kind": "progress", "step": step, "step_seconds": seconds})
+
+    def is_alone(self, evidence: Evidence) -> bool:
+        """Whether no other node says the same: then the fault is the node's, not the file server's."""
+        return not any(
+            each.rule == evidence.rule and each.source == evidence.source and each.node != evidence.node
+            for each in self.evidence
+        )
+
+    def compare_ranks(self) -> None:
+        """Name ranks that compute longer than their peers; a node alone may have no second rank to compare with."""
+        beats = {rank: beat for peer in self.active() for rank, beat in peer.ranks.items() if beat["phase"] == "train"}
+        slow = slow_ranks({rank: beat["busy_seconds"] for rank, beat in beats.items() if beat.get("busy_seconds")})
+        for rank in self._slow.keys() - slow.keys():
+            del self._slow[rank]
+        for rank, factor in slow.items():
+            step, now = beats[rank]["step"], time.monotonic()
+            first, since = self._slow.setdefault(rank, (step, now))
+            if step - first >= SLOW_STEPS and now - since >= SLOW_SECONDS:
+                busy, node = beats[rank]["busy_seconds"], self.cluster.nodes[rank // self.settings.ranks_per_node]
+                text = f"rank {rank} computes for {busy:.3g} s a step, {factor:.1f} times its peers' median"
+                values = {"factor": round(factor, 2), "busy_seconds": busy}
+                self.see(Evidence(time.time(), node, "agent", text, rank, "slow_rank", values))
 
     def rides(self) -> bool:
         """Whether something is waited for that may end by itself, such as a file server that does not respond."""
@@ -587,7 +634,8 @@ class Decider:
         where = f" on {said.node}" if said.node else ""
         who = f", rank {said.rank}" if said.rank is not None else ""
         self.say(f"{said.cause}{where}{who}: {decision.action}. {decision.reason}")
-        self.note("decision", **decision.to_json())
+        of_start = {"start": slurm.start_of_job()} if decision.action == "requeue" else {}
+        self.note("decision", **decision.to_json(), **of_start)
         if decision.action in ("ride", "watch"):
             return
         for node in decision.nodes_out:
@@ -697,11 +745,18 @@ class Decider:
             self.say(f"end, exit code {code}: {reason}")
 
 
-def resumed(command: tuple[str, ...]) -> list[str]:
-    """Return the command of a later attempt: `zaya train` continues from its newest checkpoint."""
-    if not is_train(command):
-        return list(command)
-    return [word for word in command if not word.startswith("resume=")] + ["resume=auto"]
+def resumed(settings: Settings, skips: Sequence[tuple[int, int]] = ()) -> list[str]:
+    """Return the command of a later attempt: `zaya train` continues from its newest checkpoint, and leaves out the data
+    of `skips`, first and last steps, beside what the recipe leaves out.
+    """
+    if not is_train(settings.command):
+        return list(settings.command)
+    added = {"resume": "auto"}
+    if skips:
+        steps = [*settings.skip_steps, *(f"{first}-{last}" for first, last in skips)]
+        added["data.skip_steps"] = f"[{','.join(steps)}]"
+    kept = [word for word in settings.command if word.lstrip("+").partition("=")[0] not in added]
+    return kept + [f"{name}={value}" for name, value in added.items()]
 
 
 def main(argv: list[str]) -> int:

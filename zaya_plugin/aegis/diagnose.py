@@ -9,7 +9,7 @@ the earliest, because a failure of one rank makes others fail too.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -68,7 +68,10 @@ def diagnosis(evidence: Sequence[Evidence], rules: Rules) -> Diagnosis:
         ((each, rules[name]) for each in evidence if (name := _name(each)) in rules), key=lambda pair: pair[0].time
     )
     over = {id(each) for each, rule in seen if _is_over(each, rule, seen)}
-    named = [(each, rule) for each, rule in seen if not each.values.get("recovered")]
+    codes = {(each.node, each.rank): each.values.get("exit_code") for each, _ in seen if each.source == "exit"}
+    # A message may look like one about a mistake; the exit code of the same rank says whether it was one.
+    spoken = [(each, rule) for each, rule in seen if not _is_denied(each, rule, codes)]
+    named = [(each, rule) for each, rule in spoken if not each.values.get("recovered")]
     roots = [(each, rule) for each, rule in named if rule.role == "root" and _is_frequent(each, rule, named)]
     consequences = [each.time for each, rule in named if rule.role == "cascade" or each.source in ("exit", "progress")]
     since = min(consequences, default=float("inf")) - LOOKBACK
@@ -87,6 +90,10 @@ def _name(each: Evidence) -> str | None:
     if each.rule is None and each.source == "exit":
         return meaning(int(each.values.get("exit_code", 1))).rule
     return each.rule
+
+
+def _is_denied(each: Evidence, rule: Rule, codes: Mapping[tuple[str, int | None], Any]) -> bool:
+    return rule.name == "user_error" and each.source == "rank" and codes.get((each.node, each.rank), 2) != 2
 
 
 def _is_progress(each: Evidence) -> bool:

@@ -36,7 +36,8 @@ KINDS = {
         "cascades",
         "fingerprint",
     ),
-    "decision": ("action", "nodes_out", "delay", "to_step", "skip", "reason"),
+    # start: of the SLURM job that is given back, with `requeue` alone
+    "decision": ("action", "nodes_out", "delay", "to_step", "skip", "reason", "start"),
     "stopped": ("seconds", "survivors"),  # the ranks of the attempt have ended
     "alert": ("text", "delivered"),
     "end": ("code", "reason"),

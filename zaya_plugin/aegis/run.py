@@ -164,6 +164,7 @@ def settings_of(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settin
         rules=tuple(os.path.abspath(path) for path in options.rules),
         hook=hook,
         requeue=options.requeue,
+        skip_steps=tuple(recipe.data.skip_steps) if recipe is not None else (),
     )
     return settings, options
 

@@ -25,6 +25,7 @@ class Settings:
     kernel_log: the kernel's messages, or a file in their place. links: network interfaces to watch, () for all.
     exclude: nodes that are not to be used.
     rules, hook: files with rows of the user's own, and the words of the user's command for alerts.
+    skip_steps: data.skip_steps of the recipe.
     requeue: whether the job is given back to SLURM when too few nodes are left.
     """
 
@@ -48,6 +49,7 @@ class Settings:
     rules: tuple[str, ...] = ()
     hook: tuple[str, ...] = ()
     requeue: bool = False
+    skip_steps: tuple[str, ...] = ()
 
     @property
     def journal(self) -> Path:
@@ -61,7 +63,7 @@ class Settings:
     def from_word(cls, word: str) -> Settings:
         """Return the settings that `to_word` wrote."""
         values = json.loads(word)
-        for name in ("command", "sizes", "links", "exclude", "rules", "hook"):
+        for name in ("command", "sizes", "links", "exclude", "rules", "hook", "skip_steps"):
             values[name] = tuple(values[name])
         for name in ("folder", "checkpoints", "kernel_log"):
             values[name] = None if values[name] is None else Path(values[name])

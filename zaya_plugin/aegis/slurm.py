@@ -16,7 +16,22 @@ from zaya_plugin.aegis.evidence import printable
 from zaya_plugin.config.whole_file import write_whole
 
 CALL_SECONDS = 10.0
-AGAIN_SECONDS = 20.0  # SLURM ends the job's processes 30 s (KillWait) after a requeue
+HELPER = (
+    "sbatch",
+    "--job-name=aegis-requeue",
+    "--ntasks=1",
+    "--time=5",
+    "--chdir=/",
+    "--output=/dev/null",
+    "--no-requeue",
+)
+# `PENDING` is said when the last process has ended; a start that was set before is overwritten by then.
+START_NOW = """sh -c 'for second in $(seq 240); do
+    case "$(scontrol --oneliner show job $0)" in
+        *JobState=PENDING*) scontrol update JobId=$0 StartTime=now && exit ;;
+    esac
+    sleep 1
+done'"""
 FAILING = "failing_nodes.txt"
 
 
@@ -38,26 +53,30 @@ def job() -> str | None:
     return os.environ.get("SLURM_JOB_ID")
 
 
-def requeue(job_id: str, nodes_out: Iterable[str] = ()) -> tuple[bool, str]:
-    """Start the job again, at once and without `nodes_out`; return whether SLURM took it, and what it said.
+def start_of_job() -> str:
+    """Return a name for this start of the job; SLURM gives each requeue a new number."""
+    return f"{job()}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
 
-    SLURM lets a requeued job wait for two minutes; the user may set its start to now, and its list of excluded nodes,
-    while it waits. Both need no rights of an operator. This process is ended by the requeue, after SLURM's KillWait.
+
+def requeue(job_id: str, nodes_out: Iterable[str] = ()) -> tuple[bool, str]:
+    """Start the job again, soon and without `nodes_out`; return whether SLURM took it, and what it said of the rest.
+
+    SLURM lets a requeued job wait for two minutes from the end of its last process on; only after that end may the user
+    set its start to now. This process does not live that long, so a job of its own does it. If SLURM does not take that
+    job the two minutes pass. The list of excluded nodes is kept. None of it needs the rights of an operator.
     """
     taken, said = call("scontrol", "requeue", job_id)
     if not taken:
         return False, said
-    deadline = time.monotonic() + AGAIN_SECONDS
-    wanted = ["StartTime=now"]
-    if nodes_out := sorted(nodes_out):
-        wanted.insert(0, f"ExcNodeList={','.join(nodes_out)}")
-    while wanted and time.monotonic() < deadline:
-        done, said = call("scontrol", "update", f"JobId={job_id}", wanted[0])
-        if done:
-            wanted.pop(0)
-        else:  # its processes are still being ended
-            time.sleep(0.5)
-    return True, f"not done: {' '.join(wanted)}: {said}" if wanted else ""
+    wrong, given = [], {name: os.environ.get(f"SLURM_JOB_{name.upper()}") for name in ("partition", "account", "qos")}
+    if out := ",".join(sorted(nodes_out)):
+        done, said = call("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={out}")
+        wrong += [] if done else [f"the nodes are not excluded: {said}"]
+        given["exclude"] = out
+    words = [f"--{name}={value}" for name, value in given.items() if value]
+    done, said = call(*HELPER, *words, f"--wrap={START_NOW} {job_id}")
+    wrong += [] if done else [f"it waits for two minutes: {said}"]
+    return True, "; ".join(wrong)
 
 
 class Drains:

@@ -11,6 +11,7 @@ import pytest
 from zaya_plugin.aegis.collectors.gpu import DEFECT, AmdSmi, GpuSysfs
 from zaya_plugin.aegis.collectors.host import Host
 from zaya_plugin.aegis.collectors.links import Links
+from zaya_plugin.aegis.collectors.packets import Packets
 from zaya_plugin.aegis.collectors.rdma import LEAST, Rdma, statistics
 
 
@@ -241,3 +242,23 @@ def test_the_host(tmp_path):
     host(tmp_path, kills=6, cgroup=3)
     assert told(collector) == []
     assert told(Host("n1", tmp_path / "nothing")) == []
+
+
+def test_segments_that_are_sent_again_are_told_once_until_few_are(tmp_path):
+    packets = Packets("n1", tmp_path)
+    assert packets.poll(1.0) == []  # no such file
+
+    def polled(sent, again):
+        write(
+            tmp_path / "proc/self/net/snmp", f"Ip: Forwarding\nIp: 1\nTcp: OutSegs RetransSegs\nTcp: {sent} {again}\n"
+        )
+        return told(packets)
+
+    assert polled(10_000, 5_000) == []  # before the run
+    assert polled(11_000, 5_019) == []  # 19 are few
+    assert polled(12_000, 5_060) == [("packets_lost", {"sent": 2000, "again": 60})]
+    assert polled(13_000, 5_100) == []
+    assert polled(14_000, 5_100) == [] and polled(15_000, 5_100) == []
+    assert polled(16_000, 5_141) == [("packets_lost", {"sent": 2000, "again": 41})]
+    write(tmp_path / "proc/self/net/snmp", "Tcp: OutSegs\nTcp:")
+    assert told(packets) == []

@@ -138,3 +138,16 @@ def test_a_stalled_file_server_is_known_until_it_answers(tmp_path):
 def test_a_kernel_log_that_cannot_be_read_is_silent_and_says_why(tmp_path):
     log = KernelLog("n1", tmp_path / "none")
     assert log.poll(time.time()) == [] and log.absent == f"{tmp_path / 'none'} does not exist"
+
+
+@pytest.mark.parametrize(
+    "line, month, day",
+    [
+        ("[E813 10:00:00.123 ProcessGroup.cpp:7] x", 8, 13),  # torch's C++ side: month * 100 + day
+        ("[E1122 10:00:00.123 ProcessGroup.cpp:7] x", 11, 22),
+        ("[rank3]:E0813 10:00:00.123000 41 torch/x.py:1] x", 8, 13),  # its Python side
+    ],
+)
+def test_a_month_of_one_digit_is_read_too(line, month, day):
+    at = time.mktime((time.localtime().tm_year, month, day, 10, 0, 0, 0, 0, -1)) + 0.123
+    assert stamp(line, at + 2) == pytest.approx(at)

@@ -13,6 +13,7 @@ from zaya_plugin.aegis.collectors.guards import Guards
 from zaya_plugin.aegis.collectors.host import Host
 from zaya_plugin.aegis.collectors.kernel_log import DEVICE, KernelLog
 from zaya_plugin.aegis.collectors.links import Links
+from zaya_plugin.aegis.collectors.packets import Packets
 from zaya_plugin.aegis.collectors.progress import FLOOR, Progress
 from zaya_plugin.aegis.collectors.rank_logs import RankLogs
 from zaya_plugin.aegis.collectors.rdma import Rdma
@@ -52,6 +53,7 @@ class NodeCollectors(Collectors):
         self.rank_logs = RankLogs(node, wanted=wanted)
         self.guards, self.flight_recorder = Guards(node), FlightRecorder(node)
         others = [Host(node, root), GpuSysfs(node, root), AmdSmi(node), Links(node, interfaces, root), Rdma(node, root)]
+        others.append(Packets(node, root))
         if checkpoints is not None:
             others.append(Checkpoints(node, checkpoints, self.stalled))
         of_ranks = [self.progress, self.rank_logs, self.guards, self.flight_recorder]

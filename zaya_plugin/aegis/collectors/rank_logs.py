@@ -12,8 +12,9 @@ from zaya_plugin.aegis.collectors.runner import Collector
 from zaya_plugin.aegis.collectors.tail import Tail
 from zaya_plugin.aegis.evidence import TEXT, Evidence, printable
 
-# What glog (torch, gloo) and Python's logging write: E1122 10:00:00.123000, 2026-11-22 10:00:00,123
-GLOG = re.compile(r"[EWIF](?P<month>\d\d)(?P<day>\d\d) (?P<clock>\d\d:\d\d:\d\d)\.(?P<part>\d+)")
+# What glog (torch, gloo) and Python's logging write: E1122 10:00:00.123000, 2026-11-22 10:00:00,123. Torch's C++ side
+# writes month * 100 + day, so August has one digit: E813.
+GLOG = re.compile(r"\b[EWIF](?P<month>\d{1,2})(?P<day>\d\d) (?P<clock>\d\d:\d\d:\d\d)\.(?P<part>\d+)")
 LOGGING = re.compile(r"(?P<year>\d{4})-(?P<month>\d\d)-(?P<day>\d\d)[ T](?P<clock>\d\d:\d\d:\d\d)[,.](?P<part>\d+)")
 OLD = 300.0  # seconds; a line with an older stamp quotes another one
 

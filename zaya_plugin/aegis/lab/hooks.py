@@ -56,7 +56,9 @@ def take_port(fault: dict[str, Any]) -> None:
 
 
 def change_loss(fault: dict[str, Any]) -> None:
-    """Multiply the losses: by NaN for one step, or for a spike until the process ends."""
+    """Multiply the losses: by NaN for one step, or for a spike until the process ends. Their gradient stays what the
+    kernel of the loss was promised.
+    """
 
     def wrap(module) -> None:
         original = module.forward_step
@@ -67,7 +69,7 @@ def change_loss(fault: dict[str, Any]) -> None:
             last = beat.last if beat is not None else 0
             if os.environ["RANK"] == "1" and last >= fault["step"] and is_mine(fault):
                 first_time(fault)
-                losses = losses * float(fault["factor"])
+                losses = losses + losses.detach() * (float(fault["factor"]) - 1)
             return losses, reduce
 
         module.forward_step = forward_step

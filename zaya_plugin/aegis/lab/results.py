@@ -54,8 +54,8 @@ def judge(
     found = Result(fault.name, fault.text, start=start, code=code)
     # A journal begins with rows about the start, and a node that trains again is news as well.
     first = next((row for row in after if row["kind"] in ("symptom", "diagnosis", "decision")), None)
-    lost = next((row for row in after if row["kind"] == "node" and row["state"] == "lost"), first)
-    signs = [row["time"] for row in (first, lost) if row is not None]
+    others = (row for row in after if row["kind"] == "node" and row["state"] == "lost" or row["kind"] == "decider")
+    signs = [row["time"] for row in (first, next(others, first)) if row is not None]
     found.detected = round(min(signs) - injected, 2) if signs else None
     diagnoses = [row for row in after if row["kind"] == "diagnosis"]
     decisions = [row for row in after if row["kind"] == "decision"]
@@ -82,13 +82,14 @@ def _wrong(fault: Fault, found: Result, again: bool):
             yield f"a decision where none was needed: {', '.join(active)}"
         if found.attempts != 1:
             yield f"{found.attempts} attempts, not 1"
-    else:
+    if fault.within is not None:
         if found.detected is None:
             yield "not detected"
         elif found.detected > fault.within and fault.code != 2:
             yield f"detected after {found.detected:.1f} s, not {fault.within:.0f} s"
-        if found.cause not in fault.causes:
+        if fault.causes and found.cause not in fault.causes:
             yield f"cause {found.cause or 'unnamed'}, not {' or '.join(fault.causes)}"
+    if not fault.quiet:
         if active and active[0] not in fault.actions or not active and "watch" not in fault.actions:
             yield f"decided {', '.join(active) or 'nothing'}, not {' or '.join(fault.actions)}"
         if fault.attempts is not None and found.attempts != fault.attempts:

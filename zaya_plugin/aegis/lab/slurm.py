@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ from typing import Any
 
 from zaya_plugin.aegis import slurm as ours
 from zaya_plugin.aegis.lab.faults import LOST, SOON, Fault
-from zaya_plugin.aegis.lab.packages import SLURM, unpack
+from zaya_plugin.aegis.lab.packages import SLURM, Unpacked, unpack
 from zaya_plugin.aegis.lab.results import Result, judge
 from zaya_plugin.aegis.lab.stand import Stand, marked
 from zaya_plugin.aegis.lab.training import PORT, Run, difference, rows, zaya
@@ -64,18 +66,23 @@ class Cluster:
     def __init__(self, cache: Path, stand: Stand):
         self.stand, self.folder = stand, stand.folder / "slurm"
         self.unpacked = unpack(cache, SLURM, "slurmctld-wlm")
+        self.public: Path | None = None  # programs and configuration where the jobs of any user can read them
         self.daemons: dict[str, subprocess.Popen] = {}
 
     def __enter__(self) -> Cluster:
         self.folder.mkdir(parents=True)
         (self.folder / "state").mkdir()
+        self.public = Path(tempfile.mkdtemp(prefix="zaya-lab-slurm-"))
+        self.public.chmod(0o755)
+        shutil.copytree(self.unpacked.root, self.public / "root", symlinks=True)
+        self.unpacked = Unpacked(self.public / "root")
         plugins = next(path / "slurm-wlm" for path in self.unpacked.libraries if (path / "slurm-wlm").is_dir())
         host = os.uname().nodename
         text = CONFIGURATION.format(host=host, plugins=plugins, folder=self.folder, port=FIRST_PORT)
         for number, node in enumerate(NODES, start=1):
             (self.folder / f"spool-{node}").mkdir()
             text += f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={FIRST_PORT + number} CPUs=2\n"
-        self.file = self.folder / "slurm.conf"
+        self.file = self.public / "slurm.conf"
         self.file.write_text(text)
         self._daemon("slurmctld", "slurmctld-wlm")
         for node in NODES:
@@ -98,6 +105,7 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+        shutil.rmtree(self.public, ignore_errors=True)
 
     def environment(self, **more: str) -> dict[str, str]:
         """Return the environment of SLURM's programs."""
@@ -152,9 +160,10 @@ class Cluster:
         """Let this process call SLURM's programs as another user."""
         folder = self.folder / "as_user"
         folder.mkdir(exist_ok=True)
-        for name in ("scontrol",):
-            program = shlex.join([*self._as(user), str(self.unpacked.program(name))])
-            (folder / name).write_text(f'#!/bin/sh\nexec {program} "$@"\n')
+        for name in ("scontrol", "sbatch"):
+            program, change = str(self.unpacked.program(name)), shlex.join(self._as(user))
+            text = f'[ "$(id -u)" = {user} ] && exec {program} "$@"\nexec {change} {program} "$@"'  # in a job: is that user
+            (folder / name).write_text(f"#!/bin/sh\n{text}\n")
             (folder / name).chmod(0o755)
         before = dict(os.environ)
         added = self.environment()
@@ -191,6 +200,14 @@ class SlurmRun(Run):
         environment = cluster.environment(PYTHONPATH=paths, OMP_NUM_THREADS="1")
         script = shlex.join([*srun, *aegis, "--", *self.command])
         return cluster.submit(*words, script=script, environment=environment)
+
+    def victim(self) -> str:
+        """Return a node that trains, and is not the decision maker's: SLURM starts that one again only with the job."""
+        pid = [row["pid"] for row in self.journal() if row["kind"] == "decider"][-1]
+        text = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        first = next(word.partition(b"=")[2].decode() for word in text if word.startswith(b"SLURMD_NODENAME="))
+        nodes = [row["nodes"] for row in self.journal() if row["kind"] == "attempt"][-1]
+        return next(node for node in nodes if node != first)
 
     def wait(self, condition: Callable[[], Any], seconds: float, what: str) -> Any:
         deadline = time.monotonic() + seconds
@@ -245,7 +262,8 @@ def slurm_node_lost(cluster: Cluster, folder: Path, data: Path, reference: dict,
     options = ("--nodes", "2", "--spares", "1")
     job = run.submit(cluster, "--nodes=3", "--no-kill", options=options, step=("--no-kill",))
     run.wait_step(11)
-    injected = cluster.kill_node("n2")
+    lost = run.victim()
+    injected = cluster.kill_node(lost)
     fields = _ended(cluster, job)
     expected = Fault("slurm_node_lost", slurm_node_lost_text, _never, (), ("node_lost",), ("exchange",), LOST)
     code = next((row["code"] for row in run.journal() if row["kind"] == "end"), None)
@@ -260,7 +278,8 @@ def slurm_requeue(cluster: Cluster, folder: Path, data: Path, reference: dict, s
     run = SlurmRun(cluster.stand, folder / "trial", data)
     job = run.submit(cluster, "--nodes=2", "--no-kill", "--requeue", options=("--requeue",), step=("--no-kill",))
     run.wait_step(11)
-    injected = cluster.kill_node("n2")
+    lost = run.victim()
+    injected = cluster.kill_node(lost)
     run.wait(lambda: any(row["kind"] == "decision" for row in run.journal(injected)), 60, "decision")
     begun = run.wait(
         lambda: [row for row in run.journal(injected) if row["kind"] == "attempt"], 2 * REQUEUE_SECONDS, "new attempt"
@@ -275,7 +294,7 @@ def slurm_requeue(cluster: Cluster, folder: Path, data: Path, reference: dict, s
     waited = begun[0]["time"] - injected
     if waited > REQUEUE_SECONDS:
         found.wrong.append(f"the job ran again after {waited:.0f} s, not {REQUEUE_SECONDS:.0f} s")
-    if "n2" in begun[0]["nodes"]:
+    if lost in begun[0]["nodes"]:
         found.wrong.append("the job ran again on the lost node")
     if fields.get("Restarts") != "1":
         found.wrong.append(f"SLURM counts {fields.get('Restarts')} restarts, not 1")

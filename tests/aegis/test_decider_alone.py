@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decision maker without processes: its peers are made here, and say what a test lets them say."""
+
+import dataclasses
+import time
+
+import pytest
+
+from zaya_plugin.aegis import decider, slurm
+from zaya_plugin.aegis.decide import Decision
+from zaya_plugin.aegis.decider import Decider, Peer, resumed
+from zaya_plugin.aegis.evidence import Evidence
+from zaya_plugin.aegis.journal import read
+from zaya_plugin.aegis.settings import Settings
+
+COMMAND = ("zaya", "train", "experiment=cpu_demo", "resume=never", "data.skip_steps=[5]")
+
+
+class Wire:
+    """The connection of a peer."""
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, body):
+        self.sent.append(body)
+
+
+@pytest.fixture
+def maker(tmp_path, monkeypatch):
+    """Two nodes of a rank each that train, and a spare."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    settings = Settings(COMMAND, "rank", "n1", 2, 1, (2,), 1, tmp_path, "h", 1, skip_steps=("5",))
+    made = Decider(settings, b"s" * 32, None)
+    for number, node in enumerate(("n1", "n2", "n3")):
+        peer = made.peers[node] = Peer(Wire())
+        peer.node, peer.address, peer.running = node, f"10.0.0.{number}", {number}
+        made.links.add(peer.link)
+    made.order = ("n1", "n2")
+    made.start(29500)
+    made.peers["n3"].running = set()
+    made.in_run()
+    yield made
+    made.journal.close()
+
+
+def rows(maker, kind):
+    return [row for row in read(maker.settings.journal) if row["kind"] == kind]
+
+
+def beat(maker, node, step, busy):
+    ranks = {("n1", "n2").index(node): {"phase": "train", "step": step, "step_seconds": 0.2, "busy_seconds": busy}}
+    maker.on_beat(maker.peers[node], {"time": 0.0, "generation": 1, "ranks": ranks})
+
+
+def test_a_slow_rank_is_found_among_nodes_of_one_rank_each(maker, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for number in range(6):
+        now[0] += 2.0
+        beat(maker, "n1", 4 * number, 0.1)
+        beat(maker, "n2", 4 * number, 0.5)
+    (said,) = rows(maker, "diagnosis")
+    assert (said["cause"], said["node"], said["rank"]) == ("slow_rank", "n2", 1)
+    assert said["evidence"][0]["values"] == {"factor": 5.0, "busy_seconds": 0.5}
+    assert [row["action"] for row in rows(maker, "decision")] == ["watch"] and maker.cluster.running
+
+
+def test_a_rank_that_is_slow_now_and_then_or_for_few_steps_is_not_named(maker, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for number in range(12):
+        now[0] += 2.0
+        beat(maker, "n1", 4 * number, 0.1)
+        beat(maker, "n2", 4 * number, 0.5 if number % 3 else 0.1)
+    beat(maker, "n2", 47, 0.1)
+    for number in range(5):  # from the first slow one 4 steps more
+        now[0] += 20.0
+        beat(maker, "n2", 48 + number, 0.5)
+    assert rows(maker, "diagnosis") == []
+    now[0] += 20.0
+    beat(maker, "n2", 53, 0.5)
+    assert [row["cause"] for row in rows(maker, "diagnosis")] == ["slow_rank"]
+
+
+@pytest.mark.parametrize("others, action", [((), ["exchange"]), (("n1",), []), (("n3",), [])])
+def test_a_disk_that_fails_on_one_node_alone_is_exchanged_and_a_file_server_is_not(maker, others, action):
+    for node in ("n2", *others):
+        maker.see(Evidence(time.time() - decider.PROBE_SECONDS, node, "storage", "Input/output error", rule="eio"), 1)
+    assert [row["evidence"]["node"] for row in rows(maker, "symptom")][:1] == ["n2"]
+    maker.in_run()
+    if maker.phase == "settle":
+        maker.since -= decider.SETTLE_SECONDS + decider.EXPLAIN_SECONDS
+        maker.in_settle()
+    assert [row["action"] for row in rows(maker, "decision")] == action
+
+
+def test_a_disk_that_fails_changes_nothing_where_no_spare_is_left(maker):
+    del maker.peers["n3"]
+    maker.see(Evidence(time.time() - decider.PROBE_SECONDS, "n2", "storage", "Input/output error", rule="eio"), 1)
+    maker.in_run()
+    assert maker.phase == "run" and rows(maker, "decision") == []
+
+
+def test_the_data_of_a_roll_back_are_left_out_by_the_next_attempt_and_by_all_later_ones(maker):
+    values = {"step": 23, "first_step": 20, "skip": [20, 23]}
+    spike = Evidence(time.time(), "n2", "rank", "spiked", 1, "loss_spike", values)
+    maker.cluster.checkpoints = [8, 16]
+    maker.look(spike)
+    maker.evidence.append(spike)
+    maker.judge(spike, alive=False)
+    assert [(row["action"], row["to_step"], row["skip"]) for row in rows(maker, "decision")] == [
+        ("rollback", 16, [20, 23])
+    ]
+    maker.start(29501)
+    command = maker.peers["n1"].link.sent[-1]["command"]
+    assert command == ["zaya", "train", "experiment=cpu_demo", "resume=auto", "data.skip_steps=[5,20-23]"]
+    again = Decider(maker.settings, b"s" * 32, None)  # after its own crash
+    assert again.cluster.skips == [(20, 23)]
+    again.journal.close()
+
+
+def test_a_command_without_a_roll_back_keeps_its_own_steps_and_another_program_its_words(maker):
+    assert resumed(maker.settings) == ["zaya", "train", "experiment=cpu_demo", "data.skip_steps=[5]", "resume=auto"]
+    other = dataclasses.replace(maker.settings, command=("torchrun", "x.py"))
+    assert resumed(other, [(1, 2)]) == ["torchrun", "x.py"]
+
+
+def test_a_spike_that_comes_again_goes_back_further(maker):
+    values = {"step": 23, "first_step": 20}
+    for port in (29501, 29502):
+        spike = Evidence(time.time(), "n2", "rank", "spiked", 1, "loss_spike", values)
+        maker.cluster.checkpoints = [8, 16]
+        maker.look(spike)
+        maker.evidence.append(spike)
+        maker.judge(spike, alive=False, said=maker.diagnose())
+        maker.start(port)
+    assert [row["to_step"] for row in rows(maker, "decision")] == [16, 8]
+
+
+@pytest.mark.parametrize("count, pending", [(None, True), ("0", True), ("1", False)])
+def test_a_requeue_is_carried_out_once(maker, monkeypatch, count, pending):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    said = Decision("requeue", "too few nodes", ("n2",)).to_json()
+    maker.note("diagnosis", cause="node_lost", node="n2", rank=None, fingerprint="node_lost on n2")
+    maker.note("decision", **said, start=slurm.start_of_job())
+    if count is not None:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", count)
+    again = Decider(maker.settings, b"s" * 32, None)
+    assert (again.cluster.pending is not None) is pending
+    assert again.phase == ("adopt" if pending else "wait")
+    again.journal.close()
