@@ -21,7 +21,8 @@ KINDS = {
     "node": ("node", "state", "reason"),  # joined, lost, out, back
     "attempt": ("nodes", "world_size", "resume_step"),  # nodes: names in the order of their ranks
     "first_step": ("step",),
-    "progress": ("step", "step_seconds"),  # about once a minute
+    # about once a minute, and at the end of an attempt; at: when the step was seen, if that was before this line
+    "progress": ("step", "step_seconds", "at"),
     "checkpoint": ("step",),  # a manifest has appeared
     "symptom": ("evidence",),  # what made the decision maker look: detected now, happened at evidence["time"]
     "diagnosis": (
