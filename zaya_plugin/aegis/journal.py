@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from zaya_plugin.run.secrets import without_secrets
+
 # kind -> fields beside time, kind and generation (the number of the attempt, 0 before the first)
 KINDS = {
     "begin": ("command", "nodes", "spares", "ranks_per_node", "version"),  # nodes: the number of nodes asked for
@@ -57,13 +59,26 @@ class Journal:
         """Append one line and return it. Raises ValueError for a kind or field that KINDS does not list."""
         if kind not in KINDS or set(values) - set(KINDS[kind]):
             raise ValueError(f"the journal has no {kind} with {sorted(values)}; see KINDS")
-        row = {"time": time.time(), "kind": kind, "generation": generation, **values}
+        row = {"time": time.time(), "kind": kind, "generation": generation, **_without_secrets(values)}
         os.write(self.file, json.dumps(row).encode() + b"\n")
         os.fsync(self.file)
         return row
 
     def close(self) -> None:
         os.close(self.file)
+
+
+def _without_secrets(values: dict[str, Any]) -> dict[str, Any]:
+    """Return `values` with secrets removed from what programs and people have written: texts, reasons, evidence."""
+    return {name: _clean(value) if name in ("text", "reason", "evidence") else value for name, value in values.items()}
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, str):
+        return without_secrets(value)
+    if isinstance(value, dict):
+        return {name: _clean(each) for name, each in value.items()}
+    return [_clean(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
