@@ -59,7 +59,10 @@ DATA_COMMANDS = {
 # Command of `zaya aegis` -> what it does; each is a module zaya_plugin.aegis.<name> with a main().
 AEGIS_COMMANDS = {
     "run": "start the ranks of a command on this node, watch them, and restart, exchange or stop",
+    "status": "show a supervised run in the terminal, live",
+    "report": "uptime, goodput and causes of a run, in the terminal and as one HTML page",
     "explain": "read a folder of logs and say what happened and what would have been done",
+    "preflight": "examine the nodes before a start, and write which pass and which fail",
 }
 USAGE = (
     "zaya: ZAYA1 pretraining as a Megatron-core plugin\n\n  zaya train experiment=cpu_demo    train a small ZAYA "

@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from zaya_plugin.errors import mistake
 from zaya_plugin.run.secrets import without_secrets
 
+NAME = "journal.jsonl"
 # kind -> fields beside time, kind and generation (the number of the attempt, 0 before the first)
 KINDS = {
     "begin": ("command", "nodes", "spares", "ranks_per_node", "version"),  # nodes: the number of nodes asked for
@@ -91,3 +93,13 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(row, dict) and row.get("kind") in KINDS:
                 yield row
+
+
+def find(place: Path) -> Path:
+    """Return the journal of a run: `place` is its run directory, the folder `aegis` in it, or the journal itself."""
+    for path in (place, place / NAME, place / "aegis" / NAME):
+        if path.is_file():
+            return path
+    problem = "has no journal of zaya aegis" if place.exists() else "does not exist"
+    allowed = f"a run directory with aegis/{NAME}, the folder that holds it, or the file"
+    raise mistake("RUN_DIR", place, problem=problem, allowed=allowed)

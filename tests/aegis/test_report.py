@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`zaya aegis report` in the terminal: figures of a journal, and journals that are odd or not there."""
+
+import json
+
+import pytest
+
+from tests.aegis.journals import ONE_CRASH, attempt, begin, failure, first_step, row, write
+from zaya_plugin import cli
+from zaya_plugin.aegis.report import duration
+
+
+def test_the_figures_of_one_crash(tmp_path, capsys):
+    assert cli.main(["aegis", "report", str(write(tmp_path / "run", ONE_CRASH))]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "state ended, exit code 0: done" in lines
+    assert "effective training time 71.43 % training that was kept / time (ETTR)" in lines
+    assert "goodput 71.43 % kept steps x median step time / time" in lines
+    assert "uptime 94.46 % time in which ranks were running / time" in lines
+    assert "steps lost 10 made, and made again after a failure" in lines
+    assert "GPU hours 1.24 0.22 of them lost to failures" in lines
+    assert "mean time to detect 0.5 s from the evidence on its node to the symptom" in lines
+    assert "sigkill 1 10 50.0 s 0.22" in lines
+    assert "1 1970-01-12 13:48:21 UTC 1 sigkill n2 9 restart 0.5 s 30.5 s 50.5 s 10 0.22" in lines
+
+
+def test_the_same_as_json(tmp_path, capsys):
+    assert cli.main(["aegis", "report", str(write(tmp_path / "run", ONE_CRASH) / "aegis"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ettr"] == pytest.approx(200 / 280) and found["gpu_hours"] == pytest.approx(280 * 16 / 3600)
+    assert found["by_cause"][0]["cause"] == found["failures"][0]["cause"] == "sigkill"
+    assert [one["last_step"] for one in found["attempts"]] == [40, 100]
+    assert [one["kept_step"] for one in found["attempts"]] == [30, 100]
+
+
+@pytest.mark.parametrize(
+    "rows", [[], [begin(0)], [begin(0), attempt(1, 1)], [begin(0), attempt(1, 1), first_step(3, 1)]]
+)
+def test_a_journal_that_has_just_begun(tmp_path, capsys, rows):
+    run = write(tmp_path / "run", rows)
+    assert cli.main(["aegis", "report", str(run), "--html", str(tmp_path / "page.html")]) == 0
+    assert ("is empty" if not rows else "up to its last line") in capsys.readouterr().out
+    assert "</html>" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["nowhere"], "RUN_DIR=nowhere: does not exist."),
+        ([""], "has no journal of zaya aegis"),
+        (["run", "--html", "no/such/page.html"], "its folder does not exist"),
+        (["run", "--html", "run"], "Is a directory"),
+    ],
+)
+def test_mistakes_of_the_user(tmp_path, capsys, monkeypatch, words, says):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "run", ONE_CRASH)
+    assert cli.main(["aegis", "report", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_control_characters_do_not_reach_the_terminal(tmp_path, capsys):
+    rows = [begin(0) | {"command": ["zaya", "\x1b[2J"]}, attempt(0, 1), first_step(2, 1)]
+    rows += failure(9, 9, "\x1b[31mred", "restart", 3, 8)
+    rows[3]["evidence"]["text"] = "\x07\x1b]0;title\x07"
+    run = write(tmp_path / "run", [*rows, row(10, "node", node="\x9b2J", state="out", reason="\r\n")])
+    assert cli.main(["aegis", "report", str(run)]) == 0
+    assert all(letter.isprintable() or letter == "\n" for letter in capsys.readouterr().out)
+
+
+def test_durations_are_read_at_a_glance():
+    given = [None, 0.0, 3.25, 99.9, 100, 3599, 3600, 7260, 400 * 3600]
+    expected = ["-", "0.0 s", "3.2 s", "99.9 s", "1 min 40 s", "59 min 59 s", "1 h 00 min", "2 h 01 min", "16 d 16 h"]
+    assert [duration(each) for each in given] == expected
