@@ -234,7 +234,8 @@ def account(rows: Iterable[dict[str, Any]]) -> Account:
     return found
 
 
-def _number(value: Any) -> float | None:
+def number(value: Any) -> float | None:
+    """Return a finite number of a row as a float, None for anything else."""
     good = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
     return float(value) if good else None
 
@@ -259,7 +260,7 @@ class _Reading:
         self.step_seconds: list[float] = []
 
     def take(self, row: dict[str, Any]) -> None:
-        clock, kind = _number(row.get("time")), row.get("kind")
+        clock, kind = number(row.get("time")), row.get("kind")
         if clock is None:
             return
         if self.last_clock is None:
@@ -295,10 +296,10 @@ class _Reading:
     def _on_attempt(self, row: dict[str, Any], clock: float) -> None:
         self._close(interrupted=True)
         nodes = [_text(node) for node in row["nodes"]] if isinstance(row.get("nodes"), list) else []
-        number, world = _number(row.get("generation")), _number(row.get("world_size"))
-        resume = _number(row.get("resume_step"))
+        generation, world = number(row.get("generation")), number(row.get("world_size"))
+        resume = number(row.get("resume_step"))
         self.attempt = Attempt(
-            int(number or len(self.found.attempts) + 1),
+            int(generation or len(self.found.attempts) + 1),
             nodes,
             int(world or len(nodes)),
             self.now,
@@ -313,7 +314,7 @@ class _Reading:
         self._on_progress(row, clock)
 
     def _on_progress(self, row: dict[str, Any], clock: float) -> None:
-        step, seconds, at = (_number(row.get(name)) for name in ("step", "step_seconds", "at"))
+        step, seconds, at = (number(row.get(name)) for name in ("step", "step_seconds", "at"))
         if seconds:
             self.step_seconds.append(seconds)
         if step is None or self.attempt is None or self.attempt.end is not None:
@@ -331,7 +332,7 @@ class _Reading:
         points.append((time, step))
 
     def _on_checkpoint(self, row: dict[str, Any], clock: float) -> None:
-        if (step := _number(row.get("step"))) is not None:
+        if (step := number(row.get("step"))) is not None:
             self.found.checkpoints.append((self.now, int(step)))
 
     def _on_symptom(self, row: dict[str, Any], clock: float) -> None:
@@ -357,7 +358,7 @@ class _Reading:
             return
         seen = [each for each in self.symptoms if self.now - each[0] <= SETTLE_SECONDS][:1] or self.symptoms[-1:]
         time, at, evidence = seen[0] if seen else (self.now, clock, {})
-        happened, rank = _number(evidence.get("time")), _number(said.get("rank"))
+        happened, rank = number(evidence.get("time")), number(said.get("rank"))
         self._fail(
             Failure(
                 self.attempt.generation,
@@ -369,7 +370,7 @@ class _Reading:
                 said.get("node") if isinstance(said.get("node"), str) else None,
                 None if rank is None else int(rank),
                 _text(said.get("severity")),
-                _number(said.get("first")),
+                number(said.get("first")),
                 _first_text(said) or _text(evidence.get("text")),
                 [_text(node) for node in row["nodes_out"]] if isinstance(row.get("nodes_out"), (list, tuple)) else [],
                 None if happened is None else max(0.0, at - happened),
@@ -383,7 +384,7 @@ class _Reading:
 
     def _on_end(self, row: dict[str, Any], clock: float) -> None:
         self._close(interrupted=False)
-        code = _number(row.get("code"))
+        code = number(row.get("code"))
         self.found.ended, self.found.reason = True, _text(row.get("reason"))
         self.found.code = None if code is None else int(code)
 
