@@ -61,6 +61,7 @@ AEGIS_COMMANDS = {
     "run": "start the ranks of a command on this node, watch them, and restart, exchange or stop",
     "status": "show a supervised run in the terminal, once or live",
     "report": "effective training time, failures and their cost, in the terminal and as one HTML page",
+    "preflight": "examine the nodes before a start, and write which pass and which fail",
     "explain": "read a folder of logs and say what happened and what would have been done",
     "lab": "break a small run in many ways on this machine, and check that it recovers",
 }
