@@ -3,12 +3,15 @@
 
 import json
 import os
+import shlex
+import signal
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.aegis.toy_run import ToyRun
 from zaya_plugin.aegis import alerts
 from zaya_plugin.aegis.alerts import Alerts, online_run
 
@@ -169,3 +172,36 @@ def test_the_real_wandb_takes_these_arguments(tmp_path):
     )
     run.alert(title="zaya aegis: x", text="text", level="WARN", wait_duration=0)
     run.finish()
+
+
+SAVES = "import os,sys; open(f'{sys.argv[1]}/alert{os.getpid()}', 'w').write(sys.stdin.read())"
+SECRET = "hunter22"
+
+
+def test_the_hook_of_a_run_gets_the_facts_of_each_decision_and_no_secret(tmp_path):
+    line = f"OSError: [Errno 28] No space left on device: https://ann:{SECRET}@store/x"
+    plan = [[15, 1, 1, "print", line], [15, 1, 1, "exit", 1]]
+    options = ("--hook", shlex.join(hook(SAVES, tmp_path)))
+    with ToyRun(tmp_path, plan, options=options).start("n1") as run:
+        assert run.end() == 0
+        assert SECRET in (run.folder / "attempt_1" / "rank1.log").read_text()
+        bodies = sorted((json.loads(path.read_text()) for path in tmp_path.glob("alert*")), key=lambda b: b["time"])
+        told, end = bodies
+        (said,), (decision,) = run.rows("diagnosis"), run.rows("decision")
+        for row in (said, decision):
+            shared = row.keys() & told.keys() - {"time", "evidence"}
+            assert len(shared) >= 5 and {name: told[name] for name in shared} == {name: row[name] for name in shared}
+        assert (told["cause"], told["node"], told["rank"], told["step"]) == ("enospc", "n1", 1, 15)
+        assert (end["action"], end["code"], end["step"], end["level"]) == ("end", 0, 40, "info")
+        assert [row["delivered"] for row in run.rows("alert")] == [{"hook": "ok"}] * 2
+        for text in ((run.folder / "journal.jsonl").read_text(), json.dumps(bodies)):
+            assert SECRET not in text and "No space left on device" in text
+
+
+def test_a_hook_that_hangs_delays_no_decision(tmp_path):
+    options = ("--hook", shlex.join(hook("import time; time.sleep(60)")))
+    with ToyRun(tmp_path, [[15, 1, 1, "kill", signal.SIGKILL]], options=options).start("n1") as run:
+        begun = time.monotonic()
+        assert run.end() == 0 and time.monotonic() - begun < 15
+        assert run.rows("attempt")[1]["time"] - run.rows("symptom")[0]["time"] < 3
+        assert [row["delivered"]["hook"] for row in run.rows("alert")] == ["not done in time; it was killed"] * 2

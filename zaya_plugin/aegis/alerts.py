@@ -118,7 +118,7 @@ class Alerts:
         self._start()
         return done
 
-    def close(self, seconds: float = 3.0) -> list[tuple[str, dict[str, str]]]:
+    def close(self, seconds: float = 2.0) -> list[tuple[str, dict[str, str]]]:
         """Wait for alerts under way, end what is late, and return the alerts that are done."""
         deadline, done = time.monotonic() + seconds, self.poll()
         while self.alerts and time.monotonic() < deadline:

@@ -61,7 +61,7 @@ class Journal:
         """Append one line and return it. Raises ValueError for a kind or field that KINDS does not list."""
         if kind not in KINDS or set(values) - set(KINDS[kind]):
             raise ValueError(f"the journal has no {kind} with {sorted(values)}; see KINDS")
-        row = {"time": time.time(), "kind": kind, "generation": generation, **_without_secrets(values)}
+        row = {"time": time.time(), "kind": kind, "generation": generation, **without_secrets_in(values)}
         os.write(self.file, json.dumps(row).encode() + b"\n")
         os.fsync(self.file)
         return row
@@ -70,9 +70,12 @@ class Journal:
         os.close(self.file)
 
 
-def _without_secrets(values: dict[str, Any]) -> dict[str, Any]:
-    """Return `values` with secrets removed from what programs and people have written: texts, reasons, evidence."""
-    return {name: _clean(value) if name in ("text", "reason", "evidence") else value for name, value in values.items()}
+CLEANED = ("command", "text", "reason", "evidence", "delivered")  # what people and programs have written
+
+
+def without_secrets_in(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a line without passwords, tokens and values of secret names."""
+    return {name: _clean(value) if name in CLEANED else value for name, value in values.items()}
 
 
 def _clean(value: Any) -> Any:
