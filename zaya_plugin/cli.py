@@ -132,7 +132,8 @@ def data(argv: list[str]) -> int:
 
 
 def aegis(argv: list[str]) -> int:
-    """Run `zaya aegis COMMAND ...`."""
+    """Run `zaya aegis COMMAND ...`; `--explain DIR` is `explain DIR`."""
+    argv = ["explain", *argv[1:]] if argv[:1] == ["--explain"] else argv
     return _run_below("aegis", "keep a long run alive", AEGIS_COMMANDS, "zaya_plugin.aegis", argv)
 
 
