@@ -209,21 +209,25 @@ def account(rows: Iterable[dict[str, Any]]) -> Account:
     """Return the account of a journal, up to its last row. Rows without what they need are left out."""
     read = _Reading()
     for row in rows:
-        read.take(row)
+        read.take(sound(row))
     found = read.finish()
     _spend(found, read.sessions)
     _times(found)
     return found
 
 
-def number(value: Any) -> float | None:
-    """Return a finite number of a row as a float, None for anything else."""
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
-    return float(value) if good else None
+NUMBERS = ("time", "at", "step", "step_seconds", "generation", "world_size", "resume_step", "rank", "code")
+TEXTS = ("node", "state", "reason", "action", "cause", "text")
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else "" if value is None else str(value)
+def sound(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a line that are of their kind: a disk may have damaged it, or another version written it."""
+    return {
+        name: value
+        for name, value in row.items()
+        if (name not in NUMBERS or isinstance(value, (int, float)) and abs(value) < LARGEST)
+        and (name not in TEXTS or isinstance(value, str))
+    }
 
 
 class _Reading:
@@ -238,11 +242,11 @@ class _Reading:
         self.sessions: list[list[float]] = []
         self.attempt: Attempt | None = None
         self.symptoms: list[tuple[float, float, dict[str, Any]]] = []  # time, clock, evidence; since the last decision
-        self.said: dict[str, Any] | None = None
+        self.said: dict[str, Any] = {}
         self.step_seconds: list[float] = []
 
     def take(self, row: dict[str, Any]) -> None:
-        clock, kind = number(row.get("time")), row.get("kind")
+        clock, kind = row.get("time"), row.get("kind")
         if clock is None:
             return
         if self.last_clock is None:
@@ -251,10 +255,10 @@ class _Reading:
             self.now += max(0.0, clock - self.last_clock)
         self.last_clock = clock
         if not self.sessions and kind != "begin":
-            self._on_begin(row, clock)
-        getattr(self, f"_on_{kind}", lambda row, clock: None)(row, clock)
+            self._on_begin(row)
+        getattr(self, f"_on_{kind}", lambda row: None)(row)
 
-    def _on_begin(self, row: dict[str, Any], clock: float) -> None:
+    def _on_begin(self, row: dict[str, Any]) -> None:
         if self.sessions:
             self._close(interrupted=not self.found.ended)
             self.sessions[-1][1] = self.now
@@ -262,38 +266,32 @@ class _Reading:
         self.sessions.append([self.now, self.now])
         self.found.ended, self.found.code, self.found.reason = False, None, ""
         if isinstance(row.get("command"), list):
-            self.found.command = [_text(word) for word in row["command"]]
-        self.symptoms, self.said = [], None
+            self.found.command = [str(word) for word in row["command"]]
+        self.symptoms, self.said = [], {}
 
-    def _on_node(self, row: dict[str, Any], clock: float) -> None:
-        name = _text(row.get("node"))
+    def _on_node(self, row: dict[str, Any]) -> None:
         if row.get("state") == "out":
-            self.found.nodes_out[name] = _text(row.get("reason"))
+            self.found.nodes_out[row.get("node", "")] = row.get("reason", "")
         elif row.get("state") == "back":
-            self.found.nodes_out.pop(name, None)
+            self.found.nodes_out.pop(row.get("node"), None)
 
-    def _on_attempt(self, row: dict[str, Any], clock: float) -> None:
+    def _on_attempt(self, row: dict[str, Any]) -> None:
         self._close(interrupted=True)
-        nodes = [_text(node) for node in row["nodes"]] if isinstance(row.get("nodes"), list) else []
-        generation, world = number(row.get("generation")), number(row.get("world_size"))
-        resume = number(row.get("resume_step"))
+        nodes = [str(node) for node in row["nodes"]] if isinstance(row.get("nodes"), list) else []
         self.attempt = Attempt(
-            int(generation or len(self.found.attempts) + 1),
+            int(row.get("generation") or len(self.found.attempts) + 1),
             nodes,
-            int(world or len(nodes)),
+            int(row.get("world_size") or len(nodes)),
             self.now,
-            clock,
+            self.last_clock,
             len(self.sessions) - 1,
-            None if resume is None else int(resume),
+            row.get("resume_step"),
         )
         self.found.attempts.append(self.attempt)
-        self.symptoms, self.said = [], None
+        self.symptoms, self.said = [], {}
 
-    def _on_first_step(self, row: dict[str, Any], clock: float) -> None:
-        self._on_progress(row, clock)
-
-    def _on_progress(self, row: dict[str, Any], clock: float) -> None:
-        step, seconds, at = (number(row.get(name)) for name in ("step", "step_seconds", "at"))
+    def _on_progress(self, row: dict[str, Any]) -> None:
+        step, seconds, at = (row.get(name) for name in ("step", "step_seconds", "at"))
         if seconds:
             self.step_seconds.append(seconds)
         if step is None or self.attempt is None or self.attempt.end is not None:
@@ -301,7 +299,7 @@ class _Reading:
         points = self.attempt.points
         if points and step <= points[-1][1]:
             return
-        time = self.now - min(max(0.0, clock - at), self.now) if at is not None else self.now
+        time = self.now - min(max(0.0, self.last_clock - at), self.now) if at is not None else self.now
         if points:
             if at is None and seconds:  # the line may be written long after the step
                 time = min(time, points[-1][0] + (step - points[-1][1]) * seconds)
@@ -310,59 +308,44 @@ class _Reading:
             self.attempt.first_seen = time = max(time, self.attempt.start)
         points.append((time, step))
 
-    def _on_checkpoint(self, row: dict[str, Any], clock: float) -> None:
-        if (step := number(row.get("step"))) is not None:
-            self.found.checkpoints.append((self.now, int(step)))
+    _on_first_step = _on_progress
 
-    def _on_symptom(self, row: dict[str, Any], clock: float) -> None:
+    def _on_checkpoint(self, row: dict[str, Any]) -> None:
+        if "step" in row:
+            self.found.checkpoints.append((self.now, row["step"]))
+
+    def _on_symptom(self, row: dict[str, Any]) -> None:
         if isinstance(row.get("evidence"), dict):
-            self.symptoms.append((self.now, clock, row["evidence"]))
+            self.symptoms.append((self.now, self.last_clock, sound(row["evidence"])))
 
-    def _on_diagnosis(self, row: dict[str, Any], clock: float) -> None:
+    def _on_diagnosis(self, row: dict[str, Any]) -> None:
         self.said = row
 
-    def _on_decision(self, row: dict[str, Any], clock: float) -> None:
-        action, said, self.said = _text(row.get("action")), self.said or {}, None
+    def _on_decision(self, row: dict[str, Any]) -> None:
+        action, said, self.said = row.get("action", ""), self.said, {}
+        cause, node, reason = said.get("cause", "unknown"), said.get("node"), row.get("reason", "")
         self.found.decisions[action] = self.found.decisions.get(action, 0) + 1
         if action == "ride":
-            self.found.rides.append(
-                {
-                    "time": self.now,
-                    "cause": _text(said.get("cause")),
-                    "node": _text(said.get("node")),
-                    "reason": _text(row.get("reason")),
-                }
-            )
+            self.found.rides.append({"time": self.now, "cause": cause, "node": node, "reason": reason})
         if action not in ENDING or self.attempt is None or self.attempt.failure is not None:
             return
         seen = [each for each in self.symptoms if self.now - each[0] <= SETTLE_SECONDS][:1] or self.symptoms[-1:]
-        time, at, evidence = seen[0] if seen else (self.now, clock, {})
-        happened, rank = number(evidence.get("time")), number(said.get("rank"))
-        self._fail(
-            Failure(
-                self.attempt.generation,
-                _text(said.get("cause")) or "unknown",
-                time,
-                at,
-                action,
-                _text(row.get("reason")),
-                said.get("node") if isinstance(said.get("node"), str) else None,
-                None if rank is None else int(rank),
-                _first_text(said) or _text(evidence.get("text")),
-                None if happened is None else max(0.0, at - happened),
-            )
+        time, at, evidence = seen[0] if seen else (self.now, self.last_clock, {})
+        text = first_text(said) or evidence.get("text", "")
+        detect = max(0.0, at - evidence["time"]) if "time" in evidence else None
+        failure = Failure(
+            self.attempt.generation, cause, time, at, action, reason, node, said.get("rank"), text, detect
         )
+        self._fail(failure)
         self.symptoms = []
 
-    def _on_stopped(self, row: dict[str, Any], clock: float) -> None:
+    def _on_stopped(self, row: dict[str, Any]) -> None:
         if self.attempt is not None and self.attempt.end is None:
             self.attempt.end = self.now
 
-    def _on_end(self, row: dict[str, Any], clock: float) -> None:
+    def _on_end(self, row: dict[str, Any]) -> None:
         self._close(interrupted=False)
-        code = number(row.get("code"))
-        self.found.ended, self.found.reason = True, _text(row.get("reason"))
-        self.found.code = None if code is None else int(code)
+        self.found.ended, self.found.reason, self.found.code = True, row.get("reason", ""), row.get("code")
 
     def _fail(self, failure: Failure) -> None:
         self.attempt.failure = failure
@@ -391,10 +374,11 @@ class _Reading:
         return found
 
 
-def _first_text(said: dict[str, Any]) -> str:
+def first_text(said: dict[str, Any]) -> str:
+    """Return the text of a diagnosis' first evidence."""
     evidence = said.get("evidence")
-    first = evidence[0] if isinstance(evidence, list) and evidence else {}
-    return _text(first.get("text")) if isinstance(first, dict) else ""
+    first = evidence[0] if isinstance(evidence, list) and evidence else None
+    return str(first.get("text", "")) if isinstance(first, dict) else ""
 
 
 def _add_base(one: Attempt, step_seconds: float) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.aegis.account import ENDING, Account, account, number
+from zaya_plugin.aegis.account import ENDING, Account, account, first_text, sound
 from zaya_plugin.aegis.evidence import printable
 from zaya_plugin.aegis.journal import find, read
 from zaya_plugin.aegis.report import duration, percent
@@ -57,7 +57,7 @@ class Now:
 
     def take(self, row: dict[str, Any]) -> None:
         """Apply one row."""
-        clock, kind = number(row.get("time")), row["kind"]
+        clock, kind = row.get("time"), row["kind"]
         if clock is None:
             return
         self.last = clock
@@ -66,10 +66,10 @@ class Now:
         elif kind == "node" and isinstance(row.get("node"), str):
             self.nodes[row["node"]] = str(row.get("state"))
         elif kind == "attempt":
-            self.attempt, self.step, self.phase, self.since = row, number(row.get("resume_step")), "starts", clock
+            self.attempt, self.step, self.phase, self.since = row, row.get("resume_step"), "starts", clock
         elif kind in ("first_step", "progress"):
-            self.step, self.progress = number(row.get("step")), number(row.get("at")) or clock
-            self.step_seconds = number(row.get("step_seconds")) or self.step_seconds
+            self.step, self.progress = row.get("step"), row.get("at") or clock
+            self.step_seconds = row.get("step_seconds") or self.step_seconds
             self.phase = "trains" if self.phase == "starts" else self.phase
         elif kind == "symptom" and self.phase in ("trains", "starts"):
             self.since = clock
@@ -108,13 +108,13 @@ def status(
     rows: Iterable[dict[str, Any]], now: float, metrics: tuple[dict[str, Any], float] | None = None
 ) -> tuple[list[str], int]:
     """Return the lines for a person, and the exit code."""
-    rows = list(rows)
+    rows = [sound(row) for row in rows]
     found, at = account(rows), Now()
     for row in rows:
         at.take(row)
     if at.last is None:
         return ["the journal is empty: the decision maker has not started"], 1
-    if metrics is not None and at.phase in ("trains", "starts") and metrics[1] >= number(at.attempt["time"]):
+    if metrics is not None and at.phase in ("trains", "starts") and metrics[1] >= at.attempt["time"]:
         at.step, at.progress, at.phase = metrics[0]["step"], max(at.progress or 0, metrics[1]), "trains"
     trouble = _trouble(found, at, now)
     lines = [
@@ -163,7 +163,7 @@ def _step(at: Now, metrics: tuple[dict[str, Any], float] | None) -> str:
 def _attempt(found: Account, at: Now) -> str:
     if not at.attempt:
         return ""
-    resume = number(at.attempt.get("resume_step"))
+    resume = at.attempt.get("resume_step")
     failures = f"{len(found.failures)} failures so far" if len(found.failures) != 1 else "1 failure so far"
     origin = "the start" if resume is None else f"step {resume:,.0f}"
     return f"{at.attempt.get('generation')}, {at.attempt.get('world_size')} ranks, from {origin}; {failures}"
@@ -187,10 +187,8 @@ def _failure(at: Now, now: float) -> str:
         return ""
     where = f" on {at.said['node']}" if at.said.get("node") else ""
     where += f", rank {at.said['rank']}" if at.said.get("rank") is not None else ""
-    evidence = at.said.get("evidence")
-    first = evidence[0] if isinstance(evidence, list) and evidence else None
-    text = str(first.get("text", ""))[:200] if isinstance(first, dict) else ""
-    return f"{at.said.get('cause')}{where}, {_ago(number(at.said['time']), now, '')}" + (f": {text}" if text else "")
+    text = first_text(at.said)[:200]
+    return f"{at.said.get('cause')}{where}, {_ago(at.said['time'], now, '')}" + (f": {text}" if text else "")
 
 
 def _decision(at: Now) -> str:
