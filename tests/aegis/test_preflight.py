@@ -193,7 +193,6 @@ def test_two_nodes_of_this_machine_for_real(tmp_path, capsys):
         (["--slower", "2"], "--slower=2.0: is no share"),
         (["--min", "gemm"], "--min=gemm: is no threshold"),
         (["--launcher", "ssh '{node}"], "is not clear (No closing quotation)"),
-        (["--colour", "red"], "zaya aegis preflight --help"),
     ],
 )
 def test_mistakes_of_the_user(tmp_path, capsys, monkeypatch, words, says):

@@ -21,7 +21,7 @@ def test_the_figures_of_one_crash(tmp_path, capsys):
     assert "GPU hours 1.24 0.22 of them lost to failures" in lines
     assert "mean time to detect 0.5 s from the evidence on its node to the symptom" in lines
     assert "sigkill 1 10 50.0 s 0.22" in lines
-    assert "1 1970-01-12 13:48:21 UTC 1 sigkill n2 9 restart 0.5 s 30.5 s 50.5 s 10 0.22" in lines
+    assert "1 1970-01-12 13:48:21 UTC 1 sigkill n2 9 restart 0.5 s 30.5 s 10 0.22" in lines
 
 
 def test_the_same_as_json(tmp_path, capsys):
@@ -29,8 +29,8 @@ def test_the_same_as_json(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["ettr"] == pytest.approx(200 / 280) and found["gpu_hours"] == pytest.approx(280 * 16 / 3600)
     assert found["by_cause"][0]["cause"] == found["failures"][0]["cause"] == "sigkill"
-    assert [one["last_step"] for one in found["attempts"]] == [40, 100]
-    assert [one["kept_step"] for one in found["attempts"]] == [30, 100]
+    assert [one["points"][-1][1] for one in found["attempts"]] == [40, 100]
+    assert [one["kept"] for one in found["attempts"]] == [30, 100]
 
 
 @pytest.mark.parametrize(

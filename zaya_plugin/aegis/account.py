@@ -14,9 +14,8 @@ that are made again are not productive. Pauses for validation and saving count a
 effective rate (NSDI 2024: iterations x time of an iteration / total time) of the steps that were kept, as Google's
 ML goodput counts "productive, preserved" progress: pauses and slow steps lower it too.
 
-Detection lasts from the time of the evidence on its node (of a hang: the last step) to the symptom's line. Recovery
-lasts from the symptom to the first step of the next attempt that makes one ("recovered"), and on to the first step
-beyond the last one before the failure ("caught up").
+Detection lasts from the time of the evidence on its node (of a hang: the last step) to the symptom's line, recovery from
+there to the first step of the next attempt that makes one.
 
 A clock that is set back adds no time. One that is set forward cannot be told from a long wait.
 """
@@ -42,7 +41,7 @@ class Failure:
 
     time: of the symptom, in seconds of the account. clock: the same since 1970.
     action: the decision; "" if the journal has none.
-    detect, recover, caught_up: seconds, None: not known or not yet.
+    detect, recover: seconds, None: not known or not yet.
     lost_steps: made and not kept. seconds, gpu_hours: from the last step that was kept to the next attempt's first.
     """
 
@@ -57,7 +56,6 @@ class Failure:
     text: str = ""
     detect: float | None = None
     recover: float | None = None
-    caught_up: float | None = None
     lost_steps: float = 0.0
     seconds: float = 0.0
     gpu_hours: float = 0.0
@@ -188,7 +186,7 @@ class Account:
         return sum(one.lost_steps for one in self.failures)
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of "detect", "recover" or "caught_up" over the failures of which it is known."""
+        """Return the mean of "detect" or "recover" over the failures of which it is known."""
         known = [value for one in self.failures if (value := getattr(one, name)) is not None]
         return fmean(known) if known else None
 
@@ -469,10 +467,3 @@ def _times(found: Account) -> None:
         later = [each for each in found.attempts[number + 1 :] if each.points]
         if later:
             failure.recover = max(0.0, later[0].first_seen - failure.time)
-        reached = max((each.last_step for each in found.attempts[: number + 1] if each.points), default=None)
-        if reached is None:
-            failure.caught_up = failure.recover
-            continue
-        beyond = next((each for each in later if each.last_step > reached), None)
-        if beyond is not None:
-            failure.caught_up = max(failure.recover, beyond.time_at(reached + 1) - failure.time)

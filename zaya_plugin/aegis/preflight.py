@@ -350,13 +350,8 @@ def on(launcher: Sequence[str], node: str) -> list[str]:
     return [word.replace("{node}", node) for word in launcher]
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
-        raise mistake(self.prog, problem=message, fix=f"{self.prog} --help")
-
-
-def parser() -> Parser:
-    made = Parser(
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
         "zaya aegis preflight",
         description=WHAT,
         epilog=EXAMPLES,

@@ -78,7 +78,7 @@ def state(found: Account) -> str:
 
 def figures(found: Account) -> list[tuple[str, str, str]]:
     """Return name, value and meaning of the figures of a run."""
-    detect, recover, caught_up = (found.mean(name) for name in ("detect", "recover", "caught_up"))
+    detect, recover = found.mean("detect"), found.mean("recover")
     lost = sum(one.gpu_hours for one in found.failures)
     kinds = ", ".join(f"{number} {action}" for action, number in sorted(found.decisions.items())) or "none"
     return [
@@ -93,7 +93,6 @@ def figures(found: Account) -> list[tuple[str, str, str]]:
         ("decisions", f"{sum(found.decisions.values()):,}", kinds),
         ("mean time to detect", duration(detect), "from the evidence on its node to the symptom"),
         ("mean time to recover", duration(recover), "from the symptom to the next attempt's first step"),
-        ("mean time to catch up", duration(caught_up), "from the symptom to the first step beyond the last one before"),
     ]
 
 
@@ -120,7 +119,6 @@ def tables(found: Account) -> list[Table]:
             one.action or "-",
             duration(one.detect),
             duration(one.recover),
-            duration(one.caught_up),
             f"{one.lost_steps:,.0f}",
             f"{one.gpu_hours:,.2f}",
         )
@@ -147,8 +145,7 @@ def tables(found: Account) -> list[Table]:
         Table("Lost by cause", ("cause", "failures", "steps", "time", "GPU hours"), causes),
         Table(
             "Failures",
-            tuple("# time attempt cause node rank action detect recover".split())
-            + ("catch up", "lost steps", "GPU hours"),
+            tuple("# time attempt cause node rank action detect recover".split()) + ("lost steps", "GPU hours"),
             failures,
         ),
         Table("Why", ("#", "action", "reason", "first evidence"), why),
@@ -191,42 +188,14 @@ def _lined_up(table: Table) -> list[str]:
 
 def as_json(found: Account) -> dict[str, Any]:
     """Return the figures, failures and attempts as plain data."""
+    names = "command ended code reason begin seconds ettr goodput uptime training step_seconds kept_steps lost_steps"
+    one_by_one = {"attempts": found.attempts, "failures": found.failures}
     return {
-        "command": found.command,
-        "ended": found.ended,
-        "code": found.code,
-        "reason": found.reason,
-        "begin": found.begin,
-        "seconds": found.seconds,
-        "ettr": found.ettr,
-        "goodput": found.goodput,
-        "uptime": found.uptime,
-        "training_seconds": found.training,
-        "step_seconds": found.step_seconds,
-        "kept_steps": found.kept_steps,
-        "lost_steps": found.lost_steps,
-        "gpu_hours": found.gpu_hours,
+        **{name: getattr(found, name) for name in f"{names} gpu_hours decisions nodes_out".split()},
         "mean_detect": found.mean("detect"),
         "mean_recover": found.mean("recover"),
-        "mean_caught_up": found.mean("caught_up"),
-        "decisions": found.decisions,
         "by_cause": found.by_cause(),
-        "failures": [asdict(one) for one in found.failures],
-        "attempts": [
-            {
-                "generation": one.generation,
-                "clock": one.clock,
-                "seconds": one.end - one.start,
-                "nodes": one.nodes,
-                "world_size": one.world_size,
-                "resume_step": one.resume_step,
-                "last_step": one.last_step,
-                "kept_step": one.kept if one.points else None,
-                "cause": one.failure.cause if one.failure else None,
-            }
-            for one in found.attempts
-        ],
-        "nodes_out": found.nodes_out,
+        **{name: [asdict(each) for each in rows] for name, rows in one_by_one.items()},
     }
 
 
