@@ -86,7 +86,7 @@ def figures(found: Account) -> list[tuple[str, str, str]]:
         ("effective training time", percent(found.ettr), "training that was kept / time (ETTR)"),
         ("goodput", percent(found.goodput), "kept steps x median step time / time"),
         ("uptime", percent(found.uptime), "time in which ranks were running / time"),
-        ("steps kept", f"{found.kept_steps:,.0f}", f"{duration(found.step_seconds)} a step (median)"),
+        ("steps kept", f"{found.kept_steps:,.0f}", f"{found.step_seconds or 0:.3g} s a step (median)"),
         ("steps lost", f"{found.lost_steps:,.0f}", "made, and made again after a failure"),
         ("GPU hours", f"{found.gpu_hours:,.2f}", f"{lost:,.2f} of them lost to failures"),
         ("attempts", f"{len(found.attempts):,}", f"{len(found.failures)} ended by a failure"),
