@@ -61,6 +61,7 @@ AEGIS_COMMANDS = {
     "run": "start the ranks of a command on this node, watch them, and restart, exchange or stop",
     "status": "show a supervised run in the terminal, once or live",
     "report": "effective training time, failures and their cost, in the terminal and as one HTML page",
+    "preflight": "examine the nodes before a start, and write which pass and which fail",
     "explain": "read a folder of logs and say what happened and what would have been done",
     "lab": "break a small run in many ways on this machine, and check that it recovers",
 }
@@ -131,7 +132,8 @@ def data(argv: list[str]) -> int:
 
 
 def aegis(argv: list[str]) -> int:
-    """Run `zaya aegis COMMAND ...`."""
+    """Run `zaya aegis COMMAND ...`; `--explain DIR` is `explain DIR`."""
+    argv = ["explain", *argv[1:]] if argv[:1] == ["--explain"] else argv
     return _run_below("aegis", "keep a long run alive", AEGIS_COMMANDS, "zaya_plugin.aegis", argv)
 
 

@@ -254,3 +254,12 @@ def test_only_classes_that_rules_name_are_told(tmp_path):
         for log in read_logs(case.write(tmp_path / case.name), RULES):
             assert all(each.rule in RULES or each.source == "progress" for each in log.evidence)
             assert not any(re.search(r"[\x00-\x1f]", each.text) for each in log.evidence)
+
+
+def test_explain_as_an_option_is_the_command(tmp_path, capsys):
+    (tmp_path / "rank0.log").write_text("OSError: [Errno 28] No space left on device\n")
+    outs = []
+    for word in ("explain", "--explain"):
+        assert cli.main(["aegis", word, str(tmp_path)]) == 0
+        outs.append(capsys.readouterr().out)
+    assert outs[0] == outs[1] and "enospc" in outs[0]

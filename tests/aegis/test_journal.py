@@ -25,6 +25,18 @@ def test_a_line_that_was_cut_off_is_left_out_and_the_next_one_is_whole(tmp_path)
         journal.write("surprise", 1)
 
 
+def test_no_secret_of_a_log_line_reaches_the_journal(tmp_path):
+    journal = Journal(tmp_path / "journal.jsonl")
+    line = "in /home/ann/x.py: WANDB_API_KEY=abcdef0123 was refused by https://ann:hunter22@host/x"
+    said = Evidence(1.0, "n1", "rank", line, values={"line": line}).to_json()
+    journal.write("symptom", 1, evidence=said)
+    journal.write("diagnosis", 1, cause="x", node="n1", evidence=[said], fingerprint="x: key=1")
+    journal.write("end", 1, code=1, reason=line)
+    text = (tmp_path / "journal.jsonl").read_text()
+    assert "abcdef0123" not in text and "hunter22" not in text
+    assert text.count("<removed>") == 10 and text.count("/home/ann/x.py") == 5 and "x: key=1" in text
+
+
 def test_evidence_is_the_same_after_json():
     seen = Evidence(12.5, "n1", "exit", "killed by SIGKILL", rank=3, values={"exit_code": -9})
     row = json.loads(json.dumps(seen.to_json()))

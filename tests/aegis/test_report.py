@@ -1,103 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The account of a run against figures computed by hand, and what is shown of it."""
+"""`zaya aegis report` in the terminal: figures of a journal, and journals that are odd or not there."""
 
 import json
-import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from zaya_plugin.aegis import report, status
-from zaya_plugin.aegis.account import account, length
-from zaya_plugin.aegis.page import page, timeline
+from tests.aegis.journals import ONE_CRASH, attempt, begin, failure, first_step, row, write
+from zaya_plugin import cli
+from zaya_plugin.aegis.report import duration
 
 
-def row(time, kind, generation=1, **values):
-    return {"time": float(time), "kind": kind, "generation": generation, **values}
+def test_the_figures_of_one_crash(tmp_path, capsys):
+    assert cli.main(["aegis", "report", str(write(tmp_path / "run", ONE_CRASH))]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "state ended, exit code 0: done" in lines
+    assert "effective training time 71.43 % training that was kept / time (ETTR)" in lines
+    assert "goodput 71.43 % kept steps x median step time / time" in lines
+    assert "uptime 94.46 % time in which ranks were running / time" in lines
+    assert "steps lost 10 made, and made again after a failure" in lines
+    assert "GPU hours 1.24 0.22 of them lost to failures" in lines
+    assert "mean time to detect 0.5 s from the evidence on its node to the symptom" in lines
+    assert "sigkill 1 10 50.0 s 0.22" in lines
+    assert "1 1970-01-12 13:48:21 UTC 1 sigkill n2 9 restart 0.5 s 30.5 s 10 0.22" in lines
 
 
-# 8 ranks. Start 0 to 100; steps of 2 s from 100 on; a rank dies at 300 (step 100) and is noticed at 301; the next
-# attempt begins from step 80, makes its first step (81) at 340, and step 101 after 20 more of 2 s, at 380. End at 1,000.
-ROWS = [
-    row(0, "begin", 0, command=["zaya", "train"], nodes=1, spares=1, ranks_per_node=8, version="1"),
-    row(1, "node", 0, node="n1", state="joined", reason=""),
-    row(1, "node", 0, node="n2", state="joined", reason=""),
-    row(10, "attempt", nodes=["n1"], world_size=8, resume_step=None),
-    row(100, "first_step", step=1),
-    row(160, "progress", step=30, step_seconds=2.0),
-    row(262, "checkpoint", step=80),
-    row(299, "progress", step=100, step_seconds=2.0),
-    row(301, "symptom", evidence={"time": 300.0, "node": "n1", "source": "exit", "text": "killed"}),
-    row(302, "diagnosis", cause="sigkill", node="n1", rank=3, role="root", first=300.0, evidence=[], cascades={}),
-    row(302, "decision", action="restart", reason="sigkill on n1: restart in place", nodes_out=[]),
-    row(303, "stopped", seconds=1.0, survivors=[]),
-    row(305, "attempt", 2, nodes=["n1"], world_size=8, resume_step=80),
-    row(340, "first_step", 2, step=81),
-    row(500, "symptom", 2, evidence={"time": 499.0, "node": "n1", "source": "kernel", "text": "Link down"}),
-    row(500, "decision", 2, action="ride", reason="may end by itself"),
-    row(900, "progress", 2, step=360, step_seconds=2.0),
-]
-END = row(1000, "end", 2, code=0, reason="done")
+def test_the_same_as_json(tmp_path, capsys):
+    assert cli.main(["aegis", "report", str(write(tmp_path / "run", ONE_CRASH) / "aegis"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ettr"] == pytest.approx(200 / 280) and found["gpu_hours"] == pytest.approx(280 * 16 / 3600)
+    assert found["by_cause"][0]["cause"] == found["failures"][0]["cause"] == "sigkill"
+    assert [one["points"][-1][1] for one in found["attempts"]] == [40, 100]
+    assert [one["kept"] for one in found["attempts"]] == [30, 100]
 
 
-def test_figures_that_were_computed_by_hand():
-    found = account([*ROWS, END])
-    (failure,) = found.failures
-    assert (failure.cause, failure.rank, failure.action, failure.lost_steps) == ("sigkill", 3, "restart", 20)
-    assert (failure.restarted, failure.regained) == (340.0, 380.0)
-    assert found.wall == 1000 and found.cost(failure) == 80
-    assert found.effective == pytest.approx(1 - (100 + 80) / 1000)
-    assert found.goodput == pytest.approx(360 * 2 / 1000)
-    assert found.mean_seconds() == (1.0, 79.0)
-    assert found.lost_hours() == pytest.approx({"start": 800 / 3600, "sigkill": 80 * 8 / 3600})
-    assert found.ridden_out == 1 and [each["end"] for each in found.attempts] == [303.0, None]
+@pytest.mark.parametrize(
+    "rows", [[], [begin(0)], [begin(0), attempt(1, 1)], [begin(0), attempt(1, 1), first_step(3, 1)]]
+)
+def test_a_journal_that_has_just_begun(tmp_path, capsys, rows):
+    run = write(tmp_path / "run", rows)
+    assert cli.main(["aegis", "report", str(run), "--html", str(tmp_path / "page.html")]) == 0
+    assert ("is empty" if not rows else "up to its last line") in capsys.readouterr().out
+    assert "</html>" in (tmp_path / "page.html").read_text()
 
 
-@pytest.mark.parametrize("count", range(len(ROWS) + 1))
-def test_a_journal_of_any_length_has_an_account(count):
-    found = account(ROWS[:count], now=1000.0)
-    assert 0 <= found.effective <= 1 and found.wall >= 0 and found.code is None
-    ElementTree.fromstring(timeline(found))
-    assert report.text(found) and status.status(found, ROWS[:count], 1000.0)[0]
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["nowhere"], "RUN_DIR=nowhere: does not exist."),
+        ([""], "has no journal of zaya aegis"),
+        (["run", "--html", "no/such/page.html"], "its folder does not exist"),
+        (["run", "--html", "run"], "Is a directory"),
+    ],
+)
+def test_mistakes_of_the_user(tmp_path, capsys, monkeypatch, words, says):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "run", ONE_CRASH)
+    assert cli.main(["aegis", "report", *words]) == 2
+    assert says in capsys.readouterr().err
 
 
-def test_a_failure_that_is_not_over_costs_until_now():
-    found = account(ROWS[:11], now=400.0)
-    assert found.failures[0].regained is None and found.cost(found.failures[0]) == 100
-    assert found.mean_seconds() == (1.0, None)
-    lines, code = status.status(found, ROWS[:11], 400.0)
-    assert "sigkill on n1" in "\n".join(lines) and code == 0
-    assert status.status(account(ROWS[:11], now=2000.0), ROWS[:11], 2000.0)[1] == 1, "no step for half an hour"
+def test_control_characters_do_not_reach_the_terminal(tmp_path, capsys):
+    rows = [begin(0) | {"command": ["zaya", "\x1b[2J"]}, attempt(0, 1), first_step(2, 1)]
+    rows += failure(9, 9, "\x1b[31mred", "restart", 3, 8)
+    rows[3]["evidence"]["text"] = "\x07\x1b]0;title\x07"
+    run = write(tmp_path / "run", [*rows, row(10, "node", node="\x9b2J", state="out", reason="\r\n")])
+    assert cli.main(["aegis", "report", str(run)]) == 0
+    assert all(letter.isprintable() or letter == "\n" for letter in capsys.readouterr().out)
 
 
-def test_texts_of_logs_cannot_leave_their_place():
-    hostile = "<script>alert('x')</script>\x1b[31m"
-    rows = [dict(each, cause=hostile, node=hostile) if each["kind"] == "diagnosis" else each for each in ROWS]
-    written = page(account([*rows, END]))
-    assert "<script" not in written and "&lt;script&gt;" in written and "http" not in written
-
-
-def test_commands(tmp_path, capsys):
-    (tmp_path / "aegis").mkdir()
-    with open(tmp_path / "aegis" / "journal.jsonl", "w") as file:
-        file.writelines(json.dumps(each) + "\n" for each in [*ROWS, END])
-        file.write('{"time": 3, "ki')
-    assert report.main([str(tmp_path), "--html", str(tmp_path / "page" / "report.html")]) == 0
-    shown = capsys.readouterr().out
-    assert "82.00 %" in shown and "72.00 %" in shown and "sigkill" in shown
-    assert (tmp_path / "page" / "report.html").read_text().count("<rect") == 5
-    assert report.main([str(tmp_path / "aegis"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["effective_training_time"] == pytest.approx(0.82)
-    assert status.main([str(tmp_path), "--watch"]) == 0
-    assert "ended with exit code 0: done" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="holds no journal.jsonl"):
-        report.main([str(tmp_path / "page")])
-
-
-def test_lengths():
-    assert [length(each) for each in (0.44, 59.9, 61, 3600, 123456)] == [
-        "0.4 s",
-        "59.9 s",
-        "1 min 1 s",
-        "1 h 0 min",
-        "34 h 17 min",
-    ]
+def test_durations_are_read_at_a_glance():
+    given = [None, 0.0, 3.25, 99.9, 100, 3599, 3600, 7260, 400 * 3600]
+    expected = ["-", "0.0 s", "3.2 s", "99.9 s", "1 min 40 s", "59 min 59 s", "1 h 00 min", "2 h 01 min", "16 d 16 h"]
+    assert [duration(each) for each in given] == expected

@@ -1,207 +1,469 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a supervised run's time was spent on, from its journal alone.
+"""What a supervised run did with its time, from the rows of its journal: one pass that cuts the time into attempts,
+and one that gives every second to training, to a failure, or to a start or an end.
 
-Effective training time is the share of the wall time in which the run made steps that it had not made before (ByteRobust,
-arXiv 2509.16293, calls it ETTR). A failure costs the time from the moment it happened until the step after the last one
-made before it is done again; the start costs the time to the first step. Goodput is stricter: the new steps at the
-median time of a step, over the wall time, so that slow steps count too.
+Figures, all over the time in which the run was supervised (the pause between an end and a later start by a person is
+left out):
+
+    ETTR    = seconds of training that was kept / seconds                       (effective training time ratio)
+    goodput = steps that were kept x median seconds of a step / seconds
+    uptime  = seconds in which ranks were running / seconds
+
+ETTR is ByteRobust's (arXiv 2509.16293): productive time over wall-clock time; detection, restart, loading and steps
+that are made again are not productive. Pauses for validation and saving count as training. Goodput is MegaScale's
+effective rate (NSDI 2024: iterations x time of an iteration / total time) of the steps that were kept, as Google's
+ML goodput counts "productive, preserved" progress: pauses and slow steps lower it too.
+
+Detection lasts from the time of the evidence on its node (of a hang: the last step) to the symptom's line, recovery from
+there to the first step of the next attempt that makes one.
+
+A clock that is set back adds no time. One that is set forward cannot be told from a long wait.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
-from zaya_plugin.aegis.journal import read
-from zaya_plugin.errors import mistake
-
-GOES_ON = ("ride", "watch")  # decisions after which the ranks run on
+ENDING = ("restart", "exchange", "shrink", "rollback", "requeue", "stop")  # decisions about a failure that ends ranks
+SETTLE_SECONDS = 10.0  # symptoms of one failure arrive within this time before its diagnosis
+INTERRUPTED = "interrupted"  # the cause of an attempt that has no end in the journal
+TRAINING, START, END = "training", "start", "after the last step"  # uses of time, beside the failures
+HOUR = 3600.0
+LARGEST = 1e15  # of a number in a row
 
 
 @dataclass
 class Failure:
-    """One failure. Times in seconds since 1970; None: not yet.
+    """A failure that ended an attempt.
 
-    happened: when the cause happened. detected: when the decision maker saw it. restarted: the next attempt's first step.
-    regained: when the steps made before the failure were made again. lost_steps: those that had to be made again.
+    time: of the symptom, in seconds of the account. clock: the same since 1970.
+    action: the decision; "" if the journal has none.
+    detect, recover: seconds, None: not known or not yet.
+    lost_steps: made and not kept. seconds, gpu_hours: from the last step that was kept to the next attempt's first.
     """
 
-    happened: float
-    detected: float
-    cause: str = "unknown"
-    node: str | None = None
-    rank: int | None = None
+    generation: int
+    cause: str
+    time: float
+    clock: float
     action: str = ""
     reason: str = ""
-    restarted: float | None = None
-    regained: float | None = None
-    lost_steps: int = 0
+    node: str | None = None
+    rank: int | None = None
+    text: str = ""
+    detect: float | None = None
+    recover: float | None = None
+    lost_steps: float = 0.0
+    seconds: float = 0.0
+    gpu_hours: float = 0.0
+
+
+@dataclass
+class Attempt:
+    """One start of the ranks. Times are seconds of the account.
+
+    points: when a step was done, both growing; the first one is the step that the attempt started from.
+    kept: the last step that later attempts did not make again. first_seen: when the first step was seen.
+    """
+
+    generation: int
+    nodes: list[str]
+    world_size: int
+    start: float
+    clock: float
+    session: int
+    resume_step: int | None = None
+    end: float | None = None
+    points: list[tuple[float, float]] = field(default_factory=list)
+    first_seen: float | None = None
+    kept: float = 0.0
+    failure: Failure | None = None
+
+    @property
+    def base(self) -> float | None:
+        """The step that it started from; None if it made no step."""
+        return self.points[0][1] if self.points else None
+
+    @property
+    def last_step(self) -> float | None:
+        return self.points[-1][1] if self.points else None
+
+    def time_at(self, step: float) -> float:
+        """Return when `step` was done, between two points by a straight line."""
+        before = self.points[0]
+        for point in self.points:
+            if point[1] >= step:
+                share = (step - before[1]) / (point[1] - before[1]) if point[1] > before[1] else 0.0
+                return before[0] + share * (point[0] - before[0])
+            before = point
+        return before[0]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Time and what it was used for: TRAINING, START, END, or the failure that it was lost to."""
+
+    begin: float
+    end: float
+    use: str | Failure
+    world_size: int
+
+    @property
+    def gpu_hours(self) -> float:
+        return (self.end - self.begin) * self.world_size / HOUR
 
 
 @dataclass
 class Account:
-    """A run so far. gpus: ranks of the first attempt; end: of the run, or the time of asking."""
+    """What the journal says. seconds: supervised so far. spans: all of them, without a gap.
 
-    command: str = ""
-    begin: float = 0.0
-    end: float = 0.0
+    rides: decisions to wait. decisions: action -> how many. pauses: when a person has started the run again.
+    step_seconds: the median of the journal.
+    checkpoints: (time, step).
+    """
+
+    begin: float | None = None  # since 1970
+    seconds: float = 0.0
+    ended: bool = False
     code: int | None = None
     reason: str = ""
-    gpus: int = 0
-    step: int = 0
-    step_seconds: float = 0.0
-    start_seconds: float = 0.0
-    attempts: list[dict[str, Any]] = field(default_factory=list)
+    command: list[str] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
-    ridden_out: int = 0
+    rides: list[dict[str, Any]] = field(default_factory=list)
+    decisions: dict[str, int] = field(default_factory=dict)
     checkpoints: list[tuple[float, int]] = field(default_factory=list)
-    nodes: dict[str, str] = field(default_factory=dict)
-    first_step: int | None = None
+    nodes_out: dict[str, str] = field(default_factory=dict)
+    pauses: list[float] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    step_seconds: float | None = None
+
+    def _of(self, use: str) -> float:
+        return sum(span.end - span.begin for span in self.spans if span.use == use)
 
     @property
-    def wall(self) -> float:
-        """Seconds from the begin to the end."""
-        return max(0.0, self.end - self.begin)
-
-    def cost(self, failure: Failure) -> float:
-        """Return the seconds in which no new step was made because of a failure."""
-        return max(0.0, (failure.regained or self.end) - failure.happened)
+    def training(self) -> float:
+        """Seconds of training that was kept."""
+        return self._of(TRAINING)
 
     @property
-    def effective(self) -> float:
-        """Effective training time, 0 to 1."""
-        if not self.wall or self.first_step is None:
-            return 0.0
-        return max(0.0, 1 - (self.start_seconds + sum(map(self.cost, self.failures))) / self.wall)
+    def up(self) -> float:
+        """Seconds in which ranks were running."""
+        return sum(one.end - one.start for one in self.attempts)
 
     @property
-    def goodput(self) -> float:
-        """New steps at the median time of a step, over the wall time; 0 to about 1."""
-        new = 0 if self.first_step is None else self.step - self.first_step + 1
-        return new * self.step_seconds / self.wall if self.wall else 0.0
+    def ettr(self) -> float | None:
+        return self.training / self.seconds if self.seconds else None
 
-    def lost_hours(self) -> dict[str, float]:
-        """Return GPU hours in which no new step was made, by cause, the largest first."""
-        lost: dict[str, float] = {"start": self.start_seconds}
-        for failure in self.failures:
-            lost[failure.cause] = lost.get(failure.cause, 0.0) + self.cost(failure)
-        hours = {cause: seconds * self.gpus / 3600 for cause, seconds in lost.items()}
-        return dict(sorted(hours.items(), key=lambda item: -item[1]))
+    @property
+    def uptime(self) -> float | None:
+        return self.up / self.seconds if self.seconds else None
 
-    def mean_seconds(self) -> tuple[float | None, float | None]:
-        """Return the mean times to detect a failure and, from then on, to make a new step; None without failures."""
-        detect = [failure.detected - failure.happened for failure in self.failures]
-        recover = [failure.regained - failure.detected for failure in self.failures if failure.regained is not None]
-        return (statistics.fmean(detect) if detect else None, statistics.fmean(recover) if recover else None)
+    @property
+    def kept_steps(self) -> float:
+        return sum(one.kept - one.base for one in self.attempts if one.points)
+
+    @property
+    def goodput(self) -> float | None:
+        if not self.seconds or self.step_seconds is None:
+            return None
+        return self.kept_steps * self.step_seconds / self.seconds
+
+    @property
+    def restarts(self) -> int:
+        """Attempts that followed another one."""
+        return max(0, len(self.attempts) - 1)
+
+    @property
+    def gpu_hours(self) -> float:
+        return sum(span.gpu_hours for span in self.spans)
+
+    @property
+    def lost_steps(self) -> float:
+        return sum(one.lost_steps for one in self.failures)
+
+    def mean(self, name: str) -> float | None:
+        """Return the mean of "detect" or "recover" over the failures of which it is known."""
+        known = [value for one in self.failures if (value := getattr(one, name)) is not None]
+        return fmean(known) if known else None
+
+    def by_cause(self) -> list[dict[str, Any]]:
+        """Return one row a cause with its failures, steps, seconds and GPU hours lost, the costliest first."""
+        found: dict[str, dict[str, Any]] = {}
+        for one in self.failures:
+            row = found.setdefault(
+                one.cause, {"cause": one.cause, "failures": 0, "lost_steps": 0.0, "seconds": 0.0, "gpu_hours": 0.0}
+            )
+            row["failures"] += 1
+            for name in ("lost_steps", "seconds", "gpu_hours"):
+                row[name] += getattr(one, name)
+        return sorted(found.values(), key=lambda row: (-row["gpu_hours"], -row["seconds"], row["cause"]))
 
 
-def journal_of(directory: str | Path) -> Path:
-    """Return the journal in a run's directory, or in its aegis folder. Raises ValueError if there is none."""
-    for path in (Path(directory) / "journal.jsonl", Path(directory) / "aegis" / "journal.jsonl"):
-        if path.is_file():
-            return path
-    raise mistake(
-        "DIR", directory, problem="holds no journal.jsonl", allowed="the run_dir of a run under `zaya aegis run`"
-    )
-
-
-def account_of(directory: str | Path, now: float | None = None) -> Account:
-    """Return the account of the run in `directory`; see `account`."""
-    return account(read(journal_of(directory)), now)
-
-
-def account(rows: Iterable[dict[str, Any]], now: float | None = None) -> Account:
-    """Return what the rows of a journal add up to. now: the end of a run that goes on; default: the present time."""
-    found, seen, open_failures, seconds = Account(), None, [], []
+def account(rows: Iterable[dict[str, Any]]) -> Account:
+    """Return the account of a journal, up to its last row. Rows without what they need are left out."""
+    read = _Reading()
     for row in rows:
-        kind, at = row["kind"], row["time"]
-        if kind == "begin" and not found.begin:
-            found.begin, found.command = at, _words(row.get("command"))
-        elif kind == "node":
-            found.nodes[row["node"]] = row["state"]
-        elif kind == "attempt":
-            found.attempts.append({"begin": at, "first": None, "end": None, **row})
-            found.gpus = found.gpus or row["world_size"]
-        elif kind == "first_step":
-            if found.attempts:
-                found.attempts[-1]["first"] = at
-            if found.first_step is None:
-                found.first_step, found.start_seconds = row["step"], at - found.begin
-            for failure in open_failures:
-                failure.restarted = failure.regained = at
-                failure.lost_steps = max(0, found.step - row["step"] + 1)
-            if found.step >= row["step"] and open_failures:  # steps are made again until a new one is
-                expected = at + (found.step - row["step"] + 1) * (statistics.median(seconds) if seconds else 0.0)
-                for failure in open_failures:
-                    failure.regained = expected
-            open_failures = []
-            found.step = max(found.step, row["step"])
-        elif kind == "progress":
-            found.step = max(found.step, row["step"])
-            if row.get("step_seconds"):
-                seconds.append(row["step_seconds"])
-        elif kind == "checkpoint":
-            found.checkpoints.append((at, row["step"]))
-        elif kind == "symptom" and seen is None:
-            happened = (row.get("evidence") or {}).get("time", at)
-            seen = Failure(min(happened, at), at)
-            found.step = max(found.step, (row.get("evidence") or {}).get("values", {}).get("step") or 0)
-        elif kind == "diagnosis":
-            seen = seen or Failure(min(row.get("first") or at, at), at)
-            seen.cause, seen.node, seen.rank = row["cause"], row.get("node"), row.get("rank")
-        elif kind == "decision":
-            if row["action"] in GOES_ON:
-                found.ridden_out += row["action"] == "ride"
-            elif seen is not None and row["action"] != "done":
-                seen.action, seen.reason = row["action"], row.get("reason") or ""
-                found.failures.append(seen)
-                open_failures.append(seen)
-            seen = None
-        elif kind == "stopped" and found.attempts:
-            found.attempts[-1]["end"] = at
-        elif kind == "end":
-            found.end, found.code, found.reason = at, row["code"], row.get("reason") or ""
-    if found.code is None:
-        found.end = max(time.time() if now is None else now, found.begin)
-    found.step_seconds = statistics.median(seconds) if seconds else 0.0
-    for failure in found.failures:
-        if failure.regained is not None:
-            failure.regained = min(failure.regained, max(found.end, failure.restarted))
+        read.take(sound(row))
+    found = read.finish()
+    _spend(found, read.sessions)
+    _times(found)
     return found
 
 
-def figures(found: Account) -> list[tuple[str, str]]:
-    """Return name and value of the figures at the top of the report."""
-    detect, recover = found.mean_seconds()
-    how = "running" if found.code is None else f"ended with exit code {found.code}: {found.reason}"
-    return [
-        ("command", found.command),
-        ("state", how),
-        ("wall time", length(found.wall)),
-        ("last step", f"{found.step:,}"),
-        ("effective training time", f"{100 * found.effective:.2f} %"),
-        ("goodput", f"{100 * found.goodput:.2f} %"),
-        ("attempts", f"{len(found.attempts)}, of {found.gpus} ranks at first"),
-        ("failures", f"{len(found.failures)}; {found.ridden_out} more were ridden out"),
-        ("mean time to detect", "-" if detect is None else length(detect)),
-        ("mean time to recover", "-" if recover is None else length(recover)),
-    ]
+NUMBERS = ("time", "at", "step", "step_seconds", "generation", "world_size", "resume_step", "rank", "code")
+TEXTS = ("node", "state", "reason", "action", "cause", "text")
 
 
-def length(seconds: float) -> str:
-    """Return a time such as 0.4 s, 2 min 5 s or 3 h 20 min."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours:,} h {minutes} min"
+def sound(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a line that are of their kind: a disk may have damaged it, or another version written it."""
+    return {
+        name: value
+        for name, value in row.items()
+        if (name not in NUMBERS or isinstance(value, (int, float)) and abs(value) < LARGEST)
+        and (name not in TEXTS or isinstance(value, str))
+    }
 
 
-def _words(command: object) -> str:
-    return " ".join(map(str, command)) if isinstance(command, (list, tuple)) else str(command or "")
+class _Reading:
+    """The first pass: rows to attempts and failures.
+
+    now: seconds of the account. sessions: the begin and end of each start of the command by a person.
+    """
+
+    def __init__(self) -> None:
+        self.found = Account()
+        self.now, self.last_clock = 0.0, None
+        self.sessions: list[list[float]] = []
+        self.attempt: Attempt | None = None
+        self.symptoms: list[tuple[float, float, dict[str, Any]]] = []  # time, clock, evidence; since the last decision
+        self.said: dict[str, Any] = {}
+        self.step_seconds: list[float] = []
+
+    def take(self, row: dict[str, Any]) -> None:
+        clock, kind = row.get("time"), row.get("kind")
+        if clock is None:
+            return
+        if self.last_clock is None:
+            self.found.begin = clock
+        elif kind != "begin":
+            self.now += max(0.0, clock - self.last_clock)
+        self.last_clock = clock
+        if not self.sessions and kind != "begin":
+            self._on_begin(row)
+        getattr(self, f"_on_{kind}", lambda row: None)(row)
+
+    def _on_begin(self, row: dict[str, Any]) -> None:
+        if self.sessions:
+            self._close(interrupted=not self.found.ended)
+            self.sessions[-1][1] = self.now
+            self.found.pauses.append(self.now)
+        self.sessions.append([self.now, self.now])
+        self.found.ended, self.found.code, self.found.reason = False, None, ""
+        if isinstance(row.get("command"), list):
+            self.found.command = [str(word) for word in row["command"]]
+        self.symptoms, self.said = [], {}
+
+    def _on_node(self, row: dict[str, Any]) -> None:
+        if row.get("state") == "out":
+            self.found.nodes_out[row.get("node", "")] = row.get("reason", "")
+        elif row.get("state") == "back":
+            self.found.nodes_out.pop(row.get("node"), None)
+
+    def _on_attempt(self, row: dict[str, Any]) -> None:
+        self._close(interrupted=True)
+        nodes = [str(node) for node in row["nodes"]] if isinstance(row.get("nodes"), list) else []
+        self.attempt = Attempt(
+            int(row.get("generation") or len(self.found.attempts) + 1),
+            nodes,
+            int(row.get("world_size") or len(nodes)),
+            self.now,
+            self.last_clock,
+            len(self.sessions) - 1,
+            row.get("resume_step"),
+        )
+        self.found.attempts.append(self.attempt)
+        self.symptoms, self.said = [], {}
+
+    def _on_progress(self, row: dict[str, Any]) -> None:
+        step, seconds, at = (row.get(name) for name in ("step", "step_seconds", "at"))
+        if seconds:
+            self.step_seconds.append(seconds)
+        if step is None or self.attempt is None or self.attempt.end is not None:
+            return
+        points = self.attempt.points
+        if points and step <= points[-1][1]:
+            return
+        time = self.now - min(max(0.0, self.last_clock - at), self.now) if at is not None else self.now
+        if points:
+            if at is None and seconds:  # the line may be written long after the step
+                time = min(time, points[-1][0] + (step - points[-1][1]) * seconds)
+            time = max(time, points[-1][0])
+        else:
+            self.attempt.first_seen = time = max(time, self.attempt.start)
+        points.append((time, step))
+
+    _on_first_step = _on_progress
+
+    def _on_checkpoint(self, row: dict[str, Any]) -> None:
+        if "step" in row:
+            self.found.checkpoints.append((self.now, row["step"]))
+
+    def _on_symptom(self, row: dict[str, Any]) -> None:
+        if isinstance(row.get("evidence"), dict):
+            self.symptoms.append((self.now, self.last_clock, sound(row["evidence"])))
+
+    def _on_diagnosis(self, row: dict[str, Any]) -> None:
+        self.said = row
+
+    def _on_decision(self, row: dict[str, Any]) -> None:
+        action, said, self.said = row.get("action", ""), self.said, {}
+        cause, node, reason = said.get("cause", "unknown"), said.get("node"), row.get("reason", "")
+        self.found.decisions[action] = self.found.decisions.get(action, 0) + 1
+        if action == "ride":
+            self.found.rides.append({"time": self.now, "cause": cause, "node": node, "reason": reason})
+        if action not in ENDING or self.attempt is None or self.attempt.failure is not None:
+            return
+        seen = [each for each in self.symptoms if self.now - each[0] <= SETTLE_SECONDS][:1] or self.symptoms[-1:]
+        time, at, evidence = seen[0] if seen else (self.now, self.last_clock, {})
+        text = first_text(said) or evidence.get("text", "")
+        detect = max(0.0, at - evidence["time"]) if "time" in evidence else None
+        failure = Failure(
+            self.attempt.generation, cause, time, at, action, reason, node, said.get("rank"), text, detect
+        )
+        self._fail(failure)
+        self.symptoms = []
+
+    def _on_stopped(self, row: dict[str, Any]) -> None:
+        if self.attempt is not None and self.attempt.end is None:
+            self.attempt.end = self.now
+
+    def _on_end(self, row: dict[str, Any]) -> None:
+        self._close(interrupted=False)
+        self.found.ended, self.found.reason, self.found.code = True, row.get("reason", ""), row.get("code")
+
+    def _fail(self, failure: Failure) -> None:
+        self.attempt.failure = failure
+        self.found.failures.append(failure)
+
+    def _close(self, interrupted: bool) -> None:
+        """End the attempt. interrupted: its end is not in the journal."""
+        if self.attempt is None:
+            return
+        if interrupted and self.attempt.failure is None and self.attempt.end is None:
+            self._fail(Failure(self.attempt.generation, INTERRUPTED, self.now, self.last_clock))
+        if self.attempt.end is None:
+            self.attempt.end = self.now
+        self.attempt = None
+
+    def finish(self) -> Account:
+        found = self.found
+        found.seconds = self.now
+        if self.sessions:
+            self.sessions[-1][1] = self.now
+        for one in found.attempts:
+            one.end = self.now if one.end is None else one.end
+        found.step_seconds = median(self.step_seconds) if self.step_seconds else None
+        for one in found.attempts:
+            _add_base(one, found.step_seconds or 0.0)
+        return found
+
+
+def first_text(said: dict[str, Any]) -> str:
+    """Return the text of a diagnosis' first evidence."""
+    evidence = said.get("evidence")
+    first = evidence[0] if isinstance(evidence, list) and evidence else None
+    return str(first.get("text", "")) if isinstance(first, dict) else ""
+
+
+def _add_base(one: Attempt, step_seconds: float) -> None:
+    """Put the step that the attempt started from before its first point.
+
+    Without a checkpoint that is the run's start, if the attempt had the time for all steps since; else it has loaded
+    one of another run, and the step before the first is taken.
+    """
+    if not one.points:
+        return
+    time, first = one.points[0]
+    if one.resume_step is not None and one.resume_step < first:
+        base = float(one.resume_step)
+    else:
+        base = 0.0 if one.resume_step is None and first * step_seconds <= time - one.start else first - 1
+    one.points.insert(0, (max(one.start, time - (first - base) * step_seconds), base))
+    one.kept = one.last_step
+
+
+def _spend(found: Account, sessions: Sequence[Sequence[float]]) -> None:
+    """The second pass: give every second to a use, and every step that was made again to the failure."""
+    spans: list[Span] = []
+    now, use, world = 0.0, START, found.attempts[0].world_size if found.attempts else 0
+
+    def until(time: float) -> None:
+        nonlocal now
+        if time > now:
+            spans.append(Span(now, time, use, world))
+            now = time
+
+    session, blamed = 0, None
+    for one in found.attempts:
+        while session < one.session:
+            until(sessions[session][1])
+            session, use = session + 1, START
+        if use == START:
+            world = one.world_size
+        until(one.start)
+        world = one.world_size
+        if one.points:
+            until(one.points[0][0])
+            spans = _give_up(found, spans, one, blamed or use)
+            use = TRAINING
+            until(one.points[-1][0])
+            use = one.failure or END
+        elif one.failure is not None:
+            until(one.failure.time)
+            use = one.failure
+        blamed = one.failure if one.points else one.failure or blamed
+        until(one.end)
+    while session < len(sessions):
+        until(sessions[session][1])
+        session, use = session + 1, START
+    found.spans = spans
+    for span in spans:
+        if isinstance(span.use, Failure):
+            span.use.seconds += span.end - span.begin
+            span.use.gpu_hours += span.gpu_hours
+
+
+def _give_up(found: Account, spans: list[Span], following: Attempt, use: str | Failure) -> list[Span]:
+    """Return `spans` without the training that `following` makes again: it starts from an earlier step."""
+    for one in found.attempts[: found.attempts.index(following)]:
+        if not one.points or one.kept <= following.base:
+            continue
+        kept = max(one.base, following.base)
+        begin, end = one.time_at(kept), one.time_at(one.kept)
+        if isinstance(use, Failure):
+            use.lost_steps += one.kept - kept
+        one.kept = kept
+        cut: list[Span] = []
+        for span in spans:
+            left, right = max(span.begin, begin), min(span.end, end)
+            if span.use != TRAINING or left >= right:
+                cut.append(span)
+                continue
+            parts = ((span.begin, left, TRAINING), (left, right, use), (right, span.end, TRAINING))
+            cut += [Span(a, b, each, span.world_size) for a, b, each in parts if b > a]
+        spans = cut
+    return spans
+
+
+def _times(found: Account) -> None:
+    """Fill in how long the failures took to recover."""
+    for number, one in enumerate(found.attempts):
+        if (failure := one.failure) is None:
+            continue
+        later = [each for each in found.attempts[number + 1 :] if each.points]
+        if later:
+            failure.recover = max(0.0, later[0].first_seen - failure.time)

@@ -24,6 +24,7 @@ from typing import Any
 
 from zaya_plugin import __version__
 from zaya_plugin.aegis import link, slurm
+from zaya_plugin.aegis.alerts import Alerts
 from zaya_plugin.aegis.cluster import OUT, Cluster
 from zaya_plugin.aegis.collectors.flight_recorder import missing
 from zaya_plugin.aegis.collectors.progress import slow_ranks
@@ -31,7 +32,7 @@ from zaya_plugin.aegis.decide import GONE, decide
 from zaya_plugin.aegis.diagnose import LOOKBACK, UNKNOWN, Diagnosis, diagnosis
 from zaya_plugin.aegis.evidence import Evidence
 from zaya_plugin.aegis.exit_codes import meaning
-from zaya_plugin.aegis.journal import Journal, read
+from zaya_plugin.aegis.journal import Journal, read, without_secrets_in
 from zaya_plugin.aegis.nodes import Nodes
 from zaya_plugin.aegis.rules import Rules
 from zaya_plugin.aegis.settings import Settings, is_train
@@ -81,6 +82,7 @@ class Decider:
         self.journal = Journal(settings.journal)
         self.history = Nodes()
         self.drains = slurm.Drains()
+        self.alerts = Alerts(settings.hook, settings.folder.parent)
         self.links: set[link.Link] = set()
         self.peers: dict[str, Peer] = {}  # by node
         self.by_link: dict[link.Link, Peer] = {}
@@ -101,7 +103,8 @@ class Decider:
         self._told: set[tuple[str, str, int | None]] = set()  # in this attempt
         self.doubted: Evidence | None = None  # of storage: of one node, or of all
         self.code: int | None = None
-        continued = self.cluster.begun and not self.cluster.ended and self.cluster.command == list(settings.command)
+        command = without_secrets_in({"command": list(settings.command)})["command"]  # as the journal has it
+        continued = self.cluster.begun and not self.cluster.ended and self.cluster.command == command
         if not continued:
             self.note(
                 "begin",
@@ -131,6 +134,7 @@ class Decider:
             self.tell(peer, "end", code=self.code)
         while self.peers and time.monotonic() < deadline:
             self.exchange_messages(0.05)
+        self.note_alerts(self.alerts.close())
         self.journal.close()
         return self.code
 
@@ -138,6 +142,7 @@ class Decider:
         """Take messages, then act by the phase."""
         self.exchange_messages(0.1)
         self.drains.poll()
+        self.note_alerts(self.alerts.poll())
         for node, peer in list(self.peers.items()):
             if time.monotonic() - peer.beat > LOST_SECONDS:
                 self.lose(node, f"silent for {LOST_SECONDS:.0f} s")
@@ -155,6 +160,12 @@ class Decider:
     def note(self, kind: str, **values: Any) -> None:
         """Write a line into the journal and apply it."""
         self.cluster.apply(self.journal.write(kind, self.cluster.generation, **values))
+
+    def note_alerts(self, done: list[tuple[str, dict[str, str]]]) -> None:
+        """Write down how alerts were delivered; one that had nowhere to go is no news."""
+        for text, delivered in done:
+            if delivered:
+                self.note("alert", text=text, delivered=delivered)
 
     def say(self, text: str) -> None:
         """Print a line for a person."""
@@ -625,7 +636,7 @@ class Decider:
             said = diagnosis([symptom], self.rules)
         rule = self.rules[said.cause] if said.cause in self.rules else None
         if self.cluster.step is not None and not alive:
-            self.note("progress", step=self.cluster.step, step_seconds=round(self.cluster.step_seconds, 4))
+            self.note_last_step()
         self.look_for_checkpoints()
         decision = decide(said, self.cluster, rule, alive)
         if not alive and self.cluster.asked and decision.action not in ("done", "stop"):
@@ -633,14 +644,29 @@ class Decider:
         self.note("diagnosis", **{name: value for name, value in said.to_json().items()})
         where = f" on {said.node}" if said.node else ""
         who = f", rank {said.rank}" if said.rank is not None else ""
-        self.say(f"{said.cause}{where}{who}: {decision.action}. {decision.reason}")
+        text = f"{said.cause}{where}{who}: {decision.action}. {decision.reason}"
+        self.say(text)
         of_start = {"start": slurm.start_of_job()} if decision.action == "requeue" else {}
         self.note("decision", **decision.to_json(), **of_start)
+        if decision.action != "watch":
+            self.alert(text, "warn", said, decision.to_json())
         if decision.action in ("ride", "watch"):
             return
         for node in decision.nodes_out:
             self.leave_out(node, said.cause, said.severity == "fatal" and said.confidence == "sure")
         self.begin_stop()
+
+    def alert(self, text: str, level: str, said: Diagnosis, decision: dict[str, Any]) -> None:
+        """Tell a decision to the user's hook and to W&B."""
+        found = said.to_json()
+        facts = {name: found.get(name) for name in ("cause", "node", "rank", "severity", "confidence", "evidence")}
+        where = {"generation": self.cluster.generation, "step": self.cluster.step, "run": str(self.settings.folder)}
+        self.alerts.send(text, level, **where, **facts, **decision)
+
+    def note_last_step(self) -> None:
+        """Write down the last step, and when it was seen: that may be long ago, as in a hang."""
+        seconds = round(self.cluster.step_seconds, 4)
+        self.note("progress", step=self.cluster.step, step_seconds=seconds, at=self.stepped)
 
     def leave_out(self, node: str, cause: str, broken: bool) -> None:
         """Use a node no more, and tell it to the runs that follow. broken: its hardware, so that nobody should use it."""
@@ -739,10 +765,12 @@ class Decider:
         if self.code is None:
             self.code = code
             if self.cluster.step is not None:
-                self.note("progress", step=self.cluster.step, step_seconds=round(self.cluster.step_seconds, 4))
+                self.note_last_step()
             self.look_for_checkpoints()
             self.note("end", code=code, reason=reason)
             self.say(f"end, exit code {code}: {reason}")
+            level = "info" if code in (0, ENDED_EARLY) else "error"
+            self.alerts.send(f"end, exit code {code}: {reason}", level, action="end", code=code, step=self.cluster.step)
 
 
 def resumed(settings: Settings, skips: Sequence[tuple[int, int]] = ()) -> list[str]:

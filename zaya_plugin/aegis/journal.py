@@ -14,6 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from zaya_plugin.errors import mistake
+from zaya_plugin.run.secrets import without_secrets
+
+NAME = "journal.jsonl"
 # kind -> fields beside time, kind and generation (the number of the attempt, 0 before the first)
 KINDS = {
     "begin": ("command", "nodes", "spares", "ranks_per_node", "version"),  # nodes: the number of nodes asked for
@@ -21,7 +25,8 @@ KINDS = {
     "node": ("node", "state", "reason"),  # joined, lost, out, back
     "attempt": ("nodes", "world_size", "resume_step"),  # nodes: names in the order of their ranks
     "first_step": ("step",),
-    "progress": ("step", "step_seconds"),  # about once a minute
+    # about once a minute, and at the end of an attempt; at: when the step was seen, if that was before this line
+    "progress": ("step", "step_seconds", "at"),
     "checkpoint": ("step",),  # a manifest has appeared
     "symptom": ("evidence",),  # what made the decision maker look: detected now, happened at evidence["time"]
     "diagnosis": (
@@ -57,13 +62,29 @@ class Journal:
         """Append one line and return it. Raises ValueError for a kind or field that KINDS does not list."""
         if kind not in KINDS or set(values) - set(KINDS[kind]):
             raise ValueError(f"the journal has no {kind} with {sorted(values)}; see KINDS")
-        row = {"time": time.time(), "kind": kind, "generation": generation, **values}
+        row = {"time": time.time(), "kind": kind, "generation": generation, **without_secrets_in(values)}
         os.write(self.file, json.dumps(row).encode() + b"\n")
         os.fsync(self.file)
         return row
 
     def close(self) -> None:
         os.close(self.file)
+
+
+CLEANED = ("command", "text", "reason", "evidence", "delivered")  # what people and programs have written
+
+
+def without_secrets_in(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a line without passwords, tokens and values of secret names."""
+    return {name: _clean(value) if name in CLEANED else value for name, value in values.items()}
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, str):
+        return without_secrets(value)
+    if isinstance(value, dict):
+        return {name: _clean(each) for name, each in value.items()}
+    return [_clean(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
@@ -76,3 +97,13 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(row, dict) and row.get("kind") in KINDS:
                 yield row
+
+
+def find(place: Path) -> Path:
+    """Return the journal of a run: `place` is its run directory, the folder `aegis` in it, or the journal itself."""
+    for path in (place, place / NAME, place / "aegis" / NAME):
+        if path.is_file():
+            return path
+    problem = "has no journal of zaya aegis" if place.exists() else "does not exist"
+    allowed = f"a run directory with aegis/{NAME}, the folder that holds it, or the file"
+    raise mistake("RUN_DIR", place, problem=problem, allowed=allowed)

@@ -1,63 +1,231 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya aegis report`: what a run's time was spent on, in the terminal, as JSON, or as one HTML page."""
+"""`zaya aegis report`: what a supervised run did with its time, in the terminal and as one HTML page."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from zaya_plugin.aegis.account import Account, account_of, figures, length
-from zaya_plugin.aegis.page import page
+from zaya_plugin.aegis.account import Account, account
+from zaya_plugin.aegis.evidence import printable
+from zaya_plugin.aegis.journal import find, read
+from zaya_plugin.errors import mistake
 
+WHAT = """\
+Reads the journal of a run that `zaya aegis run` supervises or has supervised, and says how much of the time was
+training, what each class of failures cost, and how long detection and recovery took. It changes nothing, and a run that
+goes on is reported up to the last line of its journal."""
+EXAMPLES = """\
+examples:
+  zaya aegis report runs/mine                      tables
+  zaya aegis report runs/mine --html report.html   the same and a timeline, as one page without network or scripts
+  zaya aegis report runs/mine --json               for a program
 
-def main(argv: list[str]) -> int:
-    """Run `zaya aegis report DIR`. Return 0, or 2 for a mistake."""
-    parser = argparse.ArgumentParser(
-        "zaya aegis report",
-        description="Sum up a supervised run from its journal: effective training time, failures and their cost.",
-        epilog="example: zaya aegis report runs/zaya1_base --html report.html",
-    )
-    parser.add_argument("directory", metavar="DIR", help="the run_dir, or the folder of the journal")
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="also write one page with a timeline; it needs no network"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead")
-    options = parser.parse_args(argv)
-    found = account_of(options.directory)
-    if options.html is not None:
-        options.html.parent.mkdir(parents=True, exist_ok=True)
-        options.html.write_text(page(found))
-    print(json.dumps(as_json(found)) if options.json else text(found))
-    return 0
+Exit codes: 0, 2 a mistake on the command line."""
+SHOWN = 500  # rows of a table
 
 
-def as_json(found: Account) -> dict:
-    """Return every figure of the report."""
-    detect, recover = found.mean_seconds()
+@dataclass(frozen=True)
+class Table:
+    """A table of the report; every cell is text."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    note: str = ""
+
+
+def duration(seconds: float | None) -> str:
+    """Return `seconds` for a person."""
+    if seconds is None:
+        return "-"
+    if seconds < 99.95:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    if seconds < 3600:
+        return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours < 100 else f"{hours // 24} d {hours % 24:02d} h"
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.2f} %"
+
+
+def moment(clock: float | None) -> str:
+    """Return a time since 1970 for a person."""
+    try:
+        return "-" if clock is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(clock))
+    except (OverflowError, ValueError, OSError):
+        return "-"
+
+
+def state(found: Account) -> str:
+    """Say how the run stands."""
+    if found.begin is None:
+        return "the journal is empty"
+    if not found.ended:
+        return "no end in the journal; figures up to its last line"
+    code = "no exit code" if found.code is None else f"exit code {found.code}"
+    return f"ended, {code}: {found.reason}"
+
+
+def figures(found: Account) -> list[tuple[str, str, str]]:
+    """Return name, value and meaning of the figures of a run."""
+    detect, recover = found.mean("detect"), found.mean("recover")
+    lost = sum(one.gpu_hours for one in found.failures)
+    kinds = ", ".join(f"{number} {action}" for action, number in sorted(found.decisions.items())) or "none"
+    return [
+        ("supervised", duration(found.seconds), f"since {moment(found.begin)}, pauses between runs left out"),
+        ("effective training time", percent(found.ettr), "training that was kept / time (ETTR)"),
+        ("goodput", percent(found.goodput), "kept steps x median step time / time"),
+        ("uptime", percent(found.uptime), "time in which ranks were running / time"),
+        ("steps kept", f"{found.kept_steps:,.0f}", f"{found.step_seconds or 0:.3g} s a step (median)"),
+        ("steps lost", f"{found.lost_steps:,.0f}", "made, and made again after a failure"),
+        ("GPU hours", f"{found.gpu_hours:,.2f}", f"{lost:,.2f} of them lost to failures"),
+        ("attempts", f"{len(found.attempts):,}", f"{len(found.failures)} ended by a failure"),
+        ("decisions", f"{sum(found.decisions.values()):,}", kinds),
+        ("mean time to detect", duration(detect), "from the evidence on its node to the symptom"),
+        ("mean time to recover", duration(recover), "from the symptom to the next attempt's first step"),
+    ]
+
+
+def tables(found: Account) -> list[Table]:
+    """Return the tables of a run."""
+    causes = [
+        (
+            row["cause"],
+            str(row["failures"]),
+            f"{row['lost_steps']:,.0f}",
+            duration(row["seconds"]),
+            f"{row['gpu_hours']:,.2f}",
+        )
+        for row in found.by_cause()
+    ]
+    failures = [
+        (
+            str(number),
+            moment(one.clock),
+            str(one.generation),
+            one.cause,
+            one.node or "-",
+            "-" if one.rank is None else str(one.rank),
+            one.action or "-",
+            duration(one.detect),
+            duration(one.recover),
+            f"{one.lost_steps:,.0f}",
+            f"{one.gpu_hours:,.2f}",
+        )
+        for number, one in enumerate(found.failures, 1)
+    ]
+    attempts = [
+        (
+            str(one.generation),
+            moment(one.clock),
+            duration(one.end - one.start),
+            str(one.world_size),
+            "-" if one.resume_step is None else f"{one.resume_step:,}",
+            "-" if one.last_step is None else f"{one.last_step:,.0f}",
+            "-" if one.failure is None else one.failure.cause,
+            " ".join(one.nodes[:4]) + (f" and {len(one.nodes) - 4} more" if len(one.nodes) > 4 else ""),
+        )
+        for one in found.attempts
+    ]
+    why = [
+        (str(number), one.action or "-", one.reason or "-", one.text or "-")
+        for number, one in enumerate(found.failures, 1)
+    ]
+    made = [
+        Table("Lost by cause", ("cause", "failures", "steps", "time", "GPU hours"), causes),
+        Table(
+            "Failures",
+            tuple("# time attempt cause node rank action detect recover".split()) + ("lost steps", "GPU hours"),
+            failures,
+        ),
+        Table("Why", ("#", "action", "reason", "first evidence"), why),
+        Table(
+            "Waited for",
+            ("after", "cause", "node", "reason"),
+            [(duration(one["time"]), one["cause"], one["node"] or "-", one["reason"]) for one in found.rides],
+        ),
+        Table(
+            "Attempts", ("attempt", "start", "time", "ranks", "from step", "last step", "ended by", "nodes"), attempts
+        ),
+        Table("Nodes left out", ("node", "reason"), sorted(found.nodes_out.items())),
+    ]
+    return [_shortened(table) for table in made if table.rows]
+
+
+def _shortened(table: Table) -> Table:
+    rows = [tuple(printable(cell) for cell in row) for row in table.rows]
+    note = f"the last {SHOWN} of {len(rows):,}" if len(rows) > SHOWN else ""
+    return Table(table.title, table.columns, rows[-SHOWN:], note)
+
+
+def as_text(found: Account) -> str:
+    """Return the report for a terminal."""
+    parts = [f"command  {printable(shlex.join(found.command))}", f"state    {printable(state(found))}", ""]
+    given = figures(found)
+    parts += [f"{name:24}{value:>14}   {meaning}" for name, value, meaning in given]
+    for table in tables(found):
+        parts += ["", table.title + (f" ({table.note})" if table.note else ""), *_lined_up(table)]
+    return "\n".join(parts)
+
+
+def _lined_up(table: Table) -> list[str]:
+    widths = [min(60, max(len(row[i]) for row in (table.columns, *table.rows))) for i in range(len(table.columns))]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (table.columns, *table.rows)
+    ]
+
+
+def as_json(found: Account) -> dict[str, Any]:
+    """Return the figures, failures and attempts as plain data."""
+    names = "command ended code reason begin seconds ettr goodput uptime training step_seconds kept_steps lost_steps"
+    one_by_one = {"attempts": found.attempts, "failures": found.failures}
     return {
-        **asdict(found),
-        "wall_seconds": found.wall,
-        "effective_training_time": found.effective,
-        "goodput": found.goodput,
-        "lost_gpu_hours": found.lost_hours(),
-        "mean_seconds_to_detect": detect,
-        "mean_seconds_to_recover": recover,
+        **{name: getattr(found, name) for name in f"{names} gpu_hours decisions nodes_out".split()},
+        "mean_detect": found.mean("detect"),
+        "mean_recover": found.mean("recover"),
+        "by_cause": found.by_cause(),
+        **{name: [asdict(each) for each in rows] for name, rows in one_by_one.items()},
     }
 
 
-def text(found: Account) -> str:
-    """Return the report for a terminal."""
-    lines = [f"{name:24} {value}" for name, value in figures(found)]
-    lines += ["", f"{'GPU hours without a new step':30} {'hours':>10}"]
-    lines += [f"  {cause:28} {hours:10.2f}" for cause, hours in found.lost_hours().items()]
-    if found.failures:
-        lines += ["", f"{'at':>9}  {'cause':22} {'where':16} {'detected':>9} {'cost':>9} {'steps':>6}  action"]
-    for each in found.failures:
-        where = " ".join(filter(None, (each.node, None if each.rank is None else f"rank {each.rank}"))) or "-"
-        lines.append(
-            f"{length(each.happened - found.begin):>9}  {each.cause:22} {where:16} "
-            f"{length(each.detected - each.happened):>9} {length(found.cost(each)):>9} {each.lost_steps:6}  {each.action}"
-        )
-    return "\n".join(lines)
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        "zaya aegis report",
+        description=WHAT,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, or its folder aegis")
+    made.add_argument("--html", type=Path, metavar="FILE", help="write a page with a timeline")
+    made.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `zaya aegis report` with the words `argv`."""
+    options = parser().parse_args(argv)
+    journal = find(options.run_dir)
+    found = account(read(journal))
+    if options.html is not None:
+        from zaya_plugin.aegis.page import page
+        from zaya_plugin.config.whole_file import write_whole
+
+        if not options.html.resolve().parent.is_dir():
+            raise mistake("--html", options.html, problem="its folder does not exist", fix="--html report.html")
+        title = journal.resolve().parent
+        name = title.parent.name if title.name == "aegis" else title.name
+        write_whole(options.html, page(found, name, state(found), figures(found), tables(found)))
+    print(json.dumps(as_json(found), indent=1) if options.json else as_text(found))
+    return 0

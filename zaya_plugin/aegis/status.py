@@ -1,74 +1,231 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya aegis status`: how a supervised run is, from its journal, once or live."""
+"""`zaya aegis status`: how a supervised run stands, from its journal and the last line of metrics.jsonl. It writes
+nothing and asks no process, so it works from any host that sees the run directory.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from zaya_plugin.aegis.account import Account, account, journal_of, length
-from zaya_plugin.aegis.journal import read
+from zaya_plugin.aegis.account import ENDING, Account, account, first_text, sound
+from zaya_plugin.aegis.evidence import printable
+from zaya_plugin.aegis.journal import find, read
+from zaya_plugin.aegis.report import duration, percent
+from zaya_plugin.errors import ENDED_EARLY
 
-SILENT_SECONDS = 600.0  # progress is written about once a minute
+WHAT = "Shows how a run under `zaya aegis run` stands: phase, step, nodes, the last failure and what was decided."
+EXAMPLES = """\
+examples:
+  zaya aegis status runs/mine            once
+  zaya aegis status runs/mine --watch    every two seconds, until the run ends or Ctrl-C; once where there is no terminal
 
-
-def main(argv: list[str]) -> int:
-    """Run `zaya aegis status DIR`. Return 0: running, or ended well; 1: in trouble, or ended badly."""
-    parser = argparse.ArgumentParser(
-        "zaya aegis status",
-        description="Show step, nodes, the last failure and what was decided. Reads the journal only.",
-        epilog="exit codes: 0 running or ended well, 1 in trouble or ended badly. "
-        "example: zaya aegis status runs/zaya1_base --watch",
-    )
-    parser.add_argument("directory", metavar="DIR", help="the run_dir, or the folder of the journal")
-    parser.add_argument("--watch", action="store_true", help="show it again every 2 s until the run ends")
-    options = parser.parse_args(argv)
-    path = journal_of(options.directory)
-    while True:
-        rows = list(read(path))
-        lines, code = status(account(rows), rows, time.time())
-        if options.watch and sys.stdout.isatty():
-            print("\x1b[2J\x1b[H", end="")
-        print("\n".join(lines), flush=True)
-        if not options.watch or any(row["kind"] == "end" for row in rows):
-            return code
-        time.sleep(2)
+Exit codes: 0 the run trains, starts or has ended well; 1 trouble: it has ended with an error, it is down because of a
+failure, or nothing was heard of it for 10 minutes (and 20 steps); 2 a mistake on the command line."""
+EVERY_SECONDS = 2.0
+QUIET_SECONDS, QUIET_STEPS = 600.0, 20  # without a step, of a run that trains
+STARTING_SECONDS = 3600.0  # a start with compilation and a long load
+TAIL = 65536  # bytes of metrics.jsonl
 
 
-def status(found: Account, rows: list[dict], now: float) -> tuple[list[str], int]:
-    """Return the lines to show, and the exit code."""
-    moved = max((row["time"] for row in rows if row["kind"] in ("first_step", "progress")), default=None)
-    quiet = now - (moved if moved is not None else found.begin)
-    waiting = bool(found.attempts) and found.attempts[-1]["first"] is None
-    if found.code is not None:
-        state, trouble = f"ended with exit code {found.code}: {found.reason}", found.code != 0
-    elif not found.attempts:
-        state, trouble = "waiting for nodes", False
-    elif waiting:
-        state, trouble = f"starting, for {length(now - found.attempts[-1]['begin'])}", len(found.attempts) > 1
-    else:
-        trouble = quiet > SILENT_SECONDS
-        state = f"training; last news of a step {length(quiet)} ago"
+@dataclass
+class Now:
+    """The rows of a journal that say how the run stands at present, and what they say.
+
+    last: time of the latest row. progress: when the last step was seen. node: name -> state. said, decision: the latest.
+    """
+
+    last: float | None = None
+    progress: float | None = None
+    since: float | None = None
+    step: float | None = None
+    step_seconds: float | None = None
+    phase: str = "waits for nodes"
+    wanted: int | None = None
+    spares: int | None = None
+    attempt: dict[str, Any] = field(default_factory=dict)
+    nodes: dict[str, str] = field(default_factory=dict)
+    said: dict[str, Any] | None = None
+    decision: dict[str, Any] | None = None
+
+    def take(self, row: dict[str, Any]) -> None:
+        """Apply one row."""
+        clock, kind = row.get("time"), row["kind"]
+        if clock is None:
+            return
+        self.last = clock
+        if kind == "begin":
+            self.__init__(last=clock, wanted=row.get("nodes"), spares=row.get("spares"), since=clock)
+        elif kind == "node" and isinstance(row.get("node"), str):
+            self.nodes[row["node"]] = str(row.get("state"))
+        elif kind == "attempt":
+            self.attempt, self.step, self.phase, self.since = row, row.get("resume_step"), "starts", clock
+        elif kind in ("first_step", "progress"):
+            self.step, self.progress = row.get("step"), row.get("at") or clock
+            self.step_seconds = row.get("step_seconds") or self.step_seconds
+            self.phase = "trains" if self.phase == "starts" else self.phase
+        elif kind == "symptom" and self.phase in ("trains", "starts"):
+            self.since = clock
+        elif kind == "diagnosis":
+            self.said = row
+        elif kind == "decision":
+            self.decision, self.since = row, clock
+            if row.get("action") in ENDING:
+                self.phase = f"down, {row['action']}"
+            elif row.get("action") == "done":
+                self.phase = "saves and ends"
+        elif kind == "end":
+            self.phase, self.since = "ended", clock
+
+
+def last_metrics(run_dir: Path) -> tuple[dict[str, Any], float] | None:
+    """Return the last whole line of metrics.jsonl and when it was written; None: there is none."""
+    try:
+        with open(run_dir / "metrics.jsonl", "rb") as file:
+            stamp = os.fstat(file.fileno())
+            file.seek(max(0, stamp.st_size - TAIL))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            return row, stamp.st_mtime
+    return None
+
+
+def status(
+    rows: Iterable[dict[str, Any]], now: float, metrics: tuple[dict[str, Any], float] | None = None
+) -> tuple[list[str], int]:
+    """Return the lines for a person, and the exit code."""
+    rows = [sound(row) for row in rows]
+    found, at = account(rows), Now()
+    for row in rows:
+        at.take(row)
+    if at.last is None:
+        return ["the journal is empty: the decision maker has not started"], 1
+    if metrics is not None and at.phase in ("trains", "starts") and metrics[1] >= at.attempt["time"]:
+        at.step, at.progress, at.phase = metrics[0]["step"], max(at.progress or 0, metrics[1]), "trains"
+    trouble = _trouble(found, at, now)
     lines = [
-        f"state       {state}",
-        f"step        {found.step:,}" + (f", {found.step_seconds:.3g} s each" if found.step_seconds else ""),
-        f"attempt     {len(found.attempts)}, running for {length(found.wall)} in all",
+        ("state", at.phase + (f", exit code {found.code}" if found.ended else "") + _ago(at.since, now)),
+        ("trouble", trouble),
+        ("step", _step(at, metrics)),
+        ("last progress", _ago(at.progress, now, "")),
+        ("attempt", _attempt(found, at)),
+        ("nodes", _nodes(at)),
+        ("last failure", _failure(at, now)),
+        ("decision", _decision(at)),
+        ("training", f"{percent(found.ettr)} of {duration(found.seconds)}, {found.lost_steps:,.0f} steps made again"),
     ]
-    if found.attempts:
-        last = found.attempts[-1]
-        others = [f"{node} ({state})" for node, state in found.nodes.items() if node not in last["nodes"]]
-        lines.append(f"nodes       {', '.join(last['nodes'])}" + (f"; besides {', '.join(others)}" if others else ""))
-    if found.checkpoints:
-        at, step = found.checkpoints[-1]
-        lines.append(f"checkpoint  step {step:,}, {length(now - at)} ago")
-    if found.failures:
-        last = found.failures[-1]
-        where = f" on {last.node}" if last.node else ""
-        lines.append(
-            f"failure     {last.cause}{where}, {length(now - last.happened)} ago: {last.action}. {last.reason}"
-        )
-    lines.append(
-        f"effective   {100 * found.effective:.2f} % of the time made new steps, {len(found.failures)} failures"
+    return [f"{name:15}{printable(text)}" for name, text in lines if text], int(bool(trouble))
+
+
+def _trouble(found: Account, at: Now, now: float) -> str:
+    if found.ended:
+        return "" if found.code in (0, ENDED_EARLY) else found.reason or "it ended with an error"
+    if at.phase.startswith("down"):
+        return "a failure has ended the attempt"
+    heard = max(at.last, at.progress or 0)
+    limit = STARTING_SECONDS
+    if at.phase == "trains":
+        heard, limit = at.progress or at.last, max(QUIET_SECONDS, QUIET_STEPS * (at.step_seconds or 0))
+    if now - heard > limit:
+        return f"nothing was heard of it for {duration(now - heard)}: a long pause, or the supervisor is gone"
+    return ""
+
+
+def _ago(clock: float | None, now: float, before: str = ", since ") -> str:
+    if clock is None:
+        return ""
+    return f"{before}{duration(max(0.0, now - clock))}" + ("" if before else " ago")
+
+
+def _step(at: Now, metrics: tuple[dict[str, Any], float] | None) -> str:
+    if at.step is None:
+        return ""
+    loss = metrics[0].get("loss") if metrics and metrics[0].get("step") == at.step else None
+    text = f"{at.step:,.0f}"
+    text += f", {at.step_seconds:.3g} s a step" if at.step_seconds else ""
+    return text + (f", loss {loss:.4f}" if isinstance(loss, float) else "")
+
+
+def _attempt(found: Account, at: Now) -> str:
+    if not at.attempt:
+        return ""
+    resume = at.attempt.get("resume_step")
+    failures = f"{len(found.failures)} failures so far" if len(found.failures) != 1 else "1 failure so far"
+    origin = "the start" if resume is None else f"step {resume:,.0f}"
+    return f"{at.attempt.get('generation')}, {at.attempt.get('world_size')} ranks, from {origin}; {failures}"
+
+
+def _nodes(at: Now) -> str:
+    names = at.attempt.get("nodes")
+    names = [str(name) for name in names] if isinstance(names, list) else []
+    there = [name for name, state in at.nodes.items() if state in ("joined", "back") and name not in names]
+    away = [f"{name} ({state})" for name, state in at.nodes.items() if state in ("lost", "out")]
+    parts = [f"{len(names)} of {at.wanted} train" if names else f"{len(there)} of {at.wanted} are there"]
+    if names:
+        parts.append(f"{len(there)} spare" + (f": {' '.join(sorted(there)[:8])}" if there else ""))
+    if away:
+        parts.append(f"away: {' '.join(away[:8])}" + (f" and {len(away) - 8} more" if len(away) > 8 else ""))
+    return ", ".join(parts)
+
+
+def _failure(at: Now, now: float) -> str:
+    if at.said is None:
+        return ""
+    where = f" on {at.said['node']}" if at.said.get("node") else ""
+    where += f", rank {at.said['rank']}" if at.said.get("rank") is not None else ""
+    text = first_text(at.said)[:200]
+    return f"{at.said.get('cause')}{where}, {_ago(at.said['time'], now, '')}" + (f": {text}" if text else "")
+
+
+def _decision(at: Now) -> str:
+    if at.decision is None:
+        return ""
+    return f"{at.decision.get('action')}: {at.decision.get('reason')}"
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        "zaya aegis status",
+        description=WHAT,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    return lines, int(trouble)
+    made.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, or its folder aegis")
+    made.add_argument("--watch", action="store_true", help="show it again every two seconds")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `zaya aegis status` with the words `argv`."""
+    options = parser().parse_args(argv)
+    journal = find(options.run_dir)
+    watch = options.watch and sys.stdout.isatty()
+    while True:
+        metrics = last_metrics(journal.resolve().parent.parent)
+        lines, code = status(read(journal), time.time(), metrics)
+        text = "\n".join(lines)
+        if not watch:
+            print(text)
+            return code
+        print(f"\x1b[H\x1b[2J{text}", flush=True)
+        if lines[0].split()[1:2] == ["ended,"]:
+            return code
+        try:
+            time.sleep(EVERY_SECONDS)
+        except KeyboardInterrupt:
+            return code

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from zaya_plugin.errors import mistake
+from zaya_plugin.run.secrets import cleaned, of_data
 from zaya_plugin.verify.environment import VARIABLES
-from zaya_plugin.verify.secrets import cleaned, of_data
 
 # Files of a run directory; checkpoints, traces, TensorBoard's and W&B's files are left out.
 PATTERNS = ("recipe.yaml", "*.args", "primus.yaml", "metrics.jsonl", "step.json", "logs/**/*", "bench/step.json")

@@ -2,8 +2,10 @@
 """A rank of the lines `graph_capture` and `all_reduce`:
 
     python -m zaya_plugin.verify.collective_rank <all_reduce or graph_capture> <cuda or cpu> <rank> <ranks> <folder>
+        [<device>]
 
-The ranks meet through a file in the folder, so no port is needed; rank 0 writes result.json there.
+The ranks meet through a file in the folder, so no port is needed; rank 0 writes result.json there. device: the number
+of the rank's device, its rank by default; with ranks on two nodes (`zaya aegis preflight`) the two differ.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ def all_reduce(device: torch.device) -> dict:
 
 def main(argv: list[str]) -> int:
     what, kind, rank, ranks, folder = argv[0], argv[1], int(argv[2]), int(argv[3]), Path(argv[4])
-    device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", rank)
+    device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", int(argv[5]) if len(argv) > 5 else rank)
     if kind != "cpu":
         torch.cuda.set_device(device)
     distributed.init_process_group(

@@ -91,11 +91,10 @@ def ratios(journal: list[dict[str, Any]], start: float) -> dict[str, float]:
     """Return the effective training time from the first step on, raw and with `start` subtracted for each restart."""
     found = account(journal)
     first = next(row["time"] for row in journal if row["kind"] == "first_step")
-    wall = found.end - first
-    # a run that was asked to end has lost nothing by its end
-    failures = [failure for failure in found.failures if failure.action != "done"]
-    lost = sum(found.cost(failure) for failure in failures)
+    wall = found.begin + found.seconds - first
     restarts = sum(row["kind"] == "attempt" for row in journal) - 1
+    # a start is measured up to the end of its first step, which the account counts as training
+    lost = sum(failure.seconds for failure in found.failures) + restarts * (found.step_seconds or 0.0)
     return {
         "wall_seconds": round(wall, 1),
         "lost_seconds": round(lost, 1),
