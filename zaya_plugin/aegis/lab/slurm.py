@@ -177,10 +177,11 @@ class Cluster:
     def kill_node(self, node: str) -> float:
         """Kill slurmd and everything else of a node; return when."""
         now = time.time()
-        pids = {self.daemons[node].pid, *marked(f"{ON_NODE}={node}"), *marked(f"SLURMD_NODENAME={node}")}
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        # All stand still first: else a process that is still alive starts its killed child again.
+        for number in (signal.SIGSTOP, signal.SIGSTOP, signal.SIGKILL):
+            for pid in {self.daemons[node].pid, *marked(f"{ON_NODE}={node}"), *marked(f"SLURMD_NODENAME={node}")}:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
         return now
 
 
@@ -198,16 +199,15 @@ class SlurmRun(Run):
         project = str(Path(__file__).resolve().parents[3])
         paths = os.pathsep.join(filter(None, [project, os.environ.get("PYTHONPATH")]))
         environment = cluster.environment(PYTHONPATH=paths, OMP_NUM_THREADS="1")
-        script = shlex.join([*srun, *aegis, "--", *self.command])
+        # All nodes have this machine's address; the decision maker is to be on the first one, as in a real job.
+        later = ["sh", "-c", '[ "$SLURM_NODEID" = 0 ] || sleep 2; exec "$@"', "sh"]
+        script = shlex.join([*srun, *later, *aegis, "--", *self.command])
         return cluster.submit(*words, script=script, environment=environment)
 
     def victim(self) -> str:
-        """Return a node that trains, and is not the decision maker's: SLURM starts that one again only with the job."""
-        pid = [row["pid"] for row in self.journal() if row["kind"] == "decider"][-1]
-        text = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        first = next(word.partition(b"=")[2].decode() for word in text if word.startswith(b"SLURMD_NODENAME="))
+        """Return a node that trains, and is not the first one of the job: SLURM ends a job whose batch script is lost."""
         nodes = [row["nodes"] for row in self.journal() if row["kind"] == "attempt"][-1]
-        return next(node for node in nodes if node != first)
+        return next(node for node in nodes if node != NODES[0])
 
     def wait(self, condition: Callable[[], Any], seconds: float, what: str) -> Any:
         deadline = time.monotonic() + seconds
