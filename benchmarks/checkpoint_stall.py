@@ -431,6 +431,8 @@ def trainer_class(choices: Choices, recipe, console):
             torch.distributed.barrier(group=self.group)
             if self.args.rank == 0:
                 shutil.rmtree(self.other, ignore_errors=True)
+                for each in Path(self.saved.saver.directory).glob("iter_*"):  # the disk need not hold two
+                    shutil.rmtree(each, ignore_errors=True)
                 print(f"{window.kind}: drained in {window.drain:.2f} s, {step - first} steps", file=console, flush=True)
             self.next = step + REST + choices.plain_steps
 
