@@ -7,8 +7,9 @@ import time
 
 import pytest
 
+from tests.checkpoint_files import pretend_checkpoint
 from zaya_plugin import cli
-from zaya_plugin.checkpoint import manifest
+from zaya_plugin.checkpoint import manifest, on_disk
 
 STEPS = (100, 200, 300, 400)
 
@@ -31,6 +32,7 @@ def shard(run_dir, step):
 def test_list_and_show(run_dir, capsys):
     (run_dir / "checkpoints" / "iter_0000500.unfinished").mkdir()
     (run_dir / "checkpoints" / "iter_0000050.damaged").mkdir()
+    (run_dir / "checkpoints" / "iter_0000060.replaced").mkdir()
     shard(run_dir, 200).write_bytes(b"short")
     assert cli.main(["checkpoint", "list", str(run_dir)]) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -41,6 +43,7 @@ def test_list_and_show(run_dir, capsys):
         "400",
         "iter_0000500.unfinished:",
         "iter_0000050.damaged:",
+        "iter_0000060.replaced:",
     ]
     assert lines[0].endswith("complete") and "has 5 bytes, its manifest states 2000" in lines[1]
     assert cli.main(["checkpoint", "show", str(run_dir / "checkpoints"), "--step", "300"]) == 0
@@ -83,6 +86,61 @@ def test_prune_keeps_the_newest_the_permanent_and_what_is_not_complete(run_dir, 
         "iter_0000300",
         "iter_0000400",
     ]
+
+
+def test_odd_folders_are_told_apart_and_nothing_of_others_is_removed(run_dir, tmp_path, capsys):
+    """Links, names that are nearly those of checkpoints, broken manifests, folders in the place of files."""
+    checkpoints = run_dir / "checkpoints"
+    moved = tmp_path / "tape" / "iter_0000100"
+    moved.parent.mkdir()
+    (checkpoints / "iter_0000100").rename(moved)
+    (checkpoints / "iter_0000100").symlink_to(moved)
+    (checkpoints / "iter_0000300" / "dangling").symlink_to("nowhere")
+    odd = [
+        "iter_",
+        "iter_12",
+        "iter_0000500.mine",
+        "iter_000050\u0660",
+        "iter_00000500",
+        "iter_0000500 (copy)",
+        "iter_-000001",
+    ]
+    odd += ["iter_mine.unfinished", "iter_0000500.my copy.removed"]
+    for name in odd:
+        (checkpoints / name).mkdir()
+        (checkpoints / name / "file").touch()
+    (checkpoints / "iter_0000600").write_text("a file")
+    assert cli.main(["checkpoint", "list", str(run_dir)]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()][:4] == [str(step) for step in STEPS]
+    assert cli.main(["checkpoint", "verify", str(run_dir), "--all"]) == 0
+    assert cli.main(["checkpoint", "prune", str(run_dir), "--keep-last", "1"]) == 0
+    manifest.remove_leftovers(checkpoints)
+    left = ["iter_0000100", "iter_0000400", "iter_0000600", *odd]
+    assert sorted(path.name for path in checkpoints.iterdir()) == sorted(left), "a link's content is not here"
+    assert manifest.damaged(moved) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"null", b"{}", b"\xff\xfe", b'{"format": "zaya checkpoint/1"', None])
+def test_a_manifest_of_any_content_is_named(run_dir, capsys, content):
+    path = run_dir / "checkpoints" / "iter_0000400" / manifest.NAME
+    path.unlink()
+    path.mkdir() if content is None else path.write_bytes(content)
+    for command in ("list", "show", "verify"):
+        assert cli.main(["checkpoint", command, str(run_dir)]) == 1
+        assert f"damaged: {path} " in capsys.readouterr().out.replace("damaged\n  ", "damaged: "), command
+    assert cli.main(["checkpoint", "warm", str(run_dir), "--step", "400"]) == 1
+    assert cli.main(["checkpoint", "warm", str(run_dir)]) == 0, "the newest complete one"
+
+
+def test_a_step_of_more_than_seven_digits(tmp_path, capsys):
+    """Megatron's folder names have seven digits or more: a run would have begun anew after step 9,999,999."""
+    pretend_checkpoint(tmp_path, 9_999_999)
+    pretend_checkpoint(tmp_path, 12_345_678)
+    assert on_disk.latest(tmp_path / "checkpoints") == (12_345_678, [])
+    assert cli.main(["checkpoint", "prune", str(tmp_path), "--keep-last", "1"]) == 0
+    assert cli.main(["checkpoint", "show", str(tmp_path)]) == 0
+    assert "iter_12345678" in capsys.readouterr().out
+    assert on_disk.put_aside_from(tmp_path / "checkpoints", 5)[0].name == "iter_12345678.failed"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ needs no device.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -37,8 +38,9 @@ Exit codes: 0, 1 a checkpoint is damaged, 2 a mistake on the command line."""
 LEFT = {
     manifest.UNFINISHED: "a save that has not ended",
     manifest.REMOVED: "a removal that has not ended",
-    manifest.FAILED: "put aside at a start, because two starts from it had failed at the same step",
+    manifest.FAILED: "put aside, because two starts from it had failed at the same step, or by a roll back",
     manifest.DAMAGED: "put aside at a start, because its content does not have its checksums",
+    manifest.REPLACED: "put aside by a save of its step, because it was damaged or of another run",
 }
 
 
@@ -85,7 +87,7 @@ def list_(directory: Path, _: list[int], options: argparse.Namespace) -> int:
         found = on_disk.problems(directory, step)
         state = "damaged: " + "; ".join(found) if found else "complete" + ", no manifest" * (not _has_manifest(folder))
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
-        print(f"{step:>9}  {_size(sum(path.stat().st_size for path in folder.iterdir())):>9}  {when}  {state}")
+        print(f"{step:>9}  {_size(sum(file['bytes'] for file in _files(folder).values())):>9}  {when}  {state}")
         broken |= bool(found)
     for end, what in LEFT.items():
         for left in sorted(directory.glob(f"iter_*{end}")):
@@ -95,18 +97,19 @@ def list_(directory: Path, _: list[int], options: argparse.Namespace) -> int:
 
 def show(directory: Path, steps: list[int], options: argparse.Namespace) -> int:
     folder = on_disk.folder(directory, steps[0])
+    found = on_disk.problems(directory, steps[0])
     print(folder)
-    if _has_manifest(folder):
+    try:
         content = manifest.read(folder)
+    except ValueError:  # without a manifest, or it is damaged, which `found` says
+        files = _files(folder)
+    else:
         for name, value in content.items():
             if name not in ("files", "xxh3_128"):
                 print(f"  {name:10} {value}")
         files = content["files"]
-    else:
-        files = {path.name: {"bytes": path.stat().st_size} for path in sorted(folder.iterdir())}
     for name, file in files.items():
         print(f"  {_size(file['bytes']):>9}  {file.get('xxh3_128', 'no checksum'):32}  {name}")
-    found = on_disk.problems(directory, steps[0])
     print("complete" if not found else "damaged: " + "; ".join(found))
     return int(bool(found))
 
@@ -146,6 +149,9 @@ def warm(directory: Path, steps: list[int], options: argparse.Namespace) -> int:
     folder = on_disk.folder(directory, step)
     if not _has_manifest(folder):
         raise mistake("RUN", options.run, problem=f"{folder} has no manifest", fix="zaya checkpoint adopt")
+    if found := on_disk.problems(directory, step):
+        print(f"{folder}: damaged\n  " + "\n  ".join(found))
+        return 1
     files, began = manifest.read(folder)["files"], time.monotonic()
     found = _damaged(folder, files, options.limit)
     seconds = max(time.monotonic() - began, 1e-3)
@@ -228,6 +234,15 @@ def _rate(text: str) -> float:
     if not 0 < rate < float("inf"):
         raise ValueError(text)
     return rate
+
+
+def _files(folder: Path) -> dict[str, dict]:
+    """Return the bytes of each file, as far as they can be read."""
+    try:
+        files = sorted((entry for entry in os.scandir(folder) if entry.is_file()), key=lambda entry: entry.name)
+        return {entry.name: {"bytes": entry.stat().st_size} for entry in files}
+    except OSError:  # `problems` names it
+        return {}
 
 
 def _has_manifest(folder: Path) -> bool:
