@@ -212,6 +212,45 @@ def test_a_failed_upload_leaves_what_a_start_can_finish_and_the_older_ones_are_r
     until(lambda: names(tmp_path / "shared") == ["iter_0000040", starts.NAME, on_disk.TRACKER])
 
 
+def test_two_nodes_upload_their_own_files_side_by_side(start, tmp_path):
+    """Each node has its own disk, whose first rank completes the local checkpoint there; one node's disk breaks later."""
+    shared, disks, ranks = tmp_path / "shared", (tmp_path / "node0", tmp_path / "node1"), [start(n) for n in range(4)]
+    common = [".metadata", "manifest.json", "metadata.json"]
+
+    def save(step: int, number: int) -> Path:
+        name = f"iter_{step:07d}.g_{number}.unfinished"
+        for rank, writer in enumerate(ranks):
+            local = str(disks[rank // 2] / name)
+            writer.save(shared, step, number, world=4, local=local, leads=rank % 2 == 0, limit=20e6)
+        return shared / name
+
+    save(10, 1)
+    for writer in ranks:
+        writer.hear("done")
+    assert on_disk.latest(shared) == (10, []) and manifest.damaged(shared / "iter_0000010") == []
+    files = [f"__{rank}_0.distcp" for rank in range(4)]
+    assert names(shared / "iter_0000010") == sorted([*common, *files])
+    for node, disk in enumerate(disks):
+        assert names(disk / "iter_0000010") == sorted([*common, *files[2 * node : 2 * node + 2]])
+
+    disks[1].rename(tmp_path / "broken")
+    disks[1].write_text("no disk")
+    unfinished = save(20, 2)
+    assert "Not a directory" in ranks[3].hear("failed")["reason"] or "File exists" in ranks[3].told[-1]["reason"]
+    assert "rank 2: " in ranks[0].hear("failed")["reason"] or "rank 3: " in ranks[0].told[-1]["reason"]
+    ranks[1].ask(do="abandon", number=2)  # as its rank does at the next step
+    ranks[1].hear("failed", "abandoned")
+    assert on_disk.latest(shared) == (10, [])
+    until(lambda: not (unfinished / manifest.NAME).exists())
+    disks[1].unlink()
+    save(30, 3)
+    for writer in ranks:
+        writer.hear("done")
+    assert on_disk.latest(shared) == (30, [])
+    until(lambda: names(shared) == ["iter_0000030", starts.NAME, on_disk.TRACKER])
+    until(lambda: names(disks[0]) == names(disks[1]) == ["iter_0000030"])
+
+
 def test_an_upload_of_a_state_that_is_rolled_back_is_not_finished_by_the_next_start(start, tmp_path):
     """A guard rolls back while the spoiled state is uploaded: the next start finished the upload, and resumed from it."""
     writer = start()

@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """`zaya checkpoint`: what it says about complete, damaged and unfinished checkpoints, and what it removes."""
 
+import os
 import subprocess
 import sys
 import time
 
 import pytest
+import xxhash
 
 from tests.checkpoint_files import pretend_checkpoint
 from zaya_plugin import cli
-from zaya_plugin.checkpoint import manifest, on_disk
+from zaya_plugin.checkpoint import manifest, on_disk, places
 
 STEPS = (100, 200, 300, 400)
+# Manifests with the right checksum of their own, that state nothing else, and only the format.
+NOTHING = b'{"xxh3_128": "%s"}' % xxhash.xxh3_128_hexdigest(b"{}").encode()
+EMPTY = b'{"format": "zaya checkpoint/1", "xxh3_128": "%s"}' % (
+    xxhash.xxh3_128_hexdigest(b'{"format": "zaya checkpoint/1"}').encode()
+)
 
 
 @pytest.fixture
@@ -120,8 +127,36 @@ def test_odd_folders_are_told_apart_and_nothing_of_others_is_removed(run_dir, tm
     assert manifest.damaged(moved) == []
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"null", b"{}", b"\xff\xfe", b'{"format": "zaya checkpoint/1"', None])
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes another user's rights")
+def test_a_folder_without_permission_holds_up_no_other(run_dir, tmp_path, capsys, monkeypatch):
+    """An unreadable checkpoint ended the removal of old ones, also a run's, and the disk filled up."""
+    monkeypatch.setattr(places, "require_answer", lambda *_: None)  # its process would be root's
+    checkpoints = run_dir / "checkpoints"
+    for path in (*tmp_path.rglob("*"), tmp_path):
+        os.chown(path, 65534, 65534)
+    for parent in tmp_path.parents[:2]:
+        parent.chmod(0o711)
+    (checkpoints / "iter_0000300").chmod(0)
+    os.seteuid(65534)
+    try:
+        codes = {words: cli.main(["checkpoint", words, str(run_dir)]) for words in ("list", "show", "prune")}
+        codes["verify"] = cli.main(["checkpoint", "verify", str(run_dir), "--all"])
+        codes["adopt"] = cli.main(["checkpoint", "adopt", str(run_dir), "--step", "300"])
+        assert cli.main(["checkpoint", "prune", str(run_dir), "--keep-last", "1"]) == 0
+    finally:
+        os.seteuid(0)
+    assert codes == {"list": 1, "show": 0, "prune": 0, "verify": 1, "adopt": 1}
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["iter_0000300", "iter_0000400"]
+    printed = capsys.readouterr().out
+    assert printed.count("iter_0000300/manifest.json cannot be read (Permission denied)") == 3
+    assert "iter_0000400: intact" in printed
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"null", b"{}", b"\xff\xfe", b'{"format": "zaya checkpoint/1"', NOTHING, EMPTY, None]
+)
 def test_a_manifest_of_any_content_is_named(run_dir, capsys, content):
+    """Also without a part and with the checksum that it states: it ended in a traceback, and a run's ranks waited."""
     path = run_dir / "checkpoints" / "iter_0000400" / manifest.NAME
     path.unlink()
     path.mkdir() if content is None else path.write_bytes(content)

@@ -148,8 +148,10 @@ def read(folder: Path, run_id: str | None = None) -> dict:
         raise ValueError(f"{path} cannot be read ({error})") from error
     if not whole:
         raise ValueError(f"{path} does not have the checksum that it states")
-    if content["format"] != FORMAT:
-        raise ValueError(f"{path} has the format {content['format']!r}, and this version reads {FORMAT!r}")
+    if content.get("format") != FORMAT:
+        raise ValueError(f"{path} has the format {content.get('format')!r}, and this version reads {FORMAT!r}")
+    if not isinstance(content.get("iteration"), int) or not isinstance(content.get("files"), dict):
+        raise ValueError(f"{path} states no step or no files")
     named = re.match(r"iter_(\d+)", folder.name)
     if named and int(named[1]) != content["iteration"]:
         raise ValueError(f"{path} is of step {content['iteration']}, and not of this folder's")

@@ -49,6 +49,14 @@ def iteration_of(path: Path) -> int:
     return int(path.name.removeprefix("iter_"))
 
 
+def has_manifest(path: Path) -> bool:
+    """Return whether a checkpoint has a manifest; no, if its folder cannot be read."""
+    try:
+        return (path / manifest.NAME).exists()
+    except OSError:
+        return False
+
+
 def latest(directory: Path, below: int | None = None) -> tuple[int | None, list[str]]:
     """Return the newest complete checkpoint's iteration, below `below` if given, and the problems of newer ones.
 
@@ -83,7 +91,7 @@ def removable(directory: Path, keep_last: int, keep_every: int | None = None, ne
     """Return the iterations that may be removed: complete, with a manifest, and older than the newest `keep_last` of
     those up to `newest`; never a multiple of `keep_every`, nor a link to a folder elsewhere. keep_last=0 keeps all.
     """
-    own = [i for i in iterations(directory) if (folder(directory, i) / manifest.NAME).exists()]
+    own = [i for i in iterations(directory) if has_manifest(folder(directory, i))]
     own = [i for i in own if newest is None or i <= newest]
     complete = [i for i in own if not problems(directory, i)]
     older = complete[:-keep_last] if keep_last else []

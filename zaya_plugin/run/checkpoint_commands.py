@@ -85,7 +85,11 @@ def list_(directory: Path, _: list[int], options: argparse.Namespace) -> int:
     for step in iterations(directory):
         folder = on_disk.folder(directory, step)
         found = on_disk.problems(directory, step)
-        state = "damaged: " + "; ".join(found) if found else "complete" + ", no manifest" * (not _has_manifest(folder))
+        state = (
+            "damaged: " + "; ".join(found)
+            if found
+            else "complete" + ", no manifest" * (not on_disk.has_manifest(folder))
+        )
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
         print(f"{step:>9}  {_size(sum(file['bytes'] for file in _files(folder).values())):>9}  {when}  {state}")
         broken |= bool(found)
@@ -120,7 +124,9 @@ def verify(directory: Path, steps: list[int], options: argparse.Namespace) -> in
         folder = on_disk.folder(directory, step)
         found = _damage(directory, step, options.limit)
         intact = (
-            "intact" if _has_manifest(folder) else "complete by its own index; without a manifest no content is checked"
+            "intact"
+            if on_disk.has_manifest(folder)
+            else "complete by its own index; without a manifest no content is checked"
         )
         print(f"{folder.name}: {intact}" if not found else f"{folder.name}: damaged\n  " + "\n  ".join(found))
         broken |= bool(found)
@@ -147,7 +153,7 @@ def _damaged(folder: Path, files: dict, limit: float | None) -> list[str]:
 def warm(directory: Path, steps: list[int], options: argparse.Namespace) -> int:
     step = on_disk.latest(directory)[0] if options.step is None else options.step
     folder = on_disk.folder(directory, step)
-    if not _has_manifest(folder):
+    if not on_disk.has_manifest(folder):
         raise mistake("RUN", options.run, problem=f"{folder} has no manifest", fix="zaya checkpoint adopt")
     if found := on_disk.problems(directory, step):
         print(f"{folder}: damaged\n  " + "\n  ".join(found))
@@ -171,7 +177,7 @@ def prune(directory: Path, _: list[int], options: argparse.Namespace) -> int:
 
 def adopt(directory: Path, steps: list[int], options: argparse.Namespace) -> int:
     folder = on_disk.folder(directory, steps[0])
-    if _has_manifest(folder):
+    if on_disk.has_manifest(folder):
         print(f"{folder} has a manifest")
         return 0
     if found := on_disk.problems(directory, steps[0]):
@@ -195,7 +201,7 @@ def reshape(directory: Path, steps: list[int], options: argparse.Namespace) -> i
     if found := _damage(directory, steps[0]):
         print(f"{source}: damaged\n  " + "\n  ".join(found))
         return 1
-    if not _has_manifest(source):
+    if not on_disk.has_manifest(source):
         print(f"{source} has no manifest: complete by its own index, its content is not checked")
     total = sum(path.stat().st_size for path in source.glob("*.distcp"))
     from tqdm import tqdm
@@ -224,7 +230,7 @@ def _damage(directory: Path, step: int, limit: float | None = None) -> list[str]
     """Return what is wrong with a checkpoint; reads all files if it has a manifest."""
     folder = on_disk.folder(directory, step)
     found = on_disk.problems(directory, step)
-    if not found and _has_manifest(folder):
+    if not found and on_disk.has_manifest(folder):
         found = _damaged(folder, manifest.read(folder)["files"], limit)
     return found
 
@@ -243,10 +249,6 @@ def _files(folder: Path) -> dict[str, dict]:
         return {entry.name: {"bytes": entry.stat().st_size} for entry in files}
     except OSError:  # `problems` names it
         return {}
-
-
-def _has_manifest(folder: Path) -> bool:
-    return (folder / manifest.NAME).exists()
 
 
 def _size(count: int) -> str:
