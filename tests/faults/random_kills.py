@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kills training runs at random points of their saves, and checks that nothing durable is lost.
 
-`python -m tests.faults.random_kills --count 200 --seed 1` makes 200 runs of one or two ranks, with the seeds 1 to 200; three
-of eight write to checkpoint.local_path first and upload.
-In each, SIGKILL comes at a random point of copying, writing, committing, uploading or pruning a checkpoint
-(tests.faults.killed_writer), to a rank, its writer, both, or all processes. The run is then started again until it ends.
-Checked for each: the restart resumes from the newest checkpoint whose files have the checksums of its manifest, also if
-only its name or its uploads were missing; every checkpoint that was reported as saved was durable; no writer outlives its rank; the last checkpoint's tensors equal
-those of a run without a kill, to the bit. `--seed N --count 1` repeats one.
+`python -m tests.faults.random_kills --count 200 --seed 1` makes 200 runs of one or two ranks, with the seeds 1 to 200;
+three of eight write to checkpoint.local_path first and upload. In each, SIGKILL comes at a random point of copying,
+writing, committing, uploading or pruning a checkpoint (tests.faults.killed_writer), to a rank, its writer, both, or all
+processes. The run is then started again until it ends. Checked for each: the restart resumes from the newest checkpoint
+whose files have the checksums of its manifest, also if only its name or its uploads were missing; every checkpoint that
+was reported as saved was durable; no writer outlives its rank; the last checkpoint's tensors equal those of a run
+without a kill, to the bit. `--seed N --count 1` repeats one.
 """
 
 from __future__ import annotations

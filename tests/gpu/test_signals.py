@@ -15,7 +15,7 @@ RANKS = min(2, max(torch.cuda.device_count(), 1))
 
 @pytest.mark.parametrize("at_step", [5, 6])
 def test_a_signal_just_before_an_interval_save(corpus, tmp_path, at_step):
-    words = (f"nproc={RANKS}", "cluster=gpu", f"cluster.gpus_per_node={RANKS}", "cluster.numa_nodes=[]")
+    words = (f"nproc={RANKS}", "cluster=gpu", f"cluster.gpus_per_node={RANKS}", "cluster.kernels=reference")
     words = (*words, "stage.train_iters=4000", "stage.eval_interval=10000", "checkpoint.save_interval=2")
     words = (*words, "checkpoint.keep_last=3")
     stopped = train_and_signal(tmp_path, corpus, signal.SIGTERM, at_step, *words)

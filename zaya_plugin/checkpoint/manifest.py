@@ -156,7 +156,8 @@ def read(folder: Path, run_id: str | None = None) -> dict:
     if named and int(named[1]) != content["iteration"]:
         raise ValueError(f"{path} is of step {content['iteration']}, and not of this folder's")
     if run_id is not None and content.get("run_id") not in (None, run_id):
-        raise ValueError(f"{path} is of the run {content['run_id']}, and the checkpoints here are of the run {run_id}")
+        others = f"the checkpoints here are of the run {run_id} (last_start.json)"
+        raise ValueError(f"{path} is of the run {content['run_id']}, and {others}")
     return content
 
 
