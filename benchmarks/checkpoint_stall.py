@@ -13,6 +13,10 @@ A round makes one save of each kind:
     torch            torch.distributed.checkpoint.async_save with overlapped staging into pinned memory, by a process.
                      The event that orders the copy after the optimizer is added, and before torch 2.13 the stager's
                      cache is kept; `async_save` alone has the former mistake in every version
+    nvrx             nvidia-resiliency-ext's asynchronous writer (0.6 or later), with the cached plan and the persistent
+                     worker that Megatron asks it for; only if it is named with --kinds. On a CPU through its shared
+                     memory, since its other way needs a GPU. The wait for the optimizer's kernels is added. Its wheels
+                     need glibc 2.39; elsewhere unpack one into a folder of PYTHONPATH, since this part is plain Python
     plain            no checkpoint: a process writes as many bytes to the same disk, then fsync
     none             nothing: how far the figures of a window without a save are from 0
 
@@ -28,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import shlex
@@ -45,7 +50,7 @@ from unittest import mock
 from zaya_plugin.parent_death import adopt_children
 
 MODULE = "benchmarks.checkpoint_stall"
-KINDS = ("async", "sync", "stock", "stock_boxes", "torch", "plain", "none")
+KINDS = ("async", "sync", "stock", "stock_boxes", "torch", "nvrx", "plain", "none")
 RECORD = "stall.json"
 WARM_UP = 6  # steps before the first save; a graph is captured in them
 REST = 2  # steps after a window that are not counted: what it has written is removed
@@ -73,7 +78,9 @@ def main(argv: list[str]) -> int:
         prog=f"python3 -m {MODULE}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("overrides", nargs="*", help="Hydra overrides")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=KINDS, default=[kind for kind in KINDS if kind != "nvrx"], metavar="KIND"
+    )
     parser.add_argument("--once", nargs="+", choices=KINDS, default=[], metavar="KIND", help="saved once, no warm-up")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no further save begins")
     parser.add_argument("--rounds", type=int, default=5, help="saves of each kind that count; default: %(default)s")
@@ -86,6 +93,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--name", default="checkpoint_stall")
     parser.add_argument("--commit", default=None, help="commit that is measured, outside a git checkout")
     arguments = parser.parse_intermixed_args(argv)
+    if "nvrx" in arguments.kinds and importlib.util.find_spec("nvidia_resiliency_ext") is None:
+        parser.error("--kinds nvrx: nvidia_resiliency_ext is not installed (version 0.6 or later)")
     from benchmarks.result_record import described, write
     from zaya_plugin.bench.options import Options, measured_recipe, with_data_path
     from zaya_plugin.config.compose import compose
@@ -273,6 +282,7 @@ def trainer_class(choices: Choices, recipe, console):
             self.watch: PeakMemory | None = None
             self.group = None
             self.stager = self.staging = None
+            self.nvrx = None
 
         # What the loop calls
 
@@ -343,6 +353,7 @@ def trainer_class(choices: Choices, recipe, console):
                 "stock": lambda: self.megatron(stock, gathers=True),
                 "stock_boxes": lambda: self.megatron(stock, gathers=False),
                 "torch": self.torch_save,
+                "nvrx": self.nvrx_save,
                 "plain": self.plain_write,
                 "none": lambda: lambda: True,
             }[kind]()
@@ -387,6 +398,49 @@ def trainer_class(choices: Choices, recipe, console):
                     answer.upload_completion.result()  # raises what went wrong
                     return True
                 return False
+
+            return done
+
+        def nvrx_save(self) -> Callable[[], bool]:
+            from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest
+            from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
+            from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import (
+                CheckpointMetadataCache,
+                save_state_dict_async_finalize,
+                save_state_dict_async_plan,
+            )
+
+            on_device = recipe.cluster.device != "cpu"
+            if self.nvrx is None:
+                self.nvrx = AsyncCallsQueue(cpu_shm_mode=not on_device), CheckpointMetadataCache()
+            queue, cache = self.nvrx
+            self.other.mkdir(exist_ok=True)
+            writer = FileSystemWriterAsync(
+                str(self.other),
+                thread_count=2,
+                use_cached_data_structure=True,
+                use_cpu_shm_for_gpu_tensors=not on_device,
+            )
+            tensors = self.saved.saver._file.tensors
+            planned = save_state_dict_async_plan(
+                {f"{self.args.rank}.{n}": tensor for n, (_, tensor) in enumerate(tensors)},
+                writer,
+                self.group,
+                enable_cache=True,
+                metadata_cache=cache,
+            )
+            write, preload, arguments = writer.get_save_function_and_args()
+            if on_device:  # its worker copies on a stream of its own, and waits for nothing
+                torch.cuda.current_stream().synchronize()
+            request = AsyncRequest(
+                write, arguments, [lambda: save_state_dict_async_finalize(*planned)], preload_fn=preload
+            )
+            queue.schedule_async_request(request)
+            finished: list[int] = []
+
+            def done() -> bool:  # a collective, which every rank calls after each step of the window
+                finished.extend(queue.maybe_finalize_async_calls())
+                return bool(finished)
 
             return done
 
@@ -438,6 +492,8 @@ def trainer_class(choices: Choices, recipe, console):
 
         def finish(self) -> None:
             """Rank 0 writes the record."""
+            if self.nvrx is not None:
+                self.nvrx[0].close()
             if recipe.cluster.device == "cpu":
                 ends = self.ends
             else:

@@ -3,6 +3,8 @@
 
     python3 benchmarks/reshape.py --layers 8 --folder /scratch/reshape
 
+The folder needs room for twice the checkpoint, which is said and checked before anything is written.
+
 Writes a checkpoint of random values as 8 ranks would: a matrix under Muon whole in one file, other parameters cut into
 boxes at the shards' borders, the model's weights under a second name for the same bytes. Then it reshapes it to 64
 files, and compares every tensor of both as torch's own loader reads them.
@@ -37,6 +39,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from zaya_plugin.checkpoint import manifest, on_disk
+from zaya_plugin.errors import mistake
 from zaya_plugin.optim.sharding.boxes import boxes
 from zaya_plugin.plan.flops import Shape, count_parameters
 
@@ -95,6 +98,38 @@ def parameters(layers: int) -> Iterator[tuple[str, tuple[int, ...], bool]]:
     yield "decoder.layers.0.input_affine.scale", (h,), False
     yield "decoder.layers.0.input_affine.bias", (h,), False
     yield "decoder.final_layernorm.weight", (h,), False
+
+
+def stored_bytes(layers: int) -> int:
+    """Bytes of the tensors of a checkpoint: fp32 weights and momenta, and AdamW's second moments. Every layer but the
+    first adds the same.
+    """
+    one, two = (
+        sum(math.prod(shape) * 4 * (2 if muon else 3) for _, shape, muon in parameters(count)) for count in (1, 2)
+    )
+    return one + (layers - 1) * (two - one)
+
+
+def check_room(folder: Path, layers: int) -> None:
+    """Print how much disk is needed; raise ValueError if that is not free."""
+    there = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
+    free = shutil.disk_usage(there).free
+
+    def needed(count: int) -> float:  # source and target; archives, index and manifest take less than a hundredth
+        return 2.02 * stored_bytes(count)
+
+    print(
+        f"{layers} layers: {stored_bytes(layers) / 1e9:.1f} GB, written twice; {needed(layers) / 1e9:.1f} GB are needed"
+    )
+    if free < needed(layers):
+        fit = max(0, 1 + int((free - needed(1)) // (needed(2) - needed(1))))
+        raise mistake(
+            "--layers",
+            layers,
+            problem=f"needs {needed(layers) / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free in {there}",
+            allowed=f"at most {fit} there" if fit else "",
+            fix="--folder <on a larger disk>" + f", or --layers {fit}" * bool(fit),
+        )
 
 
 def write_source(folder: Path, layers: int) -> None:
@@ -161,12 +196,17 @@ def compare(old: Path, new: Path) -> int:
     return count
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--folder", type=Path, required=True, help="with room for twice the checkpoint; removed after")
+    parser.add_argument("--folder", type=Path, required=True, help="with room for twice the checkpoint")
     parser.add_argument("--commit", default=None, help="commit that is measured, outside a git checkout")
     options = parser.parse_args()
+    try:
+        check_room(options.folder, options.layers)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     old, new = options.folder / "old", options.folder / "new"
     source = on_disk.folder(old / "checkpoints", STEP)
     write_source(source, options.layers)
@@ -186,10 +226,12 @@ def main() -> None:
         "peak_memory_bytes": int(done.stdout.split()[-1]) * 1024,
         "tensors_equal_to_the_bit": compare(source, target),
     }
-    shutil.rmtree(options.folder)
+    for written in (old, new):
+        shutil.rmtree(written)
     result["command"] = result["command"].replace(str(options.folder), "FOLDER")
     write(result, "reshape-cpu")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

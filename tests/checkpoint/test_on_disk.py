@@ -75,7 +75,8 @@ def test_the_search_among_fifty_checkpoints_is_quick_and_reads_no_content(tmp_pa
 
 
 def test_a_later_folder_without_a_manifest_does_not_displace_a_checkpoint(tmp_path):
-    """NVIDIA-NeMo/Megatron-Bridge#5964, #4820: the numerically largest folder was loaded, and counted for retention.
+    """NVIDIA-NeMo/Megatron-Bridge#5964: the numerically largest folder was loaded. NVIDIA-NeMo/Megatron-Bridge#4820: it
+    was counted for retention.
     NVIDIA-NeMo/Megatron-Bridge#5296: folders inside checkpoints were counted.
     """
     for step in (10, 20):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hash by which ranks compare their tensors. tests/distributed/muon_state.py compares ranks."""
+"""The hash by which ranks compare their tensors (NVIDIA/Megatron-LM#6920: they differed after a load). tests/distributed/muon_state.py compares ranks."""
 
 import pytest
 import torch

@@ -83,7 +83,7 @@ def training(tmp_path):
 
 
 def test_the_file_holds_the_values_of_the_save_and_not_of_later_steps(training, monkeypatch):
-    """Megatron's own writer, on the CPU, wrote 13.2 M of 54.1 M elements of later steps (no copy of CPU tensors).
+    """Megatron-core's own writer, on the CPU, wrote 13.2 M of 54.1 M elements of later steps (no copy of CPU tensors).
     NVIDIA/Megatron-LM#2288: a buffer was filled again before it was written. NVIDIA-NeMo/RL#949: a save beside a
     collective; here a save has none.
     """
@@ -112,7 +112,7 @@ def test_the_memory_is_that_of_the_shard(training):
 
 @pytest.mark.parametrize("when", ["before", "during", "after"])
 def test_a_killed_writer_is_noticed_at_the_next_poll_and_replaced(training, when):
-    """NVIDIA/Megatron-LM#6970: a dead writer was never noticed. NVIDIA-NeMo/Automodel#3824: a race at its start."""
+    """NVIDIA/Megatron-LM#6970, #6971: a dead writer was never noticed. NVIDIA-NeMo/Automodel#3824: a race at its start."""
     first = training.saver._process
     if when == "before":
         first.kill()

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.writer_process import CONTENT, WriterProcess, checksum
-from zaya_plugin.checkpoint import manifest, on_disk
+from zaya_plugin.checkpoint import manifest, on_disk, starts
 from zaya_plugin.checkpoint.writer import Save, Writer
+from zaya_plugin.config.run_directory import uploads
 
 EIO = """
 #define _GNU_SOURCE
@@ -113,7 +114,8 @@ def until(condition, seconds: float = 20.0) -> None:
 
 def test_checkpoints_are_complete_and_the_older_ones_are_removed_after(start, tmp_path):
     """NVIDIA-NeMo/Megatron-Bridge#4678, NovaSky-AI/SkyRL#2145: the removal ran before the new checkpoint was durable.
-    NVIDIA/Megatron-LM#6767: one process makes all saves, also the last.
+    NVIDIA/Megatron-LM#6767: one process makes all saves, also the last. NVIDIA-NeMo/Megatron-Bridge#5184: two threads
+    removed; here rank 0's writer alone does.
     """
     writer = start()
     for number, iteration in enumerate((10, 20), 1):
@@ -124,7 +126,7 @@ def test_checkpoints_are_complete_and_the_older_ones_are_removed_after(start, tm
     writer.hear("done")
     writer.connection.close()
     assert writer.end() == (0, "")
-    assert names(tmp_path) == ["iter_0000020", "iter_0000030", "latest_checkpointed_iteration.txt"]
+    assert names(tmp_path) == ["iter_0000020", "iter_0000030", starts.NAME, on_disk.TRACKER]
     assert (tmp_path / on_disk.TRACKER).read_text() == "30"
     folder = tmp_path / "iter_0000030"
     assert names(folder) == [".metadata", "__0_0.distcp", "manifest.json", "metadata.json"]
@@ -188,7 +190,9 @@ def block_upload(save: Save, rank: int = 0) -> Path:
 
 
 def test_a_failed_upload_leaves_what_a_start_can_finish_and_the_older_ones_are_removed(start, tmp_path):
-    """The shared disk failed again and again: the manifests went, and the local copies filled the node's disk."""
+    """The shared disk failed again and again: the manifests went, and the local copies filled the node's disk.
+    NVIDIA-NeMo/Megatron-Bridge#4900, #5090: local checkpoints were not looked at.
+    """
     pair = start(0), start(1)
     for number, step in enumerate((10, 20, 30), 1):
         name = tmp_path / "shared" / f"iter_{step:07d}.g_{number}.unfinished"
@@ -205,7 +209,86 @@ def test_a_failed_upload_leaves_what_a_start_can_finish_and_the_older_ones_are_r
     for writer in pair:
         writer.hear("done")
     until(lambda: names(tmp_path / "local") == ["iter_0000040"])
-    until(lambda: names(tmp_path / "shared") == ["iter_0000040", on_disk.TRACKER])
+    until(lambda: names(tmp_path / "shared") == ["iter_0000040", starts.NAME, on_disk.TRACKER])
+
+
+def test_two_nodes_upload_their_own_files_side_by_side(start, tmp_path):
+    """Each node has its own disk, whose first rank completes the local checkpoint there; one node's disk breaks later."""
+    shared, disks, ranks = tmp_path / "shared", (tmp_path / "node0", tmp_path / "node1"), [start(n) for n in range(4)]
+    common = [".metadata", "manifest.json", "metadata.json"]
+
+    def save(step: int, number: int) -> Path:
+        name = f"iter_{step:07d}.g_{number}.unfinished"
+        for rank, writer in enumerate(ranks):
+            local = str(disks[rank // 2] / name)
+            writer.save(shared, step, number, world=4, local=local, leads=rank % 2 == 0, limit=20e6)
+        return shared / name
+
+    save(10, 1)
+    for writer in ranks:
+        writer.hear("done")
+    assert on_disk.latest(shared) == (10, []) and manifest.damaged(shared / "iter_0000010") == []
+    files = [f"__{rank}_0.distcp" for rank in range(4)]
+    assert names(shared / "iter_0000010") == sorted([*common, *files])
+    for node, disk in enumerate(disks):
+        assert names(disk / "iter_0000010") == sorted([*common, *files[2 * node : 2 * node + 2]])
+
+    disks[1].rename(tmp_path / "broken")
+    disks[1].write_text("no disk")
+    unfinished = save(20, 2)
+    assert "Not a directory" in ranks[3].hear("failed")["reason"] or "File exists" in ranks[3].told[-1]["reason"]
+    assert "rank 2: " in ranks[0].hear("failed")["reason"] or "rank 3: " in ranks[0].told[-1]["reason"]
+    ranks[1].ask(do="abandon", number=2)  # as its rank does at the next step
+    ranks[1].hear("failed", "abandoned")
+    assert on_disk.latest(shared) == (10, [])
+    until(lambda: not (unfinished / manifest.NAME).exists())
+    disks[1].unlink()
+    save(30, 3)
+    for writer in ranks:
+        writer.hear("done")
+    assert on_disk.latest(shared) == (30, [])
+    until(lambda: names(shared) == ["iter_0000030", starts.NAME, on_disk.TRACKER])
+    until(lambda: names(disks[0]) == names(disks[1]) == ["iter_0000030"])
+
+
+def test_an_upload_of_a_state_that_is_rolled_back_is_not_finished_by_the_next_start(start, tmp_path):
+    """A guard rolls back while the spoiled state is uploaded: the next start finished the upload, and resumed from it."""
+    writer = start()
+    local_saves(tmp_path, [writer], 10)
+    writer.hear("done")
+    save = local_saves(tmp_path, [writer], 20, 2, limit=2**18)
+    writer.hear("uploading")
+    writer.ask(do="abandon", number=2)
+    writer.hear("abandoned")
+    assert uploads(tmp_path / "shared") == [(20, save.folder)], "of an abandoned save, which may be a good one"
+    assert on_disk.put_aside_from(tmp_path / "shared", 15) == [save.folder.with_name(f"{save.folder.name}.failed")]
+    assert uploads(tmp_path / "shared") == [] and on_disk.latest(tmp_path / "shared") == (10, [])
+    manifest.remove_leftovers(tmp_path / "shared")
+    assert (tmp_path / "shared" / f"{save.folder.name}.failed" / manifest.NAME).exists()
+
+
+def test_a_late_rank_of_a_failed_save_leaves_nothing_on_a_full_disk(start, tmp_path):
+    """It makes the folder again that rank 0 has removed; its file kept the disk full, and every later save failed."""
+    pair = start(0), start(1)
+    for number, local in ((1, None), (3, tmp_path / "local")):
+        more = {} if local is None else {"local": str(local / f"iter_0000010.g_{number}.unfinished")}
+        save = pair[0].save(tmp_path / "shared", 10, number, world=2, leads=True, **more)
+        pair[0].hear("written")
+        save.note("failed", 1).write_text(json.dumps("a full disk"))
+        pair[0].hear("failed")
+        pair[1].save(tmp_path / "shared", 10, number, world=2, **more)
+        until(lambda save=save: save.note("part", 1).exists())
+        pair[1].ask(do="abandon", number=number)  # as its rank does at the next step
+        pair[1].hear("done" if local is None else "abandoned")
+        assert local is None or names(local) == [save.folder.name]
+        number += 1
+        more = {} if local is None else {"local": str(local / f"iter_0000020.g_{number}.unfinished")}
+        pair[0].save(tmp_path / "shared", 20, number, world=2, leads=True, **more)
+        pair[0].hear("written")
+        assert names(tmp_path / "shared") == [f"iter_0000020.g_{number}.unfinished"]
+        assert local is None or names(local) == [f"iter_0000020.g_{number}.unfinished"]
+        pair[0].ask(do="abandon", number=number)
+        pair[0].hear("abandoned")
 
 
 def test_the_end_of_the_rank_during_an_upload_is_no_failed_save(start, tmp_path):
@@ -297,8 +380,8 @@ def test_a_file_that_is_renamed_while_the_folder_is_listed(tmp_path, monkeypatch
 
 
 def test_the_name_and_the_pointer_come_after_the_data_and_removal_after_both(tmp_path, monkeypatch):
-    """KempnerInstitute/KempnerForge#102 and #103, NovaSky-AI/SkyRL#2145: the pointer moved before the data was durable.
-    allenai/open-instruct#1821: ranks waited for a removal; here the rank is free before it begins.
+    """KempnerInstitute/KempnerForge#102, #103, NovaSky-AI/SkyRL#2145: the pointer moved before the data was durable.
+    allenai/open-instruct#1810, #1821: ranks waited for a removal; here the rank is free before it begins.
     """
     memory = os.memfd_create("content")
     os.ftruncate(memory, 4096)
@@ -401,7 +484,7 @@ def test_a_writer_killed_while_it_writes_leaves_the_checkpoint_before(start, tmp
     again = start()
     again.save(tmp_path, 20, 3)
     again.hear("done")
-    until(lambda: names(tmp_path) == ["iter_0000020", "latest_checkpointed_iteration.txt"])
+    until(lambda: names(tmp_path) == ["iter_0000020", starts.NAME, on_disk.TRACKER])
 
 
 def test_a_writer_of_an_earlier_start_cannot_complete_a_checkpoint(start, tmp_path):
@@ -486,7 +569,9 @@ def test_a_device_that_is_always_full(start, tmp_path):
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync"])
 def test_an_error_of_the_disk(start, tmp_path, require_tool, call):
-    """Also an error that comes only when the data is made durable; NVIDIA/Megatron-LM#6970 hung there."""
+    """Also an error that comes only when the data is made durable; Megatron-core hung there
+    (NVIDIA/Megatron-LM#6970, #6971).
+    """
     broken = tmp_path / "broken"
     writer = start(**broken_disk(tmp_path, require_tool, call))
     directory = tmp_path / "checkpoints"

@@ -65,7 +65,7 @@ class WriterProcess:
             unfinished=f"{final}.g_{number}{UNFINISHED}",
             rank=self.rank,
             world=world,
-            facts={"run_id": "r"},
+            facts={"run_id": "r", "generation": "g"},
             keep_last=1,
             keep_every=None,
             deadline=30.0,

@@ -2,6 +2,7 @@
 """What can go wrong around checkpoints: signals, kills, damage, another model, a full disk. Nothing may be lost."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -36,7 +37,7 @@ def _copy(run: Run, to: Path) -> Path:
 
 def test_only_the_newest_checkpoints_are_kept(saved):
     kept = sorted(path.name for path in (saved.run_dir / "checkpoints").iterdir())
-    assert kept == ["iter_0000004", "iter_0000006", "latest_checkpointed_iteration.txt"]
+    assert kept == ["iter_0000004", "iter_0000006", "last_start.json", "latest_checkpointed_iteration.txt"]
 
 
 def test_a_killed_run_and_a_stopped_run_resume(tmp_path, corpus, saved):
@@ -59,6 +60,24 @@ def test_a_killed_run_and_a_stopped_run_resume(tmp_path, corpus, saved):
     assert list(stopped.steps()) == list(range(1, last + 1)), "rows of the lost steps must be gone"
 
     resumed = train(run_dir, corpus, *LONG, "resume=must", f"exit_interval={last + 2}")
+    assert f"continuing after step {last}" in resumed.output
+    assert list(resumed.steps()) == list(range(1, last + 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at_step", [5, 6])
+def test_a_signal_to_two_ranks_just_before_an_interval_save(tmp_path, corpus, at_step):
+    """Both ranks save the step at which they leave, once, whether an interval's save is due there or in flight."""
+    every_second = ("nproc=2", "stage.train_iters=400", "stage.eval_interval=1000", "checkpoint.save_interval=2")
+    stopped = train_and_signal(tmp_path, corpus, signal.SIGTERM, at_step, *every_second)
+    assert stopped.code == ENDED_EARLY, stopped.output
+    last = max(stopped.steps())
+    saves = re.findall(r"step (\d+): checkpoint saved", stopped.output)
+    assert saves[-1] == str(last) and len(saves) == len(set(saves)), stopped.output
+    assert f"step {last} is saved" in stopped.output
+    assert not list((tmp_path / "checkpoints").glob("iter_*.*"))
+    assert zaya("checkpoint", "verify", str(tmp_path), "--all").returncode == 0
+    resumed = train(tmp_path, corpus, *every_second, "resume=must", f"exit_interval={last + 2}")
     assert f"continuing after step {last}" in resumed.output
     assert list(resumed.steps()) == list(range(1, last + 3))
 
@@ -118,9 +137,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, cor
     six = ("stage.train_iters=6", "stage.eval_interval=100", "checkpoint.keep_last=2")
     resumed = train(run_dir, corpus, "nproc=1", "resume=auto", *six)
     assert "continuing after step 4" in resumed.output and named in resumed.output
-    assert (checkpoints / "iter_0000006.damaged").is_dir() == (harm == "flipped")
-    kept = sorted(path.name for path in checkpoints.glob("iter_*") if path.suffix != ".damaged")
-    assert kept == ["iter_0000004", "iter_0000006"], "the damaged one does not count as one of two to keep"
+    aside = "iter_0000006.damaged" if harm == "flipped" else "iter_0000006.replaced"  # by the start, or by the new save
+    kept = sorted(path.name for path in checkpoints.glob("iter_*"))
+    assert kept == ["iter_0000004", "iter_0000006", aside], "the damaged one does not count as one of two to keep"
+    sizes = {path.name: size for path, size in before if path.parent == checkpoints / "iter_0000006"}
+    assert {path.name: path.stat().st_size for path in (checkpoints / aside).iterdir()} == sizes
     unbroken = saved.steps()
     assert all(row["loss"] == unbroken[step]["loss"] for step, row in resumed.steps().items())
 
@@ -128,7 +149,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, cor
 @pytest.mark.slow
 @pytest.mark.parametrize("tracker", [None, "", "12"])
 def test_megatrons_tracker_file_is_not_needed(tmp_path, corpus, saved, tracker):
-    """Without it Megatron would begin anew, at step 0, over a finished run."""
+    """Without it Megatron would begin anew, at step 0, over a finished run. NVIDIA-NeMo/Automodel#1040: no pointer in
+    asynchronous mode.
+    """
     run_dir = _copy(saved, tmp_path / "run")
     path = run_dir / "checkpoints" / "latest_checkpointed_iteration.txt"
     path.unlink() if tracker is None else path.write_text(tracker)

@@ -1,16 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """`zaya checkpoint`: what it says about complete, damaged and unfinished checkpoints, and what it removes."""
 
+import os
 import subprocess
 import sys
 import time
 
 import pytest
+import xxhash
 
+from tests.checkpoint_files import pretend_checkpoint
 from zaya_plugin import cli
-from zaya_plugin.checkpoint import manifest
+from zaya_plugin.checkpoint import manifest, on_disk, places
 
 STEPS = (100, 200, 300, 400)
+# Manifests with the right checksum of their own, that state nothing else, and only the format.
+NOTHING = b'{"xxh3_128": "%s"}' % xxhash.xxh3_128_hexdigest(b"{}").encode()
+EMPTY = b'{"format": "zaya checkpoint/1", "xxh3_128": "%s"}' % (
+    xxhash.xxh3_128_hexdigest(b'{"format": "zaya checkpoint/1"}').encode()
+)
 
 
 @pytest.fixture
@@ -31,6 +39,7 @@ def shard(run_dir, step):
 def test_list_and_show(run_dir, capsys):
     (run_dir / "checkpoints" / "iter_0000500.unfinished").mkdir()
     (run_dir / "checkpoints" / "iter_0000050.damaged").mkdir()
+    (run_dir / "checkpoints" / "iter_0000060.replaced").mkdir()
     shard(run_dir, 200).write_bytes(b"short")
     assert cli.main(["checkpoint", "list", str(run_dir)]) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -41,6 +50,7 @@ def test_list_and_show(run_dir, capsys):
         "400",
         "iter_0000500.unfinished:",
         "iter_0000050.damaged:",
+        "iter_0000060.replaced:",
     ]
     assert lines[0].endswith("complete") and "has 5 bytes, its manifest states 2000" in lines[1]
     assert cli.main(["checkpoint", "show", str(run_dir / "checkpoints"), "--step", "300"]) == 0
@@ -83,6 +93,89 @@ def test_prune_keeps_the_newest_the_permanent_and_what_is_not_complete(run_dir, 
         "iter_0000300",
         "iter_0000400",
     ]
+
+
+def test_odd_folders_are_told_apart_and_nothing_of_others_is_removed(run_dir, tmp_path, capsys):
+    """Links, names that are nearly those of checkpoints, broken manifests, folders in the place of files."""
+    checkpoints = run_dir / "checkpoints"
+    moved = tmp_path / "tape" / "iter_0000100"
+    moved.parent.mkdir()
+    (checkpoints / "iter_0000100").rename(moved)
+    (checkpoints / "iter_0000100").symlink_to(moved)
+    (checkpoints / "iter_0000300" / "dangling").symlink_to("nowhere")
+    odd = [
+        "iter_",
+        "iter_12",
+        "iter_0000500.mine",
+        "iter_000050\u0660",
+        "iter_00000500",
+        "iter_0000500 (copy)",
+        "iter_-000001",
+    ]
+    odd += ["iter_mine.unfinished", "iter_0000500.my copy.removed"]
+    for name in odd:
+        (checkpoints / name).mkdir()
+        (checkpoints / name / "file").touch()
+    (checkpoints / "iter_0000600").write_text("a file")
+    assert cli.main(["checkpoint", "list", str(run_dir)]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()][:4] == [str(step) for step in STEPS]
+    assert cli.main(["checkpoint", "verify", str(run_dir), "--all"]) == 0
+    assert cli.main(["checkpoint", "prune", str(run_dir), "--keep-last", "1"]) == 0
+    manifest.remove_leftovers(checkpoints)
+    left = ["iter_0000100", "iter_0000400", "iter_0000600", *odd]
+    assert sorted(path.name for path in checkpoints.iterdir()) == sorted(left), "a link's content is not here"
+    assert manifest.damaged(moved) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes another user's rights")
+def test_a_folder_without_permission_holds_up_no_other(run_dir, tmp_path, capsys, monkeypatch):
+    """An unreadable checkpoint ended the removal of old ones, also a run's, and the disk filled up."""
+    monkeypatch.setattr(places, "require_answer", lambda *_: None)  # its process would be root's
+    checkpoints = run_dir / "checkpoints"
+    for path in (*tmp_path.rglob("*"), tmp_path):
+        os.chown(path, 65534, 65534)
+    for parent in tmp_path.parents[:2]:
+        parent.chmod(0o711)
+    (checkpoints / "iter_0000300").chmod(0)
+    os.seteuid(65534)
+    try:
+        codes = {words: cli.main(["checkpoint", words, str(run_dir)]) for words in ("list", "show", "prune")}
+        codes["verify"] = cli.main(["checkpoint", "verify", str(run_dir), "--all"])
+        codes["adopt"] = cli.main(["checkpoint", "adopt", str(run_dir), "--step", "300"])
+        assert cli.main(["checkpoint", "prune", str(run_dir), "--keep-last", "1"]) == 0
+    finally:
+        os.seteuid(0)
+    assert codes == {"list": 1, "show": 0, "prune": 0, "verify": 1, "adopt": 1}
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["iter_0000300", "iter_0000400"]
+    printed = capsys.readouterr().out
+    assert printed.count("iter_0000300/manifest.json cannot be read (Permission denied)") == 3
+    assert "iter_0000400: intact" in printed
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"null", b"{}", b"\xff\xfe", b'{"format": "zaya checkpoint/1"', NOTHING, EMPTY, None]
+)
+def test_a_manifest_of_any_content_is_named(run_dir, capsys, content):
+    """Also without a part and with the checksum that it states: it ended in a traceback, and a run's ranks waited."""
+    path = run_dir / "checkpoints" / "iter_0000400" / manifest.NAME
+    path.unlink()
+    path.mkdir() if content is None else path.write_bytes(content)
+    for command in ("list", "show", "verify"):
+        assert cli.main(["checkpoint", command, str(run_dir)]) == 1
+        assert f"damaged: {path} " in capsys.readouterr().out.replace("damaged\n  ", "damaged: "), command
+    assert cli.main(["checkpoint", "warm", str(run_dir), "--step", "400"]) == 1
+    assert cli.main(["checkpoint", "warm", str(run_dir)]) == 0, "the newest complete one"
+
+
+def test_a_step_of_more_than_seven_digits(tmp_path, capsys):
+    """Megatron's folder names have seven digits or more: a run would have begun anew after step 9,999,999."""
+    pretend_checkpoint(tmp_path, 9_999_999)
+    pretend_checkpoint(tmp_path, 12_345_678)
+    assert on_disk.latest(tmp_path / "checkpoints") == (12_345_678, [])
+    assert cli.main(["checkpoint", "prune", str(tmp_path), "--keep-last", "1"]) == 0
+    assert cli.main(["checkpoint", "show", str(tmp_path)]) == 0
+    assert "iter_12345678" in capsys.readouterr().out
+    assert on_disk.put_aside_from(tmp_path / "checkpoints", 5)[0].name == "iter_12345678.failed"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import select
 import signal
 import socket
@@ -36,6 +35,7 @@ from zaya_plugin.aegis.journal import Journal, read, without_secrets_in
 from zaya_plugin.aegis.nodes import Nodes
 from zaya_plugin.aegis.rules import Rules
 from zaya_plugin.aegis.settings import Settings, is_train
+from zaya_plugin.config.run_directory import COMPLETE
 from zaya_plugin.errors import ENDED_EARLY
 from zaya_plugin.parent_death import die_with_parent
 
@@ -56,7 +56,6 @@ TOLD = ("slow_rank", "packets_lost")  # watched, and worth a line of the journal
 REQUEUED = 0  # the exit code of processes of a job that SLURM starts again
 PEERS = 4096  # connections that have not proved yet that they hold the secret count too
 KEPT = 20_000  # pieces of evidence
-COMPLETE = re.compile(r"iter_(\d{7})")
 
 
 class Peer:
@@ -753,11 +752,10 @@ class Decider:
 
     def put_aside(self, to_step: int) -> None:
         """Give the checkpoints after `to_step` names that no load finds; nothing is deleted."""
-        from zaya_plugin.checkpoint import manifest
+        from zaya_plugin.checkpoint import on_disk
 
-        for entry in sorted(Path(self.settings.checkpoints).iterdir()):
-            if (found := COMPLETE.fullmatch(entry.name)) and int(found[1]) > to_step:
-                self.say(f"step {int(found[1])} is put aside: {manifest.put_aside(entry, manifest.FAILED).name}")
+        for aside in on_disk.put_aside_from(Path(self.settings.checkpoints), to_step + 1):
+            self.say(f"a checkpoint after step {to_step} is put aside: {aside.name}")
         self.look_for_checkpoints()
 
     def finish(self, code: int, reason: str) -> None:

@@ -26,6 +26,7 @@ FORMAT = "zaya checkpoint/1"
 # checkpoint whose content does not have its checksums, and one from which two starts failed at the same step.
 UNFINISHED, REMOVED, DAMAGED, FAILED = ".unfinished", ".removed", ".damaged", ".failed"
 REPLACED = ".replaced"  # what was in the place of a checkpoint that this run has saved
+LEFTOVER = re.compile(rf"iter_(\d+)(\.\w+)?({re.escape(UNFINISHED)}|{re.escape(REMOVED)})", re.ASCII)
 RECIPE = "recipe_values"  # the fact that holds the recipe, by key
 PIECE = 16 * 2**20  # bytes read at once
 
@@ -124,13 +125,10 @@ def put_aside(path: Path, end: str) -> Path:
 
 def remove_leftovers(directory: Path, newest: int | None = None, keep: Container[str] = ()) -> None:
     """Remove what saves and removals that were killed have left, up to the iteration `newest`. keep: names that stay."""
-    for end in (UNFINISHED, REMOVED):
-        for left in directory.glob(f"iter_*{end}"):
-            iteration = left.name.removeprefix("iter_").partition(".")[0]
-            if left.name in keep:
-                continue
-            if newest is None or not iteration.isdigit() or int(iteration) <= newest:
-                shutil.rmtree(left, ignore_errors=True)
+    for left in directory.glob("iter_*"):
+        named = LEFTOVER.fullmatch(left.name)
+        if named and left.name not in keep and (newest is None or int(named[1]) <= newest):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def read(folder: Path, run_id: str | None = None) -> dict:
@@ -150,13 +148,16 @@ def read(folder: Path, run_id: str | None = None) -> dict:
         raise ValueError(f"{path} cannot be read ({error})") from error
     if not whole:
         raise ValueError(f"{path} does not have the checksum that it states")
-    if content["format"] != FORMAT:
-        raise ValueError(f"{path} has the format {content['format']!r}, and this version reads {FORMAT!r}")
+    if content.get("format") != FORMAT:
+        raise ValueError(f"{path} has the format {content.get('format')!r}, and this version reads {FORMAT!r}")
+    if not isinstance(content.get("iteration"), int) or not isinstance(content.get("files"), dict):
+        raise ValueError(f"{path} states no step or no files")
     named = re.match(r"iter_(\d+)", folder.name)
     if named and int(named[1]) != content["iteration"]:
         raise ValueError(f"{path} is of step {content['iteration']}, and not of this folder's")
     if run_id is not None and content.get("run_id") not in (None, run_id):
-        raise ValueError(f"{path} is of the run {content['run_id']}, and the checkpoints here are of the run {run_id}")
+        others = f"the checkpoints here are of the run {run_id} (last_start.json)"
+        raise ValueError(f"{path} is of the run {content['run_id']}, and {others}")
     return content
 
 

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 from zaya_plugin.checkpoint import manifest, starts
-from zaya_plugin.config.run_directory import iterations
+from zaya_plugin.config.run_directory import iterations, uploads
 from zaya_plugin.config.schema import leaves
 from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.errors import mistake
@@ -49,6 +49,14 @@ def iteration_of(path: Path) -> int:
     return int(path.name.removeprefix("iter_"))
 
 
+def has_manifest(path: Path) -> bool:
+    """Return whether a checkpoint has a manifest; no, if its folder cannot be read."""
+    try:
+        return (path / manifest.NAME).exists()
+    except OSError:
+        return False
+
+
 def latest(directory: Path, below: int | None = None) -> tuple[int | None, list[str]]:
     """Return the newest complete checkpoint's iteration, below `below` if given, and the problems of newer ones.
 
@@ -81,18 +89,27 @@ def before(directory: Path, iteration: int) -> int | None:
 
 def removable(directory: Path, keep_last: int, keep_every: int | None = None, newest: int | None = None) -> list[int]:
     """Return the iterations that may be removed: complete, with a manifest, and older than the newest `keep_last` of
-    those up to `newest`; never a multiple of `keep_every`. keep_last=0 keeps all.
+    those up to `newest`; never a multiple of `keep_every`, nor a link to a folder elsewhere. keep_last=0 keeps all.
     """
-    own = [i for i in iterations(directory) if (folder(directory, i) / manifest.NAME).exists()]
+    own = [i for i in iterations(directory) if has_manifest(folder(directory, i))]
     own = [i for i in own if newest is None or i <= newest]
     complete = [i for i in own if not problems(directory, i)]
     older = complete[:-keep_last] if keep_last else []
-    return [i for i in older if not (keep_every and i % keep_every == 0)]
+    return [i for i in older if not (keep_every and i % keep_every == 0) and not folder(directory, i).is_symlink()]
 
 
 def put_aside(directory: Path, iteration: int, end: str = manifest.DAMAGED) -> Path:
     """Put a checkpoint aside, see `manifest.put_aside`. end: DAMAGED or FAILED of manifest.py."""
     return manifest.put_aside(folder(directory, iteration), end)
+
+
+def put_aside_from(directory: Path, step: int) -> list[Path]:
+    """Put the checkpoints of `step` and later ones aside, because they hold a state that is not to be loaded, and the
+    uploads of such that a start would finish. Return their new paths.
+    """
+    later = [folder(directory, iteration) for iteration in iterations(directory) if iteration >= step]
+    later += [path for iteration, path in uploads(directory) if iteration >= step]
+    return [manifest.put_aside(path, manifest.FAILED) for path in later]
 
 
 def remove(directory: Path, iteration: int) -> None:

@@ -176,11 +176,11 @@ def _order(key: str) -> tuple:
 def layout(stored: list[Entry], files: int) -> list[list[Entry]]:
     """Return the entries of each file: neighbours stay neighbours, and files have about equal sizes."""
     total, before = sum(entry.length for entry in stored), 0
-    found: list[list[Entry]] = [[] for _ in range(files)]
+    found: dict[int, list[Entry]] = {}
     for entry in stored:
-        found[(2 * before + entry.length) * files // (2 * total)].append(entry)
+        found.setdefault((2 * before + entry.length) * files // (2 * total), []).append(entry)
         before += entry.length
-    return [each for each in found if each]
+    return list(found.values())
 
 
 def _write(

@@ -34,6 +34,12 @@ def read(directory: Path) -> dict:
     return content if isinstance(content, dict) else {}
 
 
+def keep_run(directory: Path, run_id: str | None) -> None:
+    """Write whose checkpoints these are, once there is one; a record that is there stays. Starts that resume replace it."""
+    if run_id is not None and not (directory / NAME).exists():
+        write_whole(directory / NAME, json.dumps({"run_id": run_id}) + "\n")
+
+
 def begin(
     directory: Path, *, run_id: str, step: int, recipe: str, failed_at: int | None = None, passed: int | None = None
 ) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from zaya_plugin.checkpoint import manifest, on_disk, places
+from zaya_plugin.checkpoint import manifest, on_disk, places, starts
 from zaya_plugin.checkpoint.direct_file import DirectFiles
 from zaya_plugin.config.run_directory import iterations
 from zaya_plugin.config.whole_file import write_whole
@@ -117,6 +117,7 @@ class Writer:
         self.number = save.number
         try:
             start = time.perf_counter()
+            self.sweep(save)
             save.folder.mkdir(parents=True, exist_ok=True)
             first = Path(save.local) if save.local else save.folder
             first.mkdir(parents=True, exist_ok=True)
@@ -143,6 +144,18 @@ class Writer:
             self.prune(save)
         except OSError as error:
             print(f"WARNING: old checkpoints were not removed: {error}", file=sys.stderr)
+
+    @staticmethod
+    def sweep(save: Save) -> None:
+        """Remove what earlier saves of this start that have failed have left: a rank that began late has made the folder
+        again, with its file, and a full disk stays full. Not what a start can upload.
+        """
+        folders = [save.folder] if save.rank == 0 else []
+        folders += [Path(save.local)] if save.local and save.leads else []
+        for folder in folders:
+            for left in folder.parent.glob(f"iter_*.{save.facts.get('generation')}_*{manifest.UNFINISHED}"):
+                if left.name != folder.name and not (save.folder.with_name(left.name) / manifest.NAME).exists():
+                    shutil.rmtree(left, ignore_errors=True)
 
     def fail(self, save: Save, reason: str) -> None:
         """Let the other ranks' writers know that this rank's part will not come."""
@@ -201,8 +214,9 @@ class Writer:
                 save.note(kind, rank).unlink()
         directory = Path(save.final).parent
         manifest.give_name(save.folder, Path(save.final))
-        with contextlib.suppress(OSError):  # the checkpoint is complete without it
+        with contextlib.suppress(OSError):  # the checkpoint is complete without them
             on_disk.name_as_latest(directory, save.iteration)
+            starts.keep_run(directory, save.facts.get("run_id"))
         self.tell("complete")
 
     def prune(self, save: Save) -> None:

@@ -14,8 +14,9 @@ from zaya_plugin.errors import mistake
 
 RECIPE, MANIFEST = "recipe.yaml", "manifest.json"
 # The folder of a checkpoint, and that of one that is being written, with the identity of the start that writes it.
-COMPLETE = re.compile(r"iter_(\d{7})")
-UNFINISHED = re.compile(r"iter_(\d{7})(\.\w+)?\.unfinished")
+STEP = r"iter_(\d{7}|[1-9]\d{7,})"
+COMPLETE = re.compile(STEP, re.ASCII)
+UNFINISHED = re.compile(STEP + r"(\.\w+)?\.unfinished", re.ASCII)
 
 
 def checkpoint_path(recipe: Recipe) -> Path:

@@ -6,6 +6,7 @@ needs no device.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -37,8 +38,9 @@ Exit codes: 0, 1 a checkpoint is damaged, 2 a mistake on the command line."""
 LEFT = {
     manifest.UNFINISHED: "a save that has not ended",
     manifest.REMOVED: "a removal that has not ended",
-    manifest.FAILED: "put aside at a start, because two starts from it had failed at the same step",
+    manifest.FAILED: "put aside, because two starts from it had failed at the same step, or by a roll back",
     manifest.DAMAGED: "put aside at a start, because its content does not have its checksums",
+    manifest.REPLACED: "put aside by a save of its step, because it was damaged or of another run",
 }
 
 
@@ -83,9 +85,13 @@ def list_(directory: Path, _: list[int], options: argparse.Namespace) -> int:
     for step in iterations(directory):
         folder = on_disk.folder(directory, step)
         found = on_disk.problems(directory, step)
-        state = "damaged: " + "; ".join(found) if found else "complete" + ", no manifest" * (not _has_manifest(folder))
+        state = (
+            "damaged: " + "; ".join(found)
+            if found
+            else "complete" + ", no manifest" * (not on_disk.has_manifest(folder))
+        )
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
-        print(f"{step:>9}  {_size(sum(path.stat().st_size for path in folder.iterdir())):>9}  {when}  {state}")
+        print(f"{step:>9}  {_size(sum(file['bytes'] for file in _files(folder).values())):>9}  {when}  {state}")
         broken |= bool(found)
     for end, what in LEFT.items():
         for left in sorted(directory.glob(f"iter_*{end}")):
@@ -95,18 +101,19 @@ def list_(directory: Path, _: list[int], options: argparse.Namespace) -> int:
 
 def show(directory: Path, steps: list[int], options: argparse.Namespace) -> int:
     folder = on_disk.folder(directory, steps[0])
+    found = on_disk.problems(directory, steps[0])
     print(folder)
-    if _has_manifest(folder):
+    try:
         content = manifest.read(folder)
+    except ValueError:  # without a manifest, or it is damaged, which `found` says
+        files = _files(folder)
+    else:
         for name, value in content.items():
             if name not in ("files", "xxh3_128"):
                 print(f"  {name:10} {value}")
         files = content["files"]
-    else:
-        files = {path.name: {"bytes": path.stat().st_size} for path in sorted(folder.iterdir())}
     for name, file in files.items():
         print(f"  {_size(file['bytes']):>9}  {file.get('xxh3_128', 'no checksum'):32}  {name}")
-    found = on_disk.problems(directory, steps[0])
     print("complete" if not found else "damaged: " + "; ".join(found))
     return int(bool(found))
 
@@ -117,7 +124,9 @@ def verify(directory: Path, steps: list[int], options: argparse.Namespace) -> in
         folder = on_disk.folder(directory, step)
         found = _damage(directory, step, options.limit)
         intact = (
-            "intact" if _has_manifest(folder) else "complete by its own index; without a manifest no content is checked"
+            "intact"
+            if on_disk.has_manifest(folder)
+            else "complete by its own index; without a manifest no content is checked"
         )
         print(f"{folder.name}: {intact}" if not found else f"{folder.name}: damaged\n  " + "\n  ".join(found))
         broken |= bool(found)
@@ -144,8 +153,11 @@ def _damaged(folder: Path, files: dict, limit: float | None) -> list[str]:
 def warm(directory: Path, steps: list[int], options: argparse.Namespace) -> int:
     step = on_disk.latest(directory)[0] if options.step is None else options.step
     folder = on_disk.folder(directory, step)
-    if not _has_manifest(folder):
+    if not on_disk.has_manifest(folder):
         raise mistake("RUN", options.run, problem=f"{folder} has no manifest", fix="zaya checkpoint adopt")
+    if found := on_disk.problems(directory, step):
+        print(f"{folder}: damaged\n  " + "\n  ".join(found))
+        return 1
     files, began = manifest.read(folder)["files"], time.monotonic()
     found = _damaged(folder, files, options.limit)
     seconds = max(time.monotonic() - began, 1e-3)
@@ -165,7 +177,7 @@ def prune(directory: Path, _: list[int], options: argparse.Namespace) -> int:
 
 def adopt(directory: Path, steps: list[int], options: argparse.Namespace) -> int:
     folder = on_disk.folder(directory, steps[0])
-    if _has_manifest(folder):
+    if on_disk.has_manifest(folder):
         print(f"{folder} has a manifest")
         return 0
     if found := on_disk.problems(directory, steps[0]):
@@ -189,7 +201,7 @@ def reshape(directory: Path, steps: list[int], options: argparse.Namespace) -> i
     if found := _damage(directory, steps[0]):
         print(f"{source}: damaged\n  " + "\n  ".join(found))
         return 1
-    if not _has_manifest(source):
+    if not on_disk.has_manifest(source):
         print(f"{source} has no manifest: complete by its own index, its content is not checked")
     total = sum(path.stat().st_size for path in source.glob("*.distcp"))
     from tqdm import tqdm
@@ -218,7 +230,7 @@ def _damage(directory: Path, step: int, limit: float | None = None) -> list[str]
     """Return what is wrong with a checkpoint; reads all files if it has a manifest."""
     folder = on_disk.folder(directory, step)
     found = on_disk.problems(directory, step)
-    if not found and _has_manifest(folder):
+    if not found and on_disk.has_manifest(folder):
         found = _damaged(folder, manifest.read(folder)["files"], limit)
     return found
 
@@ -230,8 +242,13 @@ def _rate(text: str) -> float:
     return rate
 
 
-def _has_manifest(folder: Path) -> bool:
-    return (folder / manifest.NAME).exists()
+def _files(folder: Path) -> dict[str, dict]:
+    """Return the bytes of each file, as far as they can be read."""
+    try:
+        files = sorted((entry for entry in os.scandir(folder) if entry.is_file()), key=lambda entry: entry.name)
+        return {entry.name: {"bytes": entry.stat().st_size} for entry in files}
+    except OSError:  # `problems` names it
+        return {}
 
 
 def _size(count: int) -> str:

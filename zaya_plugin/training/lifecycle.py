@@ -169,9 +169,7 @@ class Lifecycle:
 
     def put_aside_from(self, step: int) -> None:
         """Put checkpoints of `step` and later ones aside, on rank 0: they hold a state that is not to be loaded."""
-        for iteration in on_disk.iterations(self.directory):
-            if iteration >= step:
-                on_disk.put_aside(self.directory, iteration, manifest.FAILED)
+        on_disk.put_aside_from(self.directory, step)
 
     def ended(self, error: BaseException | None) -> None:
         """Note an error that ended the run, for the choice of the next start. error: what ended it, if anything did."""
