@@ -24,7 +24,7 @@ def test_more_copies_than_a_stream_takes():
         torch.cuda._sleep(int(0.5 * 1.9e9))  # the optimizer's kernels, half a second
         begun = time.perf_counter()
         staging.start()
-        assert time.perf_counter() - begun < 0.1
+        assert step == 0 or time.perf_counter() - begun < 0.1  # the first one loads kernels
         assert not staging.is_complete
         if step == 1:  # polls alone queue what is left
             while not staging.is_complete:

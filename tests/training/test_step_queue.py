@@ -39,14 +39,24 @@ def late(monkeypatch):
 
 
 def add(queue, number, seen):
-    queue.add([torch.tensor(number)], lambda tensors: seen.append(tensors[0].item()))
+    queue.add(number, [torch.tensor(number)], lambda tensors: seen.append(tensors[0].item()))
 
 
 def test_on_the_cpu_a_step_is_reported_at_once():
     queue, seen = StepQueue(), []
     source = torch.tensor(3)
-    queue.add([source], lambda tensors: seen.append(tensors[0].item()))
+    queue.add(1, [source], lambda tensors: seen.append(tensors[0].item()))
     assert seen == [3]
+
+
+def test_a_save_waits_for_the_numbers_of_its_own_step_alone(late):
+    queue, seen = StepQueue(), []
+    add(queue, 1, seen)
+    queue.flush(until=1)
+    assert seen == [1] and late.waits == 1
+    add(queue, 2, seen)
+    queue.flush(until=1)  # a wait for step 2 would leave the device without work
+    assert seen == [1] and late.waits == 1
 
 
 def test_a_step_is_reported_one_later_and_in_order(late):

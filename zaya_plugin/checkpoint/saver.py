@@ -53,7 +53,7 @@ class Saver:
         local: the same on this node's own disk, where a checkpoint is written first; None: nowhere. leads: this rank
             completes the local checkpoints of its node. limit: bytes a second of the upload from there.
         generation: of this start of the run, the same on all ranks and different from earlier starts.
-        report: called with a line about a save. before_writing: called once a copy is complete.
+        report: called with a line about a save. before_writing: called with the iteration once its copy is complete.
         completed: the last iteration whose checkpoint is complete, on rank 0. waited: seconds that training has waited
             for the last save. failed: the iteration of the last save, if it has failed on this rank.
         count: of the saves of this run, the same on all ranks. agreed_load: the largest `load` of all ranks.
@@ -77,7 +77,7 @@ class Saver:
         self.leads, self.limit = False, None
         self.generation = ""
         self.report: Callable[[str], None] = print
-        self.before_writing: Callable[[], None] = lambda: None
+        self.before_writing: Callable[[int], None] = lambda iteration: None
         self.completed: int | None = None
         self.waited = 0.0
         self.failed: int | None = None
@@ -256,7 +256,7 @@ class Saver:
         if not self._handed_over:
             if not self._staging.is_complete:
                 return
-            self.before_writing()
+            self.before_writing(self._save.iteration)
             try:
                 if self._process.poll() is not None:
                     raise ConnectionError

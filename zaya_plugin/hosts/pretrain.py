@@ -347,7 +347,7 @@ class _Trainer:
             if loss is not None and not math.isfinite(loss) and not skipped_iter:
                 raise NonFiniteLossError(not_finite(loss, iteration), iteration)
 
-        self.steps.add([*losses, *counts], report)
+        self.steps.add(iteration, [*losses, *counts], report)
         self.saved.saver.poll()
         if args.record_memory_history and iteration == min(args.profile_step_end, args.train_iters):
             self.dump_memory_snapshot(args)

@@ -25,23 +25,23 @@ class StepQueue:
     """
 
     def __init__(self):
-        self._waiting: tuple[HostCopy, Callable[[list[Tensor]], None]] | None = None
+        self._waiting: tuple[int, HostCopy, Callable[[list[Tensor]], None]] | None = None
 
-    def add(self, tensors: Sequence[Tensor], report: Callable[[list[Tensor]], None]) -> None:
+    def add(self, step: int, tensors: Sequence[Tensor], report: Callable[[list[Tensor]], None]) -> None:
         """Schedule `report` with copies of `tensors` on the host. Reports the step before first, and waits for it."""
         self.flush()
-        self._waiting = HostCopy(tensors), report
+        self._waiting = step, HostCopy(tensors), report
         self.poll()
 
     def poll(self) -> None:
         """Report the held step if its numbers have arrived. Does not wait."""
-        if self._waiting and self._waiting[0].is_complete:
+        if self._waiting and self._waiting[1].is_complete:
             self.flush()
 
-    def flush(self) -> None:
-        """Wait for the held step and report it."""
-        if self._waiting:
-            (copy, report), self._waiting = self._waiting, None
+    def flush(self, until: int | None = None) -> None:
+        """Wait for the held step and report it, unless it is after the step `until`."""
+        if self._waiting and (until is None or self._waiting[0] <= until):
+            (_, copy, report), self._waiting = self._waiting, None
             report(copy.read())
 
 
