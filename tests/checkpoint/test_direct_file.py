@@ -82,6 +82,25 @@ def test_short_writes_are_continued_and_errors_are_not_hidden(files, tmp_path, m
         files.write(tmp_path / "file", MEMORY, slices([len(MEMORY)]))
 
 
+def test_any_write_that_fails_fails_the_file(files, tmp_path, monkeypatch):
+    """Megatron-core noticed a failure in the last of its buckets alone; two threads write here, blocks in turn."""
+    write, fails = os.pwrite, set()
+
+    def failing(file, data, place):
+        if place in fails:
+            raise OSError(errno.EIO, "Input/output error")
+        return write(file, data, place)
+
+    monkeypatch.setattr(os, "pwrite", failing)
+    for place in range(0, len(MEMORY), manifest.PIECE):
+        fails.add(place)
+        with pytest.raises(OSError, match="Input/output error"):
+            files.write(tmp_path / "file", MEMORY, slices([3 * 2**16 + 1, len(MEMORY) - 3 * 2**16 - 1]))
+        fails.clear()
+    told = files.write(tmp_path / "file", MEMORY, slices([len(MEMORY)]))
+    assert manifest.describe(tmp_path / "file") == told, "the blocks of a failed file are free again"
+
+
 def test_the_page_cache_is_left_alone(files, tmp_path):
     path = tmp_path / "file"
     try:
