@@ -210,6 +210,11 @@ def train(argv: list[str]) -> int:
         except BrokenPipeError:  # `zaya train dry_run=true | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             outcomes.append(0)
+        except (OSError, MemoryError) as error:
+            told = of_the_machine(error, os.getcwd())
+            if told is None or traceback_wanted:
+                raise
+            outcomes.append(ValueError(told))
         code = outcomes[-1]
         if isinstance(code, int) and (code > 128 or code == ENDED_EARLY):  # stopped by a signal: no further jobs
             raise SystemExit(code)

@@ -56,6 +56,9 @@ STORAGE = (
     errno.ENOENT,
     errno.ENOTDIR,
     errno.EISDIR,
+    errno.ESTALE,
+    errno.EMFILE,
+    errno.ENFILE,
 )
 
 
@@ -65,7 +68,8 @@ def of_the_machine(error: BaseException, directory: str | os.PathLike) -> str | 
 
     directory: of the run, for errors that name no file.
     """
-    if isinstance(error, OSError) and error.errno in STORAGE:
+    # An error that names a file is about this file, whatever its number (ELOOP, ENAMETOOLONG, ESTALE, ...).
+    if isinstance(error, OSError) and error.strerror and (error.errno in STORAGE or error.filename is not None):
         path = os.fspath(directory if error.filename is None else error.filename)
         path = os.path.abspath(path if isinstance(path, str) else os.fsdecode(path))
         fixes = {
@@ -75,6 +79,11 @@ def of_the_machine(error: BaseException, directory: str | os.PathLike) -> str | 
             errno.ENOTDIR: "correct the path",
             errno.EISDIR: "correct the path, or remove the directory",
             errno.EIO: "look at the state of the disk or of the file server",
+            errno.ESTALE: "mount the file system anew",
+            errno.ELOOP: "remove the link that leads to itself",
+            errno.ENAMETOOLONG: "a shorter path",
+            errno.EMFILE: "a higher `ulimit -n`",
+            errno.ENFILE: "end programs that hold many files open",
         }
         fix = fixes.get(error.errno, "make it readable and writable for you")
         return message(
