@@ -99,11 +99,11 @@ def main(argv: list[str] | None = None) -> int:
         rank = os.environ.get("RANK", "0")
         print(f"zaya: {error}" if rank == "0" else f"zaya: rank {rank}: {error}", file=sys.stderr)
         return USER_ERROR
-    except (OSError, MemoryError) as error:
+    except (OSError, MemoryError, RuntimeError) as error:  # torch's errors of memory are RuntimeErrors
         if isinstance(error, BrokenPipeError):  # `zaya train --help | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        told = of_the_machine(error, os.getcwd())
+        told = of_the_machine(error, os.getcwd(), offline=argv[0] not in ("train", "curriculum"))
         if told is None or _traceback_wanted():
             raise
         print(f"zaya: {told}", file=sys.stderr)

@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--output", type=Path, metavar="DIR", help="reshape: the run directory of the new checkpoint")
     made.add_argument(
         "--files",
-        type=whole_number(1, MOST_RANKS),
+        type=whole_number(0, MOST_RANKS),
         help="reshape: so many files; usually one for each rank that will load them",
     )
     return made
@@ -181,12 +181,12 @@ def prune(directory: Path, _: list[int], options: argparse.Namespace) -> int:
 
 def adopt(directory: Path, steps: list[int], options: argparse.Namespace) -> int:
     folder = on_disk.folder(directory, steps[0])
-    if _has_manifest(folder):
-        print(f"{folder} has a manifest")
-        return 0
     if found := on_disk.problems(directory, steps[0]):
         print(f"{folder}: damaged\n  " + "\n  ".join(found))
         return 1
+    if _has_manifest(folder):
+        print(f"{folder} has a manifest")
+        return 0
     files = {path.name: manifest.describe(path) for path in folder.iterdir() if path.is_file()}
     manifest.write(folder, steps[0], files, adopted=True)
     print(f"{folder}: manifest written, {len(files)} files")
