@@ -11,6 +11,7 @@ from pathlib import Path
 
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.errors import mistake
+from zaya_plugin.parent_death import GRACE
 
 WORKER = "zaya_plugin.hosts.worker"
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -100,6 +101,10 @@ def check_environment(environ: Mapping[str, str]) -> None:
             whole_variable(environ, "LOCAL_RANK", 0, here - 1, "LOCAL_WORLD_SIZE" if here != ranks else "WORLD_SIZE")
     if "MASTER_PORT" in environ:
         whole_variable(environ, "MASTER_PORT", 0, 65535)
+    grace = environ.get(GRACE) or "inf"
+    if not re.fullmatch(r"inf|[0-9]{1,9}(\.[0-9]*)?", grace):  # else each rank would fail with a traceback
+        problem, allowed = "is set in the environment and is no number of seconds", "0 or more, or inf"
+        raise mistake(GRACE, grace, problem=problem, allowed=allowed, fix=f"unset {GRACE}")
 
 
 def _complete(environ: Mapping[str, str], names: Sequence[str], how: str) -> None:
