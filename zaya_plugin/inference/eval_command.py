@@ -51,18 +51,21 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--data", nargs="*", metavar="PATH", help="prepared datasets; without one those of the recipe")
     parser.add_argument(
         "--limit",
-        type=whole_number(1, MOST_AMOUNT),
+        type=whole_number(0, MOST_AMOUNT),
         metavar="N",
         help="documents of a task and sequences of a dataset at most",
     )
     parser.add_argument(
-        "--batch-size", type=whole_number(1, 65_536), default=8, help="sequences computed at once; default: 8"
+        "--batch-size", type=whole_number(0, 65_536), default=8, help="sequences computed at once; default: 8"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--wandb", metavar="PROJECT", help="log the results to a new run of this W&B project")
     options = parser.parse_args(argv)
     if options.tasks is None and options.data is None:
         raise mistake("zaya eval", problem="neither --tasks nor --data was given", fix="zaya eval --help")
+    for name in ("batch_size", "limit"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise mistake(f"--{name.replace('_', '-')}", value, problem="is no number of them", allowed="1 or more")
     if options.out is not None and not options.out.absolute().parent.is_dir():
         raise mistake("--out", options.out, problem="its folder does not exist", fix="--out FILE in an existing folder")
     if options.include is not None and not Path(options.include).is_dir():

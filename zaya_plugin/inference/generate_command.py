@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     add_options(parser)
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     parser.add_argument("--prompts", metavar="FILE", help="a prompt a line; - reads standard input")
-    parser.add_argument("--max-new-tokens", type=whole_number(1, MOST_TOKENS), default=128, help="default: 128")
+    parser.add_argument("--max-new-tokens", type=whole_number(0, MOST_TOKENS), default=128, help="default: 128")
     parser.add_argument(
         "--temperature", type=real_number(0, 1000), default=0.0, help="0, the default, takes the most probable token"
     )
@@ -54,12 +54,16 @@ def main(argv: list[str]) -> int:
         "--seed", type=whole_number(0, MOST_SEED), default=0, help="of the draws; the same command gives the same text"
     )
     parser.add_argument(
-        "--batch-size", type=whole_number(1, 65_536), default=32, help="prompts computed at once; default: 32"
+        "--batch-size", type=whole_number(0, 65_536), default=32, help="prompts computed at once; default: 32"
     )
     parser.add_argument(
         "--json", action="store_true", help="print an object a prompt: prompt, text, tokens, ended (at an end token)"
     )
     options = parser.parse_args(argv)
+    for name in ("max_new_tokens", "batch_size"):
+        if getattr(options, name) < 1:
+            option = f"--{name.replace('_', '-')}"
+            raise mistake(option, getattr(options, name), problem="is no number of them", allowed="1 or more")
     texts = [*options.prompt, *_lines(options.prompts)]
     if not texts:
         raise mistake("--prompt", problem="was not given", fix="--prompt TEXT, or --prompts FILE")

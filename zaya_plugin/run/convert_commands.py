@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
 
     one = add("import", "write a checkpoint of step 0 from published weights", "SOURCE")
     one.add_argument("--output", type=Path, required=True, help="directory of the checkpoint")
-    one.add_argument("--vocab-size", type=whole_number(1, INT32), help="rows of the embedding; default: as in SOURCE")
+    one.add_argument("--vocab-size", type=whole_number(0, INT32), help="rows of the embedding; default: as in SOURCE")
     one.add_argument("--recipe", type=Path, help="a recipe.yaml whose model section has to fit")
     one.add_argument(
         "--write-recipe", type=Path, metavar="FILE", help="write the model section as a file of the group model"
@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     )
     one.add_argument("--tokenizer", help="folder of the tokenizer; none: without one; default: that of the checkpoint")
     one.add_argument(
-        "--vocab-size", type=whole_number(1, INT32), help="rows of the embedding; default: as in the checkpoint"
+        "--vocab-size", type=whole_number(0, INT32), help="rows of the embedding; default: as in the checkpoint"
     )
     one.add_argument(
         "--verify", action="store_true", help="compare every tensor, and logits where the memory allows it"
@@ -77,6 +77,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(words: list[str]) -> int:
     options = parser().parse_args(words)
+    if (rows := getattr(options, "vocab_size", None)) is not None and rows < 1:
+        raise mistake("--vocab-size", rows, problem="is no number of rows", allowed="1 or more")
     try:
         return COMMANDS[options.command](options)
     except OSError as error:
