@@ -5,7 +5,7 @@ import zipfile
 
 import pytest
 
-from zaya_plugin.errors import message, mistake, of_the_machine
+from zaya_plugin.errors import check_space, message, mistake, of_the_machine
 
 
 def test_a_message_names_key_value_problem_allowed_and_fix():
@@ -50,3 +50,19 @@ def test_errors_of_memory_and_damaged_files_have_a_message_and_others_none(tmp_p
     assert "a file that was read is damaged: File is not a zip file" in of_the_machine(damaged.value, tmp_path)
     for error in (KeyError("layer"), RuntimeError("a bug"), ConnectionResetError(104, "Connection reset by peer")):
         assert of_the_machine(error, tmp_path) is None, "a traceback is needed"
+
+
+def test_every_error_about_a_file_has_a_message(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    for path in (tmp_path / "loop" / "x", tmp_path / ("a" * 300), tmp_path):
+        with pytest.raises(OSError) as found:
+            open(path, "w")
+        assert of_the_machine(found.value, tmp_path).startswith(f"{path}: {found.value.strerror} (")
+
+
+def test_space_is_checked_before_the_first_byte(tmp_path):
+    check_space(tmp_path / "new" / "folder", 1)
+    with pytest.raises(OSError, match=r"1000000000000.00 GB more are needed") as found:
+        check_space(tmp_path / "new" / "folder", 10**21)
+    assert of_the_machine(found.value, tmp_path).startswith(f"{tmp_path}/new/folder: No space left on device: ")
+    assert not list(tmp_path.iterdir())

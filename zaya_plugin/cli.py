@@ -99,11 +99,11 @@ def main(argv: list[str] | None = None) -> int:
         rank = os.environ.get("RANK", "0")
         print(f"zaya: {error}" if rank == "0" else f"zaya: rank {rank}: {error}", file=sys.stderr)
         return USER_ERROR
-    except (OSError, MemoryError) as error:
+    except (OSError, MemoryError, RuntimeError) as error:  # torch's errors of memory are RuntimeErrors
         if isinstance(error, BrokenPipeError):  # `zaya train --help | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        told = of_the_machine(error, os.getcwd())
+        told = of_the_machine(error, os.getcwd(), offline=argv[0] not in ("train", "curriculum"))
         if told is None or _traceback_wanted():
             raise
         print(f"zaya: {told}", file=sys.stderr)
@@ -210,6 +210,11 @@ def train(argv: list[str]) -> int:
         except BrokenPipeError:  # `zaya train dry_run=true | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             outcomes.append(0)
+        except (OSError, MemoryError) as error:
+            told = of_the_machine(error, os.getcwd())
+            if told is None or traceback_wanted:
+                raise
+            outcomes.append(ValueError(told))
         code = outcomes[-1]
         if isinstance(code, int) and (code > 128 or code == ENDED_EARLY):  # stopped by a signal: no further jobs
             raise SystemExit(code)

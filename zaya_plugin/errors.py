@@ -56,16 +56,20 @@ STORAGE = (
     errno.ENOENT,
     errno.ENOTDIR,
     errno.EISDIR,
+    errno.ESTALE,
+    errno.EMFILE,
+    errno.ENFILE,
 )
 
 
-def of_the_machine(error: BaseException, directory: str | os.PathLike) -> str | None:
+def of_the_machine(error: BaseException, directory: str | os.PathLike, offline: bool = False) -> str | None:
     """Return the message about an error of storage or memory, or None if it is of another kind: a traceback is then
     needed.
 
-    directory: of the run, for errors that name no file.
+    directory: of the run, for errors that name no file. offline: the command is no run of ranks.
     """
-    if isinstance(error, OSError) and error.errno in STORAGE:
+    # An error that names a file is about this file, whatever its number (ELOOP, ENAMETOOLONG, ESTALE, ...).
+    if isinstance(error, OSError) and error.strerror and (error.errno in STORAGE or error.filename is not None):
         path = os.fspath(directory if error.filename is None else error.filename)
         path = os.path.abspath(path if isinstance(path, str) else os.fsdecode(path))
         fixes = {
@@ -75,6 +79,11 @@ def of_the_machine(error: BaseException, directory: str | os.PathLike) -> str | 
             errno.ENOTDIR: "correct the path",
             errno.EISDIR: "correct the path, or remove the directory",
             errno.EIO: "look at the state of the disk or of the file server",
+            errno.ESTALE: "mount the file system anew",
+            errno.ELOOP: "remove the link that leads to itself",
+            errno.ENAMETOOLONG: "a shorter path",
+            errno.EMFILE: "a higher `ulimit -n`",
+            errno.ENFILE: "end programs that hold many files open",
         }
         fix = fixes.get(error.errno, "make it readable and writable for you")
         return message(
@@ -85,8 +94,10 @@ def of_the_machine(error: BaseException, directory: str | os.PathLike) -> str | 
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError) or "can't allocate memory" in text:
         return message(
             "memory",
-            problem=f"a rank has run out of it: {text or type(error).__name__}",
-            fix="a smaller stage.micro_batch_size, parallel.recompute_granularity=full, or more ranks; `--dry-run` "
+            problem=f"{'this command' if offline else 'a rank'} has run out of it: {text or type(error).__name__}",
+            fix="a smaller --batch-size, smaller sizes, or a machine with more memory"
+            if offline
+            else "a smaller stage.micro_batch_size, parallel.recompute_granularity=full, or more ranks; `--dry-run` "
             "states what a run needs",
         )
     if type(error).__name__ in ("BadZipFile", "UnpicklingError", "EOFError", "SafetensorError"):
@@ -109,6 +120,18 @@ def free_space(path: str) -> str:
         else:
             free = f"{found.f_bavail * found.f_frsize // 1024:,} KiB free"
             return free + (f", {found.f_favail:,} inodes free" if found.f_files else "")
+
+
+def check_space(directory: str | os.PathLike, needed: int) -> None:
+    """Raise OSError if the file system of `directory`, which need not exist yet, has not so many bytes free: before the
+    first of them is written.
+    """
+    place = os.path.abspath(directory)
+    while not os.path.exists(place):
+        place = os.path.dirname(place)
+    found = os.statvfs(place)
+    if found.f_bavail * found.f_frsize < needed:
+        raise OSError(errno.ENOSPC, f"No space left on device: {needed / 1e9:.2f} GB more are needed", str(directory))
 
 
 def as_typed(value: object) -> str:

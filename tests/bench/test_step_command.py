@@ -48,10 +48,13 @@ def test_options_and_overrides_are_told_apart(tmp_path):
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--steps", "0"], "argument --steps: invalid whole number from 1 on value: '0'. Fix: zaya bench step --help"),
-        (["--warmup=some"], "argument --warmup: invalid whole number from 1 on value: 'some'"),
+        (
+            ["--steps", "0"],
+            "argument --steps: '0' is not a whole number from 1 to 9999999. Fix: zaya bench step --help",
+        ),
+        (["--warmup=some"], "argument --warmup: 'some' is not a whole number from 1 to 9999999"),
         (["--anchor", "jax"], "argument --anchor: invalid choice: 'jax' .choose from "),
-        (["--random-tokens=1"], "--random-tokens: invalid whole number from 2 on value"),
+        (["--random-tokens=1"], "--random-tokens: '1' is not a whole number from 2 to 2147483647"),
         (["--steps"], "argument --steps: expected one argument"),
     ],
 )

@@ -61,6 +61,10 @@ ENVIRONMENT = (
 )
 
 
+OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_PROCID")
+NO_PLACES = ("/dev/null", "/dev/null/x/y", "/proc/version/runs", f"/tmp/{'a' * 300}/x")
+
+
 @dataclass(frozen=True)
 class Line:
     """One command line. names: what its message must contain; environ: variables that are set."""
@@ -74,6 +78,7 @@ def train(seed: int, count: int) -> list[Line]:
     """Return lines of `zaya train`, of each kind about as many."""
     rng = random.Random(seed)
     kinds = (number, type_, unknown, excluded, contradiction, megatron, group, syntax, of_environment, list_)
+    kinds += (variable, place)
     return [kinds[index % len(kinds)](rng) for index in range(count)]
 
 
@@ -165,6 +170,18 @@ def of_environment(rng: random.Random) -> Line:
     return Line(("train", "experiment=cpu_demo", f"seed={rng.randrange(99)}"), "environment", environ)
 
 
+def variable(rng: random.Random) -> Line:
+    """A variable for the ranks that their launcher sets, or that is no variable."""
+    name = rng.choice((*OF_RANKS, "1X", "A-B", "OMP_NUM_THREADS"))
+    return _line(f"cluster.environment.{name}={rng.choice(('-1', 'x', '0'))}", f"cluster.environment.{name}")
+
+
+def place(rng: random.Random) -> Line:
+    """A directory of the run that cannot be made; the dry run says so too."""
+    key = rng.choice(("run_dir", "checkpoint.path"))
+    return _line(f"{key}={rng.choice(NO_PLACES)}", key, *rng.choice(((), ("dry_run=true",))))
+
+
 def list_(rng: random.Random) -> Line:
     """A list with an entry that is refused."""
     return _line(rng.choice(LISTS))
@@ -190,8 +207,40 @@ def others(seed: int, count: int) -> list[Line]:
         "-q",
     )
     lines = []
-    for _ in range(count):
+    for number in range(count):
+        if number % 16 == 0:
+            lines.append(_supervised(rng))
+            continue
         words = [rng.choice(options) + rng.choice(("=", " ")) + rng.choice(values) for _ in range(rng.randint(1, 3))]
         words = [part for word in words for part in (word.split(" ", 1) if " " in word else [word])]
         lines.append(Line((*rng.choice(names), *words, "/no/such/place")))
     return lines
+
+
+def _supervised(rng: random.Random) -> Line:
+    """A line of `zaya aegis` or of a command on a model with an option that is refused before anything is started."""
+    words, options = rng.choice(
+        (
+            (("aegis", "preflight", "--output", "out", "--dry-run"), PREFLIGHT),
+            (("aegis", "run", "--dry-run"), SUPERVISOR),
+            (("aegis", "lab", "--list"), ("--soak=nan", "--soak=0", "--hour=-1", "--hour=1e30", "--only=nothing")),
+            (("aegis", "report"), ("/dev/null/x", "/proc", "/proc/version")),
+            (("aegis", "status"), ("/dev/null/x", "/proc", "/proc/version")),
+            (("verify",), ("--only=", "--only=nothing", "--device=gpu", "--bundle=/proc/version")),
+            (("bench", "step"), ("--steps=0", "--steps=1e30", "--warmup=1000000000000", "--random-tokens=1")),
+        )
+    )
+    option = rng.choice(options)
+    command = ("--", "zaya", "train", "experiment=cpu_demo") if words[:2] == ("aegis", "run") else ()
+    return Line((*words, option, *command), option.partition("=")[0] if option.startswith("--") else "")
+
+
+PREFLIGHT = (
+    *("--seconds=nan", "--seconds=0", "--slower=2", "--min=gemm_tflops=nan", "--min=nothing=3", "--min=", "--nodes="),
+    *("--nodes=a[", "--nodes=a[1-999999999]", "--nodes=a[9-1]", "--launcher=", "--launcher=ssh", "--launcher='"),
+)
+SUPERVISOR = (
+    *("--nodes=0", "--nodes=1000000000000", "--spares=-1", "--min-nodes=2", "--grace=nan", "--grace=inf", "--node=a b"),
+    *("--restarts=1e30", "--ranks-per-node=1000000", "--decider=[::1:5", "--decider=x:0", "--dir=/dev/null/x"),
+    *("--hook=no_such_program", "--kernel-log=/dev/null/x", "--rules=/dev/null/x", "--rules=/proc/version"),
+)

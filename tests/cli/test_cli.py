@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from zaya_plugin import __version__
+from zaya_plugin import __version__, cli
 from zaya_plugin.cli import COMMANDS, DATA_COMMANDS
 from zaya_plugin.config.compose import load_recipe
 from zaya_plugin.config.train_help import GROUPS, MOST_USED, options, train_help
@@ -169,3 +169,16 @@ def test_composing_and_launching_import_no_torch(tmp_path, environment):
             [sys.executable, "-c", program, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True
         )
         assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_command_that_runs_out_of_memory_says_so(monkeypatch, capsys):
+    """torch raises a RuntimeError for it."""
+
+    def command(words):
+        raise RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 2^40 bytes"
+        )
+
+    monkeypatch.setattr(cli, "generate", command)
+    assert cli.main(["generate", "model"]) == 2
+    assert capsys.readouterr().err.startswith("zaya: memory: this command has run out of it: [enforce fail] Default")

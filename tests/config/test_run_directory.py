@@ -9,6 +9,7 @@ import tempfile
 import pytest
 
 from tests.checkpoint_files import pretend_checkpoint
+from zaya_plugin.config import run_directory
 from zaya_plugin.config.compose import compose, load_recipe
 from zaya_plugin.config.run_directory import check_resume, checkpoint_path, checkpoints_of, keep_recipe, make_writable
 from zaya_plugin.config.schema import Recipe
@@ -127,3 +128,19 @@ def test_a_changed_recipe_keeps_the_older_ones(tmp_path):
         assert keep_recipe(recipe, tmp_path) == tmp_path / "recipe.yaml"
     kept = {path.name: load_recipe(path).optim.lr for path in tmp_path.iterdir()}
     assert kept == {"recipe.1.yaml": 1.0, "recipe.2.yaml": 2.0, "recipe.yaml": 3.0}
+
+
+def test_a_dry_check_of_a_directory_says_what_the_run_says_and_makes_nothing(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "nothing").symlink_to(tmp_path / "gone")
+    before = sorted(tmp_path.rglob("*"))
+    for part in ("file", "file/x", "file/x/y", "loop/x", "nothing/x", "a" * 300 + "/x"):
+        told = []
+        for check in (run_directory.check_can_be_made, make_writable):
+            with pytest.raises(ValueError, match="^run_dir=.*cannot be written") as caught:
+                check(tmp_path / part, "run_dir")
+            told.append(str(caught.value))
+        assert told[0] == told[1]
+    run_directory.check_can_be_made(tmp_path / "new" / "run", "run_dir")
+    assert sorted(tmp_path.rglob("*")) == before

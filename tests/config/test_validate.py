@@ -347,3 +347,11 @@ def test_the_named_nearest_batches_are_themselves_allowed():
     for size in (24, 12):
         recipe.stage.global_batch_size = size
         validate(recipe, 3)
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "SLURM_NTASKS", "TORCHELASTIC_RUN_ID"])
+def test_variables_of_the_launcher_are_not_given_to_all_ranks(name):
+    recipe = compose(["experiment=cpu_demo", f"cluster.environment.{name}=3"])
+    with pytest.raises(ValueError, match=f"^cluster.environment.{name}=3: is "):
+        validate(recipe, 2)
+    validate(compose(["experiment=cpu_demo", "cluster.environment.NCCL_DEBUG=INFO"]), 2)

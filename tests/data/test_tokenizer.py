@@ -7,7 +7,7 @@ import pytest
 
 from zaya_plugin.corpus.part_files import split_of
 from zaya_plugin.data.prepared import load_manifest
-from zaya_plugin.data.tokenizer import describe, train_bpe
+from zaya_plugin.data.tokenizer import check_name, describe, train_bpe
 
 SAMPLE = "def größe(x):\n\treturn  x  # 日本語 🙂\r\n"
 
@@ -108,3 +108,13 @@ def test_training_is_repeatable_and_may_end_early(tmp_path, texts):
     assert 258 < describe(str(tmp_path / "small"), "").vocab_size < 300
     with pytest.raises(ValueError, match="no text to train a tokenizer on"):
         train_bpe([], 300, str(tmp_path / "none"))
+
+
+def test_a_path_without_a_tokenizer_is_no_name_on_the_hub(prepared, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    for good in (prepared / "tokenizer", "gpt2", "Zyphra/ZAYA1-base"):
+        check_name(str(good))
+    for wrong in (tmp_path / "file", tmp_path / "empty", tmp_path / "nowhere", "a/b/c", "../tokenizer", "", "~/x"):
+        with pytest.raises(ValueError, match=f"^data.tokenizer={wrong}: "):
+            check_name(str(wrong))

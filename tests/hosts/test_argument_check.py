@@ -31,7 +31,12 @@ def test_one_process_answers_for_all_recipes_and_what_it_accepts_is_kept(monkeyp
     monkeypatch.setattr(subprocess, "Popen", Counted)
     monkeypatch.delenv("ZAYA_CHECK")
     monkeypatch.setenv("ZAYA_CACHE", str(tmp_path / "cache"))
-    for override, problem in WRONG:
+    (tmp_path / "tokenizer.txt").touch()
+    files = (
+        (f"data.tokenizer={tmp_path}", f"data.tokenizer={tmp_path}: cannot be opened"),
+        (f"handover.from_hf={tmp_path}", f"handover.from_hf={tmp_path}: holds no"),
+    )
+    for override, problem in (*WRONG, *files):
         with pytest.raises(ValueError, match=f"^{problem.replace('.', '[.]')}"):
             check(override)
     for ranks in (2, 4, 2):

@@ -67,6 +67,7 @@ def test_a_text_ends_with_its_end_token(decoder):
     [
         (dict(temperature=-1.0), "--temperature=-1.0: is out of range"),
         (dict(temperature=float("nan")), "--temperature=nan"),
+        (dict(temperature=1e-300), "--temperature=1e-300: is out of range"),
         (dict(temperature=1.0, top_k=-1), "--top-k=-1"),
         (dict(temperature=1.0, top_p=0.0), "--top-p=0.0"),
         (dict(temperature=1.0, top_p=1.5), "--top-p=1.5"),

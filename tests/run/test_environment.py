@@ -125,3 +125,13 @@ def test_the_command_names_the_variable_and_ends_with_2(zaya, variables, words):
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert any(f"zaya: {name}=" in done.stderr or f": {name}=" in done.stderr for name in variables)
     assert list(zaya.place.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("ZAYA_GRACE_SECONDS", "x"), ("ZAYA_GRACE_SECONDS", "nan"), ("ZAYA_GRACE_SECONDS", "-1")]
+)
+def test_seconds_to_save_are_a_number(name, text):
+    with pytest.raises(ValueError, match=f"^{name}={text}: is set in the environment and is no number of seconds"):
+        check_environment({name: text})
+    for good in ("inf", "600", "2.5", ""):
+        check_environment({name: good})

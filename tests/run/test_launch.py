@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -241,9 +242,10 @@ def test_ranks_of_an_outer_launcher_share_a_run_directory(worker_program, tmp_pa
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["recipe.yaml"]
 
 
-def test_a_port_in_use_is_named_and_a_free_one_passes(monkeypatch):
+def test_a_port_in_use_is_named_and_a_free_one_passes(monkeypatch, tmp_path):
     # the port is asked about first
-    monkeypatch.setattr("zaya_plugin.run.before_start.find_sources", lambda recipe: None)
+    sources = SimpleNamespace(cache_path=tmp_path)
+    monkeypatch.setattr("zaya_plugin.run.before_start.find_sources", lambda recipe: sources)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

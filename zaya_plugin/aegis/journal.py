@@ -103,6 +103,8 @@ def find(place: Path) -> Path:
     """Return the journal of a run: `place` is its run directory, the folder `aegis` in it, or the journal itself."""
     for path in (place, place / NAME, place / "aegis" / NAME):
         if path.is_file():
+            if path.open("rb").read(1) and next(read(path), None) is None:
+                raise mistake("RUN_DIR", path, problem="is no journal of zaya aegis: no line of it is a known fact")
             return path
     problem = "has no journal of zaya aegis" if place.exists() else "does not exist"
     allowed = f"a run directory with aegis/{NAME}, the folder that holds it, or the file"

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import statistics
@@ -29,6 +30,8 @@ from typing import Any
 
 from zaya_plugin.aegis.evidence import printable
 from zaya_plugin.aegis.slurm import write_failing
+from zaya_plugin.config.option_numbers import DAY, MOST_AMOUNT, MOST_RANKS, real_number
+from zaya_plugin.config.run_directory import check_can_be_made
 from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.errors import mistake
 from zaya_plugin.parent_death import die_with_parent
@@ -54,6 +57,10 @@ SRUN = "srun --overlap --nodes=1 --ntasks=1 --nodelist={node}"
 VERIFY = (sys.executable, "-m", "zaya_plugin.cli", "verify", "--only", "environment,rates,all_reduce")
 RANK = (sys.executable, "-m", "zaya_plugin.verify.collective_rank", "all_reduce")
 FLOORS = {"MI300X": {"gemm_tflops": 600.0, "copy_tb_per_s": 2.0, "all_reduce_gb_per_s": 100.0}}
+FIGURES = (
+    *("gemm_tflops", "copy_tb_per_s", "all_reduce_gb_per_s", "pair_gb_per_s"),
+    *("rails", "rail_gb_per_s", "storage_mb_per_s"),
+)
 SLOWER = 0.1  # Megatron's gpu_sniff_test.py calls a GPU an outlier from 10 % on
 STORAGE_SLOWER = 0.5  # a shared file system answers nodes at different moments
 STORAGE_MIB, SECONDS, PAIR_SECONDS = 64, 900.0, 240.0
@@ -331,15 +338,22 @@ def table(nodes: Sequence[Node]) -> str:
 # The command
 
 
+_ONE_HOST = r"(?:[^,\[\]]|\[\d{1,9}(?:-\d{1,9})?(?:,\d{1,9}(?:-\d{1,9})?)*\])+"
+
+
 def expand(hosts: str) -> list[str]:
-    """Return the names of a SLURM node list such as n[1-3,08],m1."""
+    """Return the names of a SLURM node list such as n[1-3,08],m1; raises ValueError for other text."""
+    if not re.fullmatch(rf"{_ONE_HOST}(,{_ONE_HOST})*", hosts):
+        raise ValueError("no node list such as n[1-3,08],m1")
     found = []
-    for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hosts):
+    for name in re.findall(_ONE_HOST, hosts):
         if (inner := re.search(r"\[([^\]]*)\]", name)) is None:
             found.append(name)
             continue
         for part in inner[1].split(","):
             low, _, high = part.partition("-")
+            if not 0 <= int(high or low) - int(low) < MOST_RANKS:
+                raise ValueError(f"{part}: a range of 1 to {MOST_RANKS:,} nodes")
             for number in range(int(low), int(high or low) + 1):
                 found += expand(f"{name[: inner.start()]}{number:0{len(low)}d}{name[inner.end() :]}")
     return found
@@ -365,8 +379,20 @@ def parser() -> argparse.ArgumentParser:
     add("--storage", type=Path, metavar="DIR", help="a folder where data or checkpoints are (default: --output)")
     add("--device", choices=("auto", "cpu"), default="auto", help="as in `zaya verify`")
     add("--min", action="append", default=[], metavar="FIGURE=VALUE", help="a threshold, such as gemm_tflops=600")
-    add("--slower", type=float, default=SLOWER, metavar="SHARE", help=f"below the peers' median (default: {SLOWER})")
-    add("--seconds", type=float, default=SECONDS, metavar="S", help=f"for one node's checks (default: {SECONDS:.0f})")
+    add(
+        "--slower",
+        type=real_number(0, 100),
+        default=SLOWER,
+        metavar="SHARE",
+        help=f"below the peers' median (default: {SLOWER})",
+    )
+    add(
+        "--seconds",
+        type=real_number(1, DAY),
+        default=SECONDS,
+        metavar="S",
+        help=f"for one node's checks (default: {SECONDS:.0f})",
+    )
     add("--dry-run", action="store_true", help="print what would be started, and stop")
     return made
 
@@ -380,6 +406,7 @@ def main(argv: Sequence[str]) -> int:
         raise mistake("--slower", options.slower, problem="is no share", allowed="between 0 and 1", fix="--slower 0.1")
     output = options.output.absolute()
     folder, storage = output / "nodes", (options.storage or output).absolute()
+    check_can_be_made(output, "--output")
     words = [str(folder), options.device, str(storage)]
     if launcher and any(shlex.quote(word) != word for word in words):
         allowed = "folders without blanks and quotes, because ssh and its like give them to a shell"
@@ -420,18 +447,22 @@ def _report(folder: Path, name: str, code: int | None) -> Node:
 
 def _nodes(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """Return the names of the nodes and the words of the launcher, none for this machine alone."""
-    given = options.nodes or environ.get("SLURM_JOB_NODELIST", "")
+    given = options.nodes if options.nodes is not None else environ.get("SLURM_JOB_NODELIST", socket.gethostname())
     launcher = options.launcher or (SRUN if "SLURM_JOB_NODELIST" in environ else "")
     try:
-        names, words = sorted(set(expand(given or socket.gethostname()))), shlex.split(launcher)
+        names, words = sorted(set(expand(given))), shlex.split(launcher)
     except ValueError as error:
-        raise mistake("--nodes" if options.nodes else "--launcher", given, problem=f"is not clear ({error})") from None
+        key, value = ("--launcher", launcher) if "quotation" in str(error) else ("--nodes", given)
+        raise mistake(key, value, problem=f"is not clear ({error})", allowed="n[1-3,08],m1") from None
     for name in names:
         if NAME.fullmatch(name) is None:
             raise mistake("--nodes", name, problem="is no name", allowed="letters, digits, - _ and .")
     if len(names) > 1 and not words:
         problem = "is needed: several nodes, and no SLURM job"
         raise mistake("--launcher", problem=problem, allowed="words with {node}", fix="--launcher 'ssh {node}'")
+    if options.launcher is not None and ("{node}" not in launcher or shutil.which(words[0]) is None):
+        problem = f"there is no program {words[0]}" if "{node}" in launcher else "does not name {node}"
+        raise mistake("--launcher", launcher, problem=problem, allowed="a program here and {node}", fix="'ssh {node}'")
     return names, words
 
 
@@ -440,9 +471,12 @@ def _thresholds(given: Sequence[str]) -> dict[str, float]:
     for each in given:
         name, _, value = each.partition("=")
         try:
-            found[name] = float(value)
-        except ValueError:
-            raise mistake("--min", each, problem="is no threshold", fix="--min gemm_tflops=600") from None
+            found[name] = real_number(0, MOST_AMOUNT)(value)
+        except argparse.ArgumentTypeError as error:
+            problem = f"is no threshold: {error}"
+            raise mistake("--min", each, problem=problem, fix="--min gemm_tflops=600") from None
+        if name not in FIGURES:
+            raise mistake("--min", each, problem="there is no such figure", allowed=", ".join(FIGURES))
     return found
 
 

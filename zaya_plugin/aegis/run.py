@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import re
 import select
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,8 +24,17 @@ from pathlib import Path
 from zaya_plugin.aegis import link
 from zaya_plugin.aegis.rules import Rules
 from zaya_plugin.aegis.settings import Settings, is_train
+from zaya_plugin.config.option_numbers import (
+    DAY,
+    MOST_RANKS,
+    MOST_RANKS_OF_A_MACHINE,
+    MOST_STEPS,
+    real_number,
+    whole_number,
+)
+from zaya_plugin.config.run_directory import check_can_be_made
 from zaya_plugin.errors import mistake
-from zaya_plugin.run.rank_plan import first_host, port
+from zaya_plugin.run.rank_plan import first_host, port, whole_variable
 
 WHAT = """\
 Starts COMMAND on this node and keeps it running: it watches the ranks, names the cause of a failure, and starts them
@@ -45,6 +56,7 @@ leave; a second one ends them at once.
 Exit codes: 0 done, 2 a mistake of the user, 75 the run was asked to end and has saved, else that of the first rank that
 failed, or 128 + signal."""
 QUICK_SECONDS, QUICK_DEATHS = 60.0, 5  # an agent that dies so often in so long is not started again
+KERNEL_LOG = Path("/dev/kmsg")  # missing in many containers, which is reported and no mistake
 LAST_SECONDS = 5.0  # for the decision maker to leave after the agent
 
 
@@ -66,19 +78,52 @@ def parser() -> Parser:
         allow_abbrev=False,
     )
     add = found.add_argument
-    add("--nodes", type=int, metavar="N", help="nodes that train (default: those of the SLURM job less --spares, or 1)")
-    add("--spares", type=int, default=0, metavar="K", help="further nodes that wait to take over (default: 0)")
-    add("--min-nodes", type=int, metavar="N", help="train on with so few when no spare is left (default: --nodes)")
-    add("--ranks-per-node", type=int, metavar="N", help="default: nproc= or cluster.gpus_per_node of the recipe")
+    add(
+        "--nodes",
+        type=whole_number(1, MOST_RANKS),
+        metavar="N",
+        help="nodes that train (default: those of the SLURM job less --spares, or 1)",
+    )
+    add(
+        "--spares",
+        type=whole_number(0, MOST_RANKS),
+        default=0,
+        metavar="K",
+        help="further nodes that wait to take over (default: 0)",
+    )
+    add(
+        "--min-nodes",
+        type=whole_number(1, MOST_RANKS),
+        metavar="N",
+        help="train on with so few when no spare is left (default: --nodes)",
+    )
+    add(
+        "--ranks-per-node",
+        type=whole_number(1, MOST_RANKS_OF_A_MACHINE),
+        metavar="N",
+        help="default: nproc= or cluster.gpus_per_node of the recipe",
+    )
     add("--start", choices=("rank", "node"), help="start COMMAND once for each rank (default for `zaya train`) or node")
     add("--decider", metavar="HOST:PORT", help="node of the decision maker (default: the first one of the SLURM job)")
     add("--node", metavar="NAME", help="name of this node (default: SLURM's, or the host's)")
     add("--dir", metavar="DIR", help="journal and logs, on a shared file system (default: <run_dir>/aegis)")
-    add("--kernel-log", type=Path, default=Path("/dev/kmsg"), metavar="FILE", help="default: /dev/kmsg")
+    add("--kernel-log", type=Path, default=KERNEL_LOG, metavar="FILE", help="default: /dev/kmsg")
     add("--links", default="", metavar="A,B", help="network interfaces to watch (default: all of a device)")
     add("--exclude", default="", metavar="A,B", help="nodes that are not to be used")
-    add("--grace", type=float, default=10.0, metavar="S", help="seconds for healthy ranks to save (default: 10)")
-    add("--restarts", type=int, default=10, metavar="N", help="failures in a row without a new step (default: 10)")
+    add(
+        "--grace",
+        type=real_number(0, DAY),
+        default=10.0,
+        metavar="S",
+        help="seconds for healthy ranks to save (default: 10)",
+    )
+    add(
+        "--restarts",
+        type=whole_number(0, MOST_STEPS),
+        default=10,
+        metavar="N",
+        help="failures in a row without a new step (default: 10)",
+    )
     add("--rules", action="append", default=[], metavar="FILE", help="more classes of failures, as rules.yaml has them")
     add("--hook", default="", metavar="COMMAND", help="a program of yours for alerts; it reads JSON from its input")
     add("--requeue", action="store_true", help="give the job back to SLURM when too few nodes are left")
@@ -97,12 +142,10 @@ def settings_of(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settin
         )
     recipe = _recipe(command) if is_train(command) else None
     each = options.start or ("rank" if recipe else "node")
-    in_job = int(environ.get("SLURM_NNODES") or environ.get("SLURM_JOB_NUM_NODES") or 0)
-    _at_least("--spares", options.spares, 0)
-    _at_least("--restarts", options.restarts, 0)
+    counted = next((name for name in ("SLURM_NNODES", "SLURM_JOB_NUM_NODES") if environ.get(name)), None)
+    in_job = whole_variable(environ, counted, 1) if counted else 0
     if options.nodes is None:
         options.nodes = max(in_job - options.spares, 1) if in_job else 1
-    _at_least("--nodes", options.nodes, 1)
     least = options.nodes if options.min_nodes is None else options.min_nodes
     if not 1 <= least <= options.nodes:
         raise mistake("--min-nodes", least, problem="is out of range", allowed=f"1 to --nodes={options.nodes}")
@@ -119,7 +162,6 @@ def settings_of(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settin
     if not ranks:
         problem = "is needed: no accelerators were found here, and the command names no number"
         raise mistake("--ranks-per-node", problem=problem, allowed="1 or more", fix="--ranks-per-node 8")
-    _at_least("--ranks-per-node", ranks, 1)
     sizes, group = tuple(range(options.nodes, least - 1, -1)), 1
     if recipe is not None:
         sizes = _sizes(recipe, options.nodes, least, ranks)
@@ -134,12 +176,19 @@ def settings_of(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settin
         from zaya_plugin.config.run_directory import checkpoint_path
 
         checkpoints = checkpoint_path(recipe).absolute()
+    check_can_be_made(folder, "--dir")
     host, number = _decider(options, environ)
     Rules.load(options.rules)
     try:
         hook = tuple(shlex.split(options.hook))
     except ValueError as error:
         raise mistake("--hook", options.hook, problem=f"is no command ({error})") from None
+    if hook and shutil.which(hook[0]) is None:
+        raise mistake(
+            "--hook", options.hook, problem=f"there is no program {hook[0]}", allowed="a program and its words"
+        )
+    if options.kernel_log != KERNEL_LOG and not os.access(options.kernel_log, os.R_OK):
+        raise mistake("--kernel-log", options.kernel_log, problem="cannot be read", allowed="a file of kernel messages")
     node = options.node or environ.get("SLURMD_NODENAME") or socket.gethostname()
     if not all(letter.isalnum() or letter in "-_." for letter in node) or node.startswith("."):
         raise mistake("--node", node, problem="is no name", allowed="letters, digits, - _ and .")
@@ -167,11 +216,6 @@ def settings_of(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settin
         skip_steps=tuple(recipe.data.skip_steps) if recipe is not None else (),
     )
     return settings, options
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise mistake(name, value, problem="is too small", allowed=f"{least} or more")
 
 
 def _recipe(command: Sequence[str]):
@@ -207,7 +251,13 @@ def _decider(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[s
     """Return where the decision maker listens; port 0: a free one of this machine."""
     if options.decider is not None:
         host, _, number = options.decider.rpartition(":")
-        if not host or not number.isdigit() or not 0 < int(number) < 65536:
+        bracketed = host.startswith("[") == host.endswith("]")
+        if (
+            not host.strip("[]")
+            or not bracketed
+            or not re.fullmatch("[0-9]{1,5}", number)
+            or not 0 < int(number) < 65536
+        ):
             problem, allowed = "is no address", "HOST:PORT, with a port from 1 to 65535"
             raise mistake("--decider", options.decider, problem=problem, allowed=allowed, fix="--decider n1:29400")
         return host.strip("[]"), int(number)

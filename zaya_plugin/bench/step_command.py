@@ -67,13 +67,14 @@ def main(argv: list[str]) -> int:
 
 def parse(argv: list[str]) -> tuple[Options, str | None, list[str]] | None:
     """Return the options, --output, and the overrides; None without words, after printing the help."""
+    from zaya_plugin.config.option_numbers import INT32, MOST_STEPS, whole_number
     from zaya_plugin.run.recipe_commands import Parser
 
     parser = Parser("bench step", STEP, STEP_EXAMPLES)
-    parser.add_argument("--steps", type=number(1), default=5, metavar="N", help="timed steps (5)")
+    parser.add_argument("--steps", type=whole_number(1, MOST_STEPS), default=5, metavar="N", help="timed steps (5)")
     parser.add_argument(
         "--warmup",
-        type=number(1),
+        type=whole_number(1, MOST_STEPS),
         default=3,
         metavar="N",
         help="steps before them (3): compilation, allocation, self-checks",
@@ -93,7 +94,7 @@ def parse(argv: list[str]) -> tuple[Options, str | None, list[str]] | None:
     )
     parser.add_argument(
         "--random-tokens",
-        type=number(2),
+        type=whole_number(2, INT32),
         default=0,
         metavar="ROWS",
         help=f"random tokens in place of a corpus: --random-tokens for a vocabulary of {VOCABULARY} rows, or "
@@ -113,18 +114,6 @@ def parse(argv: list[str]) -> tuple[Options, str | None, list[str]] | None:
     found = vars(options)
     output, overrides, _ = (found.pop(name) for name in ("output", "overrides", "config_dir"))
     return Options(**found, command=shlex.join(["zaya", "bench", "step", *argv])), output, overrides
-
-
-def number(least: int):
-    """Return a type for argparse: a whole number of at least `least`."""
-
-    def whole_number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise ValueError
-        return int(text)
-
-    whole_number.__name__ = f"whole number from {least} on"  # argparse prints it
-    return whole_number
 
 
 def recipe_of(options: Options, output: str | None, overrides: list[str]) -> Recipe:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import errno
 import fcntl
 import json
 import math
@@ -30,7 +29,7 @@ from zaya_plugin.checkpoint import manifest, on_disk
 from zaya_plugin.checkpoint.stored_boxes import Archive, Box, Indices, common_box, elements, pieces
 from zaya_plugin.checkpoint.stored_tensor import around
 from zaya_plugin.config.whole_file import write_whole
-from zaya_plugin.errors import mistake
+from zaya_plugin.errors import check_space, mistake
 
 PIECE = 32 * 2**20  # bytes: one of ZAYA1-base's gate+up matrices in fp32, so that Muon's matrices stay whole
 # In an unfinished folder: the files that are finished; held while it is written.
@@ -203,7 +202,7 @@ def _write(
             progress(path.stat().st_size)
             continue
         path.unlink(missing_ok=True)
-        _check_space(unfinished, sum(plan[1][number:]))
+        check_space(unfinished, sum(plan[1][number:]))
         parts = (part for entry in content for part in entry.content())
         done[path.name] = manifest.write_parts(path, parts, progress)
         write_whole(unfinished / DONE, json.dumps({"plan": plan, "files": earlier["files"] | done}))
@@ -243,11 +242,6 @@ def _index_of(source: Metadata, contents: list[list[Entry]]) -> Metadata:
         for key, described in source.state_dict_metadata.items()
     }
     return made
-
-
-def _check_space(folder: Path, needed: int) -> None:
-    if shutil.disk_usage(folder).free < needed:
-        raise OSError(errno.ENOSPC, f"{needed / 1e9:.2f} GB more are needed", str(folder))
 
 
 @contextlib.contextmanager

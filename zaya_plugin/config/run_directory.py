@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check that a run directory may be used and can be written, and keep the recipe in it. Imports no torch."""
 
+import errno
 import os
 import re
 import shutil
@@ -10,7 +11,7 @@ import yaml
 
 from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.schema import CheckpointConfig, Recipe
-from zaya_plugin.errors import mistake
+from zaya_plugin.errors import free_space, mistake
 
 RECIPE, MANIFEST = "recipe.yaml", "manifest.json"
 # The folder of a checkpoint, and that of one that is being written, with the identity of the start that writes it.
@@ -134,14 +135,48 @@ def make_writable(run_dir: str | os.PathLike, key: str = "run_dir") -> None:
         ValueError: it cannot be written.
     """
     run_dir = Path(run_dir)
+    check_can_be_made(run_dir, key)
     probe = run_dir / f".probe-{os.uname().nodename}-{os.getpid()}"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         probe.write_text("written and removed by zaya train\n")
         probe.unlink()
     except OSError as error:
-        problem, allowed = f"cannot be written ({error.strerror})", "a writable directory"
-        raise mistake(key, run_dir, problem=problem, allowed=allowed, fix=f"{key}=<directory>") from error
+        raise _not_writable(key, run_dir, error.strerror) from error
+
+
+def check_can_be_made(directory: str | os.PathLike, key: str) -> None:
+    """Check that `directory`, the value of `key`, is or can become a writable directory. Creates nothing, so that a dry
+    run says what the run would say.
+
+    Raises:
+        ValueError: a part of the path is no directory, may not be written, or is on a full file system.
+    """
+    place = Path(os.path.abspath(directory))
+    while True:
+        try:
+            os.stat(place)
+            break
+        except FileNotFoundError:
+            if place.is_symlink():
+                raise _not_writable(key, directory, f"{place} is a link to nothing") from None
+            place = place.parent
+        except OSError as error:
+            raise _not_writable(key, directory, error.strerror) from None
+    if not place.is_dir():
+        in_the_way = errno.EEXIST if place == Path(os.path.abspath(directory)) else errno.ENOTDIR
+        raise _not_writable(key, directory, f"{os.strerror(in_the_way)}: {place} is a file")
+    if not os.access(place, os.W_OK | os.X_OK):
+        reads_only = os.statvfs(place).f_flag & os.ST_RDONLY
+        raise _not_writable(key, directory, os.strerror(errno.EROFS if reads_only else errno.EACCES))
+    space = os.statvfs(place)
+    if not space.f_bavail or space.f_files and not space.f_favail:
+        raise _not_writable(key, directory, f"{os.strerror(errno.ENOSPC)}; {free_space(str(place))}")
+
+
+def _not_writable(key: str, directory: str | os.PathLike, why: str) -> ValueError:
+    problem, allowed = f"cannot be written ({why})", "a writable directory"
+    return mistake(key, directory, problem=problem, allowed=allowed, fix=f"{key}=<directory>")
 
 
 def keep_recipe(recipe: Recipe, run_dir: str | os.PathLike) -> Path:

@@ -6,6 +6,7 @@ collected into one error.
 """
 
 import math
+import re
 from collections.abc import Iterator
 
 from hip_ops.versions import KERNELS, NO_FP32, VERSIONS, check_selection
@@ -57,6 +58,13 @@ EXCLUSIONS = {
 }
 
 
+# Variables that torchrun, srun or the launcher of this package set for the ranks.
+OF_THE_LAUNCHER = re.compile(
+    r"RANK|(LOCAL|GROUP|ROLE)_RANK|ROLE_NAME|((LOCAL|GROUP|ROLE)_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_\w*"
+    r"|SLURM_\w*|ZAYA_(RUN_LOCKS|RANK_PID|LAUNCHER_PID|AEGIS_\w*)"
+)
+
+
 def data_parallel_size(recipe: Recipe, world_size: int) -> int:
     """Return the number of ranks that see different sequences: the world size over tensor, pipeline and context
     parallel sizes.
@@ -80,6 +88,7 @@ def validate(recipe: Recipe, world_size: int) -> None:
         _kernels,
         _data,
         _profile,
+        _environment,
         _megatron,
     )
     if problems := [problem for check in checks for problem in check(recipe, world_size)]:
@@ -487,6 +496,21 @@ def _profile(recipe: Recipe, world_size: int) -> Iterator[str]:
         allowed=f"ranks from 0 to {world_size - 1}",
         fix="profile.ranks=[0]",
     )
+
+
+def _environment(recipe: Recipe, world_size: int) -> Iterator[str]:
+    """A launcher gives each rank its number and the place of rank 0; one value for all ranks would contradict it."""
+    for name, value in recipe.cluster.environment.items():
+        key = f"cluster.environment.{name}"
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) or "\0" in value:
+            allowed = "letters, digits and _, not beginning with a digit"
+            yield message(key, value, problem="is no name and value of an environment variable", allowed=allowed)
+        elif OF_THE_LAUNCHER.fullmatch(name):
+            fix = f"leave {name} out; nproc, master_port and the launcher set it"
+            yield message(key, value, problem="is set by the launcher, for each rank another value", fix=fix)
+        elif name == "OMP_NUM_THREADS" and not re.fullmatch(r"0*[1-9][0-9]{0,3}", value):
+            fix = "cluster.threads_per_rank=<number>"
+            yield message(key, value, problem="is no number of threads", allowed="a whole number above 0", fix=fix)
 
 
 def _megatron(recipe: Recipe, world_size: int) -> Iterator[str]:

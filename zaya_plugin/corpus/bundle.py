@@ -16,8 +16,9 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
+from zaya_plugin.config.option_numbers import INT32, MOST_AMOUNT, MOST_TOKENS, YEAR, real_number, whole_number
 from zaya_plugin.corpus.bin_writer import BinWriter
-from zaya_plugin.corpus.invocation import command, command_parser, positive, whole_number
+from zaya_plugin.corpus.invocation import command, command_parser
 from zaya_plugin.corpus.workspace import Workspace
 from zaya_plugin.data.indexed_dataset import IndexedReader
 from zaya_plugin.data.prepared import Manifest, PackingRecord, locate, marks_of
@@ -89,11 +90,11 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--quiet", action="store_true", help="no summary; problems are still reported")
     run = out.add_argument_group("planned run (the defaults are ZAYA1's stage 1)")
     for option, kind, metavar, meaning in (
-        ("--sequence-length", whole_number(1), "N", "tokens of a sequence, stage.seq_length of the run"),
-        ("--global-batch-size", whole_number(1), "N", "sequences of a step, stage.global_batch_size of the run"),
-        ("--step-seconds", positive, "S", "seconds of a step"),
-        ("--iops-budget", positive, "N", "reads a second that the storage can serve"),
-        ("--page-bytes", whole_number(512), "N", "bytes of a page, which one read fetches"),
+        ("--sequence-length", whole_number(1, MOST_TOKENS), "N", "tokens of a sequence, stage.seq_length of the run"),
+        ("--global-batch-size", whole_number(1, INT32), "N", "sequences of a step, stage.global_batch_size of the run"),
+        ("--step-seconds", real_number(1e-6, YEAR), "S", "seconds of a step"),
+        ("--iops-budget", real_number(1e-6, MOST_AMOUNT), "N", "reads a second that the storage can serve"),
+        ("--page-bytes", whole_number(512, 2**30), "N", "bytes of a page, which one read fetches"),
     ):
         default = getattr(planned, option[2:].replace("-", "_"))
         run.add_argument(option, type=kind, default=default, metavar=metavar, help=f"{meaning} (default: {default:g})")

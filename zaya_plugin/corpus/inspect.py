@@ -12,16 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from zaya_plugin.config.option_numbers import MOST_AMOUNT, whole_number
 from zaya_plugin.config.schedule import sample_count
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.corpus.invocation import (
-    add_recipe_options,
-    command,
-    command_parser,
-    is_recipe,
-    recipe_of,
-    whole_number,
-)
+from zaya_plugin.corpus.invocation import add_recipe_options, command, command_parser, is_recipe, recipe_of
 from zaya_plugin.data.blend import resolve_blend
 from zaya_plugin.data.indexed_dataset import IndexedReader
 from zaya_plugin.data.prepared import document_ends, marks_of, packed_length, packed_loss_mask, prefix_of, tokenizer_of
@@ -49,11 +43,21 @@ def parser() -> argparse.ArgumentParser:
     add_recipe_options(out, "one dataset (directory or prefix)")
     out.add_argument("--split", choices=("train", "valid"), help="of a prepared directory (default: train)")
     out.add_argument(
-        "--start", type=whole_number(0), default=0, metavar="N", help="number of the first sample (default: 0)"
+        "--start",
+        type=whole_number(0, MOST_AMOUNT),
+        default=0,
+        metavar="N",
+        help="number of the first sample (default: 0)",
     )
-    out.add_argument("--count", type=whole_number(1), default=3, metavar="N", help="number of samples (default: 3)")
     out.add_argument(
-        "--characters", type=whole_number(0), default=800, metavar="N", help="of each text, 0 for all (default: 800)"
+        "--count", type=whole_number(1, MOST_AMOUNT), default=3, metavar="N", help="number of samples (default: 3)"
+    )
+    out.add_argument(
+        "--characters",
+        type=whole_number(0, MOST_AMOUNT),
+        default=800,
+        metavar="N",
+        help="of each text, 0 for all (default: 800)",
     )
     out.add_argument("--tokenizer", metavar="DIR", help="directory with tokenizer.json, for data without manifest")
     out.add_argument("--json", action="store_true", help="print a JSON object a line, with the whole text")

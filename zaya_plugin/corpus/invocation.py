@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 
+from zaya_plugin.config.option_numbers import number, real, whole
 from zaya_plugin.corpus.workspace import Workspace
 from zaya_plugin.errors import message, mistake
 
@@ -26,27 +27,6 @@ def command_parser(name: str, description: str, examples: str) -> argparse.Argum
     )
 
 
-def number(kind: Callable, allowed: str, holds: Callable[[float], bool]) -> Callable[[str], float]:
-    """Return a type for argparse: `kind` of the text, refused unless `holds`; `allowed` completes "is not ..."."""
-
-    def parse(text: str):
-        try:
-            value = kind(text)
-            if holds(value):
-                return value
-        except (ValueError, OverflowError):
-            pass
-        raise argparse.ArgumentTypeError(f"{text!r} is not {allowed}")
-
-    return parse
-
-
-def whole_number(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:
-    """Return a type for argparse: a whole number from `least` to `most`."""
-    above = f"from {least} up" if most == 2**63 - 1 else f"from {least} to {most}"
-    return number(int, f"a whole number {above}", lambda value: least <= value <= most)
-
-
 def size_up_to(most: int) -> Callable[[str], int]:
     """Return a type for argparse: a size whose amount is held in memory."""
     return number(_bytes, f"a size from 1 to {most // 10**6}M bytes", lambda value: 0 < value <= most)
@@ -54,13 +34,12 @@ def size_up_to(most: int) -> Callable[[str], int]:
 
 def _bytes(text: str) -> int:
     factor = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}.get(text[-1:].upper(), 1)
-    return int(float(text[:-1]) * factor) if factor > 1 else int(text)
+    return int(real(text[:-1]) * factor) if factor > 1 else whole(text)
 
 
-# Types for argparse: bytes from 4000000, 4M or 1.5G (powers of ten); a positive number; a share.
+# Types for argparse: bytes from 4000000, 4M or 1.5G (powers of ten); a share.
 size = number(_bytes, "a size: a number of bytes, or one with K, M, G or T, such as 4M", lambda value: value > 0)
-positive = number(float, "a positive number", lambda value: 0 < value < float("inf"))
-fraction = number(float, "a fraction from 0 (no split) to below 1", lambda value: 0 <= value < 1)
+fraction = number(real, "a fraction from 0 (no split) to below 1", lambda value: 0 <= value < 1)
 
 
 def add_recipe_options(parser: argparse.ArgumentParser, datasets: str = "") -> None:

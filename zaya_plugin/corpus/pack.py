@@ -18,8 +18,9 @@ from typing import TextIO
 
 import numpy as np
 
+from zaya_plugin.config.option_numbers import MOST_TOKENS, whole_number
 from zaya_plugin.corpus.bin_writer import BinWriter
-from zaya_plugin.corpus.invocation import command, command_parser, whole_number
+from zaya_plugin.corpus.invocation import command, command_parser
 from zaya_plugin.corpus.reasoning import (
     EARLIER_DROPPED,
     EARLIER_DROPPED_TAIL_CUT,
@@ -66,7 +67,7 @@ DROPPED_FILE = "dropped.jsonl"
 # file; bins are within a few thousandths of full with far fewer.
 WINDOW = 1_000_000
 # Bins are filled in memory, 8 bytes a token while they are counted: 0.3 GB for one of the longest.
-LONGEST = 1 << 24
+LONGEST = MOST_TOKENS
 CHUNK_TOKENS = 4_000_000  # written and counted at a time
 
 DESCRIPTION = """\

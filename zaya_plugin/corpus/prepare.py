@@ -18,10 +18,11 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
+from zaya_plugin.config.option_numbers import MOST_AMOUNT, whole_number
 from zaya_plugin.corpus.bin_writer import BinWriter
 from zaya_plugin.corpus.blocks import BlockReader, Format, Position, Rejected, documents
 from zaya_plugin.corpus.inputs import DEFAULT_GLOBS, JSONL_SUFFIXES, STDLIB, InputFile, find_inputs, fingerprint
-from zaya_plugin.corpus.invocation import command, command_parser, fraction, size, size_up_to, whole_number
+from zaya_plugin.corpus.invocation import command, command_parser, fraction, size, size_up_to
 from zaya_plugin.corpus.part_files import Job, Part, split_names, split_of, tokenise
 from zaya_plugin.corpus.workspace import INPUT_FILES, INPUT_TIMES, Workspace
 from zaya_plugin.data import tokenizer
@@ -180,7 +181,7 @@ def parser() -> argparse.ArgumentParser:
     )
     run.add_argument(
         "--max-rejects",
-        type=whole_number(0),
+        type=whole_number(0, MOST_AMOUNT),
         metavar="N",
         help="fail when more documents than this are rejected (default: no limit)",
     )

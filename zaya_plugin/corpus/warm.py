@@ -17,17 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from zaya_plugin.config.blend_entry import parse_blend
+from zaya_plugin.config.option_numbers import MOST_RANKS, MOST_STEPS, whole_number
 from zaya_plugin.config.schedule import batches
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.corpus.invocation import (
-    add_recipe_options,
-    command,
-    command_parser,
-    is_recipe,
-    recipe_of,
-    size,
-    whole_number,
-)
+from zaya_plugin.corpus.invocation import add_recipe_options, command, command_parser, is_recipe, recipe_of, size
 from zaya_plugin.data.prepared import prefix_of
 from zaya_plugin.data.sources import find_sources, training_samples
 from zaya_plugin.errors import mistake
@@ -63,17 +56,17 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--dry-run", action="store_true", help="print what would be read")
     run = out.add_argument_group("with a recipe")
     run.add_argument(
-        "--steps", type=whole_number(1), metavar="N", help="read the samples of N steps (default: all data)"
+        "--steps", type=whole_number(1, MOST_STEPS), metavar="N", help="read the samples of N steps (default: all data)"
     )
     run.add_argument(
         "--from-step",
-        type=whole_number(0),
+        type=whole_number(0, MOST_STEPS),
         metavar="N",
         help="steps already done (default: those of the last checkpoint in run_dir, else 0)",
     )
     run.add_argument(
         "--node",
-        type=whole_number(0),
+        type=whole_number(0, MOST_RANKS),
         metavar="N",
         help="read for this node, from 0 (default: for all cluster.num_nodes)",
     )

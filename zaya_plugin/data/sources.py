@@ -23,7 +23,7 @@ from zaya_plugin.data.prepared import (
     refuse_other_length,
     tokenizer_of,
 )
-from zaya_plugin.data.tokenizer import tokenizer_digest, vocabulary_size
+from zaya_plugin.data.tokenizer import check_name, tokenizer_digest, vocabulary_size
 from zaya_plugin.errors import mistake
 
 # Rows of ZAYA1-base's table, for recipes whose data does not exist yet.
@@ -123,6 +123,7 @@ def find_sources(recipe: Recipe) -> DataSources:
     data = recipe.data
     recorded = tokenizer_of(data.path)
     if data.tokenizer is not None:
+        check_name(data.tokenizer)
         tokenizer, vocab_size = data.tokenizer, vocabulary_size(data.tokenizer)
     elif recorded is not None:
         tokenizer, vocab_size = recorded[0], recorded[1].vocab_size

@@ -8,6 +8,7 @@ Megatron's HuggingFaceTokenizer open it offline.
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -130,6 +131,46 @@ def open_tokenizer(directory: str):
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def check_name(tokenizer: str) -> None:
+    """Raise ValueError if `tokenizer`, the value of data.tokenizer, is a path without a tokenizer, and cannot be a name
+    on the hub either.
+    """
+    folder = Path(tokenizer)
+    if folder.is_dir() and any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*")):
+        return
+    if os.path.lexists(folder):
+        problem = "holds no tokenizer" if folder.is_dir() else "is no folder"
+    elif re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", tokenizer):
+        return
+    else:
+        problem = "does not exist"
+    raise mistake(
+        "data.tokenizer",
+        tokenizer,
+        problem=problem,
+        allowed="a folder with tokenizer.json, or the name of a Hugging Face tokenizer",
+        fix="data.tokenizer=<dataset>/tokenizer, or data.tokenizer=null for that of the data",
+    )
+
+
+def check_opens(tokenizer: str) -> None:
+    """Raise ValueError if the ranks could not open a tokenizer that is no folder with tokenizer.json."""
+    if os.path.isfile(os.path.join(tokenizer, "tokenizer.json")):
+        return  # is opened with the data
+    from transformers import AutoTokenizer
+
+    try:
+        AutoTokenizer.from_pretrained(tokenizer)
+    except Exception as error:  # of the Hub, of its connection, of the files
+        said = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise mistake(
+            "data.tokenizer",
+            tokenizer,
+            problem=f"cannot be opened: {said}",
+            allowed="a folder with tokenizer.json, or the name of a Hugging Face tokenizer",
+        ) from error
 
 
 def describe(directory: str, source: str) -> TokenizerRecord:

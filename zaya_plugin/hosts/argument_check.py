@@ -21,6 +21,7 @@ from zaya_plugin import patches
 from zaya_plugin.config.compose import load_recipe
 from zaya_plugin.config.schema import ParallelConfig, Recipe
 from zaya_plugin.data.sources import vocabulary_of
+from zaya_plugin.data.tokenizer import check_opens
 
 
 def main() -> int:
@@ -69,7 +70,13 @@ def check(recipe: Recipe, world_size: int) -> None:
     from zaya_plugin.hosts.stage_model import arguments_of_model
 
     tokenizer = {"tokenizer_type": "NullTokenizer", "vocab_size": vocabulary_of(recipe)}
-    arguments_of_model(megatron_arguments(recipe, tokenizer))
+    arguments = arguments_of_model(megatron_arguments(recipe, tokenizer))
+    if recipe.data.tokenizer is not None:
+        check_opens(recipe.data.tokenizer)
+    if recipe.handover.from_hf is not None:
+        from zaya_plugin.hosts.stage_handover import check_published
+
+        check_published(recipe.handover.from_hf, arguments)
     if recipe.optim.overrides:
         from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
         from megatron.training.global_vars import destroy_global_vars

@@ -37,7 +37,10 @@ SCHEDULE_KEYS = ("max_lr", "min_lr", "start_wd", "end_wd")
 
 def check_published(source: str, args) -> None:
     """Raise ValueError if the published weights are of another model than the one that will be built."""
-    published = open_source(source, download=False)
+    try:
+        published = open_source(source, download=False)
+    except ValueError as error:  # names the source as the commands do
+        raise ValueError(str(error).replace("SOURCE=", "handover.from_hf=", 1)) from error
     here = Description.of_arguments(args)
     if different := here.differences(published.model):
         problem = f"holds another model (recipe and there): {different}"

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from zaya_plugin import __version__
+from zaya_plugin.config.option_numbers import MOST_AMOUNT, whole_number
 from zaya_plugin.errors import mistake
 from zaya_plugin.inference.opening import GIVEN, Opened, add_options, open_model
 
@@ -42,11 +43,21 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tasks", metavar="NAME,NAME", help="tasks of lm-evaluation-harness")
     parser.add_argument("--include", metavar="FOLDER", help="a folder with further tasks' .yaml files")
     parser.add_argument(
-        "--num-fewshot", type=int, metavar="N", help="examples before each question; default: the task's"
+        "--num-fewshot",
+        type=whole_number(0, 1000),
+        metavar="N",
+        help="examples before each question; default: the task's",
     )
     parser.add_argument("--data", nargs="*", metavar="PATH", help="prepared datasets; without one those of the recipe")
-    parser.add_argument("--limit", type=int, metavar="N", help="documents of a task and sequences of a dataset at most")
-    parser.add_argument("--batch-size", type=int, default=8, help="sequences computed at once; default: 8")
+    parser.add_argument(
+        "--limit",
+        type=whole_number(0, MOST_AMOUNT),
+        metavar="N",
+        help="documents of a task and sequences of a dataset at most",
+    )
+    parser.add_argument(
+        "--batch-size", type=whole_number(0, 65_536), default=8, help="sequences computed at once; default: 8"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--wandb", metavar="PROJECT", help="log the results to a new run of this W&B project")
     options = parser.parse_args(argv)

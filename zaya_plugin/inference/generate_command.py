@@ -8,6 +8,7 @@ import json
 import sys
 from pathlib import Path
 
+from zaya_plugin.config.option_numbers import INT32, MOST_SEED, MOST_TOKENS, real_number, whole_number
 from zaya_plugin.errors import mistake
 from zaya_plugin.inference.opening import GIVEN, add_options, open_model
 
@@ -36,14 +37,25 @@ def main(argv: list[str]) -> int:
     add_options(parser)
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     parser.add_argument("--prompts", metavar="FILE", help="a prompt a line; - reads standard input")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the most probable token")
-    parser.add_argument("--top-k", type=int, default=0, help="draw from the K most probable tokens; 0: from all")
+    parser.add_argument("--max-new-tokens", type=whole_number(0, MOST_TOKENS), default=128, help="default: 128")
     parser.add_argument(
-        "--top-p", type=float, default=1.0, help="draw from the most probable tokens that together reach P; 1: from all"
+        "--temperature", type=real_number(0, 1000), default=0.0, help="0, the default, takes the most probable token"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the draws; the same command gives the same text")
-    parser.add_argument("--batch-size", type=int, default=32, help="prompts computed at once; default: 32")
+    parser.add_argument(
+        "--top-k", type=whole_number(0, INT32), default=0, help="draw from the K most probable tokens; 0: from all"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=real_number(1e-6, 1),
+        default=1.0,
+        help="draw from the most probable tokens that together reach P; 1: from all",
+    )
+    parser.add_argument(
+        "--seed", type=whole_number(0, MOST_SEED), default=0, help="of the draws; the same command gives the same text"
+    )
+    parser.add_argument(
+        "--batch-size", type=whole_number(0, 65_536), default=32, help="prompts computed at once; default: 32"
+    )
     parser.add_argument(
         "--json", action="store_true", help="print an object a prompt: prompt, text, tokens, ended (at an end token)"
     )

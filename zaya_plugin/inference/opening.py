@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zaya_plugin.config.option_numbers import MOST_STEPS, whole_number
 from zaya_plugin.errors import mistake
 
 GIVEN = """\
@@ -21,7 +22,9 @@ ranks, on the GPU if there is one."""
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the model, which both commands have."""
     parser.add_argument("given", metavar="MODEL", help="a checkpoint or a published model, see above")
-    parser.add_argument("--step", type=int, help="this checkpoint of a run; default: the newest")
+    parser.add_argument(
+        "--step", type=whole_number(0, MOST_STEPS), help="this checkpoint of a run; default: the newest"
+    )
     parser.add_argument("--tokenizer", metavar="FOLDER", help="folder with tokenizer.json; default: the model's own")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument(

@@ -12,6 +12,8 @@ from torch import Tensor
 from zaya_plugin.errors import mistake
 from zaya_plugin.inference.decoder import Decoder
 
+WARM = "0 (greedy) or more; the least above 0 is 0.001"
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -24,7 +26,8 @@ class Sampling:
 
     def __post_init__(self):
         rules = (
-            ("--temperature", self.temperature, 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
+            # logits over less overflow fp32
+            ("--temperature", self.temperature, self.temperature == 0 or 1e-3 <= self.temperature < 1e6, WARM),
             ("--top-k", self.top_k, self.top_k >= 0, "0 (all tokens) or more"),
             ("--top-p", self.top_p, 0 < self.top_p <= 1, "above 0, at most 1"),
         )

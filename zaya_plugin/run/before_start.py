@@ -24,7 +24,13 @@ from zaya_plugin.config.arguments import megatron_arguments
 from zaya_plugin.config.graphs import with_graphs
 from zaya_plugin.config.megatron_review import unchecked_lines
 from zaya_plugin.config.resume import changes, values_in
-from zaya_plugin.config.run_directory import check_resume, checkpoint_path, has_checkpoint, written_by
+from zaya_plugin.config.run_directory import (
+    check_can_be_made,
+    check_resume,
+    checkpoint_path,
+    has_checkpoint,
+    written_by,
+)
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import data_parallel_size, unused_kernels
 from zaya_plugin.data.sources import compare_data, find_sources
@@ -77,7 +83,7 @@ def take_over(recipe: Recipe) -> Recipe:
     if saved_step(Path(recipe.run_dir)) is None:
         predecessor(recipe)
         if recipe.handover.from_hf is not None:
-            resolve(recipe.handover.from_hf)
+            resolve(recipe.handover.from_hf, key="handover.from_hf")
     return with_consumed(with_padding(recipe))
 
 
@@ -122,9 +128,17 @@ def check_surroundings(recipe: Recipe, plan: Plan) -> None:
     """Raise ValueError if this machine has no torch, Megatron, device, free port or data for the recipe."""
     check_machine(recipe, plan)
     sources = find_sources(recipe)  # reads headers and sizes only
+    check_can_be_made(sources.cache_path, "data.cache_path")
     if recipe.resume != "never" and has_checkpoint(directory := checkpoint_path(recipe)):
         checkpoint, facts = on_disk.newest_facts(directory)
         compare_data(facts.get("data"), sources.facts() if facts else None, checkpoint, recipe.data)
+
+
+def check_directories(recipe: Recipe) -> None:
+    """Raise ValueError if the run could not write its directories; creates nothing."""
+    check_can_be_made(recipe.run_dir, "run_dir")
+    if Path(recipe.checkpoint.path).is_absolute():
+        check_can_be_made(checkpoint_path(recipe), "checkpoint.path")
 
 
 def check_machine(recipe: Recipe, plan: Plan) -> None:
@@ -254,7 +268,7 @@ def stops(recipe: Recipe, plan: Plan) -> list[str]:
     checks = [lambda: check_free(written_by(recipe))] if plan.rank == 0 else []
     checks += [lambda: check_resume(recipe), lambda: check_changed_keys(recipe, plan), lambda: take_over(recipe)]
     if not elsewhere:
-        checks.append(lambda: check_surroundings(recipe, plan))
+        checks += [lambda: check_directories(recipe), lambda: check_surroundings(recipe, plan)]
     checks.append(lambda: megatron_check.check(settled(recipe, plan.world_size)[0], plan))
     found = []
     for check in checks:

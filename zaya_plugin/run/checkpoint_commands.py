@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from zaya_plugin.checkpoint import manifest, on_disk, places
+from zaya_plugin.config.option_numbers import MOST_RANKS, MOST_STEPS, real_number, whole_number
 from zaya_plugin.config.run_directory import checkpoints_of, iterations
 from zaya_plugin.errors import mistake
 
@@ -51,15 +52,30 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("command", choices=COMMANDS)
     made.add_argument("run", type=Path, metavar="RUN")
     made.add_argument(
-        "--step", type=int, help="show, verify, warm, adopt, reshape: this checkpoint; default: the newest"
+        "--step",
+        type=whole_number(0, MOST_STEPS),
+        help="show, verify, warm, adopt, reshape: this checkpoint; default: the newest",
     )
     made.add_argument("--all", action="store_true", help="verify: all checkpoints")
-    made.add_argument("--limit", type=_rate, metavar="GB/S", help="verify, warm: read no faster than this")
-    made.add_argument("--keep-last", type=int, default=3, help="prune: keep so many of the newest (default: 3)")
-    made.add_argument("--keep-every", type=int, help="prune: also keep those at multiples of so many steps")
+    made.add_argument(
+        "--limit", type=real_number(1e-6, 1e6), metavar="GB/S", help="verify, warm: read no faster than this"
+    )
+    made.add_argument(
+        "--keep-last",
+        type=whole_number(0, MOST_STEPS),
+        default=3,
+        help="prune: keep so many of the newest (default: 3)",
+    )
+    made.add_argument(
+        "--keep-every", type=whole_number(1, MOST_STEPS), help="prune: also keep those at multiples of so many steps"
+    )
     made.add_argument("--dry-run", action="store_true", help="prune: only say what would be removed")
     made.add_argument("--output", type=Path, metavar="DIR", help="reshape: the run directory of the new checkpoint")
-    made.add_argument("--files", type=int, help="reshape: so many files; usually one for each rank that will load them")
+    made.add_argument(
+        "--files",
+        type=whole_number(0, MOST_RANKS),
+        help="reshape: so many files; usually one for each rank that will load them",
+    )
     return made
 
 
@@ -177,12 +193,12 @@ def prune(directory: Path, _: list[int], options: argparse.Namespace) -> int:
 
 def adopt(directory: Path, steps: list[int], options: argparse.Namespace) -> int:
     folder = on_disk.folder(directory, steps[0])
-    if on_disk.has_manifest(folder):
-        print(f"{folder} has a manifest")
-        return 0
     if found := on_disk.problems(directory, steps[0]):
         print(f"{folder}: damaged\n  " + "\n  ".join(found))
         return 1
+    if on_disk.has_manifest(folder):
+        print(f"{folder} has a manifest")
+        return 0
     files = {path.name: manifest.describe(path) for path in folder.iterdir() if path.is_file()}
     manifest.write(folder, steps[0], files, adopted=True)
     print(f"{folder}: manifest written, {len(files)} files")
@@ -233,13 +249,6 @@ def _damage(directory: Path, step: int, limit: float | None = None) -> list[str]
     if not found and on_disk.has_manifest(folder):
         found = _damaged(folder, manifest.read(folder)["files"], limit)
     return found
-
-
-def _rate(text: str) -> float:
-    rate = float(text)
-    if not 0 < rate < float("inf"):
-        raise ValueError(text)
-    return rate
 
 
 def _files(folder: Path) -> dict[str, dict]:

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from zaya_plugin.config.option_numbers import INT32, MOST_STEPS, whole_number
 from zaya_plugin.errors import mistake
 
 WHAT = """\
@@ -47,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
 
     one = add("import", "write a checkpoint of step 0 from published weights", "SOURCE")
     one.add_argument("--output", type=Path, required=True, help="directory of the checkpoint")
-    one.add_argument("--vocab-size", type=int, help="rows of the embedding; default: as in SOURCE")
+    one.add_argument("--vocab-size", type=whole_number(0, INT32), help="rows of the embedding; default: as in SOURCE")
     one.add_argument("--recipe", type=Path, help="a recipe.yaml whose model section has to fit")
     one.add_argument(
         "--write-recipe", type=Path, metavar="FILE", help="write the model section as a file of the group model"
@@ -55,12 +56,14 @@ def parser() -> argparse.ArgumentParser:
     one = add("export", "write safetensors files, config.json and all that belongs to them", "CKPT")
     one.add_argument("--output", type=Path, required=True, help="a folder that is new or empty")
     exports(one)
-    one.add_argument("--step", type=int, help="this checkpoint; default: the newest")
+    one.add_argument("--step", type=whole_number(0, MOST_STEPS), help="this checkpoint; default: the newest")
     one.add_argument(
         "--dtype", choices=("bf16", "fp32"), help="default: as the run computed, or as the imported files were"
     )
     one.add_argument("--tokenizer", help="folder of the tokenizer; none: without one; default: that of the checkpoint")
-    one.add_argument("--vocab-size", type=int, help="rows of the embedding; default: as in the checkpoint")
+    one.add_argument(
+        "--vocab-size", type=whole_number(0, INT32), help="rows of the embedding; default: as in the checkpoint"
+    )
     one.add_argument(
         "--verify", action="store_true", help="compare every tensor, and logits where the memory allows it"
     )

@@ -72,6 +72,7 @@ def launch(recipe: Recipe) -> int:
     check_resume(recipe)
     before_start.check_changed_keys(recipe, plan)
     recipe = before_start.take_over(recipe)
+    before_start.check_directories(recipe)
     before_start.check_surroundings(recipe, plan)
     if plan.command is not None:  # ranks of an outer launcher are here already, and validate at once
         megatron_check.check(recipe, plan)

@@ -24,6 +24,7 @@ from zaya_plugin import compat
 from zaya_plugin.config.compose import save_recipe, to_yaml
 from zaya_plugin.config.schema import LoggerConfig, MachineConfig, Recipe
 from zaya_plugin.data.sources import vocabulary_of
+from zaya_plugin.handover.predecessor import saved_step
 from zaya_plugin.run.rank_plan import HIDDEN_DEVICES, Plan
 
 PROGRAM = "zaya_plugin.hosts.argument_check"
@@ -54,8 +55,12 @@ def check(recipe: Recipe, plan: Plan) -> None:
     """Raise ValueError for what Megatron refuses, unless `skipped()`. recipe: without `auto`."""
     if skipped() is not None:
         return
+    if recipe.handover.from_hf is not None and saved_step(Path(recipe.run_dir)) is not None:
+        recipe = replace(recipe, handover=replace(recipe.handover, from_hf=None))  # has begun: is read no more
     file = folder() / f"{_digest(recipe, plan)}.accepted"
-    if file.is_file():
+    # Files that are not of the data set may have changed since.
+    named = recipe.data.tokenizer is not None and not (Path(recipe.data.tokenizer) / "tokenizer.json").is_file()
+    if file.is_file() and not named and recipe.handover.from_hf is None:
         with contextlib.suppress(OSError):
             os.utime(file)
         return

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.errors import mistake
+from zaya_plugin.parent_death import GRACE
 
 WORKER = "zaya_plugin.hosts.worker"
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -81,23 +82,29 @@ def check_environment(environ: Mapping[str, str]) -> None:
     slurm = "SLURM_PROCID" in environ and not batch  # also `srun --pty bash`, of one task
     if slurm:
         _complete(environ, SLURM_VARIABLES, "as srun sets them")
-        tasks = _whole(environ, "SLURM_NTASKS", 1)
-        _whole(environ, "SLURM_PROCID", 0, tasks - 1, "SLURM_NTASKS")
-        _whole(environ, "SLURM_LOCALID", 0, tasks - 1, "SLURM_NTASKS")
+        tasks = whole_variable(environ, "SLURM_NTASKS", 1)
+        whole_variable(environ, "SLURM_PROCID", 0, tasks - 1, "SLURM_NTASKS")
+        whole_variable(environ, "SLURM_LOCALID", 0, tasks - 1, "SLURM_NTASKS")
     pairs = tuple(zip(TORCHRUN_VARIABLES, ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"), strict=True))
     if any(name in environ for name in TORCHRUN_VARIABLES):
         # Job scripts often export some of torchrun's variables for other programs; they must then say the same.
         if not slurm or any(name in environ and environ[name] != environ[same] for name, same in pairs):
             _complete(environ, (*TORCHRUN_VARIABLES, "MASTER_ADDR", "MASTER_PORT"), "as torchrun sets them")
         if all(name in environ for name in TORCHRUN_VARIABLES):
-            ranks = _whole(environ, "WORLD_SIZE", 1)
-            _whole(environ, "RANK", 0, ranks - 1, "WORLD_SIZE")
+            ranks = whole_variable(environ, "WORLD_SIZE", 1)
+            whole_variable(environ, "RANK", 0, ranks - 1, "WORLD_SIZE")
             here = (
-                _whole(environ, "LOCAL_WORLD_SIZE", 1, ranks, "WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else ranks
+                whole_variable(environ, "LOCAL_WORLD_SIZE", 1, ranks, "WORLD_SIZE")
+                if "LOCAL_WORLD_SIZE" in environ
+                else ranks
             )
-            _whole(environ, "LOCAL_RANK", 0, here - 1, "LOCAL_WORLD_SIZE" if here != ranks else "WORLD_SIZE")
+            whole_variable(environ, "LOCAL_RANK", 0, here - 1, "LOCAL_WORLD_SIZE" if here != ranks else "WORLD_SIZE")
     if "MASTER_PORT" in environ:
-        _whole(environ, "MASTER_PORT", 0, 65535)
+        whole_variable(environ, "MASTER_PORT", 0, 65535)
+    grace = environ.get(GRACE) or "inf"
+    if not re.fullmatch(r"inf|[0-9]{1,9}(\.[0-9]*)?", grace):  # else each rank would fail with a traceback
+        problem, allowed = "is set in the environment and is no number of seconds", "0 or more, or inf"
+        raise mistake(GRACE, grace, problem=problem, allowed=allowed, fix=f"unset {GRACE}")
 
 
 def _complete(environ: Mapping[str, str], names: Sequence[str], how: str) -> None:
@@ -113,8 +120,8 @@ def _complete(environ: Mapping[str, str], names: Sequence[str], how: str) -> Non
         )
 
 
-def _whole(environ: Mapping[str, str], name: str, least: int, most: int | None = None, of: str = "") -> int:
-    """Return the variable as a number. of: the variable that limits it."""
+def whole_variable(environ: Mapping[str, str], name: str, least: int, most: int | None = None, of: str = "") -> int:
+    """Return the variable as a number; raises ValueError if it is none, or out of range. of: the variable that limits it."""
     text = environ[name]
     number = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
     if number is None or number < least or most is not None and number > most:
@@ -233,7 +240,7 @@ def tasks_on_node(environ: Mapping[str, str]) -> int | None:
         if match is None:
             return None
         counts += [int(match.group(1))] * int(match.group(2) or 1)
-    node = int(environ.get("SLURM_NODEID", 0))
+    node = whole_variable(environ, "SLURM_NODEID", 0) if "SLURM_NODEID" in environ else 0
     return counts[node] if node < len(counts) else None
 
 

@@ -4,6 +4,7 @@
 import errno
 import json
 import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -211,6 +212,24 @@ def test_a_full_disk_is_reported_and_the_work_continues(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         import_model(source, tmp_path / "checkpoint")
     assert import_model(source, tmp_path / "checkpoint").name == "iter_0000000"
+
+
+def test_a_disk_that_is_too_small_is_named_before_anything_is_written(tmp_path):
+    source, disk = open_source(publish(tmp_path / "published")), tmp_path / "disk"
+    whole = exporting.plan(
+        exporting.open_checkpoint(import_model(source, tmp_path / "checkpoint")), "native", None, None, None
+    )
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "none", disk], capture_output=True).returncode:
+        pytest.skip("may not mount a tmpfs")
+    try:
+        with pytest.raises(OSError, match="GB more are needed"):
+            import_model(source, disk / "checkpoint")
+        with pytest.raises(OSError, match="GB more are needed"):
+            exporting.export_model(whole, disk / "export")
+        assert not list(disk.iterdir())
+    finally:
+        subprocess.run(["umount", disk], check=True)
 
 
 def broken(folder: Path, path: str, change) -> Path:

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from zaya_plugin import __version__
+from zaya_plugin.config.option_numbers import DAY, real_number
 from zaya_plugin.errors import mistake
 
 NODES = ("n1", "n2", "n3")
@@ -49,8 +50,17 @@ def parser() -> argparse.ArgumentParser:
     add("--output", type=Path, metavar="DIR", help="keep journals, logs and results.json there (default: removed)")
     add("--json", action="store_true", help="print the results as JSON")
     add("--markdown", type=Path, metavar="FILE", help="write the results as a table")
-    add("--soak", type=float, metavar="MINUTES", help="run without a fault: nothing may be decided")
-    add("--hour", type=float, nargs="?", const=60.0, metavar="MINUTES", help="a fault every 3 minutes (default: 60)")
+    add(
+        "--soak", type=real_number(0.1, DAY / 60), metavar="MINUTES", help="run without a fault: nothing may be decided"
+    )
+    add(
+        "--hour",
+        type=real_number(0.1, DAY / 60),
+        nargs="?",
+        const=60.0,
+        metavar="MINUTES",
+        help="a fault every 3 minutes (default: 60)",
+    )
     add("--cache", type=Path, metavar="DIR", help="of downloaded packages and the data (default: the user's cache)")
     add("--no-download", action="store_true", help="leave out what needs packages that are not in the cache")
     return found

@@ -24,11 +24,11 @@ BESIDE = (
 )
 
 
-def resolve(source: str, *, download: bool = True) -> Path:
+def resolve(source: str, *, download: bool = True, key: str = "SOURCE") -> Path:
     """Return the folder of a source: a folder, or ORGANISATION/NAME[@REVISION] on the Hugging Face Hub.
 
     Args:
-        download: whether files that the local cache lacks may be fetched.
+        download: whether files that the local cache lacks may be fetched. key: what names the source in messages.
 
     Raises:
         ValueError: it is neither, or the Hub does not give it.
@@ -38,7 +38,7 @@ def resolve(source: str, *, download: bool = True) -> Path:
     name, _, revision = source.partition("@")
     if name.count("/") != 1 or name.startswith((".", "/")):
         raise mistake(
-            "SOURCE", source, problem="is no folder", allowed="a folder, or a name on the Hub such as Zyphra/ZAYA1-base"
+            key, source, problem="is no folder", allowed="a folder, or a name on the Hub such as Zyphra/ZAYA1-base"
         )
     from huggingface_hub import snapshot_download
 
@@ -51,7 +51,7 @@ def resolve(source: str, *, download: bool = True) -> Path:
         )
     except Exception as error:  # of the Hub, of its connection, of the cache
         raise mistake(
-            "SOURCE",
+            key,
             source,
             problem=f"the Hub does not give it ({str(error).splitlines()[0]})",
             allowed="a folder, or a name on the Hub that this machine can reach or has in its cache",

@@ -22,7 +22,7 @@ from zaya_plugin.checkpoint.convert import hf_config, model_card, safetensors_fi
 from zaya_plugin.checkpoint.convert.beside import BESIDE, CONFIG, token_ids, tokenizer_entries
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.importing import check_rows
-from zaya_plugin.checkpoint.convert.journal import Journal
+from zaya_plugin.checkpoint.convert.journal import Journal, bytes_in
 from zaya_plugin.checkpoint.convert.reachable import skip_is_reachable
 from zaya_plugin.checkpoint.convert.safetensors_files import Written
 from zaya_plugin.checkpoint.convert.tables import (
@@ -41,7 +41,7 @@ from zaya_plugin.checkpoint.convert.values import Changed, OfLength, Values, Zer
 from zaya_plugin.config.messages import check_transformers_has
 from zaya_plugin.config.run_directory import checkpoints_of, is_checkpoint, iterations
 from zaya_plugin.config.whole_file import write_whole
-from zaya_plugin.errors import mistake
+from zaya_plugin.errors import check_space, mistake
 
 RECORD = "zaya_export.json"  # the checksum of every tensor, and the checkpoint
 OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")  # its tensors in a checkpoint, by Megatron's names
@@ -282,8 +282,10 @@ def export_model(
     output = output.absolute()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise mistake("--output", output, problem="exists", allowed="a folder that is new or empty")
-    begins(sum(tensor.bytes for tensor in export.tensors))
+    size = sum(tensor.bytes for tensor in export.tensors)
     unfinished = output.with_name(output.name + manifest.UNFINISHED)
+    check_space(unfinished, size - bytes_in(unfinished))
+    begins(size)
     journal = Journal(unfinished, _identity(export, shard))
     groups = safetensors_files.shards(export.tensors, shard)
     names = safetensors_files.file_names(len(groups))

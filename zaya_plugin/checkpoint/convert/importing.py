@@ -15,10 +15,11 @@ import torch
 import xxhash
 
 from zaya_plugin import __version__
-from zaya_plugin.checkpoint import on_disk
+from zaya_plugin.checkpoint import manifest, on_disk
 from zaya_plugin.checkpoint.convert import hf_config, safetensors_files
 from zaya_plugin.checkpoint.convert.beside import BESIDE, CONFIG, resolve, tokenizer_entries
 from zaya_plugin.checkpoint.convert.description import Description
+from zaya_plugin.checkpoint.convert.journal import bytes_in
 from zaya_plugin.checkpoint.convert.reachable import skip_is_reachable
 from zaya_plugin.checkpoint.convert.tables import (
     BIASES,
@@ -32,7 +33,7 @@ from zaya_plugin.checkpoint.convert.tables import (
 )
 from zaya_plugin.checkpoint.convert.torch_dist import CheckpointWriter, Stored
 from zaya_plugin.checkpoint.convert.values import OfLength, Region, Values, Zeros, byte_blocks, whole
-from zaya_plugin.errors import mistake
+from zaya_plugin.errors import check_space, mistake
 
 TOKENIZER = "tokenizer"  # folder beside the iterations with the tokenizer and the settings of generation
 
@@ -165,7 +166,10 @@ def import_model(
     if on_disk.folder(directory, 0).exists():
         raise mistake("--output", directory, problem="contains a checkpoint", allowed="a directory without one")
     files = _files(source)
-    begins(sum(tensor.length for tensors in files for tensor in tensors))
+    size = sum(tensor.length for tensors in files for tensor in tensors)
+    final = on_disk.folder(directory, 0)
+    check_space(directory, size - bytes_in(final.with_name(final.name + manifest.UNFINISHED)))
+    begins(size)
     directory.mkdir(parents=True, exist_ok=True)
     _copy_beside(source, directory / TOKENIZER)
     writer = CheckpointWriter(directory, _identity(source))
