@@ -38,6 +38,7 @@ from zaya_plugin.checkpoint.convert.tables import (
 )
 from zaya_plugin.checkpoint.convert.torch_dist import CheckpointTensors
 from zaya_plugin.checkpoint.convert.values import Changed, OfLength, Values, Zeros, byte_blocks, whole
+from zaya_plugin.checkpoint.direct_file import DirectFiles
 from zaya_plugin.config.messages import check_transformers_has
 from zaya_plugin.config.run_directory import checkpoints_of, is_checkpoint, iterations
 from zaya_plugin.config.whole_file import write_whole
@@ -286,12 +287,12 @@ def export_model(
     unfinished = output.with_name(output.name + manifest.UNFINISHED)
     journal = Journal(unfinished, _identity(export, shard))
     groups = safetensors_files.shards(export.tensors, shard)
-    names = safetensors_files.file_names(len(groups))
+    names, files = safetensors_files.file_names(len(groups)), DirectFiles()
     for name, tensors in zip(names, groups, strict=True):
         if name in journal.files:
             progress(sum(tensor.bytes for tensor in tensors))
             continue
-        checksums = safetensors_files.write_file(unfinished / name, tensors, progress)
+        checksums = safetensors_files.write_file(files, unfinished / name, tensors, progress)
         journal.note(name, bytes=(unfinished / name).stat().st_size, tensors=checksums)
     safetensors_files.write_index(unfinished, groups, names)
     config = hf_config.write(export.layout, export.trained.model, export.dtype)
