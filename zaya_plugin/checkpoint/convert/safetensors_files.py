@@ -39,9 +39,10 @@ def tensors_of(folder: Path) -> dict[str, Region]:
         try:
             named = json.loads(index.read_text())["weight_map"]
             files = sorted(set(named.values()))
+            bad = [name for name in files if name != Path(name).name]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise mistake(str(index), problem=f"is not an index of safetensors files ({error!r})") from error
-        if bad := [name for name in files if name != Path(name).name]:
+        if bad:
             raise mistake(str(index), problem=f"names a file outside its folder: {bad[0]}")
     else:
         named, files = None, sorted(path.name for path in folder.glob("*.safetensors"))
