@@ -41,6 +41,9 @@ def test_the_file_has_the_slices_in_their_order(files, tmp_path, sizes):
         assert path.read_bytes() == wanted
         assert told == {"bytes": len(wanted), "xxh3_128": checksum(wanted)} == manifest.describe(path)
     assert seen == sorted(seen[: len(seen) // 2]) * 2 and seen[-1:] == [len(wanted)][: len(seen)]
+    counts = []
+    written = files.write_parts(path, iter([wanted[:9], memoryview(wanted)[9:]]), counts.append, checksum=False)
+    assert path.read_bytes() == wanted and written == {"bytes": len(wanted)} and sum(counts) == len(wanted)
 
 
 @pytest.mark.parametrize(("refuses", "code"), [("open", errno.EINVAL), ("pwrite", errno.EINVAL), ("open", 95)])

@@ -54,6 +54,17 @@ def test_a_seed_repeats_and_another_does_not(decoder):
     assert generate(decoder, prompts, 12, Sampling(1.0, top_k=1)) == generate(decoder, prompts, 12)
 
 
+def test_equal_to_transformers_sampling_token_by_token(decoder, theirs):
+    """One generator of numbers gives both the same draws: three prompts of different lengths, 40 new tokens."""
+    given, length = [[5, 6, 7], [9], [11, 12, 13, 14, 15, 16, 17]], 7
+    ids = torch.tensor([[1] * (length - len(prompt)) + prompt for prompt in given])
+    mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in given])
+    options = dict(max_new_tokens=40, do_sample=True, temperature=0.8, top_k=50, top_p=0.95)
+    torch.manual_seed(3)
+    tokens = theirs.generate(ids, attention_mask=mask, eos_token_id=None, pad_token_id=1, **options)[:, length:]
+    assert generate(decoder, given, 40, Sampling(0.8, 50, 0.95, seed=3)) == tokens.tolist()
+
+
 def test_a_text_ends_with_its_end_token(decoder):
     (free,) = generate(decoder, [[5, 6, 7]], 40)
     stop = free[9]

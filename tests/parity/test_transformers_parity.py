@@ -230,6 +230,25 @@ def test_round_trip_is_exact(case):
     assert all(torch.equal(again[name], t) for name, t in model.state_dict().items() if t is not None)
 
 
+@pytest.mark.parametrize("case", ["plain", "skip_chosen"], indirect=True)
+def test_what_native_computes_otherwise_is_refused(case, request):
+    from zaya_plugin.checkpoint.convert.state_dict import from_hf, to_hf
+
+    hf, _, _ = case
+    model, state = our_model(hf), hf.state_dict()
+    model.config.skip_output = "identity"
+    if request.node.callspec.params["case"] == "plain":  # no token can choose the skip class
+        assert from_hf(to_hf(model.state_dict(), model.config), model.config)
+    else:
+        for convert, given in ((to_hf, model.state_dict()), (from_hf, state)):
+            with pytest.raises(ValueError, match=r"^model\.skip_output=identity: .*loaders of native compute zero"):
+                convert(given, model.config)
+        assert to_hf(model.state_dict(), model.config, "legacy")
+    model.config.temperature_form = "exp"
+    with pytest.raises(ValueError, match="temperature_form=exp"):
+        from_hf(state, model.config)
+
+
 def test_unknown_and_missing_names_are_named(case):
     from zaya_plugin.checkpoint.convert.state_dict import from_hf, to_hf
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes slices of memory as a file, past the page cache where the file system allows it (O_DIRECT).
+"""Writes a file past the page cache where the file system allows it (O_DIRECT).
 
-Filling the page cache takes most of the processor time of a save, and memory that other programs use, while the training
-needs both. A small block is filled instead, and several are written at a time. Imports no torch.
+Filling the page cache takes most of the processor time of a save, and memory that other programs use. A small block is
+filled instead, and several are written at a time, while the next one is filled. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import fcntl
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -45,29 +45,66 @@ class DirectFiles:
         Raises:
             OSError: the file cannot be written; a part of it may be there.
         """
+        size = 0
+
+        def so_far(count: int) -> None:
+            nonlocal size
+            size += count
+            progress(size)
+
+        return self.write_parts(path, (memory[start : start + length] for start, length in slices), so_far)
+
+    def write_parts(
+        self,
+        path: Path,
+        parts: Iterable[bytes | memoryview],
+        progress: Callable[[int], None] = lambda count: None,
+        checksum: bool = True,
+    ) -> dict:
+        """Write a file of `parts`, one behind the other; as `write`, but `progress` is called with further bytes. Another
+        thread takes the parts, ahead of the writing.
+
+        checksum: False leaves it out of the result.
+        """
         digest, size = xxhash.xxh3_128(), 0
         descriptor = _open(path)
         try:
-            with ThreadPoolExecutor(AT_ONCE) as threads:
+            with ThreadPoolExecutor(AT_ONCE + 1) as threads:
                 flying: deque[Future] = deque()
-                for number, batch in enumerate(_batches(slices, len(self._blocks[0]))):
+                blocks = self._filled(parts)
+                coming, number = threads.submit(next, blocks, 0), 0
+                while filled := coming.result():
                     if len(flying) == AT_ONCE:
                         flying.popleft().result()
-                    block, filled = self._blocks[number % len(self._blocks)], 0
-                    for start, length in batch:
-                        block[filled : filled + length] = memory[start : start + length]
-                        filled += length
-                    digest.update(block[:filled])
+                    coming = threads.submit(next, blocks, 0)  # into the block of the write that has just ended
+                    block, number = self._blocks[number % len(self._blocks)], number + 1
+                    if checksum:
+                        digest.update(block[:filled])
                     flying.append(threads.submit(_write_at, descriptor, block[: filled + -filled % ALIGNMENT], size))
                     size += filled
-                    progress(size)
+                    progress(filled)
                 for each in flying:
                     each.result()
             os.ftruncate(descriptor, size)  # the last write was longer, by its alignment
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        return {"bytes": size, "xxh3_128": digest.hexdigest()}
+        return {"bytes": size} | ({"xxh3_128": digest.hexdigest()} if checksum else {})
+
+    def _filled(self, parts: Iterable[bytes | memoryview]) -> Iterator[int]:
+        """Fill the blocks in turn and yield the bytes of each; only the last one is not full."""
+        number, filled = 0, 0
+        for part in map(memoryview, parts):
+            while part:
+                block = self._blocks[number % len(self._blocks)]
+                count = min(len(part), len(block) - filled)
+                block[filled : filled + count] = part[:count]
+                part, filled = part[count:], filled + count
+                if filled == len(block):
+                    yield filled
+                    number, filled = number + 1, 0
+        if filled:
+            yield filled
 
 
 def _open(path: Path) -> int:
@@ -93,18 +130,3 @@ def _write_at(descriptor: int, data: memoryview, place: int) -> None:
         if not count:
             raise OSError(errno.EIO, "the file system writes nothing and states no error")
         data, place = data[count:], place + count
-
-
-def _batches(slices: Iterable[tuple[int, int]], most: int) -> Iterable[list[tuple[int, int]]]:
-    """Cut slices into batches of `most` bytes; the last one may be smaller."""
-    batch, size = [], 0
-    for start, length in slices:
-        while length:
-            some = min(length, most - size)
-            batch.append((start, some))
-            start, length, size = start + some, length - some, size + some
-            if size == most:
-                yield batch
-                batch, size = [], 0
-    if batch:
-        yield batch

@@ -45,6 +45,15 @@ def check_published(source: str, args) -> None:
     if different := here.differences(published.model):
         problem = f"holds another model (recipe and there): {different}"
         raise mistake("handover.from_hf", source, problem=problem, fix=here.fix(published.model))
+    base = published.model.rotary_base
+    if here.rotary_base != base:
+        raise mistake(
+            "stage.rotary_base",
+            here.rotary_base,
+            problem=f"{source} was trained with another",
+            allowed=str(base),
+            fix=f"stage.rotary_base={base}; a stage after this one (handover.from_run) may have another",
+        )
     published.with_rows(args.padded_vocab_size)
 
 

@@ -151,8 +151,15 @@ def write_recipe(path: Path, model) -> None:
     begin = (
         f"# zaya train --config-dir {path.parent.parent} model={path.stem} stage.rotary_base={model.rotary_base} ...\n"
     )
+    content = begin + yaml.safe_dump({"name": path.stem, **keys}, sort_keys=False)
+    if path.parent.absolute().name != "model" or path.suffix != ".yaml":
+        raise mistake(
+            "--write-recipe", path, problem="is no file of the group model", allowed="DIRECTORY/model/NAME.yaml"
+        )
+    if path.exists() and (not path.is_file() or path.read_text() != content):
+        raise mistake("--write-recipe", path, problem="exists with other content", allowed="a new file")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(begin + yaml.safe_dump({"name": path.stem, **keys}, sort_keys=False))
+    path.write_text(content)
 
 
 def export(options: argparse.Namespace) -> int:

@@ -41,6 +41,10 @@ def test_another_model_is_refused_before_a_weight_changes(tmp_path):
         ValueError, match=r"holds another model \(here and there\): router_norm_epsilon 0.0001 and None"
     ):
         load_hf(model, folder)
+    config.router_norm_epsilon = None
+    model.rotary_base = 10_000
+    with pytest.raises(ValueError, match=r"^rotary_base=10000: published was trained with another. Allowed: 1000000"):
+        load_hf(model, folder)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items() if name in before)
     assert TINY.num_layers == config.num_layers
 

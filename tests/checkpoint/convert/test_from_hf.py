@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs that start from published weights with `handover.from_hf`, in several layouts of ranks, and their export."""
 
+from argparse import Namespace
+from dataclasses import replace
+
 import pytest
 
 from tests.checkpoint.convert.published import publish
@@ -77,6 +80,30 @@ def test_the_commands(tmp_path, capsys):
         main(["export", str(checkpoint), "--output", str(tmp_path / "x")])
     with pytest.raises(ValueError, match="--vocab-size=0"):
         main(["import", str(folder), "--output", str(tmp_path / "x"), "--vocab-size", "0"])
+
+
+def test_a_recipe_file_is_one_of_the_group_model_and_keeps_what_is_there(tmp_path):
+    given = ["import", str(publish(tmp_path / "published")), "--output", str(tmp_path / "checkpoint"), "--write-recipe"]
+    with pytest.raises(ValueError, match=r"--write-recipe=.*Allowed: DIRECTORY/model/NAME.yaml"):
+        main([*given, str(tmp_path / "mine.yaml")])
+    (tmp_path / "model").mkdir()
+    mine = tmp_path / "model" / "mine.yaml"
+    mine.write_text("name: mine\n")
+    with pytest.raises(ValueError, match=r"--write-recipe=.*exists with other content"):
+        main([*given, str(mine)])
+    assert mine.read_text() == "name: mine\n" and not (tmp_path / "checkpoint").exists()
+
+
+def test_another_base_is_refused(tmp_path):
+    from zaya_plugin.hosts.stage_handover import check_published
+
+    folder = publish(tmp_path / "published", model=MICRO_MODEL)
+    arguments = Namespace(**replace(MICRO_MODEL, rotary_base=1_000_000).arguments())
+    with pytest.raises(
+        ValueError, match=r"^stage\.rotary_base=1000000: .* Allowed: 10000\. Fix: stage\.rotary_base=10000"
+    ):
+        check_published(str(folder), arguments)
+    check_published(str(folder), Namespace(**MICRO_MODEL.arguments()))
 
 
 def test_a_recipe_is_compared(tmp_path):

@@ -178,6 +178,22 @@ def test_written_and_read_back(layout, changes):
         ("native", "rope_parameters", {"hybrid": {"rope_theta": 1e4 + 0.5}}),
         ("native", "rope_parameters", {"hybrid": {"rope_type": "default"}}),
         ("native", "rope_parameters", {"full_attention": {"rope_theta": 1e4}}),
+        ("native", "rope_parameters", {"hybrid": {"rope_theta": "1e4"}}),
+        ("native", "rope_parameters", {"hybrid": {"rope_theta": float("inf")}}),
+        ("native", "rope_parameters", {"hybrid": {"rope_theta": 1e4, "partial_rotary_factor": 2}}),
+        ("native", "rope_parameters", {"hybrid": None}),
+        ("native", "rope_parameters", [1]),
+        ("native", "rms_norm_eps", "1e-5"),
+        ("native", "rms_norm_eps", 0),
+        ("native", "max_position_embeddings", -5),
+        ("native", "initializer_range", "x"),
+        ("native", "bos_token_id", [2]),
+        ("native", "eos_token_id", [1, "2"]),
+        ("legacy", "clamp_temp", "no"),
+        ("legacy", "residual_in_fp32", "yes"),
+        ("legacy", "partial_rotary_factor", "half"),
+        ("legacy", "rope_theta", [1]),
+        ("legacy", "norm_epsilon", -1),
         ("legacy", "zaya_layers", ["a", 16, "a", 16]),
         ("legacy", "swa_layers", [4096, 0, 0, 0]),
         ("legacy", "zaya_use_eda", False),
@@ -200,6 +216,14 @@ def test_what_is_not_this_model_is_refused_with_its_field(layout, field, value):
     values = hf_config.write(layout, TINY, "bfloat16") | {field: value}
     with pytest.raises(ValueError, match=f"^config.json: {field}="):
         read(layout, values, TINY)
+
+
+def test_a_base_that_loaders_read_differently_is_refused():
+    values = hf_config.write("native", TINY, "bfloat16") | {"rope_theta": 1e6}
+    assert any("rope_theta=1000000.0" in note for note in read("native", values, TINY)[1])
+    del values["rope_parameters"]  # transformers then takes 5,000,000
+    with pytest.raises(ValueError, match=r"^config.json: rope_theta=1000000.0"):
+        read("native", values, TINY)
 
 
 def test_config_and_tensors_are_of_one_layout():

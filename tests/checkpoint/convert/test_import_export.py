@@ -3,6 +3,8 @@
 
 import errno
 import json
+import os
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -200,15 +202,15 @@ def test_a_killed_export_continues(tmp_path, checkpoint):
 
 def test_a_full_disk_is_reported_and_the_work_continues(tmp_path, monkeypatch):
     source = open_source(publish(tmp_path / "published"))
-    stock, count = manifest.write_all, [0]
+    stock, count = os.pwrite, [0]
 
-    def full(file, data):
+    def full(file, data, place):
         count[0] += 1
-        if count[0] == 200:
+        if count[0] == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
-        stock(file, data)
+        return stock(file, data, place)
 
-    monkeypatch.setattr(manifest, "write_all", full)
+    monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(OSError, match="No space left"):
         import_model(source, tmp_path / "checkpoint")
     assert import_model(source, tmp_path / "checkpoint").name == "iter_0000000"
@@ -268,6 +270,7 @@ def test_bad_folders_are_refused(tmp_path):
         ({name: "none.safetensors"}, "is missing, and"),
         ({name: second.name}, f"^{name}: .*places it in {second.name}"),
         ({"model.more": file}, "^model.more: .*lies in None"),
+        ({name: 5}, "is not an index"),
     ):
         index.write_text(json.dumps({"weight_map": content["weight_map"] | change}))
         with pytest.raises(ValueError, match=problem):
@@ -294,6 +297,13 @@ def test_missing_and_left_over_tensors_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.gate\.balancing_biases is missing") as error:
         open_source(publish(tmp_path / "published", change=change))
     assert "model.layers.0.mlp.gate.router_states_scale is unknown" in str(error.value)
+
+
+def test_a_size_of_zero_is_named(tmp_path):
+    name = "model.layers.0.self_attn.qkv_proj.conv_qk_grouped.weight"
+    folder = publish(tmp_path / "published", change=lambda found: found.update({name: torch.zeros(48, 0, 2)}))
+    with pytest.raises(ValueError, match=rf"^{name}: has the shape \[48, 0, 2\]"):
+        open_source(folder)
 
 
 def test_one_missing_expert_is_named(tmp_path):
@@ -396,10 +406,34 @@ def test_generation_and_tokenizer_files_go_along(tmp_path):
 def test_an_existing_output_is_kept(tmp_path, checkpoint):
     with pytest.raises(ValueError, match="contains a checkpoint"):
         imported(tmp_path / "published", tmp_path / "checkpoint")
+    run = tmp_path / "run"  # whose newest checkpoint would no longer be the one that it resumes from
+    shutil.copytree(checkpoint, run / "iter_0000100")
+    with pytest.raises(ValueError, match="contains a checkpoint"):
+        imported(tmp_path / "published", run)
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "mine").touch()
     with pytest.raises(ValueError, match="--output=.*exists"):
         export(checkpoint, tmp_path / "export")
+
+
+def test_experts_and_biases_of_several_dtypes_are_not_rounded(tmp_path):
+    def change(found):
+        for name in (
+            "model.layers.1.zaya_block.experts.local_experts.3.linear_fc1.weight",
+            "model.layers.3.zaya_block.router.balancing_biases",
+        ):
+            found[name] = found[name].float() * 1.001
+
+    folder = publish(tmp_path / "published", "legacy", change=change)
+    checkpoint = imported(folder, tmp_path / "checkpoint")
+    here, there = open_source(folder), open_source(export(checkpoint, tmp_path / "export"))
+    for name, values in here.tensors.items():
+        assert torch.equal(whole(values).float(), whole(there.tensors[name]).float()), name
+
+
+def test_the_page_cache_counts_as_free_memory():
+    available = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())
+    assert abs(verification._free_memory() - int(available[1]) * 1024) < 2**30
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path, checkpoint):

@@ -55,3 +55,11 @@ def test_token_ids_and_entries(tmp_path):
     assert tokenizer_entries(tmp_path) == 8 and token_ids(tmp_path) == {"bos": 2, "eos": 7}
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
     assert token_ids(tmp_path) == {"bos": 2, "eos": [1, 7]}
+    for text, problem in (
+        ("{", "is not JSON"),
+        ("[]", "is not a JSON object"),
+        ('{"added_tokens": [5]}', "is no tokeni"),
+    ):
+        (tmp_path / "tokenizer.json").write_text(text)
+        with pytest.raises(ValueError, match=f"tokenizer.json: {problem}"):
+            tokenizer_entries(tmp_path)

@@ -85,11 +85,22 @@ def token_ids(folder: Path) -> dict[str, Any]:
 
 def _vocabulary(folder: Path) -> dict[str, int]:
     content = _json(folder / "tokenizer.json")
-    entries = content.get("model", {}).get("vocab", {})
-    if isinstance(entries, list):  # of a unigram model: pairs of token and score
-        entries = {token: index for index, (token, _) in enumerate(entries)}
-    return entries | {token["content"]: token["id"] for token in content.get("added_tokens", ())}
+    try:
+        entries = content.get("model", {}).get("vocab", {})
+        if isinstance(entries, list):  # of a unigram model: pairs of token and score
+            entries = {token: index for index, (token, _) in enumerate(entries)}
+        return entries | {token["content"]: token["id"] for token in content.get("added_tokens", ())}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise mistake(str(folder / "tokenizer.json"), problem=f"is no tokenizer's file ({error!r})") from error
 
 
 def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise mistake(str(path), problem=f"is not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise mistake(str(path), problem="is not a JSON object")
+    return content

@@ -74,6 +74,11 @@ def load_hf(model: nn.Module | Sequence[nn.Module], source: str | Path | Source)
             problem=f"holds another model (here and there): {different}",
             allowed="a model of this configuration",
         )
+    base = getattr(chunks[0], "rotary_base", theirs.rotary_base)
+    if base != theirs.rotary_base:
+        raise mistake(
+            "rotary_base", base, problem=f"{published.name} was trained with another", allowed=str(theirs.rotary_base)
+        )
     published = published.with_rows(table)
     shapes = {name: values.shape for name, values in published.tensors.items()}
     for tensor in sharded:

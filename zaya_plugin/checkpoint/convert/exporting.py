@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import operator
@@ -30,6 +31,7 @@ from zaya_plugin.checkpoint.convert.tables import (
     DOWN_PROJECTION,
     EDA_SCALE,
     EMBEDDING,
+    SKIP_OUTPUT,
     TEMPERATURE,
     Row,
     balancing_state,
@@ -38,6 +40,7 @@ from zaya_plugin.checkpoint.convert.tables import (
 )
 from zaya_plugin.checkpoint.convert.torch_dist import CheckpointTensors
 from zaya_plugin.checkpoint.convert.values import Changed, OfLength, Values, Zeros, byte_blocks, whole
+from zaya_plugin.checkpoint.direct_file import DirectFiles
 from zaya_plugin.config.messages import check_transformers_has
 from zaya_plugin.config.run_directory import checkpoints_of, is_checkpoint, iterations
 from zaya_plugin.config.whole_file import write_whole
@@ -158,7 +161,7 @@ def check_skip(layout: str, trained: Trained, dtype: torch.dtype) -> str:
     Raises:
         ValueError: it does not.
     """
-    model, express = trained.model, {"native": "zero", "legacy": "identity"}[layout]
+    model, express = trained.model, SKIP_OUTPUT[layout]
     biases = [whole(trained.tensors[BIASES.format(l=layer)]).to(dtype).float() for layer in range(model.num_layers)]
     reachable = [layer for layer, b in enumerate(biases) if skip_is_reachable(b)]
     if reachable and model.skip_output != express:
@@ -240,18 +243,21 @@ def plan(
     else:
         reason = "The balancing biases are fp32: in bf16 their steps are as large as what balancing moves them by."
 
-    def as_written(name: str, values: Values) -> torch.dtype:
+    def as_written(name: str, parts: list[Values]) -> torch.dtype:
         if name.endswith("balancing_biases"):
             return of_biases
         if dtype is not None:
             return DTYPES[dtype]
-        stored = values.of.dtype if isinstance(values, (Changed, OfLength)) else values.dtype
-        return stored if imported and not isinstance(values, Zeros) else computed
+        if not imported or isinstance(parts[0], Zeros):
+            return computed
+        # Experts of different dtypes are stacked in one that holds all of them.
+        stored = (values.of.dtype if isinstance(values, (Changed, OfLength)) else values.dtype for values in parts)
+        return functools.reduce(torch.promote_types, stored)
 
     tensors = []
     for row in ordered(layout, model):
         parts = [trained.tensors[name] for name in row.ours]
-        written = as_written(row.ours[0], parts[0])
+        written = as_written(row.ours[0], parts)
         tensors.append(Written(row.name, written, row.shape, partial(byte_blocks, parts, written)))
     skip = check_skip(layout, trained, of_biases)
     named = tensors[0].dtype
@@ -288,12 +294,12 @@ def export_model(
     begins(size)
     journal = Journal(unfinished, _identity(export, shard))
     groups = safetensors_files.shards(export.tensors, shard)
-    names = safetensors_files.file_names(len(groups))
+    names, files = safetensors_files.file_names(len(groups)), DirectFiles()
     for name, tensors in zip(names, groups, strict=True):
         if name in journal.files:
             progress(sum(tensor.bytes for tensor in tensors))
             continue
-        checksums = safetensors_files.write_file(unfinished / name, tensors, progress)
+        checksums = safetensors_files.write_file(files, unfinished / name, tensors, progress)
         journal.note(name, bytes=(unfinished / name).stat().st_size, tensors=checksums)
     safetensors_files.write_index(unfinished, groups, names)
     config = hf_config.write(export.layout, export.trained.model, export.dtype)

@@ -7,6 +7,7 @@ that has to have its value, or it does not concern the model. A field that is no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,33 @@ class _Fields:
         """Raise unless the field is absent, null or one of `wanted`."""
         if self.get(name) is not None and self.values[name] not in wanted:
             raise self.refuse(name, "the tensors' shapes show another value", " or ".join(map(str, wanted)))
+
+    def number(self, name: str, default: float) -> float:
+        """Return a number above 0, `default` if the field is absent or null; raise for others."""
+        return self.checked(name, self.get(name, default))
+
+    def checked(self, name: str, value: Any, most: float = math.inf) -> Any:
+        """Return `value`, which the field states; raise unless it is a number above 0 and at most `most`."""
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most or value == math.inf:
+            allowed = "a number above 0" + (f", at most {most:g}" if most < math.inf else "")
+            raise self.refuse(name, f"{value!r} is not possible", allowed)
+        return value
+
+    def truth(self, name: str) -> bool | None:
+        """Return a field that is true or false, None if it is absent or null."""
+        if (value := self.get(name)) not in (None, True, False):
+            raise self.refuse(name, "is neither", "true or false")
+        return value
+
+    def token(self, name: str, several: bool = False) -> Any:
+        """Return the id of a token, or where there may be several a list of ids; raise for what is no whole number."""
+        value = self.get(name)
+        ids = value if several and isinstance(value, list) else [value]
+        if any(i is not None and type(i) is not int for i in ids):
+            raise self.refuse(
+                name, "is no id of a token", "a whole number" + (", or a list of them" if several else "")
+            )
+        return value
 
     def per_stage(self, name: str, wanted: list[tuple], why: str) -> None:
         """Raise unless the field is absent or a list that begins with `wanted`: for each stage the allowed values."""
@@ -118,11 +146,15 @@ def read(layout: str, values: dict[str, Any], sizes: dict[str, Any], where: str)
     notes = choices.pop("notes", [])
     model = Description(
         **(sizes | choices),
-        max_position_embeddings=values.get("max_position_embeddings") or Description.max_position_embeddings,
-        init_method_std=values.get("initializer_range") or Description.init_method_std,
-        bos=values.get("bos_token_id"),
-        eos=values.get("eos_token_id"),
-        pad=values.get("pad_token_id"),
+        max_position_embeddings=_whole(
+            fields,
+            "max_position_embeddings",
+            fields.get("max_position_embeddings", Description.max_position_embeddings),
+        ),
+        init_method_std=fields.number("initializer_range", Description.init_method_std),
+        bos=fields.token("bos_token_id"),
+        eos=fields.token("eos_token_id", several=True),
+        pad=fields.token("pad_token_id"),
     )
     return model.simplified(), notes + fields.rest()
 
@@ -144,8 +176,11 @@ def _native(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     for name in ("router_eda", "moe_skip_expert"):
         if not sizes[name]:
             raise mistake("tensors", problem=f"native models always have {name}", allowed="all tensors of the layout")
-    rope = dict(fields.get("rope_parameters", {}))
-    notes = []
+    rope, notes = fields.get("rope_parameters", {}), []
+    if not isinstance(rope, dict) or not isinstance(rope.get("hybrid", {}), dict):
+        raise fields.refuse("rope_parameters", "is no object", "hybrid: {rope_theta: ..., rope_type: default}")
+    if not rope and fields.get("rope_theta") is not None:  # transformers ignores it, vLLM's class does not
+        raise fields.refuse("rope_theta", "loaders read it differently here", "rope_parameters: {hybrid: ...}")
     if not rope:
         notes.append(
             f"{fields.where}: rope_parameters is missing; transformers' default, a base of 5,000,000, is taken"
@@ -166,8 +201,8 @@ def _native(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
         )
     return {
         "rotary_base": _whole(fields, "rope_parameters", base),
-        "rotary_percent": share,
-        "norm_epsilon": fields.get("rms_norm_eps", Description.norm_epsilon),
+        "rotary_percent": fields.checked("rope_parameters", share, 1),
+        "norm_epsilon": fields.number("rms_norm_eps", Description.norm_epsilon),
         "notes": notes,
     }
 
@@ -211,23 +246,23 @@ def _legacy(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     for name, value in (("partial_rotary_factor", share), ("rope_theta", base)):
         if value is None:
             raise fields.refuse(name, "is missing, and no tensor shows it", "a number")
-    in_fp32 = get("residual_in_fp32")
+    in_fp32 = fields.truth("residual_in_fp32")
     if in_fp32 is None:
         notes.append(f"{fields.where}: residual_in_fp32 is not stated; the recipe decides")
     return {
         "rotary_base": _whole(fields, "rope_theta", base),
-        "rotary_percent": share,
-        "norm_epsilon": get("norm_epsilon", get("rms_norm_eps", Description.norm_epsilon)),
-        "temperature_form": "clamped_exp" if get("clamp_temp") else "linear",
+        "rotary_percent": fields.checked("partial_rotary_factor", share, 1),
+        "norm_epsilon": fields.number("norm_epsilon", fields.number("rms_norm_eps", Description.norm_epsilon)),
+        "temperature_form": "clamped_exp" if fields.truth("clamp_temp") else "linear",
         "residual_in_fp32": in_fp32,
         "notes": notes,
     }
 
 
-def _whole(fields: _Fields, name: str, base: float) -> int:
-    if base != int(base) or base < 1:
-        raise fields.refuse(name, f"a base of {base} is not supported", "a whole number")
-    return int(base)
+def _whole(fields: _Fields, name: str, value: Any) -> int:
+    if fields.checked(name, value) != int(value):
+        raise fields.refuse(name, f"{value} is not supported", "a whole number")
+    return int(value)
 
 
 def write(layout: str, model: Description, dtype: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from zaya_plugin.checkpoint.convert.reachable import skip_is_reachable
 from zaya_plugin.checkpoint.convert.tables import (
     BIASES,
     EMBEDDING,
+    SKIP_OUTPUT,
     TIED_HEAD,
     balancing_state,
     check_cover,
@@ -33,6 +35,7 @@ from zaya_plugin.checkpoint.convert.tables import (
 )
 from zaya_plugin.checkpoint.convert.torch_dist import CheckpointWriter, Stored
 from zaya_plugin.checkpoint.convert.values import OfLength, Region, Values, Zeros, byte_blocks, whole
+from zaya_plugin.config.run_directory import iterations
 from zaya_plugin.errors import check_space, mistake
 
 TOKENIZER = "tokenizer"  # folder beside the iterations with the tokenizer and the settings of generation
@@ -104,7 +107,7 @@ def open_source(source: str | Path, fallback: Description | None = None, *, down
         raise mistake(
             str(path),
             problem="is missing; RoPE's base and the norms' epsilon are stated nowhere else",
-            fix="--recipe FILE, a recipe of this model",
+            fix="`zaya convert import --recipe FILE`, with a recipe of this model",
         )
     else:
         model, notes = replace(fallback, **sizes), [f"{path} is missing; the recipe says what the tensors do not show"]
@@ -141,7 +144,7 @@ def _with_skip_output(layout: str, model: Description, tensors: dict[str, Values
     """
     if not model.moe_skip_expert:
         return replace(model, skip_output=None)
-    computed = "zero" if layout == "native" else "identity"
+    computed = SKIP_OUTPUT[layout]
     names = [BIASES.format(l=layer) for layer in layers_of(BIASES, model)]
     reachable = [layer for layer, name in enumerate(names) if skip_is_reachable(whole(tensors[name]))]
     if reachable:
@@ -163,7 +166,7 @@ def import_model(
     Raises:
         ValueError: there is a checkpoint.
     """
-    if on_disk.folder(directory, 0).exists():
+    if on_disk.folder(directory, 0).exists() or directory.is_dir() and iterations(directory):
         raise mistake("--output", directory, problem="contains a checkpoint", allowed="a directory without one")
     files = _files(source)
     size = sum(tensor.length for tensors in files for tensor in tensors)
@@ -175,7 +178,8 @@ def import_model(
     writer = CheckpointWriter(directory, _identity(source))
     for tensors in files:
         writer.write(tensors, progress)
-    biases = source.tensors[BIASES.format(l=0)].dtype
+    of_layers = (source.tensors[BIASES.format(l=layer)].dtype for layer in layers_of(BIASES, source.model))
+    biases = functools.reduce(torch.promote_types, of_layers)
     record = {
         "source": source.name,
         "layout": source.layout,

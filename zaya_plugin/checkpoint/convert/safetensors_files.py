@@ -8,7 +8,6 @@ the header's length, the header (JSON: name, dtype, shape, place), the values.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -19,7 +18,7 @@ import xxhash
 
 from zaya_plugin.checkpoint.convert.tables import check_once
 from zaya_plugin.checkpoint.convert.values import Region
-from zaya_plugin.checkpoint.manifest import write_all
+from zaya_plugin.checkpoint.direct_file import DirectFiles
 from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.errors import mistake
 
@@ -40,9 +39,10 @@ def tensors_of(folder: Path) -> dict[str, Region]:
         try:
             named = json.loads(index.read_text())["weight_map"]
             files = sorted(set(named.values()))
+            bad = [name for name in files if name != Path(name).name]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise mistake(str(index), problem=f"is not an index of safetensors files ({error!r})") from error
-        if bad := [name for name in files if name != Path(name).name]:
+        if bad:
             raise mistake(str(index), problem=f"names a file outside its folder: {bad[0]}")
     else:
         named, files = None, sorted(path.name for path in folder.glob("*.safetensors"))
@@ -141,7 +141,9 @@ def file_names(count: int) -> list[str]:
     return [SINGLE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
 
 
-def write_file(path: Path, tensors: list[Written], progress: Callable[[int], None]) -> dict[str, str]:
+def write_file(
+    files: DirectFiles, path: Path, tensors: list[Written], progress: Callable[[int], None]
+) -> dict[str, str]:
     """Write one file, durable before it has its name, and return the checksum of every tensor's values."""
     entries: dict[str, dict] = {METADATA: {"format": "pt"}}  # transformers requires it
     offset = 0
@@ -152,18 +154,20 @@ def write_file(path: Path, tensors: list[Written], progress: Callable[[int], Non
     head = json.dumps(entries, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)  # the values are aligned
     checksums, part = {}, path.with_name(path.name + ".part")
-    with open(part, "wb", buffering=0) as file:
-        write_all(file, len(head).to_bytes(8, "little") + head)
+
+    def content() -> Iterator[bytes | memoryview]:
+        yield len(head).to_bytes(8, "little") + head
         for tensor in tensors:
             digest = xxhash.xxh3_128()
             for block in tensor.blocks():
                 digest.update(block)
-                write_all(file, block)
+                yield block
                 progress(len(block))
             checksums[tensor.name] = digest.hexdigest()
-        os.fsync(file.fileno())
-    if part.stat().st_size != 8 + len(head) + offset:
-        raise ValueError(f"{part} has {part.stat().st_size} bytes, and {8 + len(head) + offset} were to be written")
+
+    written = files.write_parts(part, content(), checksum=False)["bytes"]
+    if written != 8 + len(head) + offset:
+        raise ValueError(f"{part} has {written} bytes, and {8 + len(head) + offset} were to be written")
     part.rename(path)
     return checksums
 

@@ -10,7 +10,17 @@ from torch import Tensor
 
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.exporting import check_expressible
-from zaya_plugin.checkpoint.convert.tables import EMBEDDING, TIED_HEAD, balancing_state, check_cover, recognise, rows
+from zaya_plugin.checkpoint.convert.reachable import skip_is_reachable
+from zaya_plugin.checkpoint.convert.tables import (
+    BIASES,
+    EMBEDDING,
+    SKIP_OUTPUT,
+    TIED_HEAD,
+    balancing_state,
+    check_cover,
+    recognise,
+    rows,
+)
 from zaya_plugin.config.messages import check_transformers_has
 from zaya_plugin.errors import mistake
 
@@ -33,6 +43,7 @@ def to_hf(state_dict: Mapping[str, Tensor], config, layout: str = "native") -> d
     )
     if different := model.differences(plain):
         raise mistake("state dict", problem=f"the layouts have no {different}", fix="`zaya convert export`")
+    _check_skip(layout, model, state_dict)
     beside = {name for name, _, _ in balancing_state(model)}
     given = {k: v for k, v in state_dict.items() if not k.endswith("_extra_state") and k not in beside}
     wanted = list(rows(layout, model))
@@ -46,13 +57,17 @@ def to_hf(state_dict: Mapping[str, Tensor], config, layout: str = "native") -> d
 def from_hf(state_dict: Mapping[str, Tensor], config) -> dict[str, Tensor]:
     """Return the state dict for our GPTModel of a published layout's tensors. Expert matrices may be views.
 
-    Errors as in to_hf; raises ValueError if `lm_head.weight` is present and differs from the embedding.
+    Errors as in to_hf; raises ValueError if `lm_head.weight` is present and differs from the embedding. Names say
+    nothing about the form of legacy temperatures and the router norm's epsilon: there the configuration is trusted.
     """
     check_transformers_has(config.normalization)
     layout = recognise(state_dict)
     embedding = next(row.name for row in rows(layout, Description.of_config(config, 0)))
     model = Description.of_config(config, len(state_dict.get(embedding, ())))
     check_expressible(model)
+    if layout == "native" and model.temperature_form != "linear":
+        problem = f"native temperatures are linear, and the configuration has temperature_form={model.temperature_form}"
+        raise mistake("state dict", problem=problem, fix="temperature_form=linear")
     wanted = check_cover(layout, model, {name: tuple(tensor.shape) for name, tensor in state_dict.items()})
     head = state_dict.get(TIED_HEAD)
     if head is not None and not torch.equal(head, state_dict[embedding]):
@@ -61,9 +76,22 @@ def from_hf(state_dict: Mapping[str, Tensor], config) -> dict[str, Tensor]:
     for row in wanted:
         tensor = state_dict[row.name]
         found |= dict(zip(row.ours, tensor.unbind() if row.stacked else (tensor,), strict=True))
+    _check_skip(layout, model, found)
     for name, dtype, shape in balancing_state(model):
         found[name] = torch.zeros(shape, dtype=getattr(torch, dtype), device=found[EMBEDDING].device)
     return found
+
+
+def _check_skip(layout: str, model: Description, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if tokens may choose the skip class, and loaders of the layout compute another output of it."""
+    biases = (tensors.get(BIASES.format(l=layer)) for layer in range(model.num_layers))
+    if model.skip_output != SKIP_OUTPUT[layout] and any(b is not None and skip_is_reachable(b) for b in biases):
+        raise mistake(
+            "model.skip_output",
+            model.skip_output,
+            problem=f"tokens may choose the skip class, and loaders of {layout} compute {SKIP_OUTPUT[layout]}",
+            allowed=SKIP_OUTPUT[layout],
+        )
 
 
 def _check_names(given: Mapping[str, Tensor], expected: list[str]) -> None:

@@ -142,6 +142,8 @@ LAYOUTS: dict[str, tuple[int, Callable[[str], str]]] = {
     "primus": (2, _as_primus),
 }
 WRITTEN = ("native", "legacy")
+# What loaders of a layout compute for a token that chooses the skip class.
+SKIP_OUTPUT = {"native": "zero", "legacy": "identity", "smoe": "identity", "primus": "identity"}
 # What a file of a layout may hold beside the model: Primus' port gives the first MoE stage a scale that it does not use,
 # and stores its balancing optimizer.
 _BESIDE = {
@@ -237,9 +239,11 @@ def sizes_of(layout: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ob
 
     def shape(ours: str, dimensions: int) -> tuple[int, ...]:
         name = rename(next(entry[column] for entry in TABLE if entry[0] == ours).format(**stage))
-        if len(shapes.get(name, ())) != dimensions:
+        if len(shapes.get(name, ())) != dimensions or not all(shapes[name]):
             found = f"has the shape {list(shapes[name])}" if name in shapes else "is missing"
-            raise mistake(name, problem=f"{found}; it shows the model's sizes", allowed=f"{dimensions} dimensions")
+            raise mistake(
+                name, problem=f"{found}; it shows the model's sizes", allowed=f"{dimensions} dimensions, none of them 0"
+            )
         return shapes[name]
 
     numbers = [int(match[1]) for name in shapes if (match := re.match(r"(?:model|decoder)\.layers\.(\d+)\.", name))]

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from zaya_plugin.checkpoint import manifest, on_disk
 from zaya_plugin.checkpoint.convert.journal import Journal
 from zaya_plugin.checkpoint.convert.values import Boxes, Region
+from zaya_plugin.checkpoint.direct_file import DirectFiles
 from zaya_plugin.checkpoint.index import COMMON, FORMAT, Entry, index
 from zaya_plugin.checkpoint.stored_boxes import Archive, values_of
 from zaya_plugin.checkpoint.stored_tensor import around, saved
@@ -101,6 +102,7 @@ class CheckpointWriter:
         self.unfinished = self.final.with_name(self.final.name + manifest.UNFINISHED)
         self.journal = Journal(self.unfinished, origin)
         self.entries: list[Entry] = []
+        self.direct = DirectFiles()
 
     def write(self, tensors: list[Stored], progress: Callable[[int], None]) -> None:
         """Write the next file, unless an earlier import has."""
@@ -114,7 +116,7 @@ class CheckpointWriter:
             progress(length)
             return
         part = self.unfinished / (name + ".part")
-        written = manifest.write_parts(part, (data for each in tensors for data in each.content()), progress)
+        written = self.direct.write_parts(part, (data for each in tensors for data in each.content()), progress)
         if written["bytes"] != length:
             raise ValueError(f"{part} has {written['bytes']} bytes, and {length} were to be written")
         part.rename(self.unfinished / name)

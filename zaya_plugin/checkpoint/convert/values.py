@@ -38,15 +38,10 @@ class Region:
 
     def rows(self, start: int, stop: int) -> Tensor:
         row = prod(self.shape[1:]) * self.dtype.itemsize
-        data = bytearray((stop - start) * row)
-        if data:
-            read_into(self.path, self.offset + start * row, data)
-        return (
-            torch.frombuffer(data, dtype=self.dtype).view(-1, *self.shape[1:]) if data else self._nothing(start, stop)
-        )
-
-    def _nothing(self, start: int, stop: int) -> Tensor:
-        return torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
+        found = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
+        if found.numel():
+            read_into(self.path, self.offset + start * row, as_bytes(found))
+        return found
 
     def part(self, index: int) -> Region:
         """Return entry `index` of the first dimension."""
