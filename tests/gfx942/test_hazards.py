@@ -263,6 +263,24 @@ def test_objects_inside_a_library(tmp_path):
     assert len(hazards.scan(library)) == 1
 
 
+def test_the_disassembler_of_rocm_s_wheel(monkeypatch, tmp_path):
+    """Without ROCm on the machine: rocm-sdk-core holds LLVM's tools in a package's folder."""
+    tools = tmp_path / hazards.ROCM_WHEEL / "lib" / "llvm" / "bin"
+    tools.mkdir(parents=True)
+    (tools / "llvm-objdump").symlink_to(hazards.objdump())
+    (tmp_path / hazards.ROCM_WHEEL / "__init__.py").touch()
+    path = code_object("muon")
+    for name in ("PATH", "ROCM_PATH"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setattr(hazards, "ROCM", ())
+    monkeypatch.syspath_prepend(tmp_path)
+    hazards.objdump.cache_clear()
+    try:
+        assert hazards.objdump() == str(tools / "llvm-objdump") and hazards.scan(path) == []
+    finally:
+        hazards.objdump.cache_clear()
+
+
 def test_a_missing_disassembler(monkeypatch, tmp_path, capsys):
     path = code_object("muon")
     hazards.objdump.cache_clear()
