@@ -162,6 +162,15 @@ def test_the_ranks_of_a_line_end_with_a_killed_command(tmp_path, line, rank, num
     assert code and not left, left
 
 
+def test_without_its_guard_a_worker_s_ranks_end_too(worker, first):
+    worker.run(line("good", argument="start"))
+    worker.guard.kill()
+    worker.said.clear()
+    worker.run(line("hangs_without_its_launcher", limit_s=2))
+    launcher, rank = map(int, next(text for text in worker.said if text).split())
+    assert not os.path.exists(f"/proc/{rank}") or " Z " in open(f"/proc/{rank}/stat").read(), "still there"
+
+
 def test_a_device_that_does_not_answer_is_not_tried_for_every_line(tmp_path, monkeypatch):
     from zaya_plugin.verify import worker as module
 

@@ -77,10 +77,13 @@ class Worker:
 
     def close(self) -> None:
         """End the process and everything that it has started."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # also on a system without /proc
         if self.guard is not None:
-            guard.end_marked(f"{MARK}={self.mark}")
             self.guard.stdin.close()
-            self.guard.wait()
+            if self.guard.wait():  # it was killed
+                guard.end_marked(f"{MARK}={self.mark}")
         if self.process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(0.1)
