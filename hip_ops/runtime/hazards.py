@@ -334,6 +334,8 @@ def _after_vector(first: Instruction, second: Instruction, mask: int) -> int:
         return 1  # checkVALUHazards, hasTransForwardingHazard
     if re.search(r"dst_sel:(?!DWORD)", first.text) or re.search(r"op_sel:\[[01],[01],(?:[01],)?1\]", first.text):
         return 1 if "v_pk_" not in first.name and "v_fma_mix" not in first.name else 0  # hasDstSelForwardingHazard
+    if first.name.startswith("v_cvt_sr_") and re.search(r"op_sel:\[[01],[01],1,0\]", first.text):
+        return 1  # one byte of the result: a case of the same rule in LLVMs newer than 19
     return 1 if first.valu and second.name in _LANE_READS else 0  # checkVALUHazards, hasVDecCoExecHazard
 
 

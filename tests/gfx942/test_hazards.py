@@ -54,6 +54,8 @@ DISTANCES = {
         "v_mov_b32 v4, v2",
         1,
     ),
+    "byte of a register": ("v_cvt_sr_fp8_f32 v2, v3, v4 op_sel:[0,0,1,0]", "v_mov_b32 v4, v2", 1),
+    "high byte of a register": ("v_cvt_sr_bf8_f32 v2, v3, v4 op_sel:[0,0,0,1]", "v_mov_b32 v4, v2", 1),
     "dot product": ("v_dot2_f32_f16 v2, v3, v4, v5", "v_mov_b32 v6, v2", 3),
     "comparison": ("v_cmp_gt_f32 vcc, v2, v3", "v_cndmask_b32 v4, v2, v3, vcc", 2),
     "carry": ("v_add_co_u32 v2, vcc, v3, v4", "v_addc_co_u32 v3, vcc, v5, v6, vcc", 2),
