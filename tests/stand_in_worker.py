@@ -95,6 +95,8 @@ WORKER = """
             raise RuntimeError("connection closed by peer")
         if mode == "capture" and recipe.cluster.graphs == "full_iteration":
             raise RuntimeError("HIP error: operation not permitted on an event last recorded in a capturing stream")
+        if mode == "abort" and recipe.cluster.graphs == "full_iteration":
+            os.abort()
         if mode == "capture, then a closed connection" and recipe.cluster.graphs == "full_iteration":
             try:
                 raise RuntimeError("CUDA error: operation not permitted when stream is capturing")

@@ -15,6 +15,7 @@ MFMA passes are those of SISchedule.td for gfx940.
 
 import copy
 import functools
+import importlib.util
 import operator
 import os
 import re
@@ -32,6 +33,7 @@ from hip_ops.runtime.errors import mistake
 ARCHITECTURE = "gfx942"
 OLDEST_LLVM = 17  # the first release that knows gfx942
 ROCM = ("/opt/rocm",)  # searched after PATH and ROCM_PATH
+ROCM_WHEEL = "_rocm_sdk_core"  # the package of AMD's wheel rocm-sdk-core, searched last
 _MACHINE_AMDGPU, _MACH_GFX942 = 224, 0x4C  # e_machine, and the low byte of e_flags
 _MAY_REPLAY = 0x100  # of e_flags: XNACK is on, or not fixed at compile time (EF_AMDGPU_FEATURE_XNACK_V4)
 _BUNDLE = b"__CLANG_OFFLOAD_BUNDLE__"
@@ -212,6 +214,8 @@ def objdump() -> str:
     """Path of an llvm-objdump that knows gfx942, from ROCm or PATH. Raises ToolNotFound."""
     names = ["llvm-objdump", *(f"llvm-objdump-{major}" for major in range(OLDEST_LLVM + 15, OLDEST_LLVM - 1, -1))]
     rocm = [Path(place) / "llvm" / "bin" for place in (os.environ.get("ROCM_PATH"), *ROCM) if place]
+    wheel = importlib.util.find_spec(ROCM_WHEEL)
+    rocm += [Path(place) / "lib" / "llvm" / "bin" for place in (wheel and wheel.submodule_search_locations) or ()]
     for folder in (None, *map(str, rocm)):
         for name in names:
             program = shutil.which(name, path=folder)
@@ -222,8 +226,8 @@ def objdump() -> str:
             if version and int(version[1]) >= OLDEST_LLVM:
                 return program
     raise ToolNotFound(
-        f"no llvm-objdump of LLVM {OLDEST_LLVM} or newer on PATH or in {', '.join(map(str, rocm))}: install ROCm's LLVM "
-        "(package rocm-llvm) or Debian's llvm-19, or set ROCM_PATH"
+        f"no llvm-objdump of LLVM {OLDEST_LLVM} or newer on PATH or in {', '.join(map(str, rocm))}: install ROCm's "
+        "LLVM (package rocm-llvm, or AMD's wheel rocm-sdk-core) or Debian's llvm-19, or set ROCM_PATH"
     )
 
 
@@ -330,6 +334,8 @@ def _after_vector(first: Instruction, second: Instruction, mask: int) -> int:
         return 1  # checkVALUHazards, hasTransForwardingHazard
     if re.search(r"dst_sel:(?!DWORD)", first.text) or re.search(r"op_sel:\[[01],[01],(?:[01],)?1\]", first.text):
         return 1 if "v_pk_" not in first.name and "v_fma_mix" not in first.name else 0  # hasDstSelForwardingHazard
+    if first.name.startswith("v_cvt_sr_") and re.search(r"op_sel:\[[01],[01],1,0\]", first.text):
+        return 1  # one byte of the result: a case of the same rule in LLVMs newer than 19
     return 1 if first.valu and second.name in _LANE_READS else 0  # checkVALUHazards, hasVDecCoExecHazard
 
 

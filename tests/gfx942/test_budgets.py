@@ -60,20 +60,25 @@ def test_no_object_lacks_wait_states():
     assert stores > 200 and 5 * len(asked) > stores / 2, (len(asked), stores)
 
 
-def without_a_hazard(before: list[hazards.Instruction], after: hazards.Instruction) -> bool:
-    """Whether clang 19 places s_nop here though gfx942 has no such hazard. Both kinds come from checkVALUHazards of
-    LLVM's GCNHazardRecognizer.cpp.
+PACKED, SPILL = "packed operation", "spilled tuple"
 
-    Packed operations: the rule for results that are written in part (hasDstSelForwardingHazard) asks for the bit
-    DST_OP_SEL of the first operand's modifiers. In packed operations this bit is OP_SEL_1, their op_sel_hi; they write
-    whole registers. Spills: spillSGPR of SIRegisterInfo.cpp marks the first v_writelane of a tuple of scalar registers
-    as if it wrote the tuple, and the rule for scalar results (hasVDecCoExecHazard) believes it.
+
+def without_a_hazard(before: list[hazards.Instruction], after: hazards.Instruction) -> str | None:
+    """Name the reason for which clang 19 places s_nop here though gfx942 has no such hazard, or return None. Both come
+    from checkVALUHazards of LLVM's GCNHazardRecognizer.cpp.
+
+    PACKED: the rule for results that are written in part (hasDstSelForwardingHazard) asks every VALU instruction with
+    op_sel for the bit DST_OP_SEL of the first operand's modifiers. SIDefines.h gives OP_SEL_1 the same bit, which
+    packed operations use for their op_sel_hi; they write whole registers.
+
+    SPILL: spillSGPR of SIRegisterInfo.cpp gives the first v_writelane of a tuple of scalar registers an implicit
+    definition of the tuple, and the rule for scalar results (hasVDecCoExecHazard) believes that it writes the tuple.
     """
     last = before[-1]
     op_sel_hi = re.search(r"op_sel_hi:\[(\d)", last.text)
     whole = last.name.startswith("v_pk_") or last.name == "v_fma_mix_f32"
     if whole and (op_sel_hi[1] == "1" if op_sel_hi else last.name != "v_fma_mix_f32"):
-        return bool(last.writes & after.reads)
+        return PACKED if last.writes & after.reads else None
 
     def slot(each: hazards.Instruction) -> tuple[str, int, int]:
         """Vector register, scalar register less lane, lane: a tuple's registers lie in neighbouring lanes."""
@@ -81,32 +86,47 @@ def without_a_hazard(before: list[hazards.Instruction], after: hazards.Instructi
         return each.operands[0], each.masks[1].bit_length() - lane, lane
 
     spills = [slot(each) for each in (*before[-2:], after) if each.name == after.name == "v_writelane_b32"]
-    return any(one[:2] == spills[-1][:2] and one[2] < spills[-1][2] for one in spills[:-1])
+    return SPILL if any(one[:2] == spills[-1][:2] and one[2] < spills[-1][2] for one in spills[:-1]) else None
+
+
+def wait_states(code: list[hazards.Instruction]) -> list[int]:
+    """Return the place of the last s_nop of each group that is executed; those behind an end or an unconditional branch
+    are not, unless a branch leads there.
+    """
+    found, reached, targets = [], True, {each.target for each in code}
+    for place, each in enumerate(code[:-1]):
+        reached = reached or each.pc in targets
+        if each.name == "s_nop" and code[place + 1].name != "s_nop" and reached:
+            found.append(place)
+        if each.name != "s_nop":
+            reached = each.name not in ("s_endpgm", "s_branch")
+    return found
 
 
 def test_wait_states_that_are_taken_away_are_found():
-    """One less at each s_nop that clang placed is found by the scan: more than 90 % of all, and of those that a hazard
-    requires all but the few whose first instruction is in another block.
+    """One less at each group of s_nop that clang 19 placed in all objects is found by the scan, or has one of two
+    reasons that are no hazard. The numbers change with the kernels' code; that none is missed does not.
     """
-    found, missed, others = Counter(), [], 0
+    found, rules = Counter(), Counter()
     for path in code_objects(kernel_sources()):
         for code in hazards.disassemble(path).values():
-            for place in range(1, len(code) - 1):
-                around = [code[place - 1].name, code[place + 1].name]
-                if code[place].name != "s_nop" or "s_nop" in around or around[0] == "s_endpgm":
-                    continue  # s_nop after s_nop fills up behind the end
+            for place in wait_states(code):
                 start = max(0, place - 24)
                 part = [replace(each, target=None) for each in code[start : place + 25]]
                 part[place - start].wait_states -= 1
-                if rules := {one.rule for one in hazards.violations({"part": part})}:
-                    found.update(rules)
-                elif without_a_hazard(code[start:place], code[place + 1]):
-                    others += 1
-                else:
-                    missed.append((path.stem, str(code[place - 1]), str(code[place + 1])))
-    total = found.total() + len(missed) + others
-    assert found.total() >= 0.9 * total and len(missed) <= 0.005 * total, (total, others, missed, found)
-    assert found[hazards.RULES[0].name] >= 40 and found[hazards.SOFT_CLAUSE] >= 40 and len(found) >= 5, found
+                if broken := {one.rule for one in hazards.violations({"part": part})}:
+                    rules.update(broken)
+                    found["violation"] += 1
+                elif reason := without_a_hazard(code[start:place], code[place + 1]):
+                    found[reason] += 1
+                else:  # the first instruction may be behind a branch
+                    code[place].wait_states -= 1
+                    broken = list(hazards.violations({"function": code}))
+                    code[place].wait_states += 1
+                    assert broken, (path.stem, *map(str, code[place - 8 : place + 2]))
+                    found["violation behind a branch"] += 1
+    assert found == {"violation": 1552, "violation behind a branch": 5, PACKED: 114, SPILL: 8}
+    assert rules[hazards.RULES[0].name] >= 40 and rules[hazards.SOFT_CLAUSE] >= 40 and len(rules) >= 5, rules
 
 
 @pytest.mark.parametrize("source", [path.stem for path in kernel_sources()])

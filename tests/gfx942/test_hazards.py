@@ -54,6 +54,8 @@ DISTANCES = {
         "v_mov_b32 v4, v2",
         1,
     ),
+    "byte of a register": ("v_cvt_sr_fp8_f32 v2, v3, v4 op_sel:[0,0,1,0]", "v_mov_b32 v4, v2", 1),
+    "high byte of a register": ("v_cvt_sr_bf8_f32 v2, v3, v4 op_sel:[0,0,0,1]", "v_mov_b32 v4, v2", 1),
     "dot product": ("v_dot2_f32_f16 v2, v3, v4, v5", "v_mov_b32 v6, v2", 3),
     "comparison": ("v_cmp_gt_f32 vcc, v2, v3", "v_cndmask_b32 v4, v2, v3, vcc", 2),
     "carry": ("v_add_co_u32 v2, vcc, v3, v4", "v_addc_co_u32 v3, vcc, v5, v6, vcc", 2),
@@ -261,6 +263,24 @@ def test_objects_inside_a_library(tmp_path):
     library = tmp_path / "library.so"
     library.write_bytes(b"\x7fELF" + bytes(200) + header + bad + bytes(50))
     assert len(hazards.scan(library)) == 1
+
+
+def test_the_disassembler_of_rocm_s_wheel(monkeypatch, tmp_path):
+    """Without ROCm on the machine: rocm-sdk-core holds LLVM's tools in a package's folder."""
+    tools = tmp_path / hazards.ROCM_WHEEL / "lib" / "llvm" / "bin"
+    tools.mkdir(parents=True)
+    (tools / "llvm-objdump").symlink_to(hazards.objdump())
+    (tmp_path / hazards.ROCM_WHEEL / "__init__.py").touch()
+    path = code_object("muon")
+    for name in ("PATH", "ROCM_PATH"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setattr(hazards, "ROCM", ())
+    monkeypatch.syspath_prepend(tmp_path)
+    hazards.objdump.cache_clear()
+    try:
+        assert hazards.objdump() == str(tools / "llvm-objdump") and hazards.scan(path) == []
+    finally:
+        hazards.objdump.cache_clear()
 
 
 def test_a_missing_disassembler(monkeypatch, tmp_path, capsys):

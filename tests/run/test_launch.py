@@ -224,6 +224,15 @@ def test_a_rank_of_an_outer_launcher_whose_capture_fails_names_the_key(worker_pr
     assert done.returncode == 0, "the fix works"
 
 
+def test_a_rank_that_a_watchdog_aborts_has_named_the_key(worker_program, tmp_path):
+    """torch's watchdog aborts in C++; the rank of an outer launcher prints nothing afterwards."""
+    line = "aborted while the first step is captured, add cluster.graphs=none to the command of all ranks"
+    done = finish(worker_program, tmp_path / "run", "abort", *CAPTURES, **OUTER)
+    assert done.returncode == -signal.SIGABRT and line in done.stdout
+    done = finish(worker_program, tmp_path / "run", "abort", *CAPTURES[:3], "cluster.graphs=none", **OUTER)
+    assert done.returncode == 0 and line not in done.stdout
+
+
 def test_another_error_of_a_rank_of_an_outer_launcher_stays(worker_program, tmp_path):
     done = finish(worker_program, tmp_path / "run", "raise", *CAPTURES, **{**OUTER, "RANK": "1", "WORLD_SIZE": "2"})
     assert done.returncode == 1 and done.stderr.rstrip().endswith("RuntimeError: the first error")

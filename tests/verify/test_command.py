@@ -2,6 +2,7 @@
 """Test `zaya verify`: the page, the record, the exit codes and the help."""
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -100,12 +101,29 @@ def test_a_folder_that_cannot_be_removed_leaves_a_complete_record(outcomes, tmp_
     [
         (["--only", "rates,speed"], "--only=speed: no such line. Allowed: environment, "),
         (["--out", "no/such/folder/v.json"], "--out=no/such/folder/v.json: its folder does not exist"),
+        (["--out", "."], "--out=.: is a folder. Allowed: a file, "),
+        (["--bundle", "runs/mine", "--out", "no/such/v.json"], "--out=no/such/v.json: its folder does not exist"),
         (["--fast"], "unrecognized arguments: --fast. Fix: zaya verify --help"),
     ],
 )
 def test_mistakes(words, message, capsys):
     assert main(["verify", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_device_is_not_replaced(tmp_path, capsys):
+    """As `--out /dev/null` of root, for whom a rename replaces it on the whole machine."""
+    os.mkfifo(tmp_path / "null")
+    assert main(["verify", "--out", str(tmp_path / "null")]) == 2 and (tmp_path / "null").is_fifo()
+    assert "is no regular file, and would be replaced by one" in capsys.readouterr().err
+
+
+def test_records_of_several_nodes_in_one_folder(tmp_path):
+    """Records whose names differ behind the last dot do not share a temporary file."""
+    (tmp_path / "verify.new").mkdir()
+    for node in ("node1", "node2"):
+        command.write(tmp_path / f"verify.{node}", {"node": node})
+    assert {path.name for path in tmp_path.iterdir()} == {"verify.new", "verify.node1", "verify.node2"}
 
 
 def test_the_help_teaches(capsys):

@@ -190,6 +190,23 @@ def test_a_bundle_holds_what_a_question_needs_and_no_secret(packed):
     assert leaks == {}
 
 
+def test_a_file_that_cannot_be_read_and_a_link_to_elsewhere_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(bundle, "doctor_report", dict)
+    (run := tmp_path / "run" / "logs").mkdir(parents=True)
+    (run.parent / "recipe.yaml").write_text("name: mine\n")
+    (tmp_path / "id_rsa").write_text("x")
+    (run / "elsewhere.log").symlink_to(tmp_path / "id_rsa")
+    (run / "gone.log").symlink_to("nothing")
+    (run / "same.log").symlink_to("a.log")
+    (run / "a.log").write_text("hello")
+    with tarfile.open(bundle.bundle(run.parent, tmp_path / "verify.json")) as archive:
+        assert {"run/logs/a.log", "run/logs/same.log"} < {*archive.getnames()}
+        notes = archive.extractfile("contents.txt").read().decode()
+        assert "run/logs/elsewhere.log" not in archive.getnames()
+    assert "not readable: run/logs/elsewhere.log (a link out of the run's folder)" in notes
+    assert "not readable: run/logs/gone.log (no regular file)" in notes
+
+
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"^--bundle=.*no run directory.*Fix: --bundle runs/<name>\.$"):
         bundle.bundle(tmp_path, tmp_path / "verify.json")

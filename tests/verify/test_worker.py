@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test that no line of `zaya verify` can end the command: a crash, an exit or a hang is that line's "wrong"."""
 
+import contextlib
+import json
 import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from zaya_plugin.verify import guard
 from zaya_plugin.verify.line import Line
-from zaya_plugin.verify.worker import Worker, environment
+from zaya_plugin.verify.worker import MARK, Worker, environment
 
 
 def line(name: str, limit_s: int = 60, argument: str | None = None) -> Line:
@@ -78,6 +85,90 @@ def test_ranks_end_with_their_line(worker, first, name):
     launcher, rank = map(int, next(text for text in worker.said if text).split())
     for pid in (launcher, rank):
         assert not os.path.exists(f"/proc/{pid}") or " Z " in open(f"/proc/{pid}/stat").read(), "still there"
+
+
+# `zaya verify` with a line of faulty_lines
+COMMAND = """
+import sys
+from zaya_plugin import cli
+from zaya_plugin.verify import command
+from zaya_plugin.verify.line import Line
+command.LINES = {"rates": command.LINES["rates"], "faulty": Line("faulty", "", "", "", sys.argv[1], 60)}
+sys.exit(cli.main(["verify", "--device", "cpu", *sys.argv[2:]]))
+"""
+
+
+def started_by(command: subprocess.Popen) -> dict[int, str]:
+    """Return the processes that this `zaya verify` has started, but its guard, with their command lines."""
+    found = {}
+    for pid in guard.marked(f"{MARK}={command.pid}-"):
+        with contextlib.suppress(OSError):  # it has ended
+            found[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    return found
+
+
+def killed(words: list[str], number: int, up) -> tuple[int, list[str]]:
+    """Start `words`, send them a signal when `up(processes)` is true; return the exit code and what is left after it.
+    The time that processes have to end is half of what the guard has.
+    """
+    command = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 240
+        while not up(list(started_by(command).values())):
+            assert command.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        command.send_signal(number)
+        code = command.wait(2 * guard.KILLED_S)
+        deadline = time.monotonic() + guard.KILLED_S / 2
+        while started_by(command) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return code, list(started_by(command).values())
+    finally:
+        command.kill()
+        for pid in started_by(command):
+            os.kill(pid, signal.SIGKILL)
+
+
+SLOW = pytest.mark.slow
+SIGNALS = [signal.SIGTERM, signal.SIGKILL, pytest.param(signal.SIGINT, marks=SLOW)]
+
+
+@pytest.mark.parametrize("number", [*SIGNALS, pytest.param(signal.SIGHUP, marks=SLOW)])
+def test_a_killed_command_leaves_no_process(tmp_path, number):
+    """Ranks that hang in sessions of their own, below a launcher that has ended."""
+    line, out = "tests.verify.faulty_lines:hangs_without_its_launcher", tmp_path / "v.json"
+    code, left = killed(
+        [sys.executable, "-c", COMMAND, line, "--out", str(out)],
+        number,
+        lambda lines: any("time.sleep(600)" in each for each in lines) and not any("Popen" in each for each in lines),
+    )
+    assert code == (-number if number == signal.SIGKILL else 128 + number) and not left, left
+    record = json.loads(out.read_text())
+    assert not record["complete"] and [each["line"] for each in record["lines"]] == ["rates"]
+
+
+@SLOW
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize(
+    ("line", "rank"), [("zaya1_base", "step_rank"), ("demo_losses", "loss_rank"), ("all_reduce", "collective_rank")]
+)
+def test_the_ranks_of_a_line_end_with_a_killed_command(tmp_path, line, rank, number):
+    words = [sys.executable, "-m", "zaya_plugin.cli", "verify", "--device", "cpu", "--only", line]
+    code, left = killed(
+        [*words, "--out", str(tmp_path / "v.json")],
+        number,
+        lambda lines: any(rank in each and "torch.distributed" not in each for each in lines),
+    )
+    assert code and not left, left
+
+
+def test_without_its_guard_a_worker_s_ranks_end_too(worker, first):
+    worker.run(line("good", argument="start"))
+    worker.guard.kill()
+    worker.said.clear()
+    worker.run(line("hangs_without_its_launcher", limit_s=2))
+    launcher, rank = map(int, next(text for text in worker.said if text).split())
+    assert not os.path.exists(f"/proc/{rank}") or " Z " in open(f"/proc/{rank}/stat").read(), "still there"
 
 
 def test_a_device_that_does_not_answer_is_not_tried_for_every_line(tmp_path, monkeypatch):

@@ -301,6 +301,6 @@ def commit() -> str | None:
 
 def write(path: Path, record: dict) -> None:
     """Write `record` as JSON, atomically."""
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(record, indent=1) + "\n")
-    new.replace(path)
+    from zaya_plugin.config.whole_file import write_whole
+
+    write_whole(path, json.dumps(record, indent=1) + "\n")

@@ -43,6 +43,11 @@ from zaya_plugin.run.rank_plan import WORKER, Plan, check_environment, core_coun
 
 DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # NVIDIA, ROCm, WSL
 TOKENIZER_UNKNOWN = "of the data set, which is not on this machine"
+# NCCL's watchdog ends a rank from C++, and `launch.without_graphs` is then not reached
+IF_ABORTED = (
+    "cluster.graphs={}: one graph a step. If a rank is aborted while the first step is captured, add cluster.graphs=none "
+    "to the command of all ranks"
+)
 # module, how to install it
 REQUIRED = (
     ("torch", "install the build for your accelerator, or for a CPU `pip install 'zaya_plugin[cpu]'`"),
@@ -57,6 +62,8 @@ def with_choices(recipe: Recipe, plan: Plan) -> Recipe:
     """Return `recipe` with values for `auto` (see `settled`); rank 0 prints them."""
     recipe, lines = settled(recipe, plan.world_size)
     if plan.rank == 0:
+        if plan.command is None and recipe.cluster.graphs != "none":
+            lines.append(IF_ABORTED.format(recipe.cluster.graphs))
         for line in [*lines, *unused(recipe, plan)]:
             print(line, flush=True)
     return recipe

@@ -6,6 +6,7 @@ which cannot know all of them.
 from __future__ import annotations
 
 import datetime
+import errno
 import io
 import json
 import os
@@ -40,8 +41,11 @@ def bundle(run_dir: Path, record: Path) -> Path:
     target = record.resolve().parent / f"support-{run_dir.resolve().name}.tar.gz"
     left, notes = OF_ALL, []
     with tarfile.open(target, "w:gz") as archive:
-        for name, text in contents(run_dir, record):
-            content = text.encode()[-OF_A_FILE:]
+        for name, found in contents(run_dir, record):
+            if isinstance(found, OSError):
+                notes.append(f"not readable: {name} ({found.strerror})")
+                continue
+            content = found.encode()[-OF_A_FILE:]
             if len(content) > left:
                 notes.append(f"left out: {name}")
                 continue
@@ -52,8 +56,10 @@ def bundle(run_dir: Path, record: Path) -> Path:
     return target
 
 
-def contents(run_dir: Path, record: Path) -> Iterator[tuple[str, str]]:
-    """Yield names and cleaned texts, the most useful first."""
+def contents(run_dir: Path, record: Path) -> Iterator[tuple[str, str | OSError]]:
+    """Yield names and cleaned texts, the most useful first; in place of a text the error of a file that cannot be read,
+    since a run may go on and the disk may be the question.
+    """
     if record.is_file():
         yield "verify.json", read(record)
     yield "doctor.json", json.dumps(of_data(doctor_report()), indent=1, default=str)
@@ -61,10 +67,10 @@ def contents(run_dir: Path, record: Path) -> Iterator[tuple[str, str]]:
     yield "environment.json", json.dumps(of_data(kept), indent=1)
     seen = set()
     for pattern in PATTERNS:
-        for path in sorted(run_dir.glob(pattern), key=lambda path: -path.stat().st_mtime):
-            if path.is_file() and path not in seen:
+        for path in sorted(run_dir.glob(pattern), key=lambda path: -path.lstat().st_mtime):
+            if path not in seen and not path.is_dir():
                 seen.add(path)
-                yield f"run/{path.relative_to(run_dir)}", read(path)
+                yield f"run/{path.relative_to(run_dir)}", read(path, run_dir)
 
 
 def doctor_report() -> dict:
@@ -73,11 +79,20 @@ def doctor_report() -> dict:
     return doctor.examine()
 
 
-def read(path: Path) -> str:
-    """Return the end of a file, cleaned. One more block is read, so that no secret is cut in two at the beginning."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 2 * OF_A_FILE))
-        return cleaned(file.read().decode(errors="replace"))
+def read(path: Path, run_dir: Path | None = None) -> str | OSError:
+    """Return the end of a file, cleaned, or why it cannot be read. One more block is read, so that no secret is cut in
+    two at the beginning. run_dir: the folder that a link may not leave.
+    """
+    try:
+        if run_dir is not None and not path.resolve().is_relative_to(run_dir.resolve()):
+            return OSError(errno.EXDEV, "a link out of the run's folder")
+        if not path.is_file():
+            return OSError(errno.EINVAL, "no regular file")
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 2 * OF_A_FILE))
+            return cleaned(file.read().decode(errors="replace"))
+    except OSError as error:
+        return error
 
 
 def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:

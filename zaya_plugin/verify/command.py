@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import shlex
+import signal
 import tempfile
 import time
 from dataclasses import asdict
@@ -79,17 +81,26 @@ def main(argv: list[str]) -> int:
     if options.list:
         print("\n".join(listed(lines)))
         return 0
+    check_out(options.out)
     if options.bundle is not None:
         from zaya_plugin.verify.bundle import bundle
 
         written = bundle(options.bundle, options.out)
         print(f"written: {written}. Secrets were removed by patterns; look through it before you send it")
         return 0
-    if not options.out.resolve().parent.is_dir():
-        raise mistake("--out", options.out, problem="its folder does not exist", fix=f"--out {OUT}")
-    record = run(lines, options.device, options.out, shlex.join(["zaya", "verify", *argv]))
+    with ended_by_signals():
+        record = run(lines, options.device, options.out, shlex.join(["zaya", "verify", *argv]))
     print("\n".join(summary(record, options.out)))
     return int(any(each["state"] == "wrong" for each in record["lines"]))
+
+
+def check_out(out: Path) -> None:
+    """Raise ValueError where no record can be put. The record is renamed to `out`, also over /dev/null."""
+    if out.exists() and not out.is_file():
+        problem = "is a folder" if out.is_dir() else "is no regular file, and would be replaced by one"
+        raise mistake("--out", out, problem=problem, allowed="a file, new or written before", fix=f"--out {OUT}")
+    if not out.resolve().parent.is_dir():
+        raise mistake("--out", out, problem="its folder does not exist", fix=f"--out {OUT}")
 
 
 def chosen(only: str | None) -> list[Line]:
@@ -155,6 +166,25 @@ def run(lines: list[Line], device: str, out: Path, command: str) -> dict[str, An
     record["complete"] = True
     write(out, record)
     return record
+
+
+@contextlib.contextmanager
+def ended_by_signals():
+    """Leave by an exception on SIGTERM and on SIGHUP (a lost terminal), as Python does on SIGINT, so that `run` closes
+    its worker and its folder. Guards (guard.py) are for signals that no program can handle.
+    """
+
+    def leave(number: int, frame) -> None:
+        raise SystemExit(128 + number)
+
+    handled = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) == signal.SIG_DFL]
+    for number in handled:  # not one that nohup ignores
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in handled:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def row(line: dict[str, Any]) -> str:

@@ -26,13 +26,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from zaya_plugin.parent_death import die_with_parent
+from zaya_plugin.verify import guard
 from zaya_plugin.verify.line import Line, Outcome, Setting
 
-KILLED_S = 10  # a process that waits in the driver for a device that hangs does not end
 STARTS = 2  # that may fail; then no further line is tried
-# In the environment of everything that a worker starts: torchrun and its ranks have sessions of their own, and once a
-# process between has ended, its children's parent no longer says where they come from.
-MARK = "ZAYA_VERIFY_WORKER"
+MARK = "ZAYA_VERIFY_WORKER"  # in the environment of the worker and of everything that it starts, for `guard`
 READY_S = 300  # torch's import from a cold network file system, and the start of the devices
 LOG_LINES = 30
 # A launcher's variables would make the ranks that a line starts join that launcher.
@@ -53,6 +51,7 @@ class Worker:
         self.device, self.folder, self.tick = device, folder, tick
         self.log = folder / "worker.log"
         self.mark = f"{os.getpid()}-{time.time_ns()}"
+        self.guard: subprocess.Popen | None = None
         self.process: subprocess.Popen | None = None
         self.text = b""
         self.machine: dict = {}
@@ -80,21 +79,26 @@ class Worker:
         """End the process and everything that it has started."""
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            deadline = time.monotonic() + KILLED_S
-            # Again until none is left: a process can start another one while the list is read.
-            while (pids := marked(f"{MARK}={self.mark}")) and time.monotonic() < deadline:
-                for pid in pids:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                time.sleep(0.05)
+                os.killpg(self.process.pid, signal.SIGKILL)  # also on a system without /proc
+        if self.guard is not None:
+            self.guard.stdin.close()
+            if self.guard.wait():  # it was killed
+                guard.end_marked(f"{MARK}={self.mark}")
+        if self.process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(max(0.1, deadline - time.monotonic()))
+                self.process.wait(0.1)
             self.process.stdin.close()
             self.process.stdout.close()
-        self.process, self.text = None, b""
+        self.guard, self.process, self.text = None, None, b""
 
     def _start(self) -> None:
+        self.guard = subprocess.Popen(
+            [sys.executable, "-m", guard.__name__, f"{MARK}={self.mark}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "zaya_plugin.verify.worker", self.device, str(self.folder)],
@@ -103,7 +107,7 @@ class Worker:
                 stderr=log,
                 bufsize=0,
                 env={**environment(os.environ, self.device), MARK: self.mark},
-                start_new_session=True,  # one group, which `close` kills
+                start_new_session=True,  # a terminal's Ctrl-C reaches only the command
                 preexec_fn=die_with_parent,
             )
         self.machine = self._read("ready", READY_S)
@@ -134,16 +138,6 @@ class Worker:
 
     def _end_of_log(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]) if self.log.exists() else ""
-
-
-def marked(mark: str) -> list[int]:
-    """Return the processes with `mark` in the environment that they were started with; none without /proc."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # another user's process, or one that has ended
-            if mark.encode() in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
-    return found
 
 
 def environment(environ: Mapping[str, str], device: str) -> dict[str, str]:
