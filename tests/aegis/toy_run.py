@@ -83,12 +83,12 @@ class ToyRun:
         for folder in self.home.glob("zaya_aegis_*"):
             processes.kill_all(folder, 2.0)
 
-    def start(self, *names: str, nodes: int = 1, spares: int = 0) -> ToyRun:
-        """Start `zaya aegis run` for these nodes; the first one of all gets the decision maker."""
+    def start(self, *names: str, nodes: int = 1, spares: int = 0, out: int | None = None) -> ToyRun:
+        """Start `zaya aegis run` for these nodes; the first one of all gets the decision maker. out: an open file."""
         for name in names:
             if self.nodes:
                 self.wait_for(lambda: self.rows("decider"))
-            command = [sys.executable, "-m", "zaya_plugin.aegis.run", "--node", name, "--nodes", str(nodes)]
+            command = [sys.executable, "-m", "zaya_plugin.cli", "aegis", "run", "--node", name, "--nodes", str(nodes)]
             command += ["--spares", str(spares), "--decider", f"127.0.0.1:{self.port}", "--dir", str(self.folder)]
             command += [
                 "--ranks-per-node",
@@ -99,9 +99,13 @@ class ToyRun:
                 str(self.home / "kernel"),
             ]
             command += [*self.options, "--", sys.executable, "-c", RANK, str(self.home), str(self.steps)]
-            with open(self.home / f"{name}.out", "ab") as out:
+            with open(self.home / f"{name}.out", "ab") as told:
                 self.nodes[name] = subprocess.Popen(
-                    command, stdout=out, stderr=subprocess.STDOUT, env=self.environment, start_new_session=True
+                    command,
+                    stdout=told if out is None else out,
+                    stderr=subprocess.STDOUT,
+                    env=self.environment,
+                    start_new_session=True,
                 )
         return self
 

@@ -159,6 +159,7 @@ class Cluster:
             )
         )
         self.pending, self.running = row, False
+        self.out |= dict.fromkeys(row.get("nodes_out") or (), said["cause"])
         self.turns += said["cause"] == "rerun_other_gpu"
         if row.get("skip") and tuple(row["skip"]) not in self.skips:
             self.skips.append(tuple(row["skip"]))

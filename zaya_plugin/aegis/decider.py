@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import select
 import signal
 import socket
@@ -28,10 +29,10 @@ from zaya_plugin.aegis.alerts import Alerts
 from zaya_plugin.aegis.cluster import OUT, Cluster
 from zaya_plugin.aegis.collectors.flight_recorder import missing
 from zaya_plugin.aegis.collectors.progress import slow_ranks
-from zaya_plugin.aegis.decide import GONE, decide
+from zaya_plugin.aegis.decide import GONE, Decision, decide
 from zaya_plugin.aegis.diagnose import LOOKBACK, UNKNOWN, Diagnosis, diagnosis
-from zaya_plugin.aegis.evidence import Evidence
-from zaya_plugin.aegis.exit_codes import meaning
+from zaya_plugin.aegis.evidence import Evidence, say
+from zaya_plugin.aegis.exit_codes import HANG, meaning
 from zaya_plugin.aegis.journal import Journal, read, without_secrets_in
 from zaya_plugin.aegis.nodes import Nodes
 from zaya_plugin.aegis.rules import Rules
@@ -49,6 +50,7 @@ REJOIN_SECONDS = 30.0  # until those of a later one must, before it starts with 
 PROGRESS_SECONDS = 60.0  # between two lines of progress in the journal
 SAVE_SECONDS = 600.0  # for the other ranks, once one has saved and left
 RETURN = ("node_lost", "agent_lost")  # causes upon which a node may be used again when it answers
+FLUSH_SECONDS = 2.0  # between two tries to write lines of the journal for which the disk had no room
 PROBE_SECONDS = 3.0  # in which the storage probes of other nodes tell a broken disk or mount from a broken file server
 # A rank is slow if it is slower than its peers in each comparison of so many steps and seconds; heartbeats come every 2 s.
 SLOW_STEPS, SLOW_SECONDS = 5, 6.0
@@ -97,7 +99,7 @@ class Decider:
         self.slowest = 0.0
         self.stepped = time.time()  # when the last step was seen
         self.hanging: Evidence | None = None  # of a hang while something is waited for
-        self._next_progress = self._next_words = 0.0
+        self._next_progress = self._next_words = self._next_flush = 0.0
         self._ridden: set[tuple[str, str | None]] = set()
         self._slow: dict[int, tuple[int, float]] = {}  # rank -> the step and the time from which on it is slow
         self._told: set[tuple[str, str, int | None]] = set()  # in this attempt
@@ -140,11 +142,16 @@ class Decider:
 
     def tick(self) -> None:
         """Take messages, then act by the phase."""
+        # Heartbeats that arrive while this process is held, as by a file server, are read in the next tick.
+        begun = time.monotonic()
         self.exchange_messages(0.1)
         self.drains.poll()
+        if self.journal.left and time.monotonic() > self._next_flush:
+            self._next_flush = time.monotonic() + FLUSH_SECONDS
+            self.journal.flush()
         self.note_alerts(self.alerts.poll())
         for node, peer in list(self.peers.items()):
-            if time.monotonic() - peer.beat > LOST_SECONDS:
+            if begun - peer.beat > LOST_SECONDS:
                 self.lose(node, f"silent for {LOST_SECONDS:.0f} s")
         getattr(self, f"in_{self.phase}")()
 
@@ -166,10 +173,6 @@ class Decider:
         for text, delivered in done:
             if delivered:
                 self.note("alert", text=text, delivered=delivered)
-
-    def say(self, text: str) -> None:
-        """Print a line for a person."""
-        print(f"zaya aegis: {text}", file=sys.stderr, flush=True)
 
     def exchange_messages(self, timeout: float) -> None:
         """Wait for messages and handle all that have arrived."""
@@ -211,7 +214,7 @@ class Decider:
         self.links.discard(connection)
         peer = self.by_link.pop(connection, None)
         if not reason.startswith("closed"):
-            self.say(f"refused {peer.node if peer else connection.peer}: {reason}")
+            say(f"refused {peer.node if peer else connection.peer}: {reason}")
             connection.refuse(reason)
         connection.close()
         if self.code is not None and peer is not None and self.peers.get(peer.node) is peer:
@@ -256,6 +259,8 @@ class Decider:
             self.on_asked(peer, {"number": message["asked"][0], "times": 1})
         if message["over"] is not None:
             self.on_ended(peer, message["over"])
+        if self.phase == "stop" and node in self.stopping:  # it was killed, or what it was told is lost
+            self.tell(peer, "stop", generation=self.cluster.generation, grace=self.grace())
         if node not in self.cluster.nodes or not self.cluster.running:
             if peer.running and self.phase not in ("adopt", "stop"):
                 self.tell(peer, "stop", generation=peer.generation, grace=0)
@@ -280,7 +285,8 @@ class Decider:
             self.compare_ranks()
 
     def on_free(self, peer: Peer, message: dict[str, Any]) -> None:
-        self.note("node", node=peer.node, state="back", reason="the processes that survived SIGKILL have ended")
+        if self.cluster.out.get(peer.node) in GONE:  # and not for broken hardware beside it
+            self.note("node", node=peer.node, state="back", reason="the processes that survived SIGKILL have ended")
 
     def on_port(self, peer: Peer, message: dict[str, Any]) -> None:
         if self.phase == "port" and peer.node == self.order[0] and message["generation"] == self.cluster.generation + 1:
@@ -291,7 +297,7 @@ class Decider:
 
     def on_exit(self, peer: Peer, message: dict[str, Any]) -> None:
         if message["generation"] == self.cluster.generation:
-            self.take_exit(peer, message["rank"], message["code"], message["time"])
+            self.take_exit(peer, message["rank"], message["code"], message["time"] + message["offset"])
 
     def take_exit(self, peer: Peer, rank: int, code: int, at: float) -> None:
         peer.running.discard(rank)
@@ -450,6 +456,10 @@ class Decider:
         enough = len(there) >= self.settings.nodes
         if not enough and self.seconds > self.patience:
             size = next((size for size in self.cluster.sizes if size <= len(there)), None)
+            if size is None and self.settings.requeue and self.patience < JOIN_SECONDS:  # an attempt went before
+                reason = f"{len(there)} nodes have come back, too few; SLURM starts the job again"
+                self.note("decision", **Decision("requeue", reason).to_json(), start=slurm.start_of_job())
+                return self.requeue()
             if size is None and self.seconds > JOIN_SECONDS:
                 return self.finish(
                     1, f"{len(there)} of {self.settings.nodes} nodes are there after {JOIN_SECONDS:.0f} s"
@@ -458,7 +468,7 @@ class Decider:
         if not enough:
             if time.monotonic() > self._next_words and self.seconds > 5:
                 self._next_words = time.monotonic() + 30
-                self.say(f"waits for nodes: {len(there)} of {self.settings.nodes} ({', '.join(there[:20])})")
+                say(f"waits for nodes: {len(there)} of {self.settings.nodes} ({', '.join(there[:20])})")
             return None
         size = next(size for size in (self.settings.nodes, *self.cluster.sizes) if size <= len(there))
         self.order = self.in_order(there, size)
@@ -516,7 +526,7 @@ class Decider:
             )
         self.slowest, self.stepped, self.hanging = 0.0, time.time(), None
         self.symptom = None
-        self.say(f"attempt {self.cluster.generation} on {', '.join(self.order[:8])}" + " ..." * (len(self.order) > 8))
+        say(f"attempt {self.cluster.generation} on {', '.join(self.order[:8])}" + " ..." * (len(self.order) > 8))
         self.to("run")
 
     def in_run(self) -> None:
@@ -590,7 +600,7 @@ class Decider:
         expected = self.cluster.resume_step
         if expected is not None and not expected < step <= expected + 1 + int(2 * 2.0 / max(self.slowest, 0.01)):
             text = f"training goes on at step {step}, the newest checkpoint is of step {expected}"
-            self.say(f"WARNING: {text}")
+            say(f"WARNING: {text}")
             self.note("symptom", evidence=self.agent_says("", text))
 
     def in_settle(self) -> None:
@@ -627,7 +637,9 @@ class Decider:
             progress = [Evidence(at, "", "progress", "made a step", values={"step": self.cluster.step})]
         since = time.time() - LOOKBACK
         here = (*self.cluster.nodes, "")  # what happens on a spare explains nothing
-        found = [each for each in self.evidence if each.time > since and each.node in here]
+        found = [
+            each for each in self.evidence if each is self.symptom or each.time > since and each.node in here
+        ]  # the symptom counts whatever its clock says
         return diagnosis(found + progress, self.rules)
 
     def judge(self, symptom: Evidence, alive: bool, said: Diagnosis | None = None) -> None:
@@ -645,7 +657,7 @@ class Decider:
         where = f" on {said.node}" if said.node else ""
         who = f", rank {said.rank}" if said.rank is not None else ""
         text = f"{said.cause}{where}{who}: {decision.action}. {decision.reason}"
-        self.say(text)
+        say(text)
         of_start = {"start": slurm.start_of_job()} if decision.action == "requeue" else {}
         self.note("decision", **decision.to_json(), **of_start)
         if decision.action != "watch":
@@ -692,7 +704,7 @@ class Decider:
     def in_stop(self) -> None:
         if self.stopping and self.seconds < STOP_SECONDS + self.grace():
             return
-        for node in self.stopping:
+        for node in self.stopping - set(self.cluster.out):
             self.leave_out(node, "unkillable", False)
         self.stopping = set()
         unusable = {
@@ -722,7 +734,7 @@ class Decider:
     def requeue(self) -> None:
         """Give the job back to SLURM. The journal stays open, so that the next start of the job knows what was."""
         taken, said = slurm.requeue(str(slurm.job()), self.cluster.out)
-        self.say(f"the job was requeued {said}" if taken else f"SLURM refuses to requeue the job: {said}")
+        say(f"the job was requeued {said}" if taken else f"SLURM refuses to requeue the job: {said}")
         if not taken:
             return self.finish(1, f"too few nodes are left, and SLURM refuses to requeue the job: {said}")
         self.code = REQUEUED
@@ -732,7 +744,8 @@ class Decider:
         """Return the exit code of the first rank that failed, as a shell shows it."""
         exits = sorted((each for each in self.evidence if each.source == "exit"), key=lambda each: each.time)
         told = [int(each.values.get("exit_code", 1)) for each in exits]
-        code = next((code for code in told if code == 2), told[0] if told else 1)
+        last = self.cluster.failures[-1].cause if self.cluster.failures else ""
+        code = next((code for code in told if code == 2), told[0] if told else HANG if last == "hang" else 1)
         return 128 - code if code < 0 else code or 1
 
     def look_for_checkpoints(self) -> None:
@@ -757,7 +770,7 @@ class Decider:
 
         for entry in sorted(Path(self.settings.checkpoints).iterdir()):
             if (found := COMPLETE.fullmatch(entry.name)) and int(found[1]) > to_step:
-                self.say(f"step {int(found[1])} is put aside: {manifest.put_aside(entry, manifest.FAILED).name}")
+                say(f"step {int(found[1])} is put aside: {manifest.put_aside(entry, manifest.FAILED).name}")
         self.look_for_checkpoints()
 
     def finish(self, code: int, reason: str) -> None:
@@ -768,7 +781,7 @@ class Decider:
                 self.note_last_step()
             self.look_for_checkpoints()
             self.note("end", code=code, reason=reason)
-            self.say(f"end, exit code {code}: {reason}")
+            say(f"end, exit code {code}: {reason}")
             level = "info" if code in (0, ENDED_EARLY) else "error"
             self.alerts.send(f"end, exit code {code}: {reason}", level, action="end", code=code, step=self.cluster.step)
 
@@ -790,6 +803,8 @@ def resumed(settings: Settings, skips: Sequence[tuple[int, int]] = ()) -> list[s
 def main(argv: list[str]) -> int:
     """Run the decision maker: settings, the file of the secret, and the number of the listening socket."""
     die_with_parent(signal.SIGKILL)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection a node: 1,024 files are too few
     for number in (signal.SIGTERM, signal.SIGINT):  # the agent says that the run is to end
         signal.signal(number, signal.SIG_IGN)
     settings = Settings.from_word(argv[0])
