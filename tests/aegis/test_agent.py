@@ -106,6 +106,18 @@ def test_a_stopped_rank_hangs_and_is_named(tmp_path):
         assert actions(run) == ["restart"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number, cause", [(signal.SIGKILL, "rank_failed"), (signal.SIGSTOP, "hang")])
+def test_ranks_that_another_launcher_starts_are_watched_by_their_heartbeats(tmp_path, number, cause):
+    """The command is started once on the node, as primus-cli is."""
+    with ToyRun(tmp_path, [[25, 1, 1, "kill", number]], steps=60, options=("--start", "node")).start("n1") as run:
+        assert run.end() == 0
+        said = run.rows("diagnosis")[0]
+        assert (said["cause"], said["rank"]) == (cause, 1 if cause == "hang" else None)
+        assert actions(run) == ["restart"] and len(run.rows("attempt")) == 2
+        assert [row["step"] > 0 for row in run.rows("first_step")] == [True, True]
+
+
 def test_a_users_mistake_is_never_started_again(tmp_path):
     with ToyRun(tmp_path, [[1, 0, 0, "exit", 2]]).start("n1") as run:
         assert run.end() == 2

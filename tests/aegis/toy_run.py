@@ -55,6 +55,18 @@ print("rank", rank, "leaves at step", step, {name: os.environ[name] for name in 
 sys.exit(75 if ended else 0)
 """
 
+# A launcher of another program, as primus-cli or `zaya curriculum`: started once on a node, it starts the ranks by itself.
+LAUNCHER = """
+import os, subprocess, sys
+here, node = int(os.environ["GPUS_PER_NODE"]), int(os.environ["NODE_RANK"])
+world = str(here * int(os.environ["NNODES"]))
+ranks = []
+for local in range(here):
+    named = {"RANK": str(node * here + local), "LOCAL_RANK": str(local), "WORLD_SIZE": world}
+    ranks.append(subprocess.Popen(sys.argv[1:], env={**os.environ, **named}))
+sys.exit(1 if any([rank.wait() for rank in ranks]) else 0)
+"""
+
 
 def free_port() -> int:
     with socket.socket() as sock:
@@ -98,7 +110,8 @@ class ToyRun:
                 "--kernel-log",
                 str(self.home / "kernel"),
             ]
-            command += [*self.options, "--", sys.executable, "-c", RANK, str(self.home), str(self.steps)]
+            launcher = [sys.executable, "-c", LAUNCHER] if "node" in self.options else []
+            command += [*self.options, "--", *launcher, sys.executable, "-c", RANK, str(self.home), str(self.steps)]
             with open(self.home / f"{name}.out", "ab") as told:
                 self.nodes[name] = subprocess.Popen(
                     command,

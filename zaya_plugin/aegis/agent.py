@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import json
 import os
 import queue
 import select
@@ -28,6 +27,7 @@ from typing import Any
 
 from zaya_plugin.aegis import link, processes
 from zaya_plugin.aegis.collectors.of_node import NodeCollectors
+from zaya_plugin.aegis.collectors.progress import read_beats
 from zaya_plugin.aegis.collectors.rank_logs import stamp
 from zaya_plugin.aegis.evidence import Evidence, say
 from zaya_plugin.aegis.exit_codes import meaning
@@ -229,8 +229,7 @@ class Agent:
             self._beat()
 
     def _beat(self) -> None:
-        ranks = {process.rank: heartbeat(self.folder, process.rank) for process in self.processes}
-        ranks = {rank: beat for rank, beat in ranks.items() if beat}
+        ranks = read_beats(self.folder)
         starts = len(ranks) < len(self._running()) or any(beat.get("phase") != "train" for beat in ranks.values())
         self._next_beat = time.monotonic() + (START_BEAT_SECONDS if starts else BEAT_SECONDS)
         self._send("beat", time=time.time(), offset=self.offset, generation=self.generation, ranks=ranks)
@@ -348,7 +347,7 @@ class Agent:
         now = time.time()
         self._beat()  # with its last step
         if process.code and self.stopping is None:
-            beat = heartbeat(self.folder, process.rank) or {}
+            beat = read_beats(self.folder).get(process.rank, {}) if self.settings.each == "rank" else {}
             values = {"exit_code": process.code} | ({"step": beat["step"]} if "step" in beat else {})
             text = f"ended with exit code {process.code}: {meaning(process.code).text}"
             rank = process.rank if self.settings.each == "rank" else None
@@ -461,8 +460,7 @@ class Agent:
         itself in a heartbeat knows the signal: it would end others, such as a shell around the rank.
         """
         ours = set(processes.below(self.folder))  # a number in a file may be another process's by now
-        beats = {process.rank: heartbeat(self.folder, process.rank) or {} for process in self._running()}
-        asked = {rank: beat["pid"] for rank, beat in beats.items() if beat.get("pid") in ours}
+        asked = {rank: beat["pid"] for rank, beat in read_beats(self.folder).items() if beat.get("pid") in ours}
         before = {rank: self._dumped(rank) for rank in asked}
         self.collectors.flight_recorder.ask()
         processes.send(list(asked.values()), signal.SIGUSR1)
@@ -498,15 +496,6 @@ def end_with_agent() -> None:
 def runnable(command: list[str]) -> list[str]:
     """Return the words to start: `zaya` is that of this Python, also where no such program is on the path."""
     return [sys.executable, "-m", "zaya_plugin.cli", *command[1:]] if command[0] == "zaya" else command
-
-
-def heartbeat(folder: Path, rank: int) -> dict[str, Any] | None:
-    """Return what a rank wrote last about its progress; None: nothing, or it is just being written."""
-    try:
-        found = json.loads((folder / f"rank{rank}.json").read_text(errors="replace"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _show(data: bytes) -> None:
