@@ -105,6 +105,14 @@ def test_sure_evidence_is_the_cause_whatever_its_clock_says(maker, old):
     assert [row["action"] for row in rows(maker, "decision")] == ["exchange"]
 
 
+def test_an_alert_speaks_amds_code_of_the_cause(maker, monkeypatch):
+    told = []
+    monkeypatch.setattr(maker.alerts, "send", lambda text, level, **facts: told.append(facts))
+    maker.look(Evidence(time.time(), "n2", "kernel", "uncorrectable hardware error", rule="ras_ue"))
+    maker.judge(maker.symptom, alive=False)
+    assert (told[0]["cause"], told[0]["safe_code"]) == ("ras_ue", "008")
+
+
 def test_an_agent_that_was_killed_while_its_ranks_are_ended_is_told_again(maker):
     maker.judge(Evidence(time.time(), "n1", "exit", "ended", 0, None, {"exit_code": 1}), alive=False)
     assert maker.phase == "stop" and maker.stopping == {"n1", "n2"}

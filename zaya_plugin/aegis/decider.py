@@ -673,7 +673,8 @@ class Decider:
         found = said.to_json()
         facts = {name: found.get(name) for name in ("cause", "node", "rank", "severity", "confidence", "evidence")}
         where = {"generation": self.cluster.generation, "step": self.cluster.step, "run": str(self.settings.folder)}
-        self.alerts.send(text, level, **where, **facts, **decision)
+        safe_code = self.rules[said.cause].safe_code if said.cause in self.rules else ""
+        self.alerts.send(text, level, **where, **facts, **decision, safe_code=safe_code)
 
     def note_last_step(self) -> None:
         """Write down the last step, and when it was seen: that may be long ago, as in a hang."""
