@@ -78,7 +78,10 @@ class Decider:
     def __init__(self, settings: Settings, secret: bytes, listening: socket.socket):
         self.settings, self.secret, self.listening = settings, secret, listening
         self.rules = Rules.load(settings.rules)
-        self.cluster = Cluster(settings.nodes, settings.sizes, settings.group, settings.restarts, settings.requeue)
+        stages = not is_train(settings.command)
+        self.cluster = Cluster(
+            settings.nodes, settings.sizes, settings.group, settings.restarts, settings.requeue, stages
+        )
         before = list(read(settings.journal)) if settings.journal.exists() else []
         self.cluster.replay(before)
         self.journal = Journal(settings.journal)
@@ -549,6 +552,10 @@ class Decider:
         beats = [beat for peer in self.active() for beat in peer.ranks.values()]
         step = min((beat["step"] for beat in beats if isinstance(beat.get("step"), int)), default=0)
         seconds = max((float(beat.get("step_seconds") or 0.0) for beat in beats), default=0.0)
+        trains = all(beat["phase"] == "train" for beat in beats)
+        if self.cluster.stages and trains and 0 < step < (self.cluster.step or 0):
+            self.note("progress", step=step, step_seconds=round(seconds, 4))  # the next stage counts from 1
+            return
         if step <= (self.cluster.step or self.cluster.resume_step or 0):
             return
         self.stepped, self.slowest, self.hanging = time.time(), max(0.98 * self.slowest, seconds), None
