@@ -125,8 +125,7 @@ HOOKS: dict[str, HostChange] = dict(
         ),
         _hook(
             TRAINING + "evaluate_and_print_results",
-            "validation of each domain by itself, reported as metrics",
-            versions=LOOP,
+            "validation of each domain by itself, reported as metrics; in a guest: its heartbeat",
         ),
         _hook(
             TRAINING + "save_checkpoint_and_time",
@@ -147,8 +146,8 @@ HOOKS: dict[str, HostChange] = dict(
         ),
         _hook(
             TRAINING + "train",
-            "validation before the first step of a stage; the files of the checkpoints are planned",
-            versions=LOOP,
+            "validation before the first step of a stage; the files of the checkpoints are planned; in a guest: its "
+            "heartbeat",
         ),
         _hook(
             TRAINING + "dummy_train_step",
@@ -156,7 +155,7 @@ HOOKS: dict[str, HostChange] = dict(
             "Megatron's reads them on one rank of a tensor group, and leaves the schedule behind",
             versions=LOOP,
         ),
-        _hook(TRAINING + "train_step", "`zaya bench` observes single steps", versions=LOOP),
+        _hook(TRAINING + "train_step", "`zaya bench` observes single steps; in a guest: its heartbeat"),
         _hook(
             TRAINING + "get_megatron_optimizer",
             "builds Muon and AdamW; for `zaya bench --forward-backward-only` no optimizer",

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks, agents and the decision maker are killed, and the run ends with all its steps."""
 
+import errno
 import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.aegis.toy_run import ToyRun, kill, secret
+from tests.aegis.toy_run import ToyRun, free_port, kill, secret
 from zaya_plugin.aegis import processes
 from zaya_plugin.aegis.agent import Agent, Process
 from zaya_plugin.aegis.settings import Settings
@@ -67,7 +69,7 @@ def test_a_rank_that_fails_while_the_decision_maker_is_gone_is_not_forgotten(tmp
 def test_a_killed_agent_comes_back_and_its_ranks_do_not_train_beside_the_next_attempt(tmp_path):
     with ToyRun(tmp_path, steps=60).start("n1") as run:
         run.wait_for(lambda: run.step_of("n1", 1) > 5)
-        pids = [run.beat("n1", rank)["pid"] for rank in (0, 1)]
+        pids = [run.wait_for(lambda rank=rank: run.beat("n1", rank))["pid"] for rank in (0, 1)]
         kill(run.child("n1", "agent"))
         assert run.end() == 0
         assert (causes(run), actions(run)) == (["agent_lost"], ["restart"])
@@ -102,6 +104,18 @@ def test_a_stopped_rank_hangs_and_is_named(tmp_path):
         said = run.rows("diagnosis")[0]
         assert (said["cause"], said["node"], said["rank"]) == ("hang", "n1", 1)
         assert actions(run) == ["restart"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number, cause", [(signal.SIGKILL, "rank_failed"), (signal.SIGSTOP, "hang")])
+def test_ranks_that_another_launcher_starts_are_watched_by_their_heartbeats(tmp_path, number, cause):
+    """The command is started once on the node, as primus-cli is."""
+    with ToyRun(tmp_path, [[25, 1, 1, "kill", number]], steps=60, options=("--start", "node")).start("n1") as run:
+        assert run.end() == 0
+        said = run.rows("diagnosis")[0]
+        assert (said["cause"], said["rank"]) == (cause, 1 if cause == "hang" else None)
+        assert actions(run) == ["restart"] and len(run.rows("attempt")) == 2
+        assert [row["step"] > 0 for row in run.rows("first_step")] == [True, True]
 
 
 def test_a_users_mistake_is_never_started_again(tmp_path):
@@ -156,3 +170,99 @@ def test_stacks_are_asked_of_the_process_in_the_heartbeat_alone(tmp_path, monkey
 
 def cmdline(pid):
     return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_a_log_that_cannot_be_read_holds_no_heartbeat(tmp_path, monkeypatch):
+    """As of a file server that does not answer: here a pipe that nobody writes to."""
+    agent = quiet_agent(tmp_path, monkeypatch)
+    os.mkfifo(tmp_path / "log")
+    process = Process(0, subprocess.Popen(["false"]), tmp_path / "log", None)
+    agent.processes.append(process)
+    threading.Thread(target=agent._read_logs, daemon=True).start()
+    monkeypatch.setattr("zaya_plugin.aegis.agent.LAST_LOG_SECONDS", 0.5)
+    slowest, deadline = 0.0, time.monotonic() + 10
+    while process.code is None and time.monotonic() < deadline:
+        before = time.monotonic()
+        agent._poll()
+        slowest = max(slowest, time.monotonic() - before)
+        time.sleep(0.01)
+    agent.collectors.close()
+    assert process.code == 1 and slowest < 0.4
+    assert [kind for kind, _ in agent.sent if kind != "beat"] == ["exit"]
+    os.close(os.open(tmp_path / "log", os.O_RDWR | os.O_NONBLOCK))  # lets the thread go
+
+
+@pytest.mark.parametrize("what, code, rule", [("absent", 127, None), ("no rights", 126, None), ("full", 1, "enospc")])
+def test_only_a_wrong_command_is_the_users_mistake(tmp_path, monkeypatch, what, code, rule):
+    agent = quiet_agent(tmp_path, monkeypatch)
+    told = []
+    monkeypatch.setattr(agent, "_tell", told.append)
+    command = {"absent": "/absent", "no rights": str(tmp_path / "plain"), "full": "true"}[what]
+    (tmp_path / "plain").write_text("x")
+    if what == "full":
+        monkeypatch.setattr("builtins.open", full_disk)
+    start = {"generation": 1, "first_rank": 0, "node_rank": 0, "nodes": 1, "address": "h", "port": 1, "turn": 0}
+    agent._start({**start, "command": [command]})
+    agent.collectors.close()
+    monkeypatch.undo()
+    assert [(each.rule, each.values.get("exit_code")) for each in told][-1] == (None, code)
+    assert [each.rule for each in told[:-1]] == ([rule] if rule else [])
+
+
+def full_disk(path, *mode, real=open, **more):
+    """`open` of a disk on which no file can be made."""
+    if str(path).endswith(".log"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    return real(path, *mode, **more)
+
+
+def test_a_clock_that_is_set_is_noticed_at_the_next_answer(tmp_path, monkeypatch):
+    agent = quiet_agent(tmp_path, monkeypatch)
+    agent.collectors.close()
+    for now, trip in ((1000.0, 0.002), (1002.0, 0.001), (1004.0, 0.004)):
+        agent._measure_offset(now, now - trip, now - trip / 2 + 5.0)  # the other clock is 5 s ahead
+    assert agent.offset == pytest.approx(5.0, abs=1e-3)
+    agent._measure_offset(1006.0, 990.0, 1006.0)  # an answer that took 16 s says nothing
+    assert agent.offset == pytest.approx(5.0, abs=1e-3)
+    now = 1008.0 + 3600.0  # an hour ahead all at once
+    agent._measure_offset(now, now - 0.004, 1008.0 - 0.002 + 5.0)
+    assert agent.offset == pytest.approx(5.0 - 3600.0, abs=1e-2)
+
+
+def test_a_second_supervisor_of_the_run_is_refused_and_the_first_one_goes_on(tmp_path):
+    with ToyRun(tmp_path, steps=200).start("n1") as run:
+        run.wait_for(lambda: run.step_of("n1", 0) > 5)
+        first, port = run.nodes["n1"], run.port
+        for run.port in (port, free_port()):  # with its decision maker, and with one of its own
+            run.start("n1")
+            assert run.end("n1") == 2
+        run.start("n9")  # another name, and another decision maker: of the same journal
+        assert run.end("n9") == 2
+        told = run.told()
+        assert told.count("already, on this node (n1)") == 2 and told.count("supervises this run already") == 3
+        assert "Traceback" not in told
+        run.nodes["n1"] = first
+        assert run.end("n1") == 0
+        assert len(run.rows("attempt")) == 1 and not run.rows("symptom")
+
+
+@pytest.mark.slow
+def test_an_output_that_nobody_reads_any_more_ends_no_run(tmp_path):
+    with ToyRun(tmp_path, [[25, 0, 1, "kill", signal.SIGKILL]], steps=60) as run:
+        reader, writer = os.pipe()
+        run.start("n1", out=writer)
+        os.close(writer)
+        run.wait_for(lambda: run.rows("first_step"))
+        os.close(reader)
+        assert run.end() == 0
+        assert len(run.rows("attempt")) == 2 and len(run.rows("decider")) == 1
+
+
+def quiet_agent(tmp_path, monkeypatch):
+    """An agent without a decision maker; `sent` is what it would have told it."""
+    settings = Settings(("sh",), "rank", "n1", 1, 0, (1,), 1, tmp_path, "127.0.0.1", 1, kernel_log=tmp_path / "kernel")
+    (tmp_path / "node").mkdir()
+    agent = Agent(settings, secret(), tmp_path / "node")
+    agent.sent = []
+    monkeypatch.setattr(agent, "_send", lambda kind, **values: agent.sent.append((kind, values)))
+    return agent

@@ -47,6 +47,18 @@ def test_the_hook_reads_json_and_no_shell_reads_the_text(tmp_path, monkeypatch):
     assert not [name for name in environ if name.startswith(("WANDB", "ZAYA", "PYTHON"))]
 
 
+def test_a_hook_that_writes_without_end_is_killed_and_holds_up_nothing():
+    sender = Alerts(["sh", "-c", "yes >&2 & yes >&2 & yes >&2 & yes >&2"], hook_seconds=0.5)
+    begun = time.monotonic()
+    sender.send("alert")
+    slowest = 0.0
+    while sender.alerts and time.monotonic() - begun < 20:
+        before = time.monotonic()
+        found = sender.poll()
+        slowest = max(slowest, time.monotonic() - before)
+    assert found[0][1] == {"hook": "not done in time; it was killed"} and slowest < 0.4
+
+
 def test_a_hook_that_hangs_is_killed_with_its_children_and_holds_up_nothing(tmp_path, capsys):
     code = "import os,sys,time; open(sys.argv[1], 'w').write(str(os.fork() or os.getpid())); time.sleep(60)"
     sender = Alerts(hook(code, tmp_path / "pid"), hook_seconds=0.8)

@@ -34,8 +34,8 @@ def test_a_spare_takes_the_place_of_a_node_that_is_gone(tmp_path):
 @pytest.mark.slow
 def test_sure_evidence_of_the_kernel_exchanges_the_node_while_its_ranks_still_run(tmp_path):
     (tmp_path / "kernel").touch()
-    with ToyRun(tmp_path, steps=80, ranks=1).start("n1", "n2", nodes=1, spares=1) as run:
-        run.wait_for(lambda: run.step_of("n1", 0) > 5 or run.step_of("n2", 0) > 5)
+    with ToyRun(tmp_path, steps=450, ranks=1).start("n1", "n2", nodes=1, spares=1) as run:
+        run.wait_for(lambda: len(run.rows("node")) == 2 and run.rows("first_step"))
         begun = time.time()
         with open(tmp_path / "kernel", "a") as kernel:  # both nodes of this machine read it; one of them trains
             kernel.write(UE)

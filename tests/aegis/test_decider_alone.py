@@ -95,6 +95,97 @@ def test_a_disk_that_fails_on_one_node_alone_is_exchanged_and_a_file_server_is_n
     assert [row["action"] for row in rows(maker, "decision")] == action
 
 
+@pytest.mark.parametrize("old", [0.0, 1400.0, 90_000.0])
+def test_sure_evidence_is_the_cause_whatever_its_clock_says(maker, old):
+    """Kernel lines have the time since the boot; a clock that is set, or a recorded line, makes them look old."""
+    maker.see(Evidence(time.time() - old, "n2", "kernel", "uncorrectable hardware error", rule="ras_ue"), 1)
+    maker.since -= decider.SETTLE_SECONDS + decider.EXPLAIN_SECONDS
+    maker.in_settle()
+    assert [(row["cause"], row["node"]) for row in rows(maker, "diagnosis")] == [("ras_ue", "n2")]
+    assert [row["action"] for row in rows(maker, "decision")] == ["exchange"]
+
+
+def test_an_alert_speaks_amds_code_of_the_cause(maker, monkeypatch):
+    told = []
+    monkeypatch.setattr(maker.alerts, "send", lambda text, level, **facts: told.append(facts))
+    maker.look(Evidence(time.time(), "n2", "kernel", "uncorrectable hardware error", rule="ras_ue"))
+    maker.judge(maker.symptom, alive=False)
+    assert (told[0]["cause"], told[0]["safe_code"]) == ("ras_ue", "008")
+
+
+def test_an_agent_that_was_killed_while_its_ranks_are_ended_is_told_again(maker):
+    maker.judge(Evidence(time.time(), "n1", "exit", "ended", 0, None, {"exit_code": 1}), alive=False)
+    assert maker.phase == "stop" and maker.stopping == {"n1", "n2"}
+    link = Wire()
+    maker.links.add(link)
+    new = {"node": "n2", "address": "10.0.0.1", "pid": 7, "generation": 0, "running": [], "codes": {}, "over": None}
+    maker.peers["n2"].pid = 6
+    maker.links.discard(maker.peers["n2"].link)  # its connection has ended with it
+    maker.joined(link, {"kind": "join", **new, "asked": []})
+    assert [(each["kind"], each["generation"]) for each in link.sent] == [("stop", 1)]
+    for node in ("n1", "n2"):
+        maker.on_ended(maker.peers[node], {"generation": 1, "survivors": []})
+    maker.in_stop()
+    assert maker.phase == "delay" and maker.cluster.out == {}
+
+
+def test_a_node_with_broken_hardware_does_not_come_back_with_the_end_of_its_processes(maker):
+    maker.leave_out("n2", "ras_ue", broken=True)
+    maker.on_free(maker.peers["n2"], {})
+    maker.leave_out("n1", "unkillable", broken=False)
+    maker.on_free(maker.peers["n1"], {})
+    assert maker.cluster.out == {"n2": "ras_ue"}
+
+
+def test_a_decision_maker_killed_right_after_a_decision_knows_which_node_it_left_out(maker):
+    maker.note("diagnosis", cause="ras_ue", node="n2", rank=None, fingerprint="ras_ue on n2")
+    maker.note("decision", **Decision("exchange", "broken", ("n2",)).to_json())
+    again = Decider(maker.settings, b"s" * 32, None)
+    assert again.cluster.out == {"n2": "ras_ue"}
+    again.journal.close()
+
+
+def test_heartbeats_that_arrive_while_the_decision_maker_is_held_count(maker, monkeypatch):
+    """As by a file server that does not answer a write of the journal."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(maker, "exchange_messages", lambda timeout: None)
+    monkeypatch.setattr(maker.alerts, "poll", lambda: now.__setitem__(0, now[0] + 60.0) or [])
+    for peer in maker.peers.values():
+        peer.beat = 99.0
+    maker.tick()
+    assert len(maker.peers) == 3 and not rows(maker, "symptom")
+
+
+def test_the_time_of_an_exit_is_that_of_this_clock(maker):
+    at = time.time()
+    maker.on_exit(maker.peers["n2"], {"generation": 1, "rank": 1, "code": -9, "time": at - 3600, "offset": 3600.0})
+    assert [row["evidence"]["time"] for row in rows(maker, "symptom")] == [at]
+
+
+def test_too_few_nodes_after_a_failure_are_a_requeue_where_that_is_asked_for(maker, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    asked = []
+    monkeypatch.setattr(slurm, "requeue", lambda job, out: asked.append(job) or (True, ""))
+    maker.settings = dataclasses.replace(maker.settings, requeue=True)
+    del maker.peers["n2"], maker.peers["n3"]
+    maker.patience = decider.REJOIN_SECONDS
+    maker.to("wait")
+    maker.in_wait()
+    assert not asked
+    maker.since -= decider.REJOIN_SECONDS + 1
+    maker.in_wait()
+    assert asked == ["7"] and maker.code == 0
+    assert [row["action"] for row in rows(maker, "decision")] == ["requeue"]
+
+
+def test_a_run_that_hangs_until_it_is_given_up_ends_with_the_code_of_a_hang(maker):
+    assert maker.failed_code() == 1
+    maker.note("diagnosis", cause="hang", node="n2", rank=1, fingerprint="hang of rank 1")
+    maker.note("decision", **Decision("stop", "hangs").to_json())
+    assert maker.failed_code() == 100
+
+
 def test_a_disk_that_fails_changes_nothing_where_no_spare_is_left(maker):
     del maker.peers["n3"]
     maker.see(Evidence(time.time() - decider.PROBE_SECONDS, "n2", "storage", "Input/output error", rule="eio"), 1)

@@ -296,3 +296,9 @@ def test_a_message_like_that_of_a_mistake_is_none_if_its_rank_leaves_with_anothe
     asked = [line, seen(9.9, "loss_spike", "n2", 1), seen(11.0, None, rank=0, source="exit", exit_code=76)]
     assert diagnosis(asked, RULES).cause == "loss_spike"
     assert diagnosis([line, seen(11.0, None, rank=0, source="exit", exit_code=1)], RULES).cause == "rank_failed"
+
+
+def test_a_fingerprint_holds_no_secret():
+    line = Evidence(1.0, "n1", "rank", "RuntimeError: password=hunter22 refused", 0, "traceback")
+    said = diagnosis([line], RULES)
+    assert said.cause == "traceback" and "hunter22" not in said.fingerprint

@@ -2,6 +2,7 @@
 """The journal survives kills of its writer, and evidence its way over the network."""
 
 import json
+import resource
 
 import pytest
 
@@ -48,3 +49,31 @@ def test_evidence_is_the_same_after_json():
 def test_a_text_of_any_bytes_can_be_shown():
     assert printable(b"\x1b[31mred\x00\xff\n") == "[31mred �"
     assert len(printable("x" * 10_000_000)) == TEXT
+
+
+def test_the_words_of_a_command_and_named_values_hold_no_secret_either(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    journal.write("begin", 0, command=["train", "--password", "hunter22", "--lr", "0.1"])
+    said = Evidence(1.0, "n1", "rank", "refused", values={"api_token": "abcdef0123", "seconds": 3}).to_json()
+    journal.write("symptom", 1, evidence=said)
+    begin, symptom = read(path)
+    assert begin["command"] == ["train", "--password", "<removed>", "--lr", "0.1"]
+    assert symptom["evidence"]["values"] == {"api_token": "<removed>", "seconds": 3}
+
+
+def test_a_full_disk_keeps_the_lines_and_ends_nothing(tmp_path, capsys):
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))  # the kernel writes a part of the line, then refuses
+    try:
+        for step in range(3):
+            assert journal.write("first_step", 1, step=step)["step"] == step
+        assert path.stat().st_size == 100 and len(list(read(path))) < 3
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    journal.write("end", 1, code=0, reason="done")
+    assert [row.get("step") for row in read(path)] == [0, 1, 2, None]
+    assert capsys.readouterr().err.count("the journal cannot be written (File too large)") == 1
+    journal.close()

@@ -177,3 +177,17 @@ def test_the_secret_is_made_once_and_for_its_user_alone(tmp_path):
     path.touch(0o600)
     with pytest.raises(ValueError, match="holds 0 bytes"):
         link.read_secret(path)
+
+
+@pytest.mark.parametrize("server", [True, False])
+def test_a_stranger_writes_no_escape_sequences_to_the_terminal(server):
+    listening = link.listen("127.0.0.1", 0)
+    stranger = link.connect(*listening.getsockname())
+    listening.setblocking(True)
+    end = link.Link(listening.accept()[0], SECRET, server=server)
+    stranger.sendall(b"refused \x1b]0;owned\x07\x1b[2J\n")
+    with pytest.raises(LinkError) as error:
+        received(end)
+    assert str(error.value).isprintable() and "owned" in str(error.value)
+    for each in (listening, stranger, end.socket):
+        each.close()

@@ -63,6 +63,7 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path, capsys):
     rows = [begin(0) | {"command": ["zaya", "\x1b[2J"]}, attempt(0, 1), first_step(2, 1)]
     rows += failure(9, 9, "\x1b[31mred", "restart", 3, 8)
     rows[3]["evidence"]["text"] = "\x07\x1b]0;title\x07"
+    rows += [row(12, "decision", action="\x1b[1mwatch", reason="x")]
     run = write(tmp_path / "run", [*rows, row(10, "node", node="\x9b2J", state="out", reason="\r\n")])
     assert cli.main(["aegis", "report", str(run)]) == 0
     assert all(letter.isprintable() or letter == "\n" for letter in capsys.readouterr().out)

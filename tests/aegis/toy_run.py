@@ -55,6 +55,18 @@ print("rank", rank, "leaves at step", step, {name: os.environ[name] for name in 
 sys.exit(75 if ended else 0)
 """
 
+# A launcher of another program, as primus-cli or `zaya curriculum`: started once on a node, it starts the ranks by itself.
+LAUNCHER = """
+import os, subprocess, sys
+here, node = int(os.environ["GPUS_PER_NODE"]), int(os.environ["NODE_RANK"])
+world = str(here * int(os.environ["NNODES"]))
+ranks = []
+for local in range(here):
+    named = {"RANK": str(node * here + local), "LOCAL_RANK": str(local), "WORLD_SIZE": world}
+    ranks.append(subprocess.Popen(sys.argv[1:], env={**os.environ, **named}))
+sys.exit(1 if any([rank.wait() for rank in ranks]) else 0)
+"""
+
 
 def free_port() -> int:
     with socket.socket() as sock:
@@ -83,12 +95,12 @@ class ToyRun:
         for folder in self.home.glob("zaya_aegis_*"):
             processes.kill_all(folder, 2.0)
 
-    def start(self, *names: str, nodes: int = 1, spares: int = 0) -> ToyRun:
-        """Start `zaya aegis run` for these nodes; the first one of all gets the decision maker."""
+    def start(self, *names: str, nodes: int = 1, spares: int = 0, out: int | None = None) -> ToyRun:
+        """Start `zaya aegis run` for these nodes; the first one of all gets the decision maker. out: an open file."""
         for name in names:
             if self.nodes:
                 self.wait_for(lambda: self.rows("decider"))
-            command = [sys.executable, "-m", "zaya_plugin.aegis.run", "--node", name, "--nodes", str(nodes)]
+            command = [sys.executable, "-m", "zaya_plugin.cli", "aegis", "run", "--node", name, "--nodes", str(nodes)]
             command += ["--spares", str(spares), "--decider", f"127.0.0.1:{self.port}", "--dir", str(self.folder)]
             command += [
                 "--ranks-per-node",
@@ -98,10 +110,15 @@ class ToyRun:
                 "--kernel-log",
                 str(self.home / "kernel"),
             ]
-            command += [*self.options, "--", sys.executable, "-c", RANK, str(self.home), str(self.steps)]
-            with open(self.home / f"{name}.out", "ab") as out:
+            launcher = [sys.executable, "-c", LAUNCHER] if "node" in self.options else []
+            command += [*self.options, "--", *launcher, sys.executable, "-c", RANK, str(self.home), str(self.steps)]
+            with open(self.home / f"{name}.out", "ab") as told:
                 self.nodes[name] = subprocess.Popen(
-                    command, stdout=out, stderr=subprocess.STDOUT, env=self.environment, start_new_session=True
+                    command,
+                    stdout=told if out is None else out,
+                    stderr=subprocess.STDOUT,
+                    env=self.environment,
+                    start_new_session=True,
                 )
         return self
 

@@ -4,6 +4,7 @@
 Needs a checkout: ZAYA_MEGATRON_LM=<directory of Megatron-LM, 0.19 or 0.20>.
 """
 
+import json
 import os
 import shlex
 import subprocess
@@ -109,3 +110,13 @@ def test_a_pipeline_of_two(checkout, tmp_path, corpus):
     own = train(tmp_path / "own", corpus, *overrides, "nproc=2").steps()
     guest, _ = pretrain_gpt(checkout, tmp_path / "guest", corpus, *overrides, ranks=2)
     assert guest["lm loss"] == float32({step: row["loss"] for step, row in own.items()})
+
+
+def test_the_supervisor_of_a_node_sees_the_steps_of_the_script(checkout, tmp_path, corpus):
+    """The heartbeat of the guest in Megatron's own loop, with a validation and two saves."""
+    folder = tmp_path / "beats"
+    folder.mkdir()
+    pretrain_gpt(checkout, tmp_path / "run", corpus, *SIX, ranks=2, environment={**CPU, "ZAYA_AEGIS_DIR": str(folder)})
+    for rank in range(2):
+        beat = json.loads((folder / f"rank{rank}.json").read_text())
+        assert (beat["phase"], beat["step"]) == ("end", 6) and 0 < beat["step_seconds"] < 60

@@ -7,15 +7,18 @@ ranks end with it; the agent that `zaya aegis run` then starts kills those that 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import json
+import errno
 import os
+import queue
 import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from dataclasses import dataclass, replace
@@ -24,8 +27,9 @@ from typing import Any
 
 from zaya_plugin.aegis import link, processes
 from zaya_plugin.aegis.collectors.of_node import NodeCollectors
+from zaya_plugin.aegis.collectors.progress import read_beats
 from zaya_plugin.aegis.collectors.rank_logs import stamp
-from zaya_plugin.aegis.evidence import Evidence
+from zaya_plugin.aegis.evidence import Evidence, say
 from zaya_plugin.aegis.exit_codes import meaning
 from zaya_plugin.aegis.rules import Reader, Rules
 from zaya_plugin.aegis.settings import Settings, is_train
@@ -40,15 +44,20 @@ ALONE_SECONDS = 900.0  # without ranks and without a decision maker: a whole job
 DUMP_SECONDS = 2.0  # for stacks and flight recorders
 UNKILLABLE_SECONDS = 5.0
 LOG_BYTES = 2**20  # of a log that are read at a time
+LAST_LOG_SECONDS = 2.0  # for the last lines of a process that has ended
 EVIDENCE = 200  # lines of evidence in one message
 LIBC = ctypes.CDLL(None)
 VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+WRONG_COMMAND = (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR, errno.EISDIR)
 OUTER = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @dataclass
 class Process:
-    """One started command. rank: of the process, or of the node. log: where its output goes; read: bytes that were."""
+    """One started command. rank: of the process, or of the node. log: where its output goes; read: bytes that were.
+
+    ended: when its end was seen. whole: whether its log was read to the end after that. code: once both are known.
+    """
 
     rank: int
     popen: subprocess.Popen
@@ -56,6 +65,8 @@ class Process:
     reader: Reader
     read: int = 0
     part: bytes = b""
+    ended: float | None = None
+    whole: bool = False
     code: int | None = None
 
 
@@ -79,6 +90,8 @@ class Agent:
         self._passed = 0  # signals that were passed on
         self._kernel = Reader(self.rules, "kernel", settings.node)
         self._survivors: list[int] = []
+        self._logs: queue.Queue[tuple[Process, bytes, bool]] = queue.Queue(maxsize=16)  # bytes, and whether the last
+        self._look = threading.Event()  # at the logs, now
         self.collectors = NodeCollectors(
             settings.node,
             storage=[path for path in (settings.folder, settings.checkpoints) if path is not None],
@@ -90,6 +103,7 @@ class Agent:
     def run(self) -> int:
         """Work until the decision maker ends the run."""
         adopt_orphans()
+        threading.Thread(target=self._read_logs, name="logs", daemon=True).start()
         processes.kill_all(self.folder, UNKILLABLE_SECONDS)  # of an agent that was killed here
         wake, sleep = os.pipe()
         os.set_blocking(wake, False)
@@ -178,16 +192,13 @@ class Agent:
 
     def _say(self, text: str) -> None:
         if text != self._said:
-            print(f"zaya aegis: {self.settings.node}: {text}", file=sys.stderr, flush=True)
+            say(f"{self.settings.node}: {text}")
         self._said = text
 
     def _obey(self, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if kind == "beat":
-            trip = time.time() - message["echo"]
-            if 0 <= trip <= self._trip:
-                self._trip, self.offset = trip, message["time"] + trip / 2 - time.time()
-            self._trip *= 1.05  # clocks drift: an old measurement gives way to a slightly worse new one
+            self._measure_offset(time.time(), message["echo"], message["time"])
         elif kind == "ask":
             self._next_beat = 0.0
         elif kind == "port":
@@ -203,13 +214,22 @@ class Agent:
         elif kind == "end":
             self.code = message["code"]
 
+    def _measure_offset(self, now: float, sent: float, theirs: float) -> None:
+        """Take the offset to the decision maker's clock from one answer; the quickest answer knows it best."""
+        trip = now - sent
+        if trip < 0:  # this clock was set back meanwhile
+            return
+        offset = theirs + trip / 2 - now
+        if trip <= self._trip or abs(offset - self.offset) > trip + self._trip:  # further off: a clock was set
+            self._trip, self.offset = trip, offset
+        self._trip *= 1.05  # clocks drift: an old measurement gives way to a slightly worse new one
+
     def _beat_if_due(self) -> None:
         if time.monotonic() >= self._next_beat:
             self._beat()
 
     def _beat(self) -> None:
-        ranks = {process.rank: heartbeat(self.folder, process.rank) for process in self.processes}
-        ranks = {rank: beat for rank, beat in ranks.items() if beat}
+        ranks = read_beats(self.folder)
         starts = len(ranks) < len(self._running()) or any(beat.get("phase") != "train" for beat in ranks.values())
         self._next_beat = time.monotonic() + (START_BEAT_SECONDS if starts else BEAT_SECONDS)
         self._send("beat", time=time.time(), offset=self.offset, generation=self.generation, ranks=ranks)
@@ -244,16 +264,17 @@ class Agent:
         for path in self.folder.iterdir():  # heartbeats of the attempt before
             path.unlink()
         logs = self.settings.folder / f"attempt_{self.generation}"
-        logs.mkdir(parents=True, exist_ok=True)
         ranks = range(message["first_rank"], message["first_rank"] + self.settings.ranks_per_node)
         names = list(ranks) if self.settings.each == "rank" else [message["node_rank"]]
+        command = runnable(message["command"])
         try:
+            logs.mkdir(parents=True, exist_ok=True)
             for local, number in enumerate(names):
                 environment = self._environment(message, local, number)
                 log = logs / (f"rank{number}.log" if self.settings.each == "rank" else f"node{number}.log")
                 with open(log, "ab") as out:
                     popen = subprocess.Popen(
-                        runnable(message["command"]),
+                        command,
                         env=environment,
                         stdin=subprocess.DEVNULL,
                         stdout=out,
@@ -266,14 +287,22 @@ class Agent:
                 reader = Reader(self.rules, "rank", self.settings.node, rank)
                 self.processes.append(Process(number, popen, log, reader))
         except OSError as error:
-            text = f"{message['command'][0]} cannot be started: {error}"
-            values = {"exit_code": 127 if isinstance(error, FileNotFoundError) else 126}
-            self._tell(Evidence(time.time(), self.settings.node, "exit", text, names[0], None, values))
-            self._send("exit", generation=self.generation, rank=names[0], code=values["exit_code"], time=time.time())
+            self._cannot_start(command, names[0], error)
         expected = ranks if self.settings.each == "rank" and is_train(self.settings.command) else ()
         self.collectors.watch(self.folder, {}, expected)  # logs: this agent reads them, with the tracebacks' frames
         self._say(f"attempt {self.generation}: {len(self.processes)} started")
         self._send("started", generation=self.generation, pids=[process.popen.pid for process in self.processes])
+
+    def _cannot_start(self, command: list[str], rank: int, error: OSError) -> None:
+        """Tell why the ranks were not started. A command that is absent is the user's mistake; a full disk is not."""
+        now, text = time.time(), f"{command[0]} cannot be started: {error}"
+        wrong = error.filename == command[0] and error.errno in WRONG_COMMAND
+        code = (127 if isinstance(error, FileNotFoundError) else 126) if wrong else 1
+        for found in [] if wrong else Reader(self.rules, "rank", self.settings.node).read(text, now):
+            self._tell(found)
+        self._tell(Evidence(now, self.settings.node, "exit", text, rank, None, {"exit_code": code}))
+        self._send_evidence()
+        self._send_exit(rank, code, now)
 
     def _environment(self, message: dict[str, Any], local: int, number: int) -> dict[str, str]:
         here = self.settings.ranks_per_node
@@ -302,44 +331,72 @@ class Agent:
         return variables
 
     def _poll(self) -> None:
-        """Read what the ranks wrote, and take note of those that have ended."""
-        for process in self.processes:
-            ended = process.code is None and process.popen.poll() is not None
-            if process.code is None:
-                self._read_log(process, last=ended)
-            if ended:
-                process.code = process.popen.returncode
-                now = time.time()
-                self._beat()  # with its last step
-                if process.code:
-                    beat = heartbeat(self.folder, process.rank) or {}
-                    values = {"exit_code": process.code} | ({"step": beat["step"]} if "step" in beat else {})
-                    text = f"ended with exit code {process.code}: {meaning(process.code).text}"
-                    rank = process.rank if self.settings.each == "rank" else None
-                    if self.stopping is None:
-                        self._tell(Evidence(now, self.settings.node, "exit", text, rank, None, values))
-                        self._send_evidence()
-                self._send("exit", generation=self.generation, rank=process.rank, code=process.code, time=now)
+        """Take what the ranks wrote, and take note of those that have ended."""
+        self._take_logs()
+        for process in self._running():
+            now = time.monotonic()
+            if process.ended is None and process.popen.poll() is not None:
+                process.ended = now
+                self._look.set()
+            if process.ended is not None and (process.whole or now - process.ended > LAST_LOG_SECONDS):
+                self._has_ended(process)
         processes.reap()
 
-    def _read_log(self, process: Process, last: bool) -> None:
+    def _has_ended(self, process: Process) -> None:
+        process.code = process.popen.returncode
+        now = time.time()
+        self._beat()  # with its last step
+        if process.code and self.stopping is None:
+            beat = read_beats(self.folder).get(process.rank, {}) if self.settings.each == "rank" else {}
+            values = {"exit_code": process.code} | ({"step": beat["step"]} if "step" in beat else {})
+            text = f"ended with exit code {process.code}: {meaning(process.code).text}"
+            rank = process.rank if self.settings.each == "rank" else None
+            self._tell(Evidence(now, self.settings.node, "exit", text, rank, None, values))
+            self._send_evidence()
+        self._send_exit(process.rank, process.code, now)
+
+    def _send_exit(self, rank: int, code: int, at: float) -> None:
+        self._send("exit", generation=self.generation, rank=rank, code=code, time=at, offset=self.offset)
+
+    def _read_logs(self) -> None:
+        """Read the logs, in a thread: a file server that does not answer must hold no heartbeat of this node."""
         while True:
-            with open(process.log, "rb") as file:
-                file.seek(process.read)
-                data = file.read(LOG_BYTES)
-            process.read += len(data)
+            full = False
+            for process in [process for process in self.processes if not process.whole]:
+                ended, data = process.ended is not None, b""
+                with contextlib.suppress(OSError):  # the log was removed, or its disk fails
+                    with open(process.log, "rb") as file:
+                        file.seek(process.read)
+                        data = file.read(LOG_BYTES)
+                process.read += len(data)
+                full |= len(data) == LOG_BYTES
+                last = ended and len(data) < LOG_BYTES
+                if data or last:
+                    self._logs.put((process, data, last))
+            if not full:
+                self._look.wait(POLL_SECONDS)
+                self._look.clear()
+
+    def _take_logs(self) -> None:
+        """Look for evidence in what was read, a part at a time."""
+        for _ in range(self._logs.maxsize):
+            try:
+                process, data, last = self._logs.get_nowait()
+            except queue.Empty:
+                return
+            if not any(process is each for each in self.processes):  # of the attempt before
+                continue
+            process.whole |= last
             if process.rank == 0 and data:
                 _show(data)
             lines = (process.part + data).split(b"\n")
-            process.part = b"" if last and len(data) < LOG_BYTES else lines.pop()[-LOG_BYTES:]
+            process.part = b"" if last else lines.pop()[-LOG_BYTES:]
             now = time.time()
             for line in lines:
                 if found := process.reader.read(line, now):
                     at = stamp(line[:200].decode(errors="replace"), now)
                     for each in found:
                         self._tell(replace(each, time=at))
-            if len(data) < LOG_BYTES or not last:
-                return
 
     def _tell(self, evidence: Evidence) -> None:
         self._evidence.append(evidence)
@@ -384,6 +441,9 @@ class Agent:
             return
         left = processes.kill_all(self.folder, UNKILLABLE_SECONDS, self._beat_if_due)
         self._poll()
+        while any(process.ended is not None for process in self._running()):  # until their last lines are read
+            time.sleep(processes.POLL)
+            self._poll()
         for pid in left:
             text = f"process {pid} is in state {processes.state(pid)} and survives SIGKILL"
             rank = next((process.rank for process in self.processes if process.popen.pid == pid), None)
@@ -400,8 +460,7 @@ class Agent:
         itself in a heartbeat knows the signal: it would end others, such as a shell around the rank.
         """
         ours = set(processes.below(self.folder))  # a number in a file may be another process's by now
-        beats = {process.rank: heartbeat(self.folder, process.rank) or {} for process in self._running()}
-        asked = {rank: beat["pid"] for rank, beat in beats.items() if beat.get("pid") in ours}
+        asked = {rank: beat["pid"] for rank, beat in read_beats(self.folder).items() if beat.get("pid") in ours}
         before = {rank: self._dumped(rank) for rank in asked}
         self.collectors.flight_recorder.ask()
         processes.send(list(asked.values()), signal.SIGUSR1)
@@ -437,15 +496,6 @@ def end_with_agent() -> None:
 def runnable(command: list[str]) -> list[str]:
     """Return the words to start: `zaya` is that of this Python, also where no such program is on the path."""
     return [sys.executable, "-m", "zaya_plugin.cli", *command[1:]] if command[0] == "zaya" else command
-
-
-def heartbeat(folder: Path, rank: int) -> dict[str, Any] | None:
-    """Return what a rank wrote last about its progress; None: nothing, or it is just being written."""
-    try:
-        found = json.loads((folder / f"rank{rank}.json").read_text(errors="replace"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _show(data: bytes) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.aegis.evidence import printable
+from zaya_plugin.aegis.evidence import printable, say
 from zaya_plugin.parent_death import die_with_parent
 from zaya_plugin.run.secrets import without_secrets
 
@@ -174,7 +174,7 @@ class Alerts:
             self._said.add(channel)
             what = {"hook": "--hook", "wandb": "W&B"}.get(channel, channel)
             text = f"an alert was not delivered by {what}: {problem}; said once, the journal has each"
-            print(f"zaya aegis: {text}", file=sys.stderr, flush=True)
+            say(text)
 
 
 def environment(environ: Mapping[str, str], kept: re.Pattern = FOR_HOOK) -> dict[str, str]:

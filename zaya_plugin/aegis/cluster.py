@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OUT = "out"  # a node that this run does not use any more
-LONG = 1800.0  # seconds of an attempt without heartbeats (another program's) after which failures before do not count
+LONG = 1800.0  # seconds of an attempt of another program after which failures before do not count
 
 
 @dataclass(frozen=True)
 class Failure:
     """A diagnosis upon which ranks were ended or a link was waited for.
 
-    step: the last step of the attempt, None: it made none. best: the last step that the run has ever made.
+    step: the last step of the attempt, None: it made none. best: stage and last step that the run has ever made.
     seconds: since the attempt's start.
     """
 
@@ -30,7 +30,7 @@ class Failure:
     rank: int | None
     fingerprint: str
     step: int | None
-    best: int
+    best: tuple[int, int]
     seconds: float = 0.0
 
 
@@ -44,6 +44,7 @@ class Cluster:
     trained: whether an attempt has started before, so that the next one continues. since: the start of the attempt.
     out: nodes that are not used any more, and why.
     step: the last step of this attempt; first_step: the first one; best: the last one ever; checkpoints: their steps.
+    stages: whether steps may begin anew, as in a curriculum; stage: how often they have.
     skips: first and last steps whose data are left out, by roll backs.
     pending: the decision that was not carried out yet. asked: the run was asked to end.
     """
@@ -53,6 +54,8 @@ class Cluster:
     group: int = 1
     restarts: int = 10
     requeue: bool = False
+    stages: bool = False
+    stage: int = 0
     begun: bool = False
     ended: bool = False
     command: list[str] = field(default_factory=list)
@@ -92,8 +95,11 @@ class Cluster:
     @property
     def barren(self) -> list[Failure]:
         """The failures since the last new step of the run, the latest last."""
-        found = [failure for failure in self.failures if failure.best >= self.best]
-        last = max((i for i, one in enumerate(found) if one.step is None and one.seconds > LONG), default=0)
+        found = [failure for failure in self.failures if failure.best >= (self.stage, self.best)]
+        # The steps of another program may be those of its next stage, or not be told.
+        last = max(
+            (i for i, one in enumerate(found) if one.seconds > LONG and (self.stages or one.step is None)), default=0
+        )
         return found[last:]
 
     def before(self, step: int | None) -> int | None:
@@ -102,7 +108,7 @@ class Cluster:
 
     def _on_begin(self, row: dict[str, Any]) -> None:
         # A person has started the command again: earlier failures, and nodes that were taken out, do not count.
-        fresh = Cluster(self.wanted, self.sizes, self.group, self.restarts, self.requeue)
+        fresh = Cluster(self.wanted, self.sizes, self.group, self.restarts, self.requeue, self.stages)
         fresh.generation, fresh.checkpoints, fresh.best = self.generation, self.checkpoints, self.best
         fresh.trained, fresh.skips = self.best > 0, self.skips  # what was left out stays out, or the losses change
         self.__dict__.update(fresh.__dict__)
@@ -129,6 +135,8 @@ class Cluster:
         self._on_progress(row)
 
     def _on_progress(self, row: dict[str, Any]) -> None:
+        if self.stages and self.step is not None and row["step"] < self.step:
+            self.stage, self.best = self.stage + 1, 0
         self.step, self.best = row["step"], max(self.best, row["step"])
         self.step_seconds = row.get("step_seconds") or self.step_seconds
 
@@ -154,11 +162,12 @@ class Cluster:
                 said["rank"],
                 said["fingerprint"],
                 self.step,
-                self.best,
+                (self.stage, self.best),
                 row["time"] - self.since,
             )
         )
         self.pending, self.running = row, False
+        self.out |= dict.fromkeys(row.get("nodes_out") or (), said["cause"])
         self.turns += said["cause"] == "rerun_other_gpu"
         if row.get("skip") and tuple(row["skip"]) not in self.skips:
             self.skips.append(tuple(row["skip"]))

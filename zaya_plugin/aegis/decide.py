@@ -71,6 +71,8 @@ def decide(said: Diagnosis, cluster: Cluster, rule: Rule | None, alive: bool = F
     if said.cause == "rerun_other_gpu" and not cluster.spares:
         where = "nodes change places" if len(cluster.nodes) > 1 else "ranks change devices"
         return Decision("restart", f"Megatron asks for another GPU: {where}", delay=_delay(cluster))
+    if said.cause == "rerun_persistent":
+        return _exchange_suspect(said, cluster)
     if action == "exchange":
         if said.confidence != "weak" or _again(said, cluster):
             return _exchange(said, cluster, f"{said.cause} on {said.node} ({said.confidence})")
@@ -132,6 +134,17 @@ def _exchange(said: Diagnosis, cluster: Cluster, why: str, nodes: tuple[str, ...
     if cluster.requeue:
         return Decision("requeue", f"{why}: {left} nodes are left, too few; SLURM starts the job again", nodes)
     return _restart(cluster, f"{why}: no other node is there")
+
+
+def _exchange_suspect(said: Diagnosis, cluster: Cluster) -> Decision:
+    """Megatron's verdict comes from the rank that repeated the step well: the node that asked for it is broken."""
+    asked = [failure.node for failure in cluster.failures if failure.cause == "rerun_other_gpu" and failure.node]
+    if not asked:
+        return _restart(cluster, f"{said.cause}, and it is not known on which node the step was wrong")
+    why = f"{said.cause}: another GPU than that of {asked[-1]} computes the right result"
+    if asked[-1] in cluster.nodes:
+        return _exchange(said, cluster, why, (asked[-1],))
+    return Decision("restart", f"{why}; it is out, and the others train on", (asked[-1],), _delay(cluster))
 
 
 def _exchange_group(said: Diagnosis, cluster: Cluster) -> Decision:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import signal
 import socket
@@ -27,10 +28,10 @@ from zaya_plugin.aegis.alerts import Alerts
 from zaya_plugin.aegis.cluster import OUT, Cluster
 from zaya_plugin.aegis.collectors.flight_recorder import missing
 from zaya_plugin.aegis.collectors.progress import slow_ranks
-from zaya_plugin.aegis.decide import GONE, decide
+from zaya_plugin.aegis.decide import GONE, Decision, decide
 from zaya_plugin.aegis.diagnose import LOOKBACK, UNKNOWN, Diagnosis, diagnosis
-from zaya_plugin.aegis.evidence import Evidence
-from zaya_plugin.aegis.exit_codes import meaning
+from zaya_plugin.aegis.evidence import Evidence, say
+from zaya_plugin.aegis.exit_codes import HANG, meaning
 from zaya_plugin.aegis.journal import Journal, read, without_secrets_in
 from zaya_plugin.aegis.nodes import Nodes
 from zaya_plugin.aegis.rules import Rules
@@ -49,6 +50,7 @@ REJOIN_SECONDS = 30.0  # until those of a later one must, before it starts with 
 PROGRESS_SECONDS = 60.0  # between two lines of progress in the journal
 SAVE_SECONDS = 600.0  # for the other ranks, once one has saved and left
 RETURN = ("node_lost", "agent_lost")  # causes upon which a node may be used again when it answers
+FLUSH_SECONDS = 2.0  # between two tries to write lines of the journal for which the disk had no room
 PROBE_SECONDS = 3.0  # in which the storage probes of other nodes tell a broken disk or mount from a broken file server
 # A rank is slow if it is slower than its peers in each comparison of so many steps and seconds; heartbeats come every 2 s.
 SLOW_STEPS, SLOW_SECONDS = 5, 6.0
@@ -75,7 +77,10 @@ class Decider:
     def __init__(self, settings: Settings, secret: bytes, listening: socket.socket):
         self.settings, self.secret, self.listening = settings, secret, listening
         self.rules = Rules.load(settings.rules)
-        self.cluster = Cluster(settings.nodes, settings.sizes, settings.group, settings.restarts, settings.requeue)
+        stages = not is_train(settings.command)
+        self.cluster = Cluster(
+            settings.nodes, settings.sizes, settings.group, settings.restarts, settings.requeue, stages
+        )
         before = list(read(settings.journal)) if settings.journal.exists() else []
         self.cluster.replay(before)
         self.journal = Journal(settings.journal)
@@ -96,7 +101,7 @@ class Decider:
         self.slowest = 0.0
         self.stepped = time.time()  # when the last step was seen
         self.hanging: Evidence | None = None  # of a hang while something is waited for
-        self._next_progress = self._next_words = 0.0
+        self._next_progress = self._next_words = self._next_flush = 0.0
         self._ridden: set[tuple[str, str | None]] = set()
         self._slow: dict[int, tuple[int, float]] = {}  # rank -> the step and the time from which on it is slow
         self._told: set[tuple[str, str, int | None]] = set()  # in this attempt
@@ -139,11 +144,16 @@ class Decider:
 
     def tick(self) -> None:
         """Take messages, then act by the phase."""
+        # Heartbeats that arrive while this process is held, as by a file server, are read in the next tick.
+        begun = time.monotonic()
         self.exchange_messages(0.1)
         self.drains.poll()
+        if self.journal.left and time.monotonic() > self._next_flush:
+            self._next_flush = time.monotonic() + FLUSH_SECONDS
+            self.journal.flush()
         self.note_alerts(self.alerts.poll())
         for node, peer in list(self.peers.items()):
-            if time.monotonic() - peer.beat > LOST_SECONDS:
+            if begun - peer.beat > LOST_SECONDS:
                 self.lose(node, f"silent for {LOST_SECONDS:.0f} s")
         getattr(self, f"in_{self.phase}")()
 
@@ -165,10 +175,6 @@ class Decider:
         for text, delivered in done:
             if delivered:
                 self.note("alert", text=text, delivered=delivered)
-
-    def say(self, text: str) -> None:
-        """Print a line for a person."""
-        print(f"zaya aegis: {text}", file=sys.stderr, flush=True)
 
     def exchange_messages(self, timeout: float) -> None:
         """Wait for messages and handle all that have arrived."""
@@ -210,7 +216,7 @@ class Decider:
         self.links.discard(connection)
         peer = self.by_link.pop(connection, None)
         if not reason.startswith("closed"):
-            self.say(f"refused {peer.node if peer else connection.peer}: {reason}")
+            say(f"refused {peer.node if peer else connection.peer}: {reason}")
             connection.refuse(reason)
         connection.close()
         if self.code is not None and peer is not None and self.peers.get(peer.node) is peer:
@@ -255,6 +261,8 @@ class Decider:
             self.on_asked(peer, {"number": message["asked"][0], "times": 1})
         if message["over"] is not None:
             self.on_ended(peer, message["over"])
+        if self.phase == "stop" and node in self.stopping:  # it was killed, or what it was told is lost
+            self.tell(peer, "stop", generation=self.cluster.generation, grace=self.grace())
         if node not in self.cluster.nodes or not self.cluster.running:
             if peer.running and self.phase not in ("adopt", "stop"):
                 self.tell(peer, "stop", generation=peer.generation, grace=0)
@@ -279,7 +287,8 @@ class Decider:
             self.compare_ranks()
 
     def on_free(self, peer: Peer, message: dict[str, Any]) -> None:
-        self.note("node", node=peer.node, state="back", reason="the processes that survived SIGKILL have ended")
+        if self.cluster.out.get(peer.node) in GONE:  # and not for broken hardware beside it
+            self.note("node", node=peer.node, state="back", reason="the processes that survived SIGKILL have ended")
 
     def on_port(self, peer: Peer, message: dict[str, Any]) -> None:
         if self.phase == "port" and peer.node == self.order[0] and message["generation"] == self.cluster.generation + 1:
@@ -290,7 +299,7 @@ class Decider:
 
     def on_exit(self, peer: Peer, message: dict[str, Any]) -> None:
         if message["generation"] == self.cluster.generation:
-            self.take_exit(peer, message["rank"], message["code"], message["time"])
+            self.take_exit(peer, message["rank"], message["code"], message["time"] + message["offset"])
 
     def take_exit(self, peer: Peer, rank: int, code: int, at: float) -> None:
         peer.running.discard(rank)
@@ -449,6 +458,10 @@ class Decider:
         enough = len(there) >= self.settings.nodes
         if not enough and self.seconds > self.patience:
             size = next((size for size in self.cluster.sizes if size <= len(there)), None)
+            if size is None and self.settings.requeue and self.patience < JOIN_SECONDS:  # an attempt went before
+                reason = f"{len(there)} nodes have come back, too few; SLURM starts the job again"
+                self.note("decision", **Decision("requeue", reason).to_json(), start=slurm.start_of_job())
+                return self.requeue()
             if size is None and self.seconds > JOIN_SECONDS:
                 return self.finish(
                     1, f"{len(there)} of {self.settings.nodes} nodes are there after {JOIN_SECONDS:.0f} s"
@@ -457,7 +470,7 @@ class Decider:
         if not enough:
             if time.monotonic() > self._next_words and self.seconds > 5:
                 self._next_words = time.monotonic() + 30
-                self.say(f"waits for nodes: {len(there)} of {self.settings.nodes} ({', '.join(there[:20])})")
+                say(f"waits for nodes: {len(there)} of {self.settings.nodes} ({', '.join(there[:20])})")
             return None
         size = next(size for size in (self.settings.nodes, *self.cluster.sizes) if size <= len(there))
         self.order = self.in_order(there, size)
@@ -515,7 +528,7 @@ class Decider:
             )
         self.slowest, self.stepped, self.hanging = 0.0, time.time(), None
         self.symptom = None
-        self.say(f"attempt {self.cluster.generation} on {', '.join(self.order[:8])}" + " ..." * (len(self.order) > 8))
+        say(f"attempt {self.cluster.generation} on {', '.join(self.order[:8])}" + " ..." * (len(self.order) > 8))
         self.to("run")
 
     def in_run(self) -> None:
@@ -538,6 +551,10 @@ class Decider:
         beats = [beat for peer in self.active() for beat in peer.ranks.values()]
         step = min((beat["step"] for beat in beats if isinstance(beat.get("step"), int)), default=0)
         seconds = max((float(beat.get("step_seconds") or 0.0) for beat in beats), default=0.0)
+        trains = all(beat["phase"] == "train" for beat in beats)
+        if self.cluster.stages and trains and 0 < step < (self.cluster.step or 0):
+            self.note("progress", step=step, step_seconds=round(seconds, 4))  # the next stage counts from 1
+            return
         if step <= (self.cluster.step or self.cluster.resume_step or 0):
             return
         self.stepped, self.slowest, self.hanging = time.time(), max(0.98 * self.slowest, seconds), None
@@ -589,7 +606,7 @@ class Decider:
         expected = self.cluster.resume_step
         if expected is not None and not expected < step <= expected + 1 + int(2 * 2.0 / max(self.slowest, 0.01)):
             text = f"training goes on at step {step}, the newest checkpoint is of step {expected}"
-            self.say(f"WARNING: {text}")
+            say(f"WARNING: {text}")
             self.note("symptom", evidence=self.agent_says("", text))
 
     def in_settle(self) -> None:
@@ -626,7 +643,9 @@ class Decider:
             progress = [Evidence(at, "", "progress", "made a step", values={"step": self.cluster.step})]
         since = time.time() - LOOKBACK
         here = (*self.cluster.nodes, "")  # what happens on a spare explains nothing
-        found = [each for each in self.evidence if each.time > since and each.node in here]
+        found = [
+            each for each in self.evidence if each is self.symptom or each.time > since and each.node in here
+        ]  # the symptom counts whatever its clock says
         return diagnosis(found + progress, self.rules)
 
     def judge(self, symptom: Evidence, alive: bool, said: Diagnosis | None = None) -> None:
@@ -644,7 +663,7 @@ class Decider:
         where = f" on {said.node}" if said.node else ""
         who = f", rank {said.rank}" if said.rank is not None else ""
         text = f"{said.cause}{where}{who}: {decision.action}. {decision.reason}"
-        self.say(text)
+        say(text)
         of_start = {"start": slurm.start_of_job()} if decision.action == "requeue" else {}
         self.note("decision", **decision.to_json(), **of_start)
         if decision.action != "watch":
@@ -660,7 +679,8 @@ class Decider:
         found = said.to_json()
         facts = {name: found.get(name) for name in ("cause", "node", "rank", "severity", "confidence", "evidence")}
         where = {"generation": self.cluster.generation, "step": self.cluster.step, "run": str(self.settings.folder)}
-        self.alerts.send(text, level, **where, **facts, **decision)
+        safe_code = self.rules[said.cause].safe_code if said.cause in self.rules else ""
+        self.alerts.send(text, level, **where, **facts, **decision, safe_code=safe_code)
 
     def note_last_step(self) -> None:
         """Write down the last step, and when it was seen: that may be long ago, as in a hang."""
@@ -691,7 +711,7 @@ class Decider:
     def in_stop(self) -> None:
         if self.stopping and self.seconds < STOP_SECONDS + self.grace():
             return
-        for node in self.stopping:
+        for node in self.stopping - set(self.cluster.out):
             self.leave_out(node, "unkillable", False)
         self.stopping = set()
         unusable = {
@@ -721,7 +741,7 @@ class Decider:
     def requeue(self) -> None:
         """Give the job back to SLURM. The journal stays open, so that the next start of the job knows what was."""
         taken, said = slurm.requeue(str(slurm.job()), self.cluster.out)
-        self.say(f"the job was requeued {said}" if taken else f"SLURM refuses to requeue the job: {said}")
+        say(f"the job was requeued {said}" if taken else f"SLURM refuses to requeue the job: {said}")
         if not taken:
             return self.finish(1, f"too few nodes are left, and SLURM refuses to requeue the job: {said}")
         self.code = REQUEUED
@@ -731,7 +751,8 @@ class Decider:
         """Return the exit code of the first rank that failed, as a shell shows it."""
         exits = sorted((each for each in self.evidence if each.source == "exit"), key=lambda each: each.time)
         told = [int(each.values.get("exit_code", 1)) for each in exits]
-        code = next((code for code in told if code == 2), told[0] if told else 1)
+        last = self.cluster.failures[-1].cause if self.cluster.failures else ""
+        code = next((code for code in told if code == 2), told[0] if told else HANG if last == "hang" else 1)
         return 128 - code if code < 0 else code or 1
 
     def look_for_checkpoints(self) -> None:
@@ -755,7 +776,7 @@ class Decider:
         from zaya_plugin.checkpoint import on_disk
 
         for aside in on_disk.put_aside_from(Path(self.settings.checkpoints), to_step + 1):
-            self.say(f"a checkpoint after step {to_step} is put aside: {aside.name}")
+            say(f"a checkpoint after step {to_step} is put aside: {aside.name}")
         self.look_for_checkpoints()
 
     def finish(self, code: int, reason: str) -> None:
@@ -766,7 +787,7 @@ class Decider:
                 self.note_last_step()
             self.look_for_checkpoints()
             self.note("end", code=code, reason=reason)
-            self.say(f"end, exit code {code}: {reason}")
+            say(f"end, exit code {code}: {reason}")
             level = "info" if code in (0, ENDED_EARLY) else "error"
             self.alerts.send(f"end, exit code {code}: {reason}", level, action="end", code=code, step=self.cluster.step)
 
@@ -788,6 +809,8 @@ def resumed(settings: Settings, skips: Sequence[tuple[int, int]] = ()) -> list[s
 def main(argv: list[str]) -> int:
     """Run the decision maker: settings, the file of the secret, and the number of the listening socket."""
     die_with_parent(signal.SIGKILL)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection a node: 1,024 files are too few
     for number in (signal.SIGTERM, signal.SIGINT):  # the agent says that the run is to end
         signal.signal(number, signal.SIG_IGN)
     settings = Settings.from_word(argv[0])

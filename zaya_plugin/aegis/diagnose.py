@@ -16,6 +16,7 @@ from typing import Any
 from zaya_plugin.aegis.evidence import Evidence
 from zaya_plugin.aegis.exit_codes import meaning
 from zaya_plugin.aegis.rules import Rule, Rules
+from zaya_plugin.run.secrets import without_secrets
 
 LOOKBACK = 900.0  # seconds before the first sign of a failure: a collective's time-out of 10 minutes and a margin
 JOIN = 60.0  # seconds before and after a cause in which confirmations of its node belong to it
@@ -209,5 +210,6 @@ def _fingerprint(root: Evidence, rule: Rule, node: str | None, rank: int | None)
     if rule.repeats == "rank":
         return f"{rule.name} of rank {rank}"
     if rule.repeats == "frame":
-        return f"{rule.name} {root.values.get('exception', root.text[:80])} at {root.values.get('frame', '?')}"
+        said = without_secrets(str(root.values.get("exception", root.text[:80])))  # it goes into the journal
+        return f"{rule.name} {said} at {root.values.get('frame', '?')}"
     return rule.name

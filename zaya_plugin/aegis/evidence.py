@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -36,6 +37,14 @@ class Evidence:
     def from_json(cls, values: dict[str, Any]) -> Evidence:
         """Return the evidence that `to_json` described. Raises TypeError for an unknown or missing field."""
         return cls(**values)
+
+
+def say(text: str) -> None:
+    """Print a line for a person. A terminal or pipe that is gone ends no run: the journal has it all."""
+    try:
+        print(f"zaya aegis: {text}", file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        pass
 
 
 def printable(line: str | bytes) -> str:

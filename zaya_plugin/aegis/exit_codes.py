@@ -15,6 +15,7 @@ class Meaning:
     rule: str | None
 
 
+HANG = 100  # of Primus-SaFE; `zaya aegis run` ends with it too, if it gives up on a run that hangs
 CODES = {
     0: Meaning("It is done.", None),
     1: Meaning("It failed; its log says why.", "rank_failed"),
@@ -24,7 +25,7 @@ CODES = {
     75: Meaning("It was asked to end by a signal, saved, and left before its last step.", "ended_early"),
     76: Meaning("A guard inside the run asks to go back to an earlier checkpoint.", "roll_back_asked"),
     93: Meaning("A launcher of NVRx says that restarts do not help.", "no_requeue"),
-    100: Meaning("A supervisor of Primus-SaFE found that the run hangs.", "hang"),
+    HANG: Meaning("A supervisor of Primus-SaFE found that the run hangs.", "hang"),
     124: Meaning("The program `timeout` ended it.", "command_timeout"),
     126: Meaning("The command may not be executed.", "wrong_command"),
     127: Meaning("The command was not found.", "wrong_command"),

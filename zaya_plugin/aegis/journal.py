@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from zaya_plugin.aegis.evidence import say
 from zaya_plugin.errors import mistake
-from zaya_plugin.run.secrets import without_secrets
+from zaya_plugin.run.secrets import REMOVED, is_secret, without_secrets
 
 NAME = "journal.jsonl"
 # kind -> fields beside time, kind and generation (the number of the attempt, 0 before the first)
@@ -50,24 +51,40 @@ KINDS = {
 
 
 class Journal:
-    """Appends to a file; each line is on disk before `write` returns."""
+    """Appends to a file; each line is on disk before `write` returns, or waits in memory while the disk is full."""
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self.left = bytearray()  # what is not in the file yet
+        self._failed = False
         if os.fstat(self.file).st_size and path.read_bytes()[-1:] != b"\n":  # the writer was killed within a line
-            os.write(self.file, b"\n")
+            self.left += b"\n"
 
     def write(self, kind: str, generation: int, **values: Any) -> dict[str, Any]:
         """Append one line and return it. Raises ValueError for a kind or field that KINDS does not list."""
         if kind not in KINDS or set(values) - set(KINDS[kind]):
             raise ValueError(f"the journal has no {kind} with {sorted(values)}; see KINDS")
         row = {"time": time.time(), "kind": kind, "generation": generation, **without_secrets_in(values)}
-        os.write(self.file, json.dumps(row).encode() + b"\n")
-        os.fsync(self.file)
+        self.left += json.dumps(row).encode() + b"\n"
+        self.flush()
         return row
 
+    def flush(self) -> None:
+        """Write what is left. A disk that is full or fails ends no run: it is told, and tried again later."""
+        try:
+            while self.left:  # of a line that the disk has no room for, a part may be written
+                del self.left[: os.write(self.file, self.left)]
+                if not self.left:
+                    os.fsync(self.file)
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                say(f"the journal cannot be written ({error.strerror}); decisions are still made, its lines wait")
+
     def close(self) -> None:
+        self.flush()
         os.close(self.file)
 
 
@@ -83,8 +100,12 @@ def _clean(value: Any) -> Any:
     if isinstance(value, str):
         return without_secrets(value)
     if isinstance(value, dict):
-        return {name: _clean(each) for name, each in value.items()}
-    return [_clean(each) for each in value] if isinstance(value, (list, tuple)) else value
+        hidden = {name for name, each in value.items() if isinstance(each, str) and is_secret(str(name))}
+        return {name: REMOVED if name in hidden else _clean(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):  # the words of a command: a value may follow its flag
+        flags = [isinstance(each, str) and each.startswith("-") and is_secret(each) for each in value]
+        return [REMOVED if flag else _clean(each) for flag, each in zip([False, *flags], value, strict=False)]
+    return value
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:

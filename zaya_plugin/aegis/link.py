@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from zaya_plugin.aegis.evidence import printable
 from zaya_plugin.errors import mistake
 
 HELLO, REFUSED = b"zaya-aegis-1 ", b"refused "
@@ -171,7 +172,7 @@ class Link:
     def _line(self, line: bytes) -> dict[str, Any] | None:
         if self._key is None:
             if line.startswith(REFUSED):
-                raise LinkError(f"refused: {line[len(REFUSED) : 120].decode(errors='replace')}")
+                raise LinkError(f"refused: {printable(line[len(REFUSED) : 120])}")
             nonce = line.removeprefix(HELLO)
             if len(nonce) != 32 or not line.startswith(HELLO):
                 raise LinkError("is no peer of zaya aegis of this version")
@@ -184,7 +185,7 @@ class Link:
             self.flush()
             return None
         if not self.ready and line.startswith(REFUSED):
-            raise LinkError(f"refused: {line[len(REFUSED) : 120].decode(errors='replace')}")
+            raise LinkError(f"refused: {printable(line[len(REFUSED) : 120])}")
         mac, _, text = line.partition(b" ")
         expected = self._mac(not self.server, self._received, text)
         if not hmac.compare_digest(mac, expected):

@@ -172,7 +172,7 @@ def as_text(found: Account) -> str:
     """Return the report for a terminal."""
     parts = [f"command  {printable(shlex.join(found.command))}", f"state    {printable(state(found))}", ""]
     given = figures(found)
-    parts += [f"{name:24}{value:>14}   {meaning}" for name, value, meaning in given]
+    parts += [printable(f"{name:24}{value:>14}   {meaning}") for name, value, meaning in given]
     for table in tables(found):
         parts += ["", table.title + (f" ({table.note})" if table.note else ""), *_lined_up(table)]
     return "\n".join(parts)

@@ -6,7 +6,9 @@ either again when it is killed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
+import fcntl
 import os
 import re
 import select
@@ -20,8 +22,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 from zaya_plugin.aegis import link
+from zaya_plugin.aegis.evidence import printable, say
 from zaya_plugin.aegis.rules import Rules
 from zaya_plugin.aegis.settings import Settings, is_train
 from zaya_plugin.config.option_numbers import (
@@ -57,6 +61,7 @@ Exit codes: 0 done, 2 a mistake of the user, 75 the run was asked to end and has
 failed, or 128 + signal."""
 QUICK_SECONDS, QUICK_DEATHS = 60.0, 5  # an agent that dies so often in so long is not started again
 KERNEL_LOG = Path("/dev/kmsg")  # missing in many containers, which is reported and no mistake
+LOCK_SECONDS = 120.0  # for the lock of a host that is lost
 LAST_SECONDS = 5.0  # for the decision maker to leave after the agent
 
 
@@ -344,7 +349,7 @@ class Keeper:
             return
         if self.decider is not None:
             text = f"the decision maker has ended with code {self.decider.returncode}; it starts again from its journal"
-            print(f"zaya aegis: {text}", file=sys.stderr, flush=True)
+            say(text)
         self.again = time.monotonic() + 1.0
         self.decider = self._start("decider", str(self.listening.fileno()), files=[self.listening.fileno()])
 
@@ -354,7 +359,7 @@ class Keeper:
         name = signal.Signals(-code).name
         if self.signals or len(self.deaths) >= QUICK_DEATHS:
             return False
-        print(f"zaya aegis: the agent was ended by {name}; it starts again", file=sys.stderr, flush=True)
+        say(f"the agent was ended by {name}; it starts again")
         return True
 
     def _pass_on(self, number: int) -> None:
@@ -388,7 +393,58 @@ def main(argv: list[str]) -> int:
         link.read_secret(secret)
     else:
         link.make_secret(secret)
-    return Keeper(settings, secret, listening).run()
+    with contextlib.ExitStack() as held:
+        held.enter_context(_node_lock(settings, link.read_secret(secret)))
+        if listening is not None:
+            held.enter_context(_journal_lock(settings))
+        return Keeper(settings, secret, listening).run()
+
+
+def _node_lock(settings: Settings, secret: bytes) -> socket.socket:
+    """Return a lock that this process alone has on this node. A second agent would end the ranks of the first one."""
+    lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        lock.bind(
+            f"\0zaya_aegis_{link.fingerprint(secret + settings.node.encode())}"
+        )  # of no file: ends with the process
+    except OSError as error:
+        lock.close()
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise _second(settings, f"on this node ({settings.node})") from None
+    return lock
+
+
+def _journal_lock(settings: Settings) -> IO[str]:
+    """Return the lock of the journal's writer, on all nodes that share the folder. That of a host that is lost lasts until
+    the file server gives it up, so this waits.
+    """
+    lock = open(settings.folder / "lock", "a+")
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            lock.seek(0)
+            host = printable(lock.read(100)) or "another host"
+            if host == socket.gethostname() or time.monotonic() > deadline:
+                raise _second(settings, f"on {host}") from None
+            say(f"{settings.folder}: a supervisor on {host} has this run; waits for its end")
+            time.sleep(LOCK_SECONDS / 10)
+        except OSError:  # a file system without locks
+            break
+    lock.truncate(0)
+    lock.write(socket.gethostname())
+    lock.flush()
+    return lock
+
+
+def _second(settings: Settings, where: str) -> ValueError:
+    problem = f"`zaya aegis run` supervises this run already, {where}"
+    return mistake(
+        "--dir", settings.folder, problem=problem, allowed="one at a time", fix="end that one first, or another --dir"
+    )
 
 
 def _listen(settings: Settings) -> socket.socket | None:

@@ -25,12 +25,14 @@ from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import find_sources
 from zaya_plugin.errors import message, mistake
 from zaya_plugin.handover.predecessor import predecessor
+from zaya_plugin.hosts.guest_heartbeat import GuestHeartbeat
 from zaya_plugin.hosts.stage_handover import Handover, stage_datasets
 from zaya_plugin.hosts.stage_model import build_stage, model_config
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.loss import ZayaGPTModel
 from zaya_plugin.patches import hooks
 from zaya_plugin.patches.hooks import SAVE, TRAINING
+from zaya_plugin.training import heartbeat
 from zaya_plugin.training.balancer import Balancer
 from zaya_plugin.training.kernels import kernel_lines, select_kernels, warm_up_kernels
 from zaya_plugin.training.lifecycle import Lifecycle, damage
@@ -81,6 +83,7 @@ class Guest:
         args.exit_on_missing_checkpoint = args.load is not None
         self.handover = Handover(recipe, self.before, self.resumed_at)
         self.balancer = Balancer()
+        self.heartbeat = GuestHeartbeat(args, self.resumed_at)
         self.built_optimizer = False
 
     def summary(self) -> list[str]:
@@ -104,6 +107,7 @@ class Guest:
                 (TRAINING + "save_checkpoint", self.save_and_prune),
                 (SAVE, commit.save),
                 *self.handover.hooks(),
+                *self.heartbeat.hooks(),
                 (TRAINING + "load_checkpoint", self.load_and_check),
             ]
         )
@@ -207,6 +211,7 @@ class Guest:
             )
         self.balancer(*positional, **named)
 
+    @heartbeat.during("load")
     def load_and_check(self, load_checkpoint, model, optimizer=None, *positional, **named):
         """Run Megatron's load, and stop a host that starts from step 0 although a checkpoint exists, or from a damaged
         one.
@@ -230,6 +235,7 @@ class Guest:
             check_replicas(model, optimizer)
         return loaded
 
+    @heartbeat.during("save")
     def save_and_prune(self, save_checkpoint, iteration, *positional, **named):
         """Run Megatron's save, and remove older checkpoints once this one is complete.
 
@@ -239,6 +245,7 @@ class Guest:
             self.lifecycle.check_lock()
         except ValueError as lost:
             raise SystemExit(f"zaya: {lost}") from None
+        self.heartbeat.before = None
         save_checkpoint(iteration, *positional, **named)
         self.lifecycle.after_save(iteration)
 
