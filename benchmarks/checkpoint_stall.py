@@ -119,14 +119,15 @@ def main(argv: list[str]) -> int:
     shutil.rmtree(arguments.work, ignore_errors=True)
     arguments.work.mkdir(parents=True)
     keep_recipe(recipe, arguments.work)
-    if code := launch.run_ranks(plan, arguments.work / "logs").code:
+    code = launch.run_ranks(plan, arguments.work / "logs").code
+    if not (arguments.work / RECORD).exists():
         return code
     found = json.loads((arguments.work / RECORD).read_text())
     device = found.pop("device")
     print(table(found["kinds"]))
     record = described(arguments.commit, device) | {"command": shlex.join(["python3", "-m", MODULE, *argv])}
     write(record | {"ranks": plan.world_size, **found}, arguments.name, arguments.results)
-    return 0
+    return code
 
 
 def table(kinds: dict[str, dict]) -> str:
@@ -489,11 +490,16 @@ def trainer_class(choices: Choices, recipe, console):
                     shutil.rmtree(each, ignore_errors=True)
                 print(f"{window.kind}: drained in {window.drain:.2f} s, {step - first} steps", file=console, flush=True)
             self.next = step + REST + choices.plain_steps
+            if window.round > 0:
+                self.keep()
 
         def finish(self) -> None:
-            """Rank 0 writes the record."""
             if self.nvrx is not None:
                 self.nvrx[0].close()
+            self.keep()
+
+        def keep(self) -> None:
+            """Rank 0 writes the record, so that a run which is ended early has one of its windows so far."""
             if recipe.cluster.device == "cpu":
                 ends = self.ends
             else:
