@@ -14,6 +14,7 @@ from tests.gfx942.toolchain import assemble
 from zaya_plugin import doctor
 from zaya_plugin.bench import probes
 from zaya_plugin.verify import environment, rates
+from zaya_plugin.verify.expected import machine_of, named
 from zaya_plugin.verify.line import Setting
 
 HERE = Setting("cpu", 0, "CPU x86_64", Path("unused"), chosen="cpu")
@@ -202,3 +203,19 @@ def test_without_a_disassembler_the_scan_is_skipped(monkeypatch, tmp_path):
 
     monkeypatch.setattr(hazards, "scan", missing)
     assert environment.scan(HERE).state == "skipped"
+
+
+@pytest.mark.parametrize(
+    "name, architecture, units, gib, expected",
+    [
+        ("AMD Radeon Graphics", "gfx942:sramecc+:xnack-", 304, 192, "MI300X"),  # no amdgpu.ids in the container
+        ("AMD Instinct MI300X", "gfx942:sramecc+:xnack-", 304, 192, "MI300X"),
+        ("AMD Radeon Graphics", "gfx942:sramecc+:xnack-", 304, 256, None),  # an MI325X
+        ("AMD Radeon Graphics", "gfx942:sramecc+:xnack-", 38, 24, None),  # a partition
+        ("AMD Radeon Graphics", "gfx1100", 304, 192, None),
+        ("NVIDIA H200", "", 132, 140, "H200"),
+    ],
+)
+def test_a_device_is_known_without_its_name(name, architecture, units, gib, expected):
+    found = machine_of(named(name, architecture, units, gib))
+    assert (found and found.name) == expected

@@ -16,6 +16,16 @@ CPU = MachineConfig(
 )
 
 
+def named(name: str, architecture: str, units: int, gib: float) -> str:
+    """Return torch's name of a device, with the model where the name lacks it.
+
+    Containers often lack libdrm's table of names (amdgpu.ids), and an MI300X is then an "AMD Radeon Graphics".
+    architecture: as in gcnArchName. units: compute units. gib: of the device's memory (an MI325X has 256).
+    """
+    is_mi300x = architecture.startswith("gfx942") and units == 304 and gib < 200
+    return f"{name} (MI300X)" if is_mi300x and "MI300X" not in name else name
+
+
 @lru_cache
 def machine_of(name: str) -> MachineConfig | None:
     """Return the expected rates of the device called `name` in torch; None for a device that no recipe names."""

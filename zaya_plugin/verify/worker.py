@@ -26,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from zaya_plugin.parent_death import die_with_parent
-from zaya_plugin.verify import guard
+from zaya_plugin.verify import expected, guard
 from zaya_plugin.verify.line import Line, Outcome, Setting
 
 STARTS = 2  # that may fail; then no further line is tried
@@ -167,8 +167,12 @@ def setting_of(device: str, folder: Path, say: Callable[[str], None]) -> Setting
     import torch
 
     devices = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
-    name = torch.cuda.get_device_name(0) if devices else f"CPU {platform.processor() or platform.machine()}"
-    return Setting("cuda" if devices else "cpu", devices, name, folder, say, device)
+    if not devices:
+        return Setting("cpu", 0, f"CPU {platform.processor() or platform.machine()}", folder, say, device)
+    found = torch.cuda.get_device_properties(0)
+    architecture = getattr(found, "gcnArchName", "")  # of ROCm
+    name = expected.named(found.name, architecture, found.multi_processor_count, found.total_memory / 2**30)
+    return Setting("cuda", devices, name, folder, say, device)
 
 
 def main(argv: list[str]) -> int:
