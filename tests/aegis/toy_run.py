@@ -83,6 +83,7 @@ class ToyRun:
         self.port = free_port()
         self.nodes: dict[str, subprocess.Popen] = {}
         (home / "plan.json").write_text(json.dumps(list(plan)))
+        (home / "kernel").touch()
         self.environment = {**os.environ, "XDG_STATE_HOME": str(home / "state_home"), "TMPDIR": str(home)}
 
     def __enter__(self) -> ToyRun:

@@ -134,8 +134,11 @@ def test_a_folder_without_permission_holds_up_no_other(run_dir, tmp_path, capsys
     checkpoints = run_dir / "checkpoints"
     for path in (*tmp_path.rglob("*"), tmp_path):
         os.chown(path, 65534, 65534)
-    for parent in tmp_path.parents[:2]:
-        parent.chmod(0o711)
+    for parent in tmp_path.parents:
+        if parent.name.startswith(("pytest-", "popen-")):
+            parent.chmod(0o711)
+    cli.main(["checkpoint", "list", str(run_dir)])  # the modules that it imports may be root's
+    capsys.readouterr()
     (checkpoints / "iter_0000300").chmod(0)
     os.seteuid(65534)
     try:
