@@ -116,7 +116,7 @@ def fault_free_starts(machine: Machine, output: Path, say: Callable[[str], None]
     for number in range(STARTS):
         folder = _fresh(output / "start")
         with Stand(folder, NODES[:2], machine.why["network"] is None) as stand:
-            run = Run(stand, folder / "trial", make_data(machine.cache), steps=2)
+            run = Run(stand, folder / "trial", make_data(machine.cache), steps=3)  # the warm-up takes two
             run.start()
             run.finish(FIRST_SECONDS + END_SECONDS)
             at = {row["kind"]: row["time"] for row in reversed(run.journal())}
