@@ -212,6 +212,23 @@ def test_a_writer_that_hangs_is_replaced_after_the_deadline(tmp_path, monkeypatc
     training.saver.close()
 
 
+def test_a_stopped_writer_is_noticed_long_before_the_deadline(training, monkeypatch):
+    """As NVIDIA/Megatron-LM#6970, where a dead one was never noticed."""
+    training.first_save()
+    monkeypatch.setattr(saver, "HANGS", 1.0)
+    first = training.saver._process
+    first.send_signal(signal.SIGSTOP)
+    training.save(10)
+    assert training.saver.wait(10) and training.saver.failed == 10
+    assert "gives no sign of life for 1 s" in training.lines[0] and ended(first.pid, 5)
+    training.saver.agreed(FAILED)
+    monkeypatch.setattr(saver, "HANGS", 30.0)
+    training.save(20, world=2)  # waits for the other rank's file
+    training.until_part()
+    monkeypatch.setattr(saver, "HANGS", 3.0)
+    assert not training.saver.wait(4.0) and training.saver.failed is None
+
+
 @pytest.fixture
 def hanging(tmp_path):
     """A mount whose file server never answers."""
@@ -280,14 +297,15 @@ def test_storage_that_hangs_does_not_hold_training_up(training, hanging, monkeyp
     training.first_save()
     good, training.saver.directory = training.saver.directory, hanging / "checkpoints"
     monkeypatch.setattr(saver, "SILENCE", 0.3)
-    training.saver.deadline = 0.2
+    monkeypatch.setattr(saver, "HANGS", 3.0)  # not taken for a process that hangs
+    training.saver.deadline = 4.0
     first, slowest = training.saver._process, 0.0
     training.save(10)
     while training.saver.load == BUSY:
         began = time.monotonic()
         training.saver.poll()
         slowest = max(slowest, time.monotonic() - began)
-    assert slowest < 2 and training.saver.failed == 10 and "has not answered for 0.5 s" in training.lines[0]
+    assert slowest < 2 and training.saver.failed == 10 and "has not answered for 4.3 s" in training.lines[0]
     assert ended(first.pid, 5)
     training.saver.directory, training.saver.deadline = good, 30.0
     monkeypatch.setattr(saver, "SILENCE", 20.0)

@@ -79,9 +79,12 @@ class WriterProcess:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if self.connection.poll(0.05):
-                self.told.append(json.loads(self.connection.recv_bytes()))
-                if self.told[-1]["state"] in states:
-                    return self.told[-1]
+                told = json.loads(self.connection.recv_bytes())
+                if told["state"] == "alive":
+                    continue
+                self.told.append(told)
+                if told["state"] in states:
+                    return told
         raise AssertionError(f"none of {states} within {seconds:g} s: {self.told[-5:]}")
 
     def end(self) -> tuple[int, str]:

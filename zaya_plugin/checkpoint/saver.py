@@ -37,7 +37,8 @@ FREE, BUSY, FAILED = 0, 1, 2
 DEADLINE = 600.0
 # Seconds for a removal of older checkpoints that is still going on; the next save or start ends what is left of it.
 CLOSING = 5.0
-SILENCE = 60.0  # seconds, beyond the deadline, after which a writer hangs; it reports every half second
+SILENCE = 60.0  # seconds without progress, beyond the deadline, after which a save has failed
+HANGS = 30.0  # seconds without a sign of life, which a writer gives twice a second
 
 
 class Saver:
@@ -92,7 +93,7 @@ class Saver:
         self._save: Save | None = None
         self._handed_over = False
         self._state = FREE
-        self._heard = self._began = 0.0
+        self._heard = self._alive = self._began = 0.0
         self._written = self._uploaded = self._total = 0
         self._waits_since: float | None = None
         self._start_writer()
@@ -263,12 +264,20 @@ class Saver:
                 self._ask("save", save=dataclasses.asdict(self._save))
             except ConnectionError:
                 return self._lost("has ended")
-            self._handed_over, self._heard = True, time.monotonic()
-        elif time.monotonic() - self._heard > self.silence:
+            self._handed_over = True
+            self._heard = self._alive = time.monotonic()
+            return
+        now = time.monotonic()
+        if now - self._alive > HANGS:
+            self._lost(f"gives no sign of life for {HANGS:g} s", hangs=True)
+        elif now - self._heard > self.silence:
             self._lost(f"has not answered for {self.silence:g} s", hangs=True)
 
     def _hear(self, told: dict) -> None:
-        self._heard = time.monotonic()
+        self._alive = time.monotonic()
+        if told["state"] == "alive":
+            return
+        self._heard = self._alive
         if self._save is None or told["number"] != self._save.number or self._state != BUSY:
             return  # about a save that has ended
         if told["state"] in ("writing", "written"):

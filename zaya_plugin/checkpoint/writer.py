@@ -15,8 +15,10 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -92,6 +94,7 @@ class Writer:
         self.number = 0
         self.files = DirectFiles()
         self._reported = 0.0
+        self._sending = threading.Lock()
 
     def serve(self) -> None:
         """Take requests until the rank ends."""
@@ -100,11 +103,30 @@ class Writer:
             if request["do"] == "layout":
                 self.take_layout(**json.loads(os.pread(self.descriptor, request["size"], request["start"])))
             elif request["do"] == "save":
-                self.save(Save(**request["save"]))
+                with self.alive():
+                    self.save(Save(**request["save"]))
             elif request["do"] == "fail":
                 self.fail(Save(**request["save"]), request["reason"])
             elif request["do"] != "abandon":  # that of a save that has ended
                 raise ValueError(f"the rank asks for {request['do']!r}, which this version does not know")
+
+    @contextlib.contextmanager
+    def alive(self) -> Iterator[None]:
+        """Tell the rank again and again that this process runs, also while its storage does not answer."""
+        over = threading.Event()
+
+        def tell() -> None:
+            with contextlib.suppress(ConnectionError):  # the rank has ended, which the other thread notices
+                while not over.wait(REPORT_SECONDS):
+                    self._send(state="alive")
+
+        thread = threading.Thread(target=tell, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def take_layout(self, file: str, slices: list, size: int, index: str, format: str) -> None:
         """Take the plan of the rank's file. index: of the checkpoint, a character for each byte; "" but on rank 0."""
@@ -321,10 +343,14 @@ class Writer:
     def tell(self, state: str, **more) -> None:
         """Tell the rank about the save."""
         self._reported = time.monotonic()
-        self.connection.send_bytes(json.dumps({"state": state, "number": self.number, **more}).encode())
+        self._send(state=state, **more)
+
+    def _send(self, **message) -> None:
+        with self._sending:
+            self.connection.send_bytes(json.dumps({"number": self.number, **message}).encode())
 
     def tell_rarely(self, state: str, **more) -> None:
-        """Tell the rank that this process lives."""
+        """Tell the rank how far the save is."""
         if time.monotonic() - self._reported > REPORT_SECONDS:
             self.tell(state, **more)
 
