@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from zaya_plugin.config.compose import compose
 from zaya_plugin.plan.flops import Shape
 from zaya_plugin.plan.parallelism import Batch, ParallelSizes
 from zaya_plugin.plan.product_rate import CDNA3, H200, LARGE, Tile, processor_of, rates_of_parts
@@ -54,6 +55,14 @@ def test_error_against_published_rates():
     assert error[2048] == pytest.approx([0.91, 0.99], abs=0.005)
     assert error[4096] == pytest.approx([-0.12, -0.11], abs=0.005)
     assert error[16384] == pytest.approx([0.11, 0.11], abs=0.005)
+
+
+def test_error_against_the_largest_rates_that_amd_has_published():
+    """An MI300X and an MI325X at 4096 x 4864 x 32896 (ROCm blogs, Measuring Max-Achievable FLOPs, part 2)."""
+    of_large = CDNA3.relative_rate(4096, 4864, 32896)
+    given = compose(["cluster=mi300x_8", "data.path=none"]).machine.gemm_tflops
+    assert given * of_large / 708 - 1 == pytest.approx(-0.095, abs=0.001)
+    assert PUBLISHED[8192][0] * of_large / 843 - 1 == pytest.approx(-0.006, abs=0.001)
 
 
 def test_error_against_products_measured_on_an_h200():
