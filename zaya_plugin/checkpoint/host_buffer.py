@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory that a rank fills and its writer process reads, and the copy of the rank's tensors into it.
 
-On a GPU the copy runs on a stream of its own beside the next step's forward and backward pass. It starts after an event
+On a GPU the copy runs on streams of its own beside the next step's forward and backward pass. It starts after an event
 that the caller's stream records, so it reads what the optimizer has written; and the next update waits, by events on
 the device, only for what is not copied yet.
 """
@@ -19,9 +19,9 @@ from torch import Tensor
 
 SMALL = 2**20  # bytes; smaller tensors are copied together
 GROUP = 2**28  # bytes of larger tensors for which there is one event
-# Copies after which no further group is queued at a save. A stream takes 1,024; then the host waits until one is done
-# (measured on an H100), and one of two ranks has 1,500 tensors of ZAYA1-base. A group has at most GROUP / SMALL.
-AT_ONCE = 700
+# Copies of one stream. It takes 1,024; at the next one the host waits until one is done, and the device runs out of work
+# (docs/log.md). One of two ranks has 1,750 tensors of ZAYA1-base. A group has at most GROUP / SMALL.
+A_STREAM = 700
 
 
 class HostBuffer:
@@ -85,10 +85,8 @@ class Staging:
         self._pairs = [(buffer.view(start, tensor), tensor) for start, tensor in tensors]
         self._events: list[torch.cuda.Event] = []
         self._in_flight = False
-        self._queued = 0  # groups whose copies are queued
         if not self.on_device:
             return
-        self._stream = torch.cuda.Stream()
         small = [(start, tensor) for start, tensor in tensors if tensor.nbytes < SMALL]
         large = [pair for pair in self._pairs if pair[1].nbytes >= SMALL]
         self._small: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
@@ -102,13 +100,18 @@ class Staging:
                 tensors.append(tensor)
             large.insert(0, (buffer.bytes[first:end], together))
         self._groups: list[list[tuple[Tensor, Tensor]]] = []
-        size = GROUP
+        self._streams: list[torch.cuda.Stream] = []  # of each group
+        size, copies = GROUP, A_STREAM
         for pair in large:
             if size >= GROUP:
+                if copies >= A_STREAM:
+                    stream, copies = torch.cuda.Stream(), 0
                 self._groups.append([])
+                self._streams.append(stream)
                 size = 0
             self._groups[-1].append(pair)
             size += pair[1].nbytes
+            copies += 1
         self._events = [torch.cuda.Event() for _ in self._groups]
         # Which group's copy an update of a tensor has to wait for.
         addresses = [(tensor.data_ptr(), n) for n, group in enumerate(self._groups) for _, tensor in group]
@@ -123,52 +126,36 @@ class Staging:
             return
         for places, tensors in self._small.values():
             torch._foreach_copy_(places, tensors)
-        self._stream.wait_event(torch.cuda.current_stream().record_event())
-        self._in_flight, self._queued = True, 0
-        self._queue(AT_ONCE)
-
-    @torch.no_grad()
-    def _queue(self, copies: float = float("inf")) -> None:
-        """Queue the copies of further groups until there are `copies`."""
-        with torch.cuda.stream(self._stream):
-            for group, event in zip(self._groups[self._queued :], self._events[self._queued :], strict=True):
+        before, last = torch.cuda.current_stream().record_event(), None
+        for group, event, stream in zip(self._groups, self._events, self._streams, strict=True):
+            if stream is not last:  # one stream after the other
+                stream.wait_event(before)
+            with torch.cuda.stream(stream):
                 for place, tensor in group:
                     place.copy_(tensor, non_blocking=True)
                 event.record()
-                self._queued += 1
-                copies -= len(group)
-                if copies <= 0:
-                    break
+            before, last = event, stream
+        self._in_flight = True
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything is in the buffer. Does not wait, and queues further copies once those before are done. False
-        during the capture of a CUDA graph, when events must not be queried.
+        """Whether everything is in the buffer. Does not wait. False during the capture of a CUDA graph, when events must
+        not be queried.
         """
-        if self._in_flight and torch.cuda.is_current_stream_capturing():
-            return False
-        if self._in_flight and all(event.query() for event in reversed(self._events[: self._queued])):
-            if self._queued < len(self._groups):
-                self._queue(AT_ONCE)
-            else:
-                self._in_flight = False
+        if self._in_flight and not torch.cuda.is_current_stream_capturing():
+            self._in_flight = not self._events[-1].query()
         return not self._in_flight
 
     def wait(self) -> None:
         """Wait on the host until everything is in the buffer."""
         if self._in_flight:
-            self._queue()
-            self._stream.synchronize()
+            self._events[-1].synchronize()
             self._in_flight = False
 
     def before_change(self, tensors: Iterable[Tensor]) -> None:
-        """Let the current stream wait until `tensors` are copied, for a kernel that will change them.
-
-        The host may wait for copies to be queued, while the device makes the gradients.
-        """
+        """Let the current stream wait until `tensors` are copied, for a kernel that will change them."""
         if not self._in_flight:
             return
-        self._queue()
         groups = set()
         for tensor in tensors:
             first = bisect.bisect_left(self._addresses, tensor.data_ptr())
