@@ -6,7 +6,8 @@ import json
 import pytest
 
 from tests.aegis.journals import BEGIN, GPUS, ONE_CRASH, attempt, begin, failure, first_step, row
-from zaya_plugin.aegis.account import END, INTERRUPTED, START, TRAINING, account
+from zaya_plugin.aegis.account import INTERRUPTED, account
+from zaya_plugin.aegis.attempts import END, START, TRAINING
 from zaya_plugin.aegis.journal import Journal, read
 
 

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.aegis.account import Account, account
+from zaya_plugin.aegis.account import account
+from zaya_plugin.aegis.attempts import Account
 from zaya_plugin.aegis.evidence import printable
 from zaya_plugin.aegis.journal import find, read
 from zaya_plugin.errors import mistake

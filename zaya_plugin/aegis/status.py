@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.aegis.account import ENDING, Account, account, first_text, sound
+from zaya_plugin.aegis.account import ENDING, account, first_text, sound
+from zaya_plugin.aegis.attempts import Account
 from zaya_plugin.aegis.evidence import printable
 from zaya_plugin.aegis.journal import find, read
 from zaya_plugin.aegis.report import duration, percent
