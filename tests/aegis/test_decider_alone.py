@@ -7,6 +7,7 @@ import time
 import pytest
 
 from zaya_plugin.aegis import decider, slurm
+from zaya_plugin.aegis.cluster import Cluster
 from zaya_plugin.aegis.decide import Decision
 from zaya_plugin.aegis.decider import Decider, Peer, resumed
 from zaya_plugin.aegis.evidence import Evidence
@@ -241,3 +242,62 @@ def test_a_requeue_is_carried_out_once(maker, monkeypatch, count, pending):
     assert (again.cluster.pending is not None) is pending
     assert again.phase == ("adopt" if pending else "wait")
     again.journal.close()
+
+
+def stage_beats(maker, stage, step, seconds=0.2, phase="train", nodes=("n1", "n2")):
+    for node in nodes:
+        rank = ("n1", "n2").index(node)
+        ranks = {rank: {"phase": phase, "step": step, "step_seconds": seconds, "stage": stage}}
+        maker.on_beat(maker.peers[node], {"time": 0.0, "generation": maker.cluster.generation, "ranks": ranks})
+
+
+def fail(maker):
+    maker.look(Evidence(time.time(), "n1", "exit", "ended", 0, "segfault", {"exit_code": -11}))
+    maker.evidence.append(maker.symptom)
+    maker.judge(maker.symptom, alive=False, said=maker.diagnose())
+    action = rows(maker, "decision")[-1]["action"]
+    if action == "restart":
+        maker.start(29500)
+    return action
+
+
+def test_the_stages_of_a_curriculum_are_told_by_their_names(maker):
+    maker.cluster.stages = True
+    stage_beats(maker, "one", 0, None, "warm_up")
+    stage_beats(maker, "one", 1)
+    stage_beats(maker, "one", 60)
+    stage_beats(maker, "two", 1, nodes=("n1",))  # the other node is told a moment later
+    stage_beats(maker, "two", 0, None, "warm_up", nodes=("n2",))
+    stage_beats(maker, "two", 0, None, "warm_up", nodes=("n1",))
+    stage_beats(maker, "two", 2)
+    found = [
+        (row["kind"], row["stage"], row["step"], row.get("after"))
+        for row in read(maker.settings.journal)
+        if row["kind"] in ("first_step", "progress")
+    ]
+    assert ("first_step", "one", 1, 0) == found[0] and found[-2:] == [
+        ("progress", "one", 60, None),
+        ("progress", "two", 2, 0),
+    ]
+
+
+def test_a_later_stage_that_fails_at_a_step_that_an_earlier_one_has_made_is_not_stopped(maker):
+    """The attempt ends before the first step of the stage: the next one begins with it."""
+    maker.cluster.stages = True
+    stage_beats(maker, "one", 1)
+    stage_beats(maker, "one", 60)
+    assert fail(maker) == "restart"
+    for step in (5, 15, 25):
+        stage_beats(maker, "two", 0, None, "warm_up")
+        stage_beats(maker, "two", step)
+        assert fail(maker) == "restart"
+    again = Cluster(2, stages=True).replay(read(maker.settings.journal))
+    assert (again.stage, again.stage_name, again.best) == (1, "two", 25)
+
+
+def test_ranks_that_have_loaded_a_checkpoint_have_made_no_step(maker):
+    """Of a command whose checkpoints are not known: the ranks tell from which step on they continue."""
+    stage_beats(maker, None, 10, None, "warm_up")
+    assert rows(maker, "first_step") == [] and maker.cluster.step is None
+    stage_beats(maker, None, 11)
+    assert [(row["step"], row["after"]) for row in rows(maker, "first_step")] == [(11, 10)]

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
-from zaya_plugin.aegis.attempts import END, START, TRAINING, Account, Attempt, Failure, Span
+from zaya_plugin.aegis.attempts import END, START, TRAINING, Account, Attempt, Failure, Span, Stage
+from zaya_plugin.aegis.settings import is_train
 
 ENDING = ("restart", "exchange", "shrink", "rollback", "requeue", "stop")  # decisions about a failure that ends ranks
 SETTLE_SECONDS = 10.0  # symptoms of one failure arrive within this time before its diagnosis
@@ -33,8 +34,8 @@ def account(rows: Iterable[dict[str, Any]]) -> Account:
     return found
 
 
-NUMBERS = ("time", "at", "step", "step_seconds", "generation", "world_size", "resume_step", "rank", "code")
-TEXTS = ("node", "state", "reason", "action", "cause", "text")
+NUMBERS = ("time", "at", "step", "after", "step_seconds", "generation", "world_size", "resume_step", "rank", "code")
+TEXTS = ("node", "state", "reason", "action", "cause", "text", "stage")
 
 
 def sound(row: dict[str, Any]) -> dict[str, Any]:
@@ -60,7 +61,8 @@ class _Reading:
         self.attempt: Attempt | None = None
         self.symptoms: list[tuple[float, float, dict[str, Any]]] = []  # time, clock, evidence; since the last decision
         self.said: dict[str, Any] = {}
-        self.step_seconds: list[float] = []
+        self.step_seconds: list[tuple[Stage | None, float]] = []
+        self.stage: Stage | None = None  # of the last step
 
     def take(self, row: dict[str, Any]) -> None:
         clock, kind = row.get("time"), row.get("kind")
@@ -109,23 +111,50 @@ class _Reading:
 
     def _on_progress(self, row: dict[str, Any]) -> None:
         step, seconds, at = (row.get(name) for name in ("step", "step_seconds", "at"))
-        if seconds:
-            self.step_seconds.append(seconds)
         if step is None or self.attempt is None or self.attempt.end is not None:
             return
-        points = self.attempt.points
+        points, stage = self.attempt.points, self._stage_of(row)
+        begins = points and stage is not self.stage
+        self.stage = stage
+        if seconds:
+            self.step_seconds.append((stage, seconds))
+        step, after = stage.before + step, row.get("after")
         if points and step <= points[-1][1]:
             return
         time = self.now - min(max(0.0, self.last_clock - at), self.now) if at is not None else self.now
-        if points:
+        if begins:
+            origin = step - 1 if after is None else min(stage.before + after, step)
+            begin = max(points[-1][0], time - (step - origin) * (seconds or 0.0))
+            self.attempt.starts.append((points[-1][0], begin))
+            points.append((begin, max(origin, points[-1][1])))
+        elif points:
             if at is None and seconds:  # the line may be written long after the step
                 time = min(time, points[-1][0] + (step - points[-1][1]) * seconds)
             time = max(time, points[-1][0])
         else:
             self.attempt.first_seen = time = max(time, self.attempt.start)
+            self.attempt.before, self.attempt.origin = stage.before, None if after is None else stage.before + after
         points.append((time, step))
 
     _on_first_step = _on_progress
+
+    def _stage_of(self, row: dict[str, Any]) -> Stage:
+        """Return the stage of a step, which may be its first. Steps without a name are of the last stage, unless they
+        count from 1 again within an attempt; those of `zaya train` never do.
+        """
+        points, name = self.attempt.points, row.get("stage") or ""
+        done = max((one.points[-1][1] for one in self.found.attempts if one.points), default=0.0)
+        if name:
+            stage = next((each for each in self.found.stages if each.name == name), None)
+            if stage is not None and points and stage is not self.stage and stage.before + row["step"] <= points[-1][1]:
+                stage.before = done  # the one before it was made longer
+        else:
+            again = points and self.stage.before + row["step"] < points[-1][1]
+            stage = None if again and not is_train(self.found.command or ["zaya", "train"]) else self.stage
+        if stage is None:
+            stage = Stage(name, done)
+            self.found.stages.append(stage)
+        return stage
 
     def _on_checkpoint(self, row: dict[str, Any]) -> None:
         if "step" in row:
@@ -185,9 +214,13 @@ class _Reading:
             self.sessions[-1][1] = self.now
         for one in found.attempts:
             one.end = self.now if one.end is None else one.end
-        found.step_seconds = median(self.step_seconds) if self.step_seconds else None
+        found.step_seconds = median(seconds for _, seconds in self.step_seconds) if self.step_seconds else None
+        for stage in found.stages:
+            seconds = [each for of, each in self.step_seconds if of is stage]
+            stage.step_seconds = median(seconds) if seconds else None
         for one in found.attempts:
-            _add_base(one, found.step_seconds or 0.0)
+            if one.points:
+                _add_base(one, found.stage_at(one.points[0][1]).step_seconds or found.step_seconds or 0.0)
         return found
 
 
@@ -204,13 +237,14 @@ def _add_base(one: Attempt, step_seconds: float) -> None:
     Without a checkpoint that is the run's start, if the attempt had the time for all steps since; else it has loaded
     one of another run, and the step before the first is taken.
     """
-    if not one.points:
-        return
     time, first = one.points[0]
-    if one.resume_step is not None and one.resume_step < first:
+    if one.origin is not None and one.origin < first:
+        base = one.origin
+    elif one.resume_step is not None and one.resume_step < first:
         base = float(one.resume_step)
     else:
-        base = 0.0 if one.resume_step is None and first * step_seconds <= time - one.start else first - 1
+        all_made = one.resume_step is None and (first - one.before) * step_seconds <= time - one.start
+        base = one.before if all_made else first - 1
     one.points.insert(0, (max(one.start, time - (first - base) * step_seconds), base))
     one.kept = one.last_step
 
@@ -239,6 +273,11 @@ def _spend(found: Account, sessions: Sequence[Sequence[float]]) -> None:
             until(one.points[0][0])
             spans = _give_up(found, spans, one, blamed or use)
             use = TRAINING
+            for last, begin in one.starts:
+                until(last)
+                use = START
+                until(begin)
+                use = TRAINING
             until(one.points[-1][0])
             use = one.failure or END
         elif one.failure is not None:

@@ -5,7 +5,7 @@ Figures, all over the time in which the run was supervised (the pause between an
 left out):
 
     ETTR    = seconds of training that was kept / seconds                       (effective training time ratio)
-    goodput = steps that were kept x median seconds of a step / seconds
+    goodput = steps that were kept x median seconds of a step (of its stage) / seconds
     uptime  = seconds in which ranks were running / seconds
 
 ETTR is ByteRobust's (arXiv 2509.16293): productive time over wall-clock time; detection, restart, loading and steps
@@ -51,10 +51,25 @@ class Failure:
 
 
 @dataclass
-class Attempt:
-    """One start of the ranks. Times are seconds of the account.
+class Stage:
+    """Steps that are counted from 1: of the whole run, or of one stage of a curriculum.
 
-    points: when a step was done, both growing; the first one is the step that the attempt started from.
+    name: "" where it is not told. before: steps of the run before its first. step_seconds: the median of the journal.
+    """
+
+    name: str
+    before: float
+    step_seconds: float | None = None
+
+
+@dataclass
+class Attempt:
+    """One start of the ranks. Times are seconds of the account, and steps are those of the run: they go on in the next
+    stage.
+
+    before: steps of earlier stages. origin: the step that the ranks said to continue from.
+    points: when a step was done, neither falling; the first one is the step that the attempt started from.
+    starts: from the last step of a stage to the begin of the next one's first.
     kept: the last step that later attempts did not make again. first_seen: when the first step was seen.
     """
 
@@ -66,6 +81,9 @@ class Attempt:
     session: int
     resume_step: int | None = None
     end: float | None = None
+    before: float = 0.0
+    origin: float | None = None
+    starts: list[tuple[float, float]] = field(default_factory=list)
     points: list[tuple[float, float]] = field(default_factory=list)
     first_seen: float | None = None
     kept: float = 0.0
@@ -110,7 +128,7 @@ class Account:
     """What the journal says. seconds: supervised so far. spans: all of them, without a gap.
 
     rides: decisions to wait. decisions: action -> how many. pauses: when a person has started the run again.
-    step_seconds: the median of the journal.
+    step_seconds: the median of the journal. stages: in their order, with their own medians.
     checkpoints: (time, step).
     """
 
@@ -129,6 +147,7 @@ class Account:
     pauses: list[float] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     step_seconds: float | None = None
+    stages: list[Stage] = field(default_factory=list)
 
     def _of(self, use: str) -> float:
         return sum(span.end - span.begin for span in self.spans if span.use == use)
@@ -159,7 +178,19 @@ class Account:
     def goodput(self) -> float | None:
         if not self.seconds or self.step_seconds is None:
             return None
-        return self.kept_steps * self.step_seconds / self.seconds
+        kept = sum(self.kept_in(stage) * (stage.step_seconds or self.step_seconds) for stage in self.stages)
+        return kept / self.seconds
+
+    def kept_in(self, stage: Stage) -> float:
+        """Return the steps of a stage that were kept."""
+        end = min((each.before for each in self.stages if each.before > stage.before), default=float("inf"))
+        return sum(max(0.0, min(one.kept, end) - max(one.base, stage.before)) for one in self.attempts if one.points)
+
+    def stage_at(self, step: float) -> Stage:
+        """Return the stage of a step of the run."""
+        return max(
+            (each for each in self.stages if each.before < step), key=lambda each: each.before, default=self.stages[0]
+        )
 
     @property
     def restarts(self) -> int:

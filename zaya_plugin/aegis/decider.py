@@ -46,6 +46,7 @@ EXPLAIN_SECONDS = 8.0  # ranks that lost their peer are explained by a node that
 DUMP_SECONDS = 3.0  # the agents' 2 s and the way
 STOP_SECONDS = 9.0  # the agents' 5 s and the way, after the grace
 JOIN_SECONDS = 600.0  # until the nodes of the first attempt must be there
+BETTER_SECONDS = 30.0  # for nodes of the first attempt that have failed less often in earlier runs
 REJOIN_SECONDS = 30.0  # until those of a later one must, before it starts with fewer
 PROGRESS_SECONDS = 60.0  # between two lines of progress in the journal
 SAVE_SECONDS = 600.0  # for the other ranks, once one has saved and left
@@ -99,6 +100,7 @@ class Decider:
         self.survivors: list[str] = []
         self.order: tuple[str, ...] = ()
         self.slowest = 0.0
+        self.origin: int | None = None  # the step that ranks without a step of their own continue from
         self.stepped = time.time()  # when the last step was seen
         self.hanging: Evidence | None = None  # of a hang while something is waited for
         self._next_progress = self._next_words = self._next_flush = 0.0
@@ -254,7 +256,8 @@ class Decider:
         peer.codes = {int(rank): code for rank, code in message["codes"].items()}
         self.by_link[connection] = self.peers[node] = peer
         if known is None:
-            self.note("node", node=node, state="joined", reason=peer.address)
+            before = f", failed {count} times in 30 days" if (count := self.history.failures[node]) else ""
+            self.note("node", node=node, state="joined", reason=peer.address + before)
             if self.cluster.out.get(node) in RETURN and not message["running"]:
                 self.note("node", node=node, state="back", reason="its agent answers again, and runs nothing")
         if message["asked"]:
@@ -417,7 +420,8 @@ class Decider:
     def available(self) -> list[str]:
         """Return the nodes that an attempt may use, those of the last one first, then the ones with the best history."""
         there = [node for node in self.peers if node not in self.cluster.out and self.peers[node].link in self.links]
-        known = [node for node in self.cluster.nodes if node in there]
+        exchanged = (self.cluster.pending or {}).get("nodes_out") or ()  # such a node may be back already
+        known = [node for node in self.cluster.nodes if node in there and node not in exchanged]
         others = sorted((node for node in there if node not in known), key=self.badness)
         if self.cluster.generation == 0 or not known:
             good = [node for node in others if not self.history.quarantined(node)]
@@ -456,6 +460,8 @@ class Decider:
     def in_wait(self) -> None:
         there = self.available()
         enough = len(there) >= self.settings.nodes
+        if enough and self.seconds < BETTER_SECONDS and (worse := self.worse(there)):
+            return self.say_now_and_then(f"waits for other nodes than {', '.join(worse)}: they failed in earlier runs")
         if not enough and self.seconds > self.patience:
             size = next((size for size in self.cluster.sizes if size <= len(there)), None)
             if size is None and self.settings.requeue and self.patience < JOIN_SECONDS:  # an attempt went before
@@ -468,9 +474,10 @@ class Decider:
                 )
             enough = size is not None
         if not enough:
-            if time.monotonic() > self._next_words and self.seconds > 5:
-                self._next_words = time.monotonic() + 30
-                say(f"waits for nodes: {len(there)} of {self.settings.nodes} ({', '.join(there[:20])})")
+            if self.seconds > 5:
+                self.say_now_and_then(
+                    f"waits for nodes: {len(there)} of {self.settings.nodes} ({', '.join(there[:20])})"
+                )
             return None
         size = next(size for size in (self.settings.nodes, *self.cluster.sizes) if size <= len(there))
         self.order = self.in_order(there, size)
@@ -478,14 +485,27 @@ class Decider:
         self.to("port")
         return None
 
+    def worse(self, there: list[str]) -> list[str]:
+        """Return the quarantined nodes that a first attempt would take because others have not joined yet."""
+        all_joined = len(self.peers) >= self.settings.nodes + self.settings.spares
+        if all_joined or any(node in there for node in self.cluster.nodes):
+            return []
+        return [node for node in there[: self.settings.nodes] if self.history.quarantined(node)]
+
+    def say_now_and_then(self, text: str) -> None:
+        if time.monotonic() > self._next_words:
+            self._next_words = time.monotonic() + 30
+            say(text)
+
     def in_order(self, there: list[str], size: int) -> tuple[str, ...]:
         """Return the nodes of the next attempt: a spare takes the place of the node that it replaces."""
+        there = there[:size]
         kept = [node for node in self.cluster.nodes if node in there]
         spares = [node for node in there if node not in kept]
         if len(self.cluster.nodes) == size:
             order = [node if node in there else spares.pop(0) for node in self.cluster.nodes]
         else:
-            order = (kept + spares)[:size]
+            order = kept + spares
         turn = self.cluster.turns % size
         return tuple(order[turn:] + order[:turn]) if self.cluster.turns else tuple(order)
 
@@ -526,7 +546,7 @@ class Decider:
                 command=resumed(self.settings, self.cluster.skips) if again else list(self.settings.command),
                 turn=self.cluster.turns if len(self.order) == 1 else 0,
             )
-        self.slowest, self.stepped, self.hanging = 0.0, time.time(), None
+        self.slowest, self.stepped, self.hanging, self.origin = 0.0, time.time(), None, None
         self.symptom = None
         say(f"attempt {self.cluster.generation} on {', '.join(self.order[:8])}" + " ..." * (len(self.order) > 8))
         self.to("run")
@@ -549,23 +569,37 @@ class Decider:
     def follow_progress(self) -> None:
         """Take note of steps; the collectors of the nodes look for their absence."""
         beats = [beat for peer in self.active() for beat in peer.ranks.values()]
-        step = min((beat["step"] for beat in beats if isinstance(beat.get("step"), int)), default=0)
-        seconds = max((float(beat.get("step_seconds") or 0.0) for beat in beats), default=0.0)
-        trains = all(beat["phase"] == "train" for beat in beats)
-        if self.cluster.stages and trains and 0 < step < (self.cluster.step or 0):
-            self.note("progress", step=step, step_seconds=round(seconds, 4))  # the next stage counts from 1
+        names = {beat.get("stage") for beat in beats} if self.cluster.stages else {None}
+        if len(names) != 1 or not beats:  # the ranks of two stages
             return
-        if step <= (self.cluster.step or self.cluster.resume_step or 0):
+        step, stage = min(beat["step"] for beat in beats), next(iter(names))
+        if any(beat.get("step_seconds") is None for beat in beats):  # a rank has made no step yet
+            if all(beat["phase"] in ("warm_up", "train") for beat in beats):
+                self.origin = step
             return
+        seconds = max(float(beat["step_seconds"]) for beat in beats)
+        begins = self.cluster.begins_stage(stage, step)
+        if not begins and step <= (self.cluster.step or self.cluster.resume_step or 0):
+            return
+        if begins and self.cluster.step is not None:
+            self.note_last_step()  # of the stage before
         self.stepped, self.slowest, self.hanging = time.time(), max(0.98 * self.slowest, seconds), None
+        told = {"stage": stage} if stage else {}
         if self.cluster.first_step is None:
-            self.note("first_step", step=step)
+            self.note("first_step", step=step, **told, **self.continued())
             self.check_resumed(step)
+        elif begins:
+            self.note("progress", step=step, step_seconds=round(seconds, 4), **told, **self.continued())
         elif time.monotonic() > self._next_progress:
             self._next_progress = time.monotonic() + PROGRESS_SECONDS
-            self.note("progress", step=step, step_seconds=round(seconds, 4))
+            self.note("progress", step=step, step_seconds=round(seconds, 4), **told)
         else:
-            self.cluster.apply({"kind": "progress", "step": step, "step_seconds": seconds})
+            self.cluster.apply({"kind": "progress", "step": step, "step_seconds": seconds, **told})
+
+    def continued(self) -> dict[str, int]:
+        """Return the step that the ranks continue from, where they were heard before their first step."""
+        origin, self.origin = self.origin, None
+        return {} if origin is None else {"after": origin}
 
     def is_alone(self, evidence: Evidence) -> bool:
         """Whether no other node says the same: then the fault is the node's, not the file server's."""
@@ -672,7 +706,15 @@ class Decider:
             return
         for node in decision.nodes_out:
             self.leave_out(node, said.cause, said.severity == "fatal" and said.confidence == "sure")
+        if decision.action == "restart" and said.node and not decision.nodes_out and self.is_nodes_fault(said):
+            self.history.add(said.node, said.cause, str(self.settings.folder))  # no other node was there to take over
         self.begin_stop()
+
+    def is_nodes_fault(self, said: Diagnosis) -> bool:
+        """Whether a diagnosis is a reason to take another node."""
+        if said.cause in GONE:
+            return not (said.evidence and said.evidence[0].values.get("back"))
+        return said.cause in self.rules and self.rules[said.cause].action == "exchange" and said.confidence != "weak"
 
     def alert(self, text: str, level: str, said: Diagnosis, decision: dict[str, Any]) -> None:
         """Tell a decision to the user's hook and to W&B."""
@@ -685,7 +727,8 @@ class Decider:
     def note_last_step(self) -> None:
         """Write down the last step, and when it was seen: that may be long ago, as in a hang."""
         seconds = round(self.cluster.step_seconds, 4)
-        self.note("progress", step=self.cluster.step, step_seconds=seconds, at=self.stepped)
+        stage = {"stage": self.cluster.stage_name} if self.cluster.stages and self.cluster.stage_name else {}
+        self.note("progress", step=self.cluster.step, step_seconds=seconds, at=self.stepped, **stage)
 
     def leave_out(self, node: str, cause: str, broken: bool) -> None:
         """Use a node no more, and tell it to the runs that follow. broken: its hardware, so that nobody should use it."""
@@ -736,6 +779,7 @@ class Decider:
         if decision["action"] == "rollback" and decision["to_step"] is not None:
             self.put_aside(decision["to_step"])
         self.patience = 0.0 if decision["action"] == "shrink" else REJOIN_SECONDS
+        self.history.read()
         return self.to("wait")
 
     def requeue(self) -> None:
