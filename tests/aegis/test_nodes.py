@@ -6,25 +6,13 @@ import time
 
 import pytest
 
-from zaya_plugin.aegis import decider
+from tests.aegis.decision_maker import Wire, settle
 from zaya_plugin.aegis.decider import Decider
 from zaya_plugin.aegis.evidence import Evidence
 from zaya_plugin.aegis.journal import read
+from zaya_plugin.aegis.launcher import BETTER_SECONDS
 from zaya_plugin.aegis.nodes import KEPT_SECONDS, QUARANTINE, Nodes
 from zaya_plugin.aegis.settings import Settings
-
-
-class Wire:
-    """The connection of an agent."""
-
-    def __init__(self):
-        self.sent = []
-
-    def send(self, body):
-        self.sent.append(body)
-
-    def close(self):
-        pass
 
 
 @pytest.fixture(autouse=True)
@@ -43,38 +31,37 @@ class Run:
     def join(self, *names):
         for node in names:
             wire = Wire()
-            self.maker.links.add(wire)
+            self.maker.peers.links.add(wire)
             of_node = {"node": node, "address": f"10.0.0.{node[1:]}", "pid": int(node[1:]), "generation": 0}
             self.maker.joined(wire, {**of_node, "running": [], "codes": {}, "over": None, "asked": []})
-        if self.maker.phase == "run":
+        if self.maker.phase.name == "run":
             self.maker.in_run()
         return self
 
     def attempt(self):
         """Begin an attempt, if the decision maker wants to; return its nodes."""
-        self.maker.in_wait()
-        if self.maker.phase != "port":
+        self.maker.launcher.in_wait()
+        if self.maker.phase.name != "port":
             return None
-        self.maker.start(29500)
+        self.maker.launcher.start(29500)
         return self.rows("attempt")[-1]["nodes"]
 
     def lose(self, node):
         """The node does not answer; its ranks end, and the decision is carried out. It comes back later."""
         self.maker.lose(node, "silent")
-        self.maker.since -= decider.SETTLE_SECONDS + decider.EXPLAIN_SECONDS
-        self.maker.in_settle()
-        for each in tuple(self.maker.stopping):
-            self.maker.on_ended(self.maker.peers[each], {"generation": self.maker.cluster.generation, "survivors": []})
-        self.maker.in_stop()
-        self.maker.since -= self.maker.cluster.pending["delay"]
-        self.maker.in_delay()
+        settle(self.maker)
+        for each in tuple(self.maker.launcher.stopping):
+            self.maker.launcher.ended(each, [])
+        self.maker.launcher.in_stop()
+        self.maker.phase.since -= self.maker.cluster.pending["delay"]
+        self.maker.launcher.in_delay()
 
     def rows(self, kind):
         return [row for row in read(self.maker.settings.journal) if row["kind"] == kind]
 
     def end(self):
         self.maker.finish(0, "done")
-        self.maker.journal.close()
+        self.maker.record.journal.close()
 
 
 def test_a_node_that_failed_in_two_runs_is_taken_last_by_the_third(home):
@@ -132,7 +119,7 @@ def test_a_quarantined_node_is_used_where_no_other_one_comes(home):
         Nodes().add("n2", "node_lost", "earlier")
     run = Run(home / "run").join("n1", "n2")
     assert run.attempt() is None
-    run.maker.since -= decider.BETTER_SECONDS
+    run.maker.phase.since -= BETTER_SECONDS
     assert run.attempt() == ["n1", "n2"]
     run.end()
     again = Run(home / "again").join("n2", "n1", "n3")
