@@ -56,6 +56,24 @@ ONE_CRASH = [
     row(280, "end", 2, code=0, reason="done"),
 ]
 
+# Steps of 2 s, then a second stage of 4 s a step that starts for 30 s. A rank dies at 200 s, after the second stage's
+# step 15; its checkpoint of step 10 is loaded, and step 11 is made until 234 s.
+TWO_STAGES = [
+    begin(0),
+    attempt(2, 1),
+    row(12, "first_step", step=1, stage="one", after=0),
+    row(112, "progress", step=50, step_seconds=2.0, at=BEGIN + 110, stage="one"),
+    row(144, "progress", step=1, step_seconds=4.0, stage="two", after=0),
+    row(201, "symptom", evidence={"time": BEGIN + 200.5, "node": "n2", "source": "exit", "text": "killed"}),
+    row(202, "progress", step=15, step_seconds=4.0, at=BEGIN + 200, stage="two"),
+    *failure(201.0, 200.5, "sigkill", "restart", 15, 200.0)[2:],
+    attempt(210, 2),
+    row(234, "first_step", 2, step=11, stage="two", after=10),
+    row(311, "progress", 2, step=30, step_seconds=4.0, at=BEGIN + 310, stage="two"),
+    *failure(315, 314, "ras_ue", "exchange", 30, 310.0, generation=2)[2:],
+    row(320, "end", 2, code=1, reason="no node is left"),
+]
+
 
 def write(folder: Path, rows) -> Path:
     """Write a journal below the run directory `folder`, which is returned."""

@@ -5,8 +5,9 @@ import json
 
 import pytest
 
-from tests.aegis.journals import BEGIN, GPUS, ONE_CRASH, attempt, begin, failure, first_step, row
-from zaya_plugin.aegis.account import END, INTERRUPTED, START, TRAINING, account
+from tests.aegis.journals import BEGIN, GPUS, ONE_CRASH, TWO_STAGES, attempt, begin, failure, first_step, row
+from zaya_plugin.aegis.account import INTERRUPTED, account
+from zaya_plugin.aegis.attempts import END, START, TRAINING
 from zaya_plugin.aegis.journal import Journal, read
 
 
@@ -95,6 +96,49 @@ def test_a_roll_back_gives_up_steps_of_earlier_attempts():
     assert spike.seconds == pytest.approx(10 + 100 + 40)  # down, steps 101 to 150, and steps 81 to 100
     assert found.kept_steps == 131 and found.training == pytest.approx(160 + 100)
     assert sum(span.end - span.begin for span in found.spans) == pytest.approx(found.seconds)
+
+
+def test_two_stages_by_hand():
+    found = account(TWO_STAGES)
+    crash, lost = found.failures
+    assert [(each.name, each.before, each.step_seconds) for each in found.stages] == [("one", 0, 2), ("two", 50, 4)]
+    # Stage one from 10 to 110 s; stage two: steps 1 to 10 from 140 to 180 s, and 11 to 30 from 230 to 310 s.
+    assert used(found)[2:] == [
+        (10, 110, TRAINING),
+        (110, 140, START),
+        (140, 180, TRAINING),
+        (180, 200, "sigkill"),
+        (200, 204, "sigkill"),
+        (204, 210, "sigkill"),
+        (210, 230, "sigkill"),
+        (230, 310, TRAINING),
+        (310, 318, "ras_ue"),
+        (318, 320, "ras_ue"),
+    ]
+    assert (crash.lost_steps, crash.seconds, crash.recover) == (5, 230 - 180, 234 - 201)
+    assert (lost.lost_steps, found.kept_steps, found.training) == (0, 50 + 30, 100 + 40 + 80)
+    assert [found.kept_in(each) for each in found.stages] == [50, 30]
+    assert found.ettr == pytest.approx(220 / 320) and found.goodput == pytest.approx((50 * 2 + 30 * 4) / 320)
+
+
+def test_a_stage_that_fails_before_its_first_step_makes_no_step_of_the_stage_before_again():
+    rows = [each for each in TWO_STAGES if each["time"] < BEGIN + 120]
+    early = [each for each in failure(130, 130, "sigkill", "restart", 0, 0) if each["kind"] != "progress"]
+    rows += [*early, attempt(140, 2), row(164, "first_step", 2, step=1, stage="two", after=0)]
+    found = account([*rows, row(196, "progress", 2, step=9, step_seconds=4.0, stage="two")])
+    (crash,) = found.failures
+    assert (crash.lost_steps, crash.seconds) == (0, 160 - 110) and found.kept_steps == 59
+    assert found.attempts[1].base == 50 and found.training == 100 + 36
+
+
+def test_stages_without_a_name_are_told_by_steps_that_count_from_one_again():
+    rows = [{name: value for name, value in each.items() if name not in ("stage", "after")} for each in TWO_STAGES]
+    rows[0]["command"] = ["zaya", "curriculum"]
+    found = account(rows)
+    assert [(each.name, each.before) for each in found.stages] == [("", 0), ("", 50)]
+    assert (found.kept_steps, found.failures[0].lost_steps) == (80, 5)
+    rows[0]["command"] = ["zaya", "train"]  # a line that the disk has damaged, for one
+    assert len(account(rows).stages) == 1
 
 
 def test_the_pause_until_a_person_starts_again_is_not_supervised():

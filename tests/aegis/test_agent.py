@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import threading
 import time
 from pathlib import Path
 
@@ -14,7 +13,8 @@ import pytest
 
 from tests.aegis.toy_run import ToyRun, free_port, kill, secret
 from zaya_plugin.aegis import processes
-from zaya_plugin.aegis.agent import Agent, Process
+from zaya_plugin.aegis.agent import Agent
+from zaya_plugin.aegis.ranks import Process
 from zaya_plugin.aegis.settings import Settings
 
 
@@ -150,11 +150,11 @@ def test_stacks_are_asked_of_the_process_in_the_heartbeat_alone(tmp_path, monkey
         (rank,) = [pid for pid in processes.below(folder) if pid != shell.pid and b"ready" in cmdline(pid)]
         for number, pid in enumerate((rank, stranger.pid)):
             (folder / f"rank{number}.json").write_text(json.dumps({"pid": pid, "phase": "train", "step": 1}))
-            agent.processes.append(Process(number, shell, tmp_path / "log", None))
+            agent.ranks.processes.append(Process(number, shell, tmp_path / "log", None))
         agent.collectors.flight_recorder.watch(folder)
-        monkeypatch.setattr("zaya_plugin.aegis.agent.DUMP_SECONDS", 0.1)
+        monkeypatch.setattr("zaya_plugin.aegis.dumps.DUMP_SECONDS", 0.1)
         monkeypatch.setattr(agent, "_send", lambda kind, **values: sent.append((kind, values)))
-        agent._ask_for_dumps()
+        agent._dump()
         deadline = time.monotonic() + 5
         while not (tmp_path / "told").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -177,9 +177,9 @@ def test_a_log_that_cannot_be_read_holds_no_heartbeat(tmp_path, monkeypatch):
     agent = quiet_agent(tmp_path, monkeypatch)
     os.mkfifo(tmp_path / "log")
     process = Process(0, subprocess.Popen(["false"]), tmp_path / "log", None)
-    agent.processes.append(process)
-    threading.Thread(target=agent._read_logs, daemon=True).start()
-    monkeypatch.setattr("zaya_plugin.aegis.agent.LAST_LOG_SECONDS", 0.5)
+    agent.ranks.processes.append(process)
+    agent.ranks.follow_logs()
+    monkeypatch.setattr("zaya_plugin.aegis.ranks.LAST_LOG_SECONDS", 0.5)
     slowest, deadline = 0.0, time.monotonic() + 10
     while process.code is None and time.monotonic() < deadline:
         before = time.monotonic()
@@ -214,19 +214,6 @@ def full_disk(path, *mode, real=open, **more):
     if str(path).endswith(".log"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     return real(path, *mode, **more)
-
-
-def test_a_clock_that_is_set_is_noticed_at_the_next_answer(tmp_path, monkeypatch):
-    agent = quiet_agent(tmp_path, monkeypatch)
-    agent.collectors.close()
-    for now, trip in ((1000.0, 0.002), (1002.0, 0.001), (1004.0, 0.004)):
-        agent._measure_offset(now, now - trip, now - trip / 2 + 5.0)  # the other clock is 5 s ahead
-    assert agent.offset == pytest.approx(5.0, abs=1e-3)
-    agent._measure_offset(1006.0, 990.0, 1006.0)  # an answer that took 16 s says nothing
-    assert agent.offset == pytest.approx(5.0, abs=1e-3)
-    now = 1008.0 + 3600.0  # an hour ahead all at once
-    agent._measure_offset(now, now - 0.004, 1008.0 - 0.002 + 5.0)
-    assert agent.offset == pytest.approx(5.0 - 3600.0, abs=1e-2)
 
 
 def test_a_second_supervisor_of_the_run_is_refused_and_the_first_one_goes_on(tmp_path):

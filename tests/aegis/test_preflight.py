@@ -10,7 +10,10 @@ import pytest
 
 from zaya_plugin import cli
 from zaya_plugin.aegis import preflight
-from zaya_plugin.aegis.preflight import Node, expand, judge, look_at_links, look_at_storage, rounds, take_verify
+from zaya_plugin.aegis.preflight import rounds
+from zaya_plugin.aegis.preflight_node import Node, look_at_links, look_at_storage, take_verify
+from zaya_plugin.aegis.preflight_verdict import judge
+from zaya_plugin.aegis.slurm import expand
 
 
 def node(name, gemm=500.0, pairs=(), **figures):

@@ -2,12 +2,15 @@
 """`zaya aegis report` in the terminal: figures of a journal, and journals that are odd or not there."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from tests.aegis.journals import ONE_CRASH, attempt, begin, failure, first_step, row, write
 from zaya_plugin import cli
 from zaya_plugin.aegis.report import duration
+
+RECORDED = Path(__file__).parent / "corpus" / "curriculum.jsonl"
 
 
 def test_the_figures_of_one_crash(tmp_path, capsys):
@@ -67,6 +70,25 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path, capsys):
     run = write(tmp_path / "run", [*rows, row(10, "node", node="\x9b2J", state="out", reason="\r\n")])
     assert cli.main(["aegis", "report", str(run)]) == 0
     assert all(letter.isprintable() or letter == "\n" for letter in capsys.readouterr().out)
+
+
+def test_a_curriculum_is_counted_on_from_stage_to_stage(tmp_path, capsys):
+    """Recorded: 400 steps, then 300 of the next stage; its rank was killed after step 120, and went on from 100."""
+    run = write(tmp_path / "run", [json.loads(line) for line in RECORDED.read_text().splitlines()])
+    assert cli.main(["aegis", "report", str(run), "--html", str(tmp_path / "page.html")]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "steps kept 700 0.364 s a step (median)" in lines
+    assert "steps lost 20 made, and made again after a failure" in lines
+    assert "demo_1 400 0.465 s" in lines and "demo_2 300 0.151 s" in lines
+    assert "1 2026-11-26 17:46:51 UTC 5 min 47 s 1 0 of demo_1 120 of demo_2 sigkill n1" in lines
+    assert "2 2026-11-26 17:52:39 UTC 3 min 26 s 1 100 of demo_2 300 of demo_2 - n1" in lines
+    assert cli.main(["aegis", "report", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(each["name"], each["before"]) for each in found["stages"]] == [("demo_1", 0), ("demo_2", 400)]
+    # 400 steps in 114 s, the steps to 100 of the next stage, and the others in 58 s; its start is no training
+    assert found["training"] == pytest.approx(195.5, abs=0.5) and found["ettr"] == pytest.approx(0.3526, abs=1e-4)
+    ((last, begin),) = found["attempts"][0]["starts"]
+    assert begin - last == pytest.approx(104.6, abs=0.1)
 
 
 def test_durations_are_read_at_a_glance():

@@ -17,6 +17,7 @@ from typing import Any
 from zaya_plugin.aegis import link, processes
 from zaya_plugin.aegis.journal import read
 
+PATIENCE = 180.0  # seconds of a test on a busy machine; the product's own times are asserted from the journal
 # A rank: steps of 20 ms with heartbeats; it saves every 10 steps and continues from there, as a training does. What it
 # does at which step comes from a file, so that a test can break the first attempt alone.
 RANK = """
@@ -128,7 +129,7 @@ class ToyRun:
         path = self.folder / "journal.jsonl"
         return [row for row in read(path) if kind in (None, row["kind"])] if path.exists() else []
 
-    def wait_for(self, condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+    def wait_for(self, condition: Callable[[], Any], seconds: float = PATIENCE) -> Any:
         """Wait until `condition` is true; return its value."""
         deadline = time.monotonic() + seconds
         while not (value := condition()):
@@ -148,7 +149,7 @@ class ToyRun:
                 pass
         return None
 
-    def end(self, name: str | None = None, seconds: float = 30.0) -> int:
+    def end(self, name: str | None = None, seconds: float = PATIENCE) -> int:
         """Wait for the end of a node's command, of the first one's by default; return its exit code."""
         name = name or next(iter(self.nodes))
         try:

@@ -1,18 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a supervised run did with its time, from the rows of its journal: one pass that cuts the time into attempts,
-and one that gives every second to training, to a failure, or to a start or an end.
-
-Figures, all over the time in which the run was supervised (the pause between an end and a later start by a person is
-left out):
-
-    ETTR    = seconds of training that was kept / seconds                       (effective training time ratio)
-    goodput = steps that were kept x median seconds of a step / seconds
-    uptime  = seconds in which ranks were running / seconds
-
-ETTR is ByteRobust's (arXiv 2509.16293): productive time over wall-clock time; detection, restart, loading and steps
-that are made again are not productive. Pauses for validation and saving count as training. Goodput is MegaScale's
-effective rate (NSDI 2024: iterations x time of an iteration / total time) of the steps that were kept, as Google's
-ML goodput counts "productive, preserved" progress: pauses and slow steps lower it too.
+"""From the rows of a journal to the account of the run: one pass that cuts the time into attempts, and one that gives
+every second to training, to a failure, or to a start or an end.
 
 Detection lasts from the time of the evidence on its node (of a hang: the last step) to the symptom's line, recovery from
 there to the first step of the next attempt that makes one.
@@ -23,184 +11,16 @@ A clock that is set back adds no time. One that is set forward cannot be told fr
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from statistics import fmean, median
+from statistics import median
 from typing import Any
+
+from zaya_plugin.aegis.attempts import END, START, TRAINING, Account, Attempt, Failure, Span, Stage
+from zaya_plugin.aegis.settings import is_train
 
 ENDING = ("restart", "exchange", "shrink", "rollback", "requeue", "stop")  # decisions about a failure that ends ranks
 SETTLE_SECONDS = 10.0  # symptoms of one failure arrive within this time before its diagnosis
 INTERRUPTED = "interrupted"  # the cause of an attempt that has no end in the journal
-TRAINING, START, END = "training", "start", "after the last step"  # uses of time, beside the failures
-HOUR = 3600.0
 LARGEST = 1e15  # of a number in a row
-
-
-@dataclass
-class Failure:
-    """A failure that ended an attempt.
-
-    time: of the symptom, in seconds of the account. clock: the same since 1970.
-    action: the decision; "" if the journal has none.
-    detect, recover: seconds, None: not known or not yet.
-    lost_steps: made and not kept. seconds, gpu_hours: from the last step that was kept to the next attempt's first.
-    """
-
-    generation: int
-    cause: str
-    time: float
-    clock: float
-    action: str = ""
-    reason: str = ""
-    node: str | None = None
-    rank: int | None = None
-    text: str = ""
-    detect: float | None = None
-    recover: float | None = None
-    lost_steps: float = 0.0
-    seconds: float = 0.0
-    gpu_hours: float = 0.0
-
-
-@dataclass
-class Attempt:
-    """One start of the ranks. Times are seconds of the account.
-
-    points: when a step was done, both growing; the first one is the step that the attempt started from.
-    kept: the last step that later attempts did not make again. first_seen: when the first step was seen.
-    """
-
-    generation: int
-    nodes: list[str]
-    world_size: int
-    start: float
-    clock: float
-    session: int
-    resume_step: int | None = None
-    end: float | None = None
-    points: list[tuple[float, float]] = field(default_factory=list)
-    first_seen: float | None = None
-    kept: float = 0.0
-    failure: Failure | None = None
-
-    @property
-    def base(self) -> float | None:
-        """The step that it started from; None if it made no step."""
-        return self.points[0][1] if self.points else None
-
-    @property
-    def last_step(self) -> float | None:
-        return self.points[-1][1] if self.points else None
-
-    def time_at(self, step: float) -> float:
-        """Return when `step` was done, between two points by a straight line."""
-        before = self.points[0]
-        for point in self.points:
-            if point[1] >= step:
-                share = (step - before[1]) / (point[1] - before[1]) if point[1] > before[1] else 0.0
-                return before[0] + share * (point[0] - before[0])
-            before = point
-        return before[0]
-
-
-@dataclass(frozen=True)
-class Span:
-    """Time and what it was used for: TRAINING, START, END, or the failure that it was lost to."""
-
-    begin: float
-    end: float
-    use: str | Failure
-    world_size: int
-
-    @property
-    def gpu_hours(self) -> float:
-        return (self.end - self.begin) * self.world_size / HOUR
-
-
-@dataclass
-class Account:
-    """What the journal says. seconds: supervised so far. spans: all of them, without a gap.
-
-    rides: decisions to wait. decisions: action -> how many. pauses: when a person has started the run again.
-    step_seconds: the median of the journal.
-    checkpoints: (time, step).
-    """
-
-    begin: float | None = None  # since 1970
-    seconds: float = 0.0
-    ended: bool = False
-    code: int | None = None
-    reason: str = ""
-    command: list[str] = field(default_factory=list)
-    attempts: list[Attempt] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
-    rides: list[dict[str, Any]] = field(default_factory=list)
-    decisions: dict[str, int] = field(default_factory=dict)
-    checkpoints: list[tuple[float, int]] = field(default_factory=list)
-    nodes_out: dict[str, str] = field(default_factory=dict)
-    pauses: list[float] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    step_seconds: float | None = None
-
-    def _of(self, use: str) -> float:
-        return sum(span.end - span.begin for span in self.spans if span.use == use)
-
-    @property
-    def training(self) -> float:
-        """Seconds of training that was kept."""
-        return self._of(TRAINING)
-
-    @property
-    def up(self) -> float:
-        """Seconds in which ranks were running."""
-        return sum(one.end - one.start for one in self.attempts)
-
-    @property
-    def ettr(self) -> float | None:
-        return self.training / self.seconds if self.seconds else None
-
-    @property
-    def uptime(self) -> float | None:
-        return self.up / self.seconds if self.seconds else None
-
-    @property
-    def kept_steps(self) -> float:
-        return sum(one.kept - one.base for one in self.attempts if one.points)
-
-    @property
-    def goodput(self) -> float | None:
-        if not self.seconds or self.step_seconds is None:
-            return None
-        return self.kept_steps * self.step_seconds / self.seconds
-
-    @property
-    def restarts(self) -> int:
-        """Attempts that followed another one."""
-        return max(0, len(self.attempts) - 1)
-
-    @property
-    def gpu_hours(self) -> float:
-        return sum(span.gpu_hours for span in self.spans)
-
-    @property
-    def lost_steps(self) -> float:
-        return sum(one.lost_steps for one in self.failures)
-
-    def mean(self, name: str) -> float | None:
-        """Return the mean of "detect" or "recover" over the failures of which it is known."""
-        known = [value for one in self.failures if (value := getattr(one, name)) is not None]
-        return fmean(known) if known else None
-
-    def by_cause(self) -> list[dict[str, Any]]:
-        """Return one row a cause with its failures, steps, seconds and GPU hours lost, the costliest first."""
-        found: dict[str, dict[str, Any]] = {}
-        for one in self.failures:
-            row = found.setdefault(
-                one.cause, {"cause": one.cause, "failures": 0, "lost_steps": 0.0, "seconds": 0.0, "gpu_hours": 0.0}
-            )
-            row["failures"] += 1
-            for name in ("lost_steps", "seconds", "gpu_hours"):
-                row[name] += getattr(one, name)
-        return sorted(found.values(), key=lambda row: (-row["gpu_hours"], -row["seconds"], row["cause"]))
 
 
 def account(rows: Iterable[dict[str, Any]]) -> Account:
@@ -214,8 +34,8 @@ def account(rows: Iterable[dict[str, Any]]) -> Account:
     return found
 
 
-NUMBERS = ("time", "at", "step", "step_seconds", "generation", "world_size", "resume_step", "rank", "code")
-TEXTS = ("node", "state", "reason", "action", "cause", "text")
+NUMBERS = ("time", "at", "step", "after", "step_seconds", "generation", "world_size", "resume_step", "rank", "code")
+TEXTS = ("node", "state", "reason", "action", "cause", "text", "stage")
 
 
 def sound(row: dict[str, Any]) -> dict[str, Any]:
@@ -241,7 +61,8 @@ class _Reading:
         self.attempt: Attempt | None = None
         self.symptoms: list[tuple[float, float, dict[str, Any]]] = []  # time, clock, evidence; since the last decision
         self.said: dict[str, Any] = {}
-        self.step_seconds: list[float] = []
+        self.step_seconds: list[tuple[Stage | None, float]] = []
+        self.stage: Stage | None = None  # of the last step
 
     def take(self, row: dict[str, Any]) -> None:
         clock, kind = row.get("time"), row.get("kind")
@@ -290,23 +111,50 @@ class _Reading:
 
     def _on_progress(self, row: dict[str, Any]) -> None:
         step, seconds, at = (row.get(name) for name in ("step", "step_seconds", "at"))
-        if seconds:
-            self.step_seconds.append(seconds)
         if step is None or self.attempt is None or self.attempt.end is not None:
             return
-        points = self.attempt.points
+        points, stage = self.attempt.points, self._stage_of(row)
+        begins = points and stage is not self.stage
+        self.stage = stage
+        if seconds:
+            self.step_seconds.append((stage, seconds))
+        step, after = stage.before + step, row.get("after")
         if points and step <= points[-1][1]:
             return
         time = self.now - min(max(0.0, self.last_clock - at), self.now) if at is not None else self.now
-        if points:
+        if begins:
+            origin = step - 1 if after is None else min(stage.before + after, step)
+            begin = max(points[-1][0], time - (step - origin) * (seconds or 0.0))
+            self.attempt.starts.append((points[-1][0], begin))
+            points.append((begin, max(origin, points[-1][1])))
+        elif points:
             if at is None and seconds:  # the line may be written long after the step
                 time = min(time, points[-1][0] + (step - points[-1][1]) * seconds)
             time = max(time, points[-1][0])
         else:
             self.attempt.first_seen = time = max(time, self.attempt.start)
+            self.attempt.before, self.attempt.origin = stage.before, None if after is None else stage.before + after
         points.append((time, step))
 
     _on_first_step = _on_progress
+
+    def _stage_of(self, row: dict[str, Any]) -> Stage:
+        """Return the stage of a step, which may be its first. Steps without a name are of the last stage, unless they
+        count from 1 again within an attempt; those of `zaya train` never do.
+        """
+        points, name = self.attempt.points, row.get("stage") or ""
+        done = max((one.points[-1][1] for one in self.found.attempts if one.points), default=0.0)
+        if name:
+            stage = next((each for each in self.found.stages if each.name == name), None)
+            if stage is not None and points and stage is not self.stage and stage.before + row["step"] <= points[-1][1]:
+                stage.before = done  # the one before it was made longer
+        else:
+            again = points and self.stage.before + row["step"] < points[-1][1]
+            stage = None if again and not is_train(self.found.command or ["zaya", "train"]) else self.stage
+        if stage is None:
+            stage = Stage(name, done)
+            self.found.stages.append(stage)
+        return stage
 
     def _on_checkpoint(self, row: dict[str, Any]) -> None:
         if "step" in row:
@@ -366,9 +214,13 @@ class _Reading:
             self.sessions[-1][1] = self.now
         for one in found.attempts:
             one.end = self.now if one.end is None else one.end
-        found.step_seconds = median(self.step_seconds) if self.step_seconds else None
+        found.step_seconds = median(seconds for _, seconds in self.step_seconds) if self.step_seconds else None
+        for stage in found.stages:
+            seconds = [each for of, each in self.step_seconds if of is stage]
+            stage.step_seconds = median(seconds) if seconds else None
         for one in found.attempts:
-            _add_base(one, found.step_seconds or 0.0)
+            if one.points:
+                _add_base(one, found.stage_at(one.points[0][1]).step_seconds or found.step_seconds or 0.0)
         return found
 
 
@@ -385,13 +237,14 @@ def _add_base(one: Attempt, step_seconds: float) -> None:
     Without a checkpoint that is the run's start, if the attempt had the time for all steps since; else it has loaded
     one of another run, and the step before the first is taken.
     """
-    if not one.points:
-        return
     time, first = one.points[0]
-    if one.resume_step is not None and one.resume_step < first:
+    if one.origin is not None and one.origin < first:
+        base = one.origin
+    elif one.resume_step is not None and one.resume_step < first:
         base = float(one.resume_step)
     else:
-        base = 0.0 if one.resume_step is None and first * step_seconds <= time - one.start else first - 1
+        all_made = one.resume_step is None and (first - one.before) * step_seconds <= time - one.start
+        base = one.before if all_made else first - 1
     one.points.insert(0, (max(one.start, time - (first - base) * step_seconds), base))
     one.kept = one.last_step
 
@@ -420,6 +273,11 @@ def _spend(found: Account, sessions: Sequence[Sequence[float]]) -> None:
             until(one.points[0][0])
             spans = _give_up(found, spans, one, blamed or use)
             use = TRAINING
+            for last, begin in one.starts:
+                until(last)
+                use = START
+                until(begin)
+                use = TRAINING
             until(one.points[-1][0])
             use = one.failure or END
         elif one.failure is not None:

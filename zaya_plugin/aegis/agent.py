@@ -7,67 +7,38 @@ ranks end with it; the agent that `zaya aegis run` then starts kills those that 
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import errno
 import os
-import queue
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from zaya_plugin.aegis import link, processes
+from zaya_plugin.aegis.clock_offset import ClockOffset
 from zaya_plugin.aegis.collectors.of_node import NodeCollectors
 from zaya_plugin.aegis.collectors.progress import read_beats
-from zaya_plugin.aegis.collectors.rank_logs import stamp
+from zaya_plugin.aegis.dumps import ask_for_dumps
 from zaya_plugin.aegis.evidence import Evidence, say
 from zaya_plugin.aegis.exit_codes import meaning
+from zaya_plugin.aegis.ranks import Process, Ranks, runnable
 from zaya_plugin.aegis.rules import Reader, Rules
 from zaya_plugin.aegis.settings import Settings, is_train
-from zaya_plugin.checkpoint.run_lock import AEGIS_GENERATION, AEGIS_RUN
-from zaya_plugin.parent_death import GRACE, LAUNCHER_PID, PR_SET_PDEATHSIG, adopt_orphans, die_with_parent
+from zaya_plugin.parent_death import adopt_orphans, die_with_parent
 
 POLL_SECONDS = 0.1  # exit codes and logs
 BEAT_SECONDS = 2.0
 START_BEAT_SECONDS = 0.5  # until all ranks train, so that the time of the first step is known
 CONNECT_SECONDS = 0.5  # between two tries to reach the decision maker
 ALONE_SECONDS = 900.0  # without ranks and without a decision maker: a whole job must not wait for nothing
-DUMP_SECONDS = 2.0  # for stacks and flight recorders
 UNKILLABLE_SECONDS = 5.0
-LOG_BYTES = 2**20  # of a log that are read at a time
-LAST_LOG_SECONDS = 2.0  # for the last lines of a process that has ended
 EVIDENCE = 200  # lines of evidence in one message
-LIBC = ctypes.CDLL(None)
-VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 WRONG_COMMAND = (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR, errno.EISDIR)
-OUTER = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-
-
-@dataclass
-class Process:
-    """One started command. rank: of the process, or of the node. log: where its output goes; read: bytes that were.
-
-    ended: when its end was seen. whole: whether its log was read to the end after that. code: once both are known.
-    """
-
-    rank: int
-    popen: subprocess.Popen
-    log: Path
-    reader: Reader
-    read: int = 0
-    part: bytes = b""
-    ended: float | None = None
-    whole: bool = False
-    code: int | None = None
 
 
 class Agent:
@@ -77,12 +48,13 @@ class Agent:
         self.settings, self.secret, self.folder = settings, secret, folder
         self.rules = Rules.load(settings.rules)
         self.link: link.Link | None = None
-        self.generation, self.processes = 0, []
+        self.generation = 0
+        self.ranks = Ranks(settings, secret, folder, self.rules, self._tell)
         self.stopping: dict[str, Any] | None = None  # how far a stop is
         self.over: dict[str, Any] | None = None  # the last stop's result, until the decision maker has started anew
         self.signals: list[int] = []
         self.code: int | None = None
-        self.offset, self._trip = 0.0, float("inf")
+        self.clock = ClockOffset()
         self._next_beat = self._next_try = 0.0
         self._said = ""
         self._evidence: list[Evidence] = []
@@ -90,8 +62,6 @@ class Agent:
         self._passed = 0  # signals that were passed on
         self._kernel = Reader(self.rules, "kernel", settings.node)
         self._survivors: list[int] = []
-        self._logs: queue.Queue[tuple[Process, bytes, bool]] = queue.Queue(maxsize=16)  # bytes, and whether the last
-        self._look = threading.Event()  # at the logs, now
         self.collectors = NodeCollectors(
             settings.node,
             storage=[path for path in (settings.folder, settings.checkpoints) if path is not None],
@@ -103,7 +73,7 @@ class Agent:
     def run(self) -> int:
         """Work until the decision maker ends the run."""
         adopt_orphans()
-        threading.Thread(target=self._read_logs, name="logs", daemon=True).start()
+        self.ranks.follow_logs()
         processes.kill_all(self.folder, UNKILLABLE_SECONDS)  # of an agent that was killed here
         wake, sleep = os.pipe()
         os.set_blocking(wake, False)
@@ -125,7 +95,7 @@ class Agent:
 
     def _step(self, wake: int) -> None:
         now = time.monotonic()
-        if self.link is not None or self._running():
+        if self.link is not None or self.ranks.running:
             self._alone = now
         elif now - self._alone > ALONE_SECONDS:
             self._say(f"nothing runs here, and the decision maker is gone for {ALONE_SECONDS:.0f} s: leaves")
@@ -147,7 +117,7 @@ class Agent:
                         self._obey(message)
                 if self.link is not None and self.link.late:
                     raise link.LinkError("does not answer as a decision maker")
-        except link.LinkError as error:
+        except (link.LinkError, KeyError, TypeError, ValueError) as error:  # of another version
             self._say(f"the decision maker {self.link.peer}: {error}; ranks go on, connecting again")
             self.link.close()
             self.link = None
@@ -176,8 +146,8 @@ class Agent:
             address=address,
             pid=os.getpid(),
             generation=self.generation,
-            codes={process.rank: process.code for process in self.processes if process.code is not None},
-            running=[process.rank for process in self.processes if process.code is None],
+            codes={process.rank: process.code for process in self.ranks.processes if process.code is not None},
+            running=[process.rank for process in self.ranks.processes if process.code is None],
             over=self.over,
             asked=self.signals[:1],
         )
@@ -198,7 +168,7 @@ class Agent:
     def _obey(self, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if kind == "beat":
-            self._measure_offset(time.time(), message["echo"], message["time"])
+            self.clock.measure(time.time(), message["echo"], message["time"])
         elif kind == "ask":
             self._next_beat = 0.0
         elif kind == "port":
@@ -206,23 +176,13 @@ class Agent:
         elif kind == "start" and message["generation"] > self.generation:
             self._start(message)
         elif kind == "dump" and message["generation"] == self.generation:
-            self._ask_for_dumps()
+            self._dump()
         elif kind == "stop" and message["generation"] >= self.generation:
             self._stop(message)
         elif kind == "save" and message["generation"] == self.generation:
-            processes.send([process.popen.pid for process in self._running()], signal.SIGTERM)
+            self.ranks.signal(signal.SIGTERM)
         elif kind == "end":
             self.code = message["code"]
-
-    def _measure_offset(self, now: float, sent: float, theirs: float) -> None:
-        """Take the offset to the decision maker's clock from one answer; the quickest answer knows it best."""
-        trip = now - sent
-        if trip < 0:  # this clock was set back meanwhile
-            return
-        offset = theirs + trip / 2 - now
-        if trip <= self._trip or abs(offset - self.offset) > trip + self._trip:  # further off: a clock was set
-            self._trip, self.offset = trip, offset
-        self._trip *= 1.05  # clocks drift: an old measurement gives way to a slightly worse new one
 
     def _beat_if_due(self) -> None:
         if time.monotonic() >= self._next_beat:
@@ -230,9 +190,9 @@ class Agent:
 
     def _beat(self) -> None:
         ranks = read_beats(self.folder)
-        starts = len(ranks) < len(self._running()) or any(beat.get("phase") != "train" for beat in ranks.values())
+        starts = len(ranks) < len(self.ranks.running) or any(beat.get("phase") != "train" for beat in ranks.values())
         self._next_beat = time.monotonic() + (START_BEAT_SECONDS if starts else BEAT_SECONDS)
-        self._send("beat", time=time.time(), offset=self.offset, generation=self.generation, ranks=ranks)
+        self._send("beat", time=time.time(), offset=self.clock.offset, generation=self.generation, ranks=ranks)
 
     def _pass_on_signals(self) -> None:
         """The first signal asks the ranks to save and leave, a second one kills them; the decision maker is told."""
@@ -240,58 +200,31 @@ class Agent:
             number, self._passed = self.signals[self._passed], self._passed + 1
             self._send("asked", number=number, times=self._passed)
             if self._passed == 1:
-                if self._running():
+                if self.ranks.running:
                     self._say(
                         f"{signal.Signals(number).name}: the ranks save and leave; a second signal ends them at once"
                     )
-                processes.send([process.popen.pid for process in self._running()], signal.SIGTERM)
+                self.ranks.signal(signal.SIGTERM)
             else:
                 processes.kill_all(self.folder, UNKILLABLE_SECONDS)
-            if self._passed > 2 or self.link is None and not self._running():
+            if self._passed > 2 or self.link is None and not self.ranks.running:
                 self.code = 128 + number
 
     # The ranks
 
-    def _running(self) -> list[Process]:
-        return [process for process in self.processes if process.code is None]
-
     def _start(self, message: dict[str, Any]) -> None:
-        if self.processes:
+        if self.ranks.processes:
             processes.kill_all(self.folder, UNKILLABLE_SECONDS)
         self.generation, self.stopping, self.over = message["generation"], None, None
-        self.processes = []
-        processes.KNOWN.clear()
-        for path in self.folder.iterdir():  # heartbeats of the attempt before
-            path.unlink()
-        logs = self.settings.folder / f"attempt_{self.generation}"
-        ranks = range(message["first_rank"], message["first_rank"] + self.settings.ranks_per_node)
-        names = list(ranks) if self.settings.each == "rank" else [message["node_rank"]]
-        command = runnable(message["command"])
         try:
-            logs.mkdir(parents=True, exist_ok=True)
-            for local, number in enumerate(names):
-                environment = self._environment(message, local, number)
-                log = logs / (f"rank{number}.log" if self.settings.each == "rank" else f"node{number}.log")
-                with open(log, "ab") as out:
-                    popen = subprocess.Popen(
-                        command,
-                        env=environment,
-                        stdin=subprocess.DEVNULL,
-                        stdout=out,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                        preexec_fn=end_with_agent,
-                    )
-                processes.KNOWN.add(popen.pid)
-                rank = number if self.settings.each == "rank" else None
-                reader = Reader(self.rules, "rank", self.settings.node, rank)
-                self.processes.append(Process(number, popen, log, reader))
+            self.ranks.start(message)
         except OSError as error:
-            self._cannot_start(command, names[0], error)
-        expected = ranks if self.settings.each == "rank" and is_train(self.settings.command) else ()
-        self.collectors.watch(self.folder, {}, expected)  # logs: this agent reads them, with the tracebacks' frames
-        self._say(f"attempt {self.generation}: {len(self.processes)} started")
-        self._send("started", generation=self.generation, pids=[process.popen.pid for process in self.processes])
+            self._cannot_start(runnable(message["command"]), self.ranks.numbers(message)[0], error)
+        each = self.settings.each == "rank" and is_train(self.settings.command)
+        self.collectors.watch(self.folder, {}, self.ranks.numbers(message) if each else ())  # logs: read by `ranks`
+        self._say(f"attempt {self.generation}: {len(self.ranks.processes)} started")
+        pids = [process.popen.pid for process in self.ranks.processes]
+        self._send("started", generation=self.generation, pids=pids)
 
     def _cannot_start(self, command: list[str], rank: int, error: OSError) -> None:
         """Tell why the ranks were not started. A command that is absent is the user's mistake; a full disk is not."""
@@ -304,46 +237,12 @@ class Agent:
         self._send_evidence()
         self._send_exit(rank, code, now)
 
-    def _environment(self, message: dict[str, Any], local: int, number: int) -> dict[str, str]:
-        here = self.settings.ranks_per_node
-        variables = {name: value for name, value in os.environ.items() if name not in OUTER}
-        variables |= {
-            "MASTER_ADDR": message["address"],
-            "MASTER_PORT": str(message["port"]),
-            processes.FOLDER: str(self.folder),
-            AEGIS_GENERATION: str(self.generation),
-            AEGIS_RUN: link.fingerprint(self.secret),
-            "TORCH_FR_BUFFER_SIZE": variables.get("TORCH_FR_BUFFER_SIZE", "2000"),
-            GRACE: variables.get(GRACE, "inf"),
-        }
-        if self.settings.each == "rank":
-            world = message["nodes"] * here
-            variables |= {"RANK": str(number), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local)}
-            variables |= {"LOCAL_WORLD_SIZE": str(here), LAUNCHER_PID: str(os.getpid())}
-        else:
-            variables |= {"NNODES": str(message["nodes"]), "NODE_RANK": str(number), "GPUS_PER_NODE": str(here)}
-        if message.get("turn"):
-            for name in VISIBLE:
-                given = [item for item in variables.get(name, "").split(",") if item]
-                devices = given or [str(device) for device in range(here)]
-                turn = message["turn"] % len(devices)
-                variables[name] = ",".join(devices[turn:] + devices[:turn])
-        return variables
-
     def _poll(self) -> None:
         """Take what the ranks wrote, and take note of those that have ended."""
-        self._take_logs()
-        for process in self._running():
-            now = time.monotonic()
-            if process.ended is None and process.popen.poll() is not None:
-                process.ended = now
-                self._look.set()
-            if process.ended is not None and (process.whole or now - process.ended > LAST_LOG_SECONDS):
-                self._has_ended(process)
-        processes.reap()
+        for process in self.ranks.poll():
+            self._has_ended(process)
 
     def _has_ended(self, process: Process) -> None:
-        process.code = process.popen.returncode
         now = time.time()
         self._beat()  # with its last step
         if process.code and self.stopping is None:
@@ -356,47 +255,7 @@ class Agent:
         self._send_exit(process.rank, process.code, now)
 
     def _send_exit(self, rank: int, code: int, at: float) -> None:
-        self._send("exit", generation=self.generation, rank=rank, code=code, time=at, offset=self.offset)
-
-    def _read_logs(self) -> None:
-        """Read the logs, in a thread: a file server that does not answer must hold no heartbeat of this node."""
-        while True:
-            full = False
-            for process in [process for process in self.processes if not process.whole]:
-                ended, data = process.ended is not None, b""
-                with contextlib.suppress(OSError):  # the log was removed, or its disk fails
-                    with open(process.log, "rb") as file:
-                        file.seek(process.read)
-                        data = file.read(LOG_BYTES)
-                process.read += len(data)
-                full |= len(data) == LOG_BYTES
-                last = ended and len(data) < LOG_BYTES
-                if data or last:
-                    self._logs.put((process, data, last))
-            if not full:
-                self._look.wait(POLL_SECONDS)
-                self._look.clear()
-
-    def _take_logs(self) -> None:
-        """Look for evidence in what was read, a part at a time."""
-        for _ in range(self._logs.maxsize):
-            try:
-                process, data, last = self._logs.get_nowait()
-            except queue.Empty:
-                return
-            if not any(process is each for each in self.processes):  # of the attempt before
-                continue
-            process.whole |= last
-            if process.rank == 0 and data:
-                _show(data)
-            lines = (process.part + data).split(b"\n")
-            process.part = b"" if last else lines.pop()[-LOG_BYTES:]
-            now = time.time()
-            for line in lines:
-                if found := process.reader.read(line, now):
-                    at = stamp(line[:200].decode(errors="replace"), now)
-                    for each in found:
-                        self._tell(replace(each, time=at))
+        self._send("exit", generation=self.generation, rank=rank, code=code, time=at, offset=self.clock.offset)
 
     def _tell(self, evidence: Evidence) -> None:
         self._evidence.append(evidence)
@@ -406,7 +265,7 @@ class Agent:
         while self._evidence and self.link is not None:
             some, self._evidence = self._evidence[:EVIDENCE], self._evidence[EVIDENCE:]
             rows = [each.to_json() for each in some]
-            self._send("evidence", generation=self.generation, offset=self.offset, rows=rows)
+            self._send("evidence", generation=self.generation, offset=self.clock.offset, rows=rows)
 
     def _collect(self) -> None:
         for each in self.collectors.drain():
@@ -432,21 +291,21 @@ class Agent:
         self.generation = message["generation"]
         self.stopping = {"since": time.monotonic(), "until": time.monotonic() + message["grace"]}
         if message["grace"]:
-            processes.send([process.popen.pid for process in self._running()], signal.SIGTERM)
+            self.ranks.signal(signal.SIGTERM)
         if message.get("dump"):
-            self._ask_for_dumps()
+            self._dump()
 
     def _go_on_stopping(self) -> None:
-        if self._running() and time.monotonic() < self.stopping["until"]:
+        if self.ranks.running and time.monotonic() < self.stopping["until"]:
             return
         left = processes.kill_all(self.folder, UNKILLABLE_SECONDS, self._beat_if_due)
         self._poll()
-        while any(process.ended is not None for process in self._running()):  # until their last lines are read
+        while any(process.ended is not None for process in self.ranks.running):  # until their last lines are read
             time.sleep(processes.POLL)
             self._poll()
         for pid in left:
             text = f"process {pid} is in state {processes.state(pid)} and survives SIGKILL"
-            rank = next((process.rank for process in self.processes if process.popen.pid == pid), None)
+            rank = next((process.rank for process in self.ranks.processes if process.popen.pid == pid), None)
             self._tell(Evidence(time.time(), self.settings.node, "agent", text, rank, "unkillable", {"pid": pid}))
         self._send_evidence()
         seconds = time.monotonic() - self.stopping["since"]
@@ -455,55 +314,12 @@ class Agent:
         self.stopping = None
         self._send("ended", **self.over)
 
-    def _ask_for_dumps(self) -> None:
-        """Ask the ranks for stacks and flight recorders; what they write is kept with the logs. Only a process that names
-        itself in a heartbeat knows the signal: it would end others, such as a shell around the rank.
-        """
-        ours = set(processes.below(self.folder))  # a number in a file may be another process's by now
-        asked = {rank: beat["pid"] for rank, beat in read_beats(self.folder).items() if beat.get("pid") in ours}
-        before = {rank: self._dumped(rank) for rank in asked}
-        self.collectors.flight_recorder.ask()
-        processes.send(list(asked.values()), signal.SIGUSR1)
-        deadline = time.monotonic() + DUMP_SECONDS
-        while time.monotonic() < deadline:
-            if all(
-                new > old for rank, olds in before.items() for new, old in zip(self._dumped(rank), olds, strict=True)
-            ):
-                break
-            self._beat_if_due()
-            time.sleep(0.05)
+    def _dump(self) -> None:
+        """Ask the ranks where they wait; the answers are evidence."""
         logs = self.settings.folder / f"attempt_{self.generation}"
-        for path in self.folder.glob("rank*"):
-            if path.suffix != ".json" or ".flight" in path.name or ".guard" in path.name:
-                shutil.copyfile(path, logs / path.name)
-        time.sleep(1.5 * self.collectors.flight_recorder.interval)  # until the dumps are read
+        asked = ask_for_dumps(self.folder, logs, self.collectors.flight_recorder, self._beat_if_due)
         self._collect()
-        self._send("dumped", generation=self.generation, ranks=list(asked))
-
-    def _dumped(self, rank: int) -> tuple[int, int]:
-        def stamp(path: Path) -> int:
-            return path.stat().st_mtime_ns if path.exists() else -1
-
-        stacks, flight = self.folder / f"rank{rank}.stacks", self.folder / f"rank{rank}.flight.json"
-        return stamp(stacks), stamp(flight)
-
-
-def end_with_agent() -> None:
-    """In a process that was just forked: end with the agent. The agent has threads, so nothing is loaded here."""
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def runnable(command: list[str]) -> list[str]:
-    """Return the words to start: `zaya` is that of this Python, also where no such program is on the path."""
-    return [sys.executable, "-m", "zaya_plugin.cli", *command[1:]] if command[0] == "zaya" else command
-
-
-def _show(data: bytes) -> None:
-    try:
-        sys.stdout.buffer.write(data)
-        sys.stdout.flush()
-    except (OSError, ValueError):  # the terminal is gone; the log has it all
-        pass
+        self._send("dumped", generation=self.generation, ranks=asked)
 
 
 def node_folder(settings: Settings, secret: bytes) -> Path:

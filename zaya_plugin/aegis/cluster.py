@@ -44,7 +44,7 @@ class Cluster:
     trained: whether an attempt has started before, so that the next one continues. since: the start of the attempt.
     out: nodes that are not used any more, and why.
     step: the last step of this attempt; first_step: the first one; best: the last one ever; checkpoints: their steps.
-    stages: whether steps may begin anew, as in a curriculum; stage: how often they have.
+    stages: whether steps may begin anew, as in a curriculum; stage: how often they have; stage_name: of the last one.
     skips: first and last steps whose data are left out, by roll backs.
     pending: the decision that was not carried out yet. asked: the run was asked to end.
     """
@@ -56,6 +56,7 @@ class Cluster:
     requeue: bool = False
     stages: bool = False
     stage: int = 0
+    stage_name: str | None = None
     begun: bool = False
     ended: bool = False
     command: list[str] = field(default_factory=list)
@@ -102,6 +103,14 @@ class Cluster:
         )
         return found[last:]
 
+    def begins_stage(self, name: str | None, step: int) -> bool:
+        """Whether a step is of a stage after the last one: of another name or, where names are not told, with steps that
+        count from 1 again within an attempt.
+        """
+        if name and self.stage_name:
+            return self.stages and name != self.stage_name
+        return self.stages and not name and self.step is not None and 0 < step < self.step
+
     def before(self, step: int | None) -> int | None:
         """Return the newest checkpoint before `step`; None: the start, or the checkpoints are not known."""
         return max((each for each in self.checkpoints if step is None or each < step), default=None)
@@ -111,6 +120,7 @@ class Cluster:
         fresh = Cluster(self.wanted, self.sizes, self.group, self.restarts, self.requeue, self.stages)
         fresh.generation, fresh.checkpoints, fresh.best = self.generation, self.checkpoints, self.best
         fresh.trained, fresh.skips = self.best > 0, self.skips  # what was left out stays out, or the losses change
+        fresh.stage_name = self.stage_name
         self.__dict__.update(fresh.__dict__)
         self.begun, self.command = True, row["command"]
 
@@ -135,8 +145,9 @@ class Cluster:
         self._on_progress(row)
 
     def _on_progress(self, row: dict[str, Any]) -> None:
-        if self.stages and self.step is not None and row["step"] < self.step:
+        if self.begins_stage(row.get("stage"), row["step"]):
             self.stage, self.best = self.stage + 1, 0
+        self.stage_name = row.get("stage") or self.stage_name
         self.step, self.best = row["step"], max(self.best, row["step"])
         self.step_seconds = row.get("step_seconds") or self.step_seconds
 

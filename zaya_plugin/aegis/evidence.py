@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -37,6 +38,14 @@ class Evidence:
     def from_json(cls, values: dict[str, Any]) -> Evidence:
         """Return the evidence that `to_json` described. Raises TypeError for an unknown or missing field."""
         return cls(**values)
+
+
+def parsed(text: str | bytes) -> Any:
+    """Return the value of a JSON text that another program has written. Raises ValueError for all that is none."""
+    try:
+        return json.loads(text)
+    except RecursionError:  # a million brackets
+        raise ValueError("JSON that is nested too deep") from None
 
 
 def say(text: str) -> None:

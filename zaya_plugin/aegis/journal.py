@@ -25,9 +25,10 @@ KINDS = {
     "decider": ("pid", "reason"),  # the decision maker has started (again)
     "node": ("node", "state", "reason"),  # joined, lost, out, back
     "attempt": ("nodes", "world_size", "resume_step"),  # nodes: names in the order of their ranks
-    "first_step": ("step",),
+    # stage: its name, where a command has several; after: the step that the ranks of an attempt, or stage, continue from
+    "first_step": ("step", "stage", "after"),
     # about once a minute, and at the end of an attempt; at: when the step was seen, if that was before this line
-    "progress": ("step", "step_seconds", "at"),
+    "progress": ("step", "step_seconds", "at", "stage", "after"),
     "checkpoint": ("step",),  # a manifest has appeared
     "symptom": ("evidence",),  # what made the decision maker look: detected now, happened at evidence["time"]
     "diagnosis": (

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from zaya_plugin.aegis.account import END, START, TRAINING, Account, Failure, Span
+from zaya_plugin.aegis.attempts import END, START, TRAINING, Account, Failure, Span
 from zaya_plugin.aegis.evidence import printable
 
 WIDTH, LEFT, RIGHT = 1000, 84, 14  # of the timeline, and its margins

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.aegis.account import Account, account
+from zaya_plugin.aegis.account import account
+from zaya_plugin.aegis.attempts import Account, Stage
 from zaya_plugin.aegis.evidence import printable
 from zaya_plugin.aegis.journal import find, read
 from zaya_plugin.errors import mistake
@@ -96,6 +97,20 @@ def figures(found: Account) -> list[tuple[str, str, str]]:
     ]
 
 
+def place(found: Account, step: float | None) -> str:
+    """Return a step of the run for a person: that of its stage, where there are several."""
+    if step is None:
+        return "-"
+    if len(found.stages) < 2:
+        return f"{step:,.0f}"
+    stage = found.stage_at(step)
+    return f"{step - stage.before:,.0f} of {name_of(found, stage)}"
+
+
+def name_of(found: Account, stage: Stage) -> str:
+    return stage.name or f"stage {found.stages.index(stage) + 1}"
+
+
 def tables(found: Account) -> list[Table]:
     """Return the tables of a run."""
     causes = [
@@ -130,8 +145,8 @@ def tables(found: Account) -> list[Table]:
             moment(one.clock),
             duration(one.end - one.start),
             str(one.world_size),
-            "-" if one.resume_step is None else f"{one.resume_step:,}",
-            "-" if one.last_step is None else f"{one.last_step:,.0f}",
+            place(found, one.base if len(found.stages) > 1 else one.resume_step),
+            place(found, one.last_step),
             "-" if one.failure is None else one.failure.cause,
             " ".join(one.nodes[:4]) + (f" and {len(one.nodes) - 4} more" if len(one.nodes) > 4 else ""),
         )
@@ -141,7 +156,16 @@ def tables(found: Account) -> list[Table]:
         (str(number), one.action or "-", one.reason or "-", one.text or "-")
         for number, one in enumerate(found.failures, 1)
     ]
+    stages = [
+        (
+            name_of(found, each),
+            f"{found.kept_in(each):,.0f}",
+            "-" if each.step_seconds is None else f"{each.step_seconds:.3g} s",
+        )
+        for each in found.stages
+    ]
     made = [
+        Table("Stages", ("stage", "steps kept", "a step (median)"), stages if len(stages) > 1 else []),
         Table("Lost by cause", ("cause", "failures", "steps", "time", "GPU hours"), causes),
         Table(
             "Failures",
@@ -189,7 +213,7 @@ def _lined_up(table: Table) -> list[str]:
 def as_json(found: Account) -> dict[str, Any]:
     """Return the figures, failures and attempts as plain data."""
     names = "command ended code reason begin seconds ettr goodput uptime training step_seconds kept_steps lost_steps"
-    one_by_one = {"attempts": found.attempts, "failures": found.failures}
+    one_by_one = {"attempts": found.attempts, "failures": found.failures, "stages": found.stages}
     return {
         **{name: getattr(found, name) for name in f"{names} gpu_hours decisions nodes_out".split()},
         "mean_detect": found.mean("detect"),

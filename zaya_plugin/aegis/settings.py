@@ -73,3 +73,17 @@ class Settings:
 def is_train(command: Sequence[str]) -> bool:
     """Whether the command is `zaya train`, or the same through Python."""
     return "train" in command and (Path(command[0]).name == "zaya" or "zaya_plugin.cli" in command)
+
+
+def resumed(settings: Settings, skips: Sequence[tuple[int, int]] = ()) -> list[str]:
+    """Return the command of a later attempt: `zaya train` continues from its newest checkpoint, and leaves out the data
+    of `skips`, first and last steps, beside what the recipe leaves out.
+    """
+    if not is_train(settings.command):
+        return list(settings.command)
+    added = {"resume": "auto"}
+    if skips:
+        steps = [*settings.skip_steps, *(f"{first}-{last}" for first, last in skips)]
+        added["data.skip_steps"] = f"[{','.join(steps)}]"
+    kept = [word for word in settings.command if word.lstrip("+").partition("=")[0] not in added]
+    return kept + [f"{name}={value}" for name, value in added.items()]

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.aegis.account import ENDING, Account, account, first_text, sound
+from zaya_plugin.aegis.account import ENDING, account, first_text, sound
+from zaya_plugin.aegis.attempts import Account
 from zaya_plugin.aegis.evidence import printable
 from zaya_plugin.aegis.journal import find, read
 from zaya_plugin.aegis.report import duration, percent
@@ -47,6 +48,7 @@ class Now:
     since: float | None = None
     step: float | None = None
     step_seconds: float | None = None
+    stage: str | None = None
     phase: str = "waits for nodes"
     wanted: int | None = None
     spares: int | None = None
@@ -70,6 +72,7 @@ class Now:
         elif kind in ("first_step", "progress"):
             self.step, self.progress = row.get("step"), row.get("at") or clock
             self.step_seconds = row.get("step_seconds") or self.step_seconds
+            self.stage = row.get("stage") or self.stage
             self.phase = "trains" if self.phase == "starts" else self.phase
         elif kind == "symptom" and self.phase in ("trains", "starts"):
             self.since = clock
@@ -155,7 +158,7 @@ def _step(at: Now, metrics: tuple[dict[str, Any], float] | None) -> str:
     if at.step is None:
         return ""
     loss = metrics[0].get("loss") if metrics and metrics[0].get("step") == at.step else None
-    text = f"{at.step:,.0f}"
+    text = f"{at.step:,.0f}" + (f" of {at.stage}" if at.stage else "")
     text += f", {at.step_seconds:.3g} s a step" if at.step_seconds else ""
     return text + (f", loss {loss:.4f}" if isinstance(loss, float) else "")
 

@@ -54,6 +54,7 @@ def main(argv: list[str], work: Callable | None = None) -> int:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     heartbeat.start(rank)
     recipe = load_recipe(Path(argv[0]))
+    heartbeat.stage(recipe.stage.name)
     logs = Path(recipe.run_dir) / "logs"
     console = sys.stdout
     # Megatron prints some hundred lines, its arguments among them; they go to the log and not to the console.

@@ -29,6 +29,7 @@ from zaya_plugin.config.whole_file import write_whole
 
 FOLDER = "ZAYA_AEGIS_DIR"
 LINE = 256  # bytes; a line of one size is replaced by one write
+NAME = 32  # letters of a stage, the last ones
 PHASES = ("start", "build", "load", "warm_up", "train", "validate", "save", "end")
 LOOK_SECONDS = 0.25  # between two looks for a request
 
@@ -40,7 +41,7 @@ class Heartbeat:
 
     def __init__(self, folder: Path, rank: int):
         self.folder, self.rank = folder, rank
-        self.phase, self.last = PHASES[0], 0
+        self.phase, self.last, self.stage = PHASES[0], 0, ""
         self.numbers: dict[str, float | str | None] = {"step_seconds": None, "busy_seconds": None, "loss": None}
         self.file = os.open(folder / f"rank{rank}.json", os.O_WRONLY | os.O_CREAT, 0o600)
         self.stacks = open(folder / f"rank{rank}.stacks", "a")
@@ -52,7 +53,8 @@ class Heartbeat:
     def write(self) -> None:
         """Replace the line of this rank."""
         values = {"pid": os.getpid(), "phase": self.phase, "step": self.last, "time": round(time.time(), 3)}
-        line = json.dumps({**values, **self.numbers}).ljust(LINE - 1) + "\n"
+        stage = {"stage": self.stage} if self.stage else {}
+        line = json.dumps({**values, **self.numbers, **stage}).ljust(LINE - 1) + "\n"
         with contextlib.suppress(OSError):
             os.pwrite(self.file, line.encode(), 0)
 
@@ -82,6 +84,13 @@ def start(rank: int) -> None:
     if (folder := os.environ.get(FOLDER)) and _beat is None:
         with contextlib.suppress(OSError):  # a supervisor that is gone ends the rank otherwise
             _beat = Heartbeat(Path(folder), rank)
+
+
+def stage(name: str) -> None:
+    """Name the stage whose steps these are: those of the next one of a curriculum count from 1 again."""
+    if _beat is not None:
+        _beat.stage = name.encode("ascii", "replace").decode()[-NAME:]
+        _beat.write()
 
 
 def is_on() -> bool:

@@ -101,6 +101,7 @@ import datetime, os, sys, time
 from zaya_plugin.training import heartbeat
 rank = int(sys.argv[1])
 heartbeat.start(rank)
+heartbeat.stage('\u00e9' * 100 + '\"long_context_2')
 import torch
 import torch.distributed as dist
 store = dist.FileStore(sys.argv[2], 2)
@@ -145,6 +146,7 @@ def test_two_real_ranks_of_which_one_does_not_arrive(hanging_ranks):
     beats = read_beats(folder)
     assert [beats[rank]["pid"] for rank in (0, 1)] == [rank.pid for rank in ranks]
     assert {beat["phase"] for beat in beats.values()} == {"train"} and beats[0]["loss"] == "nan"
+    assert beats[0]["stage"] == "?" * 17 + '"long_context_2'
     assert all((folder / f"rank{rank}.json").stat().st_size == 256 for rank in (0, 1))
     time.sleep(0.3)  # rank 0 enters its last collective
 

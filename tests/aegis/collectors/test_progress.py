@@ -164,3 +164,17 @@ def test_a_line_that_cannot_be_read_is_no_news(ranks, content):
     (ranks.folder / "rank0.json").write_text(content)
     (ranks.folder / "rankx.json").write_text("{}")
     assert ranks.wait(3) == [] and ranks.progress.beats()[0]["step"] == 10
+
+
+def test_the_steps_of_the_next_stage_may_be_far_longer(ranks):
+    """The ranks of a curriculum's stage are new processes, whose steps count from 1 again."""
+    found = ranks.train(60)
+    for rank in range(2):
+        ranks.beat(rank, 0, phase="start", pid=200 + rank)
+    found += ranks.wait(60)
+    for step in (1, 2, 3):
+        for rank in range(2):
+            ranks.beat(rank, step, phase="train", seconds=10.0, pid=200 + rank)
+        found += ranks.wait(10.0)
+    assert found == [] and ranks.progress.budget() == BUDGET * 10.0
+    assert [each.rule for each in ranks.wait(2 * BUDGET * 10.0)] == ["hang"]

@@ -86,6 +86,9 @@ class Progress(Collector):
             known = ranks.setdefault(rank, Rank({}))
             if beat == known.beat:
                 continue
+            if known.beat.get("pid") not in (None, beat.get("pid")):  # the next stage: longer steps that count from 1
+                self._newest = 0
+                self._seconds.clear()
             if (
                 beat["step"] != known.beat.get("step")
                 and beat["phase"] == "train"

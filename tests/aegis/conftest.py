@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decision maker for the tests of its parts."""
+
+import pytest
+
+from tests.aegis.decision_maker import Wire, peer_of
+from zaya_plugin.aegis.decider import Decider
+from zaya_plugin.aegis.peers import Peer
+from zaya_plugin.aegis.settings import Settings
+
+COMMAND = ("zaya", "train", "experiment=cpu_demo", "resume=never", "data.skip_steps=[5]")
+
+
+@pytest.fixture
+def maker(tmp_path, monkeypatch):
+    """Two nodes of a rank each that train, and a spare."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    settings = Settings(COMMAND, "rank", "n1", 2, 1, (2,), 1, tmp_path, "h", 1, skip_steps=("5",))
+    made = Decider(settings, b"s" * 32, None)
+    for number, node in enumerate(("n1", "n2", "n3")):
+        peer = Peer(Wire(), node, f"10.0.0.{number}")
+        peer.running = {number}
+        made.peers.add(peer)
+    made.launcher.order = ("n1", "n2")
+    made.launcher.start(29500)
+    peer_of(made, "n3").running = set()
+    made.in_run()
+    yield made
+    made.record.journal.close()

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is done to nodes after a decision: ends, starts, nodes that are left out or come back, and requeues."""
+
+import dataclasses
+import time
+
+import pytest
+
+from tests.aegis.decision_maker import Wire, peer_of, rows
+from zaya_plugin.aegis import slurm
+from zaya_plugin.aegis.decide import Decision
+from zaya_plugin.aegis.decider import Decider
+from zaya_plugin.aegis.evidence import Evidence
+from zaya_plugin.aegis.launcher import REJOIN_SECONDS
+from zaya_plugin.aegis.settings import resumed
+
+
+def test_an_agent_that_was_killed_while_its_ranks_are_ended_is_told_again(maker):
+    maker.judge(Evidence(time.time(), "n1", "exit", "ended", 0, None, {"exit_code": 1}), alive=False)
+    assert maker.phase.name == "stop" and maker.launcher.stopping == {"n1", "n2"}
+    link = Wire()
+    maker.peers.links.add(link)
+    new = {"node": "n2", "address": "10.0.0.1", "pid": 7, "generation": 0, "running": [], "codes": {}, "over": None}
+    peer_of(maker, "n2").pid = 6
+    maker.peers.links.discard(peer_of(maker, "n2").link)  # its connection has ended with it
+    maker.joined(link, {"kind": "join", **new, "asked": []})
+    assert [(each["kind"], each["generation"]) for each in link.sent] == [("stop", 1)]
+    for node in ("n1", "n2"):
+        maker.on_ended(peer_of(maker, node), {"generation": 1, "survivors": []})
+    maker.launcher.in_stop()
+    assert maker.phase.name == "delay" and maker.cluster.out == {}
+
+
+def test_a_node_with_broken_hardware_does_not_come_back_with_the_end_of_its_processes(maker):
+    maker.launcher.leave_out("n2", "ras_ue", broken=True)
+    maker.on_free(peer_of(maker, "n2"), {})
+    maker.launcher.leave_out("n1", "unkillable", broken=False)
+    maker.on_free(peer_of(maker, "n1"), {})
+    assert maker.cluster.out == {"n2": "ras_ue"}
+
+
+def test_too_few_nodes_after_a_failure_are_a_requeue_where_that_is_asked_for(maker, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    asked = []
+    monkeypatch.setattr(slurm, "requeue", lambda job, out: asked.append(job) or (True, ""))
+    maker.launcher.settings = dataclasses.replace(maker.settings, requeue=True)
+    del maker.peers.by_node["n2"], maker.peers.by_node["n3"]
+    maker.launcher.patience = REJOIN_SECONDS
+    maker.phase.to("wait")
+    maker.launcher.in_wait()
+    assert not asked
+    maker.phase.since -= REJOIN_SECONDS + 1
+    maker.launcher.in_wait()
+    assert asked == ["7"] and maker.code == 0
+    assert [row["action"] for row in rows(maker, "decision")] == ["requeue"]
+
+
+def test_the_data_of_a_roll_back_are_left_out_by_the_next_attempt_and_by_all_later_ones(maker):
+    values = {"step": 23, "first_step": 20, "skip": [20, 23]}
+    spike = Evidence(time.time(), "n2", "rank", "spiked", 1, "loss_spike", values)
+    maker.cluster.checkpoints = [8, 16]
+    maker.look(spike)
+    maker.sightings.evidence.append(spike)
+    maker.judge(spike, alive=False)
+    assert [(row["action"], row["to_step"], row["skip"]) for row in rows(maker, "decision")] == [
+        ("rollback", 16, [20, 23])
+    ]
+    maker.launcher.start(29501)
+    command = peer_of(maker, "n1").link.sent[-1]["command"]
+    assert command == ["zaya", "train", "experiment=cpu_demo", "resume=auto", "data.skip_steps=[5,20-23]"]
+    again = Decider(maker.settings, b"s" * 32, None)  # after its own crash
+    assert again.cluster.skips == [(20, 23)]
+    again.record.journal.close()
+
+
+def test_a_command_without_a_roll_back_keeps_its_own_steps_and_another_program_its_words(maker):
+    assert resumed(maker.settings) == ["zaya", "train", "experiment=cpu_demo", "data.skip_steps=[5]", "resume=auto"]
+    other = dataclasses.replace(maker.settings, command=("torchrun", "x.py"))
+    assert resumed(other, [(1, 2)]) == ["torchrun", "x.py"]
+
+
+@pytest.mark.parametrize("count, pending", [(None, True), ("0", True), ("1", False)])
+def test_a_requeue_is_carried_out_once(maker, monkeypatch, count, pending):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    said = Decision("requeue", "too few nodes", ("n2",)).to_json()
+    maker.note("diagnosis", cause="node_lost", node="n2", rank=None, fingerprint="node_lost on n2")
+    maker.note("decision", **said, start=slurm.start_of_job())
+    if count is not None:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", count)
+    again = Decider(maker.settings, b"s" * 32, None)
+    assert (again.cluster.pending is not None) is pending
+    assert again.phase.name == ("adopt" if pending else "wait")
+    again.record.journal.close()

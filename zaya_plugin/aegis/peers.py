@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agents that are connected to the decision maker: who they are, and the messages from and to them."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from zaya_plugin.aegis import link
+from zaya_plugin.aegis.evidence import say
+
+LOST_SECONDS = 6.0  # three heartbeats
+MOST = 4096  # connections that have not proved yet that they hold the secret count too
+
+
+class Peer:
+    """A connected agent. beat: when it was heard last, asked: when it was to answer (monotonic).
+
+    ranks: their heartbeats. running, codes: its ranks that run, and the exit codes of the others.
+    """
+
+    def __init__(self, connection: link.Link, node: str = "", address: str = "", pid: int = 0):
+        self.link, self.node, self.address, self.pid = connection, node, address, pid
+        self.beat, self.asked, self.generation = time.monotonic(), 0.0, 0
+        self.ranks: dict[int, dict[str, Any]] = {}
+        self.running: set[int] = set()
+        self.codes: dict[int, int] = {}
+
+
+class Peers:
+    """The agents by node, also those whose connection has just ended: they have LOST_SECONDS to connect again."""
+
+    def __init__(self, secret: bytes, listening: socket.socket):
+        self.secret, self.listening = secret, listening
+        self.by_node: dict[str, Peer] = {}
+        self.links: set[link.Link] = set()
+        self.by_link: dict[link.Link, Peer] = {}
+
+    def of(self, nodes: Iterable[str]) -> list[Peer]:
+        """Return the agents of `nodes` that are connected or may connect again."""
+        return [self.by_node[node] for node in nodes if node in self.by_node]
+
+    def connected(self) -> list[str]:
+        """Return the nodes whose agents are connected now."""
+        return [node for node, peer in self.by_node.items() if peer.link in self.links]
+
+    def silent(self, now: float) -> list[str]:
+        """Return the nodes that were not heard for too long."""
+        return [node for node, peer in self.by_node.items() if now - peer.beat > LOST_SECONDS]
+
+    def add(self, peer: Peer) -> None:
+        """Take an agent, in place of one of the same node."""
+        known = self.by_node.get(peer.node)
+        if known is not None and known.link is not peer.link:
+            self.forget_link(known)
+        self.links.add(peer.link)
+        self.by_link[peer.link] = self.by_node[peer.node] = peer
+
+    def join(self, connection: link.Link, message: dict[str, Any]) -> Peer:
+        """Take the agent that sent a `join`. Raises LinkError if its name is that of another host which answers."""
+        peer = Peer(connection, message["node"], message["address"], message["pid"])
+        known = self.by_node.get(peer.node)
+        answers = known is not None and known.link in self.links and time.monotonic() - known.beat < LOST_SECONDS
+        if answers and known.pid != peer.pid and known.address != peer.address:
+            raise link.LinkError(f"another node is named {known.node}; --node names this one")
+        peer.generation, peer.running = message["generation"], set(message["running"])
+        peer.codes = {int(rank): code for rank, code in message["codes"].items()}
+        self.add(peer)
+        return peer
+
+    def remove(self, node: str) -> None:
+        """Forget a node that is lost."""
+        self.forget_link(self.by_node.pop(node))
+
+    def forget_link(self, peer: Peer) -> None:
+        self.links.discard(peer.link)
+        self.by_link.pop(peer.link, None)
+        peer.link.close()
+
+    def tell(self, peer: Peer, kind: str, **values: Any) -> None:
+        with contextlib.suppress(link.LinkError, OSError):  # a lost agent is found by its silence
+            peer.link.send({"kind": kind, **values})
+
+    def exchange(self, timeout: float, handle: Callable[[link.Link, dict[str, Any]], None]) -> None:
+        """Wait for messages and handle all that have arrived."""
+        writes = [each for each in self.links if each.wants_write]
+        poll = select.poll()  # select() ends at 1,024 files
+        files = {each.fileno(): each for each in self.links}
+        poll.register(self.listening, select.POLLIN)
+        for number, each in files.items():
+            poll.register(number, select.POLLIN | (select.POLLOUT if each in writes else 0))
+        for number, _ in poll.poll(timeout * 1000):
+            if number == self.listening.fileno():
+                self._accept()
+                continue
+            each = files[number]
+            if each not in self.links:
+                continue
+            try:
+                each.flush()
+                for message in each.receive():
+                    handle(each, message)
+            except link.LinkError as error:
+                self._drop(each, str(error))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                self._drop(each, f"a message of another version ({type(error).__name__}: {error})")
+        for each in [each for each in self.links if each.late]:
+            self._drop(each, "no proof that it holds the secret")
+
+    def _accept(self) -> None:
+        while len(self.links) < MOST:
+            try:
+                sock, _ = self.listening.accept()
+            except OSError:
+                return
+            with contextlib.suppress(link.LinkError, OSError):
+                self.links.add(link.Link(sock, self.secret, server=True))
+
+    def _drop(self, connection: link.Link, reason: str) -> None:
+        self.links.discard(connection)
+        peer = self.by_link.pop(connection, None)
+        if not reason.startswith("closed"):
+            say(f"refused {peer.node if peer else connection.peer}: {reason}")
+            connection.refuse(reason)
+        connection.close()
+
+    def leave(self, code: int, seconds: float) -> None:
+        """Tell all agents the end of the run, and wait until they have gone."""
+        for peer in self.by_node.values():
+            self.tell(peer, "end", code=code)
+        deadline = time.monotonic() + seconds
+        while any(peer.link in self.links for peer in self.by_node.values()) and time.monotonic() < deadline:
+            self.exchange(0.05, lambda connection, message: None)

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of an attempt on this node: their start, their logs, and their ends."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from zaya_plugin.aegis import link, processes
+from zaya_plugin.aegis.collectors.rank_logs import stamp
+from zaya_plugin.aegis.evidence import Evidence
+from zaya_plugin.aegis.rules import Reader, Rules
+from zaya_plugin.aegis.settings import Settings
+from zaya_plugin.checkpoint.run_lock import AEGIS_GENERATION, AEGIS_RUN
+from zaya_plugin.parent_death import GRACE, LAUNCHER_PID, PR_SET_PDEATHSIG
+
+LOG_SECONDS = 0.1  # between two looks at the logs
+LOG_BYTES = 2**20  # of a log that are read at a time
+LAST_LOG_SECONDS = 2.0  # for the last lines of a process that has ended
+LIBC = ctypes.CDLL(None)
+VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+OUTER = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+@dataclass
+class Process:
+    """One started command. rank: of the process, or of the node. log: where its output goes; read: bytes that were.
+
+    ended: when its end was seen. whole: whether its log was read to the end after that. code: once both are known.
+    """
+
+    rank: int
+    popen: subprocess.Popen
+    log: Path
+    reader: Reader
+    read: int = 0
+    part: bytes = b""
+    ended: float | None = None
+    whole: bool = False
+    code: int | None = None
+
+
+class Ranks:
+    """The processes of one attempt. tell: takes the evidence that is found in their logs."""
+
+    def __init__(self, settings: Settings, secret: bytes, folder: Path, rules: Rules, tell: Callable[[Evidence], None]):
+        self.settings, self.secret, self.folder, self.rules, self.tell = settings, secret, folder, rules, tell
+        self.processes: list[Process] = []
+        self._logs: queue.Queue[tuple[Process, bytes, bool]] = queue.Queue(maxsize=16)  # bytes, and whether the last
+        self._look = threading.Event()  # at the logs, now
+
+    @property
+    def running(self) -> list[Process]:
+        return [process for process in self.processes if process.code is None]
+
+    def signal(self, number: int) -> None:
+        processes.send([process.popen.pid for process in self.running], number)
+
+    def start(self, message: dict[str, Any]) -> None:
+        """Start the command for each rank, or once. Raises OSError; those that were started then run."""
+        self.processes = []
+        processes.KNOWN.clear()
+        for path in self.folder.iterdir():  # heartbeats of the attempt before
+            path.unlink()
+        logs = self.settings.folder / f"attempt_{message['generation']}"
+        logs.mkdir(parents=True, exist_ok=True)
+        command = runnable(message["command"])
+        for local, number in enumerate(self.numbers(message)):
+            log = logs / (f"rank{number}.log" if self.settings.each == "rank" else f"node{number}.log")
+            with open(log, "ab") as out:
+                popen = subprocess.Popen(
+                    command,
+                    env=self.environment(message, local, number),
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=end_with_agent,
+                )
+            processes.KNOWN.add(popen.pid)
+            reader = Reader(self.rules, "rank", self.settings.node, number if self.settings.each == "rank" else None)
+            self.processes.append(Process(number, popen, log, reader))
+
+    def numbers(self, message: dict[str, Any]) -> list[int]:
+        """Return the numbers of this node's processes: of its ranks, or of the node."""
+        if self.settings.each == "node":
+            return [message["node_rank"]]
+        return [*range(message["first_rank"], message["first_rank"] + self.settings.ranks_per_node)]
+
+    def environment(self, message: dict[str, Any], local: int, number: int) -> dict[str, str]:
+        here = self.settings.ranks_per_node
+        variables = {name: value for name, value in os.environ.items() if name not in OUTER}
+        variables |= {
+            "MASTER_ADDR": message["address"],
+            "MASTER_PORT": str(message["port"]),
+            processes.FOLDER: str(self.folder),
+            AEGIS_GENERATION: str(message["generation"]),
+            AEGIS_RUN: link.fingerprint(self.secret),
+            "TORCH_FR_BUFFER_SIZE": variables.get("TORCH_FR_BUFFER_SIZE", "2000"),
+            GRACE: variables.get(GRACE, "inf"),
+        }
+        if self.settings.each == "rank":
+            world = message["nodes"] * here
+            variables |= {"RANK": str(number), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local)}
+            variables |= {"LOCAL_WORLD_SIZE": str(here), LAUNCHER_PID: str(os.getpid())}
+        else:
+            variables |= {"NNODES": str(message["nodes"]), "NODE_RANK": str(number), "GPUS_PER_NODE": str(here)}
+        if message.get("turn"):
+            for name in VISIBLE:
+                given = [item for item in variables.get(name, "").split(",") if item]
+                devices = given or [str(device) for device in range(here)]
+                turn = message["turn"] % len(devices)
+                variables[name] = ",".join(devices[turn:] + devices[:turn])
+        return variables
+
+    def follow_logs(self) -> None:
+        """Begin to read the logs, in a thread: a file server that does not answer must hold no heartbeat of this node."""
+        threading.Thread(target=self._read_logs, name="logs", daemon=True).start()
+
+    def poll(self) -> list[Process]:
+        """Look for evidence in what was read, and return the processes whose ends are new."""
+        self._take_logs()
+        ended = []
+        for process in self.running:
+            now = time.monotonic()
+            if process.ended is None and process.popen.poll() is not None:
+                process.ended = now
+                self._look.set()
+            if process.ended is not None and (process.whole or now - process.ended > LAST_LOG_SECONDS):
+                process.code = process.popen.returncode
+                ended.append(process)
+        processes.reap()
+        return ended
+
+    def _read_logs(self) -> None:
+        while True:
+            full = False
+            for process in [process for process in self.processes if not process.whole]:
+                ended, data = process.ended is not None, b""
+                with contextlib.suppress(OSError):  # the log was removed, or its disk fails
+                    with open(process.log, "rb") as file:
+                        file.seek(process.read)
+                        data = file.read(LOG_BYTES)
+                process.read += len(data)
+                full |= len(data) == LOG_BYTES
+                last = ended and len(data) < LOG_BYTES
+                if data or last:
+                    self._logs.put((process, data, last))
+            if not full:
+                self._look.wait(LOG_SECONDS)
+                self._look.clear()
+
+    def _take_logs(self) -> None:
+        """Look for evidence in what was read, a part at a time."""
+        for _ in range(self._logs.maxsize):
+            try:
+                process, data, last = self._logs.get_nowait()
+            except queue.Empty:
+                return
+            if not any(process is each for each in self.processes):  # of the attempt before
+                continue
+            process.whole |= last
+            if process.rank == 0 and data:
+                _show(data)
+            lines = (process.part + data).split(b"\n")
+            process.part = b"" if last else lines.pop()[-LOG_BYTES:]
+            now = time.time()
+            for line in lines:
+                if found := process.reader.read(line, now):
+                    at = stamp(line[:200].decode(errors="replace"), now)
+                    for each in found:
+                        self.tell(replace(each, time=at))
+
+
+def end_with_agent() -> None:
+    """In a process that was just forked: end with the agent. The agent has threads, so nothing is loaded here."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def runnable(command: list[str]) -> list[str]:
+    """Return the words to start: `zaya` is that of this Python, also where no such program is on the path."""
+    return [sys.executable, "-m", "zaya_plugin.cli", *command[1:]] if command[0] == "zaya" else command
+
+
+def _show(data: bytes) -> None:
+    try:
+        sys.stdout.buffer.write(data)
+        sys.stdout.flush()
+    except (OSError, ValueError):  # the terminal is gone; the log has it all
+        pass
