@@ -47,3 +47,12 @@ def check_selection(kernels: str, overrides: dict[str, str], group: str = "") ->
         allowed = ("auto", *VERSIONS[operator], "reference")
         if version not in allowed:
             raise mistake(f"{key}={version}", "no such version", ", ".join(allowed), f"{key}=auto")
+
+
+def read_selection(text: str) -> tuple[str, dict[str, str]]:
+    """Returns the version for all operators and those for single ones in a text such as `auto,router_mlp=compiled`.
+    Raises ValueError for unknown names."""
+    kernels, *entries = (part.strip() for part in text.split(","))
+    overrides = dict(entry.partition("=")[::2] for entry in entries)
+    check_selection(kernels, overrides)
+    return kernels, overrides

@@ -2,10 +2,11 @@
 import os
 import re
 import zipfile
+from pathlib import Path
 
 import pytest
 
-from zaya_plugin.errors import check_space, message, mistake, of_the_machine
+from zaya_plugin.errors import check_space, free_memory, message, mistake, of_the_machine
 
 
 def test_a_message_names_key_value_problem_allowed_and_fix():
@@ -66,3 +67,11 @@ def test_space_is_checked_before_the_first_byte(tmp_path):
         check_space(tmp_path / "new" / "folder", 10**21)
     assert of_the_machine(found.value, tmp_path).startswith(f"{tmp_path}/new/folder: No space left on device: ")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_page_cache_counts_as_free_memory_and_a_containers_limit_is_the_most():
+    with open("/proc/meminfo") as file:
+        available = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
+    limits = [Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
+    found = [path.read_text().strip() for path in limits if path.is_file()]
+    assert abs(free_memory() - min([available, *(int(text) for text in found if text != "max")])) < 2**30

@@ -259,7 +259,7 @@ def train(argv: list[str]) -> int:
 
 
 def _traceback_wanted() -> bool:
-    return bool(os.environ.get("ZAYA_TRACEBACK")) or os.environ.get("HYDRA_FULL_ERROR") == "1"
+    return os.environ.get("ZAYA_TRACEBACK") == "1" or os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
 def _run_job(config) -> int:

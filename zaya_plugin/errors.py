@@ -3,6 +3,7 @@
 instead.
 """
 
+import contextlib
 import errno
 import os
 
@@ -120,6 +121,19 @@ def free_space(path: str) -> str:
         else:
             free = f"{found.f_bavail * found.f_frsize // 1024:,} KiB free"
             return free + (f", {found.f_favail:,} inodes free" if found.f_files else "")
+
+
+def free_memory() -> int:
+    """Return the bytes of memory that programs may still take here; the page cache counts as free. The limit of a
+    container is the most.
+    """
+    found = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with contextlib.suppress(OSError), open("/proc/meminfo") as file:
+        found = [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")] or found
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of cgroups 2 and 1
+        with contextlib.suppress(OSError, ValueError), open(f"/sys/fs/cgroup/{limit}") as file:
+            found.append(int(file.read()))
+    return min(found)
 
 
 def check_space(directory: str | os.PathLike, needed: int) -> None:

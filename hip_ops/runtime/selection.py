@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from hip_ops.runtime.errors import mistake
-from hip_ops.versions import check_selection
+from hip_ops.versions import check_selection, read_selection
 
 ENVIRONMENT = "HIP_OPS_KERNELS"
 
@@ -86,10 +86,7 @@ def _from_environment() -> Selection:
     text = os.environ.get(ENVIRONMENT)
     if not text:
         return Selection("auto", {})
-    kernels, *entries = (part.strip() for part in text.split(","))
-    overrides = dict(entry.partition("=")[::2] for entry in entries)
     try:
-        check_selection(kernels, overrides)
-        return Selection(kernels, overrides, (ENVIRONMENT, f"{ENVIRONMENT}: "))
+        return Selection(*read_selection(text), (ENVIRONMENT, f"{ENVIRONMENT}: "))
     except ValueError as error:
         raise ValueError(f"{ENVIRONMENT}={text}: {error}") from None

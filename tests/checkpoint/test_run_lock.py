@@ -170,6 +170,39 @@ def test_a_lock_without_content_is_that_of_a_start_in_progress_and_expires(tmp_p
     assert take(tmp_path).files == [tmp_path / "run.lock.4"]
 
 
+def contents():
+    """What may stand in a lock's file in place of its content: damaged, of an earlier or a later version."""
+    whole = {"token": "a", "machine": "node7 boot pid:[1]", "launch": None, "attempt": None, "since": 1e9}
+    whole |= {"pid": 1, "start": 1}
+    yield from (b"\n", b"{}", b"[]", b"null", b"7", b"\xff\xfe\x00", b"[" * 100_000, json.dumps(whole).encode()[:-9])
+    for name in ("token", "machine", "since", "pid", "start"):
+        yield json.dumps({key: value for key, value in whole.items() if key != name}).encode()
+    for name, values in (("machine", ("", " ", 7)), ("since", ("x", 1e300, -1.0)), ("pid", ("x", None, [1]))):
+        yield from (json.dumps({**whole, name: value}).encode() for value in values)
+    for name, value in (("start", "x"), ("attempt", "x"), ("launch", 7), ("token", None)):
+        yield json.dumps({**whole, name: value}).encode()
+
+
+@pytest.mark.parametrize("content", list(contents()), ids=lambda content: repr(content[:60]))
+def test_a_lock_that_cannot_be_read_holds_for_60_s_without_a_sign_of_life(tmp_path, content, monkeypatch):
+    monkeypatch.setenv("ZAYA_AEGIS_RUN", "run")
+    file = tmp_path / "run.lock.3"
+    file.write_bytes(content)
+    for start in (take, lambda directory: run_lock.check_free({"run_dir": directory})):
+        with pytest.raises(
+            ValueError, match=r"the owner of run.lock.3, which is damaged or of another version\. .* wait"
+        ):
+            start(tmp_path)
+    age(file, EXPIRES + 1)
+    lock = take(tmp_path)
+    assert names(tmp_path) == ["run.lock.4"]
+    lock.files[0].write_bytes(content)
+    with pytest.raises(LostLockError, match="This run stops and writes nothing more"):
+        lock.check(now=True)
+    lock.release()
+    assert lock.files[0].read_bytes() == content, "not known to be its own"
+
+
 def test_the_lock_holds_while_rank_0_lives_without_its_launcher(tmp_path, owner, monkeypatch):
     file = tmp_path / "run.lock.1"
     token = json.loads(file.read_text())["token"]

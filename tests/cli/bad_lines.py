@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass, field
 
 from zaya_plugin.cli import DATA_COMMANDS
+from zaya_plugin.config.environment import VARIABLES
 from zaya_plugin.config.megatron_review import IMPOSSIBLE, OWNED_BY_KEY
 from zaya_plugin.config.schema import Recipe, get, leaves
 from zaya_plugin.config.validate import EXCLUSIONS
@@ -58,6 +59,7 @@ ENVIRONMENT = (
     {"SLURM_PROCID": "0"},
     {"SLURM_PROCID": "4", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"},
     {"SLURM_PROCID": "0", "SLURM_NTASKS": "many", "SLURM_LOCALID": "0"},
+    *({name: "nonsense"} for name in VARIABLES),
 )
 
 
@@ -165,9 +167,10 @@ def syntax(rng: random.Random) -> Line:
 
 
 def of_environment(rng: random.Random) -> Line:
-    """Variables of an outer launcher that are incomplete or out of range."""
+    """Variables with no value of theirs, and those of an outer launcher that are incomplete or out of range."""
     environ = rng.choice(ENVIRONMENT)
-    return Line(("train", "experiment=cpu_demo", f"seed={rng.randrange(99)}"), "environment", environ)
+    words = ("train", "experiment=cpu_demo", f"seed={rng.randrange(99)}", *rng.choice(((), ("dry_run=true",))))
+    return Line(words, "environment", environ)
 
 
 def variable(rng: random.Random) -> Line:

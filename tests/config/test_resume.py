@@ -4,6 +4,7 @@
 import functools
 import json
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -122,14 +123,44 @@ def test_a_resume_with_another_optimizer_is_refused_before_the_start(tmp_path, c
     fast = demo(tmp_path, "optim.lr=0.005", "nproc=1")
     before_start.check_changed_keys(fast, make_plan(fast, {}))
     told = capsys.readouterr().err
-    assert told.count("\n") == 1 and told.startswith("zaya: resume: optim.lr: was 0.002, is 0.005; the learning rates")
+    changed, rate = told.splitlines()
+    assert changed.startswith("zaya: resume: optim.lr: was 0.002, is 0.005; the learning rates")
+    assert rate.startswith("zaya: resume: the learning rate of step 41 is 0.004") and "before had 0.001" in rate
 
 
 def test_the_recipe_in_the_checkpoint_counts_more_than_that_of_a_start_that_failed(tmp_path):
     saved(tmp_path, demo(tmp_path))
     save_recipe(demo(tmp_path, "optim.lr=0.005"), tmp_path / "recipe.yaml")
     assert before_start.changed_keys(demo(tmp_path)) == ([], [])
-    assert len(before_start.changed_keys(demo(tmp_path, "optim.lr=0.005"))[1]) == 1
+    assert len(before_start.changed_keys(demo(tmp_path, "optim.lr=0.005"))[1]) == 2
+
+
+def test_another_length_says_what_becomes_of_the_learning_rate(tmp_path):
+    """The rates are Megatron's formula, and a run that has as many steps as it is asked for says that it trains none."""
+    then = demo(tmp_path, "stage.train_iters=100", "optim.lr_warmup_iters=0", "optim.lr_decay_style=linear")
+    then = replace(then, optim=replace(then.optim, lr=1.0, min_lr=0.0))
+    saved(tmp_path, then)
+
+    def told(**stage):
+        return before_start.changed_keys(replace(then, stage=replace(then.stage, **stage)))
+
+    assert told() == ([], [])
+    for steps, rate in ((80, "0.5"), (200, "0.8"), (41, "0.02439")):
+        refused, (changed, line) = told(train_iters=steps)
+        assert refused == [] and changed.startswith(f"zaya: resume: stage.train_iters: was 100, is {steps}; ")
+        assert line == f"zaya: resume: the learning rate of step 41 is {rate}; the recipe before had 0.6"
+    for steps in (40, 7):
+        refused, (_, line) = told(train_iters=steps)
+        assert refused == [] and f"is of step 40, and the recipe has {steps} steps (stage.train_iters={steps})" in line
+        assert "none is left. The run trains nothing and ends with exit code 0" in line
+    assert told(eval_interval=7) == ([], []), "no key of the schedule"
+
+
+def test_a_finished_run_that_is_asked_again_says_so(tmp_path):
+    recipe = demo(tmp_path, "stage.train_iters=40")
+    saved(tmp_path, recipe)
+    refused, (line,) = before_start.changed_keys(recipe)
+    assert refused == [] and "newest checkpoint is of step 40, and the recipe has 40 steps" in line
 
 
 def test_a_new_run_and_a_new_stage_are_no_resumes(tmp_path):

@@ -11,7 +11,7 @@ from zaya_plugin.run.rank_plan import make_plan
 
 WRONG = (
     ("optim.overrides=['*.nothing.* optimizer=adamw']", "optim.overrides: no parameter matches"),
-    ("megatron_unchecked.no_such_thing=1", "no_such_thing: Megatron has no such argument"),
+    ("megatron_unchecked.no_such_thing=1", "megatron_unchecked.no_such_thing=1: Megatron has no such argument"),
 )
 
 

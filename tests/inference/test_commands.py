@@ -4,6 +4,8 @@
 import json
 import math
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +18,10 @@ import torch
 from tests.inference.small import SMALL, TEXTS, publish_small
 from tests.running import command
 from zaya_plugin import cli
+from zaya_plugin.checkpoint import manifest
+from zaya_plugin.checkpoint.convert import loading
 from zaya_plugin.checkpoint.convert.importing import import_model, open_source
+from zaya_plugin.inference import opening
 from zaya_plugin.inference.opening import open_model
 from zaya_plugin.inference.perplexity import summed_loss
 
@@ -94,8 +99,6 @@ def test_json_of_a_file_in_batches(zaya, published, tmp_path):
     ],
 )
 def test_mistakes_of_generate(zaya, published, words, says):
-    import re
-
     if "cuda" in words and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     code, _, err = zaya("generate", *(published if word == "MODEL" else word for word in words))
@@ -181,9 +184,83 @@ def test_data_of_another_tokenizer_is_refused(zaya, published, corpus, tmp_path)
     assert code == 2 and "was made with another tokenizer" in err
 
 
-def test_damaged_files_are_named(zaya, published, checkpoint, tmp_path):
-    import shutil
+@pytest.fixture
+def unloaded(monkeypatch):
+    """Loading the weights of a model fails the test."""
 
+    def load(*_):
+        raise AssertionError("the weights were loaded")
+
+    monkeypatch.setattr(loading, "load_model", load)
+
+
+def test_keys_and_values_beyond_the_memory_are_refused_before_anything_is_loaded(zaya, published, tmp_path, unloaded):
+    file = tmp_path / "prompts.txt"
+    file.write_text("the cat\n" * 2000)
+    words = ("--prompts", file, "--batch-size", 2000, "--max-new-tokens", 16_000_000)
+    code, _, err = zaya("generate", published, *words)
+    assert code == 2 and "Traceback" not in err
+    found = re.search(
+        r"zaya: --max-new-tokens=16000000: the keys and values of 2000 sequences of 16,000,\d{3} tokens need ([\d,.]+) GiB "
+        r"and the weights and a prompt's pass 0.0\d GiB, and ([\d,.]+) GiB of memory are free. Allowed: at most [\d,]+ with",
+        err,
+    )
+    needed, free = (float(text.replace(",", "")) for text in found.groups())
+    width = SMALL.num_layers * 2 * SMALL.num_query_groups * SMALL.kv_channels * 4
+    assert needed == round(2000 * 2**24 * width / 2**30, 2) > free
+
+
+def test_what_a_refusal_allows_fits_and_one_token_more_does_not(published, monkeypatch):
+    opened = open_model(SimpleNamespace(given=str(published), step=None, tokenizer=None, device="cpu", dtype=None))
+    room = SMALL.num_layers * 2 * SMALL.num_query_groups * SMALL.kv_channels * 4 * 1024
+    monkeypatch.setattr(opening, "free_memory", lambda: opened.bytes_of_pass(3, 7) + 3 * room)
+    with pytest.raises(ValueError, match="Allowed: at most 1,017 with 3 sequences at once. Fix: --max-new-tokens 1017"):
+        opening.check_room(opened, 3, 7, 1018)
+    opening.check_room(opened, 3, 7, 1017)
+    opened.decoder.begin([[5] * 7] * 3, 1017)
+    held = sum(state.keys.nbytes + state.values.nbytes for state in opened.decoder.states)
+    assert held == 3 * room, "what was computed is what is allocated"
+    monkeypatch.setattr(opening, "free_memory", lambda: 1000)
+    with pytest.raises(ValueError, match="Allowed: a model and prompts that fit. Fix: a smaller --batch-size"):
+        opening.check_room(opened, 3, 7, 1)
+
+
+def test_a_pass_beyond_the_memory_is_refused_before_anything_is_loaded(zaya, published, corpus, unloaded, monkeypatch):
+    monkeypatch.setattr(opening, "free_memory", lambda: 1000)
+    code, _, err = zaya("eval", published, "--data", corpus, "--batch-size", 9)
+    assert code == 2 and re.search(r"--batch-size=9: .* over \d sequences of 256 tokens need .* are free", err), err
+
+
+def test_a_tokenizer_of_another_corpus_than_the_checkpoints_is_refused(zaya, checkpoint, published, tmp_path):
+    """Of the same size, so that every id has a row."""
+    from zaya_plugin.data.tokenizer import tokenizer_digest, train_bpe
+
+    train_bpe(
+        ["other words entirely, of quite another kind: nothing but punctuation!"] * 3, 290, str(tmp_path / "other")
+    )
+    own, other = tokenizer_digest(str(published)), tokenizer_digest(str(tmp_path / "other"))
+    trained = tmp_path / "checkpoints" / checkpoint.name
+    shutil.copytree(checkpoint, trained)
+    whole = manifest.read(trained)
+
+    def states(tokenizer):
+        manifest.write(trained, whole["iteration"], whole["files"], data={"tokenizer": tokenizer})
+
+    given = ("--prompt", "a", "--max-new-tokens", 1, "--tokenizer")
+    states(own)
+    assert zaya("generate", trained, *given, published)[0] == 0
+    for words in (
+        ("generate", trained, *given),
+        ("convert", "export", trained, "--output", tmp_path / "x", "--tokenizer"),
+    ):
+        code, _, err = zaya(*words, tmp_path / "other")
+        assert code == 2 and f"--tokenizer={tmp_path / 'other'}: is another tokenizer ({other}) than that of the" in err
+        assert f"{trained} ({own})" in err and not (tmp_path / "x").exists()
+    states("organisation/name")
+    assert zaya("generate", trained, *given, tmp_path / "other")[0] == 0, "of a name no digest is known"
+
+
+def test_damaged_files_are_named(zaya, published, checkpoint, tmp_path):
     broken = tmp_path / "model"
     shutil.copytree(published, broken)
     (broken / "tokenizer.json").write_text("{")

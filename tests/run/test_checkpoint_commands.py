@@ -163,11 +163,12 @@ def test_a_manifest_of_any_content_is_named(run_dir, capsys, content):
     path = run_dir / "checkpoints" / "iter_0000400" / manifest.NAME
     path.unlink()
     path.mkdir() if content is None else path.write_bytes(content)
-    for command in ("list", "show", "verify"):
+    for command in ("list", "show", "verify", "adopt"):
         assert cli.main(["checkpoint", command, str(run_dir)]) == 1
         assert f"damaged: {path} " in capsys.readouterr().out.replace("damaged\n  ", "damaged: "), command
     assert cli.main(["checkpoint", "warm", str(run_dir), "--step", "400"]) == 1
     assert cli.main(["checkpoint", "warm", str(run_dir)]) == 0, "the newest complete one"
+    assert path.is_dir() if content is None else path.read_bytes() == content, "adopt replaces no manifest"
 
 
 def test_a_step_of_more_than_seven_digits(tmp_path, capsys):

@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environment of an outer launcher: generated, whole or not; a wrong one is refused before a rank starts."""
 
+import re
 import socket
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+import zaya_plugin
 from zaya_plugin.config.compose import compose
+from zaya_plugin.config.environment import VARIABLES
+from zaya_plugin.config.validate import validate
 from zaya_plugin.run import before_start
 from zaya_plugin.run.rank_plan import check_environment, make_plan
 
@@ -17,6 +23,7 @@ NO_NUMBERS = st.one_of(
     st.sampled_from(["", " ", "-1", "1.0", "1e3", "0x1", "nan", "one", "+1", "1 ", "1_0", "²", "９", "null"]),
     st.text(st.characters(blacklist_categories=("Cs", "Nd"), blacklist_characters="\0"), max_size=8),
 )
+DEMO = compose(["experiment=cpu_demo"])
 QUICK = settings(max_examples=60, deadline=None, derandomize=True)
 
 
@@ -127,11 +134,68 @@ def test_the_command_names_the_variable_and_ends_with_2(zaya, variables, words):
     assert list(zaya.place.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), [("ZAYA_GRACE_SECONDS", "x"), ("ZAYA_GRACE_SECONDS", "nan"), ("ZAYA_GRACE_SECONDS", "-1")]
-)
-def test_seconds_to_save_are_a_number(name, text):
-    with pytest.raises(ValueError, match=f"^{name}={text}: is set in the environment and is no number of seconds"):
+GOOD = {
+    "OMP_NUM_THREADS": ("1", "96"),
+    "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "8", "32"),
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8", ":4096:2:16:8"),
+    "TORCH_DISTRIBUTED_DEBUG": ("OFF", "DETAIL"),
+    "HIP_OPS_KERNELS": ("auto", "hip", "auto, router_mlp=compiled", "reference,muon=triton"),
+    "HIP_OPS_LIBRARY": ("shipped", "source"),
+    "HIP_OPS_ARCH": ("gfx942",),
+    "ZAYA_CHECK": ("on", "off"),
+    "ZAYA_GRACE_SECONDS": ("inf", "600", "2.5", "1.0"),
+}
+# A choice of the user that has no wrong value here (a folder, a name, a number of the host's), or one that a process of
+# this project sets for those that it starts.
+ANY_TEXT = {
+    *("HIP_OPS_CACHE", "ZAYA_CACHE", "XDG_CACHE_HOME", "XDG_STATE_HOME", "TRITON_CACHE_DIR", "TRITON_HOME", "PATH"),
+    *("PYTHONPATH", "ROCM_PATH", "HIP_PATH", "CUDA_HOME", "CUDA_PATH", "PYTORCH_ROCM_ARCH", "COLUMNS"),
+    *("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_SILENT", "HYDRA_FULL_ERROR", "TOKENIZERS_PARALLELISM", "ENVIRONMENT"),
+    *("ZAYA_RECIPE", "ZAYA_AEGIS_SECRET_FILE", "ZAYA_AEGIS_RUN", "ZAYA_AEGIS_DIR", "ZAYA_RANK_PID", "ZAYA_RUN_LOCKS"),
+    *("ZAYA_VERIFY_WORKER", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "MASTER_ADDR"),
+    # `zaya doctor` judges them, and no run reads them
+    *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "HSA_NO_SCRATCH_RECLAIM", "PRIMUS_PATCHES"),
+}
+OF_A_LAUNCHER = {*WHOLE, "LOCAL_WORLD_SIZE"}  # and SLURM_*: check_environment compares them with each other
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_a_variable_takes_its_values_and_no_others(name):
+    good = GOOD.get(name, ("0", "1"))
+    for text in (*good, ""):
         check_environment({name: text})
-    for good in ("inf", "600", "2.5", ""):
-        check_environment({name: good})
+
+    @settings(QUICK, max_examples=15)
+    @example("nonsense")
+    @example("\n")
+    @given(NO_NUMBERS)
+    def others_are_refused(text):
+        assume(text and text not in good)
+        assert VARIABLES[name][0] in refused({name: text}, name)
+        with pytest.raises(ValueError, match="^" + re.escape(f"cluster.environment.{name}={text}: is ")):
+            validate(replace(DEMO, cluster=replace(DEMO.cluster, environment={name: text})), 2)
+
+    others_are_refused()
+
+
+def test_every_variable_that_is_read_has_its_values_or_takes_any_text():
+    read = re.compile(
+        r"""environ(?:\.get|\.pop)?[\[(]\s*"([A-Z][A-Z0-9_]+)"|"([A-Z][A-Z0-9_]+)" (?:not )?in (?:os\.)?environ"""
+        r"""|whole_variable\(environ, "([A-Z_]+)"|^[A-Z_, ]+ = "((?:ZAYA|HIP_OPS)_[A-Z_]+)\"""",
+        re.MULTILINE,
+    )
+    home, found = Path(zaya_plugin.__file__).parents[1], {}
+    for folder in ("zaya_plugin", "patches", "hip_ops"):
+        for path in (home / folder).rglob("*.py"):
+            if "lab" not in path.parts:
+                names = {name for match in read.findall(path.read_text()) for name in match if name}
+                found |= dict.fromkeys(names, path)
+    assert found.keys() >= {"HIP_OPS_KERNELS", "ZAYA_CHECK", "OMP_NUM_THREADS", "RANK"}
+    unknown = {name: str(path) for name, path in found.items() if not name.startswith("SLURM")}
+    assert unknown.keys() <= VARIABLES.keys() | ANY_TEXT | OF_A_LAUNCHER, unknown
+
+
+def test_a_selection_of_kernels_that_no_rank_reads_is_announced(monkeypatch):
+    monkeypatch.setenv("HIP_OPS_KERNELS", "reference")
+    (line,) = (line for line in before_start.unused(DEMO, make_plan(DEMO, {})) if "HIP_OPS_KERNELS" in line)
+    assert line.startswith("zaya: HIP_OPS_KERNELS=reference: is not read where there is a recipe")

@@ -3,24 +3,31 @@
 
 import os
 import sys
+import time
 from dataclasses import replace
 
 import pytest
 
 from zaya_plugin import compat
 from zaya_plugin.config.compose import compose
+from zaya_plugin.parent_death import started
 from zaya_plugin.run import before_start, launch, megatron_check
 from zaya_plugin.run.rank_plan import make_plan
 
-# Notes each question, and refuses 3 ranks, a crash for 4.
+# Notes each question, and refuses 3 ranks, a crash for 4, no answer for 5.
 PROGRAM = """
-import json, os, sys
+import json, os, sys, time
 for line in sys.stdin:
     asked = json.loads(line)
     with open(os.environ["ASKED"], "a") as file:
         file.write(f"{asked['ranks']}\\n")
     if asked["ranks"] == 4:
         sys.exit("the interpreter is broken")
+    if asked["ranks"] == 5:
+        if not os.fork():
+            with open(os.path.join(os.path.dirname(os.environ["ASKED"]), "fork"), "w") as file:
+                file.write(str(os.getpid()))
+        time.sleep(600)
     print(json.dumps("megatron: three is refused" if asked["ranks"] == 3 else None), flush=True)
 """
 
@@ -91,6 +98,17 @@ def test_a_process_that_fails_is_told_with_its_last_words(asked):
         check("nproc=4")
     megatron_check.close()
     check("nproc=2")
+
+
+def test_a_process_that_does_not_answer_is_ended_with_its_forks(asked, monkeypatch, tmp_path):
+    monkeypatch.setattr(megatron_check, "ANSWER_SECONDS", 5.0)
+    with pytest.raises(ValueError, match=r"^recipe: Megatron's parsing .* gave no answer in 5 s .* ZAYA_CHECK=off"):
+        check("nproc=5", "stage.global_batch_size=20")
+    assert asked() == ["5"]
+    fork, deadline = int((tmp_path / "fork").read_text()), time.monotonic() + 20
+    while started(fork) is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_folder_that_cannot_be_written_costs_only_time(asked, tmp_path, monkeypatch):

@@ -23,7 +23,9 @@ import re
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from zaya_plugin.errors import mistake
 from zaya_plugin.parent_death import started
@@ -34,6 +36,19 @@ EXPIRES = 60.0
 CHECK_SECONDS = 1.0  # a run that was stopped for a shorter time has not lost its lock
 AEGIS_RUN, AEGIS_GENERATION = "ZAYA_AEGIS_RUN", "ZAYA_AEGIS_GENERATION"  # set by `zaya aegis run` for its ranks
 LOCKS = "ZAYA_RUN_LOCKS"  # from the launcher to rank 0: the files of its locks and their token
+
+
+# What a lock states, and what this version can read of it.
+FIELDS: dict[str, Callable[[Any], bool]] = {
+    "token": lambda value: isinstance(value, str),
+    "machine": lambda value: isinstance(value, str) and bool(value.split()),
+    "since": lambda value: isinstance(value, float) and 0 <= value < 2**32,
+    "launch": lambda value: value is None or isinstance(value, str),
+    "attempt": lambda value: value is None or isinstance(value, int),
+    "processes": lambda value: all(
+        isinstance(pid, int) and (start is None or isinstance(start, int)) for pid, start in value
+    ),
+}
 
 
 class LostLockError(ValueError):
@@ -173,7 +188,7 @@ def _take(directory: Path, key: str, token: str) -> Path:
             if _holds(owner, silent) and not _is_of_earlier_attempt(owner):
                 # An elastic restart or a requeued job whose rank 0 has moved to another node: its lock expires, unless
                 # the one before is still alive.
-                same_launch = owner is not None and owner["launch"] == _launch() is not None
+                same_launch = owner is not None and owner.get("launch") == _launch() is not None
                 if same_launch and owner["machine"] != machine() and silent >= seen.get(newest, 0.0):
                     seen[newest] = silent
                     time.sleep(CHECK_SECONDS)
@@ -217,12 +232,15 @@ def _take(directory: Path, key: str, token: str) -> Path:
 
 
 def read(file: Path) -> dict | None:
-    """Return a lock's content, with "processes": [pid, start] of its launcher and rank 0; None: it has none (yet)."""
+    """Return a lock's content, with "processes": [pid, start] of its launcher and rank 0; None: it has none (yet), or
+    it is damaged or of another version.
+    """
     try:
         lines = [json.loads(line) for line in file.read_text().splitlines()]
-        return {**lines[0], "processes": [(line["pid"], line["start"]) for line in lines]}
-    except (OSError, ValueError, IndexError, KeyError, TypeError):
+        owner = {**lines[0], "processes": [(line["pid"], line["start"]) for line in lines]}
+    except (OSError, ValueError, RecursionError, IndexError, KeyError, TypeError):
         return None
+    return owner if all(holds(owner.get(name)) for name, holds in FIELDS.items()) else None
 
 
 def _launch() -> str | None:
@@ -238,7 +256,7 @@ def _attempt() -> int | None:
 
 def _is_of_earlier_attempt(owner: dict | None) -> bool:
     own, before = _attempt(), owner.get("attempt") if owner is not None else None
-    return None not in (own, before) and owner["launch"] == _launch() and before < own
+    return None not in (own, before) and owner.get("launch") == _launch() and before < own
 
 
 def _process() -> dict:
@@ -278,6 +296,9 @@ def _holds(owner: dict | None, silent: float) -> bool:
 
 
 def _described(file: Path, owner: dict | None) -> str:
+    with contextlib.suppress(OSError):
+        if owner is None and file.stat().st_size:
+            return f"the owner of {file.name}, which is damaged or of another version"
     if owner is None:
         return f"a start that is just beginning ({file.name})"
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner["since"]))

@@ -337,6 +337,11 @@ def passed_on() -> dict[str, str]:
     return {name: values for values, names in PASSED_ON.items() for name in names.split()}
 
 
+def key_of(name: str) -> str:
+    """Return the recipe key that gives the argument `name` its value."""
+    return owners().get(name) or f"{'megatron' if name in passed_on() else 'megatron_unchecked'}.{name}"
+
+
 def review_problems(recipe: Recipe, fixed: frozenset[str]) -> Iterator[str]:
     """Yield a message for each entry of `megatron` and `megatron_unchecked` that is refused.
 

@@ -75,6 +75,14 @@ def sample_count(recipe: Recipe) -> int:
     return sum(steps * batch for steps, batch in batches(recipe))
 
 
+def samples_until(recipe: Recipe, step: int) -> int:
+    """Return the number of sequences of the stage's first `step` steps."""
+    samples = 0
+    for steps, batch in batches(recipe):
+        samples, step = samples + min(steps, step) * batch, max(0, step - steps)
+    return samples + step * recipe.stage.global_batch_size
+
+
 def token_count(recipe: Recipe) -> int:
     """Return the number of tokens that the stage trains on."""
     return recipe.stage.seq_length * sample_count(recipe)

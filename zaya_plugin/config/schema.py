@@ -107,6 +107,11 @@ SAMPLES_OF_THE_RUN = OnResume("refused", "the run has read other samples than th
 WEIGHTS_OF_SOURCES = OnResume("refused", "the order of the data follows from the weights; paths alone warn")
 BY_CONTENT = OnResume("warns", "what it holds is compared with the checkpoint, see data.changed")
 LENGTH = OnResume("warns", "the schedule ends at another step, and data that repeats is shuffled anew")
+STEPS_TO_TRAIN = OnResume(
+    "warns",
+    "the schedule ends at another step, which changes the learning rates of the steps to come, and data that repeats is "
+    "shuffled anew; with no step left the run trains nothing and ends with exit code 0",
+)
 SCHEDULE = OnResume("warns", "the learning rates of the steps to come follow the new schedule")
 UPDATES = OnResume("warns", "the steps to come are computed with the new value")
 BALANCING = OnResume("warns", "the experts' biases are moved with the new value")
@@ -306,7 +311,7 @@ class StageConfig:
         megatron="step_batch_size_schedule",
         resume=LENGTH,
     )
-    train_iters: int = arg(MISSING, "optimizer steps", limit=STEPS, resume=LENGTH)
+    train_iters: int = arg(MISSING, "optimizer steps", limit=STEPS, resume=STEPS_TO_TRAIN)
     eval_interval: int = arg(1000, "steps between validations", limit=STEPS, resume=MAY_CHANGE)
     eval_iters: int = arg(
         10,

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from hip_ops.versions import KERNELS, NO_FP32, VERSIONS, check_selection
 from zaya_plugin.config.arguments import megatron_problems, skipped_steps
 from zaya_plugin.config.blend_entry import parse_blend
+from zaya_plugin.config.environment import variable_problems
 from zaya_plugin.config.graphs import obstacles
 from zaya_plugin.config.messages import multiples, must_be, must_be_multiple, must_divide, require
 from zaya_plugin.config.optimizer_override import Override
@@ -508,9 +509,8 @@ def _environment(recipe: Recipe, world_size: int) -> Iterator[str]:
         elif OF_THE_LAUNCHER.fullmatch(name):
             fix = f"leave {name} out; nproc, master_port and the launcher set it"
             yield message(key, value, problem="is set by the launcher, for each rank another value", fix=fix)
-        elif name == "OMP_NUM_THREADS" and not re.fullmatch(r"0*[1-9][0-9]{0,3}", value):
-            fix = "cluster.threads_per_rank=<number>"
-            yield message(key, value, problem="is no number of threads", allowed="a whole number above 0", fix=fix)
+    theirs = {name: value for name, value in recipe.cluster.environment.items() if not OF_THE_LAUNCHER.fullmatch(name)}
+    yield from variable_problems(theirs, "cluster.environment.")
 
 
 def _megatron(recipe: Recipe, world_size: int) -> Iterator[str]:

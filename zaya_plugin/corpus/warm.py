@@ -8,7 +8,6 @@ of the data files are sorted and joined, so that the disk gets few long reads ho
 
 import argparse
 import os
-import re
 import time
 from collections.abc import Iterator
 from itertools import chain, repeat
@@ -23,7 +22,7 @@ from zaya_plugin.config.schema import Recipe
 from zaya_plugin.corpus.invocation import add_recipe_options, command, command_parser, is_recipe, recipe_of, size
 from zaya_plugin.data.prepared import prefix_of
 from zaya_plugin.data.sources import find_sources, training_samples
-from zaya_plugin.errors import mistake
+from zaya_plugin.errors import free_memory, mistake
 from zaya_plugin.handover.predecessor import saved_step
 
 READ_BYTES = 16 << 20
@@ -230,11 +229,6 @@ def read(path: str, ranges: list[tuple[int, int]]) -> None:
             stream.seek(begin)
             while begin < end and (count := stream.readinto(memoryview(buffer)[: min(READ_BYTES, end - begin)])):
                 begin += count
-
-
-def free_memory() -> int:
-    """Return the bytes that the kernel can give to the page cache."""
-    return int(re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text("ascii"))[1]) * 1024
 
 
 main = command("warm", parser, warm)

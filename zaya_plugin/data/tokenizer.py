@@ -15,6 +15,7 @@ from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 
+from zaya_plugin.config.hub import unreachable
 from zaya_plugin.errors import mistake
 
 END_OF_TEXT = "<|endoftext|>"
@@ -85,18 +86,7 @@ def import_pretrained(name: str, directory: str, chat: bool = False, template: s
         ValueError: it cannot be opened, has no tokenizer.json form, or no chat template.
         OSError: it cannot be saved.
     """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    # transformers raises OSError, ValueError, KeyError, ImportError and others for a bad name or directory
-    except Exception as error:
-        raise mistake(
-            "--tokenizer",
-            name,
-            problem=f"cannot be opened: {error}",
-            allowed="a directory or a name on the Hugging Face hub",
-        ) from error
+    tokenizer = _of_transformers(name, "--tokenizer")
     if not tokenizer.is_fast:
         raise mistake("--tokenizer", name, problem="has no fast form", allowed="tokenizers with a tokenizer.json")
     if template is not None:
@@ -159,17 +149,31 @@ def check_opens(tokenizer: str) -> None:
     """Raise ValueError if the ranks could not open a tokenizer that is no folder with tokenizer.json."""
     if os.path.isfile(os.path.join(tokenizer, "tokenizer.json")):
         return  # is opened with the data
+    _of_transformers(tokenizer, "data.tokenizer")
+
+
+def _of_transformers(name: str, key: str):
+    """Return the tokenizer in a folder, or of that name on the Hub or in its local cache. key: what names it in
+    messages.
+    """
     from transformers import AutoTokenizer
 
+    why = None if os.path.isdir(name) else unreachable()
     try:
-        AutoTokenizer.from_pretrained(tokenizer)
-    except Exception as error:  # of the Hub, of its connection, of the files
+        return AutoTokenizer.from_pretrained(name, local_files_only=why is not None)
+    # transformers raises OSError, ValueError, KeyError, ImportError and others for a bad name or directory
+    except Exception as error:
         said = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        problem = f"cannot be opened: {said}"
+        if why is not None:
+            problem = f"is no folder, and the local cache of the Hugging Face Hub does not hold it ({why})"
         raise mistake(
-            "data.tokenizer",
-            tokenizer,
-            problem=f"cannot be opened: {said}",
-            allowed="a folder with tokenizer.json, or the name of a Hugging Face tokenizer",
+            key,
+            name,
+            problem=problem,
+            allowed="a folder with tokenizer.json, or the name of a Hugging Face tokenizer that this machine can reach or "
+            "has in its cache",
+            fix=f"{key}{'=' if key.startswith('data') else ' '}<folder>" if why is not None else "",
         ) from error
 
 

@@ -19,7 +19,8 @@ from typing import Any
 from megatron.training.arguments import add_megatron_arguments
 
 from zaya_plugin import compat
-from zaya_plugin.errors import mistake
+from zaya_plugin.config.megatron_review import key_of
+from zaya_plugin.errors import message, mistake
 
 
 def main() -> int:
@@ -55,20 +56,18 @@ def command_line(values: Mapping[str, Any]) -> list[list[str]]:
         words = _words(actions, value)
         if words is None:
             raise mistake(
-                f"megatron.{name}",
+                key_of(name),
                 value,
                 problem="Megatron's command line cannot express this value",
                 allowed=f"{actions[0].default!r} (the default)",
-                fix=f"another value of megatron.{name}",
+                fix=f"another value of {key_of(name)}",
             )
         if words:
             lines.append(words)
     if missing:
-        raise mistake(
-            ", ".join(missing),
-            problem=f"megatron.core {compat.core_version()} has no such argument",
-            fix="remove it under `megatron` in the recipe",
-        )
+        problem = f"megatron.core {compat.core_version()} has no such argument"
+        told = (message(key_of(name), values[name], problem=problem, fix=f"remove {key_of(name)}") for name in missing)
+        raise ValueError("\n".join(told))
     parsed = vars(parser.parse_args([word for words in lines for word in words]))
     for name, value in values.items():
         assert _plain(parsed[name]) == _plain(value), (name, parsed[name], value)

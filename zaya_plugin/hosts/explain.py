@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     try:
         explain_optimizer(load_recipe(argv[0]))
     except ValueError as error:
-        if os.environ.get("ZAYA_TRACEBACK"):
+        if os.environ.get("ZAYA_TRACEBACK") == "1":
             raise
         print(f"zaya: {error}", file=sys.stderr)
         return 2

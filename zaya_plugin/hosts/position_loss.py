@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     runs = [Path(run) for run in argv]
     recipes = [load_recipe(run / "recipe.yaml") for run in runs]
     with contextlib.ExitStack() as quiet:
-        out = sys.stderr if os.environ.get("ZAYA_TRACEBACK") else quiet.enter_context(open(os.devnull, "w"))
+        out = sys.stderr if os.environ.get("ZAYA_TRACEBACK") == "1" else quiet.enter_context(open(os.devnull, "w"))
         quiet.enter_context(contextlib.redirect_stdout(out))
         by_position = losses_by_position(runs, recipes)
     short, long = (recipe.stage.seq_length for recipe in recipes)

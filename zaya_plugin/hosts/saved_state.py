@@ -154,7 +154,7 @@ class SavedState:
 
     def end_is_near(self, since: float) -> None:
         """Note that the run was asked to end (SIGTERM) at this time."""
-        self.ends_at = since + float(os.environ.get(GRACE, GRACE_SECONDS))
+        self.ends_at = since + float(os.environ.get(GRACE) or GRACE_SECONDS)
 
     def rest(self) -> float:
         """Seconds until the run is killed."""

@@ -15,8 +15,9 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.training.arguments import core_transformer_config_from_args
 
 from zaya_plugin.config.arguments import OWN_ARGUMENTS
+from zaya_plugin.config.megatron_review import key_of
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.errors import mistake
+from zaya_plugin.errors import message, mistake
 from zaya_plugin.model.build import build_zaya_model, groups_of_one
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.training.optimizer import assign_optimizers
@@ -41,12 +42,13 @@ def parse_arguments(values: dict[str, Any]) -> argparse.Namespace:
             group.add_argument("--" + name.replace("_", "-"), default=values.get(name))
         known = {action.dest for action in parser._actions}
         if unknown := sorted(set(values) - known):
-            raise mistake(
-                ", ".join(unknown),
-                problem="Megatron has no such argument",
-                allowed="names of Megatron's command line with underscores (--moe-router-dtype is moe_router_dtype)",
-                fix="correct the name under `megatron` in the recipe",
+            allowed = "names of Megatron's command line with underscores (--moe-router-dtype is moe_router_dtype)"
+            keys = {key_of(name): values[name] for name in unknown}
+            told = (
+                message(key, value, problem="Megatron has no such argument", allowed=allowed, fix=f"remove {key}")
+                for key, value in keys.items()
             )
+            raise ValueError("\n".join(told))
         parser.set_defaults(**values)
         return parser
 

@@ -79,7 +79,7 @@ def main(argv: list[str], work: Callable | None = None) -> int:
             if told is None:
                 raise
             print(f"zaya: {told}" if rank == 0 else f"zaya: rank {rank}: {told}", file=sys.stderr, flush=True)
-            if os.environ.get("ZAYA_TRACEBACK"):
+            if os.environ.get("ZAYA_TRACEBACK") == "1":
                 traceback.print_exc()
             return 2 if isinstance(error, ValueError) else getattr(error, "exit_code", 1)
 

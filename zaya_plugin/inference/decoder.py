@@ -77,7 +77,7 @@ class Decoder:
         """
         self.longest += 1
         assert self.longest <= self.room, "more steps than `begin` has made room for"
-        reach = _room(self.longest)
+        reach = room_for(self.longest)
         self.tokens.copy_(tokens.unsqueeze(1))
         if reach in self.captured:
             graph, logits = self.captured[reach]
@@ -124,7 +124,7 @@ class Decoder:
                 state.clear()
             return
         self.captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # graphs hold the addresses of the states
-        self.states, self.room = [], _room(tokens)
+        self.states, self.room = [], room_for(tokens)
         self.progress = Progress(torch.zeros(batch, dtype=torch.int64, device=self.device))
         self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
         self.states = [
@@ -132,7 +132,8 @@ class Decoder:
         ]
 
 
-def _room(tokens: int) -> int:
+def room_for(tokens: int) -> int:
+    """Return the tokens that are allocated for sequences of up to `tokens`."""
     room = ROOM
     while room < tokens:
         room *= 2

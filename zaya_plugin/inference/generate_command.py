@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zaya_plugin.config.option_numbers import INT32, MOST_SEED, MOST_TOKENS, real_number, whole_number
 from zaya_plugin.errors import mistake
-from zaya_plugin.inference.opening import GIVEN, add_options, open_model
+from zaya_plugin.inference.opening import GIVEN, add_options, check_room, open_model
 
 WHAT = f"""\
 Continues prompts with a model, greedy or sampled.
@@ -77,6 +77,7 @@ def main(argv: list[str]) -> int:
     longest, context = max(map(len, prompts)) + options.max_new_tokens, opened.described.max_position_embeddings
     if longest > context:
         print(f"note: {longest} tokens are more than the {context} that the model was trained on", file=sys.stderr)
+    check_room(opened, min(options.batch_size, len(prompts)), max(map(len, prompts)), options.max_new_tokens)
     for begin in range(0, len(prompts), options.batch_size):
         part = slice(begin, begin + options.batch_size)
         _run(opened, texts[part], prompts[part], options, sampling, alone=len(prompts) == 1)

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from zaya_plugin.config.option_numbers import MOST_STEPS, whole_number
-from zaya_plugin.errors import mistake
+from zaya_plugin.errors import free_memory, mistake
 
+GIB = 2**30
 GIVEN = """\
 MODEL is a run directory, a directory of iter_* folders, or one of these; or a published model: a folder with
 safetensors files (native, legacy or smoe layout), or a name on the Hugging Face Hub. It runs in this process, without
@@ -34,22 +38,44 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Opened:
-    """A model that is loaded.
+    """A model whose weights are loaded with the first use of `decoder`, after all that can be checked before.
 
-    described: a Description. arguments: Megatron's, of a checkpoint; None for a published model. tokenizer: a
-    tokenizers.Tokenizer, and home its folder; None for both without one. stop: ids that end a text. bos: id or None. step: the iteration of a
-    checkpoint.
+    described: a Description. arguments: Megatron's, of a checkpoint; None for a published model. load: returns the
+    model. shapes: of its tensors. dtype, device: of the computation. tokenizer: a tokenizers.Tokenizer, and home its folder; None for both
+    without one. stop: ids that end a text. bos: id or None. step: the iteration of a checkpoint.
     """
 
     name: str
     described: Any
     arguments: Any
-    decoder: Any
+    load: Callable[[], Any]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: Any
+    device: str
     tokenizer: Any
     home: Path | None
     stop: tuple[int, ...]
     bos: int | None
     step: int | None
+
+    @cached_property
+    def decoder(self):
+        from zaya_plugin.inference.decoder import Decoder
+
+        return Decoder(self.load())
+
+    def free_memory(self) -> int:
+        """Return the bytes that are free where the model is computed."""
+        import torch
+
+        return torch.cuda.mem_get_info()[0] if self.device == "cuda" else free_memory()
+
+    def bytes_of_pass(self, batch: int, tokens: int) -> int:
+        """Return the least bytes that the weights, unless they are loaded, and one pass over `batch` sequences of so many
+        tokens still take: two copies of the hidden states in fp32, and a token's logits of each sequence.
+        """
+        weights = 0 if "decoder" in vars(self) else sum(map(math.prod, self.shapes)) * self.dtype.itemsize
+        return weights + 4 * batch * (2 * tokens * self.described.hidden_size + self.described.vocab_size)
 
     def text_of(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -70,10 +96,9 @@ def open_model(options: argparse.Namespace, needs_tokenizer: bool = True) -> Ope
     from zaya_plugin.checkpoint.convert.importing import open_source
     from zaya_plugin.checkpoint.convert.loading import load_model
     from zaya_plugin.checkpoint.convert.tables import EMBEDDING
-    from zaya_plugin.data.tokenizer import open_tokenizer
-    from zaya_plugin.inference.decoder import Decoder
+    from zaya_plugin.data.tokenizer import open_tokenizer, tokenizer_digest
 
-    given, arguments, imported, step = options.given, None, {}, None
+    given, trained, arguments, imported, step = options.given, None, None, {}, None
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise mistake("--device", device, problem="torch finds no GPU", allowed="cpu", fix="--device cpu")
@@ -108,17 +133,49 @@ def open_model(options: argparse.Namespace, needs_tokenizer: bool = True) -> Ope
         )
     ids |= {each: imported[each] for each in ids if imported.get(each) is not None}
     eos = ids["eos"]
-    model = load_model(described, tensors, exporting.DTYPES[options.dtype or dtype], device)
+    if trained is not None and tokenizer is not None:
+        trained.check_tokenizer(home, tokenizer_digest(str(home)))
+    computed = exporting.DTYPES[options.dtype or dtype]
     return Opened(
         name,
         described,
         arguments,
-        Decoder(model),
+        lambda: load_model(described, tensors, computed, device),
+        tuple(values.shape for values in tensors.values()),
+        computed,
+        device,
         tokenizer,
         home if tokenizer is not None else None,
         tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         ids["bos"],
         step,
+    )
+
+
+def check_room(opened: Opened, batch: int, prompt: int, new_tokens: int) -> None:
+    """Raise ValueError if weights and the keys and values of `batch` sequences, with prompts of up to `prompt` tokens,
+    need more memory than is free. Nothing of it is allocated before.
+    """
+    from zaya_plugin.inference.decoder import ROOM, room_for
+
+    def keys_and_values(tokens: int) -> int:
+        width = 2 * described.num_query_groups * described.kv_channels * opened.dtype.itemsize
+        return batch * room_for(tokens) * described.num_layers * width
+
+    described, free, beside = opened.described, opened.free_memory(), opened.bytes_of_pass(batch, prompt)
+    needed, most = keys_and_values(prompt + new_tokens), ROOM
+    if beside + needed <= free:
+        return
+    while beside + keys_and_values(2 * most) <= free:
+        most *= 2
+    fits = beside + keys_and_values(most) <= free and most > prompt
+    raise mistake(
+        "--max-new-tokens",
+        new_tokens,
+        problem=f"the keys and values of {batch} sequences of {prompt + new_tokens:,} tokens need {needed / GIB:,.2f} GiB "
+        f"and the weights and a prompt's pass {beside / GIB:,.2f} GiB, and {free / GIB:,.2f} GiB of memory are free",
+        allowed=f"at most {most - prompt:,} with {batch} sequences at once" if fits else "a model and prompts that fit",
+        fix=f"--max-new-tokens {most - prompt}, or a smaller --batch-size" if fits else "a smaller --batch-size",
     )
 
 

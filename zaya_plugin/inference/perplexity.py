@@ -15,7 +15,7 @@ from torch import Tensor
 from zaya_plugin.data.indexed_dataset import IndexedReader
 from zaya_plugin.data.prepared import check_dataset, locate, packed_length, packed_loss_mask, prefix_of
 from zaya_plugin.errors import mistake
-from zaya_plugin.inference.opening import Opened
+from zaya_plugin.inference.opening import GIB, Opened
 from zaya_plugin.parallel.packed_documents import PackedDocuments
 
 
@@ -92,6 +92,17 @@ def perplexity(opened: Opened, path: str, batch_size: int, most: int | None, pro
     if separate and eod is None:
         raise mistake(path, problem="no token is known that ends its documents", fix="--tokenizer FOLDER")
     reset = separate and bool(getattr(arguments, "reset_position_ids", False))
+    rows_at_once = min(batch_size, most or batch_size, -(-len(IndexedReader(prefix).stream) // length))
+    needed, free = opened.bytes_of_pass(rows_at_once, length), opened.free_memory()
+    if needed > free:
+        raise mistake(
+            "--batch-size",
+            batch_size,
+            problem=f"the weights and a pass over {rows_at_once} sequences of {length} tokens need {needed / GIB:,.2f} GiB "
+            f"or more, and {free / GIB:,.2f} GiB of memory are free",
+            allowed="what fits into the memory",
+            fix="a smaller --batch-size",
+        )
     total, count = 0.0, 0
     for batch in in_batches((bins if packed else windows)(prefix, length, most), batch_size):
         loss, tokens = summed_loss(

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from zaya_plugin import compat
 from zaya_plugin.checkpoint import manifest, on_disk
@@ -31,7 +32,8 @@ from zaya_plugin.config.run_directory import (
     has_checkpoint,
     written_by,
 )
-from zaya_plugin.config.schema import Recipe
+from zaya_plugin.config.schedule import learning_rate, samples_until, step_count
+from zaya_plugin.config.schema import LENGTH, SCHEDULE, STEPS_TO_TRAIN, Recipe, leaves
 from zaya_plugin.config.validate import data_parallel_size, unused_kernels
 from zaya_plugin.data.sources import compare_data, find_sources
 from zaya_plugin.errors import mistake
@@ -41,6 +43,7 @@ from zaya_plugin.plan import checkpoint_plan, recipe_plan
 from zaya_plugin.run import megatron_check
 from zaya_plugin.run.rank_plan import WORKER, Plan, check_environment, core_count, make_plan, rank_environment
 
+OF_THE_SCHEDULE = {path for path, field in leaves() if field.metadata["resume"] in (LENGTH, SCHEDULE, STEPS_TO_TRAIN)}
 DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # NVIDIA, ROCm, WSL
 TOKENIZER_UNKNOWN = "of the data set, which is not on this machine"
 # NCCL's watchdog ends a rank from C++, and `launch.without_graphs` is then not reached
@@ -71,7 +74,10 @@ def with_choices(recipe: Recipe, plan: Plan) -> Recipe:
 
 def unused(recipe: Recipe, plan: Plan) -> list[str]:
     """Return lines about what this machine does not carry out as asked."""
-    return [line for line in (crowded(recipe, plan), unused_kernels(recipe)) if line is not None]
+    lines = [crowded(recipe, plan), unused_kernels(recipe)]
+    if text := os.environ.get("HIP_OPS_KERNELS"):
+        lines.append(f"zaya: HIP_OPS_KERNELS={text}: is not read where there is a recipe; cluster.kernels decides")
+    return [line for line in lines if line is not None]
 
 
 def settled(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
@@ -117,8 +123,34 @@ def changed_keys(recipe: Recipe) -> tuple[list[str], list[str]]:
     directory = checkpoint_path(recipe)
     if recipe.resume == "never" or not has_checkpoint(directory):
         return [], []
-    before = on_disk.newest_facts(directory)[1].get(manifest.RECIPE) or values_in(recipe.run_dir)
-    return changes(before, recipe, recipe.run_dir)
+    folder, facts = on_disk.newest_facts(directory)
+    before = facts.get(manifest.RECIPE) or values_in(recipe.run_dir)
+    refused, warned = changes(before, recipe, recipe.run_dir)
+    return refused, [*warned, *(what_is_left(before, recipe, on_disk.iteration_of(folder)) if facts else ())]
+
+
+def what_is_left(before: Mapping[str, Any], recipe: Recipe, step: int) -> list[str]:
+    """Return a line about a run that has no step left behind the checkpoint of `step`, or about the learning rate of the
+    next step if the recipe before had another one for it. before: its values by key.
+    """
+    if step >= (steps := step_count(recipe)):
+        return [
+            f"zaya: resume: the newest checkpoint is of step {step}, and the recipe has {steps} steps "
+            f"(stage.train_iters={recipe.stage.train_iters}): none is left. The run trains nothing and ends with exit "
+            f"code 0; with a larger stage.train_iters it goes on"
+        ]
+    try:
+        earlier = recipe
+        for key in OF_THE_SCHEDULE & before.keys():
+            group, _, name = key.partition(".")
+            earlier = replace(earlier, **{group: replace(getattr(earlier, group), **{name: before[key]})})
+        samples = samples_until(earlier, step)
+        was, now = learning_rate(earlier, samples), learning_rate(recipe, samples)
+    except (ValueError, TypeError, ArithmeticError):  # values of another version
+        return []
+    if math.isclose(was, now, rel_tol=1e-6):
+        return []
+    return [f"zaya: resume: the learning rate of step {step + 1} is {now:.4g}; the recipe before had {was:.4g}"]
 
 
 def check_changed_keys(recipe: Recipe, plan: Plan) -> None:

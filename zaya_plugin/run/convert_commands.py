@@ -164,9 +164,11 @@ def write_recipe(path: Path, model) -> None:
 
 def export(options: argparse.Namespace) -> int:
     from zaya_plugin.checkpoint.convert import exporting
+    from zaya_plugin.data.tokenizer import tokenizer_digest
 
     trained = exporting.open_checkpoint(exporting.folder_of(Path(options.given), options.step))
-    tokenizer = _tokenizer(options.tokenizer, trained.arguments)
+    if (tokenizer := _tokenizer(options.tokenizer, trained.arguments)) is not None:
+        trained.check_tokenizer(tokenizer, tokenizer_digest(str(tokenizer)))
     planned = exporting.plan(trained, options.layout, options.dtype, tokenizer, options.vocab_size)
     for change in planned.changes:
         print(f"note: {change}")

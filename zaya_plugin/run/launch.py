@@ -174,7 +174,8 @@ def run_ranks(plan: Plan, log_dir: Path) -> Ended:
     """Start torchrun, pass signals to the ranks and return how they ended; see `launch`."""
     log_dir.mkdir(parents=True, exist_ok=True)
     before = set(log_dir.glob("launch_*"))
-    environment = {GRACE: "inf", **os.environ, **plan.environment}  # the signals below have no time limit
+    environment = {**os.environ, **plan.environment}
+    environment[GRACE] = environment.get(GRACE) or "inf"  # the signals below have no time limit
     environment[LAUNCHER_PID] = str(os.getpid())
     environment.pop("HYDRA_FULL_ERROR", None)
     torchrun_log = log_dir / "torchrun.log"

@@ -13,6 +13,8 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +26,7 @@ from zaya_plugin import compat
 from zaya_plugin.config.compose import save_recipe, to_yaml
 from zaya_plugin.config.schema import LoggerConfig, MachineConfig, Recipe
 from zaya_plugin.data.sources import vocabulary_of
+from zaya_plugin.errors import mistake
 from zaya_plugin.handover.predecessor import saved_step
 from zaya_plugin.run.rank_plan import HIDDEN_DEVICES, Plan
 
@@ -32,6 +35,9 @@ PROGRAM = "zaya_plugin.hosts.argument_check"
 SWITCH = "ZAYA_CHECK"
 # Folder of what was accepted; unset: zaya_plugin in XDG_CACHE_HOME or ~/.cache.
 FOLDER = "ZAYA_CACHE"
+# Without an answer for so long the check has failed: imports take seconds, from a slow file system minutes.
+ANSWER_SECONDS = 600.0
+END_SECONDS = 10.0
 KEPT = 1000  # accepted recipes; the oldest are removed
 # With one of these installed, or another version of it, Megatron may answer otherwise.
 PACKAGES = ("torch", "megatron-core", "numpy", "transformers", "transformer-engine", "transformer-engine-torch", "apex")
@@ -144,6 +150,7 @@ class _Server:
             stderr=self.errors,
             text=True,
             env={**os.environ, **plan.environment, **dict.fromkeys(HIDDEN_DEVICES, "")},
+            start_new_session=True,  # a group of processes, for `end`
         )
 
     def ask(self, recipe: Recipe, plan: Plan) -> str | None:
@@ -154,6 +161,17 @@ class _Server:
             asked = {"recipe": str(path), "ranks": plan.world_size, "environment": plan.environment}
             with contextlib.suppress(BrokenPipeError):
                 print(json.dumps(asked), file=self.process.stdin, flush=True)
+            # An answer is one line, which is written at once: nothing of an earlier one is left in the buffer.
+            if not select.select([self.process.stdout], [], [], ANSWER_SECONDS)[0]:
+                close()
+                raise mistake(
+                    "recipe",
+                    problem=f"Megatron's parsing of its arguments (python -m {PROGRAM}) gave no answer in "
+                    f"{ANSWER_SECONDS:.0f} s and was ended",
+                    allowed="an answer within that time",
+                    fix=f"look whether the storage of {sys.prefix} hangs, or of the files that the recipe names; "
+                    f"{SWITCH}=off leaves the check to the ranks",
+                )
             answer = self.process.stdout.readline()
         if answer:
             return json.loads(answer)
@@ -161,9 +179,12 @@ class _Server:
         return f"recipe: Megatron's parsing of its arguments failed:\n{self.errors.read().rstrip()[-2000:]}"
 
     def end(self) -> None:
-        """End the process and wait for it."""
+        """End the process and those that it has forked; it has nothing to save."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a call to storage that hangs ends when that answers
+            self.process.wait(END_SECONDS)
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         self.process.stdout.close()
-        self.process.wait()
         self.errors.close()

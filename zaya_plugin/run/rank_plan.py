@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zaya_plugin.config.environment import variable_problems
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.errors import mistake
-from zaya_plugin.parent_death import GRACE
 
 WORKER = "zaya_plugin.hosts.worker"
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -74,10 +74,13 @@ def make_plan(recipe: Recipe, environ: Mapping[str, str], worker: Sequence[str] 
 
 
 def check_environment(environ: Mapping[str, str]) -> None:
-    """Raise ValueError if variables of an outer launcher are incomplete, no numbers or out of range.
+    """Raise ValueError if a variable has a value that is not allowed, or those of an outer launcher are incomplete or
+    out of range.
 
     Else a rank would wait for others that do not exist, or fail in a library that does not name the variable.
     """
+    if problems := list(variable_problems(environ)):
+        raise ValueError("\n".join(problems))
     batch = environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ
     slurm = "SLURM_PROCID" in environ and not batch  # also `srun --pty bash`, of one task
     if slurm:
@@ -101,10 +104,6 @@ def check_environment(environ: Mapping[str, str]) -> None:
             whole_variable(environ, "LOCAL_RANK", 0, here - 1, "LOCAL_WORLD_SIZE" if here != ranks else "WORLD_SIZE")
     if "MASTER_PORT" in environ:
         whole_variable(environ, "MASTER_PORT", 0, 65535)
-    grace = environ.get(GRACE) or "inf"
-    if not re.fullmatch(r"inf|[0-9]{1,9}(\.[0-9]*)?", grace):  # else each rank would fail with a traceback
-        problem, allowed = "is set in the environment and is no number of seconds", "0 or more, or inf"
-        raise mistake(GRACE, grace, problem=problem, allowed=allowed, fix=f"unset {GRACE}")
 
 
 def _complete(environ: Mapping[str, str], names: Sequence[str], how: str) -> None:

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from zaya_plugin.config.hub import unreachable
 from zaya_plugin.errors import mistake
 
 CONFIG = "config.json"
@@ -42,18 +43,19 @@ def resolve(source: str, *, download: bool = True, key: str = "SOURCE") -> Path:
         )
     from huggingface_hub import snapshot_download
 
+    why = unreachable() if download else None
     try:
         folder = snapshot_download(
             name,
             revision=revision or None,
             allow_patterns=["*.safetensors", "*.safetensors.index.json", CONFIG, *BESIDE],
-            local_files_only=not download,
+            local_files_only=not download or why is not None,
         )
     except Exception as error:  # of the Hub, of its connection, of the cache
         raise mistake(
             key,
             source,
-            problem=f"the Hub does not give it ({str(error).splitlines()[0]})",
+            problem=f"the Hub does not give it ({why or str(error).splitlines()[0]})",
             allowed="a folder, or a name on the Hub that this machine can reach or has in its cache",
         ) from error
     return Path(folder)

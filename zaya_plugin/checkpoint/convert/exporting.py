@@ -66,6 +66,23 @@ class Trained:
         """What the import of this checkpoint has noted; empty for a checkpoint of a run."""
         return getattr(self.arguments, "zaya", {}).get("imported") or {}
 
+    def check_tokenizer(self, folder: Path, digest: str) -> None:
+        """Raise ValueError if the run was trained with another tokenizer than that in `folder`. Checkpoints of earlier
+        versions, imported ones and those of a tokenizer by its name on the Hub keep no digest of it.
+        """
+        if not on_disk.has_manifest(self.folder):
+            return
+        trained = (manifest.read(self.folder).get("data") or {}).get("tokenizer")
+        if trained != digest and trained is not None and re.fullmatch("[0-9a-f]{16}", trained):
+            raise mistake(
+                "--tokenizer",
+                folder,
+                problem=f"is another tokenizer ({digest}) than that of the checkpoint {self.folder} ({trained}): the same "
+                "token ids are other text",
+                allowed="the tokenizer that the run was trained with",
+                fix="--tokenizer <dataset of the run>/tokenizer",
+            )
+
 
 def folder_of(checkpoint: Path, step: int | None = None) -> Path:
     """Return the folder of one iteration. checkpoint: it, a run directory, or a directory of iterations.

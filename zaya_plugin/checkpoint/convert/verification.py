@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.importing import Source, open_source
 from zaya_plugin.checkpoint.convert.loading import load_model
 from zaya_plugin.checkpoint.convert.values import Values, byte_blocks
-from zaya_plugin.errors import mistake
+from zaya_plugin.errors import free_memory, mistake
 
 CLOSE = 1e-5  # relative difference of logits in fp32
 TOKENS = 64
@@ -35,7 +33,7 @@ def verify(export: exporting.Export, folder: Path, progress: Callable[[int], Non
     lines = [_bits(export, folder, progress)]
     source = open_source(folder)
     needed = sum(4 * _count(values) for values in source.tensors.values())
-    if needed > 0.8 * _free_memory():
+    if needed > 0.8 * free_memory():
         return [
             *lines,
             f"Logits were not compared: the model takes {needed / 2**30:.1f} GiB in fp32, more than is free.",
@@ -91,15 +89,6 @@ class _Rounded:
 
 def _count(values: Values) -> int:
     return int(torch.Size(values.shape).numel())
-
-
-def _free_memory() -> int:
-    """Return the bytes that programs may take; the page cache, which an export has filled, counts as free."""
-    try:
-        found = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return int(found[1]) * 1024 if found else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _logits(model: Description, tensors: Mapping[str, Values], folder: Path, reader: Callable) -> str:
