@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import yaml
 from hydra import compose as hydra_compose
@@ -41,6 +42,7 @@ OPEN_KEYS = (
 )  # mappings whose keys are the user's
 
 
+@cache
 def register() -> None:
     """Register the schema with Hydra. Call it before a composition; further calls have no effect."""
     ConfigStore.instance().store(name=SCHEMA, node=Recipe)
