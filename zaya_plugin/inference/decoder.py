@@ -23,8 +23,8 @@ ROOM = 256  # stored tokens are allocated, and read by a step, in this many time
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Leave the modes that watch each torch call. Building a model on a CPU requires one (patches/torch_cuda_literals.py);
-    it costs Python time in every call, and under it operators of hip_ops go through torch's dispatcher.
+    """Leave the modes that watch each torch call. Building a model on a CPU requires one (patches/torch_cuda_literals.py),
+    a step does not: it costs Python time in every call, and under it hip_ops' operators go through torch's dispatcher.
     """
     with ExitStack() as left:
         while torch._C._len_torch_function_stack():
@@ -52,8 +52,8 @@ class Decoder:
         self.room = self.longest = 0
         self.states: list[DecodeState] = []
 
-    @torch.no_grad()
     @without_modes()
+    @torch.no_grad()
     def hidden_states(self, tokens: Tensor) -> Tensor:
         """Return the normed hidden states [s, b, h] of whole sequences int64 [b, s], without a state."""
         positions = torch.arange(tokens.shape[1], device=self.device).unsqueeze(1)
@@ -64,8 +64,8 @@ class Decoder:
         weight = self.model.shared_embedding_or_output_weight()
         return self.model.output_layer(hidden.unsqueeze(0), weight=weight)[0][0]
 
-    @torch.no_grad()
     @without_modes()
+    @torch.no_grad()
     def begin(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Tensor:
         """Start b new sequences and return the logits [b, v] of their first new token.
 
@@ -84,8 +84,8 @@ class Decoder:
         hidden = self._run(tokens, positions, self.states)
         return self.logits(hidden[self.progress.positions, torch.arange(len(prompts), device=self.device)])
 
-    @torch.no_grad()
     @without_modes()
+    @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
         """Add one token int64 [b] to each sequence and return the logits [b, v] of the next.
 
