@@ -36,7 +36,7 @@ from transformers import ZayaForCausalLM  # noqa: E402
 from zaya_plugin.checkpoint.convert import hf_config  # noqa: E402
 from zaya_plugin.checkpoint.convert.description import Description  # noqa: E402
 from zaya_plugin.checkpoint.convert.tables import rows  # noqa: E402
-from zaya_plugin.inference.decoder import Decoder  # noqa: E402
+from zaya_plugin.inference.decoder import Decoder, without_modes  # noqa: E402
 from zaya_plugin.inference.sampling import generate  # noqa: E402
 from zaya_plugin.model.build import build_zaya_model, groups_of_one  # noqa: E402
 from zaya_plugin.model.config import ZayaConfig  # noqa: E402
@@ -132,9 +132,10 @@ def main() -> None:
 
             def call(n: int, there=there) -> None:
                 mask = torch.ones_like(there)
-                theirs.generate(
-                    there, attention_mask=mask, min_new_tokens=n, max_new_tokens=n, do_sample=False, pad_token_id=0
-                )
+                with without_modes():  # a process of transformers alone has none
+                    theirs.generate(
+                        there, attention_mask=mask, min_new_tokens=n, max_new_tokens=n, do_sample=False, pad_token_id=0
+                    )
 
             row[f"transformers, {experts}"] = rates(call, options.new, batch, options.repeats)
         best = max(row[name]["tokens_per_s"] for name in row if name.startswith("transformers"))

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from tests.inference.small import SMALL
 from zaya_plugin.inference import decoder as decoder_module
@@ -40,6 +41,23 @@ def run_ours(decoder, given, chosen):
 
 
 SLOW = pytest.mark.slow
+
+
+def test_no_mode_watches_the_calls_of_a_step(decoder):
+    class Counting(TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            self.calls += 1
+            return function(*args, **(kwargs or {}))
+
+    given = prompts(3, 2)
+    with Counting() as counting:
+        logits = decoder.begin(given, 2)
+        decoder.step(torch.tensor([3, 4]))
+        assert counting.calls == 1  # torch.tensor above
+        logits.sum()
+        assert counting.calls == 2  # it watches again
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,14 @@ A plan holds the arguments that decide the content, by option name. A run contin
 and a finished dataset of the same plan is taken as it is.
 """
 
-import fcntl
 import glob
 import json
 import os
 import shutil
-import socket
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
+from zaya_plugin.config.output_lock import locked
 from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.data.prepared import MANIFEST, Manifest, load_manifest
 from zaya_plugin.errors import mistake
@@ -47,43 +46,9 @@ class Workspace:
         self.parts = os.path.join(self.partial, "parts")
         self.final = os.path.join(self.partial, "final")
 
-    @contextmanager
-    def locked(self):
-        """Hold the lock; the kernel drops it when the process dies.
-
-        Raises:
-            ValueError: another process holds it.
-        """
-        path = self.output + ".lock"
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        while True:
-            # Mode "a" keeps the holder's text, mode "w" would truncate it before this process has the lock.
-            with open(path, "a+", encoding="utf-8") as lock:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    lock.seek(0)
-                    raise mistake(
-                        "--output",
-                        self.output,
-                        problem=f"another process is preparing {self.output} "
-                        f"({lock.read().strip() or 'just starting'})",
-                        fix="wait for it to end, or choose another --output",
-                    ) from None
-                # The previous holder may have removed the file between open and lock; then other processes lock a new
-                # file.
-                try:
-                    if not os.path.samestat(os.stat(path), os.fstat(lock.fileno())):
-                        continue
-                except FileNotFoundError:
-                    continue
-                lock.truncate(0)
-                print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
-                try:
-                    yield
-                finally:
-                    os.unlink(path)
-                return
+    def locked(self) -> AbstractContextManager[None]:
+        """Hold the lock of the output; see config/output_lock.py."""
+        return locked(self.output, "preparing")
 
     def dataset(self, plan: dict, build: Callable[[], None]) -> tuple[Manifest, bool]:
         """Return the dataset of a plan, and whether it was complete; `build` fills `final` if it was not.

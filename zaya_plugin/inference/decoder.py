@@ -9,14 +9,27 @@ but for rounding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
+from torch.overrides import _pop_mode_temporarily
 
 from zaya_plugin.model.decode_state import DecodeState, Progress
 
 ROOM = 256  # stored tokens are allocated, and read by a step, in this many times a power of two
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Leave the modes that watch each torch call. Building a model on a CPU requires one (patches/torch_cuda_literals.py),
+    a step does not: it costs Python time in every call, and under it hip_ops' operators go through torch's dispatcher.
+    """
+    with ExitStack() as left:
+        while torch._C._len_torch_function_stack():
+            left.enter_context(_pop_mode_temporarily())
+        yield
 
 
 class Decoder:
@@ -39,6 +52,7 @@ class Decoder:
         self.room = self.longest = 0
         self.states: list[DecodeState] = []
 
+    @without_modes()
     @torch.no_grad()
     def hidden_states(self, tokens: Tensor) -> Tensor:
         """Return the normed hidden states [s, b, h] of whole sequences int64 [b, s], without a state."""
@@ -50,6 +64,7 @@ class Decoder:
         weight = self.model.shared_embedding_or_output_weight()
         return self.model.output_layer(hidden.unsqueeze(0), weight=weight)[0][0]
 
+    @without_modes()
     @torch.no_grad()
     def begin(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Tensor:
         """Start b new sequences and return the logits [b, v] of their first new token.
@@ -69,6 +84,7 @@ class Decoder:
         hidden = self._run(tokens, positions, self.states)
         return self.logits(hidden[self.progress.positions, torch.arange(len(prompts), device=self.device)])
 
+    @without_modes()
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
         """Add one token int64 [b] to each sequence and return the logits [b, v] of the next.

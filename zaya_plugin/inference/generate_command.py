@@ -115,7 +115,7 @@ def _run(opened, texts, prompts, options, sampling, alone: bool) -> None:
     from zaya_plugin.inference.sampling import continued
 
     streams = alone and not options.json
-    decoded, found = DecodeStream(skip_special_tokens=True), [[] for _ in prompts]
+    decoded, found, shown = DecodeStream(skip_special_tokens=True), [[] for _ in prompts], ""
     if streams:
         print(texts[0], end="", flush=True)
     limit, stop = options.max_new_tokens, set(opened.stop)
@@ -124,8 +124,10 @@ def _run(opened, texts, prompts, options, sampling, alone: bool) -> None:
             each.extend([] if token is None else [token])
         if streams and (piece := decoded.step(opened.tokenizer, tokens[0])):
             print(piece, end="", flush=True)
+            shown += piece
     if streams:
-        print()
+        # The stream withholds a character whose bytes are not complete; as in transformers it is U+FFFD at the end.
+        print(opened.text_of(found[0])[len(shown) :])
         return
     for text, new in zip(texts, found, strict=True):
         if options.json:

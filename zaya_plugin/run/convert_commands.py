@@ -167,7 +167,7 @@ def export(options: argparse.Namespace) -> int:
     from zaya_plugin.data.tokenizer import tokenizer_digest
 
     trained = exporting.open_checkpoint(exporting.folder_of(Path(options.given), options.step))
-    if (tokenizer := _tokenizer(options.tokenizer, trained.arguments)) is not None:
+    if (tokenizer := _tokenizer(options.tokenizer, trained)) is not None:
         trained.check_tokenizer(tokenizer, tokenizer_digest(str(tokenizer)))
     planned = exporting.plan(trained, options.layout, options.dtype, tokenizer, options.vocab_size)
     for change in planned.changes:
@@ -193,11 +193,11 @@ def _verify(planned, folder: Path) -> int:
     return 0
 
 
-def _tokenizer(given: str | None, arguments) -> Path | None:
+def _tokenizer(given: str | None, trained) -> Path | None:
     """Return the folder of the tokenizer to copy; None for none."""
     if given == "none":
         return None
-    named = given or getattr(arguments, "tokenizer_model", None)
+    named = given or trained.tokenizer
     if named is None or not (Path(named) / "tokenizer.json").is_file():
         raise mistake(
             "--tokenizer",

@@ -49,6 +49,22 @@ def test_another_model_is_refused_before_a_weight_changes(tmp_path):
     assert TINY.num_layers == config.num_layers
 
 
+def test_a_model_is_written_as_it_was_read_and_errors_leave_nothing(tmp_path):
+    from zaya_plugin import build_zaya_model, config_from_hf, load_hf, save_hf
+
+    folder = publish(tmp_path / "published")
+    config, rest = config_from_hf(folder, use_cpu_initialization=True, params_dtype=torch.bfloat16)
+    model = build_zaya_model(config, **rest)
+    load_hf(model, folder)
+    save_hf(model, tmp_path / "export")
+    different = verification.differences(open_source(folder), open_source(tmp_path / "export"))
+    assert [line for line in different if "balancing_biases: torch.bfloat16" not in line] == []
+    for option, value in (("layout", "smoe"), ("dtype", "fp64")):
+        with pytest.raises(ValueError, match=rf"^--{option}={value}: "):
+            save_hf(model, tmp_path / "other", **{option: value})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "published"]
+
+
 def test_rows_of_padding_are_zero(tmp_path):
     from zaya_plugin import build_zaya_model, config_from_hf, load_hf
 

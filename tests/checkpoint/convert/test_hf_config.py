@@ -181,6 +181,11 @@ def test_written_and_read_back(layout, changes):
         ("native", "rope_parameters", {"hybrid": {"rope_theta": "1e4"}}),
         ("native", "rope_parameters", {"hybrid": {"rope_theta": float("inf")}}),
         ("native", "rope_parameters", {"hybrid": {"rope_theta": 1e4, "partial_rotary_factor": 2}}),
+        ("native", "rope_parameters", {"hybrid": {"rope_theta": 1e4, "partial_rotary_factor": 0.4}}),  # 3.2 channels
+        ("native", "rope_parameters", {"hybrid": {"rope_theta": 1e300, "partial_rotary_factor": 0.5}}),
+        ("native", "rope_parameters", {"hybrid": {"rope_theta": 1e4}}),
+        ("native", "rms_norm_eps", 1e300),
+        ("native", "max_position_embeddings", 1e30),
         ("native", "rope_parameters", {"hybrid": None}),
         ("native", "rope_parameters", [1]),
         ("native", "rms_norm_eps", "1e-5"),
@@ -224,6 +229,34 @@ def test_a_base_that_loaders_read_differently_is_refused():
     del values["rope_parameters"]  # transformers then takes 5,000,000
     with pytest.raises(ValueError, match=r"^config.json: rope_theta=1000000.0"):
         read("native", values, TINY)
+
+
+def test_a_share_beside_rope_parameters_is_what_transformers_takes():
+    transformers = pytest.importorskip("transformers")
+    values = hf_config.write("native", TINY, "bfloat16") | {"partial_rotary_factor": 0.25}
+    model, (note,) = read("native", values, TINY)
+    assert model.rotary_percent == 0.5
+    assert "partial_rotary_factor=0.25 contradicts rope_parameters, whose 0.5 is taken" in note
+    assert transformers.ZayaConfig(**values).rope_parameters["hybrid"]["partial_rotary_factor"] == 0.5
+    del values["rope_parameters"]["hybrid"]["partial_rotary_factor"]  # transformers then takes 1, vLLM's class 0.25
+    with pytest.raises(ValueError, match=r"^config.json: rope_parameters=.*\(beside it: 0.25\)"):
+        read("native", values, TINY)
+    del values["rope_parameters"]  # transformers then takes 0.5
+    with pytest.raises(ValueError, match=r"^config.json: partial_rotary_factor=0.25: loaders read it differently"):
+        read("native", values, TINY)
+    model, (note,) = read("native", values | {"partial_rotary_factor": 0.5}, TINY)
+    assert model.rotary_percent == 0.5 and "a share of 0.5" in note
+
+
+@pytest.mark.parametrize(
+    ("field", "other", "value"),
+    [("partial_rotary_factor", "rope_pct", 1), ("rope_theta", "rotary_base", 7), ("norm_epsilon", "rms_norm_eps", 1)],
+)
+def test_legacy_fields_that_contradict_each_other_are_refused(field, other, value):
+    values = hf_config.write("legacy", TINY, "bfloat16") | {other: value}
+    with pytest.raises(ValueError, match=f"^config.json: {field}=.*contradicts {other}={value}"):
+        read("legacy", values, TINY)
+    assert read("legacy", values | {field: value}, TINY)[1] == []
 
 
 def test_config_and_tensors_are_of_one_layout():

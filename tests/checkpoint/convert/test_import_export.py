@@ -175,6 +175,24 @@ def test_a_killed_import_continues(tmp_path):
     assert manifest.damaged(again) == [] and not list(again.glob("*.part"))
 
 
+def test_two_writers_of_one_output(tmp_path, checkpoint):
+    """The second one is refused with the first one's process, which goes on; so of an import and of an export."""
+    source, planned = open_source(tmp_path / "published"), exporting.plan(exporting.open_checkpoint(checkpoint))
+    for write in (
+        lambda *progress: import_model(source, tmp_path / "twice", *progress),
+        lambda *progress: exporting.export_model(planned, tmp_path / "twice_out", *progress),
+    ):
+        refused = []
+
+        def second(_: int, write=write, refused=refused) -> None:
+            with pytest.raises(ValueError, match=f"another process is writing .* .process {os.getpid()} on ") as error:
+                write()
+            refused.append(error)
+
+        folder = write(second)
+        assert refused and folder.is_dir() and not list(tmp_path.glob("*.lock"))
+
+
 def test_an_import_of_another_source_begins_anew(tmp_path):
     one = publish(tmp_path / "one")
     with pytest.raises(Killed):
@@ -274,9 +292,21 @@ def test_bad_folders_are_refused(tmp_path):
         index.write_text(json.dumps({"weight_map": content["weight_map"] | change}))
         with pytest.raises(ValueError, match=problem):
             open_source(folder)
-    index.write_text("[")
-    with pytest.raises(ValueError, match="is not an index"):
+    for text, problem in (
+        ("[", "is not JSON"),
+        ('{"a":' * 100_000, "is not JSON .maximum recursion"),
+        ('{"weight_map": [1]}', "is not an index"),
+        (json.dumps(content)[:-1] + ', "weight_map": {}}', "weight_map comes twice"),
+    ):
+        index.write_text(text)
+        with pytest.raises(ValueError, match=f"^{index}: .*{problem}"):
+            open_source(folder)
+    index.write_text(json.dumps(content))
+    left = folder / "model.safetensors"  # transformers would read it, and not the files of the index
+    shutil.copyfile(second, left)
+    with pytest.raises(ValueError, match=f"^{left}: is not one of the files"):
         open_source(folder)
+    left.unlink()
     index.unlink()
     shutil.copyfile(second, folder / "copy.safetensors")
     with pytest.raises(ValueError, match="in more than one file"):
@@ -286,6 +316,93 @@ def test_bad_folders_are_refused(tmp_path):
         open_source(tmp_path / "empty")
     with pytest.raises(ValueError, match="SOURCE=.*is no folder"):
         open_source(tmp_path / "nowhere")
+
+
+def with_header(change):
+    """A change of a file's bytes by one of its header's entries."""
+
+    def changed(data: bytes) -> bytes:
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        change(header)
+        text = json.dumps(header).encode()
+        return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+    return changed
+
+
+def entry(shape=(0,), places=(10, 10)) -> dict:
+    return {"dtype": "BF16", "shape": list(shape), "data_offsets": list(places)}
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "problem"),
+    [
+        ("native", {"model.norm.weight": entry((16.5,), (0, 32))}, "malformed .*model.norm.weight holds .*16.5"),
+        ("native", {"model.norm.weight": entry((-4, -4), (0, 32))}, "malformed .*model.norm.weight holds .*-4"),
+        ("native", {"model.norm.weight": entry(("16",), (0, 32))}, "malformed .*model.norm.weight holds .*'16'"),
+        ("native", {"model.norm.weight": entry((16,), (0.0, 32.0))}, "malformed .*model.norm.weight holds .*0.0"),
+        ("native", {"model.norm.weight": entry((16,), (0, 32))}, "overlap"),
+        ("native", {"model.norm.weight": entry((16,), (-32, 0))}, "malformed .*model.norm.weight holds .*-32"),
+        ("native", {"model.norm.weight": 5}, "malformed header"),
+        ("native", {"model.layers.1000000000.x": entry()}, "count to 1000000001 layers"),
+        (
+            "legacy",
+            {"model.layers.1.zaya_block.experts.local_experts.99999999.linear_fc1.weight": entry()},
+            "count to 100000000 experts",
+        ),
+    ],
+)
+def test_a_header_that_lies_is_refused(tmp_path, layout, change, problem):
+    def changed(header):
+        end = max(each["data_offsets"][1] for name, each in header.items() if name != "__metadata__")
+        for name, new in change.items():
+            header[name] = entry((0,), (end, end)) if new == entry() else new
+
+    fields = dict.fromkeys(("num_hidden_layers", "layer_types", "num_experts"), ...)  # nothing but names counts
+    folder = publish(tmp_path / "published", layout, config=fields)
+    with pytest.raises(ValueError, match=problem):
+        open_source(broken(folder, "model.safetensors", with_header(changed)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "problem"),
+    [
+        (dict(num_attention_heads=3), "3 query heads for 2 key/value heads"),
+        (dict(num_query_groups=1), "1 key/value heads, half of which carry the delayed value"),
+        (dict(kv_channels=7), "heads have 7 channels, and RoPE rotates pairs"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused(tmp_path, sizes, problem):
+    with pytest.raises(ValueError, match=f"^native tensors: {problem}"):
+        open_source(publish(tmp_path / "published", model=replace(TINY, **sizes)))
+
+
+def test_biases_that_are_no_numbers_are_refused(tmp_path):
+    def change(found):
+        found["model.layers.1.mlp.gate.balancing_biases"][3] = float("nan")
+
+    with pytest.raises(ValueError, match=r"^decoder.layers.1.mlp.router.balancing_biases: holds NaN"):
+        open_source(publish(tmp_path / "published", change=change))
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "problem"),
+    [
+        ("config.json", '{"a":' * 100_000, "is not JSON .maximum recursion"),
+        ("config.json", '{"rms_norm_eps": 1e-5, "rms_norm_eps": 1e-6}', "rms_norm_eps comes twice"),
+        ("tokenizer.json", '{"model": {"vocab": {"a": 0, "b": 64}}}', "has 65 entries, and the embedding 64 rows"),
+        ("tokenizer.json", '{"model": {"vocab": {"a": "0"}}}', "is no tokenizer's file .*'a' has no number"),
+        ("tokenizer.json", "[" * 100_000, "is not JSON .maximum recursion"),
+        ("generation_config.json", "{", "is not JSON"),
+    ],
+)
+def test_a_bad_file_beside_the_weights_is_refused_before_anything_is_written(tmp_path, file, text, problem):
+    folder = publish(tmp_path / "published")
+    (folder / file).write_text(text)
+    with pytest.raises(ValueError, match=f"^{folder / file}: .*{problem}"):
+        imported(folder, tmp_path / "checkpoint")
+    assert not (tmp_path / "checkpoint").exists()
 
 
 def test_missing_and_left_over_tensors_are_named(tmp_path):
@@ -398,6 +515,9 @@ def test_generation_and_tokenizer_files_go_along(tmp_path):
     assert (output / "chat_template.jinja").read_text() == "{{ messages }}" and (output / "tokenizer.json").is_file()
     stated = json.loads((output / "generation_config.json").read_text())
     assert stated == {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0, "use_cache": True}
+    for home in (tmp_path / "moved", tmp_path / "another"):  # the tokenizer beside the import is the import's
+        shutil.copytree(tmp_path / "checkpoint", home)
+        assert Path(exporting.open_checkpoint(home / checkpoint.name).tokenizer) == home / "tokenizer"
     card = (output / "README.md").read_text()
     assert "imported from published (native)" in card and "ran without --verify" in card
 

@@ -44,6 +44,34 @@ def main(layout: str, source: str, output: str) -> None:
         assert "exists" in str(error)  # on both ranks
     else:
         raise AssertionError("an output that exists was overwritten")
+    for of_rank in (0, 1):
+        an_error_of_one_rank_is_raised_on_both(of_rank, model, output + ".other")
+
+
+def an_error_of_one_rank_is_raised_on_both(of_rank: int, model, output: str) -> None:
+    """On the other rank it was a collective that never ended."""
+    from zaya_plugin import save_hf
+
+    own = torch.distributed.get_rank() == of_rank
+    stock, failing = type(model).sharded_state_dict, ZeroDivisionError("division by zero")
+
+    def fails(self, *args, **options):
+        if own:
+            raise failing
+        return stock(self, *args, **options)
+
+    type(model).sharded_state_dict = fails
+    try:
+        save_hf(model, output)
+    except ZeroDivisionError as error:
+        assert own and error is failing
+    except RuntimeError as error:
+        assert not own and str(error) == f"rank {of_rank}: ZeroDivisionError: division by zero"
+    else:
+        raise AssertionError("an error of one rank was lost")
+    finally:
+        type(model).sharded_state_dict = stock
+    torch.distributed.barrier()
 
 
 if __name__ == "__main__":

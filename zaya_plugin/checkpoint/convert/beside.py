@@ -61,6 +61,29 @@ def resolve(source: str, *, download: bool = True, key: str = "SOURCE") -> Path:
     return Path(folder)
 
 
+def json_object(text: str | bytes, where: str) -> dict[str, Any]:
+    """Return the content of a JSON file, an object in which no name comes twice.
+
+    Raises:
+        ValueError: it is something else; the message names `where`.
+    """
+    try:
+        content = json.loads(text, object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise mistake(where, problem=f"is not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise mistake(where, problem="is not a JSON object")
+    return content
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} comes twice")
+    return found
+
+
 def tokenizer_entries(folder: Path) -> int | None:
     """Return one more than the largest id of the tokenizer in a folder; None without a tokenizer.json."""
     vocabulary = _vocabulary(folder)
@@ -91,18 +114,13 @@ def _vocabulary(folder: Path) -> dict[str, int]:
         entries = content.get("model", {}).get("vocab", {})
         if isinstance(entries, list):  # of a unigram model: pairs of token and score
             entries = {token: index for index, (token, _) in enumerate(entries)}
-        return entries | {token["content"]: token["id"] for token in content.get("added_tokens", ())}
+        found = entries | {token["content"]: token["id"] for token in content.get("added_tokens", ())}
+        if wrong := next((token for token, index in found.items() if type(index) is not int or index < 0), None):
+            raise ValueError(f"{wrong!r} has no number")
+        return found
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise mistake(str(folder / "tokenizer.json"), problem=f"is no tokenizer's file ({error!r})") from error
 
 
 def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise mistake(str(path), problem=f"is not JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise mistake(str(path), problem="is not a JSON object")
-    return content
+    return json_object(path.read_bytes(), str(path)) if path.is_file() else {}

@@ -5,22 +5,26 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from typing import TypeVar
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.utils import unwrap_model
 from torch import nn
 
-from zaya_plugin.checkpoint import on_disk
 from zaya_plugin.checkpoint.convert import exporting
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.importing import Source, open_source
 from zaya_plugin.checkpoint.convert.tables import EMBEDDING
+from zaya_plugin.checkpoint.convert.values import Boxes, Region, as_bytes
 from zaya_plugin.errors import mistake
 from zaya_plugin.model.config import ZayaConfig
+
+T = TypeVar("T")
 
 
 def config_from_hf(source: str | Path, **options) -> tuple[ZayaConfig, dict]:
@@ -117,35 +121,103 @@ def save_hf(
         directory: new or empty.
         dtype: bf16 or fp32; None: as the model computes.
         tokenizer: a folder with its files; None: the export has none.
+
+    Raises:
+        Exception: of any rank, on all ranks: a ValueError for what the layout cannot express, or an output that exists.
     """
     chunks, directory = _unwrapped(model), Path(directory)
-    rank = torch.distributed.get_rank()
-    parts = directory.with_name(directory.name + ".parts")
-    folder = on_disk.folder(parts, 0)
-    if rank == 0:
-        shutil.rmtree(parts, ignore_errors=True)
-        folder.mkdir(parents=True)
-    torch.distributed.barrier()
-    sharded, first = {}, chunks[0]
-    for number, chunk in enumerate(chunks):
-        sharded |= {f"{number}.{name}": value for name, value in chunk.sharded_state_dict().items()}
-    table = max(_rows(sharded.values()))
-    described = Description.of_config(first.config, table)
-    described = Description(**{**vars(described), **_positions(first)})
-    arguments = described.arguments() | {"bf16": first.config.params_dtype == torch.bfloat16}
-    dist_checkpointing.save({**sharded, "args": argparse.Namespace(**arguments)}, str(folder))
-    failed = [None]
-    if rank == 0:
-        try:
-            trained = exporting.open_checkpoint(folder)
+    rank, parts = torch.distributed.get_rank(), directory.with_name(directory.name + ".parts")
+
+    def begin() -> None:
+        if rank == 0:
+            shutil.rmtree(parts, ignore_errors=True)
+            parts.mkdir(parents=True)
+
+    def write() -> list[_Part]:
+        return _write_parts(parts / f"{rank}.bin", chunks)
+
+    def export() -> None:
+        if rank == 0:
+            trained = _put_together(parts, chunks[0], written)
             planned = exporting.plan(trained, layout, dtype, Path(tokenizer) if tokenizer is not None else None)
             exporting.export_model(planned, directory)
-        except (ValueError, OSError) as error:
-            failed = [str(error)]
-        shutil.rmtree(parts, ignore_errors=True)
-    torch.distributed.broadcast_object_list(failed, src=0)
-    if failed[0] is not None:
-        raise ValueError(failed[0])
+
+    try:
+        _on_all_ranks(begin)
+        written = [part for of_rank in _on_all_ranks(write) for part in of_rank]
+        _on_all_ranks(export)
+    finally:
+        if rank == 0:
+            shutil.rmtree(parts, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A rectangle of the tensor `key`, which has `shape`: it begins at `place`, and its values lie in a file."""
+
+    key: str
+    shape: tuple[int, ...]
+    place: tuple[int, ...]
+    values: Region
+
+
+def _on_all_ranks(step: Callable[[], T]) -> list[T]:
+    """Run a step, which calls no collective, on every rank, and return the results of all of them.
+
+    Raises:
+        Exception: the step's own error, on its rank; on the others a ValueError for a ValueError, and a RuntimeError
+            for any other.
+    """
+    result, error = None, None
+    try:
+        result = step()
+    except Exception as raised:
+        error = raised
+    mine = (result, None if error is None else (isinstance(error, ValueError), f"{error}", type(error).__name__))
+    found: list = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, mine)
+    if error is not None:
+        raise error
+    for rank, (_, failed) in enumerate(found):
+        if failed is not None:
+            of_user, text, kind = failed
+            raise ValueError(text) if of_user else RuntimeError(f"rank {rank}: {kind}: {text}")
+    return [result for result, _ in found]
+
+
+def _write_parts(path: Path, chunks: list[nn.Module]) -> list[_Part]:
+    """Write the tensors of which this rank has the main copy, one behind another, and return where they are."""
+    found = []
+    with open(path, "wb") as file:
+        for tensor in (each for chunk in chunks for each in chunk.sharded_state_dict().values()):
+            if isinstance(tensor, ShardedTensor) and is_main_replica(tensor.replica_id):
+                values = tensor.data.detach().cpu()
+                region = Region(path, file.tell(), values.dtype, tuple(tensor.local_shape))
+                found.append(_Part(tensor.key, tuple(tensor.global_shape), tuple(tensor.global_offset), region))
+                file.write(as_bytes(values))
+    return found
+
+
+def _put_together(parts: Path, first: nn.Module, written: list[_Part]) -> exporting.Trained:
+    """Return the model that all ranks have written; first: a chunk of it.
+
+    Raises:
+        ValueError: no layout has it.
+    """
+    of_key: dict[str, list[_Part]] = {}
+    for part in written:
+        of_key.setdefault(part.key, []).append(part)
+    shapes = {key: found[0].shape for key, found in of_key.items()}
+    described = Description.of_config(first.config, shapes[EMBEDDING][0])
+    described = Description(**{**vars(described), **_positions(first)})
+    arguments = described.arguments() | {"bf16": first.config.params_dtype == torch.bfloat16}
+
+    def values(key: str) -> Boxes:
+        places = tuple((part.place, part.values) for part in of_key[key])
+        assert sum(prod(region.shape) for _, region in places) == prod(shapes[key]), f"ranks hold {key} in part"
+        return Boxes(places[0][1].dtype, shapes[key], places)
+
+    return exporting.checked(parts, argparse.Namespace(**arguments), shapes, values)
 
 
 def _positions(model: nn.Module) -> dict:
@@ -155,14 +227,6 @@ def _positions(model: nn.Module) -> dict:
         rotary_percent=model.rotary_percent,
         max_position_embeddings=model.max_sequence_length,
     )
-
-
-def _rows(tensors) -> list[int]:
-    """Return the rows of the embedding on every rank, 0 on one without it."""
-    here = [t.global_shape[0] for t in tensors if isinstance(t, ShardedTensor) and t.key == EMBEDDING]
-    found: list = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, here[0] if here else 0)
-    return found
 
 
 def _unwrapped(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:

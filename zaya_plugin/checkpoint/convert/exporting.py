@@ -22,7 +22,7 @@ from zaya_plugin.checkpoint import manifest, on_disk
 from zaya_plugin.checkpoint.convert import hf_config, model_card, safetensors_files
 from zaya_plugin.checkpoint.convert.beside import BESIDE, CONFIG, token_ids, tokenizer_entries
 from zaya_plugin.checkpoint.convert.description import Description
-from zaya_plugin.checkpoint.convert.importing import check_rows
+from zaya_plugin.checkpoint.convert.importing import TOKENIZER, check_rows
 from zaya_plugin.checkpoint.convert.journal import Journal, bytes_in
 from zaya_plugin.checkpoint.convert.reachable import skip_is_reachable
 from zaya_plugin.checkpoint.convert.safetensors_files import Written
@@ -33,6 +33,7 @@ from zaya_plugin.checkpoint.convert.tables import (
     EMBEDDING,
     SKIP_OUTPUT,
     TEMPERATURE,
+    WRITTEN,
     Row,
     balancing_state,
     layers_of,
@@ -42,6 +43,7 @@ from zaya_plugin.checkpoint.convert.torch_dist import CheckpointTensors
 from zaya_plugin.checkpoint.convert.values import Changed, OfLength, Values, Zeros, byte_blocks, whole
 from zaya_plugin.checkpoint.direct_file import DirectFiles
 from zaya_plugin.config.messages import check_transformers_has
+from zaya_plugin.config.output_lock import locked
 from zaya_plugin.config.run_directory import checkpoints_of, is_checkpoint, iterations
 from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.errors import check_space, mistake
@@ -65,6 +67,14 @@ class Trained:
     def imported(self) -> dict:
         """What the import of this checkpoint has noted; empty for a checkpoint of a run."""
         return getattr(self.arguments, "zaya", {}).get("imported") or {}
+
+    @property
+    def tokenizer(self) -> str | None:
+        """Return the folder of the tokenizer: that beside an import, which may have been moved, else the run's."""
+        beside = self.folder.absolute().parent / TOKENIZER
+        if self.imported and (beside / "tokenizer.json").is_file():
+            return str(beside)
+        return getattr(self.arguments, "tokenizer_model", None)
 
     def check_tokenizer(self, folder: Path, digest: str) -> None:
         """Raise ValueError if the run was trained with another tokenizer than that in `folder`. Checkpoints of earlier
@@ -113,11 +123,24 @@ def open_checkpoint(folder: Path) -> Trained:
     """
     stored = CheckpointTensors(folder)
     arguments = stored.arguments()
+    return checked(folder, arguments, stored.shapes(), stored.values)
+
+
+def checked(
+    folder: Path, arguments: object, shapes: Mapping[str, tuple[int, ...]], values: Callable[[str], Values]
+) -> Trained:
+    """Return the model that Megatron's arguments describe, whose tensors have `shapes` by the names here.
+
+    values: returns a tensor.
+
+    Raises:
+        ValueError: no layout has the model, or its tensors are other ones.
+    """
     model = Description.of_arguments(arguments)
     check_expressible(model)
     wanted = {name: row.part for row in rows("native", model) for name in row.ours}
     beside = {name: shape for name, _, shape in balancing_state(model)}
-    problems, shapes = [], stored.shapes()
+    problems = []
     for name, shape in (wanted | beside).items():
         if name not in shapes:
             problems.append(f"{name} is missing")
@@ -127,7 +150,7 @@ def open_checkpoint(folder: Path) -> Trained:
     problems += [f"{name} is unknown" for name in unknown]
     if problems:
         raise mistake(str(folder), problem="holds other tensors than those of its model: " + "; ".join(problems[:40]))
-    return Trained(folder, model, {name: stored.values(name) for name in wanted}, arguments)
+    return Trained(folder, model, {name: values(name) for name in wanted}, arguments)
 
 
 def check_expressible(model: Description) -> None:
@@ -236,6 +259,9 @@ def plan(
     Raises:
         ValueError: the layout cannot express the model.
     """
+    for option, value, known in (("--layout", layout, WRITTEN), ("--dtype", dtype, (None, *DTYPES))):
+        if value not in known:
+            raise mistake(option, value, problem="cannot be written", allowed=", ".join(filter(None, known)))
     imported = trained.imported
     used = tokenizer_entries(tokenizer) if tokenizer is not None else None
     of = trained.model.vocab_size
@@ -300,46 +326,50 @@ def export_model(
     """Write the folder `output`; one that was killed continues behind the last whole file.
 
     Raises:
-        ValueError: the folder exists and is not empty.
+        ValueError: the folder exists and is not empty, or another process is writing it.
     """
     output = output.absolute()
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise mistake("--output", output, problem="exists", allowed="a folder that is new or empty")
-    size = sum(tensor.bytes for tensor in export.tensors)
-    unfinished = output.with_name(output.name + manifest.UNFINISHED)
-    check_space(unfinished, size - bytes_in(unfinished))
-    begins(size)
-    journal = Journal(unfinished, _identity(export, shard))
-    groups = safetensors_files.shards(export.tensors, shard)
-    names, files = safetensors_files.file_names(len(groups)), DirectFiles()
-    for name, tensors in zip(names, groups, strict=True):
-        if name in journal.files:
-            progress(sum(tensor.bytes for tensor in tensors))
-            continue
-        checksums = safetensors_files.write_file(files, unfinished / name, tensors, progress)
-        journal.note(name, bytes=(unfinished / name).stat().st_size, tensors=checksums)
-    safetensors_files.write_index(unfinished, groups, names)
-    config = hf_config.write(export.layout, export.trained.model, export.dtype)
-    _write_json(unfinished / CONFIG, config)
-    _copy_beside(export, unfinished)
-    checksums = {name: sum_ for file in names for name, sum_ in journal.files[file]["tensors"].items()}
-    record = {
-        "version": __version__,
-        "layout": export.layout,
-        "checkpoint": export.trained.folder.name,
-        **{name: getattr(export.trained.arguments, "zaya", {}).get(name) for name in ("recipe", "run_id", "lineage")},
-        "changes": export.changes,
-        "xxh3_128": checksums,
-    }
-    _write_json(unfinished / RECORD, record)
-    (unfinished / model_card.NAME).write_text(model_card.text(export, config))
-    journal.end()
-    manifest.sync(unfinished)
-    if output.exists():
-        output.rmdir()
-    unfinished.rename(output)
-    manifest.sync(output.parent)
-    return output
+    with locked(output, "writing"):
+        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+            raise mistake("--output", output, problem="exists", allowed="a folder that is new or empty")
+        size = sum(tensor.bytes for tensor in export.tensors)
+        unfinished = output.with_name(output.name + manifest.UNFINISHED)
+        check_space(unfinished, size - bytes_in(unfinished))
+        begins(size)
+        journal = Journal(unfinished, _identity(export, shard))
+        groups = safetensors_files.shards(export.tensors, shard)
+        names, files = safetensors_files.file_names(len(groups)), DirectFiles()
+        for name, tensors in zip(names, groups, strict=True):
+            if name in journal.files:
+                progress(sum(tensor.bytes for tensor in tensors))
+                continue
+            checksums = safetensors_files.write_file(files, unfinished / name, tensors, progress)
+            journal.note(name, bytes=(unfinished / name).stat().st_size, tensors=checksums)
+        safetensors_files.write_index(unfinished, groups, names)
+        config = hf_config.write(export.layout, export.trained.model, export.dtype)
+        _write_json(unfinished / CONFIG, config)
+        _copy_beside(export, unfinished)
+        checksums = {name: sum_ for file in names for name, sum_ in journal.files[file]["tensors"].items()}
+        record = {
+            "version": __version__,
+            "layout": export.layout,
+            "checkpoint": export.trained.folder.name,
+            **{
+                name: getattr(export.trained.arguments, "zaya", {}).get(name)
+                for name in ("recipe", "run_id", "lineage")
+            },
+            "changes": export.changes,
+            "xxh3_128": checksums,
+        }
+        _write_json(unfinished / RECORD, record)
+        (unfinished / model_card.NAME).write_text(model_card.text(export, config))
+        journal.end()
+        manifest.sync(unfinished)
+        if output.exists():
+            output.rmdir()
+        unfinished.rename(output)
+        manifest.sync(output.parent)
+        return output
 
 
 def _copy_beside(export: Export, folder: Path) -> None:

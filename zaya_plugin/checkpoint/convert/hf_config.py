@@ -15,6 +15,7 @@ from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.errors import as_typed, mistake
 
 _NONE = (None, False)
+LARGEST = 2**53  # whole numbers up to here are exact in every reader of JSON
 # Field -> the values of a model that this project has, in all layouts.
 CONSTANTS: dict[str, tuple] = {
     **dict.fromkeys(("hidden_act",), ("silu",)),
@@ -59,9 +60,16 @@ class _Fields:
         if self.get(name) is not None and self.values[name] not in wanted:
             raise self.refuse(name, "the tensors' shapes show another value", " or ".join(map(str, wanted)))
 
-    def number(self, name: str, default: float) -> float:
-        """Return a number above 0, `default` if the field is absent or null; raise for others."""
-        return self.checked(name, self.get(name, default))
+    def either(self, name: str, other: str) -> Any:
+        """Return what one of two fields states, None if neither does; raise if they contradict each other."""
+        value, beside = self.get(name), self.get(other)
+        if None not in (value, beside) and value != beside:
+            raise self.refuse(name, f"contradicts {other}={as_typed(beside)}", "equal values, or one of the two fields")
+        return beside if value is None else value
+
+    def number(self, name: str, default: float, most: float = math.inf) -> float:
+        """Return a number above 0 and at most `most`, `default` if the field is absent or null; raise for others."""
+        return self.checked(name, self.get(name, default), most)
 
     def checked(self, name: str, value: Any, most: float = math.inf) -> Any:
         """Return `value`, which the field states; raise unless it is a number above 0 and at most `most`."""
@@ -144,6 +152,11 @@ def read(layout: str, values: dict[str, Any], sizes: dict[str, Any], where: str)
         raise fields.refuse("vocab_size", "the embedding has another number of rows", str(sizes["vocab_size"]))
     choices = (_native if layout == "native" else _legacy)(fields, sizes)
     notes = choices.pop("notes", [])
+    rotated = sizes["kv_channels"] * choices["rotary_percent"]
+    if rotated % 2:
+        name = "rope_parameters" if "rope_parameters" in values else "partial_rotary_factor"
+        problem = f"RoPE would rotate {rotated:g} of {sizes['kv_channels']} channels, and it rotates pairs"
+        raise fields.refuse(name, problem, "a share that gives an even number")
     model = Description(
         **(sizes | choices),
         max_position_embeddings=_whole(
@@ -179,17 +192,30 @@ def _native(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     rope, notes = fields.get("rope_parameters", {}), []
     if not isinstance(rope, dict) or not isinstance(rope.get("hybrid", {}), dict):
         raise fields.refuse("rope_parameters", "is no object", "hybrid: {rope_theta: ..., rope_type: default}")
-    if not rope and fields.get("rope_theta") is not None:  # transformers ignores it, vLLM's class does not
-        raise fields.refuse("rope_theta", "loaders read it differently here", "rope_parameters: {hybrid: ...}")
+    for name, default in (("rope_theta", 5_000_000), ("partial_rotary_factor", 0.5)):
+        if not rope and fields.get(name, default) != default:  # transformers ignores it, vLLM's class does not
+            raise fields.refuse(name, "loaders read it differently here", "rope_parameters: {hybrid: ...}")
     if not rope:
         notes.append(
-            f"{fields.where}: rope_parameters is missing; transformers' default, a base of 5,000,000, is taken"
+            f"{fields.where}: rope_parameters is missing; transformers' default, a base of 5,000,000 and a share of 0.5, "
+            "is taken"
         )
-        rope = {"hybrid": {"rope_theta": 5_000_000.0}}
+        rope = {"hybrid": {"rope_theta": 5_000_000.0, "partial_rotary_factor": 0.5}}
     flat = {name: value for name, value in rope.items() if not isinstance(value, dict)}
     if unknown := sorted(set(rope) - set(flat) - {"hybrid", "hybrid_sliding"}):
         raise fields.refuse("rope_parameters", f"has entries of unknown layer types: {unknown}", "hybrid")
-    here = {"partial_rotary_factor": fields.get("partial_rotary_factor", 0.5)} | flat | rope.get("hybrid", {})
+    beside = fields.get("partial_rotary_factor")
+    if "hybrid" not in rope and beside is not None:  # read by vLLM's class alone
+        flat = {"partial_rotary_factor": beside} | flat
+    here = flat | rope.get("hybrid", {})
+    if here.get("partial_rotary_factor") is None:  # transformers then takes 1, vLLM's class the field beside it
+        problem = f"has no partial_rotary_factor; loaders do not agree what it is then (beside it: {as_typed(beside)})"
+        raise fields.refuse("rope_parameters", problem, "hybrid: {partial_rotary_factor: ...}")
+    if beside not in (None, here["partial_rotary_factor"]):
+        notes.append(
+            f"{fields.where}: partial_rotary_factor={beside!r} contradicts rope_parameters, whose "
+            f"{here['partial_rotary_factor']!r} is taken, as transformers does"
+        )
     if here.pop("rope_type", None) not in (None, "default"):
         raise fields.refuse("rope_parameters", "RoPE is scaled", "rope_type: default")
     base, share = here.pop("rope_theta", None), here.pop("partial_rotary_factor")
@@ -202,7 +228,7 @@ def _native(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     return {
         "rotary_base": _whole(fields, "rope_parameters", base),
         "rotary_percent": fields.checked("rope_parameters", share, 1),
-        "norm_epsilon": fields.number("rms_norm_eps", Description.norm_epsilon),
+        "norm_epsilon": fields.number("rms_norm_eps", Description.norm_epsilon, 1),
         "notes": notes,
     }
 
@@ -241,8 +267,8 @@ def _legacy(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
         for family in ("zaya", "smoe"):
             if get(f"{family}_{name}", sizes[size]) != sizes[size] and pairs > (name == "use_eda"):
                 raise fields.refuse(f"{family}_{name}", "contradicts the tensors", as_typed(sizes[size]))
-    share = get("partial_rotary_factor", get("rope_pct", None))
-    base = get("rope_theta", get("rotary_base", None))
+    share, base = fields.either("partial_rotary_factor", "rope_pct"), fields.either("rope_theta", "rotary_base")
+    epsilon = fields.either("norm_epsilon", "rms_norm_eps")
     for name, value in (("partial_rotary_factor", share), ("rope_theta", base)):
         if value is None:
             raise fields.refuse(name, "is missing, and no tensor shows it", "a number")
@@ -252,7 +278,7 @@ def _legacy(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     return {
         "rotary_base": _whole(fields, "rope_theta", base),
         "rotary_percent": fields.checked("partial_rotary_factor", share, 1),
-        "norm_epsilon": fields.number("norm_epsilon", fields.number("rms_norm_eps", Description.norm_epsilon)),
+        "norm_epsilon": fields.checked("norm_epsilon", Description.norm_epsilon if epsilon is None else epsilon, 1),
         "temperature_form": "clamped_exp" if fields.truth("clamp_temp") else "linear",
         "residual_in_fp32": in_fp32,
         "notes": notes,
@@ -260,7 +286,7 @@ def _legacy(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _whole(fields: _Fields, name: str, value: Any) -> int:
-    if fields.checked(name, value) != int(value):
+    if fields.checked(name, value, LARGEST) != int(value):
         raise fields.refuse(name, f"{value} is not supported", "a whole number")
     return int(value)
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ import xxhash
 from zaya_plugin import __version__
 from zaya_plugin.checkpoint import manifest, on_disk
 from zaya_plugin.checkpoint.convert import hf_config, safetensors_files
-from zaya_plugin.checkpoint.convert.beside import BESIDE, CONFIG, resolve, tokenizer_entries
+from zaya_plugin.checkpoint.convert.beside import BESIDE, CONFIG, json_object, resolve, token_ids, tokenizer_entries
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.journal import bytes_in
 from zaya_plugin.checkpoint.convert.reachable import skip_is_reachable
@@ -35,6 +34,7 @@ from zaya_plugin.checkpoint.convert.tables import (
 )
 from zaya_plugin.checkpoint.convert.torch_dist import CheckpointWriter, Stored
 from zaya_plugin.checkpoint.convert.values import OfLength, Region, Values, Zeros, byte_blocks, whole
+from zaya_plugin.config.output_lock import locked
 from zaya_plugin.config.run_directory import iterations
 from zaya_plugin.errors import check_space, mistake
 
@@ -97,11 +97,7 @@ def open_source(source: str | Path, fallback: Description | None = None, *, down
     sizes = sizes_of(layout, shapes)
     path, notes = folder / CONFIG, []
     if path.is_file():
-        try:
-            values = json.loads(path.read_text())
-            assert isinstance(values, dict)
-        except (ValueError, AssertionError) as error:
-            raise mistake(str(path), problem=f"is not a JSON object ({error})") from error
+        values = json_object(path.read_bytes(), str(path))
         model, notes = hf_config.read(layout, values, sizes, str(path))
     elif fallback is None:
         raise mistake(
@@ -146,7 +142,10 @@ def _with_skip_output(layout: str, model: Description, tensors: dict[str, Values
         return replace(model, skip_output=None)
     computed = SKIP_OUTPUT[layout]
     names = [BIASES.format(l=layer) for layer in layers_of(BIASES, model)]
-    reachable = [layer for layer, name in enumerate(names) if skip_is_reachable(whole(tensors[name]))]
+    biases = [whole(tensors[name]) for name in names]
+    if damaged := next((name for name, b in zip(names, biases, strict=True) if not b.isfinite().all()), None):
+        raise mistake(damaged, problem="holds NaN or infinite values, with which no router can choose an expert")
+    reachable = [layer for layer, b in enumerate(biases) if skip_is_reachable(b)]
     if reachable:
         notes.append(f"tokens may choose the skip class in layers {reachable}; in {layout} its output is {computed}")
     return replace(model, skip_output=computed if reachable else None)
@@ -164,38 +163,40 @@ def import_model(
     begins: with their sum.
 
     Raises:
-        ValueError: there is a checkpoint.
+        ValueError: there is a checkpoint, or another process is writing one.
     """
-    if on_disk.folder(directory, 0).exists() or directory.is_dir() and iterations(directory):
-        raise mistake("--output", directory, problem="contains a checkpoint", allowed="a directory without one")
-    files = _files(source)
-    size = sum(tensor.length for tensors in files for tensor in tensors)
-    final = on_disk.folder(directory, 0)
-    check_space(directory, size - bytes_in(final.with_name(final.name + manifest.UNFINISHED)))
-    begins(size)
-    directory.mkdir(parents=True, exist_ok=True)
-    _copy_beside(source, directory / TOKENIZER)
-    writer = CheckpointWriter(directory, _identity(source))
-    for tensors in files:
-        writer.write(tensors, progress)
-    of_layers = (source.tensors[BIASES.format(l=layer)].dtype for layer in layers_of(BIASES, source.model))
-    biases = functools.reduce(torch.promote_types, of_layers)
-    record = {
-        "source": source.name,
-        "layout": source.layout,
-        "biases": str(biases).removeprefix("torch."),
-        **{name: getattr(source.model, name) for name in ("bos", "eos", "pad")},
-    }
-    arguments = source.model.arguments() | {
-        "bf16": source.tensors[EMBEDDING].dtype == torch.bfloat16,
-        "zaya": {"version": __version__, "recipe": None, "run_id": None, "lineage": None, "imported": record},
-    }
-    if (directory / TOKENIZER / "tokenizer.json").is_file():
-        arguments |= {
-            "tokenizer_type": "HuggingFaceTokenizer",
-            "tokenizer_model": str((directory / TOKENIZER).absolute()),
+    with locked(directory, "writing"):
+        if on_disk.folder(directory, 0).exists() or directory.is_dir() and iterations(directory):
+            raise mistake("--output", directory, problem="contains a checkpoint", allowed="a directory without one")
+        files = _files(source)
+        _check_beside(source)
+        size = sum(tensor.length for tensors in files for tensor in tensors)
+        final = on_disk.folder(directory, 0)
+        check_space(directory, size - bytes_in(final.with_name(final.name + manifest.UNFINISHED)))
+        begins(size)
+        directory.mkdir(parents=True, exist_ok=True)
+        _copy_beside(source, directory / TOKENIZER)
+        writer = CheckpointWriter(directory, _identity(source))
+        for tensors in files:
+            writer.write(tensors, progress)
+        of_layers = (source.tensors[BIASES.format(l=layer)].dtype for layer in layers_of(BIASES, source.model))
+        biases = functools.reduce(torch.promote_types, of_layers)
+        record = {
+            "source": source.name,
+            "layout": source.layout,
+            "biases": str(biases).removeprefix("torch."),
+            **{name: getattr(source.model, name) for name in ("bos", "eos", "pad")},
         }
-    return writer.finish(arguments, version=__version__, imported=record)
+        arguments = source.model.arguments() | {
+            "bf16": source.tensors[EMBEDDING].dtype == torch.bfloat16,
+            "zaya": {"version": __version__, "recipe": None, "run_id": None, "lineage": None, "imported": record},
+        }
+        if (directory / TOKENIZER / "tokenizer.json").is_file():
+            arguments |= {
+                "tokenizer_type": "HuggingFaceTokenizer",
+                "tokenizer_model": str((directory / TOKENIZER).absolute()),
+            }
+        return writer.finish(arguments, version=__version__, imported=record)
 
 
 def _files(source: Source) -> list[list[Stored]]:
@@ -220,6 +221,18 @@ def _identity(source: Source) -> str:
         status = path.stat()
         parts.append(f"{path.absolute()} {status.st_size} {status.st_mtime_ns}")
     return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
+
+
+def _check_beside(source: Source) -> None:
+    """Raise ValueError if the files beside the weights are damaged, or the tokenizer is one of another model."""
+    token_ids(source.folder)
+    used = tokenizer_entries(source.folder)
+    if used is not None and used > source.model.vocab_size:
+        raise mistake(
+            str(source.folder / "tokenizer.json"),
+            problem=f"has {used} entries, and the embedding {source.model.vocab_size} rows",
+            allowed="the tokenizer that the model was trained with",
+        )
 
 
 def _copy_beside(source: Source, folder: Path) -> None:

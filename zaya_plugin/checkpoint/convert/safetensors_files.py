@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import xxhash
 
+from zaya_plugin.checkpoint.convert.beside import json_object
 from zaya_plugin.checkpoint.convert.tables import check_once
 from zaya_plugin.checkpoint.convert.values import Region
 from zaya_plugin.checkpoint.direct_file import DirectFiles
@@ -36,20 +37,24 @@ def tensors_of(folder: Path) -> dict[str, Region]:
     """
     index = folder / INDEX
     if index.is_file():
+        content = json_object(index.read_bytes(), str(index))
         try:
-            named = json.loads(index.read_text())["weight_map"]
+            named = content["weight_map"]
             files = sorted(set(named.values()))
             bad = [name for name in files if name != Path(name).name]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise mistake(str(index), problem=f"is not an index of safetensors files ({error!r})") from error
         if bad:
             raise mistake(str(index), problem=f"names a file outside its folder: {bad[0]}")
+        if left := sorted({path.name for path in folder.glob("*.safetensors")} - set(files)):
+            raise mistake(str(folder / left[0]), problem=f"is not one of the files that {index.name} names")
     else:
         named, files = None, sorted(path.name for path in folder.glob("*.safetensors"))
     if not files:
         raise mistake("SOURCE", folder, problem="holds no *.safetensors files", allowed="a folder of a model")
     if missing := [name for name in files if not (folder / name).is_file()]:
-        raise mistake(str(folder / missing[0]), problem=f"is missing, and {index.name} names it")
+        problem = "is no file" if named is None else f"is missing, and {index.name} names it"
+        raise mistake(str(folder / missing[0]), problem=problem)
     found = [(name, region) for file in files for name, region in header(folder / file).items()]
     check_once(name for name, _ in found)
     if named is not None:
@@ -75,7 +80,7 @@ def header(path: Path) -> dict[str, Region]:
         if size < 8 or length > min(LONGEST_HEADER, size - 8):
             raise mistake(str(path), problem=f"is no safetensors file, or is cut off at {size} bytes")
         try:
-            entries = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
+            entries = json_object(file.read(length), "header")
             found = {
                 name: _region(path, name, entry, 8 + length) for name, entry in entries.items() if name != METADATA
             }
@@ -94,15 +99,14 @@ def header(path: Path) -> dict[str, Region]:
 METADATA = "__metadata__"
 
 
-def _without_duplicates(pairs: list) -> dict:
-    check_once(name for name, _ in pairs)
-    return dict(pairs)
-
-
 def _region(path: Path, name: str, entry: Mapping, start: int) -> Region:
     if entry["dtype"] not in DTYPES:
         raise ValueError(f"{name} has the dtype {entry['dtype']}; allowed are {', '.join(DTYPES)}")
-    (first, last), shape = entry["data_offsets"], tuple(int(size) for size in entry["shape"])
+    (first, last), shape = entry["data_offsets"], tuple(entry["shape"])
+    if any(type(number) is not int or number < 0 for number in (first, last, *shape)):
+        raise ValueError(
+            f"the shape or the place of {name} holds {[first, last, *shape]}, not whole numbers of 0 or more"
+        )
     region = Region(path, start + first, DTYPES[entry["dtype"]], shape)
     if last - first != prod(shape) * region.dtype.itemsize:
         raise ValueError(f"{name} has {last - first} bytes for the shape {list(shape)} in {entry['dtype']}")

@@ -248,6 +248,7 @@ def sizes_of(layout: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ob
 
     numbers = [int(match[1]) for name in shapes if (match := re.match(r"(?:model|decoder)\.layers\.(\d+)\.", name))]
     stages = max(numbers) + 1
+    _check_number(layout, stages, "layers", shapes)
     if layout != "native" and stages % 2:
         raise mistake(
             f"layers.{stages - 1}", problem="is an attention stage without an MoE stage behind it", allowed="pairs"
@@ -260,13 +261,26 @@ def sizes_of(layout: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ob
     else:
         found = [re.search(r"stage\.1\..*local_experts\.(\d+)\.", _stage(name)) for name in shapes]
         experts = 1 + max(int(match[1]) for match in found if match)
+        _check_number(layout, experts, "experts", shapes)
     gamma = rename(next(entry[column] for entry in TABLE if entry[0] == EDA_SCALE))
     of_second = rename(gamma).format(l=1, m=3)
+    heads, groups = (shape(_CCA + name, 2)[0] // channels for name in ("linear_q.weight", "linear_k.weight"))
+    for possible, problem, allowed in (
+        (channels % 2 == 0, f"heads have {channels} channels, and RoPE rotates pairs", "an even number"),
+        (
+            groups and groups % 2 == 0,
+            f"{groups} key/value heads, half of which carry the delayed value",
+            "an even number",
+        ),
+        (groups and heads % groups == 0, f"{heads} query heads for {groups} key/value heads", "a multiple of them"),
+    ):
+        if not possible:
+            raise mistake(f"{layout} tensors", problem=problem, allowed=allowed)
     return {
         "num_layers": stages if layout == "native" else stages // 2,
         "hidden_size": hidden,
-        "num_attention_heads": shape(_CCA + "linear_q.weight", 2)[0] // channels,
-        "num_query_groups": shape(_CCA + "linear_k.weight", 2)[0] // channels,
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
         "kv_channels": channels,
         "num_experts": experts,
         "moe_ffn_hidden_size": fc2[-1],
@@ -275,6 +289,12 @@ def sizes_of(layout: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ob
         "router_eda": of_second in shapes or stages <= (1 if layout == "native" else 2),
         "moe_skip_expert": shape(_ROUTER + "out_proj.weight", 2)[0] > experts,
     }
+
+
+def _check_number(layout: str, count: int, of: str, shapes: Mapping) -> None:
+    """Raise ValueError if names count further than there are tensors: a list of what is missing would fill the memory."""
+    if count > len(shapes):
+        raise mistake(f"{layout} tensors", problem=f"the names of {len(shapes)} tensors count to {count} {of}")
 
 
 def _stage(name: str) -> str:
