@@ -12,7 +12,7 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -180,8 +180,10 @@ def check_directories(recipe: Recipe) -> None:
         check_can_be_made(checkpoint_path(recipe), "checkpoint.path")
 
 
-def check_machine(recipe: Recipe, plan: Plan) -> None:
-    """Run the checks of `check_surroundings` except that of the data."""
+def check_machine(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> None:
+    """Run the checks of `check_surroundings` except that of the data. vocabulary: rows of the embedding, where they are
+    not those of the data.
+    """
     for module, remedy in REQUIRED:
         if not compat.has_module(module):
             problem = f"is not installed in {sys.executable}; `zaya doctor` lists what is installed"
@@ -202,7 +204,7 @@ def check_machine(recipe: Recipe, plan: Plan) -> None:
             allowed="cpu",
             fix="cluster=cpu",
         )
-    check_sizes(recipe, plan)
+    check_sizes(recipe, plan, vocabulary)
     if plan.command is not None and recipe.master_port is not None:
         _check_port("master_port", recipe.master_port, "a free port, or null for any free port", "master_port=null")
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun listens there already
@@ -213,7 +215,7 @@ def check_machine(recipe: Recipe, plan: Plan) -> None:
         )
 
 
-def check_sizes(recipe: Recipe, plan: Plan) -> None:
+def check_sizes(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> None:
     """Raise ValueError if this machine has fewer devices than ranks, or if weights, gradients and optimizer state alone
     need more memory than there is: the machine's on a CPU, else cluster.memory_gib of a device.
     """
@@ -222,7 +224,7 @@ def check_sizes(recipe: Recipe, plan: Plan) -> None:
     if plan.command is not None and not on_cpu and 0 < devices < plan.ranks_here:
         problem = f"this machine has {devices} device{'s' if devices > 1 else ''}, and a rank needs one of its own"
         raise mistake(key, plan.ranks_here, problem=problem, allowed=f"at most {devices}", fix=f"nproc={devices}")
-    held = recipe_plan.plan_of(recipe, plan.world_size).components
+    held = recipe_plan.plan_of(recipe, plan.world_size, vocabulary).components
     needed = sum(held[name] for name in ("weights", "gradients (fp32)", "optimizer"))
     ranks, memory = 1, (recipe.cluster.memory_gib or math.inf) * recipe_plan.GIB
     if on_cpu:
@@ -298,16 +300,19 @@ def describe(recipe: Recipe, plan: Plan, overrides: Sequence[str] = ()) -> str:
     return "\n".join([*lines, *unchecked_here(plan), "dry_run=true: nothing was created or started"])
 
 
-def stops(recipe: Recipe, plan: Plan) -> list[str]:
+def stops(recipe: Recipe, plan: Plan, surroundings: Callable[[Recipe, Plan], None] | None = None) -> list[str]:
     """Return the messages with which a run would stop: before its ranks start, or by Megatron's validation in them.
 
     Of a run on several nodes, this machine is none of them: its devices, packages and data are not checked.
+
+    surroundings: in place of `check_surroundings`.
     """
+    surroundings = surroundings or check_surroundings
     elsewhere = plan.command is not None and plan.command[0] == "torchrun"
     checks = [lambda: check_free(written_by(recipe))] if plan.rank == 0 else []
     checks += [lambda: check_resume(recipe), lambda: check_changed_keys(recipe, plan), lambda: take_over(recipe)]
     if not elsewhere:
-        checks += [lambda: check_directories(recipe), lambda: check_surroundings(recipe, plan)]
+        checks += [lambda: check_directories(recipe), lambda: surroundings(recipe, plan)]
     checks.append(lambda: megatron_check.check(settled(recipe, plan.world_size)[0], plan))
     found = []
     for check in checks:
