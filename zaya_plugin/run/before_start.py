@@ -6,9 +6,11 @@ No torch import. A dry run prints its plan and then stops with the messages with
 """
 
 import errno
+import itertools
 import json
 import math
 import os
+import re
 import shlex
 import socket
 import sys
@@ -41,7 +43,15 @@ from zaya_plugin.handover.data_places import with_consumed
 from zaya_plugin.handover.predecessor import predecessor, saved_step
 from zaya_plugin.plan import checkpoint_plan, recipe_plan
 from zaya_plugin.run import megatron_check
-from zaya_plugin.run.rank_plan import WORKER, Plan, check_environment, core_count, make_plan, rank_environment
+from zaya_plugin.run.rank_plan import (
+    HIDDEN_DEVICES,
+    WORKER,
+    Plan,
+    check_environment,
+    core_count,
+    make_plan,
+    rank_environment,
+)
 
 OF_THE_SCHEDULE = {path for path, field in leaves() if field.metadata["resume"] in (LENGTH, SCHEDULE, STEPS_TO_TRAIN)}
 DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # NVIDIA, ROCm, WSL
@@ -224,6 +234,8 @@ def check_sizes(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> No
     if plan.command is not None and not on_cpu and 0 < devices < plan.ranks_here:
         problem = f"this machine has {devices} device{'s' if devices > 1 else ''}, and a rank needs one of its own"
         raise mistake(key, plan.ranks_here, problem=problem, allowed=f"at most {devices}", fix=f"nproc={devices}")
+    if plan.command is not None and not on_cpu:
+        _check_visible({**os.environ, **plan.environment}, key, plan.ranks_here)
     held = recipe_plan.plan_of(recipe, plan.world_size, vocabulary).components
     needed = sum(held[name] for name in ("weights", "gradients (fp32)", "optimizer"))
     ranks, memory = 1, (recipe.cluster.memory_gib or math.inf) * recipe_plan.GIB
@@ -240,6 +252,26 @@ def check_sizes(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> No
             fix="a smaller model.num_layers, hidden_size, num_experts or moe_ffn_hidden_size, or more ranks that share "
             "it (docs/parallelism.md)",
         )
+
+
+def _check_visible(environ: Mapping[str, str], key: str, ranks: int) -> None:
+    """Raise ValueError if a variable leaves the ranks fewer devices than they are, or is no list of devices."""
+    for name in (name for name in HIDDEN_DEVICES if name in environ):
+        entries = [entry.strip() for entry in environ[name].split(",") if entry.strip()]
+        listed = all(re.fullmatch(r"-?[0-9]+|(GPU|MIG)-[\w/-]+", entry) for entry in entries)
+        shown = itertools.takewhile(lambda entry: not entry.startswith("-"), entries)  # -1 ends the list
+        count = len(list(shown)) if listed else 0
+        if count < ranks:
+            problem = (
+                f"shows {count} devices, and {key}={ranks} ranks need one each" if listed else "is no list of devices"
+            )
+            raise mistake(
+                name,
+                environ[name],
+                problem=problem,
+                allowed=f"numbers or UUIDs of {ranks} devices or more, with commas between",
+                fix=f"unset {name}" + (f", or nproc={count}" if count else ""),
+            )
 
 
 def device_count() -> int:
