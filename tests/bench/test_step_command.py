@@ -8,14 +8,17 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from zaya_plugin import cli
 from zaya_plugin.bench import report, step_command
 from zaya_plugin.bench.attribution import Activity
 from zaya_plugin.bench.options import Options
 from zaya_plugin.bench.record import breakdown, host_microseconds
 from zaya_plugin.bench.step_parts import PARTS
 from zaya_plugin.bench.trace import parse
+from zaya_plugin.checkpoint.run_lock import RunLock
 from zaya_plugin.config.validate import validate
 from zaya_plugin.plan.step_work import Work
+from zaya_plugin.run import launch
 
 
 def test_options_and_overrides_are_told_apart(tmp_path):
@@ -110,6 +113,30 @@ def test_help_needs_no_torch():
         "--anchor {transformers}",
     ):
         assert option in done.stdout
+
+
+@pytest.mark.parametrize("dry", [(), ("dry_run=true",)], ids=["run", "dry run"])
+def test_what_stops_a_measurement_stops_its_dry_run_before_a_rank_starts(tmp_path, monkeypatch, capsys, dry):
+    def started(*_):
+        raise AssertionError("a rank was started")
+
+    monkeypatch.setattr(launch, "run_ranks", started)
+    words = ("bench", "step", "experiment=cpu_demo", f"run_dir={tmp_path / 'run'}", *dry)
+    file = tmp_path / "file"
+    file.write_text("")
+    lock = RunLock.take({"run_dir": tmp_path / "taken"})
+    try:
+        for more, told in (
+            ((f"data.path={tmp_path / 'nowhere'}",), f"{tmp_path / 'nowhere'}: there is no dataset at this path"),
+            (("--random-tokens=2147483647",), "weights, gradients and optimizer state need"),
+            (("--random-tokens=512", f"--output={file}"), f"run_dir={file}: cannot be written"),
+            (("--random-tokens=512", f"--output={tmp_path / 'taken'}"), "a run is writing there"),
+        ):
+            assert cli.main([*words, *more]) == 2
+            assert told in capsys.readouterr().err
+    finally:
+        lock.release()
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture

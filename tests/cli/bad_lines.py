@@ -10,7 +10,7 @@ from zaya_plugin.cli import DATA_COMMANDS
 from zaya_plugin.config.environment import VARIABLES
 from zaya_plugin.config.megatron_review import IMPOSSIBLE, OWNED_BY_KEY
 from zaya_plugin.config.schema import Recipe, get, leaves
-from zaya_plugin.config.validate import EXCLUSIONS
+from zaya_plugin.config.validate import EXCLUSIONS, PATHS
 
 FIELDS = dict(leaves())
 ABSURD = ("inf", "-inf", "nan", "1e30", "-1e30", "1000000000000000", "1e400")
@@ -181,8 +181,10 @@ def variable(rng: random.Random) -> Line:
 
 def place(rng: random.Random) -> Line:
     """A directory of the run that cannot be made; the dry run says so too."""
-    key = rng.choice(("run_dir", "checkpoint.path"))
-    return _line(f"{key}={rng.choice(NO_PLACES)}", key, *rng.choice(((), ("dry_run=true",))))
+    key, more = rng.choice(("run_dir", "checkpoint.path")), rng.choice(((), ("dry_run=true",)))
+    if rng.random() < 0.2:
+        return _line(f"{rng.choice(PATHS)}=runs/{'a' * 256}", "", *more)
+    return _line(f"{key}={rng.choice(NO_PLACES)}", key, *more)
 
 
 def list_(rng: random.Random) -> Line:

@@ -195,6 +195,30 @@ def test_every_variable_that_is_read_has_its_values_or_takes_any_text():
     assert unknown.keys() <= VARIABLES.keys() | ANY_TEXT | OF_A_LAUNCHER, unknown
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        *((text, None) for text in ("0,1", "3, 1,2", "GPU-1932f937-1d72c,MIG-3/1/0", "0,1,-1")),
+        *((text, "shows 0 devices, and nproc=2 ranks need one each") for text in ("", "-1", "-1,0,1")),
+        *((text, "shows 1 devices, and nproc=2 ranks need one each") for text in ("0", "GPU-8932f937", "7,-1,3")),
+        *(
+            (text, "is no list of devices")
+            for text in ("nonsense", "NoDevFiles", "0;1", "0,x", "all", "0.5,1", "1e3,2")
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"])
+def test_devices_that_a_variable_hides_from_the_ranks_are_missed(monkeypatch, name, text, told):
+    recipe = replace(DEMO, nproc=2, cluster=replace(DEMO.cluster, device="cuda"))
+    monkeypatch.setenv(name, text)
+    if told is None:
+        before_start.check_sizes(recipe, make_plan(recipe, {}))
+        return
+    with pytest.raises(ValueError, match=re.escape(f"{name}={text}: {told}") + ".* Allowed: .* Fix: unset"):
+        before_start.check_sizes(recipe, make_plan(recipe, {}))
+    before_start.check_sizes(DEMO, make_plan(DEMO, {})), "a run on the CPU hides them itself"
+
+
 def test_a_selection_of_kernels_that_no_rank_reads_is_announced(monkeypatch):
     monkeypatch.setenv("HIP_OPS_KERNELS", "reference")
     (line,) = (line for line in before_start.unused(DEMO, make_plan(DEMO, {})) if "HIP_OPS_KERNELS" in line)

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -127,21 +128,45 @@ def recipe_of(options: Options, output: str | None, overrides: list[str]) -> Rec
 
 def run(recipe: Recipe, options: Options) -> int:
     """Start the ranks, and the anchor's after they have ended; return the first exit code that is not 0."""
-    from zaya_plugin.config.run_directory import check_resume, keep_recipe, make_writable
+    from zaya_plugin.checkpoint.run_lock import LOCKS, RunLock
+    from zaya_plugin.config.run_directory import check_resume, make_writable, written_by
     from zaya_plugin.config.validate import validate
-    from zaya_plugin.run import before_start, launch, rank_plan
+    from zaya_plugin.run import before_start, megatron_check, rank_plan
 
     plan = rank_plan.make_plan(recipe, os.environ, ("zaya_plugin.bench.step_rank", options.to_json()))
     validate(recipe, plan.world_size)
+    surroundings = before_start.check_surroundings
+    if options.random_tokens:
+        surroundings = partial(before_start.check_machine, vocabulary=options.random_tokens)
+    if options.anchor is not None:
+        check_anchor(recipe.model.normalization)
     if recipe.dry_run:
-        print(before_start.describe(recipe, plan))
+        print(before_start.describe(recipe, plan), flush=True)
+        if problems := before_start.stops(recipe, plan, surroundings):
+            raise ValueError("\n".join(dict.fromkeys(problems)))
         return 0
     recipe = before_start.with_choices(recipe, plan)
     check_resume(recipe)
-    (before_start.check_machine if options.random_tokens else before_start.check_surroundings)(recipe, plan)
-    if options.anchor is not None:
-        check_anchor(recipe.model.normalization)
+    before_start.check_directories(recipe)
+    surroundings(recipe, plan)
+    if plan.command is not None:
+        megatron_check.check(recipe, plan)
+        megatron_check.close()
     make_writable(recipe.run_dir)
+    if plan.rank != 0:
+        return _measure(recipe, options, plan)
+    lock = RunLock.take(written_by(recipe))
+    try:
+        return _measure(recipe, options, replace(plan, environment={**plan.environment, LOCKS: lock.shared()}))
+    finally:
+        lock.release()
+
+
+def _measure(recipe: Recipe, options: Options, plan: Plan) -> int:
+    """Run the ranks of `plan`, then the anchor's."""
+    from zaya_plugin.config.run_directory import keep_recipe
+    from zaya_plugin.run import launch, rank_plan
+
     run_dir = Path(recipe.run_dir)
     if plan.rank == 0:
         keep_recipe(recipe, run_dir)

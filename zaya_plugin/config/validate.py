@@ -6,6 +6,7 @@ collected into one error.
 """
 
 import math
+import os
 import re
 from collections.abc import Iterator
 
@@ -59,6 +60,11 @@ EXCLUSIONS = {
 }
 
 
+LONGEST_NAME = 255  # bytes
+PATHS = (
+    *("run_dir", "checkpoint.path", "checkpoint.local_path", "data.path", "data.valid_path", "data.cache_path"),
+    *("data.tokenizer", "handover.from_run", "handover.from_hf"),
+)
 # Variables that torchrun, srun or the launcher of this package set for the ranks.
 OF_THE_LAUNCHER = re.compile(
     r"RANK|(LOCAL|GROUP|ROLE)_RANK|ROLE_NAME|((LOCAL|GROUP|ROLE)_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_\w*"
@@ -79,6 +85,7 @@ def data_parallel_size(recipe: Recipe, world_size: int) -> int:
 def validate(recipe: Recipe, world_size: int) -> None:
     """Raise one `ValueError` that lists everything impossible about `recipe` on `world_size` ranks."""
     checks = (
+        _paths,
         _exclusions,
         _model,
         _layout,
@@ -94,6 +101,17 @@ def validate(recipe: Recipe, world_size: int) -> None:
     )
     if problems := [problem for check in checks for problem in check(recipe, world_size)]:
         raise ValueError("\n".join(problems))
+
+
+def _paths(recipe: Recipe, world_size: int) -> Iterator[str]:
+    """No file system has such names, and each look at one would end with the system's own words, without the key."""
+    for key in PATHS:
+        parts = os.fsencode(get(recipe, key) or "").split(b"/")
+        if max(map(len, parts)) > LONGEST_NAME:
+            allowed = f"at most {LONGEST_NAME} bytes between two slashes"
+            yield message(
+                key, get(recipe, key), problem="a name in it is too long", allowed=allowed, fix="a shorter path"
+            )
 
 
 def _exclusions(recipe: Recipe, world_size: int) -> Iterator[str]:

@@ -6,13 +6,15 @@ No torch import. A dry run prints its plan and then stops with the messages with
 """
 
 import errno
+import itertools
 import json
 import math
 import os
+import re
 import shlex
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,15 @@ from zaya_plugin.handover.data_places import with_consumed
 from zaya_plugin.handover.predecessor import predecessor, saved_step
 from zaya_plugin.plan import checkpoint_plan, recipe_plan
 from zaya_plugin.run import megatron_check
-from zaya_plugin.run.rank_plan import WORKER, Plan, check_environment, core_count, make_plan, rank_environment
+from zaya_plugin.run.rank_plan import (
+    HIDDEN_DEVICES,
+    WORKER,
+    Plan,
+    check_environment,
+    core_count,
+    make_plan,
+    rank_environment,
+)
 
 OF_THE_SCHEDULE = {path for path, field in leaves() if field.metadata["resume"] in (LENGTH, SCHEDULE, STEPS_TO_TRAIN)}
 DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # NVIDIA, ROCm, WSL
@@ -180,8 +190,10 @@ def check_directories(recipe: Recipe) -> None:
         check_can_be_made(checkpoint_path(recipe), "checkpoint.path")
 
 
-def check_machine(recipe: Recipe, plan: Plan) -> None:
-    """Run the checks of `check_surroundings` except that of the data."""
+def check_machine(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> None:
+    """Run the checks of `check_surroundings` except that of the data. vocabulary: rows of the embedding, where they are
+    not those of the data.
+    """
     for module, remedy in REQUIRED:
         if not compat.has_module(module):
             problem = f"is not installed in {sys.executable}; `zaya doctor` lists what is installed"
@@ -202,7 +214,7 @@ def check_machine(recipe: Recipe, plan: Plan) -> None:
             allowed="cpu",
             fix="cluster=cpu",
         )
-    check_sizes(recipe, plan)
+    check_sizes(recipe, plan, vocabulary)
     if plan.command is not None and recipe.master_port is not None:
         _check_port("master_port", recipe.master_port, "a free port, or null for any free port", "master_port=null")
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun listens there already
@@ -213,7 +225,7 @@ def check_machine(recipe: Recipe, plan: Plan) -> None:
         )
 
 
-def check_sizes(recipe: Recipe, plan: Plan) -> None:
+def check_sizes(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> None:
     """Raise ValueError if this machine has fewer devices than ranks, or if weights, gradients and optimizer state alone
     need more memory than there is: the machine's on a CPU, else cluster.memory_gib of a device.
     """
@@ -222,7 +234,9 @@ def check_sizes(recipe: Recipe, plan: Plan) -> None:
     if plan.command is not None and not on_cpu and 0 < devices < plan.ranks_here:
         problem = f"this machine has {devices} device{'s' if devices > 1 else ''}, and a rank needs one of its own"
         raise mistake(key, plan.ranks_here, problem=problem, allowed=f"at most {devices}", fix=f"nproc={devices}")
-    held = recipe_plan.plan_of(recipe, plan.world_size).components
+    if plan.command is not None and not on_cpu:
+        _check_visible({**os.environ, **plan.environment}, key, plan.ranks_here)
+    held = recipe_plan.plan_of(recipe, plan.world_size, vocabulary).components
     needed = sum(held[name] for name in ("weights", "gradients (fp32)", "optimizer"))
     ranks, memory = 1, (recipe.cluster.memory_gib or math.inf) * recipe_plan.GIB
     if on_cpu:
@@ -238,6 +252,26 @@ def check_sizes(recipe: Recipe, plan: Plan) -> None:
             fix="a smaller model.num_layers, hidden_size, num_experts or moe_ffn_hidden_size, or more ranks that share "
             "it (docs/parallelism.md)",
         )
+
+
+def _check_visible(environ: Mapping[str, str], key: str, ranks: int) -> None:
+    """Raise ValueError if a variable leaves the ranks fewer devices than they are, or is no list of devices."""
+    for name in (name for name in HIDDEN_DEVICES if name in environ):
+        entries = [entry.strip() for entry in environ[name].split(",") if entry.strip()]
+        listed = all(re.fullmatch(r"-?[0-9]+|(GPU|MIG)-[\w/-]+", entry) for entry in entries)
+        shown = itertools.takewhile(lambda entry: not entry.startswith("-"), entries)  # -1 ends the list
+        count = len(list(shown)) if listed else 0
+        if count < ranks:
+            problem = (
+                f"shows {count} devices, and {key}={ranks} ranks need one each" if listed else "is no list of devices"
+            )
+            raise mistake(
+                name,
+                environ[name],
+                problem=problem,
+                allowed=f"numbers or UUIDs of {ranks} devices or more, with commas between",
+                fix=f"unset {name}" + (f", or nproc={count}" if count else ""),
+            )
 
 
 def device_count() -> int:
@@ -298,16 +332,19 @@ def describe(recipe: Recipe, plan: Plan, overrides: Sequence[str] = ()) -> str:
     return "\n".join([*lines, *unchecked_here(plan), "dry_run=true: nothing was created or started"])
 
 
-def stops(recipe: Recipe, plan: Plan) -> list[str]:
+def stops(recipe: Recipe, plan: Plan, surroundings: Callable[[Recipe, Plan], None] | None = None) -> list[str]:
     """Return the messages with which a run would stop: before its ranks start, or by Megatron's validation in them.
 
     Of a run on several nodes, this machine is none of them: its devices, packages and data are not checked.
+
+    surroundings: in place of `check_surroundings`.
     """
+    surroundings = surroundings or check_surroundings
     elsewhere = plan.command is not None and plan.command[0] == "torchrun"
     checks = [lambda: check_free(written_by(recipe))] if plan.rank == 0 else []
     checks += [lambda: check_resume(recipe), lambda: check_changed_keys(recipe, plan), lambda: take_over(recipe)]
     if not elsewhere:
-        checks += [lambda: check_directories(recipe), lambda: check_surroundings(recipe, plan)]
+        checks += [lambda: check_directories(recipe), lambda: surroundings(recipe, plan)]
     checks.append(lambda: megatron_check.check(settled(recipe, plan.world_size)[0], plan))
     found = []
     for check in checks:
