@@ -9,8 +9,22 @@ from pathlib import Path
 
 import pytest
 
-# Runs of whole processes take minutes a file: begun first, they do not hold up the end, when the other test process has nothing left.
-LONG = ("demo", "distributed", "faults", "gfx942", "run", "hosts", "bench")
+# Runs of whole processes take minutes a file: begun first, they do not hold up the end, when the other test process has
+# nothing left. A test of `plan` compiles an extension of Megatron, for which tests of `model` would wait on both.
+LONG = (
+    "demo",
+    "distributed",
+    "faults",
+    "gfx942",
+    "patches",
+    "training",
+    "plan",
+    "parallel",
+    "verify",
+    "run",
+    "hosts",
+    "bench",
+)
 
 
 # The check of every start (zaya_plugin.run.megatron_check) takes seconds for each recipe, and most tests start another

@@ -210,6 +210,7 @@ def test_the_hook_of_a_run_gets_the_facts_of_each_decision_and_no_secret(tmp_pat
             assert SECRET not in text and "No space left on device" in text
 
 
+@pytest.mark.slow  # test_a_hook_that_hangs_is_killed_with_its_children_and_holds_up_nothing needs no run
 def test_a_hook_that_hangs_delays_no_decision(tmp_path):
     options = ("--hook", shlex.join(hook("import time; time.sleep(60)")))
     with ToyRun(tmp_path, [[15, 1, 1, "kill", signal.SIGKILL]], options=options).start("n1") as run:

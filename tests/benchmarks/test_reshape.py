@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "reshape.py"
 
 
+@pytest.mark.slow
 def test_a_disk_without_room_is_refused_with_the_layers_that_fit(tmp_path):
     folder = tmp_path / "new" / "folder"
     command = [sys.executable, "-W", "ignore", str(SCRIPT), "--folder", str(folder), "--layers"]

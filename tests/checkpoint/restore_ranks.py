@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
-from zaya_plugin.checkpoint import manifest, restore
+from zaya_plugin.checkpoint import manifest, replicas, restore
 
 
 def finish(directory: Path, nodes: restore.Nodes, _: int) -> list[str]:
@@ -32,8 +32,6 @@ def finish_with_a_stale_handle(directory: Path, nodes: restore.Nodes, _: int) ->
 def replicas_differ(directory: Path, nodes: restore.Nodes, _: int) -> list[str]:
     """Compare a model whose buffers differ on rank 3, and return what is found."""
     import torch
-
-    from zaya_plugin.checkpoint import replicas
 
     world = torch.distributed.group.WORLD
     replicas.parallel_state = SimpleNamespace(

@@ -381,6 +381,7 @@ for folder in map(Path, sys.argv[1:]):
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_tensors(tmp_path):
     """At most two pieces and 16 MiB more than for tensors of a few KB; the large tensor has 8 pieces, in two boxes."""
     small = write_source(tmp_path / "small", parameters(), {}, cuts=1)

@@ -63,8 +63,9 @@ def check(refused, lines):
     assert not wrong, f"{len(wrong)} of {len(lines)}:\n" + "\n".join(wrong)
 
 
-def test_500_bad_lines_are_refused(refused):
-    check(refused, [*bad_lines.train(SEED, 40), *bad_lines.others(SEED, 460)])
+@pytest.mark.parametrize(("train", "others"), [(20, 180), pytest.param(40, 460, marks=pytest.mark.slow)])
+def test_bad_lines_are_refused(refused, train, others):
+    check(refused, [*bad_lines.train(SEED, train), *bad_lines.others(SEED, others)])
 
 
 @pytest.mark.slow

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from dataclasses import MISSING, fields
 
+import pytest
+
 import zaya_plugin.config.schema
 from zaya_plugin.config.arguments import OWN_ARGUMENTS
 from zaya_plugin.config.messages import schema
@@ -54,6 +56,7 @@ print("defined once")
 """
 
 
+@pytest.mark.slow
 def test_one_field_of_the_schema_defines_an_option():
     """It appears in the recipe, the table of keys, --help, Megatron's arguments and ZayaConfig, with its choices and
     range.

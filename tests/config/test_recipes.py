@@ -29,8 +29,14 @@ def test_a_recipe_is_short_and_its_command_composes_it(path):
     validate(recipe, recipe.nproc or recipe.cluster.gpus_per_node * recipe.cluster.num_nodes)
 
 
-@pytest.mark.parametrize("cluster", options("cluster"))
-@pytest.mark.parametrize("experiment", options("experiment"))
+PAIRS = [
+    pytest.param(experiment, cluster, marks=() if cluster in ("cpu", "mi300x_128x8") else pytest.mark.slow)
+    for experiment in options("experiment")
+    for cluster in options("cluster")
+]
+
+
+@pytest.mark.parametrize("experiment, cluster", PAIRS)
 def test_every_experiment_composes_and_is_valid_on_every_cluster(experiment, cluster):
     recipe = compose([f"experiment={experiment}", f"cluster={cluster}", "data.path=data/corpus"])
     assert recipe.cluster.name == cluster

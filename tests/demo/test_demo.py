@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo itself, as `make demo` runs it: real text, two ranks, its promises and its golden loss curve.
 
-`make test` runs its first 30 steps of 90, `make test-all` all of them.
+`make test` runs its first 10 steps of 90, `make test-all` all of them.
 
 The golden curve is for the corpus whose checksum it names (the standard library of one Python version); on another
 corpus the same curve is expected within a wider band. ZAYA_UPDATE_GOLDEN=1 writes it anew.
@@ -32,8 +32,8 @@ def data(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def first_30(tmp_path_factory, data) -> Run:
-    return train(tmp_path_factory.mktemp("first_30"), data, "exit_interval=30", recipe=("experiment=cpu_demo",))
+def first_10(tmp_path_factory, data) -> Run:
+    return train(tmp_path_factory.mktemp("first_10"), data, "exit_interval=10", recipe=("experiment=cpu_demo",))
 
 
 @pytest.fixture(scope="module")
@@ -68,23 +68,23 @@ def test_the_load_of_the_experts_is_even(demo):
     assert steps[90]["load_entropy_worst_layer"] > 0.9
 
 
-def test_every_promised_number_is_there(first_30):
-    row = first_30.steps()[30]
+def test_every_promised_number_is_there(first_10):
+    row = first_10.steps()[10]
     names = ("loss", "lr", "grad_norm", "tokens_per_s", "tflops_per_device", "expert_imbalance", "router_entropy")
     for name in (*names, "memory_gib", "eta_s", "load_entropy", "consumed_samples"):
         assert row[name] is not None, name
-    assert row["consumed_samples"] == 30 * 16
+    assert row["consumed_samples"] == 10 * 16
     load = row["expert_load"]
     assert len(load) == 4 and all(len(layer) == 16 and sum(layer) == pytest.approx(1, abs=1e-3) for layer in load)
-    assert list((first_30.run_dir / "wandb").glob("offline-run-*/*.wandb")), "W&B writes offline without a key"
-    assert list((first_30.run_dir / "tensorboard").glob("events.out.tfevents.*"))
-    output = first_30.output.splitlines()
+    assert list((first_10.run_dir / "wandb").glob("offline-run-*/*.wandb")), "W&B writes offline without a key"
+    assert list((first_10.run_dir / "tensorboard").glob("events.out.tfevents.*"))
+    output = first_10.output.splitlines()
     lines = [line for line in output if line.startswith("step") and "loss" in line and "eta" in line]
-    assert len(lines) == 30 and max(map(len, lines)) < 120
+    assert len(lines) == 10 and max(map(len, lines)) < 120
 
 
-def test_golden_losses_of_the_first_30_steps(first_30, data):
-    _compare_with_golden(first_30, data, 30)
+def test_golden_losses_of_the_first_10_steps(first_10, data):
+    _compare_with_golden(first_10, data, 10)
 
 
 @pytest.mark.slow
@@ -108,16 +108,17 @@ def _checksum(data: Path) -> str:
 
 
 def _compare_with_golden(run: Run, data: Path, steps: int) -> None:
-    """Compare the losses of steps 1 to `steps`, and the validation loss after them, with the golden curve."""
+    """Compare the losses of steps 1 to `steps`, and a validation loss after them, with the golden curve."""
     golden = json.loads(GOLDEN.read_text())
     losses = [run.steps()[step]["loss"] for step in range(1, steps + 1)]
     if golden["corpus_sha256"] == _checksum(data):
         # Rounding differs between processors; a near tie in the router then falls otherwise and the runs drift apart.
         assert max(abs(a - b) for a, b in zip(losses[:10], golden["loss"][:10], strict=True)) < 5e-3
         assert max(abs(a - b) for a, b in zip(losses, golden["loss"][:steps], strict=True)) < 0.15
-        assert run.validation()[steps] == pytest.approx(golden["validation"][str(steps)], abs=0.05)
+        if str(steps) in golden["validation"]:
+            assert run.validation()[steps] == pytest.approx(golden["validation"][str(steps)], abs=0.05)
     else:
         assert losses[0] == pytest.approx(golden["loss"][0], abs=0.1)
         for start in range(0, steps, 30):
             window = slice(start, start + 30)
-            assert _mean(losses[window]) == pytest.approx(_mean(golden["loss"][window]), abs=0.5)
+            assert _mean(losses[window]) == pytest.approx(_mean(golden["loss"][:steps][window]), abs=0.5)

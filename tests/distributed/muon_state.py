@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of tests/distributed/test_muon_state.py, under torchrun: `muon_state.py save|load|skip|cut DIRECTORY
-[stock]`.
+"""The ranks of tests/distributed/test_muon_state.py: `muon_state.py save|load|skip|cut DIRECTORY RANKS [stock]`.
+
+They are forked, since importing torch and Megatron takes longer than what they do.
 
 save: five Muon steps on made-up gradients, then the checkpoint and rank 0's view of the whole state.
 load: the checkpoint at this number of ranks, the whole state again, one more step.
@@ -10,6 +11,7 @@ skip: a gradient that is not a number on one rank alone; nothing may change anyw
 """
 
 import contextlib
+import multiprocessing
 import re
 import sys
 from pathlib import Path
@@ -160,13 +162,13 @@ def other_bits_on_one_rank_are_named(ddp, optimizer) -> None:
     param.data.view(-1)[-1] = kept
 
 
-def main(what: str, directory: Path, by: str = "") -> None:
+def main(rank: int, world: int, what: str, directory: Path, by: str = "") -> None:
     if by == "stock":
         save_and_load_by_megatron()
-    torch.distributed.init_process_group("gloo")
+    store = torch.distributed.FileStore(str(directory / f"store_{what}{world}{by}"), world)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
     parallel_state.initialize_model_parallel()
     ddp, optimizer = with_optimizer(build_model())
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if what == "skip":
         assert step(ddp, optimizer, 1)
         before = whole_state(ddp, optimizer)
@@ -202,4 +204,11 @@ def main(what: str, directory: Path, by: str = "") -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
+    what, directory, world = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=main, args=(rank, world, what, directory, *sys.argv[4:])) for rank in range(world)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    sys.exit(max(abs(rank.exitcode) for rank in ranks))

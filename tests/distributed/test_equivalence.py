@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole runs that must give the same losses: ranks, recomputation, resumption. Real processes, gloo, fp32."""
+"""Whole runs under AdamW that must give the same losses: ranks, recomputation, resumption. Real processes, gloo, fp32.
+
+tests/distributed/test_muon.py has what `make test` runs of it: one and two ranks, and resumption.
+"""
 
 import shutil
 from pathlib import Path
@@ -33,7 +36,7 @@ def _largest_difference(a: Run, b: Run, steps, key: str = "loss") -> float:
     return max(abs(a.steps()[step][key] - b.steps()[step][key]) for step in steps)
 
 
-@pytest.mark.slow  # tests/distributed/test_muon.py does it under Muon, over 12 steps
+@pytest.mark.slow
 def test_two_ranks_equal_one_over_20_steps(one_rank, two_ranks):
     assert list(one_rank.steps()) == list(two_ranks.steps()) == list(range(1, 21))
     # Expert choices first: the sums of the gradients differ in their last bits, so a near tie may fall otherwise.
@@ -46,11 +49,13 @@ def test_two_ranks_equal_one_over_20_steps(one_rank, two_ranks):
     assert abs(one_rank.validation()[20] - two_ranks.validation()[20]) < 2e-5
 
 
+@pytest.mark.slow
 def test_the_loss_falls(two_ranks):
     steps = two_ranks.steps()
     assert steps[1]["loss"] > 6.0 > steps[20]["loss"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, corpus, two_ranks):
     resumed = train(_at_step_10(two_ranks, tmp_path / "run"), corpus, "nproc=2", "resume=auto", "logger.wandb=true")
     assert "continuing after step 10" in resumed.output
@@ -92,7 +97,7 @@ def test_recomputation_changes_nothing(tmp_path, corpus, one_rank, recompute):
         assert _largest_difference(run, one_rank, range(1, 6)) < 2e-6
 
 
-@pytest.mark.slow  # tests/distributed/test_muon.py does it under Muon
+@pytest.mark.slow
 def test_bf16_trains_with_two_ranks_and_overlap(tmp_path, corpus, two_ranks):
     run = train(
         tmp_path,

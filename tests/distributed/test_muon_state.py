@@ -15,9 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(what: str, ranks: int, directory: Path, *by: str) -> dict | None:
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
     done = subprocess.run(
-        [*command, str(Path(__file__).with_name("muon_state.py")), what, str(directory), *by],
+        [sys.executable, str(Path(__file__).with_name("muon_state.py")), what, str(directory), str(ranks), *by],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -35,24 +35,27 @@ def _copy(run: Run, to: Path) -> Path:
     return to
 
 
+@pytest.mark.slow  # tests/checkpoint/test_writer.py does it without a run
 def test_only_the_newest_checkpoints_are_kept(saved):
     kept = sorted(path.name for path in (saved.run_dir / "checkpoints").iterdir())
     assert kept == ["iter_0000004", "iter_0000006", "last_start.json", "latest_checkpointed_iteration.txt"]
 
 
-def test_a_killed_run_and_a_stopped_run_resume(tmp_path, corpus, saved):
-    """One run: killed after step 9, resumed from its checkpoint of step 6, stopped by SIGTERM, resumed where it
+def test_a_killed_run_and_a_stopped_run_resume(tmp_path, corpus):
+    """One run: killed after step 22, resumed from its newest checkpoint, stopped by SIGTERM, resumed where it
     stopped.
     """
-    run_dir = _copy(saved, tmp_path / "run")
-    killed = train_and_signal(run_dir, corpus, signal.SIGKILL, 9, *LONG, "resume=auto")
-    assert killed.code != 0 and max(killed.steps()) >= 9
+    run_dir = tmp_path / "run"
+    killed = train_and_signal(run_dir, corpus, signal.SIGKILL, 22, *LONG, "checkpoint.save_interval=5")
+    assert killed.code != 0 and max(killed.steps()) >= 22
+    newest = int((run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    assert newest >= 5
 
     # A later step than the killed run reached: rows of its lost steps are in metrics.jsonl until the resumed run
     # removes them.
     stopped = train_and_signal(run_dir, corpus, signal.SIGTERM, max(killed.steps()) + 1, *LONG, "resume=auto")
     assert stopped.code == ENDED_EARLY, stopped.output
-    assert "continuing after step 6" in stopped.output
+    assert f"continuing after step {newest}" in stopped.output
     last = max(stopped.steps())
     assert f"a signal ended the run early, at step {last} of 400; step {last} is saved" in stopped.output
     assert f"ended at step {last} of 400: " in stopped.output

@@ -40,18 +40,22 @@ def test_hip_kernels_are_within_their_rows():
     assert not problems, "\n".join([*problems, HOW])
 
 
+@pytest.mark.slow  # it compiles all of Triton's kernels; tests/hip_ops runs them in the emulator
 def test_triton_kernels_are_within_their_rows():
     pytest.importorskip("triton")
     problems = budgets.compare({budgets.TRITON: budgets.read_table()[budgets.TRITON]}, budgets.triton_kernels())
     assert not problems, "\n".join([*problems, HOW])
 
 
-def test_no_object_lacks_wait_states():
-    """Of hip_ops, by clang 19 and by the pinned Triton. With one wait state more asked of wide stores many are found,
-    so the scan sees them.
+@pytest.mark.parametrize("compiler", ["clang", pytest.param("triton", marks=pytest.mark.slow)])
+def test_no_object_lacks_wait_states(compiler):
+    """Of hip_ops, by clang 19 and by the pinned Triton too. With one wait state more asked of wide stores many are
+    found, so the scan sees them.
     """
-    pytest.importorskip("triton")
-    paths = [*code_objects(kernel_sources()), *{found.path for found in budgets.triton_objects().values()}]
+    paths = code_objects(kernel_sources())
+    if compiler == "triton":
+        pytest.importorskip("triton")
+        paths += {found.path for found in budgets.triton_objects().values()}
     code = [hazards.disassemble(path) for path in paths]
     assert [str(one) for functions in code for one in hazards.violations(functions)] == []
     asked = [one for functions in code for one in hazards.violations(functions, extra=1)]
@@ -103,6 +107,7 @@ def wait_states(code: list[hazards.Instruction]) -> list[int]:
     return found
 
 
+@pytest.mark.slow  # it tests the scan; tests/gfx942/test_hazards.py does so for each rule
 def test_wait_states_that_are_taken_away_are_found():
     """One less at each group of s_nop that clang 19 placed in all objects is found by the scan, or has one of two
     reasons that are no hazard. The numbers change with the kernels' code; that none is missed does not.
@@ -129,7 +134,11 @@ def test_wait_states_that_are_taken_away_are_found():
     assert rules[hazards.RULES[0].name] >= 40 and rules[hazards.SOFT_CLAUSE] >= 40 and len(rules) >= 5, rules
 
 
-@pytest.mark.parametrize("source", [path.stem for path in kernel_sources()])
+# tools.ship compiles all of them, and tests/hip_ops/test_shipped.py fails where it did not run after a change.
+@pytest.mark.parametrize(
+    "source",
+    [pytest.param(path.stem, marks=[] if path.stem == "muon" else pytest.mark.slow) for path in kernel_sources()],
+)
 def test_host_side_compiles_and_links(source):
     library = ctypes.CDLL(str(host_library(source)))
     launchers = re.findall(r"^HO_EXPORT int (\w+)\(", source_path(source).read_text(), re.M)

@@ -27,7 +27,17 @@ def emulated(folder, bug: Bug) -> HipOnDevice:
     return HipOnDevice(Device("lockstep"), objects=lambda name: code_object(source))
 
 
-@pytest.mark.parametrize("name", [name for name, bug in bugs.BUGS.items() if bug.case != "expert_sort"])
+# Each costs a build of a source.
+FAST = ("lost_tail", "wrong_derivative", "lost_barrier_after_counting", "not_stable")
+
+
+def named(sort: bool):
+    """Parameters of a test: the bugs of the sort, or all others."""
+    names = [name for name, bug in bugs.BUGS.items() if (bug.case == "expert_sort") == sort]
+    return [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", named(sort=False))
 def test_each_bug_is_caught(tmp_path, monkeypatch, name):
     bug = bugs.BUGS[name]
     copy = cpu_copy(tmp_path, bug, bug.case)
@@ -38,7 +48,7 @@ def test_each_bug_is_caught(tmp_path, monkeypatch, name):
             bugs.CHECKS[bug.case](MODULES[bug.case])
 
 
-@pytest.mark.parametrize("name", [name for name, bug in bugs.BUGS.items() if bug.case == "expert_sort"])
+@pytest.mark.parametrize("name", named(sort=True))
 def test_each_bug_of_the_sort_is_caught(tmp_path, name):
     """Runs the compiled gfx942 code, because wrong rows are wrong addresses, which would crash the process on the
     CPU.

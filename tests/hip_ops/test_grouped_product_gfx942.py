@@ -59,9 +59,14 @@ def test_every_result_is_written_once_and_products_use_matrix_units():
 
 
 CANDIDATES = [
-    pytest.param(kind, candidate, id=f"{kind}-{candidate.config.block_m}x{candidate.config.block_n}")
+    pytest.param(
+        kind,
+        each,
+        id=f"{kind}-{each.config.block_m}x{each.config.block_n}",
+        marks=() if each is candidates[0] else pytest.mark.slow,
+    )
     for kind, candidates in DERIVED.items()
-    for candidate in candidates
+    for each in candidates
 ]
 
 

@@ -108,6 +108,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow
 def test_a_library_that_brings_another_runtime(tmp_path, require_tool):
     """As hipcc of a host's ROCm 6 links it, beside a torch with ROCm 7."""
     require_tool("g++")

@@ -16,6 +16,8 @@ from tests.hip_ops.kernel_files import kernel_source
 from tests.hip_ops.rms_norm_cases import check, of_module
 from tests.hip_ops.rms_norm_device import Emulated
 
+pytestmark = pytest.mark.slow  # it tests the tests
+
 
 @pytest.fixture(scope="module")
 def copies(tmp_path_factory):

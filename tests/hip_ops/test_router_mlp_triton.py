@@ -40,6 +40,7 @@ print("right")
 """
 
 
+@pytest.mark.slow  # test_router_mlp_gfx942.py runs the compiled kernels
 def test_in_the_interpreter(tmp_path):
     done = run_python(PROGRAM, str(tmp_path), TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     assert done.returncode == 0 and "right" in done.stdout, done.stdout[-4000:]

@@ -3,6 +3,8 @@
 refusals.
 """
 
+import pytest
+
 from tests.hip_ops.cpu_kernels import build_cpu_library, cpu_kernels, run_sanitized
 from tests.hip_ops.kernel_files import kernel_source
 
@@ -52,6 +54,7 @@ print("right")
 """
 
 
+@pytest.mark.slow  # in `make test` the emulator finds what lies outside (test_symmetric_product_gfx942.py)
 def test_sanitizers_find_nothing():
     assert "right" in run_sanitized(
         PROGRAM,

@@ -221,6 +221,7 @@ print("right")
 """
 
 
+@pytest.mark.slow  # test_vocabulary_exponentials_gfx942.py runs the compiled kernels
 def test_triton_in_the_interpreter():
     pytest.importorskip("triton")
     done = run_python(PROGRAM, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")

@@ -192,8 +192,11 @@ def _check_whole(layout, params, shards):
     assert all(a[1] <= b[0] for a, b in zip(places, places[1:], strict=False))
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize("bucket_size", [None, 40_000_000])
-@pytest.mark.parametrize("shards", [2, 4, 8, 1024])
+@pytest.mark.parametrize("shards", [pytest.param(2, marks=SLOW), pytest.param(4, marks=SLOW), 8, 1024])
 def test_muon_of_the_full_model_is_whole_bounded_and_balanced(shards, bucket_size):
     params = _zaya1_base_under_muon()
     layout = compute_expert_block_layout(params, bucket_size, shards, NO_PADDING)
@@ -261,6 +264,7 @@ def _digest():
     return hashlib.sha256(repr((list(layout.param_index_map.values()), layout.bucket_indices)).encode()).hexdigest()
 
 
+@pytest.mark.slow  # ranks with different layouts would fail in tests/distributed/test_muon.py
 def test_another_process_finds_the_same_layout():
     program = "from tests.optim.test_layout import _digest; print(_digest())"
     there = subprocess.run(

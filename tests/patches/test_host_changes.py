@@ -177,6 +177,7 @@ def test_code_of_ours_is_found_where_the_host_keeps_state():
     assert host_changes.changed({name: (1, None)}, {name: (set_attribute, None)}) == [name]
 
 
+@pytest.mark.slow  # one change; those of a run are above
 @pytest.mark.parametrize("real", [False, True], ids=["stand-in", "clone"])
 def test_every_change_of_primus_is_registered(tmp_path, real):
     """The stage's registration in Primus, in a clone or in modules with the four names that the stage imports."""

@@ -61,6 +61,7 @@ def test_the_first_failing_rank_is_shown_and_nothing_of_torchrun(worker_program,
     )
 
 
+@pytest.mark.slow  # the next two tests have its parts
 def test_where_a_capture_fails_auto_runs_kernel_by_kernel(worker_program, tmp_path):
     overrides = ("cluster=gpu", "nproc=1", "cluster.kernels=auto")
     done = finish(worker_program, tmp_path / "auto", "capture", *overrides, "cluster.graphs=auto")
@@ -213,7 +214,7 @@ OUTER = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": "1", 
 CAPTURES = ("cluster=gpu", "nproc=1", "cluster.kernels=auto", "cluster.graphs=auto")
 
 
-@pytest.mark.parametrize("mode", ["capture", "capture, then a closed connection"])
+@pytest.mark.parametrize("mode", [pytest.param("capture", marks=pytest.mark.slow), "capture, then a closed connection"])
 def test_a_rank_of_an_outer_launcher_whose_capture_fails_names_the_key(worker_program, tmp_path, mode):
     done = finish(worker_program, tmp_path / "run", mode, *CAPTURES, **OUTER)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr

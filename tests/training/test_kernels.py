@@ -3,6 +3,7 @@
 the table of kernels at the start of a run, with a simulated GPU.
 """
 
+import functools
 import json
 import os
 import re
@@ -93,6 +94,7 @@ def ranks(tmp_path, corpus):
     return run
 
 
+@pytest.mark.slow  # tests/hosts/test_spec.py simulates the second rank
 def test_ranks_that_chose_different_versions_stop(ranks, tmp_path):
     codes, texts, events = ranks(2, injected=HIP_FAILS_ON_RANK_1)
     message = (
@@ -116,6 +118,7 @@ def test_a_version_that_one_rank_lacks_stops_all(ranks):
     assert all("on rank 1: cluster.kernel_overrides.muon=hip: version 'hip' of muon_" in text for text in texts)
 
 
+@pytest.mark.slow
 def test_the_first_step_chooses_nothing(ranks, tmp_path):
     """On a CPU, where all versions are references, and in a fraction of a second."""
     codes, texts, (events,) = ranks(1, "stage.train_iters=1", "optim.lr_warmup_iters=0")
@@ -139,8 +142,9 @@ def test_the_first_step_builds_and_checks_nothing(ranks, tmp_path, monkeypatch):
     assert set(events[first:]) == {"step"}
 
 
-def micro(*overrides):
-    return compose([*MICRO, "data.path=x", *overrides])
+@functools.cache
+def micro():
+    return compose([*MICRO, "data.path=x"])
 
 
 def choices(**changed):

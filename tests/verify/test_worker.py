@@ -81,7 +81,7 @@ def test_a_hang_ends_with_its_children(worker, first):
 def test_ranks_end_with_their_line(worker, first, name):
     worker.run(line("good", argument="start"))
     worker.said.clear()
-    assert worker.run(line(name, limit_s=4)).state == "wrong"
+    assert worker.run(line(name, limit_s=2)).state == "wrong"
     launcher, rank = map(int, next(text for text in worker.said if text).split())
     for pid in (launcher, rank):
         assert not os.path.exists(f"/proc/{pid}") or " Z " in open(f"/proc/{pid}/stat").read(), "still there"
