@@ -226,6 +226,8 @@ def train(argv: list[str]) -> int:
     overrides = [item for item in argv if not item.startswith("-") and ("=" in item or item.startswith("~"))]
     rest = [item for item in argv if item not in overrides]
     compose.say_repeated(overrides)
+    if {"-m", "--multirun"} & {*rest}:
+        compose.check_sweep(overrides)
     arguments, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises in place of printing and leaving
     try:

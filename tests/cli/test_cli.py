@@ -186,3 +186,12 @@ def test_a_command_that_runs_out_of_memory_says_so(monkeypatch, capsys):
     monkeypatch.setattr(cli, "generate", command)
     assert cli.main(["generate", "model"]) == 2
     assert capsys.readouterr().err.startswith("zaya: memory: this command has run out of it: [enforce fail] Default")
+
+
+@pytest.mark.parametrize(
+    "words", [("seed=range(1,100000000)",), ("seed=range(0,2000)", "optim.lr=1e-3,2e-3,3e-3,4e-3,5e-3,6e-3")]
+)
+def test_a_multirun_of_too_many_jobs_is_refused_before_they_are_listed(capsys, words):
+    assert cli.main(["train", "-m", "experiment=cpu_demo", *words]) == 2
+    told = capsys.readouterr().err
+    assert f"zaya: {words[-1]}: makes " in told and "Allowed: at most 10,000 jobs" in told

@@ -6,7 +6,7 @@ import argparse
 import pytest
 
 from tests.checkpoint_files import pretend_checkpoint
-from zaya_plugin.config.arguments import HOST, OWN_ARGUMENTS, ZAYA, megatron_arguments
+from zaya_plugin.config.arguments import HOST, OWN_ARGUMENTS, ZAYA, megatron_arguments, skipped_steps
 from zaya_plugin.config.compose import compose
 from zaya_plugin.config.schema import leaves, megatron_argument
 
@@ -78,3 +78,11 @@ def test_unknown_megatron_arguments_are_refused():
     recipe = compose(["experiment=cpu_demo", "megatron_unchecked.no_such_thing=1"])
     with pytest.raises(ValueError, match="^megatron_unchecked.no_such_thing=.*: Megatron has no such argument"):
         parse_arguments(megatron_arguments(recipe, TOKENIZER))
+
+
+def test_steps_to_skip_are_bounded_before_they_are_listed():
+    recipe = compose(["experiment=cpu_demo", "stage.train_iters=9999999", "data.skip_steps=['5','10-9999998']"])
+    with pytest.raises(ValueError, match=r"^data.skip_steps=.* '10-9999998' makes them more than 100,000 steps"):
+        skipped_steps(recipe)
+    recipe = compose(["experiment=cpu_demo", "stage.train_iters=9999999", "data.skip_steps=['1-99999','7-100000']"])
+    assert skipped_steps(recipe) == list(range(1, 100_001))

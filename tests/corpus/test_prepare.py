@@ -278,6 +278,7 @@ def test_a_directory_of_others_is_never_replaced(tmp_path, corpus, run, capsys):
         (["--input", "one.txt"], "--valid-fraction=0.05: the valid split is empty: 1 document in all"),
         (["--input", "empty"], "no file in it matches"),
         (["--input", "{corpus}", "--tokenizer", "empty"], "--tokenizer=empty: cannot be opened: "),
+        (["--input", "pipe"], "is no regular file, and an input is read more than once"),
     ],
 )
 def test_errors_that_name_the_cause(tmp_path, monkeypatch, corpus, run, capsys, options, message):
@@ -285,6 +286,7 @@ def test_errors_that_name_the_cause(tmp_path, monkeypatch, corpus, run, capsys, 
     (tmp_path / "one.txt").write_text("a single text " * 20)
     (tmp_path / "shard.jsonl.xz").write_bytes(b"x")
     (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "pipe")
     train_bpe(["some text"], 258, str(tmp_path / "tiny"))
     options = [option.format(corpus=corpus) for option in options]
     assert (

@@ -205,3 +205,14 @@ def test_no_torch_is_imported(run_dir):
         command = [sys.executable, "-c", program, "checkpoint", words[0], str(run_dir), *words[1:]]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+
+
+def test_a_pipe_in_the_place_of_the_recipe_is_not_waited_for(run_dir, capsys):
+    os.mkfifo(run_dir / "recipe.yaml")
+    assert cli.main(["checkpoint", "list", str(run_dir)]) == 2
+    assert capsys.readouterr().err.startswith(f"zaya: {run_dir / 'recipe.yaml'}: is no regular file.")
+
+
+def test_a_recipe_of_other_bytes_hides_no_checkpoint(run_dir):
+    (run_dir / "recipe.yaml").write_bytes(b"\xff\xfe\x00")
+    assert cli.main(["checkpoint", "list", str(run_dir)]) == 0

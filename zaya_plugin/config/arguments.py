@@ -119,6 +119,9 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
     return {**recipe.megatron_unchecked, **recipe.megatron, **values}
 
 
+MOST_SKIPPED = 100_000  # of data.skip_steps: Megatron holds each, and every checkpoint keeps them
+
+
 def skipped_steps(recipe: Recipe) -> list[int]:
     """Return the steps of data.skip_steps, ascending.
 
@@ -136,7 +139,15 @@ def skipped_steps(recipe: Recipe) -> list[int]:
                 problem=f"{entry!r} is no step or range of steps of this stage, or holds its last step",
                 allowed=f"'120' or '120-140', from 1 to {recipe.stage.train_iters - 1}",
             )
-        steps |= set(range(first, last + 1))
+        steps |= set(range(first, min(last, first + MOST_SKIPPED) + 1))
+        if len(steps) > MOST_SKIPPED:
+            raise mistake(
+                "data.skip_steps",
+                recipe.data.skip_steps,
+                problem=f"{entry!r} makes them more than {MOST_SKIPPED:,} steps, whose batches are read in vain",
+                allowed=f"at most {MOST_SKIPPED:,} steps",
+                fix="fewer steps",
+            )
     return sorted(steps)
 
 

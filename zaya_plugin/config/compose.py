@@ -19,6 +19,8 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, RangeSweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -34,6 +36,7 @@ RECIPES = "zaya_plugin.recipes"
 PRIMARY = "train"
 SCHEMA = "recipe_schema"  # the first entry of recipes/train.yaml's defaults list
 
+MOST_JOBS = 10_000  # of a multirun
 OPEN_KEYS = (
     "cluster.kernel_overrides",
     "megatron",
@@ -82,6 +85,25 @@ def say_repeated(overrides: list[str]) -> None:
         if given.setdefault(key, value) != value:
             print(f"zaya: {key}={value}: was given before as {given[key]}; the last value counts", file=sys.stderr)
             given[key] = value
+
+
+def check_sweep(overrides: list[str]) -> None:
+    """Raise ValueError if the words of a multirun make more than MOST_JOBS jobs: Hydra lists them all before the first."""
+    parser, jobs = OverridesParser.create(), 1
+    for item in overrides:
+        try:
+            value = parser.parse_override(item).value()
+        except HydraException:  # Hydra's own message comes later
+            continue
+        if isinstance(value, RangeSweep):
+            count = max(0, int((value.stop - value.start) // value.step)) if value.step else 0
+        else:
+            count = len(value.list) if isinstance(value, ChoiceSweep) else 1
+        jobs *= max(1, count)
+        if jobs > MOST_JOBS:
+            key, _, given = item.partition("=")
+            problem = f"makes {jobs:,} jobs of one command"
+            raise mistake(key, given, problem=problem, allowed=f"at most {MOST_JOBS:,} jobs", fix="fewer values")
 
 
 def _refuse_group(item: str) -> None:

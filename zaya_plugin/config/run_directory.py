@@ -36,9 +36,11 @@ def written_by(recipe: Recipe) -> dict[str, Path]:
 def checkpoints_of(run_dir: str | os.PathLike) -> Path:
     """Return the directory of the checkpoints of the run in `run_dir`, as its recipe.yaml states it."""
     try:
-        kept = yaml.safe_load((Path(run_dir) / RECIPE).read_text())
+        if (file := Path(run_dir) / RECIPE).is_fifo():  # would be waited for
+            raise mistake(str(file), problem="is no regular file", allowed="the recipe of a run, or none")
+        kept = yaml.safe_load(file.read_text())
         return Path(run_dir) / kept["checkpoint"]["path"]
-    except (FileNotFoundError, NotADirectoryError, yaml.YAMLError, KeyError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
         return Path(run_dir) / CheckpointConfig.path  # no run, or one of an earlier version
 
 

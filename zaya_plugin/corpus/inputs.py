@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import io
 import os
+import stat
 import sysconfig
 import zlib
 from collections.abc import Iterator
@@ -95,8 +96,16 @@ def find_inputs(inputs: list[str], globs: list[str]) -> list[InputFile]:
                     path,
                     problem=f"is named twice, the second time by {name!r}; every document would count double",
                 )
-            stat = os.stat(path)
-            found[path] = InputFile(path, stat.st_size, stat.st_mtime_ns)
+            found_file = os.stat(path)
+            if not stat.S_ISREG(found_file.st_mode):
+                raise mistake(
+                    "--input",
+                    path,
+                    problem="is no regular file, and an input is read more than once",
+                    allowed="files",
+                    fix="write what it gives to a file first",
+                )
+            found[path] = InputFile(path, found_file.st_size, found_file.st_mtime_ns)
     return list(found.values())
 
 
