@@ -33,6 +33,12 @@ def test_a_node_below_its_peers_or_a_threshold_fails_and_names_the_device():
     assert found["n2"] == ["gemm_tflops of cuda:0 is 460, the threshold 470", "storage_mb_per_s was not measured"]
     assert found["n1"] == ["storage_mb_per_s was not measured"]
     assert reasons([node("n1", storage_mb_per_s=100.0), node("n2", storage_mb_per_s=60.0)]) == {"n1": [], "n2": []}
+    disks = [node("n1", storage_mb_per_s=100.0), node("n2", storage_mb_per_s=40.0)]
+    assert reasons(disks, slower=0.95) == {
+        "n1": [],
+        "n2": [],
+    }  # --slower is for storage too, where it is more than a half
+    assert reasons(disks)["n2"] == ["storage_mb_per_s is 40, 60% below the others' median 100"]
     amd = Node("n1", name="AMD Instinct MI300X", figures={"gemm_tflops": {"cuda:0": 599.0}})
     assert reasons([amd]) == {"n1": ["gemm_tflops of cuda:0 is 599, the threshold 600"]}
 
@@ -184,7 +190,8 @@ def test_two_nodes_of_this_machine_for_real(tmp_path, capsys):
     ]
     assert found[0]["pairs"]["n2"] == found[1]["pairs"]["n1"] > 0.001
     assert (tmp_path / "passing_nodes.txt").read_text() == "n1\nn2\n"
-    assert preflight.main([*words, "--seconds", "0.01"]) == 1
+    silent = ["--launcher", "sh -c 'sleep 60' {node}", "--seconds", "1"]
+    assert preflight.main([*words, *silent]) == 1
     assert capsys.readouterr().out.count("no report in time; see nodes/n") == 2
 
 

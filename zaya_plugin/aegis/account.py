@@ -15,12 +15,12 @@ from statistics import median
 from typing import Any
 
 from zaya_plugin.aegis.attempts import END, START, TRAINING, Account, Attempt, Failure, Span, Stage
+from zaya_plugin.aegis.journal import sound
 from zaya_plugin.aegis.settings import is_train
 
 ENDING = ("restart", "exchange", "shrink", "rollback", "requeue", "stop")  # decisions about a failure that ends ranks
 SETTLE_SECONDS = 10.0  # symptoms of one failure arrive within this time before its diagnosis
 INTERRUPTED = "interrupted"  # the cause of an attempt that has no end in the journal
-LARGEST = 1e15  # of a number in a row
 
 
 def account(rows: Iterable[dict[str, Any]]) -> Account:
@@ -32,20 +32,6 @@ def account(rows: Iterable[dict[str, Any]]) -> Account:
     _spend(found, read.sessions)
     _times(found)
     return found
-
-
-NUMBERS = ("time", "at", "step", "after", "step_seconds", "generation", "world_size", "resume_step", "rank", "code")
-TEXTS = ("node", "state", "reason", "action", "cause", "text", "stage")
-
-
-def sound(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a line that are of their kind: a disk may have damaged it, or another version written it."""
-    return {
-        name: value
-        for name, value in row.items()
-        if (name not in NUMBERS or isinstance(value, (int, float)) and abs(value) < LARGEST)
-        and (name not in TEXTS or isinstance(value, str))
-    }
 
 
 class _Reading:

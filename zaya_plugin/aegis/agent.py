@@ -8,6 +8,7 @@ ranks end with it; the agent that `zaya aegis run` then starts kills those that 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import select
 import shutil
@@ -37,7 +38,8 @@ START_BEAT_SECONDS = 0.5  # until all ranks train, so that the time of the first
 CONNECT_SECONDS = 0.5  # between two tries to reach the decision maker
 ALONE_SECONDS = 900.0  # without ranks and without a decision maker: a whole job must not wait for nothing
 UNKILLABLE_SECONDS = 5.0
-EVIDENCE = 200  # lines of evidence in one message
+EVIDENCE = 10_000  # lines that are kept while the decision maker is gone
+EVIDENCE_BYTES = 2**18  # in one message, and of one line
 WRONG_COMMAND = (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR, errno.EISDIR)
 
 
@@ -259,12 +261,16 @@ class Agent:
 
     def _tell(self, evidence: Evidence) -> None:
         self._evidence.append(evidence)
-        del self._evidence[: -50 * EVIDENCE]  # while the decision maker is gone
+        del self._evidence[:-EVIDENCE]
 
     def _send_evidence(self) -> None:
         while self._evidence and self.link is not None:
-            some, self._evidence = self._evidence[:EVIDENCE], self._evidence[EVIDENCE:]
-            rows = [each.to_json() for each in some]
+            rows, size = [], 0
+            while self._evidence and size < EVIDENCE_BYTES:
+                row = self._evidence.pop(0).to_json()
+                if (length := len(json.dumps(row))) > EVIDENCE_BYTES:
+                    row, length = {name: value for name, value in row.items() if name != "values"}, 0
+                rows, size = [*rows, row], size + length
             self._send("evidence", generation=self.generation, offset=self.clock.offset, rows=rows)
 
     def _collect(self) -> None:

@@ -11,6 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from zaya_plugin.aegis.journal import sound
+
+NULLS = {"attempt": ("resume_step",), "diagnosis": ("node", "rank")}  # fields that may be null
 OUT = "out"  # a node that this run does not use any more
 LONG = 1800.0  # seconds of an attempt of another program after which failures before do not count
 
@@ -86,7 +89,11 @@ class Cluster:
     def replay(self, rows: Iterable[dict[str, Any]]) -> Cluster:
         """Apply the lines of a journal, and return this."""
         for row in rows:
-            self.apply(row)
+            before = dict(self.__dict__)
+            try:
+                self.apply({**dict.fromkeys(NULLS.get(row["kind"], ())), **sound(row)})
+            except (LookupError, TypeError, ValueError, AttributeError):  # damaged, or of another version
+                self.__dict__ = before
         return self
 
     def apply(self, row: dict[str, Any]) -> None:
@@ -102,6 +109,11 @@ class Cluster:
             (i for i, one in enumerate(found) if one.seconds > LONG and (self.stages or one.step is None)), default=0
         )
         return found[last:]
+
+    def node_of(self, rank: int, ranks_per_node: int) -> str:
+        """Return the node of a rank, "" for one that the attempt should not have."""
+        position = rank // ranks_per_node
+        return self.nodes[position] if 0 <= position < len(self.nodes) else ""
 
     def begins_stage(self, name: str | None, step: int) -> bool:
         """Whether a step is of a stage after the last one: of another name or, where names are not told, with steps that

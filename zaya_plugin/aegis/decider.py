@@ -19,12 +19,13 @@ from typing import Any
 
 from zaya_plugin.aegis import link, slurm
 from zaya_plugin.aegis.alerts import Alerts
+from zaya_plugin.aegis.collectors.progress import sound_beat
 from zaya_plugin.aegis.decide import GONE, decide
 from zaya_plugin.aegis.diagnose import UNKNOWN, Diagnosis, diagnosis
 from zaya_plugin.aegis.evidence import Evidence, say
 from zaya_plugin.aegis.exit_codes import meaning
 from zaya_plugin.aegis.launcher import Launcher
-from zaya_plugin.aegis.peers import LOST_SECONDS, Peer, Peers
+from zaya_plugin.aegis.peers import LOST_SECONDS, Peer, Peers, of_kind
 from zaya_plugin.aegis.record import Record
 from zaya_plugin.aegis.rules import Rules
 from zaya_plugin.aegis.settings import Settings
@@ -136,7 +137,7 @@ class Decider:
         self.peers.tell(peer, "beat", echo=message["time"], time=time.time())
         if message["generation"] != self.cluster.generation or not self.cluster.running:
             return
-        peer.ranks = {int(rank): beat for rank, beat in message["ranks"].items() if isinstance(beat, dict)}
+        peer.ranks = {int(rank): sound_beat(beat) for rank, beat in message["ranks"].items()}
         beats = {rank: beat for peer in self.active() for rank, beat in peer.ranks.items()}
         if self.steps.follow(list(beats.values())):
             self.sightings.hanging = None
@@ -149,15 +150,18 @@ class Decider:
             self.note("node", node=peer.node, state="back", reason="the processes that survived SIGKILL have ended")
 
     def on_port(self, peer: Peer, message: dict[str, Any]) -> None:
+        of_kind(message, generation=int, port=int)
         first = self.phase.name == "port" and peer.node == self.launcher.order[0]
         if first and message["generation"] == self.cluster.generation + 1:
             self.launcher.start(message["port"])
 
     def on_started(self, peer: Peer, message: dict[str, Any]) -> None:
+        of_kind(message, generation=int)
         peer.generation = message["generation"]
 
     def on_exit(self, peer: Peer, message: dict[str, Any]) -> None:
         if message["generation"] == self.cluster.generation:
+            of_kind(message, rank=int, code=int)
             self.take_exit(peer, message["rank"], message["code"], message["time"] + message["offset"])
 
     def take_exit(self, peer: Peer, rank: int, code: int, at: float) -> None:
@@ -175,27 +179,30 @@ class Decider:
             each = Evidence.from_json({**row, "time": row["time"] + message["offset"]})
             if each.rule != "checkpoint_saved":
                 self.see(each, message["generation"])
-            elif each.values["step"] not in self.cluster.checkpoints:
-                self.note("checkpoint", step=each.values["step"])
+            elif (step := int(each.values["step"])) not in self.cluster.checkpoints:
+                self.note("checkpoint", step=step)
 
     def on_dumped(self, peer: Peer, message: dict[str, Any]) -> None:
         self.dumping.discard(peer.node)
 
     def on_ended(self, peer: Peer, message: dict[str, Any]) -> None:
+        of_kind(message, survivors=list)
         if message["generation"] == self.cluster.generation and peer.node in self.launcher.stopping:
             self.launcher.ended(peer.node, message["survivors"])
         elif not message["survivors"] and self.cluster.out.get(peer.node) in RETURN:
             self.note("node", node=peer.node, state="back", reason="its agent answers again, and its ranks have ended")
 
     def on_asked(self, peer: Peer, message: dict[str, Any]) -> None:
+        of_kind(message, times=int)
+        number = int(signal.Signals(message["number"]))
         if not self.cluster.asked:
             self.cluster.asked = True
-            text = f"asked to end by signal {message['number']}"
+            text = f"asked to end by signal {number}"
             self.note("symptom", evidence=Evidence(time.time(), peer.node, "agent", text).to_json())
         if (self.cluster.pending or {}).get("action") == "requeue":
             return  # SLURM ends the job's processes
         if not self.cluster.running or self.phase.name in ("wait", "port", "delay") or message["times"] > 1:
-            self.finish(128 + message["number"], "ended by a signal")
+            self.finish(128 + number, "ended by a signal")
             return
         for other in self.active():  # a signal to one node is for the run
             if other is not peer:

@@ -36,8 +36,13 @@ class Evidence:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Evidence:
-        """Return the evidence that `to_json` described. Raises TypeError for an unknown or missing field."""
-        return cls(**values)
+        """Return the evidence that `to_json` described. Raises TypeError for an unknown, missing or wrong field."""
+        found = cls(**values)
+        texts = (found.node, found.source, found.text, found.rule or "")
+        sound = all(isinstance(each, str) for each in texts) and isinstance(found.values, dict)
+        if not sound or not isinstance(found.time, (int, float)) or not isinstance(found.rank, (int, type(None))):
+            raise TypeError("a field of evidence is of another kind")
+        return found
 
 
 def parsed(text: str | bytes) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.aegis.evidence import say
+from zaya_plugin.aegis.evidence import parsed, say
 from zaya_plugin.errors import mistake
 from zaya_plugin.run.secrets import REMOVED, is_secret, without_secrets
 
@@ -49,6 +49,10 @@ KINDS = {
     "alert": ("text", "delivered"),
     "end": ("code", "reason"),
 }
+
+NUMBERS = ("time", "at", "step", "after", "step_seconds", "generation", "world_size", "resume_step", "rank", "code")
+TEXTS = ("node", "state", "reason", "action", "cause", "text", "stage")
+LARGEST = 1e15  # of a number
 
 
 class Journal:
@@ -114,11 +118,21 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
     with open(path, errors="replace") as file:
         for line in file:
             try:
-                row = json.loads(line)
+                row = parsed(line)
             except ValueError:
                 continue
             if isinstance(row, dict) and row.get("kind") in KINDS:
                 yield row
+
+
+def sound(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a line that are of their kind: a disk may have damaged it, or another version written it."""
+    return {
+        name: value
+        for name, value in row.items()
+        if (name not in NUMBERS or isinstance(value, (int, float)) and abs(value) < LARGEST)
+        and (name not in TEXTS or isinstance(value, str))
+    }
 
 
 def find(place: Path) -> Path:

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.aegis.evidence import printable
+from zaya_plugin.aegis.evidence import parsed, printable
 from zaya_plugin.errors import mistake
 
 HELLO, REFUSED = b"zaya-aegis-1 ", b"refused "
@@ -195,7 +195,7 @@ class Link:
         self._received += 1
         self.ready = True
         try:
-            body = json.loads(text)
+            body = parsed(text)
         except ValueError:
             raise LinkError("a message that is no JSON") from None
         if not isinstance(body, dict) or not isinstance(body.get("kind"), str):

@@ -17,6 +17,13 @@ LOST_SECONDS = 6.0  # three heartbeats
 MOST = 4096  # connections that have not proved yet that they hold the secret count too
 
 
+def of_kind(message: dict[str, Any], **kinds: type) -> None:
+    """Raise TypeError for a field of a message that is not of its kind."""
+    for name, kind in kinds.items():
+        if not isinstance(message[name], kind):
+            raise TypeError(f"{name} is {message[name]!r:.40}")
+
+
 class Peer:
     """A connected agent. beat: when it was heard last, asked: when it was to answer (monotonic).
 
@@ -62,13 +69,14 @@ class Peers:
 
     def join(self, connection: link.Link, message: dict[str, Any]) -> Peer:
         """Take the agent that sent a `join`. Raises LinkError if its name is that of another host which answers."""
+        of_kind(message, node=str, address=str, pid=int, generation=int, running=list, codes=dict, asked=list)
         peer = Peer(connection, message["node"], message["address"], message["pid"])
         known = self.by_node.get(peer.node)
         answers = known is not None and known.link in self.links and time.monotonic() - known.beat < LOST_SECONDS
         if answers and known.pid != peer.pid and known.address != peer.address:
             raise link.LinkError(f"another node is named {known.node}; --node names this one")
         peer.generation, peer.running = message["generation"], set(message["running"])
-        peer.codes = {int(rank): code for rank, code in message["codes"].items()}
+        peer.codes = {int(rank): int(code) for rank, code in message["codes"].items()}
         self.add(peer)
         return peer
 
@@ -106,7 +114,7 @@ class Peers:
                     handle(each, message)
             except link.LinkError as error:
                 self._drop(each, str(error))
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
+            except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
                 self._drop(each, f"a message of another version ({type(error).__name__}: {error})")
         for each in [each for each in self.links if each.late]:
             self._drop(each, "no proof that it holds the secret")

@@ -22,7 +22,10 @@ def judge(nodes: Sequence[Node], least: Mapping[str, float], slower: float) -> N
         for name in sorted(set().union(*(each.figures for each in nodes)) | (set(least) - {"pair_gb_per_s"})):
             peers = [value for each in nodes if each is not node for value in each.figures.get(name, {}).values()]
             middle = statistics.median(peers) if peers else 0.0
-            own, share = node.figures.get(name, {}), STORAGE_SLOWER if name == "storage_mb_per_s" else slower
+            own, share = (
+                node.figures.get(name, {}),
+                max(STORAGE_SLOWER, slower) if name == "storage_mb_per_s" else slower,
+            )
             if not own and node.figures:
                 node.fail(f"{name} was not measured")
             for device, value in sorted(own.items()):

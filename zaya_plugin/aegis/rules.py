@@ -243,7 +243,7 @@ class Reader:
             source, rule = "exit", self.rules[meaning(values["exit_code"]).rule or rule.name]
             if "task" not in values and self._summary:
                 node = self._summary.get("host", node)
-                rank = int(number) if (number := self._summary.get("rank", "")).isdigit() else rank
+                rank = int(number) if (number := self._summary.get("rank", "")).isdecimal() else rank
                 self._summary = {}
         rank = values.pop("task", rank)
         if frame := self._frames.pop(rank, None):
@@ -255,10 +255,12 @@ class Reader:
 def _values(read: re.Match) -> dict[str, Any]:
     """Return the named groups that took part, numbers as numbers."""
     given = {name: value for name, value in read.groupdict().items() if value is not None}
-    return {
+    found = {
         name: int(value) if re.fullmatch(r"-?\d{1,18}", value) and value.isascii() else value
         for name, value in given.items()
     }
+    # `\d` takes digits of all scripts, and a line may hold a hundred of them: no exit code and no rank.
+    return {name: value for name, value in found.items() if name not in ("exit_code", "task") or isinstance(value, int)}
 
 
 def words(pattern: str) -> list[str] | None:

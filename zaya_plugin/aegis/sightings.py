@@ -119,7 +119,7 @@ class Sightings:
         dumps = {each.rank: each.values for each in self.evidence if each.rule == "flight_record"}
         ranks, why = missing(dumps, world)
         for rank in ranks:
-            node = self.cluster.nodes[rank // ranks_per_node]
+            node = self.cluster.node_of(rank, ranks_per_node)
             self.evidence.append(Evidence(self.symptom.time, node, "agent", why, rank, "missing_rank"))
 
     def diagnose(self, stepped: float) -> Diagnosis:

@@ -6,7 +6,6 @@ nothing and asks no process, so it works from any host that sees the run directo
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -15,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.aegis.account import ENDING, account, first_text, sound
+from zaya_plugin.aegis.account import ENDING, account, first_text
 from zaya_plugin.aegis.attempts import Account
-from zaya_plugin.aegis.evidence import printable
-from zaya_plugin.aegis.journal import find, read
+from zaya_plugin.aegis.evidence import parsed, printable
+from zaya_plugin.aegis.journal import find, read, sound
 from zaya_plugin.aegis.report import duration, percent
 from zaya_plugin.errors import ENDED_EARLY
 
@@ -99,7 +98,7 @@ def last_metrics(run_dir: Path) -> tuple[dict[str, Any], float] | None:
         return None
     for line in reversed(lines):
         try:
-            row = json.loads(line)
+            row = parsed(line)
         except ValueError:
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int):

@@ -77,7 +77,7 @@ class Steps:
             step, now = beats[rank]["step"], time.monotonic()
             first, since = self._slow.setdefault(rank, (step, now))
             if step - first >= SLOW_STEPS and now - since >= SLOW_SECONDS:
-                busy, node = beats[rank]["busy_seconds"], self.cluster.nodes[rank // ranks_per_node]
+                busy, node = beats[rank]["busy_seconds"], self.cluster.node_of(rank, ranks_per_node)
                 text = f"rank {rank} computes for {busy:.3g} s a step, {factor:.1f} times its peers' median"
                 values = {"factor": round(factor, 2), "busy_seconds": busy}
                 found.append(Evidence(time.time(), node, "agent", text, rank, "slow_rank", values))

@@ -7,13 +7,12 @@ is the lowest. Ranks that did not arrive in one group because they wait in anoth
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from zaya_plugin.aegis.collectors.runner import Collector
-from zaya_plugin.aegis.evidence import Evidence
+from zaya_plugin.aegis.evidence import Evidence, parsed
 
 
 class FlightRecorder(Collector):
@@ -43,12 +42,19 @@ class FlightRecorder(Collector):
         found = []
         for path in sorted(self._folder.glob("rank*.flight.json")) if self._folder is not None else ():
             try:
-                dump = json.loads(path.read_text())
+                dump = parsed(path.read_text())
                 if self._seen.get(path) == dump["request"]:
                     continue
                 self._seen[path] = dump["request"]
                 rank, values = int(dump["rank"]), summary(dump)
-            except (OSError, ValueError, KeyError, TypeError):  # written by another version of torch
+            except (
+                OSError,
+                ValueError,
+                KeyError,
+                TypeError,
+                AttributeError,
+                OverflowError,
+            ):  # written by another version of torch
                 continue
             last = values["last"]
             text = f"rank {rank} has enqueued {last['operation']} {last['number']} of {last['group']} last"

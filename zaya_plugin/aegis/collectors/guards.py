@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from zaya_plugin.aegis.collectors.runner import Collector
-from zaya_plugin.aegis.evidence import Evidence, printable
+from zaya_plugin.aegis.evidence import Evidence, parsed, printable
 
 
 class Guards(Collector):
@@ -30,12 +29,11 @@ class Guards(Collector):
             if path in self._seen:
                 continue
             try:
-                values = dict(json.loads(path.read_text()))
+                values = dict(parsed(path.read_text()))
                 at, kind, text, rank = (values.pop(name) for name in ("time", "kind", "text", "rank"))
-            except (OSError, ValueError, TypeError, KeyError):
+                at, rank = float(at), int(rank)
+            except (OSError, ValueError, TypeError, KeyError, OverflowError):
                 continue
             self._seen.add(path)
-            found.append(
-                Evidence(float(at), self.node, self.source, printable(str(text)), int(rank), str(kind), values)
-            )
+            found.append(Evidence(at, self.node, self.source, printable(str(text)), rank, str(kind), values))
         return found

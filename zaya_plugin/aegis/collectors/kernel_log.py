@@ -65,7 +65,7 @@ class KernelLog(Collector):
             text, at = line, now
             if match is not None:
                 text = match["text"].split("\n", 1)[0]  # lines of SUBSYSTEM= and DEVICE= follow in the device
-                at = boot + (float(match["seconds"]) if match["seconds"] else int(match["micro"]) / 1e6)
+                at = boot + (float(match["seconds"]) if match["seconds"] else float(match["micro"]) / 1e6)
                 at = at if now - OLD < at <= now + 1 else now
             self._note(text)
             found.append(self.found(at, None, text))

@@ -9,7 +9,6 @@ but for a process that was stopped (SIGSTOP).
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from pathlib import Path
 from statistics import median
 
 from zaya_plugin.aegis.collectors.runner import Collector
-from zaya_plugin.aegis.evidence import Evidence
+from zaya_plugin.aegis.evidence import Evidence, parsed
 
 # Seconds without any news in a phase; the first start of a run compiles, tunes and builds indices of its data.
 LIMITS = {"start": 900, "build": 3600, "load": 3600, "warm_up": 3600, "validate": 1800, "save": 1800, "end": 3600}
@@ -26,6 +25,7 @@ BUDGET, WITHOUT = 3.0, 1.5  # budget: x slowest step; a hang: x budget
 FLOOR = 5.0  # seconds
 HOLD = 900.0  # seconds for which a stall of storage excuses ranks without progress
 SLOW, SLOW_STEPS = 1.5, 10  # x the median of the other ranks, in so many steps in a row
+LARGEST = 1e15  # of a number in a heartbeat
 LONGEST = 5.0  # seconds between two polls that count: the agent itself may have been stopped
 
 
@@ -194,9 +194,23 @@ def read_beats(folder: Path) -> dict[int, dict]:
         if not number.isdecimal():  # rank<N>.flight.json, rank<N>.guard.json
             continue
         try:
-            beat = json.loads(path.read_text())
-            if isinstance(beat["step"], int) and isinstance(beat["phase"], str):
-                found[int(number)] = beat
-        except (OSError, ValueError, KeyError, TypeError):
+            found[int(number)] = sound_beat(parsed(path.read_text()))
+        except (OSError, ValueError):
             continue
     return found
+
+
+def sound_beat(beat: object) -> dict:
+    """Return the fields of a heartbeat that are of their kind. Raises ValueError without a phase and a step."""
+    fields = beat if isinstance(beat, dict) else {}
+    if not isinstance(fields.get("phase"), str) or not _is_number(fields.get("step"), int):
+        raise ValueError("no heartbeat")
+    numbers = {name: fields[name] for name in ("time", "step_seconds", "busy_seconds") if _is_number(fields.get(name))}
+    texts = {name: fields[name][:64] for name in ("phase", "stage", "loss") if isinstance(fields.get(name), str)}
+    loss = {"loss": fields["loss"]} if _is_number(fields.get("loss")) else {}
+    pid = {"pid": fields["pid"]} if _is_number(fields.get("pid"), int) else {}
+    return {**pid, "step": fields["step"], **numbers, **loss, **texts}
+
+
+def _is_number(value: object, kind: type | tuple[type, ...] = (int, float)) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool) and 0 <= abs(value) < LARGEST

@@ -23,7 +23,7 @@ from zaya_plugin.config.option_numbers import DAY, real_number
 from zaya_plugin.errors import mistake
 
 NODES = ("n1", "n2", "n3")
-END_SECONDS = 300.0  # for a run after its fault
+END_SECONDS = 900.0  # for a run after its fault; a machine may be busy with other work
 EXAMPLES = """\
 examples:
   zaya aegis lab                                 all faults that this machine can make, some 25 minutes
@@ -159,7 +159,7 @@ def _undisturbed(machine, folder: Path, data: Path) -> tuple[dict, float]:
         folder.mkdir(parents=True)
         run = training.Run(stand, folder / "trial", data)
         run.start()
-        code = run.finish(600)
+        code = run.finish(END_SECONDS)
         if code != 0:
             raise RuntimeError(f"the undisturbed run ended with {code}; see {folder}/trial/*.log")
         return training.rows(run.run_dir), seconds_to_first_step(run.journal())

@@ -15,7 +15,7 @@ from typing import Any
 
 from zaya_plugin.aegis.lab.machine import Machine, run
 from zaya_plugin.aegis.lab.stand import Stand
-from zaya_plugin.aegis.lab.training import SAVE, Run
+from zaya_plugin.aegis.lab.training import PATIENCE, SAVE, Run
 
 BREAK_AT = SAVE + 3  # the step from which on something is broken: a checkpoint is there
 CRASH, SOON, LOST, HANG = 1.0, 5.0, 10.0, 10.0  # seconds to detect; HANG: twice the step's budget of 5 s
@@ -435,7 +435,8 @@ def hanging_mount(trial: Trial) -> float:
 )
 def corrupt_checkpoint(trial: Trial) -> float:
     run_ = trial.start(step=STEPS_LATER + 2)
-    run_.wait(lambda: run_.checkpoint() and run_.checkpoint().name.endswith(f"{STEPS_LATER}"), 30, "checkpoint")
+    first = f"iter_{STEPS_LATER:07d}"  # or a later one: a busy machine may not let the lab look in time
+    run_.wait(lambda: run_.checkpoint() and run_.checkpoint().name >= first, PATIENCE, "checkpoint")
     largest = max(
         (path for path in run_.checkpoint().iterdir() if path.is_file()), key=lambda path: path.stat().st_size
     )

@@ -21,6 +21,7 @@ from zaya_plugin.aegis.lab.hooks import SITE, VARIABLE
 from zaya_plugin.aegis.lab.stand import LINK, Stand
 
 STEPS, SAVE = 40, 8
+PATIENCE = 600.0  # seconds of the lab for what is no part of a fault: the journal has the times that are judged
 PORT = 29400
 RECIPE = (
     "experiment=cpu_demo",
@@ -123,7 +124,7 @@ class Run:
         for node in self.stand.names[: self.nodes]:
             self.again(node)
         # The spares join later, so that the attempt is of the first nodes.
-        self.wait(lambda: any(row["kind"] in ("attempt", "end") for row in self.journal()), 60, "attempt")
+        self.wait(lambda: any(row["kind"] in ("attempt", "end") for row in self.journal()), PATIENCE, "attempt")
         for node in self.stand.names[self.nodes :]:
             self.again(node)
 
@@ -185,7 +186,7 @@ class Run:
             time.sleep(0.05)
         raise TimeoutError(f"no {what} within {seconds:.0f} s")
 
-    def wait_step(self, step: int, seconds: float = 120.0) -> None:
+    def wait_step(self, step: int, seconds: float = PATIENCE) -> None:
         """Wait for a step of the run."""
         self.wait(lambda: self.step() >= step, seconds, f"step {step}")
 
