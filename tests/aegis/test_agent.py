@@ -177,6 +177,7 @@ def test_a_log_that_cannot_be_read_holds_no_heartbeat(tmp_path, monkeypatch):
     agent = quiet_agent(tmp_path, monkeypatch)
     os.mkfifo(tmp_path / "log")
     process = Process(0, subprocess.Popen(["false"]), tmp_path / "log", None)
+    monkeypatch.setattr(processes, "KNOWN", {process.popen.pid})
     agent.ranks.processes.append(process)
     agent.ranks.follow_logs()
     monkeypatch.setattr("zaya_plugin.aegis.ranks.LAST_LOG_SECONDS", 0.5)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zaya_plugin.aegis import decide, decider, diagnose, exit_codes
+from zaya_plugin.aegis import decide, decider, diagnose, exit_codes, sightings
 from zaya_plugin.aegis.collectors import storage
 from zaya_plugin.aegis.rules import A_MINUTE, LINE, Reader, Rules, words
 
@@ -60,7 +60,7 @@ def given_names(path: Path) -> set[str]:
 
 def test_every_name_that_the_code_gives_has_a_row():
     given = {code.rule for code in [*exit_codes.CODES.values(), *exit_codes.SIGNALS.values()] if code.rule}
-    given |= {*decide.LINKS, *decide.OF_STATE, *decide.GONE, decide.ENDED_BY_REQUEST, *decider.RETURN, *decider.TOLD}
+    given |= {*decide.LINKS, *decide.OF_STATE, *decide.GONE, decide.ENDED_BY_REQUEST, *decider.RETURN, *sightings.TOLD}
     given |= {*diagnose.TIME_OUTS, *diagnose.NAMES_LAGGARD, *storage.RULES.values(), "loss_spike", "non_finite"}
     for path in Path(decide.__file__).parent.rglob("*.py"):
         given |= given_names(path) if "lab" not in path.parts else set()

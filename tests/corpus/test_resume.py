@@ -201,7 +201,10 @@ def test_second_process_on_the_same_output_is_turned_away(tmp_path, command, sta
 
 
 def test_interrupt_says_how_to_go_on(tmp_path, command, start, run, prepared, contents):
-    output = tmp_path / "out"
+    command, output = (
+        [*command, "--part-bytes", 200],
+        tmp_path / "out",
+    )  # so many parts that it cannot end before the signal
     process = start(*command, "--output", output, "--workers", 2)
     wait_for(lambda: part_files(output), process)
     process.send_signal(signal.SIGINT)
