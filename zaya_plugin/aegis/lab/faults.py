@@ -326,10 +326,9 @@ def disk_full(trial: Trial) -> float:
     def fill(point: Path) -> Path:
         ballast = point / "ballast"
         ballast.mkdir()
-        with open(ballast / "zeros", "wb") as file, contextlib.suppress(OSError):
+        with open(ballast / "zeros", "wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
                 file.write(bytes(1 << 16))
-                file.flush()
         return ballast
 
     return full(trial, "size=64m", fill)
