@@ -7,7 +7,14 @@ import pytest
 
 from zaya_plugin.corpus.part_files import split_of
 from zaya_plugin.data.prepared import load_manifest
-from zaya_plugin.data.tokenizer import check_name, describe, train_bpe
+from zaya_plugin.data.tokenizer import (
+    check_name,
+    describe,
+    import_pretrained,
+    open_tokenizer,
+    tokenizer_digest,
+    train_bpe,
+)
 
 SAMPLE = "def größe(x):\n\treturn  x  # 日本語 🙂\r\n"
 
@@ -118,3 +125,15 @@ def test_a_path_without_a_tokenizer_is_no_name_on_the_hub(prepared, tmp_path):
     for wrong in (tmp_path / "file", tmp_path / "empty", tmp_path / "nowhere", "a/b/c", "../tokenizer", "", "~/x"):
         with pytest.raises(ValueError, match=f"^data.tokenizer={wrong}: "):
             check_name(str(wrong))
+
+
+def test_a_tokenizer_that_another_dataset_takes_over_stays_the_same_tokenizer(prepared, foreign, tmp_path):
+    """As `zaya data prepare --tokenizer` writes it, for a blend with the dataset that it comes from."""
+    for name, source in (("own", prepared / "tokenizer"), ("foreign", foreign)):
+        import_pretrained(str(source), str(tmp_path / name))
+        assert tokenizer_digest(str(tmp_path / name)) == tokenizer_digest(str(source))
+    written = open_tokenizer(str(tmp_path / "foreign"))
+    assert written.encode("a").ids != written.encode("a", add_special_tokens=False).ids, "its bos is no part of this"
+    written.post_processor = None
+    (tmp_path / "foreign" / "tokenizer.json").write_text(written.to_str(), "utf-8")
+    assert tokenizer_digest(str(tmp_path / "foreign")) != tokenizer_digest(str(foreign))

@@ -202,7 +202,13 @@ def tokenizer_digest(name: str) -> str:
 
 @lru_cache(maxsize=64)
 def _digest(directory: str, _: int) -> str:
-    return hashlib.sha256(open_tokenizer(directory).to_str().encode()).hexdigest()[:16]
+    tokenizer = open_tokenizer(directory)
+    if (processor := tokenizer.post_processor) is not None:
+        written = json.loads(processor.__getstate__())
+        # transformers writes this one for none
+        if written["type"] == "TemplateProcessing" and not written["special_tokens"]:
+            tokenizer.post_processor = None
+    return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()[:16]
 
 
 def vocabulary_size(tokenizer: str) -> int | None:
