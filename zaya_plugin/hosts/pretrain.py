@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import multiprocessing
 import signal
 import sys
 from collections.abc import Callable
@@ -132,6 +133,7 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
             if sys.exc_info()[0] is None:
                 trainer.saved.finish(trainer.step)
         finally:
+            end_data_loaders()
             saver.close()
             release_graphs()
         if sys.exc_info()[0] is None:  # all ranks are here
@@ -172,6 +174,20 @@ def not_finite(loss: float, step: int, what: str = "loss") -> str:
         "counts, or be damaged. Nothing is saved from this step on",
         fix="`zaya data inspect` shows the data; remove its cached indices if the data was changed",
     )
+
+
+def end_data_loaders() -> None:
+    """End the processes of the data loaders (data.num_workers).
+
+    Python would end them at its exit by SIGTERM and wait for them. In them Megatron replaces the handler of that signal
+    (its worker_init_fn), so the exit would wait for ever for a loader that something still refers to. As forks of this
+    process they also keep the connection of the writer of checkpoints open.
+    """
+    if loaders := [child for child in multiprocessing.active_children() if child.daemon]:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error for a loader that was killed
+        for loader in loaders:
+            loader.kill()
+            loader.join(5)  # not for ever: one that waits for storage cannot be ended
 
 
 def release_graphs() -> None:

@@ -10,9 +10,7 @@ import contextlib
 import faulthandler
 import io
 import logging
-import multiprocessing
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -84,20 +82,6 @@ def main(argv: list[str], work: Callable | None = None) -> int:
             if os.environ.get("ZAYA_TRACEBACK") == "1":
                 traceback.print_exc()
             return 2 if isinstance(error, ValueError) else getattr(error, "exit_code", 1)
-        finally:
-            _end_data_loaders()
-
-
-def _end_data_loaders() -> None:
-    """End the processes of the data loaders (data.num_workers).
-
-    Python ends them at its exit by SIGTERM and waits for them. In them Megatron replaces the handler of that signal
-    (its worker_init_fn), so the exit would wait for ever for a loader that something still refers to.
-    """
-    if loaders := [child for child in multiprocessing.active_children() if child.daemon]:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error for a loader that was killed
-        for loader in loaders:
-            loader.kill()
 
 
 def _leave_for_certain() -> None:

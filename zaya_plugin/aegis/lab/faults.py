@@ -99,6 +99,17 @@ def sigkill_rank(trial: Trial) -> float:
     return hit(trial.start().rank_pid("n2"))
 
 
+@fault(
+    "SIGKILL of the process that reads a rank's data",
+    causes=("dataloader_worker",),
+    actions=("restart",),
+    within=CRASH,
+    attempts=2,
+)
+def sigkill_loader(trial: Trial) -> float:
+    return hit(trial.start().loader_pid("n2"))
+
+
 @fault("SIGKILL of an agent", causes=("agent_lost",), actions=("restart", "exchange"), within=LOST, attempts=2)
 def sigkill_agent(trial: Trial) -> float:
     return hit(trial.start().agent_pid("n2"))

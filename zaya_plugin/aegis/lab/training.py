@@ -41,6 +41,7 @@ RECIPE = (
     "logger.wandb=false",
     "logger.tensorboard=false",
     "cluster.distributed_timeout_minutes=2",
+    "data.num_workers=1",  # a process of its own, as in the recipes for GPUs
 )
 COMPARED = ("loss", "grad_norm", "lr", "consumed_samples")
 
@@ -196,6 +197,10 @@ class Run:
             if path.name.count(".") == 1:
                 return int(json.loads(path.read_text())["pid"])
         raise TimeoutError(f"no rank on {node}")
+
+    def loader_pid(self, node: str) -> int:
+        """Return the process that reads the data of a node's rank, a fork of it."""
+        return self._below(self.rank_pid(node), "zaya_plugin.cli")
 
     def agent_pid(self, node: str) -> int:
         """Return the process of a node's agent."""
