@@ -11,10 +11,13 @@ part, since Megatron's compiled module goes beside its source; nothing in them i
 """
 
 import importlib.util
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -44,10 +47,8 @@ def clone(tmp_path_factory) -> Path:
     return copy
 
 
-def primus(clone: Path, run_dir: Path, data: Path, *overrides: str, ranks: int, words: tuple = (), spec: bool = False):
-    """`zaya export primus`, then Primus with that experiment and `words`; the exit code, its output, and a reader of
-    the scalars.
-    """
+def exported(clone: Path, run_dir: Path, data: Path, *overrides: str, ranks: int, spec: bool = False):
+    """`zaya export primus`; the environment and the command of one of its ranks, or of torchrun's."""
     flags = ("--spec",) if spec else ()
     done = zaya(
         "export",
@@ -73,8 +74,14 @@ def primus(clone: Path, run_dir: Path, data: Path, *overrides: str, ranks: int, 
     environment["TORCHDYNAMO_DISABLE"] = "1"
     script = str(Path(__file__).with_name("primus_on_cpu.py") if spec else launcher())
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script]
+    return environment, [*launch, "train", "pretrain", "--config", str(run_dir / "primus.yaml")]
+
+
+def primus(clone: Path, run_dir: Path, data: Path, *overrides: str, ranks: int, words: tuple = (), spec: bool = False):
+    """Primus with an exported experiment and `words`; the exit code and its output."""
+    environment, command = exported(clone, run_dir, data, *overrides, ranks=ranks, spec=spec)
     out = subprocess.run(
-        [*launch, "train", "pretrain", "--config", str(run_dir / "primus.yaml"), *words],
+        [*command, *words],
         cwd=run_dir,
         env=environment,
         stdout=subprocess.PIPE,
@@ -152,3 +159,38 @@ def test_a_wrong_key_on_the_command_line_ends_the_run(clone, tmp_path, corpus):
     )
     assert "mock_data=true: " in output and "Allowed: false. Fix: mock_data: false in the experiment." in output
     assert not (tmp_path / "team" / "wrong" / "checkpoints").exists()
+
+
+def test_the_supervisor_starts_it_again(clone, tmp_path, corpus):
+    """`zaya aegis run` around torchrun around Primus, as around primus-cli: a rank is killed, and the losses are those
+    of a run that was left alone.
+    """
+    overrides = ("stage.train_iters=200", "checkpoint.save_interval=50", "stage.eval_interval=200")
+    straight, run_dir, journal = tmp_path / "team" / "straight", tmp_path / "team" / "guest", tmp_path / "aegis"
+    code, output = primus(clone, straight, corpus, *overrides, ranks=2)
+    assert code == 0, output[-6000:]
+    environment, command = exported(clone, run_dir, corpus, *overrides, ranks=2)
+    (tmp_path / "tmp").mkdir()
+    supervisor = subprocess.Popen(
+        [sys.executable, "-m", "zaya_plugin.cli", "aegis", "run", "--ranks-per-node", "2", "--dir", str(journal), "--", *command],
+        cwd=run_dir,
+        env={**environment, "TMPDIR": str(tmp_path / "tmp")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )  # fmt: skip
+    deadline, beat = time.monotonic() + 300, {}
+    while beat.get("step", 0) < 60:
+        assert supervisor.poll() is None and time.monotonic() < deadline, supervisor.communicate()[0]
+        time.sleep(0.05)
+        for path in (tmp_path / "tmp").glob("zaya_aegis_*/rank1.json"):
+            beat = json.loads(path.read_text())
+    os.kill(beat["pid"], signal.SIGKILL)
+    output, _ = supervisor.communicate(timeout=600)
+    rows = [json.loads(line) for line in (journal / "journal.jsonl").read_text().splitlines()]
+    said = [(row["cause"], row["rank"]) for row in rows if row["kind"] == "diagnosis"]
+    assert supervisor.returncode == 0 and said == [("sigkill", 1)], (said, output[-6000:])
+    assert [row["action"] for row in rows if row["kind"] == "decision"] == ["restart"]
+    assert [row["step"] for row in rows if row["kind"] == "first_step"] == [1, 51]
+    guest, whole = scalars(run_dir / "tensorboard"), scalars(straight / "tensorboard")
+    assert guest["lm loss"] == whole["lm loss"] and set(guest["lm loss"]) == set(range(1, 201))

@@ -25,6 +25,7 @@ from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import find_sources
 from zaya_plugin.errors import message, mistake
 from zaya_plugin.handover.predecessor import predecessor
+from zaya_plugin.hosts import data_loaders
 from zaya_plugin.hosts.guest_heartbeat import GuestHeartbeat
 from zaya_plugin.hosts.stage_handover import Handover, stage_datasets
 from zaya_plugin.hosts.stage_model import build_stage, model_config
@@ -100,6 +101,7 @@ class Guest:
 
     def install(self) -> None:
         """Replace the host's functions for the rest of the process."""
+        data_loaders.close_devices_in_forks()
         self.restore = hooks.install(
             [
                 (TRAINING + "finalize_model_grads", self.finalize_and_balance),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import multiprocessing
 import signal
 import sys
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from zaya_plugin.data.dataset import mean_loss
 from zaya_plugin.data.sources import DataSources
 from zaya_plugin.errors import ENDED_EARLY, ROLL_BACK, RunEndedError, message
 from zaya_plugin.handover.predecessor import predecessor
+from zaya_plugin.hosts import data_loaders
 from zaya_plugin.hosts.forward_step import forward_step
 from zaya_plugin.hosts.measured_steps import graph_warm_up
 from zaya_plugin.hosts.saved_state import SavedState
@@ -82,6 +82,7 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
     handover.check(args)
     trainer = _Trainer(args, recipe, sources, lifecycle, reporter, SavedState(recipe, saver))
     registered_buffers.end_with_release()
+    data_loaders.close_devices_in_forks()
     try:
         with (
             hooks.replaced({NEW_MEMORY: False} if recipe.cluster.deterministic else {}),
@@ -133,7 +134,7 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
             if sys.exc_info()[0] is None:
                 trainer.saved.finish(trainer.step)
         finally:
-            end_data_loaders()
+            data_loaders.end()
             saver.close()
             release_graphs()
         if sys.exc_info()[0] is None:  # all ranks are here
@@ -174,20 +175,6 @@ def not_finite(loss: float, step: int, what: str = "loss") -> str:
         "counts, or be damaged. Nothing is saved from this step on",
         fix="`zaya data inspect` shows the data; remove its cached indices if the data was changed",
     )
-
-
-def end_data_loaders() -> None:
-    """End the processes of the data loaders (data.num_workers).
-
-    Python would end them at its exit by SIGTERM and wait for them. In them Megatron replaces the handler of that signal
-    (its worker_init_fn), so the exit would wait for ever for a loader that something still refers to. As forks of this
-    process they also keep the connection of the writer of checkpoints open.
-    """
-    if loaders := [child for child in multiprocessing.active_children() if child.daemon]:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error for a loader that was killed
-        for loader in loaders:
-            loader.kill()
-            loader.join(5)  # not for ever: one that waits for storage cannot be ended
 
 
 def release_graphs() -> None:
