@@ -4,11 +4,14 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
 from zaya_plugin.hosts import data_loaders
+from zaya_plugin.parent_death import started
 
 
 @pytest.fixture
@@ -36,20 +39,45 @@ def test_loaders_that_ignore_sigterm_are_ended(handler):
     assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_a_fork_closes_the_devices_and_nothing_else(tmp_path, monkeypatch, there):
-    device, other = tmp_path / "dri" / "renderD128", tmp_path / "data.bin"
-    device.parent.mkdir()
-    monkeypatch.setattr(data_loaders, "DEVICES", (str(device.parent if there else tmp_path / "absent"),))
-    data_loaders.close_devices_in_forks()
-    with device.open("w") as first, other.open("w") as second:
-        child = os.fork()
-        if child == 0:
-            of_child = {
-                os.readlink(f"/proc/self/fd/{each}")
-                for each in os.listdir("/proc/self/fd")
-                if os.path.exists(f"/proc/self/fd/{each}")
-            }
-            os._exit((str(device) in of_child) + 2 * (str(other) in of_child))
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (2 if there else 3)
-        assert os.fstat(first.fileno()) and os.fstat(second.fileno())
+RANK = """
+import os, sys, threading, time
+from zaya_plugin.hosts import data_loaders
+from zaya_plugin.parent_death import adopt_children
+
+data_loaders.DEVICES = (sys.argv[1] + "/dri",)
+device, other = open(sys.argv[1] + "/dri/renderD128"), open(sys.argv[1] + "/data.bin")
+adopt_children()
+data_loaders.tie_to_rank()
+
+def fork(of_thread):
+    if os.fork() == 0:
+        held = [os.path.exists(f"/proc/self/fd/{each.fileno()}") for each in (device, other)]
+        print(of_thread, os.getpid(), *map(int, held), flush=True)
+        time.sleep(600)
+
+fork(0)
+thread = threading.Thread(target=fork, args=(1,))
+thread.start()
+thread.join()
+time.sleep(600)
+"""
+
+
+def test_a_fork_holds_no_device_and_ends_with_its_rank(tmp_path):
+    (tmp_path / "dri").mkdir()
+    for name in ("dri/renderD128", "data.bin"):
+        (tmp_path / name).touch()
+    rank = subprocess.Popen([sys.executable, "-c", RANK, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    lines = sorted([int(word) for word in rank.stdout.readline().split()] for _ in range(2))
+    (_, loader, *held), (_, of_thread, *_) = lines
+    try:
+        assert held == [0, 1]
+        assert started(of_thread)  # although its thread has ended
+        rank.kill()
+        rank.wait()
+        deadline = time.monotonic() + 2
+        while started(loader):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        os.kill(of_thread, signal.SIGKILL)

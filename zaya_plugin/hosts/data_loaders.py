@@ -7,20 +7,37 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import threading
+
+from zaya_plugin.parent_death import follow_rank
 
 DEVICES = ("/dev/kfd", "/dev/dri/")  # of AMD; Megatron closes NVIDIA's itself (its worker_init_fn)
 END_SECONDS = 5.0
 
 
-def close_devices_in_forks() -> None:
-    """Close AMD's devices in every fork of this process from now on.
+def tie_to_rank() -> None:
+    """Let every fork that this process' main thread makes from now on end with it, and hold none of AMD's devices.
 
-    The memory of a device stays taken until the last process that holds it open has ended. A loader that waits for
-    storage outlives a rank that was killed, and the next start would find no room
-    (github.com/NVIDIA/Megatron-LM/pull/3684, for NVIDIA).
+    torch's loaders look for their parent every 5 s, between two reads. Until then they would keep the connections of a
+    rank that was killed open, so that the others wait for it, and the memory of its device taken, so that the next
+    start finds no room (github.com/NVIDIA/Megatron-LM/pull/3684, for NVIDIA).
     """
-    if any(os.path.exists(each) for each in DEVICES):
-        os.register_at_fork(after_in_child=_close_devices)
+    os.register_at_fork(before=_note_thread, after_in_child=_in_fork)
+
+
+_forks_in_main_thread = False
+
+
+def _note_thread() -> None:
+    global _forks_in_main_thread
+    _forks_in_main_thread = threading.current_thread() is threading.main_thread()
+
+
+def _in_fork() -> None:
+    if _forks_in_main_thread:  # else the kernel would end the fork with the thread
+        follow_rank()
+    if os.path.exists("/proc/self/fd"):
+        _close_devices()
 
 
 def _close_devices() -> None:

@@ -101,7 +101,7 @@ class Guest:
 
     def install(self) -> None:
         """Replace the host's functions for the rest of the process."""
-        data_loaders.close_devices_in_forks()
+        data_loaders.tie_to_rank()
         self.restore = hooks.install(
             [
                 (TRAINING + "finalize_model_grads", self.finalize_and_balance),

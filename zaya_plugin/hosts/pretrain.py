@@ -82,7 +82,7 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
     handover.check(args)
     trainer = _Trainer(args, recipe, sources, lifecycle, reporter, SavedState(recipe, saver))
     registered_buffers.end_with_release()
-    data_loaders.close_devices_in_forks()
+    data_loaders.tie_to_rank()
     try:
         with (
             hooks.replaced({NEW_MEMORY: False} if recipe.cluster.deterministic else {}),
