@@ -26,15 +26,16 @@ STEPS_LATER = 2 * SAVE
 class Fault:
     """One fault and what must come of it.
 
-    text: what is broken. inject: as in the module's first line. needs: means of the machine.
-    causes: names of rules, one of which the diagnosis must name. actions: what may be decided, in this order of lines.
-    within: seconds to detect, None: there is nothing to detect. code: exit code of the run. quiet: no rank may be ended, and no attempt may begin.
-    attempts: starts of the ranks. changed: whether the losses after the fault may differ.
+    text: what is broken. inject: as in the module's first line; None: one of SLURM's, which have functions of another
+    form. needs: means of the machine. causes: names of rules, one of which the diagnosis must name. actions: what may
+    be decided, in this order of lines. within: seconds to detect, None: there is nothing to detect. code: exit code of
+    the run. quiet: no rank may be ended, and no attempt may begin. attempts: starts of the ranks. changed: whether the
+    losses after the fault may differ.
     """
 
     name: str
     text: str
-    inject: Callable[[Trial], float]
+    inject: Callable[[Trial], float] | None = None
     needs: tuple[str, ...] = ()
     causes: tuple[str, ...] = ()
     actions: tuple[str, ...] = ()

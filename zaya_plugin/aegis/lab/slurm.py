@@ -252,6 +252,11 @@ def _ended(cluster: Cluster, job: str, seconds: float = END_SECONDS) -> dict[str
     return fields
 
 
+def _expected(name: str, **expected: Any) -> Fault:
+    """What must come of a fault of this module, as `judge` takes it."""
+    return Fault(name, FAULTS[name].text, **expected)
+
+
 def _code(fields: dict[str, str]) -> int:
     return int(fields.get("ExitCode", "-1:0").partition(":")[0])
 
@@ -265,7 +270,7 @@ def slurm_node_lost(cluster: Cluster, folder: Path, data: Path, reference: dict,
     lost = run.victim()
     injected = cluster.kill_node(lost)
     fields = _ended(cluster, job)
-    expected = Fault("slurm_node_lost", slurm_node_lost_text, _never, (), ("node_lost",), ("exchange",), LOST)
+    expected = _expected("slurm_node_lost", causes=("node_lost",), actions=("exchange",), within=LOST)
     code = next((row["code"] for row in run.journal() if row["kind"] == "end"), None)
     found = judge(expected, run.journal(), injected, code, difference(rows(run.run_dir), reference), start)
     if fields.get("Restarts") not in (None, "0"):
@@ -285,7 +290,7 @@ def slurm_requeue(cluster: Cluster, folder: Path, data: Path, reference: dict, s
         lambda: [row for row in run.journal(injected) if row["kind"] == "attempt"], 2 * REQUEUE_SECONDS, "new attempt"
     )
     fields = _ended(cluster, job)
-    expected = Fault("slurm_requeue", slurm_requeue_text, _never, (), ("node_lost",), ("requeue",), LOST)
+    expected = _expected("slurm_requeue", causes=("node_lost",), actions=("requeue",), within=LOST)
     code = next((row["code"] for row in run.journal() if row["kind"] == "end"), None)
     # the processes of the first start end within SLURM's KillWait before the second one can begin
     found = judge(
@@ -341,20 +346,10 @@ def slurm_exit_code(cluster: Cluster, folder: Path, data: Path, reference: dict,
     run = SlurmRun(cluster.stand, folder / "trial", folder / "no_such_data")
     job = run.submit(cluster, "--nodes=2", options=("--nodes", "2"))
     fields = _ended(cluster, job, 120)
-    expected = Fault(
-        "slurm_exit_code", FAULTS["slurm_exit_code"].text, _never, (), ("user_error", "data"), ("stop",), SOON, 2
-    )
+    expected = _expected("slurm_exit_code", causes=("user_error", "data"), actions=("stop",), within=SOON, code=2)
     found = judge(expected, run.journal(), run.began, _code(fields), None, None)
     kept = [row["code"] for row in run.journal() if row["kind"] == "end"]
     if kept != [2]:
         found.wrong.append(f"the journal's exit code is {kept}, not 2")
     found.losses = ""
     return found
-
-
-def _never(trial) -> float:
-    raise NotImplementedError
-
-
-slurm_node_lost_text = FAULTS["slurm_node_lost"].text
-slurm_requeue_text = FAULTS["slurm_requeue"].text
