@@ -12,6 +12,7 @@ from zaya_plugin.aegis.decide import Decision
 from zaya_plugin.aegis.decider import Decider
 from zaya_plugin.aegis.evidence import Evidence
 from zaya_plugin.aegis.launcher import REJOIN_SECONDS
+from zaya_plugin.aegis.run import settings_of
 from zaya_plugin.aegis.settings import resumed
 
 
@@ -77,6 +78,23 @@ def test_a_command_without_a_roll_back_keeps_its_own_steps_and_another_program_i
     assert resumed(maker.settings) == ["zaya", "train", "experiment=cpu_demo", "data.skip_steps=[5]", "resume=auto"]
     other = dataclasses.replace(maker.settings, command=("torchrun", "x.py"))
     assert resumed(other, [(1, 2)]) == ["torchrun", "x.py"]
+    words = ("zaya", "curriculum", "--only", "demo_2", "experiment=cpu_demo")
+    stage = dataclasses.replace(maker.settings, command=words)
+    assert resumed(stage) == list(words)
+    assert resumed(stage, [(7, 8)]) == [*words, "demo_2:data.skip_steps=[5,7-8]"]
+
+
+def test_a_stage_of_a_curriculum_is_supervised_as_a_training(tmp_path):
+    words = ("experiment=cpu_demo", "nproc=2", f"run_dir={tmp_path}", "demo_2:data.skip_steps=[3]")
+    settings, _ = settings_of(["--node", "n1", "--", "zaya", "curriculum", "--only=demo_2", *words], {})
+    assert settings.each == "rank" and settings.ranks_per_node == 2 and settings.skip_steps == ("3",)
+    assert settings.journal == tmp_path / "demo_2" / "aegis" / "journal.jsonl"
+    assert settings.checkpoints == tmp_path / "demo_2" / "checkpoints"
+    with pytest.raises(ValueError, match="--only=demo_9: no such stage. Allowed: demo_1, demo_2, demo_3"):
+        settings_of(["--", "zaya", "curriculum", "--only", "demo_9", *words], {})
+    several = ["--nodes", "2", "--decider", "n1:29400", "--dir", str(tmp_path / "aegis"), "--ranks-per-node", "2"]
+    with pytest.raises(ValueError, match="--nodes=2: `zaya curriculum` starts its stages on one node"):
+        settings_of([*several, "--", "zaya", "curriculum", *words], {})
 
 
 @pytest.mark.parametrize("count, pending", [(None, True), ("0", True), ("1", False)])

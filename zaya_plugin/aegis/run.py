@@ -17,7 +17,7 @@ from pathlib import Path
 from zaya_plugin.aegis import link
 from zaya_plugin.aegis.keeper import Keeper, journal_lock, listen, node_lock
 from zaya_plugin.aegis.rules import Rules
-from zaya_plugin.aegis.settings import Settings, is_train
+from zaya_plugin.aegis.settings import Settings, is_train, only
 from zaya_plugin.config.option_numbers import (
     DAY,
     MOST_RANKS,
@@ -41,6 +41,7 @@ examples:
   srun --ntasks-per-node=1 --kill-on-bad-exit=0 \\
       zaya aegis run --spares 2 -- zaya train experiment=zaya1_base cluster=mi300x_128x8 data.path=data/web
                                               in an allocation of 130 nodes: 128 train, 2 wait to take over
+  srun ... zaya aegis run -- zaya curriculum --only pretrain_4k experiment=zaya1_base ...    one stage of a curriculum
   zaya aegis run --nodes 4 --decider n1:29400 -- zaya train ...         without SLURM: on n1 and on each other node
   zaya aegis run --ranks-per-node 8 --dir runs/x/aegis -- primus-cli direct -- train pretrain --config x.yaml
 
@@ -138,6 +139,13 @@ def settings_of(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settin
     in_job = whole_variable(environ, counted, 1) if counted else 0
     if options.nodes is None:
         options.nodes = max(in_job - options.spares, 1) if in_job else 1
+    if recipe is None and "curriculum" in command and options.nodes + options.spares > 1:
+        raise mistake(
+            "--nodes",
+            options.nodes,
+            problem="`zaya curriculum` starts its stages on one node",
+            fix="`zaya aegis run ... -- zaya curriculum --only STAGE ...`, once for each stage",
+        )
     least = options.nodes if options.min_nodes is None else options.min_nodes
     if not 1 <= least <= options.nodes:
         raise mistake("--min-nodes", least, problem="is out of range", allowed=f"1 to --nodes={options.nodes}")
@@ -211,9 +219,16 @@ def settings_of(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settin
 
 
 def _recipe(command: Sequence[str]):
-    """Return the recipe that the command composes."""
+    """Return the recipe that the command composes, of a curriculum that of the stage."""
     from zaya_plugin.config.compose import compose
+    from zaya_plugin.run.curriculum import compose_curriculum
 
+    if (name := only(command)) is not None:
+        words = [word for word in command if "=" in word and not word.startswith("-")]
+        stages = {stage.name: stage.recipe for stage in compose_curriculum(words).stages}
+        if name not in stages:
+            raise mistake("--only", name, problem="no such stage", allowed=", ".join(stages))
+        return stages[name]
     words = list(command[command.index("train") + 1 :])
     if {"-m", "--multirun"} & {*words}:
         raise mistake("-m", problem="several runs cannot be supervised by one command", fix="one `zaya aegis run` each")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -71,19 +72,36 @@ class Settings:
 
 
 def is_train(command: Sequence[str]) -> bool:
-    """Whether the command is `zaya train`, or the same through Python."""
-    return "train" in command and (Path(command[0]).name == "zaya" or "zaya_plugin.cli" in command)
+    """Whether the command is `zaya train`, or `zaya curriculum --only`, which is the same for a stage; also through
+    Python.
+    """
+    ours = Path(command[0]).name == "zaya" or "zaya_plugin.cli" in command
+    return ours and ("train" in command or only(command) is not None)
+
+
+def only(command: Sequence[str]) -> str | None:
+    """Return the stage that `zaya curriculum --only` names; None: another command, or all stages."""
+    if "curriculum" not in command:
+        return None
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("--only")
+    try:
+        return parser.parse_known_args(list(command))[0].only
+    except argparse.ArgumentError:  # without a name: the command says so itself
+        return None
 
 
 def resumed(settings: Settings, skips: Sequence[tuple[int, int]] = ()) -> list[str]:
-    """Return the command of a later attempt: `zaya train` continues from its newest checkpoint, and leaves out the data
-    of `skips`, first and last steps, beside what the recipe leaves out.
+    """Return the command of a later attempt: training continues from its newest checkpoint, and leaves out the data of
+    `skips`, first and last steps, beside what the recipe leaves out.
     """
     if not is_train(settings.command):
         return list(settings.command)
-    added = {"resume": "auto"}
+    stage = only(settings.command)
+    added = {} if stage else {"resume": "auto"}  # a curriculum continues by itself
+    key = f"{stage}:data.skip_steps" if stage else "data.skip_steps"
     if skips:
         steps = [*settings.skip_steps, *(f"{first}-{last}" for first, last in skips)]
-        added["data.skip_steps"] = f"[{','.join(steps)}]"
+        added[key] = f"[{','.join(steps)}]"
     kept = [word for word in settings.command if word.lstrip("+").partition("=")[0] not in added]
     return kept + [f"{name}={value}" for name, value in added.items()]
