@@ -11,6 +11,7 @@ from zaya_plugin.aegis import slurm
 from zaya_plugin.aegis.decide import Decision
 from zaya_plugin.aegis.decider import Decider
 from zaya_plugin.aegis.evidence import Evidence
+from zaya_plugin.aegis.journal import Journal
 from zaya_plugin.aegis.launcher import REJOIN_SECONDS
 from zaya_plugin.aegis.run import settings_of
 from zaya_plugin.aegis.settings import resumed
@@ -92,9 +93,32 @@ def test_a_stage_of_a_curriculum_is_supervised_as_a_training(tmp_path):
     assert settings.checkpoints == tmp_path / "demo_2" / "checkpoints"
     with pytest.raises(ValueError, match="--only=demo_9: no such stage. Allowed: demo_1, demo_2, demo_3"):
         settings_of(["--", "zaya", "curriculum", "--only", "demo_9", *words], {})
-    several = ["--nodes", "2", "--decider", "n1:29400", "--dir", str(tmp_path / "aegis"), "--ranks-per-node", "2"]
+
+
+def test_all_stages_of_a_curriculum_are_started_on_one_node(tmp_path):
+    options = ["--decider", "n1:29400", "--dir", str(tmp_path / "aegis"), "--ranks-per-node", "2", "--nodes"]
+    for command in (["zaya", "curriculum", "experiment=cpu_demo"], ["python", "train.py", "curriculum"]):
+        settings, _ = settings_of([*options, "1", "--spares", "1", "--", *command], {})
+        assert settings.each == "node"
+    assert settings_of([*options, "2", "--", *command], {})[0].nodes == 2
     with pytest.raises(ValueError, match="--nodes=2: `zaya curriculum` starts its stages on one node"):
-        settings_of([*several, "--", "zaya", "curriculum", *words], {})
+        settings_of([*options, "2", "--", "zaya", "curriculum", "experiment=cpu_demo"], {})
+
+
+def test_a_stage_has_a_journal_of_its_own_and_recipes_of_the_user(tmp_path):
+    words = ("experiment=mine", "nproc=1", f"run_dir={tmp_path / 'run'}")
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ndefaults:\n  - cpu_demo\n  - _self_\n")
+    command = ("zaya", "curriculum", "--config-dir", str(tmp_path), *words)
+    folder = tmp_path / "aegis"
+    settings, _ = settings_of(["--dir", str(folder), "--", *command, "--only", "demo_1"], {})
+    folder.mkdir()
+    journal = Journal(folder / "journal.jsonl")
+    journal.write("begin", 0, command=list(settings.command), nodes=1, spares=0, ranks_per_node=1)
+    journal.close()
+    settings_of(["--dir", str(folder), "--", *command, "--only", "demo_1"], {})
+    with pytest.raises(ValueError, match=r"--dir=.*aegis: its journal is of zaya curriculum .*--only demo_1"):
+        settings_of(["--dir", str(folder), "--", *command, "--only", "demo_2"], {})
 
 
 @pytest.mark.parametrize("count, pending", [(None, True), ("0", True), ("1", False)])

@@ -9,14 +9,21 @@ import sys
 import time
 
 import pytest
+from torch.utils.data import _utils
 
 from zaya_plugin.hosts import data_loaders
 from zaya_plugin.parent_death import started
 
 
 @pytest.fixture
-def handler():
-    before = signal.getsignal(signal.SIGCHLD)
+def as_torch_leaves_it(monkeypatch):
+    """Of torch: a handler that raises for a loader that was killed."""
+
+    def handler(*_):
+        raise RuntimeError("DataLoader worker is killed by signal: Killed.")
+
+    monkeypatch.setattr(_utils, "python_exit_status", False)
+    before = signal.signal(signal.SIGCHLD, handler)
     yield
     signal.signal(signal.SIGCHLD, before)
 
@@ -27,38 +34,43 @@ def _ignore_and_sleep(told):
     time.sleep(600)
 
 
-def test_loaders_that_ignore_sigterm_are_ended(handler):
+def test_loaders_that_ignore_sigterm_are_ended(as_torch_leaves_it):
     fork = multiprocessing.get_context("fork")
-    told = fork.Event()
-    loader = fork.Process(target=_ignore_and_sleep, args=(told,), daemon=True)
-    loader.start()
-    assert told.wait(20)
+    told = [fork.Event(), fork.Event()]
+    loaders = [fork.Process(target=_ignore_and_sleep, args=(each,), daemon=True) for each in told]
+    for loader, event in zip(loaders, told, strict=True):
+        loader.start()
+        assert event.wait(20)
     begun = time.monotonic()
     data_loaders.end()
-    assert loader.exitcode == -signal.SIGKILL and time.monotonic() - begun < data_loaders.END_SECONDS
-    assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
+    assert [loader.exitcode for loader in loaders] == 2 * [-signal.SIGKILL]
+    assert time.monotonic() - begun < data_loaders.END_SECONDS
 
 
 RANK = """
 import os, sys, threading, time
 from zaya_plugin.hosts import data_loaders
-from zaya_plugin.parent_death import adopt_children
 
 data_loaders.DEVICES = (sys.argv[1] + "/dri",)
 device, other = open(sys.argv[1] + "/dri/renderD128"), open(sys.argv[1] + "/data.bin")
-adopt_children()
 data_loaders.tie_to_rank()
 
-def fork(of_thread):
+def tell(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+def fork(name, again=False):
     if os.fork() == 0:
+        if again:
+            fork("nested")
         held = [os.path.exists(f"/proc/self/fd/{each.fileno()}") for each in (device, other)]
-        print(of_thread, os.getpid(), *map(int, held), flush=True)
+        tell(name, os.getpid(), *map(int, held))
         time.sleep(600)
 
-fork(0)
-thread = threading.Thread(target=fork, args=(1,))
+fork("loader", again=True)
+thread = threading.Thread(target=fork, args=("thread",))
 thread.start()
 thread.join()
+tell("joined")
 time.sleep(600)
 """
 
@@ -67,17 +79,23 @@ def test_a_fork_holds_no_device_and_ends_with_its_rank(tmp_path):
     (tmp_path / "dri").mkdir()
     for name in ("dri/renderD128", "data.bin"):
         (tmp_path / name).touch()
-    rank = subprocess.Popen([sys.executable, "-c", RANK, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    lines = sorted([int(word) for word in rank.stdout.readline().split()] for _ in range(2))
-    (_, loader, *held), (_, of_thread, *_) = lines
+    rank = subprocess.Popen(
+        [sys.executable, "-c", RANK, str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
-        assert held == [0, 1]
-        assert started(of_thread)  # although its thread has ended
+        lines = dict(rank.stdout.readline().strip().partition(" ")[::2] for _ in range(4))
+        assert set(lines) == {"loader", "nested", "thread", "joined"}
+        pids, held = {}, {}
+        for name in ("loader", "nested", "thread"):
+            pids[name], *held[name] = map(int, lines[name].split())
+        assert held == dict.fromkeys(held, [0, 1])  # the data stay open
         rank.kill()
         rank.wait()
         deadline = time.monotonic() + 2
-        while started(loader):
+        while started(pids["loader"]):
             assert time.monotonic() < deadline
             time.sleep(0.01)
+        assert started(pids["thread"]) and started(pids["nested"])
     finally:
-        os.kill(of_thread, signal.SIGKILL)
+        os.killpg(rank.pid, signal.SIGKILL)
+        rank.wait()

@@ -51,6 +51,8 @@ def ended(monkeypatch):
             "release_graphs": note("graphs"),
         }.items():
             monkeypatch.setattr(pretrain, name, value)
+        monkeypatch.setattr(pretrain.data_loaders, "tie_to_rank", lambda: None)
+        monkeypatch.setattr(pretrain.data_loaders, "end", note("loaders"))
         monkeypatch.setattr(pretrain.registered_buffers, "end_with_release", note("end with release"))
         monkeypatch.setattr(pretrain.registered_buffers, "release", note("memory"))
 
@@ -99,6 +101,7 @@ def test_a_run_that_ends_well_gives_up_its_graphs_and_then_their_memory(ended, p
         "flush",
         "reporter",
         "checkpoint",
+        "loaders",
         "writer",
         "graphs",
         "memory",
@@ -109,10 +112,19 @@ def test_megatrons_rerun_machine_finds_its_checkpoint_complete(ended):
     with pytest.raises(SystemExit) as left:
         ended(leave(16))
     assert left.value.code == 16
-    assert ended.calls == ["end with release", "pretrain", "checkpoint", "poll", "reporter", "writer", "graphs"]
+    assert ended.calls == [
+        "end with release",
+        "pretrain",
+        "checkpoint",
+        "poll",
+        "reporter",
+        "loaders",
+        "writer",
+        "graphs",
+    ]
 
 
 def test_after_an_error_nothing_waits_for_other_ranks(ended):
     with pytest.raises(RuntimeError):
         ended(fail)
-    assert ended.calls == ["end with release", "pretrain", "poll", "reporter", "writer", "graphs"]
+    assert ended.calls == ["end with release", "pretrain", "poll", "reporter", "loaders", "writer", "graphs"]

@@ -15,9 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from zaya_plugin.aegis import link
+from zaya_plugin.aegis.journal import read
 from zaya_plugin.aegis.keeper import Keeper, journal_lock, listen, node_lock
 from zaya_plugin.aegis.rules import Rules
-from zaya_plugin.aegis.settings import Settings, is_train, only
+from zaya_plugin.aegis.settings import Settings, is_ours, is_train, only
 from zaya_plugin.config.option_numbers import (
     DAY,
     MOST_RANKS,
@@ -96,7 +97,11 @@ def parser() -> Parser:
         metavar="N",
         help="default: nproc= or cluster.gpus_per_node of the recipe",
     )
-    add("--start", choices=("rank", "node"), help="start COMMAND once for each rank (default for `zaya train`) or node")
+    add(
+        "--start",
+        choices=("rank", "node"),
+        help="start COMMAND once for each rank (default for `zaya train`, `zaya curriculum --only`) or node",
+    )
     add("--decider", metavar="HOST:PORT", help="node of the decision maker (default: the first one of the SLURM job)")
     add("--node", metavar="NAME", help="name of this node (default: SLURM's, or the host's)")
     add("--dir", metavar="DIR", help="journal and logs, on a shared file system (default: <run_dir>/aegis)")
@@ -139,7 +144,7 @@ def settings_of(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settin
     in_job = whole_variable(environ, counted, 1) if counted else 0
     if options.nodes is None:
         options.nodes = max(in_job - options.spares, 1) if in_job else 1
-    if recipe is None and "curriculum" in command and options.nodes + options.spares > 1:
+    if recipe is None and is_ours(command) and "curriculum" in command and options.nodes > 1:
         raise mistake(
             "--nodes",
             options.nodes,
@@ -177,6 +182,7 @@ def settings_of(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settin
 
         checkpoints = checkpoint_path(recipe).absolute()
     check_can_be_made(folder, "--dir")
+    _check_is_of_stage(folder, command)
     host, number = _decider(options, environ)
     Rules.load(options.rules)
     try:
@@ -219,24 +225,40 @@ def settings_of(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settin
 
 
 def _recipe(command: Sequence[str]):
-    """Return the recipe that the command composes, of a curriculum that of the stage."""
+    """Return the recipe that the command composes; for a curriculum, the recipe of the stage."""
     from zaya_plugin.config.compose import compose
     from zaya_plugin.run.curriculum import compose_curriculum
 
-    if (name := only(command)) is not None:
-        words = [word for word in command if "=" in word and not word.startswith("-")]
-        stages = {stage.name: stage.recipe for stage in compose_curriculum(words).stages}
-        if name not in stages:
-            raise mistake("--only", name, problem="no such stage", allowed=", ".join(stages))
-        return stages[name]
-    words = list(command[command.index("train") + 1 :])
+    stage = only(command)
+    words = list(command[command.index("curriculum" if stage else "train") + 1 :])
     if {"-m", "--multirun"} & {*words}:
         raise mistake("-m", problem="several runs cannot be supervised by one command", fix="one `zaya aegis run` each")
     overrides = [word for word in words if "=" in word and not word.startswith("-")]
     if "--config-dir" in words[:-1]:
         folder = Path(words[words.index("--config-dir") + 1]).resolve()
         overrides.append(f"hydra.searchpath=[file://{folder}]")
-    return compose(overrides)
+    if stage is None:
+        return compose(overrides)
+    stages = {each.name: each.recipe for each in compose_curriculum(overrides).stages}
+    if stage not in stages:
+        raise mistake("--only", stage, problem="no such stage", allowed=", ".join(stages))
+    return stages[stage]
+
+
+def _check_is_of_stage(folder: Path, command: Sequence[str]) -> None:
+    """Raise ValueError if the journal in `folder` is of another stage of a curriculum, whose steps and checkpoints would
+    be taken for this one's.
+    """
+    rows = read(folder / "journal.jsonl") if (folder / "journal.jsonl").exists() else ()
+    before = next((row.get("command") for row in rows if row["kind"] == "begin"), None) or command
+    if only(before) != only(command):
+        raise mistake(
+            "--dir",
+            folder,
+            problem=f"its journal is of {shlex.join(before)}",
+            allowed="a folder for each stage",
+            fix="without --dir it is <run_dir>/<stage>/aegis",
+        )
 
 
 def _sizes(recipe, nodes: int, least: int, ranks: int) -> tuple[int, ...]:

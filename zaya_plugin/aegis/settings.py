@@ -71,22 +71,24 @@ class Settings:
         return cls(**values)
 
 
+def is_ours(command: Sequence[str]) -> bool:
+    """Whether the command is one of `zaya`, or of `python -m zaya_plugin.cli`."""
+    return Path(command[0]).name == "zaya" or "zaya_plugin.cli" in command
+
+
 def is_train(command: Sequence[str]) -> bool:
-    """Whether the command is `zaya train`, or `zaya curriculum --only`, which is the same for a stage; also through
-    Python.
-    """
-    ours = Path(command[0]).name == "zaya" or "zaya_plugin.cli" in command
-    return ours and ("train" in command or only(command) is not None)
+    """Whether the command trains one recipe: `zaya train`, or `zaya curriculum --only` for a stage."""
+    return is_ours(command) and ("train" in command or only(command) is not None)
 
 
 def only(command: Sequence[str]) -> str | None:
     """Return the stage that `zaya curriculum --only` names; None: another command, or all stages."""
-    if "curriculum" not in command:
+    if not (is_ours(command) and "curriculum" in command):
         return None
-    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--only")
     try:
-        return parser.parse_known_args(list(command))[0].only
+        return parser.parse_known_args(list(command[command.index("curriculum") + 1 :]))[0].only
     except argparse.ArgumentError:  # without a name: the command says so itself
         return None
 

@@ -4,58 +4,61 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import threading
+import time
 
-from zaya_plugin.parent_death import follow_rank
+from torch.utils.data import _utils
+
+from zaya_plugin.parent_death import PR_SET_PDEATHSIG
 
 DEVICES = ("/dev/kfd", "/dev/dri/")  # of AMD; Megatron closes NVIDIA's itself (its worker_init_fn)
 END_SECONDS = 5.0
 
 
 def tie_to_rank() -> None:
-    """Let every fork that this process' main thread makes from now on end with it, and hold none of AMD's devices.
+    """From now on every fork of this process holds none of AMD's devices, and one that its main thread makes ends with
+    it.
 
     torch's loaders look for their parent every 5 s, between two reads. Until then they would keep the connections of a
     rank that was killed open, so that the others wait for it, and the memory of its device taken, so that the next
     start finds no room (github.com/NVIDIA/Megatron-LM/pull/3684, for NVIDIA).
     """
-    os.register_at_fork(before=_note_thread, after_in_child=_in_fork)
+    if sys.platform != "linux":
+        return
+    rank, main = os.getpid(), threading.main_thread().ident
+    prctl = ctypes.CDLL(None).prctl  # opened here: a fork of a process with threads should load nothing
 
+    def in_fork() -> None:
+        # The kernel sends the signal when the thread that forked ends, so forks of other threads are left alone; so are
+        # forks of a fork.
+        if threading.get_ident() == main and os.getppid() == rank:
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        for descriptor in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{descriptor}").startswith(DEVICES):
+                    os.close(int(descriptor))
 
-_forks_in_main_thread = False
-
-
-def _note_thread() -> None:
-    global _forks_in_main_thread
-    _forks_in_main_thread = threading.current_thread() is threading.main_thread()
-
-
-def _in_fork() -> None:
-    if _forks_in_main_thread:  # else the kernel would end the fork with the thread
-        follow_rank()
-    if os.path.exists("/proc/self/fd"):
-        _close_devices()
-
-
-def _close_devices() -> None:
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{descriptor}").startswith(DEVICES):
-                os.close(int(descriptor))
+    os.register_at_fork(after_in_child=in_fork)
 
 
 def end() -> None:
-    """End the loaders.
+    """End the loaders. The process must read no data after it.
 
     Python would end them at its exit by SIGTERM and wait for them. In them Megatron replaces the handler of that signal
     (its worker_init_fn), so the exit would wait for ever for a loader that something still refers to. As forks they
-    also keep the connection of the writer of checkpoints open.
+    also keep the connection of the writer of checkpoints open. One that waits for storage cannot be ended; the exit
+    still waits for it.
     """
     if loaders := [child for child in multiprocessing.active_children() if child.daemon]:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error for a loader that was killed
+        _utils.python_exit_status = True  # torch's destructors would use locks that a killed loader may hold
         for loader in loaders:
             loader.kill()
-            loader.join(END_SECONDS)  # not for ever: one that waits for storage cannot be ended
+        deadline = time.monotonic() + END_SECONDS
+        for loader in loaders:
+            loader.join(max(0.0, deadline - time.monotonic()))

@@ -102,6 +102,7 @@ class Guest:
     def install(self) -> None:
         """Replace the host's functions for the rest of the process."""
         data_loaders.tie_to_rank()
+        atexit.register(data_loaders.end)  # before multiprocessing's own, which was registered earlier
         self.restore = hooks.install(
             [
                 (TRAINING + "finalize_model_grads", self.finalize_and_balance),
