@@ -14,6 +14,7 @@ import pytest
 from tests.aegis.toy_run import ToyRun, free_port, kill, secret
 from zaya_plugin.aegis import processes
 from zaya_plugin.aegis.agent import Agent
+from zaya_plugin.aegis.evidence import Evidence
 from zaya_plugin.aegis.ranks import Process
 from zaya_plugin.aegis.settings import Settings
 
@@ -107,13 +108,13 @@ def test_a_stopped_rank_hangs_and_is_named(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number, cause", [(signal.SIGKILL, "rank_failed"), (signal.SIGSTOP, "hang")])
+@pytest.mark.parametrize("number, cause", [(signal.SIGKILL, "sigkill"), (signal.SIGSTOP, "hang")])
 def test_ranks_that_another_launcher_starts_are_watched_by_their_heartbeats(tmp_path, number, cause):
     """The command is started once on the node, as primus-cli is."""
     with ToyRun(tmp_path, [[25, 1, 1, "kill", number]], steps=60, options=("--start", "node")).start("n1") as run:
         assert run.end() == 0
         said = run.rows("diagnosis")[0]
-        assert (said["cause"], said["rank"]) == (cause, 1 if cause == "hang" else None)
+        assert (said["cause"], said["rank"]) == (cause, 1)
         assert actions(run) == ["restart"] and len(run.rows("attempt")) == 2
         assert [row["step"] > 0 for row in run.rows("first_step")] == [True, True]
 
@@ -254,3 +255,12 @@ def quiet_agent(tmp_path, monkeypatch):
     agent.sent = []
     monkeypatch.setattr(agent, "_send", lambda kind, **values: agent.sent.append((kind, values)))
     return agent
+
+
+def test_a_launchers_line_with_a_process_is_of_the_rank_with_that_heartbeat(tmp_path, monkeypatch):
+    agent = quiet_agent(tmp_path, monkeypatch)
+    for rank, pid in ((4, 1004), (5, 1005)):
+        (agent.folder / f"rank{rank}.json").write_text(json.dumps({"pid": pid, "phase": "train", "step": 3}))
+    for source, pid in (("exit", 1005), ("exit", 77), ("kernel", 1005)):
+        agent._tell(Evidence(1.0, "n1", source, "failed", None, "sigkill", {"pid": pid}))
+    assert [each.rank for each in agent._evidence] == [5, None, None]

@@ -65,7 +65,10 @@ ranks = []
 for local in range(here):
     named = {"RANK": str(node * here + local), "LOCAL_RANK": str(local), "WORLD_SIZE": world}
     ranks.append(subprocess.Popen(sys.argv[1:], env={**os.environ, **named}))
-sys.exit(1 if any([rank.wait() for rank in ranks]) else 0)
+for local, rank in enumerate(ranks):
+    if code := rank.wait():  # as torchrun says it
+        print(f"failed (exitcode: {code}) local_rank: {local} (pid: {rank.pid}) of binary: python", flush=True)
+sys.exit(1 if any(rank.returncode for rank in ranks) else 0)
 """
 
 

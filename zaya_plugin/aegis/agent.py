@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,10 @@ class Agent:
         self._send("exit", generation=self.generation, rank=rank, code=code, time=at, offset=self.clock.offset)
 
     def _tell(self, evidence: Evidence) -> None:
+        pid = evidence.values.get("pid")
+        if evidence.rank is None and pid is not None and evidence.source != "kernel":  # a container has pids of its own
+            beats = read_beats(self.folder).items()
+            evidence = replace(evidence, rank=next((rank for rank, beat in beats if beat.get("pid") == pid), None))
         self._evidence.append(evidence)
         del self._evidence[:-EVIDENCE]
 
