@@ -199,6 +199,6 @@ def test_the_supervisor_starts_it_again(clone, tmp_path, corpus):
     rows = [json.loads(line) for line in (journal / "journal.jsonl").read_text().splitlines()]
     assert [(row["cause"], row["rank"]) for row in rows if row["kind"] == "diagnosis"] == [("sigkill", 1)]
     assert [row["action"] for row in rows if row["kind"] == "decision"] == ["restart"]
-    assert [row["step"] for row in rows if row["kind"] == "first_step"] == [1, 51]
+    assert [row["after"] for row in rows if row["kind"] == "first_step"] == [0, 50]
     guest, whole = scalars(run_dir / "tensorboard"), scalars(straight / "tensorboard")
     assert guest["lm loss"] == whole["lm loss"] and set(guest["lm loss"]) == set(range(1, 201))
