@@ -205,7 +205,7 @@ def test_interrupt_says_how_to_go_on(tmp_path, command, start, run, prepared, co
     for attempt in range(5):
         output = tmp_path / f"out{attempt}"
         process = start(*command, "--output", output, "--workers", 2)
-        wait_for(lambda: part_files(output), process)
+        wait_for(lambda output=output: part_files(output), process)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate()
         if process.returncode != 0:  # 0: this test was not scheduled until the end
