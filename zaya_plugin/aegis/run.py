@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zaya_plugin.aegis import link
-from zaya_plugin.aegis.journal import read
+from zaya_plugin.aegis.journal import NAME, read
 from zaya_plugin.aegis.keeper import Keeper, journal_lock, listen, node_lock
 from zaya_plugin.aegis.rules import Rules
 from zaya_plugin.aegis.settings import Settings, is_ours, is_train, only
@@ -249,13 +249,15 @@ def _check_is_of_stage(folder: Path, command: Sequence[str]) -> None:
     """Raise ValueError if the journal in `folder` is of another stage of a curriculum, whose steps and checkpoints would
     be taken for this one's.
     """
-    rows = read(folder / "journal.jsonl") if (folder / "journal.jsonl").exists() else ()
-    before = next((row.get("command") for row in rows if row["kind"] == "begin"), None) or command
-    if only(before) != only(command):
+    rows = read(folder / NAME) if (folder / NAME).exists() else ()
+    begins = (row.get("command") for row in rows if row["kind"] == "begin")
+    before = next((found for found in begins if isinstance(found, list) and found), command)  # a disk may damage lines
+    words = [str(word) for word in before]
+    if only(words) != only(command):
         raise mistake(
             "--dir",
             folder,
-            problem=f"its journal is of {shlex.join(before)}",
+            problem=f"its journal is of {shlex.join(words)}",
             allowed="a folder for each stage",
             fix="without --dir it is <run_dir>/<stage>/aegis",
         )
