@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -99,3 +100,15 @@ def test_a_fork_holds_no_device_and_ends_with_its_rank(tmp_path):
     finally:
         os.killpg(rank.pid, signal.SIGKILL)
         rank.wait()
+
+
+def test_a_folder_whose_name_is_too_long_for_sockets_is_refused(tmp_path):
+    code = "from zaya_plugin.hosts import data_loaders; data_loaders.check()"
+    for folder, refused in ((tmp_path / ("long" * 20), True), (tempfile.mkdtemp(dir="/tmp"), False)):
+        os.makedirs(folder, exist_ok=True)
+        environment = {**os.environ, "TMPDIR": str(folder)}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True)
+        assert (done.returncode != 0) == refused, done.stderr
+        assert (
+            f"TMPDIR={folder}: data loaders (data.num_workers) cannot make a socket there" in done.stderr
+        ) == refused

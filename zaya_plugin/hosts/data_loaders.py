@@ -9,15 +9,34 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
+from multiprocessing.connection import Listener
 
 from torch.utils.data import _utils
 
+from zaya_plugin.errors import mistake
 from zaya_plugin.parent_death import PR_SET_PDEATHSIG
 
 DEVICES = ("/dev/kfd", "/dev/dri/")  # of AMD; Megatron closes NVIDIA's itself (its worker_init_fn)
 END_SECONDS = 5.0
+
+
+def check() -> None:
+    """Raise ValueError where loaders could not hand their batches over: they make a socket in the folder for temporary
+    files, whose name the kernel limits to 107 bytes. A loader that cannot would be waited for without an end.
+    """
+    try:
+        Listener(family="AF_UNIX").close()
+    except OSError as error:
+        raise mistake(
+            "TMPDIR",
+            tempfile.gettempdir(),
+            problem=f"data loaders (data.num_workers) cannot make a socket there ({error})",
+            allowed="a short path, of at most 60 bytes, on a local disk",
+            fix="TMPDIR=/tmp, or data.num_workers=0",
+        ) from None
 
 
 def tie_to_rank() -> None:

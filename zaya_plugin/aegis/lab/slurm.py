@@ -191,7 +191,6 @@ class SlurmRun(Run):
     def submit(self, cluster: Cluster, *words: str, options: tuple[str, ...] = (), step: tuple[str, ...] = ()) -> str:
         """Submit the job and return its id. options: of `zaya aegis run`. step: of srun."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.stand.folder / "tmp").mkdir(exist_ok=True)
         self.began = time.time()
         srun = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", *step]
         aegis = zaya("aegis", "run", "--decider", f"127.0.0.1:{PORT}", "--kernel-log", self.folder / "kernel", *options)

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +39,9 @@ class Stand:
             if self.network:
                 remove_leftovers()
                 self._namespaces()
+            # short, since sockets are made in it; removed after the processes have ended
+            made = tempfile.TemporaryDirectory(prefix="zaya_lab_", ignore_cleanup_errors=True)
+            self.temporary = Path(self.stack.enter_context(made))
             self.stack.callback(self.kill)
         except BaseException:
             self.stack.close()
@@ -61,11 +65,7 @@ class Stand:
 
     def environment(self) -> dict[str, str]:
         """Return what the lab adds to the environment of a node's programs."""
-        added = {
-            MARK: str(self.folder),
-            "TMPDIR": str(self.folder / "tmp"),
-            "XDG_STATE_HOME": str(self.folder / "state"),
-        }
+        added = {MARK: str(self.folder), "TMPDIR": str(self.temporary), "XDG_STATE_HOME": str(self.folder / "state")}
         return added | ({"GLOO_SOCKET_IFNAME": LINK} if self.network else {})
 
     def _namespaces(self) -> None:

@@ -108,7 +108,6 @@ class Run:
         """Start the agents. environments: of a node, beside the common one."""
         site = self.folder / "site"
         site.mkdir(parents=True)
-        (self.stand.folder / "tmp").mkdir(exist_ok=True)
         (site / "sitecustomize.py").write_text(SITE)
         project = str(Path(__file__).resolve().parents[3])
         paths = [str(site), project, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -193,7 +192,7 @@ class Run:
 
     def rank_pid(self, node: str) -> int:
         """Return the process of a node's rank."""
-        for path in (self.stand.folder / "tmp").glob(f"zaya_aegis_*_{node}/rank*.json"):
+        for path in self.stand.temporary.glob(f"zaya_aegis_*_{node}/rank*.json"):
             if path.name.count(".") == 1:
                 return int(json.loads(path.read_text())["pid"])
         raise TimeoutError(f"no rank on {node}")
