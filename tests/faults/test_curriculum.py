@@ -188,9 +188,9 @@ def _run_with_kills(ranks: Ranks, run_dir: Path, stages, words, kills: int, seed
         while True:
             moment = chance.choice(("starting", "running", "running", "saving"))
             kill = {
-                "starting": (0, chance.uniform(0, 3)),
-                "running": (chance.randrange(1, 8), chance.uniform(0, 0.3)),
-                "saving": (str(run_dir / stage / "checkpoints"), chance.uniform(0, 0.3)),
+                "starting": (0, chance.uniform(0, 1)),
+                "running": (chance.randrange(1, 5), chance.uniform(0, 0.1)),
+                "saving": (str(run_dir / stage / "checkpoints"), chance.uniform(0, 0.1)),
             }[moment]
             code = ranks.run("curriculum", "--only", stage, *words, kill=kill if done.total() < share else None)
             if code == -9:
