@@ -12,6 +12,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from zaya_plugin.aegis.collectors.progress import read_beats
+
 # A ZAYA as small as all its parts allow: 4 layers, 16 experts and the skip class, 8 query and 2 key/value heads.
 MICRO = (
     "experiment=cpu_demo",
@@ -97,6 +99,17 @@ def train_and_signal(run_dir: Path, data: Path, number: int, at_step: int, *over
     process.send_signal(number)
     output, _ = process.communicate(timeout=120)
     return Run(process.returncode, output, Path(run_dir))
+
+
+def kill_supervised_rank(supervisor: subprocess.Popen, temporary: Path, rank: int, at_step: int, log: Path) -> None:
+    """Send SIGKILL to a rank of `zaya aegis run` once it tells `at_step`. temporary: the supervisor's TMPDIR."""
+    deadline, beat = time.monotonic() + 300, {}
+    while beat.get("step", 0) < at_step:
+        assert supervisor.poll() is None and time.monotonic() < deadline, log.read_text()[-6000:]
+        time.sleep(0.02)
+        beats = (read_beats(folder) for folder in temporary.glob("zaya_aegis_*"))
+        beat = next((found[rank] for found in beats if rank in found), {})
+    os.kill(beat["pid"], signal.SIGKILL)
 
 
 def descendants(pid: int) -> list[int]:

@@ -54,7 +54,7 @@ from zaya_plugin.hosts import data_loaders
 
 data_loaders.DEVICES = (sys.argv[1] + "/dri",)
 device, other = open(sys.argv[1] + "/dri/renderD128"), open(sys.argv[1] + "/data.bin")
-data_loaders.tie_to_rank()
+data_loaders.prepare(1)
 
 def tell(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
@@ -103,7 +103,7 @@ def test_a_fork_holds_no_device_and_ends_with_its_rank(tmp_path):
 
 
 def test_a_folder_whose_name_is_too_long_for_sockets_is_refused(tmp_path):
-    code = "from zaya_plugin.hosts import data_loaders; data_loaders.check()"
+    code = "from zaya_plugin.hosts import data_loaders; data_loaders.prepare(1)"
     for folder, refused in ((tmp_path / ("long" * 20), True), (tempfile.mkdtemp(dir="/tmp"), False)):
         os.makedirs(folder, exist_ok=True)
         environment = {**os.environ, "TMPDIR": str(folder)}

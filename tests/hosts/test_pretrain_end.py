@@ -40,7 +40,7 @@ def ended(monkeypatch):
         for name, value in {
             "megatron_arguments": lambda *_: {},
             "parse_arguments": lambda values: SimpleNamespace(
-                curr_iteration=4, rank=0, world_size=1, distributed_timeout_minutes=10
+                curr_iteration=4, rank=0, world_size=1, distributed_timeout_minutes=10, num_workers=0
             ),
             "Saver": lambda *_, **__: SimpleNamespace(close=note("writer")),
             "SavedState": lambda *_: None,
@@ -51,7 +51,6 @@ def ended(monkeypatch):
             "release_graphs": note("graphs"),
         }.items():
             monkeypatch.setattr(pretrain, name, value)
-        monkeypatch.setattr(pretrain.data_loaders, "tie_to_rank", lambda: None)
         monkeypatch.setattr(pretrain.data_loaders, "end", note("loaders"))
         monkeypatch.setattr(pretrain.registered_buffers, "end_with_release", note("end with release"))
         monkeypatch.setattr(pretrain.registered_buffers, "release", note("memory"))

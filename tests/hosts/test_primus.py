@@ -10,21 +10,18 @@ Needs ZAYA_PRIMUS=<clone of AMD-AGI/Primus with third_party/Megatron-LM> and its
 part, since Megatron's compiled module goes beside its source; nothing in them is changed.
 """
 
-import contextlib
 import importlib.util
-import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.hosts.test_pretrain_gpt import ROOT, SIX, float32, scalars
-from tests.running import MICRO, train, zaya
+from tests.running import MICRO, kill_supervised_rank, train, zaya
+from zaya_plugin.aegis.journal import read
 from zaya_plugin.run.primus_export import launcher
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -184,19 +181,12 @@ def test_the_supervisor_starts_it_again(clone, tmp_path, corpus):
             stderr=subprocess.STDOUT,
         )
     try:
-        deadline, beat = time.monotonic() + 300, {}
-        while beat.get("step", 0) < 60:
-            assert supervisor.poll() is None and time.monotonic() < deadline, log.read_text()[-6000:]
-            time.sleep(0.05)
-            for path in temporary.glob("zaya_aegis_*/rank1.json"):
-                with contextlib.suppress(ValueError):  # it is just being made
-                    beat = json.loads(path.read_text())
-        os.kill(beat["pid"], signal.SIGKILL)
+        kill_supervised_rank(supervisor, temporary, 1, 60, log)
         assert supervisor.wait(600) == 0, log.read_text()[-6000:]
     finally:
         supervisor.terminate()
         supervisor.wait()
-    rows = [json.loads(line) for line in (journal / "journal.jsonl").read_text().splitlines()]
+    rows = list(read(journal / "journal.jsonl"))
     assert [(row["cause"], row["rank"]) for row in rows if row["kind"] == "diagnosis"] == [("sigkill", 1)]
     assert [row["action"] for row in rows if row["kind"] == "decision"] == ["restart"]
     assert [row["after"] for row in rows if row["kind"] == "first_step"] == [0, 50]

@@ -23,10 +23,19 @@ DEVICES = ("/dev/kfd", "/dev/dri/")  # of AMD; Megatron closes NVIDIA's itself (
 END_SECONDS = 5.0
 
 
-def check() -> None:
-    """Raise ValueError where loaders could not hand their batches over: they make a socket in the folder for temporary
-    files, whose name the kernel limits to 107 bytes. A loader that cannot would be waited for without an end.
+def prepare(number: int) -> None:
+    """Prepare this rank for `number` loaders, before they are made.
+
+    Raises:
+        ValueError: they could not hand over what they read. They make a socket in the folder for temporary files, whose
+            name the kernel limits to 107 bytes, and the rank would wait for the first batch for ever.
     """
+    if number:
+        _check_folder()
+        _tie_to_rank()
+
+
+def _check_folder() -> None:
     try:
         Listener(family="AF_UNIX").close()
     except OSError as error:
@@ -39,7 +48,7 @@ def check() -> None:
         ) from None
 
 
-def tie_to_rank() -> None:
+def _tie_to_rank() -> None:
     """From now on every fork of this process holds none of AMD's devices, and one that its main thread makes ends with
     it.
 
@@ -68,10 +77,10 @@ def tie_to_rank() -> None:
 def end() -> None:
     """End the loaders. The process must read no data after it.
 
-    Python would end them at its exit by SIGTERM and wait for them. In them Megatron replaces the handler of that signal
-    (its worker_init_fn), so the exit would wait for ever for a loader that something still refers to. As forks they
-    also keep the connection of the writer of checkpoints open. One that waits for storage cannot be ended; the exit
-    still waits for it.
+    Python would end them at its exit by SIGTERM and wait for them. Megatron's worker_init_fn replaces the handler of
+    that signal in them, so that a SIGTERM to the whole job leaves them for the last steps; the exit would wait for ever
+    for a loader that something still refers to. As forks they also keep the connection of the writer of checkpoints
+    open. One that waits for storage cannot be ended; the exit still waits for it.
     """
     if loaders := [child for child in multiprocessing.active_children() if child.daemon]:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error for a loader that was killed

@@ -101,7 +101,7 @@ class Guest:
 
     def install(self) -> None:
         """Replace the host's functions for the rest of the process."""
-        data_loaders.tie_to_rank()
+        data_loaders.prepare(self.args.num_workers)
         atexit.register(data_loaders.end)  # before multiprocessing's own, which was registered earlier
         self.restore = hooks.install(
             [

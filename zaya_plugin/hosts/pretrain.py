@@ -67,6 +67,7 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
         reporter: gets every step and validation.
     """
     args = parse_arguments(megatron_arguments(recipe, sources.tokenizer_arguments()))
+    data_loaders.prepare(args.num_workers)
     saver = Saver(
         lifecycle.directory,
         args.rank,
@@ -82,7 +83,6 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
     handover.check(args)
     trainer = _Trainer(args, recipe, sources, lifecycle, reporter, SavedState(recipe, saver))
     registered_buffers.end_with_release()
-    data_loaders.tie_to_rank()
     try:
         with (
             hooks.replaced({NEW_MEMORY: False} if recipe.cluster.deterministic else {}),

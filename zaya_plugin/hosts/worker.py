@@ -112,12 +112,10 @@ def _train(recipe, rank: int, world_size: int, console) -> int:
     import torch
 
     from zaya_plugin.data.sources import find_sources
-    from zaya_plugin.hosts import data_loaders, pretrain
+    from zaya_plugin.hosts import pretrain
     from zaya_plugin.training.lifecycle import Lifecycle
     from zaya_plugin.training.metrics import Reporter
 
-    if recipe.data.num_workers:
-        data_loaders.check()
     reporter = Reporter(recipe, rank, world_size, console)
     code = pretrain.run(recipe, find_sources(recipe), Lifecycle(recipe), reporter)
     if torch.distributed.is_initialized():
