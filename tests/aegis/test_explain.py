@@ -210,7 +210,7 @@ def test_any_bytes_in_a_folder_are_read(tmp_path):
     assert one(tmp_path).cause == "hip_no_device"
 
 
-REPLAY = """
+REPLAY = r"""
 import re, sys, time
 from pathlib import Path
 from zaya_plugin.aegis.explain import read_logs
