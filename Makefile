@@ -20,7 +20,10 @@ RUN_DIR := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 DEMO_DATA = $(BIN)/zaya data prepare --input stdlib --output data/stdlib --train-bpe 2048 --valid-fraction 0.1
 DEMO_TRAIN = $(BIN)/zaya train experiment=cpu_demo run_dir=$(RUN_DIR)
 
-.PHONY: help setup tools demo test test-all test-core16 test-gpu lint clean distclean
+# `make check`: what a change of a formula, a key or a message breaks first.
+CHECK_TESTS := tests/model tests/optim tests/config tests/cli tests/packaging/test_import_rules.py tests/packaging/test_project_text.py
+
+.PHONY: help setup tools demo check test test-all test-core16 test-gpu lint clean distclean
 
 help: ## Show this
 	@echo "ZAYA1 as a Megatron-core plugin. Needs GNU make and Python 3.12 or 3.13, which it finds by itself."
@@ -38,21 +41,26 @@ help: ## Show this
 setup: ## Create .venv and install the versions of constraints.txt (other targets run this first)
 	@tools/bootstrap.sh
 
-tools:
-	@tools/apt_packages.sh
+tools: ## Install the Debian packages that the tests of the HIP kernels need (as root; a download of about 100 MB)
+	@tools/apt_packages.sh --install
 
 demo: setup ## Prepare a corpus from the Python standard library and train a small ZAYA on the CPU
 	$(DEMO_DATA)
 	$(DEMO_TRAIN)
 
 # With more threads, which spin while they wait, two test processes take three times as long.
-test test-all test-core16: export OMP_NUM_THREADS ?= 1
+check test test-all test-core16: export OMP_NUM_THREADS ?= 1
 
-test: setup tools ## Run the tests that are neither slow nor need an accelerator
-	$(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not gpu" $(PYTEST_ARGS)
+check: setup ## Run the core of the tests (2 minutes)
+	$(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not gpu" $(CHECK_TESTS) $(PYTEST_ARGS)
 
-test-all: setup tools ## Run all tests but those that need an accelerator
-	$(PYTEST) $(SIDE_BY_SIDE) -m "not gpu" $(PYTEST_ARGS)
+test: setup ## Run the tests that are neither slow nor need an accelerator (7 minutes on 2 cores); ends with the 20 slowest
+	@tools/apt_packages.sh
+	$(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not gpu" --durations=20 --durations-min=1 $(PYTEST_ARGS)
+
+test-all: setup ## Run all tests but those that need an accelerator (an hour on 2 cores)
+	@tools/apt_packages.sh
+	$(PYTEST) $(SIDE_BY_SIDE) -m "not gpu" --durations=20 --durations-min=1 $(PYTEST_ARGS)
 
 test-core16: setup ## Run the tests of the model, parity, optimizers, parallelism and patches on megatron-core 0.16.1
 	@tools/core16.sh

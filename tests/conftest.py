@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures that every test may use."""
+"""The surroundings of every test, and fixtures that every test may use."""
 
 import os
 import shutil
+import signal
 import sys
-from collections.abc import Callable
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,22 +30,65 @@ LONG = (
 )
 
 
+ROOT = Path(__file__).resolve().parent.parent
+
 # The check of every start (zaya_plugin.run.megatron_check) takes seconds for each recipe, and most tests start another
 # one, whose ranks validate the same. tests/run/test_megatron_check.py and tests/hosts/test_argument_check.py make it.
 os.environ["ZAYA_CHECK"] = "off"
 
 
+def pytest_configure() -> None:
+    """Give this process, and what it starts, surroundings that do not depend on the user's: an empty home and working
+    directory, and the default reactions to signals, which a background job or nohup changes.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers have what their parent has
+        home = tempfile.mkdtemp(prefix="zaya-tests-")
+        os.environ["ZAYA_TESTS_HOME"] = os.environ["HOME"] = home
+        for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME"):
+            os.environ.pop(name, None)
+        # What is compiled from the same source is the same in every session.
+        os.environ["XDG_CACHE_HOME"] = str(ROOT / ".pytest_cache" / "compiled")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def pytest_unconfigure() -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(os.environ["ZAYA_TESTS_HOME"], ignore_errors=True)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
     rank = {folder: number for number, folder in enumerate(LONG)}
-    items.sort(key=lambda item: rank.get(item.path.relative_to(here).parts[0], len(rank)))
+    items.sort(key=lambda item: rank.get(item.path.relative_to(ROOT / "tests").parts[0], len(rank)))
+    seen: Counter = Counter()
+    for item in items:
+        if (mark := item.get_closest_marker("first_cases")) and not item.get_closest_marker("slow"):
+            test = (item.path, item.originalname)
+            seen[test] += 1
+            if seen[test] > mark.args[0]:
+                item.add_marker("slow")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def working_directory(tmp_path_factory) -> Iterator[Path]:
+    """An empty one, not the checkout with its data/ and runs/. Not before collection: pytest resolves relative arguments."""
+    folder = tmp_path_factory.mktemp("cwd")
+    os.chdir(folder)
+    yield folder
+    os.chdir(ROOT)
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
+def seeded(working_directory) -> Iterator[None]:
     """The same random numbers in every run and in every order of the tests; importing torch is left to those that need it."""
     if torch := sys.modules.get("torch"):
         torch.manual_seed(1234)
+    yield
+    assert os.listdir(working_directory) == [], "the test wrote into the working directory"
 
 
 @pytest.fixture(scope="session")

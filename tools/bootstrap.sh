@@ -52,12 +52,30 @@ if [ ! -x "$VENV/bin/python" ]; then
     "$PYTHON" -m venv "$VENV"
 fi
 
-say "installing the versions of constraints.txt; the first time this downloads about 5 GB and takes some minutes"
+say "installing the versions of constraints.txt: about 5 GB from PyPI, 1 to 5 minutes; with an index of CPU wheels of torch in PIP_EXTRA_INDEX_URL about 2 GB"
 # No build isolation: the pinned setuptools builds this package and the one requirement that is a source archive (antlr4),
 # so the builds are pinned as well. pip and setuptools are therefore installed first.
-quiet=--quiet
-if [ -t 2 ]; then quiet=""; fi
-install() { PYTHONWARNINGS=ignore "$VENV/bin/python" -m pip install $quiet --disable-pip-version-check -c "$ROOT/constraints.txt" "$@"; }
+started=$(date +%s)
+elapsed() { echo $(($(date +%s) - started)); }
+pip_install() { PYTHONWARNINGS=ignore "$VENV/bin/python" -m pip install --disable-pip-version-check -c "$ROOT/constraints.txt" "$@"; }
+progress() { # pip's lines about large downloads, and the last step, with the seconds
+    while read -r line; do
+        case $line in
+            Downloading*[MG]B\)* | "Using cached"*[MG]B\)*) say "$(elapsed) s: $line" ;;
+            "Installing collected"*) say "$(elapsed) s: unpacking all packages" ;;
+        esac
+    done
+}
+install() { # a terminal shows pip's own bars
+    if [ -t 2 ]; then pip_install "$@"; return; fi
+    rm -f "$VENV/.zaya-pip"
+    mkfifo "$VENV/.zaya-pip" # not a pipeline, which would hide pip's exit status
+    progress <"$VENV/.zaya-pip" &
+    failed=0
+    pip_install "$@" >"$VENV/.zaya-pip" || failed=$?
+    wait
+    return "$failed"
+}
 whole() { # pip writes INSTALLER after a package's files, and renames a package that it replaces to ~...
     for info in "$VENV"/lib/python3*/site-packages/*.dist-info; do [ ! -d "$info" ] || [ -f "$info/INSTALLER" ] || return 1; done
     for left in "$VENV"/lib/python3*/site-packages/~*; do [ ! -e "$left" ] || return 1; done
@@ -73,4 +91,4 @@ if [ "$status" != 0 ]; then
 fi
 rm -f "$MARKER"
 printf '%s' "$key" >"$STAMP"
-say "done"
+say "done in $(elapsed) s"

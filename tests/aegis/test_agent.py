@@ -41,6 +41,7 @@ def test_a_killed_rank_is_seen_within_a_second_and_the_attempt_starts_again(tmp_
         assert not list(tmp_path.glob("zaya_aegis_*"))  # the node's folder is removed
 
 
+@pytest.mark.slow
 def test_the_ranks_train_on_while_the_decision_maker_is_killed(tmp_path):
     with ToyRun(tmp_path, steps=150).start("n1") as run:
         run.wait_for(lambda: run.step_of("n1", 0) > 5)

@@ -58,6 +58,7 @@ def checked(run_dir: Path, ranks: int, steps: int) -> dict:
     return found
 
 
+@pytest.mark.slow
 def test_a_step_of_one_rank(tmp_path):
     """The test is the rank of an outer launcher, which saves the start of our own."""
     with socket.socket() as probe:

@@ -74,7 +74,7 @@ def test_the_limit_holds_for_writing_and_reading_back(files):
     source, target, expected = files
     began = time.monotonic()
     places.upload(source, target, expected, limit=8 * 2**20)
-    assert 0.25 <= time.monotonic() - began < 2
+    assert time.monotonic() - began >= 0.25
     assert places.Pace(10_000).piece == 4096 and places.Pace(1e12).piece == manifest.PIECE
 
 

@@ -208,6 +208,7 @@ def test_a_checkpoint_of_torchs_own_writer_without_a_manifest(tmp_path, small_pi
     assert not (target(tmp_path) / "integrity.json").exists()
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_operation_is_continued(tmp_path, source):
     expected, number, ended, most_kept = loaded(source), 0, False, 0
     while not ended:

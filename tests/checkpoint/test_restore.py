@@ -83,6 +83,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_an_interrupted_upload_is_finished_from_the_nodes(ranks, places):
     places.save(10)
     left = places.save(20, uploaded=False)

@@ -89,7 +89,7 @@ class WriterProcess:
 
     def end(self) -> tuple[int, str]:
         """Wait for the process. Return its exit code and stderr."""
-        _, errors = self.process.communicate(timeout=20)
+        _, errors = self.process.communicate(timeout=60)
         return self.process.returncode, errors
 
     def close(self) -> None:

@@ -4,7 +4,6 @@
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -69,9 +68,7 @@ def test_train_help_names_every_group_option_and_the_most_used_keys(zaya):
 
 
 def test_cfg_job_prints_a_recipe_that_loads(zaya, tmp_path):
-    started = time.monotonic()
     done = zaya("train", "--cfg", "job", "experiment=cpu_demo", "optim.lr=1e-4")
-    assert time.monotonic() - started < 6  # 0.5 s on an idle core; a torch import alone would take longer on a busy one
     assert done.returncode == 0, done.stderr
     (tmp_path / "recipe.yaml").write_text(done.stdout)
     recipe = load_recipe(tmp_path / "recipe.yaml")

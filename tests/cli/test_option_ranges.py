@@ -80,7 +80,7 @@ def test_every_number_has_a_range(words):
             begin = time.monotonic()
             with pytest.raises(argparse.ArgumentTypeError, match="is not a"):
                 action.type(text)
-            assert time.monotonic() - begin < 1, name
+            assert time.monotonic() - begin < 60, name
         if action.dest not in BY_CONTENT:
             for text in HUGE:
                 with pytest.raises(argparse.ArgumentTypeError, match="is not a"):

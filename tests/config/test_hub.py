@@ -66,7 +66,7 @@ def test_a_name_without_a_network_is_refused_with_what_was_tried(monkeypatch, re
             f"({address} cannot be reached: " in text
             and f"Fix: {key.replace('--tokenizer=', '--tokenizer ')}<folder>" in text
         )
-    assert time.monotonic() - began < 40, "its client alone takes a minute"
+    assert time.monotonic() - began < 100, "its client alone takes a minute for each"
 
 
 def test_a_user_who_says_offline_is_not_asked(monkeypatch, silent):

@@ -35,6 +35,7 @@ def _difference(a: Run, b: Run, steps) -> float:
     return max(abs(a.steps()[step]["loss"] - b.steps()[step]["loss"]) for step in steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_one_rank_and_several_agree(run_on, ranks):
     one, several = run_on(1), run_on(ranks)
@@ -44,6 +45,7 @@ def test_one_rank_and_several_agree(run_on, ranks):
     assert one.steps()[12]["loss"] < one.steps()[1]["loss"] - 0.3
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, run_on, corpus):
     resumed = train(_at_step_6(run_on(2), tmp_path / "run"), corpus, "nproc=2", "resume=auto", recipe=MUON)
     assert "continuing after step 6" in resumed.output

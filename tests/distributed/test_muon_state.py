@@ -71,6 +71,7 @@ def test_each_keeps_what_it_needs_and_no_rank_more_than_its_share(saved):
     assert max(before["sizes"]) <= 1.1 * sum(before["sizes"]) / 4 + largest
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks(tmp_path):
     run("skip", 2, tmp_path)
 

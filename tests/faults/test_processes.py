@@ -53,6 +53,7 @@ def rank_of(pid):
         return dict(item.partition("=")[::2] for item in file.read().split("\0")).get("RANK")
 
 
+@pytest.mark.slow
 def test_a_killed_torchrun_takes_its_ranks_along(worker_program, tmp_path):  # noqa: F811
     words, variables = worker_program
     running = start([*words, f"run_dir={tmp_path}/run"], variables, 4)
@@ -83,6 +84,7 @@ def test_a_signal_to_one_rank_is_an_early_end(worker_program, tmp_path, rank):  
     assert "a signal ended the run early, at step 96 of 240" in stderr and "Traceback" not in stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layers", [pytest.param(0, id="direct", marks=pytest.mark.slow), pytest.param(1, id="below a shell")]
 )
@@ -125,6 +127,7 @@ def test_ranks_of_srun_end_with_their_slurmstepd(worker_program, tmp_path):  # n
     assert saved(run_dir) == ["saved_by_0", "saved_by_1"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_react_is_ended(worker_program, tmp_path):  # noqa: F811
     """It waits for another rank, say; the time is torchrun's, made short here."""
     words, variables = worker_program
@@ -153,6 +156,7 @@ def test_a_rank_whose_launcher_is_gone_does_not_begin(worker_program, tmp_path):
     assert "ready" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_rank_that_a_shell_started_outlives_the_shell(worker_program, tmp_path):  # noqa: F811
     """`nohup zaya train &` with RANK set by hand."""
     _, variables = worker_program

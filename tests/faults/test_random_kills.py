@@ -16,6 +16,7 @@ def kills(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_killed_saves_lose_nothing_durable():
     output = kills(*FEW)
     assert "3 of 3 resumed from the newest durable checkpoint to equal bits" in output

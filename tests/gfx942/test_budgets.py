@@ -34,6 +34,7 @@ PRESENT = Counter({"v_mfma_f32_32x32x8_bf16": 16})
 HOW = "if this is meant: python -m tests.gfx942.budgets --write"
 
 
+@pytest.mark.slow
 def test_hip_kernels_are_within_their_rows():
     table = {source: rows for source, rows in budgets.read_table().items() if source != budgets.TRITON}
     problems = budgets.compare(table, budgets.hip_kernels())

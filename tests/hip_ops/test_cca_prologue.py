@@ -66,6 +66,7 @@ FAST = [
 ]
 
 
+@pytest.mark.first_cases(9)
 @pytest.mark.parametrize("schedule", ["forward", "reverse", "random:11"])
 @pytest.mark.parametrize("case", FAST, ids=str)
 def test_cpu_build_against_fp64(monkeypatch, case, schedule):

@@ -24,6 +24,7 @@ MORE = [
 KERNELS = ("forward", "backward_pass", "backward_temperature", "backward_sum")
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "case, schedule",
     [

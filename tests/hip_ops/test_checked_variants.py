@@ -194,6 +194,7 @@ KERNELS_OF = {
 }
 
 
+@pytest.mark.slow
 def test_training_launches_no_variant_that_the_self_check_does_not(recorded, checked):
     missing, trained = {}, training_calls(STATISTICS_PARTS)
     assert checked.keys() - UNUSED <= trained.keys(), "every operator with a HIP version has its sizes there"

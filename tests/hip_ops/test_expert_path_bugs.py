@@ -37,6 +37,7 @@ def named(sort: bool):
     return [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in names]
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("name", named(sort=False))
 def test_each_bug_is_caught(tmp_path, monkeypatch, name):
     bug = bugs.BUGS[name]
@@ -48,6 +49,7 @@ def test_each_bug_is_caught(tmp_path, monkeypatch, name):
             bugs.CHECKS[bug.case](MODULES[bug.case])
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("name", named(sort=True))
 def test_each_bug_of_the_sort_is_caught(tmp_path, name):
     """Runs the compiled gfx942 code, because wrong rows are wrong addresses, which would crash the process on the

@@ -54,6 +54,7 @@ def every_schedule(cases: list) -> list:
     ]
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_sort(kind, schedule):
@@ -76,12 +77,14 @@ def test_triton_sort_with_several_tiles_a_program():
         assert torch.equal(got, want)
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("case, schedule", every_schedule(ROWS))
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows(kind, case, schedule):
     check_rows(KINDS[kind](Device(schedule)), case)
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("case, schedule", every_schedule(SWIGLU))
 @pytest.mark.parametrize("kind", KINDS)
 def test_swiglu(kind, case, schedule):

@@ -39,6 +39,7 @@ print("right")
 """
 
 
+@pytest.mark.slow
 def test_in_the_interpreter():
     pytest.importorskip("triton")
     done = run_python(PROGRAM, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")

@@ -22,6 +22,7 @@ FLAGGED = [
 ]
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("case, flag", FLAGGED)
 def test_numbers(case, flag):
     on_device = GroupedOnDevice()
@@ -82,6 +83,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("kind, candidate, small", WIDEST + OTHERS)
 def test_numbers_of_every_candidate(kind, candidate, small):
     """An expert without rows, rows past a tile's end, columns past a tile's end, fewer rows than a slab. With small
@@ -96,6 +98,7 @@ def test_numbers_of_every_candidate(kind, candidate, small):
             check_rows(on_device, case, kind == "rows_t")
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("kind, candidate", CANDIDATES)
 def test_the_model_has_the_figures_of_the_compiled_code(kind, candidate):
     compiled = grouped_product(kind, candidate.config)

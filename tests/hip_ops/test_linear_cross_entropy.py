@@ -228,6 +228,7 @@ def test_losses_without_gradients_are_the_same(dtype, no_class, first_class, z_l
         assert hip_ops.linear_cross_entropy(hidden[:0], weight, labels[:0]).shape == (0,)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("name", PASSES)
 def test_torch_compile_makes_one_graph_of_a_reference(name):
     """Traces any number of parts and rows with the same results; other backends than Inductor trace the same."""
@@ -472,6 +473,7 @@ print("right")
 """
 
 
+@pytest.mark.slow
 def test_a_vocabulary_cut_over_two_ranks(tmp_path):
     done = run_python(RANKS, tmp_path / "store", OMP_NUM_THREADS="1")
     assert done.returncode == 0 and "right" in done.stdout, done.stdout[-4000:]

@@ -109,6 +109,7 @@ print("right")
 """
 
 
+@pytest.mark.slow
 def test_sanitizers_find_nothing(tmp_path):
     source = write_source(tmp_path)
     assert "right" in run_sanitized(PROGRAM, build_cpu_library(source, sanitize=True), source)

@@ -146,6 +146,7 @@ def test_loads_of_a_batch_are_in_flight_together(code):
         assert "flat_" not in body and "scratch_" not in body
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("schedule", ["lockstep", "reverse"])
 def test_triton_agrees_with_hip(code, schedule):
     lists = make_lists(SHAPES, 7)
@@ -202,6 +203,7 @@ def test_variant_without_a_bug_passes(bugs, code, kernel):
     _check(kernel, bugs, code, "right")
 
 
+@pytest.mark.first_cases(4)
 @pytest.mark.parametrize("bug", BUGS)
 def test_bug_is_found(bugs, code, bug):
     with pytest.raises((AssertionError, EmulatorFault)):

@@ -52,6 +52,7 @@ def test_bf16_is_as_near_to_fp64_as_torch_optim_muon(shape):
     assert inside_half <= 0.3 * anchor  # an eighth, and the rounding of the result
 
 
+@pytest.mark.first_cases(4)
 @pytest.mark.parametrize("coefficients", SETS)
 @pytest.mark.parametrize("form", ["standard", "gram"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

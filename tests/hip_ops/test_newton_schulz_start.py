@@ -137,6 +137,7 @@ print("right")
 """
 
 
+@pytest.mark.slow
 def test_sanitizers_find_nothing():
     done = run_sanitized(
         PROGRAM, build_cpu_library(SOURCE, sanitize=True), kernel_source(f"{SOURCE}.hip"), HO_CPU_SCHEDULE="random:3"

@@ -69,6 +69,7 @@ def test_hip_against_fp64(case, schedule):
     assert all(counters.atomics == 0 for counters in emulated.counters.values())
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     "case, schedule", schedules_of([ODD, CENTERED[1]], [ZAYA, *QUICK[3:], *SLOW[2:8], CENTERED[0], *CENTERED[2:]])
 )
@@ -76,6 +77,7 @@ def test_triton_against_fp64(case, schedule):
     check(EmulatedTriton(Device(schedule)).implementation, case)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("case", [ZAYA, PLAIN, replace(PLAIN, centered=True)], ids=str)
 def test_triton_and_hip_agree(case):
     """Within one ULP of the dtype, or of fp32 of the terms: and a merge of few roundings bit for bit."""

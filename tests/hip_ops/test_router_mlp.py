@@ -179,6 +179,7 @@ def test_which_routers_triton_takes(case, taken):
         assert mine.fits["triton"](*given) is taken
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "case",
     [Router(9, 32, 5), Router(9, 32, 5, averaged=False, forced=False, unweighted=False, uses_state=False)],

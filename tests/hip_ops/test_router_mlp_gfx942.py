@@ -23,12 +23,14 @@ CASES = [
 ]
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_numbers(case):
     check_forward(RouterOnDevice(), case)
     check_backward(RouterOnDevice(), case)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("schedule", ["serial", "reverse"])
 @pytest.mark.parametrize("case", [WIDE, pytest.param(ZAYA1, marks=pytest.mark.slow)], ids=str)
 def test_other_schedules(case, schedule):

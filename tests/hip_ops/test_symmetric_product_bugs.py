@@ -87,6 +87,7 @@ def test_the_copy_without_a_bug_passes(tmp_path, kernel):
 FAST = ("a lost barrier between two slabs", "k permuted in one operand alone", "no mirror image")
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("bug", [pytest.param(bug, marks=[] if bug in FAST else pytest.mark.slow) for bug in BUGS])
 def test_bug_is_caught(bug, tmp_path):
     found = caught(code_object(variant(tmp_path, [KERNEL], [BUGS[bug]])))

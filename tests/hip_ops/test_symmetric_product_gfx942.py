@@ -26,6 +26,7 @@ def under(all_schedules: list[tuple], one: list[tuple]) -> list:
     ]
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     "schedule, kernel, batch, n, k, with_d, gamma",
     under(
@@ -43,6 +44,7 @@ def test_symmetric_product_is_right_and_symmetric(schedule, kernel, batch, n, k,
     assert case.worst_ulps(got) <= ROUNDED_ONCE
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     "schedule, kernel, batch, m, n, k, bf16_result",
     under(
@@ -115,6 +117,7 @@ def test_general_product_moves_each_byte_of_the_result_once():
     assert counters.mfma == 2 * 256 * 128 * 64 / MFMA_FLOPS
 
 
+@pytest.mark.slow
 def test_tiles_of_one_matrix_stay_on_one_xcd(tmp_path):
     """Distinct operand bytes that each XCD loads, blocks handed to XCDs in turn: with the mapping of tile_order.h and
     without it.
@@ -181,6 +184,7 @@ def test_lds_time(side):
     assert product_lds_time(side) * 256 == TILE_SIDES[side][1]
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_triton_objects_for_gfx942_agree(symmetric):
     pytest.importorskip("triton")

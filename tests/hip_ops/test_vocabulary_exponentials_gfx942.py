@@ -49,11 +49,13 @@ def cases_and_schedules() -> list:
     ]
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize("kind, case, other_ranks, schedule", cases_and_schedules())
 def test_against_fp64(kind, case, other_ranks, schedule):
     check(KINDS[kind](Device(schedule)), case, other_ranks=other_ranks)
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("edge", EDGES, ids=lambda edge: edge.__name__)
 def test_edges(kind, edge):

@@ -39,6 +39,7 @@ def cases_and_schedules() -> list:
     ]
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize("kind, case, schedule", cases_and_schedules())
 def test_against_fp64(kind, case, schedule):
     check(KINDS[kind](Device(schedule)), case)

@@ -53,9 +53,8 @@ print("done")
 """
 
 
-@pytest.mark.parametrize(
-    "schedule", [SCHEDULES[-1], *(pytest.param(name, marks=pytest.mark.slow) for name in SCHEDULES[:-1])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_finding(schedule):
     assert "done" in run_sanitized(PROGRAM, build_cpu_library(SOURCE, sanitize=True), SOURCE, HO_CPU_SCHEDULE=schedule)
 

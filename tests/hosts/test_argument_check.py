@@ -20,6 +20,7 @@ def check(*overrides):
     megatron_check.check(recipe, make_plan(recipe, {}))
 
 
+@pytest.mark.slow
 def test_one_process_answers_for_all_recipes_and_what_it_accepts_is_kept(monkeypatch, tmp_path):
     started = []
 

@@ -60,6 +60,7 @@ def test_no_mode_watches_the_calls_of_a_step(decoder):
         assert counting.calls == 2  # it watches again
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "lengths", [(9,), (7, 1, 23), pytest.param((1,), marks=SLOW), pytest.param((2, 3, 4), marks=SLOW)]
 )

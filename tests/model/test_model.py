@@ -43,7 +43,7 @@ RECOMPUTE = {
 
 
 # Megatron compiles a C++ extension at the first layernorm recomputation.
-COMPILES = ("layernorm", "all_selective")
+COMPILES = ("layernorm", "permute", "all_selective")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in COMPILES)) for n in RECOMPUTE])

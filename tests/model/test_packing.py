@@ -50,6 +50,7 @@ def gradients(model) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_a_packed_sequence_equals_its_documents_alone(lively, recompute, reset):

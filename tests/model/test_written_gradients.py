@@ -43,6 +43,7 @@ def step(ddp, batch, micro_batches) -> dict[str, torch.Tensor]:
     return {name: p.main_grad.clone() for name, p in ddp.module.named_parameters()}
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize("recompute", [None, "full"])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("micro_batches", [1, 3])

@@ -195,6 +195,7 @@ def _check_whole(layout, params, shards):
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("bucket_size", [None, 40_000_000])
 @pytest.mark.parametrize("shards", [pytest.param(2, marks=SLOW), pytest.param(4, marks=SLOW), 8, 1024])
 def test_muon_of_the_full_model_is_whole_bounded_and_balanced(shards, bucket_size):

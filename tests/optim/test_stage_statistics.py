@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Router statistics of two pipeline stages, each with every second layer, become one table in the model's order."""
 
+import pytest
 import torch
 import torch.multiprocessing as multiprocessing
 
@@ -20,6 +21,7 @@ def stage(rank: int, path: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_every_stage_gets_the_layers_of_all(tmp_path):
     multiprocessing.spawn(stage, (str(tmp_path),), nprocs=2)
     for rank in range(2):

@@ -3,6 +3,9 @@
 
 import importlib.util
 import re
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -30,7 +33,8 @@ def pins() -> dict[str, str]:
 def test_installed_versions_are_the_pinned_ones(pins):
     installed, missing = closure()
     assert missing == set(), "run `make setup`"
-    different = {name: (version, pins.get(name)) for name, version in installed.items() if pins.get(name) != version}
+    public = {name: version.partition("+")[0] for name, version in installed.items()}  # torch's CPU wheel: 2.13.0+cpu
+    different = {name: (version, pins.get(name)) for name, version in public.items() if pins.get(name) != version}
     assert different == {}, "name: (installed, pinned)"
 
 
@@ -41,3 +45,28 @@ def test_nothing_else_is_pinned(pins):
 
 def test_the_versions_that_the_project_names(pins):
     assert (pins["torch"], pins["megatron-core"], pins["transformers"]) == ("2.13.0", "0.19.2", "5.23.0")
+
+
+def test_an_index_of_cpu_wheels_takes_the_place_of_the_cuda_build(pins, tmp_path):
+    """pip prefers a version with a local label, so PIP_EXTRA_INDEX_URL is all that a user sets."""
+    for label in ("", "+cpu"):
+        version = pins["torch"] + label
+        info = f"torch-{version}.dist-info"
+        with zipfile.ZipFile(tmp_path / f"torch-{version}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{info}/RECORD", "")
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--isolated",
+        "download",
+        "--no-index",
+        "--no-deps",
+        "--dest",
+        tmp_path / "taken",
+    ]
+    pip += ["--find-links", tmp_path, "--constraint", REPO / "constraints.txt", "torch"]
+    assert subprocess.run(pip, capture_output=True).returncode == 0
+    assert [file.name for file in (tmp_path / "taken").iterdir()] == [f"torch-{pins['torch']}+cpu-py3-none-any.whl"]

@@ -48,6 +48,7 @@ def results(request, tmp_path_factory) -> dict[str, dict]:
     return {name: torch.load(directory / f"{name}.pt") for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["te", "te_muon", "te_tp2"])
 def test_losses_and_gradients_are_those_of_the_local_modules(results, name):
     for expected, step in zip(

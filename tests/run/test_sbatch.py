@@ -19,7 +19,7 @@ def run(text: str, folder) -> list[str]:
     srun.write_text(SRUN)
     srun.chmod(srun.stat().st_mode | stat.S_IXUSR)
     environment = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(["bash"], input=text, text=True, capture_output=True, env=environment, timeout=20)
+    done = subprocess.run(["bash"], input=text, text=True, capture_output=True, env=environment, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

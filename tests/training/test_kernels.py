@@ -232,6 +232,7 @@ def test_the_library_and_triton_are_compared_where_they_are_used():
         check_agreement(everyone, micro())
 
 
+@pytest.mark.slow
 def test_the_library_of_a_device(require_tool):
     require_tool("g++")
     library.library("cpu")

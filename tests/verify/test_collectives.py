@@ -44,6 +44,7 @@ def test_a_wrong_sum_is_wrong(here, fault):
     assert found.state == "wrong" and found.reason.startswith("wrong sums at 1,024")
 
 
+@pytest.mark.slow
 def test_sums_at_the_wrong_place_are_wrong(here, fault):
     fault("swap")
     assert collectives.all_reduce(here).reason == "wrong sums at 1,024, 65,536, 1,048,576, 4,194,304 bytes"
@@ -67,6 +68,7 @@ def test_a_wrong_replay_is_wrong(monkeypatch):
     assert collectives.graph_capture(Setting("cuda", 2, "NVIDIA H200", Path("unused"))).state == "pass"
 
 
+@pytest.mark.slow
 def test_a_collective_that_hangs_is_wrong(here, fault, monkeypatch):
     fault("hang")
     for limit in ("START_S", "CAPTURE_S"):
@@ -74,9 +76,10 @@ def test_a_collective_that_hangs_is_wrong(here, fault, monkeypatch):
     begin = time.monotonic()
     found = collectives.graph_capture(here)
     assert found.state == "wrong" and found.reason == "not done in 2 s; ranks [0, 1] were killed"
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
 
 
+@pytest.mark.slow
 def test_a_rank_that_aborts_is_wrong(here, fault):
     fault("abort")
     found = collectives.graph_capture(here)

@@ -43,6 +43,7 @@ def test_a_good_line(worker, first):
     assert again.figures == first.figures, "the process goes on"
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     ("name", "reason", "log"),
     [
@@ -66,9 +67,9 @@ def test_a_hang_ends_with_its_children(worker, first):
     found = worker.run(line("hangs", limit_s=2))
     assert found.state == "wrong" and found.reason == "not done in 2 s; the process was killed"
     assert "in hangs" in found.traceback, "the log says where it was"
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
     child = int(next(text for text in worker.said if text))
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while os.path.exists(f"/proc/{child}") and time.monotonic() < deadline:
         if " Z " in open(f"/proc/{child}/stat").read():
             break
@@ -77,6 +78,7 @@ def test_a_hang_ends_with_its_children(worker, first):
         assert not os.path.exists(f"/proc/{child}"), "a child of the line goes on"
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("name", ["hangs_in_ranks", "hangs_without_its_launcher", "crashes_beside_ranks"])
 def test_ranks_end_with_their_line(worker, first, name):
     worker.run(line("good", argument="start"))
@@ -133,6 +135,7 @@ SLOW = pytest.mark.slow
 SIGNALS = [signal.SIGTERM, signal.SIGKILL, pytest.param(signal.SIGINT, marks=SLOW)]
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("number", [*SIGNALS, pytest.param(signal.SIGHUP, marks=SLOW)])
 def test_a_killed_command_leaves_no_process(tmp_path, number):
     """Ranks that hang in sessions of their own, below a launcher that has ended."""
@@ -162,6 +165,7 @@ def test_the_ranks_of_a_line_end_with_a_killed_command(tmp_path, line, rank, num
     assert code and not left, left
 
 
+@pytest.mark.slow
 def test_without_its_guard_a_worker_s_ranks_end_too(worker, first):
     worker.run(line("good", argument="start"))
     worker.guard.kill()

@@ -33,9 +33,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout", [name if name == "tensor" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_zero_steps_from_published_weights_are_bit_equal(tmp_path, corpus, layout):
     folder = publish(tmp_path / "published", "legacy" if layout == "tensor" else "native", MICRO_MODEL)
     run = train(tmp_path / "run", corpus, *STILL, *LAYOUTS[layout], f"handover.from_hf={folder}")
