@@ -6,14 +6,15 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.aegis.toy_run import ToyRun, free_port, kill, secret
 from zaya_plugin.aegis import processes
 from zaya_plugin.aegis.agent import Agent
+from zaya_plugin.aegis.collectors.tail import Tail
 from zaya_plugin.aegis.evidence import Evidence
 from zaya_plugin.aegis.ranks import Process
 from zaya_plugin.aegis.settings import Settings
@@ -141,23 +142,25 @@ def test_stacks_are_asked_of_the_process_in_the_heartbeat_alone(tmp_path, monkey
     (tmp_path / "attempt_0").mkdir()
     agent = Agent(settings, secret(), folder)
     stranger = subprocess.Popen(["sleep", "60"])
-    code = "trap 'touch told; exit' USR1; touch ready; while true; do sleep 0.02; done"
+    code = "trap 'touch told; exit' USR1; echo $$ > new; mv new ready; while true; do sleep 0.02; done"
     shell = subprocess.Popen(  # the shell has a child that is the rank
-        ["sh", "-c", f'sh -c "{code}" & wait $!'], cwd=tmp_path, env={**os.environ, processes.FOLDER: str(folder)}
+        ["sh", "-c", 'sh -c "$1" & wait $!', "sh", code],
+        cwd=tmp_path,
+        env={**os.environ, processes.FOLDER: str(folder)},
     )
     sent = []
     try:
         while not (tmp_path / "ready").exists():
             time.sleep(0.01)
-        (rank,) = [pid for pid in processes.below(folder) if pid != shell.pid and b"ready" in cmdline(pid)]
+        rank = int((tmp_path / "ready").read_text())
         for number, pid in enumerate((rank, stranger.pid)):
             (folder / f"rank{number}.json").write_text(json.dumps({"pid": pid, "phase": "train", "step": 1}))
-            agent.ranks.processes.append(Process(number, shell, tmp_path / "log", None))
+            agent.ranks.processes.append(Process(number, shell, Tail(tmp_path / "log"), None))
         agent.collectors.flight_recorder.watch(folder)
         monkeypatch.setattr("zaya_plugin.aegis.dumps.DUMP_SECONDS", 0.1)
         monkeypatch.setattr(agent, "_send", lambda kind, **values: sent.append((kind, values)))
         agent._dump()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while not (tmp_path / "told").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         assert (tmp_path / "told").exists() and stranger.poll() is None
@@ -170,21 +173,18 @@ def test_stacks_are_asked_of_the_process_in_the_heartbeat_alone(tmp_path, monkey
             each.wait()
 
 
-def cmdline(pid):
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
 def test_a_log_that_cannot_be_read_holds_no_heartbeat(tmp_path, monkeypatch):
     """As of a file server that does not answer: here a pipe that nobody writes to."""
     agent = quiet_agent(tmp_path, monkeypatch)
-    os.mkfifo(tmp_path / "log")
-    process = Process(0, subprocess.Popen(["false"]), tmp_path / "log", None)
+    pipe, writer = os.pipe()
+    process = Process(0, subprocess.Popen(["false"]), Tail(tmp_path / "log", pipe), None)
     monkeypatch.setattr(processes, "KNOWN", {process.popen.pid})
     agent.ranks.processes.append(process)
     agent.ranks.follow_logs()
     monkeypatch.setattr("zaya_plugin.aegis.ranks.LAST_LOG_SECONDS", 0.5)
-    slowest, deadline = 0.0, time.monotonic() + 10
+    slowest, deadline = 0.0, time.monotonic() + 60
     while process.code is None and time.monotonic() < deadline:
+        assert not process.whole
         before = time.monotonic()
         agent._poll()
         slowest = max(slowest, time.monotonic() - before)
@@ -192,7 +192,40 @@ def test_a_log_that_cannot_be_read_holds_no_heartbeat(tmp_path, monkeypatch):
     agent.collectors.close()
     assert process.code == 1 and slowest < 0.4
     assert [kind for kind, _ in agent.sent if kind != "beat"] == ["exit"]
-    os.close(os.open(tmp_path / "log", os.O_RDWR | os.O_NONBLOCK))  # lets the thread go
+    os.close(writer)  # lets the thread go
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_a_log_that_a_rotation_truncates_or_renames_keeps_its_evidence(tmp_path, monkeypatch, renamed):
+    agent, told = quiet_agent(tmp_path, monkeypatch), []
+    agent.ranks.tell = told.append
+    agent.ranks.follow_logs()
+    code = f"print('x' * 20_000, flush=True); open({str(tmp_path / 'go')!r}).read(); raise KeyError(7)"
+    os.mkfifo(tmp_path / "go")
+    start = {"generation": 1, "first_rank": 3, "node_rank": 0, "nodes": 1, "address": "h", "port": 1, "turn": 0}
+    agent.ranks.start({**start, "command": [sys.executable, "-c", code]})
+    (process,) = agent.ranks.processes
+    log = process.log.path
+
+    def poll_until(condition):
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline
+            agent.ranks.poll()
+            time.sleep(0.01)
+
+    poll_until(lambda: log.stat().st_size == process.log.position == 20_001)
+    if renamed:
+        log.rename(log.with_name("rank3.log.1"))
+        log.touch()
+    else:
+        os.truncate(log, 0)
+    (tmp_path / "go").write_text("")
+    poll_until(lambda: process.code is not None)
+    agent.collectors.close()
+    assert process.code == 1 and [(each.rule, each.rank, each.text) for each in told] == [
+        ("traceback", 3, "KeyError: 7")
+    ]
 
 
 @pytest.mark.parametrize("what, code, rule", [("absent", 127, None), ("no rights", 126, None), ("full", 1, "enospc")])

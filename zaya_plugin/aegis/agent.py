@@ -224,7 +224,7 @@ class Agent:
         except OSError as error:
             self._cannot_start(runnable(message["command"]), self.ranks.numbers(message)[0], error)
         each = self.settings.each == "rank" and is_train(self.settings.command)
-        self.collectors.watch(self.folder, {}, self.ranks.numbers(message) if each else ())  # logs: read by `ranks`
+        self.collectors.watch(self.folder, self.ranks.numbers(message) if each else ())
         self._say(f"attempt {self.generation}: {len(self.ranks.processes)} started")
         pids = [process.popen.pid for process in self.ranks.processes]
         self._send("started", generation=self.generation, pids=pids)

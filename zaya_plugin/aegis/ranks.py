@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from zaya_plugin.aegis import link, processes
-from zaya_plugin.aegis.collectors.rank_logs import stamp
+from zaya_plugin.aegis.collectors import tail
+from zaya_plugin.aegis.collectors.tail import Tail, stamp
 from zaya_plugin.aegis.evidence import Evidence
 from zaya_plugin.aegis.rules import Reader, Rules
 from zaya_plugin.aegis.settings import Settings
@@ -26,7 +27,7 @@ from zaya_plugin.checkpoint.run_lock import AEGIS_GENERATION, AEGIS_RUN
 from zaya_plugin.parent_death import GRACE, LAUNCHER_PID, PR_SET_PDEATHSIG
 
 LOG_SECONDS = 0.1  # between two looks at the logs
-LOG_BYTES = 2**20  # of a log that are read at a time
+LOG_BYTES = 2**20  # of a line without its end that are kept
 LAST_LOG_SECONDS = 2.0  # for the last lines of a process that has ended
 LIBC = ctypes.CDLL(None)
 VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
@@ -35,16 +36,15 @@ OUTER = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "RANK", "WORLD_SIZE", 
 
 @dataclass
 class Process:
-    """One started command. rank: of the process, or of the node. log: where its output goes; read: bytes that were.
+    """One started command. rank: of the process, or of the node. log: where its output goes.
 
     ended: when its end was seen. whole: whether its log was read to the end after that. code: once both are known.
     """
 
     rank: int
     popen: subprocess.Popen
-    log: Path
+    log: Tail
     reader: Reader
-    read: int = 0
     part: bytes = b""
     ended: float | None = None
     whole: bool = False
@@ -78,7 +78,7 @@ class Ranks:
         command = runnable(message["command"])
         for local, number in enumerate(self.numbers(message)):
             log = logs / (f"rank{number}.log" if self.settings.each == "rank" else f"node{number}.log")
-            with open(log, "ab") as out:
+            with open(log, "ab+") as out:
                 popen = subprocess.Popen(
                     command,
                     env=self.environment(message, local, number),
@@ -88,9 +88,10 @@ class Ranks:
                     start_new_session=True,
                     preexec_fn=end_with_agent,
                 )
+                output = Tail(log, os.dup(out.fileno()))  # read on where a rotation of logs renames the file
             processes.KNOWN.add(popen.pid)
             reader = Reader(self.rules, "rank", self.settings.node, number if self.settings.each == "rank" else None)
-            self.processes.append(Process(number, popen, log, reader))
+            self.processes.append(Process(number, popen, output, reader))
 
     def numbers(self, message: dict[str, Any]) -> list[int]:
         """Return the numbers of this node's processes: of its ranks, or of the node."""
@@ -146,15 +147,14 @@ class Ranks:
     def _read_logs(self) -> None:
         while True:
             full = False
-            for process in [process for process in self.processes if not process.whole]:
+            for process in [process for process in self.processes if not process.log.closed]:
                 ended, data = process.ended is not None, b""
-                with contextlib.suppress(OSError):  # the log was removed, or its disk fails
-                    with open(process.log, "rb") as file:
-                        file.seek(process.read)
-                        data = file.read(LOG_BYTES)
-                process.read += len(data)
-                full |= len(data) == LOG_BYTES
-                last = ended and len(data) < LOG_BYTES
+                with contextlib.suppress(OSError):  # its disk fails
+                    data = process.log.read()
+                full |= len(data) >= tail.AT_ONCE
+                last = ended and len(data) < tail.AT_ONCE
+                if last:
+                    process.log.close()
                 if data or last:
                     self._logs.put((process, data, last))
             if not full:

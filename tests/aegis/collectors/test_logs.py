@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rank logs and the kernel's log: what is appended, truncated, replaced, binary, or megabytes long."""
+"""Logs of the ranks and the kernel: what is appended, truncated, replaced, binary, or megabytes long."""
 
 import os
 import time
@@ -8,9 +8,7 @@ import pytest
 
 from zaya_plugin.aegis.collectors import tail
 from zaya_plugin.aegis.collectors.kernel_log import KernelLog
-from zaya_plugin.aegis.collectors.rank_logs import RankLogs, stamp
-from zaya_plugin.aegis.collectors.tail import Tail
-from zaya_plugin.aegis.evidence import TEXT
+from zaya_plugin.aegis.collectors.tail import Tail, stamp
 
 
 def append(path, content):
@@ -34,20 +32,35 @@ def test_truncated_and_replaced_files_are_read_from_their_start(tmp_path):
     log = Tail(path)
     assert log.lines() == [b"a long first line"]
     path.write_bytes(b"new\n")
-    assert log.lines() == [b"new"]
-    (tmp_path / "other").write_bytes(b"of another file\n")
-    os.replace(tmp_path / "other", path)
-    assert log.lines() == [b"of another file"]
+    assert log.lines() == [b"rest without an end", b"new"]
+    path.write_bytes(b"longer than all that was read of it\n")
+    assert log.lines() == [b"longer than all that was read of it"]
+    path.rename(tmp_path / "rotated")
+    path.touch()
+    append(tmp_path / "rotated", b"before the writer knew\n")
+    assert log.lines() == [b"before the writer knew"]
+    append(path, b"of another file\n")
+    append(tmp_path / "rotated", b"last\n")
+    assert log.lines() == [b"last"] and log.lines() == [b"of another file"]
     path.unlink()
     assert log.lines() == []
 
 
-def test_what_a_file_held_before_can_be_left_out(tmp_path):
+def test_the_output_of_a_process_is_read_under_every_name(tmp_path):
     path = tmp_path / "rank0.log"
-    append(path, b"of an earlier start\n")
-    log = Tail(path, from_end=True)
-    append(path, b"of this one\n")
-    assert log.lines() == [b"of this one"]
+    with open(path, "ab+", buffering=0) as out:
+        log = Tail(path, os.dup(out.fileno()))
+        out.write(b"one\n")
+        assert log.read() == b"one\n"
+        path.rename(tmp_path / "rank0.log.1")
+        path.write_bytes(b"of a stranger\n")
+        out.write(b"two\n")
+        assert log.read() == b"two\n" and log.read() == b""
+        (tmp_path / "rank0.log.1").unlink()
+        out.write(b"three\n")
+        assert log.read() == b"three\n" and not log.closed
+        log.close()
+        assert log.closed and log.read() == b""
 
 
 def test_a_line_of_megabytes_is_cut_and_the_next_one_is_whole(tmp_path):
@@ -79,19 +92,6 @@ def test_a_pipe_is_read_without_waiting(tmp_path):
     assert log.lines() == [b"first"] and log.lines() == []
     os.close(writer)
     assert log.lines() == []
-
-
-def test_lines_of_ranks_carry_their_rank_and_no_rule(tmp_path):
-    now = time.time()
-    logs = RankLogs("n1", {tmp_path / "rank3.log": 3}, wanted=lambda line: "error" in line)
-    append(tmp_path / "rank3.log", b"step 1\nHIP error: \x1b[31m\x00 out of memory \xff" + b"y" * 9000 + b"\nstep 2\n")
-    (found,) = logs.poll(now)
-    assert (found.rank, found.source, found.rule, found.time) == (3, "rank", None, now)
-    assert found.text.startswith("HIP error:  [31m  out of memory") and len(found.text) <= TEXT
-    assert found.text.isprintable()
-    logs.watch({tmp_path / "rank4.log": 4})
-    append(tmp_path / "rank4.log", b"error\n")
-    assert [e.rank for e in logs.poll(now)] == [4]
 
 
 def test_a_line_says_itself_when_it_was_written():

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 
 from zaya_plugin.aegis.collectors.checkpoints import Checkpoints
@@ -15,7 +15,6 @@ from zaya_plugin.aegis.collectors.kernel_log import DEVICE, KernelLog
 from zaya_plugin.aegis.collectors.links import Links
 from zaya_plugin.aegis.collectors.packets import Packets
 from zaya_plugin.aegis.collectors.progress import FLOOR, Progress
-from zaya_plugin.aegis.collectors.rank_logs import RankLogs
 from zaya_plugin.aegis.collectors.rdma import Rdma
 from zaya_plugin.aegis.collectors.runner import Collectors
 from zaya_plugin.aegis.collectors.storage import Storage
@@ -30,7 +29,6 @@ class NodeCollectors(Collectors):
         checkpoints: directory to look for manifests in; None: another agent does that.
         kernel: the kernel's log, or a file or pipe in its place.
         interfaces: links to watch; () for all with a device.
-        wanted: says of a line of a rank whether it is evidence.
         floor: least seconds of a step's budget.
         root: of the system, or of a recorded one.
     """
@@ -43,32 +41,29 @@ class NodeCollectors(Collectors):
         checkpoints: Path | None = None,
         kernel: Path = DEVICE,
         interfaces: Collection[str] = (),
-        wanted: Callable[[str], bool] | None = None,
         floor: float = FLOOR,
         root: Path = Path("/"),
     ):
         self.kernel = KernelLog(node, kernel)
         self.storage = [Storage(node, path) for path in storage]
         self.progress = Progress(node, stalled=self.stalled, floor=floor)
-        self.rank_logs = RankLogs(node, wanted=wanted)
         self.guards, self.flight_recorder = Guards(node), FlightRecorder(node)
         others = [Host(node, root), GpuSysfs(node, root), AmdSmi(node), Links(node, interfaces, root), Rdma(node, root)]
         others.append(Packets(node, root))
         if checkpoints is not None:
             others.append(Checkpoints(node, checkpoints, self.stalled))
-        of_ranks = [self.progress, self.rank_logs, self.guards, self.flight_recorder]
+        of_ranks = [self.progress, self.guards, self.flight_recorder]
         super().__init__([self.kernel, *self.storage, *of_ranks, *others])
 
     def stalled(self) -> bool:
         """Whether storage does not answer at present, by the kernel or by the probes."""
         return self.kernel.stalled or any(each.hanging for each in self.storage)
 
-    def watch(self, folder: Path, logs: Mapping[Path, int], expected: Collection[int] = ()) -> None:
+    def watch(self, folder: Path, expected: Collection[int] = ()) -> None:
         """Follow the ranks of a new attempt.
 
-        folder: its ZAYA_AEGIS_DIR. logs: path -> rank. expected: ranks that must have heartbeats.
+        folder: its ZAYA_AEGIS_DIR. expected: ranks that must have heartbeats.
         """
-        self.rank_logs.watch(logs)
         self.progress.watch(folder, expected)
         self.guards.watch(folder)
         self.flight_recorder.watch(folder)

@@ -1,64 +1,92 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New lines of a file that a program appends to: its truncation, lines of megabytes and binary content included."""
+"""New content of a file that a program appends to: its truncation, lines of megabytes and binary content included."""
 
 from __future__ import annotations
 
 import os
+import re
 import stat
+import time
 from pathlib import Path
 
 LINE = 4096  # bytes of a line that are kept
 AT_ONCE = 2 * 2**20  # bytes read in one call
 BACKLOG = 64 * 2**20  # with more unread bytes, all but the last AT_ONCE are skipped
+MARK = 256  # bytes before the unread ones; a file in which they have changed was truncated and written again
+# What glog (torch, gloo) and Python's logging write: E1122 10:00:00.123000, 2026-11-22 10:00:00,123. Torch's C++ side
+# writes month * 100 + day, so August has one digit: E813.
+GLOG = re.compile(r"\b[EWIF](?P<month>\d{1,2})(?P<day>\d\d) (?P<clock>\d\d:\d\d:\d\d)\.(?P<part>\d+)")
+LOGGING = re.compile(r"(?P<year>\d{4})-(?P<month>\d\d)-(?P<day>\d\d)[ T](?P<clock>\d\d:\d\d:\d\d)[,.](?P<part>\d+)")
+OLD = 300.0  # seconds; a line with an older stamp quotes another one
 
 
 class Tail:
-    """The lines that are appended to a file or come through a pipe. The file may appear later, or be replaced.
+    """The content that is appended to a file or comes through a pipe. The file may appear later, be truncated or be
+    replaced: what was not read yet of the file before comes first.
 
-    from_end: leave out what a regular file holds now.
+    output: an open file to read, of a process that writes to it under any name that it may get; in place of a path.
+    position: of the next byte to read.
     skipped: bytes that were left out because the file grew faster than it was read.
     """
 
-    def __init__(self, path: Path, from_end: bool = False):
+    def __init__(self, path: Path, output: int | None = None):
         self.path, self.skipped = path, 0
-        self._file: int | None = None
+        self._file, self._follows_name = output, output is None
         self._identity: tuple[int, int] | None = None
-        self._at = 0
+        self.position, self._mark = 0, b""
         self._part, self._cut = b"", False  # the line without its end yet; whether the rest of it is left out
-        if from_end:
-            self._open()
-            self._at = 0 if self._file is None else os.fstat(self._file).st_size
 
-    def _open(self) -> None:
+    @property
+    def closed(self) -> bool:
+        """Whether this is the output of a process, and was closed."""
+        return self._file is None and not self._follows_name
+
+    def _open(self) -> bool:
+        """Open the file that has the name now; return whether it is another one than before, with content."""
         try:
             found = os.stat(self.path)
             identity = found.st_dev, found.st_ino
-            if identity == self._identity:
-                return
+            empty = stat.S_ISREG(found.st_mode) and not found.st_size  # its writer may still write to the one before
+            if identity == self._identity or empty:
+                return False
             file = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would wait here
         except OSError:  # it may come back: what is open is read on
-            return
+            return False
         self.close()
-        self._file, self._identity, self._at = file, identity, 0
+        self._file, self._identity, self.position, self._mark = file, identity, 0, b""
+        return True
+
+    def read(self) -> bytes:
+        """Return the new bytes, at most about AT_ONCE. After a truncation, and where another file has the name, the
+        first one ends the line before.
+        """
+        new = b"" if self._file is None else self._read()
+        if new or not self._follows_name:
+            return new
+        end = b"" if self._file is None else b"\n"
+        return end + self._read() if self._open() else b""
+
+    def _read(self) -> bytes:
+        state = os.fstat(self._file)
+        if not stat.S_ISREG(state.st_mode):
+            try:
+                return os.read(self._file, AT_ONCE)
+            except BlockingIOError:
+                return b""
+        known, end = len(self._mark), b""
+        if os.pread(self._file, known, self.position - known) != self._mark:
+            self.position, self._mark, end = 0, b"", b"\n"
+        if state.st_size - self.position > BACKLOG:
+            self.skipped += state.st_size - AT_ONCE - self.position
+            self.position, self._mark, self._part, self._cut = state.st_size - AT_ONCE, b"", b"", True
+        new = os.pread(self._file, AT_ONCE, self.position)
+        self.position += len(new)
+        self._mark = (self._mark + new)[-MARK:]
+        return end + new
 
     def lines(self) -> list[bytes]:
         """Return the complete lines that are new, without their ends."""
-        self._open()
-        if self._file is None:
-            return []
-        state = os.fstat(self._file)
-        regular = stat.S_ISREG(state.st_mode)
-        if regular and state.st_size < self._at:  # truncated
-            self._at, self._part, self._cut = 0, b"", False
-        if regular and state.st_size - self._at > BACKLOG:
-            self.skipped += state.st_size - AT_ONCE - self._at
-            self._at, self._part, self._cut = state.st_size - AT_ONCE, b"", True
-        try:
-            new = os.pread(self._file, AT_ONCE, self._at) if regular else os.read(self._file, AT_ONCE)
-        except BlockingIOError:
-            return []
-        self._at += len(new)
-        *whole, part = new.replace(b"\r", b"\n").split(b"\n")  # progress bars end their lines with \r
+        *whole, part = self.read().replace(b"\r", b"\n").split(b"\n")  # progress bars end their lines with \r
         if not whole:
             self._keep(part)
             return []
@@ -76,3 +104,17 @@ class Tail:
         if self._file is not None:
             os.close(self._file)
             self._file = self._identity = None
+
+
+def stamp(line: str, now: float) -> float:
+    """Return the time that a line says it was written at, in the node's time zone; without one, `now`."""
+    match = GLOG.search(line, 0, 100) or LOGGING.search(line, 0, 100)
+    if match is None:
+        return now
+    year = match.groupdict().get("year") or time.localtime(now).tm_year
+    try:
+        written = time.strptime(f"{year}-{match['month']}-{match['day']} {match['clock']}", "%Y-%m-%d %H:%M:%S")
+    except ValueError:
+        return now
+    at = time.mktime(written) + float(f"0.{match['part']}")
+    return at if now - OLD < at <= now + 1 else now
