@@ -185,7 +185,9 @@ def _prepare_torch(argv: list[str]) -> None:
 
 def train(argv: list[str]) -> int:
     """Run `zaya train`: Hydra's command line (overrides, --cfg, --info, --config-dir, -m) over the recipes."""
-    argv = ["dry_run=true" if item == "--dry-run" else item for item in argv]
+    from zaya_plugin.config.config_dir import with_search_path
+
+    argv = ["dry_run=true" if item == "--dry-run" else item for item in with_search_path(argv)]
     if any(flag in argv for flag in ("-h", "--help")):
         from zaya_plugin.config.train_help import train_help
 

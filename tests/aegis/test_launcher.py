@@ -14,7 +14,7 @@ from zaya_plugin.aegis.evidence import Evidence
 from zaya_plugin.aegis.journal import Journal
 from zaya_plugin.aegis.launcher import REJOIN_SECONDS
 from zaya_plugin.aegis.run import settings_of
-from zaya_plugin.aegis.settings import resumed
+from zaya_plugin.aegis.settings import is_train, resumed
 
 
 def test_an_agent_that_was_killed_while_its_ranks_are_ended_is_told_again(maker):
@@ -95,6 +95,17 @@ def test_a_stage_of_a_curriculum_is_supervised_as_a_training(tmp_path):
         settings_of(["--", "zaya", "curriculum", "--only", "demo_9", *words], {})
 
 
+def test_the_word_after_zaya_decides_what_is_a_training():
+    module = ("python3", "-m", "zaya_plugin.cli")
+    train, stage = ("train", "experiment=cpu_demo"), ("curriculum", "--only", "demo_2")
+    others = [("data", "prepare", "--output", "train"), ("eval", "runs/x", "--data", "train"), ("curriculum",), ()]
+    others.append(("data", "prepare", "--output", "curriculum", "--only", "train"))
+    for program in (("zaya",), ("/usr/bin/zaya",), module):
+        assert is_train((*program, *train)) and is_train((*program, *stage))
+        assert not any(is_train((*program, *words)) for words in others)
+    assert not is_train(("python3", "train.py", "train")) and not is_train(("primus-cli", "train", "zaya"))
+
+
 def test_all_stages_of_a_curriculum_are_started_on_one_node(tmp_path):
     options = ["--decider", "n1:29400", "--dir", str(tmp_path / "aegis"), "--ranks-per-node", "2", "--nodes"]
     for command in (["zaya", "curriculum", "experiment=cpu_demo"], ["python", "train.py", "curriculum"]):
@@ -109,7 +120,10 @@ def test_a_stage_has_a_journal_of_its_own_and_recipes_of_the_user(tmp_path):
     words = ("experiment=mine", "nproc=1", f"run_dir={tmp_path / 'run'}")
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ndefaults:\n  - cpu_demo\n  - _self_\n")
-    command = ("zaya", "curriculum", "--config-dir", str(tmp_path), *words)
+    for form in (["--config-dir", str(tmp_path)], [f"--config-dir={tmp_path}"], ["-cd", str(tmp_path)]):
+        settings, _ = settings_of(["--", "zaya", "train", *form, *words], {})
+        assert settings.each == "rank" and settings.folder == tmp_path / "run" / "aegis"
+    command = ("zaya", "curriculum", f"--config-dir={tmp_path}", *words)
     folder = tmp_path / "aegis"
     settings, _ = settings_of(["--dir", str(folder), "--", *command, "--only", "demo_1"], {})
     folder.mkdir()

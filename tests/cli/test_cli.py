@@ -147,7 +147,7 @@ def test_multirun_reports_the_jobs_that_cannot_run(zaya):
 
 
 def test_own_recipes_from_a_directory(zaya):
-    folder = zaya.place.parent / "mine" / "experiment"
+    folder = zaya.place.parent / "my=dir" / "experiment"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text("# @package _global_\ndefaults:\n  - cpu_demo\n  - _self_\nname: mine\n")
     done = zaya("train", "--config-dir", str(folder.parent), "experiment=mine", "--cfg", "job")

@@ -18,7 +18,8 @@ from zaya_plugin.aegis import link
 from zaya_plugin.aegis.journal import NAME, read
 from zaya_plugin.aegis.keeper import Keeper, journal_lock, listen, node_lock
 from zaya_plugin.aegis.rules import Rules
-from zaya_plugin.aegis.settings import Settings, is_ours, is_train, only
+from zaya_plugin.aegis.settings import Settings, is_train, only, words_of
+from zaya_plugin.config.config_dir import with_search_path
 from zaya_plugin.config.option_numbers import (
     DAY,
     MOST_RANKS,
@@ -144,7 +145,7 @@ def settings_of(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settin
     in_job = whole_variable(environ, counted, 1) if counted else 0
     if options.nodes is None:
         options.nodes = max(in_job - options.spares, 1) if in_job else 1
-    if recipe is None and is_ours(command) and "curriculum" in command and options.nodes > 1:
+    if recipe is None and words_of(command, "curriculum") is not None and options.nodes > 1:
         raise mistake(
             "--nodes",
             options.nodes,
@@ -230,13 +231,10 @@ def _recipe(command: Sequence[str]):
     from zaya_plugin.run.curriculum import compose_curriculum
 
     stage = only(command)
-    words = list(command[command.index("curriculum" if stage else "train") + 1 :])
+    words = with_search_path(words_of(command, "curriculum" if stage else "train"))
     if {"-m", "--multirun"} & {*words}:
         raise mistake("-m", problem="several runs cannot be supervised by one command", fix="one `zaya aegis run` each")
     overrides = [word for word in words if "=" in word and not word.startswith("-")]
-    if "--config-dir" in words[:-1]:
-        folder = Path(words[words.index("--config-dir") + 1]).resolve()
-        overrides.append(f"hydra.searchpath=[file://{folder}]")
     if stage is None:
         return compose(overrides)
     stages = {each.name: each.recipe for each in compose_curriculum(overrides).stages}

@@ -71,24 +71,26 @@ class Settings:
         return cls(**values)
 
 
-def is_ours(command: Sequence[str]) -> bool:
-    """Whether the command is one of `zaya`, or of `python -m zaya_plugin.cli`."""
-    return Path(command[0]).name == "zaya" or "zaya_plugin.cli" in command
+def words_of(command: Sequence[str], name: str) -> list[str] | None:
+    """Return the words after `zaya <name>`, or after `python -m zaya_plugin.cli <name>`; None: another command."""
+    command = list(command)
+    program = 0 if Path(command[0]).name == "zaya" else [*command, "zaya_plugin.cli"].index("zaya_plugin.cli")
+    return command[program + 2 :] if command[program + 1 : program + 2] == [name] else None
 
 
 def is_train(command: Sequence[str]) -> bool:
     """Whether the command trains one recipe: `zaya train`, or `zaya curriculum --only` for a stage."""
-    return is_ours(command) and ("train" in command or only(command) is not None)
+    return words_of(command, "train") is not None or only(command) is not None
 
 
 def only(command: Sequence[str]) -> str | None:
     """Return the stage that `zaya curriculum --only` names; None: another command, or all stages."""
-    if not (is_ours(command) and "curriculum" in command):
+    if (words := words_of(command, "curriculum")) is None:
         return None
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--only")
     try:
-        return parser.parse_known_args(list(command[command.index("curriculum") + 1 :]))[0].only
+        return parser.parse_known_args(words)[0].only
     except argparse.ArgumentError:  # without a name: the command says so itself
         return None
 

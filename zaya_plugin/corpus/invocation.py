@@ -9,9 +9,10 @@ import sys
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 
+from zaya_plugin.config.config_dir import OPTIONS, search_path
 from zaya_plugin.config.option_numbers import number, real, whole
 from zaya_plugin.corpus.workspace import Workspace
-from zaya_plugin.errors import message, mistake
+from zaya_plugin.errors import message
 
 USER_ERROR = 2  # as of every command of zaya
 
@@ -53,7 +54,7 @@ def add_recipe_options(parser: argparse.ArgumentParser, datasets: str = "") -> N
         metavar="DATASET | KEY=VALUE" if datasets else "KEY=VALUE",
         help=f"{datasets}; or {recipe}" if datasets else recipe,
     )
-    parser.add_argument("--config-dir", metavar="DIR", help="further recipes, as for zaya train")
+    parser.add_argument(*OPTIONS, metavar="DIR", help="further recipes, as for zaya train")
 
 
 def is_recipe(args: argparse.Namespace) -> bool:
@@ -67,9 +68,7 @@ def recipe_of(args: argparse.Namespace):
     from zaya_plugin.config.compose import compose
     from zaya_plugin.handover.data_places import with_consumed
 
-    if args.config_dir and not os.path.isdir(args.config_dir):
-        raise mistake("--config-dir", args.config_dir, problem="no such directory", allowed="a folder with recipes")
-    folder = [f"hydra.searchpath=[file://{os.path.abspath(args.config_dir)}]"] if args.config_dir else []
+    folder = [] if args.config_dir is None else [search_path(args.config_dir)]
     return with_consumed(compose([*args.sources, *folder]))
 
 

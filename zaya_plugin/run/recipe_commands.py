@@ -4,11 +4,10 @@ share. No torch import.
 """
 
 import argparse
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from zaya_plugin.config.compose import compose, open_overrides, say_repeated
+from zaya_plugin.config.config_dir import OPTIONS, with_search_path
 from zaya_plugin.config.validate import validate
 from zaya_plugin.errors import mistake
 from zaya_plugin.run import megatron_export, primus_export, sbatch
@@ -76,7 +75,7 @@ class Parser(argparse.ArgumentParser):
     def read(self, argv: Sequence[str]) -> argparse.Namespace | None:
         """Return the options of `argv`, `overrides` among them; without words print the help and return None."""
         self.add_argument(
-            "--config-dir", metavar="DIR", help="folder with your own recipes, as my_recipes/experiment/mine.yaml"
+            *OPTIONS, metavar="DIR", help="folder with your own recipes, as my_recipes/experiment/mine.yaml"
         )
         self.add_argument(
             "overrides",
@@ -87,11 +86,7 @@ class Parser(argparse.ArgumentParser):
         )
         if not argv:
             return self.print_help()
-        options = self.parse_intermixed_args(argv)
-        if (folder := options.config_dir) is not None:
-            if not os.path.isdir(folder):
-                raise mistake("--config-dir", folder, problem="no such directory", allowed="a folder with recipes")
-            options.overrides.append(f"hydra.searchpath=[file://{Path(folder).resolve()}]")
+        options = self.parse_intermixed_args(with_search_path(argv))
         say_repeated(options.overrides)
         options.overrides = open_overrides(options.overrides)
         return options
