@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.aegis.labelled_logs import cases
 from zaya_plugin.aegis import decide, decider, diagnose, exit_codes, sightings
 from zaya_plugin.aegis.collectors import storage
 from zaya_plugin.aegis.rules import A_MINUTE, LINE, Reader, Rules, words
@@ -56,6 +57,16 @@ def given_names(path: Path) -> set[str]:
     return {
         each.value for each in found if isinstance(each, ast.Constant) and re.fullmatch(r"[a-z]\w+", str(each.value))
     }
+
+
+def test_the_figures_of_the_documents_are_those_of_the_rows():
+    text = (Path(__file__).parents[2] / "docs" / "aegis.md").read_text()
+    figures = len(list(RULES)), len(list(RULES)) - len(WITH_LINES), sum(len(rule.pattern) for rule in RULES)
+    assert "| {} rows ({} without a line), {} patterns |".format(*figures) in text
+    labelled = list(cases())
+    several, causes = sum(len(case.files) > 1 for case in labelled), len({case.cause for case in labelled})
+    row = "| labelled failures ({} causes, {} of several files) | {} of {}: cause, node and rank |"
+    assert row.format(causes, several, len(labelled), len(labelled)) in text
 
 
 def test_every_name_that_the_code_gives_has_a_row():
