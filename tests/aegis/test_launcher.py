@@ -2,6 +2,7 @@
 """What is done to nodes after a decision: ends, starts, nodes that are left out or come back, and requeues."""
 
 import dataclasses
+import sys
 import time
 
 import pytest
@@ -106,9 +107,20 @@ def test_the_word_after_zaya_decides_what_is_a_training():
     assert not is_train(("python3", "train.py", "train")) and not is_train(("primus-cli", "train", "zaya"))
 
 
+@pytest.mark.parametrize("program", ["nosuchprogram", "{}", "{}/plain", "./zaya"])
+def test_a_command_that_cannot_be_started_is_refused_before_the_start(tmp_path, program):
+    (tmp_path / "plain").write_text("not executable")
+    program = program.format(tmp_path)
+    text = (
+        rf"^zaya aegis run -- COMMAND={program}: there is no such program .*Allowed: a program on PATH.*Fix: zaya aegis"
+    )
+    with pytest.raises(ValueError, match=text):
+        settings_of(["--", program, "--flag"], {})
+
+
 def test_all_stages_of_a_curriculum_are_started_on_one_node(tmp_path):
     options = ["--decider", "n1:29400", "--dir", str(tmp_path / "aegis"), "--ranks-per-node", "2", "--nodes"]
-    for command in (["zaya", "curriculum", "experiment=cpu_demo"], ["python", "train.py", "curriculum"]):
+    for command in (["zaya", "curriculum", "experiment=cpu_demo"], [sys.executable, "train.py", "curriculum"]):
         settings, _ = settings_of([*options, "1", "--spares", "1", "--", *command], {})
         assert settings.each == "node"
     assert settings_of([*options, "2", "--", *command], {})[0].nodes == 2

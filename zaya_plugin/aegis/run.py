@@ -139,6 +139,14 @@ def settings_of(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settin
         raise mistake(
             "zaya aegis run", problem="no command was given", fix="zaya aegis run [options] -- zaya train ..."
         )
+    if command[0] != "zaya" and shutil.which(command[0]) is None:
+        raise mistake(
+            "zaya aegis run -- COMMAND",
+            command[0],
+            problem="there is no such program on this node",
+            allowed="a program on PATH, or the path of a file that can be executed",
+            fix="zaya aegis run [options] -- zaya train ...",
+        )
     recipe = _recipe(command) if is_train(command) else None
     each = options.start or ("rank" if recipe else "node")
     counted = next((name for name in ("SLURM_NNODES", "SLURM_JOB_NUM_NODES") if environ.get(name)), None)
