@@ -89,7 +89,7 @@ def train_and_signal(run_dir: Path, data: Path, number: int, at_step: int, *over
         text=True,
         start_new_session=True,
     )
-    metrics, deadline = Path(run_dir) / "metrics.jsonl", time.monotonic() + 120
+    metrics, deadline = Path(run_dir) / "metrics.jsonl", time.monotonic() + 250
     while not (metrics.is_file() and f'"step": {at_step},' in metrics.read_text()):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
         time.sleep(0.02)

@@ -22,7 +22,7 @@ def hook(code, *words):
     return [sys.executable, "-S", "-c", code, *map(str, words)]
 
 
-def all_of(sender, seconds=20.0):
+def all_of(sender, seconds=60.0):
     """Poll until every alert is done, as the decision maker does."""
     found, deadline = [], time.monotonic() + seconds
     while sender.alerts and time.monotonic() < deadline:
@@ -42,34 +42,34 @@ def test_the_hook_reads_json_and_no_shell_reads_the_text(tmp_path, monkeypatch):
     assert not (tmp_path / "owned").exists() and argv[2] == text
     assert body["text"] == f"rank 3: $(touch {tmp_path}/owned) `id`; rm -rf /  [31m password=<removed>"
     assert (body["level"], body["node"], body["rank"], body["action"]) == ("error", "n1", 3, "restart")
-    assert body["evidence"] == [{"text": "token=<removed>"}] and abs(body["time"] - time.time()) < 20
+    assert body["evidence"] == [{"text": "token=<removed>"}] and abs(body["time"] - time.time()) < 60
     assert environ["PATH"] == os.environ["PATH"]
     assert not [name for name in environ if name.startswith(("WANDB", "ZAYA", "PYTHON"))]
 
 
 def test_a_hook_that_writes_without_end_is_killed_and_holds_up_nothing():
     sender = Alerts(["sh", "-c", "yes >&2 & yes >&2 & yes >&2 & yes >&2"], hook_seconds=0.5)
-    begun = time.monotonic()
     sender.send("alert")
-    slowest = 0.0
-    while sender.alerts and time.monotonic() - begun < 20:
-        before = time.monotonic()
-        found = sender.poll()
-        slowest = max(slowest, time.monotonic() - before)
-    assert found[0][1] == {"hook": "not done in time; it was killed"} and slowest < 0.4
+    polls, deadline = 0, time.monotonic() + 60
+    while sender.alerts and time.monotonic() < deadline:
+        found, polls = sender.poll(), polls + 1
+    assert found[0][1] == {"hook": "not done in time; it was killed"} and polls > 1  # none waited for its end
 
 
 def test_a_hook_that_hangs_is_killed_with_its_children_and_holds_up_nothing(tmp_path, capsys):
-    code = "import os,sys,time; open(sys.argv[1], 'w').write(str(os.fork() or os.getpid())); time.sleep(60)"
-    sender = Alerts(hook(code, tmp_path / "pid"), hook_seconds=0.8)
-    begun = time.monotonic()
+    code = "import os,sys,time; open(sys.argv[1], 'w').write(str(os.fork() or os.getpid())); time.sleep(600)"
+    sender = Alerts(hook(code, tmp_path / "pid"), hook_seconds=600)
     for number in range(2):
         sender.send(f"alert {number}")
-    assert time.monotonic() - begun < 0.5
+    running, deadline = [each.running[0] for each in sender.alerts], time.monotonic() + 60
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert time.monotonic() < deadline and sender.poll() == []
+        time.sleep(0.01)
+    for program in running:
+        program.deadline = time.monotonic()
     assert [answer["hook"] for _, answer in all_of(sender)] == ["not done in time; it was killed"] * 2
-    assert time.monotonic() - begun < 5
     child = int((tmp_path / "pid").read_text())
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while (state := state_of(child)) not in (None, "Z") and time.monotonic() < deadline:
         time.sleep(0.02)
     assert state in (None, "Z")
@@ -109,13 +109,12 @@ def test_a_hook_that_writes_without_end_keeps_little_and_ends(tmp_path):
 
 
 def test_more_alerts_than_can_be_delivered_are_left_out(capsys):
-    sender = Alerts(hook("import time; time.sleep(60)"))
+    sender = Alerts(hook("import time; time.sleep(600)"))
     for number in range(100):
         sender.send(f"alert {number}")
     assert sum(len(each.running) for each in sender.alerts) == alerts.AT_ONCE
     assert len(sender.alerts) == alerts.WAITING and "left out" in capsys.readouterr().err
-    begun = time.monotonic()
-    assert len(sender.close(0.1)) == alerts.WAITING and time.monotonic() - begun < 3
+    assert len(sender.close(0.1)) == alerts.WAITING  # without waiting for them
 
 
 def test_without_a_hook_and_without_wandb_an_alert_is_only_a_line(tmp_path):
@@ -212,9 +211,9 @@ def test_the_hook_of_a_run_gets_the_facts_of_each_decision_and_no_secret(tmp_pat
 
 @pytest.mark.slow  # test_a_hook_that_hangs_is_killed_with_its_children_and_holds_up_nothing needs no run
 def test_a_hook_that_hangs_delays_no_decision(tmp_path):
-    options = ("--hook", shlex.join(hook("import time; time.sleep(60)")))
+    options = ("--hook", shlex.join(hook("import time; time.sleep(600)")))
     with ToyRun(tmp_path, [[15, 1, 1, "kill", signal.SIGKILL]], options=options).start("n1") as run:
-        begun = time.monotonic()
-        assert run.end() == 0 and time.monotonic() - begun < 15
-        assert run.rows("attempt")[1]["time"] - run.rows("symptom")[0]["time"] < 3
+        assert run.end() == 0
+        kinds = [row["kind"] for row in run.rows()]
+        assert kinds.index("alert") > len(kinds) - 1 - kinds[::-1].index("attempt")  # the second one
         assert [row["delivered"]["hook"] for row in run.rows("alert")] == ["not done in time; it was killed"] * 2

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.aegis.cpu_speed import allowed
 from tests.aegis.labelled_logs import cases
 from zaya_plugin.aegis.diagnose import UNKNOWN, Diagnosis, diagnosis
 from zaya_plugin.aegis.evidence import Evidence
@@ -282,7 +283,7 @@ def test_evidence_of_a_large_run_is_diagnosed_quickly():
     began = time.process_time()
     found = diagnosis([*lines, seen(640, "ras_ue", "n77", source="kernel")], RULES)
     assert (found.cause, found.node, found.cascades["conn_reset"]) == ("ras_ue", "n77", 1024)
-    assert time.process_time() - began < 1
+    assert time.process_time() - began < allowed(1)
 
 
 def test_the_corpus_holds_no_text_that_only_the_test_machine_has():

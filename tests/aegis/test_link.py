@@ -25,7 +25,7 @@ def pair(server_secret=SECRET):
     return client, server
 
 
-def readable(end, seconds=2.0):
+def readable(end, seconds=60.0):
     """Whether bytes, or the end of the connection, have arrived."""
     return bool(select.select([end], [], [], seconds)[0])
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.aegis.cpu_speed import allowed
 from tests.aegis.labelled_logs import cases
 from zaya_plugin.aegis import decide, decider, diagnose, exit_codes, sightings
 from zaya_plugin.aegis.collectors import storage
@@ -225,7 +226,7 @@ def test_no_line_breaks_the_search(parts, times, source):
         assert rule.name in RULES
     evidence = Reader(RULES, source, "n1").read(line, 1.0)
     assert all(len(each.text) <= 500 and each.text.isprintable() for each in evidence)
-    assert time.process_time() - began < 0.5
+    assert time.process_time() - began < allowed(0.5)
 
 
 def test_no_pattern_takes_long_on_a_megabyte_made_to_delay_it():
@@ -241,7 +242,7 @@ def test_no_pattern_takes_long_on_a_megabyte_made_to_delay_it():
                 began = time.process_time()
                 RULES.find(rule.source[0], line)
                 slowest = max(slowest, time.process_time() - began)
-    assert slowest < 0.05, "seconds for a line"
+    assert slowest < allowed(0.05), "seconds for a line"
 
 
 def realistic(number: int) -> list[str]:
@@ -260,7 +261,7 @@ def test_20000_lines_take_less_than_a_second_of_one_core():
     reader = Reader(RULES, "rank", "n1", 3)
     began = time.process_time()
     found = [each for line in lines for each in reader.read(line, 0.0)]
-    assert time.process_time() - began < 1 and found == [] and reader.step == 19996
+    assert time.process_time() - began < allowed(1) and found == [] and reader.step == 19996
 
 
 # ---- one log ----

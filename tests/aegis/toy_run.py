@@ -31,7 +31,7 @@ step = int(open(state).read()) if os.path.exists(state) else 0
 ended = []
 signal.signal(signal.SIGTERM, lambda number, frame: ended.append(number))
 file = os.open(f"{folder}/rank{rank}.json", os.O_CREAT | os.O_WRONLY, 0o600)
-while step < steps and not ended:
+while (step < steps or os.path.exists(home + "/goes_on")) and not ended:
     time.sleep(0.02)
     step += 1
     row = {"pid": os.getpid(), "phase": "train", "step": step, "time": time.time(), "step_seconds": 0.02, "loss": 1.0}
@@ -79,15 +79,22 @@ def free_port() -> int:
 
 
 class ToyRun:
-    """One supervised run below `home`, of several "nodes" on this machine; ends all of it at the end of a `with`."""
+    """One supervised run below `home`, of several "nodes" on this machine; ends all of it at the end of a `with`.
 
-    def __init__(self, home: Path, plan: list = (), steps: int = 40, ranks: int = 2, options: tuple[str, ...] = ()):
-        self.home, self.steps, self.ranks, self.options = home, steps, ranks, options
+    steps: of the run; None: its ranks go on until `release`, so that a slow machine does not end it too early.
+    """
+
+    def __init__(
+        self, home: Path, plan: list = (), steps: int | None = 40, ranks: int = 2, options: tuple[str, ...] = ()
+    ):
+        self.home, self.steps, self.ranks, self.options = home, steps or 0, ranks, options
         self.folder = home / "aegis"
         self.port = free_port()
         self.nodes: dict[str, subprocess.Popen] = {}
         (home / "plan.json").write_text(json.dumps(list(plan)))
         (home / "kernel").touch()
+        if steps is None:
+            (home / "goes_on").touch()
         self.environment = {**os.environ, "XDG_STATE_HOME": str(home / "state_home"), "TMPDIR": str(home)}
 
     def __enter__(self) -> ToyRun:
@@ -126,6 +133,10 @@ class ToyRun:
                     start_new_session=True,
                 )
         return self
+
+    def release(self) -> None:
+        """Let the ranks of a run without a number of steps end."""
+        (self.home / "goes_on").unlink()
 
     def rows(self, kind: str | None = None) -> list[dict[str, Any]]:
         """The lines of the journal."""

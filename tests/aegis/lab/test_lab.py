@@ -168,7 +168,7 @@ def test_everything_that_a_lab_started_is_ended(tmp_path):
         process = subprocess.Popen(words, env=environment, start_new_session=True)
         while len(made.processes()) < 2:
             pass
-    assert process.wait(5) == -9 and not made.processes()
+    assert process.wait(60) == -9 and not made.processes()
 
 
 @pytest.mark.slow
