@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""End a process with the process that started it, also if that one is killed. On Linux; on other systems these
-functions do nothing.
+"""End a process with the process that started it, also if that one is killed (on Linux; on other systems these
+functions do nothing), and the signals upon which a run ends.
 
 - A rank follows its launcher: torchrun, `zaya train` above it, or SLURM's slurmstepd. Without that, the ranks of a
   killed torchrun train on for ever, beside the next start of the run.
@@ -15,8 +15,14 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
+# Upon these a run saves and leaves. Batch systems send the last three before a limit, to all processes of a job: SLURM as
+# --signal says, LSF SIGUSR2, Grid Engine SIGUSR1 and SIGXCPU.
+BATCH_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *BATCH_SIGNALS)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 RANK_PID = "ZAYA_RANK_PID"
 LAUNCHER_PID = "ZAYA_LAUNCHER_PID"  # set by `zaya train` for torchrun and its ranks
@@ -24,6 +30,15 @@ LAUNCHER_PID = "ZAYA_LAUNCHER_PID"  # set by `zaya train` for torchrun and its r
 GRACE, GRACE_SECONDS = "ZAYA_GRACE_SECONDS", 30.0
 WATCH_SECONDS = 0.5
 LAUNCHERS = ("torchrun", "torch.distributed.run", "torch/distributed/run", "torch.distributed.launch")
+
+
+def on_end_signals(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> dict[int, object]:
+    """Install the handler of END_SIGNALS, and return those from before. A SIGHUP that `nohup` ignores stays ignored."""
+    before = {number: signal.getsignal(number) for number in END_SIGNALS}
+    for number, previous in before.items():
+        if (number, previous) != (signal.SIGHUP, signal.SIG_IGN):
+            signal.signal(number, handler)
+    return before
 
 
 def die_with_parent(number: int = signal.SIGTERM) -> None:

@@ -137,16 +137,17 @@ def test_the_same_failure_three_times_without_a_new_step_stops_the_run(tmp_path)
 
 
 def test_stacks_are_asked_of_the_process_in_the_heartbeat_alone(tmp_path, monkeypatch):
-    """A shell around a rank does not know SIGUSR1, and a number in a file may be another program's."""
+    """A shell around a rank does not know the signal, and a number in a file may be another program's."""
     settings = Settings(("sh",), "rank", "n1", 1, 0, (1,), 2, tmp_path, "127.0.0.1", 1, kernel_log=tmp_path / "kernel")
     folder = tmp_path / "node"
     folder.mkdir()
     (tmp_path / "attempt_0").mkdir()
     agent = Agent(settings, secret(), folder)
     stranger = subprocess.Popen(["sleep", "60"])
-    code = "trap 'touch told; exit' USR1; echo $$ > new; mv new ready; while true; do sleep 0.02; done"
+    code = "import os, signal, time; signal.signal(39, lambda *unused: open('told', 'w')); open('new', 'w').write("
+    code += "str(os.getpid())); os.replace('new', 'ready')\nwhile True: time.sleep(0.02)"
     shell = subprocess.Popen(  # the shell has a child that is the rank
-        ["sh", "-c", 'sh -c "$1" & wait $!', "sh", code],
+        ["sh", "-c", '"$0" -S -c "$1" & wait $!', sys.executable, code],
         cwd=tmp_path,
         env={**os.environ, processes.FOLDER: str(folder)},
     )

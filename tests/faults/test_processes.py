@@ -174,9 +174,16 @@ def test_a_rank_that_a_shell_started_outlives_the_shell(worker_program, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", ["torchrun", "SIGTERM to a rank"])
+@pytest.mark.parametrize("killed", ["torchrun", "SIGTERM to a rank", "SIGUSR1 to a rank", "SIGUSR2 to all"])
 def test_a_whole_run_ends_early_and_says_where(corpus, tmp_path, killed):
-    words = ("nproc=2", "stage.train_iters=2000", "stage.eval_interval=5000", "checkpoint.save_interval=1000")
+    """SLURM sends the signal of --signal to all processes of a step: torchrun, data loaders and writers among them."""
+    words = (
+        "data.num_workers=1",
+        "nproc=2",
+        "stage.train_iters=2000",
+        "stage.eval_interval=5000",
+        "checkpoint.save_interval=1000",
+    )
     running = subprocess.Popen(
         command("train", *MICRO, f"run_dir={tmp_path}", f"data.path={corpus}", *words),
         stdout=subprocess.PIPE,
@@ -190,10 +197,14 @@ def test_a_whole_run_ends_early_and_says_where(corpus, tmp_path, killed):
     below = descendants(running.pid)
     if killed == "torchrun":
         os.kill(next(pid for pid in below if parent_of(pid) == running.pid), signal.SIGKILL)
+    elif killed == "SIGUSR2 to all":
+        for pid in (running.pid, *below):
+            os.kill(pid, signal.SIGUSR2)
     else:
-        os.kill(
-            next(pid for pid in below if rank_of(pid) == "1" and "worker" in open(f"/proc/{pid}/cmdline").read()), 15
+        rank = next(
+            pid for pid in below[::-1] if rank_of(pid) == "1" and "worker" in open(f"/proc/{pid}/cmdline").read()
         )
+        os.kill(rank, signal.Signals[killed.split()[0]])
     output, _ = running.communicate(timeout=SECONDS)
     assert running.returncode == (137 if killed == "torchrun" else ENDED_EARLY), output
     assert all_end(below)

@@ -57,6 +57,9 @@ def test_the_port_is_the_users_where_there_is_one():
 def test_outside_a_step_there_are_none():
     assert slurm_variables({}) is None
     assert slurm_variables({**TASK, "SLURM_NTASKS": "1"}) is None
+    shell = {**TASK, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}  # inside of salloc
+    assert slurm_variables({**shell, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}) is None
+    assert slurm_variables({**TASK, "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "16"}) == slurm_variables(TASK)
     batch_script = {name: value for name, value in TASK.items() if name != "SLURM_STEP_ID"} | {"ENVIRONMENT": "BATCH"}
     assert slurm_variables(batch_script) is None
     assert slurm_variables({**batch_script, "SLURM_STEP_ID": "0"}) is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import select
 import shutil
@@ -31,7 +32,7 @@ from zaya_plugin.aegis.exit_codes import meaning
 from zaya_plugin.aegis.ranks import Process, Ranks, runnable
 from zaya_plugin.aegis.rules import Reader, Rules
 from zaya_plugin.aegis.settings import Settings, is_train
-from zaya_plugin.parent_death import adopt_orphans, die_with_parent
+from zaya_plugin.parent_death import adopt_orphans, die_with_parent, on_end_signals
 
 POLL_SECONDS = 0.1  # exit codes and logs
 BEAT_SECONDS = 2.0
@@ -39,6 +40,7 @@ START_BEAT_SECONDS = 0.5  # until all ranks train, so that the time of the first
 CONNECT_SECONDS = 0.5  # between two tries to reach the decision maker
 ALONE_SECONDS = 900.0  # without ranks and without a decision maker: a whole job must not wait for nothing
 UNKILLABLE_SECONDS = 5.0
+COPY_SECONDS = 0.5  # between a signal and its copies
 EVIDENCE = 10_000  # lines that are kept while the decision maker is gone
 EVIDENCE_BYTES = 2**18  # in one message, and of one line
 WRONG_COMMAND = (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR, errno.EISDIR)
@@ -55,7 +57,8 @@ class Agent:
         self.ranks = Ranks(settings, secret, folder, self.rules, self._tell)
         self.stopping: dict[str, Any] | None = None  # how far a stop is
         self.over: dict[str, Any] | None = None  # the last stop's result, until the decision maker has started anew
-        self.signals: list[int] = []
+        self.signals: list[int] = []  # the first one, and those that came again
+        self._signal_times: dict[int, float] = {}  # when each came last
         self.code: int | None = None
         self.clock = ClockOffset()
         self._next_beat = self._next_try = 0.0
@@ -82,8 +85,8 @@ class Agent:
         os.set_blocking(wake, False)
         os.set_blocking(sleep, False)
         signal.set_wakeup_fd(sleep)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
-            signal.signal(number, lambda number, frame: number != signal.SIGCHLD and self.signals.append(number))
+        on_end_signals(lambda number, frame: self._note_signal(number))
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # wakes the loop
         try:
             while self.code is None:
                 self._step(wake)
@@ -197,8 +200,17 @@ class Agent:
         self._next_beat = time.monotonic() + (START_BEAT_SECONDS if starts else BEAT_SECONDS)
         self._send("beat", time=time.time(), offset=self.clock.offset, generation=self.generation, ranks=ranks)
 
+    def _note_signal(self, number: int) -> None:
+        """Note a signal, once: a batch system sends it to all processes, and the process above this one passes it on."""
+        now, before = time.monotonic(), self._signal_times.get(number, -math.inf)
+        self._signal_times[number] = now
+        if now - before > COPY_SECONDS and (before > -math.inf or not self.signals):
+            self.signals.append(number)
+
     def _pass_on_signals(self) -> None:
-        """The first signal asks the ranks to save and leave, a second one kills them; the decision maker is told."""
+        """The first signal asks the ranks to save and leave; when it comes again they are killed. The decision maker is
+        told.
+        """
         while self._passed < len(self.signals):
             number, self._passed = self.signals[self._passed], self._passed + 1
             self._send("asked", number=number, times=self._passed)

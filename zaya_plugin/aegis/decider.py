@@ -32,7 +32,7 @@ from zaya_plugin.aegis.settings import Settings
 from zaya_plugin.aegis.sightings import JUDGE, LOOK, NOTE, Sightings
 from zaya_plugin.aegis.steps import Steps
 from zaya_plugin.errors import ENDED_EARLY
-from zaya_plugin.parent_death import die_with_parent
+from zaya_plugin.parent_death import die_with_parent, on_end_signals
 
 SETTLE_SECONDS = 0.5  # evidence of the same failure arrives from other nodes
 EXPLAIN_SECONDS = 8.0  # ranks that lost their peer are explained by a node that is found lost later
@@ -355,8 +355,7 @@ def main(argv: list[str]) -> int:
     die_with_parent(signal.SIGKILL)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection a node: 1,024 files are too few
-    for number in (signal.SIGTERM, signal.SIGINT):  # the agent says that the run is to end
-        signal.signal(number, signal.SIG_IGN)
+    on_end_signals(signal.SIG_IGN)  # the agent says that the run is to end
     settings = Settings.from_word(argv[0])
     listening = socket.socket(fileno=int(argv[2]))
     Decider(settings, link.read_secret(Path(argv[1])), listening).run()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from zaya_plugin.aegis import processes
 from zaya_plugin.aegis.collectors.flight_recorder import FlightRecorder
 from zaya_plugin.aegis.collectors.progress import read_beats
+from zaya_plugin.errors import STACKS_SIGNAL
 
 DUMP_SECONDS = 2.0  # for stacks and flight recorders
 
@@ -27,7 +27,7 @@ def ask_for_dumps(folder: Path, logs: Path, recorder: FlightRecorder, meanwhile:
     asked = {rank: beat["pid"] for rank, beat in read_beats(folder).items() if beat.get("pid") in ours}
     before = {rank: written(folder, rank) for rank in asked}
     recorder.ask()
-    processes.send(list(asked.values()), signal.SIGUSR1)
+    processes.send(list(asked.values()), STACKS_SIGNAL)
     deadline = time.monotonic() + DUMP_SECONDS
     while time.monotonic() < deadline:
         now = {rank: written(folder, rank) for rank in asked}

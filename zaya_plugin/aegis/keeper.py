@@ -22,6 +22,7 @@ from zaya_plugin.aegis import link
 from zaya_plugin.aegis.evidence import printable, say
 from zaya_plugin.aegis.settings import Settings
 from zaya_plugin.errors import mistake
+from zaya_plugin.parent_death import on_end_signals
 
 QUICK_SECONDS, QUICK_DEATHS = 60.0, 5  # an agent that dies so often in so long is not started again
 LOCK_SECONDS = 120.0  # for the lock of a host that is lost
@@ -44,8 +45,7 @@ class Keeper:
         os.set_blocking(wake, False)
         os.set_blocking(sleep, False)
         signal.set_wakeup_fd(sleep, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, lambda number, frame: self._pass_on(number))
+        on_end_signals(lambda number, frame: self._pass_on(number))
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         while True:
             if self.listening is not None and (self.decider is None or self.decider.poll() is not None):
@@ -95,7 +95,7 @@ class Keeper:
     def _pass_on(self, number: int) -> None:
         self.signals.append(number)
         if self.agent is not None and self.agent.poll() is None:
-            self.agent.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+            self.agent.send_signal(number)
 
     def _leave(self, code: int) -> int:
         if self.decider is not None:

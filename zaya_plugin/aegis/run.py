@@ -47,8 +47,8 @@ examples:
   zaya aegis run --nodes 4 --decider n1:29400 -- zaya train ...         without SLURM: on n1 and on each other node
   zaya aegis run --ranks-per-node 8 --dir runs/x/aegis -- primus-cli direct -- train pretrain --config x.yaml
 
-`zaya aegis status DIR` shows the run, `zaya aegis report DIR` sums it up. A SIGTERM (or Ctrl-C) lets the ranks save and
-leave; a second one ends them at once.
+`zaya aegis status DIR` shows the run, `zaya aegis report DIR` sums it up. A SIGTERM (or Ctrl-C, or a
+batch system's SIGUSR1, SIGUSR2, SIGXCPU) lets the ranks save and leave; the same signal again ends them at once.
 
 Exit codes: 0 done, 2 a mistake of the user, 75 the run was asked to end and has saved, else that of the first rank that
 failed, or 128 + signal."""

@@ -27,7 +27,7 @@ from zaya_plugin.checkpoint import manifest, on_disk, places, starts
 from zaya_plugin.checkpoint.direct_file import DirectFiles
 from zaya_plugin.config.run_directory import iterations
 from zaya_plugin.config.whole_file import write_whole
-from zaya_plugin.parent_death import follow_rank
+from zaya_plugin.parent_death import follow_rank, on_end_signals
 
 NICE = 10
 POLL_SECONDS = 0.05
@@ -368,8 +368,7 @@ def _explained(error: Exception, folder: Path) -> str:
 
 def main(argv: list[str]) -> None:
     """Serve the rank whose descriptors are given."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the rank decides what happens to a save
+    on_end_signals(signal.SIG_IGN)  # the rank decides what happens to a save
     follow_rank()
     with contextlib.suppress(OSError):
         os.nice(NICE)

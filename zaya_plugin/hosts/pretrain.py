@@ -57,7 +57,13 @@ NEW_MEMORY = "torch.utils.deterministic.fill_uninitialized_memory"
 SECONDS_FOR_A_SAVE = 60.0
 
 
-def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Reporter) -> int:
+def run(
+    recipe: Recipe,
+    sources: DataSources,
+    lifecycle: Lifecycle,
+    reporter: Reporter,
+    loop_begins: Callable[[], None] = lambda: None,
+) -> int:
     """Train the recipe; return 0 after the last step or at exit_interval, or ENDED_EARLY when a signal has ended the run.
 
     Args:
@@ -65,6 +71,7 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
         sources: tokenizer and data sets of the recipe.
         lifecycle: resumption, and the removal of old checkpoints.
         reporter: gets every step and validation.
+        loop_begins: called when the training loop begins to look for signals.
     """
     args = parse_arguments(megatron_arguments(recipe, sources.tokenizer_arguments()))
     data_loaders.prepare(args.num_workers)
@@ -82,6 +89,7 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
     handover = Handover(recipe, before, lifecycle.resumed_at)
     handover.check(args)
     trainer = _Trainer(args, recipe, sources, lifecycle, reporter, SavedState(recipe, saver))
+    trainer.loop_begins = loop_begins
     registered_buffers.end_with_release()
     try:
         with (
@@ -416,6 +424,7 @@ class _Trainer:
 
     def prepare_and_train(self, train, forward_step_func, model, optimizer, scheduler, *positional, **named):
         """Plan the checkpoints, then run Megatron's training loop."""
+        self.loop_begins()
         heartbeat.phase("warm_up", self.step)
         self.scheduler = scheduler
         if self.args.save and optimizer is not None:

@@ -113,11 +113,15 @@ def _train(recipe, rank: int, world_size: int, console) -> int:
 
     from zaya_plugin.data.sources import find_sources
     from zaya_plugin.hosts import pretrain
+    from zaya_plugin.hosts.start_waits import Start
     from zaya_plugin.training.lifecycle import Lifecycle
     from zaya_plugin.training.metrics import Reporter
 
+    start = Start(rank, world_size)
     reporter = Reporter(recipe, rank, world_size, console)
-    code = pretrain.run(recipe, find_sources(recipe), Lifecycle(recipe), reporter)
+    sources = find_sources(recipe)
+    start.join(60 * recipe.cluster.distributed_timeout_minutes)
+    code = pretrain.run(recipe, sources, Lifecycle(recipe), reporter, start.over)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return code

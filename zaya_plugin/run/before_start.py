@@ -51,6 +51,7 @@ from zaya_plugin.run.rank_plan import (
     core_count,
     make_plan,
     rank_environment,
+    slurm_variables,
 )
 
 OF_THE_SCHEDULE = {path for path, field in leaves() if field.metadata["resume"] in (LENGTH, SCHEDULE, STEPS_TO_TRAIN)}
@@ -299,7 +300,7 @@ def _check_port(key: str, port: int, allowed: str, fix: str) -> None:
 def plan_of(recipe: Recipe, environ: Mapping[str, str]) -> Plan:
     """Return the launch on this machine, or for several nodes the launch on every node."""
     check_environment(environ)
-    if recipe.cluster.num_nodes == 1 or any(name in environ for name in ("RANK", "SLURM_PROCID")):
+    if recipe.cluster.num_nodes == 1 or "RANK" in environ or slurm_variables(environ) is not None:
         return make_plan(recipe, environ)
     nodes, here = recipe.cluster.num_nodes, recipe.cluster.gpus_per_node
     words = ["torchrun", "--nnodes", str(nodes), "--nproc-per-node", str(here), "--rdzv-backend", "c10d"]

@@ -26,7 +26,7 @@ from zaya_plugin.handover.predecessor import domain_losses, finished_stage, loss
 from zaya_plugin.run import before_start
 from zaya_plugin.run.curriculum import Curriculum, Stage
 from zaya_plugin.run.launch import last_words, launch
-from zaya_plugin.run.rank_plan import check_environment, rank_environment, whole_variable
+from zaya_plugin.run.rank_plan import check_environment, rank_environment, task_count, whole_variable
 
 STATE = "curriculum.json"
 POSITIONS = "loss_by_position.json"  # written by zaya_plugin.hosts.position_loss
@@ -52,8 +52,9 @@ def run_curriculum(curriculum: Curriculum, only: str | None = None) -> int:
     chosen = [stage for stage in curriculum.stages if only in (None, stage.name)]
     if not chosen:
         raise mistake("--only", only, problem="no such stage", allowed=", ".join(names))
-    in_step = "SLURM_NTASKS" in os.environ and "SLURM_STEP_ID" in os.environ
-    ranks_started = "RANK" in os.environ or in_step and whole_variable(os.environ, "SLURM_NTASKS", 1) > 1
+    counted = task_count(os.environ)
+    in_step = counted in os.environ and "SLURM_STEP_ID" in os.environ
+    ranks_started = "RANK" in os.environ or in_step and whole_variable(os.environ, counted, 1) > 1
     if ranks_started and only is None:
         raise mistake(
             "zaya curriculum",

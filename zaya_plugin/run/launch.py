@@ -29,7 +29,15 @@ from zaya_plugin.config.run_directory import check_resume, checkpoint_path, keep
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import validate
 from zaya_plugin.errors import ENDED_EARLY, ROLL_BACK, free_space, message, mistake
-from zaya_plugin.parent_death import GRACE, GRACE_SECONDS, LAUNCHER_PID, adopt_orphans, die_with_parent
+from zaya_plugin.parent_death import (
+    BATCH_SIGNALS,
+    GRACE,
+    GRACE_SECONDS,
+    LAUNCHER_PID,
+    adopt_orphans,
+    die_with_parent,
+    on_end_signals,
+)
 from zaya_plugin.run import before_start, megatron_check
 from zaya_plugin.run.rank_plan import WORKER, Plan, make_plan
 
@@ -188,12 +196,10 @@ def run_ranks(plan: Plan, log_dir: Path) -> Ended:
             stdin=subprocess.DEVNULL,
             stderr=stderr,
             start_new_session=True,  # a terminal's Ctrl-C reaches only this process, which passes it on
-            preexec_fn=die_with_parent,  # if this process is killed, torchrun and the ranks get SIGTERM
+            preexec_fn=_as_torchrun,
         )
         received: list[int] = []
-        previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-        for number in previous:
-            signal.signal(number, lambda number, frame: _pass_on(number, torchrun.pid, received))
+        previous = on_end_signals(lambda number, frame: _pass_on(number, torchrun.pid, received))
         try:
             code = torchrun.wait()
             if code < 0:
@@ -233,8 +239,20 @@ def run_ranks(plan: Plan, log_dir: Path) -> Ended:
     return Ended(code, folder)
 
 
+def _as_torchrun() -> None:
+    """In the process that becomes torchrun: if this one is killed, torchrun and the ranks get SIGTERM. It knows no signals
+    of batch systems, which come to all processes of a job; its ranks do.
+    """
+    die_with_parent()
+    for number in BATCH_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _pass_on(number: int, torchrun: int, received: list[int]) -> None:
-    """Send SIGTERM to every rank on the first signal, upon which they save and leave; SIGKILL on any later one."""
+    """Send SIGTERM to every rank, upon which they save and leave; SIGKILL when the same signal comes again. A batch system
+    warns by one signal, and ends the job by another one.
+    """
+    again = number in received
     received.append(number)
     ranks = _children(torchrun)
     if len(received) == 1:
@@ -245,7 +263,7 @@ def _pass_on(number: int, torchrun: int, received: list[int]) -> None:
         )
     for pid in ranks or [torchrun]:
         try:
-            os.kill(pid, signal.SIGTERM if len(received) == 1 else signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL if again else signal.SIGTERM)
         except ProcessLookupError:
             pass
 

@@ -15,7 +15,6 @@ from zaya_plugin.errors import mistake
 
 WORKER = "zaya_plugin.hosts.worker"
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 HIDDEN_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 # Required by Megatron's --deterministic-mode; one ring adds in one order, and a fixed workspace keeps cuBLAS to one
 # algorithm.
@@ -83,12 +82,13 @@ def check_environment(environ: Mapping[str, str]) -> None:
         raise ValueError("\n".join(problems))
     batch = environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ
     slurm = "SLURM_PROCID" in environ and not batch  # also `srun --pty bash`, of one task
+    names = ("SLURM_PROCID", counted := task_count(environ), "SLURM_LOCALID")
     if slurm:
-        _complete(environ, SLURM_VARIABLES, "as srun sets them")
-        tasks = whole_variable(environ, "SLURM_NTASKS", 1)
-        whole_variable(environ, "SLURM_PROCID", 0, tasks - 1, "SLURM_NTASKS")
-        whole_variable(environ, "SLURM_LOCALID", 0, tasks - 1, "SLURM_NTASKS")
-    pairs = tuple(zip(TORCHRUN_VARIABLES, ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"), strict=True))
+        _complete(environ, names, "as srun sets them")
+        tasks = whole_variable(environ, counted, 1)
+        whole_variable(environ, "SLURM_PROCID", 0, tasks - 1, counted)
+        whole_variable(environ, "SLURM_LOCALID", 0, tasks - 1, counted)
+    pairs = tuple(zip(TORCHRUN_VARIABLES, names, strict=True))
     if any(name in environ for name in TORCHRUN_VARIABLES):
         # Job scripts often export some of torchrun's variables for other programs; they must then say the same.
         if not slurm or any(name in environ and environ[name] != environ[same] for name, same in pairs):
@@ -133,6 +133,13 @@ def whole_variable(environ: Mapping[str, str], name: str, least: int, most: int 
             fix=f"unset {name}, or start the ranks with torchrun or srun, which set it",
         )
     return number
+
+
+def task_count(environ: Mapping[str, str]) -> str:
+    """Return the variable with the number of tasks of this step. SLURM_NTASKS may be of the whole job: a shell inside an
+    interactive step (`salloc`) has it, and is the only task of its step.
+    """
+    return "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
 
 
 def command(recipe: Recipe, ranks: int, worker: Sequence[str] = ()) -> list[str]:
@@ -198,11 +205,12 @@ def slurm_variables(environ: Mapping[str, str], master_port: int | None = None) 
     All tasks must agree without communication: the address is the first host of the step, the port is computed from the
     job id.
     """
-    if not all(name in environ for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")):
+    counted = task_count(environ)
+    if not all(name in environ for name in ("SLURM_PROCID", counted, "SLURM_LOCALID")):
         return None
     if environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ:
         return None
-    tasks = int(environ["SLURM_NTASKS"])
+    tasks = int(environ[counted])
     if tasks < 2:
         return None
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")

@@ -4,7 +4,7 @@
 `zaya aegis run` sets ZAYA_AEGIS_DIR, a folder of the node; without it every function here returns at once. In it:
 
     rank<N>.json         one line of LINE bytes, written in place at every change of phase and at every step
-    rank<N>.stacks       the stacks of all threads, appended at each SIGUSR1, also while a thread waits in C++
+    rank<N>.stacks       the stacks of all threads, appended at each STACKS_SIGNAL, also while a thread waits in C++
     request              a number, written by the supervisor; when it changes, each rank writes
     rank<N>.flight.json  torch's flight recorder: the collectives that this rank has enqueued
     rank<N>.guard.json   why a guard inside the run ends it (loss_guard.py)
@@ -19,13 +19,13 @@ import faulthandler
 import json
 import math
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from zaya_plugin.config.whole_file import write_whole
+from zaya_plugin.errors import STACKS_SIGNAL
 
 FOLDER = "ZAYA_AEGIS_DIR"
 LINE = 256  # bytes; a line of one size is replaced by one write
@@ -45,8 +45,8 @@ class Heartbeat:
         self.numbers: dict[str, float | str | None] = {"step_seconds": None, "busy_seconds": None, "loss": None}
         self.file = os.open(folder / f"rank{rank}.json", os.O_WRONLY | os.O_CREAT, 0o600)
         self.stacks = open(folder / f"rank{rank}.stacks", "a")
-        faulthandler.register(signal.SIGUSR1, file=self.stacks, all_threads=True)
-        # The supervisor sends SIGUSR1 to the pids in these files alone, so it is registered before the first line.
+        faulthandler.register(STACKS_SIGNAL, file=self.stacks, all_threads=True)
+        # The supervisor sends the signal to the pids in these files alone, so it is registered before the first line.
         self.write()
         threading.Thread(target=self._answer, name="flight recorder", daemon=True).start()
 

@@ -17,6 +17,8 @@ import sys
 import time
 from pathlib import Path
 
+from zaya_plugin.parent_death import on_end_signals
+
 KILLED_S = 10  # a process that waits in the driver for a device that hangs does not end
 SCAN_S = 0.05
 SCANS = 2  # that find nothing, before it is believed: during execve a process shows no environment
@@ -46,8 +48,7 @@ def marked(mark: str) -> list[int]:
 
 
 def main(argv: list[str]) -> int:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to a whole session or SLURM step
-        signal.signal(number, signal.SIG_IGN)
+    on_end_signals(signal.SIG_IGN)  # sent to a whole session or SLURM step
     sys.stdin.buffer.read()
     end_marked(argv[0])
     return 0

@@ -13,6 +13,7 @@ import pytest
 from zaya_plugin.aegis.collectors.flight_recorder import FlightRecorder, missing, summary
 from zaya_plugin.aegis.collectors.guards import Guards
 from zaya_plugin.aegis.collectors.progress import read_beats
+from zaya_plugin.errors import STACKS_SIGNAL
 
 
 def dump(rank, *entries, request="1"):
@@ -165,7 +166,7 @@ def test_two_real_ranks_of_which_one_does_not_arrive(hanging_ranks):
         "rank 1 enqueued collective 3 of group 0:default_pg last, and others 4",
     )
     for rank in ranks:
-        os.kill(rank.pid, signal.SIGUSR1)
+        os.kill(rank.pid, STACKS_SIGNAL)
     stacks = [folder / f"rank{rank}.stacks" for rank in (0, 1)]
     wait(lambda: all("most recent call first" in path.read_text() for path in stacks))
     assert "all_reduce" in stacks[0].read_text() and "all_reduce" not in stacks[1].read_text()
@@ -185,7 +186,7 @@ def test_without_a_supervisor_nothing_is_written(tmp_path):
     code = (
         "import signal, threading; from zaya_plugin.training import heartbeat as h; h.start(0); h.phase('train'); "
         "h.step(1, 0.1); h.guard('loss_spike', 'x'); assert threading.active_count() == 1 and not h.is_on(); "
-        "assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL"
+        "assert signal.getsignal(signal.SIGRTMIN + 5) == signal.SIG_DFL"
     )
     environment = {name: value for name, value in os.environ.items() if name != "ZAYA_AEGIS_DIR"}
     subprocess.run(
