@@ -108,6 +108,14 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"zaya: {told}", file=sys.stderr)
         return USER_ERROR
+    except ImportError as error:
+        package = (error.name or "zaya_plugin").partition(".")[0]
+        if package in ("zaya_plugin", "hip_ops") or _traceback_wanted():
+            raise
+        problem = f"needs the package {package}, which cannot be imported ({error})"
+        fix = f"an environment with it: pip install 'zaya_plugin[cpu]', or pip install {package}"
+        print(f"zaya: {message(f'zaya {argv[0]}', problem=problem, fix=fix)}", file=sys.stderr)
+        return USER_ERROR
     except KeyboardInterrupt:
         return 130
 
@@ -149,38 +157,34 @@ def _run_below(name: str, purpose: str, commands: dict[str, str], package: str, 
 
 def convert(argv: list[str]) -> int:
     """Run `zaya convert COMMAND ...`."""
-    _prepare_torch(argv)
     from zaya_plugin.run.convert_commands import main
 
-    return main(argv)
+    return main(argv, _prepare_torch)
 
 
 def generate(argv: list[str]) -> int:
     """Run `zaya generate MODEL ...`."""
-    _prepare_torch(argv)
     from zaya_plugin.inference.generate_command import main
 
-    return main(argv)
+    return main(argv, _prepare_torch)
 
 
 def evaluate(argv: list[str]) -> int:
     """Run `zaya eval MODEL ...`."""
-    _prepare_torch(argv)
     from zaya_plugin.inference.eval_command import main
 
-    return main(argv)
+    return main(argv, _prepare_torch)
 
 
-def _prepare_torch(argv: list[str]) -> None:
+def _prepare_torch() -> None:
     """Let a command that builds models run on machines without a device too, and without warnings that concern
     training alone: Megatron's of packages that it lacks, torch's of a single process.
     """
-    if argv and not {"-h", "--help"} & {*argv}:
-        for module in ("megatron", "torch.distributed.checkpoint"):
-            warnings.filterwarnings("ignore", module=module)
-        from zaya_plugin import patches
+    for module in ("megatron", "torch.distributed.checkpoint"):
+        warnings.filterwarnings("ignore", module=module)
+    from zaya_plugin import patches
 
-        patches.apply_torch()
+    patches.apply_torch()
 
 
 def train(argv: list[str]) -> int:

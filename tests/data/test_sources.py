@@ -186,7 +186,7 @@ def test_training_data_shorter_than_one_sequence_is_refused(prepared, key):
 def test_facts_of_the_data_are_compared(tmp_path, prepared, permuted):
     own = find_sources(recipe(path=str(prepared))).facts()
     moved = find_sources(recipe(path=str(shutil.copytree(prepared, tmp_path / "moved")))).facts()
-    assert set(own) == {"tokenizer", "train", "valid"} and changes(own, moved) == [] != own["train"]
+    assert set(own) == {"tokenizer", "special_tokens", "train", "valid"} and changes(own, moved) == [] != own["train"]
     other = find_sources(recipe(path=str(permuted))).facts()
     found = changes(own, other)
     assert [line.split(" was ")[0] for line in found] == ["the tokenizer", "the train data", "the valid data"]

@@ -9,8 +9,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint import FileSystemReader
 
 from tests.running import MICRO, Run, train, train_and_signal, zaya
+from zaya_plugin.checkpoint.index import COMMON
 from zaya_plugin.errors import ENDED_EARLY
 
 LONG = ("nproc=1", "stage.train_iters=400", "stage.eval_interval=1000", "checkpoint.save_interval=1000")
@@ -27,6 +29,7 @@ def saved(tmp_path_factory, corpus) -> Run:
         "stage.eval_interval=100",
         "checkpoint.save_interval=2",
         "checkpoint.keep_last=2",
+        "checkpoint.save=sync",  # an asynchronous save is left out while the one before is written
     )
 
 
@@ -100,9 +103,10 @@ def test_a_half_written_checkpoint_is_not_loaded(tmp_path, corpus, saved):
     assert (half / "metadata.json").is_file(), "the same iteration is saved again, whole"
 
 
-def _flip(path: Path, place: int) -> None:
+def _flip(path: Path, *places: int) -> None:
     content = bytearray(path.read_bytes())
-    content[place] ^= 1
+    for place in places:
+        content[place] ^= 1
     path.write_bytes(content)
 
 
@@ -113,6 +117,11 @@ def _harm(checkpoints: Path, harm: str) -> str:
     if harm == "flipped":  # in the middle of the weights: Megatron's loader reads it without an error
         _flip(shard, shard.stat().st_size // 2)
         return f"{shard.name} has the checksum"
+    if harm == "arguments":  # 400 bytes of them: their reader ended in a traceback, before anything was compared
+        stored = FileSystemReader(newest).read_metadata().storage_data.items()
+        place = next(place for key, place in stored if key.fqn.startswith(COMMON))
+        _flip(newest / place.relative_path, *range(place.offset + 60, place.offset + 460))
+        return f"{place.relative_path} has the checksum"
     if harm == "truncated":
         os.truncate(shard, shard.stat().st_size // 2)
         return f"{shard.name} has {shard.stat().st_size} bytes, its manifest states"
@@ -127,7 +136,7 @@ def _harm(checkpoints: Path, harm: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("harm", ["flipped", "truncated", "missing", "no manifest", "manifest"])
+@pytest.mark.parametrize("harm", ["flipped", "arguments", "truncated", "missing", "no manifest", "manifest"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, corpus, saved, harm):
     run_dir = _copy(saved, tmp_path / "run")
     checkpoints = run_dir / "checkpoints"
@@ -140,8 +149,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, cor
     assert before == sorted((path, path.stat().st_size) for path in checkpoints.rglob("*"))
     six = ("stage.train_iters=6", "stage.eval_interval=100", "checkpoint.keep_last=2")
     resumed = train(run_dir, corpus, "nproc=1", "resume=auto", *six)
-    assert "continuing after step 4" in resumed.output and named in resumed.output
-    aside = "iter_0000006.damaged" if harm == "flipped" else "iter_0000006.replaced"  # by the start, or by the new save
+    assert "continuing after step 4" in resumed.output and named in resumed.output, resumed.output
+    aside = (
+        "iter_0000006.damaged" if harm in ("flipped", "arguments") else "iter_0000006.replaced"
+    )  # by the start, or by the new save
     kept = sorted(path.name for path in checkpoints.glob("iter_*"))
     assert kept == ["iter_0000004", "iter_0000006", aside], "the damaged one does not count as one of two to keep"
     sizes = {path.name: size for path, size in before if path.parent == checkpoints / "iter_0000006"}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import save_file
@@ -14,6 +15,7 @@ from tests.checkpoint.convert.published import TINY
 from zaya_plugin.checkpoint.convert import hf_config
 from zaya_plugin.checkpoint.convert.tables import rows
 from zaya_plugin.data.tokenizer import train_bpe
+from zaya_plugin.inference.opening import Opened, find_model, open_model
 
 TEXTS = ["the cat sat on the mat and the dog sat on the log", "one two three four five six seven", "a b c d e f g"]
 VOCABULARY = 300
@@ -65,3 +67,10 @@ def publish_small(folder: Path, layout: str = "native") -> Path:
     (folder / "config.json").write_text(json.dumps(hf_config.write(layout, SMALL, "float32")))
     train_bpe(TEXTS * 3, VOCABULARY, str(folder))
     return folder
+
+
+def open_given(given: Path, needs_tokenizer: bool = True, **more) -> Opened:
+    """Open a model as the commands do, on the CPU."""
+    plain = dict(given=str(given), step=None, tokenizer=None, device="cpu", dtype=None, verify=True)
+    options = SimpleNamespace(**plain | more)
+    return open_model(options, find_model(options), needs_tokenizer)

@@ -9,21 +9,22 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 from tokenizers import Tokenizer
 
-from tests.inference.small import SMALL, TEXTS, publish_small
+from tests.chat_files import MARKING, write_chats
+from tests.checkpoint_files import pretend_checkpoint
+from tests.inference.small import SMALL, TEXTS, open_given, publish_small
 from tests.running import command
 from zaya_plugin import cli
-from zaya_plugin.checkpoint import manifest
+from zaya_plugin.checkpoint import manifest, on_disk
 from zaya_plugin.checkpoint.convert import loading
 from zaya_plugin.checkpoint.convert.importing import import_model, open_source
+from zaya_plugin.data.indexed_dataset import IndexedReader, spread
 from zaya_plugin.inference import opening
-from zaya_plugin.inference.opening import open_model
 from zaya_plugin.inference.perplexity import summed_loss
 
 
@@ -92,7 +93,10 @@ def test_json_of_a_file_in_batches(zaya, published, tmp_path):
     [
         (["MODEL"], "--prompt: was not given"),
         (["MODEL", "--prompt", ""], "--prompt=: has no token"),
-        (["nothing/here/at/all", "--prompt", "a"], "CKPT=nothing/here/at/all: no such checkpoint"),
+        (
+            ["nothing/here/at/all", "--prompt", "a"],
+            "MODEL=nothing/here/at/all: no such checkpoint: the path does not exist",
+        ),
         (["MODEL", "--prompt", "a", "--step", "5"], "--step=5: .* is a published model"),
         (["MODEL", "--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens=0"),
         (["MODEL", "--prompt", "a", "--top-k", "5"], "--temperature=0.0"),
@@ -120,9 +124,7 @@ def test_perplexity_is_that_of_trainings_validation(zaya, checkpoint, corpus, tm
     from zaya_plugin.parallel.context_order import ContextShard
     from zaya_plugin.training.batches import micro_batch
 
-    opened = open_model(
-        SimpleNamespace(given=str(checkpoint), step=None, tokenizer=None, device="cpu", dtype=None), False
-    )
+    opened = open_given(checkpoint, needs_tokenizer=False)
     total = count = 0.0
     length = SMALL.max_position_embeddings
     for begin in range(0, len(stream) - 1, length):
@@ -156,11 +158,67 @@ def test_documents_of_bins_are_computed_alone(decoder):
     assert count == sum(n for _, n in alone) and math.isclose(total, sum(loss for loss, _ in alone), rel_tol=1e-5)
 
 
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory, corpus):
+    """Packed chats in which a turn, and no document, ends with the tokenizer's end of document."""
+    folder = tmp_path_factory.mktemp("chats")
+    write_chats(folder / "chats.jsonl", 60)
+    (folder / "template.jinja").write_text(MARKING)
+    words = ["--chat", "--input", "chats.jsonl", "--chat-template", "template.jinja"]
+    paths = [str(folder / word) if "." in word else word for word in words]
+    more = ["--tokenizer", str(corpus / "tokenizer"), "--valid-fraction", "0.3", "--workers", "1", "--quiet"]
+    assert cli.main(["data", "prepare", *paths, "--output", str(folder / "plain"), *more]) == 0
+    packed = ["--sequence-length", "128", "--output", str(folder / "packed"), "--quiet"]
+    assert cli.main(["data", "pack", str(folder / "plain"), *packed]) == 0
+    return folder / "packed"
+
+
+def test_perplexity_of_chats_is_that_of_trainings_validation(zaya, checkpoint, chats, tmp_path):
+    """Training's own samples, loss mask and documents: answers alone count, and documents end where the marks say."""
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    from zaya_plugin.data.dataset import build_gpt_datasets
+    from zaya_plugin.parallel.context_order import ContextShard
+    from zaya_plugin.training.batches import micro_batch
+
+    out = tmp_path / "found.json"
+    assert zaya("eval", checkpoint, "--data", chats, "--batch-size", 3, "--out", out)[0] == 0
+    found = json.loads(out.read_text())["results"]["packed"]
+    tokenizer = MegatronTokenizer.from_pretrained(str(chats / "tokenizer"), metadata_path={"library": "huggingface"})
+    bins = IndexedReader(str(chats / "valid")).indexed.tokens // 128
+    built = dict(sequence_length=128, seed=1, tokenizer=tokenizer, cache_path=str(tmp_path / "cache"))
+    held_out = build_gpt_datasets(str(chats), str(chats), (0, 2 * bins, 0), **built)[1]  # one epoch has one bin less
+    samples = {tuple(held_out[number]["tokens"].tolist()): held_out[number] for number in range(2 * bins)}
+    model, total, count = open_given(checkpoint).decoder.model, 0.0, 0.0
+    for sample in samples.values():
+        sample = {name: value.unsqueeze(0) for name, value in sample.items()}
+        batch = micro_batch(sample, "cpu", ContextShard(), eod=tokenizer.eod)
+        with torch.no_grad():
+            losses = model(batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=batch.packed)
+        total, count = total + (losses * batch.loss_mask).sum().item(), count + batch.loss_mask.sum().item()
+    assert len(samples) == bins >= 4 and found["tokens"] == count < 64 * bins
+    assert math.isclose(found["loss"], total / count, rel_tol=1e-5)
+
+
 def test_limit_and_names(zaya, published, corpus, tmp_path):
     out = tmp_path / "found.json"
     assert zaya("eval", published, "--data", corpus, corpus / "train", "--limit", 1, "--out", out)[0] == 0
     results = json.loads(out.read_text())["results"]
     assert {name: each["tokens"] for name, each in results.items()} == {"data": 256, "train": 256}
+
+
+def test_a_limit_is_spread_evenly(zaya, published, corpus, tmp_path):
+    """The first sequences of a file may be of one kind of text."""
+    assert spread(100, 4) == [12, 37, 62, 87] and spread(3, 9) == spread(3, None) == [0, 1, 2] and spread(2, 1) == [0]
+    out, stream = tmp_path / "found.json", IndexedReader(str(corpus / "train")).stream
+    count = -(-(len(stream) - 1) // 256)
+    assert zaya("eval", published, "--data", corpus / "train", "--limit", 2, "--out", out)[0] == 0
+    found, model = json.loads(out.read_text())["results"]["train"], open_given(published).decoder.model
+    windows = [torch.from_numpy(stream[n * 256 : n * 256 + 257].astype("int64")) for n in spread(count, 2)]
+    expected = [summed_loss(model, window.unsqueeze(0)) for window in windows]
+    assert count >= 4 and math.isclose(
+        found["loss"], sum(loss for loss, _ in expected) / sum(n for _, n in expected), rel_tol=1e-6
+    )
 
 
 def test_mistakes_of_eval(zaya, published, corpus, tmp_path, monkeypatch):
@@ -214,7 +272,7 @@ def test_keys_and_values_beyond_the_memory_are_refused_before_anything_is_loaded
 
 
 def test_what_a_refusal_allows_fits_and_one_token_more_does_not(published, monkeypatch):
-    opened = open_model(SimpleNamespace(given=str(published), step=None, tokenizer=None, device="cpu", dtype=None))
+    opened = open_given(published)
     room = SMALL.num_layers * 2 * SMALL.num_query_groups * SMALL.kv_channels * 4 * 1024
     monkeypatch.setattr(opening, "free_memory", lambda: opened.bytes_of_pass(3, 7) + 3 * room)
     with pytest.raises(ValueError, match="Allowed: at most 1,017 with 3 sequences at once. Fix: --max-new-tokens 1017"):
@@ -276,6 +334,80 @@ def test_damaged_files_are_named(zaya, published, checkpoint, tmp_path):
     assert code == 2 and str(cut) in err and "Traceback" not in err
 
 
+def flip(file: Path, places) -> None:
+    content = bytearray(file.read_bytes())
+    for place in places:
+        content[place] ^= 1
+    file.write_bytes(content)
+
+
+def test_every_reader_compares_a_checkpoint_with_its_manifest(zaya, checkpoint, corpus, tmp_path, monkeypatch):
+    """One byte of a weight flipped: each command ended with 0 and another model."""
+    copy = tmp_path / "checkpoints" / checkpoint.name
+    shutil.copytree(checkpoint, copy)
+    shutil.copytree(checkpoint.parent / "tokenizer", copy.parent / "tokenizer")
+    shard = copy / "__0_0.distcp"
+    flip(shard, [shard.stat().st_size // 2])
+    readers = (
+        ("generate", copy.parent, "--prompt", "a", "--max-new-tokens", 1),
+        ("eval", copy.parent, "--data", corpus, "--limit", 1),
+        ("convert", "export", copy.parent, "--output", tmp_path / "export"),
+    )
+    for words in readers:
+        code, _, err = zaya(*words)
+        assert code == 2 and f"{copy.parent}: the checkpoint of step 0 is damaged: {shard} has the checksum" in err
+        assert not (tmp_path / "export").exists()
+        assert zaya(*words, "--no-verify")[0] == 0, "for those who have compared it just before"
+    for number in range(4):  # what is not tensors: the index, the arguments
+        for file in (copy / ".metadata", copy / f"__{SMALL.num_layers + 1}_0.distcp"):
+            whole = file.read_bytes()
+            flip(file, range(number, min(len(whole), 6000), 15))
+            code, _, err = zaya(*readers[0], "--no-verify")
+            assert code == 2 and err.count("\n") == 1 and "cannot be read" in err, err
+            file.write_bytes(whole)
+    flip(shard, [shard.stat().st_size // 2])
+    (copy / manifest.NAME).unlink()
+    monkeypatch.setattr(on_disk, "WRITTEN_HERE", "as in a checkpoint of another program")
+    code, _, err = zaya(*readers[0])
+    assert code == 0 and f"note: {copy} has no manifest.json, so its content was compared with nothing" in err
+
+
+def test_a_model_that_is_none_is_named_before_torch_is_loaded(tmp_path):
+    """With what is there: a curriculum's folder shows its stages'."""
+    curriculum = tmp_path / "curriculum"
+    for stage in ("one", "two"):
+        pretend_checkpoint(curriculum / stage, 4)
+        (curriculum / stage / "recipe.yaml").write_text("checkpoint: {path: checkpoints}")
+    (curriculum / "curriculum.json").write_text("{}")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text("checkpoint: {path: checkpoints}")
+    given = {
+        curriculum: f"it is the folder of a curriculum. Allowed: .*{curriculum}/one.* Fix: {curriculum}/two",
+        tmp_path: "no iter_. folder is in it. Allowed: a run directory with checkpoints",
+        tmp_path / "file": "it is a file",
+        tmp_path / "run": "the run has saved none in .*run/checkpoints",
+        tmp_path / "none": "the path does not exist. Allowed: a run directory",
+    }
+    program = (
+        "import json, sys; from zaya_plugin import cli\n"
+        "for words in json.load(sys.stdin): print(cli.main(words), file=sys.stderr)\n"
+        "assert not {'torch', 'megatron'} & {*sys.modules}"
+    )
+    tried = [
+        words
+        for path in map(str, given)
+        for words in (["generate", path, "--prompt", "a"], ["convert", "export", path, "--output", "x"])
+    ]
+    done = subprocess.run([sys.executable, "-c", program], input=json.dumps(tried), capture_output=True, text=True)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 0 and lines[1::2] == ["2"] * len(tried), done.stderr
+    for line, words in zip(lines[::2], tried, strict=True):
+        path = Path(words[2 if words[0] == "convert" else 1])
+        key = "CKPT" if words[0] == "convert" else "MODEL"
+        assert re.match(f"zaya: {key}={path}: no such checkpoint: {given[path]}", line), line
+
+
 @pytest.mark.slow
 def test_results_go_to_wandb(published, corpus, tmp_path):
     words = ("eval", published, "--data", corpus, "--limit", 1, "--wandb", "project")
@@ -290,3 +422,24 @@ def test_results_go_to_wandb(published, corpus, tmp_path):
     assert done.returncode == 0 and "wandb sync" in done.stderr, done.stderr
     (log,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     assert b"eval/data/perplexity" in log.read_bytes()
+
+
+def test_a_machine_without_torch_gets_one_line(published, checkpoint, corpus, tmp_path):
+    program = (
+        "import json, sys; from zaya_plugin import cli; sys.modules['torch'] = None\n"
+        "for words in json.load(sys.stdin): print(cli.main(words), file=sys.stderr)"
+    )
+    tried = (
+        ("generate", checkpoint, "--prompt", "a"),
+        ("eval", published, "--data", corpus),
+        ("convert", "export", checkpoint, "--output", tmp_path / "export"),
+        ("convert", "import", published, "--output", tmp_path / "import"),
+        ("convert", "roundtrip", published),
+    )
+    words = json.dumps([[str(word) for word in words] for words in tried])
+    done = subprocess.run([sys.executable, "-c", program], input=words, capture_output=True, text=True)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 0 and lines[1::2] == ["2"] * len(tried), done.stderr
+    for line, (command_, *_) in zip(lines[::2], tried, strict=True):
+        assert line.startswith(f"zaya: zaya {command_}: needs the package torch, which cannot be imported ("), line
+        assert line.endswith("Fix: an environment with it: pip install 'zaya_plugin[cpu]', or pip install torch.")

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.inference.small import TEXTS
+from tests.inference.small import TEXTS, open_given
 from zaya_plugin import cli
 
 pytest.importorskip("lm_eval", reason="the extra eval is not installed")
@@ -70,13 +70,11 @@ def models(published, theirs):
     from transformers import AutoTokenizer
 
     from zaya_plugin.inference.harness import ZayaLM
-    from zaya_plugin.inference.opening import open_model
-
-    class Options:
-        given, step, tokenizer, device, dtype = str(published), None, None, "cpu", "fp32"
 
     tokenizer = AutoTokenizer.from_pretrained(published)
-    return ZayaLM(open_model(Options), 4), HFLM(pretrained=theirs, tokenizer=tokenizer, batch_size=4, device="cpu")
+    return ZayaLM(open_given(published, dtype="fp32"), 4), HFLM(
+        pretrained=theirs, tokenizer=tokenizer, batch_size=4, device="cpu"
+    )
 
 
 def requests(kind, pairs):

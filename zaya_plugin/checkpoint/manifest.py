@@ -8,11 +8,14 @@ named `iter_<n>` is complete, and a kill at any moment leaves the checkpoint bef
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Container, Iterable, Mapping
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,6 +32,7 @@ REPLACED = ".replaced"  # what was in the place of a checkpoint that this run ha
 LEFTOVER = re.compile(rf"iter_(\d+)(\.\w+)?({re.escape(UNFINISHED)}|{re.escape(REMOVED)})", re.ASCII)
 RECIPE = "recipe_values"  # the fact that holds the recipe, by key
 PIECE = 16 * 2**20  # bytes read at once
+READERS = 4  # files that are read at the same time
 
 
 def describe(
@@ -202,17 +206,58 @@ def damaged(
 ) -> list[str]:
     """Return the files of `names` (default: all) whose content does not have its checksum, as texts.
 
-    files: of the manifest, where it is read already.
+    progress: called with the bytes of each piece, by one thread at a time. files: of the manifest, where it is read
+    already.
     """
-    files, found = read(folder)["files"] if files is None else files, []
-    for name in files if names is None else names:
+    files = read(folder)["files"] if files is None else files
+    lock, ended = threading.Lock(), threading.Event()
+
+    def alone(count: int) -> None:
+        with lock:
+            if ended.is_set():
+                raise InterruptedError("another thread has ended the comparison")
+            progress(count)
+
+    def compare(name: str) -> str | None:
         try:
-            here = describe(folder / name, progress)
+            content = describe(folder / name, alone)
         except OSError as error:
-            found.append(f"{folder / name} cannot be read ({error.strerror})")
-            continue
-        if here != files[name]:
-            found.append(
-                f"{folder / name} has the checksum {here['xxh3_128']}, its manifest states {files[name]['xxh3_128']}"
-            )
-    return found
+            return f"{folder / name} cannot be read ({error.strerror})"
+        if content == files[name]:
+            return None
+        return f"{folder / name} has the checksum {content['xxh3_128']}, its manifest states {files[name]['xxh3_128']}"
+
+    with ThreadPoolExecutor(READERS) as threads:
+        try:
+            return [text for text in threads.map(compare, files if names is None else names) if text]
+        except BaseException:  # Ctrl-C, or what `progress` raised: nothing more is read
+            ended.set()
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def hold(folder: Path) -> BinaryIO | None:
+    """Return the manifest, opened with a lock for reading: while it is open, `removing` leaves the checkpoint. None
+    without a manifest; on a file system without locks it holds nothing.
+    """
+    try:
+        file = open(folder / NAME, "rb")
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_SH)
+    return file
+
+
+@contextlib.contextmanager
+def removing(folder: Path) -> Iterator[bool]:
+    """Keep readers from a checkpoint while its folder gets another name. Yield False if one is reading it."""
+    with contextlib.ExitStack() as stack:
+        free = True
+        with contextlib.suppress(OSError):  # no manifest, or no locks; NFS requires a file that may be written
+            file = stack.enter_context(open(folder / NAME, "r+b"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                free = False
+        yield free

@@ -15,7 +15,7 @@ from zaya_plugin.checkpoint import manifest, starts
 from zaya_plugin.config.run_directory import iterations, uploads
 from zaya_plugin.config.schema import leaves
 from zaya_plugin.config.whole_file import write_whole
-from zaya_plugin.errors import mistake
+from zaya_plugin.errors import message, mistake
 
 TRACKER = "latest_checkpointed_iteration.txt"
 INDEX, FORMAT = ".metadata", "metadata.json"  # files of a checkpoint that are no shards, see index.py
@@ -112,12 +112,18 @@ def put_aside_from(directory: Path, step: int) -> list[Path]:
     return [manifest.put_aside(path, manifest.FAILED) for path in later]
 
 
-def remove(directory: Path, iteration: int) -> None:
-    """Remove a checkpoint; a kill during the removal leaves no folder with a checkpoint's name."""
+def remove(directory: Path, iteration: int) -> bool:
+    """Remove a checkpoint and return True; one that is being read stays, for the next removal. A kill during the removal
+    leaves no folder with a checkpoint's name.
+    """
     path = folder(directory, iteration)
     doomed = path.with_name(path.name + manifest.REMOVED)
-    path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    with manifest.removing(path) as free:
+        if free:
+            path.rename(doomed)
+    if free:
+        shutil.rmtree(doomed, ignore_errors=True)
+    return free
 
 
 def name_as_latest(directory: Path, iteration: int) -> None:
@@ -181,10 +187,33 @@ def _problems_by_index(path: Path) -> list[str]:
 
 
 def saved_arguments(directory: Path, iteration: int):
-    """Return Megatron's argument namespace of the save."""
-    from megatron.core.dist_checkpointing import load_common_state_dict
+    """Return Megatron's argument namespace of the save.
 
-    return load_common_state_dict(str(folder(directory, iteration)))["args"]
+    Raises:
+        UnreadableError: it cannot be read.
+    """
+    from megatron.core.dist_checkpointing import load_common_state_dict
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    path = folder(directory, iteration)
+    try:
+        return load_common_state_dict(str(path))["args"]
+    except (Exception, CheckpointException) as broken:  # of damaged bytes come many types
+        raise unreadable(path, broken) from broken
+
+
+class UnreadableError(ValueError):
+    """The index of a checkpoint, or what lies beside its tensors, cannot be read."""
+
+
+def unreadable(path: Path, broken: BaseException) -> UnreadableError:
+    """Return the error of a checkpoint of which torch or Megatron cannot read the index or what lies beside the tensors.
+    broken: theirs; torch's CheckpointException is no Exception.
+    """
+    *_, reason = str(broken).strip().splitlines() or [repr(broken)]  # behind a traceback
+    problem = f"its index, arguments or progress cannot be read ({reason})"
+    fix = f"zaya checkpoint verify {path.parent}"
+    return UnreadableError(message(str(path), problem=problem, allowed="an intact checkpoint", fix=fix))
 
 
 def newest_facts(directory: Path) -> tuple[Path, dict]:

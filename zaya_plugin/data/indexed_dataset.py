@@ -208,3 +208,9 @@ class IndexedReader:
     def document_marks(self, number: int) -> np.ndarray | None:
         """Return the marks uint8 [tokens] of a chat; None for other data."""
         return None if self.marks is None else self.marks[self.starts[number] : self.starts[number + 1]]
+
+
+def spread(count: int, limit: int | None) -> list[int]:
+    """Return at most `limit` numbers below `count`, evenly spread: each is the middle of an equal part."""
+    most = count if limit is None else min(count, limit)
+    return [((2 * part + 1) * count - 1) // (2 * most) for part in range(most)]

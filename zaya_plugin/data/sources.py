@@ -52,10 +52,14 @@ class DataSources:
         return dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=self.tokenizer)
 
     def facts(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of its data: the tokenizer's digest, and the fingerprint of every dataset."""
+        """Return what a checkpoint keeps of its data: the tokenizer's digest, the fingerprint of every dataset, and whether
+        the texts of training got the tokens that the tokenizer adds (bos).
+        """
         splits = {"train": resolve_blend(self.train, "train"), "valid": resolve_blend(self.valid, "valid")}
         found = {name: {path: fingerprint(path) for path in blend[0]} for name, blend in splits.items() if blend}
-        return {"tokenizer": tokenizer_digest(self.tokenizer), **found}
+        manifests = [locate(path)[0] for path in found["train"]]
+        special_tokens = any(getattr(manifest, "special_tokens", False) for manifest in manifests)
+        return {"tokenizer": tokenizer_digest(self.tokenizer), "special_tokens": special_tokens, **found}
 
     def build(self, num_samples, sequence_length: int, seed: int, tokenizer, validation: int | None = None) -> list:
         """Build Megatron's [train, valid, test] datasets for `num_samples` of each; there is no test set.

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from zaya_plugin import __version__
 from zaya_plugin.config.option_numbers import MOST_AMOUNT, whole_number
 from zaya_plugin.errors import mistake
-from zaya_plugin.inference.opening import GIVEN, Opened, add_options, open_model
+from zaya_plugin.inference.opening import GIVEN, Opened, add_options, find_model, open_model
 
 WHAT = f"""\
 Measures a model: --tasks runs tasks of lm-evaluation-harness, --data computes the perplexity of prepared datasets.
@@ -23,7 +25,8 @@ Measures a model: --tasks runs tasks of lm-evaluation-harness, --data computes t
 .yaml file in the folder --include. Tasks on the Hugging Face Hub download their data.
 
 --data reads each dataset's held-out part (all of it without one) in sequences of the run's length, documents one after
-another, or as the run packed them. Without a path it reads the validation data of the run's recipe.yaml, by domain."""
+another, or as the run packed them; of chats the tokens of answers count. Without a path it reads the validation data of
+the run's recipe.yaml, by domain."""
 EXAMPLES = """\
 examples:
   zaya eval runs/mine --data                                       the run's validation data
@@ -34,8 +37,8 @@ examples:
 Exit codes: 0, 2 a mistake on the command line or in the files."""
 
 
-def main(argv: list[str]) -> int:
-    """Run `zaya eval`; raises ValueError for a user's mistake."""
+def main(argv: list[str], prepare_torch: Callable[[], None] = lambda: None) -> int:
+    """Run `zaya eval`; raises ValueError for a user's mistake. prepare_torch: called before torch is imported."""
     parser = argparse.ArgumentParser(
         "zaya eval", description=WHAT, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -53,7 +56,7 @@ def main(argv: list[str]) -> int:
         "--limit",
         type=whole_number(0, MOST_AMOUNT),
         metavar="N",
-        help="documents of a task and sequences of a dataset at most",
+        help="sequences of a dataset at most, spread evenly over it; the first documents of a task",
     )
     parser.add_argument(
         "--batch-size", type=whole_number(0, 65_536), default=8, help="sequences computed at once; default: 8"
@@ -63,6 +66,10 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if options.tasks is None and options.data is None:
         raise mistake("zaya eval", problem="neither --tasks nor --data was given", fix="zaya eval --help")
+    for name in ("include", "num_fewshot"):
+        if options.tasks is None and (value := getattr(options, name)) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise mistake(option, value, problem="is of tasks, and --tasks was not given", fix=f"leave {option} out")
     for name in ("batch_size", "limit"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise mistake(f"--{name.replace('_', '-')}", value, problem="is no number of them", allowed="1 or more")
@@ -70,17 +77,25 @@ def main(argv: list[str]) -> int:
         raise mistake("--out", options.out, problem="its folder does not exist", fix="--out FILE in an existing folder")
     if options.include is not None and not Path(options.include).is_dir():
         raise mistake("--include", options.include, problem="is no folder", allowed="a folder with tasks' .yaml files")
-    if options.tasks is not None:
-        _require_lm_eval()
-    paths = None if options.data is None else _datasets(options)
-    opened = open_model(options, needs_tokenizer=options.tasks is not None)
+    if options.tasks is not None and importlib.util.find_spec("lm_eval") is None:
+        raise mistake(
+            "--tasks",
+            options.tasks,
+            problem="lm-evaluation-harness is not installed",
+            allowed="--data without that package",
+            fix="pip install 'zaya_plugin[eval]', or pip install lm_eval",
+        )
+    paths = {} if options.data is None else _datasets(options)
+    model = find_model(options)
+    prepare_torch()
+    opened = open_model(options, model, needs_tokenizer=options.tasks is not None)
     results: dict[str, dict[str, float]] = {}
     if options.tasks is not None:
         results |= tasks(opened, options)
-    for name, path in (paths or {}).items():
+    for name, path in paths.items():
         from zaya_plugin.inference.perplexity import perplexity
 
-        results[name] = perplexity(opened, path, options.batch_size, options.limit)
+        results[name] = perplexity(opened, name, path, options.batch_size, options.limit)
     print("\n".join(table(results)))
     record = {"model": opened.name, "step": opened.step, "zaya_plugin": __version__, "results": results}
     if options.out is not None:
@@ -91,18 +106,6 @@ def main(argv: list[str]) -> int:
     if options.wandb is not None:
         _log(options.wandb, opened, record)
     return 0
-
-
-def _require_lm_eval() -> None:
-    try:
-        import lm_eval.evaluator  # noqa: F401
-    except ImportError as error:
-        raise mistake(
-            "--tasks",
-            problem=f"lm-evaluation-harness cannot be imported ({error})",
-            allowed="--data without that package",
-            fix="pip install 'zaya_plugin[eval]', or pip install lm_eval",
-        ) from error
 
 
 def _datasets(options: argparse.Namespace) -> dict[str, str]:

@@ -6,11 +6,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from zaya_plugin.config.option_numbers import INT32, MOST_SEED, MOST_TOKENS, real_number, whole_number
 from zaya_plugin.errors import mistake
-from zaya_plugin.inference.opening import GIVEN, add_options, check_room, open_model
+from zaya_plugin.inference.opening import GIVEN, add_options, check_room, find_model, open_model
+from zaya_plugin.inference.sampling_options import Sampling
 
 WHAT = f"""\
 Continues prompts with a model, greedy or sampled.
@@ -19,7 +21,8 @@ Continues prompts with a model, greedy or sampled.
 
 The text of a single prompt appears token by token; texts of several appear one after another, each when its batch is
 done. A text ends at the tokenizer's end token or after --max-new-tokens. Prompts are continued as they are: no chat
-template is applied."""
+template is applied, and no token (bos) is added unless the texts of the run's training data, or the tokenizer of a
+published model, have it."""
 EXAMPLES = """\
 examples:
   zaya generate runs/mine --prompt 'def fibonacci(n):'
@@ -29,8 +32,8 @@ examples:
 Exit codes: 0, 2 a mistake on the command line or in the files."""
 
 
-def main(argv: list[str]) -> int:
-    """Run `zaya generate`; raises ValueError for a user's mistake."""
+def main(argv: list[str], prepare_torch: Callable[[], None] = lambda: None) -> int:
+    """Run `zaya generate`; raises ValueError for a user's mistake. prepare_torch: called before torch is imported."""
     parser = argparse.ArgumentParser(
         "zaya generate", description=WHAT, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -67,11 +70,11 @@ def main(argv: list[str]) -> int:
     texts = [*options.prompt, *_lines(options.prompts)]
     if not texts:
         raise mistake("--prompt", problem="was not given", fix="--prompt TEXT, or --prompts FILE")
-    from zaya_plugin.inference.sampling import Sampling
-
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    opened = open_model(options)
-    prompts = [opened.tokenizer.encode(text).ids for text in texts]
+    model = find_model(options)
+    prepare_torch()
+    opened = open_model(options, model)
+    prompts = [opened.tokens_of(text) for text in texts]
     for text, tokens in zip(texts, prompts, strict=True):
         _check(opened, text, tokens)
     longest, context = max(map(len, prompts)) + options.max_new_tokens, opened.described.max_position_embeddings

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model as lm-evaluation-harness (package lm_eval) asks for it. Imported where that package is installed.
 
-Tokens, truncation and stops are those of its class for transformers (HFLM).
+Tokens, truncation and stops are those of its class for transformers (HFLM); where the training data has no bos, none is
+added.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 
 from zaya_plugin.inference.opening import Opened
-from zaya_plugin.inference.sampling import Sampling, continued
+from zaya_plugin.inference.sampling import continued
+from zaya_plugin.inference.sampling_options import Sampling
 
 
 class ZayaLM(TemplateLM):
@@ -30,18 +32,17 @@ class ZayaLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        return self.eot_token_id if self.opened.bos is None else self.opened.bos
+        return self.opened.first
 
     @property
     def tokenizer_name(self) -> str:
         return str(self.opened.home)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
-        tokenizer = self.opened.tokenizer
         if add_special_tokens is None:
-            prefix = tokenizer.decode([self.prefix_token_id], skip_special_tokens=False)
+            prefix = self.opened.tokenizer.decode([self.prefix_token_id], skip_special_tokens=False)
             add_special_tokens = not (prefix and string.startswith(prefix))
-        return tokenizer.encode(string, add_special_tokens=add_special_tokens).ids
+        return self.opened.tokens_of(string, add_special_tokens)
 
     @torch.no_grad()
     def _loglikelihood_tokens(self, requests, **_) -> list[tuple[float, bool]]:

@@ -13,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from zaya_plugin.checkpoint.convert.beside import resolve
+from zaya_plugin.checkpoint.reading import Reading, begin
 from zaya_plugin.config.option_numbers import MOST_STEPS, whole_number
 from zaya_plugin.errors import free_memory, mistake
 
@@ -32,6 +34,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", metavar="FOLDER", help="folder with tokenizer.json; default: the model's own")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument(
+        "--no-verify",
+        dest="verify",
+        action="store_false",
+        help="do not compare a checkpoint's files with their checksums, which reads all of them",
+    )
+    parser.add_argument(
         "--dtype", choices=("bf16", "fp32"), help="of the computation; default: as the run computed, or as published"
     )
 
@@ -42,7 +50,8 @@ class Opened:
 
     described: a Description. arguments: Megatron's, of a checkpoint; None for a published model. load: returns the
     model. shapes: of its tensors. dtype, device: of the computation. tokenizer: a tokenizers.Tokenizer, and home its folder; None for both
-    without one. stop: ids that end a text. bos: id or None. step: the iteration of a checkpoint.
+    without one. stop: ids that end a text. bos: id or None. special_tokens: whether texts get the tokens that the
+    tokenizer adds. step: the iteration of a checkpoint. model: of `find_model`, which holds a checkpoint's files.
     """
 
     name: str
@@ -56,7 +65,9 @@ class Opened:
     home: Path | None
     stop: tuple[int, ...]
     bos: int | None
+    special_tokens: bool
     step: int | None
+    model: Any
 
     @cached_property
     def decoder(self):
@@ -77,15 +88,54 @@ class Opened:
         weights = 0 if "decoder" in vars(self) else sum(map(math.prod, self.shapes)) * self.dtype.itemsize
         return weights + 4 * batch * (2 * tokens * self.described.hidden_size + self.described.vocab_size)
 
+    def tokens_of(self, text: str, special_tokens: bool = True) -> list[int]:
+        """Return the tokens of a text, as the texts of the training data were turned into tokens.
+
+        special_tokens: False leaves out what the tokenizer adds in any case.
+        """
+        return self.tokenizer.encode(text, add_special_tokens=self.special_tokens and special_tokens).ids
+
+    @property
+    def first(self) -> int:
+        """The token that a text without a context follows: bos where training had it, else what ends a text."""
+        return self.bos if self.special_tokens and self.bos is not None else self.stop[0]
+
     def text_of(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def open_model(options: argparse.Namespace, needs_tokenizer: bool = True) -> Opened:
-    """Return the model of the options.
+def find_model(options: argparse.Namespace) -> Path | Reading:
+    """Return the folder of the published model of the options, or the checkpoint, which is compared with its checksums
+    and held. Imports no torch where the checkpoint has a manifest.
 
     Raises:
-        ValueError: there is no model, it cannot be computed here, or a tokenizer is needed and missing.
+        ValueError: there is none, or it is damaged; --tokenizer is no tokenizer's folder.
+    """
+    given = options.given
+    if options.tokenizer and not (Path(options.tokenizer) / "tokenizer.json").is_file():
+        raise _no_tokenizer(options.tokenizer, options.tokenizer)
+    if not _is_published(given):
+        return begin(Path(given), options.step, "MODEL", options.verify)
+    if options.step is not None:
+        raise mistake("--step", options.step, problem=f"{given} is a published model", allowed="a run's checkpoint")
+    return resolve(given, key="MODEL")
+
+
+def _no_tokenizer(given: str | None, home: str | Path) -> ValueError:
+    return mistake(
+        "--tokenizer",
+        given,
+        problem=f"{home} has no tokenizer.json",
+        allowed="a folder with tokenizer.json",
+        fix="--tokenizer FOLDER",
+    )
+
+
+def open_model(options: argparse.Namespace, model: Path | Reading, needs_tokenizer: bool = True) -> Opened:
+    """Return the model of the options, which `find_model` has found.
+
+    Raises:
+        ValueError: it cannot be computed here, or a tokenizer is needed and missing.
     """
     logging.getLogger("megatron").setLevel(logging.ERROR)  # it warns that GPTModel will be replaced
     import torch
@@ -98,21 +148,19 @@ def open_model(options: argparse.Namespace, needs_tokenizer: bool = True) -> Ope
     from zaya_plugin.checkpoint.convert.tables import EMBEDDING
     from zaya_plugin.data.tokenizer import open_tokenizer, tokenizer_digest
 
-    given, trained, arguments, imported, step = options.given, None, None, {}, None
+    trained, arguments, imported, step, special = None, None, {}, None, True
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise mistake("--device", device, problem="torch finds no GPU", allowed="cpu", fix="--device cpu")
-    if _is_published(given):
-        if options.step is not None:
-            raise mistake("--step", options.step, problem=f"{given} is a published model", allowed="a run's checkpoint")
-        source = open_source(given)
+    if isinstance(model, Path):
+        source = open_source(model, name=options.given)
         for note in source.notes:
             print(f"note: {note}", file=sys.stderr)
         name, described, tensors, home = source.name, source.model, source.tensors, source.folder
         dtype = "bf16" if tensors[EMBEDDING].dtype == torch.bfloat16 else "fp32"
     else:
-        trained = exporting.open_checkpoint(exporting.folder_of(Path(given), options.step))
-        step = on_disk.iteration_of(trained.folder)
+        trained = exporting.open_checkpoint(model)
+        step, special = on_disk.iteration_of(trained.folder), trained.special_tokens
         name, described, tensors, arguments = str(trained.folder), trained.model, trained.tensors, trained.arguments
         home, imported = trained.tokenizer, trained.imported
         dtype = "bf16" if getattr(arguments, "bf16", False) else "fp32"
@@ -123,14 +171,8 @@ def open_model(options: argparse.Namespace, needs_tokenizer: bool = True) -> Ope
             tokenizer, ids = open_tokenizer(str(home)), ids | token_ids(home)
         except Exception as error:  # the Rust half of a tokenizer raises a bare Exception
             raise mistake("--tokenizer", home, problem=f"cannot be opened ({error})") from error
-    elif needs_tokenizer or options.tokenizer:
-        raise mistake(
-            "--tokenizer",
-            options.tokenizer,
-            problem=f"{home} has no tokenizer.json",
-            allowed="a folder with tokenizer.json",
-            fix="--tokenizer FOLDER",
-        )
+    elif needs_tokenizer:
+        raise _no_tokenizer(options.tokenizer, home)
     ids |= {each: imported[each] for each in ids if imported.get(each) is not None}
     eos = ids["eos"]
     if trained is not None and tokenizer is not None:
@@ -148,7 +190,9 @@ def open_model(options: argparse.Namespace, needs_tokenizer: bool = True) -> Ope
         home if tokenizer is not None else None,
         tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         ids["bos"],
+        special,
         step,
+        model,
     )
 
 

@@ -11,6 +11,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from zaya_plugin.checkpoint import progress, reading
+from zaya_plugin.checkpoint.convert.beside import check_new, resolve
 from zaya_plugin.config.option_numbers import INT32, MOST_STEPS, whole_number
 from zaya_plugin.errors import mistake
 
@@ -67,6 +69,12 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--verify", action="store_true", help="compare every tensor, and logits where the memory allows it"
     )
+    one.add_argument(
+        "--no-verify",
+        dest="compare",
+        action="store_false",
+        help="do not compare the checkpoint's files with their checksums, which reads all of them",
+    )
     one = add("roundtrip", "import, export and compare in a temporary folder", "SOURCE")
     exports(one)
     one.add_argument(
@@ -75,12 +83,13 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(words: list[str]) -> int:
+def main(words: list[str], prepare_torch: Callable[[], None] = lambda: None) -> int:
+    """Run `zaya convert`; raises ValueError for a user's mistake. prepare_torch: called before torch is imported."""
     options = parser().parse_args(words)
     if (rows := getattr(options, "vocab_size", None)) is not None and rows < 1:
         raise mistake("--vocab-size", rows, problem="is no number of rows", allowed="1 or more")
     try:
-        return COMMANDS[options.command](options)
+        return COMMANDS[options.command](options, prepare_torch)
     except OSError as error:
         raise mistake(
             str(getattr(options, "output", None) or options.given),
@@ -89,38 +98,18 @@ def main(words: list[str]) -> int:
         ) from error
 
 
-class _Bar:
-    """A progress bar of bytes that begins when the work's size is known."""
-
-    def __init__(self, title: str):
-        self.title, self.bar = title, None
-
-    def begins(self, size: int) -> None:
-        from tqdm import tqdm
-
-        self.bar = tqdm(total=size, unit="B", unit_scale=True, desc=self.title, leave=False, file=sys.stderr)
-
-    def __call__(self, count: int) -> None:
-        self.bar.update(count)
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self.bar is not None:
-            self.bar.close()
-
-
-def import_(options: argparse.Namespace) -> int:
-    from zaya_plugin.checkpoint.convert.description import Description
-    from zaya_plugin.checkpoint.convert.importing import import_model, open_source, size_of
-
-    recipe = None
+def import_(options: argparse.Namespace, prepare_torch: Callable[[], None]) -> int:
+    folder, recipe = resolve(options.given), None
     if options.recipe is not None:
         from zaya_plugin.config.compose import load_recipe
 
-        recipe = Description.of_recipe(load_recipe(options.recipe), vocab_size=1)
-    source = open_source(options.given, recipe)
+        recipe = load_recipe(options.recipe)
+    prepare_torch()
+    from zaya_plugin.checkpoint.convert.description import Description
+    from zaya_plugin.checkpoint.convert.importing import import_model, open_source, size_of
+
+    recipe = None if recipe is None else Description.of_recipe(recipe, vocab_size=1)
+    source = open_source(folder, recipe, options.given)
     for note in source.notes:
         print(f"note: {note}")
     if recipe is not None and (different := recipe.differences(source.model)):
@@ -137,8 +126,8 @@ def import_(options: argparse.Namespace) -> int:
         print(
             f"{options.write_recipe}: the model section; its RoPE base is stage.rotary_base={source.model.rotary_base}"
         )
-    with _Bar("import") as bar:
-        folder = import_model(source, options.output, bar, bar.begins)
+    with progress.bar("import") as bar:
+        folder = import_model(source, options.output, bar.update, bar.reset)
     print(f"{folder}: {source.layout} model of {size_of(source):,} parameters, {len(source.tensors)} tensors")
     return 0
 
@@ -162,18 +151,23 @@ def write_recipe(path: Path, model) -> None:
     path.write_text(content)
 
 
-def export(options: argparse.Namespace) -> int:
+def export(options: argparse.Namespace, prepare_torch: Callable[[], None]) -> int:
+    check_new(options.output)
+    if options.tokenizer not in (None, "none"):
+        _tokenizer_folder(options.tokenizer, options.tokenizer)
+    checkpoint = reading.begin(Path(options.given), options.step, compare=options.compare)
+    prepare_torch()
     from zaya_plugin.checkpoint.convert import exporting
     from zaya_plugin.data.tokenizer import tokenizer_digest
 
-    trained = exporting.open_checkpoint(exporting.folder_of(Path(options.given), options.step))
+    trained = exporting.open_checkpoint(checkpoint)
     if (tokenizer := _tokenizer(options.tokenizer, trained)) is not None:
         trained.check_tokenizer(tokenizer, tokenizer_digest(str(tokenizer)))
     planned = exporting.plan(trained, options.layout, options.dtype, tokenizer, options.vocab_size)
     for change in planned.changes:
         print(f"note: {change}")
-    with _Bar("export") as bar:
-        folder = exporting.export_model(planned, options.output, bar, bar.begins)
+    with progress.bar("export") as bar:
+        folder = exporting.export_model(planned, options.output, bar.update, bar.reset)
     print(f"{folder}: {len(planned.tensors)} tensors in the {planned.layout} layout")
     return _verify(planned, folder) if options.verify else 0
 
@@ -182,9 +176,9 @@ def _verify(planned, folder: Path) -> int:
     from zaya_plugin.checkpoint.convert import model_card, verification
 
     try:
-        with _Bar("verify") as bar:
-            bar.begins(sum(tensor.bytes for tensor in planned.tensors))
-            lines = verification.verify(planned, folder, bar)
+        with progress.bar("verify") as bar:
+            bar.reset(sum(tensor.bytes for tensor in planned.tensors))
+            lines = verification.verify(planned, folder, bar.update)
     except ValueError as error:
         print(f"zaya: {error}", file=sys.stderr)
         return 1
@@ -195,34 +189,40 @@ def _verify(planned, folder: Path) -> int:
 
 def _tokenizer(given: str | None, trained) -> Path | None:
     """Return the folder of the tokenizer to copy; None for none."""
-    if given == "none":
-        return None
-    named = given or trained.tokenizer
-    if named is None or not (Path(named) / "tokenizer.json").is_file():
+    return None if given == "none" else _tokenizer_folder(given, given or trained.tokenizer)
+
+
+def _tokenizer_folder(given: str | None, folder: str | None) -> Path:
+    if folder is None or not (Path(folder) / "tokenizer.json").is_file():
         raise mistake(
             "--tokenizer",
             given,
-            problem=f"{named} has no tokenizer.json" if named else "the checkpoint names no tokenizer",
+            problem=f"{folder} has no tokenizer.json" if folder else "the checkpoint names no tokenizer",
             allowed="a folder with tokenizer.json, or none",
             fix="--tokenizer FOLDER, or --tokenizer none",
         )
-    return Path(named)
+    return Path(folder)
 
 
-def roundtrip(options: argparse.Namespace) -> int:
+def roundtrip(options: argparse.Namespace, prepare_torch: Callable[[], None]) -> int:
+    published = resolve(options.given)
+    if options.folder is not None and not options.folder.is_dir():
+        raise mistake("--folder", options.folder, problem="is no folder", allowed="a folder that exists")
+    prepare_torch()
     from zaya_plugin.checkpoint.convert import exporting, verification
     from zaya_plugin.checkpoint.convert.importing import import_model, open_source
 
-    source = open_source(options.given)
+    source = open_source(published, name=options.given)
     for note in source.notes:
         print(f"note: {note}")
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         directory, output = Path(temporary, "checkpoint"), Path(temporary, "export")
-        with _Bar("import") as bar:
-            folder = import_model(source, directory, bar, bar.begins)
-        planned = exporting.plan(exporting.open_checkpoint(folder), options.layout)
-        with _Bar("export") as bar:
-            exporting.export_model(planned, output, bar, bar.begins)
+        with progress.bar("import") as bar:
+            folder = import_model(source, directory, bar.update, bar.reset)
+        imported = reading.begin(folder, compare=False)  # every tensor is compared below
+        planned = exporting.plan(exporting.open_checkpoint(imported), options.layout)
+        with progress.bar("export") as bar:
+            exporting.export_model(planned, output, bar.update, bar.reset)
         if different := verification.differences(source, open_source(output)):
             print("\n".join(f"zaya: {line}" for line in different), file=sys.stderr)
             return 1
@@ -232,4 +232,8 @@ def roundtrip(options: argparse.Namespace) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"import": import_, "export": export, "roundtrip": roundtrip}
+COMMANDS: dict[str, Callable[[argparse.Namespace, Callable[[], None]], int]] = {
+    "import": import_,
+    "export": export,
+    "roundtrip": roundtrip,
+}

@@ -5,6 +5,7 @@ checkpoints.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -91,7 +92,8 @@ class Lifecycle:
             if args.rank == 0 and not pending:
                 newest, skipped = on_disk.latest(self.directory)
                 self._skip(skipped)  # with resume=must it raises
-                self._check(newest, args)
+                with contextlib.suppress(on_disk.UnreadableError):  # settle() compares its content, and puts it aside
+                    self._check(newest, args)
         elif before is not None and args.rank == 0:
             on_disk.name_as_latest(before.checkpoints, before.steps)
             saved = getattr(on_disk.saved_arguments(before.checkpoints, before.steps), "zaya", {})

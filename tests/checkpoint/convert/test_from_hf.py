@@ -11,6 +11,7 @@ from tests.running import MICRO, train
 from zaya_plugin.checkpoint.convert import exporting, verification
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.importing import open_source
+from zaya_plugin.checkpoint.reading import folder_of
 from zaya_plugin.run.convert_commands import main
 
 MICRO_MODEL = Description(4, 64, 8, 2, 8, 16, 48, 16, 512, max_position_embeddings=32)
@@ -39,7 +40,7 @@ def test_zero_steps_from_published_weights_are_bit_equal(tmp_path, corpus, layou
     folder = publish(tmp_path / "published", "legacy" if layout == "tensor" else "native", MICRO_MODEL)
     run = train(tmp_path / "run", corpus, *STILL, *LAYOUTS[layout], f"handover.from_hf={folder}")
     assert f"from the published weights {folder}" in run.output
-    trained = exporting.open_checkpoint(exporting.folder_of(tmp_path / "run"))
+    trained = exporting.open_checkpoint(folder_of(tmp_path / "run"))
     planned = exporting.plan(trained, dtype="bf16")
     again = open_source(exporting.export_model(planned, tmp_path / "export"))
     different = verification.differences(open_source(folder), again)
@@ -55,7 +56,7 @@ def test_weights_of_another_model_are_refused_before_the_run(tmp_path, corpus):
     run = train(tmp_path / "run", corpus, *STILL, f"handover.from_hf={folder}", "model.kv_channels=16", check=False)
     assert run.code == 2 and "kv_channels 16 and 8. Fix: model.kv_channels=8." in run.output
     run = train(tmp_path / "run", corpus, *STILL, "handover.from_hf=no/such/place", check=False)
-    assert run.code == 2 and "SOURCE=no/such/place: is no folder" in run.output
+    assert run.code == 2 and "handover.from_hf=no/such/place: is no folder" in run.output
     run = train(tmp_path / "run", corpus, f"handover.from_hf={folder}", "handover.from_run=other", check=False)
     assert run.code == 2 and "handover.from_run=other" in run.output
     assert "Traceback" not in run.output

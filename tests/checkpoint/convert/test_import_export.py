@@ -553,7 +553,7 @@ def test_experts_and_biases_of_several_dtypes_are_not_rounded(tmp_path):
 def test_a_damaged_checkpoint_is_refused(tmp_path, checkpoint):
     part = checkpoint / "__1_0.distcp"
     part.write_bytes(part.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="not complete: .*__1_0.distcp has"):
+    with pytest.raises(ValueError, match="is damaged: .*__1_0.distcp has"):
         exporting.open_checkpoint(checkpoint)
 
 

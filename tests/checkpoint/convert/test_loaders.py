@@ -5,6 +5,7 @@ request 41999; no wheel has it, 0.33.0 included).
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +15,11 @@ import torch
 from safetensors.torch import load_file
 
 from tests.checkpoint.convert.published import TINY, publish
-from zaya_plugin.checkpoint.convert import exporting, hf_config
+from zaya_plugin.checkpoint.convert import exporting, hf_config, verification
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.importing import import_model, open_source
 from zaya_plugin.checkpoint.convert.tables import rows
+from zaya_plugin.data.tokenizer import train_bpe
 
 BASE = Description(40, 2048, 8, 2, 128, 16, 2048, 256, 262_272, bos=2, eos=1, pad=0)
 
@@ -81,3 +83,23 @@ def test_vllms_contract(export):
         renamed = (prefix + "self_attn.qk_norm.temp").replace("qk_norm.temp", "qkv_proj.temp")
         assert renamed not in found and found[prefix + "self_attn.qk_norm.temp"].shape == (2,)
         assert found[prefix + "mlp.gate.balancing_biases"].shape == (13,)
+
+
+@pytest.mark.slow
+def test_the_snippet_of_the_page_runs(tmp_path):
+    """As printed, but for the model's name and the tokenizer's folder."""
+    folder = publish(tmp_path / "published")
+    train_bpe(["a few words"] * 3, 300, str(tmp_path / "tokenizer"))
+    (tmp_path / "tokenizer" / "tokenizer.json").unlink()  # TINY has fewer rows than any
+    text = (Path(__file__).parents[3] / "docs" / "weights.md").read_text()
+    snippet = text.partition("```python\n")[2].partition("```")[0]
+    for name, path in (("Zyphra/ZAYA1-base", folder), ("data/mine/tokenizer", tmp_path / "tokenizer")):
+        assert name in snippet
+        snippet = snippet.replace(name, str(path))
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run(
+        [sys.executable, "-c", snippet], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    different = verification.differences(open_source(folder), open_source(tmp_path / "exports" / "mine"))
+    assert [line for line in different if "balancing_biases: torch.bfloat16" not in line] == []

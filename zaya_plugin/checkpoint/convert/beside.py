@@ -6,23 +6,32 @@ generation. Imports no torch.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 from zaya_plugin.config.hub import unreachable
+from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.errors import mistake
 
 CONFIG = "config.json"
-# Files beside the weights that belong to a model: the tokenizer's, the chat template, the settings of generation.
+# Files beside the weights that belong to a model: what a tokenizer's `save_pretrained` writes, with the vocabulary in
+# the form of its class and all chat templates, and the settings of generation.
 BESIDE = (
     "tokenizer.json",
     "tokenizer_config.json",
-    "tokenizer.model",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
     "generation_config.json",
 )
+# Parts of a tokenizer that add tokens to every text.
+ADDS_TOKENS = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
 
 
 def resolve(source: str, *, download: bool = True, key: str = "SOURCE") -> Path:
@@ -59,6 +68,47 @@ def resolve(source: str, *, download: bool = True, key: str = "SOURCE") -> Path:
             allowed="a folder, or a name on the Hub that this machine can reach or has in its cache",
         ) from error
     return Path(folder)
+
+
+def check_new(output: Path) -> None:
+    """Raise ValueError if the folder of an export exists and is not empty."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise mistake("--output", output, problem="exists", allowed="a folder that is new or empty")
+
+
+def copy_beside(source: Path, target: Path, special_tokens: bool = True) -> None:
+    """Copy the files beside the weights from the folder `source` to the folder `target`, which is made if there are any.
+
+    special_tokens: False takes from the tokenizer what adds tokens to every text.
+    """
+    for path in (path for pattern in BESIDE for path in source.glob(pattern) if path.is_file()):
+        copy = target / path.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)
+    if not special_tokens and adds_tokens(target):
+        file, stated = target / "tokenizer.json", target / "tokenizer_config.json"
+        content = _json(file)
+        content["post_processor"] = _bare(content["post_processor"])
+        write_whole(file, json.dumps(content, indent=2, ensure_ascii=False))
+        # Classes of transformers build that part anew unless these say no.
+        config = {**_json(stated), "add_bos_token": False, "add_eos_token": False}
+        write_whole(stated, json.dumps(config, indent=2, ensure_ascii=False))
+
+
+def adds_tokens(folder: Path) -> bool:
+    """Return whether the tokenizer in a folder adds tokens to every text."""
+    processor = _json(folder / "tokenizer.json").get("post_processor")
+    return _bare(processor) != processor
+
+
+def _bare(processor: dict | None) -> dict | None:
+    """Return the post-processor of a tokenizer.json without what adds tokens."""
+    if processor is None:
+        return None
+    if processor.get("type") == "Sequence":
+        parts = [part for part in map(_bare, processor.get("processors", ())) if part is not None]
+        return {**processor, "processors": parts} if parts else None
+    return None if processor.get("type") in ADDS_TOKENS else processor
 
 
 def json_object(text: str | bytes, where: str) -> dict[str, Any]:

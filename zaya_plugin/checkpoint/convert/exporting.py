@@ -8,7 +8,6 @@ import json
 import math
 import operator
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +19,14 @@ import xxhash
 from zaya_plugin import __version__
 from zaya_plugin.checkpoint import manifest, on_disk
 from zaya_plugin.checkpoint.convert import hf_config, model_card, safetensors_files
-from zaya_plugin.checkpoint.convert.beside import BESIDE, CONFIG, token_ids, tokenizer_entries
+from zaya_plugin.checkpoint.convert.beside import (
+    CONFIG,
+    adds_tokens,
+    check_new,
+    copy_beside,
+    token_ids,
+    tokenizer_entries,
+)
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.importing import TOKENIZER, check_rows
 from zaya_plugin.checkpoint.convert.journal import Journal, bytes_in
@@ -42,9 +48,9 @@ from zaya_plugin.checkpoint.convert.tables import (
 from zaya_plugin.checkpoint.convert.torch_dist import CheckpointTensors
 from zaya_plugin.checkpoint.convert.values import Changed, OfLength, Values, Zeros, byte_blocks, whole
 from zaya_plugin.checkpoint.direct_file import DirectFiles
+from zaya_plugin.checkpoint.reading import Reading
 from zaya_plugin.config.messages import check_transformers_has
 from zaya_plugin.config.output_lock import locked
-from zaya_plugin.config.run_directory import checkpoints_of, is_checkpoint, iterations
 from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.errors import check_space, mistake
 
@@ -56,17 +62,26 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint's model. tensors: by the names here; arguments: Megatron's, of the save."""
+    """A checkpoint's model. tensors: by the names here; arguments: Megatron's, of the save; reading: holds its files."""
 
     folder: Path
     model: Description
     tensors: Mapping[str, Values]
     arguments: object
+    reading: Reading | None = None
 
     @property
     def imported(self) -> dict:
         """What the import of this checkpoint has noted; empty for a checkpoint of a run."""
         return getattr(self.arguments, "zaya", {}).get("imported") or {}
+
+    @property
+    def special_tokens(self) -> bool:
+        """Return whether texts get the tokens that the tokenizer adds (bos): as in the data of the run. A published model
+        and a checkpoint of another program state no rule, and follow the tokenizer.
+        """
+        run = getattr(self.arguments, "zaya", None)
+        return run is None or bool(self.imported) or bool((run.get("data") or {}).get("special_tokens"))
 
     @property
     def tokenizer(self) -> str | None:
@@ -94,36 +109,17 @@ class Trained:
             )
 
 
-def folder_of(checkpoint: Path, step: int | None = None) -> Path:
-    """Return the folder of one iteration. checkpoint: it, a run directory, or a directory of iterations.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if is_checkpoint(checkpoint) and checkpoint.is_dir():
-        return checkpoint
-    directory = kept if (kept := checkpoints_of(checkpoint)).is_dir() else checkpoint
-    steps = iterations(directory)
-    if not steps or step is not None and step not in steps:
-        allowed = ", ".join(map(str, steps)) or "a run directory, or one of iter_* folders"
-        raise mistake(
-            "CKPT" if step is None else "--step",
-            checkpoint if step is None else step,
-            problem="no such checkpoint",
-            allowed=allowed,
-        )
-    return on_disk.folder(directory, steps[-1] if step is None else step)
-
-
-def open_checkpoint(folder: Path) -> Trained:
+def open_checkpoint(checkpoint: Path | Reading) -> Trained:
     """Return the model of a checkpoint, with every tensor that its description requires.
 
+    checkpoint: its folder, or as `reading.begin` returns it.
+
     Raises:
-        ValueError: the checkpoint is not complete, or its tensors are not those of its description.
+        ValueError: the checkpoint is damaged, or its tensors are not those of its description.
     """
-    stored = CheckpointTensors(folder)
-    arguments = stored.arguments()
-    return checked(folder, arguments, stored.shapes(), stored.values)
+    stored = CheckpointTensors(checkpoint)
+    trained = checked(stored.folder, stored.arguments(), stored.shapes(), stored.values)
+    return replace(trained, reading=stored.reading)
 
 
 def checked(
@@ -276,6 +272,8 @@ def plan(
     ids = {name: imported[name] for name in ("bos", "eos", "pad") if imported.get(name) is not None}
     if tokenizer is not None:
         ids = token_ids(tokenizer) | ids
+        if not trained.special_tokens and adds_tokens(tokenizer):
+            changes.append("the tokenizer adds no token to a text (bos), because the training data has none")
     model = replace(trained.model, vocab_size=vocab_size or of, **ids)
     trained = replace(trained, model=model)
 
@@ -330,8 +328,7 @@ def export_model(
     """
     output = output.absolute()
     with locked(output, "writing"):
-        if output.exists() and (not output.is_dir() or any(output.iterdir())):
-            raise mistake("--output", output, problem="exists", allowed="a folder that is new or empty")
+        check_new(output)
         size = sum(tensor.bytes for tensor in export.tensors)
         unfinished = output.with_name(output.name + manifest.UNFINISHED)
         check_space(unfinished, size - bytes_in(unfinished))
@@ -373,9 +370,8 @@ def export_model(
 
 
 def _copy_beside(export: Export, folder: Path) -> None:
-    for name in BESIDE:
-        if export.tokenizer is not None and (export.tokenizer / name).is_file():
-            shutil.copyfile(export.tokenizer / name, folder / name)
+    if export.tokenizer is not None:
+        copy_beside(export.tokenizer, folder, export.trained.special_tokens)
     model = export.trained.model
     if not (folder / "generation_config.json").exists():
         ids = {f"{name}_token_id": getattr(model, name) for name in ("bos", "eos", "pad")}

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +16,14 @@ import xxhash
 from zaya_plugin import __version__
 from zaya_plugin.checkpoint import manifest, on_disk
 from zaya_plugin.checkpoint.convert import hf_config, safetensors_files
-from zaya_plugin.checkpoint.convert.beside import BESIDE, CONFIG, json_object, resolve, token_ids, tokenizer_entries
+from zaya_plugin.checkpoint.convert.beside import (
+    CONFIG,
+    copy_beside,
+    json_object,
+    resolve,
+    token_ids,
+    tokenizer_entries,
+)
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.journal import bytes_in
 from zaya_plugin.checkpoint.convert.reachable import skip_is_reachable
@@ -79,18 +85,22 @@ def check_rows(rows: int, of: int, used: int | None) -> None:
         raise mistake("--vocab-size", rows, problem=has, allowed=f"{used or of} or more")
 
 
-def open_source(source: str | Path, fallback: Description | None = None, *, download: bool = True) -> Source:
+def open_source(
+    source: str | Path, fallback: Description | None = None, name: str | Path | None = None, *, download: bool = True
+) -> Source:
     """Return a published model.
 
     Args:
         source, download: see beside.resolve.
         fallback: the description of the recipe's model, for a folder without config.json (Primus writes none).
+        name: what the user has given, where `source` is the folder that it was resolved to.
 
     Raises:
         ValueError: a file, a tensor or a field of config.json is not one of a model that can be imported.
     """
     folder = resolve(str(source), download=download)
-    name = folder.resolve().name if Path(source).is_dir() else str(source)
+    name = str(name or source)
+    name = Path(name).resolve().name if Path(name).is_dir() else name
     found = safetensors_files.tensors_of(folder)
     layout = recognise(found)
     shapes = {name: region.shape for name, region in found.items()}
@@ -175,7 +185,7 @@ def import_model(
         check_space(directory, size - bytes_in(final.with_name(final.name + manifest.UNFINISHED)))
         begins(size)
         directory.mkdir(parents=True, exist_ok=True)
-        _copy_beside(source, directory / TOKENIZER)
+        copy_beside(source.folder, directory / TOKENIZER)
         writer = CheckpointWriter(directory, _identity(source))
         for tensors in files:
             writer.write(tensors, progress)
@@ -233,14 +243,6 @@ def _check_beside(source: Source) -> None:
             problem=f"has {used} entries, and the embedding {source.model.vocab_size} rows",
             allowed="the tokenizer that the model was trained with",
         )
-
-
-def _copy_beside(source: Source, folder: Path) -> None:
-    files = [source.folder / name for name in BESIDE if (source.folder / name).is_file()]
-    if files:
-        folder.mkdir(exist_ok=True)
-    for path in files:
-        shutil.copyfile(path, folder / path.name)
 
 
 def size_of(source: Source) -> int:

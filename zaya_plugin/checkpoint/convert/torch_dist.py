@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from zaya_plugin.checkpoint import manifest, on_disk
+from zaya_plugin.checkpoint import manifest, on_disk, reading
 from zaya_plugin.checkpoint.convert.journal import Journal
 from zaya_plugin.checkpoint.convert.values import Boxes, Region
 from zaya_plugin.checkpoint.direct_file import DirectFiles
@@ -26,15 +26,19 @@ from zaya_plugin.errors import mistake
 class CheckpointTensors:
     """The tensors of one iteration's folder. Keys may share storage: a model's weight that is the optimizer's fp32 copy.
 
+    checkpoint: its folder, or as `reading.begin` returns it.
+
     Raises:
-        ValueError: files are missing or too short, or the folder is no checkpoint.
+        ValueError: files are missing or damaged, or the folder is no checkpoint.
     """
 
-    def __init__(self, folder: Path):
-        if broken := on_disk.problems(folder.parent, on_disk.iteration_of(folder)):
-            raise mistake(str(folder), problem="the checkpoint is not complete: " + "; ".join(broken))
-        self.folder = folder
-        self.index = FileSystemReader(folder).read_metadata()
+    def __init__(self, checkpoint: Path | reading.Reading):
+        self.reading = checkpoint if isinstance(checkpoint, reading.Reading) else reading.begin(checkpoint)
+        self.folder = self.reading.folder
+        try:
+            self.index = FileSystemReader(self.folder).read_metadata()
+        except Exception as broken:  # unpickling damaged bytes can raise many types
+            raise on_disk.unreadable(self.folder, broken) from broken
         self.parts: dict[str, list] = {}
         for key, info in self.index.storage_data.items():
             self.parts.setdefault(key.fqn, []).append((tuple(key.offset or ()), info))

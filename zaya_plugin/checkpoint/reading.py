@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Open a checkpoint for reading, from outside of its run: choose it, keep the run's removal of old checkpoints from it,
+and compare its files with their checksums. Everything that reads tensors of a checkpoint in one process begins here;
+the ranks of a start do the same together (restore.py). Imports no torch for a checkpoint with a manifest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from zaya_plugin.checkpoint import manifest, on_disk
+from zaya_plugin.checkpoint.progress import bar
+from zaya_plugin.config.run_directory import RECIPE, checkpoints_of, is_checkpoint, iterations
+from zaya_plugin.errors import mistake
+
+TRIES = 100  # a run that removes each checkpoint before it can be opened, or a file system without stable inodes
+CURRICULUM = "curriculum.json"  # written by zaya_plugin/run/curriculum_run.py
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A checkpoint that may be read. lock: holds it until this object is gone."""
+
+    folder: Path
+    lock: BinaryIO | None
+
+
+def folder_of(given: Path, step: int | None = None, key: str = "CKPT") -> Path:
+    """Return the folder of one iteration.
+
+    Args:
+        given: it, a run directory, or a directory of iterations; the value of `key`.
+        step: None: the newest.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if is_checkpoint(given) and given.is_dir():
+        own = on_disk.iteration_of(given)
+        if step not in (None, own):
+            raise mistake("--step", step, problem=f"{given} is the checkpoint of step {own}", allowed=str(own))
+        return given
+    directory = kept if (kept := checkpoints_of(given)).is_dir() else given
+    if not (steps := iterations(directory)):
+        raise _none_there(given, key)
+    if step is not None and step not in steps:
+        raise mistake("--step", step, problem=f"no such checkpoint in {directory}", allowed=", ".join(map(str, steps)))
+    return on_disk.folder(directory, steps[-1] if step is None else step)
+
+
+def _none_there(given: Path, key: str) -> ValueError:
+    allowed, fix = "a run directory with checkpoints, a directory of iter_* folders, or one of these", ""
+    allowed += "; or a published model, a folder with safetensors files" if key == "MODEL" else ""
+    why = "it is a file" if given.is_file() else "the path does not exist"
+    if given.is_dir():
+        why = "it is empty" if not any(given.iterdir()) else "no iter_* folder is in it"
+        runs = [path.parent for path in given.glob(f"*/{RECIPE}") if iterations(checkpoints_of(path.parent))]
+        if (given / RECIPE).is_file():
+            why = f"the run has saved none in {checkpoints_of(given)}"
+        elif runs:
+            runs.sort(key=lambda run: checkpoints_of(run).stat().st_mtime)
+            why = "it is the folder of a curriculum" if (given / CURRICULUM).is_file() else "it is a folder of runs"
+            allowed, fix = ", ".join(map(str, runs)), str(runs[-1])
+    return mistake(key, given, problem=f"no such checkpoint: {why}", allowed=allowed, fix=fix)
+
+
+def begin(given: Path, step: int | None = None, key: str = "CKPT", compare: bool = True) -> Reading:
+    """Choose a checkpoint as `folder_of` does, hold it, and compare its content with its manifest.
+
+    compare: False leaves out the checksums, which are those of whole files, with a progress bar on stderr.
+
+    Raises:
+        ValueError: there is none, or it is not complete or damaged.
+    """
+    for _ in range(TRIES):
+        folder = folder_of(given, step, key)
+        reading = Reading(folder, manifest.hold(folder))
+        if _is_there(reading):
+            break  # else the run has removed it meanwhile, and has a newer one
+    directory, iteration = folder.parent, on_disk.iteration_of(folder)
+    if not (broken := on_disk.problems(directory, iteration)):
+        if reading.lock is None:
+            print(f"note: {folder} has no {manifest.NAME}, so its content was compared with nothing", file=sys.stderr)
+        elif compare:
+            files = manifest.read(folder)["files"]
+            with bar(f"compare {folder.name}", sum(file["bytes"] for file in files.values())) as shown:
+                broken = manifest.damaged(folder, progress=shown.update, files=files)
+    if broken:
+        older = on_disk.before(directory, iteration)
+        raise mistake(
+            key,
+            given,
+            problem=f"the checkpoint of step {iteration} is damaged: {'; '.join(broken)}",
+            allowed="an intact checkpoint" + ("" if older is None else f", such as that of step {older}"),
+            fix=f"zaya checkpoint list {directory}" if older is None else f"--step {older}",
+        )
+    return reading
+
+
+def _is_there(reading: Reading) -> bool:
+    if reading.lock is None:
+        return reading.folder.is_dir()
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.fstat(reading.lock.fileno()), os.stat(reading.folder / manifest.NAME))
+    return False
