@@ -21,8 +21,9 @@ import numpy
 import torch
 
 from zaya_plugin import patches
-from zaya_plugin.checkpoint import on_disk
+from zaya_plugin.checkpoint import on_disk, reading
 from zaya_plugin.config.run_directory import checkpoints_of
+from zaya_plugin.config.schema import Recipe
 from zaya_plugin.errors import mistake
 
 SEQUENCES = 16
@@ -90,23 +91,18 @@ def losses_by_position(runs: Sequence[Path], recipes) -> list:
     return [losses_of(run, args, recipe.stage.rotary_base, tokens) for run, recipe in zip(runs, recipes, strict=True)]
 
 
-def validation_tokens(recipe, sequences: int):
-    """Return the first tokens of the validation data, int64 [at most `sequences`, seq_length + 1], with documents one
-    after another.
+def validation_tokens(recipe: Recipe, sequences: int) -> torch.Tensor:
+    """Return tokens of the validation data, int64 [at most `sequences`, seq_length + 1], spread evenly over it, with
+    documents one after another.
     """
     from zaya_plugin.data.blend import resolve_blend
-    from zaya_plugin.data.prepared import locate
+    from zaya_plugin.data.indexed_dataset import IndexedReader, spread
     from zaya_plugin.data.sources import find_sources
 
     with_validation = replace(recipe, stage=replace(recipe.stage, eval_iters=recipe.stage.eval_iters or 1))
     prefix = resolve_blend(find_sources(with_validation).valid, "valid")[0][0]
-    manifest = locate(recipe.data.path)[0]
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    dtype = numpy.dtype(manifest.dtype) if manifest is not None else IndexedDataset(prefix).index.dtype
-    stored = numpy.memmap(prefix + ".bin", dtype=dtype, mode="r")
-    length = recipe.stage.seq_length + 1
-    count = min(sequences, len(stored) // length)
+    stored, length = IndexedReader(prefix).stream, recipe.stage.seq_length + 1
+    count = len(stored) // length
     if count == 0:
         raise mistake(
             f"{prefix}.bin",
@@ -114,10 +110,11 @@ def validation_tokens(recipe, sequences: int):
             allowed=f"at least {length} tokens",
             fix="more validation data",
         )
-    return torch.from_numpy(stored[: count * length].astype(numpy.int64).reshape(count, length))
+    rows = stored[: count * length].reshape(count, length)
+    return torch.from_numpy(rows[spread(count, sequences)].astype(numpy.int64))
 
 
-def arguments(recipe, run: Path):
+def arguments(recipe: Recipe, run: Path):
     """Return Megatron's arguments of `recipe`'s model in one process, for both stages: their models differ only in
     RoPE's base.
     """
@@ -146,13 +143,13 @@ def losses_of(run: Path, args, rotary_base: int, tokens):
 
     from zaya_plugin.hosts import stage_model
 
-    directory = checkpoints_of(run)
+    checkpoint = reading.begin(run, key="RUN")
     stage_model.begin_alone(args.seed)
     model = stage_model.build_model(args, rotary_base=rotary_base).eval()
     if not args.use_cpu_initialization:
         model.cuda()
     wanted = model.sharded_state_dict()
-    loaded = dist_checkpointing.load(dict(wanted), str(on_disk.folder(directory, on_disk.latest(directory)[0])))
+    loaded = dist_checkpointing.load(dict(wanted), str(checkpoint.folder))
     model.load_state_dict({name: loaded[name] for name in wanted})  # the loaded dict also has the run's own record
     device = next(model.parameters()).device
     losses = []
