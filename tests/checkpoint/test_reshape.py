@@ -331,7 +331,7 @@ def test_the_format_that_no_reshape_can_help_is_refused(tmp_path):
         (["--output", "{new}"], "--files=null: not a number of files. Allowed: 1 or more"),
         (["--output", "{new}", "--files", "0"], "--files=0: not a number of files"),
         (["--output", "{old}", "--files", "2"], "exists. Fix: --output"),
-        (["--output", "{new}", "--files", "2", "--step", "8"], "--step=8: no such checkpoint. Allowed: 7"),
+        (["--output", "{new}", "--files", "2", "--step", "8"], "--step=8: no such checkpoint in"),
         (["--output", "{file}", "--files", "2"], "cannot be written: Not a directory"),
     ],
 )

@@ -18,6 +18,10 @@ MODULES = {  # of the commands that cli.py prepares torch for, which takes secon
     "generate": "zaya_plugin.inference.generate_command",
     "eval": "zaya_plugin.inference.eval_command",
 }
+BELOW = {
+    "convert": ("import", "export", "roundtrip"),
+    "checkpoint": ("list", "show", "verify", "warm", "prune", "adopt", "reshape"),
+}
 WITHOUT_PARSER = ("train", "slurm", "doctor", "verify", "curriculum", "export")  # no option of theirs is a number
 
 
@@ -29,7 +33,7 @@ def commands():
     """Yield the words before the options of every command that zaya's tables list."""
     for name in cli.COMMANDS:
         below = {"data": cli.DATA_COMMANDS, "aegis": cli.AEGIS_COMMANDS, "bench": ("step", "expect")}.get(name)
-        below = ("import", "export", "roundtrip") if name == "convert" else below
+        below = BELOW.get(name, below)
         yield from ((name, each) for each in below) if below else [(name,)]
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`zaya checkpoint`: what it says about complete, damaged and unfinished checkpoints, and what it removes."""
 
+import json
 import os
 import subprocess
 import sys
@@ -55,7 +56,31 @@ def test_list_and_show(run_dir, capsys):
     assert lines[0].endswith("complete") and "has 5 bytes, its manifest states 2000" in lines[1]
     assert cli.main(["checkpoint", "show", str(run_dir / "checkpoints"), "--step", "300"]) == 0
     shown = capsys.readouterr().out
-    assert "run_id     ab12" in shown and manifest.describe(shard(run_dir, 300))["xxh3_128"] in shown
+    assert "  run_id           ab12\n" in shown and manifest.describe(shard(run_dir, 300))["xxh3_128"] in shown
+
+
+def test_show_is_readable_and_json_has_all(tmp_path, capsys):
+    """The values of a recipe filled one line of 5,200 characters."""
+    values = {f"stage.key_{number}": "x" * 20 for number in range(200)}
+    data = {"tokenizer": "0123", "special_tokens": False, "train": {f"data/{n}/train": "abcdef" for n in range(30)}}
+    folder = tmp_path / "checkpoints" / "iter_0000007"
+    folder.mkdir(parents=True)
+    files = {f"__{rank}_0.distcp": {"bytes": 0, "xxh3_128": "ff"} for rank in range(40)}
+    for name in files:
+        (folder / name).touch()
+    manifest.write(
+        folder, 7, files, run_id="ab12", lineage={"stage": "one", "steps": 5}, recipe_values=values, data=data
+    )
+    assert cli.main(["checkpoint", "show", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 10 and max(map(len, lines)) < 130, lines
+    assert lines[4].split(maxsplit=1) == ["lineage", "stage one, steps 5"]
+    assert lines[5].split() == ["data.tokenizer", "0123"] and lines[7].endswith("abcde...") is False
+    assert lines[7].split()[0] == "data.train" and lines[7].endswith("...")
+    assert lines[8].split(maxsplit=1) == ["files", "40, 0.00 MB, the largest of 0.00 MB"] and lines[9] == "complete"
+    assert cli.main(["checkpoint", "show", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["recipe_values"] == values and told["files"] == files and told["problems"] == []
 
 
 def test_verify_finds_a_flipped_byte(run_dir, capsys):
@@ -185,14 +210,43 @@ def test_a_step_of_more_than_seven_digits(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["list", "nowhere"], "RUN=nowhere: has no checkpoints"),
-        (["verify", "{run}", "--step", "7"], "--step=7: no such checkpoint. Allowed: 100, 200, 300, 400"),
+        (["list", "nowhere"], "RUN=nowhere: no such checkpoint: the path does not exist. Allowed: a run directory"),
+        (["verify", "{run}", "--step", "100", "--all"], "--all: --step 100 was given too. Allowed: one of the two"),
+        (
+            ["verify", "{run}", "--step", "7"],
+            "--step=7: no such checkpoint in {run}/checkpoints. Allowed: 100, 200, 300",
+        ),
         (["prune", "{run}", "--keep-last", "0"], "--keep-last=0: would remove every checkpoint. Allowed: 1 or more"),
     ],
 )
 def test_mistakes(run_dir, capsys, words, named):
     assert cli.main(["checkpoint", *(word.format(run=run_dir) for word in words)]) == 2
-    assert named in capsys.readouterr().err
+    assert named.format(run=run_dir) in capsys.readouterr().err
+
+
+OPTIONS = {
+    "list": (),
+    "show": ("--step", "--json"),
+    "verify": ("--step", "--all", "--limit"),
+    "warm": ("--step", "--limit"),
+    "prune": ("--keep-last", "--keep-every", "--dry-run"),
+    "adopt": ("--step",),
+    "reshape": ("--step", "--output", "--files"),
+}
+
+
+def test_options_of_another_action_are_refused_and_not_in_its_help(run_dir, capsys):
+    everything = {option for options in OPTIONS.values() for option in options}
+    for action, own in OPTIONS.items():
+        with pytest.raises(SystemExit):
+            cli.main(["checkpoint", action, "--help"])
+        text = capsys.readouterr().out
+        assert {option for option in everything if option in text} == set(own)
+        for option in sorted(everything - set(own)):
+            given = [option] if option in ("--json", "--all", "--dry-run") else [option, "3"]
+            with pytest.raises(SystemExit) as ended:
+                cli.main(["checkpoint", action, str(run_dir), *given])
+            assert ended.value.code == 2 and f"unrecognized arguments: {' '.join(given)}" in capsys.readouterr().err
 
 
 def test_no_torch_is_imported(run_dir):

@@ -6,12 +6,15 @@ needs no device.
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from zaya_plugin.checkpoint import manifest, on_disk, places
+from zaya_plugin.checkpoint.progress import bar
+from zaya_plugin.checkpoint.reading import folder_of
 from zaya_plugin.config.option_numbers import MOST_RANKS, MOST_STEPS, real_number, whole_number
 from zaya_plugin.config.run_directory import checkpoints_of, iterations
 from zaya_plugin.errors import mistake
@@ -36,6 +39,7 @@ examples:
 Exit codes: 0, 1 a checkpoint is damaged, 2 a mistake on the command line."""
 
 
+WIDEST, MOST_FILES = 100, 16  # of what `show` prints: characters of a fact, and files by name
 LEFT = {
     manifest.UNFINISHED: "a save that has not ended",
     manifest.REMOVED: "a removal that has not ended",
@@ -46,53 +50,58 @@ LEFT = {
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands; each refuses the options of others."""
     made = argparse.ArgumentParser(
         "zaya checkpoint", description=WHAT, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("command", choices=COMMANDS)
-    made.add_argument("run", type=Path, metavar="RUN")
-    made.add_argument(
-        "--step",
-        type=whole_number(0, MOST_STEPS),
-        help="show, verify, warm, adopt, reshape: this checkpoint; default: the newest",
+    commands = made.add_subparsers(dest="command", required=True)
+
+    def add(name: str, what: str) -> argparse.ArgumentParser:
+        one = commands.add_parser(name, help=what, description=what)
+        one.add_argument("run", type=Path, metavar="RUN", help="a run directory, or a directory of iter_* folders")
+        if name not in ("list", "prune"):
+            one.add_argument("--step", type=whole_number(0, MOST_STEPS), help="this checkpoint; default: the newest")
+        if name in ("verify", "warm"):
+            one.add_argument("--limit", type=real_number(1e-6, 1e6), metavar="GB/S", help="read no faster than this")
+        return one
+
+    add("list", "print each checkpoint, and whether it is complete")
+    one = add("show", "print what a checkpoint's manifest states: the run that wrote it, its data and files")
+    one.add_argument("--json", action="store_true", help="print all of it: every file's checksum, the recipe's values")
+    one = add("verify", "read all files of a checkpoint and compare their checksums")
+    one.add_argument("--all", action="store_true", help="all checkpoints")
+    add("warm", "read what a restart needs into this node's page cache")
+    one = add("prune", "remove old checkpoints that are complete and have a manifest")
+    one.add_argument(
+        "--keep-last", type=whole_number(0, MOST_STEPS), default=3, help="keep so many of the newest; default: 3"
     )
-    made.add_argument("--all", action="store_true", help="verify: all checkpoints")
-    made.add_argument(
-        "--limit", type=real_number(1e-6, 1e6), metavar="GB/S", help="verify, warm: read no faster than this"
+    one.add_argument(
+        "--keep-every", type=whole_number(1, MOST_STEPS), help="also keep those at multiples of so many steps"
     )
-    made.add_argument(
-        "--keep-last",
-        type=whole_number(0, MOST_STEPS),
-        default=3,
-        help="prune: keep so many of the newest (default: 3)",
-    )
-    made.add_argument(
-        "--keep-every", type=whole_number(1, MOST_STEPS), help="prune: also keep those at multiples of so many steps"
-    )
-    made.add_argument("--dry-run", action="store_true", help="prune: only say what would be removed")
-    made.add_argument("--output", type=Path, metavar="DIR", help="reshape: the run directory of the new checkpoint")
-    made.add_argument(
-        "--files",
-        type=whole_number(0, MOST_RANKS),
-        help="reshape: so many files; usually one for each rank that will load them",
+    one.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    add("adopt", "trust a checkpoint as it is, and write its manifest")
+    one = add("reshape", "write a checkpoint anew in another number of files")
+    one.add_argument("--output", type=Path, metavar="DIR", help="the run directory of the new checkpoint")
+    one.add_argument(
+        "--files", type=whole_number(0, MOST_RANKS), help="so many files; usually one for each rank that will load them"
     )
     return made
 
 
 def main(words: list[str]) -> int:
+    """Run `zaya checkpoint`; raises ValueError for a user's mistake."""
     options = parser().parse_args(words)
+    step, every = getattr(options, "step", None), getattr(options, "all", False)
+    if step is not None and every:
+        raise mistake("--all", problem=f"--step {step} was given too", allowed="one of the two")
     places.require_answer(options.run, "RUN")
     directory = checkpoints_of(options.run)
     places.require_answer(directory, "RUN")
-    directory = directory if directory.is_dir() else options.run
-    steps = iterations(directory)
-    if not steps:
-        raise mistake("RUN", options.run, problem="has no checkpoints", allowed="a run directory with checkpoints")
-    if options.step is not None and options.step not in steps:
-        raise mistake("--step", options.step, problem="no such checkpoint", allowed=", ".join(map(str, steps)))
-    if options.keep_last < 1:
+    newest = folder_of(options.run, step, "RUN")
+    directory = newest.parent
+    if getattr(options, "keep_last", 1) < 1:
         raise mistake("--keep-last", options.keep_last, problem="would remove every checkpoint", allowed="1 or more")
-    chosen = steps if options.all else [steps[-1] if options.step is None else options.step]
+    chosen = iterations(directory) if every else [on_disk.iteration_of(newest)]
     return COMMANDS[options.command](directory, chosen, options)
 
 
@@ -101,6 +110,8 @@ def list_(directory: Path, _: list[int], options: argparse.Namespace) -> int:
     for step in iterations(directory):
         folder = on_disk.folder(directory, step)
         found = on_disk.problems(directory, step)
+        if not folder.is_dir():
+            continue  # the run has removed it meanwhile
         state = (
             "damaged: " + "; ".join(found)
             if found
@@ -118,26 +129,42 @@ def list_(directory: Path, _: list[int], options: argparse.Namespace) -> int:
 def show(directory: Path, steps: list[int], options: argparse.Namespace) -> int:
     folder = on_disk.folder(directory, steps[0])
     found = on_disk.problems(directory, steps[0])
-    print(folder)
     try:
         content = manifest.read(folder)
     except ValueError:  # without a manifest, or it is damaged, which `found` says
-        files = _files(folder)
-    else:
-        for name, value in content.items():
-            if name not in ("files", "xxh3_128"):
-                print(f"  {name:10} {value}")
-        files = content["files"]
-    for name, file in files.items():
-        print(f"  {_size(file['bytes']):>9}  {file.get('xxh3_128', 'no checksum'):32}  {name}")
+        content = {"files": _files(folder)}
+    if options.json:
+        print(json.dumps({"folder": str(folder), "problems": found, **content}, indent=1))
+        return int(bool(found))
+    files = content.pop("files")
+    print(folder)
+    for name, text in _rows(content):
+        print(f"  {name:16} {text}")
+    sizes = [file["bytes"] for file in files.values()]
+    print(f"  {'files':16} {len(files)}, {_size(sum(sizes))}, the largest of {_size(max(sizes, default=0))}")
+    for name, file in files.items() if len(files) <= MOST_FILES else ():
+        print(f"  {_size(file['bytes']):>16} {file.get('xxh3_128', 'no checksum'):32}  {name}")
     print("complete" if not found else "damaged: " + "; ".join(found))
     return int(bool(found))
+
+
+def _rows(content: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the lines of a manifest's facts, but for the recipe's values."""
+    for key, value in content.items():
+        if isinstance(value, dict) and any(isinstance(one, dict) for one in value.values()):
+            yield from _rows(value, f"{prefix}{key}.")
+        elif key not in (manifest.RECIPE, "xxh3_128"):
+            text = ", ".join(f"{name} {one}" for name, one in value.items()) if isinstance(value, dict) else str(value)
+            yield prefix + key, text if len(text) <= WIDEST else text[: WIDEST - 3] + "..."
 
 
 def verify(directory: Path, steps: list[int], options: argparse.Namespace) -> int:
     broken = False
     for step in steps:
         folder = on_disk.folder(directory, step)
+        if not folder.is_dir():
+            print(f"{folder.name}: was removed meanwhile")
+            continue
         found = _damage(directory, step, options.limit)
         intact = (
             "intact"
@@ -150,20 +177,22 @@ def verify(directory: Path, steps: list[int], options: argparse.Namespace) -> in
 
 
 def _damaged(folder: Path, files: dict, limit: float | None) -> list[str]:
-    """Read files and compare their checksums, with a progress bar. limit: GB a second."""
-    from tqdm import tqdm
+    """Read files and compare their checksums, with a progress bar; a run does not remove the checkpoint meanwhile.
 
+    limit: GB a second.
+    """
+    lock = manifest.hold(folder)
     pace = places.Pace(None if limit is None else limit * 1e9)
-    total = sum(file["bytes"] for file in files.values())
-    with tqdm(
-        total=total, unit="B", unit_scale=True, desc=folder.name, leave=False, disable=None, file=sys.stderr
-    ) as bar:
+    with bar(folder.name, sum(file["bytes"] for file in files.values())) as shown:
 
         def progress(count: int) -> None:
-            bar.update(count)
+            shown.update(count)
             pace(count)
 
-        return manifest.damaged(folder, list(files), progress, files)
+        found = manifest.damaged(folder, list(files), progress, files)
+    if lock is not None:
+        lock.close()
+    return found
 
 
 def warm(directory: Path, steps: list[int], options: argparse.Namespace) -> int:
@@ -185,9 +214,10 @@ def warm(directory: Path, steps: list[int], options: argparse.Namespace) -> int:
 
 def prune(directory: Path, _: list[int], options: argparse.Namespace) -> int:
     for step in on_disk.removable(directory, options.keep_last, options.keep_every):
-        print(f"{'would remove' if options.dry_run else 'removes'} {on_disk.folder(directory, step)}", flush=True)
-        if not options.dry_run:
-            on_disk.remove(directory, step)
+        folder = on_disk.folder(directory, step)
+        print(f"{'would remove' if options.dry_run else 'removes'} {folder}", flush=True)
+        if not options.dry_run and not on_disk.remove(directory, step):
+            print(f"{folder} stays: another program is reading it", flush=True)
     return 0
 
 
@@ -213,6 +243,7 @@ def reshape(directory: Path, steps: list[int], options: argparse.Namespace) -> i
     from zaya_plugin.checkpoint.reshape import reshape as write_anew
 
     source = on_disk.folder(directory, steps[0])
+    lock = manifest.hold(source)
     final = on_disk.folder(checkpoints_of(options.output), steps[0])
     if found := _damage(directory, steps[0]):
         print(f"{source}: damaged\n  " + "\n  ".join(found))
@@ -220,12 +251,10 @@ def reshape(directory: Path, steps: list[int], options: argparse.Namespace) -> i
     if not on_disk.has_manifest(source):
         print(f"{source} has no manifest: complete by its own index, its content is not checked")
     total = sum(path.stat().st_size for path in source.glob("*.distcp"))
-    from tqdm import tqdm
-
-    with tqdm(
-        total=total, unit="B", unit_scale=True, desc=final.name, leave=False, disable=None, file=sys.stderr
-    ) as bar:
-        kept, files = write_anew(source, final, options.files, bar.update)
+    with bar(final.name, total) as shown:
+        kept, files = write_anew(source, final, options.files, shown.update)
+    if lock is not None:
+        lock.close()
     before = f", {kept} of them written before" if kept else ""
     print(f"{final}: {files} files{before}; to train on: run_dir={options.output} resume=must")
     return 0
