@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 import hip_ops
 from tests.model.steps import train
+from tests.parity.state_dict import from_hf, to_hf
 from zaya_plugin.bench.step_command import check_anchor
-from zaya_plugin.checkpoint.convert.state_dict import from_hf, to_hf
 from zaya_plugin.model.norm import ZayaLayerNorm
 from zaya_plugin.optim.grouping import assign
 from zaya_plugin.plan.flops import Shape, count_parameters

@@ -71,7 +71,7 @@ def randomise(hf, skip_bias):
 
 
 def our_model(hf, **options):
-    from zaya_plugin.checkpoint.convert.state_dict import from_hf
+    from tests.parity.state_dict import from_hf
     from zaya_plugin.model.build import build_zaya_model
     from zaya_plugin.model.config import ZayaConfig
 
@@ -135,7 +135,7 @@ def relative_error(ours, reference):
 
 
 def test_logits_and_gradients(case):
-    from zaya_plugin.checkpoint.convert.state_dict import to_hf
+    from tests.parity.state_dict import to_hf
 
     hf, ids, labels = case
     model = our_model(hf)
@@ -176,7 +176,7 @@ def test_the_head_has_transformers_loss_and_gradients(case, promise):
     """Loss and gradients equal those of transformers, which shifts the labels and marks places that do not count;
     here the mask excludes them.
     """
-    from zaya_plugin.checkpoint.convert.state_dict import to_hf
+    from tests.parity.state_dict import to_hf
 
     hf, ids, _ = case
     masked = torch.arange(ids.shape[1]) % 5 == 2
@@ -217,7 +217,7 @@ def test_forced_choices_are_replayed(case):
 
 
 def test_round_trip_is_exact(case):
-    from zaya_plugin.checkpoint.convert.state_dict import from_hf, to_hf
+    from tests.parity.state_dict import from_hf, to_hf
 
     hf, _, _ = case
     model = our_model(hf)
@@ -232,7 +232,7 @@ def test_round_trip_is_exact(case):
 
 @pytest.mark.parametrize("case", ["plain", "skip_chosen"], indirect=True)
 def test_what_native_computes_otherwise_is_refused(case, request):
-    from zaya_plugin.checkpoint.convert.state_dict import from_hf, to_hf
+    from tests.parity.state_dict import from_hf, to_hf
 
     hf, _, _ = case
     model, state = our_model(hf), hf.state_dict()
@@ -250,7 +250,7 @@ def test_what_native_computes_otherwise_is_refused(case, request):
 
 
 def test_unknown_and_missing_names_are_named(case):
-    from zaya_plugin.checkpoint.convert.state_dict import from_hf, to_hf
+    from tests.parity.state_dict import from_hf, to_hf
 
     hf, _, _ = case
     model = our_model(hf)

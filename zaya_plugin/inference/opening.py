@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_plugin.checkpoint.convert.beside import resolve
+from zaya_plugin.checkpoint.progress import bar
 from zaya_plugin.checkpoint.reading import Reading, begin
 from zaya_plugin.config.option_numbers import MOST_STEPS, whole_number
 from zaya_plugin.errors import free_memory, mistake
@@ -49,7 +50,7 @@ class Opened:
     """A model whose weights are loaded with the first use of `decoder`, after all that can be checked before.
 
     described: a Description. arguments: Megatron's, of a checkpoint; None for a published model. load: returns the
-    model. shapes: of its tensors. dtype, device: of the computation. tokenizer: a tokenizers.Tokenizer, and home its folder; None for both
+    model; called with a function of progress. shapes: of its tensors. dtype, device: of the computation. tokenizer: a tokenizers.Tokenizer, and home its folder; None for both
     without one. stop: ids that end a text. bos: id or None. special_tokens: whether texts get the tokens that the
     tokenizer adds. step: the iteration of a checkpoint. model: of `find_model`, which holds a checkpoint's files.
     """
@@ -57,7 +58,7 @@ class Opened:
     name: str
     described: Any
     arguments: Any
-    load: Callable[[], Any]
+    load: Callable[[Callable[[int], None]], Any]
     shapes: tuple[tuple[int, ...], ...]
     dtype: Any
     device: str
@@ -73,7 +74,8 @@ class Opened:
     def decoder(self):
         from zaya_plugin.inference.decoder import Decoder
 
-        return Decoder(self.load())
+        with bar("load", sum(map(math.prod, self.shapes)), " parameters") as shown:
+            return Decoder(self.load(shown.update))
 
     def free_memory(self) -> int:
         """Return the bytes that are free where the model is computed."""
@@ -182,7 +184,7 @@ def open_model(options: argparse.Namespace, model: Path | Reading, needs_tokeniz
         name,
         described,
         arguments,
-        lambda: load_model(described, tensors, computed, device),
+        lambda progress: load_model(described, tensors, computed, device, progress),
         tuple(values.shape for values in tensors.values()),
         computed,
         device,

@@ -103,6 +103,9 @@ def import_(options: argparse.Namespace, prepare_torch: Callable[[], None]) -> i
     if options.recipe is not None:
         from zaya_plugin.config.compose import load_recipe
 
+        if not options.recipe.is_file():
+            allowed = "the recipe.yaml of a run with this model"
+            raise mistake("--recipe", options.recipe, problem="there is no such file", allowed=allowed)
         recipe = load_recipe(options.recipe)
     prepare_torch()
     from zaya_plugin.checkpoint.convert.description import Description

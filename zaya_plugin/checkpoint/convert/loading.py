@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -20,12 +20,14 @@ def load_model(
     tensors: Mapping[str, Values],
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    progress: Callable[[int], None] = lambda count: None,
 ):
     """Return the model in evaluation mode. Tensors are read one by one, so that memory holds the weights once.
 
     Args:
         tensors: by the names here, as of an opened checkpoint or a published model.
         dtype: of the parameters; balancing biases stay fp32.
+        progress: called with the elements of each tensor that is loaded.
     """
     groups_of_one()
     config = ZayaConfig(
@@ -44,7 +46,8 @@ def load_model(
     ).eval()
     left = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
     for name, values in tensors.items():
-        left.pop(name).copy_(whole(values))
+        target = left.pop(name).copy_(whole(values))
+        progress(target.numel())
     missing = left.keys() - {name for name, _, _ in balancing_state(described)}
     assert not missing, missing
     return model.requires_grad_(False)

@@ -43,29 +43,39 @@ def tensors_of(folder: Path) -> dict[str, Region]:
             files = sorted(set(named.values()))
             bad = [name for name in files if name != Path(name).name]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise mistake(str(index), problem=f"is not an index of safetensors files ({error!r})") from error
+            raise _damaged(index, f"is not an index of safetensors files ({error!r})") from error
         if bad:
-            raise mistake(str(index), problem=f"names a file outside its folder: {bad[0]}")
+            raise _damaged(index, f"names a file outside its folder: {bad[0]}")
         if left := sorted({path.name for path in folder.glob("*.safetensors")} - set(files)):
-            raise mistake(str(folder / left[0]), problem=f"is not one of the files that {index.name} names")
+            raise _damaged(folder / left[0], f"is not one of the files that {index.name} names")
     else:
         named, files = None, sorted(path.name for path in folder.glob("*.safetensors"))
     if not files:
-        raise mistake("SOURCE", folder, problem="holds no *.safetensors files", allowed="a folder of a model")
+        raise mistake(
+            "SOURCE",
+            folder,
+            problem="holds no *.safetensors files",
+            allowed="the folder of a published model, or its name on the Hub",
+            fix="a checkpoint of a run needs no import: `zaya generate`, `zaya eval` and `zaya convert export` read it",
+        )
     if missing := [name for name in files if not (folder / name).is_file()]:
         problem = "is no file" if named is None else f"is missing, and {index.name} names it"
-        raise mistake(str(folder / missing[0]), problem=problem)
+        raise _damaged(folder / missing[0], problem)
     found = [(name, region) for file in files for name, region in header(folder / file).items()]
     check_once(name for name, _ in found)
     if named is not None:
         here = {name: region.path.name for name, region in found}
         if wrong := sorted(name for name in named.keys() | here.keys() if named.get(name) != here.get(name)):
-            raise mistake(
+            raise _damaged(
                 wrong[0],
-                problem=f"{index.name} places it in {named.get(wrong[0])}, and it lies in {here.get(wrong[0])} "
+                f"{index.name} places it in {named.get(wrong[0])}, and it lies in {here.get(wrong[0])} "
                 f"({len(wrong)} such tensors)",
             )
     return dict(found)
+
+
+def _damaged(key: object, problem: str) -> ValueError:
+    return mistake(str(key), problem=problem, allowed="the whole files of one model", fix="copy or download them again")
 
 
 def header(path: Path) -> dict[str, Region]:
@@ -78,21 +88,21 @@ def header(path: Path) -> dict[str, Region]:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(LONGEST_HEADER, size - 8):
-            raise mistake(str(path), problem=f"is no safetensors file, or is cut off at {size} bytes")
+            raise _damaged(path, f"is no safetensors file, or is cut off at {size} bytes")
         try:
             entries = json_object(file.read(length), "header")
             found = {
                 name: _region(path, name, entry, 8 + length) for name, entry in entries.items() if name != METADATA
             }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise mistake(str(path), problem=f"has a malformed header ({error})") from error
+            raise _damaged(path, f"has a malformed header ({error})") from error
     end = 8 + length
     for name, region in sorted(found.items(), key=lambda item: item[1].offset):
         if region.offset != end:
-            raise mistake(str(path), problem=f"the values of {name} overlap with others, or leave a gap")
+            raise _damaged(path, f"the values of {name} overlap with others, or leave a gap")
         end += prod(region.shape) * region.dtype.itemsize
     if end != size:
-        raise mistake(str(path), problem=f"has {size} bytes, and its header states {end}")
+        raise _damaged(path, f"has {size} bytes, and its header states {end}")
     return found
 
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State dicts in memory: of this package's model in one process, to and from the published layouts."""
+"""State dicts in memory: of this package's model in one process, to and from the published layouts, for comparisons.
+
+The skip class's balancing bias is carried as it is: `load_state_dict` takes it, and transformers' `from_pretrained` sets
+it to -1, for which `zaya convert export` refuses a native file where it changes the model.
+"""
 
 from __future__ import annotations
 
