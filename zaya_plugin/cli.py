@@ -191,7 +191,9 @@ def train(argv: list[str]) -> int:
     """Run `zaya train`: Hydra's command line (overrides, --cfg, --info, --config-dir, -m) over the recipes."""
     from zaya_plugin.config.config_dir import with_search_path
 
-    argv = ["dry_run=true" if item == "--dry-run" else item for item in with_search_path(argv)]
+    verbose = "--verbose" in argv
+    argv = [item for item in with_search_path(argv) if item != "--verbose"]
+    argv = ["dry_run=true" if item == "--dry-run" else item for item in argv]
     if any(flag in argv for flag in ("-h", "--help")):
         from zaya_plugin.config.train_help import train_help
 
@@ -208,7 +210,7 @@ def train(argv: list[str]) -> int:
     def job(config) -> None:
         # A job's error is kept, not raised: Hydra would add lines to the message.
         try:
-            outcomes.append(_run_job(config))
+            outcomes.append(_run_job(config, verbose))
         except ValueError as error:
             if traceback_wanted:
                 raise
@@ -270,7 +272,7 @@ def _traceback_wanted() -> bool:
     return os.environ.get("ZAYA_TRACEBACK") == "1" or os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
-def _run_job(config) -> int:
+def _run_job(config, verbose: bool) -> int:
     """Run one job of `zaya train`; each job of a multirun runs in <run_dir>/<job number>."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
@@ -285,7 +287,7 @@ def _run_job(config) -> int:
         print(
             f"zaya: job {hydra_config.job.num}: {' '.join(hydra_config.overrides.task)} -> {recipe.run_dir}", flush=True
         )
-    return launch(recipe)
+    return launch(recipe, verbose)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,11 @@ instead.
 """
 
 import contextlib
+import difflib
 import errno
 import os
 import signal
+from collections.abc import Iterable
 
 # The exit code of a run that was asked to end by a signal, and has saved and left before its last step: EX_TEMPFAIL of
 # sysexits.h, "try again later". 2 is a user's mistake; 16, 17, 93, 100 and 128 + n have a meaning in other launchers.
@@ -48,6 +50,11 @@ def mistake(key: str, value: object = _NOT_GIVEN, *, problem: str, allowed: str 
     traceback.
     """
     return ValueError(message(key, value, problem=problem, allowed=allowed, fix=fix))
+
+
+def nearest_name(name: str, names: Iterable[str]) -> str:
+    """Return the one of `names` that `name` was most probably meant to be: the most similar one."""
+    return max(names, key=lambda known: difflib.SequenceMatcher(None, name, known).ratio())
 
 
 STORAGE = (

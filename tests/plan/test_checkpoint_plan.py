@@ -109,8 +109,8 @@ def test_without_a_distributed_optimizer_each_rank_holds_everything():
 def test_the_dry_run_prints_it():
     recipe = compose(["experiment=zaya1_base", "cluster=mi300x_128x8", "data.path=none", "machine.storage_gb_per_s=25"])
     place = {"RANK": "0", "WORLD_SIZE": "1024", "LOCAL_RANK": "0", "MASTER_ADDR": "node0", "MASTER_PORT": "20000"}
-    text = before_start.describe(recipe, make_plan(recipe, place))
-    lines = text.split("\ncheckpoints  ")[1].split("\nMegatron ")[0].splitlines()
+    text = "\n".join(before_start.describe(recipe, make_plan(recipe, place), verbose=True))
+    lines = text.split("\ncheckpoints  ")[1].split("\nenvironment ")[0].splitlines()
     assert lines == [
         "(prediction) 72.9 GB: fp32 weights and the optimizer's state",
         "      1.14 GB  of the fullest rank; 9.1 GB of host memory in a node for the buffers of asynchronous saves",
@@ -122,4 +122,6 @@ def test_the_dry_run_prints_it():
         "       409 s   1,713 steps, synchronous: a cost of 2.94 s a save gives 409 s, the drain 3 s",
         "        53 s   224 steps, asynchronous: a cost of 0.05 s a save gives 53 s, the drain 3 s",
     ]
+    (line,) = checkpoint_plan.lines(recipe, 1024, verbose=False)
+    assert line.endswith("; shortest sensible checkpoint.save_interval 224 steps (this recipe: 1,000)")
     assert checkpoint_plan.lines(compose(["experiment=cpu_demo"]), 2) == []

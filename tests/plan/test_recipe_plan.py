@@ -2,9 +2,11 @@
 """A recipe's memory plan, and what `parallel.recompute_granularity=auto` becomes when a run starts."""
 
 import copy
+import re
 
 import pytest
 
+from zaya_plugin import cli
 from zaya_plugin.config.arguments import megatron_arguments
 from zaya_plugin.config.compose import compose
 from zaya_plugin.config.validate import validate
@@ -119,9 +121,33 @@ def test_the_mi300x_recipes_fit_without_recomputation(experiment, cluster, gib):
 
 def test_a_dry_run_shows_the_plan(on_h200):
     recipe = on_h200(memory_gib=95)
-    text = before_start.describe(recipe, make_plan(recipe, {}))
+    text = "\n".join(before_start.describe(recipe, make_plan(recipe, {}), verbose=True))
     assert "memory plan  GiB of the fullest device (prediction); sum 85." in text and "of 95 (8% of them" in text
     assert "  gradients (fp32)" in text and "  gate and up" in text and "rows sorted by expert" not in text
     assert '--recompute-modules ["layernorm", "permute"]' in text
     on_cpu = compose(["experiment=cpu_demo", "dry_run=true"])
-    assert "memory plan" not in before_start.describe(on_cpu, make_plan(on_cpu, {}))
+    assert not any("memory plan" in line for line in before_start.describe(on_cpu, make_plan(on_cpu, {})))
+
+
+def test_a_step_that_does_not_fit_is_refused_by_a_dry_run_and_a_start_with_the_same_words(
+    capsys, monkeypatch, tmp_path
+):
+    """On a machine without devices and without the data, which the dry run says too."""
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "experiment=zaya1_base", "cluster=mi300x_8", "data.path=data/corpus"]
+    fits, too_large = cli.main([*words, "--dry-run"]), cli.main([*words, "--dry-run", "stage.micro_batch_size=32"])
+    assert (fits, too_large) == (0, 2)
+    told = capsys.readouterr()
+    one, other = told.out.split("verdict      ")[1:]
+    assert one.startswith("can start (not checked: devices and packages of the nodes, and data)\n")
+    assert "\nnot checked: data: data/corpus: there is no dataset at this path\n" in one and one.count("\n") < 20
+    problem = (
+        "cluster.memory_gib=192: the step does not fit: the memory plan needs 332.9 GiB of a device, 268.5 of them"
+    )
+    assert other.startswith(f"does not start: {problem}") and ": does not fit\n" in other
+    assert told.err.startswith(f"zaya: {problem}") and "Fix: parallel.recompute_granularity=auto" in told.err
+    recipe = compose([*words[1:], "stage.micro_batch_size=32"])
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        before_start.check_sizes(recipe, make_plan(recipe, {}))
+    recipe = compose([*words[1:], "stage.micro_batch_size=32", "cluster.memory_gib=null"])
+    before_start.check_sizes(recipe, make_plan(recipe, {}))

@@ -163,12 +163,20 @@ def test_domains_have_losses_of_their_own(tmp_path):
 def test_a_dry_run_creates_nothing(tmp_path, capsys):
     assert (
         command(
-            ["experiment=zaya1_base", "cluster=mi300x_128x8", "data.path=x", f"run_dir={tmp_path / 'run'}", "--dry-run"]
+            [
+                "experiment=zaya1_base",
+                "cluster=mi300x_128x8",
+                "data.path=x",
+                f"run_dir={tmp_path / 'run'}",
+                "--dry-run",
+                "--verbose",
+            ]
         )
         == 0
     )
     shown = capsys.readouterr().out
     assert "stage 2 of 3: pretrain_4k_2 (not started)" in shown and "--rotary-base 1000000" in shown
+    assert shown.startswith("verdict      can start (not checked: devices and packages of the nodes, and data)")
     assert "torchrun --nnodes 128 --nproc-per-node 8" in shown and "1024 ranks" in shown
     assert "NCCL_CROSS_NIC=0" in shown and "the weights of stage pretrain_4k and the optimizer's state" in shown
     assert not (tmp_path / "run").exists()

@@ -10,7 +10,6 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -135,20 +134,21 @@ def run(recipe: Recipe, options: Options) -> int:
 
     plan = rank_plan.make_plan(recipe, os.environ, ("zaya_plugin.bench.step_rank", options.to_json()))
     validate(recipe, plan.world_size)
-    surroundings = before_start.check_surroundings
-    if options.random_tokens:
-        surroundings = partial(before_start.check_machine, vocabulary=options.random_tokens)
     if options.anchor is not None:
         check_anchor(recipe.model.normalization)
     if recipe.dry_run:
-        print(before_start.describe(recipe, plan), flush=True)
-        if problems := before_start.stops(recipe, plan, surroundings):
-            raise ValueError("\n".join(dict.fromkeys(problems)))
+        text, problems = before_start.dry_run(recipe, plan, verbose=True, vocabulary=options.random_tokens or None)
+        print(text, flush=True)
+        if problems:
+            raise ValueError("\n".join(problems))
         return 0
     recipe = before_start.with_choices(recipe, plan)
     check_resume(recipe)
     before_start.check_directories(recipe)
-    surroundings(recipe, plan)
+    if options.random_tokens:
+        before_start.check_machine(recipe, plan, options.random_tokens)
+    else:
+        before_start.check_surroundings(recipe, plan)
     if plan.command is not None:
         megatron_check.check(recipe, plan)
         megatron_check.close()

@@ -36,7 +36,7 @@ KEYS USED MOST, with the schema's defaults (all keys: zaya train experiment=<nam
 EXAMPLES
   zaya data prepare --input stdlib --output data/stdlib        the data of the CPU demo
   zaya train experiment=cpu_demo                               the CPU demo
-  zaya train experiment=cpu_demo dry_run=true                  what would run, with its environment
+  zaya train experiment=cpu_demo --dry-run                     whether it can start, what would run (--verbose: all)
   zaya train experiment=zaya1_base explain_optim=true          every parameter's optimizer, learning rate and decay
   zaya train experiment=cpu_demo --cfg job                     the composed recipe
   zaya train experiment=cpu_demo optim.lr=1e-3 name=slower     other values, another run directory

@@ -32,6 +32,7 @@ SCANNED_BYTES = 256_000_000
 # END: it is the last of its document; the tokenizer's end of document cannot tell, because most chat templates end each
 # turn with it. Tokens of filling are documents of their own.
 ANSWER, END = 1, 2
+NO_DATASET = "there is no dataset at this path"
 AGAIN = "prepare the dataset again with `zaya data prepare ... --overwrite`, or copy it again"
 
 
@@ -201,7 +202,7 @@ def locate(path: str | os.PathLike) -> tuple[Manifest | None, dict[str, str]]:
     if not is_prefix:
         raise mistake(
             path,
-            problem="there is no dataset at this path"
+            problem=NO_DATASET
             + (", but an unfinished one of `zaya data prepare`" if os.path.isdir(path + ".partial") else ""),
             allowed=f"a directory of `zaya data prepare`, or the prefix of a Megatron dataset ({path}.bin and "
             f"{path}.idx)",

@@ -112,14 +112,24 @@ def plan_of(recipe: Recipe, world_size: int) -> CheckpointPlan:
     )
 
 
-def lines(recipe: Recipe, world_size: int) -> list[str]:
-    """Return the plan for a dry run. Empty on a CPU, as the memory plan."""
+def lines(recipe: Recipe, world_size: int, verbose: bool = True) -> list[str]:
+    """Return the plan for a dry run: without `verbose` the size, and the shortest interval with the recipe's way of saving.
+    Empty on a CPU, as the memory plan.
+    """
     if recipe.cluster.device == "cpu":
         return []
     plan, machine = plan_of(recipe, world_size), recipe.machine
+    size = f"checkpoints  (prediction) {plan.total / 1e9:.1f} GB: fp32 weights and the optimizer's state"
+    if not verbose:
+        way = {"sync": "synchronous", "async": "asynchronous"}[recipe.checkpoint.save]
+        least = ceil(plan.interval(plan.costs[way]) / plan.least_step)
+        return [
+            f"{size}; shortest sensible checkpoint.save_interval {least:,} steps (this recipe: "
+            f"{recipe.checkpoint.save_interval:,})"
+        ]
     tokens = recipe.stage.global_batch_size * recipe.stage.seq_length / world_size
     found = [
-        f"checkpoints  (prediction) {plan.total / 1e9:.1f} GB: fp32 weights and the optimizer's state",
+        size,
         f"  {plan.rank / 1e9:8.2f} GB  of the fullest rank; {plan.node / 1e9:.1f} GB of host memory in a node for the "
         "buffers of asynchronous saves",
         f"  {plan.copy:8.3f} s   to copy them to the host at machine.host_link_gb_per_s={machine.host_link_gb_per_s:g},",

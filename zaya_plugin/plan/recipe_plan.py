@@ -156,19 +156,19 @@ def with_recompute(recipe: Recipe, world_size: int, vocabulary: int | None = Non
     return replace(recipe, parallel=parallel), line
 
 
-def lines(recipe: Recipe, world_size: int, vocabulary: int | None = None) -> list[str]:
-    """Return the plan for a dry run: components, and the largest tensors that a layer keeps. Empty on a CPU, which the
-    plan does not cover.
+def lines(recipe: Recipe, world_size: int, verbose: bool = True) -> list[str]:
+    """Return the plan for a dry run: the sum, and with `verbose` the components and the largest tensors that a layer keeps.
+    Empty on a CPU, which the plan does not cover.
     """
     if recipe.cluster.device == "cpu":
         return []
-    plan = plan_of(recipe, world_size, vocabulary)
-    of = (
-        ""
-        if recipe.cluster.memory_gib is None
-        else f", of {recipe.cluster.memory_gib:g} ({RESERVE:.0%} of them for libraries and allocator)"
-    )
+    plan, memory = plan_of(recipe, world_size), recipe.cluster.memory_gib
+    of = "" if memory is None else f", of {memory:g} ({RESERVE:.0%} of them for libraries and allocator)"
+    if memory is not None and plan.total > (1 - RESERVE) * memory * GIB:
+        of += ": does not fit" if plan.total > memory * GIB else ": leaves less than that"
     found = [f"memory plan  GiB of the fullest device (prediction); sum {plan.total / GIB:.2f}{of}"]
+    if not verbose:
+        return found
     found += [f"  {value / GIB:8.2f}  {name}" for name, value in plan.components.items()]
     if recompute_of(recipe).full_layers == 0:
         found.append("  of a layer and micro-batch, MiB:")

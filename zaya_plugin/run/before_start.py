@@ -2,9 +2,10 @@
 """Everything before a start: the values of `auto`, the previous stage, checks of this machine and the data, and what a
 dry run prints.
 
-No torch import. A dry run prints its plan and then stops with the messages with which the run would stop.
+No torch import. A dry run prints its verdict and its plan, and stops with the messages with which the run would stop.
 """
 
+import contextlib
 import errno
 import itertools
 import json
@@ -14,7 +15,7 @@ import re
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,11 @@ from zaya_plugin.config.run_directory import (
     has_checkpoint,
     written_by,
 )
-from zaya_plugin.config.schedule import learning_rate, samples_until, step_count
+from zaya_plugin.config.schedule import learning_rate, samples_until, step_count, token_count
 from zaya_plugin.config.schema import LENGTH, SCHEDULE, STEPS_TO_TRAIN, Recipe, leaves
 from zaya_plugin.config.validate import data_parallel_size, unused_kernels
-from zaya_plugin.data.sources import compare_data, find_sources
+from zaya_plugin.data.prepared import NO_DATASET, locate
+from zaya_plugin.data.sources import compare_data, find_sources, named_datasets
 from zaya_plugin.errors import mistake
 from zaya_plugin.handover.data_places import with_consumed
 from zaya_plugin.handover.predecessor import predecessor, saved_step
@@ -61,6 +63,9 @@ TOKENIZER_UNKNOWN = "of the data set, which is not on this machine"
 IF_ABORTED = (
     "cluster.graphs={}: one graph a step. If a rank is aborted while the first step is captured, add cluster.graphs=none "
     "to the command of all ranks"
+)
+MORE = (
+    "more         --verbose adds the ranks' command and environment, Megatron's arguments and the tables of both plans"
 )
 # module, how to install it
 REQUIRED = (
@@ -177,6 +182,11 @@ def check_changed_keys(recipe: Recipe, plan: Plan) -> None:
 def check_surroundings(recipe: Recipe, plan: Plan) -> None:
     """Raise ValueError if this machine has no torch, Megatron, device, free port or data for the recipe."""
     check_machine(recipe, plan)
+    check_data(recipe)
+
+
+def check_data(recipe: Recipe) -> None:
+    """Raise ValueError if the data of the recipe cannot be used, or is not that of the run's checkpoint."""
     sources = find_sources(recipe)  # reads headers and sizes only
     check_can_be_made(sources.cache_path, "data.cache_path")
     if recipe.resume != "never" and has_checkpoint(directory := checkpoint_path(recipe)):
@@ -207,7 +217,7 @@ def check_machine(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> 
             allowed="0.19 and 0.20",
             fix="`pip install 'megatron-core[training]>=0.19.2'`; in Primus, which pins 0.16, `zaya export primus`",
         )
-    if recipe.cluster.device == "cuda" and not any(os.path.exists(path) for path in DEVICE_FILES):
+    if recipe.cluster.device == "cuda" and not has_device_files():
         raise mistake(
             "cluster.device",
             recipe.cluster.device,
@@ -227,9 +237,7 @@ def check_machine(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> 
 
 
 def check_sizes(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> None:
-    """Raise ValueError if this machine has fewer devices than ranks, or if weights, gradients and optimizer state alone
-    need more memory than there is: the machine's on a CPU, else cluster.memory_gib of a device.
-    """
+    """Raise ValueError if this machine has fewer devices than ranks, or `check_memory` does."""
     key = "cluster.gpus_per_node" if recipe.nproc is None else "nproc"
     on_cpu, devices = recipe.cluster.device == "cpu", device_count()
     if plan.command is not None and not on_cpu and 0 < devices < plan.ranks_here:
@@ -237,21 +245,39 @@ def check_sizes(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> No
         raise mistake(key, plan.ranks_here, problem=problem, allowed=f"at most {devices}", fix=f"nproc={devices}")
     if plan.command is not None and not on_cpu:
         _check_visible({**os.environ, **plan.environment}, key, plan.ranks_here)
-    held = recipe_plan.plan_of(recipe, plan.world_size, vocabulary).components
-    needed = sum(held[name] for name in ("weights", "gradients (fp32)", "optimizer"))
-    ranks, memory = 1, (recipe.cluster.memory_gib or math.inf) * recipe_plan.GIB
-    if on_cpu:
-        ranks, memory = plan.ranks_here, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed * ranks > memory:
-        what = f"{ranks} ranks on a machine" if on_cpu else "a rank on a device"
+    check_memory(recipe, plan, vocabulary)
+
+
+def check_memory(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> None:
+    """Raise ValueError if the memory plan of the fullest device exceeds cluster.memory_gib, or on a CPU, where the plan
+    does not cover activations, if weights, gradients and optimizer state exceed the machine's memory.
+    """
+    components = recipe_plan.plan_of(recipe, plan.world_size, vocabulary).components
+    smaller = "a smaller model.num_layers, hidden_size, num_experts or moe_ffn_hidden_size"
+    if recipe.cluster.device == "cpu":
+        needed = plan.ranks_here * sum(components[name] for name in ("weights", "gradients (fp32)", "optimizer"))
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if needed > memory:
+            raise mistake(
+                "model",
+                recipe.model.name,
+                problem=f"does not fit: weights, gradients and optimizer state need {needed / recipe_plan.GIB:,.1f} GiB "
+                f"for {plan.ranks_here} ranks on a machine with {memory / recipe_plan.GIB:,.1f} GiB of memory",
+                allowed="a model that fits",
+                fix=f"{smaller}, or more ranks that share it (docs/parallelism.md)",
+            )
+    elif (
+        recipe.cluster.memory_gib is not None and sum(components.values()) > recipe.cluster.memory_gib * recipe_plan.GIB
+    ):
+        largest = max(components, key=components.__getitem__)
         raise mistake(
-            "model",
-            recipe.model.name,
-            problem=f"weights, gradients and optimizer state need {needed * ranks / recipe_plan.GIB:,.1f} GiB for "
-            f"{what} with {memory / recipe_plan.GIB:,.1f} GiB of memory",
-            allowed="a model that fits",
-            fix="a smaller model.num_layers, hidden_size, num_experts or moe_ffn_hidden_size, or more ranks that share "
-            "it (docs/parallelism.md)",
+            "cluster.memory_gib",
+            f"{recipe.cluster.memory_gib:g}",
+            problem=f"the step does not fit: the memory plan needs {sum(components.values()) / recipe_plan.GIB:,.1f} GiB "
+            f"of a device, {components[largest] / recipe_plan.GIB:,.1f} of them for {largest}",
+            allowed="a step that fits; or null, with which the plan is printed and not checked",
+            fix="parallel.recompute_granularity=auto, a smaller stage.micro_batch_size (currently "
+            f"{recipe.stage.micro_batch_size}), {smaller}, or more ranks that share it (docs/parallelism.md)",
         )
 
 
@@ -309,60 +335,140 @@ def plan_of(recipe: Recipe, environ: Mapping[str, str]) -> Plan:
     return Plan(nodes * here, here, 0, "torchrun on every node, or `zaya slurm`", words, variables)
 
 
-def describe(recipe: Recipe, plan: Plan, overrides: Sequence[str] = ()) -> str:
-    """Return what would start. overrides: the words after `zaya train` on several nodes."""
-    if plan.command is not None and plan.command[0] == "torchrun":
+def dry_run(recipe: Recipe, plan: Plan, verbose: bool = False, vocabulary: int | None = None) -> tuple[str, list[str]]:
+    """Return what would start, with the verdict first, and the messages with which the run would stop.
+
+    verbose: as in `describe`; vocabulary: as in `stops`.
+    """
+    problems, unchecked = stops(recipe, plan, vocabulary), unchecked_here(recipe, plan, vocabulary)
+    lines = [
+        verdict(problems, unchecked),
+        *describe(recipe, plan, verbose=verbose),
+        *unchecked,
+        *([] if verbose else [MORE]),
+    ]
+    return "\n".join([*lines, "dry_run=true: nothing was created or started"]), problems
+
+
+def verdict(problems: Sequence[str], unchecked: Sequence[str]) -> str:
+    """Return the first line of a dry run."""
+    if problems:
+        return f"verdict      does not start: {'; '.join(map(without_advice, problems))}"
+    return f"verdict      can start{f' ({unchecked[0]})' if unchecked else ''}"
+
+
+def describe(recipe: Recipe, plan: Plan, overrides: Sequence[str] = (), *, verbose: bool = False) -> list[str]:
+    """Return lines about what would start.
+
+    overrides: the words after `zaya train` on several nodes. verbose: with the environment, Megatron's arguments and the
+    tables of both plans.
+    """
+    if several_nodes(plan):
         plan = replace(plan, command=[*plan.command, *overrides])
-    recipe, chosen = settled(recipe, plan.world_size)
-    values = megatron_arguments(recipe, tokenizer_arguments(recipe))
+    chosen: list[str] = []
+    with contextlib.suppress(ValueError):  # one of the problems of `stops`
+        recipe, chosen = settled(recipe, plan.world_size)
     accumulation = recipe.stage.global_batch_size // (
         recipe.stage.micro_batch_size * data_parallel_size(recipe, plan.world_size)
     )
+    command = f"command      {shlex.join(plan.command) if plan.command else f'in this process: {WORKER}.main(recipe)'}"
     lines = [
         f"name         {recipe.name}",
         f"run_dir      {os.path.abspath(recipe.run_dir)}",
         f"world size   {plan.world_size} ranks, {plan.ranks_here} on this machine, started by {plan.started_by}",
+        f"steps        {step_count(recipe):,}, {token_count(recipe):,} tokens",
         f"batch        {recipe.stage.global_batch_size} sequences of {recipe.stage.seq_length} tokens a step: "
         f"{accumulation} micro-batches of {recipe.stage.micro_batch_size} a data-parallel rank",
-        f"command      {shlex.join(plan.command) if plan.command else f'in this process: {WORKER}.main(recipe)'}",
-        "environment  " + "\n             ".join(f"{key}={value}" for key, value in sorted(plan.environment.items())),
+        *([command] if verbose or several_nodes(plan) else []),
+        *(line.removeprefix("zaya: ") for line in (*chosen, *unused(recipe, plan))),
+        *recipe_plan.lines(recipe, plan.world_size, verbose),
+        *checkpoint_plan.lines(recipe, plan.world_size, verbose),
     ]
-    lines += [*chosen, *unused(recipe, plan), *recipe_plan.lines(recipe, plan.world_size)]
-    lines += [*checkpoint_plan.lines(recipe, plan.world_size), "Megatron     arguments"]
-    lines += ["  " + line for line in argument_lines(values)]
-    return "\n".join([*lines, *unchecked_here(plan), "dry_run=true: nothing was created or started"])
+    if verbose:
+        variables = (f"{key}={value}" for key, value in sorted(plan.environment.items()))
+        lines.append("environment  " + "\n             ".join(variables))
+        values = megatron_arguments(recipe, tokenizer_arguments(recipe))
+        del values["optimizer"]  # adam for each recipe; the optimizer that Megatron builds for it is replaced
+        lines.append(f"Megatron     arguments; the optimizer is optim.name={recipe.optim.name}")
+        lines += ["  " + line for line in argument_lines(values)]
+    return lines
 
 
-def stops(recipe: Recipe, plan: Plan, surroundings: Callable[[Recipe, Plan], None] | None = None) -> list[str]:
+def without_advice(problem: str) -> str:
+    """Return the first sentence of a message: key, value and what is wrong."""
+    return re.split(r"\.? (?:Allowed|Fix): |\n", problem, maxsplit=1)[0].rstrip(".")
+
+
+def stops(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> list[str]:
     """Return the messages with which a run would stop: before its ranks start, or by Megatron's validation in them.
 
-    Of a run on several nodes, this machine is none of them: its devices, packages and data are not checked.
+    Where the run's nodes are other machines than this one (`is_elsewhere`), this one's devices and packages are not
+    checked, and its data only where it is here too.
 
-    surroundings: in place of `check_surroundings`.
+    vocabulary: of random tokens, in place of data.
     """
-    surroundings = surroundings or check_surroundings
-    elsewhere = plan.command is not None and plan.command[0] == "torchrun"
+    try:
+        chosen = settled(recipe, plan.world_size)[0]
+    except ValueError as error:  # no recomputation makes it fit
+        return [str(error)]
     checks = [lambda: check_free(written_by(recipe))] if plan.rank == 0 else []
     checks += [lambda: check_resume(recipe), lambda: check_changed_keys(recipe, plan), lambda: take_over(recipe)]
-    if not elsewhere:
-        checks += [lambda: check_directories(recipe), lambda: surroundings(recipe, plan)]
-    checks.append(lambda: megatron_check.check(settled(recipe, plan.world_size)[0], plan))
+    if not several_nodes(plan):
+        checks.append(lambda: check_directories(recipe))
+    if not is_elsewhere(recipe, plan):
+        checks.append(
+            lambda: check_machine(chosen, plan, vocabulary) if vocabulary else check_surroundings(chosen, plan)
+        )
+    else:
+        checks.append(lambda: check_memory(chosen, plan, vocabulary))
+        if vocabulary is None and missing_data(recipe) is None:
+            checks.append(lambda: check_data(recipe))
+    checks.append(lambda: megatron_check.check(chosen, plan))
     found = []
     for check in checks:
         try:
             check()
         except ValueError as error:
             found.append(str(error))
-    return found
+    return list(dict.fromkeys(found))
 
 
-def unchecked_here(plan: Plan) -> list[str]:
+def several_nodes(plan: Plan) -> bool:
+    """Return whether the plan is one of `plan_of` for every node of a run."""
+    return plan.command is not None and plan.command[0] == "torchrun"
+
+
+def is_elsewhere(recipe: Recipe, plan: Plan) -> bool:
+    """Return whether a dry run on this machine is about others: the run has several nodes, or devices and this machine
+    has none.
+    """
+    return several_nodes(plan) or recipe.cluster.device == "cuda" and not has_device_files()
+
+
+def has_device_files() -> bool:
+    """Return whether this machine has an accelerator's files, as far as /dev says."""
+    return any(os.path.exists(path) for path in DEVICE_FILES)
+
+
+def missing_data(recipe: Recipe) -> str | None:
+    """Return the message about a dataset of the recipe that this machine does not have, or None."""
+    try:
+        for _, path in named_datasets(recipe):
+            locate(path)
+    except ValueError as error:
+        return str(error) if NO_DATASET in str(error) else None
+    return None
+
+
+def unchecked_here(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> list[str]:
     """Return lines about what a dry run on this machine does not check."""
     lines = []
-    if plan.command is not None and plan.command[0] == "torchrun":
-        lines.append("not checked  devices, packages and data of the nodes")
+    if is_elsewhere(recipe, plan):
+        missing = None if vocabulary else missing_data(recipe)
+        lines.append("not checked: devices and packages of the nodes" + (", and data" if missing else ""))
+        lines += [f"not checked: data: {without_advice(missing)}"] if missing else []
     if (why := megatron_check.skipped()) is not None:
-        lines.append(f"not checked  Megatron's own validation of its arguments: {why}")
+        lines.append(f"not checked: Megatron's own validation of its arguments: {why}")
     return lines
 
 

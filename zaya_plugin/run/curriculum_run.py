@@ -20,7 +20,7 @@ from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import validate
 from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.data.ledger import report
-from zaya_plugin.errors import mistake
+from zaya_plugin.errors import mistake, nearest_name
 from zaya_plugin.handover.data_places import source_uses, with_consumed
 from zaya_plugin.handover.predecessor import domain_losses, finished_stage, losses
 from zaya_plugin.run import before_start
@@ -28,6 +28,7 @@ from zaya_plugin.run.curriculum import Curriculum, Stage
 from zaya_plugin.run.launch import last_words, launch
 from zaya_plugin.run.rank_plan import check_environment, rank_environment, task_count, whole_variable
 
+NOTHING_CREATED = "--dry-run: nothing was created or started"
 STATE = "curriculum.json"
 POSITIONS = "loss_by_position.json"  # written by zaya_plugin.hosts.position_loss
 COLUMNS = (
@@ -49,9 +50,7 @@ def run_curriculum(curriculum: Curriculum, only: str | None = None) -> int:
     check_environment(os.environ)
     check(curriculum)
     names = [stage.name for stage in curriculum.stages]
-    chosen = [stage for stage in curriculum.stages if only in (None, stage.name)]
-    if not chosen:
-        raise mistake("--only", only, problem="no such stage", allowed=", ".join(names))
+    chosen = chosen_stages(curriculum, only)
     counted = task_count(os.environ)
     in_step = counted in os.environ and "SLURM_STEP_ID" in os.environ
     ranks_started = "RANK" in os.environ or in_step and whole_variable(os.environ, counted, 1) > 1
@@ -77,6 +76,20 @@ def run_curriculum(curriculum: Curriculum, only: str | None = None) -> int:
         if curriculum.recipe.curriculum.compare_positions:
             return _compare_positions(*curriculum.stages[-2:])
     return 0
+
+
+def chosen_stages(curriculum: Curriculum, only: str | None) -> list[Stage]:
+    """Return all stages, or the one that --only names; raises ValueError if there is no such stage."""
+    chosen = [stage for stage in curriculum.stages if only in (None, stage.name)]
+    if not chosen:
+        raise mistake(
+            "--only",
+            only,
+            problem="no such stage",
+            allowed=", ".join(stage.name for stage in curriculum.stages),
+            fix=f"--only {nearest_name(only, [stage.name for stage in curriculum.stages])}",
+        )
+    return chosen
 
 
 def _run_stage(curriculum: Curriculum, stage: Stage, first: bool) -> int:
@@ -123,31 +136,36 @@ def check(curriculum: Curriculum) -> None:
             )
 
 
-def describe(curriculum: Curriculum) -> str:
-    """Return what would run, for --dry-run: every stage's plan, and what the next stage starts from."""
-    lines = []
+def dry_run(curriculum: Curriculum, only: str | None = None, verbose: bool = False) -> tuple[str, list[str]]:
+    """Return what would run, with the verdict first: each stage's plan and what it starts from; and the messages with
+    which the stages would stop. A stage that has not ended yet stops none after it.
+
+    only: as in `run_curriculum`. verbose: as in `before_start.describe`.
+    """
+    chosen = chosen_stages(curriculum, only)
+    lines, problems, unchecked = [], {}, {}
     for number, stage in enumerate(curriculum.stages, 1):
+        if stage not in chosen:
+            continue
+        before = curriculum.stages[number - 2] if number > 1 else None
         state = "finished" if stage.finished else f"resumes after step {stage.done}" if stage.done else "not started"
-        lines.append(f"stage {number} of {len(curriculum.stages)}: {stage.name} ({state})")
         plan = before_start.plan_of(stage.recipe, os.environ)
         validate(stage.recipe, plan.world_size)
-        text = before_start.describe(stage.recipe, plan, stage.overrides).splitlines()[:-1]
+        text = before_start.describe(stage.recipe, plan, stage.overrides, verbose=verbose)
         taken_over = "the optimizer's state" if stage.recipe.handover.optimizer == "keep" else "a fresh optimizer"
-        if number > 1 and not stage.done:
-            text.insert(2, f"starts from  the weights of stage {curriculum.stages[number - 2].name} and {taken_over}")
-        lines += ["  " + line for line in text]
-    return "\n".join([*lines, table(curriculum), "--dry-run: nothing was created or started"])
-
-
-def stops(curriculum: Curriculum) -> list[str]:
-    """Return the messages with which the stages would stop; a stage that has not ended yet stops none after it."""
-    found: dict[str, None] = {}
-    for number, stage in enumerate(curriculum.stages):
-        waits = number > 0 and not curriculum.stages[number - 1].finished
-        for problem in before_start.stops(stage.recipe, before_start.plan_of(stage.recipe, os.environ)):
+        if before is not None and not stage.done:
+            text.insert(2, f"starts from  the weights of stage {before.name} and {taken_over}")
+        lines += [
+            f"stage {number} of {len(curriculum.stages)}: {stage.name} ({state})",
+            *("  " + line for line in text),
+        ]
+        unchecked |= dict.fromkeys(before_start.unchecked_here(stage.recipe, plan))
+        waits = before is not None and not before.finished
+        for problem in before_start.stops(stage.recipe, plan):
             if not (waits and problem.startswith("handover.from_run")):
-                found.setdefault(f"stage {stage.name}: {problem}")
-    return list(found)
+                problems.setdefault(f"stage {stage.name}: {problem}")
+    lines = [before_start.verdict([*problems], [*unchecked]), *lines, *unchecked, table(curriculum)]
+    return "\n".join([*lines, *([] if verbose else [before_start.MORE]), NOTHING_CREATED]), [*problems]
 
 
 def write_state(curriculum: Curriculum, news: dict[str, dict] | None = None) -> None:

@@ -53,19 +53,21 @@ CAPTURE = re.compile(
 FROM_TORCHRUN = (signal.SIGTERM,)  # how torchrun itself stops the surviving ranks
 
 
-def launch(recipe: Recipe) -> int:
+def launch(recipe: Recipe, verbose: bool = False) -> int:
     """Run `recipe` and return an exit code: 0, that of the first failing rank, ENDED_EARLY after a signal upon which the
     ranks have saved, or 128 + signal after one upon which they have not.
 
-    Raises ValueError for mistakes that are found before the start. With `dry_run` nothing is created.
+    Raises ValueError for mistakes that are found before the start. With `dry_run` nothing is created. verbose: the dry
+    run prints everything.
     """
     if recipe.dry_run:
         plan = before_start.plan_of(recipe, os.environ)
         validate(recipe, plan.world_size)
         if not recipe.explain_optim:
-            print(before_start.describe(recipe, plan), flush=True)
-            if problems := before_start.stops(recipe, plan):
-                raise ValueError("\n".join(dict.fromkeys(problems)))
+            text, problems = before_start.dry_run(recipe, plan, verbose=verbose)
+            print(text, flush=True)
+            if problems:
+                raise ValueError("\n".join(problems))
             return 0
     else:
         plan = make_plan(recipe, os.environ)

@@ -12,7 +12,7 @@ from zaya_plugin.config.validate import validate
 from zaya_plugin.errors import mistake
 from zaya_plugin.run import megatron_export, primus_export, sbatch
 from zaya_plugin.run.curriculum import compose_curriculum
-from zaya_plugin.run.curriculum_run import describe, run_curriculum, stops
+from zaya_plugin.run.curriculum_run import dry_run, run_curriculum
 
 CURRICULUM = """\
 Runs the stages of a curriculum one after the other.
@@ -26,7 +26,7 @@ CURRICULUM_EXAMPLES = """\
 examples:
   zaya curriculum experiment=cpu_demo                     three tiny stages on this machine's CPU, after:
                                                           zaya data prepare --input stdlib --output data/stdlib
-  zaya curriculum experiment=cpu_demo --dry-run           every stage's command, environment and Megatron arguments
+  zaya curriculum experiment=cpu_demo --dry-run           whether and what would run, by stage
   zaya curriculum experiment=zaya1_base cluster=mi300x_8 pretrain_4k:data.path=data/web midtrain_32k:data.path=data/long
   zaya slurm --curriculum experiment=zaya1_base cluster=mi300x_128x8 data.path=data/web > zaya1.sbatch
   srun zaya curriculum --only pretrain_4k_2 experiment=zaya1_base ...      one stage, in the ranks that srun has started
@@ -108,13 +108,15 @@ def curriculum(argv: list[str]) -> int:
     parser.add_argument(
         "--only", metavar="STAGE", help="run this stage alone, also in ranks that torchrun or srun has started"
     )
-    parser.add_argument("--dry-run", action="store_true", help="print what would run and stop")
+    parser.add_argument("--dry-run", action="store_true", help="print whether and what would run, and stop")
+    parser.add_argument("--verbose", action="store_true", help="with --dry-run: everything")
     if (options := parser.read(argv)) is None:
         return 2
     whole = compose_curriculum(options.overrides)
     if options.dry_run or whole.recipe.dry_run:
-        print(describe(whole), flush=True)
-        if problems := stops(whole):
+        text, problems = dry_run(whole, options.only, options.verbose)
+        print(text, flush=True)
+        if problems:
             raise ValueError("\n".join(problems))
         return 0
     return run_curriculum(whole, options.only)
