@@ -10,9 +10,10 @@ import os
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterable
 
 from zaya_plugin import __version__
-from zaya_plugin.errors import ENDED_EARLY, message, mistake, of_the_machine
+from zaya_plugin.errors import ENDED_EARLY, mistake, nearest_name, of_the_machine
 
 # Command -> module and function, and what the command does. Each function takes the words after the command and returns
 # the exit code.
@@ -65,6 +66,15 @@ AEGIS_COMMANDS = {
     "explain": "read a folder of logs and say what happened and what would have been done",
     "lab": "break a small run in many ways on this machine, and check that it recovers",
 }
+# Command -> its commands.
+BELOW = {
+    "data": [*DATA_COMMANDS],
+    "aegis": [*AEGIS_COMMANDS],
+    "bench": ["step", "expect"],
+    "checkpoint": ["list", "show", "verify", "warm", "prune", "adopt", "reshape"],
+    "convert": ["import", "export", "roundtrip"],
+    "export": ["megatron", "primus"],
+}
 USAGE = (
     "zaya: ZAYA1 pretraining as a Megatron-core plugin\n\n  zaya train experiment=cpu_demo    train a small ZAYA "
     "on this machine's CPU\n"
@@ -78,14 +88,25 @@ def usage(command: str, purposes: dict[str, str]) -> str:
     return "\n".join([*lines, "", f"{command} COMMAND --help explains a command's options, with examples.", ""])
 
 
-def unknown(command: str, name: str, purposes: dict[str, str]) -> ValueError:
-    """Return the error of a command that does not exist."""
-    return mistake(
-        f"{command} {name}",
-        problem="no such command",
-        allowed=f"{', '.join(purposes)}, --help",
-        fix=f"{command} --help",
-    )
+def unknown(command: str, name: str, known: Iterable[str]) -> ValueError:
+    """Return the error of a command that does not exist, with the one that was probably meant, of this level or
+    another.
+    """
+    known = [*known]
+    elsewhere = {below: f"zaya {above} {below}" for above, names in BELOW.items() for below in names}
+    elsewhere |= {top: f"zaya {top}" for top in COMMANDS}
+    fix = f"{command} --help"
+    if name in elsewhere:
+        fix = elsewhere[name]
+    elif close := nearest_name(name, known):
+        fix = f"{command} {close}"
+    elif command == "zaya export":
+        fix = "zaya convert export CKPT --output DIR, for transformers, vLLM or SGLang"
+    elif "=" in name:
+        fix = f"zaya train {name}"
+    elif close := nearest_name(name, elsewhere):
+        fix = elsewhere[close]
+    return mistake(f"{command} {name}", problem="no such command", allowed=f"{', '.join(known)}, --help", fix=fix)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -130,6 +151,8 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     if argv[0] not in COMMANDS:
         raise unknown("zaya", argv[0], purposes)
+    if argv[0] in BELOW and argv[1:] and not argv[1].startswith("-") and argv[1] not in (below := BELOW[argv[0]]):
+        raise unknown(f"zaya {argv[0]}", argv[1], below)
     module, _, function = COMMANDS[argv[0]][0].partition(":")
     return getattr(importlib.import_module(module), function)(argv[1:])
 
@@ -150,8 +173,6 @@ def _run_below(name: str, purpose: str, commands: dict[str, str], package: str, 
     if not argv or argv[0] in ("-h", "--help"):
         print(f"zaya {name}: {purpose}\n\n" + usage(f"zaya {name}", commands), end="")
         return 0 if argv else USER_ERROR
-    if argv[0] not in commands:
-        raise unknown(f"zaya {name}", argv[0], commands)
     return importlib.import_module(f"{package}.{argv[0]}").main(argv[1:]) or 0
 
 
@@ -202,7 +223,9 @@ def train(argv: list[str]) -> int:
     import hydra
 
     from zaya_plugin.config import compose
+    from zaya_plugin.config.words import overrides_of
 
+    overrides, rest = overrides_of(argv)
     compose.register()
     traceback_wanted = _traceback_wanted()
     outcomes: list[int | ValueError] = []
@@ -210,7 +233,7 @@ def train(argv: list[str]) -> int:
     def job(config) -> None:
         # A job's error is kept, not raised: Hydra would add lines to the message.
         try:
-            outcomes.append(_run_job(config, verbose))
+            outcomes.append(_run_job(config, overrides, verbose))
         except ValueError as error:
             if traceback_wanted:
                 raise
@@ -231,15 +254,13 @@ def train(argv: list[str]) -> int:
         job
     )
     # Hydra's parser requires all overrides next to each other.
-    overrides = [item for item in argv if not item.startswith("-") and ("=" in item or item.startswith("~"))]
-    rest = [item for item in argv if item not in overrides]
     compose.say_repeated(overrides)
     if {"-m", "--multirun"} & {*rest}:
         compose.check_sweep(overrides)
     arguments, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises in place of printing and leaving
     try:
-        with tempfile.TemporaryDirectory() as sweep, compose.readable_errors():
+        with tempfile.TemporaryDirectory() as sweep, compose.readable_errors(overrides):
             sys.argv = ["zaya train", *compose.open_overrides(overrides)]
             if "-m" in rest or "--multirun" in rest:  # Hydra always writes multirun.yaml
                 sys.argv.append(f"hydra.sweep.dir={sweep}")
@@ -255,16 +276,8 @@ def train(argv: list[str]) -> int:
         if full_error is not None:
             os.environ["HYDRA_FULL_ERROR"] = full_error
     errors = [str(outcome) for outcome in outcomes if isinstance(outcome, ValueError)]
-    if errors and not any(item.startswith("experiment=") for item in overrides):
-        from zaya_plugin.config.train_help import options
-
-        errors.append(
-            message(
-                "experiment", problem="was not given", fix=f"experiment=<name>, of {', '.join(options('experiment'))}"
-            )
-        )
     if errors:
-        raise ValueError("\n".join(dict.fromkeys(errors)))
+        raise ValueError(compose.with_experiment("\n".join(dict.fromkeys(errors)), overrides))
     return next((outcome for outcome in outcomes if outcome), 0)
 
 
@@ -272,7 +285,7 @@ def _traceback_wanted() -> bool:
     return os.environ.get("ZAYA_TRACEBACK") == "1" or os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
-def _run_job(config, verbose: bool) -> int:
+def _run_job(config, overrides: list[str], verbose: bool) -> int:
     """Run one job of `zaya train`; each job of a multirun runs in <run_dir>/<job number>."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
@@ -280,7 +293,7 @@ def _run_job(config, verbose: bool) -> int:
     from zaya_plugin.config.compose import to_recipe
     from zaya_plugin.run.launch import launch
 
-    recipe = to_recipe(config)
+    recipe = to_recipe(config, overrides)
     hydra_config = HydraConfig.get()
     if hydra_config.mode == RunMode.MULTIRUN:
         recipe.run_dir = os.path.join(recipe.run_dir, str(hydra_config.job.num))

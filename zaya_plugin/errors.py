@@ -20,6 +20,7 @@ ROLL_BACK = 76
 STACKS_SIGNAL = signal.SIGRTMIN + 5
 
 _NOT_GIVEN = object()
+LONGEST_SHOWN = 1000  # characters of key and value in a message
 
 
 class RunEndedError(RuntimeError):
@@ -37,6 +38,8 @@ def message(key: str, value: object = _NOT_GIVEN, *, problem: str, allowed: str 
     values or states the condition with its current values. `fix` is what to type. Parts that are empty are left out.
     """
     given = key if value is _NOT_GIVEN else f"{key}={as_typed(value)}"
+    if len(given) > LONGEST_SHOWN:
+        given = f"{given[: LONGEST_SHOWN // 2]}... ({len(given):,} characters)"
     text = f"{given}: {problem.rstrip('.')}."
     if allowed:
         text += f" Allowed: {allowed.rstrip('.')}."
@@ -52,9 +55,9 @@ def mistake(key: str, value: object = _NOT_GIVEN, *, problem: str, allowed: str 
     return ValueError(message(key, value, problem=problem, allowed=allowed, fix=fix))
 
 
-def nearest_name(name: str, names: Iterable[str]) -> str:
-    """Return the one of `names` that `name` was most probably meant to be: the most similar one."""
-    return max(names, key=lambda known: difflib.SequenceMatcher(None, name, known).ratio())
+def nearest_name(name: str, names: Iterable[str]) -> str | None:
+    """Return the one of `names` that `name` was most probably meant to be, or None."""
+    return next(iter(difflib.get_close_matches(name.lower(), names, n=1)), None)
 
 
 STORAGE = (

@@ -67,8 +67,6 @@ def test_mistakes_are_named(words, complaint):
 
 
 def test_mistakes_of_the_command_line():
-    with pytest.raises(ValueError, match="zaya bench model: no such command. Allowed: step, expect."):
-        step_command.main(["model"])
     with pytest.raises(ValueError, match="zaya bench step: unrecognized arguments: --nonsense"):
         step_command.main(["step", "experiment=cpu_demo", "--nonsense"])
 

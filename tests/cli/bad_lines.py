@@ -157,7 +157,7 @@ def group(rng: random.Random) -> Line:
     if name == "experiment":
         return Line(("train", f"experiment=no_{rng.randrange(99)}"), "experiment")
     value = rng.choice(("nothing", "{a: 1}", "[a]", "null", "a/b/c"))
-    return _line(f"{name}={value}", "group" if value == "null" else name)
+    return _line(f"{name}={value}")
 
 
 def syntax(rng: random.Random) -> Line:

@@ -4,13 +4,14 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from zaya_plugin import __version__, cli
 from zaya_plugin.cli import COMMANDS, DATA_COMMANDS
 from zaya_plugin.config.compose import load_recipe
-from zaya_plugin.config.train_help import GROUPS, MOST_USED, options, train_help
+from zaya_plugin.config.train_help import DEMO_DATA, GROUPS, MOST_USED, options, train_help
 
 EXPERIMENTS = (
     "continue_32k, continue_4k, cpu_demo, cpu_demo_stage1, cpu_demo_stage2, cpu_demo_stage3, finetune_chat, zaya1_base, "
@@ -89,8 +90,6 @@ def test_cfg_job_prints_a_recipe_that_loads(zaya, tmp_path):
             "cluster.num_nodes=2: `zaya train` starts ranks on one machine only.",
         ),
         (["train", "--nonsense"], 2, "unrecognized arguments: --nonsense"),
-        (["trian"], 2, "zaya trian: no such command. Allowed: train"),
-        (["data", "prepaer"], 2, "zaya data prepaer: no such command. Allowed: prepare, pack"),
     ],
 )
 def test_mistakes_end_with_one_message_and_code_2(zaya, arguments, code, message):
@@ -99,6 +98,61 @@ def test_mistakes_end_with_one_message_and_code_2(zaya, arguments, code, message
     assert message in done.stderr and "Traceback" not in done.stderr and "Error executing" not in done.stderr
     assert done.stdout == ""
     assert list(zaya.place.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ("trian", "zaya train"),
+        ("prepare", "zaya data prepare"),
+        ("import", "zaya convert import"),
+        ("experiment=cpu_demo", "zaya train experiment=cpu_demo"),
+        ("nonsense", "zaya --help"),
+        ("data prepaer", "zaya data prepare"),
+        ("data doctor", "zaya doctor"),
+        ("aegis statu", "zaya aegis status"),
+        ("bench stp", "zaya bench step"),
+        ("checkpoint lst", "zaya checkpoint list"),
+        ("convert exprt", "zaya convert export"),
+        ("export megatorn", "zaya export megatron"),
+        ("export hf", "zaya convert export CKPT --output DIR, for transformers, vLLM or SGLang"),
+        ("export runs/first", "zaya convert export CKPT --output DIR, for transformers, vLLM or SGLang"),
+        ("train cpu_demo", "experiment=cpu_demo"),
+        ("train cpu_deno", "experiment=cpu_demo"),
+        ("train experiment=cpu_demo muon", "optim=muon"),
+        ("train experiment=cpu_deno", "experiment=cpu_demo"),
+        ("train --experiment cpu_demo", "experiment=cpu_demo"),
+        ("train experiment=cpu_demo --optim.lr=1e-3", "optim.lr=1e-3"),
+        ("curriculum --run-dir runs/x", "run_dir=runs/x"),
+        ("slurm cpu_demo", "experiment=cpu_demo"),
+        ("bench step cpu_demo", "experiment=cpu_demo"),
+        ("export megatron cpu_demo", "experiment=cpu_demo"),
+        ("curriculum experiment=cpu_demo --only demo3", "--only demo_3"),
+    ],
+)
+def test_a_command_or_word_that_does_not_exist_suggests_the_one_that_was_meant(capsys, words, fix):
+    assert cli.main(words.split()) == 2
+    assert capsys.readouterr().err.endswith(f" Fix: {fix}.\n")
+
+
+def test_the_data_of_the_demo_is_made_by_one_command(zaya):
+    """A dataset made otherwise has another vocabulary, and the demo other losses than README's."""
+    root = Path(__file__).resolve().parents[2]
+    written = re.compile(r"data prepare --input stdlib --output data/stdlib[^\n]*")
+    files = [
+        root / "Makefile",
+        root / "README.md",
+        *(root / "docs").glob("*.md"),
+        *(root / "zaya_plugin").rglob("*.py"),
+    ]
+    for file in files:
+        for command in written.findall(file.read_text()) if file.name != "log.md" else ():
+            assert DEMO_DATA.endswith(command.rstrip()), file
+    assert "data prepare" in (root / "Makefile").read_text() and f"  {DEMO_DATA}\n" in train_help()
+    for words in (("train", "experiment=cpu_demo"), ("curriculum", "experiment=cpu_demo", "--dry-run")):
+        assert f" Fix: {DEMO_DATA} (the same command" in zaya(*words).stderr
+    elsewhere = zaya("train", "experiment=cpu_demo", "data.path=/none/stdlib").stderr
+    assert f" Fix: {DEMO_DATA.replace('data/stdlib', '/none/stdlib')} (" in elsewhere
 
 
 @pytest.mark.parametrize("variable", ["ZAYA_TRACEBACK", "HYDRA_FULL_ERROR"])

@@ -66,7 +66,7 @@ def test_a_curriculum_gives_one_experiment_a_stage_and_each_names_the_one_before
     [
         (["nemo", *DEMO], "zaya export: argument host: invalid choice: .nemo."),
         (["megatron", "--curriculum", *DEMO], "are for primus"),
-        (["primus", "cpu_demo"], "'cpu_demo' is not key=value. Fix: zaya export --help"),
+        (["primus", "cpu_demo"], "cpu_demo: is not key=value.* Fix: experiment=cpu_demo"),
         (["primus", "--curriculum", *DEMO], "cannot be divided by"),  # the third stage
         (["primus", *WITHOUT_RANKS, "nproc=3"], "stage.global_batch_size=16: is not a multiple"),
     ],

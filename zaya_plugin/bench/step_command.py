@@ -40,7 +40,7 @@ device. No checkpoint is saved; W&B runs offline."""
 STEP_EXAMPLES = """\
 examples:
   zaya bench step experiment=cpu_demo                          the demo on this machine's CPU, after:
-                                                               zaya data prepare --input stdlib --output data/stdlib
+    {DEMO_DATA}
   zaya bench step experiment=zaya1_base cluster=gpu --random-tokens nproc=1 model.num_layers=8 \\
     stage.global_batch_size=4 stage.micro_batch_size=4
   zaya bench step experiment=zaya1_base cluster=h200_8 --random-tokens --anchor transformers \\
@@ -53,14 +53,10 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(HELP, end="")
         return 0 if argv else 2
-    if argv[0] == "expect":
+    if argv[0] != "step":
         from zaya_plugin.bench import expect
 
         return expect.main(argv[1:])
-    if argv[0] != "step":
-        raise mistake(
-            f"zaya bench {argv[0]}", problem="no such command", allowed="step, expect", fix="zaya bench --help"
-        )
     parsed = parse(argv[1:])
     return 2 if parsed is None else run(recipe_of(*parsed), parsed[0])
 
@@ -68,9 +64,10 @@ def main(argv: list[str]) -> int:
 def parse(argv: list[str]) -> tuple[Options, str | None, list[str]] | None:
     """Return the options, --output, and the overrides; None without words, after printing the help."""
     from zaya_plugin.config.option_numbers import INT32, MOST_STEPS, whole_number
+    from zaya_plugin.config.train_help import DEMO_DATA
     from zaya_plugin.run.recipe_commands import Parser
 
-    parser = Parser("bench step", STEP, STEP_EXAMPLES)
+    parser = Parser("bench step", STEP, STEP_EXAMPLES.format(DEMO_DATA=DEMO_DATA))
     parser.add_argument("--steps", type=whole_number(1, MOST_STEPS), default=5, metavar="N", help="timed steps (5)")
     parser.add_argument(
         "--warmup",

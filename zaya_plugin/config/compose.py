@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 
 import yaml
 from hydra import compose as hydra_compose
@@ -29,8 +29,10 @@ from hip_ops.versions import VERSIONS
 from zaya_plugin import __version__
 from zaya_plugin.config.messages import explain, groups, known, missing_key, refusal, refused, schema, unknown_key
 from zaya_plugin.config.schema import Recipe, get, leaves
+from zaya_plugin.config.train_help import options
 from zaya_plugin.config.whole_file import write_whole
-from zaya_plugin.errors import mistake
+from zaya_plugin.config.words import check_override
+from zaya_plugin.errors import message, mistake
 
 RECIPES = "zaya_plugin.recipes"
 PRIMARY = "train"
@@ -69,8 +71,9 @@ def open_overrides(overrides: list[str]) -> list[str]:
         if match := pattern.match(item):
             opened.append(f"++{match[1]}={_as_text(*match.group(2, 3))}")
         else:
+            check_override(item)
             _refuse_group(item)
-            opened.append(_as_typed_there(item))
+            opened.append(_as_typed_there(item, overrides))
     all_operators = any(re.match(r"\+*cluster\.(kernels=|kernel_overrides=\{\s*\}$)", item) for item in overrides)
     return [*_without_kernel_overrides(), *opened] if all_operators else opened
 
@@ -118,8 +121,10 @@ def _refuse_group(item: str) -> None:
         )
 
 
-def _as_typed_there(item: str) -> str:
-    """Return `item` with its value in quotes if Hydra would read it as another type than that of the key."""
+def _as_typed_there(item: str, overrides: list[str]) -> str:
+    """Return `item`, one of `overrides`, with its value in quotes if Hydra would read it as another type than that of the
+    key.
+    """
     key, _, value = item.partition("=")
     field = schema().get(key.lstrip("+"))
     if field is None or not re.fullmatch(r"[\w.+-]+", value) or value.lower() == "null":
@@ -128,7 +133,7 @@ def _as_typed_there(item: str) -> str:
     if kind == "int" and (whole := _whole(value)) is not None:
         return f"{key}={whole}"
     if kind == "bool" and value.isdigit() and int(value) > 1:  # OmegaConf takes every number but 0 for true
-        raise ValueError(refusal(key.lstrip("+"), field, value))
+        raise ValueError(refusal(key.lstrip("+"), field, value, partial(_value_without, overrides)))
     converted = {
         "int": not re.fullmatch(r"[+-]?\d+", value),
         "bool": value.lower() not in ("true", "false"),
@@ -160,25 +165,38 @@ def _as_text(key: str, value: str) -> str:
 
 
 @contextmanager
-def readable_errors() -> Iterator[None]:
-    """Raise a `ValueError` with key, value and allowed values for every exception of Hydra and OmegaConf."""
+def readable_errors(overrides: list[str] | None = None) -> Iterator[None]:
+    """Raise a `ValueError` with key, value and allowed values for every exception of Hydra and OmegaConf. overrides: of
+    the command line; the message about a value then suggests that of the recipe's files.
+    """
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(explain(error)) from error
+        value_of = None if overrides is None else partial(_value_without, overrides)
+        raise ValueError(explain(error, value_of)) from error
     except yaml.YAMLError as error:
         problem = f"invalid YAML: {' '.join(str(error).split())}"
         raise mistake("recipe", problem=problem, allowed="lines of `key: value`") from error
-    except ValueError as error:
-        if "Config group override must be" not in str(error):
-            raise
-        # Hydra's message for `model=null` does not name the group
-        raise mistake(
-            "<group>=<value>",
-            problem="a group (model, stage, ..., experiment) has a value that is not text",
-            allowed="the name of an option",
-            fix="model=zaya_tiny",
-        ) from error
+
+
+def _value_without(overrides: list[str], key: str) -> object:
+    """Return the value that `key` has without its override; "???" if that cannot be composed."""
+    others = [item for item in overrides if item.lstrip("+").partition("=")[0] != key]
+    try:
+        config = _composed(others)
+        return get(OmegaConf.to_object(config), key)
+    except (HydraException, OmegaConfBaseException, ValueError, AttributeError):
+        return "???"
+
+
+def _composed(overrides: list[str]) -> DictConfig:
+    register()
+    outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # may be called inside a Hydra application
+    try:
+        with initialize_config_module(RECIPES, version_base="1.3"):
+            return hydra_compose(PRIMARY, open_overrides(overrides))
+    finally:
+        GlobalHydra.instance().hydra = outer
 
 
 def compose(overrides: list[str]) -> Recipe:
@@ -187,27 +205,36 @@ def compose(overrides: list[str]) -> Recipe:
     Raises:
         ValueError: unknown keys and options, missing values, wrong types, values outside a key's choices or range.
     """
-    register()
-    outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # may be called inside a Hydra application
     try:
-        with readable_errors(), initialize_config_module(RECIPES, version_base="1.3"):
-            return to_recipe(hydra_compose(PRIMARY, open_overrides(overrides)))
-    finally:
-        GlobalHydra.instance().hydra = outer
+        with readable_errors(overrides):
+            return to_recipe(_composed(overrides), overrides)
+    except ValueError as error:
+        raise ValueError(with_experiment(str(error), overrides)) from error
 
 
-def to_recipe(config: DictConfig) -> Recipe:
+def with_experiment(problem: str, overrides: list[str]) -> str:
+    """Return the message about a recipe, with a line that an experiment is missing where the words name none."""
+    if any(item.startswith("experiment=") for item in overrides):
+        return problem
+    missing = message(
+        "experiment", problem="was not given", fix=f"experiment=<name>, of {', '.join(options('experiment'))}"
+    )
+    return f"{problem}\n{missing}"
+
+
+def to_recipe(config: DictConfig, overrides: list[str] | None = None) -> Recipe:
     """Return the composed `config` as a `Recipe`; one error lists all unknown keys and missing values, or all refused
-    values.
+    values. overrides: as in `readable_errors`.
     """
     with readable_errors():
         problems = [unknown_key(path, value) for path, value in _unknown(config)]
         problems += [missing_key(path) for path in sorted(OmegaConf.missing_keys(config)) if known(path)]
     if problems:
         raise ValueError("\n".join(problems))
-    with readable_errors():
+    with readable_errors(overrides):
         recipe = OmegaConf.to_object(config)
-    if problems := [problem for path, field in leaves() if (problem := refused(path, field, get(recipe, path)))]:
+    value_of = None if overrides is None else partial(_value_without, overrides)
+    if problems := [line for path, field in leaves() if (line := refused(path, field, get(recipe, path), value_of))]:
         raise ValueError("\n".join(problems))
     return recipe
 

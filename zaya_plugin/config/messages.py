@@ -6,7 +6,7 @@ errors.
 import difflib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from typing import get_type_hints
@@ -14,7 +14,7 @@ from typing import get_type_hints
 from omegaconf.errors import OmegaConfBaseException
 
 from zaya_plugin.config.schema import Recipe, get, leaves
-from zaya_plugin.errors import as_typed, message, mistake
+from zaya_plugin.errors import as_typed, message, mistake, nearest_name
 
 TYPE_NAMES = {
     "int": "a whole number",
@@ -27,6 +27,7 @@ TYPE_NAMES = {
     "dict[str, Any]": "a mapping",
 }
 
+SIMILAR = 0.6  # of difflib; names that differ more are not suggested
 # Keys of earlier versions -> (what became of them, what to type instead).
 _OVERRIDE = "this key was replaced by cluster.kernel_overrides, or cluster.kernels for all operators (docs/kernels.md)"
 _REMOVED = "this key was removed: "
@@ -80,17 +81,20 @@ def allowed(field: Field) -> str:
     return f"{TYPE_NAMES[kind]}{f' {limit.text}' if limit else ''}{', or null' if optional else ''}"
 
 
-def refused(key: str, field: Field, value: object) -> str | None:
+def refused(key: str, field: Field, value: object, value_of: Callable[[str], object] | None = None) -> str | None:
     """Return a message if `value` is not among the choices or in the range of `field`, else None."""
     choices, limit = field.metadata["choices"], field.metadata["limit"]
     if choices and value not in choices or limit and value is not None and not limit.holds(value):
-        return refusal(key, field, value)
+        return refusal(key, field, value, value_of)
     return None
 
 
-def refusal(key: str, field: Field, value: object) -> str:
-    """Return the message that `key` may not have `value`; the fix is the schema's default, if there is one."""
+def refusal(key: str, field: Field, value: object, value_of: Callable[[str], object] | None = None) -> str:
+    """Return the message that `key` may not have `value`; the fix is the recipe's own value, which `value_of` returns by
+    key, else the schema's default.
+    """
     default = field.default if field.default is not MISSING else field.default_factory()
+    default = default if value_of is None else value_of(field_path(key))
     typed = "<value>" if default == "???" else as_typed(default)
     return message(
         key, value, problem="this value is not allowed", allowed=allowed(field), fix=f"{field_path(key)}={typed}"
@@ -138,18 +142,43 @@ def field_path(key: str) -> str:
     return re.sub(r"\[\d+\]$", "", key)
 
 
-def nearest(path: str) -> str | None:
-    """Return the known key that `path` was most probably meant to be."""
-    names = list(schema())
-    name = path.rsplit(".", 1)[-1]
-    group = path.split(".", 1)[0]
-    candidates = [known_path for known_path in names if known_path.rsplit(".", 1)[-1] == name]
-    if not candidates:
-        siblings = [known_path for known_path in names if "." in path and known_path.startswith(f"{group}.")]
-        candidates = difflib.get_close_matches(path, siblings or names, n=1, cutoff=0.6)
-    if not candidates:
-        candidates = difflib.get_close_matches(path, [*names, *groups()], n=1, cutoff=0.6)
-    return candidates[0] if candidates else None
+def nearest(path: str, value: object = None) -> str | None:
+    """Return the known key that `path` was most probably meant to be, or None: of similar ones rather one that may have
+    `value`.
+    """
+    group, _, name = path.lower().rpartition(".")
+    names = [*schema(), *(() if group else groups())]
+    same = [known_path for known_path in names if known_path.rsplit(".", 1)[-1] == name]
+    siblings = [known_path for known_path in schema() if group and known_path.startswith(f"{group.split('.')[0]}.")]
+
+    def similarity(known_path: str) -> float:
+        return difflib.SequenceMatcher(None, name, known_path.rsplit(".", 1)[-1]).ratio()
+
+    for candidates in (same, siblings or names):
+        similar = [known_path for known_path in candidates if similarity(known_path) >= SIMILAR]
+        if similar:
+            return max(similar, key=lambda known_path: (accepts(known_path, value), similarity(known_path)))
+    return None if group else nearest_name(path, groups())
+
+
+def accepts(path: str, value: object) -> bool:
+    """Return whether a key may have `value`, as it was typed or read; True without a value."""
+    field = schema().get(path)
+    if field is None or value is None:
+        return value is None
+    kind, _, optional = str(field.type).partition(" | ")
+    text = as_typed(value)
+    choices = [as_typed(choice) for choice in field.metadata["choices"]]
+    if choices or text == "null":
+        return text in choices or text == "null" and bool(optional)
+    try:
+        number = float(text)
+    except ValueError:
+        return kind == {"true": "bool", "false": "bool", "[": "list[str]", "{": "dict[str"}.get(
+            text if text in ("true", "false") else text[:1], "str"
+        )
+    limit = field.metadata["limit"]
+    return (kind == "float" or kind == "int" and number.is_integer()) and (limit is None or limit.holds(number))
 
 
 def unknown_key(path: str, value: object = None) -> str:
@@ -163,9 +192,15 @@ def unknown_key(path: str, value: object = None) -> str:
         keys = f"keys of {group}: {', '.join(f.name for f in fields(groups()[group]))}"
     else:
         keys = f"groups and keys: {', '.join(f.name for f in fields(Recipe))}"
-    guess = nearest(path)
-    typed = "" if value in (None, "{...}") else f"={as_typed(value)}"
-    fix = f"{guess}{typed}" if guess else "megatron.<name>=<value> for a Megatron argument that has no key"
+    guess = nearest(path, value)
+    fix = "megatron.<name>=<value> for a Megatron argument that has no key"
+    if guess is None and group in groups():
+        fix = f"{group}.<one of these keys>=<value>, or {fix}"
+    elif guess is not None and value in (None, "{...}"):
+        fix = guess
+    elif guess is not None:
+        text = guess in schema() and str(schema()[guess].type) == "str" and not schema()[guess].metadata["choices"]
+        fix = f"{guess}={as_typed(value) if text or accepts(guess, value) else '<value>'}"
     return message(path, *given, problem="no such key", allowed=keys, fix=fix)
 
 
@@ -176,8 +211,8 @@ def missing_key(path: str) -> str:
     return message(path, problem=problem, allowed=allowed(field), fix=f"{path}=<value>")
 
 
-def explain(error: BaseException) -> str:
-    """Return one message for an exception of Hydra or OmegaConf."""
+def explain(error: BaseException, value_of: Callable[[str], object] | None = None) -> str:
+    """Return one message for an exception of Hydra or OmegaConf. value_of: as in `refusal`."""
     text = str(error)
     cause = error
     while cause.__cause__ is not None and not isinstance(cause, OmegaConfBaseException):
@@ -201,12 +236,13 @@ def explain(error: BaseException) -> str:
         return unknown_key(*override.groups()) if override else unknown_key(path, getattr(cause, "value", None))
     if option := re.search(r"Could not find '(.+)/(.+)'\n\nAvailable options in '[^']*':((?:\n\t\S+)+)", text):
         group, wanted, available = option.groups()
-        return message(group, wanted, problem="no such recipe", allowed=", ".join(available.split()))
+        close = nearest_name(wanted, available.split())
+        fix = f"{group}={close}" if close else ""
+        return message(group, wanted, problem="no such recipe", allowed=", ".join(available.split()), fix=fix)
     if several := re.search(r"Ambiguous value for argument '([^=]+)=([^']*)'", text):
         key, value = several.groups()
-        return message(
-            key, value, problem="several values", fix=f"{key}=[{value}] for a list, or add -m to run every value"
-        )
+        a_list = f"{key}=[{value}] for a list, or " if key in schema() else ""
+        return message(key, value, problem="several values", fix=f"{a_list}add -m to run every value")
     if name == "OverrideParseException":
         return message(
             getattr(cause, "override", None) or "override",
@@ -227,7 +263,7 @@ def explain(error: BaseException) -> str:
             fix=f"{path}=<value>",
         )
     if key in schema():
-        return refusal(path, schema()[key], getattr(cause, "value", None))
+        return refusal(path, schema()[key], getattr(cause, "value", None), value_of)
     if key in groups():
         return message(
             key, getattr(cause, "value", None), problem="this is a group of keys", fix=f"{key}.<key>=<value>"

@@ -7,6 +7,9 @@ from importlib import resources
 from zaya_plugin.config.messages import schema
 from zaya_plugin.errors import as_typed
 
+# The data of the CPU demo: also in the Makefile, README.md and docs/, which a test compares with it.
+DEMO_PATH = "data/stdlib"  # recipes/data/stdlib.yaml
+DEMO_DATA = f"zaya data prepare --input stdlib --output {DEMO_PATH} --train-bpe 2048 --valid-fraction 0.1"
 GROUPS = ("experiment", "model", "stage", "data", "optim", "parallel", "cluster", "logger")
 MOST_USED = (
     *("run_dir", "resume", "nproc", "dry_run", "seed", "data.path", "stage.train_iters", "stage.seq_length"),
@@ -34,7 +37,8 @@ KEYS USED MOST, with the schema's defaults (all keys: zaya train experiment=<nam
   any further Megatron argument: megatron.<name>=<value>
 
 EXAMPLES
-  zaya data prepare --input stdlib --output data/stdlib        the data of the CPU demo
+  {demo_data}
+                                                               the data of the CPU demo
   zaya train experiment=cpu_demo                               the CPU demo
   zaya train experiment=cpu_demo --dry-run                     whether it can start, what would run (--verbose: all)
   zaya train experiment=zaya1_base explain_optim=true          every parameter's optimizer, learning rate and decay
@@ -80,6 +84,7 @@ def train_help() -> str:
         return f"  {path:32}{as_typed(field.default):16}{field.metadata['help']}{allowed}"
 
     return TEXT.format(
+        demo_data=DEMO_DATA,
         experiments="\n".join(f"  {name:20}{comments('experiment', name)[1]}" for name in options("experiment")),
         groups="\n".join(f"  {group:20}{', '.join(options(group))}" for group in GROUPS if group != "experiment"),
         keys="\n".join(key_line(path) for path in MOST_USED),

@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 
 from zaya_plugin import __version__
+from zaya_plugin.config.train_help import DEMO_DATA, DEMO_PATH
 from zaya_plugin.data.fingerprint import MARKS, fingerprint
 from zaya_plugin.data.indexed_dataset import IndexedFile, largest_token, read_index
 from zaya_plugin.data.tokenizer import TokenizerRecord
@@ -200,13 +201,16 @@ def locate(path: str | os.PathLike) -> tuple[Manifest | None, dict[str, str]]:
         if name in manifest.splits:
             return manifest, {name: path}
     if not is_prefix:
+        command = f"zaya data prepare --output {path} --input FILES"
+        if name == os.path.basename(DEMO_PATH):
+            command = DEMO_DATA.replace(DEMO_PATH, path)
         raise mistake(
             path,
             problem=NO_DATASET
             + (", but an unfinished one of `zaya data prepare`" if os.path.isdir(path + ".partial") else ""),
             allowed=f"a directory of `zaya data prepare`, or the prefix of a Megatron dataset ({path}.bin and "
             f"{path}.idx)",
-            fix=f"zaya data prepare --output {path} (the same command continues an unfinished one)",
+            fix=f"{command} (the same command continues an unfinished one)",
         )
     return None, {"text": path}
 

@@ -49,7 +49,6 @@ def run_curriculum(curriculum: Curriculum, only: str | None = None) -> int:
     """
     check_environment(os.environ)
     check(curriculum)
-    names = [stage.name for stage in curriculum.stages]
     chosen = chosen_stages(curriculum, only)
     counted = task_count(os.environ)
     in_step = counted in os.environ and "SLURM_STEP_ID" in os.environ
@@ -58,7 +57,7 @@ def run_curriculum(curriculum: Curriculum, only: str | None = None) -> int:
         raise mistake(
             "zaya curriculum",
             problem="under torchrun or srun a process trains one stage",
-            allowed=f"with --only, one of {', '.join(names)}",
+            allowed=f"with --only, one of {', '.join(stage.name for stage in chosen)}",
             fix="--only <stage>; `zaya slurm --curriculum` writes a script that runs all of them",
         )
     first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
@@ -82,13 +81,9 @@ def chosen_stages(curriculum: Curriculum, only: str | None) -> list[Stage]:
     """Return all stages, or the one that --only names; raises ValueError if there is no such stage."""
     chosen = [stage for stage in curriculum.stages if only in (None, stage.name)]
     if not chosen:
-        raise mistake(
-            "--only",
-            only,
-            problem="no such stage",
-            allowed=", ".join(stage.name for stage in curriculum.stages),
-            fix=f"--only {nearest_name(only, [stage.name for stage in curriculum.stages])}",
-        )
+        names = [stage.name for stage in curriculum.stages]
+        fix = f"--only {nearest_name(only, names) or names[0]}"
+        raise mistake("--only", only, problem="no such stage", allowed=", ".join(names), fix=fix)
     return chosen
 
 

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 
 from zaya_plugin.config.compose import compose, open_overrides, say_repeated
 from zaya_plugin.config.config_dir import OPTIONS, with_search_path
+from zaya_plugin.config.train_help import DEMO_DATA
 from zaya_plugin.config.validate import validate
+from zaya_plugin.config.words import check_flag, check_override
 from zaya_plugin.errors import mistake
 from zaya_plugin.run import megatron_export, primus_export, sbatch
 from zaya_plugin.run.curriculum import compose_curriculum
@@ -22,10 +24,10 @@ as `zaya train` would. It starts from the weights, the optimizer state and the p
 stage ended, with its own context, RoPE base, layout, batch and schedule. Finished stages are skipped: after a kill
 give the same command again.
 <stage>:key=value sets a key for one stage, key=value for all."""
-CURRICULUM_EXAMPLES = """\
+CURRICULUM_EXAMPLES = f"""\
 examples:
   zaya curriculum experiment=cpu_demo                     three tiny stages on this machine's CPU, after:
-                                                          zaya data prepare --input stdlib --output data/stdlib
+    {DEMO_DATA}
   zaya curriculum experiment=cpu_demo --dry-run           whether and what would run, by stage
   zaya curriculum experiment=zaya1_base cluster=mi300x_8 pretrain_4k:data.path=data/web midtrain_32k:data.path=data/long
   zaya slurm --curriculum experiment=zaya1_base cluster=mi300x_128x8 data.path=data/web > zaya1.sbatch
@@ -80,13 +82,18 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "overrides",
             nargs="*",
-            type=_override,
             metavar="key=value",
             help="experiment=<name>, <group>=<option> and recipe keys; `zaya train --help` lists them",
         )
         if not argv:
             return self.print_help()
-        options = self.parse_intermixed_args(with_search_path(argv))
+        argv = with_search_path(argv)
+        for position, word in enumerate(argv):
+            if word.partition("=")[0] not in self._option_string_actions:
+                check_flag(word, argv[position + 1 :])
+        options = self.parse_intermixed_args(argv)
+        for word in options.overrides:
+            check_override(word)
         say_repeated(options.overrides)
         options.overrides = open_overrides(options.overrides)
         return options
@@ -94,12 +101,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         """Raise a mistake that names the help."""
         raise mistake(self.prog, problem=message, fix=f"{self.prog} --help")
-
-
-def _override(word: str) -> str:
-    if "=" not in word:
-        raise argparse.ArgumentTypeError(f"{word!r} is not key=value")
-    return word
 
 
 def curriculum(argv: list[str]) -> int:

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Words of a command with recipe overrides: which of them are overrides, and messages about words that are none."""
+
+import re
+from collections.abc import Sequence
+
+from zaya_plugin.config.messages import groups, nearest, schema
+from zaya_plugin.config.train_help import GROUPS, options
+from zaya_plugin.errors import mistake, nearest_name
+
+# Hydra's flags whose value is a word of its own.
+WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
+
+# Values of a group that Hydra does not read as a name.
+NO_NAME = re.compile(r"|null|true|false|[+-]?[\d._]+(e[+-]?\d+)?|\[.*", re.IGNORECASE | re.DOTALL)
+
+
+def overrides_of(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the overrides among the words after `zaya train`, and the flags with their values.
+
+    Raises:
+        ValueError: a word is neither.
+    """
+    overrides: list[str] = []
+    flags: list[str] = []
+    for position, word in enumerate(words):
+        if position and words[position - 1] in WITH_VALUE or words[position - 1 : position] == ["--info"]:
+            flags.append(word)
+        elif word.startswith("-"):
+            check_flag(word, words[position + 1 :])
+            flags.append(word)
+        else:
+            check_override(word)
+            overrides.append(word)
+    return overrides, flags
+
+
+def check_flag(word: str, following: Sequence[str] = ()) -> None:
+    """Raise ValueError if a flag is a key or a group of recipes: `--experiment cpu_demo`, `--run-dir=x`."""
+    name, equals, value = word.lstrip("-").partition("=")
+    name = name.replace("-", "_")
+    if word.startswith("--") and (name in schema() or name in groups() or name in GROUPS):
+        value = value if equals else next(iter(following), "<value>")
+        raise mistake(
+            word, problem="keys of recipes have no dashes", allowed="key=value", fix=f"{name}={value.lstrip('-')}"
+        )
+
+
+def check_override(word: str) -> None:
+    """Raise ValueError if a word is no `key=value`, or gives a group a value that is the name of no recipe."""
+    key, equals, value = word.partition("=")
+    if not equals and not word.startswith("~"):
+        homes = [group for group in GROUPS if word in options(group)]
+        close = nearest_name(word, options("experiment"))
+        fix = (
+            f"{homes[0]}={word}" if homes else f"experiment={close}" if close else f"{nearest(word) or '<key>'}=<value>"
+        )
+        raise mistake(
+            word, problem="is not key=value", allowed=f"experiment={_listed('experiment')}, or a key", fix=fix
+        )
+    if not key.lstrip("+~"):
+        raise mistake(word, problem="has no key before the =", allowed="key=value", fix=f"<key>{word.lstrip('+~')}")
+    group = key.lstrip("+")
+    if group in GROUPS and NO_NAME.fullmatch(value):
+        fix = f"{group}={options(group)[0]}"
+        raise mistake(group, value, problem="is the name of no recipe", allowed=_listed(group), fix=fix)
+
+
+def _listed(group: str) -> str:
+    return ", ".join(options(group))
