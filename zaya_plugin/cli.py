@@ -5,15 +5,43 @@ Every module is imported where it is needed; neither `--help` nor composing a re
 ends with one message on stderr and exit code 2; ZAYA_TRACEBACK=1 (or Hydra's HYDRA_FULL_ERROR=1) shows the traceback.
 """
 
-import importlib
 import os
+import signal
 import sys
+
+# Whether this process is `zaya`: not a test, nor a process that multiprocessing starts from it.
+PROGRAM = os.path.basename(getattr(sys.modules["__main__"], "__file__", None) or "") in ("zaya", "cli.py")
+INTERRUPTED = 128 + signal.SIGINT
+STOPPED = "zaya: stopped by SIGINT"
+
+
+def _leave(number, frame) -> None:
+    """End the process at once. During imports KeyboardInterrupt would not do: raised in a destructor or a callback it is
+    printed and ignored, and libraries turn it into errors of their own.
+    """
+    os.write(2, f"{STOPPED}\n".encode())
+    os._exit(INTERRUPTED)
+
+
+def _leave_on_interrupt(during_imports: bool) -> None:
+    """Set how Ctrl-C ends this process: by `_leave`, or later, when there is something to clean up, by KeyboardInterrupt.
+    A signal that the caller ignores stays ignored.
+    """
+    if PROGRAM and signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):
+        signal.signal(signal.SIGINT, _leave if during_imports else signal.default_int_handler)
+
+
+_leave_on_interrupt(during_imports=True)  # before the other imports
+
+# ruff: noqa: E402
+import contextlib
+import importlib
 import tempfile
 import warnings
 from collections.abc import Iterable
 
 from zaya_plugin import __version__
-from zaya_plugin.errors import ENDED_EARLY, mistake, nearest_name, of_the_machine
+from zaya_plugin.errors import ENDED_EARLY, message, mistake, nearest_name, of_the_machine
 
 # Command -> module and function, and what the command does. Each function takes the words after the command and returns
 # the exit code.
@@ -112,6 +140,8 @@ def unknown(command: str, name: str, known: Iterable[str]) -> ValueError:
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    if PROGRAM:  # names of files are bytes; an undecodable one is shown with its bytes escaped
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return _dispatch(argv)
     except ValueError as error:
@@ -124,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError):  # `zaya train --help | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        told = of_the_machine(error, os.getcwd(), offline=argv[0] not in ("train", "curriculum"))
+        told = of_the_machine(error, ".", offline=argv[0] not in ("train", "curriculum"))
         if told is None or _traceback_wanted():
             raise
         print(f"zaya: {told}", file=sys.stderr)
@@ -138,7 +168,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"zaya: {message(f'zaya {argv[0]}', problem=problem, fix=fix)}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
-        return 130
+        print(STOPPED, file=sys.stderr)
+        return INTERRUPTED
+    finally:
+        if PROGRAM:  # a further Ctrl-C would be a traceback of Python's own end
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -151,10 +185,28 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     if argv[0] not in COMMANDS:
         raise unknown("zaya", argv[0], purposes)
+    _require_directory()
     if argv[0] in BELOW and argv[1:] and not argv[1].startswith("-") and argv[1] not in (below := BELOW[argv[0]]):
         raise unknown(f"zaya {argv[0]}", argv[1], below)
-    module, _, function = COMMANDS[argv[0]][0].partition(":")
-    return getattr(importlib.import_module(module), function)(argv[1:])
+    name, _, function = COMMANDS[argv[0]][0].partition(":")
+    module = importlib.import_module(name)
+    if name != "zaya_plugin.cli":  # those below import further modules first
+        _leave_on_interrupt(during_imports=False)
+    return getattr(module, function)(argv[1:])
+
+
+def _require_directory() -> None:
+    """Raise ValueError if the current directory was removed: paths have no meaning then, and torch does not load."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise mistake(
+            "current directory",
+            os.environ.get("PWD", ""),
+            problem=f"cannot be read ({error.strerror}); it was removed, or is no longer mounted",
+            allowed="a directory that exists",
+            fix="cd to another one (`cd .` where it was made again)",
+        ) from None
 
 
 def data(argv: list[str]) -> int:
@@ -173,7 +225,9 @@ def _run_below(name: str, purpose: str, commands: dict[str, str], package: str, 
     if not argv or argv[0] in ("-h", "--help"):
         print(f"zaya {name}: {purpose}\n\n" + usage(f"zaya {name}", commands), end="")
         return 0 if argv else USER_ERROR
-    return importlib.import_module(f"{package}.{argv[0]}").main(argv[1:]) or 0
+    module = importlib.import_module(f"{package}.{argv[0]}")
+    _leave_on_interrupt(during_imports=False)
+    return module.main(argv[1:]) or 0
 
 
 def convert(argv: list[str]) -> int:
@@ -206,6 +260,7 @@ def _prepare_torch() -> None:
     from zaya_plugin import patches
 
     patches.apply_torch()
+    _leave_on_interrupt(during_imports=False)
 
 
 def train(argv: list[str]) -> int:
@@ -242,7 +297,7 @@ def train(argv: list[str]) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             outcomes.append(0)
         except (OSError, MemoryError) as error:
-            told = of_the_machine(error, os.getcwd())
+            told = of_the_machine(error, ".")
             if told is None or traceback_wanted:
                 raise
             outcomes.append(ValueError(told))
@@ -260,10 +315,11 @@ def train(argv: list[str]) -> int:
     arguments, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises in place of printing and leaving
     try:
-        with tempfile.TemporaryDirectory() as sweep, compose.readable_errors(overrides):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(compose.readable_errors(overrides))
             sys.argv = ["zaya train", *compose.open_overrides(overrides)]
             if "-m" in rest or "--multirun" in rest:  # Hydra always writes multirun.yaml
-                sys.argv.append(f"hydra.sweep.dir={sweep}")
+                sys.argv.append(f"hydra.sweep.dir={stack.enter_context(tempfile.TemporaryDirectory())}")
             sys.argv += rest
             application()
     except SystemExit as end:
@@ -293,6 +349,7 @@ def _run_job(config, overrides: list[str], verbose: bool) -> int:
     from zaya_plugin.config.compose import to_recipe
     from zaya_plugin.run.launch import launch
 
+    _leave_on_interrupt(during_imports=False)
     recipe = to_recipe(config, overrides)
     hydra_config = HydraConfig.get()
     if hydra_config.mode == RunMode.MULTIRUN:

@@ -60,6 +60,14 @@ def nearest_name(name: str, names: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name.lower(), names, n=1)), None)
 
 
+def check_utf8(key: str, *text: str) -> None:
+    """Raise ValueError if the word of a command line `key`, or the `text` given for it, holds bytes that are not UTF-8."""
+    if any("\udc80" <= character <= "\udcff" for character in (*text, key)[0]):
+        raise mistake(
+            key, *text, problem="holds bytes that are not UTF-8", allowed="text in UTF-8", fix="type it in UTF-8"
+        )
+
+
 STORAGE = (
     errno.ENOSPC,
     errno.EDQUOT,
@@ -85,7 +93,9 @@ def of_the_machine(error: BaseException, directory: str | os.PathLike, offline: 
     # An error that names a file is about this file, whatever its number (ELOOP, ENAMETOOLONG, ESTALE, ...).
     if isinstance(error, OSError) and error.strerror and (error.errno in STORAGE or error.filename is not None):
         path = os.fspath(directory if error.filename is None else error.filename)
-        path = os.path.abspath(path if isinstance(path, str) else os.fsdecode(path))
+        path = os.fsdecode(path)
+        with contextlib.suppress(OSError):  # the current directory was removed
+            path = os.path.abspath(path)
         fixes = {
             errno.ENOSPC: "free some space or files there",
             errno.EDQUOT: "remove files of yours there, or ask for a larger quota",

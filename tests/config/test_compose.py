@@ -78,10 +78,7 @@ REFUSED = [
     ("cluster=cpu,gpu", ["several values. Fix: add -m to run every value."]),
     ("=3", ["=3: has no key before the =. Allowed: key=value. Fix: <key>=3."]),
     ("name=???", ["name: has no value", "name=<value>"]),
-    (
-        "stage.train_iters=???",
-        ["stage.train_iters: has no value (optimizer steps)", "Fix: stage.train_iters=<value>."],
-    ),
+    ("stage.train_iters=???", ["stage.train_iters: has no value (optimizer steps)", "Fix: stage.train_iters=<value>."]),
 ]
 
 

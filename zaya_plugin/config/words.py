@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from zaya_plugin.config.messages import groups, nearest, schema
 from zaya_plugin.config.train_help import GROUPS, options
-from zaya_plugin.errors import mistake, nearest_name
+from zaya_plugin.errors import check_utf8, mistake, nearest_name
 
 # Hydra's flags whose value is a word of its own.
 WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
@@ -49,6 +49,7 @@ def check_flag(word: str, following: Sequence[str] = ()) -> None:
 def check_override(word: str) -> None:
     """Raise ValueError if a word is no `key=value`, or gives a group a value that is the name of no recipe."""
     key, equals, value = word.partition("=")
+    check_utf8(word)
     if not equals and not word.startswith("~"):
         homes = [group for group in GROUPS if word in options(group)]
         close = nearest_name(word, options("experiment"))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zaya_plugin.config.option_numbers import INT32, MOST_SEED, MOST_TOKENS, real_number, whole_number
-from zaya_plugin.errors import mistake
+from zaya_plugin.errors import check_utf8, mistake
 from zaya_plugin.inference.opening import GIVEN, add_options, check_room, find_model, open_model
 from zaya_plugin.inference.sampling_options import Sampling
 
@@ -67,6 +67,8 @@ def main(argv: list[str], prepare_torch: Callable[[], None] = lambda: None) -> i
         if getattr(options, name) < 1:
             option = f"--{name.replace('_', '-')}"
             raise mistake(option, getattr(options, name), problem="is no number of them", allowed="1 or more")
+    for text in options.prompt:
+        check_utf8("--prompt", text)
     texts = [*options.prompt, *_lines(options.prompts)]
     if not texts:
         raise mistake("--prompt", problem="was not given", fix="--prompt TEXT, or --prompts FILE")
@@ -91,7 +93,7 @@ def _lines(given: str | None) -> list[str]:
     if given is None:
         return []
     try:
-        text = sys.stdin.read() if given == "-" else Path(given).read_text("utf-8")
+        text = (sys.stdin.buffer.read() if given == "-" else Path(given).read_bytes()).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise mistake(
             "--prompts", given, problem=f"cannot be read ({error})", allowed="a text file in UTF-8"
