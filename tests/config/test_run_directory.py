@@ -13,6 +13,8 @@ from zaya_plugin.config import run_directory
 from zaya_plugin.config.compose import compose, load_recipe
 from zaya_plugin.config.run_directory import check_resume, checkpoint_path, checkpoints_of, keep_recipe, make_writable
 from zaya_plugin.config.schema import Recipe
+from zaya_plugin.run import before_start, megatron_check
+from zaya_plugin.run.rank_plan import make_plan
 
 
 def with_checkpoint(run_dir, step=40):
@@ -128,6 +130,20 @@ def test_a_changed_recipe_keeps_the_older_ones(tmp_path):
         assert keep_recipe(recipe, tmp_path) == tmp_path / "recipe.yaml"
     kept = {path.name: load_recipe(path).optim.lr for path in tmp_path.iterdir()}
     assert kept == {"recipe.1.yaml": 1.0, "recipe.2.yaml": 2.0, "recipe.yaml": 3.0}
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "logs", "tensorboard", "wandb", "metrics.jsonl", "recipe.yaml"])
+def test_a_file_for_a_folder_or_the_reverse_is_refused_by_a_dry_run(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(before_start, "check_surroundings", lambda recipe, plan: None)
+    monkeypatch.setattr(megatron_check, "check", lambda recipe, plan: None)
+    recipe = compose(["experiment=cpu_demo", "data.path=none", f"run_dir={tmp_path}"])
+    plan = make_plan(recipe, {})
+    assert before_start.stops(recipe, plan) == []
+    (tmp_path / name).mkdir() if "." in name else (tmp_path / name).write_text("")
+    problems = before_start.stops(recipe, plan)
+    kind = "file" if "." in name else "folder"
+    assert f"{tmp_path / name} is no {kind}, and the run writes a {kind} of this name" in problems[-1]
+    assert f"Fix: mv {tmp_path / name} <another place>, or run_dir=<another directory>." in problems[-1]
 
 
 def test_a_dry_check_of_a_directory_says_what_the_run_says_and_makes_nothing(tmp_path):

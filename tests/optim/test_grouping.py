@@ -100,6 +100,10 @@ def test_an_override_that_fits_nothing_is_an_error():
         assign(MODEL, [Override("*.linear_qkv.weight", "adamw")])
     with pytest.raises(ValueError, match="Muon takes matrices"):
         assign(MODEL, [Override("*.temperature", "muon")])
+    with pytest.raises(
+        ValueError, match=r"matches embedding.word_embeddings.weight, a table of rows, of shape \(64, 32\)"
+    ):
+        assign(MODEL, [Override("*embedding*", "muon")])
 
 
 def test_without_muon_everything_is_adamws():

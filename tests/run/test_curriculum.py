@@ -95,6 +95,16 @@ def test_another_optimizer_cannot_take_over(tmp_path):
         predecessor(made(tmp_path, "demo_2:optim=muon", "demo_2:handover.continuous_lr=false").stages[1].recipe)
 
 
+def test_another_model_cannot_take_over(tmp_path):
+    pretend(made(tmp_path), 0, 60)
+    for words, told in (
+        ("demo_2:model.num_layers=3", "model.num_layers=3: the stage before .* trained 4: .* Fix: model.num_layers=4"),
+        ("demo_2:model.router_eda=false", "model.router_eda=false: the stage before .* trained true: "),
+    ):
+        with pytest.raises(ValueError, match=told):
+            predecessor(made(tmp_path, words).stages[1].recipe)
+
+
 def test_an_order_that_has_become_longer_is_refused(tmp_path):
     pretend(made(tmp_path), 0, 60)
     with pytest.raises(ValueError, match="the stage before ended at sample 1920 of an order made for 2880"):

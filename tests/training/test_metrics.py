@@ -58,6 +58,7 @@ def test_a_row_holds_what_happened(reporter, tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
     assert [key for key in second | validation if f"`{key}`" not in page] == [], "the page explains every key"
     assert "2 steps in 0:04  loss 2.500 ▁▁ 2.500  validation 2.250" in report.out.getvalue()
+    assert report.out.getvalue().endswith(f"\neverything is in {tmp_path}: metrics.jsonl\n"), "no sink has written more"
     assert "mfu 0.1%" in report.out.getvalue() and "validation loss 2.2500" in report.out.getvalue()
 
 

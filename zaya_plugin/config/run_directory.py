@@ -36,8 +36,13 @@ def written_by(recipe: Recipe) -> dict[str, Path]:
 def checkpoints_of(run_dir: str | os.PathLike) -> Path:
     """Return the directory of the checkpoints of the run in `run_dir`, as its recipe.yaml states it."""
     try:
-        if (file := Path(run_dir) / RECIPE).is_fifo():  # would be waited for
-            raise mistake(str(file), problem="is no regular file", allowed="the recipe of a run, or none")
+        if (file := Path(run_dir) / RECIPE).exists() and not file.is_file():  # a pipe would be waited for
+            raise mistake(
+                str(file),
+                problem="is no regular file",
+                allowed="the recipe of a run, or none",
+                fix="run_dir=<another directory>",
+            )
         kept = yaml.safe_load(file.read_text())
         return Path(run_dir) / kept["checkpoint"]["path"]
     except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
@@ -174,6 +179,23 @@ def check_can_be_made(directory: str | os.PathLike, key: str) -> None:
     space = os.statvfs(place)
     if not space.f_bavail or space.f_files and not space.f_favail:
         raise _not_writable(key, directory, f"{os.strerror(errno.ENOSPC)}; {free_space(str(place))}")
+
+
+def check_kinds(recipe: Recipe) -> None:
+    """Raise ValueError if a folder that a run of `recipe` writes exists as a file, or a file as a folder."""
+    run_dir = Path(recipe.run_dir)
+    kinds = {run_dir / name: "file" for name in (RECIPE, "metrics.jsonl")}
+    kinds |= {run_dir / name: "folder" for name in ("logs", "tensorboard", "wandb", "torch_profile")}
+    kinds[checkpoint_path(recipe)] = "folder"
+    for path, kind in kinds.items():
+        if path.exists() and not (path.is_file() if kind == "file" else path.is_dir()):
+            raise mistake(
+                "run_dir",
+                run_dir,
+                problem=f"{path} is no {kind}, and the run writes a {kind} of this name",
+                allowed=f"a {kind}, or nothing there",
+                fix=f"mv {path} <another place>, or run_dir=<another directory>",
+            )
 
 
 def _not_writable(key: str, directory: str | os.PathLike, why: str) -> ValueError:

@@ -797,15 +797,16 @@ class LoggerConfig:
     """Where metrics go. metrics.jsonl and the console line are always written."""
 
     wandb: bool = own(True, "log to Weights & Biases; offline without a key", "training.metrics", resume=MAY_CHANGE)
-    wandb_project: str = own("zaya", "W&B project", "training.metrics", resume=MAY_CHANGE)
-    wandb_entity: str | None = own(None, "W&B entity", "training.metrics", resume=MAY_CHANGE)
+    wandb_project: str = own("zaya", "W&B project", "training.metrics", limit=NOT_EMPTY, resume=MAY_CHANGE)
+    wandb_entity: str | None = own(None, "W&B entity", "training.metrics", limit=NOT_EMPTY, resume=MAY_CHANGE)
     wandb_name: str | None = own(
-        None, "name of the W&B run; null: the recipe's name", "training.metrics", resume=MAY_CHANGE
+        None, "name of the W&B run; null: the recipe's name", "training.metrics", limit=NOT_EMPTY, resume=MAY_CHANGE
     )
     wandb_group: str | None = own(
         None,
         "group of the W&B run; a curriculum sets one group for the runs of its stages",
         "training.metrics",
+        limit=NOT_EMPTY,
         resume=MAY_CHANGE,
     )
     wandb_mode: str = own(

@@ -56,11 +56,13 @@ EXCLUSIONS = {
     ("parallel.pipeline_model_parallel_size", 1): (
         ("parallel.virtual_pipeline_stages", 1, "virtual stages are parts of a pipeline rank"),
     ),
+    ("logger.wandb_mode", "disabled"): (("logger.wandb", False, "nothing is logged then; auto logs"),),
     ("optim.lr_warmup_iters", 0): (("optim.lr_warmup_init", 0.0, "there is no warm-up that could start from it"),),
 }
 
 
 LONGEST_NAME = 255  # bytes
+LONGEST_PATH = 3_500  # bytes: the system takes 4,096, and a run makes folders and files below its paths
 PATHS = (
     *("run_dir", "checkpoint.path", "checkpoint.local_path", "data.path", "data.valid_path", "data.cache_path"),
     *("data.tokenizer", "handover.from_run", "handover.from_hf"),
@@ -106,12 +108,12 @@ def validate(recipe: Recipe, world_size: int) -> None:
 def _paths(recipe: Recipe, world_size: int) -> Iterator[str]:
     """No file system has such names, and each look at one would end with the system's own words, without the key."""
     for key in PATHS:
-        parts = os.fsencode(get(recipe, key) or "").split(b"/")
-        if max(map(len, parts)) > LONGEST_NAME:
-            allowed = f"at most {LONGEST_NAME} bytes between two slashes"
-            yield message(
-                key, get(recipe, key), problem="a name in it is too long", allowed=allowed, fix="a shorter path"
-            )
+        path = os.fsencode(get(recipe, key) or "")
+        longest = max(map(len, path.split(b"/")))
+        if longest > LONGEST_NAME or len(path) > LONGEST_PATH:
+            allowed = f"at most {LONGEST_NAME} bytes between two slashes, and {LONGEST_PATH:,} in all"
+            problem = "a name in it is too long" if longest > LONGEST_NAME else "is too long"
+            yield message(key, get(recipe, key), problem=problem, allowed=allowed, fix="a shorter path")
 
 
 def _exclusions(recipe: Recipe, world_size: int) -> Iterator[str]:
@@ -507,13 +509,24 @@ def _profile(recipe: Recipe, world_size: int) -> Iterator[str]:
         allowed=f"above profile.step_start={profile.step_start}",
         fix=f"profile.step_end={profile.step_start + 1}",
     )
+    if not profile.enabled and not profile.memory_snapshot:
+        return
     yield from require(
-        not profile.enabled or all(0 <= rank < world_size for rank in profile.ranks),
+        bool(profile.ranks) and all(0 <= rank < world_size for rank in profile.ranks),
         "profile.ranks",
         profile.ranks,
-        problem=f"the run has {world_size} ranks",
+        problem=f"the run has {world_size} ranks" if profile.ranks else "no rank is traced",
         allowed=f"ranks from 0 to {world_size - 1}",
         fix="profile.ranks=[0]",
+    )
+    steps = recipe.stage.train_iters
+    yield from require(
+        profile.step_end <= steps,
+        "profile.step_end",
+        profile.step_end,
+        problem="the trace is written after this step, and the run has fewer",
+        allowed=f"at most stage.train_iters={steps}",
+        fix=f"profile.step_start={min(profile.step_start, steps - 1)} profile.step_end={steps}",
     )
 
 

@@ -12,8 +12,8 @@ from zaya_plugin.checkpoint import on_disk
 from zaya_plugin.config.compose import load_recipe
 from zaya_plugin.config.run_directory import checkpoints_of
 from zaya_plugin.config.schedule import first_learning_rate, last_learning_rate, sample_count, step_count, token_count
-from zaya_plugin.config.schema import Recipe
-from zaya_plugin.errors import mistake
+from zaya_plugin.config.schema import NETWORK, Recipe, get, leaves
+from zaya_plugin.errors import as_typed, mistake
 
 CONTINUOUS = 1e-6  # relative difference of learning rates that counts as none
 
@@ -37,7 +37,7 @@ def predecessor(recipe: Recipe) -> Predecessor | None:
     """Return the finished stage named by `handover.from_run`, or None where the stage starts from scratch.
 
     Raises:
-        ValueError: there is no run, it is not finished, or the first learning rate does not continue its last one
+        ValueError: there is no run, it is not finished, it is of another model or optimizer, or the first learning rate does not continue its last one
             although `handover.continuous_lr` is set.
     """
     if recipe.handover.from_run is None:
@@ -53,6 +53,14 @@ def predecessor(recipe: Recipe) -> Predecessor | None:
             allowed=name,
             fix=f"optim.name={name}",
         )
+    for key, field in leaves():
+        if field.metadata["resume"] is NETWORK and key.startswith("model."):
+            was, now = get(before.recipe, key), get(recipe, key)
+            if was != now:
+                problem = (
+                    f"the stage before in {run_dir} trained {as_typed(was)}: its weights are those of another network"
+                )
+                raise mistake(key, now, problem=problem, allowed=as_typed(was), fix=f"{key}={as_typed(was)}")
     if same_order(recipe, before.recipe) and recipe.handover.first_sample:
         ended, planned = (
             before.recipe.handover.first_sample + sample_count(before.recipe),

@@ -67,9 +67,11 @@ def assign(
 
 def _rule(name: str, parameter: Tensor) -> str:
     """Return the optimizer of a parameter by the published rule."""
-    # Megatron marks the word embedding and the output layer.
-    embedding = getattr(parameter, "is_embedding_or_output_parameter", False) or name.endswith("word_embeddings.weight")
-    if parameter.dim() <= 1 or embedding or any(part.startswith("conv") for part in name.split(".")):
+    if (
+        parameter.dim() <= 1
+        or _is_embedding(name, parameter)
+        or any(part.startswith("conv") for part in name.split("."))
+    ):
         return "adamw"
     if parameter.dim() == 2 or _is_expert_stack(name, parameter):
         return "muon"
@@ -81,6 +83,11 @@ def _rule(name: str, parameter: Tensor) -> str:
     )
 
 
+def _is_embedding(name: str, parameter: Tensor) -> bool:
+    """Return whether the weight is the word embedding or the output layer, both of which Megatron marks."""
+    return getattr(parameter, "is_embedding_or_output_parameter", False) or name.endswith("word_embeddings.weight")
+
+
 def _is_expert_stack(name: str, parameter: Tensor) -> bool:
     """Return whether the weight is [experts, m, n], the shape that some grouped GEMMs need."""
     return parameter.dim() == 3 and "experts" in name.split(".")
@@ -88,10 +95,12 @@ def _is_expert_stack(name: str, parameter: Tensor) -> bool:
 
 def _matrices(name: str, parameter: Tensor, split_gate_up: bool) -> tuple[int, int, int]:
     """Return (b, m, n) of a Muon parameter."""
-    if parameter.dim() != 2 and not _is_expert_stack(name, parameter):
+    embedding = _is_embedding(name, parameter)
+    if embedding or parameter.dim() != 2 and not _is_expert_stack(name, parameter):
         raise mistake(
             "optim.overrides",
-            problem=f"optimizer=muon matches {name} of shape {tuple(parameter.shape)}",
+            problem=f"optimizer=muon matches {name}{', a table of rows,' if embedding else ''} of shape "
+            f"{tuple(parameter.shape)}",
             allowed="Muon takes matrices and stacks of expert matrices",
             fix=f"optim.overrides=['{name} optimizer=adamw']",
         )

@@ -30,6 +30,7 @@ from zaya_plugin.config.megatron_review import unchecked_lines
 from zaya_plugin.config.resume import changes, values_in
 from zaya_plugin.config.run_directory import (
     check_can_be_made,
+    check_kinds,
     check_resume,
     checkpoint_path,
     has_checkpoint,
@@ -40,7 +41,7 @@ from zaya_plugin.config.schema import LENGTH, SCHEDULE, STEPS_TO_TRAIN, Recipe, 
 from zaya_plugin.config.validate import data_parallel_size, unused_kernels
 from zaya_plugin.data.prepared import NO_DATASET, locate
 from zaya_plugin.data.sources import compare_data, find_sources, named_datasets
-from zaya_plugin.errors import mistake
+from zaya_plugin.errors import mistake, of_the_machine
 from zaya_plugin.handover.data_places import with_consumed
 from zaya_plugin.handover.predecessor import predecessor, saved_step
 from zaya_plugin.plan import checkpoint_plan, recipe_plan
@@ -199,6 +200,7 @@ def check_directories(recipe: Recipe) -> None:
     check_can_be_made(recipe.run_dir, "run_dir")
     if Path(recipe.checkpoint.path).is_absolute():
         check_can_be_made(checkpoint_path(recipe), "checkpoint.path")
+    check_kinds(recipe)
 
 
 def check_machine(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> None:
@@ -430,6 +432,10 @@ def stops(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> list[str
             check()
         except ValueError as error:
             found.append(str(error))
+        except OSError as error:
+            if (told := of_the_machine(error, recipe.run_dir)) is None:
+                raise
+            found.append(told)
     return list(dict.fromkeys(found))
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import os
 import resource
 import shutil
 import sys
@@ -267,7 +268,8 @@ def summary(
         text = f"ended at step {at[0]} of {at[1]}: {text}"
     if validation:
         text += f"  validation {validation[-1]:.3f}"
-    return f"{text}\neverything is in {run_dir}: metrics.jsonl, checkpoints/, tensorboard/, wandb/, logs/"
+    names = (entry.name + "/" * entry.is_dir() for entry in os.scandir(run_dir) if not entry.name.startswith("."))
+    return f"{text}\neverything is in {run_dir}: {', '.join(sorted(names))}"
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
