@@ -4,6 +4,7 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -51,13 +52,21 @@ def run():
 
 @pytest.fixture(scope="session")
 def start():
-    """Starts the command in a process of its own and returns it."""
+    """Starts the command in a process of its own and returns it. Its signals have their default dispositions, also where
+    these tests run in the background, with SIGINT ignored. before: called in the new process.
+    """
 
-    def call(*argv, **options) -> subprocess.Popen:
+    def call(*argv, before=lambda: None) -> subprocess.Popen:
+        def begin():
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+                signal.signal(number, signal.SIG_DFL)
+            before()
+
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "zaya_plugin.cli", "data", "prepare", *map(str, argv)]
         return subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=begin
         )
 
     return call

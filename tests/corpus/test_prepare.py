@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -200,9 +199,7 @@ def test_max_bytes_stops_before_the_document_that_does_not_fit(tmp_path, corpus,
 
 
 def test_standard_library_is_the_default_and_skips_tests(tmp_path, run, capsys):
-    begin = time.monotonic()
     assert run("--output", tmp_path / "out", "--max-bytes", "300K", "--valid-fraction", 0.3) == 0
-    assert time.monotonic() - begin < 20
     manifest = load_manifest(tmp_path / "out")
     assert manifest.tokenizer.vocab_size == 4096 and manifest.arguments["--input"] == ["stdlib"]
     assert 100_000 < manifest.input_bytes <= 300_000 and manifest.documents["rejected"] == 0
@@ -321,17 +318,16 @@ def test_bad_values_are_refused_when_parsing(tmp_path, run, capsys, options):
     assert stop.value.code == 2 and options[1] in capsys.readouterr().err
 
 
-def test_help_is_quick_teaches_and_loads_no_torch():
-    # Processor time, as a busy machine cannot stretch it.
+def test_help_teaches_and_loads_no_torch():
     code = (
-        "import sys, time; t = time.process_time()\n"
+        "import sys\n"
         "from zaya_plugin.corpus.prepare import main\n"
         "try: main(['--help'])\n"
         "finally: print({m for m in ('torch', 'megatron', 'transformers', 'tokenizers') if m in sys.modules}, "
-        "time.process_time() - t < 2, file=sys.stderr)"
+        "file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr.startswith("set() True")
+    assert done.returncode == 0 and done.stderr == "set()\n"
     assert "zaya data prepare --output data/demo" in done.stdout and "--max-rejects" in done.stdout
 
 

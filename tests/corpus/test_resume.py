@@ -20,12 +20,31 @@ def command(corpus, prepared):
     return ["--input", corpus, "--train-bpe", 400, "--valid-fraction", 0.2, "--part-bytes", 2000]
 
 
-def wait_for(condition, process, seconds=30):
-    end = time.monotonic() + seconds
+def wait_for(condition, process):
     while not condition():
         assert process.poll() is None, f"it ended before it could be killed: {process.communicate()}"
-        assert time.monotonic() < end, "waited too long"
         time.sleep(0.001)
+
+
+def kill(process):
+    """Kill a process and wait until its workers have noticed; return how many it had."""
+    children = open(f"/proc/{process.pid}/task/{process.pid}/children").read().split()
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    process.stderr.close()
+    end = time.monotonic() + 60
+    while any(is_running(child) for child in children):
+        assert time.monotonic() < end, "a worker is still there"
+        time.sleep(0.01)
+    return len(children)
+
+
+def is_running(pid):
+    try:
+        return "\nState:\tZ" not in open(f"/proc/{pid}/status").read()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def interrupt(*_):
@@ -41,14 +60,11 @@ def part_files(output):
 def test_killed_in_the_middle_continues_and_ends_with_the_same_bytes(
     tmp_path, workers, command, start, run, prepared, contents, capfd
 ):
+    """Workers do not outlive their parent."""
     output = tmp_path / "out"
     process = start(*command, "--output", output, "--workers", workers)
     wait_for(lambda: len(part_files(output)) >= 3, process)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
-    process.stderr.close()
-    time.sleep(0.3)  # workers notice that their parent died and go
+    assert kill(process) >= workers * (workers > 1)
     finished = part_files(output)
     assert len(finished) >= 3 and not output.exists()
     assert run(*command, "--output", output, "--workers", workers) == 0
@@ -56,25 +72,6 @@ def test_killed_in_the_middle_continues_and_ends_with_the_same_bytes(
     assert f"continued: {len(finished)} of " in err and int(err.split(" of ")[1].split()[0]) > len(finished)
     assert contents(output) == contents(prepared)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_workers_do_not_outlive_a_killed_parent(tmp_path, command, start):
-    output = tmp_path / "out"
-    process = start(*command, "--output", output, "--workers", 2)
-    wait_for(lambda: part_files(output), process)
-    children = open(f"/proc/{process.pid}/task/{process.pid}/children").read().split()
-    process.kill()
-    process.wait()
-    process.stdout.close()
-    process.stderr.close()
-    assert len(children) >= 2
-    end = time.monotonic() + 10
-    while any(
-        os.path.exists(f"/proc/{child}") and "\nState:\tZ" not in open(f"/proc/{child}/status").read()
-        for child in children
-    ):
-        assert time.monotonic() < end, "a worker is still there"
-        time.sleep(0.05)
 
 
 @pytest.mark.slow
@@ -90,7 +87,7 @@ def test_killed_again_and_again(tmp_path, command, start, run, prepared, content
         # The last run may be too short for its lock to be seen.
         wait_for(lambda: (tmp_path / "out.lock").exists() or output.exists(), process)
         try:
-            process.communicate(timeout=0.01 * kills)
+            process.communicate(timeout=max(0.01 * kills, 0.01 * 1.1**kills))  # a slow machine gets to the end too
             assert process.returncode == 0
         except subprocess.TimeoutExpired:
             process.kill()
@@ -204,7 +201,9 @@ def test_interrupt_says_how_to_go_on(tmp_path, command, start, run, prepared, co
     command = [*command, "--part-bytes", 200]  # many parts, so that the signal comes before the end
     for attempt in range(5):
         output = tmp_path / f"out{attempt}"
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a background job
         process = start(*command, "--output", output, "--workers", 2)
+        signal.signal(signal.SIGINT, before)
         wait_for(lambda output=output: part_files(output), process)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate()
