@@ -185,7 +185,7 @@ def test_dry_run_says_what_would_run_and_creates_nothing(zaya):
         assert line in done.stdout
     started = zaya("train", "experiment=cpu_demo", "nproc=4", "cluster.environment.NCCL_DEBUG=INFO")
     assert done.stderr == started.stderr and started.returncode == 2, "the run stops with the same words"
-    assert done.stderr.startswith("zaya: data/stdlib: there is no dataset at this path")
+    assert done.stderr.startswith("zaya: data.path=data/stdlib: there is no dataset at this path")
     assert done.stdout.endswith("dry_run=true: nothing was created or started\n")
     assert list(zaya.place.iterdir()) == []
 

@@ -137,6 +137,43 @@ CASES = [
 ]
 
 
+def test_a_folder_without_manifest_is_named_with_what_is_allowed_and_a_fix(place, prepared, tmp_path, capfd):
+    allowed = " Allowed: a directory of `zaya data prepare`, or the prefix of a Megatron dataset ({0}.bin and {0}.idx)."
+    for words, key, fix in (
+        (["check", "{0}/empty"], "", "name a dataset's directory; `zaya data prepare --input <text>"),
+        (["inspect", "{0}/empty/"], "", "name a dataset's directory"),
+        (["pack", "{0}/empty", "--sequence-length", "9", "--output", "{1}"], "", "name a dataset's directory"),
+        (
+            ["bundle", "{0}/without manifest", "--output", "{1}"],
+            "",
+            "give one of its prefixes: {0}/without manifest/train",
+        ),
+        (["check", "experiment=cpu_demo", "data.path={0}/empty"], "data.path=", "name a dataset's directory"),
+        (["check", "experiment=cpu_demo", "data.path={2}", "data.blend=['1 {0}/empty']"], "data.blend=", "name a"),
+        (
+            ["check", "experiment=cpu_demo", "data.path={2}", "data.valid_blend=['1 {0}/empty']"],
+            "data.valid_blend=",
+            "name",
+        ),
+    ):
+        assert cli.main(["data", *(word.format(place, tmp_path / "out", prepared) for word in words)]) == 2
+        folder = f"{place}/{'without manifest' if 'bundle' in words else 'empty'}"
+        told = capfd.readouterr().err
+        assert f"{key}{folder}: is a directory without manifest.json" in told, told
+        assert allowed.format(folder) in told and f" Fix: {fix}".format(place) in told, told
+    for name, fix in (
+        ("empty", ""),
+        ("place", "choose another --output"),
+        ("manifest", "give --overwrite to replace it"),
+    ):
+        output = place if name == "place" else place / name
+        words = ["prepare", "--input", f"{place}/lines.jsonl", "--valid-fraction", "0", "--output", str(output), *BPE]
+        assert cli.main(["data", *words]) == 2 * bool(fix)
+        assert not fix or f" Allowed: a free name, an empty directory, or a dataset of `zaya data`. Fix: {fix}" in (
+            capfd.readouterr().err
+        )
+
+
 @pytest.mark.parametrize(("words", "named"), CASES, ids=[words for words, _ in CASES])
 def test_a_mistake_is_one_message_and_code_2(place, prepared, tmp_path, capfd, monkeypatch, words, named):
     monkeypatch.chdir(tmp_path)

@@ -125,7 +125,10 @@ def _shard(path: str) -> Manifest:
     manifest, prefixes = locate(path)
     if manifest is None or set(prefixes) != set(manifest.splits):
         raise mistake(
-            path, problem="is no whole dataset", allowed="directories of `zaya data prepare` or `zaya data pack`"
+            path,
+            problem="is no whole dataset with a manifest.json",
+            allowed="directories of `zaya data prepare` or `zaya data pack`",
+            fix="give the directory, not a prefix in it" if manifest else "prepare its text with `zaya data prepare`",
         )
     return manifest
 
@@ -151,9 +154,11 @@ def _refuse_mixture(paths: list[str], shards: list[Manifest]) -> None:
                     path,
                     problem=f"differs from {paths[0]} in {name} ({fact!r} and {first[name]!r}); the two cannot be one "
                     "dataset",
+                    allowed="datasets of one tokenizer and one form",
+                    fix="prepare both with the same options, or give each to data.blend",
                 )
         if os.path.realpath(path) in seen:
-            raise mistake(path, problem="is named twice; every document would count double")
+            raise mistake(path, problem="is named twice; every document would count double", fix="name it once")
         seen.add(os.path.realpath(path))
 
 

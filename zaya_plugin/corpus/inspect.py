@@ -83,10 +83,16 @@ def inspect(args: argparse.Namespace, _: None) -> None:
             allowed="one dataset",
             fix="zaya data inspect experiment=<name> \"data.blend=['0.7 data/web','0.3 data/code']\"",
         )
-    recorded = tokenizer_of(args.sources[0] if recipe is None else recipe.data.path)
+    path = args.sources[0] if recipe is None else recipe.data.path
+    recorded = tokenizer_of(path)
     directory = args.tokenizer or (recipe and recipe.data.tokenizer) or (recorded and recorded[0])
     if not directory:
-        raise mistake(args.sources[0], problem="has no manifest that names its tokenizer", fix="give --tokenizer")
+        raise mistake(
+            path,
+            problem="has no manifest.json that names its tokenizer",
+            allowed="a directory of `zaya data prepare`, or any dataset with --tokenizer",
+            fix="--tokenizer <folder with tokenizer.json>",
+        )
     tokenizer, eod = open_tokenizer(directory), describe(directory, directory).eod_id
     if recipe is None:
         samples = stored(args.sources[0], args.split or "train", args.start, args.count, eod)

@@ -139,6 +139,7 @@ def pack(args: argparse.Namespace, workspace: Workspace) -> None:
             args.source,
             problem="has no manifest.json that names its tokenizer",
             allowed="a directory written by `zaya data prepare`",
+            fix="prepare its text with `zaya data prepare`, and pack that",
         )
     if source.packing is not None:
         raise mistake(

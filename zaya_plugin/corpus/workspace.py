@@ -77,14 +77,17 @@ class Workspace:
             return None
         try:
             manifest = load_manifest(self.output)
-        except ValueError as error:
-            if self.overwrite and os.path.isfile(os.path.join(self.output, MANIFEST)):
+        except ValueError:
+            damaged = os.path.isfile(os.path.join(self.output, MANIFEST))
+            if self.overwrite and damaged:
                 return None
+            why = "its manifest.json is damaged or of another version" if damaged else "it has no manifest.json"
             raise mistake(
                 "--output",
                 self.output,
-                problem=f"exists and is not a dataset that this command may replace: {error}",
-                fix="choose another --output",
+                problem=f"exists and is not a dataset that this command may replace: {why}",
+                allowed="a free name, an empty directory, or a dataset of `zaya data`",
+                fix=OVERWRITE if damaged else "choose another --output",
             ) from None
         if self.overwrite:
             return None

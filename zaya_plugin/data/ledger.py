@@ -116,7 +116,7 @@ def parse_ledger(entries: Sequence[str]) -> dict[str, int]:
             )
         key = os.path.realpath(prefix_of(path.strip(), "train"))
         if key in ledger:
-            raise mistake("data.consumed", list(entries), problem=f"{key} comes twice")
+            raise mistake("data.consumed", list(entries), problem=f"{key} comes twice", fix="add up its tokens")
         ledger[key] = int(tokens)
     return ledger
 

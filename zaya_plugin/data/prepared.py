@@ -128,6 +128,7 @@ def load_manifest(path: str) -> Manifest:
         raise mistake(
             file,
             problem="does not exist, so its directory is no prepared dataset",
+            allowed="a directory of `zaya data prepare`, `pack` or `bundle`",
             fix=f"`zaya data prepare --output {os.path.dirname(file)}` makes one",
         )
     try:
@@ -136,7 +137,12 @@ def load_manifest(path: str) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise mistake(file, problem=f"is damaged: {error}", fix=AGAIN) from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise mistake(file, problem="is not the manifest of a dataset of `zaya data prepare`")
+        raise mistake(
+            file,
+            problem="is not the manifest of a dataset of `zaya data`",
+            allowed="what `zaya data prepare`, `pack` and `bundle` write",
+            fix="give the directory of such a dataset",
+        )
     version = record.get("format_version")
     if version != FORMAT_VERSION:
         raise mistake(
@@ -168,11 +174,12 @@ def file_sha256(path: str) -> str:
     return digest.hexdigest()
 
 
-def locate(path: str | os.PathLike) -> tuple[Manifest | None, dict[str, str]]:
+def locate(path: str | os.PathLike, key: str = "") -> tuple[Manifest | None, dict[str, str]]:
     """Find the datasets at a path.
 
     Args:
         path: directory of a prepared dataset, or a prefix of .bin/.idx files, with or without one of these suffixes.
+        key: of the recipe, that the path is given by.
 
     Returns:
         The manifest, None for bare files, and the prefix of each split; bare files count as split "text".
@@ -184,6 +191,8 @@ def locate(path: str | os.PathLike) -> tuple[Manifest | None, dict[str, str]]:
     if path.endswith((".bin", ".idx")):
         path = path[:-4]
     path = path.rstrip("/") or path
+    given = (key, path) if key else (path,)
+    allowed = f"a directory of `zaya data prepare`, or the prefix of a Megatron dataset ({path}.bin and {path}.idx)"
     is_prefix = os.path.exists(path + ".idx") or os.path.exists(path + ".bin")
     if os.path.isdir(path) and not is_prefix:
         if os.path.isfile(os.path.join(path, MANIFEST)):
@@ -191,9 +200,12 @@ def locate(path: str | os.PathLike) -> tuple[Manifest | None, dict[str, str]]:
             return manifest, {name: os.path.join(path, name) for name in manifest.splits}
         prefixes = sorted(os.path.join(path, name[:-4]) for name in os.listdir(path) if name.endswith(".idx"))
         raise mistake(
-            path,
+            *given,
             problem=f"is a directory without {MANIFEST}, so no dataset of `zaya data prepare`",
-            fix=f"give one of its prefixes: {', '.join(prefixes)}" if prefixes else "",
+            allowed=allowed,
+            fix=f"give one of its prefixes: {', '.join(prefixes)}"
+            if prefixes
+            else "name a dataset's directory; `zaya data prepare --input <text> --output <directory>` makes one",
         )
     directory, name = os.path.split(path)
     if os.path.isfile(os.path.join(directory, MANIFEST)):
@@ -205,26 +217,26 @@ def locate(path: str | os.PathLike) -> tuple[Manifest | None, dict[str, str]]:
         if name == os.path.basename(DEMO_PATH):
             command = DEMO_DATA.replace(DEMO_PATH, path)
         raise mistake(
-            path,
+            *given,
             problem=NO_DATASET
             + (", but an unfinished one of `zaya data prepare`" if os.path.isdir(path + ".partial") else ""),
-            allowed=f"a directory of `zaya data prepare`, or the prefix of a Megatron dataset ({path}.bin and "
-            f"{path}.idx)",
+            allowed=allowed,
             fix=f"{command} (the same command continues an unfinished one)",
         )
     return None, {"text": path}
 
 
-def prefix_of(path: str | os.PathLike, split: str) -> str:
+def prefix_of(path: str | os.PathLike, split: str, key: str = "") -> str:
     """Return the prefix of one split of a prepared directory; of a prefix, itself.
 
     Args:
         split: "train" or "valid". A dataset prepared without split is all "train".
+        key: see `locate`.
 
     Raises:
         ValueError: the path is no dataset or lacks the split.
     """
-    _, prefixes = locate(path)
+    _, prefixes = locate(path, key)
     if not os.path.isfile(os.path.join(path, MANIFEST)):
         return next(iter(prefixes.values()))  # a prefix names one split
     if split == "train" and "text" in prefixes:
@@ -239,9 +251,9 @@ def prefix_of(path: str | os.PathLike, split: str) -> str:
     return prefixes[split]
 
 
-def tokenizer_of(path: str | os.PathLike) -> tuple[str, TokenizerRecord] | None:
-    """Return directory and record of a prepared dataset's tokenizer; None for bare files."""
-    manifest, prefixes = locate(path)
+def tokenizer_of(path: str | os.PathLike, key: str = "") -> tuple[str, TokenizerRecord] | None:
+    """Return directory and record of a prepared dataset's tokenizer; None for bare files. key: see `locate`."""
+    manifest, prefixes = locate(path, key)
     home = os.path.dirname(next(iter(prefixes.values())))
     return None if manifest is None else (os.path.join(home, "tokenizer"), manifest.tokenizer)
 
@@ -324,7 +336,12 @@ def check_dataset(
     for name, prefix in prefixes.items():
         indexed = checked[name] = read_index(prefix)
         if indexed.tokens == 0:
-            raise mistake(prefix + ".bin", problem="holds no tokens")
+            raise mistake(
+                prefix + ".bin",
+                problem="holds no tokens",
+                allowed="at least one token",
+                fix="prepare it with more text",
+            )
         if manifest is not None:
             _compare(indexed, manifest, manifest.splits[name], full)
         else:

@@ -125,7 +125,7 @@ def find_sources(recipe: Recipe) -> DataSources:
             tokenizer does not fit the data, or validation is asked for and there is no data for it.
     """
     data = recipe.data
-    recorded = tokenizer_of(data.path)
+    recorded = tokenizer_of(data.path, "data.path")
     if data.tokenizer is not None:
         check_name(data.tokenizer)
         tokenizer, vocab_size = data.tokenizer, vocabulary_size(data.tokenizer)
@@ -148,6 +148,7 @@ def find_sources(recipe: Recipe) -> DataSources:
     train = parse_blend(data.blend, "data.blend", weighted=True)
     named = named_datasets(recipe)
     for key, path in named:
+        locate(path, key)
         check_dataset(path, vocab_size)
         _refuse_other_tokenizer(key, path, tokenizer)
         if packed_length(path) is not None and data.packing != "documents":
@@ -264,7 +265,7 @@ def _validation(recipe: Recipe, domains: list[BlendEntry]) -> Blend | None:
     if not recipe.stage.eval_iters:
         return None
     if domains:
-        return [BlendEntry(entry.weight, prefix_of(entry.path, "valid")) for entry in domains]
+        return [BlendEntry(entry.weight, prefix_of(entry.path, "valid", "data.valid_blend")) for entry in domains]
     splits = locate(data.path)[1]
     if data.valid_path or "valid" in splits:
         return data.valid_path or splits["valid"]

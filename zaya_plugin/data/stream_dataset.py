@@ -135,6 +135,8 @@ class StreamDataset(torch.utils.data.Dataset):
                     "data.consumed",
                     f"{use.before} {use.prefix}",
                     problem=f"{use.prefix} is packed into bins of {sequence_length} tokens, and this is no multiple",
+                    allowed=f"a multiple of {sequence_length}",
+                    fix="the numbers that `zaya data mixture` prints for the stage before",
                 )
         self.shuffles = [
             StageShuffle(use.samples, [seed, *stream.words, use.before % 2**32, use.before >> 32])

@@ -181,13 +181,20 @@ def describe(directory: str, source: str) -> TokenizerRecord:
     """Return the manifest's record of a tokenizer directory."""
     vocabulary, folder = open_tokenizer(directory).get_vocab(with_added_tokens=True), Path(directory)
     if not vocabulary:
-        raise mistake(f"{directory}/tokenizer.json", problem="holds no tokens")
+        raise mistake(
+            f"{directory}/tokenizer.json",
+            problem="holds no tokens",
+            allowed="a tokenizer with tokens",
+            fix="copy it again",
+        )
     try:
         eos = json.loads((folder / "tokenizer_config.json").read_text("utf-8")).get("eos_token")
         if isinstance(eos, dict):  # written by transformers before 5
             eos = eos["content"]
     except (ValueError, KeyError, AttributeError, RecursionError) as error:
-        raise mistake(f"{directory}/tokenizer_config.json", problem=f"cannot be read: {error}") from error
+        raise mistake(
+            f"{directory}/tokenizer_config.json", problem=f"cannot be read: {error}", fix="copy it again"
+        ) from error
     sha256 = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
     return TokenizerRecord(source, sha256, max(vocabulary.values()) + 1, vocabulary.get(eos), eos)
 
