@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors, trainers
 
 from zaya_plugin.corpus import reasoning
 from zaya_plugin.corpus.reasoning import Block, BlockFinder, trim
@@ -117,6 +117,19 @@ def test_block_that_is_not_closed_has_no_answer(finder):
     blocks = finder.find(ids)
     assert len(blocks) == 3 and blocks[-1].after == len(ids) - 1
     assert trim(ids, blocks, len(ids) - 1) == (None, reasoning.NO_ANSWER)
+
+
+def test_blocks_behind_a_bos_are_found():
+    """The decoder of Llama 2 takes the first space off a text, but not behind a bos."""
+    tokenizer, thought = Tokenizer(models.BPE()), "the river <think>hm</think> runs"
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    trainer = trainers.BpeTrainer(vocab_size=24, special_tokens=["<eos>", "<bos>"], show_progress=False)
+    tokenizer.train_from_iterator([thought], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    ids = np.array([*tokenizer.encode(thought).ids, EOD])
+    (block,) = BlockFinder(tokenizer, "<think>", "</think>").find(ids)
+    assert ids[0] == 1 and tokenizer.decode(ids[: block.inside].tolist()).endswith("river <think>")
 
 
 def test_tokens_that_are_not_those_of_their_text_are_noticed(prepared):

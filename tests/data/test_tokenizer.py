@@ -2,12 +2,17 @@
 """The tokenizer directory in transformers and Megatron, and tokenizers that come from Hugging Face."""
 
 import json
+import shutil
 
 import pytest
 
+from zaya_plugin.config.schema import DataConfig, Recipe, StageConfig
+from zaya_plugin.corpus import bundle, inspect, pack
 from zaya_plugin.corpus.part_files import split_of
 from zaya_plugin.data.prepared import load_manifest
+from zaya_plugin.data.sources import find_sources
 from zaya_plugin.data.tokenizer import (
+    added_tokens,
     check_name,
     describe,
     import_pretrained,
@@ -80,17 +85,72 @@ def test_tokenizer_of_others(tmp_path, foreign, run, read_tokens, auto_tokenizer
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     output = tmp_path / "out"
     command = ["--input", tmp_path / "in.jsonl", "--output", output, "--tokenizer", foreign, "--valid-fraction", 0]
-    assert run(*command) == 0
+    assert run(*command) == 0 and "with the tokenizer's special tokens" in capsys.readouterr().out
     direct = auto_tokenizer(str(foreign))
-    expected = [[*direct(text, add_special_tokens=False).input_ids, 9] for text in documents]
-    assert read_tokens(output / "text") == expected == [[2, 3, 4, 5, 2, 3, 4, 5, 9], [4, 9, 5, 9], [0, 9]]
+    expected = [[*direct(text).input_ids, 9] for text in documents]
+    assert read_tokens(output / "text") == expected == [[1, 2, 3, 4, 5, 2, 3, 4, 5, 9], [1, 4, 9, 5, 9], [1, 0, 9]]
     record = load_manifest(output).tokenizer
     assert (record.vocab_size, record.eod_id, record.eod_token, record.source) == (10, 9, "<eos>", str(foreign))
+    assert load_manifest(output).special_tokens is True
     copied = auto_tokenizer(str(output / "tokenizer"))
     assert copied("a b").input_ids == direct("a b").input_ids == [1, 2, 3]
     (foreign / "tokenizer.json").write_text((foreign / "tokenizer.json").read_text() + "\n")
     assert run(*command) == 2
     assert "sha256 of its tokenizer.json" in capsys.readouterr().err
+
+
+def test_one_rule_for_special_tokens(tmp_path, prepared, corpus, run, read_tokens, capsys):
+    """A tokenizer that adds a bos: prepare adds it, the manifest says so, and every command keeps or compares the rule."""
+    from tokenizers import processors
+
+    tokenizer = open_tokenizer(str(prepared / "tokenizer"))
+    bos = [("<|padding|>", 1)]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|padding|> $A", special_tokens=bos)
+    shutil.copytree(prepared / "tokenizer", tmp_path / "tokenizer")
+    tokenizer.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    command = ["--input", corpus, "--tokenizer", tmp_path / "tokenizer", "--valid-fraction", 0.2]
+    with_bos, without, bins = tmp_path / "with", tmp_path / "without", tmp_path / "bins"
+    assert run(*command, "--output", with_bos) == 0
+    for split in ("train", "valid"):
+        assert read_tokens(with_bos / split) == [[1, *ids] for ids in read_tokens(prepared / split)]
+    assert not load_manifest(prepared).special_tokens and load_manifest(with_bos).special_tokens is True
+    shutil.copytree(with_bos, without)
+    record = json.loads((without / "manifest.json").read_text())
+    del record["special_tokens"], record["checksum"]  # as earlier versions wrote it
+    (without / "manifest.json").write_text(json.dumps(record))
+    assert load_manifest(without).special_tokens is False
+    assert bundle.main([str(with_bos), str(without), "--dry-run"]) == 2
+    assert f"{without}: differs from {with_bos} in special_tokens (False and True)" in capsys.readouterr().err
+    for name in ("blend", "valid_blend"):
+        data = DataConfig(path=str(with_bos), **{name: [f"1 {with_bos}", f"1 {without}"]})
+        with pytest.raises(
+            ValueError, match=f"data.{name}={without}.*: the documents of {with_bos}.* hold the tokenizer's"
+        ):
+            find_sources(Recipe(stage=StageConfig(name="s", seq_length=32), data=data))
+    assert pack.main([str(with_bos), "--sequence-length", "128", "--output", str(bins), "--quiet"]) == 0
+    assert load_manifest(bins).special_tokens is True and read_tokens(bins / "train")[0][0] == 1
+    for path, rule in ((bins, "true"), (without, "false")):
+        assert inspect.main([str(path), "--count", "1"]) == 0
+        shown = capsys.readouterr().out
+        assert f"; special_tokens={rule}\n" in shown and "  | <|padding|>" in shown
+
+
+def test_added_tokens_and_an_end_of_document_that_the_tokenizer_adds(tmp_path, foreign, run, read_tokens):
+    from tokenizers import processors
+
+    shutil.copytree(foreign, tmp_path / "both")
+    tokenizer = open_tokenizer(str(foreign))
+    assert added_tokens(tokenizer) == ([1], [])
+    both = [("<bos>", 1), ("<eos>", 9)]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A <eos>", special_tokens=both)
+    assert added_tokens(tokenizer) == ([1], [9])
+    tokenizer.save(str(tmp_path / "both" / "tokenizer.json"))
+    (tmp_path / "in.jsonl").write_text('{"text": "a b"}\n')
+    command = ["--input", tmp_path / "in.jsonl", "--tokenizer", tmp_path / "both", "--valid-fraction", 0]
+    assert run(*command, "--output", tmp_path / "out") == 0 and read_tokens(tmp_path / "out" / "text") == [[1, 2, 3, 9]]
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A <bos> $A", special_tokens=both[:1])
+    with pytest.raises(ValueError, match="--tokenizer: its post-processor changes the tokens of a text"):
+        added_tokens(tokenizer)
 
 
 def test_tokenizer_without_eos_needs_no_append_eod(tmp_path, foreign, corpus, run, capsys):

@@ -142,6 +142,7 @@ def _refuse_mixture(paths: list[str], shards: list[Manifest]) -> None:
             "token type": shard.dtype,
             "splits": list(shard.splits),
             "end of documents": shard.arguments["append eod"],
+            "special_tokens": shard.special_tokens,
             "marks of answers": next(iter(shard.splits.values())).marks_sha256 is not None,
             "length of bins": shard.packing and shard.packing.sequence_length,
         }

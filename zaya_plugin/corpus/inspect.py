@@ -18,10 +18,18 @@ from zaya_plugin.config.schema import Recipe
 from zaya_plugin.corpus.invocation import add_recipe_options, command, command_parser, is_recipe, recipe_of
 from zaya_plugin.data.blend import resolve_blend
 from zaya_plugin.data.indexed_dataset import IndexedReader
-from zaya_plugin.data.prepared import document_ends, marks_of, packed_length, packed_loss_mask, prefix_of, tokenizer_of
+from zaya_plugin.data.prepared import (
+    document_ends,
+    locate,
+    marks_of,
+    packed_length,
+    packed_loss_mask,
+    prefix_of,
+    tokenizer_of,
+)
 from zaya_plugin.data.sources import find_sources, training_samples
 from zaya_plugin.data.tokenizer import describe, open_tokenizer
-from zaya_plugin.errors import mistake
+from zaya_plugin.errors import as_typed, mistake
 
 DESCRIPTION = """\
 Show decoded samples with their source, length and loss mask: the documents of a dataset, the bins of a packed one, or
@@ -84,7 +92,7 @@ def inspect(args: argparse.Namespace, _: None) -> None:
             fix="zaya data inspect experiment=<name> \"data.blend=['0.7 data/web','0.3 data/code']\"",
         )
     path = args.sources[0] if recipe is None else recipe.data.path
-    recorded = tokenizer_of(path)
+    manifest, recorded = locate(path)[0], tokenizer_of(path)
     directory = args.tokenizer or (recipe and recipe.data.tokenizer) or (recorded and recorded[0])
     if not directory:
         raise mistake(
@@ -100,6 +108,7 @@ def inspect(args: argparse.Namespace, _: None) -> None:
         samples = drawn(recipe, args.start, args.count)
     for number, sample in enumerate(samples):
         facts = facts_of(sample, tokenizer, eod)
+        facts["special_tokens"] = None if manifest is None else manifest.special_tokens
         print(
             json.dumps(facts, ensure_ascii=False) if args.json else "\n" * (number > 0) + render(facts, args.characters)
         )
@@ -197,7 +206,9 @@ def render(facts: dict, characters: int) -> str:
     lines = [
         f"{facts['source']}: {facts['name']}",
         f"  {facts['tokens']:,} tokens in {len(facts['documents'])} document{'s' * (len(facts['documents']) != 1)} "
-        f"({lengths})" + (f", {facts['filling']:,} of filling" if facts["filling"] else ""),
+        f"({lengths})"
+        + (f", {facts['filling']:,} of filling" if facts["filling"] else "")
+        + ("" if facts["special_tokens"] is None else f"; special_tokens={as_typed(facts['special_tokens'])}"),
         f"  {facts['in_loss']:,} positions in the loss: {positions or 'none'}",
     ]
     if characters and len(text) > characters:

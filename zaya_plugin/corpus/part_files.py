@@ -40,13 +40,15 @@ DAMAGED = (ValueError, KeyError, EOFError, zipfile.BadZipFile)  # by np.load, of
 class Job:
     """What a worker needs beside its block.
 
-    eod_id None appends nothing; dtype is the name of the token dtype; deduplicate is None, "text" or "id".
+    before, behind: token ids around each document; of chats `behind` alone. dtype is the name of the token dtype;
+    deduplicate is None, "text" or "id".
     """
 
     tokenizer_directory: str
     tokenizer_sha256: str
     form: Format
-    eod_id: int | None
+    before: tuple[int, ...]
+    behind: tuple[int, ...]
     valid_fraction: float
     dtype: str
     deduplicate: str | None = None
@@ -173,13 +175,12 @@ def tokenise_block(job: Job, block: Block, end: Position, path: str) -> Part:
     tokens, marks = ({name: io.BytesIO() for name in names} for _ in range(2))
     lengths = {name: [] for name in tokens}
     counts, rejected, batch, characters, keys, split_numbers = Counter(), [], [], 0, [], []
-    eod = b"" if job.eod_id is None else np.array([job.eod_id], dtype).tobytes()
+    before, behind = (np.array(added, dtype).tobytes() for added in (job.before, job.behind))
 
     def add(text: str, ids: bytes) -> str:
         split = split_of(text, job.valid_fraction)
-        tokens[split].write(ids)
-        tokens[split].write(eod)
-        lengths[split].append((len(ids) + len(eod)) // dtype.itemsize)
+        length = tokens[split].write(before) + tokens[split].write(ids) + tokens[split].write(behind)
+        lengths[split].append(length // dtype.itemsize)
         split_numbers.append(names.index(split))
         return split
 

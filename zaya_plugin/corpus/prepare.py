@@ -28,7 +28,7 @@ from zaya_plugin.corpus.workspace import INPUT_FILES, INPUT_TIMES, Workspace
 from zaya_plugin.data import tokenizer
 from zaya_plugin.data.indexed_dataset import token_dtype
 from zaya_plugin.data.prepared import Manifest, file_sha256
-from zaya_plugin.data.tokenizer import SMALLEST_BPE, TokenizerRecord
+from zaya_plugin.data.tokenizer import SMALLEST_BPE, TokenizerRecord, added_tokens, open_tokenizer
 from zaya_plugin.errors import mistake
 
 DEFAULT_BPE = 4096
@@ -155,7 +155,7 @@ def parser() -> argparse.ArgumentParser:
         "--no-append-eod",
         dest="append_eod",
         action="store_false",
-        help="do not end each document with the tokenizer's eos token",
+        help="do not end each document with the tokenizer's eos token; what its post-processor adds (bos) is added",
     )
     run = out.add_argument_group("output and run")
     run.add_argument(
@@ -295,7 +295,8 @@ def begin(args: argparse.Namespace, workspace: Workspace, plan: dict, files: lis
     # Several parts for each of eight workers even when the input is small, for any --workers.
     default = min(PART_BYTES, max(total if args.max_bytes is None else min(total, args.max_bytes), 1) // 32 + 100_000)
     asked = {"--part-bytes": args.part_bytes} if args.part_bytes else {}
-    begun = {**plan, INPUT_TIMES: fingerprint(files, with_times=True), **asked}
+    # Parts of earlier versions are without the tokenizer's special tokens.
+    begun = {**plan, "special tokens": True, INPUT_TIMES: fingerprint(files, with_times=True), **asked}
     return workspace.begin(begun, {"--part-bytes": default})["--part-bytes"]
 
 
@@ -358,11 +359,15 @@ def make_parts(
     """
     from tqdm import tqdm
 
+    before, behind = ([], []) if args.chat else added_tokens(open_tokenizer(workspace.tokenizer))
+    if args.append_eod and behind[-1:] != [record.eod_id]:
+        behind = [*behind, record.eod_id]
     job = Job(
         tokenizer_directory=workspace.tokenizer,
         tokenizer_sha256=record.sha256,
         form=form_of(args),
-        eod_id=record.eod_id if args.append_eod else None,
+        before=tuple(before),
+        behind=tuple(behind),
         valid_fraction=args.valid_fraction,
         dtype=token_dtype(record.vocab_size).name,
         deduplicate=args.deduplicate,
@@ -457,6 +462,7 @@ def make_dataset(
         input_files=input_files,
         input_bytes=sum(part.taken for part in parts),
         tokenizers_version=tokenizers.__version__,
+        special_tokens=not args.chat and any(added_tokens(open_tokenizer(workspace.tokenizer))),
     ).write(workspace.final)
 
 
@@ -506,6 +512,8 @@ def summary(output: str, manifest: Manifest) -> str:
     """Return what the dataset holds, for a terminal."""
     counts, tokens = manifest.documents, sum(split.tokens for split in manifest.splits.values())
     vocabulary = f"vocabulary {manifest.tokenizer.vocab_size:,}, end of document {manifest.tokenizer.eod_id}"
+    if manifest.special_tokens:
+        vocabulary += ", with the tokenizer's special tokens"
     lines = [f"{output}: {tokens:,} tokens ({manifest.dtype}), {vocabulary}"]
     for name, split in manifest.splits.items():
         entropy = f"unigram entropy {split.unigram_entropy:.3f} nats/token"

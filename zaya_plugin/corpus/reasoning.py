@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from zaya_plugin.data.tokenizer import added_tokens
+
 KEPT, TAIL_CUT, EARLIER_DROPPED, EARLIER_DROPPED_TAIL_CUT = (
     "kept",
     "tail cut",
@@ -78,6 +80,7 @@ class BlockFinder:
         self.ids = tokenizer.token_to_id(begin), tokenizer.token_to_id(end)
         added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
         self.by_id = {begin, end} <= added
+        self.before = added_tokens(tokenizer)[0]
 
     def find(self, ids: np.ndarray) -> list[Block] | None:
         """Return the blocks of a document; None if the tokens of its text are not `ids`.
@@ -105,9 +108,11 @@ class BlockFinder:
         """Return the places of both markers: position, first token, and the token behind the last."""
         if self.by_id:
             return [[(at, at, at + 1) for at in np.flatnonzero(ids == marker).tolist()] for marker in self.ids]
-        text = self.tokenizer.decode(ids[:-1].tolist(), skip_special_tokens=False)
+        skipped = len(self.before) if ids[: len(self.before)].tolist() == self.before else 0
+        inner = ids[skipped:-1].tolist()
+        text = self.tokenizer.decode(inner, skip_special_tokens=False)
         encoding = self.tokenizer.encode(text, add_special_tokens=False)
-        if encoding.ids != ids[:-1].tolist():
+        if encoding.ids != inner:
             return None
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
@@ -117,6 +122,6 @@ class BlockFinder:
                 np.searchsorted(offsets[:, 1], found.start(), "right"),
                 np.searchsorted(offsets[:, 0], found.end()),
             )
-            return found.start(), int(first), int(behind)
+            return found.start(), skipped + int(first), skipped + int(behind)
 
         return [list(map(tokens, re.finditer(re.escape(marker), text))) for marker in (self.begin, self.end)]

@@ -79,6 +79,8 @@ class Manifest:
         files are no documents.
     written_at: UTC, ISO 8601; the only field that differs between two runs with the same arguments and versions.
     packing: None unless `zaya data pack` made the dataset.
+    special_tokens: whether the tokens that the tokenizer's post-processor adds to a text, such as bos, are in each
+        document; datasets of earlier versions have none. Of chats False: their template decides.
     """
 
     arguments: dict
@@ -92,6 +94,7 @@ class Manifest:
     zaya_plugin_version: str = ""
     tokenizers_version: str = ""
     packing: PackingRecord | None = None
+    special_tokens: bool = False
 
     def write(self, directory: str) -> None:
         """Write manifest.json, with the present time and version."""

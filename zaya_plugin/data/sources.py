@@ -147,8 +147,20 @@ def find_sources(recipe: Recipe) -> DataSources:
     valid = _validation(recipe, domains)
     train = parse_blend(data.blend, "data.blend", weighted=True)
     named = named_datasets(recipe)
+    rules: dict[bool, str] = {}
     for key, path in named:
-        locate(path, key)
+        manifest, _ = locate(path, key)
+        if manifest is not None and not holds_chats(path):
+            rules[manifest.special_tokens] = path
+        if len(rules) > 1:
+            raise mistake(
+                key,
+                path,
+                problem=f"the documents of {rules[True]} hold the tokenizer's special tokens (bos), and those of "
+                f"{rules[False]} do not",
+                allowed="datasets with one value of special_tokens in manifest.json",
+                fix=f"make {rules[False]} again with `zaya data prepare ... --overwrite`",
+            )
         check_dataset(path, vocab_size)
         _refuse_other_tokenizer(key, path, tokenizer)
         if packed_length(path) is not None and data.packing != "documents":

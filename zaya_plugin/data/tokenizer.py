@@ -123,6 +123,29 @@ def open_tokenizer(directory: str):
     return tokenizer
 
 
+def added_tokens(tokenizer) -> tuple[list[int], list[int]]:
+    """Return the ids that the post-processor of a `tokenizers.Tokenizer` puts before and behind a text, such as bos.
+
+    Raises:
+        ValueError: it does more than that.
+    """
+    words = (
+        word for word in chain("a0", tokenizer.get_vocab()) if tokenizer.encode(word, add_special_tokens=False).ids
+    )
+    if (word := next(words, None)) is None:
+        return [], []
+    bare, whole = tokenizer.encode(word, add_special_tokens=False).ids, tokenizer.encode(word)
+    at = whole.special_tokens_mask.index(0)
+    if whole.ids[at : at + len(bare)] != bare or whole.special_tokens_mask.count(0) != len(bare):
+        raise mistake(
+            "--tokenizer",
+            problem="its post-processor changes the tokens of a text",
+            allowed="one that adds tokens before and behind a text",
+            fix="another tokenizer, or another post_processor in its tokenizer.json",
+        )
+    return whole.ids[:at], whole.ids[at + len(bare) :]
+
+
 def check_name(tokenizer: str) -> None:
     """Raise ValueError if `tokenizer`, the value of data.tokenizer, is a path without a tokenizer, and cannot be a name
     on the hub either.
