@@ -15,9 +15,10 @@ MARKING = (
 )  # fmt: skip
 
 
-def chat(*contents: str) -> list[dict]:
-    """Messages of a user and an assistant in turn."""
-    return [{"role": ("user", "assistant")[n % 2], "content": content} for n, content in enumerate(contents)]
+def chat(*contents: str, **answers) -> list[dict]:
+    """Messages of a user and an assistant in turn. answers: further keys of the assistant's."""
+    messages = [{"role": ("user", "assistant")[n % 2], "content": content} for n, content in enumerate(contents)]
+    return [{**message, **(answers if message["role"] == "assistant" else {})} for message in messages]
 
 
 def write_chats(path: Path, count: int = 80, seed: int = 0) -> list[list[dict]]:

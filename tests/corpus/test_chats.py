@@ -66,6 +66,54 @@ def test_both_ways_find_the_same_answers_in_both_forms_of_chats(tmp_path, prepar
         assert len({(output / f"text.{suffix}").read_bytes() for output in outputs}) == 1
 
 
+@pytest.mark.parametrize("template", [PLAIN, MARKING], ids=["prefixes", "generation"])
+def test_answers_that_a_key_takes_out_of_the_loss(tmp_path, prepare_chats, capsys, template):
+    """weight (OpenAI), train (axolotl) and loss, as numbers and booleans, in both forms of chats; null is no value."""
+    values = [("weight", 0), ("weight", 0.0), ("train", False), ("loss", False), ("train", 0)]
+    values += [("weight", 1), ("train", True), ("loss", None), ("weight", 1.0)]
+    with open(tmp_path / "in.jsonl", "w") as out:
+        for name, value in values:
+            messages = [*chat("q", "wrong", **{name: value}), *chat("q", "right", weight=1, loss=True)]
+            messages[0]["weight"], messages[2]["train"] = None, False
+            shared = [
+                {**message, "from": {"user": "human", "assistant": "gpt"}[message["role"]]} for message in messages
+            ]
+            shared = [{**message, "value": message.pop("content")} for message in shared]
+            out.write(json.dumps({"messages": messages}) + "\n" + json.dumps({"conversations": shared}) + "\n")
+    status, output = prepare_chats(tmp_path / "in.jsonl", "--max-rejects", 0, template=template)
+    both = [["wrong<|endoftext|>", "right<|endoftext|>"]] * 8
+    assert status == 0 and answers_of(output) == [["right<|endoftext|>"]] * 10 + both
+    capsys.readouterr()
+    assert inspect.main([str(output), "--count", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "  5 positions in the loss: 41-45; their text behind >",
+        "  | <user>q<|endoftext|><assistant>wrong<|endoftext|><user>q<|endoftext|><assistant>",
+        "  > right<|endoftext|>",
+        "  | <|endoftext|>",
+    ]
+    assert inspect.main([str(output), "--count", "1", "--characters", "20", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parts"][1] == [True, "right<|endoftext|>"]
+
+
+def test_what_a_template_or_a_text_may_hide_is_told_at_the_end(tmp_path, prepare_chats, capsys):
+    """Marks that cover the generation prompt, and special tokens that messages spell out."""
+    covers = (
+        MARKING.replace(TURN, "")
+        .replace("{% generation %}", "{% generation %}" + TURN)
+        .replace("{% else %}", "{% else %}" + TURN)
+    )
+    warning = "warning: {% generation %} of the chat template begins before the end of the generation prompt"
+    lines = [chat("q", "a"), chat("say <|endoftext|>", "<|endoftext|><|padding|>"), chat("<|endoftext", "a")]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in lines))
+    for name, template in (("plain", PLAIN), ("marking", MARKING), ("covers", covers)):
+        status, output = prepare_chats(tmp_path / "in.jsonl", "--part-bytes", 50, template=template, name=name)
+        err = capsys.readouterr().err
+        assert status == 0 and (warning in err) == (name == "covers")
+        assert "warning: 1 documents spell out special tokens, which become these tokens: <|endoftext|> (2), " in err
+        assert "<|padding|> (1)\n" in err
+    assert answers_of(output)[0] == ["<assistant>a<|endoftext|>"]
+
+
 @pytest.mark.slow
 def test_workers_make_no_difference(tmp_path, prepare_chats):
     write_chats(tmp_path / "in.jsonl")
@@ -87,6 +135,16 @@ BAD = {
     json.dumps({"messages": chat("q", " ")}): "messages[1].content is an empty answer",
     json.dumps({"messages": [{"role": "user", "content": None}]}): "messages[0].content is not a string but NoneType",
     json.dumps({"messages": chat("q", "a"), "tools": "x"}): "field 'tools' is not a list of objects",
+    json.dumps(
+        {"messages": chat("q", "a", train=0.5)}
+    ): "messages[1].train=0.5 of a message of assistant. Allowed: true",
+    json.dumps(
+        {"messages": chat("q", "a", weight="0")}
+    ): 'messages[1].weight="0" of a message of assistant. Allowed: true',
+    json.dumps({"messages": chat("q", "a", loss=False)}): "no answer of messages is in the loss",
+    json.dumps({"messages": [{**chat("q")[0], "train": True}, *chat("q", "a")[1:]]}): (
+        "messages[0].train=true of a message of user. Allowed: false, 0, since the loss is taken on answers alone"
+    ),
     '{"messages": [{"role": "user", "content": "\\ud83d"}, {"role": "assistant", "content": "a"}]}': (
         "field 'messages' holds a lone surrogate"
     ),
@@ -102,9 +160,9 @@ def test_every_bad_chat_is_named_with_file_line_key_and_what_is_allowed(tmp_path
     for reject in listed:
         assert reject["reason"].startswith(list(BAD.values())[reject["line"] // 2 - 1])
     counts = load_manifest(output).documents
-    assert (counts["read"], counts["rejected"], load_manifest(output).splits["text"].documents) == (22, 11, 11)
-    assert prepare_chats(tmp_path / "in.jsonl", "--max-rejects", 10)[0] == 2
-    assert "--max-rejects=10: 11 documents are rejected" in capsys.readouterr().err
+    assert (counts["read"], counts["rejected"], load_manifest(output).splits["text"].documents) == (30, 15, 15)
+    assert prepare_chats(tmp_path / "in.jsonl", "--max-rejects", 14)[0] == 2
+    assert "--max-rejects=14: 15 documents are rejected" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from zaya_plugin.corpus import inspect, pack
-from zaya_plugin.corpus.inspect import document_lengths, runs
+from zaya_plugin.corpus.inspect import document_lengths
+from zaya_plugin.data.prepared import runs
 
 
 @pytest.fixture

@@ -7,10 +7,13 @@ it is rendered for a generation, and the end of its turn; this holds only if the
 first tokens of the whole chat, so a chat for which they are not is rejected.
 """
 
+import contextlib
 import json
 import re
 
-from zaya_plugin.data.prepared import ANSWER
+import numpy as np
+
+from zaya_plugin.data.prepared import ANSWER, runs
 
 ANSWERS = "assistant"
 # Roles that may follow a role; None is the beginning.
@@ -23,6 +26,8 @@ AFTER = {
 }
 # Roles of `conversations`, as ShareGPT names them.
 ROLE_OF = {"human": "user", "gpt": ANSWERS, "function_response": "tool"}
+# Keys of a message that take it out of the loss: `weight` is OpenAI's, `train` axolotl's.
+IN_LOSS = ("weight", "train", "loss")
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -55,6 +60,8 @@ def chat_text(record: dict) -> str:
         last = message["role"]
     if last != ANSWERS:
         raise ValueError(f"{field} ends with {last}, which has no answer. Allowed: an end with {ANSWERS}")
+    if not any(message["role"] == ANSWERS and in_loss(message) for message in messages):
+        raise ValueError(f"no answer of {field} is in the loss: {', '.join(IN_LOSS)} of each say so")
     tools = record.get("tools")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError("field 'tools' is not a list of objects")
@@ -65,6 +72,11 @@ def chat_text(record: dict) -> str:
         around = text[max(0, error.start - 20) : error.start].encode("utf-8", "replace").decode()
         raise ValueError(f"field {field!r} holds a lone surrogate behind {around!r}") from None
     return text
+
+
+def in_loss(message: dict) -> bool:
+    """Return whether no key of a message takes it out of the loss."""
+    return all(message.get(name) in (None, 1) for name in IN_LOSS)
 
 
 def _message(key: str, message: object, shared: bool) -> dict:
@@ -82,7 +94,13 @@ def _message(key: str, message: object, shared: bool) -> dict:
         raise ValueError(f"{key}.{text_key} is not a string but {type(content).__name__}")
     if role == ANSWERS and not calls and not content.strip():
         raise ValueError(f"{key}.{text_key} is an empty answer. Allowed: text")
-    return {"role": role, "content": content} if shared else {**message, "role": role}
+    for name in IN_LOSS:
+        value = message.get(name)
+        if value not in ((None, 0, 1) if role == ANSWERS else (None, 0)):
+            allowed = "true, false, 1, 0" if role == ANSWERS else "false, 0, since the loss is taken on answers alone"
+            raise ValueError(f"{key}.{name}={json.dumps(value)} of a message of {role}. Allowed: {allowed}")
+    further = {name: message[name] for name in IN_LOSS if name in message} if shared else message
+    return {**further, "role": role, "content": content} if shared else {**message, "role": role}
 
 
 class ChatEncoder:
@@ -102,11 +120,33 @@ class ChatEncoder:
         chat = json.loads(text)
         messages, tools = chat["messages"], chat["tools"]
         answers = [number for number, message in enumerate(messages) if message["role"] == ANSWERS]
-        template = self.tokenizer.get_chat_template(tools=tools)
-        if MARKED.search(template):
-            return self._marked_by_template(messages, tools, len(answers))
-        ids = self._render(messages, tools)
+        find = self._marked_by_template if self._has_marks(tools) else self._between_prompts
+        ids, stretches = find(messages, tools, answers)
         marks = [0] * len(ids)
+        for number, (begin, end) in zip(answers, stretches, strict=True):
+            if in_loss(messages[number]):
+                marks[begin:end] = [ANSWER] * (end - begin)
+        return ids, marks
+
+    def marks_prompt(self, text: str) -> bool:
+        """Return whether the template's own marks of the last answer begin inside its generation prompt."""
+        messages, tools = (chat := json.loads(text))["messages"], chat["tools"]
+        if not self._has_marks(tools):
+            return False
+        answers = [number for number, message in enumerate(messages) if message["role"] == ANSWERS]
+        ids, stretches = self._marked_by_template(messages, tools, answers)
+        with contextlib.suppress(ValueError):  # the template fails for a part of the chat
+            prompt = self._render(messages[:-1], tools, add_generation_prompt=True)
+            return ids[: stretches[-1][0] + 1] == prompt[: stretches[-1][0] + 1]
+        return False
+
+    def _has_marks(self, tools: list | None) -> bool:
+        return bool(MARKED.search(self.tokenizer.get_chat_template(tools=tools)))
+
+    def _between_prompts(
+        self, messages: list, tools: list | None, answers: list[int]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        ids, stretches = self._render(messages, tools), []
         for number in answers:
             prompt = self._render(messages[:number], tools, add_generation_prompt=True)
             end = ids if number == len(messages) - 1 else self._render(messages[: number + 1], tools)
@@ -118,19 +158,20 @@ class ChatEncoder:
                     )
             if len(end) <= len(prompt):
                 raise ValueError(f"the chat template leaves out the answer messages[{number}]")
-            marks[len(prompt) : len(end)] = [ANSWER] * (len(end) - len(prompt))
-        return ids, marks
+            stretches.append((len(prompt), len(end)))
+        return ids, stretches
 
-    def _marked_by_template(self, messages: list, tools: list | None, answers: int) -> tuple[list[int], list[int]]:
+    def _marked_by_template(
+        self, messages: list, tools: list | None, answers: list[int]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
         found = self._apply(messages, tools, return_dict=True, return_assistant_tokens_mask=True)
-        ids, marks = list(found["input_ids"]), [ANSWER * bool(mark) for mark in found["assistant_masks"]]
-        stretches = sum(mark and not before for before, mark in zip([0, *marks], marks, strict=False))
-        if stretches != answers:
+        stretches = runs(np.array(found["assistant_masks"], bool))
+        if len(stretches) != len(answers):
             raise ValueError(
-                f"the chat template's {{% generation %}} marks {stretches} stretches of tokens, and the chat has "
-                f"{answers} answers"
+                f"the chat template's {{% generation %}} marks {len(stretches)} stretches of tokens, and the chat has "
+                f"{len(answers)} answers"
             )
-        return ids, marks
+        return list(found["input_ids"]), stretches
 
     def _render(self, messages: list, tools: list | None, **options) -> list[int]:
         return list(self._apply(messages, tools, return_dict=False, **options))

@@ -9,6 +9,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -20,11 +21,13 @@ from zaya_plugin.data.blend import resolve_blend
 from zaya_plugin.data.indexed_dataset import IndexedReader
 from zaya_plugin.data.prepared import (
     document_ends,
+    holds_chats,
     locate,
     marks_of,
     packed_length,
     packed_loss_mask,
     prefix_of,
+    runs,
     tokenizer_of,
 )
 from zaya_plugin.data.sources import find_sources, training_samples
@@ -159,12 +162,6 @@ def drawn(recipe: Recipe, start: int, count: int) -> Iterator[Sample]:
         yield Sample(source, name, item["tokens"].numpy(), item["loss_mask"].numpy() > 0, item["document_ends"].numpy())
 
 
-def runs(mask: np.ndarray) -> list[tuple[int, int]]:
-    """Return the stretches of true positions as (first, one past the last)."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.astype(np.int8), [0]))))
-    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
-
-
 def document_lengths(tokens: np.ndarray, eod: int | None, last: np.ndarray | None = None) -> list[int]:
     """Return the tokens of each document in a sample, its end included.
 
@@ -184,7 +181,9 @@ def document_lengths(tokens: np.ndarray, eod: int | None, last: np.ndarray | Non
 
 
 def facts_of(sample: Sample, tokenizer, eod: int | None) -> dict:
-    """Return what is shown of a sample; text: special tokens spelled out, without the filling."""
+    """Return what is shown of a sample; text: special tokens spelled out, without the filling. parts: of chats, see
+    `parts_of`.
+    """
     lengths = document_lengths(sample.tokens, eod, sample.ends)
     return {
         "source": sample.source,
@@ -195,12 +194,34 @@ def facts_of(sample: Sample, tokenizer, eod: int | None) -> dict:
         "in_loss": int(sample.loss_mask.sum()),
         "loss_positions": runs(sample.loss_mask),
         "text": tokenizer.decode(sample.tokens[: sum(lengths)].tolist(), skip_special_tokens=False),
+        **({"parts": parts_of(sample, tokenizer, sum(lengths))} if holds_chats(sample.source) else {}),
     }
 
 
+def parts_of(sample: Sample, tokenizer, length: int) -> list[tuple[bool, str]]:
+    """Return the text of the first `length` tokens in parts, each with whether its tokens are in the loss."""
+    in_loss = np.concatenate(([False], sample.loss_mask[: length - 1]))  # a position's loss is that of the next token
+    edges, ids = [0, *(np.flatnonzero(np.diff(in_loss)) + 1).tolist(), length], sample.tokens.tolist()
+    return [(bool(in_loss[a]), tokenizer.decode(ids[a:b], skip_special_tokens=False)) for a, b in pairwise(edges)]
+
+
+def shortened(parts: list[tuple[bool, str]], characters: int) -> list[tuple[bool, str]]:
+    """Return at most so many characters of the parts, half from each end; 0: all."""
+    half, total, at, out = characters // 2, sum(len(text) for _, text in parts), 0, []
+    if not characters or total <= characters:
+        return parts
+    for in_loss, text in parts:
+        pieces = [(in_loss, text[: max(0, half - at)]), (in_loss, text[max(0, total - half - at) :])]
+        if at <= half < at + len(text):
+            pieces.insert(1, (False, f"[... {total - 2 * half:,} characters ...]"))
+        out += [piece for piece in pieces if piece[1]]
+        at += len(text)
+    return out
+
+
 def render(facts: dict, characters: int) -> str:
-    """Return lines for a terminal. characters: of the text at most this many, half from each end; 0 shows all."""
-    shown, text = facts["loss_positions"][:6], facts["text"]
+    """Return lines for a terminal; of chats, those in the loss begin with ">". characters: see `shortened`."""
+    shown, parts = facts["loss_positions"][:6], shortened(facts.get("parts") or [(False, facts["text"])], characters)
     positions = ", ".join(f"{a}-{b - 1}" for a, b in shown) + (", ..." if len(facts["loss_positions"]) > 6 else "")
     lengths = ", ".join(map(str, facts["documents"][:8])) + (", ..." if len(facts["documents"]) > 8 else "")
     lines = [
@@ -209,12 +230,10 @@ def render(facts: dict, characters: int) -> str:
         f"({lengths})"
         + (f", {facts['filling']:,} of filling" if facts["filling"] else "")
         + ("" if facts["special_tokens"] is None else f"; special_tokens={as_typed(facts['special_tokens'])}"),
-        f"  {facts['in_loss']:,} positions in the loss: {positions or 'none'}",
+        f"  {facts['in_loss']:,} positions in the loss: {positions or 'none'}"
+        + ("; their text behind >" if "parts" in facts else ""),
     ]
-    if characters and len(text) > characters:
-        half = characters // 2
-        text = f"{text[:half]}\n[... {len(text) - 2 * half:,} characters ...]\n{text[-half:]}"
-    return "\n".join([*lines, *(f"  | {line}" for line in text.split("\n"))])
+    return "\n".join([*lines, *(f"  {'|>'[in_loss]} {line}" for in_loss, text in parts for line in text.split("\n"))])
 
 
 main = command("inspect", parser, inspect)

@@ -10,6 +10,7 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import zipfile
@@ -33,6 +34,9 @@ from zaya_plugin.errors import mistake
 
 # Text given to the tokenizer at once. Its encodings take about 120 bytes for each byte of text until they are arrays.
 BATCH_CHARACTERS = 1_000_000
+# Keys of a part's counts: documents that spell out special tokens, and behind this beginning each of the tokens; blocks
+# in which the chat template's marks cover the generation prompt.
+SPELLED, MARKED_PROMPT = "special tokens in the text ", "marked prompts"
 DAMAGED = (ValueError, KeyError, EOFError, zipfile.BadZipFile)  # by np.load, of a file that is not whole
 
 
@@ -40,7 +44,8 @@ DAMAGED = (ValueError, KeyError, EOFError, zipfile.BadZipFile)  # by np.load, of
 class Job:
     """What a worker needs beside its block.
 
-    before, behind: token ids around each document; of chats `behind` alone. dtype is the name of the token dtype;
+    before, behind: token ids around each document; of chats `behind` alone. special: special tokens whose occurrences in
+    the text are counted. dtype is the name of the token dtype;
     deduplicate is None, "text" or "id".
     """
 
@@ -49,6 +54,7 @@ class Job:
     form: Format
     before: tuple[int, ...]
     behind: tuple[int, ...]
+    special: tuple[str, ...]
     valid_fraction: float
     dtype: str
     deduplicate: str | None = None
@@ -189,6 +195,8 @@ def tokenise_block(job: Job, block: Block, end: Position, path: str) -> Part:
             add(text, ids)
         batch.clear()
 
+    beginnings = {token[:2] for token in job.special}  # a text is searched quickly for these
+    spelled = re.compile("|".join(map(re.escape, job.special)))
     for document in documents(block, job.form, counts):
         if isinstance(document, Rejected):
             rejected.append(document)
@@ -200,10 +208,15 @@ def tokenise_block(job: Job, block: Block, end: Position, path: str) -> Part:
                 rejected.append(document.rejected(str(error)))
                 counts["rejected"] += 1
                 continue
+            if MARKED_PROMPT not in counts:  # depends on the template: one chat of a block tells
+                counts[MARKED_PROMPT] = int(encoder.marks_prompt(document.text))
             split = add(document.text, np.array(ids, dtype).tobytes())
             marks[split].write(bytes(answers) + bytes([END]))
         else:
             batch.append(document.text)
+        if any(beginning in document.text for beginning in beginnings):
+            inside = Counter(SPELLED + token for token in spelled.findall(document.text))
+            counts.update({**inside, SPELLED: int(bool(inside))})
         if job.deduplicate:
             key = document.text if job.deduplicate == "text" else document.id
             keys.append(blake2b(key.encode("utf-8"), digest_size=16).digest())

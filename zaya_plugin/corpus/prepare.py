@@ -23,12 +23,12 @@ from zaya_plugin.corpus.bin_writer import BinWriter
 from zaya_plugin.corpus.blocks import BlockReader, Format, Position, Rejected, documents
 from zaya_plugin.corpus.inputs import DEFAULT_GLOBS, JSONL_SUFFIXES, STDLIB, InputFile, find_inputs, fingerprint
 from zaya_plugin.corpus.invocation import command, command_parser, fraction, size, size_up_to
-from zaya_plugin.corpus.part_files import Job, Part, split_names, split_of, tokenise
+from zaya_plugin.corpus.part_files import MARKED_PROMPT, SPELLED, Job, Part, split_names, split_of, tokenise
 from zaya_plugin.corpus.workspace import INPUT_FILES, INPUT_TIMES, Workspace
 from zaya_plugin.data import tokenizer
 from zaya_plugin.data.indexed_dataset import token_dtype
 from zaya_plugin.data.prepared import Manifest, file_sha256
-from zaya_plugin.data.tokenizer import SMALLEST_BPE, TokenizerRecord, added_tokens, open_tokenizer
+from zaya_plugin.data.tokenizer import SMALLEST_BPE, TokenizerRecord, added_tokens, open_tokenizer, special_tokens
 from zaya_plugin.errors import mistake
 
 DEFAULT_BPE = 4096
@@ -368,6 +368,7 @@ def make_parts(
         form=form_of(args),
         before=tuple(before),
         behind=tuple(behind),
+        special=special_tokens(open_tokenizer(workspace.tokenizer)),
         valid_fraction=args.valid_fraction,
         dtype=token_dtype(record.vocab_size).name,
         deduplicate=args.deduplicate,
@@ -399,6 +400,19 @@ def make_parts(
             parts.append(part)
     if shown > REJECTS_SHOWN:
         print(f"rejected: {shown - REJECTS_SHOWN} more, all of them in {REJECTS_FILE}", file=sys.stderr)
+    if counts[MARKED_PROMPT]:
+        print(
+            "warning: {% generation %} of the chat template begins before the end of the generation prompt: the model "
+            "learns to repeat the prompt in its answers. Fix: move {% generation %} behind it",
+            file=sys.stderr,
+        )
+    if counts[SPELLED]:
+        spelled = {key.removeprefix(SPELLED): count for key, count in counts.items() if key.startswith(SPELLED)}
+        listed = ", ".join(f"{token} ({count:,})" for token, count in spelled.items() if token)
+        print(
+            f"warning: {counts[SPELLED]:,} documents spell out special tokens, which become these tokens: {listed}",
+            file=sys.stderr,
+        )
     resumed = sum(part.resumed for part in parts)
     if resumed and not args.quiet:
         print(f"continued: {resumed} of {len(parts)} parts were already finished", file=sys.stderr)

@@ -298,6 +298,12 @@ def document_ends(tokens: np.ndarray, eod: int, marks: np.ndarray | None = None)
     return tokens == eod if marks is None else (marks & END) > 0
 
 
+def runs(mask: np.ndarray) -> list[tuple[int, int]]:
+    """Return the stretches of true positions as (first, one past the last)."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.astype(np.int8), [0]))))
+    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+
+
 def packed_loss_mask(tokens: np.ndarray, eod: int, marks: np.ndarray | None = None) -> np.ndarray:
     """Return the positions of bins whose next token is in the loss, bool [..., s]: of chats the tokens of answers
     alone.

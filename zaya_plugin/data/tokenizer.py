@@ -123,6 +123,12 @@ def open_tokenizer(directory: str):
     return tokenizer
 
 
+def special_tokens(tokenizer) -> tuple[str, ...]:
+    """Return the special tokens of a `tokenizers.Tokenizer`, longest first."""
+    tokens = (token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special)
+    return tuple(sorted(tokens, key=len, reverse=True))
+
+
 def added_tokens(tokenizer) -> tuple[list[int], list[int]]:
     """Return the ids that the post-processor of a `tokenizers.Tokenizer` puts before and behind a text, such as bos.
 
