@@ -71,7 +71,14 @@ def test_directory_of_text_is_recursive_sorted_and_filtered(tmp_path, run, read_
     with gzip.open(root / "c.txt.gz", "wb") as stream:
         stream.write(b"packed")
     assert run("--input", root, "--output", tmp_path / "all", "--train-bpe", 258, "--valid-fraction", 0) == 0
-    in_order = ["text of a.txt\r\n", "text of a/y.txt\r\n", "text of a/z.md\r\n", "text of b.txt\r\n", "with a mark"]
+    in_order = [
+        "text of a.txt\r\n",
+        "text of a/y.txt\r\n",
+        "text of a/z.md\r\n",
+        "text of b.txt\r\n",
+        "with a mark",
+        "packed",
+    ]
     assert read_tokens(tmp_path / "all" / "text") == encode(tmp_path / "all", in_order)
     command = [
         "--input",
@@ -263,10 +270,12 @@ def test_a_directory_of_others_is_never_replaced(tmp_path, corpus, run, capsys):
     [
         (["--input", "nowhere.jsonl"], "nowhere.jsonl: does not exist"),
         (["--input", "{corpus}", "{corpus}"], "is named twice"),
+        (["--input", "shard.jsonl.xz"], "shard.jsonl.xz:1: damaged xz stream: Input format not supported"),
         (
-            ["--input", "shard.jsonl.xz"],
-            "cannot be read. Allowed: text files and .jsonl, plain or as .gz or .zst, and .parquet",
+            ["--input", "folder"],
+            "folder: no file in it matches *.txt *.md *.rst *.py *.jsonl *.ndjson *.jsonlines *.jl",
         ),
+        (["--input", "folder"], "; it holds .json.gz (1). Allowed"),
         (["--input", "{corpus}", "--field", "body"], "is --field right?"),
         (
             ["--input", "{corpus}", "--field", "body", "--train-bpe", "300"],
@@ -283,6 +292,8 @@ def test_errors_that_name_the_cause(tmp_path, monkeypatch, corpus, run, capsys, 
     (tmp_path / "one.txt").write_text("a single text " * 20)
     (tmp_path / "shard.jsonl.xz").write_bytes(b"x")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.json.gz").write_bytes(b"x")
     os.mkfifo(tmp_path / "pipe")
     train_bpe(["some text"], 258, str(tmp_path / "tiny"))
     options = [option.format(corpus=corpus) for option in options]

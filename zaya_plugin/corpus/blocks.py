@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from zaya_plugin.corpus.chats import chat_text
-from zaya_plugin.corpus.inputs import DAMAGE, InputFile, Record, lines, rows, unpacked
+from zaya_plugin.corpus.inputs import DAMAGE, PACKINGS, InputFile, Record, endings, lines, rows, unpacked
 
 BOM = b"\xef\xbb\xbf"
 EXCERPT = 200  # characters of a rejected record that are kept
@@ -32,6 +32,10 @@ class Rejected:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.reason}"
+
+
+class Lost(Rejected):
+    """A file that cannot be read, from the place on where that was noticed. A dataset without it is never made."""
 
 
 class Document(NamedTuple):
@@ -78,7 +82,7 @@ class Block:
     """What one worker tokenises at a time. damaged: places where the reader could not continue; taken: bytes."""
 
     pieces: list[Piece] = field(default_factory=list)
-    damaged: list[Rejected] = field(default_factory=list)
+    damaged: list[Lost] = field(default_factory=list)
     taken: int = 0
 
 
@@ -140,11 +144,8 @@ class BlockReader:
                     piece.records.append(found[0])
                     taken += found[1]
         except DAMAGE as error:
-            ended, lost = True, f"{error}; the rest of the file is lost"
-            if file.is_jsonl:
-                packed = "zstd" if file.path.endswith(".zst") else "gzip"
-                lost = f"damaged {packed} stream, the rest of the file is lost: {error}"
-            block.damaged.append(Rejected(file.path, at.line + len(piece.records), lost, ""))
+            ended = True
+            block.damaged.append(Lost(file.path, at.line + len(piece.records), _not_read(file.path, error), ""))
         if piece.records:
             block.pieces.append(piece)
             block.taken += taken
@@ -172,9 +173,12 @@ def documents(block: Block, form: Format, counts: Counter) -> Iterator[Document 
 
     Args:
         counts: increased here: "read" documents, of them "empty" (white space alone; not yielded) and "rejected";
-            "blank_lines" of jsonl files, which are no documents.
+            "blank_lines" of jsonl files, which are no documents. Lost files are not counted.
     """
     for document in _outcomes(block, form):
+        if isinstance(document, Lost):
+            yield document
+            continue
         if document is None:
             counts["blank_lines"] += 1
             continue
@@ -201,8 +205,8 @@ def _text_file(path: str, form: Format) -> Document | Rejected:
     try:
         with open(path, "rb") as raw:
             data = unpacked(path, raw).read(form.max_document_bytes + 1)
-    except (OSError, *DAMAGE) as error:
-        return Rejected(path, 1, f"cannot be read: {error}", "")
+    except DAMAGE as error:
+        return Lost(path, 1, _not_read(path, error), "")
     if len(data) > form.max_document_bytes:
         return Rejected(path, 1, f"longer than --max-document-bytes {form.max_document_bytes}", _excerpt(data))
     try:
@@ -277,6 +281,11 @@ def _text_of(record: dict, field: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"field {field!r} holds a lone surrogate at character {error.start}") from None
     return text
+
+
+def _not_read(path: str, error: Exception) -> str:
+    packing = PACKINGS.get(endings(path)[1])
+    return f"damaged {packing} stream: {error}" if packing and not getattr(error, "errno", None) else str(error)
 
 
 def _not_utf8(error: UnicodeDecodeError) -> str:

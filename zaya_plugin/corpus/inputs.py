@@ -1,38 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the files of `--input`, and read their records from any place on: lines of .jsonl, rows of .parquet.
 
-Files are plain, gzip or Zstandard. Damage raises one of `DAMAGE`, for any format.
+Files are plain or packed (PACKINGS). Damage raises one of `DAMAGE`, for any format.
 """
 
+import bz2
 import fnmatch
 import glob
 import gzip
 import hashlib
 import importlib.util
 import io
+import lzma
 import os
 import stat
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
 from zaya_plugin.errors import mistake
 
 STDLIB = "stdlib"
-DEFAULT_GLOBS = ("*.txt", "*.md", "*.rst", "*.py", "*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.parquet")
 STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-# Read as text each of these would end as one rejected "invalid UTF-8", which does not name the cause.
-UNREADABLE_SUFFIXES = (
-    *(".xz", ".bz2", ".zip", ".tar", ".tgz", ".tar.gz", ".tar.zst"),
-    *(".parquet.gz", ".arrow", ".json", ".json.gz", ".json.zst"),
-)
-# By ending: name of the format, and the package that reads it.
-PACKAGES = {".zst": ("Zstandard", "zstandard"), ".parquet": ("Parquet", "pyarrow")}
-DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error)
+# Endings, in lower case; a name's capital letters make no difference.
+LINES = (".jsonl", ".ndjson", ".jsonlines", ".jl")
+PARQUET = ".parquet"
+# What is read of a directory. A file that is named is text if its ending is unknown.
+DEFAULT_ENDINGS = (".txt", ".md", ".rst", ".py", *LINES, PARQUET)
+PACKINGS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".bz2": "bzip2", ".xz": "xz"}
+# Read as text each of these would be one wrong document, or a rejected one whose message does not name the cause.
+REFUSED = {
+    (".json",): ("holds one JSON value, not a document a line", "`jq -c '.[]' a.json > a.jsonl` for an array"),
+    (".csv", ".tsv"): (
+        "holds a table",
+        "`python -c \"import pandas; pandas.read_csv('a.csv').to_json('a.jsonl', orient='records', lines=True)\"`",
+    ),
+    tuple(PARQUET + packing for packing in PACKINGS): ("is packed twice", "unpack it: Parquet is packed inside"),
+    (".zip", ".tar", ".tgz", ".tbz2", ".txz", ".7z", ".rar"): ("is an archive", "unpack it, and give the folder"),
+    (".lz4", ".br", ".lzma", ".z"): (
+        "is packed in a way that is not read",
+        "`lz4 -dc a.jsonl.lz4 | gzip > a.jsonl.gz`",
+    ),
+    (".arrow", ".feather", ".orc", ".avro"): ("is a table in a format that is not read", "write it as .parquet"),
+}
+PACKAGES = {"zstd": "zstandard", PARQUET: "pyarrow"}
+# Of a file that cannot be read to its end.
+DAMAGE = (EOFError, OSError, zlib.error, lzma.LZMAError)
 BATCH_ROWS = 256
+LISTED_KINDS = 10
+
+
+def endings(path: str) -> tuple[str, str]:
+    """Return the ending of a file's format and that of its packing, in lower case; of a plain file the second is "". A
+    packed Parquet file is a format of its own, which is not read.
+    """
+    stem, last = os.path.splitext(os.path.basename(path).lower())
+    ending = os.path.splitext(stem)[1]
+    return (ending, last) if last in PACKINGS and ending != PARQUET else (ending * (ending == PARQUET) + last, "")
 
 
 @dataclass(frozen=True)
@@ -46,100 +73,155 @@ class InputFile:
     @property
     def is_jsonl(self) -> bool:
         """Whether each of its lines is a document."""
-        return self.path.endswith(JSONL_SUFFIXES)
+        return endings(self.path)[0] in LINES
 
     @property
     def is_parquet(self) -> bool:
         """Whether each of its rows is a document."""
-        return self.path.endswith(".parquet")
+        return endings(self.path)[0] == PARQUET
 
     @property
     def is_packed(self) -> bool:
         """Whether its size says little about how much text is in it."""
-        return self.path.endswith((".gz", ".zst", ".parquet"))
+        return self.is_parquet or bool(endings(self.path)[1])
 
 
-def find_inputs(inputs: list[str], globs: list[str]) -> list[InputFile]:
+def find_inputs(
+    inputs: list[str],
+    globs: list[str] | None = None,
+    read: tuple[str, ...] = DEFAULT_ENDINGS,
+    tell: Callable[[str], None] = lambda line: None,
+) -> list[InputFile]:
     """List the files of all inputs: input by input as given, sorted by path within each.
+
+    Links to files are followed. Of several names of one file in a directory or pattern one is read, a link last.
 
     Args:
         inputs: files, directories, shell patterns, or "stdlib" for the sources of the running Python.
         globs: patterns for the names of files in directories; one with a "/" is matched against the path below the
-            directory.
+            directory. None: files whose formats have one of the endings `read`.
+        tell: called with a line for each directory or pattern of which something is not read.
 
     Raises:
         ValueError: an input does not exist, holds no file that matches, is of a kind that cannot be read, or comes
             twice.
     """
-    found: dict[str, InputFile] = {}
+    found: dict[tuple[int, int], InputFile] = {}
     for name in inputs:
-        for path in _paths(name, globs):
-            if path.endswith(UNREADABLE_SUFFIXES):
-                raise mistake(
-                    "--input",
-                    path,
-                    problem="cannot be read",
-                    allowed="text files and .jsonl, plain or as .gz or .zst, and .parquet",
-                    fix="convert it first, for example with `xz -dc file.jsonl.xz | gzip > file.jsonl.gz`",
-                )
-            for suffix, (format_name, package) in PACKAGES.items():
-                if path.endswith(suffix) and importlib.util.find_spec(package) is None:
-                    raise mistake(
-                        "--input",
-                        path,
-                        problem=f"is a {format_name} file, and the package {package} is not installed",
-                        fix=f"pip install {package}, or pip install 'zaya_plugin[data]'",
-                    )
-            if path in found:
+        paths, left_out = _paths(name, globs, read)
+        statuses = {path: _status(path) for path in sorted(paths, key=os.path.islink)}
+        names = {(status.st_dev, status.st_ino): path for path, status in reversed(statuses.items())}
+        for path in paths:
+            status = statuses[path]
+            identity = status.st_dev, status.st_ino
+            if names[identity] != path:
+                left_out["links to files that are read"] += 1
+                continue
+            if identity in found:
                 raise mistake(
                     "--input",
                     path,
                     problem=f"is named twice, the second time by {name!r}; every document would count double",
+                    fix="name it once",
                 )
-            found_file = os.stat(path)
-            if not stat.S_ISREG(found_file.st_mode):
-                raise mistake(
-                    "--input",
-                    path,
-                    problem="is no regular file, and an input is read more than once",
-                    allowed="files",
-                    fix="write what it gives to a file first",
-                )
-            found[path] = InputFile(path, found_file.st_size, found_file.st_mtime_ns)
+            found[identity] = InputFile(path, status.st_size, status.st_mtime_ns)
+        if left_out and name != STDLIB:
+            tell(f"left out of {name}: {_listed(left_out)}")
     return list(found.values())
 
 
-def _paths(name: str, globs: list[str]) -> list[str]:
+def _status(path: str) -> os.stat_result:
+    """Return the status of an input file.
+
+    Raises:
+        ValueError: it is of a kind that cannot be read.
+    """
+    ending, packing = endings(path)
+    for kinds, (problem, fix) in REFUSED.items():
+        if ending in kinds:
+            raise _unreadable(path, f"cannot be read: it {problem}", fix)
+    for package in (PACKAGES.get(PACKINGS.get(packing)), PACKAGES.get(ending)):
+        if package and importlib.util.find_spec(package) is None:
+            raise mistake(
+                "--input",
+                path,
+                problem=f"needs the package {package}, which is not installed",
+                fix=f"pip install {package}, or pip install 'zaya_plugin[data]'",
+            )
+    if not os.path.exists(path):
+        raise _unreadable(path, "is a link to a file that does not exist", "restore the file, or remove the link")
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise _unreadable(
+            path, "is no regular file, and an input is read more than once", "write what it gives to a file first"
+        )
+    return status
+
+
+def _unreadable(path: str, problem: str, fix: str) -> ValueError:
+    allowed = f"text and {' '.join(LINES)}, plain or as {' '.join(PACKINGS)}, and {PARQUET}"
+    return mistake("--input", path, problem=problem, allowed=allowed, fix=fix)
+
+
+def _listed(left_out: Counter) -> str:
+    more = len(left_out) - LISTED_KINDS
+    kinds = sorted(left_out.items(), key=lambda item: (-item[1], item[0]))[:LISTED_KINDS]
+    listed = ", ".join(f"{kind} ({count:,})" for kind, count in kinds)
+    return listed + (f", and {more} further endings" if more > 0 else "")
+
+
+def _paths(name: str, globs: list[str] | None, read: tuple[str, ...]) -> tuple[list[str], Counter]:
+    """Return the files of an input in order, and how many of each kind are left out of it."""
     if name == STDLIB:
-        return list(_walk(sysconfig.get_paths()["stdlib"], ["*.py"], STDLIB_SKIPPED))
+        return _walk(sysconfig.get_paths()["stdlib"], ["*.py"], (), STDLIB_SKIPPED)
     path = os.path.abspath(name)
     if os.path.isdir(path):
-        files, problem = list(_walk(path, globs, set())), f"no file in it matches {' '.join(globs)}"
-    elif os.path.exists(path):
-        return [path]
+        files, left_out = _walk(path, globs, read, set())
+        problem = f"no file in it matches {' '.join(globs or [f'*{ending}' for ending in read])}"
+        problem += f"; it holds {_listed(left_out)}" if left_out else ""
+    elif os.path.lexists(path):
+        return [path], Counter()
     else:
-        files = sorted(file for file in glob.glob(path, recursive=True) if os.path.isfile(file))
-        problem = "does not exist"
+        matches = sorted(glob.glob(path, recursive=True))
+        files = [match for match in matches if not os.path.isdir(match)]
+        left_out, problem = Counter({"folders": len(matches) - len(files)}), "does not exist"
+        left_out += Counter()  # without zeros
     if not files:
         raise mistake(
             "--input",
             path,
             problem=problem,
             allowed=f"files, directories with files that --glob matches, quoted patterns, {STDLIB!r}",
+            fix="correct the path or --glob",
         )
-    return files
+    return files, left_out
 
 
-def _walk(root: str, globs: list[str], skipped: set[str]) -> Iterator[str]:
-    """Return matching files below root in path order; hidden directories and links to directories are not entered."""
-    names = []
-    for folder, folders, files in os.walk(root):
+def _walk(root: str, globs: list[str] | None, read: tuple[str, ...], skipped: set[str]) -> tuple[list[str], Counter]:
+    """Return matching files below root in path order, and how many of each kind do not match; hidden directories and
+    links to directories are not entered.
+    """
+
+    def fail(error: OSError):
+        raise error
+
+    names, left_out = [], Counter()
+    for folder, folders, files in os.walk(root, onerror=fail):
+        left_out["hidden folders"] += sum(name.startswith(".") for name in folders)
+        left_out["linked folders"] += sum(os.path.islink(os.path.join(folder, name)) for name in folders)
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
         for file in files:
             relative = os.path.relpath(os.path.join(folder, file), root)
-            if any(fnmatch.fnmatchcase(relative if "/" in pattern else file, pattern) for pattern in globs):
+            ending, packing = endings(file)
+            if globs is None:
+                wanted = ending in read
+            else:
+                wanted = any(fnmatch.fnmatchcase(relative if "/" in pattern else file, pattern) for pattern in globs)
+            if wanted:
                 names.append(relative)
-    return (os.path.join(root, name) for name in sorted(names))
+            else:
+                left_out[ending + packing or "files without an ending"] += 1
+    return [os.path.join(root, name) for name in sorted(names)], +left_out
 
 
 def fingerprint(files: list[InputFile], with_times: bool) -> str:
@@ -154,40 +236,50 @@ def unpacked(path: str, raw):
     """Return a stream of bytes over an open file; its reads raise one of DAMAGE where packed data are damaged or end
     early.
     """
-    if path.endswith(".gz"):
-        return gzip.GzipFile(fileobj=raw)
-    return io.BufferedReader(_ZstdStream(raw), 1 << 17) if path.endswith(".zst") else raw
+    packing = PACKINGS.get(endings(path)[1])
+    if packing is None:
+        return raw
+    return gzip.GzipFile(fileobj=raw) if packing == "gzip" else io.BufferedReader(_Frames(raw, packing), 1 << 17)
 
 
-class _ZstdStream(io.RawIOBase):
-    """Zstandard frames one after the other.
+class _Frames(io.RawIOBase):
+    """Zstandard frames, or streams of bzip2 or xz, one after the other.
 
     Libraries do not report all damage: zstandard's stream_reader takes a file that ends within a frame for a whole one,
-    and pyarrow's CompressedInputStream ends without an error at bytes that were overwritten with zeros.
+    pyarrow's CompressedInputStream ends without an error at bytes that were overwritten with zeros, and bz2 and lzma
+    take a damaged stream behind a whole one for the end.
     """
 
-    def __init__(self, raw):
-        import zstandard
+    def __init__(self, raw, packing: str):
+        self.raw, self.pending, self.packed, self.frame = raw, b"", b"", None
+        if packing == "zstd":
+            import zstandard
 
-        self.raw, self.pending, self.frame = raw, b"", None
-        self.error, self.start = zstandard.ZstdError, zstandard.ZstdDecompressor
+            # The window of `zstd --long=31`, the longest there is.
+            self.start = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
+        else:
+            self.start = bz2.BZ2Decompressor if packing == "bzip2" else lzma.LZMADecompressor
+        self.between = b"\0" if packing == "xz" else b""  # fills the space between two streams
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer) -> int:
         while not self.pending:
-            between = self.frame is None or self.frame.eof
-            packed = (self.frame.unused_data if self.frame and between else b"") or self.raw.read(1 << 16)
+            if self.frame is not None and self.frame.eof:
+                self.packed, self.frame = self.frame.unused_data, None
+            packed, self.packed = self.packed or self.raw.read(1 << 16), b""
+            if not packed and self.frame is None:
+                return 0
             if not packed:
-                if between:
-                    return 0
                 raise EOFError("it ends within a frame")
-            if between:
-                self.frame = self.start().decompressobj()
+            if self.frame is None:
+                if not (packed := packed.lstrip(self.between)):
+                    continue
+                self.frame = self.start()
             try:
                 self.pending = self.frame.decompress(packed)
-            except self.error as error:
+            except Exception as error:  # each library has its own
                 raise EOFError(str(error)) from error
         count = min(len(buffer), len(self.pending))
         buffer[:count], self.pending = self.pending[:count], self.pending[count:]
@@ -236,7 +328,8 @@ def rows(file: InputFile, offset: int, text_field: str, id_field: str | None) ->
                 if name not in schema.names:
                     raise EOFError(f"no column {name!r}; it has {', '.join(map(repr, schema.names[:8])) or 'none'}")
             kind = schema.field(text_field).type
-            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+            if str(kind) not in ("string", "large_string", "string_view"):
                 raise EOFError(f"column {text_field!r} is not of strings but of {kind}")
             ends = list(accumulate(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)))
             groups = [group for group, end in enumerate(ends) if end > offset]

@@ -25,7 +25,7 @@ from multiprocessing.connection import wait
 import numpy as np
 
 from zaya_plugin.config.whole_file import write_whole
-from zaya_plugin.corpus.blocks import Block, BlockReader, Format, Position, Rejected, documents
+from zaya_plugin.corpus.blocks import Block, BlockReader, Format, Lost, Position, Rejected, documents
 from zaya_plugin.corpus.chats import ChatEncoder
 from zaya_plugin.corpus.chunk_encoder import ChunkEncoder
 from zaya_plugin.data.prepared import END
@@ -67,6 +67,7 @@ class Part:
     path: str
     counts: Counter
     rejected: list[Rejected]
+    lost: list[Lost]
     taken: int
     end: Position
     resumed: bool = False
@@ -180,7 +181,7 @@ def tokenise_block(job: Job, block: Block, end: Position, path: str) -> Part:
     names = split_names(job.valid_fraction)
     tokens, marks = ({name: io.BytesIO() for name in names} for _ in range(2))
     lengths = {name: [] for name in tokens}
-    counts, rejected, batch, characters, keys, split_numbers = Counter(), [], [], 0, [], []
+    counts, rejected, lost, batch, characters, keys, split_numbers = Counter(), [], [], [], 0, [], []
     before, behind = (np.array(added, dtype).tobytes() for added in (job.before, job.behind))
 
     def add(text: str, ids: bytes) -> str:
@@ -199,7 +200,7 @@ def tokenise_block(job: Job, block: Block, end: Position, path: str) -> Part:
     spelled = re.compile("|".join(map(re.escape, job.special)))
     for document in documents(block, job.form, counts):
         if isinstance(document, Rejected):
-            rejected.append(document)
+            (lost if isinstance(document, Lost) else rejected).append(document)
             continue
         if job.form.chat:
             try:
@@ -227,7 +228,8 @@ def tokenise_block(job: Job, block: Block, end: Position, path: str) -> Part:
     if batch:
         encode_batch()
 
-    meta = {"counts": counts, "rejected": [asdict(each) for each in rejected], "taken": block.taken, "end": asdict(end)}
+    meta = {"counts": counts, "taken": block.taken, "end": asdict(end)}
+    meta |= {"rejected": [asdict(reject) for reject in rejected], "lost": [asdict(place) for place in lost]}
     arrays = {"meta": np.frombuffer(json.dumps(meta).encode(), np.uint8)}
     for name in tokens:
         arrays[f"{name}_tokens"] = np.frombuffer(tokens[name].getbuffer(), dtype)
@@ -241,7 +243,7 @@ def tokenise_block(job: Job, block: Block, end: Position, path: str) -> Part:
     archive = io.BytesIO()
     np.savez(archive, **arrays)
     write_whole(path, archive.getbuffer())
-    return Part(path, counts, rejected, block.taken, end)
+    return Part(path, counts, rejected, lost, block.taken, end)
 
 
 def read_part(path: str) -> Part | None:
@@ -254,5 +256,5 @@ def read_part(path: str) -> Part | None:
     except DAMAGED:
         os.unlink(path)
         return None
-    rejected = [Rejected(**each) for each in meta["rejected"]]
-    return Part(path, Counter(meta["counts"]), rejected, meta["taken"], Position(**meta["end"]), resumed=True)
+    rejected, lost = [Rejected(**each) for each in meta["rejected"]], [Lost(**each) for each in meta["lost"]]
+    return Part(path, Counter(meta["counts"]), rejected, lost, meta["taken"], Position(**meta["end"]), resumed=True)

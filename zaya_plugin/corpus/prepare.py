@@ -21,7 +21,7 @@ import numpy as np
 from zaya_plugin.config.option_numbers import MOST_AMOUNT, whole_number
 from zaya_plugin.corpus.bin_writer import BinWriter
 from zaya_plugin.corpus.blocks import BlockReader, Format, Position, Rejected, documents
-from zaya_plugin.corpus.inputs import DEFAULT_GLOBS, JSONL_SUFFIXES, STDLIB, InputFile, find_inputs, fingerprint
+from zaya_plugin.corpus.inputs import DEFAULT_ENDINGS, LINES, PACKINGS, STDLIB, InputFile, find_inputs, fingerprint
 from zaya_plugin.corpus.invocation import command, command_parser, fraction, size, size_up_to
 from zaya_plugin.corpus.part_files import MARKED_PROMPT, SPELLED, Job, Part, split_names, split_of, tokenise
 from zaya_plugin.corpus.workspace import INPUT_FILES, INPUT_TIMES, Workspace
@@ -40,6 +40,10 @@ PART_BYTES = 16_000_000
 # Bounds of what a process holds in memory: a part, and about 130 times a document (130 GB for the longest allowed). A
 # BPE of 2^20 entries is four times the largest in use.
 HELD_BYTES, LARGEST_BPE, MOST_WORKERS = 1_000_000_000, 1 << 20, 1024
+
+# The defaults of --glob in the plans of earlier versions, whose datasets are complete for the same command.
+EARLIER_GLOBS = {"--chat": ["*.jsonl", "*.jsonl.gz", "*.jsonl.zst"]}
+EARLIER_GLOBS[""] = ["*.txt", "*.md", "*.rst", "*.py", *EARLIER_GLOBS["--chat"], "*.parquet"]
 
 DESCRIPTION = """\
 Turn text into a Megatron indexed dataset: train.bin/.idx and valid.bin/.idx, with its tokenizer and a manifest.
@@ -84,14 +88,15 @@ def parser() -> argparse.ArgumentParser:
         default=[STDLIB],
         metavar="PATH",
         help="files, directories, quoted patterns, or stdlib (default) for the sources of this Python's standard "
-        "library; .jsonl holds a document a line, .parquet one a row, any other file is a document; .jsonl and text "
-        "also as .gz or .zst",
+        f"library; {' '.join(LINES)} hold a document a line, .parquet one a row, any other file is a document; all but "
+        f".parquet also as {' '.join(PACKINGS)}",
     )
     text.add_argument(
         "--glob",
         action="append",
         metavar="PATTERN",
-        help=f"which files of a directory; repeat for several (default: {' '.join(DEFAULT_GLOBS)})".replace("%", "%%"),
+        help="which files of a directory; repeat for several (default: files that end with "
+        f"{' '.join(DEFAULT_ENDINGS)}, packed or not, in small or capital letters)",
     )
     text.add_argument(
         "--field",
@@ -102,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
     text.add_argument(
         "--chat",
         action="store_true",
-        help="the lines of .jsonl files are chats: `messages` with role and content, or `conversations` with from and "
+        help="the lines of the files are chats: `messages` with role and content, or `conversations` with from and "
         "value; they are encoded by the tokenizer's chat template, and the tokens of their answers are marked",
     )
     text.add_argument(
@@ -205,17 +210,17 @@ def prepare(args: argparse.Namespace, workspace: Workspace) -> None:
         refuse_without_template(args)
     elif args.chat_template:
         raise mistake("--chat-template", args.chat_template, problem="is not read without --chat", fix="give --chat")
-    args.glob = args.glob or [f"*{suffix}" for suffix in JSONL_SUFFIXES] if args.chat else args.glob or [*DEFAULT_GLOBS]
     if args.max_bytes is None and args.input == [STDLIB]:
         args.max_bytes = STDLIB_BYTES
     if args.tokenizer is None and args.train_bpe is None:
         args.train_bpe = DEFAULT_BPE
     plan, missing, speed = deciding(args), None, ""
     try:
-        files = find_inputs(args.input, args.glob)
+        read = LINES if args.chat else DEFAULT_ENDINGS
+        files = find_inputs(args.input, args.glob, read, lambda line: print(line, file=sys.stderr))
         for file in files:
             if args.chat and not file.is_jsonl:
-                raise mistake("--input", file.path, problem="holds no chats", allowed=f"{', '.join(JSONL_SUFFIXES)}")
+                raise mistake("--input", file.path, problem="holds no chats", allowed=" ".join(LINES))
         plan[INPUT_FILES] = fingerprint(files, with_times=False)
     except ValueError as error:  # the text may be gone once the dataset is made
         missing = error
@@ -274,7 +279,7 @@ def deciding(args: argparse.Namespace) -> dict:
         "--chat": args.chat or None,  # null as in the plans of earlier versions
         "sha256 of --chat-template": file_sha256(args.chat_template) if args.chat_template else None,
         "--input": [name if name == STDLIB else os.path.abspath(name) for name in args.input],
-        "--glob": args.glob,
+        "--glob": args.glob or EARLIER_GLOBS["--chat" if args.chat else ""],
         "--field": args.field,
         "--max-bytes": args.max_bytes,
         "--max-document-bytes": args.max_document_bytes,
@@ -381,7 +386,7 @@ def make_parts(
     os.makedirs(workspace.final)
     rejects_path = os.path.join(workspace.final, REJECTS_FILE)
     parts: list[Part] = []
-    counts, shown, quiet = Counter(), 0, args.quiet or not sys.stderr.isatty()
+    counts, lost, shown, quiet = Counter(), [], 0, args.quiet or not sys.stderr.isatty()
     with (
         open(rejects_path, "w", encoding="ascii") as rejects,
         tqdm(total=total, unit="B", unit_scale=True, desc="tokenising", disable=quiet, file=sys.stderr) as bar,
@@ -394,10 +399,30 @@ def make_parts(
                 shown += 1
                 if shown <= REJECTS_SHOWN:
                     tqdm.write(f"rejected: {reject}", file=sys.stderr)
+            for place in part.lost:
+                tqdm.write(f"lost: {place}", file=sys.stderr)
+            lost += part.lost
             part.rejected.clear()  # they are in the file now; a corpus of rejects alone must not fill the memory
             rejects.flush()
             refuse_rejects(args, counts["rejected"], rejects_path)
             parts.append(part)
+    if lost:
+        places = [file.path for file in files]
+        damaged = min(places.index(place.file) for place in lost)
+        # The file may be restored for the same command; what came before the damage was noticed may be wrong too.
+        redone = [part for part in parts if part.end.file >= damaged]
+        for part in redone:
+            os.unlink(part.path)
+        if len(redone) == len(parts):
+            workspace.drop_work()
+        more = f" and {len(lost) - 1} further files (see the lines `lost: ...`)" if len(lost) > 1 else ""
+        raise mistake(
+            "--input",
+            str(lost[0]),
+            problem=f"this file{more} cannot be read to its end, and no dataset is made without it",
+            allowed="files that can be read whole",
+            fix="restore it, or leave it out of --input; then the same command with --overwrite",
+        )
     if shown > REJECTS_SHOWN:
         print(f"rejected: {shown - REJECTS_SHOWN} more, all of them in {REJECTS_FILE}", file=sys.stderr)
     if counts[MARKED_PROMPT]:
