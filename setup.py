@@ -39,8 +39,8 @@ EXTRAS = {
         "psutil",  # megatron.core.dist_checkpointing needs it to save and does not declare it
         "einops",
     ],
-    # Inputs of `zaya data prepare` beyond text, .jsonl and .gz.
-    "data": ["zstandard", "pyarrow"],
+    # `zaya data prepare`, with inputs of all formats; --tokenizer needs transformers too.
+    "data": ["tokenizers", "zstandard", "pyarrow"],
     # Tasks of `zaya eval --tasks`.
     "eval": ["lm_eval>=0.4.9", "tokenizers"],
     "dev": [

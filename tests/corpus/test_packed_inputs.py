@@ -8,9 +8,11 @@ import gzip
 import json
 import lzma
 import os
+import sys
 
 import pytest
 
+from zaya_plugin.corpus import inspect
 from zaya_plugin.corpus.blocks import BlockReader, Format, Position
 from zaya_plugin.corpus.inputs import DAMAGE, endings, find_inputs, lines, unpacked
 from zaya_plugin.data.prepared import load_manifest
@@ -221,7 +223,24 @@ def test_rows_and_columns_that_cannot_be_used_are_named(tmp_path, parquet, run, 
     assert lost("d").startswith("damaged Parquet file")
 
 
-def test_missing_package_is_named(tmp_path, run, monkeypatch, capsys):
+def test_missing_package_is_named(tmp_path, run, prepared, monkeypatch, capsys):
+    output = ["--output", tmp_path / "new"]
+    (tmp_path / "a.txt").write_text("some text")
+    for package, command, fix in (
+        (
+            "tokenizers",
+            lambda: run("--input", tmp_path / "a.txt", *output),
+            "tokenizers, or pip install 'zaya_plugin[data]'",
+        ),
+        ("transformers", lambda: run("--tokenizer", prepared / "tokenizer", *output), "transformers"),
+        ("tokenizers", lambda: inspect.main([str(prepared)]), "tokenizers, or pip install 'zaya_plugin[data]'"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, package, None)
+            assert command() == 2
+        told = capsys.readouterr().err
+        assert f"needs the package {package}, which is not installed" in told
+        assert told.endswith(f" Fix: pip install {fix}.\n") and told.count("\n") == 1
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for name, package in (("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")):
         (tmp_path / name).write_bytes(b"x")

@@ -14,6 +14,7 @@ from zaya_plugin.config.option_numbers import number, real, whole
 from zaya_plugin.corpus.workspace import Workspace
 from zaya_plugin.errors import message
 
+DATA_EXTRA = ("tokenizers", "zstandard", "pyarrow")  # of setup.py
 USER_ERROR = 2  # as of every command of zaya
 
 
@@ -114,6 +115,16 @@ def run_command(name: str, action: Callable[[], None], workspace: Workspace | No
     except BrokenProcessPool:
         killed = "a worker process was killed, most often because memory ran out"
         text = message("--workers", problem=killed + kept(), fix="fewer --workers or a smaller --max-document-bytes")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("zaya_plugin"):
+            raise
+        package = error.name.partition(".")[0]
+        fix = f"pip install {package}" + (", or pip install 'zaya_plugin[data]'" if package in DATA_EXTRA else "")
+        text = message(
+            f"zaya data {name}",
+            problem=f"needs the package {package}, which is not installed{kept()}",
+            fix="use the environment that you train in" if package in ("torch", "megatron") else fix,
+        )
     except BrokenPipeError:  # `zaya data inspect ... | head`
         raise
     except OSError as error:
