@@ -78,14 +78,22 @@ def make_plan(triples: tuple[Triple, ...], n: int, m: int, dtype: torch.dtype) -
     """Chooses the form by multiply-adds. n, m: both sides of the matrix in either order; dtype: of the matrices
     inside.
     """
-    n, m, steps = min(n, m), max(n, m), len(triples)
+    return Plan(triples, *_choose_form(min(n, m), max(n, m), len(triples), dtype)[:2], dtype)
+
+
+def newton_schulz_flops(n: int, m: int, steps: int = 5, dtype: torch.dtype = torch.bfloat16) -> float:
+    """Returns the FLOPs of one matrix in the form that `make_plan` chooses."""
+    return 2 * _choose_form(min(n, m), max(n, m), steps, dtype)[2]
+
+
+def _choose_form(n: int, m: int, steps: int, dtype: torch.dtype) -> tuple[str, tuple[int, ...], float]:
+    """Returns the form, the restarts and the multiply-adds."""
     restarts = default_restarts(steps)
+    gram, standard = multiply_adds("gram", n, m, steps, len(restarts)), multiply_adds("standard", n, m, steps)
     # bfloat16 loses in R what the standard form reads from X: 1.4 times its error on Gaussian matrices.
-    if n >= GRAM_SMALLEST and dtype != torch.bfloat16:
-        gram = multiply_adds("gram", n, m, steps, len(restarts))
-        if gram <= GRAM_GAIN * multiply_adds("standard", n, m, steps):
-            return Plan(triples, "gram", restarts, dtype)
-    return Plan(triples, "standard", (), dtype)
+    if n >= GRAM_SMALLEST and dtype != torch.bfloat16 and gram <= GRAM_GAIN * standard:
+        return "gram", restarts, gram
+    return "standard", (), standard
 
 
 # Sides of the HIP kernels' tiles, with the other issue slots and the LDS time of their inner loops for 256 MFMA passes.

@@ -36,11 +36,17 @@ def parts(found):
     return {row["part"]: row["ms"] for row in found["parts"]}
 
 
+# The record counts the Gram form of Newton-Schulz for the twelve layers' matrices with a side below 384 too, which take
+# the standard form: 9 (m/n - 1) n^3 FLOPs more.
+SMALL_MATRICES = 12 * sum(9 * (m - n) * n**2 for n, m in [(256, 2048)] * 2 + [(128, 2048)] * 2 + [(17, 256)])
+
+
 def test_the_work_of_a_recipe_is_that_of_the_model_that_ran(record):
     work = expect.work_of(expect.recorded_recipe(record), 1, record["model"]["vocab_size"], written=frozenset())
     for row in record["parts"]:
         if row["tflop"] is not None:
-            assert work[row["part"]].flops == pytest.approx(row["tflop"] * 1e12, rel=1e-12), row["part"]
+            recorded = row["tflop"] * 1e12 + (SMALL_MATRICES if row["part"] == "optimizer" else 0)
+            assert work[row["part"]].flops == pytest.approx(recorded, rel=1e-12), row["part"]
             assert work[row["part"]].bytes == pytest.approx(row["gb"] * 1e9, rel=1e-12), row["part"]
 
 

@@ -7,7 +7,7 @@ import torch
 import hip_ops
 from hip_ops.newton_schulz.coefficients import COEFFICIENT_SETS, coefficient_triples
 from hip_ops.newton_schulz.iteration import iterate, normalised
-from hip_ops.newton_schulz.plan import Plan, default_restarts, make_plan, multiply_adds
+from hip_ops.newton_schulz.plan import Plan, default_restarts, make_plan, multiply_adds, newton_schulz_flops
 from hip_ops.newton_schulz.reference import TorchProducts
 from tests.hip_ops.newton_schulz_form import in_form, plan_of
 
@@ -145,6 +145,8 @@ def test_form_is_chosen_by_multiply_adds():
     assert form(2048, 4096, BF16) == "standard"
     # The figures of one ZAYA1 expert's fc1, in units of n^3: flops 15 m/n + 5 and 20 + 6 m/n - 6.
     n = 2048
+    assert newton_schulz_flops(2 * n, n) == 35 * n**3 and newton_schulz_flops(n, 2 * n, 5, HALF) == 26 * n**3
+    assert newton_schulz_flops(n, n, 3) == 12 * n**3 and newton_schulz_flops(256, 512, 5, HALF) == 35 * 256**3
     assert (
         multiply_adds("standard", n, 2 * n, 5) == 17.5 * n**3 and multiply_adds("gram", n, 2 * n, 5, 1) == 13.0 * n**3
     )

@@ -14,6 +14,7 @@ formulas, not from the record.
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -308,7 +309,8 @@ def work_of(
 
 def optimizer_share(shape: Shape, layout: ParallelSizes, recipe: Recipe) -> OptimizerShare:
     """Return the share of the busiest rank; matrices are never cut, so it has at least one of the largest ones."""
-    from zaya_plugin.optim.newton_schulz_cost import newton_schulz_flops
+    from hip_ops.newton_schulz.plan import newton_schulz_flops
+    from zaya_plugin.optim.muon import DTYPES
     from zaya_plugin.plan.flops import count_parameters
     from zaya_plugin.plan.step_work import OptimizerShare
 
@@ -330,15 +332,13 @@ def optimizer_share(shape: Shape, layout: ParallelSizes, recipe: Recipe) -> Opti
     of_the_rest = [(q, h), (k, h), (k // 2, h), (k // 2, h), (h, q), (r, h), (r, r), (r, r), (shape.num_experts + 1, r)]
     experts = shape.num_layers * shape.num_experts / layout.expert
     elements = sum(m * n for m, n in of_the_rest) * shape.num_layers
+    flops = functools.partial(newton_schulz_flops, steps=recipe.optim.muon_steps, dtype=DTYPES[recipe.optim.muon_dtype])
     operations = (
-        max(
-            experts * sum(newton_schulz_flops(*size) for size in of_experts) / ranks[0],
-            newton_schulz_flops(*of_experts[0]) * (ranks[0] > 1),
-        )
-        + shape.num_layers * sum(newton_schulz_flops(*size) for size in of_the_rest) / ranks[1]
+        max(experts * sum(flops(*size) for size in of_experts) / ranks[0], flops(*of_experts[0]) * (ranks[0] > 1))
+        + shape.num_layers * sum(flops(*size) for size in of_the_rest) / ranks[1]
     )
     muon = max(parts["experts"] / layout.expert / ranks[0], 2.0 * f * h * (ranks[0] > 1)) + elements / ranks[1]
-    return OptimizerShare(muon, (everything - elements) / ranks[1], momentum, operations * recipe.optim.muon_steps / 5)
+    return OptimizerShare(muon, (everything - elements) / ranks[1], momentum, operations)
 
 
 def text(found: dict) -> str:

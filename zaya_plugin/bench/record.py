@@ -226,7 +226,8 @@ def work_of(session, optim) -> dict:
 def _optimizer_share(parts, args, optim):
     from megatron.core import parallel_state
 
-    from zaya_plugin.optim.newton_schulz_cost import newton_schulz_flops
+    from hip_ops.newton_schulz.plan import newton_schulz_flops
+    from zaya_plugin.optim.muon import DTYPES
     from zaya_plugin.optim.parameter_role import role_of
     from zaya_plugin.plan.step_work import OptimizerShare
 
@@ -245,10 +246,9 @@ def _optimizer_share(parts, args, optim):
                 adamw += parameter.numel() / ranks
             else:
                 muon += parameter.numel() / ranks
-                operations += matrices[0] * newton_schulz_flops(*matrices[1:]) / ranks
-    return OptimizerShare(
-        muon, adamw, 2 if optim.muon_momentum_dtype == "bf16" else 4, operations * optim.muon_steps / 5
-    )
+                flops = newton_schulz_flops(*matrices[1:], optim.muon_steps, DTYPES[optim.muon_dtype])
+                operations += matrices[0] * flops / ranks
+    return OptimizerShare(muon, adamw, 2 if optim.muon_momentum_dtype == "bf16" else 4, operations)
 
 
 def surroundings(device, command: str, given: str | None) -> dict:

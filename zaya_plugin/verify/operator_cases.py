@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from hip_ops.newton_schulz.coefficients import coefficient_triples
-from hip_ops.newton_schulz.plan import make_plan
-from zaya_plugin.optim.newton_schulz_cost import newton_schulz_flops
+from hip_ops.newton_schulz.plan import make_plan, newton_schulz_flops
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -255,7 +254,7 @@ CASES = {
     "grouped_outer_": Case(_grouped_outer, flops=_expert_flops),
     "newton_schulz": Case(
         _newton_schulz,
-        flops=lambda sizes: sizes.matrices * newton_schulz_flops(sizes.hidden, sizes.hidden),
+        flops=lambda sizes: sizes.matrices * newton_schulz_flops(sizes.hidden, sizes.hidden, dtype=torch.float16),
         ulps=16.0,  # five steps amplify the roundings of fp16
     ),
     "muon_momentum_": Case(_momentum),

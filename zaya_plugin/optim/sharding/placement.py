@@ -22,9 +22,13 @@ from megatron.core.optimizer.param_layout import pad_param_start, pad_to_divisor
 from torch import Tensor
 from torch.nn import Parameter
 
-from zaya_plugin.optim.newton_schulz_cost import FLOPS_PER_ELEMENT, muon_work
+from hip_ops.newton_schulz.plan import newton_schulz_flops
 from zaya_plugin.optim.parameter_role import role_of
 
+# FLOPs of Newton-Schulz in the time of reading and writing an element's gradient, momentum and weight. For all of
+# ZAYA1-base these passes take 60 of 596 ms on one H200 (benchmarks/results/optimizer_step-h200.json), where
+# Newton-Schulz ran at 470 TFLOP/s.
+FLOPS_PER_ELEMENT = 3_000
 # Factors of the requested bucket size that are tried: blocks of larger buckets can be ordered in more ways, and leave
 # less padding.
 SIZES = (1, 2, 4)
@@ -79,7 +83,7 @@ class Unit:
     largest: elements of one parameter.
     is_block: whether it is an expert block.
     is_whole: whether no parameter of it may be cut: an expert block or a Muon matrix.
-    work: of Muon for all of it (`muon_work`).
+    work: of Muon for all of it (`work_of`).
     """
 
     params: tuple[Parameter, ...]
@@ -124,9 +128,10 @@ def units_of(params: Iterable[Parameter]) -> list[Unit]:
 
 
 def work_of(param: Parameter) -> int:
-    """Return Muon's work for a parameter; 0 under AdamW."""
+    """Return Muon's work for a parameter in FLOPs, Newton-Schulz and the passes over its elements; 0 under AdamW."""
     count, m, n = role_of(param).matrices or (0, 1, 1)
-    return count * muon_work(m, n)
+    # The form that Newton-Schulz takes in fp16, as ZAYA1's recipes; under bf16 the owners' shares differ in the fifth digit.
+    return count * (round(newton_schulz_flops(m, n, dtype=torch.float16)) + FLOPS_PER_ELEMENT * m * n)
 
 
 @dataclass(frozen=True)
@@ -390,7 +395,7 @@ def balanced(buckets: Sequence[Sequence[Unit]], shards: Shards) -> tuple[list[tu
     """Arrange the units of all buckets.
 
     Return of each bucket the units with their offsets and the bucket's length, and the largest work of an owner over
-    all buckets (as `muon_work`).
+    all buckets (as `work_of`).
     """
     parts = min(shards.count * RESOLUTION, 2**31)
     unit_of_work = max(1, -(-sum(unit.work for bucket in buckets for unit in bucket) // parts))
