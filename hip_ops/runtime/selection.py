@@ -68,11 +68,13 @@ def set_kernels(kernels: str | None = "auto", overrides: Mapping[str, str] | Non
 def use_kernels(kernels: str = "auto", **overrides: str) -> Iterator[None]:
     """Sets the versions within a `with` block, in all threads, because autograd's threads run the backward pass."""
     check_selection(kernels, overrides)
-    _stack.append(Selection(kernels, overrides))
+    inner = Selection(kernels, overrides)
+    _stack.append(inner)
     try:
         yield
     finally:
-        _stack.pop()
+        if inner in _stack:  # else set_kernels was called inside, for the rest of the process
+            _stack.remove(inner)
 
 
 def selection() -> Selection:

@@ -442,3 +442,13 @@ def test_every_version_is_there():
     for each in found:
         for version in each.versions:
             assert callable(each._function_of(version)), (each.name, version)
+
+
+def test_set_kernels_inside_a_block_holds_after_it():
+    with use_kernels("triton"), use_kernels("hip"):
+        set_kernels("reference")
+        assert selection().of("muon").version == "reference"
+    assert selection().of("muon").version == "reference"
+    with use_kernels("triton"):
+        set_kernels(None)
+    assert selection().of("muon").version == "auto"
