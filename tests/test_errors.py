@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+import errno
 import os
 import re
+import resource
 import zipfile
 from pathlib import Path
 
@@ -38,7 +40,42 @@ def test_an_error_of_storage_names_the_path_and_the_free_space(tmp_path):
     with pytest.raises(OSError) as no_space:
         os.write(full, b"x")
     os.close(full)
-    assert of_the_machine(no_space.value, tmp_path).startswith(f"{tmp_path}: No space left on device (")
+    text = of_the_machine(no_space.value, tmp_path)  # full is none of these; it names no file
+    assert text.startswith("storage: No space left on device, at tests/test_errors.py:")
+    assert f"; the error names no file ({tmp_path}: " in text and ", /dev/shm: " in text and ", /tmp: " in text
+
+
+def test_an_error_without_a_file_names_the_place_that_is_full(tmp_path, monkeypatch):
+    for place in ("/dev/shm", str(tmp_path)):
+        monkeypatch.setattr(os, "statvfs", lambda path, place=place: _Space(0 if str(path) == place else 10**9))
+        text = of_the_machine(OSError(errno.ENOSPC, "No space left on device"), tmp_path)
+        assert text.startswith(f"{place}: No space left on device (0 KiB free") and text.count("KiB free") == 1
+    monkeypatch.undo()
+    shared = "unable to open shared memory object </torch_7_3> in read-write mode: No space left on device (28)"
+    killed = (
+        "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers are out of "
+    )
+    for text in (shared, killed + "shared memory. Please try to raise your shared memory limit."):
+        assert of_the_machine(RuntimeError(text), tmp_path).startswith("/dev/shm: No space left on device (")
+
+
+class _Space:
+    def __init__(self, blocks):
+        self.f_bavail, self.f_frsize, self.f_files, self.f_favail = blocks, 1024, 10**6, 10**6
+
+
+def test_too_many_open_files_name_the_limit_and_a_data_loader_keeps_the_path(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = of_the_machine(OSError(errno.EMFILE, "Too many open files", "x.idx"), tmp_path)
+    assert text.startswith(
+        f"ulimit -n={soft}: Too many open files in one process, at {os.path.abspath('x.idx')}. Fix: ulimit"
+    )
+    in_loader = (
+        "Caught OSError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File x\n"
+    )
+    assert of_the_machine(OSError(f"{in_loader}OSError: [Errno 24] Too many open files: 'x.idx'"), tmp_path) == text
+    eio = of_the_machine(OSError(f"{in_loader}OSError: [Errno 5] Input/output error: '{tmp_path}/x.bin'"), tmp_path)
+    assert eio.startswith(f"{tmp_path}/x.bin: Input/output error (")
 
 
 def test_errors_of_memory_and_damaged_files_have_a_message_and_others_none(tmp_path):

@@ -7,6 +7,8 @@ import contextlib
 import difflib
 import errno
 import os
+import re
+import resource
 import signal
 from collections.abc import Iterable
 
@@ -82,37 +84,19 @@ STORAGE = (
     errno.EMFILE,
     errno.ENFILE,
 )
+FULL_DISK = 2**20  # bytes; with less free space a failure is attributed to the disk
+# In torch's errors of a full /dev/shm, the last one after a data loader was killed by SIGBUS.
+SHARED_MEMORY = r"(?s)shared memory.*No space left|/torch_.*No space left|out of shared memory"
 
 
 def of_the_machine(error: BaseException, directory: str | os.PathLike, offline: bool = False) -> str | None:
     """Return the message about an error of storage or memory, or None if it is of another kind: a traceback is then
     needed.
 
-    directory: of the run, for errors that name no file. offline: the command is no run of ranks.
+    directory: of the run; it may be full where an error names no file. offline: the command is no run of ranks.
     """
-    # An error that names a file is about this file, whatever its number (ELOOP, ENAMETOOLONG, ESTALE, ...).
-    if isinstance(error, OSError) and error.strerror and (error.errno in STORAGE or error.filename is not None):
-        path = os.fspath(directory if error.filename is None else error.filename)
-        path = os.fsdecode(path)
-        with contextlib.suppress(OSError):  # the current directory was removed
-            path = os.path.abspath(path)
-        fixes = {
-            errno.ENOSPC: "free some space or files there",
-            errno.EDQUOT: "remove files of yours there, or ask for a larger quota",
-            errno.ENOENT: "restore the file, or correct the path",
-            errno.ENOTDIR: "correct the path",
-            errno.EISDIR: "correct the path, or remove the directory",
-            errno.EIO: "look at the state of the disk or of the file server",
-            errno.ESTALE: "mount the file system anew",
-            errno.ELOOP: "remove the link that leads to itself",
-            errno.ENAMETOOLONG: "a shorter path",
-            errno.EMFILE: "a higher `ulimit -n`",
-            errno.ENFILE: "end programs that hold many files open",
-        }
-        fix = fixes.get(error.errno, "make it readable and writable for you")
-        return message(
-            path, problem=f"{error.strerror} ({free_space(path)})", fix=f"{fix}; then the same command again"
-        )
+    if (told := _of_storage(error, directory)) is not None:
+        return told
     text = next(iter(str(error).strip().splitlines()), "")
     # torch's own exceptions are known by name, since this module imports nothing
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError) or "can't allocate memory" in text:
@@ -130,6 +114,81 @@ def of_the_machine(error: BaseException, directory: str | os.PathLike, offline: 
             os.fspath(directory), problem=problem, fix="`zaya checkpoint verify` and `zaya data inspect` find it"
         )
     return None
+
+
+def _of_storage(error: BaseException, directory: str | os.PathLike) -> str | None:
+    number, text, path = (
+        getattr(error, "errno", None),
+        getattr(error, "strerror", None),
+        getattr(error, "filename", None),
+    )
+    # Of an error in a data loader torch keeps the text alone; its errors of shared memory are RuntimeErrors.
+    if number is None and (read := re.search(r"\[Errno (\d+)\] ([^:\n]+)(?:: '(.*)')?\s*$", str(error))):
+        number, text, path = int(read[1]), read[2], read[3]
+    elif number is None and isinstance(error, RuntimeError) and re.search(SHARED_MEMORY, str(error)):
+        number, text, path = errno.ENOSPC, os.strerror(errno.ENOSPC), "/dev/shm"
+    if not text or not (isinstance(error, (OSError, RuntimeError)) and (number in STORAGE or path is not None)):
+        return None
+    if number == errno.EMFILE:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        problem = f"{text} in one process" + (f", at {_absolute(path)}" if path else "")
+        higher = f"`ulimit -n {hard}`" if hard > soft else "a higher limit of the system or container"
+        return message("ulimit -n", soft, problem=problem, fix=f"{higher}, or fewer files; then the same command again")
+    if path is None and number in (errno.ENOSPC, errno.EDQUOT):
+        path = next((place for place in (directory, "/dev/shm", *_temporary()) if _is_full(place)), None)
+    fixes = {
+        errno.ENOSPC: "free some space or files there",
+        errno.EDQUOT: "remove files of yours there, or ask for a larger quota",
+        errno.ENOENT: "restore the file, or correct the path",
+        errno.ENOTDIR: "correct the path",
+        errno.EISDIR: "correct the path, or remove the directory",
+        errno.EIO: "look at the state of the disk or of the file server",
+        errno.ESTALE: "mount the file system anew",
+        errno.ELOOP: "remove the link that leads to itself",
+        errno.ENAMETOOLONG: "a shorter path",
+        errno.ENFILE: "end programs that hold many files open",
+    }
+    fix = fixes.get(number, "make it readable and writable for you")
+    if path is None:  # an error that names no file is of no directory in particular
+        places = ", ".join(
+            f"{place}: {free_space(place)}" for place in (_absolute(directory), "/dev/shm", *_temporary())
+        )
+        problem = f"{text}, at {_place(error)}; the error names no file ({places})"
+        return message("storage", problem=problem, fix="look at the place in the log; then the same command again")
+    path = _absolute(path)
+    if path.startswith("/dev/shm"):
+        fix = "free some space there (`docker run --shm-size`), or data.num_workers=0"
+    return message(path, problem=f"{text} ({free_space(path)})", fix=f"{fix}; then the same command again")
+
+
+def _absolute(path: str | bytes | os.PathLike) -> str:
+    path = os.fsdecode(path)
+    with contextlib.suppress(OSError):  # the current directory was removed
+        path = os.path.abspath(path)
+    return path
+
+
+def _temporary() -> list[str]:
+    return [os.environ.get("TMPDIR") or "/tmp"]
+
+
+def _is_full(place: str | os.PathLike) -> bool:
+    try:
+        space = os.statvfs(place)
+    except OSError:
+        return False
+    return space.f_bavail * space.f_frsize < FULL_DISK or bool(space.f_files) and not space.f_favail
+
+
+def _place(error: BaseException) -> str:
+    """Return the innermost place of an error: file, line and function."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return "an unknown place"
+    code = trace.tb_frame.f_code
+    return f"{'/'.join(code.co_filename.split('/')[-2:])}:{trace.tb_lineno} ({code.co_name})"
 
 
 def free_space(path: str) -> str:

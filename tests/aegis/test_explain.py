@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.aegis.cpu_speed import allowed
+from tests.aegis.journals import ONE_CRASH, failure
 from tests.aegis.labelled_logs import COLLECTED, cases
 from tests.aegis.test_rules import realistic
 from zaya_plugin import cli
@@ -255,6 +256,25 @@ def test_only_classes_that_rules_name_are_told(tmp_path):
         for log in read_logs(case.write(tmp_path / case.name), RULES):
             assert all(each.rule in RULES or each.source == "progress" for each in log.evidence)
             assert not any(re.search(r"[\x00-\x1f]", each.text) for each in log.evidence)
+
+
+def test_the_journal_of_a_supervised_run_knows_more_than_its_logs(tmp_path, capsys):
+    folder = tmp_path / "aegis"
+    for number in (1, 2):
+        (folder / f"attempt_{number}").mkdir(parents=True)
+        (folder / f"attempt_{number}" / "rank9.log").write_text("step 1\n")
+    rows = [*ONE_CRASH, *failure(290, 289, "node_lost", "exchange", 110, 288, generation=3)]
+    (folder / "journal.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "diagn')
+    first, second, third = explain(tmp_path, RULES)
+    assert (first.found.cause, first.found.node, first.found.rank) == ("sigkill", "n2", 9)
+    assert (first.action, first.reason) == ("restart", "sigkill: restart") and second.found.evidence == []
+    assert (third.number, third.found.cause, third.action) == (3, "node_lost", "exchange")
+    assert cli.main(["aegis", "explain", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "attempt 1: sigkill on n2 rank 9 (sure, high)" in out and "the supervisor: restart: sigkill: restart" in out
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "journal.jsonl").write_text((folder / "journal.jsonl").read_text())
+    assert [one.number for one in explain(tmp_path, RULES)] == [1, 2]  # two runs: the logs alone
 
 
 def test_explain_as_an_option_is_the_command(tmp_path, capsys):

@@ -329,10 +329,36 @@ def test_the_environment_of_a_rank():
 def test_last_words_are_the_last_traceback_or_the_last_lines():
     first = "Traceback (most recent call last):\n  old\nKeyError: 1\n"
     last = "Traceback (most recent call last):\n  new\nValueError: 2\n"
-    assert last_words(f"noise\n{first}\nDuring handling:\n\n{last}") == last.rstrip()
+    handling = "\nDuring handling of the above exception, another exception occurred:\n\n"
+    whole = f"it began with KeyError: 1\n{last.rstrip()}"
+    assert last_words(f"noise\n{first}{handling}{last}") == last_words(f"{last}again\n{first}{handling}{last}") == whole
+    assert last_words(f"{first}a line\n{last}") == last.rstrip()
     long = "Traceback (most recent call last):\n" + "\n".join(f"  line {n}" for n in range(100)) + "\nValueError: 3"
     assert last_words(long).splitlines()[1] == "  ..." and last_words(long).endswith("ValueError: 3")
     assert last_words("\n".join(str(n) for n in range(100))).splitlines()[0] == "70"
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        "Exception ignored in: <function IndexedDataset.__del__ at 0x7ff5>\n",
+        "Exception in thread Thread-1 (_pin_memory_loop):\n",
+        "Process Process-1:\n",
+        "Error in atexit._run_exitfuncs:\n",
+    ],
+)
+@pytest.mark.parametrize("told", [False, True])
+def test_a_traceback_that_ended_no_process_is_no_cause(tmp_path, noise, told):
+    noise += "Traceback (most recent call last):\n  File \"x.py\", line 1, in y\n    z\nAttributeError: 'no such'\n"
+    cause = 'Traceback (most recent call last):\n  File "own.py", line 1, in f\nKeyError: 7\n'
+    cause = "zaya: ulimit -n=256: Too many open files.\n" if told else cause
+    path = tmp_path / "attempt_0" / "0" / "stderr.log"
+    path.parent.mkdir(parents=True)
+    path.write_text(noise + cause + noise + noise)
+    (tmp_path / "torchrun.log").write_text("Root Cause\n  rank      : 0 (local_rank: 0)\n  exitcode  : 1 (pid: 7)\n")
+    failure = first_failure(tmp_path, tmp_path / "torchrun.log")
+    assert failure.exit_code == 1 and failure.text == cause.rstrip()
+    assert failure.message.startswith(cause[:20] if told else "zaya: rank 0 failed first, exit code 1:")
 
 
 def test_no_failure_without_failed_ranks(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import calendar
+import contextlib
 import dataclasses
 import json
 import os
@@ -18,12 +19,14 @@ from pathlib import Path
 
 from zaya_plugin.aegis.diagnose import Diagnosis, diagnosis
 from zaya_plugin.aegis.evidence import Evidence
+from zaya_plugin.aegis.journal import NAME, read
 from zaya_plugin.aegis.rules import KERNEL, Reader, Rule, Rules
 from zaya_plugin.errors import mistake
 
 WHAT = """\
 Reads the logs below DIR (of ranks, kernels, torchrun and SLURM), names the first cause of the failure with its evidence,
-and says what `zaya aegis run` would have done. Starts nothing, and needs no device.
+and says what `zaya aegis run` would have done, or of a supervised run what its journal says that it did. Starts nothing,
+and needs no device.
 
 A file belongs to the kernel when its name has dmesg, kern, messages, syslog or journal in it, or its lines look like
 it. The rank comes from the file's name (rank3.log) or from the line ([rank3]:, or srun's label). The node comes from
@@ -205,8 +208,8 @@ class Attempt:
 
 def explain(folder: Path, rules: Rules) -> list[Attempt]:
     """Return the attempts below `folder`, each with its diagnosis and what would have been done."""
-    logs = read_logs(folder, rules)
-    numbers = sorted({log.attempt for log in logs if log.attempt is not None})
+    logs, journal = read_logs(folder, rules), _journal(folder)
+    numbers = sorted({log.attempt for log in logs if log.attempt is not None} | journal.keys())
     attempts, begin = [], float("-inf")
     for number in numbers or [None]:
         own = [log for log in logs if log.attempt == number]
@@ -218,10 +221,32 @@ def explain(folder: Path, rules: Rules) -> list[Attempt]:
         evidence += [each for log in common for each in log.evidence if begin < each.time <= end]
         steps = [each.values["step"] for each in evidence if each.source == "progress" and "step" in each.values]
         nodes = tuple(sorted({log.node for log in logs if log.node} | {each.node for each in evidence if each.node}))
-        attempts.append(Attempt(number, diagnosis(evidence, rules), nodes, max(steps, default=None)))
+        found = journal[number][0] if number in journal else diagnosis(evidence, rules)
+        attempts.append(Attempt(number, found, nodes, max(steps, default=None)))
         begin = end
     _decide(attempts, rules)
+    for one in attempts:
+        if one.number in journal and (decision := journal[one.number][1]):
+            one.action, one.reason = decision["action"], decision["reason"]
     return attempts
+
+
+def _journal(folder: Path) -> dict[int, tuple[Diagnosis, dict]]:
+    """Return what the supervisor of the run in `folder` has written: attempt -> its last diagnosis, and the decision upon
+    it. It saw more than the logs: exit codes, heartbeats, lost nodes.
+    """
+    paths = list(folder.rglob(NAME))
+    known: dict[int, tuple[Diagnosis, dict]] = {}
+    for row in read(paths[0]) if len(paths) == 1 else ():  # attempts of several runs have the same numbers
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # a disk may damage lines
+            if row["kind"] == "diagnosis":
+                known[row["generation"]] = Diagnosis.from_json(row), {}
+            elif row["kind"] == "decision" and row["generation"] in known:
+                known[row["generation"]] = (
+                    known[row["generation"]][0],
+                    {name: row[name] for name in ("action", "reason")},
+                )
+    return known
 
 
 def _decide(attempts: list[Attempt], rules: Rules) -> None:

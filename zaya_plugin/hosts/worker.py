@@ -49,6 +49,7 @@ def main(argv: list[str], work: Callable | None = None) -> int:
     """
     from zaya_plugin.config.compose import load_recipe
 
+    faulthandler.enable()  # names the place of a SIGBUS or SIGSEGV
     adopt_children()
     follow_launcher()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

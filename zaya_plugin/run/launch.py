@@ -28,7 +28,8 @@ from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.run_directory import check_resume, checkpoint_path, keep_recipe, make_writable, written_by
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import validate
-from zaya_plugin.errors import ENDED_EARLY, ROLL_BACK, free_space, message, mistake
+from zaya_plugin.data.sources import find_sources
+from zaya_plugin.errors import ENDED_EARLY, FULL_DISK, ROLL_BACK, free_space, message, mistake
 from zaya_plugin.parent_death import (
     BATCH_SIGNALS,
     GRACE,
@@ -42,13 +43,19 @@ from zaya_plugin.run import before_start, megatron_check
 from zaya_plugin.run.rank_plan import WORKER, Plan, make_plan
 
 EXPLAIN = "zaya_plugin.hosts.explain"
-FULL_DISK = 2**20  # bytes; with less free space a failure is attributed to the disk
 SHOWN_LINES = 30
 # In what torch, CUDA, HIP and hip_ops say about a capture that failed, or about a query during one (NCCL's watchdog on
 # ROCm).
 CAPTURE = re.compile(
     r"stream is capturing|during (CUDA graph )?capture|capturing (blocking )?stream|CapturedEvent|StreamCapture"
     r"|a graph is captured|outside graph capture"
+)
+# Tracebacks that ended no process: of a destructor, a thread, a function at the exit, a child.
+BLOCK = r"Traceback \(most recent call last\):\n(?:[ \t].*\n)*.*\n?"
+CHAIN = re.compile(rf"^{BLOCK}(?:\n(?:During handling|The above exception).*\n\n{BLOCK})*", re.MULTILINE)
+ENDED_NOTHING = re.compile(
+    rf"^(?:Exception ignored|Exception in thread|Error in atexit|Process \S+:).*\n{BLOCK}(?:\n.*:\n\n{BLOCK})*",
+    re.MULTILINE,
 )
 FROM_TORCHRUN = (signal.SIGTERM,)  # how torchrun itself stops the surviving ranks
 
@@ -112,6 +119,11 @@ def _start(recipe: Recipe, plan: Plan, chosen_here: bool) -> int:
             raise
     logs = Path(recipe.run_dir) / "logs"
     ended = run_ranks(plan, logs)
+    if ended.code == 128 + signal.SIGBUS:  # a file that was mapped is shorter now, or its disk fails
+        try:
+            find_sources(recipe)
+        except ValueError as error:
+            print(f"zaya: {error}", file=sys.stderr)
     may_restart = ended.code and not ended.stopped and chosen_here and recipe.cluster.graphs != "none"
     if may_restart and ended.folder is not None and capture_failed(ended.folder):
         text = "zaya: cluster.graphs=auto: the step could not be captured as a graph; starting again kernel by kernel"
@@ -339,7 +351,7 @@ def first_failure(log_dir: Path, torchrun_log: Path) -> RankFailure | None:
     killed = [rank for rank, code in exit_codes.items() if code < 0 and -code not in FROM_TORCHRUN and rank in stderr]
     # A rank that leaves with a message for the user ends the others; their tracebacks are about the connection.
     mistaken = [rank for rank, code in exit_codes.items() if rank in stderr and _left_with_message(code, stderr[rank])]
-    told = [rank for rank, path in stderr.items() if "Traceback (most recent call last)" in _read(path)]
+    told = [rank for rank, path in stderr.items() if "Traceback (most recent call last)" in _last_part(path)]
     told.sort(key=lambda rank: stderr[rank].stat().st_mtime_ns)
     rank = next(iter(mistaken + killed + told + [rank for rank in exit_codes if rank in stderr]), None)
     if rank is None:
@@ -349,22 +361,31 @@ def first_failure(log_dir: Path, torchrun_log: Path) -> RankFailure | None:
         text = f"killed by {_signal_name(-code)}"
         if -code == signal.SIGKILL:
             text += " (the system does this when memory runs out)"
+        if -code == signal.SIGBUS:
+            text += " (a file that was mapped into memory is shorter now, or its disk failed)"
         return RankFailure(rank, 128 - code, text, stderr[rank])
-    return RankFailure(rank, code, last_words(_read(stderr[rank])), stderr[rank])
+    return RankFailure(rank, code, last_words(_last_part(stderr[rank])), stderr[rank])
 
 
 def _left_with_message(code: int, stderr: Path) -> bool:
     """Whether a rank left with a message of its own, for a user's mistake (2) or because training cannot go on (1,
     ROLL_BACK).
     """
-    text = _read(stderr)
+    text = _last_part(stderr)
     said = max(text.rfind("\nzaya: "), 0 if text.startswith("zaya: ") else -1)
     return code in (2, ROLL_BACK) and said >= 0 or code == 1 and said > text.rfind("Traceback (most recent call last)")
 
 
+def _last_part(stderr: Path) -> str:
+    """Return what a rank wrote, without tracebacks that ended no process."""
+    return ENDED_NOTHING.sub("", _read(stderr))
+
+
 def last_words(stderr: str) -> str:
-    """Return the last traceback in `stderr`, or its last lines where it has none."""
+    """Return the last traceback in `stderr`, behind the error that it began with, or its last lines where it has none."""
     start = stderr.rfind("Traceback (most recent call last)")
+    if (chains := CHAIN.findall(stderr)) and chains[-1].rstrip() != (first := re.match(BLOCK, chains[-1])[0].rstrip()):
+        return f"it began with {first.splitlines()[-1]}\n{last_words(stderr[start:])}"
     lines = stderr[max(start, 0) :].rstrip().splitlines()
     if start >= 0 and len(lines) > SHOWN_LINES:
         return "\n".join([lines[0], "  ...", *lines[-SHOWN_LINES:]])
