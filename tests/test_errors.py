@@ -68,7 +68,7 @@ def test_too_many_open_files_name_the_limit_and_a_data_loader_keeps_the_path(tmp
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = of_the_machine(OSError(errno.EMFILE, "Too many open files", "x.idx"), tmp_path)
     assert text.startswith(
-        f"ulimit -n={soft}: Too many open files in one process, at {os.path.abspath('x.idx')}. Fix: ulimit"
+        f"ulimit -n={soft}: Too many open files in one process, at {os.path.abspath('x.idx')}. Fix: "
     )
     in_loader = (
         "Caught OSError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File x\n"
