@@ -108,9 +108,9 @@ class Handover:
 
     def load_and_begin(self, load_checkpoint, model, optimizer, scheduler, *positional, **named) -> tuple[int, int]:
         """Load weights and optimizer state of the previous stage; steps, samples, schedule and FLOPs start from 0."""
-        args = get_args()
         if broken := restore.compare(self.before.checkpoints, self.before.steps).damaged:
             raise ValueError(self.damage(broken))
+        args = get_args()
         groups = [{k: v for k, v in group.items() if k not in STATE_OF_GROUP} for group in optimizer.param_groups]
         # Groups that differ in the new stage's settings alone share one saved group; only its step count is used.
         identifiers = {
