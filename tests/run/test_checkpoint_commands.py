@@ -56,12 +56,12 @@ def test_list_and_show(run_dir, capsys):
     assert lines[0].endswith("complete") and "has 5 bytes, its manifest states 2000" in lines[1]
     assert cli.main(["checkpoint", "show", str(run_dir / "checkpoints"), "--step", "300"]) == 0
     shown = capsys.readouterr().out
-    assert "  run_id           ab12\n" in shown and manifest.describe(shard(run_dir, 300))["xxh3_128"] in shown
+    assert "  run_id              ab12\n" in shown and manifest.describe(shard(run_dir, 300))["xxh3_128"] in shown
 
 
 def test_show_is_readable_and_json_has_all(tmp_path, capsys):
     """The values of a recipe filled one line of 5,200 characters."""
-    values = {f"stage.key_{number}": "x" * 20 for number in range(200)}
+    values = {f"stage.key_{number}": "x" * 20 for number in range(200)} | {"megatron": {"seed": 1}}
     data = {"tokenizer": "0123", "special_tokens": False, "train": {f"data/{n}/train": "abcdef" for n in range(30)}}
     folder = tmp_path / "checkpoints" / "iter_0000007"
     folder.mkdir(parents=True)
@@ -75,7 +75,7 @@ def test_show_is_readable_and_json_has_all(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 10 and max(map(len, lines)) < 130, lines
     assert lines[4].split(maxsplit=1) == ["lineage", "stage one, steps 5"]
-    assert lines[5].split() == ["data.tokenizer", "0123"] and lines[7].endswith("abcde...") is False
+    assert lines[5].split() == ["data.tokenizer", "0123"] and lines[6].split() == ["data.special_tokens", "False"]
     assert lines[7].split()[0] == "data.train" and lines[7].endswith("...")
     assert lines[8].split(maxsplit=1) == ["files", "40, 0.00 MB, the largest of 0.00 MB"] and lines[9] == "complete"
     assert cli.main(["checkpoint", "show", str(tmp_path), "--json"]) == 0

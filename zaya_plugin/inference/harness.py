@@ -11,6 +11,7 @@ import torch
 from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 
+from zaya_plugin.checkpoint.progress import bar
 from zaya_plugin.inference.opening import Opened
 from zaya_plugin.inference.sampling import continued
 from zaya_plugin.inference.sampling_options import Sampling
@@ -48,19 +49,21 @@ class ZayaLM(TemplateLM):
     def _loglikelihood_tokens(self, requests, **_) -> list[tuple[float, bool]]:
         order = sorted(range(len(requests)), key=lambda place: -len(requests[place][1]) - len(requests[place][2]))
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
-        for begin in range(0, len(order), self.batch_size):
-            places = order[begin : begin + self.batch_size]
-            # Of a sequence that is too long its end is kept; the last token is predicted, and predicts nothing.
-            rows = [[*requests[place][1], *requests[place][2]][-(self.max_length + 1) :] for place in places]
-            longest = max(map(len, rows)) - 1
-            padded = torch.tensor([[*row[:-1], *[0] * (longest - len(row) + 1)] for row in rows])
-            hidden = self.decoder.hidden_states(padded.to(self.decoder.device))
-            for column, (place, row) in enumerate(zip(places, rows, strict=True)):
-                wanted = torch.tensor(requests[place][2][-len(row) + 1 :], device=self.decoder.device)
-                end = len(row) - 1
-                logits = self.decoder.logits(hidden[end - len(wanted) : end, column]).float()
-                chosen = logits.log_softmax(-1).gather(1, wanted.unsqueeze(1))
-                found[place] = (chosen.sum().item(), bool((logits.argmax(-1) == wanted).all()))
+        with bar("log-likelihoods", len(order), " requests") as shown:
+            for begin in range(0, len(order), self.batch_size):
+                places = order[begin : begin + self.batch_size]
+                # Of a sequence that is too long its end is kept; the last token is predicted, and predicts nothing.
+                rows = [[*requests[place][1], *requests[place][2]][-(self.max_length + 1) :] for place in places]
+                longest = max(map(len, rows)) - 1
+                padded = torch.tensor([[*row[:-1], *[0] * (longest - len(row) + 1)] for row in rows])
+                hidden = self.decoder.hidden_states(padded.to(self.decoder.device))
+                for column, (place, row) in enumerate(zip(places, rows, strict=True)):
+                    wanted = torch.tensor(requests[place][2][-len(row) + 1 :], device=self.decoder.device)
+                    end = len(row) - 1
+                    logits = self.decoder.logits(hidden[end - len(wanted) : end, column]).float()
+                    chosen = logits.log_softmax(-1).gather(1, wanted.unsqueeze(1))
+                    found[place] = (chosen.sum().item(), bool((logits.argmax(-1) == wanted).all()))
+                shown.update(len(places))
         return found
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
@@ -81,13 +84,15 @@ class ZayaLM(TemplateLM):
         for place, request in enumerate(requests):
             groups.setdefault(repr(request.args[1]), []).append(place)
         found = [""] * len(requests)
-        for places in groups.values():
-            places.sort(key=lambda place: -len(requests[place].args[0]))
-            for begin in range(0, len(places), self.batch_size):
-                part = places[begin : begin + self.batch_size]
-                texts = self._until([requests[place].args[0] for place in part], requests[part[0]].args[1])
-                for place, text in zip(part, texts, strict=True):
-                    found[place] = text
+        with bar("texts", len(requests), " requests") as shown:
+            for places in groups.values():
+                places.sort(key=lambda place: -len(requests[place].args[0]))
+                for begin in range(0, len(places), self.batch_size):
+                    part = places[begin : begin + self.batch_size]
+                    texts = self._until([requests[place].args[0] for place in part], requests[part[0]].args[1])
+                    for place, text in zip(part, texts, strict=True):
+                        found[place] = text
+                    shown.update(len(part))
         return found
 
     def _until(self, contexts: list[str], options: dict) -> list[str]:

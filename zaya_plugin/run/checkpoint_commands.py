@@ -139,9 +139,9 @@ def show(directory: Path, steps: list[int], options: argparse.Namespace) -> int:
     files = content.pop("files")
     print(folder)
     for name, text in _rows(content):
-        print(f"  {name:16} {text}")
+        print(f"  {name:19} {text}")
     sizes = [file["bytes"] for file in files.values()]
-    print(f"  {'files':16} {len(files)}, {_size(sum(sizes))}, the largest of {_size(max(sizes, default=0))}")
+    print(f"  {'files':19} {len(files)}, {_size(sum(sizes))}, the largest of {_size(max(sizes, default=0))}")
     for name, file in files.items() if len(files) <= MOST_FILES else ():
         print(f"  {_size(file['bytes']):>16} {file.get('xxh3_128', 'no checksum'):32}  {name}")
     print("complete" if not found else "damaged: " + "; ".join(found))
@@ -151,9 +151,11 @@ def show(directory: Path, steps: list[int], options: argparse.Namespace) -> int:
 def _rows(content: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield the lines of a manifest's facts, but for the recipe's values."""
     for key, value in content.items():
+        if key in (manifest.RECIPE, "xxh3_128") or value is None:
+            continue
         if isinstance(value, dict) and any(isinstance(one, dict) for one in value.values()):
             yield from _rows(value, f"{prefix}{key}.")
-        elif key not in (manifest.RECIPE, "xxh3_128"):
+        else:
             text = ", ".join(f"{name} {one}" for name, one in value.items()) if isinstance(value, dict) else str(value)
             yield prefix + key, text if len(text) <= WIDEST else text[: WIDEST - 3] + "..."
 
