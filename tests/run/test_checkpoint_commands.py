@@ -270,3 +270,19 @@ def test_a_pipe_in_the_place_of_the_recipe_is_not_waited_for(run_dir, capsys):
 def test_a_recipe_of_other_bytes_hides_no_checkpoint(run_dir):
     (run_dir / "recipe.yaml").write_bytes(b"\xff\xfe\x00")
     assert cli.main(["checkpoint", "list", str(run_dir)]) == 0
+
+
+def test_prune_leaves_what_is_read_and_verify_reads_under_a_lock(run_dir, capsys, monkeypatch):
+    stock, left = manifest.damaged, []
+
+    def damaged(folder, *arguments):
+        left.append(on_disk.remove(folder.parent, on_disk.iteration_of(folder)))  # as a run would
+        return stock(folder, *arguments)
+
+    monkeypatch.setattr(manifest, "damaged", damaged)
+    assert cli.main(["checkpoint", "verify", str(run_dir), "--all"]) == 0 and left == [False] * len(STEPS)
+    capsys.readouterr()
+    with manifest.hold(shard(run_dir, 100).parent):
+        assert cli.main(["checkpoint", "prune", str(run_dir), "--keep-last", "2"]) == 0
+    assert f"{shard(run_dir, 100).parent} stays: another program is reading it" in capsys.readouterr().out
+    assert on_disk.iterations(run_dir / "checkpoints") == [100, 300, 400]

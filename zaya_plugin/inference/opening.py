@@ -50,9 +50,10 @@ class Opened:
     """A model whose weights are loaded with the first use of `decoder`, after all that can be checked before.
 
     described: a Description. arguments: Megatron's, of a checkpoint; None for a published model. load: returns the
-    model; called with a function of progress. shapes: of its tensors. dtype, device: of the computation. tokenizer: a tokenizers.Tokenizer, and home its folder; None for both
-    without one. stop: ids that end a text. bos: id or None. special_tokens: whether texts get the tokens that the
-    tokenizer adds. step: the iteration of a checkpoint. model: of `find_model`, which holds a checkpoint's files.
+    model; called with a function of progress. shapes: of its tensors. dtype, device: of the computation. tokenizer: a
+    tokenizers.Tokenizer, and home its folder; None for both without one. stop: ids that end a text. bos: id or None.
+    special_tokens: whether texts get the tokens that the tokenizer adds. step: the iteration of a checkpoint. model: of
+    `find_model`, which holds a checkpoint's files.
     """
 
     name: str

@@ -6,6 +6,7 @@ needs no device.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import time
@@ -102,7 +103,10 @@ def main(words: list[str]) -> int:
     if getattr(options, "keep_last", 1) < 1:
         raise mistake("--keep-last", options.keep_last, problem="would remove every checkpoint", allowed="1 or more")
     chosen = iterations(directory) if every else [on_disk.iteration_of(newest)]
-    return COMMANDS[options.command](directory, chosen, options)
+    with contextlib.ExitStack() as held:  # a run does not remove them meanwhile
+        for step in chosen:
+            held.enter_context(manifest.hold(on_disk.folder(directory, step)) or contextlib.nullcontext())
+        return COMMANDS[options.command](directory, chosen, options)
 
 
 def list_(directory: Path, _: list[int], options: argparse.Namespace) -> int:
@@ -179,11 +183,7 @@ def verify(directory: Path, steps: list[int], options: argparse.Namespace) -> in
 
 
 def _damaged(folder: Path, files: dict, limit: float | None) -> list[str]:
-    """Read files and compare their checksums, with a progress bar; a run does not remove the checkpoint meanwhile.
-
-    limit: GB a second.
-    """
-    lock = manifest.hold(folder)
+    """Read files and compare their checksums, with a progress bar. limit: GB a second."""
     pace = places.Pace(None if limit is None else limit * 1e9)
     with bar(folder.name, sum(file["bytes"] for file in files.values())) as shown:
 
@@ -191,10 +191,7 @@ def _damaged(folder: Path, files: dict, limit: float | None) -> list[str]:
             shown.update(count)
             pace(count)
 
-        found = manifest.damaged(folder, list(files), progress, files)
-    if lock is not None:
-        lock.close()
-    return found
+        return manifest.damaged(folder, list(files), progress, files)
 
 
 def warm(directory: Path, steps: list[int], options: argparse.Namespace) -> int:
@@ -245,7 +242,6 @@ def reshape(directory: Path, steps: list[int], options: argparse.Namespace) -> i
     from zaya_plugin.checkpoint.reshape import reshape as write_anew
 
     source = on_disk.folder(directory, steps[0])
-    lock = manifest.hold(source)
     final = on_disk.folder(checkpoints_of(options.output), steps[0])
     if found := _damage(directory, steps[0]):
         print(f"{source}: damaged\n  " + "\n  ".join(found))
@@ -255,8 +251,6 @@ def reshape(directory: Path, steps: list[int], options: argparse.Namespace) -> i
     total = sum(path.stat().st_size for path in source.glob("*.distcp"))
     with bar(final.name, total) as shown:
         kept, files = write_anew(source, final, options.files, shown.update)
-    if lock is not None:
-        lock.close()
     before = f", {kept} of them written before" if kept else ""
     print(f"{final}: {files} files{before}; to train on: run_dir={options.output} resume=must")
     return 0
