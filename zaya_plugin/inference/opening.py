@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import math
 import sys
 from collections.abc import Callable
@@ -140,7 +139,6 @@ def open_model(options: argparse.Namespace, model: Path | Reading, needs_tokeniz
     Raises:
         ValueError: it cannot be computed here, or a tokenizer is needed and missing.
     """
-    logging.getLogger("megatron").setLevel(logging.ERROR)  # it warns that GPTModel will be replaced
     import torch
 
     from zaya_plugin.checkpoint import on_disk
