@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from zaya_plugin.corpus import bin_writer, bundle, pack
+from zaya_plugin.corpus import bundle, pack
 from zaya_plugin.corpus.bin_writer import BinWriter
 from zaya_plugin.data.prepared import check_dataset, load_manifest
 
@@ -37,25 +37,22 @@ def test_documents_of_all_shards_in_order(shards, tmp_path, read_tokens, capsys)
     assert sorted(os.listdir(tmp_path)) == ["out"]
 
 
-def test_interrupted_bundle_continues_with_the_same_bytes(shards, tmp_path, contents, monkeypatch, capsys):
+def test_interrupted_bundle_leaves_nothing_in_the_way(shards, tmp_path, contents, monkeypatch, capsys):
     assert bundle.main([*shards, "--output", str(tmp_path / "whole"), "--quiet"]) == 0
-    monkeypatch.setattr(bin_writer, "SYNCED_BYTES", 2000)
     monkeypatch.setattr(bundle, "COPIED_TOKENS", 1000)
-    calls, record = [], BinWriter.record
+    calls, write = [], BinWriter.write
 
-    def interrupt(self):
-        record(self)
-        calls.append(self.on_disk)
+    def interrupt(self, *given):
+        write(self, *given)
+        calls.append(self.tokens)
         if len(calls) == 7:
-            self.out.write(b"beyond the record")
-            self.out.flush()
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(BinWriter, "record", interrupt)
+    monkeypatch.setattr(BinWriter, "write", interrupt)
     assert bundle.main([*shards, "--output", str(tmp_path / "out"), "--quiet"]) == 130
-    assert "the same command continues" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert "the same command starts anew" in capsys.readouterr().err and not (tmp_path / "out").exists()
     assert bundle.main([*shards, "--output", str(tmp_path / "out"), "--quiet"]) == 0
-    assert len(calls) > 8 and calls[7] > calls[6] > 0
+    assert len(calls) > 8 and calls[7] == 1000
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 

@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from zaya_plugin.corpus import bin_writer, pack
+from zaya_plugin.corpus import pack
 from zaya_plugin.corpus.bin_writer import BinWriter
 from zaya_plugin.data.prepared import check_dataset, load_manifest, packed_length, refuse_other_length
 
@@ -103,25 +103,22 @@ def test_chains_of_thought_keep_their_answers(tmp_path, run, packed, capsys):
     assert "tail cut 2" in capsys.readouterr().out
 
 
-def test_interrupted_run_continues_with_the_same_bytes(packed, contents, monkeypatch, capsys):
+def test_interrupted_run_leaves_nothing_in_the_way(packed, contents, monkeypatch, capsys):
     _, undisturbed = packed(name="whole")
     monkeypatch.setattr(pack, "CHUNK_TOKENS", 4 * LENGTH)
-    monkeypatch.setattr(bin_writer, "SYNCED_BYTES", 4 * 2 * LENGTH)
-    calls, record = [], BinWriter.record
+    calls, write = [], BinWriter.write
 
-    def interrupt(self):
-        record(self)
-        calls.append(self.on_disk // LENGTH)
+    def interrupt(self, *given):
+        write(self, *given)
+        calls.append(self.tokens // LENGTH)
         if len(calls) in (3, 5):
-            self.out.write(b"half a b")  # what was written since the last record is not to be believed
-            self.out.flush()
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(BinWriter, "record", interrupt)
+    monkeypatch.setattr(BinWriter, "write", interrupt)
     status, output = packed()
-    assert status == 130 and not output.exists() and "the same command continues" in capsys.readouterr().err
-    assert packed()[0] == 130 and calls == [4, 8, 12, 16, 20]
-    monkeypatch.setattr(BinWriter, "record", record)
+    assert status == 130 and not output.exists() and "the same command starts anew" in capsys.readouterr().err
+    assert packed()[0] == 130 and calls == [4, 8, 12, 4, 8]
+    monkeypatch.setattr(BinWriter, "write", write)
     assert packed()[0] == 0
     assert contents(output) == contents(undisturbed)
     assert sorted(os.listdir(output.parent)) == ["packed", "whole"]

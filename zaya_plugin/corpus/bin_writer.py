@@ -1,27 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write one split, .bin, .idx and of chats .marks, and count its tokens; an interrupted run continues behind the last
-synced token.
-"""
+"""Write one split, .bin, .idx and of chats .marks, and count its tokens."""
 
 import hashlib
-import json
 import os
 
 import numpy as np
 
-from zaya_plugin.corpus.workspace import write_whole
 from zaya_plugin.data.fingerprint import MARKS, fingerprint
 from zaya_plugin.data.indexed_dataset import write_index
 from zaya_plugin.data.prepared import SplitRecord, file_sha256
 from zaya_plugin.errors import mistake
 
-# Bytes between two records of the progress: what an interruption may cost.
-SYNCED_BYTES = 64_000_000
-
 
 class BinWriter:
-    """Writes `<target>.bin`. A resumed run gives it all tokens from the first on; those on disk are counted and not
-    written again.
+    """Writes `<target>.bin`.
 
     Args:
         vocab_size: every token must be below.
@@ -31,12 +23,8 @@ class BinWriter:
     def __init__(self, target: str, dtype: np.dtype | str, vocab_size: int, marked: bool = False):
         self.target, self.dtype = target, np.dtype(dtype)
         self.occurrences, self.digest, self.tokens = np.zeros(vocab_size, np.int64), hashlib.sha256(), 0
-        self.on_disk = _synced_tokens(target, self.dtype.itemsize, marked)
-        self.out = open(target + ".bin", "ab")
-        self.out.truncate(self.on_disk * self.dtype.itemsize)
-        self.marks, self.marks_digest = open(target + MARKS, "ab") if marked else None, hashlib.sha256()
-        if marked:
-            self.marks.truncate(self.on_disk)
+        self.out = open(target + ".bin", "wb")
+        self.marks, self.marks_digest = open(target + MARKS, "wb") if marked else None, hashlib.sha256()
 
     def __enter__(self):
         return self
@@ -63,23 +51,11 @@ class BinWriter:
             )
         self.occurrences += counted
         self.digest.update(tokens.data)
-        known = min(max(self.on_disk - self.tokens, 0), len(tokens))
         self.tokens += len(tokens)
-        self.out.write(tokens[known:].data)
+        self.out.write(tokens.data)
         if self.marks is not None:
             self.marks_digest.update(marks.data)
-            self.marks.write(marks[known:].data)
-        if (self.tokens - self.on_disk) * self.dtype.itemsize >= SYNCED_BYTES:
-            self.record()
-
-    def record(self) -> None:
-        """Sync the file and record its tokens."""
-        for out in (self.out, self.marks):
-            if out is not None:
-                out.flush()
-                os.fsync(out.fileno())
-        self.on_disk = max(self.on_disk, self.tokens)
-        write_whole(self.target + ".progress.json", json.dumps({"tokens": self.on_disk}).encode())
+            self.marks.write(marks.data)
 
     def finish(self, lengths: np.ndarray, filling: dict[int, int] | None = None) -> SplitRecord:
         """Write the index; return the description of the pair.
@@ -89,7 +65,6 @@ class BinWriter:
             filling: for each token id how many are filling, which the largest id and the entropy leave out.
         """
         assert self.tokens == int(lengths.sum(dtype=np.int64))
-        self.record()
         self.__exit__()
         write_index(self.target + ".idx", self.dtype, lengths)
         occurrences = self.occurrences.copy()
@@ -117,14 +92,3 @@ def unigram_entropy(occurrences: np.ndarray) -> float:
         return 0.0
     p = occurrences[occurrences > 0] / total
     return float(-(p * np.log(p)).sum())
-
-
-def _synced_tokens(target: str, itemsize: int, marked: bool) -> int:
-    """Return the tokens known to be on disk; 0 without a record, or if a file is shorter than was recorded."""
-    try:
-        with open(target + ".progress.json", encoding="ascii") as record:
-            tokens = int(json.load(record)["tokens"])
-        whole = os.path.getsize(target + ".bin") >= tokens * itemsize
-        return tokens if whole and (not marked or os.path.getsize(target + MARKS) >= tokens) else 0
-    except (FileNotFoundError, ValueError, KeyError):
-        return 0

@@ -28,7 +28,8 @@ COPIED_TOKENS = 4_000_000  # at a time
 
 DESCRIPTION = """\
 Join datasets that were prepared with the same tokenizer into one, documents in the given order, and print how many
-random reads a planned run asks of the storage, before and after packing. The same command continues an interrupted run.
+random reads a planned run asks of the storage, before and after packing. An interrupted run leaves nothing in the way of
+the same command.
 """
 EXAMPLES = """\
 examples:
@@ -165,7 +166,8 @@ def _refuse_mixture(paths: list[str], shards: list[Manifest]) -> None:
 
 def _build(workspace: Workspace, plan: dict, paths: list[str], shards: list[Manifest]) -> None:
     workspace.begin(plan)
-    os.makedirs(workspace.final, exist_ok=True)
+    shutil.rmtree(workspace.final, ignore_errors=True)
+    os.makedirs(workspace.final)
     first, splits, counts = shards[0], {}, {}
     for name in first.splits:
         marked, lengths = first.splits[name].marks_sha256 is not None, []

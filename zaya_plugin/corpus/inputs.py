@@ -7,7 +7,6 @@ Files are plain or packed (PACKINGS). Damage raises one of `DAMAGE`, for any for
 import bz2
 import fnmatch
 import glob
-import gzip
 import hashlib
 import importlib.util
 import io
@@ -48,7 +47,7 @@ REFUSED = {
 }
 PACKAGES = {"zstd": "zstandard", PARQUET: "pyarrow"}
 # Of a file that cannot be read to its end.
-DAMAGE = (EOFError, OSError, zlib.error, lzma.LZMAError)
+DAMAGE = (EOFError, OSError)
 BATCH_ROWS = 256
 LISTED_KINDS = 10
 
@@ -237,17 +236,15 @@ def unpacked(path: str, raw):
     early.
     """
     packing = PACKINGS.get(endings(path)[1])
-    if packing is None:
-        return raw
-    return gzip.GzipFile(fileobj=raw) if packing == "gzip" else io.BufferedReader(_Frames(raw, packing), 1 << 17)
+    return io.BufferedReader(_Frames(raw, packing), 1 << 17) if packing else raw
 
 
 class _Frames(io.RawIOBase):
-    """Zstandard frames, or streams of bzip2 or xz, one after the other.
+    """Zstandard frames, or members of gzip, bzip2 or xz, one after the other.
 
     Libraries do not report all damage: zstandard's stream_reader takes a file that ends within a frame for a whole one,
-    pyarrow's CompressedInputStream ends without an error at bytes that were overwritten with zeros, and bz2 and lzma
-    take a damaged stream behind a whole one for the end.
+    pyarrow's CompressedInputStream ends without an error at bytes that were overwritten with zeros, and bz2.open and
+    lzma.open take a damaged member behind a whole one for the end.
     """
 
     def __init__(self, raw, packing: str):
@@ -258,8 +255,13 @@ class _Frames(io.RawIOBase):
             # The window of `zstd --long=31`, the longest there is.
             self.start = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
         else:
-            self.start = bz2.BZ2Decompressor if packing == "bzip2" else lzma.LZMADecompressor
-        self.between = b"\0" if packing == "xz" else b""  # fills the space between two streams
+            readers = {
+                "gzip": lambda: zlib.decompressobj(31),
+                "bzip2": bz2.BZ2Decompressor,
+                "xz": lzma.LZMADecompressor,
+            }
+            self.start = readers[packing]
+        self.between = b"\0" if packing in ("gzip", "xz") else b""  # fills the space between two members
 
     def readable(self) -> bool:
         return True

@@ -3,8 +3,7 @@
 
 The result is an indexed dataset whose documents are the bins, each of exactly `sequence_length` tokens: documents ended
 by the end-of-document token, then more of these as filling. Megatron's own sampling joins documents and cuts at
-multiples of the sequence length; here it draws exactly one bin a sample, in any host. The content of every bin is
-decided before the first byte is written, so that writing can stop and continue anywhere.
+multiples of the sequence length; here it draws exactly one bin a sample, in any host.
 """
 
 import argparse
@@ -75,7 +74,7 @@ Pack whole documents of a prepared dataset into bins of --sequence-length tokens
 sample.
 
 Train on the result with data.packing=documents, which keeps the documents of a bin apart; ends of documents and filling
-are left out of the loss. The same command continues an interrupted run.
+are left out of the loss. An interrupted run leaves nothing in the way of the same command.
 """
 EXAMPLES = """\
 examples:
@@ -178,7 +177,8 @@ def pack(args: argparse.Namespace, workspace: Workspace) -> None:
 
 def _build(workspace: Workspace, plan: dict, source: Manifest, prefixes: dict[str, str], args) -> None:
     workspace.begin(plan)
-    os.makedirs(workspace.final, exist_ok=True)
+    shutil.rmtree(workspace.final, ignore_errors=True)
+    os.makedirs(workspace.final)
     home, record = tokenizer_of(args.source)
     finder = BlockFinder(open_tokenizer(home), *args.trim_reasoning) if args.trim_reasoning else None
     fitting = Fitting(args.sequence_length, record.eod_id, args.long, finder)

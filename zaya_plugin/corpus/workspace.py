@@ -6,11 +6,11 @@
 <output>.replaced/  the dataset that --overwrite replaces, for the moment between two renames
 <output>.lock       held while a process works on any of them
 
-A plan holds the arguments that decide the content, by option name. A run continues the unfinished one of the same plan,
-and a finished dataset of the same plan is taken as it is.
+A plan holds the arguments that decide the content, by option name. A run of `zaya data prepare` continues the unfinished
+one of the same plan; `pack` and `bundle` copy what is there, and begin anew. A finished dataset of the same plan is taken
+as it is.
 """
 
-import glob
 import json
 import os
 import shutil
@@ -147,25 +147,18 @@ class Workspace:
             shutil.rmtree(directory, ignore_errors=True)
         shutil.rmtree(self.partial, ignore_errors=True)
 
-    def _progress(self) -> list[str]:
-        return glob.glob(os.path.join(glob.escape(self.final), "*.progress.json"))
-
     def has_work(self) -> bool:
         """Return whether dropping an unfinished run would lose finished work."""
         parts = os.path.isdir(self.parts) and os.listdir(self.parts)
-        return bool(os.path.isdir(self.tokenizer) or parts or self._progress())
+        return bool(os.path.isdir(self.tokenizer) or parts)
 
     def drop_work(self) -> None:
         """Remove finished work, so that a command with other arguments needs no --overwrite."""
         shutil.rmtree(self.parts, ignore_errors=True)
         shutil.rmtree(self.tokenizer, ignore_errors=True)
-        for path in self._progress():
-            os.unlink(path)
 
     def publish(self) -> None:
         """Give the whole dataset in `final` its name, in place of an older one, and remove the other files."""
-        for path in self._progress():
-            os.unlink(path)
         for folder, _, files in os.walk(self.final):
             for name in files:
                 _sync(os.path.join(folder, name))
