@@ -206,7 +206,10 @@ def test_rows_and_columns_that_cannot_be_used_are_named(tmp_path, parquet, run, 
 
     def lost(name, *options):
         assert prepare(name, *options) == 2
-        return capsys.readouterr().err.splitlines()[0].removeprefix(f"lost: {tmp_path / 'in.parquet'}:1: ")
+        told = capsys.readouterr().err
+        return told.removeprefix(f"zaya data prepare: error: --input={tmp_path / 'in.parquet'}:1: ").split(
+            ": this file"
+        )[0]
 
     (tmp_path / "more.jsonl").write_text(
         "".join(json.dumps({"text": text, "body": text}) + "\n" for text in texts[:20])

@@ -131,9 +131,9 @@ def test_text_files_that_cannot_be_read(tmp_path, run):
     assert load_manifest(tmp_path / "out").documents == {"read": 4, "empty": 1, "rejected": 2, "blank_lines": 0}
 
 
-@pytest.mark.parametrize("options", [["--max-rejects", 99], ["--part-bytes", 3000, "--workers", 2]])
-def test_a_lost_file_is_an_error_and_no_rejected_document(tmp_path, run, options, texts, capfd):
-    """All lost files of a run are listed. Restored as they were, the same command goes on; left out, it needs
+@pytest.mark.parametrize("options", [["--train-bpe", 300], ["--part-bytes", 3000, "--workers", 2, "--max-rejects", 99]])
+def test_a_lost_file_is_an_error_and_no_rejected_document(tmp_path, run, prepared, options, texts, capfd):
+    """Noticed when the tokenizer is trained, which is then not kept, or later. All lost files of a run are listed. Restored as they were, the same command goes on; left out, it needs
     --overwrite, as any other input.
     """
     packed = gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
@@ -143,7 +143,8 @@ def test_a_lost_file_is_an_error_and_no_rejected_document(tmp_path, run, options
         half = len(data) // 2
         path.write_bytes(data[:half] + bytes(len(data) - half) if path.suffix == ".gz" else data)
         os.utime(path, (1, 1))
-    command = ["--input", *paths, "--output", tmp_path / "out", "--train-bpe", 300, "--valid-fraction", 0, *options]
+    options += [] if "--train-bpe" in options else ["--tokenizer", prepared / "tokenizer"]
+    command = ["--input", *paths, "--valid-fraction", 0, *options, "--output", tmp_path / "out"]
     assert run(*command) == 2 and not (tmp_path / "out").exists()
     err = capfd.readouterr().err
     first, second = sorted(line for line in err.splitlines() if line.startswith("lost: "))
@@ -157,6 +158,11 @@ def test_a_lost_file_is_an_error_and_no_rejected_document(tmp_path, run, options
         os.utime(path, (1, 1))
     assert run(*command) == 0
     assert load_manifest(tmp_path / "out").documents["read"] == len(texts) + 3
+    assert run(*command[:-1], tmp_path / "undisturbed") == 0
+    names = ("text.bin", "text.idx", "tokenizer/tokenizer.json")
+    assert [(tmp_path / "out" / n).read_bytes() for n in names] == [
+        (tmp_path / "undisturbed" / n).read_bytes() for n in names
+    ]
 
 
 def test_line_longer_than_a_part_is_cut_without_losing_count(tmp_path, run):

@@ -20,7 +20,7 @@ import numpy as np
 
 from zaya_plugin.config.option_numbers import MOST_AMOUNT, whole_number
 from zaya_plugin.corpus.bin_writer import BinWriter
-from zaya_plugin.corpus.blocks import BlockReader, Format, Position, Rejected, documents
+from zaya_plugin.corpus.blocks import BlockReader, Format, Lost, Position, Rejected, documents
 from zaya_plugin.corpus.inputs import DEFAULT_ENDINGS, LINES, PACKINGS, STDLIB, InputFile, find_inputs, fingerprint
 from zaya_plugin.corpus.invocation import command, command_parser, fraction, size, size_up_to
 from zaya_plugin.corpus.part_files import MARKED_PROMPT, SPELLED, Job, Part, split_names, split_of, tokenise
@@ -319,13 +319,17 @@ def make_tokenizer(args: argparse.Namespace, workspace: Workspace, files: list[I
         if args.train_bpe is not None:
             limit = args.train_bpe_bytes if args.max_bytes is None else min(args.max_bytes, args.train_bpe_bytes)
             reader = BlockReader(files, min(limit, PART_BYTES), limit, form_of(args))
-            rejected = []
+            rejected, lost = [], []
             try:
-                tokenizer.train_bpe(_training_texts(reader, args, rejected), args.train_bpe, temporary)
+                tokenizer.train_bpe(_training_texts(reader, args, rejected, lost), args.train_bpe, temporary)
             except ValueError:
+                refuse_lost(lost)
                 first = f"; the first document that was rejected is {rejected[0]}" if rejected else ""
                 problem = f"there is no text to train a tokenizer on{first}"
-                raise mistake("--input", " ".join(args.input), problem=problem) from None
+                raise mistake(
+                    "--input", " ".join(args.input), problem=problem, fix="give documents with text"
+                ) from None
+            refuse_lost(lost)
         else:
             tokenizer.import_pretrained(args.tokenizer, temporary, chat=args.chat, template=args.chat_template)
         os.rename(temporary, workspace.tokenizer)
@@ -340,17 +344,22 @@ def make_tokenizer(args: argparse.Namespace, workspace: Workspace, files: list[I
     return record
 
 
-def _training_texts(reader: BlockReader, args: argparse.Namespace, rejected: list[str]) -> Iterator[str]:
+def _training_texts(
+    reader: BlockReader, args: argparse.Namespace, rejected: list[str], lost: list[Lost]
+) -> Iterator[str]:
     """Yield the documents of the training split; the tokenizer must not see the validation split.
 
     Args:
         rejected: gets the first document that cannot be used; all of them are reported when parts are made.
+        lost: gets the files that cannot be read.
     """
     at = Position()
     while (found := reader.read(at)) is not None:
         block, at = found
         for document in documents(block, replace(form_of(args), id_field=None), Counter()):
-            if isinstance(document, Rejected):
+            if isinstance(document, Lost):
+                lost.append(document)
+            elif isinstance(document, Rejected):
                 rejected[:] = rejected or [str(document)]
             elif split_of(document.text, args.valid_fraction) != "valid":
                 yield document.text
@@ -399,8 +408,6 @@ def make_parts(
                 shown += 1
                 if shown <= REJECTS_SHOWN:
                     tqdm.write(f"rejected: {reject}", file=sys.stderr)
-            for place in part.lost:
-                tqdm.write(f"lost: {place}", file=sys.stderr)
             lost += part.lost
             part.rejected.clear()  # they are in the file now; a corpus of rejects alone must not fill the memory
             rejects.flush()
@@ -415,14 +422,7 @@ def make_parts(
             os.unlink(part.path)
         if len(redone) == len(parts):
             workspace.drop_work()
-        more = f" and {len(lost) - 1} further files (see the lines `lost: ...`)" if len(lost) > 1 else ""
-        raise mistake(
-            "--input",
-            str(lost[0]),
-            problem=f"this file{more} cannot be read to its end, and no dataset is made without it",
-            allowed="files that can be read whole",
-            fix="restore it, or leave it out of --input; then the same command with --overwrite",
-        )
+        refuse_lost(lost)
     if shown > REJECTS_SHOWN:
         print(f"rejected: {shown - REJECTS_SHOWN} more, all of them in {REJECTS_FILE}", file=sys.stderr)
     if counts[MARKED_PROMPT]:
@@ -442,6 +442,21 @@ def make_parts(
     if resumed and not args.quiet:
         print(f"continued: {resumed} of {len(parts)} parts were already finished", file=sys.stderr)
     return parts, counts, sum(part.taken for part in parts if not part.resumed)
+
+
+def refuse_lost(lost: list[Lost]) -> None:
+    """Raise ValueError if files cannot be read to their ends."""
+    if lost:
+        if len(lost) > 1:
+            print(*(f"lost: {place}" for place in lost), sep="\n", file=sys.stderr)
+        more = f" and {len(lost) - 1} further files (see the lines `lost: ...`)" if len(lost) > 1 else ""
+        raise mistake(
+            "--input",
+            str(lost[0]),
+            problem=f"this file{more} cannot be read to its end, and no dataset is made without it",
+            allowed="files that can be read whole",
+            fix="restore it, or leave it out of --input; then the same command with --overwrite",
+        )
 
 
 def refuse_rejects(args: argparse.Namespace, rejected: int, rejects_path: str) -> None:
