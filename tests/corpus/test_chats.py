@@ -146,7 +146,7 @@ BAD = {
         "messages[0].train=true of a message of user. Allowed: false, 0, since the loss is taken on answers alone"
     ),
     '{"messages": [{"role": "user", "content": "\\ud83d"}, {"role": "assistant", "content": "a"}]}': (
-        "field 'messages' holds a lone surrogate"
+        "holds a lone surrogate behind "
     ),
 }
 

@@ -17,7 +17,7 @@ BROKEN = {
     b'{"text": null}': "field 'text' is not a string but NoneType",
     b'["text"]': "not a JSON object but list",
     b'{"text": "\xff\xfe"}': "invalid UTF-8: byte 0xff at offset 10",
-    b'{"text": "half \\ud83d"}': "field 'text' holds a lone surrogate at character 5",
+    b'{"text": "half \\ud83d"}': "holds a lone surrogate behind 'half '",
     b'{"text": ' + b"[" * 100_000: "not JSON: maximum recursion depth",
     b'{"text": ' + b"1" * 5000 + b"}": "not JSON: Exceeds the limit",
     b'{"text": "' + b"x" * 200_000 + b'"}': "longer than --max-document-bytes 150000",

@@ -256,6 +256,10 @@ def _of_line(line: bytes, form: Format) -> Document | str:
         return f"not a JSON object but {type(record).__name__}"
     try:
         text = chat_text(record) if form.chat else _text_of(record, form.text_field)
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        before = text[max(0, error.start - 20) : error.start].encode("utf-8", "replace").decode()
+        return f"holds a lone surrogate behind {before!r}"
     except ValueError as error:
         return str(error)
     name = record.get(form.id_field) if form.id_field is not None else ""
@@ -276,10 +280,6 @@ def _text_of(record: dict, field: str) -> str:
     text = record[field]
     if not isinstance(text, str):
         raise ValueError(f"field {field!r} is not a string but {type(text).__name__}")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"field {field!r} holds a lone surrogate at character {error.start}") from None
     return text
 
 

@@ -65,13 +65,7 @@ def chat_text(record: dict) -> str:
     tools = record.get("tools")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError("field 'tools' is not a list of objects")
-    text = json.dumps({"messages": messages, "tools": tools or None}, ensure_ascii=False, sort_keys=True)
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        around = text[max(0, error.start - 20) : error.start].encode("utf-8", "replace").decode()
-        raise ValueError(f"field {field!r} holds a lone surrogate behind {around!r}") from None
-    return text
+    return json.dumps({"messages": messages, "tools": tools or None}, ensure_ascii=False, sort_keys=True)
 
 
 def in_loss(message: dict) -> bool:
@@ -117,11 +111,8 @@ class ChatEncoder:
         Raises:
             ValueError: the template fails, or does not tell which tokens are answers.
         """
-        chat = json.loads(text)
-        messages, tools = chat["messages"], chat["tools"]
-        answers = [number for number, message in enumerate(messages) if message["role"] == ANSWERS]
-        find = self._marked_by_template if self._has_marks(tools) else self._between_prompts
-        ids, stretches = find(messages, tools, answers)
+        messages, tools, answers, marked = self._read(text)
+        ids, stretches = (self._marked_by_template if marked else self._between_prompts)(messages, tools, answers)
         marks = [0] * len(ids)
         for number, (begin, end) in zip(answers, stretches, strict=True):
             if in_loss(messages[number]):
@@ -130,18 +121,20 @@ class ChatEncoder:
 
     def marks_prompt(self, text: str) -> bool:
         """Return whether the template's own marks of the last answer begin inside its generation prompt."""
-        messages, tools = (chat := json.loads(text))["messages"], chat["tools"]
-        if not self._has_marks(tools):
+        messages, tools, answers, marked = self._read(text)
+        if not marked:
             return False
-        answers = [number for number, message in enumerate(messages) if message["role"] == ANSWERS]
         ids, stretches = self._marked_by_template(messages, tools, answers)
         with contextlib.suppress(ValueError):  # the template fails for a part of the chat
             prompt = self._render(messages[:-1], tools, add_generation_prompt=True)
             return ids[: stretches[-1][0] + 1] == prompt[: stretches[-1][0] + 1]
         return False
 
-    def _has_marks(self, tools: list | None) -> bool:
-        return bool(MARKED.search(self.tokenizer.get_chat_template(tools=tools)))
+    def _read(self, text: str) -> tuple[list, list | None, list[int], bool]:
+        """Return messages and tools of a chat, the numbers of its answers, and whether its template marks them."""
+        messages, tools = (chat := json.loads(text))["messages"], chat["tools"]
+        answers = [number for number, message in enumerate(messages) if message["role"] == ANSWERS]
+        return messages, tools, answers, bool(MARKED.search(self.tokenizer.get_chat_template(tools=tools)))
 
     def _between_prompts(
         self, messages: list, tools: list | None, answers: list[int]
