@@ -186,6 +186,9 @@ def _dispatch(argv: list[str]) -> int:
     if argv[0] not in COMMANDS:
         raise unknown("zaya", argv[0], purposes)
     _require_directory()
+    from zaya_plugin.config.paths import expanded_words
+
+    argv = expanded_words(argv)
     if argv[0] in BELOW and argv[1:] and not argv[1].startswith("-") and argv[1] not in (below := BELOW[argv[0]]):
         raise unknown(f"zaya {argv[0]}", argv[1], below)
     name, _, function = COMMANDS[argv[0]][0].partition(":")

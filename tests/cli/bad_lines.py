@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from zaya_plugin.cli import DATA_COMMANDS
 from zaya_plugin.config.environment import VARIABLES
 from zaya_plugin.config.megatron_review import IMPOSSIBLE, OWNED_BY_KEY
+from zaya_plugin.config.paths import PATHS
 from zaya_plugin.config.schema import Recipe, get, leaves
-from zaya_plugin.config.validate import EXCLUSIONS, PATHS
+from zaya_plugin.config.validate import EXCLUSIONS
 
 FIELDS = dict(leaves())
 ABSURD = ("inf", "-inf", "nan", "1e30", "-1e30", "1000000000000000", "1e400")

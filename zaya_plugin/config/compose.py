@@ -28,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hip_ops.versions import VERSIONS
 from zaya_plugin import __version__
 from zaya_plugin.config.messages import explain, groups, known, missing_key, refusal, refused, schema, unknown_key
+from zaya_plugin.config.paths import BLENDS, PATHS, expanded, expanded_entry
 from zaya_plugin.config.schema import Recipe, get, leaves
 from zaya_plugin.config.train_help import options
 from zaya_plugin.config.whole_file import write_whole
@@ -126,6 +127,9 @@ def _as_typed_there(item: str, overrides: list[str]) -> str:
     key.
     """
     key, _, value = item.partition("=")
+    if key.lstrip("+") in PATHS and value.startswith("~"):  # which Hydra cannot parse
+        quoted = expanded(key.lstrip("+"), value).replace("'", "\\'")
+        return f"{key}='{quoted}'"
     field = schema().get(key.lstrip("+"))
     if field is None or not re.fullmatch(r"[\w.+-]+", value) or value.lower() == "null":
         return item
@@ -233,6 +237,12 @@ def to_recipe(config: DictConfig, overrides: list[str] | None = None) -> Recipe:
         raise ValueError("\n".join(problems))
     with readable_errors(overrides):
         recipe = OmegaConf.to_object(config)
+    for key in (*PATHS, *BLENDS):
+        group, _, name = key.rpartition(".")
+        holder, value = get(recipe, group) if group else recipe, get(recipe, key)
+        if value is not None:
+            new = [expanded_entry(key, entry) for entry in value] if key in BLENDS else expanded(key, value)
+            setattr(holder, name, new)
     value_of = None if overrides is None else partial(_value_without, overrides)
     if problems := [line for path, field in leaves() if (line := refused(path, field, get(recipe, path), value_of))]:
         raise ValueError("\n".join(problems))

@@ -177,6 +177,8 @@ def check_can_be_made(directory: str | os.PathLike, key: str) -> None:
         reads_only = os.statvfs(place).f_flag & os.ST_RDONLY
         raise _not_writable(key, directory, os.strerror(errno.EROFS if reads_only else errno.EACCES))
     space = os.statvfs(place)
+    if not space.f_blocks:
+        raise _not_writable(key, directory, f"the file system of {place} holds no files of users")
     if not space.f_bavail or space.f_files and not space.f_favail:
         raise _not_writable(key, directory, f"{os.strerror(errno.ENOSPC)}; {free_space(str(place))}")
 

@@ -17,6 +17,7 @@ from zaya_plugin.config.environment import variable_problems
 from zaya_plugin.config.graphs import obstacles
 from zaya_plugin.config.messages import multiples, must_be, must_be_multiple, must_divide, require
 from zaya_plugin.config.optimizer_override import Override
+from zaya_plugin.config.paths import PATHS
 from zaya_plugin.config.schedule import schedule_problems
 from zaya_plugin.config.schema import RECOMPUTE_MODULES, Recipe, get
 from zaya_plugin.errors import as_typed, message
@@ -63,10 +64,6 @@ EXCLUSIONS = {
 
 LONGEST_NAME = 255  # bytes
 LONGEST_PATH = 3_500  # bytes: the system takes 4,096, and a run makes folders and files below its paths
-PATHS = (
-    *("run_dir", "checkpoint.path", "checkpoint.local_path", "data.path", "data.valid_path", "data.cache_path"),
-    *("data.tokenizer", "handover.from_run", "handover.from_hf"),
-)
 # Variables that torchrun, srun or the launcher of this package set for the ranks.
 OF_THE_LAUNCHER = re.compile(
     r"RANK|(LOCAL|GROUP|ROLE)_RANK|ROLE_NAME|((LOCAL|GROUP|ROLE)_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_\w*"

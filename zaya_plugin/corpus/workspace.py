@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from zaya_plugin.config.output_lock import locked
+from zaya_plugin.config.run_directory import check_can_be_made
 from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.data.prepared import MANIFEST, Manifest, load_manifest
 from zaya_plugin.errors import mistake
@@ -59,6 +60,7 @@ class Workspace:
         manifest = self._complete(plan)
         if manifest is not None and not os.path.exists(self.partial):
             return manifest, True
+        check_can_be_made(os.path.dirname(self.output), "--output")
         with self.locked():
             if found := self._complete(plan):  # another process may have made it before this one got the lock
                 self.discard()  # left by a run that was killed after the dataset got its name

@@ -208,7 +208,7 @@ def locate(path: str | os.PathLike, key: str = "") -> tuple[Manifest | None, dic
             allowed=allowed,
             fix=f"give one of its prefixes: {', '.join(prefixes)}"
             if prefixes
-            else "name a dataset's directory; `zaya data prepare --input <text> --output <directory>` makes one",
+            else f"zaya data prepare --output {path} --input FILES; or correct the path",
         )
     directory, name = os.path.split(path)
     if os.path.isfile(os.path.join(directory, MANIFEST)):
