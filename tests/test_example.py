@@ -34,6 +34,8 @@ def test_it_trains(launcher):
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    if not launcher:
+        assert len((done.stdout + done.stderr).splitlines()) == 3, "no warning of Megatron or torch stands beside"
     found = [float(loss) for loss in re.findall(r"step \d: loss (\d+\.\d{4})", done.stdout)]
     ranks = 2 if launcher else 1
     assert len(found) == 3 * ranks

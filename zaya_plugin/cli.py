@@ -37,7 +37,6 @@ _leave_on_interrupt(during_imports=True)  # before the other imports
 import contextlib
 import importlib
 import tempfile
-import warnings
 from collections.abc import Iterable
 
 from zaya_plugin import __version__
@@ -191,6 +190,10 @@ def _dispatch(argv: list[str]) -> int:
     argv = expanded_words(argv)
     if argv[0] in BELOW and argv[1:] and not argv[1].startswith("-") and argv[1] not in (below := BELOW[argv[0]]):
         raise unknown(f"zaya {argv[0]}", argv[1], below)
+    if argv[0] not in ("train", "curriculum"):  # which may become a rank, whose log has the warnings
+        from zaya_plugin.config.phases import quiet_hosts
+
+        quiet_hosts()
     name, _, function = COMMANDS[argv[0]][0].partition(":")
     module = importlib.import_module(name)
     if name != "zaya_plugin.cli":  # those below import further modules first
@@ -255,11 +258,7 @@ def evaluate(argv: list[str]) -> int:
 
 
 def _prepare_torch() -> None:
-    """Let a command that builds models run on machines without a device too, and without warnings that concern
-    training alone: Megatron's of packages that it lacks, torch's of a single process.
-    """
-    for module in ("megatron", "torch.distributed.checkpoint"):
-        warnings.filterwarnings("ignore", module=module)
+    """Let a command that builds models run on machines without a device too."""
     from zaya_plugin import patches
 
     patches.apply_torch()
@@ -278,6 +277,10 @@ def train(argv: list[str]) -> int:
 
         print(train_help(), end="")
         return 0
+    from zaya_plugin.config import phases
+
+    phases.show(sys.stderr if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0" else None)
+    phases.begin("composing the recipe")
     import hydra
 
     from zaya_plugin.config import compose

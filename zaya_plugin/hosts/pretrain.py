@@ -24,6 +24,7 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
 from zaya_plugin.checkpoint.replicas import check_replicas
 from zaya_plugin.checkpoint.saver import Saver
+from zaya_plugin.config import phases
 from zaya_plugin.config.arguments import megatron_arguments
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.dataset import mean_loss
@@ -91,6 +92,7 @@ def run(
     trainer = _Trainer(args, recipe, sources, lifecycle, reporter, SavedState(recipe, saver))
     trainer.loop_begins = loop_begins
     registered_buffers.end_with_release()
+    phases.begin(f"connecting {args.world_size} ranks" if args.world_size > 1 else "setting up Megatron")
     try:
         with (
             hooks.replaced({NEW_MEMORY: False} if recipe.cluster.deterministic else {}),
@@ -131,6 +133,7 @@ def run(
         raise as_guard(recipe, raised, error.step) from error
     finally:
         heartbeat.phase("end")
+        phases.end()
         lifecycle.ended(sys.exc_info()[1])
         try:
             if sys.exc_info()[0] is None:
@@ -240,6 +243,7 @@ class _Trainer:
         """Build the model of one (virtual) stage; pretrain() calls this after it has made the process groups."""
         args = self.args
         heartbeat.phase("build")
+        phases.begin("building the model")
         if not self.started:  # with virtual stages there is one call for each
             self.started = True
             skipped = self.lifecycle.settle()
@@ -267,6 +271,7 @@ class _Trainer:
 
     def provide_datasets(self, num_samples, vp_stage=None):
         """Build the training, validation and test sets for Megatron's numbers of samples."""
+        phases.begin("opening the data")
         batch_size = self.args.eval_global_batch_size
         return stage_datasets(self.recipe, self.sources, self.args, num_samples, batch_size)
 
@@ -320,6 +325,7 @@ class _Trainer:
         training_log.
         """
         args, self.step = get_args(), iteration
+        phases.end()
         batch_size = get_current_global_batch_size()
         statistics = self.balancer.statistics
         if skipped_iter and grad_norm is None:
@@ -417,6 +423,8 @@ class _Trainer:
     @heartbeat.during("load")
     def load_and_compare(self, load_checkpoint, model, optimizer, *positional, **named):
         """Run Megatron's load, and compare what ranks hold that must hold the same."""
+        if self.args.load:
+            phases.begin("loading the checkpoint")
         loaded = load_checkpoint(model, optimizer, *positional, **named)
         if self.args.load:
             check_replicas(model, optimizer)
@@ -426,6 +434,7 @@ class _Trainer:
         """Plan the checkpoints, then run Megatron's training loop."""
         self.loop_begins()
         heartbeat.phase("warm_up", self.step)
+        phases.begin("first step; it may compile kernels")
         self.scheduler = scheduler
         if self.args.save and optimizer is not None:
             self.saved.prepare(model, optimizer, scheduler)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zaya_plugin import patches
+from zaya_plugin.config import phases
 from zaya_plugin.errors import RunEndedError, of_the_machine
 from zaya_plugin.parent_death import adopt_children, follow_launcher, follow_rank
 from zaya_plugin.training import heartbeat
@@ -68,6 +69,8 @@ def main(argv: list[str], work: Callable | None = None) -> int:
     with io.TextIOWrapper(log_file, "utf-8", line_buffering=True) as log, contextlib.redirect_stdout(log):
         logging.basicConfig(stream=log, level=logging.INFO, force=True)
         logging.captureWarnings(True)
+        phases.show(console if rank == 0 else None)
+        phases.begin("importing Megatron")
         try:
             return (work or _train)(recipe, rank, world_size, console) or 0
         except BaseException as error:
@@ -83,6 +86,8 @@ def main(argv: list[str], work: Callable | None = None) -> int:
             if os.environ.get("ZAYA_TRACEBACK") == "1":
                 traceback.print_exc()
             return 2 if isinstance(error, ValueError) else getattr(error, "exit_code", 1)
+        finally:
+            phases.show(None)
 
 
 def _leave_for_certain() -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from zaya_plugin.checkpoint import places
 from zaya_plugin.checkpoint.run_lock import LOCKS, RunLock
+from zaya_plugin.config import phases
 from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.run_directory import check_resume, checkpoint_path, keep_recipe, make_writable, written_by
 from zaya_plugin.config.schema import Recipe
@@ -67,17 +68,21 @@ def launch(recipe: Recipe, verbose: bool = False) -> int:
     Raises ValueError for mistakes that are found before the start. With `dry_run` nothing is created. verbose: the dry
     run prints everything.
     """
+    phases.begin("checking directories, checkpoints and data")
     if recipe.dry_run:
         plan = before_start.plan_of(recipe, os.environ)
         validate(recipe, plan.world_size)
         if not recipe.explain_optim:
             text, problems = before_start.dry_run(recipe, plan, verbose=verbose)
+            phases.end()
             print(text, flush=True)
             if problems:
                 raise ValueError("\n".join(problems))
             return 0
     else:
         plan = make_plan(recipe, os.environ)
+        if plan.rank != 0:
+            phases.show(None)
         validate(recipe, plan.world_size)
     chosen_here = recipe.cluster.graphs == "auto"
     recipe = before_start.with_choices(recipe, plan)
@@ -105,11 +110,14 @@ def launch(recipe: Recipe, verbose: bool = False) -> int:
         plan = replace(plan, environment={**plan.environment, LOCKS: lock.shared()})
         return _start(recipe, plan, chosen_here)
     finally:
+        phases.end()
         lock.release()
 
 
 def _start(recipe: Recipe, plan: Plan, chosen_here: bool) -> int:
     """Join or start the ranks of `plan`, a second time without graphs where `auto` chose them and a capture failed."""
+    ranks = "this rank" if plan.command is None else f"{plan.ranks_here} ranks" if plan.ranks_here > 1 else "1 rank"
+    phases.begin(f"starting {ranks}: importing torch and Megatron (log: {Path(recipe.run_dir) / 'logs'})")
     if plan.command is None:
         try:
             return become_rank(recipe, plan)

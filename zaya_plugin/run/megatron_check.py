@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zaya_plugin import compat
+from zaya_plugin.config import phases
 from zaya_plugin.config.compose import save_recipe, to_yaml
 from zaya_plugin.config.schema import LoggerConfig, MachineConfig, Recipe
 from zaya_plugin.data.sources import vocabulary_of
@@ -71,10 +72,13 @@ def check(recipe: Recipe, plan: Plan) -> None:
             os.utime(file)
         return
     global _server
+    phases.begin("Megatron checks the recipe, in a process of its own")
     if _server is None:
         _server = _Server(plan)
         atexit.register(close)
-    if (refused := _server.ask(recipe, plan)) is not None:
+    refused = _server.ask(recipe, plan)
+    phases.end()
+    if refused is not None:
         raise ValueError(refused)
     _keep(file)
 

@@ -268,7 +268,8 @@ def summary(
         text = f"ended at step {at[0]} of {at[1]}: {text}"
     if validation:
         text += f"  validation {validation[-1]:.3f}"
-    names = (entry.name + "/" * entry.is_dir() for entry in os.scandir(run_dir) if not entry.name.startswith("."))
+    entries = (entry for entry in os.scandir(run_dir) if not entry.name.startswith((".", "run.lock")))
+    names = (entry.name + "/" * entry.is_dir() for entry in entries)
     return f"{text}\neverything is in {run_dir}: {', '.join(sorted(names))}"
 
 
