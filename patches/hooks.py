@@ -203,18 +203,6 @@ HOOKS: dict[str, HostChange] = dict(
             upstream=_SHARDED,
         ),
         _hook(
-            "megatron.core.optimizer.distrib_optimizer.param_group_identifier_keys",
-            "a stage's learning rates differ from those of the previous stage",
-            "saved groups are matched by name",
-            upstream=_SHARDED,
-        ),
-        _hook(
-            "megatron.core.optimizer.optimizer.param_group_identifier_keys",
-            "a stage's learning rates differ from those of the previous stage",
-            "saved groups are matched by name",
-            upstream=MEGATRON + "core/optimizer/optimizer.py",
-        ),
-        _hook(
             "primus.core.patches.patch_runner.error_rank_0",
             "Primus reports a patch that failed only as a line of its log",
             "Primus keeps a list of failed patches",
@@ -290,6 +278,12 @@ INSTANCES: dict[str, HostChange] = {
             f"{_ONE_GROUP}; the gather of one group starts that of the next",
             "DDP groups buckets by layer",
             upstream=BUFFERS,
+        ),
+        _hook(
+            "megatron.core.optimizer.MegatronOptimizer()._filter_and_reorder_param_groups",
+            "a run may resume with other learning rates and multipliers (zaya_plugin.optim.muon)",
+            "saved groups are matched by their parameters",
+            upstream=MEGATRON + "core/optimizer/optimizer.py",
         ),
         _hook(
             "megatron.core.optimizer.MegatronOptimizer().init_state_fn",

@@ -33,6 +33,10 @@ class RunEndedError(RuntimeError):
     exit_code = 1
 
 
+class NotFiniteError(RunEndedError):
+    """A loss or gradients are infinite or NaN."""
+
+
 def message(key: str, value: object = _NOT_GIVEN, *, problem: str, allowed: str = "", fix: str = "") -> str:
     """Return `<key>=<value>: <problem>. Allowed: <allowed>. Fix: <fix>.`
 

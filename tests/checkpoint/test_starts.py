@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 
@@ -70,3 +71,22 @@ def test_the_mark_is_gone_at_the_next_start_and_a_broken_record_is_no_record(run
 def test_a_mark_that_cannot_be_written_is_no_error(tmp_path):
     starts.note_failure(tmp_path / "missing")
     assert os.listdir(tmp_path) == []
+
+
+def test_a_copied_directory_is_told_from_one_that_was_moved(tmp_path):
+    """m2lines/Samudra#279: a copied run would write to the W&B run of its original."""
+    original, copy, moved = tmp_path / "a", tmp_path / "b", tmp_path / "c"
+    original.mkdir()
+    assert not starts.is_copy(original), "no record"
+    starts.keep_run(original, "ab12")
+    (tmp_path / "link").symlink_to(original)
+    shutil.copytree(original, copy)
+    assert [starts.is_copy(path) for path in (original, tmp_path / "link", copy)] == [False, False, True]
+    starts.begin(copy, run_id="ab12", step=2, recipe="r", fork="cd34")
+    assert not starts.is_copy(copy) and starts.read(copy)["fork"] == "cd34", "it has its own identity now"
+    original.rename(moved)
+    assert not starts.is_copy(moved)
+    starts.begin(moved, run_id="ef56", step=2, recipe="r")
+    shutil.copytree(moved, original)
+    starts.begin(moved, run_id="another", step=0, recipe="r")
+    assert not starts.is_copy(original), "the original's place holds another run"

@@ -20,7 +20,7 @@ TRAIN = ("train", "experiment=cpu_demo", *SMALL, "resume=auto")
 def saved(tmp_path_factory, corpus, ranks) -> Path:
     """A run of four steps with checkpoints at 2 and 4."""
     run_dir = tmp_path_factory.mktemp("saved") / "run"
-    ranks.finish(*TRAIN, f"run_dir={run_dir}", f"data.path={corpus}", "stage.train_iters=4")
+    ranks.finish(*TRAIN, f"run_dir={run_dir}", f"data.path={corpus}", "stage.train_iters=6", "exit_interval=4")
     return run_dir
 
 
@@ -77,13 +77,17 @@ def test_two_failures_at_the_same_step_fall_back_one_checkpoint(start, tmp_path)
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
 
 
-def test_kills_are_no_failures(start, tmp_path, ranks, corpus):
+def test_kills_are_no_failures_and_a_copy_is_another_run_in_wandb(start, tmp_path, ranks, corpus, saved):
     words = (*TRAIN, f"run_dir={tmp_path}/run", f"data.path={corpus}", "stage.train_iters=6")
     for _ in range(2):
         assert ranks.run(*words, kill=(1, 0.0)) == -9, "killed once it has printed its first line"
+    copied = "this run is a copy of the one in"
+    assert ranks.log.read_text().count(f"{copied} {saved}") == 1, "only the first start finds that out"
+    fork = starts.read(tmp_path / "run" / "checkpoints")["fork"]
     code, output = start()
-    assert code == 0 and "continuing after step 4" in output and "failed" not in output
-    assert starts.read(tmp_path / "run" / "checkpoints")["step"] == 4
+    assert code == 0 and "continuing after step 4" in output and "failed" not in output and copied not in output
+    kept = starts.read(tmp_path / "run" / "checkpoints")
+    assert kept["step"] == 4 and len(fork) == 4 and kept["fork"] == fork
 
 
 def test_an_upload_that_a_kill_interrupted_is_finished_and_local_files_are_read(start, tmp_path):

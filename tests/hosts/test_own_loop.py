@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public API in one process: Muon behind Megatron's interface, and balancing in its step."""
 
+import copy
 import importlib
 
 import pytest
@@ -115,6 +116,30 @@ def test_overrides_choose_the_optimizer():
     assert kinds["decoder.layers.0.mlp.experts.linear_fc1.weight0"] == "muon"
     again = tag_parameters(model.module)
     assert again["decoder.layers.0.mlp.router.fc1.weight"].optimizer == "muon"
+
+
+@pytest.mark.parametrize("zero", [True, False])
+def test_a_checkpoint_loads_into_other_rates_multipliers_and_betas(zero):
+    """NVIDIA/Megatron-LM#963: Megatron looks for a saved group with the very rates of each group of the run."""
+
+    def build(factor, **rates):
+        model = wrapped(by_ours(), zero)
+        multipliers = [f"*.router.* lr_mult={factor} weight_decay_mult={factor}"]
+        return model, muon_optimizer(settings(zero, **rates), [model], overrides=multipliers)
+
+    model, optimizer = build(0.5, min_lr=1e-3)
+    for _ in range(2):
+        step(model, optimizer)
+        optimizer.step()
+    model, other = build(0.25, lr=5e-3, min_lr=1e-4, adam_beta1=0.8)
+    names = ("max_lr", "min_lr", "wd_mult", "betas", "lr")
+    groups = [[group.get(name) for name in names] for group in other.param_groups]
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert [[group.get(name) for name in names] for group in other.param_groups] == groups
+    assert (1.25e-3, 2.5e-5, 0.25, (0.8, 0.999)) in {tuple(group[:4]) for group in groups}
+    assert {group["step"] for group in other.param_groups} == {2}
+    step(model, other)
+    assert other.step()[0] and {group["step"] for group in other.param_groups} == {3}
 
 
 def test_a_gradient_that_is_not_finite_changes_no_weight():

@@ -62,15 +62,3 @@ def test_a_version_outside_the_range_stops_with_both_versions(monkeypatch):
     monkeypatch.setattr(registry, "describe", lambda: (patch,))
     with pytest.raises(ImportError, match=r"^megatron-core=0\..*megatron\.core\.nothing.* Allowed: <0\.1\."):
         registry.apply()
-
-
-def test_parameter_groups_are_told_apart_by_their_learning_rates():
-    """Saved parameter groups are matched by their learning rates too (0.16 needs a patch), so a resumed run keeps
-    the rates of optim.overrides.
-    """
-    patches.apply()
-    from megatron.core.optimizer import distrib_optimizer, optimizer
-
-    for module in (optimizer, distrib_optimizer):
-        assert {"max_lr", "min_lr", "wd_mult"} <= set(module.param_group_identifier_keys)
-        assert len(set(module.param_group_identifier_keys)) == len(module.param_group_identifier_keys)

@@ -2,14 +2,15 @@
 """The record of a run's last start, beside its checkpoints: which run they belong to, and whether starts fail again.
 
 A start that fails at the step at which the start before it from the same checkpoint had failed may owe that to the
-checkpoint (LLNL/scr#174: restarts from a bad one without end). Failures are errors in a rank; a kill, a signal and a
-lost peer say nothing about the checkpoint. Imports no torch.
+checkpoint (LLNL/scr#174: restarts from a bad one without end). Failures are losses and gradients that are not finite,
+with the checkpoint's own recipe; all other errors, kills and signals say nothing about the checkpoint. Imports no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,22 +38,43 @@ def read(directory: Path) -> dict:
 def keep_run(directory: Path, run_id: str | None) -> None:
     """Write whose checkpoints these are, once there is one; a record that is there stays. Starts that resume replace it."""
     if run_id is not None and not (directory / NAME).exists():
-        write_whole(directory / NAME, json.dumps({"run_id": run_id}) + "\n")
+        write_whole(directory / NAME, json.dumps({"run_id": run_id, "path": os.path.realpath(directory)}) + "\n")
+
+
+def is_copy(directory: Path) -> bool:
+    """Return whether `directory` is a copy of the one of its record: that one still holds the same run. A directory that
+    was moved, or is seen at another mount point, is no copy.
+    """
+    record = read(directory)
+    original = Path(record.get("path", directory))
+    with contextlib.suppress(OSError):
+        return read(original).get("run_id") == record.get("run_id") and not original.samefile(directory)
+    return False
 
 
 def begin(
-    directory: Path, *, run_id: str, step: int, recipe: str, failed_at: int | None = None, passed: int | None = None
+    directory: Path,
+    *,
+    run_id: str,
+    step: int,
+    recipe: str | None,
+    failed_at: int | None = None,
+    passed: int | None = None,
+    fork: str | None = None,
 ) -> None:
     """Write the record of a start.
 
     Args:
         step: the checkpoint that it loads, 0: none.
-        recipe: checksum of the recipe; a start with a changed one is no repetition.
+        recipe: checksum of the recipe; a start with a changed one is no repetition. None: another recipe than the
+            checkpoint's, to which a failure is owed.
         failed_at: the step at which the last start from the same checkpoint failed.
         passed: the newer checkpoint that was put aside because two starts from it had failed.
+        fork: what tells a copied run from its original, None for an original.
     """
     directory.mkdir(parents=True, exist_ok=True)
     content = {"run_id": run_id, "step": step, "recipe": recipe, "failed_at": failed_at, "passed": passed}
+    content |= {"fork": fork, "path": os.path.realpath(directory)}
     (directory / FAILED).unlink(missing_ok=True)
     write_whole(directory / NAME, json.dumps(content) + "\n")
 
@@ -78,13 +100,13 @@ class History:
     passed: int | None = None
 
 
-def history(directory: Path, step: int, recipe: str, run_dir: Path) -> History:
+def history(directory: Path, step: int, recipe: str | None, run_dir: Path) -> History:
     """Return the history of the checkpoint of `step`."""
     last = read(directory)
     if last.get("step") != step:
         return History()
     passed, before = last.get("passed"), last.get("failed_at")
-    if not (directory / FAILED).exists() or last.get("recipe") != recipe:
+    if recipe is None or last.get("recipe") != recipe or not (directory / FAILED).exists():
         return History(passed=passed)
     failed_at = max(step, last_step(run_dir / "metrics.jsonl"))
     # A step is reported one later, so that the same failure may show up one step apart.
@@ -96,8 +118,8 @@ def checksum(recipe: Recipe) -> str:
     return xxhash.xxh3_64_hexdigest(to_yaml(replace(recipe, resume="auto")).encode())
 
 
-def last_step(metrics: Path) -> int:
-    """Return the last step in metrics.jsonl, 0 without one."""
+def last_step(metrics: Path, key: str = "step", until: float = math.inf) -> int:
+    """Return the last step in metrics.jsonl whose row has `key`, up to the step `until`; 0 without one."""
     try:
         with open(metrics, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
@@ -108,5 +130,5 @@ def last_step(metrics: Path) -> int:
     for line in lines:
         with contextlib.suppress(ValueError, TypeError):  # cut off, by TAIL or by a kill
             row = json.loads(line)
-            steps.append(int(row["step"]) if isinstance(row, dict) and "step" in row else 0)
-    return max(steps)
+            steps.append(int(row["step"]) if isinstance(row, dict) and {"step", key} <= row.keys() else 0)
+    return max(step for step in steps if step <= until)

@@ -30,8 +30,11 @@ def _assignments(entries: list[str]) -> list[tuple]:
     return [(each.pattern, each.optimizer) for each in parsed if each.optimizer is not None]
 
 
-# Of these keys only a part is refused; a change of anything else warns.
-REFUSED_PART: dict[str, Callable[[Any], Any]] = {"data.blend": _weights, "optim.overrides": _assignments}
+# Of these keys only a part is refused; a change of anything else warns, with this reason.
+REFUSED_PART: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "data.blend": (_weights, "the weights of the sources are the same, or data.changed=accept"),
+    "optim.overrides": (_assignments, "the multipliers of the steps to come are the new ones"),
+}
 
 
 def values_of(recipe: Recipe) -> dict[str, Any]:
@@ -88,7 +91,7 @@ def changes(before: Mapping[str, Any], recipe: Recipe, run: str | os.PathLike) -
                 )
             )
         else:
-            why = rule.why if rule.rule == "warns" else "the parts that decide are the same, or data.changed=accept"
+            why = rule.why if rule.rule == "warns" else REFUSED_PART[path][1]
             warned.append(f"zaya: resume: {path}: was {as_typed(was)}, is {as_typed(now)}; {why}")
     return refused, warned
 
@@ -96,7 +99,7 @@ def changes(before: Mapping[str, Any], recipe: Recipe, run: str | os.PathLike) -
 def _permitted(path: str, was: Any, now: Any, recipe: Recipe) -> bool:
     if path == "data.blend" and recipe.data.changed == "accept":
         return True
-    part = REFUSED_PART.get(path)
+    part, _ = REFUSED_PART.get(path, (None, ""))
     try:
         return part is not None and part(was) == part(now)
     except ValueError:  # entries of another version

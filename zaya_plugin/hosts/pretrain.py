@@ -29,7 +29,7 @@ from zaya_plugin.config.arguments import megatron_arguments
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.dataset import mean_loss
 from zaya_plugin.data.sources import DataSources
-from zaya_plugin.errors import ENDED_EARLY, ROLL_BACK, RunEndedError, message
+from zaya_plugin.errors import ENDED_EARLY, ROLL_BACK, NotFiniteError, RunEndedError, message
 from zaya_plugin.handover.predecessor import predecessor
 from zaya_plugin.hosts import data_loaders
 from zaya_plugin.hosts.forward_step import forward_step
@@ -167,7 +167,7 @@ def as_guard(recipe: Recipe, error: RunEndedError, step: int) -> RunEndedError:
     return error
 
 
-class NonFiniteLossError(RunEndedError):
+class NonFiniteLossError(NotFiniteError):
     """The loss of a step is infinite or NaN, although its gradients are finite, or a validation loss is: raised by the ranks that have the loss
     before they write their part of a checkpoint of this step, so that the checkpoint is never complete.
     """
@@ -252,7 +252,7 @@ class _Trainer:
             saver.limit = lifecycle.upload_limit
             self.reporter.start(
                 get_tensorboard_writer(),
-                self.lifecycle.run_id,
+                self.lifecycle.tracker_id,
                 resumed_at=self.lifecycle.resumed_at,
                 lineage=self.lifecycle.lineage,
             )

@@ -2,8 +2,7 @@
 """The first launch of a stage that takes over from another: Megatron's checkpoint load, with steps and schedule from 0.
 
 Neither of Megatron's own ways fits: --finetune drops the optimizer's state, and a plain load continues steps, samples
-and schedule. Its load also looks up the saved parameter groups by their learning rates and fails if the new stage has
-others.
+and schedule.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from collections.abc import Callable
 
 import torch
 from megatron.core.num_microbatches_calculator import update_num_microbatches
-from megatron.core.optimizer import distrib_optimizer
-from megatron.core.optimizer import optimizer as optimizer_module
 from megatron.training import get_args, get_tokenizer
 from torch.utils.data import Dataset, Subset
 
@@ -27,12 +24,7 @@ from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import DataSources
 from zaya_plugin.errors import message, mistake
 from zaya_plugin.handover.predecessor import Predecessor
-from zaya_plugin.patches import hooks
 from zaya_plugin.patches.hooks import TRAINING
-
-# State of a parameter group, which is loaded; all other keys come from the new stage's recipe.
-STATE_OF_GROUP = ("params", "step")
-SCHEDULE_KEYS = ("max_lr", "min_lr", "start_wd", "end_wd")
 
 
 def check_published(source: str, args) -> None:
@@ -111,18 +103,7 @@ class Handover:
         if broken := restore.compare(self.before.checkpoints, self.before.steps).damaged:
             raise ValueError(self.damage(broken))
         args = get_args()
-        groups = [{k: v for k, v in group.items() if k not in STATE_OF_GROUP} for group in optimizer.param_groups]
-        # Groups that differ in the new stage's settings alone share one saved group; only its step count is used.
-        identifiers = {
-            f"{module.__name__}.param_group_identifier_keys": tuple(
-                name for name in module.param_group_identifier_keys if name not in SCHEDULE_KEYS
-            )
-            for module in (distrib_optimizer, optimizer_module)
-        }
-        with hooks.replaced(identifiers):
-            load_checkpoint(model, optimizer, scheduler, *positional, **named)
-        for group, wanted in zip(optimizer.param_groups, groups, strict=True):
-            group.update(wanted)
+        load_checkpoint(model, optimizer, scheduler, *positional, **named)
         if self.recipe.handover.optimizer == "reset":
             reset_optimizer(optimizer)
         scheduler.num_steps = 0

@@ -18,12 +18,12 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from torch import Tensor
 
 from zaya_plugin import compat
-from zaya_plugin.errors import RunEndedError, message
+from zaya_plugin.errors import NotFiniteError, message
 from zaya_plugin.optim.gradient_buffers import DeferredScale
 from zaya_plugin.optim.host_copy import HostCopy
 
 
-class NonFiniteGradientsError(RunEndedError):
+class NonFiniteGradientsError(NotFiniteError):
     """Gradients are not finite. A step raises it on all ranks, with weights and state unchanged."""
 
 

@@ -89,6 +89,10 @@ def muon_factory(
                 hooks.set_attribute(
                     "MegatronOptimizer().init_state_fn", optimizer, lambda inner, config=None: inner.initialise_state()
                 )
+                # It looks for a saved group with the settings of each of this run's; the inner optimizer needs none.
+                hooks.set_attribute(
+                    "MegatronOptimizer()._filter_and_reorder_param_groups", optimizer, lambda groups, saved: saved
+                )
         return chained
 
     return factory

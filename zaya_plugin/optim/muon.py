@@ -127,6 +127,17 @@ class GroupStepAdamW(torch.optim.Optimizer):
             if not self.state[p]:
                 self.state[p].update(self.zero_state(p))
 
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Load the state. Of the saved groups only the step counts, which all groups have in common; a resumed run may
+        have other learning rates, betas and multipliers, and so other groups.
+        """
+        super().load_state_dict({**state_dict, "param_groups": self.groups_after(state_dict["param_groups"])})
+
+    def groups_after(self, saved: list[dict]) -> list[dict]:
+        """Return this run's groups, as state_dict() describes them, with the step of the `saved` ones."""
+        step = max((group.get("step", 0) for group in saved), default=0)
+        return [{**group, "step": step} for group in self.state_dict()["param_groups"]]
+
     def _announce(self, params: Sequence[Tensor]) -> None:
         """Create missing state, and announce the change of `params` and their state."""
         self.initialise_state(params)

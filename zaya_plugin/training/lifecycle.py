@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 import secrets
 from pathlib import Path
 
@@ -16,16 +15,14 @@ import torch
 
 from zaya_plugin import __version__
 from zaya_plugin.checkpoint import manifest, on_disk, places, restore, starts
-from zaya_plugin.checkpoint.run_lock import LostLockError, RunLock
+from zaya_plugin.checkpoint.run_lock import RunLock
 from zaya_plugin.config.resume import changes as changed_keys
 from zaya_plugin.config.resume import values_of
 from zaya_plugin.config.run_directory import checkpoint_path, has_checkpoint, make_writable, uploads
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import compare_data
-from zaya_plugin.errors import message, mistake
+from zaya_plugin.errors import NotFiniteError, message, mistake
 from zaya_plugin.handover.predecessor import Predecessor
-
-PEER = r"gloo|connection (closed|reset|refused)"  # in what gloo says where another rank has ended
 
 
 class Lifecycle:
@@ -36,7 +33,8 @@ class Lifecycle:
         local: this node's folder for them, below checkpoint.local_path; None without one.
         upload_limit: bytes a second of this rank, after settle(); None: no limit.
         resumed_at: iteration that the run resumes from, 0 for a new run.
-        run_id: identity of the run, stored in every checkpoint; W&B's run id.
+        run_id: identity of the run, stored in every checkpoint.
+        tracker_id: W&B's run id: run_id, with an end of its own in a copied run directory.
         generation: of this start of the run, by which the writers of an earlier start cannot write into this one.
         leads: whether this rank is the first of its node.
         lock: of the run's directories, after settle(); None where no launcher took it.
@@ -61,6 +59,7 @@ class Lifecycle:
         self.recipe_checksum = starts.checksum(recipe)
         self.resumed_at = 0
         self.run_id: str | None = None
+        self.tracker_id = ""
         self.generation, self.leads = "", False
         self.lock: RunLock | None = None
         published = recipe.handover.from_hf
@@ -114,9 +113,11 @@ class Lifecycle:
         on_disk.check_same_model(self.directory, iteration, args)
         saved = getattr(on_disk.saved_arguments(self.directory, iteration), "zaya", {})
         self._compare_data(saved.get("data"), on_disk.folder(self.directory, iteration))
-        refused, _ = changed_keys(saved.get(manifest.RECIPE) or {}, self.recipe, self.run_dir)
+        refused, warned = changed_keys(saved.get(manifest.RECIPE) or {}, self.recipe, self.run_dir)
         if refused:  # a guest in another host; `zaya train` has compared before the start
             raise ValueError("\n".join(refused))
+        if warned:  # what fails now may owe it to the new values, until a checkpoint is saved with them
+            self.recipe_checksum = None
         self.run_id, self.lineage = saved.get("run_id"), saved.get("lineage")
         on_disk.name_as_latest(self.directory, iteration)
         self._checked = iteration
@@ -149,7 +150,9 @@ class Lifecycle:
             lines += tried + self._choose_and_compare(nodes, tried)
         if self.upload_limit is not None:
             self.upload_limit /= len(nodes.ranks[nodes.here])
-        self.run_id, self.lineage, self.generation, locks = restore.on_rank_0(self._begin)
+        self.run_id, self.lineage, self.generation, locks, fork, told = restore.on_rank_0(self._begin)
+        self.tracker_id = "-".join(filter(None, (self.run_id, fork)))
+        lines += told
         if self.lock is None and locks is not None:
             self.lock = RunLock(*locks)
         self.leads = nodes.ranks[nodes.here][0] == torch.distributed.get_rank()
@@ -174,10 +177,10 @@ class Lifecycle:
         on_disk.put_aside_from(self.directory, step)
 
     def ended(self, error: BaseException | None) -> None:
-        """Note an error that ended the run, for the choice of the next start. error: what ended it, if anything did."""
-        if isinstance(error, LostLockError):
-            return
-        if self._begun and isinstance(error, Exception) and not _of_a_peer(error):
+        """Note that numbers that are not finite have ended the run, for the choice of the next start. An error of the
+        configuration, of the machine or of another rank tells nothing about the checkpoint.
+        """
+        if self._begun and isinstance(error, NotFiniteError):
             starts.note_failure(self.directory)
 
     def _find_nodes(self) -> tuple[restore.Nodes, restore.Nodes, list[str]]:
@@ -276,21 +279,26 @@ class Lifecycle:
         newer = [folder for step, folder in uploads(self.directory) if begun and step > begun]
         return {folder.name for folder in newer if manifest.is_of(folder, known)}
 
-    def _begin(self) -> tuple[str, dict | None, str, tuple | None]:
-        """Check the chosen checkpoint, record the start, and return run id, lineage, generation and the lock's files and
-        token.
+    def _begin(self) -> tuple[str, dict | None, str, tuple | None, str | None, list[str]]:
+        """Check the chosen checkpoint, record the start, and return run id, lineage, generation, the lock's files and
+        token, what tells a copied run from its original, and lines about it.
         """
         self.lock = RunLock.of_launcher()
         manifest.remove_leftovers(self.directory, keep=self._uploads())
         if self.resumed_at and self.resumed_at != self._checked:
             self._check(self.resumed_at, self._args)
         self.run_id = self.run_id or secrets.token_hex(4)
+        fork, lines = starts.read(self.directory).get("fork") if self.resumed_at else None, []
+        if self.resumed_at and starts.is_copy(self.directory):
+            fork = secrets.token_hex(2)
+            original = starts.read(self.directory)["path"]
+            lines = [f"this run is a copy of the one in {original}, so it is another run in W&B: {self.run_id}-{fork}"]
         if self.resumed_at or starts.read(self.directory):  # a new run has no record; one of an older run is replaced
             known = {"run_id": self.run_id, "step": self.resumed_at, "recipe": self.recipe_checksum}
             past = {"failed_at": self._history.failed_at, "passed": self._history.passed}
-            starts.begin(self.directory, **known, **past)
+            starts.begin(self.directory, **known, **past, fork=fork)
         locks = None if self.lock is None else (self.lock.files, self.lock.token)
-        return self.run_id, self.lineage, secrets.token_hex(4), locks
+        return self.run_id, self.lineage, secrets.token_hex(4), locks, fork, lines
 
     def check_lock(self) -> None:
         """Raise LostLockError if another start has taken this run's directories over; call it before a write."""
@@ -304,11 +312,6 @@ class Lifecycle:
         manifest.remove_leftovers(self.directory)
         for old in on_disk.removable(self.directory, self.keep_last, self.keep_every, newest=iteration):
             on_disk.remove(self.directory, old)
-
-
-def _of_a_peer(error: Exception) -> bool:
-    """Return whether an error only tells that another rank is gone."""
-    return isinstance(error, torch.distributed.DistError) or re.search(PEER, str(error), re.IGNORECASE) is not None
 
 
 def damage(directory: Path, problems: list[str]) -> str:

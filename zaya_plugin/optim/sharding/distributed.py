@@ -105,8 +105,10 @@ class MuonDistributedOptimizer(DistributedOptimizer):
     def load_state_dict(self, state_dict: dict) -> None:
         # Megatron creates missing state as Adam's, with a second moment for every parameter.
         self.optimizer.initialise_state()
+        # It looks for a saved group with the settings of each of this run's.
+        groups = self.optimizer.groups_after(state_dict["optimizer"]["param_groups"])
         with torch.no_grad():
-            super().load_state_dict(state_dict)
+            super().load_state_dict({**state_dict, "optimizer": {**state_dict["optimizer"], "param_groups": groups}})
 
     def sharded_state_dict(self, model_sharded_state_dict: dict, is_loading: bool = False, **named) -> dict:
         """Return the state of this rank for a checkpoint, in Megatron's format `fully_reshardable`.
