@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import errno
+import io
 import os
 import re
 import resource
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zaya_plugin.errors import check_space, free_memory, message, mistake, of_the_machine
+from zaya_plugin.errors import check_space, free_memory, message, mistake, of_the_machine, replace_unprintable
 
 
 def test_a_message_names_key_value_problem_allowed_and_fix():
@@ -112,3 +113,15 @@ def test_the_page_cache_counts_as_free_memory_and_a_containers_limit_is_the_most
     limits = [Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
     found = [path.read_text().strip() for path in limits if path.is_file()]
     assert abs(free_memory() - min([available, *(int(text) for text in found if text != "max")])) < 2**30
+
+
+@pytest.mark.parametrize(
+    "encoding, printed", [("ascii", b"? ?\n"), ("latin-1", b"? \xe9\n"), ("utf-8", "▁ é\n".encode())]
+)
+def test_a_console_gets_replacements_for_what_it_cannot_print(monkeypatch, encoding, printed):
+    console = io.TextIOWrapper(io.BytesIO(), encoding, write_through=True)
+    monkeypatch.setattr("sys.stdout", console)
+    monkeypatch.setattr("sys.stderr", None)
+    replace_unprintable()
+    print("▁ é")
+    assert console.buffer.getvalue() == printed

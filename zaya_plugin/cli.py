@@ -40,7 +40,7 @@ import tempfile
 from collections.abc import Iterable
 
 from zaya_plugin import __version__
-from zaya_plugin.errors import ENDED_EARLY, message, mistake, nearest_name, of_the_machine
+from zaya_plugin.errors import ENDED_EARLY, message, mistake, nearest_name, of_the_machine, replace_unprintable
 
 # Command -> module and function, and what the command does. Each function takes the words after the command and returns
 # the exit code.
@@ -139,8 +139,7 @@ def unknown(command: str, name: str, known: Iterable[str]) -> ValueError:
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    if PROGRAM:  # names of files are bytes; an undecodable one is shown with its bytes escaped
-        sys.stdout.reconfigure(errors="backslashreplace")
+    replace_unprintable()
     try:
         return _dispatch(argv)
     except ValueError as error:

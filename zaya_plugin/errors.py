@@ -10,6 +10,7 @@ import os
 import re
 import resource
 import signal
+import sys
 from collections.abc import Iterable
 
 # The exit code of a run that was asked to end by a signal, and has saved and left before its last step: EX_TEMPFAIL of
@@ -72,6 +73,16 @@ def check_utf8(key: str, *text: str) -> None:
         raise mistake(
             key, *text, problem="holds bytes that are not UTF-8", allowed="text in UTF-8", fix="type it in UTF-8"
         )
+
+
+def replace_unprintable() -> None:
+    """Let stdout and stderr replace characters that they cannot encode, in place of raising an error: by "?", and in UTF-8,
+    which lacks only the bytes of odd file names, by their numbers.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # none, or a stand-in
+            utf8 = stream.encoding.lower().replace("-", "") == "utf8"
+            stream.reconfigure(errors="backslashreplace" if utf8 else "replace")
 
 
 STORAGE = (

@@ -58,6 +58,13 @@ def test_the_last_step_is_found_at_the_end_of_a_long_file(tmp_path):
     assert path.stat().st_size > 4 * starts.TAIL and starts.last_step(path) == 19_999
 
 
+def test_the_last_validation_up_to_a_step(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    rows = ({"step": 4}, {"step": 4, "valid_loss": 1.0}, {"step": 6, "valid_loss": 1.0}, {"step": 7})
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert [starts.last_step(path, "valid_loss", until) for until in (3, 5, 6, 9)] == [0, 4, 6, 6]
+
+
 def test_the_mark_is_gone_at_the_next_start_and_a_broken_record_is_no_record(run):
     starts.note_failure(run)
     assert (run / FAILED).exists()

@@ -33,7 +33,10 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def first_10(tmp_path_factory, data) -> Run:
-    return train(tmp_path_factory.mktemp("first_10"), data, "exit_interval=10", recipe=("experiment=cpu_demo",))
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("WANDB_NAME", "name-of-the-user")
+        environment.setenv("PYTHONIOENCODING", "latin-1")
+        return train(tmp_path_factory.mktemp("first_10"), data, "exit_interval=10", recipe=("experiment=cpu_demo",))
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +77,13 @@ def test_every_promised_number_is_there(first_10):
     for name in (*names, "memory_gib", "eta_s", "load_entropy", "consumed_samples"):
         assert row[name] is not None, name
     assert row["consumed_samples"] == 10 * 16
+    assert [first_10.steps()[step]["lr"] for step in (1, 2)] == pytest.approx([0, row["lr"] / 9]), (
+        "the warm-up starts at 0"
+    )
     load = row["expert_load"]
     assert len(load) == 4 and all(len(layer) == 16 and sum(layer) == pytest.approx(1, abs=1e-3) for layer in load)
-    assert list((first_10.run_dir / "wandb").glob("offline-run-*/*.wandb")), "W&B writes offline without a key"
+    (tracked,) = (first_10.run_dir / "wandb").glob("offline-run-*/*.wandb")  # offline without a key
+    assert b"name-of-the-user" in tracked.read_bytes(), "the environment wins over the recipe"
     assert list((first_10.run_dir / "tensorboard").glob("events.out.tfevents.*"))
     output = first_10.output.splitlines()
     lines = [line for line in output if line.startswith("step") and "loss" in line and "eta" in line]

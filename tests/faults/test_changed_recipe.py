@@ -156,3 +156,21 @@ def test_a_run_resumes_with_changes_that_need_no_word(resume, group):
     assert all(RULES[change.split("=")[0]].rule == "may change" for change in changes)
     plain, changed = resume(()), resume((), changes)
     assert changed.keys() == plain.keys() and changed[6] == pytest.approx(plain[6], abs=1e-4)
+
+
+def test_each_validation_reads_the_same_samples_and_is_in_the_metrics_once(tmp_path, corpus, ranks):
+    words = (*TRAIN, f"run_dir={tmp_path}", f"data.path={corpus}", "stage.eval_interval=3", "stage.eval_iters=2")
+
+    def validations():
+        rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        return [(row["step"], row["valid_loss"], row["valid_tokens"]) for row in rows if "valid_loss" in row]
+
+    ranks.finish(*words, "optim.lr=1e-12", "optim.min_lr=0", "model.balancing_lr=0")
+    (first, loss, tokens), last = validations()
+    assert (first, tokens) == (3, 2 * 2 * 16) and last[0] == 6 and last[2] == tokens
+    assert last[1] == pytest.approx(loss, abs=1e-6), "the same weights, so the same loss"
+    found = validations()
+    ranks.finish(*words)
+    assert validations() == found, "a finished run that is resumed adds no row"
+    ranks.finish(*words, "stage.train_iters=7", "stage.eval_iters=1", "stage.eval_interval=1")
+    assert [row[0] for row in validations()] == [3, 6, 7] and validations()[-1][2] == 2 * 16

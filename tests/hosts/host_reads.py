@@ -43,6 +43,7 @@ class Reads(TorchDispatchMode):
         super().__init__()
         self.on_device = on_device
         self.steps: list[Counter] = []
+        self.rates: list[float] = []  # of each step's update
 
     def note(self, what: str = "") -> None:
         if not self.steps:
@@ -60,6 +61,7 @@ class Reads(TorchDispatchMode):
 
     def begin_step(self, parts) -> None:
         self.steps.append(Counter())
+        self.rates.append(next(group["lr"] for group in parts.optimizer.param_groups if group["default_config"]))
 
     def watch_device(self) -> None:
         """Count what torch knows to wait, and what it does not count as waiting since it was asked for."""
@@ -107,6 +109,7 @@ def main(run_dir: str, *overrides: str) -> None:
     with reads, before_steps(reads.begin_step):
         pretrain.run(recipe, RandomTokens(512), Lifecycle(recipe), Reporter(recipe, 0, 1))
     Path(run_dir, "host_reads.json").write_text(json.dumps(reads.steps, indent=1))
+    Path(run_dir, "rates.json").write_text(json.dumps(reads.rates))
 
 
 if __name__ == "__main__":

@@ -40,3 +40,5 @@ def test_a_step_reads_nothing_from_the_device(tmp_path):
         assert {place: n for place, n in found.items() if place not in ON_A_CPU} == ON_THE_HOST
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 9)) and all(row["grad_norm"] > 0 for row in rows)
+    rates = json.loads((tmp_path / "rates.json").read_text())
+    assert [row["lr"] for row in rows] == rates and len(set(rates)) > 4, "a row shows the rate that made its step"

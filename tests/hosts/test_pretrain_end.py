@@ -98,11 +98,11 @@ def test_a_run_that_ends_well_gives_up_its_graphs_and_then_their_memory(ended, p
         "end with release",
         "pretrain",
         "flush",
-        "reporter",
         "checkpoint",
         "loaders",
         "writer",
         "graphs",
+        "reporter",
         "memory",
     ]
 
@@ -116,14 +116,14 @@ def test_megatrons_rerun_machine_finds_its_checkpoint_complete(ended):
         "pretrain",
         "checkpoint",
         "poll",
-        "reporter",
         "loaders",
         "writer",
         "graphs",
+        "reporter",
     ]
 
 
 def test_after_an_error_nothing_waits_for_other_ranks(ended):
     with pytest.raises(RuntimeError):
         ended(fail)
-    assert ended.calls == ["end with release", "pretrain", "poll", "reporter", "loaders", "writer", "graphs"]
+    assert ended.calls == ["end with release", "pretrain", "poll", "loaders", "writer", "graphs", "reporter"]

@@ -28,15 +28,15 @@ def test_a_stage_takes_its_part_of_the_shared_order():
     assert list(stage_part(second, order)) == order[80:]
 
 
-def test_validations_that_are_compared_read_the_same_samples():
-    from zaya_plugin.hosts.stage_handover import stage_samples, validation_part
+def test_every_validation_reads_the_same_samples():
+    from zaya_plugin.hosts.stage_handover import Repeated, stage_samples
 
-    recipe = compose(["experiment=cpu_demo", "stage.eval_at_start=true"])
-    assert stage_samples(recipe, (1440, 256, 0), 64) == (1440, 320, 0), "one validation more than Megatron counts"
-    repeated = validation_part(recipe, list(range(320)), 64)
-    assert [repeated[i] for i in (0, 63, 64, 319)] == [0, 63, 0, 63] and len(repeated) == 320
-    plain = list(range(256))
-    assert validation_part(compose(["experiment=cpu_demo"]), plain, 64) is plain
+    recipe = compose(["experiment=cpu_demo"])
+    assert stage_samples(recipe, (1440, 256, 0), 64) == (1440, 64, 0), "of one validation, however many there are"
+    assert stage_samples(recipe, (1440, 0, 0), 64) == (1440, 0, 0)
+    repeated = Repeated(list(range(100, 180)), 64)
+    assert [repeated[i] for i in (0, 63, 64, 319, 10**9 * 64 + 5)] == [100, 163, 100, 163, 105]
+    assert len(repeated) > 10**18
 
 
 @pytest.fixture

@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 import io
 import json
+import os
+import socket
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
 from zaya_plugin.config.compose import compose
 from zaya_plugin.optim.balancing import RouterStatistics
 from zaya_plugin.training.metrics import Reporter, Step, sparkline, step_line
-from zaya_plugin.training.sinks import Guarded, JsonLines
+from zaya_plugin.training.sinks import Background, Guarded, JsonLines
 
 
 def _step(number, **changes):
@@ -45,7 +52,7 @@ def test_a_row_holds_what_happened(reporter, tmp_path):
     report.start(None, "id", 0)
     report.step(_step(1))
     report.step(_step(2))
-    report.validation(2, 2.25)
+    report.validation(2, 2.25, 4096)
     report.close()
     first, second, validation = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert first["tokens_per_s"] == 4096 and first["tflops_per_device"] == pytest.approx(1.0)
@@ -54,22 +61,39 @@ def test_a_row_holds_what_happened(reporter, tmp_path):
     assert first["load_entropy"] == pytest.approx(0.5) and first["router_entropy"] == 1.5
     assert first["eta_s"] == pytest.approx(18.0) and "expert_load" not in first
     assert second["expert_load"] == [[0.25] * 4, [1, 0, 0, 0]]
-    assert validation == {"step": 2, "valid_loss": 2.25}
+    assert validation == {"step": 2, "valid_loss": 2.25, "valid_tokens": 4096}
     page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
     assert [key for key in second | validation if f"`{key}`" not in page] == [], "the page explains every key"
-    assert "2 steps in 0:04  loss 2.500 ▁▁ 2.500  validation 2.250" in report.out.getvalue()
+    assert "2 steps in 0:04  loss 2.500 ▁▁ 2.500  validation 2.250 of 4,096 tokens\n" in report.out.getvalue()
     assert report.out.getvalue().endswith(f"\neverything is in {tmp_path}: metrics.jsonl\n"), "no sink has written more"
-    assert "mfu 0.1%" in report.out.getvalue() and "validation loss 2.2500" in report.out.getvalue()
+    assert "mfu 0.1%" in report.out.getvalue() and "validation loss 2.2500 of 4,096 tokens\n" in report.out.getvalue()
+
+
+def test_the_first_steps_of_a_start_are_left_out_of_the_eta(reporter, tmp_path):
+    report = reporter()
+    report.start(None, "id", 0)
+    for number, seconds in ((1001, 60.0), (1002, 1.0), (1003, 1.0)):
+        report.step(_step(number, seconds=seconds, is_warm=number > 1001, last_step=2003))
+    report.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["eta_s"] for row in rows] == [None, 1001, 1000]
+    assert "eta" not in report.out.getvalue().splitlines()[1]
 
 
 def test_domains_of_a_validation_are_shown_and_kept(reporter, tmp_path):
     report = reporter()
     report.start(None, "id", 0)
-    report.validation(3, 2.5, {"web": 2.25, "code": 3.25})
+    report.validation(3, 2.5, 64, {"web": 2.25, "code": 3.25})
     report.close()
     row = json.loads((tmp_path / "metrics.jsonl").read_text())
-    assert row == {"step": 3, "valid_loss": 2.5, "validation/web/loss": 2.25, "validation/code/loss": 3.25}
-    assert "step 3: validation loss 2.5000 (web 2.2500, code 3.2500)" in report.out.getvalue()
+    assert row == {
+        "step": 3,
+        "valid_loss": 2.5,
+        "valid_tokens": 64,
+        "validation/web/loss": 2.25,
+        "validation/code/loss": 3.25,
+    }
+    assert "step 3: validation loss 2.5000 of 64 tokens (web 2.2500, code 3.2500)" in report.out.getvalue()
 
 
 def test_only_the_last_rank_reports(reporter, tmp_path):
@@ -123,17 +147,111 @@ def test_rows_after_the_checkpoint_are_dropped_on_resume(tmp_path):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
 
 
-def test_a_failing_sink_is_told_once_and_does_not_stop_training(capsys):
+def test_tensorboard_forgets_the_steps_that_a_resume_repeats(reporter, tmp_path):
+    """lanpa/tensorboardX#185: steps 3 to 5 were lost, and are repeated after a resume at 2, and again after one at 3."""
+    for resumed_at, last in ((0, 5), (2, 6), (3, 4)):
+        report = reporter("logger.tensorboard=true")
+        report.start(SummaryWriter(tmp_path / "tensorboard", filename_suffix=f".{resumed_at}"), "id", resumed_at)
+        for step in range(resumed_at + 1, last + 1):
+            report.step(_step(step, loss=10.0 * resumed_at + step))
+        report.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    found = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert found == [(1, 1), (2, 2), (3, 23), (4, 34)]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["loss"]) for row in rows] == found
+
+
+def test_a_failing_sink_is_told_once_and_does_not_stop_training():
     class Full:
         def log(self, row):
             raise OSError(28, "No space left on device")
 
         close = log
 
-    sink = Guarded("metrics.jsonl", Full())
-    sink.log({})
-    sink.log({})
-    assert capsys.readouterr().err.count("No space left on device") == 1
+    told = []
+    for open_sink in (Full, lambda: Full().log({})):
+        sink = Guarded("metrics.jsonl", open_sink, told.append)
+        sink.log({})
+        sink.log({})
+        sink.close()
+    assert len(told) == 2 and all("metrics.jsonl failed" in line and "No space left" in line for line in told)
+
+
+def test_a_console_that_takes_nothing_does_not_end_a_run(tmp_path):
+    """pytorch/pytorch#5109: the characters of the summary, between the last step and its save."""
+    recipe = compose(["experiment=cpu_demo", f"run_dir={tmp_path}", "logger.wandb=false"])
+    closed = io.StringIO()
+    closed.close()
+    for console in (io.TextIOWrapper(io.BytesIO(), "ascii"), open("/dev/full", "w"), closed):
+        report = Reporter(recipe, 0, 1, console)
+        report.start(None, "id", 0)
+        report.step(_step(1))
+        report.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 1
+
+
+class Silent:
+    """A tracker that does not answer; `waiting` where it hangs."""
+
+    def __init__(self, waiting, answer):
+        self.rows, self.answer = [], answer
+        if waiting == "open":
+            answer.wait()
+        self.log = (lambda row: answer.wait()) if waiting == "log" else self.rows.append
+        self.close = answer.wait if waiting == "close" else lambda: None
+
+
+@pytest.mark.parametrize("waiting", ["open", "log", "close", None])
+def test_a_tracker_that_does_not_answer_stops_no_start_no_step_and_no_end(waiting, monkeypatch):
+    """wandb/wandb#9865"""
+    monkeypatch.setattr(Background, "END_SECONDS", 60 if waiting is None else 0.05)
+    monkeypatch.setattr(Background, "HELD_ROWS", 5)
+    answer, told, opened = threading.Event(), [], []
+    tracker = Background("W&B", lambda: opened.append(Silent(waiting, answer)) or opened[0], told.append)
+    sink = Guarded("W&B", lambda: tracker, told.append)
+    assert tracker.opened.wait(0.01 if waiting == "open" else 60) == (waiting != "open")
+    for number in range(4):
+        sink.log({"step": number})
+    sink.close()
+    answer.set()
+    assert len(told) == (waiting is not None) and all("no answer within 0.05 s" in line for line in told)
+    if waiting is None:
+        assert [row["step"] for row in opened[0].rows] == [0, 1, 2, 3]
+
+
+TRACKER = """
+import sys
+from zaya_plugin.training.sinks import WandbRun
+
+WandbRun.INIT_SECONDS = WandbRun.FINISH_SECONDS = 1
+settings = dict(project="p", entity=None, name="n", run_id="ab12cd34", directory=sys.argv[1], config={})
+run = WandbRun(mode="auto", say=print, **settings)
+run.log({"step": 1, "loss": 2.0})
+print(run.where)
+run.close()
+"""
+
+
+@pytest.mark.slow  # W&B's process is given three seconds
+def test_a_stored_login_is_used_and_a_server_that_does_not_answer_leaves_the_run_offline(tmp_path):
+    """wandb/wandb#8003: the real wandb, with a server that takes the connection and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+        clean |= {"HOME": str(tmp_path), "WANDB_BASE_URL": f"http://127.0.0.1:{server.getsockname()[1]}"}
+
+        def run(*words, **variables):
+            command = [sys.executable, *words]
+            done = subprocess.run(command, env={**clean, **variables}, text=True, capture_output=True, timeout=120)
+            assert done.returncode == 0, done.stderr
+            return done.stdout
+
+        run("-c", "import wandb; wandb.login(key='0' * 40, verify=False)")
+        online = run("-c", TRACKER, str(tmp_path / "login"))
+        assert "W&B is not available" in online and "offline, upload with `wandb sync" in online
+        assert len(list((tmp_path / "login" / "wandb").glob("offline-run-*-ab12cd34/*.wandb"))) == 1
+        asked = run("-c", TRACKER, str(tmp_path / "asked"), WANDB_MODE="offline")
+        assert "not available" not in asked and "offline, upload with `wandb sync" in asked
 
 
 def test_sparkline():

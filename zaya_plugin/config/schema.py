@@ -315,14 +315,13 @@ class StageConfig:
     eval_interval: int = arg(1000, "steps between validations", limit=STEPS, resume=MAY_CHANGE)
     eval_iters: int = arg(
         10,
-        "batches of a validation, of each source if data.valid_blend names several; 0: no validation",
+        "batches of a validation, the same in each, of each source if data.valid_blend names several; 0: no validation",
         limit=STEPS_OR_NONE,
         resume=MAY_CHANGE,
     )
     eval_at_start: bool = own(
         False,
-        "validate before the first step too, and use the same samples in every validation, to compare losses around a "
-        "hand-over",
+        "validate before the first step too, to compare losses around a hand-over",
         "hosts.stage_handover",
         resume=MAY_CHANGE,
     )
@@ -811,7 +810,7 @@ class LoggerConfig:
     )
     wandb_mode: str = own(
         "auto",
-        "auto: online with a key, else offline",
+        "auto: online with a key, else offline; WANDB_MODE in the environment wins",
         "training.metrics",
         choices=("auto", "online", "offline", "disabled"),
         resume=MAY_CHANGE,

@@ -8,6 +8,7 @@ module-level functions are replaced during a run (zaya_plugin.patches.hooks).
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import signal
 import sys
@@ -16,12 +17,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_num_microbatches
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.training import get_args, get_tensorboard_writer, get_timers, training
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
+from zaya_plugin.checkpoint import restore, starts
 from zaya_plugin.checkpoint.replicas import check_replicas
 from zaya_plugin.checkpoint.saver import Saver
 from zaya_plugin.config import phases
@@ -141,13 +145,13 @@ def run(
             else:  # the device may have failed, or wait for another rank for ever
                 with contextlib.suppress(RuntimeError):
                     trainer.steps.poll()
-            reporter.close()
             if sys.exc_info()[0] is None:
                 trainer.saved.finish(trainer.step)
         finally:
             data_loaders.end()
             saver.close()
             release_graphs()
+            reporter.close()  # last, since it may wait for a tracker
         if sys.exc_info()[0] is None:  # all ranks are here
             registered_buffers.release()
     if trainer.refused == trainer.step:
@@ -188,6 +192,20 @@ def not_finite(loss: float, step: int, what: str = "loss") -> str:
     )
 
 
+def counted_step(step: Callable, data_iterator, model):
+    """Run `step`, a forward step, and report beside its loss the mean number of tokens of a sequence that count."""
+    losses, reduce_loss = step(data_iterator, model)
+
+    def reduce(losses):
+        total, count, report = reduce_loss(losses)
+        # Context-parallel ranks hold a part of each sequence.
+        sequences = losses.shape[0] / parallel_state.get_context_parallel_world_size()
+        counted = report["lm loss"][1]
+        return total, count, {**report, "tokens": torch.stack((counted, torch.full_like(counted, sequences)))}
+
+    return losses, reduce
+
+
 def release_graphs() -> None:
     """Release the graphs that Megatron captured: at its end an NCCL communicator waits for every graph that holds one
     of its kernels.
@@ -214,8 +232,10 @@ class _Trainer:
         self.balancer = Balancer()
         self.started = False
         self.scheduler = None
+        self.lr: float | None = None  # of the next step's update
         self.step = lifecycle.resumed_at  # the last that ended; args.curr_iteration is the one before
         self.refused: int | None = None  # the last step that was skipped because its gradients were not finite
+        self.validated: int | None = None  # the step of the last validation
         self.steps = StepQueue()
         saved.saver.before_writing = self.steps.flush
         self.clock = StepClock(on_device=recipe.cluster.device != "cpu")
@@ -256,6 +276,9 @@ class _Trainer:
                 resumed_at=self.lifecycle.resumed_at,
                 lineage=self.lifecycle.lineage,
             )
+            if resumed_at := self.lifecycle.resumed_at:
+                metrics = Path(self.recipe.run_dir) / "metrics.jsonl"
+                self.validated = restore.on_rank_0(lambda: starts.last_step(metrics, "valid_loss", resumed_at))
             if self.reporter.reports:
                 self.guard = loss_guard.make_guard(self.recipe, self.lifecycle.resumed_at)
             if skipped:
@@ -330,9 +353,10 @@ class _Trainer:
         statistics = self.balancer.statistics
         if skipped_iter and grad_norm is None:
             self.refused = iteration
+        warm = iteration > self.lifecycle.resumed_at + graph_warm_up(args)
         known = dict(
             step=iteration,
-            lr=learning_rate,
+            lr=self.lr,
             grad_norm=float(grad_norm) if grad_norm is not None else None,
             tokens=batch_size * args.seq_length,
             flops=training.num_floating_point_operations(args, batch_size),
@@ -340,10 +364,11 @@ class _Trainer:
             consumed_samples=args.consumed_train_samples,
             last_step=args.train_iters,
             memory_gib=memory_gib(),
+            is_warm=warm and iteration > self.lifecycle.resumed_at + 1,
         )
+        self.lr = learning_rate  # the schedule has moved on already
         busy = self.clock.until_gradients()
         seconds = self.clock.lap(first=lambda: get_timers()("interval-time").elapsed())
-        warm = iteration > self.lifecycle.resumed_at + graph_warm_up(args)
         losses = [loss_dict["lm loss"]] if "lm loss" in loss_dict else []
         counts = [] if statistics is None else [statistics.tokens_per_expert, statistics.entropy]
 
@@ -395,27 +420,34 @@ class _Trainer:
     def evaluate_and_report(
         self, _, prefix, forward_step_func, data_iterator, model, iteration, process_non_loss_data_func, config, **named
     ):
-        """Evaluate one domain at a time and report metrics; replaces Megatron's evaluate_and_print_results."""
+        """Evaluate one domain at a time and report metrics; replaces Megatron's evaluate_and_print_results, which it
+        calls after the last step too.
+        """
         self.steps.flush()
+        if iteration == self.validated:
+            return
         groups = {name: named.get(name) for name in ("pg_collection", "p2p_communicator", "non_loss_data_func")}
-        domains, found = self.sources.domains or {"": 1.0}, {}
+        domains, found, tokens = self.sources.domains or {"": 1.0}, {}, 0.0
+        iterations = self.args.eval_iters // len(domains)
         for domain in domains:
             losses, _, timed_out = training.evaluate(
-                forward_step_func,
+                functools.partial(counted_step, forward_step_func),
                 data_iterator,
                 model,
                 process_non_loss_data_func,
                 config,
-                eval_iters=self.args.eval_iters // len(domains),
+                eval_iters=iterations,
                 **groups,
             )
             if timed_out:
                 return
             if losses:
                 found[domain] = losses["lm loss"].item()
+                tokens += losses["tokens"].item() * iterations * self.args.eval_global_batch_size
+        self.validated = iteration
         if found:
             mean = mean_loss(found, domains)
-            self.reporter.validation(iteration, mean, found if self.sources.domains else {})
+            self.reporter.validation(iteration, mean, round(tokens), found if self.sources.domains else {})
             if not math.isfinite(mean):  # after the report, and before the save of this step
                 raise NonFiniteLossError(not_finite(mean, iteration, "validation loss"), iteration)
         self.clock.restart()
@@ -436,6 +468,8 @@ class _Trainer:
         heartbeat.phase("warm_up", self.step)
         phases.begin("first step; it may compile kernels")
         self.scheduler = scheduler
+        if optimizer is not None:
+            self.lr = get_canonical_lr_for_logging(optimizer.param_groups)
         if self.args.save and optimizer is not None:
             self.saved.prepare(model, optimizer, scheduler)
         return train(forward_step_func, model, optimizer, scheduler, *positional, **named)
@@ -447,6 +481,7 @@ class _Trainer:
                 for _ in range(get_num_microbatches()):
                     next(iterator)
         self.scheduler.step(increment=get_current_global_batch_size())
+        self.lr = get_canonical_lr_for_logging(self.scheduler.optimizer.param_groups)
         self.clock.restart()
 
     @heartbeat.during("save")

@@ -8,6 +8,7 @@ and schedule.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 
 import torch
@@ -150,7 +151,7 @@ class Handover:
 
 def stage_samples(recipe: Recipe, counts: tuple[int, int, int], validation: int) -> tuple[int, int, int]:
     """Return the samples of training, validation and test to build, from Megatron's `counts`; validation: samples of
-    one validation.
+    one validation, which all read.
 
     The training set is made for all stages that share its order. Megatron shuffles the requested epochs together, so a
     longer set has another order.
@@ -159,7 +160,7 @@ def stage_samples(recipe: Recipe, counts: tuple[int, int, int], validation: int)
     train = max(train, sample_count(recipe))  # a ramp may end amid a batch
     handover = recipe.handover
     planned = max(handover.planned_samples or 0, handover.first_sample + train)
-    return planned, valid + validation * recipe.stage.eval_at_start, test
+    return planned, validation if valid else 0, test
 
 
 def stage_part(recipe: Recipe, dataset):
@@ -169,32 +170,26 @@ def stage_part(recipe: Recipe, dataset):
 
 
 class Repeated(Dataset):
-    """The first `period` samples of a data set, repeated to its whole length."""
+    """The first `period` samples of a validation set without end, so that every validation reads the same ones."""
 
     def __init__(self, dataset, period: int):
         self.dataset, self.period = dataset, period
         self.split = getattr(dataset, "index_split", getattr(dataset, "split", None))  # read by Megatron's loader
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return sys.maxsize
 
     def __getitem__(self, index: int):
         return self.dataset[index % self.period]
 
 
-def validation_part(recipe: Recipe, dataset, validation: int):
-    """Return, with `stage.eval_at_start`, the first validation's samples for every validation, so that the losses can
-    be compared.
-    """
-    return Repeated(dataset, validation) if dataset is not None and recipe.stage.eval_at_start else dataset
-
-
 def stage_datasets(recipe: Recipe, sources: DataSources, args, counts: tuple[int, int, int], batch_size: int) -> list:
     """Build the training, validation and test sets of a stage for Megatron's `counts`; batch_size: of validation."""
     samples = args.eval_iters * batch_size  # of one validation
+    args.consumed_valid_samples = 0
     counts = stage_samples(recipe, counts, samples)
     train, valid, *more = sources.build(counts, args.seq_length, args.seed, get_tokenizer(), samples)
-    return [stage_part(recipe, train), validation_part(recipe, valid, samples), *more]
+    return [stage_part(recipe, train), valid and Repeated(valid, samples), *more]
 
 
 def reset_optimizer(chained) -> None:

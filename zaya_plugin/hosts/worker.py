@@ -18,7 +18,7 @@ from pathlib import Path
 
 from zaya_plugin import patches
 from zaya_plugin.config import phases
-from zaya_plugin.errors import RunEndedError, of_the_machine
+from zaya_plugin.errors import RunEndedError, of_the_machine, replace_unprintable
 from zaya_plugin.parent_death import adopt_children, follow_launcher, follow_rank
 from zaya_plugin.training import heartbeat
 
@@ -50,6 +50,7 @@ def main(argv: list[str], work: Callable | None = None) -> int:
     """
     from zaya_plugin.config.compose import load_recipe
 
+    replace_unprintable()
     faulthandler.enable()  # names the place of a SIGBUS or SIGSEGV
     adopt_children()
     follow_launcher()

@@ -214,6 +214,7 @@ def _log(project: str, opened: Opened, record: dict) -> None:
         directory=Path("."),
         config=source,
         group=run_id,
+        say=lambda text: print(text, file=sys.stderr),
     )
     sink.log(
         {"step": opened.step or 0}

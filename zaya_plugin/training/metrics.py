@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import resource
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,7 +19,7 @@ import torch
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.errors import message
 from zaya_plugin.optim.balancing import RouterStatistics
-from zaya_plugin.training.sinks import Guarded, JsonLines, TensorBoard, WandbRun
+from zaya_plugin.training.sinks import Background, Guarded, JsonLines, TensorBoard, WandbRun, unless_set
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,12 @@ class Step:
     """One optimizer step. Its tensors are on the host.
 
     loss: mean nats a token over the global batch.
+    lr: of the update of this step; parameters with a multiplier have a multiple of it.
     seconds: wall time without validation and checkpoints.
     tokens: of the global batch.
     flops: of the whole job.
     memory_gib: as `memory_gib()` returns it.
+    is_warm: False for the first steps of a start, which compile kernels and capture graphs.
     loss_spike: robust z score of the loss, of a step that the loss guard calls a spike; else None.
     """
 
@@ -45,6 +48,7 @@ class Step:
     last_step: int
     memory_gib: float
     statistics: RouterStatistics | None
+    is_warm: bool = True
     loss_spike: float | None = None
 
 
@@ -68,7 +72,7 @@ class Reporter:
         self.mean_seconds: float | None = None
         self.seconds = 0.0
         self.losses: list[float] = []
-        self.validation_losses: list[float] = []
+        self.validated: tuple[float, int] | None = None  # loss and tokens of the last validation
         self.lineage: dict[str, Any] | None = None
         self.at = (0, 0)  # the last reported step, and the last step of the run
 
@@ -82,11 +86,14 @@ class Reporter:
             return
         self.lineage = lineage
         logger, run_dir = self.recipe.logger, Path(self.recipe.run_dir)
-        self.sinks.append(Guarded("metrics.jsonl", JsonLines(run_dir / "metrics.jsonl", resumed_at)))
+        self._add_sink("metrics.jsonl", lambda: JsonLines(run_dir / "metrics.jsonl", resumed_at))
         if tensorboard is not None and logger.tensorboard:
-            self.sinks.append(Guarded("TensorBoard", TensorBoard(tensorboard)))
-        if logger.wandb and logger.wandb_mode != "disabled":
-            self._open_wandb(run_id, run_dir)
+            self._add_sink("TensorBoard", lambda: TensorBoard(tensorboard, resumed_at))
+        if logger.wandb and "disabled" not in (logger.wandb_mode, os.environ.get("WANDB_MODE")):
+            wandb = Background("W&B", lambda: self._open_wandb(run_id, run_dir), self._print)
+            self._add_sink("W&B", lambda: wandb)
+            if not wandb.opened.wait(wandb.START_SECONDS):
+                self._print("W&B: no answer yet; the run does not wait for it")
         self._print(
             f"{self.recipe.name}: {self.recipe.model.name} on {self.recipe.cluster.name}, stage "
             f"{self.recipe.stage.name}, "
@@ -117,20 +124,16 @@ class Reporter:
         if step.step % self.recipe.logger.log_interval == 0 or step.step == step.last_step:
             self._print(step_line({**row, "last_step": step.last_step}))
 
-    def validation(self, step: int, loss: float, domains: Mapping[str, float] | None = None) -> None:
-        """Report a validation loss (mean nats a token), and that of each of its `domains`."""
+    def validation(self, step: int, loss: float, tokens: int, domains: Mapping[str, float] | None = None) -> None:
+        """Report a validation loss (mean nats a token) of so many `tokens`, and that of each of its `domains`."""
         if self.reports:
             domains = domains or {}
-            self.validation_losses.append(loss)
-            self._log(
-                {
-                    "step": step,
-                    "valid_loss": loss,
-                    **{f"validation/{name}/loss": value for name, value in domains.items()},
-                }
-            )
+            self.validated = (loss, tokens)
+            row = {"step": step, "valid_loss": loss, "valid_tokens": tokens}
+            self._log(row | {f"validation/{name}/loss": value for name, value in domains.items()})
             parts = ", ".join(f"{name} {value:.4f}" for name, value in domains.items())
-            self._print(f"step {step}: validation loss {loss:.4f}" + (f" ({parts})" if parts else ""))
+            text = f"step {step}: validation loss {loss:.4f} of {tokens:,} tokens"
+            self._print(text + (f" ({parts})" if parts else ""))
 
     def saved(self, line: str) -> None:
         """Print a console line about a checkpoint. Rank 0, which completes checkpoints, may be another rank than the one
@@ -144,15 +147,14 @@ class Reporter:
             sink.close()
         self.sinks.clear()
         if self.losses:
-            self._print(summary(self.losses, self.validation_losses, self.seconds, self.recipe.run_dir, self.at))
+            self._print(summary(self.losses, self.validated, self.seconds, self.recipe.run_dir, self.at))
             self.losses = []
 
     def _row(self, step: Step) -> dict[str, Any]:
-        # The first step includes compilation and allocation, so the mean, from which the ETA is computed, starts at the
-        # second.
-        if self.mean_seconds is None or step.step <= 2:
-            self.mean_seconds = step.seconds
-        self.mean_seconds += 0.1 * (step.seconds - self.mean_seconds)
+        # The first steps of a start compile and allocate, so the mean, from which the ETA is computed, leaves them out.
+        if step.is_warm:
+            self.mean_seconds = self.mean_seconds or step.seconds
+            self.mean_seconds += 0.1 * (step.seconds - self.mean_seconds)
         tflops = step.flops / step.seconds / self.world_size / 1e12
         peak, reachable = self.recipe.cluster.peak_tflops, self.recipe.cluster.reachable_tflops
         row: dict[str, Any] = {
@@ -170,7 +172,7 @@ class Reporter:
             "total_tokens": (self.lineage or {}).get("tokens", 0)
             + step.consumed_samples * self.recipe.stage.seq_length,
             "skipped": int(step.skipped),
-            "eta_s": self.mean_seconds * (step.last_step - step.step),
+            "eta_s": self.mean_seconds and self.mean_seconds * (step.last_step - step.step),
         }
         if step.loss_spike is not None:
             row["loss_spike"] = step.loss_spike
@@ -183,25 +185,29 @@ class Reporter:
             row["router_entropy"] = step.statistics.entropy.mean().item()
         return row
 
-    def _open_wandb(self, run_id: str, run_dir: Path) -> None:
+    def _add_sink(self, name: str, open_sink: Callable[[], Any]) -> None:
+        self.sinks.append(Guarded(name, open_sink, self._print))
+
+    def _open_wandb(self, run_id: str, run_dir: Path) -> WandbRun | None:
         logger = self.recipe.logger
         try:
             run = WandbRun(
-                project=logger.wandb_project,
-                entity=logger.wandb_entity,
-                name=logger.wandb_name or self.recipe.name,
+                project=unless_set("WANDB_PROJECT", logger.wandb_project),
+                entity=unless_set("WANDB_ENTITY", logger.wandb_entity),
+                name=unless_set("WANDB_NAME", logger.wandb_name or self.recipe.name),
                 mode=logger.wandb_mode,
                 run_id=run_id,
-                directory=run_dir,
+                directory=unless_set("WANDB_DIR", run_dir),
                 config={**asdict(self.recipe), "lineage": self.lineage},
-                group=logger.wandb_group,
+                group=unless_set("WANDB_RUN_GROUP", logger.wandb_group),
+                say=self._print,
             )
         except ImportError:
             problem = "the package wandb is not installed, so W&B is disabled"
             self._print(message("logger.wandb", True, problem=problem, fix="pip install wandb, or logger.wandb=false"))
-            return
-        self.sinks.append(Guarded("W&B", run))
+            return None
         self._print(f"W&B: {run.where}")
+        return run
 
     def note(self, lines: list[str]) -> None:
         """Print console lines about the run."""
@@ -213,7 +219,10 @@ class Reporter:
             sink.log(row)
 
     def _print(self, text: str) -> None:
-        print(text, file=self.out, flush=True)
+        # A console that is full, closed or without a character is no reason to end a run.
+        with contextlib.suppress(OSError, ValueError):
+            self.out.write(text + "\n")
+            self.out.flush()
 
 
 def memory_gib() -> float:
@@ -247,7 +256,7 @@ def step_line(row: dict[str, Any], width: int | None = None) -> str:
         (3, f"load {row['expert_imbalance']:.2f}x" if row.get("expert_imbalance") is not None else None),
         (4, f"H {row['router_entropy']:.2f}" if row.get("router_entropy") is not None else None),
         (5, f"{row['memory_gib']:.1f} GiB"),
-        (2, f"eta {_clock(row['eta_s'])}"),
+        (2, f"eta {_clock(row['eta_s'])}" if row["eta_s"] is not None else None),
         (0, "SKIPPED" if row["skipped"] else None),
     ]
     parts = [part for part in parts if part[1]]
@@ -257,17 +266,18 @@ def step_line(row: dict[str, Any], width: int | None = None) -> str:
 
 
 def summary(
-    losses: list[float], validation: list[float], seconds: float, run_dir: str, at: tuple[int, int] = (0, 0)
+    losses: list[float], validated: tuple[float, int] | None, seconds: float, run_dir: str, at: tuple[int, int] = (0, 0)
 ) -> str:
-    """Return the last lines of a run: its loss curve as blocks, the last validation loss, and the paths of its results.
+    """Return the last lines of a run: its loss curve as blocks, the last validation loss with its number of tokens, and
+    the paths of its results.
 
     at: the last step and that of the whole run; where they differ, the line begins with them.
     """
     text = f"{len(losses)} steps in {_clock(seconds)}  loss {losses[0]:.3f} {sparkline(losses)} {losses[-1]:.3f}"
     if at[0] < at[1]:
         text = f"ended at step {at[0]} of {at[1]}: {text}"
-    if validation:
-        text += f"  validation {validation[-1]:.3f}"
+    if validated is not None:
+        text += f"  validation {validated[0]:.3f} of {validated[1]:,} tokens"
     entries = (entry for entry in os.scandir(run_dir) if not entry.name.startswith((".", "run.lock")))
     names = (entry.name + "/" * entry.is_dir() for entry in entries)
     return f"{text}\neverything is in {run_dir}: {', '.join(sorted(names))}"

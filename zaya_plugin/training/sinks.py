@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,38 +40,42 @@ class JsonLines:
         self.file.close()
 
 
+def unless_set(variable: str, value: Any) -> Any:
+    """Return `value`, or None where the environment has `variable`, which W&B then reads."""
+    return None if os.environ.get(variable) else value
+
+
 class WandbRun:
     """Writes one W&B run over all restarts: the id comes from the checkpoint. Without a key or a network the run is
-    offline.
+    offline. WANDB_MODE wins over `mode`.
     """
 
+    INIT_SECONDS, FINISH_SECONDS = 30, 15
+
     def __init__(
-        self, *, project, entity, name, mode, run_id, directory: Path, config: dict[str, Any], group: str | None = None
+        self, *, project, entity, name, mode, run_id, directory, config: dict[str, Any], group=None, say=print
     ):
         import wandb
 
         self.wandb = wandb
-        if mode == "auto":
-            mode = "online" if _has_key() else "offline"
-        options = dict(
-            project=project,
-            entity=entity,
-            name=name,
-            id=run_id,
-            resume="allow",
-            dir=str(directory),
-            config=config,
-            group=group,
-        )
+        options = dict(project=project, entity=entity, name=name, group=group, dir=directory)
+        options |= dict(id=run_id, resume="allow", config=config)
         # W&B's console capture would copy our lines, and its own messages go to its log files.
-        settings = wandb.Settings(silent=True, console="off")
+        limits = dict(init_timeout=self.INIT_SECONDS, finish_timeout=self.FINISH_SECONDS)
+        known = getattr(wandb.Settings, "model_fields", {})
+        settings = wandb.Settings(silent=True, console="off", **{key: limits[key] for key in limits if key in known})
+        mode = os.environ.get("WANDB_MODE") or mode
         try:
+            if mode == "auto":
+                wandb.setup(settings)
+                mode = "online" if wandb.login(verify=False, prompt=False) else "offline"
             self.run = wandb.init(mode=mode, settings=settings, **options)
         except Exception as failed:
-            if mode != "online":
+            if mode == "offline":
                 raise
-            problem = f"W&B is not available ({failed}); this run is logged offline"
-            print(message("logger.wandb_mode", mode, problem=problem, fix="`wandb sync` uploads it"), file=sys.stderr)
+            problem = f"W&B is not available ({str(failed) or repr(failed)}); this run is logged offline"
+            say(message("logger.wandb_mode", mode, problem=problem, fix="`wandb sync` uploads it"))
+            wandb.teardown()  # its process still holds the id
             self.run = wandb.init(mode="offline", settings=settings, **options)
 
     @property
@@ -86,13 +93,21 @@ class WandbRun:
 
     def close(self) -> None:
         self.run.finish()
+        self.wandb.teardown()  # else it waits at the end of the process
 
 
 class TensorBoard:
-    """Writes to the SummaryWriter that Megatron opened on the reporting rank."""
+    """Writes to the SummaryWriter that Megatron opened on the reporting rank. Steps that the checkpoint does not hold
+    disappear from the curves.
+    """
 
-    def __init__(self, writer):
+    def __init__(self, writer, resumed_at: int):
+        from torch.utils.tensorboard.writer import Event, SessionLog
+
         self.writer = writer
+        # As SummaryWriter(purge_step=...) writes it.
+        start = Event(step=resumed_at + 1, session_log=SessionLog(status=SessionLog.START))
+        writer.file_writer.add_event(start, resumed_at + 1)
 
     def log(self, row: dict[str, Any]) -> None:
         for key, value in row.items():
@@ -109,26 +124,57 @@ class TensorBoard:
 
 
 class Guarded:
-    """A sink whose first failure is printed and whose later failures are ignored, so that e.g. a full disk does not end
-    the run.
-    """
+    """A sink that never ends the run: `say` gets its first failure, and later failures are ignored."""
 
-    def __init__(self, name: str, sink):
-        self.name, self.sink, self.failed = name, sink, False
+    def __init__(self, name: str, open_sink: Callable[[], Any], say: Callable[[str], None]):
+        self.name, self.say, self.sink, self.failed = name, say, None, False
+        self._try(lambda: setattr(self, "sink", open_sink()))
 
     def log(self, row: dict[str, Any]) -> None:
-        self._try(lambda: self.sink.log(row))
+        self._try(lambda: self.sink and self.sink.log(row))
 
     def close(self) -> None:
-        self._try(self.sink.close)
+        self._try(lambda: self.sink and self.sink.close())
 
     def _try(self, action) -> None:
         try:
             action()
         except Exception as failure:
             if not self.failed:
-                print(f"metrics: {self.name} failed and is incomplete from here on: {failure!r}", file=sys.stderr)
-            self.failed = True
+                self.failed = True
+                self.say(f"metrics: {self.name} failed and is incomplete from here on: {failure!r}")
+
+
+class Background:
+    """A sink in a thread of its own: where a tracker does not answer, no start, step or end of a run waits for it.
+
+    Attributes:
+        opened: is set once the sink is open, or has failed.
+    """
+
+    START_SECONDS, END_SECONDS, HELD_ROWS = 10, 35, 10_000
+
+    def __init__(self, name: str, open_sink: Callable[[], Any], say: Callable[[str], None]):
+        self.opened = threading.Event()
+        self._rows: queue.Queue = queue.Queue(self.HELD_ROWS)
+        self._thread = threading.Thread(target=self._work, args=(name, open_sink, say), name=name, daemon=True)
+        self._thread.start()
+
+    def _work(self, name: str, open_sink: Callable[[], Any], say: Callable[[str], None]) -> None:
+        sink = Guarded(name, open_sink, say)
+        self.opened.set()
+        while (row := self._rows.get()) is not None:
+            sink.log(row)
+        sink.close()
+
+    def log(self, row: dict[str, Any]) -> None:
+        self._rows.put_nowait(row)
+
+    def close(self) -> None:
+        self._rows.put_nowait(None)
+        self._thread.join(self.END_SECONDS)
+        if self._thread.is_alive():
+            raise TimeoutError(f"no answer within {self.END_SECONDS} s")
 
 
 def _step_of(line: str) -> int:
@@ -136,15 +182,3 @@ def _step_of(line: str) -> int:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):  # a line cut off by a kill
         return sys.maxsize
-
-
-def _has_key() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    import netrc
-
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].split("/")[0]
-    try:
-        return netrc.netrc().authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
