@@ -38,7 +38,7 @@ WARNING = {
     "data.path": ("{copy}",),
     "data.valid_path": ("{copy}",),
     "data.valid_blend": ("['1 {copy}']",),
-    "data.tokenizer": ("{copy}/tokenizer.json",),
+    "data.tokenizer": ("{copy}/tokenizer",),
     "data.skip_steps": ("['4']",),
     "optim.lr": ("5e-4",),
     "optim.min_lr": ("1e-4",),
@@ -59,7 +59,7 @@ WARNING = {
     "optim.muon_nesterov": ("false",),
     "optim.muon_steps": ("1",),
     "optim.muon_coefficients": ("quintic",),
-    "optim.muon_dtype": ("fp32",),
+    "optim.muon_dtype": ("bf16",),
     "optim.muon_rms_scale": ("2",),
     "optim.muon_momentum_dtype": ("bf16",),
     "optim.muon_split_gate_up": ("true",),
@@ -73,7 +73,8 @@ WARNING = {
 SAME_LOSSES = {path for path in WARNING if RULES[path].why.startswith(("it has no effect", "Megatron gets", "what it"))}
 SAME_LOSSES |= {
     "stage.batch_size_ramp",  # null is the constant size of the entry '0:2'
-    "model.balancing_eps",  # far below the second moment
+    "model.balancing_centering",  # routing reads differences of biases
+    "handover.planned_samples",  # no sample is repeated
     "optim.grad_reduce_in_fp32",  # an fp32 model
     "model.residual_in_fp32",
 }

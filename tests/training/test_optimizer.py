@@ -15,17 +15,18 @@ from zaya_plugin.optim import factory
 from zaya_plugin.optim.muon import MuonSettings
 from zaya_plugin.training import optimizer
 
-SET = ["muon_momentum=0.9", "muon_nesterov=false", "muon_steps=3", "muon_coefficients=quintic", "muon_dtype=fp32"]
+DEMO = MuonSettings(dtype="fp32")
+SET = ["muon_momentum=0.9", "muon_nesterov=false", "muon_steps=3", "muon_coefficients=quintic", "muon_dtype=fp16"]
 SET += ["muon_rms_scale=0.3", "muon_momentum_dtype=bf16"]
 
 
 @pytest.mark.parametrize(
     "overrides, muon, non_finite",
     [
-        ([], MuonSettings(), "stop"),
-        (["optim.non_finite_gradients=skip", "optim.max_non_finite_steps=7"], MuonSettings(), "skip"),
-        (["parallel.use_distributed_optimizer=false"], MuonSettings(), None),
-        ([f"optim.{each}" for each in SET], MuonSettings(0.9, False, 3, "quintic", "fp32", 0.3, "bf16"), "stop"),
+        ([], DEMO, "stop"),
+        (["optim.non_finite_gradients=skip", "optim.max_non_finite_steps=7"], DEMO, "skip"),
+        (["parallel.use_distributed_optimizer=false"], DEMO, None),
+        ([f"optim.{each}" for each in SET], MuonSettings(0.9, False, 3, "quintic", "fp16", 0.3, "bf16"), "stop"),
     ],
     ids=["defaults", "skip", "not_distributed", "muon"],
 )

@@ -50,8 +50,12 @@ OPEN_KEYS = (
 
 @cache
 def register() -> None:
-    """Register the schema with Hydra. Call it before a composition; further calls have no effect."""
+    """Register the schema with Hydra, and `${by:NAME,{a: 1, b: 2}}`, which is the value of NAME. Call it before a
+    composition; further calls have no effect.
+    """
     ConfigStore.instance().store(name=SCHEMA, node=Recipe)
+    # A name that is not among them is refused by the schema.
+    OmegaConf.register_new_resolver("by", lambda name, values: values.get(name, min(values.values())), replace=True)
 
 
 def open_overrides(overrides: list[str]) -> list[str]:
