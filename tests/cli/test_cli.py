@@ -165,7 +165,7 @@ def test_a_traceback_on_request(zaya, variable, override):
 def test_dry_run_says_what_would_run_and_creates_nothing(zaya):
     words = ("train", "experiment=cpu_demo", "nproc=4", "cluster.environment.NCCL_DEBUG=INFO")
     short = zaya(*words, "--dry-run").stdout.splitlines()
-    assert short[0].startswith("verdict      does not start: data/stdlib: there is no dataset at this path")
+    assert short[0].startswith("verdict      does not start: data.path=data/stdlib: there is no dataset at this path")
     assert len(short) <= 20 and not any("NCCL_DEBUG" in line or "--seed" in line for line in short)
     done = zaya(*words, "dry_run=true", "--verbose")
     assert done.stdout.splitlines()[0] == short[0] and "  --seed 1234\n" in done.stdout
