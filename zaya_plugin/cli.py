@@ -5,6 +5,7 @@ Every module is imported where it is needed; neither `--help` nor composing a re
 ends with one message on stderr and exit code 2; ZAYA_TRACEBACK=1 (or Hydra's HYDRA_FULL_ERROR=1) shows the traceback.
 """
 
+import locale
 import os
 import signal
 import sys
@@ -138,6 +139,8 @@ def unknown(command: str, name: str, known: Iterable[str]) -> ValueError:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand and return its exit code."""
+    if argv is None:
+        _in_utf8_mode()
     argv = sys.argv[1:] if argv is None else argv
     replace_unprintable()
     try:
@@ -340,6 +343,15 @@ def train(argv: list[str]) -> int:
     if errors:
         raise ValueError(compose.with_experiment("\n".join(dict.fromkeys(errors)), overrides))
     return next((outcome for outcome in outcomes if outcome), 0)
+
+
+def _in_utf8_mode() -> None:
+    """Start this program again in Python's UTF-8 mode where the locale has another encoding: our files and those of
+    packages are UTF-8, and Python reads them by the locale.
+    """
+    if not sys.flags.utf8_mode and locale.getpreferredencoding(False).lower() not in ("utf-8", "utf8"):
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _traceback_wanted() -> bool:

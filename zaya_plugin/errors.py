@@ -98,7 +98,9 @@ STORAGE = (
     errno.ESTALE,
     errno.EMFILE,
     errno.ENFILE,
+    errno.EFBIG,
 )
+LIMITS = {errno.EMFILE: ("-n", resource.RLIMIT_NOFILE), errno.EFBIG: ("-f", resource.RLIMIT_FSIZE)}
 FULL_DISK = 2**20  # bytes; with less free space a failure is attributed to the disk
 # In torch's errors of a full /dev/shm, the last one after a data loader was killed by SIGBUS.
 SHARED_MEMORY = r"(?s)shared memory.*No space left|/torch_.*No space left|out of shared memory"
@@ -144,11 +146,14 @@ def _of_storage(error: BaseException, directory: str | os.PathLike) -> str | Non
         number, text, path = errno.ENOSPC, os.strerror(errno.ENOSPC), "/dev/shm"
     if not text or not (isinstance(error, (OSError, RuntimeError)) and (number in STORAGE or path is not None)):
         return None
-    if number == errno.EMFILE:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if number in LIMITS:
+        name, limit = LIMITS[number]
+        soft, hard = resource.getrlimit(limit)
         problem = f"{text} in one process" + (f", at {_absolute(path)}" if path else "")
-        higher = f"`ulimit -n {hard}`" if hard > soft else "a higher limit of the system or container"
-        return message("ulimit -n", soft, problem=problem, fix=f"{higher}, or fewer files; then the same command again")
+        higher = "a higher limit of the system or container" if hard == soft else f"`ulimit {name} $(ulimit -H {name})`"
+        return message(f"ulimit {name}", soft, problem=problem, fix=f"{higher}; then the same command again")
+    if path is None and "multiprocessing/synchronize.py" in _place(error):  # semaphores of data loaders are files there
+        path = "/dev/shm"
     if path is None and number in (errno.ENOSPC, errno.EDQUOT):
         path = next((place for place in (directory, "/dev/shm", *_temporary()) if _is_full(place)), None)
     fixes = {
@@ -172,7 +177,7 @@ def _of_storage(error: BaseException, directory: str | os.PathLike) -> str | Non
         return message("storage", problem=problem, fix="look at the place in the log; then the same command again")
     path = _absolute(path)
     if path.startswith("/dev/shm"):
-        fix = "free some space there (`docker run --shm-size`), or data.num_workers=0"
+        fix = "make it writable, with free space (`docker run --shm-size`), or data.num_workers=0"
     return message(path, problem=f"{text} ({free_space(path)})", fix=f"{fix}; then the same command again")
 
 

@@ -76,7 +76,8 @@ def test_errors_of_the_machine_are_one_line_with_path_space_and_log(tmp_path):
         told[name] = lines[-2] if len(lines) > 1 else "", int(lines[-1])
     log = f" Log: {run_dir}/logs/rank0.log"
     assert {name: code for name, (_, code) in told.items()} == {**dict.fromkeys(told, 1), "early": 75}
-    assert told["full"][0].startswith(f"zaya: {run_dir}: No space left on device (") and " KiB free" in told["full"][0]
+    full = "zaya: storage: No space left on device, at <string>:8 (full); the error names no file ("
+    assert told["full"][0].startswith(f"{full}{run_dir}: ") and " KiB free" in told["full"][0]
     assert told["missing"][0].startswith("zaya: /absent/tokens.bin: No such file or directory (")
     assert told["memory"][0].startswith("zaya: memory: a rank has run out of it: ")
     assert "Tried to allocate 2.00 GiB" in told["device"][0]
