@@ -20,12 +20,13 @@ from typing import Any
 from zaya_plugin import __version__
 
 DESCRIPTION = """\
-Reports what is installed, which hosts this environment can be, known problems, devices, kernels, and every change of
-a host with its reason. Exit status: 0, training can start; 1, a required package is missing or broken, or a known
+Says whether training can start, what is installed, which hosts this environment can be, known problems and devices;
+with --all also kernels, optional packages, and every change of a host with its reason. Exit status: 0, training can start; 1, a required package is missing or broken, or a known
 problem is an error."""
 EXAMPLES = """\
 examples:
-  zaya doctor                           the report as text
+  zaya doctor                           whether training can start, and what matters for it
+  zaya doctor --all                     everything
   zaya doctor --json > report.json      for a bug report or a script
   zaya doctor --strict && zaya train experiment=cpu_demo
 """
@@ -77,10 +78,11 @@ def main(argv: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print JSON in place of text")
+    parser.add_argument("--all", action="store_true", help="print kernels, host changes and optional packages too")
     parser.add_argument("--strict", action="store_true", help="return exit status 1 for warnings too")
     arguments = parser.parse_args(argv)
     report = examine()
-    print(json.dumps(report, indent=2) if arguments.json else render(report))
+    print(json.dumps(report, indent=2) if arguments.json else render(report, arguments.all))
     return exit_status(report, arguments.strict)
 
 
@@ -145,17 +147,24 @@ def _problems(report: dict[str, Any]) -> list[dict[str, str]]:
     return problems(facts)
 
 
-def render(report: dict[str, Any]) -> str:
-    """Return the report as text."""
-    python = report["python"]
+def render(report: dict[str, Any], everything: bool = True) -> str:
+    """Return the report as text: the verdict, and what decides it; or everything."""
+    python, count = report["python"], len(report["problems"])
+    problems = f"{count} known problem{'s' * (count > 1)}, below" if count else "no known problem"
+    verdict = "cannot start" if exit_status(report) else "can start"
     lines = [
+        f"training {verdict}: {problems}",
         f"zaya_plugin {report['zaya_plugin']}",
         f"Python {python['version']}  {python['executable']}  {python['platform']}",
     ]
+    if not everything:
+        needed = [item for item in report["packages"] if item["use"].startswith("needed")]
+        report = report | {"packages": needed}
     for title, part, lines_of in SECTIONS:
         content = report[part]
-        lines += ["", title, *([f"  {content}"] if isinstance(content, str) else lines_of(content))]
-    return "\n".join(lines)
+        if everything or part in SHORT or isinstance(content, str):
+            lines += ["", title, *([f"  {content}"] if isinstance(content, str) else lines_of(content))]
+    return "\n".join(lines if everything else [*lines, "", "--all adds kernels, host changes and optional packages"])
 
 
 def _package_lines(packages: list[dict[str, Any]]) -> Iterator[str]:
@@ -220,6 +229,9 @@ SECTIONS = (
     ("Patches of a host, for the whole process", "patches", _patch_lines),
     ("Replaced during a run, and restored", "hooks", _hook_lines),
 )
+
+
+SHORT = ("packages", "hosts", "problems", "devices")  # parts that are shown without --all
 
 
 def _hosts() -> list[dict[str, Any]]:

@@ -58,6 +58,17 @@ def test_people_read_devices_and_patches():
     )
 
 
+def test_the_verdict_comes_first_and_the_rest_with_all():
+    short = doctor.render(report(), everything=False)
+    assert short.startswith("training can start: no known problem\nzaya_plugin 0.1.0\n")
+    assert "0: MI300X" in short and "a.b" not in short and "rms_norm" not in short and "aiter" not in short
+    assert len(short.splitlines()) <= 25
+    broken = doctor.render(report(problems=[ERROR]), everything=False)
+    assert broken.startswith("training cannot start: 1 known problem, below\n") and "psutil: no psutil" in broken
+    without_torch = doctor.render(report(devices="unknown: no torch", patches="unknown: no torch"), everything=False)
+    assert without_torch.startswith("training cannot start") and "unknown: no torch" in without_torch
+
+
 def test_kernels_that_are_not_available():
     with use_kernels("compiled"):
         (found,) = [item["versions"] for item in doctor._kernels() if item["device"] == "cpu"]
