@@ -35,7 +35,7 @@ STATES = {
     "console latin-1": State({"PYTHONIOENCODING": "latin-1"}),
     "no HOME": State({"HOME": None}),
     "HOME that cannot be made": State({"HOME": "/proc/none"}),
-    "folder removed": State(shell=REMOVED, told=dict.fromkeys(COMMANDS, "current directory: it was removed. Fix: cd ")),
+    "folder removed": State(shell=REMOVED, told=dict.fromkeys(COMMANDS, "current directory")),
     "folder read-only": State(shell="cd /proc"),
     "user without a name": State({"USER": None, "LOGNAME": None}, words=("unshare", "--user", "--map-user=4242")),
     "umask 077": State(shell="umask 077"),
