@@ -90,6 +90,7 @@ def commands(tmp_path) -> dict[str, tuple[str, ...]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STATES)
+@pytest.mark.timeout(1800)
 def test_the_commands_in_a_state_of_the_machine(tmp_path, name):
     state = STATES[name]
     if state.words and subprocess.run([*state.words, "true"], capture_output=True).returncode:
