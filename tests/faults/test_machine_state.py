@@ -107,8 +107,3 @@ def test_a_corpus_is_prepared_without_locale_home_and_name(tmp_path):
     variables = STATES["locale C"].variables | {"HOME": "/proc/none", "USER": None, "LOGNAME": None}
     code, said = run(State(variables, "umask 077 && cd /proc"), tmp_path, *commands(tmp_path)["prepare"])
     assert code == 0 and "Traceback" not in said, said
-    removed = STATES["folder removed"]
-    assert run(removed, tmp_path, "train", "experiment=cpu_demo") == (
-        2,
-        f"zaya: {removed.told['train']}to one that exists, such as `cd ~`.\n",
-    )
