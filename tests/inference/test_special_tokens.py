@@ -62,6 +62,12 @@ def test_a_published_model_follows_its_tokenizer(with_bos, tmp_path):
     imported = importing.import_model(importing.open_source(with_bos), tmp_path / "checkpoints")
     assert open_given(with_bos).tokens_of("the cat") == open_given(imported).tokens_of("the cat") == expected
     assert expected[0] == BOS
+    behind = Tokenizer.from_file(str(with_bos / "tokenizer.json"))
+    behind.post_processor = processors.TemplateProcessing(
+        "<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", BOS)]
+    )
+    opened = replace(open_given(with_bos), tokenizer=behind)
+    assert opened.tokens_of("the cat") == expected, "an end of text behind a prompt would end it"
 
 
 def test_what_a_tokenizer_saves_travels(tmp_path):

@@ -58,7 +58,7 @@ class DataSources:
         splits = {"train": resolve_blend(self.train, "train"), "valid": resolve_blend(self.valid, "valid")}
         found = {name: {path: fingerprint(path) for path in blend[0]} for name, blend in splits.items() if blend}
         manifests = [locate(path)[0] for path in found["train"]]
-        special_tokens = any(getattr(manifest, "special_tokens", False) for manifest in manifests)
+        special_tokens = any(manifest.special_tokens for manifest in manifests if manifest is not None)
         return {"tokenizer": tokenizer_digest(self.tokenizer), "special_tokens": special_tokens, **found}
 
     def build(self, num_samples, sequence_length: int, seed: int, tokenizer, validation: int | None = None) -> list:

@@ -16,6 +16,7 @@ from zaya_plugin.checkpoint.convert.beside import resolve
 from zaya_plugin.checkpoint.progress import bar
 from zaya_plugin.checkpoint.reading import Reading, begin
 from zaya_plugin.config.option_numbers import MOST_STEPS, whole_number
+from zaya_plugin.data.tokenizer import added_tokens
 from zaya_plugin.errors import free_memory, mistake
 
 GIB = 2**30
@@ -91,11 +92,17 @@ class Opened:
         return weights + 4 * batch * (2 * tokens * self.described.hidden_size + self.described.vocab_size)
 
     def tokens_of(self, text: str, special_tokens: bool = True) -> list[int]:
-        """Return the tokens of a text, as the texts of the training data were turned into tokens.
+        """Return the tokens of a text that will be continued, as the texts of the training data began.
 
         special_tokens: False leaves out what the tokenizer adds in any case.
         """
-        return self.tokenizer.encode(text, add_special_tokens=self.special_tokens and special_tokens).ids
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return [*self.leading_tokens, *ids] if special_tokens else ids
+
+    @cached_property
+    def leading_tokens(self) -> list[int]:
+        """What the tokenizer puts before a text (bos). What it puts behind one would end the text that is continued."""
+        return added_tokens(self.tokenizer)[0] if self.special_tokens else []
 
     @property
     def first(self) -> int:
