@@ -286,6 +286,12 @@ INSTANCES: dict[str, HostChange] = {
             upstream=MEGATRON + "core/optimizer/optimizer.py",
         ),
         _hook(
+            "megatron.core.optimizer.MegatronOptimizer().sharded_state_dict",
+            "a run may resume with another number of parameter groups (zaya_plugin.optim.factory)",
+            "saved groups are matched by their parameters",
+            upstream=MEGATRON + "core/optimizer/optimizer.py",
+        ),
+        _hook(
             "megatron.core.optimizer.MegatronOptimizer().init_state_fn",
             "matrices of Muon get no second moment (zaya_plugin.optim.factory)",
             OWN_OPTIMIZER,

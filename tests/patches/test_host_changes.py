@@ -74,7 +74,12 @@ def changes(*words: str, search: Path | None = None) -> dict[str, list[str]]:
         ((), OBJECTS),
         pytest.param(
             ("parallel.use_distributed_optimizer=false", "parallel.overlap_param_gather=false"),
-            {*OBJECTS, "MegatronOptimizer().init_state_fn", "MegatronOptimizer()._filter_and_reorder_param_groups"},
+            {
+                *OBJECTS,
+                "MegatronOptimizer().init_state_fn",
+                "MegatronOptimizer()._filter_and_reorder_param_groups",
+                "MegatronOptimizer().sharded_state_dict",
+            },
             marks=pytest.mark.slow,
         ),
     ],

@@ -8,6 +8,7 @@ wraps a registered optimizer in the layer-wise optimizer (see zaya_plugin/optim/
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
@@ -93,9 +94,19 @@ def muon_factory(
                 hooks.set_attribute(
                     "MegatronOptimizer()._filter_and_reorder_param_groups", optimizer, lambda groups, saved: saved
                 )
+                described = functools.partial(_described, optimizer.sharded_state_dict)
+                hooks.set_attribute("MegatronOptimizer().sharded_state_dict", optimizer, described)
         return chained
 
     return factory
+
+
+def _described(sharded_state_dict: Callable, model_state: dict, is_loading: bool = False, **named) -> dict:
+    """Return the state to write or read. Groups are not compared with the saved ones, whose number may be another."""
+    state = sharded_state_dict(model_state, is_loading, **named)
+    if is_loading:
+        del state.get("optimizer", state)["param_groups"]
+    return state
 
 
 def _config_overrides(config, model_chunks) -> dict:
