@@ -62,8 +62,9 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
     rank = {folder: number for number, folder in enumerate(LONG)}
-    items.sort(key=lambda item: rank.get(item.path.relative_to(ROOT / "tests").parts[0], len(rank)))
+    items.sort(key=lambda item: rank.get(item.path.relative_to(here).parts[0], len(rank)))
     seen: Counter = Counter()
     for item in items:
         if (mark := item.get_closest_marker("first_cases")) and not item.get_closest_marker("slow"):

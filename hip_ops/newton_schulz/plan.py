@@ -66,7 +66,7 @@ def default_restarts(steps: int) -> tuple[int, ...]:
 
 def multiply_adds(form: str, n: int, m: int, steps: int, restarts: int = 0) -> float:
     """Returns the multiply-adds of one matrix; symmetric products count half; n <= m."""
-    if steps == 0:
+    if not (steps and n):
         return 0.0
     aspect = m / n
     if form == "standard":

@@ -42,7 +42,7 @@ def test_options_and_overrides_are_told_apart(tmp_path):
     )
     assert (options.steps, options.warmup, options.trace, options.optimizer) == (7, 2, False, False)
     assert (options.random_tokens, options.anchor, options.commit, output) == (512, "transformers", "abc", "there")
-    assert rest == ["experiment=cpu_demo", "optim.lr=1e-3", f"hydra.searchpath=[file://{tmp_path}]"]
+    assert rest == ["experiment=cpu_demo", "optim.lr=1e-3", f"hydra.searchpath=['file://{tmp_path}']"]
     assert options.command.startswith("zaya bench step experiment=cpu_demo --steps 7 --warmup=2 ")
     assert Options.from_json(options.to_json()) == options
     assert step_command.parse(["--random-tokens"])[0].random_tokens == 262_272

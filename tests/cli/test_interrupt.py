@@ -72,15 +72,15 @@ def test_a_current_directory_that_was_removed_is_one_message(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["train", "experiment=cpu_demo", "run_dir=r\udcff"], "run_dir=r?: holds bytes that are not UTF-8"),
-        (["slurm", "experiment=cpu_demo", "name=\udcff"], "name=?: holds bytes that are not UTF-8"),
+        (["train", "experiment=cpu_demo", "run_dir=r\udcff"], "run_dir=r\\udcff: holds bytes that are not UTF-8"),
+        (["slurm", "experiment=cpu_demo", "name=\udcff"], "name=\\udcff: holds bytes that are not UTF-8"),
         pytest.param(
             ["generate", "model", "--prompt", "a\udcff"],
-            "--prompt=a?: holds bytes that are not UTF-8",
+            "--prompt=a\\udcff: holds bytes that are not UTF-8",
             marks=pytest.mark.slow,  # imports torch
         ),
-        (["checkpoint", "list", "r\udcff"], "RUN=r?: has no checkpoints"),
-        (["\udcff"], "zaya ?: no such command"),
+        (["checkpoint", "list", "r\udcff"], "RUN=r\\udcff: no such checkpoint: the path does not exist"),
+        (["\udcff"], "zaya \\udcff: no such command"),
     ],
 )
 def test_words_that_are_not_utf_8_are_one_message(capfd, words, told):

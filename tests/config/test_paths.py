@@ -48,7 +48,7 @@ def test_a_user_without_a_home_is_refused(capsys, words):
     ("words", "told"),
     [
         ("data check ~/none", "/home/me/none: there is no dataset at this path"),
-        ("checkpoint list ~/none", "RUN=/home/me/none: has no checkpoints"),
+        ("checkpoint list ~/none", "RUN=/home/me/none: no such checkpoint"),
         ("aegis status ~/none", "RUN_DIR=/home/me/none: does not exist"),
         ("train experiment=cpu_demo --config-dir=~/none", "/home/me/none"),
         ("slurm --config-dir=~/none experiment=cpu_demo", "--config-dir=/home/me/none: no such directory"),

@@ -140,20 +140,28 @@ CASES = [
 def test_a_folder_without_manifest_is_named_with_what_is_allowed_and_a_fix(place, prepared, tmp_path, capfd):
     allowed = " Allowed: a directory of `zaya data prepare`, or the prefix of a Megatron dataset ({0}.bin and {0}.idx)."
     for words, key, fix in (
-        (["check", "{0}/empty"], "", "name a dataset's directory; `zaya data prepare --input <text>"),
-        (["inspect", "{0}/empty/"], "", "name a dataset's directory"),
-        (["pack", "{0}/empty", "--sequence-length", "9", "--output", "{1}"], "", "name a dataset's directory"),
+        (["check", "{0}/empty"], "", "zaya data prepare --output {0}/empty --input FILES"),
+        (["inspect", "{0}/empty/"], "", "zaya data prepare --output {0}/empty --input FILES; or correct the path"),
+        (["pack", "{0}/empty", "--sequence-length", "9", "--output", "{1}"], "", "zaya data prepare"),
         (
             ["bundle", "{0}/without manifest", "--output", "{1}"],
             "",
             "give one of its prefixes: {0}/without manifest/train",
         ),
-        (["check", "experiment=cpu_demo", "data.path={0}/empty"], "data.path=", "name a dataset's directory"),
-        (["check", "experiment=cpu_demo", "data.path={2}", "data.blend=['1 {0}/empty']"], "data.blend=", "name a"),
+        (
+            ["check", "experiment=cpu_demo", "data.path={0}/empty"],
+            "data.path=",
+            "zaya data prepare --output {0}/empty --input FILES; or correct the path",
+        ),
+        (
+            ["check", "experiment=cpu_demo", "data.path={2}", "data.blend=['1 {0}/empty']"],
+            "data.blend=",
+            "zaya data prepare",
+        ),
         (
             ["check", "experiment=cpu_demo", "data.path={2}", "data.valid_blend=['1 {0}/empty']"],
             "data.valid_blend=",
-            "name",
+            "zaya data prepare",
         ),
     ):
         assert cli.main(["data", *(word.format(place, tmp_path / "out", prepared) for word in words)]) == 2

@@ -209,6 +209,7 @@ def test_training_launches_no_variant_that_the_self_check_does_not(recorded, che
     assert not missing, "\n".join(f"{name}: {each}" for name, left in missing.items() for each in left)
 
 
+@pytest.mark.slow
 def test_the_kernels_that_the_self_check_launches(checked):
     """By operator, so that a change of an example or of a launcher's choice is seen."""
     assert {name: sorted({each.kernel for each in found}) for name, found in checked.items()} == KERNELS_OF

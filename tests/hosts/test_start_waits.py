@@ -35,6 +35,7 @@ def ranks(tmp_path):
         try:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(number), WORLD_SIZE=str(world))
             os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+            torch.distributed.GroupMember.WORLD = None  # of a test before, in the process that was forked
             sys.stderr = open(tmp_path / f"rank{number}", "w")
             start_waits.SAY_SECONDS, start_waits.LOOK_SECONDS = 0.3, 0.2
             work(Start(number, world))

@@ -140,7 +140,9 @@ RECOMPUTE = {
 }
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize(  # for layernorm Megatron compiles a C++ extension
+    "recompute", [pytest.param(name, marks=[pytest.mark.slow] * (name == "selective")) for name in RECOMPUTE]
+)
 def test_a_model_trains_as_by_autograds_additions(make_model, batch, monkeypatch, recompute):
     options = RECOMPUTE[recompute]
     with monkeypatch.context() as patch:

@@ -156,7 +156,7 @@ def multiply_streams(model):
         (dict(micro_batches=2, overlap=True), VECTORS),
         (dict(micro_batches=2, **BF16), VECTORS),
         (dict(micro_batches=2, overlap=True, **FULL, recompute_num_layers=2), VECTORS),
-        (
+        pytest.param(  # Megatron compiles a C++ extension
             dict(
                 micro_batches=2,
                 overlap=True,
@@ -164,6 +164,7 @@ def multiply_streams(model):
                 recompute_modules=["layernorm", "core_attn", "moe"],
             ),
             VECTORS - 1,
+            marks=pytest.mark.slow,
         ),
         (dict(micro_batches=2, overlap=True, prepare=freeze), VECTORS - 2),
         (dict(micro_batches=2, overlap=True, prepare=multiply_streams), VECTORS),

@@ -62,6 +62,7 @@ def test_losses_and_gradients_are_those_of_the_local_modules(results, name):
             assert (step["gradients"][key] - gradient).norm() <= 1e-4 * gradient.norm(), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [each for each in LAYOUTS if each.copy], ids=lambda layout: layout.name)
 def test_a_checkpoint_moves_both_ways_with_the_same_bits(results, layout):
     """local -> Transformer Engine -> local, on one and on two tensor-parallel ranks, optimizer included."""
@@ -71,11 +72,13 @@ def test_a_checkpoint_moves_both_ways_with_the_same_bits(results, layout):
         assert not isinstance(tensor, torch.Tensor) or torch.equal(copy[key], tensor), key
 
 
+@pytest.mark.slow
 def test_losses_after_a_copy_back_are_those_of_the_run_that_was_never_copied(results):
     for expected, step in zip(results["one"]["steps"], results["local_again"]["steps"], strict=True):
         assert (step["loss"], step["norm"]) == (expected["loss"], expected["norm"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "before, after", [("te", "te_resumed"), ("te_tp2", "te_tp2_resumed"), ("one", "local_resumed")]
 )
@@ -86,6 +89,7 @@ def test_a_run_resumes_with_the_same_bits(results, before, after):
         assert torch.equal(step["gradients"][key], gradient), key
 
 
+@pytest.mark.slow
 def test_the_first_micro_batch_adds_all_its_calls_to_the_fp32_gradient(results):
     """Two calls of one linear in one forward pass, as with context parallelism, with a bf16 weight."""
     assert results["twice"]["fused"] and results["twice"]["error"] < 1e-6  # rounded to bf16 it would be 4e-3
