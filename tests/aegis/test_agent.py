@@ -129,6 +129,7 @@ def test_a_users_mistake_is_never_started_again(tmp_path):
         assert actions(run) == ["stop"] and len(run.rows("attempt")) == 1
 
 
+@pytest.mark.slow
 def test_the_same_failure_three_times_without_a_new_step_stops_the_run(tmp_path):
     with ToyRun(tmp_path, [[15, 0, 0, "exit", 1]], ranks=1).start("n1") as run:
         assert run.end() == 1

@@ -96,6 +96,7 @@ def test_an_interrupted_upload_is_finished_from_the_nodes(ranks, places):
     assert on_disk.latest(places.shared) == (20, []) and manifest.damaged(folder) == []
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_lacks_only_its_name_gets_it_without_local_folders(ranks, places):
     whole = places.save(20)
     left = whole.rename(whole.with_name(f"{whole.name}.0123abcd{manifest.UNFINISHED}"))

@@ -63,7 +63,7 @@ def check(refused, lines):
     assert not wrong, f"{len(wrong)} of {len(lines)}:\n" + "\n".join(wrong)
 
 
-@pytest.mark.parametrize(("train", "others"), [(20, 180), pytest.param(40, 460, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("train", "others"), [(10, 90), pytest.param(40, 460, marks=pytest.mark.slow)])
 def test_bad_lines_are_refused(refused, train, others):
     check(refused, [*bad_lines.train(SEED, train), *bad_lines.others(SEED, others)])
 

@@ -68,6 +68,7 @@ def changes(*words: str, search: Path | None = None) -> dict[str, list[str]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "objects"),
     [

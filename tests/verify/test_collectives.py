@@ -29,6 +29,7 @@ def fault(monkeypatch):
     return choose
 
 
+@pytest.mark.slow
 def test_both_lines_between_two_processes(here):
     found = collectives.all_reduce(here)
     assert found.state == "pass" and found.reason.endswith("2 ranks")

@@ -60,6 +60,7 @@ def test_a_failure_is_the_line_s_and_the_next_line_runs(worker, first, name, rea
     assert after.state == "pass" and after.figures != before, "a new process"
 
 
+@pytest.mark.slow
 def test_a_hang_ends_with_its_children(worker, first):
     worker.run(line("good", argument="start"))
     worker.said.clear()
