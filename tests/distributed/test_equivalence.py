@@ -68,7 +68,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, corpus, two_ranks)
         {path.name.rsplit("-", 1)[-1] for path in (run.run_dir / "wandb").glob("offline-run-*")}
         for run in (two_ranks, resumed)
     )
-    assert len(before) == 1 and before == after, "the resumed run must continue the same W&B run"
+    assert len(before) == 1 and before < after and len(after) == 2, "a copied run is another W&B run"
 
 
 @pytest.mark.slow
