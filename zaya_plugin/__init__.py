@@ -5,12 +5,8 @@ Importing this package loads neither torch nor Megatron and changes neither; a p
 """
 
 import importlib
-import logging
 
 __version__ = "0.1.0"
-
-# On a machine without a GPU torch warns that it uses CUDA_HOME for its compiler, which Megatron imports and never calls.
-logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 EXPORTS = {
     "ZayaConfig": "zaya_plugin.model.config.ZayaConfig",

@@ -5,7 +5,6 @@ Every module is imported where it is needed; neither `--help` nor composing a re
 ends with one message on stderr and exit code 2; ZAYA_TRACEBACK=1 (or Hydra's HYDRA_FULL_ERROR=1) shows the traceback.
 """
 
-import locale
 import os
 import signal
 import sys
@@ -190,8 +189,8 @@ def _dispatch(argv: list[str]) -> int:
     from zaya_plugin.config.paths import expanded_words
 
     argv = expanded_words(argv)
-    if argv[0] in BELOW and argv[1:] and not argv[1].startswith("-") and argv[1] not in (below := BELOW[argv[0]]):
-        raise unknown(f"zaya {argv[0]}", argv[1], below)
+    if argv[0] in BELOW and argv[1:] and argv[1] not in (*BELOW[argv[0]], "-h", "--help", "--explain"):
+        raise unknown(f"zaya {argv[0]}", argv[1], BELOW[argv[0]])
     if argv[0] not in ("train", "curriculum"):  # which may become a rank, whose log has the warnings
         from zaya_plugin.config.phases import quiet_hosts
 
@@ -328,7 +327,7 @@ def train(argv: list[str]) -> int:
             sys.argv = ["zaya train", *compose.open_overrides(overrides)]
             if "-m" in rest or "--multirun" in rest:  # Hydra always writes multirun.yaml
                 sys.argv.append(f"hydra.sweep.dir={stack.enter_context(tempfile.TemporaryDirectory())}")
-            sys.argv += rest
+            sys.argv += rest + ["--resolve"] * any(word.partition("=")[0] in ("--cfg", "-c") for word in rest)
             application()
     except SystemExit as end:
         if not outcomes:
@@ -347,9 +346,12 @@ def train(argv: list[str]) -> int:
 
 def _in_utf8_mode() -> None:
     """Start this program again in Python's UTF-8 mode where the locale has another encoding: our files and those of
-    packages are UTF-8, and Python reads them by the locale.
+    packages are UTF-8, and Python reads them by the locale. Once: options of Python may leave the mode off.
     """
-    if not sys.flags.utf8_mode and locale.getpreferredencoding(False).lower() not in ("utf-8", "utf8"):
+    import locale
+
+    other = locale.getpreferredencoding(False).lower() not in ("utf-8", "utf8")
+    if other and not sys.flags.utf8_mode and os.environ.get("PYTHONUTF8") != "1":
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 

@@ -47,12 +47,8 @@ def message(key: str, value: object = _NOT_GIVEN, *, problem: str, allowed: str 
     given = key if value is _NOT_GIVEN else f"{key}={as_typed(value)}"
     if len(given) > LONGEST_SHOWN:
         given = f"{given[: LONGEST_SHOWN // 2]}... ({len(given):,} characters)"
-    text = f"{given}: {problem.rstrip('.')}."
-    if allowed:
-        text += f" Allowed: {allowed.rstrip('.')}."
-    if fix:
-        text += f" Fix: {fix.rstrip('.')}."
-    return text
+    parts = [f"{given}: {problem}", f"Allowed: {allowed}" if allowed else "", f"Fix: {fix}" if fix else ""]
+    return " ".join(part if part.endswith("...") else f"{part.rstrip('.')}." for part in parts if part)
 
 
 def mistake(key: str, value: object = _NOT_GIVEN, *, problem: str, allowed: str = "", fix: str = "") -> ValueError:

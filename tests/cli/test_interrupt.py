@@ -30,11 +30,12 @@ SLOW = [
     *((f"import {name}", TRAIN) for name in ("tempfile", "hydra", "omegaconf", "antlr4", "zaya_plugin.run.launch")),
     *((f"open {name}", TRAIN) for name in ("cpu_demo.yaml", "zaya_tiny.yaml")),
     *(("subprocess.Popen python", TRAIN), ("import hydra", "curriculum experiment=cpu_demo")),
-    *(("import torch", command) for command in ("generate none --prompt x", "eval none", "doctor")),
+    *(("import torch", "doctor"), ("import numpy", "data prepare --input stdlib --output x")),
     *(
-        ("import numpy", command)
-        for command in ("data prepare --input stdlib --output x", "convert export x --output y")
+        ("import zaya_plugin.checkpoint.reading", command)
+        for command in ("generate none --prompt x", "eval none", "convert export x --output y")
     ),
+    ("import locale", "--version"),
     ("import zaya_plugin.aegis.journal", "aegis status x"),
 ]
 

@@ -41,10 +41,8 @@ STATES = {
     "umask 077": State(shell="umask 077"),
     "few files": State(shell="ulimit -n 128"),
     "small stack": State(shell="ulimit -s 1024"),
-    "small files": State(shell="ulimit -f 100"),
-    "no /dev/shm": State(
-        words=("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o ro none /dev/shm && exec "$@"', "sh")
-    ),
+    "small files": State(shell="ulimit -f 100", told=dict.fromkeys(COMMANDS, "ulimit -f")),
+    "no /dev/shm": State(words=NO_SHARED_MEMORY),
 }
 
 

@@ -31,7 +31,10 @@ LOG_BYTES = 2**20  # of a line without its end that are kept
 LAST_LOG_SECONDS = 2.0  # for the last lines of a process that has ended
 LIBC = ctypes.CDLL(None)
 VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-OUTER = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+OUTER = (
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"),
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+)
 
 
 @dataclass

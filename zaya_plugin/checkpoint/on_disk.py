@@ -212,7 +212,7 @@ def unreadable(path: Path, broken: BaseException) -> UnreadableError:
     """
     *_, reason = str(broken).strip().splitlines() or [repr(broken)]  # behind a traceback
     problem = f"its index, arguments or progress cannot be read ({reason})"
-    fix = f"zaya checkpoint verify {path.parent}"
+    fix = f"zaya checkpoint verify {path.parent} --step {iteration_of(path)}"
     return UnreadableError(message(str(path), problem=problem, allowed="an intact checkpoint", fix=fix))
 
 

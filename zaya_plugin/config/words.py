@@ -24,7 +24,8 @@ def overrides_of(words: Sequence[str]) -> tuple[list[str], list[str]]:
     overrides: list[str] = []
     flags: list[str] = []
     for position, word in enumerate(words):
-        if position and words[position - 1] in WITH_VALUE or words[position - 1 : position] == ["--info"]:
+        before = words[position - 1] if position else ""
+        if before in WITH_VALUE or before == "--info" and "=" not in word:  # its value is optional
             flags.append(word)
         elif word.startswith("-"):
             check_flag(word, words[position + 1 :])

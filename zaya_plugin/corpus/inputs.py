@@ -248,9 +248,12 @@ class _Frames(io.RawIOBase):
     """
 
     def __init__(self, raw, packing: str):
-        self.raw, self.pending, self.packed, self.frame = raw, b"", b"", None
+        self.raw, self.pending, self.packed, self.frame = raw, memoryview(b""), b"", None
+        self.most = (1 << 20,)  # bytes of one call; more output waits in the library
         if packing == "zstd":
             import zstandard
+
+            self.most = ()  # its objects have no limit
 
             # The window of `zstd --long=31`, the longest there is.
             self.start = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
@@ -270,19 +273,23 @@ class _Frames(io.RawIOBase):
         while not self.pending:
             if self.frame is not None and self.frame.eof:
                 self.packed, self.frame = self.frame.unused_data, None
-            packed, self.packed = self.packed or self.raw.read(1 << 16), b""
+            waits = self.frame is not None and not getattr(self.frame, "needs_input", True)  # of bz2 and lzma
+            packed, self.packed = self.packed or (b"" if waits else self.raw.read(1 << 16)), b""
             if not packed and self.frame is None:
                 return 0
-            if not packed:
+            if not (packed or waits):
                 raise EOFError("it ends within a frame")
             if self.frame is None:
                 if not (packed := packed.lstrip(self.between)):
                     continue
                 self.frame = self.start()
             try:
-                self.pending = self.frame.decompress(packed)
+                self.pending = memoryview(self.frame.decompress(packed, *self.most))
+            except MemoryError:
+                raise
             except Exception as error:  # each library has its own
                 raise EOFError(str(error)) from error
+            self.packed = getattr(self.frame, "unconsumed_tail", b"")  # of zlib
         count = min(len(buffer), len(self.pending))
         buffer[:count], self.pending = self.pending[:count], self.pending[count:]
         return count

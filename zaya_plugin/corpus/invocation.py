@@ -12,7 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from zaya_plugin.config.config_dir import OPTIONS, search_path
 from zaya_plugin.config.option_numbers import number, real, whole
 from zaya_plugin.corpus.workspace import Workspace
-from zaya_plugin.errors import message
+from zaya_plugin.errors import LIMITS, message
 
 DATA_EXTRA = ("tokenizers", "zstandard", "pyarrow")  # of setup.py
 USER_ERROR = 2  # as of every command of zaya
@@ -129,12 +129,13 @@ def run_command(name: str, action: Callable[[], None], workspace: Workspace | No
         raise
     except OSError as error:
         # shutil.copytree and tokenizers put the number into the text.
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or re.search(
-            r"(Errno|os error) 28\b", str(error)
-        )
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT) or re.search(r"(Errno|os error) 28\b", str(error))
         path = str(error.filename or (workspace.partial if workspace else f"zaya data {name}"))
         problem = f"{'no space left' if full else 'cannot be read or written'} ({error.strerror or error}){kept()}"
-        text = message(path, problem=problem, fix="free some space and give the same command again" if full else "")
+        fix = "free some space and give the same command again" if full else ""
+        if error.errno in LIMITS:  # too many open files, or one that is too large
+            fix = f"a higher `ulimit {LIMITS[error.errno][0]}`; then the same command again"
+        text = message(path, problem=problem, fix=fix)
     except KeyboardInterrupt:
         print(f"interrupted{kept()}", file=sys.stderr)
         return 130

@@ -455,7 +455,7 @@ def refuse_lost(lost: list[Lost]) -> None:
             str(lost[0]),
             problem=f"this file{more} cannot be read to its end, and no dataset is made without it",
             allowed="files that can be read whole",
-            fix="restore it, or leave it out of --input; then the same command with --overwrite",
+            fix="restore it and give the same command again; with --overwrite if it has changed, or is left out of --input",
         )
 
 

@@ -92,8 +92,9 @@ class Start:
             fix = "start all ranks with one MASTER_ADDR and MASTER_PORT, or unset the launcher's variables to start them here"
             raise RunEndedError(message("WORLD_SIZE", self.world_size, problem=problem, fix=fix))
         if now > say:
-            self._say(f"waits for {whom() if callable(whom) else whom}, of {self.world_size} ranks")
             say = now + AGAIN_SECONDS
+            if self.rank == 0 or not callable(whom) and os.environ.get("LOCAL_RANK", "0") == "0":  # not 1,023 lines
+                self._say(f"waits for {whom() if callable(whom) else whom}, of {self.world_size} ranks")
         time.sleep(0.1 if self.world_size < 64 else 1.0)
         return say
 
@@ -110,8 +111,9 @@ class Start:
     def _watch(self) -> None:
         """Note in the store where this rank is; where it waits, say for whom."""
         main, began, say = threading.main_thread().ident, time.monotonic(), 0.0
+        look = LOOK_SECONDS if self.world_size < 256 else 12.0  # every rank that waits reads all notes
         heard: dict[int, tuple[int, float]] = {}  # rank -> its last note, and when that was new
-        while not self._over.wait(LOOK_SECONDS):
+        while not self._over.wait(look):
             now = time.monotonic()
             if not _waits(sys._current_frames().get(main)):
                 began, heard = now, {}
@@ -119,13 +121,13 @@ class Start:
                 self.store.set(str(self.rank), self._note(now - began))
                 if now == began:
                     continue
-                notes = [json.loads(self.store.get(str(rank))) for rank in range(self.world_size)]
+                notes = [json.loads(note) for note in self.store.multi_get([*map(str, range(self.world_size))])]
             except (DistError, RuntimeError):
                 return self._say("waits for rank 0, whose store does not answer")
             for rank, (*_, number) in enumerate(notes):
                 if heard.get(rank, (0, 0.0))[0] != number:
                     heard[rank] = number, now
-            late = [rank for rank in range(self.world_size) if now - heard[rank][1] > 2.5 * LOOK_SECONDS]
+            late = [rank for rank in range(self.world_size) if now - heard[rank][1] > 2.5 * look]
             late += [rank for rank, (waits, *_) in enumerate(notes) if not waits and rank not in late]
             first = next((rank for rank in range(self.world_size) if rank not in late), self.rank)
             if now - began > SAY_SECONDS and now > say and first == self.rank:  # one of those that wait says it

@@ -72,7 +72,7 @@ def main(argv: list[str], prepare_torch: Callable[[], None] = lambda: None) -> i
             raise mistake(option, value, problem="is of tasks, and --tasks was not given", fix=f"leave {option} out")
     for name in ("batch_size", "limit"):
         if (value := getattr(options, name)) is not None and value < 1:
-            raise mistake(f"--{name.replace('_', '-')}", value, problem="is no number of them", allowed="1 or more")
+            raise mistake(f"--{name.replace('_', '-')}", value, problem="must be a whole number, at least 1")
     if options.out is not None and not options.out.absolute().parent.is_dir():
         raise mistake("--out", options.out, problem="its folder does not exist", fix="--out FILE in an existing folder")
     if options.include is not None and not Path(options.include).is_dir():

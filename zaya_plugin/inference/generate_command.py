@@ -66,7 +66,7 @@ def main(argv: list[str], prepare_torch: Callable[[], None] = lambda: None) -> i
     for name in ("max_new_tokens", "batch_size"):
         if getattr(options, name) < 1:
             option = f"--{name.replace('_', '-')}"
-            raise mistake(option, getattr(options, name), problem="is no number of them", allowed="1 or more")
+            raise mistake(option, getattr(options, name), problem="must be a whole number, at least 1")
     for text in options.prompt:
         check_utf8("--prompt", text)
     texts = [*options.prompt, *_lines(options.prompts)]

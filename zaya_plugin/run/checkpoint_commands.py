@@ -100,6 +100,8 @@ def main(words: list[str]) -> int:
     places.require_answer(directory, "RUN")
     newest = folder_of(options.run, step, "RUN")
     directory = newest.parent
+    if options.command == "warm" and step is None:  # what a restart reads
+        newest = on_disk.folder(directory, on_disk.latest(directory)[0])
     if getattr(options, "keep_last", 1) < 1:
         raise mistake("--keep-last", options.keep_last, problem="would remove every checkpoint", allowed="1 or more")
     chosen = iterations(directory) if every else [on_disk.iteration_of(newest)]
@@ -195,7 +197,7 @@ def _damaged(folder: Path, files: dict, limit: float | None) -> list[str]:
 
 
 def warm(directory: Path, steps: list[int], options: argparse.Namespace) -> int:
-    step = on_disk.latest(directory)[0] if options.step is None else options.step
+    (step,) = steps
     folder = on_disk.folder(directory, step)
     if not on_disk.has_manifest(folder):
         raise mistake("RUN", options.run, problem=f"{folder} has no manifest", fix="zaya checkpoint adopt")
@@ -214,8 +216,11 @@ def warm(directory: Path, steps: list[int], options: argparse.Namespace) -> int:
 def prune(directory: Path, _: list[int], options: argparse.Namespace) -> int:
     for step in on_disk.removable(directory, options.keep_last, options.keep_every):
         folder = on_disk.folder(directory, step)
-        print(f"{'would remove' if options.dry_run else 'removes'} {folder}", flush=True)
-        if not options.dry_run and not on_disk.remove(directory, step):
+        if options.dry_run:
+            print(f"would remove {folder}")
+        elif on_disk.remove(directory, step):
+            print(f"removed {folder}", flush=True)
+        else:
             print(f"{folder} stays: another program is reading it", flush=True)
     return 0
 

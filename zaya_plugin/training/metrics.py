@@ -278,9 +278,12 @@ def summary(
         text = f"ended at step {at[0]} of {at[1]}: {text}"
     if validated is not None:
         text += f"  validation {validated[0]:.3f} of {validated[1]:,} tokens"
-    entries = (entry for entry in os.scandir(run_dir) if not entry.name.startswith((".", "run.lock")))
-    names = (entry.name + "/" * entry.is_dir() for entry in entries)
-    return f"{text}\neverything is in {run_dir}: {', '.join(sorted(names))}"
+    try:
+        entries = [entry for entry in os.scandir(run_dir) if not entry.name.startswith((".", "run.lock"))]
+        names = sorted(entry.name + "/" * entry.is_dir() for entry in entries)
+    except OSError as error:
+        return f"{text}\n{run_dir} cannot be read ({error.strerror})"
+    return f"{text}\neverything is in {run_dir}: {', '.join(names)}"
 
 
 def sparkline(values: list[float], width: int = 40) -> str:

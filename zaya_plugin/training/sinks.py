@@ -6,11 +6,13 @@ A sink that fails reports its first failure and does not end the run.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,7 @@ class WandbRun:
     offline. WANDB_MODE wins over `mode`.
     """
 
-    INIT_SECONDS, FINISH_SECONDS = 30, 15
+    INIT_SECONDS, FINISH_SECONDS = 30, 10
 
     def __init__(
         self, *, project, entity, name, mode, run_id, directory, config: dict[str, Any], group=None, say=print
@@ -152,7 +154,7 @@ class Background:
         opened: is set once the sink is open, or has failed.
     """
 
-    START_SECONDS, END_SECONDS, HELD_ROWS = 10, 35, 10_000
+    START_SECONDS, END_SECONDS, HELD_ROWS = 10, 12, 10_000  # a batch system kills 30 s after its signal
 
     def __init__(self, name: str, open_sink: Callable[[], Any], say: Callable[[str], None]):
         self.opened = threading.Event()
@@ -171,8 +173,10 @@ class Background:
         self._rows.put_nowait(row)
 
     def close(self) -> None:
-        self._rows.put_nowait(None)
-        self._thread.join(self.END_SECONDS)
+        end = time.monotonic() + self.END_SECONDS
+        with contextlib.suppress(queue.Full):
+            self._rows.put(None, timeout=self.END_SECONDS)
+        self._thread.join(max(end - time.monotonic(), 0))
         if self._thread.is_alive():
             raise TimeoutError(f"no answer within {self.END_SECONDS} s")
 
