@@ -44,14 +44,15 @@ def pytest_configure() -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers have what their parent has
         home = tempfile.mkdtemp(prefix="zaya-tests-")
         os.environ["ZAYA_TESTS_HOME"] = os.environ["HOME"] = home
-        for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME"):
-            os.environ.pop(name, None)
+        for name in [*os.environ]:
+            if name.startswith(("XDG_", "WANDB_", "SLURM_", "HYDRA_", "ZAYA_GRACE", "ZAYA_TRACEBACK")):
+                del os.environ[name]
         # What is compiled from the same source is the same in every session.
         os.environ["XDG_CACHE_HOME"] = str(ROOT / ".pytest_cache" / "compiled")
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
+    for name in ("TERM", "HUP", "QUIT", "USR1", "USR2", "XCPU", "CHLD"):
+        signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 

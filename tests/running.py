@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,6 +37,20 @@ MICRO = (
 )
 
 
+# What a start is doing, by zaya_plugin/config/phases.py: lines that only a slow or busy machine prints.
+PHASES = re.compile(
+    r"^zaya: (loading torch|composing the recipe|importing Megatron|connecting \d+ ranks|setting up Megatron|building "
+    r"the model|opening the data|loading the checkpoint|first step; it|checking directories|starting [^\n]*: importing|"
+    r"Megatron checks the recipe)[^\n]*\n",
+    re.MULTILINE,
+)
+
+
+def without_phases(text: str) -> str:
+    """Return what a command has said without the lines about its phases."""
+    return PHASES.sub("", text)
+
+
 @dataclass
 class Run:
     """What a finished `zaya` left behind."""
@@ -62,7 +77,7 @@ def command(*arguments: str) -> list[str]:
 
 def zaya(*arguments: str, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess:
     """Run `zaya`; stdout and stderr are one text."""
-    return subprocess.run(
+    done = subprocess.run(
         command(*arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -70,6 +85,8 @@ def zaya(*arguments: str, timeout: float = 300, **environment: str) -> subproces
         timeout=timeout,
         env={**os.environ, **environment},
     )
+    done.stdout = without_phases(done.stdout)
+    return done
 
 
 def train(run_dir: Path, data: Path, *overrides: str, recipe=MICRO, check: bool = True) -> Run:

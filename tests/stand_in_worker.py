@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.running import without_phases
+
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "WANDB_SILENT", "PYTHONUNBUFFERED", "COLUMNS")
 
 
@@ -30,14 +32,16 @@ def zaya(tmp_path, environment):
     place.mkdir()
 
     def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
-        return subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-m", "zaya_plugin.cli", *arguments],
             cwd=place,
             env={**environment, **variables},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
         )
+        done.stderr = without_phases(done.stderr)
+        return done
 
     run.place = place
     return run

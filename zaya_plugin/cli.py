@@ -119,6 +119,8 @@ def unknown(command: str, name: str, known: Iterable[str]) -> ValueError:
     """Return the error of a command that does not exist, with the one that was probably meant, of this level or
     another.
     """
+    from zaya_plugin.config import train_help
+
     known = [*known]
     elsewhere = {below: f"zaya {above} {below}" for above, names in BELOW.items() for below in names}
     elsewhere |= {top: f"zaya {top}" for top in COMMANDS}
@@ -131,6 +133,8 @@ def unknown(command: str, name: str, known: Iterable[str]) -> ValueError:
         fix = "zaya convert export CKPT --output DIR, for transformers, vLLM or SGLang"
     elif "=" in name:
         fix = f"zaya train {name}"
+    elif name in train_help.options("experiment"):
+        fix = f"zaya train experiment={name}"
     elif close := nearest_name(name, elsewhere):
         fix = elsewhere[close]
     return mistake(f"{command} {name}", problem="no such command", allowed=f"{', '.join(known)}, --help", fix=fix)
@@ -192,9 +196,10 @@ def _dispatch(argv: list[str]) -> int:
     if argv[0] in BELOW and argv[1:] and argv[1] not in (*BELOW[argv[0]], "-h", "--help", "--explain"):
         raise unknown(f"zaya {argv[0]}", argv[1], BELOW[argv[0]])
     if argv[0] not in ("train", "curriculum"):  # which may become a rank, whose log has the warnings
-        from zaya_plugin.config.phases import quiet_hosts
+        from zaya_plugin.config import phases
 
-        quiet_hosts()
+        phases.quiet_hosts()
+        phases.show(sys.stderr)
     name, _, function = COMMANDS[argv[0]][0].partition(":")
     module = importlib.import_module(name)
     if name != "zaya_plugin.cli":  # those below import further modules first
@@ -261,7 +266,9 @@ def evaluate(argv: list[str]) -> int:
 def _prepare_torch() -> None:
     """Let a command that builds models run on machines without a device too."""
     from zaya_plugin import patches
+    from zaya_plugin.config import phases
 
+    phases.begin("loading torch and Megatron")
     patches.apply_torch()
     _leave_on_interrupt(during_imports=False)
 
@@ -353,7 +360,7 @@ def _in_utf8_mode() -> None:
     other = locale.getpreferredencoding(False).lower() not in ("utf-8", "utf8")
     if other and not sys.flags.utf8_mode and os.environ.get("PYTHONUTF8") != "1":
         os.environ["PYTHONUTF8"] = "1"
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
 
 
 def _traceback_wanted() -> bool:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.aegis.cpu_speed import allowed
 from tests.aegis.labelled_logs import cases
+from tests.cpu_speed import allowed
 from zaya_plugin.aegis.diagnose import UNKNOWN, Diagnosis, diagnosis
 from zaya_plugin.aegis.evidence import Evidence
 from zaya_plugin.aegis.explain import explain, read_logs

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.aegis.cpu_speed import allowed
 from tests.aegis.labelled_logs import cases
+from tests.cpu_speed import allowed
 from zaya_plugin.aegis import decide, decider, diagnose, exit_codes, sightings
 from zaya_plugin.aegis.collectors import storage
 from zaya_plugin.aegis.rules import A_MINUTE, LINE, Reader, Rules, words

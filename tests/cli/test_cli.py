@@ -89,7 +89,7 @@ def test_cfg_job_prints_a_recipe_that_loads(zaya, tmp_path):
             2,
             "cluster.num_nodes=2: `zaya train` starts ranks on one machine only.",
         ),
-        (["train", "--nonsense"], 2, "unrecognized arguments: --nonsense"),
+        (["train", "--nonsense"], 2, "--nonsense: no such option. Allowed: key=value, "),
     ],
 )
 def test_mistakes_end_with_one_message_and_code_2(zaya, arguments, code, message):
@@ -124,6 +124,11 @@ def test_mistakes_end_with_one_message_and_code_2(zaya, arguments, code, message
         ("train --experiment cpu_demo", "experiment=cpu_demo"),
         ("train experiment=cpu_demo --optim.lr=1e-3", "optim.lr=1e-3"),
         ("curriculum --run-dir runs/x", "run_dir=runs/x"),
+        ("train --lr 1e-3", "optim.lr=1e-3"),
+        ("train --dryrun", "--dry-run"),
+        ("cpu_demo", "zaya train experiment=cpu_demo"),
+        ("data --foo", "zaya data --help"),
+        ("bench --steps 3", "zaya bench step"),
         ("slurm cpu_demo", "experiment=cpu_demo"),
         ("bench step cpu_demo", "experiment=cpu_demo"),
         ("export megatron cpu_demo", "experiment=cpu_demo"),

@@ -23,6 +23,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.running import without_phases
+
 
 def main() -> int:
     import torch
@@ -135,9 +137,8 @@ def record_reads(path: str) -> None:
 
 
 def lines_of(log: str) -> int:
-    """Lines in `log` so far."""
-    with open(log, "rb") as file:
-        return file.read().count(b"\n")
+    """Lines in `log` so far, without those about phases."""
+    return without_phases(Path(log).read_text(errors="replace")).count("\n")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from statistics import median
 
 import pytest
 
+from tests.cpu_speed import allowed
 from tests.running import MICRO, train
 from zaya_plugin.aegis.collectors.guards import Guards
 from zaya_plugin.aegis.collectors.progress import read_beats
@@ -104,7 +105,7 @@ def test_a_step_costs_less_than_a_millisecond():
     start = time.process_time()
     for step, loss in enumerate(noisy(500), 1):
         guard.add(step, loss, 1.0)
-    assert time.process_time() - start < 0.5
+    assert time.process_time() - start < allowed(0.5)
 
 
 @pytest.mark.parametrize("entry", ["0", "20", "18-20", "9-8", "a", "-3", "3-", "1.5", "3,4"])

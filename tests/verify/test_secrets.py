@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from tests.cpu_speed import allowed
 from zaya_plugin.run.secrets import REMOVED, cleaned, is_secret, of_data
 from zaya_plugin.verify import bundle
 
@@ -138,7 +139,7 @@ def test_the_time_grows_with_the_length(piece):
     text = piece * (100_000 // len(piece))
     started = time.process_time()
     cleaned(text)
-    assert time.process_time() - started < 1
+    assert time.process_time() - started < allowed(1)
 
 
 def test_data_and_variables():

@@ -13,9 +13,7 @@ import json
 import os
 import re
 import shutil
-import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,7 +30,6 @@ REPLACED = ".replaced"  # what was in the place of a checkpoint that this run ha
 LEFTOVER = re.compile(rf"iter_(\d+)(\.\w+)?({re.escape(UNFINISHED)}|{re.escape(REMOVED)})", re.ASCII)
 RECIPE = "recipe_values"  # the fact that holds the recipe, by key
 PIECE = 16 * 2**20  # bytes read at once
-READERS = 4  # files that are read at the same time
 
 
 def describe(
@@ -206,34 +203,20 @@ def damaged(
 ) -> list[str]:
     """Return the files of `names` (default: all) whose content does not have its checksum, as texts.
 
-    progress: called with the bytes of each piece, by one thread at a time. files: of the manifest, where it is read
-    already.
+    progress: called with the bytes of each piece. files: of the manifest, where it is read already.
     """
-    files = read(folder)["files"] if files is None else files
-    lock, ended = threading.Lock(), threading.Event()
-
-    def alone(count: int) -> None:
-        with lock:
-            if ended.is_set():
-                raise InterruptedError("another thread has ended the comparison")
-            progress(count)
-
-    def compare(name: str) -> str | None:
+    files, wrong = read(folder)["files"] if files is None else files, []
+    for name in files if names is None else names:
         try:
-            content = describe(folder / name, alone)
+            content = describe(folder / name, progress)
         except OSError as error:
-            return f"{folder / name} cannot be read ({error.strerror})"
-        if content == files[name]:
-            return None
-        return f"{folder / name} has the checksum {content['xxh3_128']}, its manifest states {files[name]['xxh3_128']}"
-
-    with ThreadPoolExecutor(READERS) as threads:
-        try:
-            return [text for text in threads.map(compare, files if names is None else names) if text]
-        except BaseException:  # Ctrl-C, or what `progress` raised: nothing more is read
-            ended.set()
-            threads.shutdown(wait=False, cancel_futures=True)
-            raise
+            wrong.append(f"{folder / name} cannot be read ({error.strerror})")
+            continue
+        if content != files[name]:
+            wrong.append(
+                f"{folder / name} has the checksum {content['xxh3_128']}, its manifest states {files[name]['xxh3_128']}"
+            )
+    return wrong
 
 
 def hold(folder: Path) -> BinaryIO | None:

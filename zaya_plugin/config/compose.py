@@ -132,8 +132,8 @@ def _as_typed_there(item: str, overrides: list[str]) -> str:
     """
     key, _, value = item.partition("=")
     if key.lstrip("+") in PATHS and value.startswith("~"):  # which Hydra cannot parse
-        quoted = expanded(key.lstrip("+"), value).replace("'", "\\'")
-        return f"{key}='{quoted}'"
+        paths = [expanded(key.lstrip("+"), path).replace("'", "\\'") for path in value.split(",")]  # of a multirun
+        return f"{key}=" + ",".join(f"'{path}'" for path in paths)
     field = schema().get(key.lstrip("+"))
     if field is None or not re.fullmatch(r"[\w.+-]+", value) or value.lower() == "null":
         return item

@@ -48,7 +48,7 @@ def expanded_words(words: Sequence[str]) -> list[str]:
         option, _, value = word.partition("=")
         if option in TEXTS or position and words[position - 1] in TEXTS:
             result.append(word)
-        elif word == "~" or word.startswith("~/"):  # not ~key, with which Hydra removes a key
+        elif word == "~" or re.match(r"~[^/=]*/", word):  # not ~key, with which Hydra removes a key
             result.append(expanded(word, word))
         elif re.match(r"--?[\w-]+=~", word):
             result.append(f"{option}={expanded(option, value)}")

@@ -2,7 +2,7 @@
 """Words of a command with recipe overrides: which of them are overrides, and messages about words that are none."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from zaya_plugin.config.messages import groups, nearest, schema
 from zaya_plugin.config.train_help import GROUPS, options
@@ -10,6 +10,13 @@ from zaya_plugin.errors import check_utf8, mistake, nearest_name
 
 # Hydra's flags whose value is a word of its own.
 WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
+
+# Hydra's options and those of `zaya train`.
+FLAGS = (
+    *("--help", "--dry-run", "--verbose", "--cfg", "--resolve", "--package", "--info", "--multirun", "--run"),
+    *("--config-dir", "--config-path", "--config-name", "--hydra-help", "--version", "--experimental-rerun"),
+    "--shell-completion",
+)
 
 # Values of a group that Hydra does not read as a name.
 NO_NAME = re.compile(r"|null|true|false|[+-]?[\d._]+(e[+-]?\d+)?|\[.*", re.IGNORECASE | re.DOTALL)
@@ -36,15 +43,19 @@ def overrides_of(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return overrides, flags
 
 
-def check_flag(word: str, following: Sequence[str] = ()) -> None:
-    """Raise ValueError if a flag is a key or a group of recipes: `--experiment cpu_demo`, `--run-dir=x`."""
-    name, equals, value = word.lstrip("-").partition("=")
-    name = name.replace("-", "_")
-    if word.startswith("--") and (name in schema() or name in groups() or name in GROUPS):
-        value = value if equals else next(iter(following), "<value>")
-        raise mistake(
-            word, problem="keys of recipes have no dashes", allowed="key=value", fix=f"{name}={value.lstrip('-')}"
-        )
+def check_flag(word: str, following: Sequence[str] = (), flags: Collection[str] = FLAGS) -> None:
+    """Raise ValueError if a word with dashes is none of the command's `flags`: `--experiment cpu_demo`, `--lr=1`."""
+    option, equals, value = word.partition("=")
+    if not word.startswith("--") or option in flags:
+        return
+    name = option.lstrip("-").replace("-", "_")
+    value = (value if equals else next(iter(following), "<value>")).lstrip("-")
+    if name in schema() or name in groups() or name in GROUPS:
+        raise mistake(word, problem="keys of recipes have no dashes", allowed="key=value", fix=f"{name}={value}")
+    key = nearest(name)
+    is_key = key is not None and key.rpartition(".")[2] == name
+    fix = f"{key}={value}" if is_key else nearest_name(option, flags) or "--help"
+    raise mistake(word, problem="no such option", allowed=f"key=value, {', '.join(sorted(flags))}", fix=fix)
 
 
 def check_override(word: str) -> None:

@@ -89,8 +89,7 @@ class Parser(argparse.ArgumentParser):
             return self.print_help()
         argv = with_search_path(argv)
         for position, word in enumerate(argv):
-            if word.partition("=")[0] not in self._option_string_actions:
-                check_flag(word, argv[position + 1 :])
+            check_flag(word, argv[position + 1 :], self._option_string_actions)
         options = self.parse_intermixed_args(argv)
         for word in options.overrides:
             check_override(word)
