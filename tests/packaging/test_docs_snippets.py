@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python snippets of the documents run as printed; the fence names why one cannot: `network`, or `fragment` of a program."""
+"""Python snippets of the documents run as printed. The fence names why one cannot: `network`; a `fragment` of a program
+runs behind what FRAGMENTS gives it.
+"""
 
 import os
 import re
@@ -17,26 +19,44 @@ SNIPPETS = [
     for number, match in enumerate(FENCE.finditer(page.read_text()))
 ]
 SHOWN_AND_RUN_ELSEWHERE = {("api.md", 0): "tests/test_example.py"}
-NOT_RUN = {
-    ("weights.md", 0): "network",
-    ("api.md", 1): "fragment",
-    **{("kernels.md", number): "fragment" for number in range(4)},
+NOT_RUN = {("weights.md", 0): "network"}  # tests/checkpoint/convert runs its calls on a model that it makes
+TORCH = "import torch\nimport hip_ops\n"
+SORTED = TORCH + "order = hip_ops.sort_by_expert(torch.arange(32) % 16, 16)\n"
+FRAGMENTS = {  # (page, number) -> the lines before it
+    ("kernels.md", 0): TORCH + "x, residual, weight, eps = torch.ones(2, 8), torch.ones(2, 8), torch.ones(8), 1e-5",
+    ("kernels.md", 1): SORTED
+    + "expert_ids, tokens, probs = torch.arange(32) % 16, torch.randn(32, 8), torch.rand(32)\n"
+    + "first_product = second_product = lambda rows, offsets: rows",
+    ("kernels.md", 2): TORCH
+    + "projected, previous, d_state = torch.randn(3, 5, 8)\ngamma, b_down, w_norm, b1, b2 = torch.randn(5, 8)\n"
+    + "w1, w2, w2_main_grad = torch.randn(3, 8, 8)\nw_out, biases = torch.randn(17, 8), torch.zeros(17)\n"
+    + "d_weights = torch.randn(5)",
+    ("kernels.md", 3): SORTED
+    + "rows, fc1, fc1_main_grad, d_gate_up = torch.randn(32, 8), *torch.randn(2, 16, 12, 8), torch.randn(32, 12)",
+    ("api.md", 1): SNIPPETS[0][3].partition("model = ")[0]
+    + "from megatron.core.models.gpt import GPTModel\nfrom zaya_plugin import zaya_block_spec",
 }
 
 
 def test_what_is_not_run_is_listed():
-    assert {(page, number): why for page, number, why, _ in SNIPPETS if why} == NOT_RUN
+    assert {(page, number) for page, number, why, _ in SNIPPETS if why} == {*NOT_RUN, *FRAGMENTS}
     for page, _, _, text in SNIPPETS:
         compile(text, page, "exec")
+
+
+@pytest.mark.parametrize("fragment", [key for key in FRAGMENTS if key[0] == "kernels.md"], ids=str)
+def test_a_fragment_runs(fragment):
+    (text,) = [text for *key, _, text in SNIPPETS if tuple(key) == fragment]
+    exec(f"{FRAGMENTS[fragment]}\n{text}", {})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "text"),
     [
-        pytest.param(page, text, id=f"{page}-{number}")
+        pytest.param(page, f"{FRAGMENTS.get((page, number), '')}\n{text}", id=f"{page}-{number}")
         for page, number, why, text in SNIPPETS
-        if not why and (page, number) not in SHOWN_AND_RUN_ELSEWHERE
+        if page != "kernels.md" and why != "network" and (page, number) not in SHOWN_AND_RUN_ELSEWHERE
     ],
 )
 def test_a_snippet_runs_as_printed(tmp_path, page, text):
