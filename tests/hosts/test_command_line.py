@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from zaya_plugin import patches
-from zaya_plugin.config.arguments import OWN_ARGUMENTS, megatron_arguments
+from zaya_plugin.config.arguments import OWN_ARGUMENTS, arguments_with_event_files
 from zaya_plugin.config.compose import compose
 from zaya_plugin.data.sources import DataSources
 from zaya_plugin.run import megatron_export
@@ -82,7 +82,8 @@ def test_the_words_give_the_namespace_of_zaya_train(parse, name):
     lines = command_line(megatron_export.host_arguments(recipe, SOURCES))
     words = shlex.split("".join(shlex.join(line) + "\n" for line in lines))
     theirs = vars(parse(parse_and_validate_args, world_size, words))
-    ours = vars(parse(lambda: parse_arguments(megatron_arguments(recipe, SOURCES.tokenizer_arguments())), world_size))
+    values = arguments_with_event_files(recipe, SOURCES.tokenizer_arguments())
+    ours = vars(parse(lambda: parse_arguments(values), world_size))
     assert set(ours) - set(theirs) == OURS and not set(theirs) - set(ours)
     # A flag that no word has set is None with some arguments and False with the recipe.
     assert bool(theirs["use_cpu_initialization"]) == ours["use_cpu_initialization"]

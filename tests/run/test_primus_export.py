@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from zaya_plugin.config.arguments import DECIDED_AT_START, megatron_arguments
+from zaya_plugin.config.arguments import DECIDED_AT_START, arguments_with_event_files
 from zaya_plugin.config.compose import compose
 from zaya_plugin.hosts.primus import traps
 from zaya_plugin.run import primus_export
@@ -71,7 +71,7 @@ def test_there_is_no_golden_file_without_a_stage():
 def test_every_argument_of_zaya_train_is_there_and_the_run_is_where_primus_saves(name):
     made, recipe = document(name), STAGES[name]
     overrides = made["modules"]["pre_trainer"]["overrides"]
-    for key, value in megatron_arguments(recipe, DATA).items():
+    for key, value in arguments_with_event_files(recipe, DATA).items():
         if key not in DECIDED_AT_START:
             assert overrides[key] == (list(value) if isinstance(value, tuple) else value), key
     parts = [made[key] for key in ("workspace", "work_group", "user_name", "exp_name")]

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.tensorboard import SummaryWriter
 
 from zaya_plugin.config.compose import compose
 from zaya_plugin.optim.balancing import RouterStatistics
@@ -49,7 +48,7 @@ def reporter(tmp_path):
 
 def test_a_row_holds_what_happened(reporter, tmp_path):
     report = reporter("cluster.peak_tflops=989", "cluster.reachable_tflops=700", "logger.expert_load_interval=2")
-    report.start(None, "id", 0)
+    report.start("id", 0)
     report.step(_step(1))
     report.step(_step(2))
     report.validation(2, 2.25, 4096)
@@ -65,13 +64,13 @@ def test_a_row_holds_what_happened(reporter, tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
     assert [key for key in second | validation if f"`{key}`" not in page] == [], "the page explains every key"
     assert "2 steps in 0:04  loss 2.500 ▁▁ 2.500  validation 2.250 of 4,096 tokens\n" in report.out.getvalue()
-    assert report.out.getvalue().endswith(f"\neverything is in {tmp_path}: metrics.jsonl\n"), "no sink has written more"
+    assert report.out.getvalue().endswith(f"\neverything is in {tmp_path}: metrics.jsonl, tensorboard/\n")
     assert "mfu 0.1%" in report.out.getvalue() and "validation loss 2.2500 of 4,096 tokens\n" in report.out.getvalue()
 
 
 def test_the_first_steps_of_a_start_are_left_out_of_the_eta(reporter, tmp_path):
     report = reporter()
-    report.start(None, "id", 0)
+    report.start("id", 0)
     for number, seconds in ((1001, 60.0), (1002, 1.0), (1003, 1.0)):
         report.step(_step(number, seconds=seconds, is_warm=number > 1001, last_step=2003))
     report.close()
@@ -82,7 +81,7 @@ def test_the_first_steps_of_a_start_are_left_out_of_the_eta(reporter, tmp_path):
 
 def test_domains_of_a_validation_are_shown_and_kept(reporter, tmp_path):
     report = reporter()
-    report.start(None, "id", 0)
+    report.start("id", 0)
     report.validation(3, 2.5, 64, {"web": 2.25, "code": 3.25})
     report.close()
     row = json.loads((tmp_path / "metrics.jsonl").read_text())
@@ -98,7 +97,7 @@ def test_domains_of_a_validation_are_shown_and_kept(reporter, tmp_path):
 
 def test_only_the_last_rank_reports(reporter, tmp_path):
     report = reporter(rank=0)
-    report.start(None, "id", 0)
+    report.start("id", 0)
     report.step(_step(1))
     report.close()
     assert not (tmp_path / "metrics.jsonl").exists() and not report.out.getvalue()
@@ -151,7 +150,7 @@ def test_tensorboard_forgets_the_steps_that_a_resume_repeats(reporter, tmp_path)
     """lanpa/tensorboardX#185: steps 3 to 5 were lost, and are repeated after a resume at 2, and again after one at 3."""
     for resumed_at, last in ((0, 5), (2, 6), (3, 4)):
         report = reporter("logger.tensorboard=true")
-        report.start(SummaryWriter(tmp_path / "tensorboard", filename_suffix=f".{resumed_at}"), "id", resumed_at)
+        report.start("id", resumed_at)
         for step in range(resumed_at + 1, last + 1):
             report.step(_step(step, loss=10.0 * resumed_at + step))
         report.close()
@@ -160,6 +159,17 @@ def test_tensorboard_forgets_the_steps_that_a_resume_repeats(reporter, tmp_path)
     assert found == [(1, 1), (2, 2), (3, 23), (4, 34)]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["loss"]) for row in rows] == found
+
+
+def test_a_folder_that_takes_no_event_files_does_not_end_a_run(reporter, tmp_path):
+    """Megatron's own writer would raise at the start, and before the last save."""
+    (tmp_path / "tensorboard").write_text("")
+    report = reporter("logger.tensorboard=true")
+    report.start("id", 0)
+    report.step(_step(1))
+    report.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 1
+    assert report.out.getvalue().count("metrics: TensorBoard failed and is incomplete from here on: ") == 1
 
 
 def test_a_failing_sink_is_told_once_and_does_not_stop_training():
@@ -185,7 +195,7 @@ def test_a_console_that_takes_nothing_does_not_end_a_run(tmp_path):
     closed.close()
     for console in (io.TextIOWrapper(io.BytesIO(), "ascii"), open("/dev/full", "w"), closed):
         report = Reporter(recipe, 0, 1, console)
-        report.start(None, "id", 0)
+        report.start("id", 0)
         report.step(_step(1))
         report.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 1

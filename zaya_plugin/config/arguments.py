@@ -114,9 +114,15 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
         values["check_for_nan_in_loss_and_grad"] = False
     # Megatron counts the batches of all domains, the recipe those of one.
     values["eval_iters"] = recipe.stage.eval_iters * max(1, len(recipe.data.valid_blend))
+    return {**recipe.megatron_unchecked, **recipe.megatron, **values}
+
+
+def arguments_with_event_files(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
+    """Return `megatron_arguments` for a host in which Megatron itself writes TensorBoard's event files."""
+    values = megatron_arguments(recipe, data)
     if recipe.logger.tensorboard or recipe.profile.enabled:  # the profiler writes its traces beside this directory
         values["tensorboard_dir"] = str(Path(recipe.run_dir) / "tensorboard")
-    return {**recipe.megatron_unchecked, **recipe.megatron, **values}
+    return values
 
 
 MOST_SKIPPED = 100_000  # of data.skip_steps: Megatron holds each, and every checkpoint keeps them

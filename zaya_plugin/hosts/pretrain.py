@@ -22,7 +22,7 @@ from megatron.core.enums import ModelType
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_num_microbatches
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
-from megatron.training import get_args, get_tensorboard_writer, get_timers, training
+from megatron.training import get_args, get_timers, training
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
 from zaya_plugin.checkpoint import restore, starts
@@ -271,10 +271,7 @@ class _Trainer:
             saver.generation, saver.local, saver.leads = lifecycle.generation, lifecycle.local, lifecycle.leads
             saver.limit = lifecycle.upload_limit
             self.reporter.start(
-                get_tensorboard_writer(),
-                self.lifecycle.tracker_id,
-                resumed_at=self.lifecycle.resumed_at,
-                lineage=self.lifecycle.lineage,
+                self.lifecycle.tracker_id, resumed_at=self.lifecycle.resumed_at, lineage=self.lifecycle.lineage
             )
             if resumed_at := self.lifecycle.resumed_at:
                 metrics = Path(self.recipe.run_dir) / "metrics.jsonl"
@@ -470,6 +467,8 @@ class _Trainer:
         self.scheduler = scheduler
         if optimizer is not None:
             self.lr = get_canonical_lr_for_logging(optimizer.param_groups)
+        # The profiler writes beside this folder. At the start Megatron would open event files in it, whose errors end it.
+        self.args.tensorboard_dir = str(Path(self.recipe.run_dir) / "tensorboard")
         if self.args.save and optimizer is not None:
             self.saved.prepare(model, optimizer, scheduler)
         return train(forward_step_func, model, optimizer, scheduler, *positional, **named)

@@ -23,7 +23,7 @@ from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.training.optimizer import assign_optimizers
 
 # With any of these Megatron makes folders or looks for a checkpoint while it validates its arguments.
-OF_A_RUN = ("save", "save_interval", "load", "exit_on_missing_checkpoint", "tensorboard_dir")
+OF_A_RUN = ("save", "save_interval", "load", "exit_on_missing_checkpoint")
 
 
 def parse_arguments(values: dict[str, Any]) -> argparse.Namespace:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.config.arguments import DECIDED_AT_START, OWN_ARGUMENTS, megatron_arguments
+from zaya_plugin.config.arguments import DECIDED_AT_START, OWN_ARGUMENTS, arguments_with_event_files
 from zaya_plugin.config.blend_entry import parse_blend
 from zaya_plugin.config.messages import require
 from zaya_plugin.config.run_directory import keep_recipe, make_writable
@@ -54,7 +54,7 @@ def host_arguments(recipe: Recipe, sources: DataSources) -> dict[str, Any]:
     """
     if problems := list(_impossible(recipe)):
         raise ValueError("\n".join(problems))
-    values = megatron_arguments(recipe, data_arguments(sources))
+    values = arguments_with_event_files(recipe, data_arguments(sources))
     for name in (*OWN_ARGUMENTS, *DECIDED_AT_START):
         values.pop(name, None)
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from zaya_plugin.config.arguments import DECIDED_AT_START, OWN_ARGUMENTS, megatron_arguments
+from zaya_plugin.config.arguments import DECIDED_AT_START, OWN_ARGUMENTS, arguments_with_event_files
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import find_sources
 from zaya_plugin.errors import mistake
@@ -63,7 +63,7 @@ def experiment(recipe: Recipe, data: dict[str, Any], ranks_here: int, spec: bool
     Raises:
         ValueError: the recipe needs something that Primus' Megatron does not have, or run_dir is too short a path.
     """
-    values = dict(data) if spec else megatron_arguments(recipe, data)
+    values = dict(data) if spec else arguments_with_event_files(recipe, data)
     if recipe.cluster.graphs == "full_iteration":
         raise mistake(
             "cluster.graphs",

@@ -76,19 +76,18 @@ class Reporter:
         self.lineage: dict[str, Any] | None = None
         self.at = (0, 0)  # the last reported step, and the last step of the run
 
-    def start(self, tensorboard, run_id: str, resumed_at: int, lineage: dict[str, Any] | None = None) -> None:
+    def start(self, run_id: str, resumed_at: int, lineage: dict[str, Any] | None = None) -> None:
         """Open the sinks and print the first line.
 
-        tensorboard: Megatron's SummaryWriter or None. resumed_at: 0 for a new run. lineage: see
-        `zaya_plugin.training.lifecycle.Lifecycle`.
+        resumed_at: 0 for a new run. lineage: see `zaya_plugin.training.lifecycle.Lifecycle`.
         """
         if not self.reports:
             return
         self.lineage = lineage
         logger, run_dir = self.recipe.logger, Path(self.recipe.run_dir)
         self._add_sink("metrics.jsonl", lambda: JsonLines(run_dir / "metrics.jsonl", resumed_at))
-        if tensorboard is not None and logger.tensorboard:
-            self._add_sink("TensorBoard", lambda: TensorBoard(tensorboard, resumed_at))
+        if logger.tensorboard:
+            self._add_sink("TensorBoard", lambda: TensorBoard(run_dir / "tensorboard", resumed_at))
         if logger.wandb and "disabled" not in (logger.wandb_mode, os.environ.get("WANDB_MODE")):
             wandb = Background("W&B", lambda: self._open_wandb(run_id, run_dir), self._print)
             self._add_sink("W&B", lambda: wandb)

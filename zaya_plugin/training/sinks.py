@@ -99,17 +99,12 @@ class WandbRun:
 
 
 class TensorBoard:
-    """Writes to the SummaryWriter that Megatron opened on the reporting rank. Steps that the checkpoint does not hold
-    disappear from the curves.
-    """
+    """Writes event files. Steps that the checkpoint does not hold disappear from the curves."""
 
-    def __init__(self, writer, resumed_at: int):
-        from torch.utils.tensorboard.writer import Event, SessionLog
+    def __init__(self, directory: Path, resumed_at: int):
+        from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = writer
-        # As SummaryWriter(purge_step=...) writes it.
-        start = Event(step=resumed_at + 1, session_log=SessionLog(status=SessionLog.START))
-        writer.file_writer.add_event(start, resumed_at + 1)
+        self.writer = SummaryWriter(directory, purge_step=resumed_at + 1)
 
     def log(self, row: dict[str, Any]) -> None:
         for key, value in row.items():
