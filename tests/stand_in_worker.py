@@ -135,6 +135,12 @@ WORKER = """
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             print(f"zaya: a signal ended the run early, at step 96 of 240", file=sys.stderr, flush=True)
             sys.exit(ENDED_EARLY)
+        if mode == "rank 0 is late":
+            while rank == 0:
+                time.sleep(0.02)
+            from zaya_plugin.hosts import start_waits
+            start_waits.SAY_SECONDS = 0.1
+            start_waits.Start(rank, 2, sys.stdout).join(600)
         if mode == "stuck":
             signal.signal(signal.SIGTERM, lambda *unused: print("saving", flush=True))
             print("ready", flush=True)

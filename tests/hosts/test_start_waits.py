@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 import traceback
+import types
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def ranks(tmp_path):
             torch.distributed.GroupMember.WORLD = None  # of a test before, in the process that was forked
             sys.stderr = open(tmp_path / f"rank{number}", "w")
             start_waits.SAY_SECONDS, start_waits.LOOK_SECONDS = 0.3, 0.2
-            work(Start(number, world))
+            work(Start(number, world, sys.stderr))
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -118,8 +119,8 @@ def test_a_rank_that_waits_in_a_collective_names_the_rank_that_does_not_come(ran
 def test_ranks_that_do_not_come_in_time_are_named(monkeypatch, ranks):
     with pytest.raises(RunEndedError, match=r"^WORLD_SIZE=3: rank 2 did not start within 10 minutes\. Fix: start all"):
         start = Start.__new__(Start)
-        start.rank, start.world_size = 0, 3
-        start._wait(lambda: "rank 2", 600, time.monotonic() - 1, 0.0)
+        start.world_size, start.store = 3, types.SimpleNamespace(check=lambda ranks: ranks != ["2"])
+        start._wait(600, time.monotonic() - 1, 0.0)
 
 
 def test_after_the_start_a_signal_is_left_to_the_loop(ranks, tmp_path):

@@ -157,6 +157,22 @@ def test_a_signal_reaches_the_ranks_and_they_have_time_to_save(worker_program, t
 
 
 @pytest.mark.slow
+def test_the_console_says_for_whom_the_ranks_wait(worker_program, tmp_path):
+    command, environment = worker_program
+    running = subprocess.Popen(
+        [*command, f"run_dir={tmp_path}/run"],
+        env={**environment, "WORKER_MODE": "rank 0 is late"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    lines = [running.stdout.readline() for _ in range(3)]
+    assert lines[2] == "zaya: rank 1: waits for rank 0, of 2 ranks\n"
+    running.send_signal(signal.SIGTERM)
+    assert running.communicate(timeout=120)[0] == ""
+    assert running.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.slow
 def test_a_second_signal_ends_ranks_that_do_not_leave(worker_program, tmp_path):
     command, environment = worker_program
     running = subprocess.Popen(

@@ -7,6 +7,7 @@ wait in C++ for a rank that never comes, where Python runs no handler; so a thre
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import json
@@ -16,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+from typing import TextIO
 
 from torch.distributed import DistError, PrefixStore, TCPStore
 
@@ -31,10 +33,14 @@ DISTRIBUTED = (
 
 
 class Start:
-    """The start of this rank. Make it in the main thread, and call `over` there when the training loop begins."""
+    """The start of this rank. Make it in the main thread, and call `over` there when the training loop begins.
 
-    def __init__(self, rank: int, world_size: int):
-        self.rank, self.world_size = rank, world_size
+    console: gets the lines, of one rank for each wait. `zaya train` shows the console of the first and the last rank.
+    """
+
+    def __init__(self, rank: int, world_size: int, console: TextIO):
+        self.rank, self.world_size, self.console = rank, world_size, console
+        self.order = [0, world_size - 1, *range(1, world_size - 1)]  # the first of these that waits says for whom
         self.store: PrefixStore | None = None
         self._notes = 0
         self._over = threading.Event()
@@ -51,12 +57,17 @@ class Start:
         os.close(self._writer)
 
     def _say(self, text: str) -> None:
-        print(f"zaya: {text}" if self.rank == 0 else f"zaya: rank {self.rank}: {text}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError):  # a console that is gone
+            print(
+                f"zaya: {text}" if self.rank == 0 else f"zaya: rank {self.rank}: {text}", file=self.console, flush=True
+            )
 
     def _obey(self, reader: int) -> None:
         while numbers := os.read(reader, 64):
             number = next((number for number in numbers if number in END_SIGNALS), None)
             if number is not None and not self._over.is_set():
+                if self.rank:  # one line on the console is enough
+                    self.console = sys.stderr
                 self._say(f"{signal.Signals(number).name}: the start ends, before its first step")
                 number = number if number == signal.SIGINT else signal.SIGTERM
                 ctypes.CDLL(None).signal(number, None)  # SIG_DFL; Python's own function is for the main thread
@@ -74,31 +85,41 @@ class Start:
         deadline, say = time.monotonic() + seconds, time.monotonic() + SAY_SECONDS
         serves = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         while not serves and not _answers(host, port):
-            say = self._wait(f"rank 0 at {host}:{port}", seconds, deadline, say)
+            say = self._wait(seconds, deadline, say)
         limit = datetime.timedelta(seconds=seconds)
         store = TCPStore(host, port, None, serves, limit, wait_for_workers=False, multi_tenant=True)
         self.store = PrefixStore(f"zaya_start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         self.store.set(str(self.rank), self._note(0.0))
         self.store.add("joined", 1)
         while self.store.add("joined", 0) < self.world_size:
-            say = self._wait(self._absent, seconds, deadline, say)
+            say = self._wait(seconds, deadline, say)
         threading.Thread(target=self._watch, name="waits of the start", daemon=True).start()
 
-    def _wait(self, whom, seconds: float, deadline: float, say: float) -> float:
-        """Wait a moment for `whom`, a text or the function that returns it; say so at `say`. Return when to say it again."""
+    def _wait(self, seconds: float, deadline: float, say: float) -> float:
+        """Wait a moment for the ranks that are absent; name them at `say`. Return when to do that again."""
         now = time.monotonic()
         if now > deadline:
-            problem = f"{whom() if callable(whom) else whom} did not start within {seconds / 60:g} minutes"
+            problem = f"{self._absent()} did not start within {seconds / 60:g} minutes"
             fix = "start all ranks with one MASTER_ADDR and MASTER_PORT, or unset the launcher's variables to start them here"
             raise RunEndedError(message("WORLD_SIZE", self.world_size, problem=problem, fix=fix))
         if now > say:
             say = now + AGAIN_SECONDS
-            if self.rank == 0 or not callable(whom) and os.environ.get("LOCAL_RANK", "0") == "0":  # not 1,023 lines
-                self._say(f"waits for {whom() if callable(whom) else whom}, of {self.world_size} ranks")
+            if self._speaks():
+                self._say(f"waits for {self._absent()}, of {self.world_size} ranks")
         time.sleep(0.1 if self.world_size < 64 else 1.0)
         return say
 
+    def _speaks(self) -> bool:
+        """Return whether no rank before this one in the order has joined; without a store, whether it is the last rank or
+        the first of its node.
+        """
+        if self.store is None:
+            return self.rank == self.world_size - 1 or os.environ.get("LOCAL_RANK", "0") == "0"
+        return not any(self.store.check([str(rank)]) for rank in self.order[: self.order.index(self.rank)])
+
     def _absent(self) -> str:
+        if self.store is None:
+            return f"rank 0 at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         return _listed([rank for rank in range(self.world_size) if not self.store.check([str(rank)])])
 
     # After all have joined
@@ -129,7 +150,7 @@ class Start:
                     heard[rank] = number, now
             late = [rank for rank in range(self.world_size) if now - heard[rank][1] > 2.5 * look]
             late += [rank for rank, (waits, *_) in enumerate(notes) if not waits and rank not in late]
-            first = next((rank for rank in range(self.world_size) if rank not in late), self.rank)
+            first = next((rank for rank in self.order if rank not in late), self.rank)
             if now - began > SAY_SECONDS and now > say and first == self.rank:  # one of those that wait says it
                 say = now + AGAIN_SECONDS
                 for rank in late[:4]:

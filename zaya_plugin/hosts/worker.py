@@ -124,7 +124,7 @@ def _train(recipe, rank: int, world_size: int, console) -> int:
     from zaya_plugin.training.lifecycle import Lifecycle
     from zaya_plugin.training.metrics import Reporter
 
-    start = Start(rank, world_size)
+    start = Start(rank, world_size, console)
     reporter = Reporter(recipe, rank, world_size, console)
     sources = find_sources(recipe)
     start.join(60 * recipe.cluster.distributed_timeout_minutes)
