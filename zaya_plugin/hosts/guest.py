@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import atexit
 import functools
+import os
+import signal
 from pathlib import Path
 
 from torch import nn
@@ -31,6 +33,7 @@ from zaya_plugin.hosts.stage_handover import Handover, stage_datasets
 from zaya_plugin.hosts.stage_model import build_stage, model_config
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.loss import ZayaGPTModel
+from zaya_plugin.parent_death import BATCH_SIGNALS
 from zaya_plugin.patches import hooks
 from zaya_plugin.patches.hooks import SAVE, TRAINING
 from zaya_plugin.training import heartbeat
@@ -101,6 +104,7 @@ class Guest:
 
     def install(self) -> None:
         """Replace the host's functions for the rest of the process."""
+        relay_batch_signals(self.args)
         data_loaders.prepare(self.args.num_workers)
         atexit.register(data_loaders.end)  # before multiprocessing's own, which was registered earlier
         self.restore = hooks.install(
@@ -251,6 +255,16 @@ class Guest:
         self.heartbeat.before = None
         save_checkpoint(iteration, *positional, **named)
         self.lifecycle.after_save(iteration)
+
+
+def relay_batch_signals(args: argparse.Namespace) -> None:
+    """Save and leave at batch systems' signals, as at the one that Megatron's --exit-signal-handler knows. Without this
+    option they end the process, as they do in Megatron alone.
+    """
+    if args.exit_signal_handler:
+        known = getattr(args, "exit_signal", signal.SIGTERM)
+        for number in {*BATCH_SIGNALS} - {known}:
+            signal.signal(number, lambda *unused: os.kill(os.getpid(), known))
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
