@@ -294,6 +294,25 @@ def quiet_agent(tmp_path, monkeypatch):
     return agent
 
 
+def test_a_copy_of_a_signal_is_no_second_one(tmp_path, monkeypatch):
+    """The keeper's copy comes seconds later on a busy node; SLURM sends SIGTERM some minutes after its warning."""
+    agent = quiet_agent(tmp_path, monkeypatch)
+    usr1, term = signal.SIGUSR1, signal.SIGTERM
+    for at, number, noted in (
+        (0, usr1, 1),
+        (4, usr1, 1),
+        (600, term, 1),
+        (603, term, 1),
+        (606, term, 2),
+        (608, term, 2),
+    ):
+        monkeypatch.setattr("zaya_plugin.aegis.agent.time.monotonic", lambda at=at: 1000.0 + at)
+        agent._note_signal(number)
+        assert len(agent.signals) == noted, at
+    agent._note_signal(usr1)
+    assert agent.signals == [usr1, term, usr1]
+
+
 def test_a_launchers_line_with_a_process_is_of_the_rank_with_that_heartbeat(tmp_path, monkeypatch):
     agent = quiet_agent(tmp_path, monkeypatch)
     for rank, pid in ((4, 1004), (5, 1005)):

@@ -149,6 +149,8 @@ def test_a_signal_reaches_the_ranks_and_they_have_time_to_save(worker_program, t
     for _ in range(4):  # two lines a rank
         running.stdout.readline()
     running.send_signal(number)
+    assert running.stderr.readline().startswith("zaya: stopping; the ranks save first.")
+    running.send_signal(number)  # a copy, as of a batch system
     _, stderr = running.communicate(timeout=60)
     assert running.returncode == ENDED_EARLY == 75
     assert sorted(path.name for path in (tmp_path / "run").glob("saved_by_*")) == ["saved_by_0", "saved_by_1"]
@@ -177,7 +179,7 @@ def test_a_second_signal_ends_ranks_that_do_not_leave(worker_program, tmp_path):
     command, environment = worker_program
     running = subprocess.Popen(
         [*command, f"run_dir={tmp_path}/run"],
-        env={**environment, "WORKER_MODE": "stuck"},
+        env={**environment, "WORKER_MODE": "stuck", "COPY_SECONDS": "0"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import select
 import shutil
@@ -32,7 +31,7 @@ from zaya_plugin.aegis.exit_codes import meaning
 from zaya_plugin.aegis.ranks import Process, Ranks, runnable
 from zaya_plugin.aegis.rules import Reader, Rules
 from zaya_plugin.aegis.settings import Settings, is_train
-from zaya_plugin.parent_death import adopt_orphans, die_with_parent, on_end_signals
+from zaya_plugin.parent_death import COPY_SECONDS, adopt_orphans, die_with_parent, on_end_signals
 
 POLL_SECONDS = 0.1  # exit codes and logs
 BEAT_SECONDS = 2.0
@@ -40,7 +39,6 @@ START_BEAT_SECONDS = 0.5  # until all ranks train, so that the time of the first
 CONNECT_SECONDS = 0.5  # between two tries to reach the decision maker
 ALONE_SECONDS = 900.0  # without ranks and without a decision maker: a whole job must not wait for nothing
 UNKILLABLE_SECONDS = 5.0
-COPY_SECONDS = 0.5  # between a signal and its copies
 EVIDENCE = 10_000  # lines that are kept while the decision maker is gone
 EVIDENCE_BYTES = 2**18  # in one message, and of one line
 WRONG_COMMAND = (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR, errno.EISDIR)
@@ -58,7 +56,7 @@ class Agent:
         self.stopping: dict[str, Any] | None = None  # how far a stop is
         self.over: dict[str, Any] | None = None  # the last stop's result, until the decision maker has started anew
         self.signals: list[int] = []  # the first one, and those that came again
-        self._signal_times: dict[int, float] = {}  # when each came last
+        self._signal_times: dict[int, float] = {}  # when each came, without its copies
         self.code: int | None = None
         self.clock = ClockOffset()
         self._next_beat = self._next_try = 0.0
@@ -201,11 +199,11 @@ class Agent:
         self._send("beat", time=time.time(), offset=self.clock.offset, generation=self.generation, ranks=ranks)
 
     def _note_signal(self, number: int) -> None:
-        """Note a signal, once: a batch system sends it to all processes, and the process above this one passes it on."""
-        now, before = time.monotonic(), self._signal_times.get(number, -math.inf)
-        self._signal_times[number] = now
-        if now - before > COPY_SECONDS and (before > -math.inf or not self.signals):
+        """Note a signal, once: its copies come later where the node is busy."""
+        now = time.monotonic()
+        if not self.signals or now - self._signal_times.setdefault(number, now) > COPY_SECONDS:
             self.signals.append(number)
+            self._signal_times[number] = now
 
     def _pass_on_signals(self) -> None:
         """The first signal asks the ranks to save and leave; when it comes again they are killed. The decision maker is
@@ -217,7 +215,8 @@ class Agent:
             if self._passed == 1:
                 if self.ranks.running:
                     self._say(
-                        f"{signal.Signals(number).name}: the ranks save and leave; a second signal ends them at once"
+                        f"{signal.Signals(number).name}: the ranks save and leave; sent again after {COPY_SECONDS:g} s, "
+                        "it ends them at once"
                     )
                 self.ranks.signal(signal.SIGTERM)
             else:

@@ -33,6 +33,7 @@ from zaya_plugin.data.sources import find_sources
 from zaya_plugin.errors import ENDED_EARLY, FULL_DISK, ROLL_BACK, free_space, message, mistake
 from zaya_plugin.parent_death import (
     BATCH_SIGNALS,
+    COPY_SECONDS,
     GRACE,
     GRACE_SECONDS,
     LAUNCHER_PID,
@@ -220,7 +221,7 @@ def run_ranks(plan: Plan, log_dir: Path) -> Ended:
             start_new_session=True,  # a terminal's Ctrl-C reaches only this process, which passes it on
             preexec_fn=_as_torchrun,
         )
-        received: list[int] = []
+        received: dict[int, float] = {}
         previous = on_end_signals(lambda number, frame: _pass_on(number, torchrun.pid, received))
         try:
             code = torchrun.wait()
@@ -233,7 +234,7 @@ def run_ranks(plan: Plan, log_dir: Path) -> Ended:
     folder = next(iter(set(log_dir.glob("launch_*")) - before), None)
     codes = set(_exit_codes(torchrun_log).values())
     if received:
-        print(f"zaya: stopped by {signal.Signals(received[0]).name}", file=sys.stderr)
+        print(f"zaya: stopped by {signal.Signals(next(iter(received))).name}", file=sys.stderr)
     # torchrun ends the others with SIGTERM when the first rank has left
     early = ENDED_EARLY in codes and codes <= {ENDED_EARLY, *(-number for number in FROM_TORCHRUN)}
     if folder is not None and (early or code < 0):
@@ -241,7 +242,7 @@ def run_ranks(plan: Plan, log_dir: Path) -> Ended:
     if early:
         return Ended(ENDED_EARLY, folder, stopped=True)
     if received:
-        return Ended(128 + received[0], stopped=True)
+        return Ended(128 + next(iter(received)), stopped=True)
     if code == 0:
         return Ended(0)
     if code < 0:
@@ -270,16 +271,18 @@ def _as_torchrun() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _pass_on(number: int, torchrun: int, received: list[int]) -> None:
-    """Send SIGTERM to every rank, upon which they save and leave; SIGKILL when the same signal comes again. A batch system
-    warns by one signal, and ends the job by another one.
+def _pass_on(number: int, torchrun: int, received: dict[int, float]) -> None:
+    """Send SIGTERM to every rank, upon which they save and leave; SIGKILL when the same signal comes again, and is no
+    copy. A batch system warns by one signal, and ends the job by another one.
+
+    received: when each signal came first.
     """
-    again = number in received
-    received.append(number)
+    first, now = not received, time.monotonic()
+    again = now - received.setdefault(number, now) > COPY_SECONDS
     ranks = _children(torchrun)
-    if len(received) == 1:
+    if first:
         print(
-            "zaya: stopping; the ranks save first. Send the signal again to stop without saving",
+            f"zaya: stopping; the ranks save first. To stop without saving, send it again after {COPY_SECONDS:g} s",
             file=sys.stderr,
             flush=True,
         )
