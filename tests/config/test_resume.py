@@ -12,7 +12,7 @@ from tests.checkpoint_files import pretend_checkpoint
 from zaya_plugin.checkpoint import manifest
 from zaya_plugin.checkpoint.run_lock import RunLock
 from zaya_plugin.config.compose import compose, save_recipe
-from zaya_plugin.config.resume import changes, values_in, values_of
+from zaya_plugin.config.resume import changes, trains_alike, values_in, values_of
 from zaya_plugin.config.schema import leaves
 from zaya_plugin.run import before_start
 from zaya_plugin.run.rank_plan import make_plan
@@ -44,6 +44,26 @@ def other(path, value):
     if kind.startswith("list"):
         return [7] if "int" in kind else ["another"]
     return {"a": "b"} if kind.startswith("dict") else "another"
+
+
+@pytest.mark.parametrize(
+    "override, alike",
+    [
+        *[
+            (override, True)
+            for override in ("stage.train_iters=999", "exit_interval=7", "logger.wandb=false", "name=b")
+        ],
+        *[
+            (override, False)
+            for override in ("cluster.core_attention=cudnn", "cluster.kernels=reference", "optim.lr=1")
+        ],
+        *[(override, False) for override in ("cluster.transformer_impl=transformer_engine", "nproc=1", "seed=7")],
+    ],
+)
+def test_a_failure_counts_against_a_checkpoint_with_its_own_recipe_alone(override, alike):
+    before = values_of(demo("runs/a"))
+    assert trains_alike(before, demo("runs/b")) and trains_alike({}, demo("runs/b", override))
+    assert trains_alike(before, demo("runs/a", override)) == alike
 
 
 def test_every_key_has_a_rule_and_its_reason():

@@ -36,6 +36,9 @@ REFUSED_PART: dict[str, tuple[Callable[[Any], Any], str]] = {
     "optim.overrides": (_assignments, "the multipliers of the steps to come are the new ones"),
 }
 
+# Keys of the run's length, names and logs, by their beginnings; all others may change the numbers of a step.
+OUTSIDE_STEPS = ("exit_interval", "logger.", "name", "profile.", "resume", "run_dir", "stage.train_iters")
+
 
 def values_of(recipe: Recipe) -> dict[str, Any]:
     """Return the value of every key, as a checkpoint keeps them."""
@@ -94,6 +97,12 @@ def changes(before: Mapping[str, Any], recipe: Recipe, run: str | os.PathLike) -
             why = rule.why if rule.rule == "warns" else REFUSED_PART[path][1]
             warned.append(f"zaya: resume: {path}: was {as_typed(was)}, is {as_typed(now)}; {why}")
     return refused, warned
+
+
+def trains_alike(before: Mapping[str, Any], recipe: Recipe) -> bool:
+    """Return whether a step of `recipe` is one of the recipe with the values `before`, as far as keys tell."""
+    keys = (path for path, _ in leaves() if path in before and not path.startswith(OUTSIDE_STEPS))
+    return all(before[path] == get(recipe, path) for path in keys)
 
 
 def _permitted(path: str, was: Any, now: Any, recipe: Recipe) -> bool:

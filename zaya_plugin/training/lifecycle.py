@@ -17,7 +17,7 @@ from zaya_plugin import __version__
 from zaya_plugin.checkpoint import manifest, on_disk, places, restore, starts
 from zaya_plugin.checkpoint.run_lock import RunLock
 from zaya_plugin.config.resume import changes as changed_keys
-from zaya_plugin.config.resume import values_of
+from zaya_plugin.config.resume import trains_alike, values_of
 from zaya_plugin.config.run_directory import checkpoint_path, has_checkpoint, make_writable, uploads
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import compare_data
@@ -113,10 +113,11 @@ class Lifecycle:
         on_disk.check_same_model(self.directory, iteration, args)
         saved = getattr(on_disk.saved_arguments(self.directory, iteration), "zaya", {})
         self._compare_data(saved.get("data"), on_disk.folder(self.directory, iteration))
-        refused, warned = changed_keys(saved.get(manifest.RECIPE) or {}, self.recipe, self.run_dir)
+        values = saved.get(manifest.RECIPE) or {}
+        refused, _ = changed_keys(values, self.recipe, self.run_dir)
         if refused:  # a guest in another host; `zaya train` has compared before the start
             raise ValueError("\n".join(refused))
-        if warned:  # what fails now may owe it to the new values, until a checkpoint is saved with them
+        if not trains_alike(values, self.recipe):  # a failure may be the new values', until a checkpoint has them
             self.recipe_checksum = None
         self.run_id, self.lineage = saved.get("run_id"), saved.get("lineage")
         on_disk.name_as_latest(self.directory, iteration)
