@@ -127,7 +127,7 @@ def test_after_the_start_a_signal_is_left_to_the_loop(ranks, tmp_path):
     def work(start):
         received = []
         signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))  # as Megatron does
-        start.over()
+        start_waits.over()
         for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGINT, signal.SIGTERM):
             os.kill(os.getpid(), number)
             time.sleep(0)

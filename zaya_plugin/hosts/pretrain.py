@@ -35,7 +35,7 @@ from zaya_plugin.data.dataset import mean_loss
 from zaya_plugin.data.sources import DataSources
 from zaya_plugin.errors import ENDED_EARLY, ROLL_BACK, NotFiniteError, RunEndedError, message
 from zaya_plugin.handover.predecessor import predecessor
-from zaya_plugin.hosts import data_loaders
+from zaya_plugin.hosts import data_loaders, start_waits
 from zaya_plugin.hosts.forward_step import forward_step
 from zaya_plugin.hosts.measured_steps import graph_warm_up
 from zaya_plugin.hosts.saved_state import SavedState
@@ -62,13 +62,7 @@ NEW_MEMORY = "torch.utils.deterministic.fill_uninitialized_memory"
 SECONDS_FOR_A_SAVE = 60.0
 
 
-def run(
-    recipe: Recipe,
-    sources: DataSources,
-    lifecycle: Lifecycle,
-    reporter: Reporter,
-    loop_begins: Callable[[], None] = lambda: None,
-) -> int:
+def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Reporter) -> int:
     """Train the recipe; return 0 after the last step or at exit_interval, or ENDED_EARLY when a signal has ended the run.
 
     Args:
@@ -76,7 +70,6 @@ def run(
         sources: tokenizer and data sets of the recipe.
         lifecycle: resumption, and the removal of old checkpoints.
         reporter: gets every step and validation.
-        loop_begins: called when the training loop begins to look for signals.
     """
     args = parse_arguments(megatron_arguments(recipe, sources.tokenizer_arguments()))
     data_loaders.prepare(args.num_workers)
@@ -94,7 +87,6 @@ def run(
     handover = Handover(recipe, before, lifecycle.resumed_at)
     handover.check(args)
     trainer = _Trainer(args, recipe, sources, lifecycle, reporter, SavedState(recipe, saver))
-    trainer.loop_begins = loop_begins
     registered_buffers.end_with_release()
     phases.begin(f"connecting {args.world_size} ranks" if args.world_size > 1 else "setting up Megatron")
     try:
@@ -461,7 +453,7 @@ class _Trainer:
 
     def prepare_and_train(self, train, forward_step_func, model, optimizer, scheduler, *positional, **named):
         """Plan the checkpoints, then run Megatron's training loop."""
-        self.loop_begins()
+        start_waits.over()
         heartbeat.phase("warm_up", self.step)
         phases.begin("first step; it may compile kernels")
         self.scheduler = scheduler

@@ -31,9 +31,11 @@ DISTRIBUTED = (
     "torch/distributed/rendezvous.py",
 )  # there a rank waits for others
 
+_starts: list[Start] = []  # that are not over
+
 
 class Start:
-    """The start of this rank. Make it in the main thread, and call `over` there when the training loop begins.
+    """The start of this rank, until `over`. Make it in the main thread.
 
     console: gets the lines, of one rank for each wait. `zaya train` shows the console of the first and the last rank.
     """
@@ -41,6 +43,7 @@ class Start:
     def __init__(self, rank: int, world_size: int, console: TextIO):
         self.rank, self.world_size, self.console = rank, world_size, console
         self.order = [0, world_size - 1, *range(1, world_size - 1)]  # the first of these that waits says for whom
+        _starts.append(self)
         self.store: PrefixStore | None = None
         self._notes = 0
         self._over = threading.Event()
@@ -49,12 +52,6 @@ class Start:
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         on_end_signals(_as_sigterm)
         threading.Thread(target=self._obey, args=(reader,), name="signals of the start", daemon=True).start()
-
-    def over(self) -> None:
-        """From now on the training loop obeys signals."""
-        self._over.set()
-        signal.set_wakeup_fd(-1)
-        os.close(self._writer)
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # a console that is gone
@@ -158,6 +155,15 @@ class Start:
                 if not late:
                     self._say(f"all ranks wait for each other, this one in {_place()}")
         return None
+
+
+def over() -> None:
+    """End this rank's start, if it has one: from now on the training loop obeys signals. Call it in the main thread."""
+    while _starts:
+        start = _starts.pop()
+        start._over.set()
+        signal.set_wakeup_fd(-1)
+        os.close(start._writer)
 
 
 def _as_sigterm(number: int, frame) -> None:

@@ -73,6 +73,9 @@ def main(argv: list[str], work: Callable | None = None) -> int:
         phases.show(console if rank == 0 else None)
         phases.begin("importing Megatron")
         try:
+            from zaya_plugin.hosts.start_waits import Start
+
+            Start(rank, world_size, console).join(60 * recipe.cluster.distributed_timeout_minutes)
             return (work or _train)(recipe, rank, world_size, console) or 0
         except BaseException as error:
             if not isinstance(error, SystemExit):  # a run that exits on request may still have to write
@@ -120,15 +123,10 @@ def _train(recipe, rank: int, world_size: int, console) -> int:
 
     from zaya_plugin.data.sources import find_sources
     from zaya_plugin.hosts import pretrain
-    from zaya_plugin.hosts.start_waits import Start
     from zaya_plugin.training.lifecycle import Lifecycle
     from zaya_plugin.training.metrics import Reporter
 
-    start = Start(rank, world_size, console)
-    reporter = Reporter(recipe, rank, world_size, console)
-    sources = find_sources(recipe)
-    start.join(60 * recipe.cluster.distributed_timeout_minutes)
-    code = pretrain.run(recipe, sources, Lifecycle(recipe), reporter, start.over)
+    code = pretrain.run(recipe, find_sources(recipe), Lifecycle(recipe), Reporter(recipe, rank, world_size, console))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return code
