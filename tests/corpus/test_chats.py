@@ -68,9 +68,12 @@ def test_both_ways_find_the_same_answers_in_both_forms_of_chats(tmp_path, prepar
 
 @pytest.mark.parametrize("template", [PLAIN, MARKING], ids=["prefixes", "generation"])
 def test_answers_that_a_key_takes_out_of_the_loss(tmp_path, prepare_chats, capsys, template):
-    """weight (OpenAI), train (axolotl) and loss, as numbers and booleans, in both forms of chats; null is no value."""
+    """weight (OpenAI), train and training (axolotl) and others, as numbers and booleans, in both forms of chats; null is no
+    value. A key that no template and no rule uses is told.
+    """
     values = [("weight", 0), ("weight", 0.0), ("train", False), ("loss", False), ("train", 0)]
-    values += [("weight", 1), ("train", True), ("loss", None), ("weight", 1.0)]
+    values += [("training", False), ("loss_weight", 0), ("mask", True)]
+    values += [("weight", 1), ("train", True), ("loss", None), ("mask", False), ("think", 1)]
     with open(tmp_path / "in.jsonl", "w") as out:
         for name, value in values:
             messages = [*chat("q", "wrong", **{name: value}), *chat("q", "right", weight=1, loss=True)]
@@ -81,9 +84,11 @@ def test_answers_that_a_key_takes_out_of_the_loss(tmp_path, prepare_chats, capsy
             shared = [{**message, "value": message.pop("content")} for message in shared]
             out.write(json.dumps({"messages": messages}) + "\n" + json.dumps({"conversations": shared}) + "\n")
     status, output = prepare_chats(tmp_path / "in.jsonl", "--max-rejects", 0, template=template)
-    both = [["wrong<|endoftext|>", "right<|endoftext|>"]] * 8
-    assert status == 0 and answers_of(output) == [["right<|endoftext|>"]] * 10 + both
-    capsys.readouterr()
+    both = [["wrong<|endoftext|>", "right<|endoftext|>"]] * 10
+    assert status == 0 and answers_of(output) == [["right<|endoftext|>"]] * 16 + both
+    assert capsys.readouterr().err.splitlines()[-1:] == [
+        "note: keys of messages that the chat template does not use, so left out: think (2)"
+    ]
     assert inspect.main([str(output), "--count", "1"]) == 0
     assert capsys.readouterr().out.splitlines()[2:] == [
         "  5 positions in the loss: 41-45; their text behind >",
@@ -142,6 +147,12 @@ BAD = {
         {"messages": chat("q", "a", weight="0")}
     ): 'messages[1].weight="0" of a message of assistant. Allowed: true',
     json.dumps({"messages": chat("q", "a", loss=False)}): "no answer of messages is in the loss",
+    json.dumps({"messages": chat("q", "a"), "weight": 0}): "no answer of messages is in the loss",
+    json.dumps({"messages": chat("q", "a"), "mask": True}): "no answer of messages is in the loss",
+    json.dumps({"messages": chat("q", "a"), "weight": 0.5}): "weight=0.5 of a chat. Allowed: true, false, 1, 0",
+    json.dumps({"messages": [{**chat("q")[0], "mask": False}, *chat("q", "a")[1:]]}): (
+        "messages[0].mask=false of a message of user. Allowed: true, 1, since the loss is taken on answers alone"
+    ),
     json.dumps({"messages": [{**chat("q")[0], "train": True}, *chat("q", "a")[1:]]}): (
         "messages[0].train=true of a message of user. Allowed: false, 0, since the loss is taken on answers alone"
     ),
@@ -160,9 +171,9 @@ def test_every_bad_chat_is_named_with_file_line_key_and_what_is_allowed(tmp_path
     for reject in listed:
         assert reject["reason"].startswith(list(BAD.values())[reject["line"] // 2 - 1])
     counts = load_manifest(output).documents
-    assert (counts["read"], counts["rejected"], load_manifest(output).splits["text"].documents) == (30, 15, 15)
-    assert prepare_chats(tmp_path / "in.jsonl", "--max-rejects", 14)[0] == 2
-    assert "--max-rejects=14: 15 documents are rejected" in capsys.readouterr().err
+    assert (counts["read"], counts["rejected"], load_manifest(output).splits["text"].documents) == (38, 19, 19)
+    assert prepare_chats(tmp_path / "in.jsonl", "--max-rejects", 18)[0] == 2
+    assert "--max-rejects=18: 19 documents are rejected" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

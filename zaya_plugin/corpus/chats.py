@@ -26,8 +26,10 @@ AFTER = {
 }
 # Roles of `conversations`, as ShareGPT names them.
 ROLE_OF = {"human": "user", "gpt": ANSWERS, "function_response": "tool"}
-# Keys of a message that take it out of the loss: `weight` is OpenAI's, `train` axolotl's.
-IN_LOSS = ("weight", "train", "loss")
+# Keys of a message, or of a whole chat, that take it out of the loss, and the value that leaves it in: `weight` is
+# OpenAI's, `train` and `training` are axolotl's.
+IN_LOSS = {"weight": 1, "train": 1, "training": 1, "loss": 1, "loss_weight": 1, "mask": 0}
+KNOWN = {"role", "content", *IN_LOSS}
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -60,8 +62,9 @@ def chat_text(record: dict) -> str:
         last = message["role"]
     if last != ANSWERS:
         raise ValueError(f"{field} ends with {last}, which has no answer. Allowed: an end with {ANSWERS}")
-    if not any(message["role"] == ANSWERS and in_loss(message) for message in messages):
-        raise ValueError(f"no answer of {field} is in the loss: {', '.join(IN_LOSS)} of each say so")
+    _refuse_weights(record, "", "a chat")
+    if not (in_loss(record) and any(message["role"] == ANSWERS and in_loss(message) for message in messages)):
+        raise ValueError(f"no answer of {field} is in the loss: {', '.join(IN_LOSS)} of each, or of the chat, say so")
     tools = record.get("tools")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError("field 'tools' is not a list of objects")
@@ -69,8 +72,18 @@ def chat_text(record: dict) -> str:
 
 
 def in_loss(message: dict) -> bool:
-    """Return whether no key of a message takes it out of the loss."""
-    return all(message.get(name) in (None, 1) for name in IN_LOSS)
+    """Return whether no key of a message, or of a whole chat, takes it out of the loss."""
+    return all(message.get(name) in (None, inside) for name, inside in IN_LOSS.items())
+
+
+def _refuse_weights(message: dict, key: str, what: str) -> None:
+    """Raise ValueError if a key of IN_LOSS has a value that training cannot follow. key: begins the key's name."""
+    for name, inside in IN_LOSS.items():
+        value, answer = message.get(name), what in ("a chat", f"a message of {ANSWERS}")
+        if value not in (None, 1 - inside, *[inside] * answer):
+            outside = f"{json.dumps(not inside)}, {1 - inside}, since the loss is taken on answers alone"
+            allowed = "true, false, 1, 0" if answer else outside
+            raise ValueError(f"{key}{name}={json.dumps(value)[:40]} of {what}. Allowed: {allowed}")
 
 
 def _message(key: str, message: object, shared: bool) -> dict:
@@ -88,13 +101,11 @@ def _message(key: str, message: object, shared: bool) -> dict:
         raise ValueError(f"{key}.{text_key} is not a string but {type(content).__name__}")
     if role == ANSWERS and not calls and not content.strip():
         raise ValueError(f"{key}.{text_key} is an empty answer. Allowed: text")
-    for name in IN_LOSS:
-        value = message.get(name)
-        if value not in ((None, 0, 1) if role == ANSWERS else (None, 0)):
-            allowed = "true, false, 1, 0" if role == ANSWERS else "false, 0, since the loss is taken on answers alone"
-            raise ValueError(f"{key}.{name}={json.dumps(value)} of a message of {role}. Allowed: {allowed}")
-    further = {name: message[name] for name in IN_LOSS if name in message} if shared else message
-    return {**further, "role": role, "content": content} if shared else {**message, "role": role}
+    _refuse_weights(message, f"{key}.", f"a message of {role}")
+    if not shared:
+        return {**message, "role": role}
+    further = {name: value for name, value in message.items() if name not in (role_key, text_key)}
+    return {**further, "role": role, "content": content}
 
 
 class ChatEncoder:
@@ -129,6 +140,14 @@ class ChatEncoder:
             prompt = self._render(messages[:-1], tools, add_generation_prompt=True)
             return ids[: stretches[-1][0] + 1] == prompt[: stretches[-1][0] + 1]
         return False
+
+    def unused(self, text: str) -> list[str]:
+        """Return the keys of a chat's messages, once for each message, that the template does not name."""
+        messages, tools, _, _ = self._read(text)
+        if not (further := [key for message in messages for key in message if key not in KNOWN]):
+            return []
+        words = set(re.findall(r"\w+", self.tokenizer.get_chat_template(tools=tools)))
+        return [key for key in further if key not in words]
 
     def _read(self, text: str) -> tuple[list, list | None, list[int], bool]:
         """Return messages and tools of a chat, the numbers of its answers, and whether its template marks them."""

@@ -35,8 +35,9 @@ from zaya_plugin.errors import mistake
 # Text given to the tokenizer at once. Its encodings take about 120 bytes for each byte of text until they are arrays.
 BATCH_CHARACTERS = 1_000_000
 # Keys of a part's counts: documents that spell out special tokens, and behind this beginning each of the tokens; blocks
-# in which the chat template's marks cover the generation prompt.
-SPELLED, MARKED_PROMPT = "special tokens in the text ", "marked prompts"
+# in which the chat template's marks cover the generation prompt; and behind UNUSED keys of messages that the chat
+# template does not use.
+SPELLED, MARKED_PROMPT, UNUSED = "special tokens in the text ", "marked prompts", "unused key "
 DAMAGED = (ValueError, KeyError, EOFError, zipfile.BadZipFile)  # by np.load, of a file that is not whole
 
 
@@ -211,6 +212,7 @@ def tokenise_block(job: Job, block: Block, end: Position, path: str) -> Part:
                 continue
             if MARKED_PROMPT not in counts:  # depends on the template: one chat of a block tells
                 counts[MARKED_PROMPT] = int(encoder.marks_prompt(document.text))
+            counts.update(UNUSED + key for key in encoder.unused(document.text))
             split = add(document.text, np.array(ids, dtype).tobytes())
             marks[split].write(bytes(answers) + bytes([END]))
         else:

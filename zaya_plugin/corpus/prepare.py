@@ -23,7 +23,7 @@ from zaya_plugin.corpus.bin_writer import BinWriter
 from zaya_plugin.corpus.blocks import BlockReader, Format, Lost, Position, Rejected, documents
 from zaya_plugin.corpus.inputs import DEFAULT_ENDINGS, LINES, PACKINGS, STDLIB, InputFile, find_inputs, fingerprint
 from zaya_plugin.corpus.invocation import command, command_parser, fraction, size, size_up_to
-from zaya_plugin.corpus.part_files import MARKED_PROMPT, SPELLED, Job, Part, split_names, split_of, tokenise
+from zaya_plugin.corpus.part_files import MARKED_PROMPT, SPELLED, UNUSED, Job, Part, split_names, split_of, tokenise
 from zaya_plugin.corpus.workspace import INPUT_FILES, INPUT_TIMES, Workspace
 from zaya_plugin.data import tokenizer
 from zaya_plugin.data.indexed_dataset import token_dtype
@@ -431,13 +431,21 @@ def make_parts(
             "learns to repeat the prompt in its answers. Fix: move {% generation %} behind it",
             file=sys.stderr,
         )
+    spelled, unused = (
+        ", ".join(
+            f"{key.removeprefix(kind)} ({count:,})"
+            for key, count in counts.items()
+            if key.startswith(kind) and key != kind
+        )
+        for kind in (SPELLED, UNUSED)
+    )
     if counts[SPELLED]:
-        spelled = {key.removeprefix(SPELLED): count for key, count in counts.items() if key.startswith(SPELLED)}
-        listed = ", ".join(f"{token} ({count:,})" for token, count in spelled.items() if token)
         print(
-            f"warning: {counts[SPELLED]:,} documents spell out special tokens, which become these tokens: {listed}",
+            f"warning: {counts[SPELLED]:,} documents spell out special tokens, which become these tokens: {spelled}",
             file=sys.stderr,
         )
+    if unused:
+        print(f"note: keys of messages that the chat template does not use, so left out: {unused}", file=sys.stderr)
     resumed = sum(part.resumed for part in parts)
     if resumed and not args.quiet:
         print(f"continued: {resumed} of {len(parts)} parts were already finished", file=sys.stderr)
