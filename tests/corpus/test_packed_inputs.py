@@ -66,7 +66,17 @@ PACK = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 
 @pytest.mark.parametrize(
     "name",
-    ["in.ndjson", "in.JSONL", "in.jsonlines", "in.jl", "in.jsonl.bz2", "in.ndjson.XZ", "in.jl.GZ", "in.JSONL.ZSTD"],
+    [
+        "in.ndjson",
+        "in.JSONL",
+        "in.ldjson",
+        "in.jsonlines",
+        "in.jl",
+        "in.jsonl.bz2",
+        "in.ndjson.XZ",
+        "in.jl.GZ",
+        "in.JSONL.ZSTD",
+    ],
 )
 def test_every_name_and_packing_of_json_lines(tmp_path, zst, name, texts, plain, run, capsys):
     """Packed in two streams, as parallel compressors write them; with padding where it is allowed."""
@@ -141,7 +151,7 @@ def test_what_is_left_out_of_a_folder_is_listed(tmp_path, run, capsys):
         ([root / "b.jsonl", root / "a-latest.jsonl"], "a-latest.jsonl: is named twice"),
         (
             [root / "i.CSV"],
-            "i.CSV: cannot be read: it holds a table. Allowed: text and .jsonl .ndjson .jsonlines .jl, plain",
+            "i.CSV: cannot be read: it holds a table. Allowed: text and .jsonl .ndjson .ldjson .jsonlines .jl, plain",
         ),
         ([root / "h.json.gz"], "cannot be read: it holds one JSON value, not a document a line"),
         ([root / "k.parquet.gz"], "cannot be read: it is packed twice"),
@@ -149,6 +159,40 @@ def test_what_is_left_out_of_a_folder_is_listed(tmp_path, run, capsys):
     ):
         assert run("--input", *given, "--output", tmp_path / "new", *command) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_file_that_holds_something_else_than_its_name_says_is_refused(tmp_path):
+    line = b'{"text": "a line of JSON"}\n'
+    packed = {"gzip": gzip.compress(line), "bzip2": bz2.compress(line), "xz": lzma.compress(line)}
+    others = {
+        "zstd": b"\x28\xb5\x2f\xfd" + bytes(20),
+        "Parquet": b"PAR1" + bytes(20),
+        "a zip archive": b"PK\3\4" + bytes(9),
+    }
+    for name, kind, right in (
+        ("a.jsonl", "gzip", "a.jsonl.gz"),
+        ("b.txt", "bzip2", "b.txt.bz2"),
+        ("c.jsonl.gz", "xz", "c.jsonl.xz"),
+        ("d.jsonl", "zstd", "d.jsonl.zst"),
+        ("e.jsonl", "Parquet", "e.jsonl.parquet"),
+        ("f.parq", "gzip", "f.gz"),
+        ("g.txt", "a zip archive", "unpack it"),
+    ):
+        (tmp_path / name).write_bytes({**packed, **others}[kind])
+        with pytest.raises(ValueError, match=f"and its first bytes are those of {kind}. Allowed: .* Fix: .*{right}"):
+            find_inputs([str(tmp_path / name)])
+    for name, fix in (("h.jsonl.gz", "a name that says what"), ("i.pq", "a name that says what")):
+        (tmp_path / name).write_bytes(line)
+        with pytest.raises(ValueError, match=f"first bytes are those of text. Allowed: .* Fix: {fix}"):
+            find_inputs([str(tmp_path / name)])
+    for name, data in (("shard.jsonl.1", line), ("shard", b"\xef\xbb\xbf" + line), ("shard.dat.gz", packed["gzip"])):
+        (tmp_path / name).write_bytes(data)
+        right = "shard.dat.jsonl.gz" if name.endswith("gz") else f"{name}.jsonl"
+        with pytest.raises(ValueError, match=rf"its first line is a JSON object.* Fix: mv \S+ {tmp_path}/{right}, or"):
+            find_inputs([str(tmp_path / name)])
+    for name, data in (("k", b"{ no JSON }\n"), ("l.txt", line), ("m.gz", b""), ("n", b'{\n "a": 1}')):
+        (tmp_path / name).write_bytes(data)
+        assert len(find_inputs([str(tmp_path / name)])) == 1
 
 
 def test_columns_of_dictionaries_and_views_are_read(tmp_path, texts, plain, run):
@@ -176,8 +220,9 @@ def parquet(tmp_path, texts):
 
 
 def test_parquet_gives_the_same_dataset(tmp_path, parquet, texts, plain, run):
-    output = tmp_path / "out"
-    assert run("--input", parquet(texts[:120]), "--output", output, *OPTIONS, "--workers", 2) == 0
+    output, source = tmp_path / "out", tmp_path / "in.pq"
+    parquet(texts[:120]).rename(source)
+    assert run("--input", source, "--output", output, *OPTIONS, "--workers", 2) == 0
     assert data_files(output) == data_files(plain)
 
 

@@ -5,13 +5,17 @@ Files are plain or packed (PACKINGS). Damage raises one of `DAMAGE`, for any for
 """
 
 import bz2
+import contextlib
 import fnmatch
 import glob
 import hashlib
 import importlib.util
 import io
+import json
 import lzma
 import os
+import re
+import shlex
 import stat
 import sysconfig
 import zlib
@@ -25,8 +29,8 @@ from zaya_plugin.errors import mistake
 STDLIB = "stdlib"
 STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 # Endings, in lower case; a name's capital letters make no difference.
-LINES = (".jsonl", ".ndjson", ".jsonlines", ".jl")
-PARQUET = ".parquet"
+LINES = (".jsonl", ".ndjson", ".ldjson", ".jsonlines", ".jl")
+PARQUET, PARQUET_TOO = ".parquet", (".pq", ".parq")
 # What is read of a directory. A file that is named is text if its ending is unknown.
 DEFAULT_ENDINGS = (".txt", ".md", ".rst", ".py", *LINES, PARQUET)
 PACKINGS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".bz2": "bzip2", ".xz": "xz"}
@@ -45,6 +49,16 @@ REFUSED = {
     ),
     (".arrow", ".feather", ".orc", ".avro"): ("is a table in a format that is not read", "write it as .parquet"),
 }
+# What a file may hold, by its first bytes. Other bytes are what the name says, or damaged.
+FIRST_BYTES = {
+    "Parquet": rb"PAR1",
+    "gzip": rb"\x1f\x8b",
+    "zstd": rb"\x28\xb5\x2f\xfd",
+    "bzip2": rb"BZh[1-9](1AY&SY|\x17rE8P\x90)",
+    "xz": rb"\xfd7zXZ\0",
+    "a zip archive": rb"PK\x03\x04",
+    "text": rb"[\t\n\r -~]{8}",
+}
 PACKAGES = {"zstd": "zstandard", PARQUET: "pyarrow"}
 # Of a file that cannot be read to its end.
 DAMAGE = (EOFError, OSError)
@@ -57,6 +71,7 @@ def endings(path: str) -> tuple[str, str]:
     packed Parquet file is a format of its own, which is not read.
     """
     stem, last = os.path.splitext(os.path.basename(path).lower())
+    last = PARQUET if last in PARQUET_TOO else last
     ending = os.path.splitext(stem)[1]
     return (ending, last) if last in PACKINGS and ending != PARQUET else (ending * (ending == PARQUET) + last, "")
 
@@ -154,11 +169,39 @@ def _status(path: str) -> os.stat_result:
         raise _unreadable(
             path, "is no regular file, and an input is read more than once", "write what it gives to a file first"
         )
+    with contextlib.suppress(*DAMAGE):  # the reader tells where
+        _refuse_other_content(path, ending, packing)
     return status
 
 
+def _refuse_other_content(path: str, ending: str, packing: str) -> None:
+    """Raise ValueError if a file holds something else than its name says, or lines of JSON where it says nothing."""
+    with open(path, "rb") as raw:
+        first, line = raw.read(16), b""
+        expected = PACKINGS.get(packing) or ("Parquet" if ending == PARQUET else "text")
+        found = next((kind for kind, bytes_ in FIRST_BYTES.items() if re.match(bytes_, first)), expected)
+        if found == expected and ending not in DEFAULT_ENDINGS:
+            raw.seek(0)
+            line = unpacked(path, raw).readline(1 << 24)
+    if found != expected:
+        stem = path[: len(path) - len(packing)] if ending != PARQUET else os.path.splitext(path)[0]
+        right = PARQUET if found == "Parquet" else next((end for end, kind in PACKINGS.items() if kind == found), None)
+        fix = f"mv {shlex.quote(path)} {shlex.quote(stem + right)}" if right else "unpack it, and give the folder"
+        fix = "a name that says what the text is, such as .jsonl or .txt" if found == "text" else fix
+        raise _unreadable(path, f"its name says {expected}, and its first bytes are those of {found}", fix)
+    try:
+        json_lines = isinstance(json.loads(line.decode("utf-8-sig")), dict)
+    except (ValueError, RecursionError):
+        return
+    if json_lines:
+        stem = path[: len(path) - len(packing)]
+        fix = f"mv {shlex.quote(path)} {shlex.quote(stem + LINES[0] + path[len(stem) :])}, or end its name with .txt"
+        problem = "its first line is a JSON object, and its ending says nothing: it would be one document of text"
+        raise _unreadable(path, problem, fix)
+
+
 def _unreadable(path: str, problem: str, fix: str) -> ValueError:
-    allowed = f"text and {' '.join(LINES)}, plain or as {' '.join(PACKINGS)}, and {PARQUET}"
+    allowed = f"text and {' '.join(LINES)}, plain or as {' '.join(PACKINGS)}, and {' '.join((PARQUET, *PARQUET_TOO))}"
     return mistake("--input", path, problem=problem, allowed=allowed, fix=fix)
 
 
