@@ -273,7 +273,7 @@ def test_a_directory_of_others_is_never_replaced(tmp_path, corpus, run, capsys):
         (["--input", "shard.jsonl.xz"], "shard.jsonl.xz:1: damaged xz stream: Input format not supported"),
         (
             ["--input", "folder"],
-            "folder: no file in it matches *.txt *.md *.rst *.py *.jsonl *.ndjson *.jsonlines *.jl",
+            "folder: no file in it matches *.txt *.md *.rst *.py *.jsonl *.ndjson *.ldjson *.jsonlines *.jl",
         ),
         (["--input", "folder"], "; it holds .json.gz (1). Allowed"),
         (["--input", "{corpus}", "--field", "body"], "is --field right?"),

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from zaya_plugin.corpus.chats import chat_text
 from zaya_plugin.corpus.inputs import DAMAGE, PACKINGS, InputFile, Record, endings, lines, rows, unpacked
+from zaya_plugin.errors import message
 
 BOM = b"\xef\xbb\xbf"
 EXCERPT = 200  # characters of a rejected record that are kept
@@ -34,8 +35,24 @@ class Rejected:
         return f"{self.file}:{self.line}: {self.reason}"
 
 
-class Lost(Rejected):
-    """A file that cannot be read, from the place on where that was noticed. A dataset without it is never made."""
+class LostFileError(ValueError):
+    """A file cannot be read, from the place on where that was noticed. A dataset without it is never made."""
+
+    def __init__(self, file: str, line: int, error: Exception):
+        packing = PACKINGS.get(endings(file)[1])
+        damaged = packing and not getattr(error, "errno", None)
+        reason = f"damaged {packing} stream: {error}" if damaged else str(error)
+        super().__init__(file, line, error)  # for the way from a worker
+        self.file, self.reason = file, f"{file}:{line}: {reason}"
+
+    def __str__(self) -> str:
+        return message(
+            "--input",
+            self.reason,
+            problem="this file cannot be read to its end, and no dataset is made without it",
+            allowed="files that can be read whole",
+            fix="restore it and give the same command again; with --overwrite if it has changed, or is left out of --input",
+        )
 
 
 class Document(NamedTuple):
@@ -79,10 +96,9 @@ class Piece:
 
 @dataclass
 class Block:
-    """What one worker tokenises at a time. damaged: places where the reader could not continue; taken: bytes."""
+    """What one worker tokenises at a time. taken: bytes."""
 
     pieces: list[Piece] = field(default_factory=list)
-    damaged: list[Lost] = field(default_factory=list)
     taken: int = 0
 
 
@@ -115,7 +131,11 @@ class BlockReader:
         self._records, self._next = iter(()), None
 
     def read(self, at: Position) -> tuple[Block, Position] | None:
-        """Return the block that begins at a position and the position after it; None at the end."""
+        """Return the block that begins at a position and the position after it; None at the end.
+
+        Raises:
+            LostFileError: a file cannot be read.
+        """
         block = Block()
         while block.taken < self.block_bytes and at.file < len(self.files):
             file = self.files[at.file]
@@ -128,9 +148,7 @@ class BlockReader:
                 block.pieces.append(Piece(file.path))
                 block.taken += file.size
                 at = Position(at.file + 1, taken=at.taken + file.size, disk=self._disk_before[at.file + 1])
-        if block.pieces or block.damaged:
-            return block, at
-        return None
+        return (block, at) if block.pieces else None
 
     def _read_records(self, file: InputFile, at: Position, block: Block, budget: float) -> Position:
         piece, taken, ended, over = Piece(file.path, at.line, []), 0, False, False
@@ -144,8 +162,7 @@ class BlockReader:
                     piece.records.append(found[0])
                     taken += found[1]
         except DAMAGE as error:
-            ended = True
-            block.damaged.append(Lost(file.path, at.line + len(piece.records), _not_read(file.path, error), ""))
+            raise LostFileError(file.path, at.line + len(piece.records), error) from error
         if piece.records:
             block.pieces.append(piece)
             block.taken += taken
@@ -173,12 +190,12 @@ def documents(block: Block, form: Format, counts: Counter) -> Iterator[Document 
 
     Args:
         counts: increased here: "read" documents, of them "empty" (white space alone; not yielded) and "rejected";
-            "blank_lines" of jsonl files, which are no documents. Lost files are not counted.
+            "blank_lines" of jsonl files, which are no documents.
+
+    Raises:
+        LostFileError: a file cannot be read.
     """
     for document in _outcomes(block, form):
-        if isinstance(document, Lost):
-            yield document
-            continue
         if document is None:
             counts["blank_lines"] += 1
             continue
@@ -198,7 +215,6 @@ def _outcomes(block: Block, form: Format) -> Iterator[Document | Rejected | None
             yield _text_file(piece.path, form)
         for number, record in enumerate(piece.records or (), piece.first):
             yield _record(piece.path, number, record, form)
-    yield from block.damaged
 
 
 def _text_file(path: str, form: Format) -> Document | Rejected:
@@ -206,7 +222,7 @@ def _text_file(path: str, form: Format) -> Document | Rejected:
         with open(path, "rb") as raw:
             data = unpacked(path, raw).read(form.max_document_bytes + 1)
     except DAMAGE as error:
-        return Lost(path, 1, _not_read(path, error), "")
+        raise LostFileError(path, 1, error) from error
     if len(data) > form.max_document_bytes:
         return Rejected(path, 1, f"longer than --max-document-bytes {form.max_document_bytes}", _excerpt(data))
     try:
@@ -281,11 +297,6 @@ def _text_of(record: dict, field: str) -> str:
     if not isinstance(text, str):
         raise ValueError(f"field {field!r} is not a string but {type(text).__name__}")
     return text
-
-
-def _not_read(path: str, error: Exception) -> str:
-    packing = PACKINGS.get(endings(path)[1])
-    return f"damaged {packing} stream: {error}" if packing and not getattr(error, "errno", None) else str(error)
 
 
 def _not_utf8(error: UnicodeDecodeError) -> str:

@@ -25,7 +25,7 @@ from multiprocessing.connection import wait
 import numpy as np
 
 from zaya_plugin.config.whole_file import write_whole
-from zaya_plugin.corpus.blocks import Block, BlockReader, Format, Lost, Position, Rejected, documents
+from zaya_plugin.corpus.blocks import Block, BlockReader, Format, Position, Rejected, documents
 from zaya_plugin.corpus.chats import ChatEncoder
 from zaya_plugin.corpus.chunk_encoder import ChunkEncoder
 from zaya_plugin.data.prepared import END
@@ -68,7 +68,6 @@ class Part:
     path: str
     counts: Counter
     rejected: list[Rejected]
-    lost: list[Lost]
     taken: int
     end: Position
     resumed: bool = False
@@ -114,6 +113,7 @@ def tokenise(reader: BlockReader, job: Job, directory: str, workers: int) -> Ite
 
     Raises:
         OSError: a part cannot be written (disk full); finished ones stay.
+        LostFileError: an input file cannot be read.
         concurrent.futures.process.BrokenProcessPool: a worker was killed, most often for memory.
     """
     os.makedirs(directory, exist_ok=True)
@@ -139,6 +139,14 @@ def tokenise(reader: BlockReader, job: Job, directory: str, workers: int) -> Ite
             yield under_way.popleft()()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def drop_parts(directory: str, file: int) -> None:
+    """Remove the parts of the input from file number `file` on."""
+    for name in os.listdir(directory):
+        part = read_part(os.path.join(directory, name)) if name.endswith(".part") else None
+        if part is not None and part.end.file >= file:
+            os.unlink(part.path)
 
 
 def _plan(reader: BlockReader, directory: str) -> Iterator[tuple[str, Block | None, Position | None, Part | None]]:
@@ -182,7 +190,7 @@ def tokenise_block(job: Job, block: Block, end: Position, path: str) -> Part:
     names = split_names(job.valid_fraction)
     tokens, marks = ({name: io.BytesIO() for name in names} for _ in range(2))
     lengths = {name: [] for name in tokens}
-    counts, rejected, lost, batch, characters, keys, split_numbers = Counter(), [], [], [], 0, [], []
+    counts, rejected, batch, characters, keys, split_numbers = Counter(), [], [], 0, [], []
     before, behind = (np.array(added, dtype).tobytes() for added in (job.before, job.behind))
 
     def add(text: str, ids: bytes) -> str:
@@ -201,7 +209,7 @@ def tokenise_block(job: Job, block: Block, end: Position, path: str) -> Part:
     spelled = re.compile("|".join(map(re.escape, job.special)))
     for document in documents(block, job.form, counts):
         if isinstance(document, Rejected):
-            (lost if isinstance(document, Lost) else rejected).append(document)
+            rejected.append(document)
             continue
         if job.form.chat:
             try:
@@ -230,8 +238,8 @@ def tokenise_block(job: Job, block: Block, end: Position, path: str) -> Part:
     if batch:
         encode_batch()
 
-    meta = {"counts": counts, "taken": block.taken, "end": asdict(end)}
-    meta |= {"rejected": [asdict(reject) for reject in rejected], "lost": [asdict(place) for place in lost]}
+    listed = [asdict(reject) for reject in rejected]
+    meta = {"counts": counts, "rejected": listed, "taken": block.taken, "end": asdict(end)}
     arrays = {"meta": np.frombuffer(json.dumps(meta).encode(), np.uint8)}
     for name in tokens:
         arrays[f"{name}_tokens"] = np.frombuffer(tokens[name].getbuffer(), dtype)
@@ -245,7 +253,7 @@ def tokenise_block(job: Job, block: Block, end: Position, path: str) -> Part:
     archive = io.BytesIO()
     np.savez(archive, **arrays)
     write_whole(path, archive.getbuffer())
-    return Part(path, counts, rejected, lost, block.taken, end)
+    return Part(path, counts, rejected, block.taken, end)
 
 
 def read_part(path: str) -> Part | None:
@@ -258,5 +266,5 @@ def read_part(path: str) -> Part | None:
     except DAMAGED:
         os.unlink(path)
         return None
-    rejected, lost = [Rejected(**each) for each in meta["rejected"]], [Lost(**each) for each in meta["lost"]]
-    return Part(path, Counter(meta["counts"]), rejected, lost, meta["taken"], Position(**meta["end"]), resumed=True)
+    rejected = [Rejected(**each) for each in meta["rejected"]]
+    return Part(path, Counter(meta["counts"]), rejected, meta["taken"], Position(**meta["end"]), resumed=True)

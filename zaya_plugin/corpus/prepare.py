@@ -20,10 +20,20 @@ import numpy as np
 
 from zaya_plugin.config.option_numbers import MOST_AMOUNT, whole_number
 from zaya_plugin.corpus.bin_writer import BinWriter
-from zaya_plugin.corpus.blocks import BlockReader, Format, Lost, Position, Rejected, documents
+from zaya_plugin.corpus.blocks import BlockReader, Format, LostFileError, Position, Rejected, documents
 from zaya_plugin.corpus.inputs import DEFAULT_ENDINGS, LINES, PACKINGS, STDLIB, InputFile, find_inputs, fingerprint
 from zaya_plugin.corpus.invocation import command, command_parser, fraction, size, size_up_to
-from zaya_plugin.corpus.part_files import MARKED_PROMPT, SPELLED, UNUSED, Job, Part, split_names, split_of, tokenise
+from zaya_plugin.corpus.part_files import (
+    MARKED_PROMPT,
+    SPELLED,
+    UNUSED,
+    Job,
+    Part,
+    drop_parts,
+    split_names,
+    split_of,
+    tokenise,
+)
 from zaya_plugin.corpus.workspace import INPUT_FILES, INPUT_TIMES, Workspace
 from zaya_plugin.data import tokenizer
 from zaya_plugin.data.indexed_dataset import token_dtype
@@ -232,7 +242,14 @@ def prepare(args: argparse.Namespace, workspace: Workspace) -> None:
         part_bytes = begin(args, workspace, plan, files)
         record = make_tokenizer(args, workspace, files)
         begun = time.monotonic()
-        parts, counts, taken = make_parts(args, workspace, files, part_bytes, record)
+        try:
+            parts, counts, taken = make_parts(args, workspace, files, part_bytes, record)
+        except LostFileError as lost:
+            # It may be restored for the same command; what came before the damage was noticed may be wrong too.
+            drop_parts(workspace.parts, [file.path for file in files].index(lost.file))
+            if not os.listdir(workspace.parts):
+                workspace.drop_work()
+            raise
         if taken:
             seconds, workers = max(time.monotonic() - begun, 1e-9), f"{args.workers} worker{'s' * (args.workers > 1)}"
             speed = (
@@ -319,17 +336,17 @@ def make_tokenizer(args: argparse.Namespace, workspace: Workspace, files: list[I
         if args.train_bpe is not None:
             limit = args.train_bpe_bytes if args.max_bytes is None else min(args.max_bytes, args.train_bpe_bytes)
             reader = BlockReader(files, min(limit, PART_BYTES), limit, form_of(args))
-            rejected, lost = [], []
+            rejected = []
             try:
-                tokenizer.train_bpe(_training_texts(reader, args, rejected, lost), args.train_bpe, temporary)
+                tokenizer.train_bpe(_training_texts(reader, args, rejected), args.train_bpe, temporary)
+            except LostFileError:
+                raise
             except ValueError:
-                refuse_lost(lost)
                 first = f"; the first document that was rejected is {rejected[0]}" if rejected else ""
                 problem = f"there is no text to train a tokenizer on{first}"
                 raise mistake(
                     "--input", " ".join(args.input), problem=problem, fix="give documents with text"
                 ) from None
-            refuse_lost(lost)
         else:
             tokenizer.import_pretrained(args.tokenizer, temporary, chat=args.chat, template=args.chat_template)
         os.rename(temporary, workspace.tokenizer)
@@ -344,22 +361,17 @@ def make_tokenizer(args: argparse.Namespace, workspace: Workspace, files: list[I
     return record
 
 
-def _training_texts(
-    reader: BlockReader, args: argparse.Namespace, rejected: list[str], lost: list[Lost]
-) -> Iterator[str]:
+def _training_texts(reader: BlockReader, args: argparse.Namespace, rejected: list[str]) -> Iterator[str]:
     """Yield the documents of the training split; the tokenizer must not see the validation split.
 
     Args:
         rejected: gets the first document that cannot be used; all of them are reported when parts are made.
-        lost: gets the files that cannot be read.
     """
     at = Position()
     while (found := reader.read(at)) is not None:
         block, at = found
         for document in documents(block, replace(form_of(args), id_field=None), Counter()):
-            if isinstance(document, Lost):
-                lost.append(document)
-            elif isinstance(document, Rejected):
+            if isinstance(document, Rejected):
                 rejected[:] = rejected or [str(document)]
             elif split_of(document.text, args.valid_fraction) != "valid":
                 yield document.text
@@ -395,7 +407,7 @@ def make_parts(
     os.makedirs(workspace.final)
     rejects_path = os.path.join(workspace.final, REJECTS_FILE)
     parts: list[Part] = []
-    counts, lost, shown, quiet = Counter(), [], 0, args.quiet or not sys.stderr.isatty()
+    counts, shown, quiet = Counter(), 0, args.quiet or not sys.stderr.isatty()
     with (
         open(rejects_path, "w", encoding="ascii") as rejects,
         tqdm(total=total, unit="B", unit_scale=True, desc="tokenising", disable=quiet, file=sys.stderr) as bar,
@@ -408,21 +420,10 @@ def make_parts(
                 shown += 1
                 if shown <= REJECTS_SHOWN:
                     tqdm.write(f"rejected: {reject}", file=sys.stderr)
-            lost += part.lost
             part.rejected.clear()  # they are in the file now; a corpus of rejects alone must not fill the memory
             rejects.flush()
             refuse_rejects(args, counts["rejected"], rejects_path)
             parts.append(part)
-    if lost:
-        places = [file.path for file in files]
-        damaged = min(places.index(place.file) for place in lost)
-        # The file may be restored for the same command; what came before the damage was noticed may be wrong too.
-        redone = [part for part in parts if part.end.file >= damaged]
-        for part in redone:
-            os.unlink(part.path)
-        if len(redone) == len(parts):
-            workspace.drop_work()
-        refuse_lost(lost)
     if shown > REJECTS_SHOWN:
         print(f"rejected: {shown - REJECTS_SHOWN} more, all of them in {REJECTS_FILE}", file=sys.stderr)
     if counts[MARKED_PROMPT]:
@@ -450,21 +451,6 @@ def make_parts(
     if resumed and not args.quiet:
         print(f"continued: {resumed} of {len(parts)} parts were already finished", file=sys.stderr)
     return parts, counts, sum(part.taken for part in parts if not part.resumed)
-
-
-def refuse_lost(lost: list[Lost]) -> None:
-    """Raise ValueError if files cannot be read to their ends."""
-    if lost:
-        if len(lost) > 1:
-            print(*(f"lost: {place}" for place in lost), sep="\n", file=sys.stderr)
-        more = f" and {len(lost) - 1} further files (see the lines `lost: ...`)" if len(lost) > 1 else ""
-        raise mistake(
-            "--input",
-            str(lost[0]),
-            problem=f"this file{more} cannot be read to its end, and no dataset is made without it",
-            allowed="files that can be read whole",
-            fix="restore it and give the same command again; with --overwrite if it has changed, or is left out of --input",
-        )
 
 
 def refuse_rejects(args: argparse.Namespace, rejected: int, rejects_path: str) -> None:
