@@ -108,7 +108,7 @@ def of_the_machine(error: BaseException, directory: str | os.PathLike, offline: 
 
     directory: of the run; it may be full where an error names no file. offline: the command is no run of ranks.
     """
-    if (told := _of_storage(error, directory)) is not None:
+    if (told := _of_storage(error, directory, offline)) is not None:
         return told
     text = next(iter(str(error).strip().splitlines()), "")
     # torch's own exceptions are known by name, since this module imports nothing
@@ -129,14 +129,14 @@ def of_the_machine(error: BaseException, directory: str | os.PathLike, offline: 
     return None
 
 
-def _of_storage(error: BaseException, directory: str | os.PathLike) -> str | None:
+def _of_storage(error: BaseException, directory: str | os.PathLike, offline: bool) -> str | None:
     number, text, path = (
         getattr(error, "errno", None),
         getattr(error, "strerror", None),
         getattr(error, "filename", None),
     )
-    # Of an error in a data loader torch keeps the text alone; its errors of shared memory are RuntimeErrors.
-    if number is None and (read := re.search(r"\[Errno (\d+)\] ([^:\n]+)(?:: '(.*)')?\s*$", str(error))):
+    # Of errors in a data loader or shutil.copytree the text alone is kept; torch's of shared memory are RuntimeErrors.
+    if number is None and (read := re.search(r"\[Errno (\d+)\] ([^:\n'\"]+)(?:: '(.*?)')?[\s'\")\]]*$", str(error))):
         number, text, path = int(read[1]), read[2], read[3]
     elif number is None and isinstance(error, RuntimeError) and re.search(SHARED_MEMORY, str(error)):
         number, text, path = errno.ENOSPC, os.strerror(errno.ENOSPC), "/dev/shm"
@@ -173,7 +173,8 @@ def _of_storage(error: BaseException, directory: str | os.PathLike) -> str | Non
         return message("storage", problem=problem, fix="look at the place in the log; then the same command again")
     path = _absolute(path)
     if path.startswith("/dev/shm"):
-        fix = "make it writable, with free space (`docker run --shm-size`), or data.num_workers=0"
+        fix = "make it writable, with free space (`docker run --shm-size`), or "
+        fix += "no further processes (`--workers 1`)" if offline else "data.num_workers=0"
     return message(path, problem=f"{text} ({free_space(path)})", fix=f"{fix}; then the same command again")
 
 

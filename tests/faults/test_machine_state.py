@@ -42,7 +42,9 @@ STATES = {
     "few files": State(shell="ulimit -n 128"),
     "small stack": State(shell="ulimit -s 1024"),
     "small files": State(shell="ulimit -f 100", told=dict.fromkeys(COMMANDS, "ulimit -f")),
-    "no /dev/shm": State(words=NO_SHARED_MEMORY),
+    "no /dev/shm": State(
+        words=NO_SHARED_MEMORY, told=dict.fromkeys(("prepare", "train"), "/dev/shm: Read-only file system")
+    ),
 }
 
 

@@ -2,7 +2,6 @@
 """Parse and run the `zaya data` commands: types of options, recipes on the command line, errors as one message."""
 
 import argparse
-import errno
 import os
 import re
 import sys
@@ -12,7 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from zaya_plugin.config.config_dir import OPTIONS, search_path
 from zaya_plugin.config.option_numbers import number, real, whole
 from zaya_plugin.corpus.workspace import Workspace
-from zaya_plugin.errors import LIMITS, message
+from zaya_plugin.errors import message, of_the_machine
 
 DATA_EXTRA = ("tokenizers", "zstandard", "pyarrow")  # of setup.py
 USER_ERROR = 2  # as of every command of zaya
@@ -127,19 +126,12 @@ def run_command(name: str, action: Callable[[], None], workspace: Workspace | No
         )
     except BrokenPipeError:  # `zaya data inspect ... | head`
         raise
-    except OSError as error:
-        # shutil.copytree and tokenizers put the number into the text.
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT) or re.search(r"(Errno|os error) 28\b", str(error))
-        path = str(error.filename or (workspace.partial if workspace else f"zaya data {name}"))
-        problem = f"{'no space left' if full else 'cannot be read or written'} ({error.strerror or error}){kept()}"
-        fix = "free some space and give the same command again" if full else ""
-        if error.errno in LIMITS:  # too many open files, or one that is too large
-            fix = f"a higher `ulimit {LIMITS[error.errno][0]}`; then the same command again"
-        text = message(path, problem=problem, fix=fix)
+    except (OSError, MemoryError) as error:
+        told = of_the_machine(error, workspace.partial if workspace else ".", offline=True)
+        text = told or message(f"zaya data {name}", problem=str(error))
+        text += kept().replace("; ", " ", 1) + "." * bool(kept())
     except KeyboardInterrupt:
         print(f"interrupted{kept()}", file=sys.stderr)
         return 130
-    except MemoryError:
-        text = message(f"zaya data {name}", problem="memory ran out" + kept(), fix="smaller sizes, or another machine")
     print(f"zaya data {name}: error: {text}", file=sys.stderr)
     return USER_ERROR

@@ -14,7 +14,7 @@ from pathlib import Path
 from zaya_plugin.checkpoint import progress, reading
 from zaya_plugin.checkpoint.convert.beside import check_new, resolve
 from zaya_plugin.config.option_numbers import INT32, MOST_STEPS, whole_number
-from zaya_plugin.errors import mistake
+from zaya_plugin.errors import mistake, of_the_machine
 
 WHAT = """\
 Moves weights between checkpoints and the layouts in which ZAYA1 models are published.
@@ -91,11 +91,9 @@ def main(words: list[str], prepare_torch: Callable[[], None] = lambda: None) -> 
     try:
         return COMMANDS[options.command](options, prepare_torch)
     except OSError as error:
-        raise mistake(
-            str(getattr(options, "output", None) or options.given),
-            problem=f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}",
-            fix="give the command again once this is repaired; it continues behind the last whole file",
-        ) from error
+        if (told := of_the_machine(error, getattr(options, "output", None) or options.given, offline=True)) is None:
+            raise
+        raise ValueError(f"{told} The command continues behind the last whole file.") from error
 
 
 def import_(options: argparse.Namespace, prepare_torch: Callable[[], None]) -> int:
