@@ -91,6 +91,27 @@ def test_errors_of_memory_and_damaged_files_have_a_message_and_others_none(tmp_p
         assert of_the_machine(error, tmp_path) is None, "a traceback is needed"
 
 
+def test_limits_of_processes_and_of_the_address_space_are_named(tmp_path):
+    """The limits are of this process: what may be raised again afterwards is lowered."""
+    most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    thread, fork = RuntimeError("can't start new thread"), compile("raise error", "lib/subprocess.py", "exec")
+    assert of_the_machine(thread, tmp_path).startswith(f"ulimit -u={most}: no further process or thread could be ")
+    with pytest.raises(BlockingIOError) as refused:
+        exec(fork, {"error": BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")})
+    assert of_the_machine(refused.value, tmp_path).startswith(f"ulimit -u={most}: no further process or thread")
+    assert of_the_machine(BlockingIOError(errno.EAGAIN, "of a socket"), tmp_path) is None
+    memory = OSError(errno.ENOMEM, "Cannot allocate memory")
+    assert of_the_machine(memory, tmp_path).startswith("memory: a rank has run out of it: [Errno 12] Cannot allocate")
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (2**46, limits[1]))
+    try:
+        for error in (thread, memory, MemoryError()):
+            text = of_the_machine(error, tmp_path)
+            assert text.startswith(f"ulimit -v={2**36}: the address space of a process is full: ")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
 def test_every_error_about_a_file_has_a_message(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     for path in (tmp_path / "loop" / "x", tmp_path / ("a" * 300), tmp_path):

@@ -310,7 +310,7 @@ def train(argv: list[str]) -> int:
         except BrokenPipeError:  # `zaya train dry_run=true | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             outcomes.append(0)
-        except (OSError, MemoryError) as error:
+        except (OSError, MemoryError, RuntimeError) as error:
             told = of_the_machine(error, ".")
             if told is None or traceback_wanted:
                 raise

@@ -111,8 +111,19 @@ def of_the_machine(error: BaseException, directory: str | os.PathLike, offline: 
     if (told := _of_storage(error, directory, offline)) is not None:
         return told
     text = next(iter(str(error).strip().splitlines()), "")
+    number, space = getattr(error, "errno", None), resource.getrlimit(resource.RLIMIT_AS)[0]
+    thread = isinstance(error, RuntimeError) and "can't start new thread" in text
+    memory = isinstance(error, MemoryError) or number == errno.ENOMEM or "can't allocate memory" in text
+    if (memory or thread) and space != resource.RLIM_INFINITY:  # the stack of a thread counts too
+        fix = "`ulimit -v $(ulimit -H -v)`, or a higher limit of the system; then the same command again"
+        problem = f"the address space of a process is full: {text or type(error).__name__}"
+        return message("ulimit -v", space // 1024, problem=problem, fix=fix)
+    if thread or number == errno.EAGAIN and re.search(r"subprocess|popen_|process|fork", _place(error)):
+        fix = "end programs of this user, or raise the limit (`ulimit -u`, of a container `--pids-limit`)"
+        problem = f"no further process or thread could be started: {text}"
+        return message("ulimit -u", resource.getrlimit(resource.RLIMIT_NPROC)[0], problem=problem, fix=fix)
     # torch's own exceptions are known by name, since this module imports nothing
-    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError) or "can't allocate memory" in text:
+    if type(error).__name__ == "OutOfMemoryError" or memory:
         return message(
             "memory",
             problem=f"{'this command' if offline else 'a rank'} has run out of it: {text or type(error).__name__}",

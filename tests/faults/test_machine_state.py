@@ -2,6 +2,8 @@
 """What depends on the machine's state around Python: every command in each of these states.
 
 A command works, or ends with one message that names the limit. `tests/faults/README.md` has the reports.
+Left out: few processes (`ulimit -u`), since root is exempt, and a small address space (`ulimit -v`), in which the
+libraries below Python abort by themselves. tests/test_errors.py has the messages of both.
 """
 
 import os
