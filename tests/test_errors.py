@@ -56,8 +56,12 @@ def test_an_error_without_a_file_names_the_place_that_is_full(tmp_path, monkeypa
     killed = (
         "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers are out of "
     )
-    for text in (shared, killed + "shared memory. Please try to raise your shared memory limit."):
-        assert of_the_machine(RuntimeError(text), tmp_path).startswith("/dev/shm: No space left on device (")
+    killed = RuntimeError(killed + "shared memory. Please try to raise your shared memory limit.")
+    assert of_the_machine(RuntimeError(shared), tmp_path).startswith("/dev/shm: No space left on device (")
+    monkeypatch.setattr(os, "statvfs", lambda path: _Space(0))
+    assert of_the_machine(killed, tmp_path).startswith("/dev/shm: No space left on device (")
+    monkeypatch.setattr(os, "statvfs", lambda path: _Space(10**9))
+    assert of_the_machine(killed, tmp_path).startswith("data: a data loader was ended by SIGBUS: a data file became ")
 
 
 class _Space:

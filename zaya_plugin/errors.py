@@ -98,8 +98,8 @@ STORAGE = (
 )
 LIMITS = {errno.EMFILE: ("-n", resource.RLIMIT_NOFILE), errno.EFBIG: ("-f", resource.RLIMIT_FSIZE)}
 FULL_DISK = 2**20  # bytes; with less free space a failure is attributed to the disk
-# In torch's errors of a full /dev/shm, the last one after a data loader was killed by SIGBUS.
-SHARED_MEMORY = r"(?s)shared memory.*No space left|/torch_.*No space left|out of shared memory"
+SHARED_MEMORY = r"(?s)shared memory.*No space left|/torch_.*No space left"  # in torch's errors of a full /dev/shm
+LOADER_KILLED = r"DataLoader worker .*Bus error"  # which torch ascribes to /dev/shm
 
 
 def of_the_machine(error: BaseException, directory: str | os.PathLike, offline: bool = False) -> str | None:
@@ -149,7 +149,13 @@ def _of_storage(error: BaseException, directory: str | os.PathLike, offline: boo
     # Of errors in a data loader or shutil.copytree the text alone is kept; torch's of shared memory are RuntimeErrors.
     if number is None and (read := re.search(r"\[Errno (\d+)\] ([^:\n'\"]+)(?:: '(.*?)')?[\s'\")\]]*$", str(error))):
         number, text, path = int(read[1]), read[2], read[3]
-    elif number is None and isinstance(error, RuntimeError) and re.search(SHARED_MEMORY, str(error)):
+    elif isinstance(error, RuntimeError) and re.search(LOADER_KILLED, str(error)) and not _is_full("/dev/shm"):
+        problem = "a data loader was ended by SIGBUS: a data file became shorter while it was read, its disk fails, or "
+        problem += f"/dev/shm was full (now {free_space('/dev/shm')})"
+        return message(
+            "data", problem=problem, fix="restore the data, or data.num_workers=0; then the same command again"
+        )
+    elif isinstance(error, RuntimeError) and re.search(f"{SHARED_MEMORY}|{LOADER_KILLED}", str(error)):
         number, text, path = errno.ENOSPC, os.strerror(errno.ENOSPC), "/dev/shm"
     if not text or not (isinstance(error, (OSError, RuntimeError)) and (number in STORAGE or path is not None)):
         return None

@@ -56,7 +56,9 @@ def ended(*of_rank):
     raise RunEndedError("step 3: the loss is not finite")
 def early(*of_rank):
     return 75
-for fault in (full, missing, memory, device, damaged, ended, early):
+def bus(*of_rank):
+    raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that ...")
+for fault in (full, missing, memory, device, damaged, ended, early, bus):
     print("==", fault.__name__, file=sys.stderr)
     print(worker.main(sys.argv[1:], fault), file=sys.stderr)
 sys.exit(0)
@@ -83,5 +85,6 @@ def test_errors_of_the_machine_are_one_line_with_path_space_and_log(tmp_path):
     assert "Tried to allocate 2.00 GiB" in told["device"][0]
     assert told["damaged"][0].startswith(f"zaya: {run_dir}: a file that was read is damaged: ")
     assert all(told[name][0].endswith(log) for name in ("full", "missing", "memory", "device", "damaged"))
+    assert told["bus"][0].startswith("zaya: data.path=x: "), "the file that a data loader met is looked for"
     assert told["ended"][0] == "zaya: step 3: the loss is not finite"
     assert (run_dir / "logs" / "rank0.log").read_text().count("Traceback") >= 6, "the log has the whole errors"

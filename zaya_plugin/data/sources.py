@@ -205,6 +205,15 @@ def find_sources(recipe: Recipe) -> DataSources:
     )
 
 
+def damaged_data(recipe: Recipe) -> str | None:
+    """Return what is wrong with the files of a recipe's data, or None."""
+    try:
+        find_sources(recipe)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def named_datasets(recipe: Recipe) -> list[tuple[str, str]]:
     """Return the key and path of each dataset of a recipe: data.path, the entries of data.blend, the validation data."""
     data, domains = recipe.data, parse_blend(recipe.data.valid_blend, "data.valid_blend", weighted=True)

@@ -11,6 +11,7 @@ import faulthandler
 import io
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from zaya_plugin import patches
 from zaya_plugin.config import phases
-from zaya_plugin.errors import RunEndedError, of_the_machine, replace_unprintable
+from zaya_plugin.errors import LOADER_KILLED, RunEndedError, of_the_machine, replace_unprintable
 from zaya_plugin.parent_death import adopt_children, follow_launcher, follow_rank
 from zaya_plugin.training import heartbeat
 
@@ -82,6 +83,10 @@ def main(argv: list[str], work: Callable | None = None) -> int:
                 _leave_for_certain()
             traceback.print_exc(file=log)
             told = str(error) if isinstance(error, (ValueError, RunEndedError)) else None
+            if told is None and re.search(LOADER_KILLED, str(error)):
+                from zaya_plugin.data.sources import damaged_data
+
+                told = damaged_data(recipe)
             if told is None and (told := of_the_machine(error, recipe.run_dir)) is not None:
                 told += f" Log: {logs / f'rank{rank}.log'}"
             if told is None:

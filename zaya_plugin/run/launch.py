@@ -29,7 +29,7 @@ from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.run_directory import check_resume, checkpoint_path, keep_recipe, make_writable, written_by
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import validate
-from zaya_plugin.data.sources import find_sources
+from zaya_plugin.data.sources import damaged_data
 from zaya_plugin.errors import ENDED_EARLY, FULL_DISK, ROLL_BACK, free_space, message, mistake
 from zaya_plugin.parent_death import (
     BATCH_SIGNALS,
@@ -128,11 +128,9 @@ def _start(recipe: Recipe, plan: Plan, chosen_here: bool) -> int:
             raise
     logs = Path(recipe.run_dir) / "logs"
     ended = run_ranks(plan, logs)
-    if ended.code == 128 + signal.SIGBUS:  # a file that was mapped is shorter now, or its disk fails
-        try:
-            find_sources(recipe)
-        except ValueError as error:
-            print(f"zaya: {error}", file=sys.stderr)
+    # A file that was mapped is shorter now, or its disk fails.
+    if ended.code == 128 + signal.SIGBUS and (told := damaged_data(recipe)) is not None:
+        print(f"zaya: {told}", file=sys.stderr)
     may_restart = ended.code and not ended.stopped and chosen_here and recipe.cluster.graphs != "none"
     if may_restart and ended.folder is not None and capture_failed(ended.folder):
         text = "zaya: cluster.graphs=auto: the step could not be captured as a graph; starting again kernel by kernel"
