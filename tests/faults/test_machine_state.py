@@ -43,7 +43,7 @@ STATES = {
     "umask 077": State(shell="umask 077"),
     "few files": State(shell="ulimit -n 128"),
     "small stack": State(shell="ulimit -s 1024"),
-    "small files": State(shell="ulimit -f 100", told=dict.fromkeys(COMMANDS, "ulimit -f")),
+    "small files": State(shell="ulimit -f 100", told=dict.fromkeys(COMMANDS[:3], "ulimit -f")),
     "no /dev/shm": State(
         words=NO_SHARED_MEMORY, told=dict.fromkeys(("prepare", "train"), "/dev/shm: Read-only file system")
     ),
