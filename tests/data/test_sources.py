@@ -191,4 +191,8 @@ def test_facts_of_the_data_are_compared(tmp_path, prepared, permuted):
     found = changes(own, other)
     assert [line.split(" was ")[0] for line in found] == ["the tokenizer", "the train data", "the valid data"]
     assert str(prepared) in found[1] and other["train"][f"{permuted}/train"] in found[1]
+    bos, chats = {**own, "special_tokens": True}, {**own, "special_tokens": None}
+    assert changes(own, chats) == changes(chats, bos) == []
+    assert changes(own, bos) == ["its texts had not the tokenizer's special tokens (bos), and now have"]
+    assert changes(bos, own) == ["its texts had the tokenizer's special tokens (bos), and now have not"]
     assert changes({**own, "valid": None}, {key: own[key] for key in ("tokenizer", "train")}) == []

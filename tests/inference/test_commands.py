@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -24,6 +25,7 @@ from zaya_plugin.checkpoint import manifest, on_disk
 from zaya_plugin.checkpoint.convert import loading
 from zaya_plugin.checkpoint.convert.importing import import_model, open_source
 from zaya_plugin.data.indexed_dataset import IndexedReader, spread
+from zaya_plugin.data.prepared import load_manifest
 from zaya_plugin.inference import opening
 from zaya_plugin.inference.perplexity import summed_loss
 
@@ -115,9 +117,13 @@ def test_mistakes_of_generate(zaya, published, words, says):
 def test_perplexity_is_that_of_trainings_validation(zaya, checkpoint, corpus, tmp_path):
     """The forward step of training, with its loss and its reduction, on the same tokens."""
     out = tmp_path / "found.json"
-    code, text, _ = zaya("eval", checkpoint, "--data", corpus, "--batch-size", 2, "--out", out)
+    code, text, err = zaya("eval", checkpoint, "--data", corpus, "--batch-size", 2, "--out", out)
     found = json.loads(out.read_text())["results"]["data"]
-    assert code == 0 and f"{found['perplexity']:.4f}" in text
+    assert code == 0 and f"{found['perplexity']:.4f}" in text and "special tokens" not in err
+    other = shutil.copytree(corpus, tmp_path / "other")
+    replace(load_manifest(other), special_tokens=True).write(other)
+    note = f"note: the texts of {other} have the tokenizer's special tokens (bos), and those of the model have not"
+    assert note in zaya("eval", checkpoint, "--data", other, "--limit", 1)[2]
     stream = numpy.fromfile(corpus / "valid.bin", json.loads((corpus / "manifest.json").read_text())["dtype"])
     assert found["tokens"] == len(stream) - 1
 

@@ -53,12 +53,13 @@ class DataSources:
 
     def facts(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of its data: the tokenizer's digest, the fingerprint of every dataset, and whether
-        the texts of training got the tokens that the tokenizer adds (bos).
+        the texts of training got the tokens that the tokenizer adds (bos). None: of chats, in which the template decides, or not known.
         """
         splits = {"train": resolve_blend(self.train, "train"), "valid": resolve_blend(self.valid, "valid")}
         found = {name: {path: fingerprint(path) for path in blend[0]} for name, blend in splits.items() if blend}
-        manifests = [locate(path)[0] for path in found["train"]]
-        special_tokens = any(manifest.special_tokens for manifest in manifests if manifest is not None)
+        manifests = [locate(path)[0] for path in found["train"] if not holds_chats(path)]
+        rules = [manifest.special_tokens for manifest in manifests if manifest is not None]
+        special_tokens = any(rules) if rules else None
         return {"tokenizer": tokenizer_digest(self.tokenizer), "special_tokens": special_tokens, **found}
 
     def build(self, num_samples, sequence_length: int, seed: int, tokenizer, validation: int | None = None) -> list:
@@ -114,7 +115,17 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         if was and has and list(was.values()) != list(has.values()):
             one, other = (", ".join(f"{path} ({value})" for path, value in part.items()) for part in (was, has))
             found.append(f"the {name} data was {one} and is {other}")
-    return found
+    return found + other_rule(before, now)
+
+
+def other_rule(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return a line if the texts of only one of two starts got the tokens that the tokenizer adds."""
+    was, has = before.get("special_tokens"), now.get("special_tokens")
+    if None in (was, has) or was == has:
+        return []
+    return [
+        f"its texts {'had' if was else 'had not'} the tokenizer's special tokens (bos), and now {'have' if has else 'have not'}"
+    ]
 
 
 def find_sources(recipe: Recipe) -> DataSources:

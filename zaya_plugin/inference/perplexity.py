@@ -19,12 +19,14 @@ from zaya_plugin.data.indexed_dataset import IndexedReader, spread
 from zaya_plugin.data.prepared import (
     check_dataset,
     document_ends,
+    holds_chats,
     locate,
     marks_of,
     packed_length,
     packed_loss_mask,
     prefix_of,
 )
+from zaya_plugin.data.tokenizer import added_tokens
 from zaya_plugin.errors import mistake
 from zaya_plugin.inference.opening import GIB, Opened
 from zaya_plugin.parallel.packed_documents import PackedDocuments
@@ -168,6 +170,11 @@ def _check_tokenizer(opened: Opened, path: str, manifest) -> None:
             allowed="data of the model's tokenizer",
             fix=f"zaya data prepare --tokenizer {opened.home} ...",
         )
+    if (own := opened.special_tokens and any(added_tokens(opened.tokenizer))) != manifest.special_tokens:
+        with_, without = ("the model", path) if own else (path, "the model")
+        line = f"note: the texts of {with_} have the tokenizer's special tokens (bos), and those of {without} have not"
+        if not holds_chats(path):  # in which the template decides
+            print(line, file=sys.stderr)
 
 
 def _entries(file: str) -> dict | None:

@@ -20,7 +20,7 @@ from zaya_plugin.config.resume import changes as changed_keys
 from zaya_plugin.config.resume import trains_alike, values_of
 from zaya_plugin.config.run_directory import checkpoint_path, has_checkpoint, make_writable, uploads
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.data.sources import compare_data
+from zaya_plugin.data.sources import compare_data, other_rule
 from zaya_plugin.errors import NotFiniteError, message, mistake
 from zaya_plugin.handover.predecessor import Predecessor
 
@@ -97,7 +97,9 @@ class Lifecycle:
             on_disk.name_as_latest(before.checkpoints, before.steps)
             saved = getattr(on_disk.saved_arguments(before.checkpoints, before.steps), "zaya", {})
             # Another stage may read other data, in the tokens that the model knows.
-            self._compare_data({"tokenizer": (saved.get("data") or {}).get("tokenizer")}, before.checkpoints)
+            facts = saved.get("data") or {}
+            self._compare_data({"tokenizer": facts.get("tokenizer")}, before.checkpoints)
+            self.changed += [f"note: {before.checkpoints}: {line}" for line in other_rule(facts, self.data or {})]
             self.lineage = {
                 "run_id": saved.get("run_id"),
                 "stage": before.recipe.stage.name,
