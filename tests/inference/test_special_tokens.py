@@ -77,9 +77,17 @@ def test_what_a_tokenizer_saves_travels(tmp_path):
     names = (
         *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
         *("vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "qwen.tiktoken", "chat_template.jinja"),
-        *("additional_chat_templates/tool_use.jinja", "generation_config.json"),
+        *("additional_chat_templates/tool_use.jinja", "generation_config.json", "chat_template.json", "source.spm"),
+        *("tekken.json", "bpe.codes", "normalizer.json", "tokenization_own.py", "LICENSE", "NOTICE.txt"),
     )
-    for name in (*names, "config.json", "model.safetensors", "model.safetensors.index.json", "README.md"):
+    for name in (
+        *names,
+        "config.json",
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "README.md",
+        "pytorch_model.bin",
+    ):
         (source / name).write_text("{}")
     copy_beside(source, target)
     copied = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}

@@ -16,7 +16,8 @@ from zaya_plugin.errors import mistake
 
 CONFIG = "config.json"
 # Files beside the weights that belong to a model: what a tokenizer's `save_pretrained` writes, with the vocabulary in
-# the form of its class and all chat templates, and the settings of generation.
+# the form of its class, its code and all chat templates; the settings of generation; the licence. A list, since a folder
+# may hold weights in other formats too.
 BESIDE = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -25,10 +26,18 @@ BESIDE = (
     "vocab*",
     "merges.txt",
     "*.model",
+    "*.spm",
     "*.tiktoken",
+    "tekken.json",
+    "*.codes",
+    "normalizer.json",
+    "tokenization_*.py",
     "*.jinja",
+    "chat_template.json",
     "additional_chat_templates/*.jinja",
     "generation_config.json",
+    "LICENSE*",
+    "NOTICE*",
 )
 # Parts of a tokenizer that add tokens to every text.
 ADDS_TOKENS = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
