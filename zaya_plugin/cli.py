@@ -163,11 +163,12 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"zaya: {told}", file=sys.stderr)
         return USER_ERROR
-    except ImportError as error:
-        package = (error.name or "zaya_plugin").partition(".")[0]
-        if package in ("zaya_plugin", "hip_ops") or _traceback_wanted():
+    except ModuleNotFoundError as error:
+        package = error.name or ""
+        # A part of a package, or of this one, is missing where an import is wrong: that is no mistake of the user's.
+        if "." in package or package in ("", "zaya_plugin", "hip_ops") or _traceback_wanted():
             raise
-        problem = f"needs the package {package}, which cannot be imported ({error})"
+        problem = f"needs the package {package}, which is not installed"
         fix = f"an environment with it: pip install 'zaya_plugin[cpu]', or pip install {package}"
         print(f"zaya: {message(f'zaya {argv[0]}', problem=problem, fix=fix)}", file=sys.stderr)
         return USER_ERROR

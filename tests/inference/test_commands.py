@@ -449,5 +449,12 @@ def test_a_machine_without_torch_gets_one_line(published, checkpoint, corpus, tm
     lines = done.stderr.splitlines()
     assert done.returncode == 0 and lines[1::2] == ["2"] * len(tried), done.stderr
     for line, (command_, *_) in zip(lines[::2], tried, strict=True):
-        assert line.startswith(f"zaya: zaya {command_}: needs the package torch, which cannot be imported ("), line
+        assert line.startswith(f"zaya: zaya {command_}: needs the package torch, which is not installed."), line
         assert line.endswith("Fix: an environment with it: pip install 'zaya_plugin[cpu]', or pip install torch.")
+
+
+@pytest.mark.parametrize("statement", ["from json import nothing", "import json.nothing", "import zaya_plugin.nothing"])
+def test_a_wrong_import_of_a_package_that_is_there_shows_its_place(monkeypatch, statement):
+    monkeypatch.setattr(cli, "_dispatch", lambda words: exec(statement))
+    with pytest.raises(ImportError):
+        cli.main(["generate"])
