@@ -151,7 +151,14 @@ HARMLESS = {
     ),
     "layout": ("parallel.ddp_bucket_size=3000", "parallel.overlap_grad_reduce=true", "cluster.deterministic=true"),
     "names": ("name=b", "model.name=b", "stage.name=b", "cluster.name=b", "logger.tensorboard=true"),
-    "guard": ("guard.loss_spike=warn", "guard.window=16", "optim.non_finite_gradients=skip", "profile.enabled=true"),
+    "guard": (
+        "guard.loss_spike=warn",
+        "guard.window=16",
+        "optim.non_finite_gradients=skip",
+        "profile.enabled=true",
+        "profile.step_start=5",
+        "profile.step_end=6",
+    ),
 }
 
 
