@@ -3,15 +3,20 @@
 
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer, processors
 
 from tests.inference.small import open_given
+from tests.running import MICRO
 from zaya_plugin import cli
+from zaya_plugin.checkpoint import on_disk
 from zaya_plugin.checkpoint.convert import importing
 from zaya_plugin.checkpoint.convert.beside import copy_beside
 from zaya_plugin.checkpoint.convert.torch_dist import CheckpointWriter
+from zaya_plugin.config.compose import compose
+from zaya_plugin.training.lifecycle import Lifecycle
 
 BOS = 0
 
@@ -55,6 +60,17 @@ def test_the_rule_of_the_data_is_that_of_generation_and_export(with_bos, tmp_pat
     assert (note in capsys.readouterr().out) == (not added)
     assert AutoTokenizer.from_pretrained(tmp_path / "export")("the cat").input_ids == expected
     assert open_given(tmp_path / "export").tokens_of("the cat") == expected
+
+
+def test_a_stage_whose_texts_follow_another_rule_says_so(published, tmp_path):
+    checkpoints = checkpoint_of_a_run(published, tmp_path / "checkpoints", {"special_tokens": False}).parent
+    steps, recipe = on_disk.latest(checkpoints)[0], compose([*MICRO, "data.path=x", f"run_dir={tmp_path / 'run'}"])
+    before = SimpleNamespace(checkpoints=checkpoints, steps=steps, recipe=recipe, tokens=0)
+    for rule, lines in ((True, [f"note: {checkpoints}: its texts had not the "]), (False, []), (None, [])):
+        lifecycle = Lifecycle(recipe)
+        lifecycle.data = {"tokenizer": None, "special_tokens": rule}
+        lifecycle.describe_into(SimpleNamespace(load=None, rank=0), before)
+        assert [line.partition("tokenizer's special")[0] for line in lifecycle.changed] == lines
 
 
 def test_a_published_model_follows_its_tokenizer(with_bos, tmp_path):
