@@ -110,7 +110,7 @@ def test_what_a_tokenizer_saves_travels(tmp_path):
     assert copied == set(names)
 
 
-def test_named_chat_templates_come_through_import_and_export(published, tmp_path):
+def test_named_chat_templates_come_through_import_and_export(published, tmp_path, capsys):
     from transformers import AutoTokenizer
 
     model, template = tmp_path / "model", "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -123,3 +123,8 @@ def test_named_chat_templates_come_through_import_and_export(published, tmp_path
     assert cli.main(["convert", "export", str(imported), "--output", str(exported)]) == 0
     for folder in (imported / "tokenizer", exported):
         assert AutoTokenizer.from_pretrained(folder).chat_template == tokenizer.chat_template
+    capsys.readouterr()
+    assert cli.main(["convert", "import", str(model), "--output", "/proc/none/x"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("zaya: /proc/none: No such file or directory (") and told.count("\n") == 1
+    assert told.endswith("then the same command again. The command continues behind the last whole file.\n")
