@@ -365,6 +365,8 @@ def test_a_file_that_is_renamed_while_the_folder_is_listed(tmp_path, monkeypatch
     scan = os.scandir
 
     def scandir(folder):
+        if not str(folder).startswith(str(tmp_path)):  # a thread of a test before
+            return scan(folder)
         passes.append(folder)
         if len(passes) > 1:
             save.note("part", 0).write_text("{}")
