@@ -52,7 +52,7 @@ if [ ! -x "$VENV/bin/python" ]; then
     "$PYTHON" -m venv "$VENV"
 fi
 
-say "installing the versions of constraints.txt: about 5 GB from PyPI, 1 to 5 minutes; with an index of CPU wheels of torch in PIP_EXTRA_INDEX_URL about 2 GB"
+say "installing the versions of constraints.txt: a download of about 3 GB, 1 to 5 minutes; with an index of CPU wheels of torch in PIP_EXTRA_INDEX_URL about 0.7 GB"
 # No build isolation: the pinned setuptools builds this package and the one requirement that is a source archive (antlr4),
 # so the builds are pinned as well. pip and setuptools are therefore installed first.
 started=$(date +%s)
@@ -61,7 +61,7 @@ pip_install() { PYTHONWARNINGS=ignore "$VENV/bin/python" -m pip install --disabl
 progress() { # pip's lines about large downloads, and the last step, with the seconds
     while read -r line; do
         case $line in
-            Downloading*[MG]B\)* | "Using cached"*[MG]B\)*) say "$(elapsed) s: $line" ;;
+            *[0-9][0-9].[0-9]" MB)"* | *" GB)"*) say "$(elapsed) s: $line" ;;
             "Installing collected"*) say "$(elapsed) s: unpacking all packages" ;;
         esac
     done
