@@ -52,7 +52,7 @@ if [ ! -x "$VENV/bin/python" ]; then
     "$PYTHON" -m venv "$VENV"
 fi
 
-say "installing the versions of constraints.txt: a download of about 3 GB, 1 to 5 minutes; with an index of CPU wheels of torch in PIP_EXTRA_INDEX_URL about 0.7 GB"
+say "installing the versions of constraints.txt: a download of about 3 GB, 1 to 5 minutes; with an index of CPU wheels of torch in PIP_EXTRA_INDEX_URL about 0.6 GB"
 # No build isolation: the pinned setuptools builds this package and the one requirement that is a source archive (antlr4),
 # so the builds are pinned as well. pip and setuptools are therefore installed first.
 started=$(date +%s)
