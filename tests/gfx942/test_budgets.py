@@ -48,7 +48,8 @@ def test_triton_kernels_are_within_their_rows():
     assert not problems, "\n".join([*problems, HOW])
 
 
-@pytest.mark.parametrize("compiler", ["clang", pytest.param("triton", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["clang", "triton"])
 def test_no_object_lacks_wait_states(compiler):
     """Of hip_ops, by clang 19 and by the pinned Triton too. With one wait state more asked of wide stores many are
     found, so the scan sees them.
