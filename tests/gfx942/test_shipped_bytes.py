@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from hip_ops.runtime import hazards
 from hip_ops.runtime.build import LIBRARY, PACKAGE, kernel_sources, shipped_folder
 from tests.gfx942.emulator.code_object import open_code_object
 from tests.gfx942.toolchain import ARCH
@@ -24,6 +25,11 @@ def test_the_shipped_device_code_is_what_the_tests_run():
     shipped = code_objects(SHIPPED / LIBRARY)
     assert [len(code) for code in shipped] == [len(code) for code in expected]
     assert shipped == expected, "run `python -m tools.ship`"
+
+
+def test_the_shipped_library_lacks_no_wait_states(require_tool):
+    require_tool("llvm-objdump-19")
+    assert hazards.scan(SHIPPED / LIBRARY) == []
 
 
 def test_a_changed_byte_is_seen(tmp_path):
