@@ -234,8 +234,8 @@ def test_mistakes_of_eval(zaya, published, corpus, tmp_path, monkeypatch):
         (("--data", tmp_path / "none"), "there is no dataset at this path"),
         (("--data", corpus, "--out", tmp_path / "no" / "file"), "its folder does not exist"),
         (("--data", corpus, "--limit", 0), "--limit=0"),
-        (("--data", corpus, "--num-fewshot", 3), "--num-fewshot=3: is of tasks, and --tasks was not given"),
-        (("--data", corpus, "--include", tmp_path), f"--include={tmp_path}: is of tasks, and --tasks was not given"),
+        (("--data", corpus, "--num-fewshot", 3), "--num-fewshot=3: requires --tasks"),
+        (("--data", corpus, "--include", tmp_path), f"--include={tmp_path}: requires --tasks"),
         (("--tasks", "a", "--include", tmp_path / "no"), "is no folder"),
     ):
         code, _, err = zaya("eval", published, *words)

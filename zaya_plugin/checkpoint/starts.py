@@ -66,8 +66,8 @@ def begin(
 
     Args:
         step: the checkpoint that it loads, 0: none.
-        recipe: checksum of the recipe; a start with a changed one is no repetition. None: another recipe than the
-            checkpoint's, to which a failure is owed.
+        recipe: checksum of the recipe; a start with a changed one is no repetition. None: the recipe differs from the
+            checkpoint's, and a failure is attributed to that.
         failed_at: the step at which the last start from the same checkpoint failed.
         passed: the newer checkpoint that was put aside because two starts from it had failed.
         fork: what tells a copied run from its original, None for an original.

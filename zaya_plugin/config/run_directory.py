@@ -178,7 +178,7 @@ def check_can_be_made(directory: str | os.PathLike, key: str) -> None:
         raise _not_writable(key, directory, os.strerror(errno.EROFS if reads_only else errno.EACCES))
     space = os.statvfs(place)
     if not space.f_blocks:
-        raise _not_writable(key, directory, f"the file system of {place} holds no files of users")
+        raise _not_writable(key, directory, f"{place} is not a file system for files")
     if not space.f_bavail or space.f_files and not space.f_favail:
         raise _not_writable(key, directory, f"{os.strerror(errno.ENOSPC)}; {free_space(str(place))}")
 

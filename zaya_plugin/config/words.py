@@ -59,7 +59,7 @@ def check_flag(word: str, following: Sequence[str] = (), flags: Collection[str] 
 
 
 def check_override(word: str) -> None:
-    """Raise ValueError if a word is no `key=value`, or gives a group a value that is the name of no recipe."""
+    """Raise ValueError if a word is no `key=value`, or names a recipe that does not exist in its group."""
     key, equals, value = word.partition("=")
     check_utf8(word)
     if not equals and not word.startswith("~"):
@@ -76,7 +76,7 @@ def check_override(word: str) -> None:
     group = key.lstrip("+")
     if group in GROUPS and NO_NAME.fullmatch(value):
         fix = f"{group}={options(group)[0]}"
-        raise mistake(group, value, problem="is the name of no recipe", allowed=_listed(group), fix=fix)
+        raise mistake(group, value, problem="no such recipe", allowed=_listed(group), fix=fix)
 
 
 def _listed(group: str) -> str:

@@ -69,7 +69,7 @@ def main(argv: list[str], prepare_torch: Callable[[], None] = lambda: None) -> i
     for name in ("include", "num_fewshot"):
         if options.tasks is None and (value := getattr(options, name)) is not None:
             option = f"--{name.replace('_', '-')}"
-            raise mistake(option, value, problem="is of tasks, and --tasks was not given", fix=f"leave {option} out")
+            raise mistake(option, value, problem="requires --tasks", fix=f"leave {option} out")
     for name in ("batch_size", "limit"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise mistake(f"--{name.replace('_', '-')}", value, problem="must be a whole number, at least 1")
