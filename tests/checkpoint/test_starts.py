@@ -84,16 +84,24 @@ def test_a_copied_directory_is_told_from_one_that_was_moved(tmp_path):
     """m2lines/Samudra#279: a copied run would write to the W&B run of its original."""
     original, copy, moved = tmp_path / "a", tmp_path / "b", tmp_path / "c"
     original.mkdir()
-    assert not starts.is_copy(original), "no record"
+    copied = starts.original_of_copy
+    assert copied(original, "ab12") is None, "no record"
     starts.keep_run(original, "ab12")
     (tmp_path / "link").symlink_to(original)
     shutil.copytree(original, copy)
-    assert [starts.is_copy(path) for path in (original, tmp_path / "link", copy)] == [False, False, True]
+    assert [copied(path, "ab12") for path in (original, tmp_path / "link", copy)] == [None, None, original]
+    (copy / starts.NAME).unlink()
+    assert copied(copy, "ab12") is None, "a checkpoint of an older version names no directory"
+    assert copied(copy, "ab12", str(original)) == original, (
+        "only the checkpoint was copied, or reshaped to another directory"
+    )
     starts.begin(copy, run_id="ab12", step=2, recipe="r", fork="cd34")
-    assert not starts.is_copy(copy) and starts.read(copy)["fork"] == "cd34", "it has its own identity now"
+    assert copied(copy, "ab12", str(original)) is None and starts.read(copy)["fork"] == "cd34", (
+        "it has its own identity now"
+    )
     original.rename(moved)
-    assert not starts.is_copy(moved)
+    assert copied(moved, "ab12") is None
     starts.begin(moved, run_id="ef56", step=2, recipe="r")
     shutil.copytree(moved, original)
     starts.begin(moved, run_id="another", step=0, recipe="r")
-    assert not starts.is_copy(original), "the original's place holds another run"
+    assert copied(original, "ef56") is None, "the original's place holds another run"

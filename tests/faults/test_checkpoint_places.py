@@ -79,6 +79,7 @@ def test_two_failures_at_the_same_step_fall_back_one_checkpoint(start, tmp_path)
 
 def test_kills_are_no_failures_and_a_copy_is_another_run_in_wandb(start, tmp_path, ranks, corpus, saved):
     words = (*TRAIN, f"run_dir={tmp_path}/run", f"data.path={corpus}", "stage.train_iters=6")
+    (tmp_path / "run" / "checkpoints" / starts.NAME).unlink()  # as if only the checkpoints had been copied
     before = len(ranks.log.read_text())
     for _ in range(2):
         assert ranks.run(*words, kill=(1, 0.0)) == -9, "killed once it has printed its first line"

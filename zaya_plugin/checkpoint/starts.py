@@ -41,15 +41,16 @@ def keep_run(directory: Path, run_id: str | None) -> None:
         write_whole(directory / NAME, json.dumps({"run_id": run_id, "path": os.path.realpath(directory)}) + "\n")
 
 
-def is_copy(directory: Path) -> bool:
-    """Return whether `directory` is a copy of the one of its record: that one still holds the same run. A directory that
-    was moved, or is seen at another mount point, is no copy.
+def original_of_copy(directory: Path, run_id: str, saved_in: str | None = None) -> Path | None:
+    """Return the directory of which `directory` is a copy: the one that the record names, or without a record the one that
+    wrote the checkpoint (`saved_in`), if it still holds the same run. None for a directory that was moved, or is seen at
+    another mount point.
     """
-    record = read(directory)
-    original = Path(record.get("path", directory))
+    original = Path(read(directory).get("path", saved_in or directory))
     with contextlib.suppress(OSError):
-        return read(original).get("run_id") == record.get("run_id") and not original.samefile(directory)
-    return False
+        if read(original).get("run_id") == run_id and not original.samefile(directory):
+            return original
+    return None
 
 
 def begin(

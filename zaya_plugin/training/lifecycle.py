@@ -59,6 +59,7 @@ class Lifecycle:
         self.recipe_checksum = starts.checksum(recipe)
         self.resumed_at = 0
         self.run_id: str | None = None
+        self._saved_in: str | None = None  # the directory that the checkpoint to load was written to
         self.tracker_id = ""
         self.generation, self.leads = "", False
         self.lock: RunLock | None = None
@@ -107,7 +108,11 @@ class Lifecycle:
                 "tokens": before.tokens,
             }
         args.zaya = {"version": __version__, "recipe": self.recipe.name, "run_id": self.run_id, "lineage": self.lineage}
-        args.zaya |= {"data": self.data, manifest.RECIPE: values_of(self.recipe)}
+        args.zaya |= {
+            "data": self.data,
+            manifest.RECIPE: values_of(self.recipe),
+            "directory": os.path.realpath(self.directory),
+        }
         self._args = args
 
     def _check(self, iteration: int, args) -> None:
@@ -121,7 +126,7 @@ class Lifecycle:
             raise ValueError("\n".join(refused))
         if not trains_alike(values, self.recipe):  # a failure may be the new values', until a checkpoint has them
             self.recipe_checksum = None
-        self.run_id, self.lineage = saved.get("run_id"), saved.get("lineage")
+        self.run_id, self.lineage, self._saved_in = saved.get("run_id"), saved.get("lineage"), saved.get("directory")
         on_disk.name_as_latest(self.directory, iteration)
         self._checked = iteration
 
@@ -292,9 +297,9 @@ class Lifecycle:
             self._check(self.resumed_at, self._args)
         self.run_id = self.run_id or secrets.token_hex(4)
         fork, lines = starts.read(self.directory).get("fork") if self.resumed_at else None, []
-        if self.resumed_at and starts.is_copy(self.directory):
+        original = starts.original_of_copy(self.directory, self.run_id, self._saved_in) if self.resumed_at else None
+        if original is not None:
             fork = secrets.token_hex(2)
-            original = starts.read(self.directory)["path"]
             lines = [f"this run is a copy of the one in {original}, so it is another run in W&B: {self.run_id}-{fork}"]
         if self.resumed_at or starts.read(self.directory):  # a new run has no record; one of an older run is replaced
             known = {"run_id": self.run_id, "step": self.resumed_at, "recipe": self.recipe_checksum}
