@@ -77,6 +77,14 @@ RECOMPUTED = tuple(
 # Several documents in a sequence, each as if it were alone; RoPE counts from its start.
 PACKED = ("data.packing=documents", "data.reset_position_ids=true")
 
+# Documents change attention, positions and what travels between pipeline stages: the layouts that divide sequences or
+# layers, and one of each other kind.
+PACKED_LAYOUTS = QUICK + tuple(
+    layout
+    for layout in SLOW + RECOMPUTED
+    if "cp" in layout.name or layout.name in ("pp2-interleaved", "tp2pp2", "pp2-full", "pp2-selective")
+)
+
 # With every rank's optimizer state whole; one rank is run the same way, since the two kinds of checkpoints differ.
 PLAIN_OPTIMIZER = "parallel.use_distributed_optimizer=false"
 PLAIN = tuple(BY_NAME[name] for name in ("dp2", "cp2", "ep2", "tp2", "pp2"))

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of tests/distributed/test_moved_checkpoints.py: loads a run's checkpoint as `zaya train` does at the layout of
-a recipe, and saves at once what it holds, in `run_dir`/moved. Under torchrun: `moved_checkpoint.py OVERRIDES`.
+the job's recipe, and saves at once what it holds, in `run_dir`/moved. A program of rank_server.
 """
 
+import contextlib
+import json
 import os
 import sys
 from pathlib import Path
@@ -14,7 +16,14 @@ class Moved(BaseException):
     """The checkpoint is loaded and saved again."""
 
 
-def main(overrides: list[str]) -> None:
+def main(job_file: str) -> None:
+    """One rank; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in the environment."""
+    with open(f"{job_file}.rank{os.environ['RANK']}.log", "w") as out, contextlib.redirect_stdout(out):
+        move(json.loads(Path(job_file).read_text())["recipe"])
+
+
+def move(overrides: list[str]) -> None:
+    """Load, save and end."""
     from zaya_plugin.config.compose import compose
     from zaya_plugin.config.validate import validate
     from zaya_plugin.run.rank_plan import rank_environment
@@ -61,4 +70,4 @@ def main(overrides: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1])

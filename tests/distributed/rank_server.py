@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that start at once: processes that have imported everything and fork the ranks of one layout_run job after the
-other.
+"""Ranks that start at once: processes that have imported everything and fork the ranks of one job after the other. A job
+is a JSON file; its "program" is the module whose main() runs it, layout_run by default.
 
 Importing torch, Megatron and transformers is most of the time of a short run. A process that has asked CUDA's driver
 for anything must not fork ranks that use a GPU: is_available() is therefore answered by NVML, one fork tries a GPU out,
@@ -9,6 +9,8 @@ and where that fails the ranks start as fresh interpreters.
 
 from __future__ import annotations
 
+import importlib
+import json
 import math
 import os
 import queue
@@ -131,14 +133,16 @@ def _start(main, environment: dict[str, str], stderr: str) -> int:
         os._exit(code)
 
 
-def _forked_rank(job: str) -> None:
-    from tests.distributed import layout_run
+def _program(job: str) -> str:
+    return json.loads(Path(job).read_text()).get("program", "tests.distributed.layout_run")
 
-    layout_run.main(job)
+
+def _forked_rank(job: str) -> None:
+    importlib.import_module(_program(job)).main(job)
 
 
 def _fresh_rank(job: str) -> None:
-    os.execv(sys.executable, [sys.executable, "-m", "tests.distributed.layout_run", job])
+    os.execv(sys.executable, [sys.executable, "-m", _program(job), job])
 
 
 def _use_gpu() -> None:

@@ -9,7 +9,7 @@ import warnings
 import pytest
 
 from tests.distributed.layout_grid import COMMON, Grid
-from tests.distributed.layouts import PACKED, PLAIN, PLAIN_OPTIMIZER, QUICK, RECOMPUTED, SLOW, Layout
+from tests.distributed.layouts import PACKED, PACKED_LAYOUTS, PLAIN, PLAIN_OPTIMIZER, QUICK, RECOMPUTED, SLOW, Layout
 from tests.distributed.packed_corpus import boundaries, short_documents
 
 LOSS, GRADIENT = 1e-5, 1e-4
@@ -111,7 +111,7 @@ def test_sequences_hold_several_documents_that_do_not_see_each_other(packed_grid
 
 
 @pytest.mark.slow
-@named(QUICK + SLOW + RECOMPUTED)
+@named(PACKED_LAYOUTS)
 def test_packed_documents_in_a_layout_equal_one_rank(packed_grid, layout):
     check(packed_grid, layout)
 

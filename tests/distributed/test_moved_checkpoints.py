@@ -3,9 +3,7 @@
 bits of every weight and of the optimizer's state; directly and through `zaya checkpoint reshape`.
 """
 
-import os
-import subprocess
-import sys
+import json
 from pathlib import Path
 
 import pytest
@@ -13,9 +11,9 @@ import torch
 
 from tests.checkpoint.test_reshape import loaded
 from tests.distributed.layouts import TWO_OPTIMIZERS, Layout, layout
+from tests.distributed.rank_server import RankServers
 from tests.running import MICRO, train, zaya
 
-ROOT = Path(__file__).resolve().parents[2]
 COMMON = ("stage.micro_batch_size=1", "stage.eval_iters=0")
 MUON = ("optim=muon", "optim.muon_dtype=fp32")
 ADAMW = "optim=adamw"  # under tensor parallelism, which Muon does not support
@@ -59,22 +57,15 @@ def saved(tmp_path_factory, corpus):
     return of
 
 
-def moved(source: Path, to: Path, corpus: Path, into: Layout) -> dict:
+def moved(servers: RankServers, source: Path, to: Path, corpus: Path, into: Layout) -> dict:
     """The tensors of the checkpoint that the ranks of `into` save after the load."""
     (to / "checkpoints").mkdir(parents=True)
     (to / "checkpoints" / "iter_0000003").symlink_to(source / "checkpoints" / "iter_0000003")
-    recipe = (*MICRO, *COMMON, *into.overrides, "stage.train_iters=5", f"run_dir={to}", f"data.path={corpus}")
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={into.ranks}", "--standalone"]
-    command += [str(Path(__file__).with_name("moved_checkpoint.py")), *recipe, f"nproc={into.ranks}", "resume=must"]
-    done = subprocess.run(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
+    recipe = [*MICRO, *COMMON, *into.overrides, "stage.train_iters=5", f"run_dir={to}", f"data.path={corpus}"]
+    recipe += [f"nproc={into.ranks}", "resume=must"]
+    job = to / "job.json"
+    job.write_text(json.dumps({"program": "tests.distributed.moved_checkpoint", "recipe": recipe}))
+    servers.run(into.ranks, job)
     return tensors(to / "moved")
 
 
@@ -85,11 +76,11 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("by", "files", "into"), MOVES, ids=[f"{by.name}-{files}-{into.name}" for by, files, into in MOVES]
 )
-def test_every_tensor_keeps_its_bits(saved, tmp_path, corpus, by, files, into):
+def test_every_tensor_keeps_its_bits(servers, saved, tmp_path, corpus, by, files, into):
     folder = saved(by)
     before = tensors(folder / "run" / "checkpoints" / "iter_0000003")
     assert sum(key.startswith("optimizer.state.exp_avg.") for key in before) > 200
-    after = moved(folder / files, tmp_path / "to", corpus, into)
+    after = moved(servers, folder / files, tmp_path / "to", corpus, into)
     assert after.keys() == before.keys()
     for key, value in before.items():
         assert after[key].dtype == value.dtype and torch.equal(after[key], value), key
