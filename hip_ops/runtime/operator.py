@@ -9,7 +9,7 @@
     )
     y = _scale(x, 2.0)
 
-`reference` is the definition, in `hip_ops/<operator>/reference.py`; its annotations are the schema of the torch
+`reference` is the definition, in `hip_ops/ops/<operator>/reference.py`; its annotations are the schema of the torch
 operator `hip_ops::scale`. The other versions are the functions of the same name in hip.py, triton.py, ... beside it, as
 hip_ops/versions.py lists them. Each is compared with the reference before its first use on a device; one that fails is
 skipped with a warning.
@@ -387,7 +387,7 @@ def _first_tensor(values: Iterable) -> Tensor | None:
 def all_operators() -> list[Operator]:
     """Imports all operators of the package and returns them."""
     for folder in VERSIONS:
-        importlib.import_module(f"hip_ops.{folder}")
+        importlib.import_module(f"hip_ops.ops.{folder}")
     return list(OPERATORS.values())
 
 

@@ -9,9 +9,9 @@ from types import ModuleType
 
 @cache
 def declared(operator: str) -> ModuleType:
-    """Loads `hip_ops/<operator>/saved.py` by its path, because importing the operator would import torch."""
-    path = Path(__file__).resolve().parents[1] / operator / "saved.py"
-    spec = importlib.util.spec_from_file_location(f"hip_ops.{operator}.saved", path)
+    """Loads `hip_ops/ops/<operator>/saved.py` by its path, because importing the operator would import torch."""
+    path = Path(__file__).resolve().parents[1] / "ops" / operator / "saved.py"
+    spec = importlib.util.spec_from_file_location(f"hip_ops.ops.{operator}.saved", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hip_ops.router_mlp.reference import SUMS, columns
+from hip_ops.ops.router_mlp.reference import SUMS, columns
 from tests.gfx942.emulator import Counters, Device
 from tests.gfx942.triton_objects import triton_code_object
 from tests.hip_ops.expert_path_device import NUMPY, TYPES, to_numpy, to_torch
@@ -38,7 +38,7 @@ class RouterOnDevice:
         """results: shape and dtype of what the kernel writes. Absent tensors are any pointer of the right type, as in
         the launcher.
         """
-        from hip_ops.router_mlp import triton as kernels
+        from hip_ops.ops.router_mlp import triton as kernels
 
         kernel = getattr(kernels, f"router_mlp_{which}_kernel")
         classes, width = w_out.shape
@@ -81,7 +81,7 @@ class RouterOnDevice:
         return {name: to_torch(buffer.read()) for name, buffer in outs.items()}
 
     def programs(self, rows: int, width: int) -> int:
-        from hip_ops.router_mlp import triton as kernels
+        from hip_ops.ops.router_mlp import triton as kernels
 
         return -(-rows // kernels.launch(width, warp_size=64).block)
 

@@ -13,9 +13,9 @@ import sys
 import pytest
 import torch
 
-from hip_ops.linear_cross_entropy import passes
-from hip_ops.linear_cross_entropy.saved import chunk_for
-from hip_ops.newton_schulz import LARGE_TILES, _example_of_large_tiles
+from hip_ops.ops.linear_cross_entropy import passes
+from hip_ops.ops.linear_cross_entropy.saved import chunk_for
+from hip_ops.ops.newton_schulz import LARGE_TILES, _example_of_large_tiles
 from hip_ops.runtime import library
 from hip_ops.runtime.build import kernel_sources
 from hip_ops.runtime.launchers import load

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hip_ops
-from hip_ops.expert_permutation import ExpertOrder, reference
-from hip_ops.expert_permutation import hip as hip_kernels
-from hip_ops.expert_permutation.saved import saved_bytes
+from hip_ops.ops.expert_permutation import ExpertOrder, reference
+from hip_ops.ops.expert_permutation import hip as hip_kernels
+from hip_ops.ops.expert_permutation.saved import saved_bytes
 from tests.hip_ops.cpu_kernels import SCHEDULES
 from tests.hip_ops.expert_path_cases import BF16, FP32, FP64, MIXES, Rows, check_rows, check_sort, expert_ids
 

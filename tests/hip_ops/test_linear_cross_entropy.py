@@ -4,7 +4,6 @@ vocabularies, memory.
 """
 
 import contextlib
-import importlib
 import re
 from unittest import mock
 
@@ -14,15 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hip_ops
 from hip_ops import use_kernels
-from hip_ops.linear_cross_entropy import BROKEN_PROMISE
-from hip_ops.linear_cross_entropy.saved import chunk_for, saved_bytes, working_bytes
+from hip_ops.ops import linear_cross_entropy
+from hip_ops.ops.linear_cross_entropy import BROKEN_PROMISE
+from hip_ops.ops.linear_cross_entropy.saved import chunk_for, saved_bytes, working_bytes
 from hip_ops.runtime import main_grad
 from hip_ops.runtime.main_grad import add_product_
 from hip_ops.runtime.operator import OPERATORS
 from tests.hip_ops.cpu_kernels import run_python
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
-MODULE = importlib.import_module("hip_ops.linear_cross_entropy")  # the package's attribute of that name is the function
 PASSES = ("row_statistics", "overwrite_with_gradient", "overwrite_with_exponentials", "finish_gradient")
 
 
@@ -40,7 +39,7 @@ def chunks_of(tokens: int | None):
     """Sets the tokens of a chunk; without it all tokens are one chunk. None: the operator's choice."""
     if tokens is None:
         return contextlib.nullcontext()
-    return mock.patch.object(MODULE, "chunk_for", lambda *_: tokens)
+    return mock.patch.object(linear_cross_entropy, "chunk_for", lambda *_: tokens)
 
 
 def plain(hidden, weight, labels, grad, z_loss=0.0):
@@ -341,7 +340,9 @@ def test_the_head_on_a_device_without_products_into_fp32(monkeypatch, promised):
     (exact, wide), way = run(), main_grad.way_of_adding
     monkeypatch.setattr(main_grad, "way_of_adding", lambda total, a: "rounded" if len(total) == 300 else way(total, a))
     # as scaled_product on such a device
-    monkeypatch.setattr(MODULE, "scaled_product", lambda a, b, factors, out: torch.mm(a, b, out=out).mul_(factors))
+    monkeypatch.setattr(
+        linear_cross_entropy, "scaled_product", lambda a, b, factors, out: torch.mm(a, b, out=out).mul_(factors)
+    )
     rounded, narrow = run()
     assert torch.float32 in wide
     error = (rounded - exact).norm() / exact.norm()
@@ -429,13 +430,13 @@ import os, sys
 from unittest import mock
 import torch
 import hip_ops
-from tests.hip_ops.test_linear_cross_entropy import MODULE, chunks_of, inputs, plain
+from tests.hip_ops.test_linear_cross_entropy import linear_cross_entropy, chunks_of, inputs, plain
 
 def rank(number, ranks):
     torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(sys.argv[1], ranks), rank=number,
         world_size=ranks)
     for dtype, cut, parts in ((torch.float32, 24, 1), (torch.float64, 5, 1), (torch.float32, 20, 2)):
-        with chunks_of(4), mock.patch.object(MODULE, "parts_for", lambda logits: parts), mock.patch.object(MODULE,
+        with chunks_of(4), mock.patch.object(linear_cross_entropy, "parts_for", lambda logits: parts), mock.patch.object(linear_cross_entropy,
             "parts_of_exponentials", lambda classes: parts):
             hidden, weight, labels, grad = inputs(dtype=dtype)
             first, rows = (0, weight[:cut]) if number == 0 else (cut, weight[cut:])

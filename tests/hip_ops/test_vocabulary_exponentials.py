@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hip_ops
-from hip_ops.linear_cross_entropy import hip as hip_kernels
-from hip_ops.linear_cross_entropy import passes, reference
-from hip_ops.linear_cross_entropy.reference import part_size
-from hip_ops.linear_cross_entropy.saved import LARGEST_PART, parts_of_exponentials
+from hip_ops.ops.linear_cross_entropy import hip as hip_kernels
+from hip_ops.ops.linear_cross_entropy import passes, reference
+from hip_ops.ops.linear_cross_entropy.reference import part_size
+from hip_ops.ops.linear_cross_entropy.saved import LARGEST_PART, parts_of_exponentials
 from hip_ops.runtime.operator import OPERATORS
 from tests.hip_ops.cpu_kernels import SCHEDULES, run_python
 from tests.hip_ops.vocabulary_exponentials_cases import CASES, SEVERAL_RANKS, check
@@ -202,7 +202,7 @@ def test_columns_with_strides_are_right_or_refused(chosen, name):
 
 
 PROGRAM = """
-from hip_ops.linear_cross_entropy import triton as vocabulary_exponentials
+from hip_ops.ops.linear_cross_entropy import triton as vocabulary_exponentials
 from tests.hip_ops.test_vocabulary_exponentials import MANY_PARTS
 from tests.hip_ops.vocabulary_exponentials_cases import CASES, SEVERAL_RANKS, check
 from tests.hip_ops.vocabulary_exponentials_edges import EDGES

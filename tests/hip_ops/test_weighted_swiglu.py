@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hip_ops
-from hip_ops.weighted_swiglu import hip as hip_kernels
-from hip_ops.weighted_swiglu import reference
-from hip_ops.weighted_swiglu.saved import saved_bytes
+from hip_ops.ops.weighted_swiglu import hip as hip_kernels
+from hip_ops.ops.weighted_swiglu import reference
+from hip_ops.ops.weighted_swiglu.saved import saved_bytes
 from tests.hip_ops.cpu_kernels import SCHEDULES
 from tests.hip_ops.expert_path_cases import BF16, FP32, FP64, Swiglu, check_swiglu
 

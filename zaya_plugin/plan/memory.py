@@ -117,7 +117,7 @@ def layer_tensors(
 
 
 def _kept(part: str, operator: str, *sizes: int) -> Iterator[Saved]:
-    """Return the tensors that an operator declares to keep for its backward pass (hip_ops/<operator>/saved.py)."""
+    """Return the tensors that an operator declares to keep for its backward pass (hip_ops/ops/<operator>/saved.py)."""
     for name, size in declared(operator).saved_bytes(*sizes).items():
         yield Saved(part, name, size)
 
