@@ -37,8 +37,8 @@ from hip_ops.ops.linear_cross_entropy.passes import (
     parts_for,
     row_statistics,
 )
-from hip_ops.ops.linear_cross_entropy.saved import chunk_for, parts_of_exponentials
 from hip_ops.runtime.main_grad import add_product_, scaled_product
+from hip_ops.saved_bytes import chunk_for, parts_of_exponentials
 
 BF16 = torch.bfloat16
 MI300X_FLOPS_PER_S = 600e12  # of large products, as in recipes/cluster/mi300x_8.yaml; for predictions

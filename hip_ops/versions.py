@@ -6,7 +6,7 @@ reference.py. `compiled` is torch.compile of the reference and needs no file. Ev
 `reference`.
 """
 
-from hip_ops.runtime.errors import mistake
+from hip_ops.errors import mistake
 
 VERSIONS = {
     "rms_norm": ("hip", "triton", "compiled", "aiter"),

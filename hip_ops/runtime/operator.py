@@ -34,10 +34,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from hip_ops.errors import mistake
 from hip_ops.runtime import availability
 from hip_ops.runtime.compiled import compile_function
 from hip_ops.runtime.declaration import Declaration, Rule
-from hip_ops.runtime.errors import mistake
 from hip_ops.runtime.library import identity
 from hip_ops.runtime.selection import Request, selection
 from hip_ops.runtime.self_check import PLAIN_CALL, Condition, differences

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hip_ops
+from hip_ops import saved_bytes
 from hip_ops.ops import cca_prologue
 from hip_ops.ops.cca_prologue import hip as hip_kernels
 from hip_ops.ops.cca_prologue import reference
-from hip_ops.ops.cca_prologue.saved import saved_bytes
 from tests.hip_ops.cca_prologue_cases import BF16, FP32, FP64, GRADIENTS, Case, check, compare, exact, make
 from tests.hip_ops.cca_prologue_steps import StepState, prologue_step
 from tests.hip_ops.operators_seen import OperatorsSeen
@@ -435,7 +435,7 @@ def test_saved_bytes():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         call(case, given)
     found = sorted(t.nbytes for t in kept if t.data_ptr() not in known)
-    assert found == sorted(saved_bytes(7 * 3, 4, 2, 16, 2).values())
+    assert found == sorted(saved_bytes.cca_prologue(7 * 3, 4, 2, 16, 2).values())
 
 
 def test_the_comparison_knows_one_wrong_row():

@@ -12,13 +12,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hip_ops
-from hip_ops import use_kernels
+from hip_ops import saved_bytes, use_kernels
 from hip_ops.ops import linear_cross_entropy
 from hip_ops.ops.linear_cross_entropy import BROKEN_PROMISE
-from hip_ops.ops.linear_cross_entropy.saved import chunk_for, saved_bytes, working_bytes
 from hip_ops.runtime import main_grad
 from hip_ops.runtime.main_grad import add_product_
 from hip_ops.runtime.operator import OPERATORS
+from hip_ops.saved_bytes import chunk_for
 from tests.hip_ops.cpu_kernels import run_python
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -393,7 +393,12 @@ def test_the_chunk_of_zayas_head_takes_less_than_a_gibibyte_and_a_half():
     chunk = chunk_for(8192, 262272, 2)
     assert chunk == 2048
     of_hidden, of_losses = 2 * 8192 * 2048, 4 * 8192
-    extra = working_bytes(8192, 2048, 262272, 2) - of_hidden + sum(saved_bytes(8192, 2048, 2).values()) + of_losses
+    extra = (
+        saved_bytes.linear_cross_entropy_work(8192, 2048, 262272, 2)
+        - of_hidden
+        + sum(saved_bytes.linear_cross_entropy(8192, 2048, 2).values())
+        + of_losses
+    )
     assert 1.04 * 2**30 < extra < 1.06 * 2**30  # 1.048 GiB measured on an H100
     assert chunk_for(8192, 262272 // 2, 2) == 4096  # two tensor-parallel ranks
     assert (
@@ -415,12 +420,14 @@ def test_saved_bytes(dtype, promise):
     node = losses.grad_fn
     kept = [*node.saved_tensors, *([node.gradients.hidden] if promise else [])]
     mine = [tensor.nbytes for tensor in kept if tensor is not hidden and tensor is not weight]
-    assert sorted(mine) == sorted(saved_bytes(*hidden.shape, hidden.element_size(), promised=promise).values())
+    assert sorted(mine) == sorted(
+        saved_bytes.linear_cross_entropy(*hidden.shape, hidden.element_size(), promised=promise).values()
+    )
     losses.backward(grad)
 
 
 def test_working_bytes_with_ranks():
-    one, two = (working_bytes(100, 8, 4096, 4, ranks) for ranks in (1, 2))
+    one, two = (saved_bytes.linear_cross_entropy_work(100, 8, 4096, 4, ranks) for ranks in (1, 2))
     assert one == 4 * (8 * 100 + 4096 * 100) + 4 * 100 * (8 + 3 * 2) and two - one == 4 * 100 * 3 * 2
 
 

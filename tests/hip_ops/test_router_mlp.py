@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import hip_ops
-from hip_ops import use_kernels
+from hip_ops import saved_bytes, use_kernels
 from hip_ops.ops import router_mlp
 from hip_ops.ops.router_mlp import Routed, reference
-from hip_ops.ops.router_mlp.saved import saved_bytes
 from hip_ops.runtime import availability
 from tests.hip_ops.router_bugs import check_ties
 from tests.hip_ops.router_cases import EPS, Router, check_backward, check_forward
@@ -196,7 +195,7 @@ def test_the_reference_compiles(case):
 
 def test_saved_bytes():
     routed = Routed(*reference.router_mlp(*Router(7, 32, 17, BF16).arguments()))
-    for name, expected in saved_bytes(7, 32, 17, 2).items():
+    for name, expected in saved_bytes.router_mlp(7, 32, 17, 2).items():
         assert getattr(routed, name).nbytes == expected
 
 

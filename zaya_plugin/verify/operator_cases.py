@@ -197,7 +197,7 @@ def _update(sizes: Sizes, device: torch.device) -> tuple:
 def _head(operator: str) -> Callable:
     def make(sizes: Sizes, device: torch.device) -> tuple:
         from hip_ops.ops.linear_cross_entropy.passes import parts_for
-        from hip_ops.ops.linear_cross_entropy.saved import parts_of_exponentials
+        from hip_ops.saved_bytes import parts_of_exponentials
 
         logits = _normal(device, sizes.chunk, sizes.classes, scale=2.0)
         labels, grad = (

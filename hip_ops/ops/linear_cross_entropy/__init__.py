@@ -12,7 +12,7 @@ the gradient of the weight, hidden is multiplied by it, which is one more roundi
 Without a promise a pass computes the sums (`row_statistics`), and the backward pass computes the logits again, a fourth
 product, and overwrites them with their gradient. Results of the two ways differ by roundings.
 
-saved.py lists the bytes saved for the backward pass and the working memory.
+hip_ops/saved_bytes.py lists the bytes saved for the backward pass and the working memory.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from hip_ops.ops.linear_cross_entropy.passes import (
     parts_for,
     row_statistics,
 )
-from hip_ops.ops.linear_cross_entropy.saved import chunk_for, parts_of_exponentials
 from hip_ops.runtime.declaration import Declaration, wide
 from hip_ops.runtime.main_grad import add_product_, scaled_product
+from hip_ops.saved_bytes import chunk_for, parts_of_exponentials
 
 # At most 254 characters, the limit of asserts on the device.
 BROKEN_PROMISE = (

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from hip_ops.ops.linear_cross_entropy import reference
 from hip_ops.ops.linear_cross_entropy.reference import part_size
-from hip_ops.ops.linear_cross_entropy.saved import LARGEST_PART, parts_of_exponentials
 from hip_ops.runtime.operator import Operator
 from hip_ops.runtime.self_check import worst_element
+from hip_ops.saved_bytes import MAX_PART_CLASSES, parts_of_exponentials
 
 # With fewer rows, rows are cut into parts. nvidia: a block per row, on 132 processors; amd: a wave per row, on 304.
 ROWS_THAT_FILL_A_DEVICE = {"nvidia": 2048, "amd": 8192}
@@ -82,8 +82,8 @@ def _compare(got: list, want: list, tolerance: float) -> str | None:
 
 
 def _parts_fit(given: dict) -> tuple[str, str] | None:
-    if part_size(given["classes"], given["parts"]) > LARGEST_PART:
-        return f"{given['classes']} classes in {given['parts']} parts", f"at most {LARGEST_PART} classes a part"
+    if part_size(given["classes"], given["parts"]) > MAX_PART_CLASSES:
+        return f"{given['classes']} classes in {given['parts']} parts", f"at most {MAX_PART_CLASSES} classes a part"
     return None
 
 

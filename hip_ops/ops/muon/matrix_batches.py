@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hip_ops.runtime.errors import mistake
+from hip_ops.errors import mistake
 
 
 class MatrixBatches:

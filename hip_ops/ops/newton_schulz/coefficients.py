@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hip_ops.runtime.errors import mistake
+from hip_ops.errors import mistake
 
 Triple = tuple[float, float, float]
 

@@ -18,13 +18,14 @@ from torch import Tensor
 from hip_ops.ops.router_mlp import reference
 from hip_ops.runtime.operator import Operator
 from hip_ops.runtime.self_check import TOLERANCES, worst
+from hip_ops.saved_bytes import router_columns
 
 TRITON_WIDTHS = (32, 64, 128, 256)
 MOST_CLASSES = 64  # of the Triton kernels
 
 
 class Routed(NamedTuple):
-    """state, hidden1, hidden2 [n, r] and logits [n, columns(c)], zeros after the classes, in the tensors' dtype;
+    """state, hidden1, hidden2 [n, r] and logits [n, router_columns(c)], zeros after the classes, in the tensors' dtype;
     weights fp32 [n]; ids int64 [n]; statistics fp32 [c + 1]: the tokens of each class, exact up to 2^24, and the sum of
     the entropies (nats) of the tokens' probabilities."""
 
@@ -116,7 +117,7 @@ def _fits(w_out: Tensor) -> bool:
 
 
 def _rule(given: dict) -> tuple[str, str] | None:
-    classes, columns = given["c"], reference.columns(given["c"])
+    classes, columns = given["c"], router_columns(given["c"])
     if (given["previous"] is None) != (given["gamma"] is None):
         return "one of previous and gamma is None", "both or neither"
     if not -1 <= given["unweighted"] < classes:

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hip_ops.ops.router_mlp.saved import columns
 from hip_ops.runtime.declaration import cast, wide
+from hip_ops.saved_bytes import router_columns
 
 SUMS = ("b_down", "gamma", "w_norm", "b1", "b2")  # the rows of the sums that `router_mlp_backward` returns
 
@@ -44,7 +44,7 @@ def router_mlp(
     eps: float,
     unweighted: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns state, weights fp32 [n], ids int64 [n], hidden1, hidden2, logits [n, columns(c)], and statistics fp32 [c
+    """Returns state, weights fp32 [n], ids int64 [n], hidden1, hidden2, logits [n, router_columns(c)], and statistics fp32 [c
     + 1].
 
     The statistics are the tokens of each class, exact up to 2^24, and the sum of the entropies of the probabilities in
@@ -90,7 +90,7 @@ def router_mlp_backward(
 
     d_projected [n, r], d_previous [n, r] (empty without gamma), sums over the rows fp32 [5, r], the gradients of SUMS,
     and three pairs whose products are the gradients of w1, w2 and w_out: d_hidden1 and normed, d_hidden2 and
-    gelu(hidden1) [n, r], d_logits [n, columns(c)] and gelu(hidden2).
+    gelu(hidden1) [n, r], d_logits [n, router_columns(c)] and gelu(hidden2).
     """
     dtype, compute = state.dtype, wide(state.dtype)
     probabilities = torch.softmax(logits[:, : len(w_out)], dim=-1, dtype=compute)
@@ -117,7 +117,7 @@ def router_mlp_backward(
 
 
 def _padded(x: Tensor) -> Tensor:
-    return F.pad(x, (0, columns(x.shape[1]) - x.shape[1]))
+    return F.pad(x, (0, router_columns(x.shape[1]) - x.shape[1]))
 
 
 def _chosen(ids: Tensor, w_out: Tensor) -> Tensor:

@@ -20,8 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hip_ops.ops.router_mlp.reference import SUMS, columns
+from hip_ops.ops.router_mlp.reference import SUMS
 from hip_ops.runtime.on_device import on
+from hip_ops.saved_bytes import router_columns
 
 INVERSE_SQRT_2 = tl.constexpr(0.7071067811865476)
 INVERSE_SQRT_2_PI = tl.constexpr(0.3989422804014327)
@@ -258,7 +259,7 @@ def _plan(choose: Callable, rows: int, width: int, classes: int) -> tuple[int, d
     because tests replace it.
     """
     chosen = choose(width)
-    keywords = {"R": width, "CLASSES": classes, "COLUMNS": columns(classes), "BLOCK": chosen.block, "PART": chosen.part}
+    keywords = {"R": width, "CLASSES": classes, "COLUMNS": router_columns(classes), "BLOCK": chosen.block, "PART": chosen.part}
     return triton.cdiv(rows, chosen.block), keywords | chosen.options
 
 
