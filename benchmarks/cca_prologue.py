@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 import hip_ops
 from hip_ops import use_kernels
-from hip_ops.cca_prologue import reference
-from hip_ops.cca_prologue.triton import Launch
+from hip_ops.ops.cca_prologue import reference
+from hip_ops.ops.cca_prologue.triton import Launch
 
 HEADS, GROUPS, D, ROTARY = 8, 2, 128, 64
 CHANNELS, VALUES = (HEADS + GROUPS) * D, GROUPS * D
@@ -121,7 +121,7 @@ def of_transformers(inputs: Inputs) -> Callable:
 
 def kernels(name: str, inputs: Inputs) -> dict[str, Callable]:
     """Return forward and backward of version `name`, without dispatch and autograd."""
-    module = importlib.import_module(f"hip_ops.cca_prologue.{name}")
+    module = importlib.import_module(f"hip_ops.ops.cca_prologue.{name}")
     query, key, _, inverse_norm = module.cca_prologue(*inputs.arguments)
     *tensors, groups, delayed = inputs.arguments
     return {
@@ -219,7 +219,7 @@ KERNELS = ("forward", "norm", "input", "weight")
 @contextlib.contextmanager
 def launched_as(**chosen: Launch):
     """Replace the launch of the named Triton kernels."""
-    from hip_ops.cca_prologue import triton as module
+    from hip_ops.ops.cca_prologue import triton as module
 
     others = module.launch
     with mock.patch.object(
@@ -232,7 +232,7 @@ def trials(kernel: str, processors: int) -> list[Launch]:
     """Return the launcher's choice and other launches. `programs` of each part of a head are chosen so that all are
     resident at once, or in a given number of rounds.
     """
-    from hip_ops.cca_prologue.triton import launch
+    from hip_ops.ops.cca_prologue.triton import launch
 
     def resident(count: float, part: int = D) -> int:
         return max(1, int(processors * count * part / ((HEADS + GROUPS) * D)))
@@ -296,7 +296,7 @@ def as_run(kernel: str, trial: Launch, inputs: Inputs) -> Launch:
     """Return `trial` with the stages that fitted into shared memory when it ran; the launch does not change those of
     the norm kernel.
     """
-    from hip_ops.cca_prologue import triton as module
+    from hip_ops.ops.cca_prologue import triton as module
 
     projected, *parameters, rope, halo, value_halo, starts, groups, delayed = inputs.arguments
     call = module.Call.of(projected, parameters[2], rope, halo, value_halo, starts, groups, delayed)

@@ -34,7 +34,7 @@ from operator_benchmark import MI300X_BYTES_PER_S, add_options, begin, failure, 
 from torch import Tensor
 
 import hip_ops
-from hip_ops.weighted_swiglu import reference
+from hip_ops.ops.weighted_swiglu import reference
 
 BF16 = torch.bfloat16
 
@@ -162,7 +162,7 @@ def measure_permutation(figures: Figures, i: Inputs) -> None:
                 "unpermute", f"{name}, operator", lambda r: hip_ops.unpermute_from_experts(r, i.order), i.tokens, i.grad
             )
         if name in ("hip", "triton"):
-            kernels = importlib.import_module(f"hip_ops.expert_permutation.{name}")
+            kernels = importlib.import_module(f"hip_ops.ops.expert_permutation.{name}")
             maps = i.order[:2]
             for part, there in (("permute", maps), ("unpermute", maps[::-1])):
                 for direction, (index, inverse) in (("forward", there), ("backward", there[::-1])):
@@ -217,7 +217,7 @@ def measure_swiglu(figures: Figures, i: Inputs) -> None:
                 lambda: lambda: hip_ops.weighted_swiglu_backward(i.grad, i.gate_up, i.probs, offsets),
             )
         if name in ("hip", "triton"):
-            kernels = importlib.import_module(f"hip_ops.weighted_swiglu.{name}")
+            kernels = importlib.import_module(f"hip_ops.ops.weighted_swiglu.{name}")
             enter(
                 "swiglu",
                 "forward",
@@ -252,8 +252,8 @@ KERNELS = ("gather", "swiglu", "swiglu_backward", "swiglu_backward_with_output")
 
 def kernel_call(kind: str, i: Inputs) -> tuple[Callable, int]:
     """Return a call of a Triton function, and the number of rows of hidden size that it moves per token."""
-    from hip_ops.expert_permutation import triton as expert_permutation
-    from hip_ops.weighted_swiglu import triton as weighted_swiglu
+    from hip_ops.ops.expert_permutation import triton as expert_permutation
+    from hip_ops.ops.weighted_swiglu import triton as weighted_swiglu
 
     if kind == "gather":
         return lambda: expert_permutation.gather_rows(i.tokens, *i.order[:2], None), 2
@@ -267,16 +267,16 @@ def kernel_call(kind: str, i: Inputs) -> tuple[Callable, int]:
 
 def launched_as(kind: str, trial):
     """Replace the tile of the Triton kernel by `trial`."""
-    from hip_ops.expert_permutation import triton as expert_permutation
-    from hip_ops.weighted_swiglu import triton as weighted_swiglu
+    from hip_ops.ops.expert_permutation import triton as expert_permutation
+    from hip_ops.ops.weighted_swiglu import triton as weighted_swiglu
 
     module = weighted_swiglu if kind.startswith("swiglu") else expert_permutation
     return mock.patch.object(module, "launch", lambda *_, **__: trial)
 
 
 def trials(kind: str, hidden: int) -> list:
-    from hip_ops.expert_permutation import triton as expert_permutation
-    from hip_ops.weighted_swiglu import triton as weighted_swiglu
+    from hip_ops.ops.expert_permutation import triton as expert_permutation
+    from hip_ops.ops.weighted_swiglu import triton as weighted_swiglu
 
     if kind.startswith("swiglu"):
         default = weighted_swiglu.launch(hidden, 2, backward="backward" in kind)

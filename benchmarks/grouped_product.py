@@ -75,7 +75,8 @@ class Products:
 
 def available_versions(device: torch.device) -> list[str]:
     """Return the versions of hip_ops.grouped_product that pass their self-checks on `device`."""
-    from hip_ops import grouped_product, use_kernels, warm_up
+    from hip_ops import use_kernels, warm_up
+    from hip_ops.ops import grouped_product
     from hip_ops.versions import VERSIONS
 
     found = []
@@ -95,7 +96,7 @@ def implementations(products: Products) -> dict[str, tuple[Callable, Callable]]:
 
     found = {}
     for name in available_versions(products.x.device):
-        module = importlib.import_module(f"hip_ops.grouped_product.{name}")
+        module = importlib.import_module(f"hip_ops.ops.grouped_product.{name}")
         found[name] = module.grouped_rows, functools.partial(module.grouped_outer_, accumulate=True)
     ends = products.offsets.tolist()
     borders = list(enumerate(zip([0, *ends[:-1]], ends, strict=True)))

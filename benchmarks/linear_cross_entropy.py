@@ -29,16 +29,16 @@ from torch import Tensor
 
 import hip_ops
 from hip_ops import use_kernels
-from hip_ops.linear_cross_entropy import reference
-from hip_ops.linear_cross_entropy.passes import (
+from hip_ops.ops.linear_cross_entropy import reference
+from hip_ops.ops.linear_cross_entropy.passes import (
     finish_gradient,
     overwrite_with_exponentials,
     overwrite_with_gradient,
     parts_for,
     row_statistics,
 )
-from hip_ops.linear_cross_entropy.saved import chunk_for, parts_of_exponentials
 from hip_ops.runtime.main_grad import add_product_, scaled_product
+from hip_ops.saved_bytes import chunk_for, parts_of_exponentials
 
 BF16 = torch.bfloat16
 MI300X_FLOPS_PER_S = 600e12  # of large products, as in recipes/cluster/mi300x_8.yaml; for predictions
@@ -244,7 +244,7 @@ def measure(i: Inputs, device: torch.device, options) -> dict:
 
 def sweep_exponentials(logits: Tensor, labels: Tensor, device: torch.device, options) -> dict:
     """Measure the kernel of exponentials with other part sizes than the operator's."""
-    from hip_ops.linear_cross_entropy import triton as kernels
+    from hip_ops.ops.linear_cross_entropy import triton as kernels
 
     found = {}
     for block, warps in itertools.product((1024, 2048, 4096, 8192, 16384), (1, 2, 4, 8, 16)):
@@ -267,7 +267,7 @@ def sweep_exponentials(logits: Tensor, labels: Tensor, device: torch.device, opt
 
 def sweep(i: Inputs, device: torch.device, options) -> dict:
     """Measure both Triton kernels on one chunk, best first."""
-    from hip_ops.linear_cross_entropy import triton as kernels
+    from hip_ops.ops.linear_cross_entropy import triton as kernels
 
     chunk, classes = options.chunk or chunk_for(len(i.hidden), len(i.weight), 2), len(i.weight)
     logits, y, mask = torch.randn(chunk, classes, device=device, dtype=BF16), i.labels[:chunk], i.mask[:chunk]

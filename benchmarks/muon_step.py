@@ -30,8 +30,8 @@ from result_record import RESULTS, described, file_part, write
 
 import hip_ops
 from hip_ops import use_kernels
-from hip_ops.muon import multi_tensor
-from hip_ops.muon.matrix_batches import MatrixBatches
+from hip_ops.ops.muon import multi_tensor
+from hip_ops.ops.muon.matrix_batches import MatrixBatches
 
 LAYERS, RANKS = 40, 8
 # (rows, columns) and how many of them a layer of ZAYA1-base has: experts' gate+up and down, output, query, key, two
@@ -188,7 +188,9 @@ def sweep(options, device: torch.device, shapes) -> dict:
     ):
         if tile != 16 and name != "triton":
             continue
-        tiles = mock.patch("hip_ops.muon.triton.TILE_ELEMENTS", tile) if name == "triton" else contextlib.nullcontext()
+        tiles = (
+            mock.patch("hip_ops.ops.muon.triton.TILE_ELEMENTS", tile) if name == "triton" else contextlib.nullcontext()
+        )
         with (
             mock.patch.multiple(multi_tensor, CHUNK_ELEMENTS=chunk, BLOCKS_PER_PROCESSOR=blocks),
             tiles,

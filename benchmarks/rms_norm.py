@@ -41,7 +41,7 @@ def eager_add(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tens
 
 
 def eager_scaled(output, residual, b_o, s_o, b_x, s_x, weight) -> tuple[Tensor, Tensor]:
-    """Compute the formula of hip_ops.rms_norm.reference.scaled_residual_rms_norm, as a user of torch writes it."""
+    """Compute the formula of hip_ops.ops.rms_norm.reference.scaled_residual_rms_norm, as a user of torch writes it."""
     b_o, s_o, b_x, s_x = (v.float() for v in (b_o, s_o, b_x, s_x))
     new_residual = torch.addcmul(torch.addcmul(b_o * s_o + b_x * s_x, output.float(), s_o), residual, s_x)
     return F.rms_norm(new_residual, weight.shape, weight.float(), EPS).to(weight.dtype), new_residual
@@ -109,7 +109,7 @@ def ours(work: Work) -> Callable:
 
 def kernels(work: Work, name: str, inputs: Inputs) -> tuple[Callable, Callable]:
     """Return forward and backward of version `name`, without dispatch and autograd."""
-    module = importlib.import_module(f"hip_ops.rms_norm.{name}")
+    module = importlib.import_module(f"hip_ops.ops.rms_norm.{name}")
     i = inputs
     if work.scaled:
         rstd = module.scaled_residual_rms_norm(*i.arguments, EPS)[2]
@@ -172,7 +172,7 @@ def measure(work: Work, rows: int, hidden: int, device: torch.device, options) -
 @contextlib.contextmanager
 def launched_as(trial, backward: bool):
     """Replace tile and grid of the Triton kernels of one direction by `trial`."""
-    from hip_ops.rms_norm import triton as triton_kernels
+    from hip_ops.ops.rms_norm import triton as triton_kernels
 
     chosen = triton_kernels.launch
 
@@ -185,7 +185,7 @@ def launched_as(trial, backward: bool):
 
 def trials(work: Work, hidden: int, backward: bool) -> list:
     """Return other tiles, warps, grids and stages than `launch` chooses."""
-    from hip_ops.rms_norm.triton import launch
+    from hip_ops.ops.rms_norm.triton import launch
 
     default = launch(hidden, scaled=work.scaled, backward=backward)
     grids = (1, 2, 3, 4, 6, 8) if backward else (None, 2, 4, 8)

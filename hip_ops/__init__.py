@@ -6,38 +6,36 @@ Public names are imported at first use, so that `import hip_ops` is fast and nee
 """
 
 import importlib
-import sys
-from types import ModuleType
 
 # public name -> the module that defines it
 EXPORTS = {
-    "rms_norm": "rms_norm",
-    "affine": "rms_norm",
-    "affine_rms_norm": "rms_norm",
-    "layer_norm": "rms_norm",
-    "affine_layer_norm": "rms_norm",
-    "scale_residual": "rms_norm",
-    "add_rms_norm": "rms_norm",
-    "scaled_residual_rms_norm": "rms_norm",
-    "add_layer_norm": "rms_norm",
-    "scaled_residual_layer_norm": "rms_norm",
-    "cca_prologue": "cca_prologue",
-    "rope_table": "cca_prologue",
-    "muon_momentum_": "muon",
-    "muon_update_": "muon",
-    "MatrixBatches": "muon.matrix_batches",
-    "newton_schulz": "newton_schulz",
-    "sort_by_expert": "expert_permutation",
-    "permute_to_experts": "expert_permutation",
-    "unpermute_from_experts": "expert_permutation",
-    "grouped_rows": "grouped_product",
-    "grouped_outer_": "grouped_product",
-    "weighted_swiglu": "weighted_swiglu",
-    "weighted_swiglu_backward": "weighted_swiglu",
-    "router_mlp": "router_mlp",
-    "router_mlp_backward": "router_mlp",
-    "linear_cross_entropy": "linear_cross_entropy",
-    "add_rows_": "embedding_gradient",
+    "rms_norm": "ops.rms_norm",
+    "affine": "ops.rms_norm",
+    "affine_rms_norm": "ops.rms_norm",
+    "layer_norm": "ops.rms_norm",
+    "affine_layer_norm": "ops.rms_norm",
+    "scale_residual": "ops.rms_norm",
+    "add_rms_norm": "ops.rms_norm",
+    "scaled_residual_rms_norm": "ops.rms_norm",
+    "add_layer_norm": "ops.rms_norm",
+    "scaled_residual_layer_norm": "ops.rms_norm",
+    "cca_prologue": "ops.cca_prologue",
+    "rope_table": "ops.cca_prologue",
+    "muon_momentum_": "ops.muon",
+    "muon_update_": "ops.muon",
+    "MatrixBatches": "ops.muon.matrix_batches",
+    "newton_schulz": "ops.newton_schulz",
+    "sort_by_expert": "ops.expert_permutation",
+    "permute_to_experts": "ops.expert_permutation",
+    "unpermute_from_experts": "ops.expert_permutation",
+    "grouped_rows": "ops.grouped_product",
+    "grouped_outer_": "ops.grouped_product",
+    "weighted_swiglu": "ops.weighted_swiglu",
+    "weighted_swiglu_backward": "ops.weighted_swiglu",
+    "router_mlp": "ops.router_mlp",
+    "router_mlp_backward": "ops.router_mlp",
+    "linear_cross_entropy": "ops.linear_cross_entropy",
+    "add_rows_": "ops.embedding_gradient",
     "wide": "runtime.declaration",
     "formula": "runtime.compiled",
     "set_kernels": "runtime.selection",
@@ -57,16 +55,3 @@ def __getattr__(name: str):
 
 def __dir__() -> list[str]:
     return sorted((*globals(), *EXPORTS))
-
-
-class _Package(ModuleType):
-    """Keeps a public function where Python would replace it by the submodule of the same name, after the import of that
-    submodule.
-    """
-
-    def __setattr__(self, name: str, value) -> None:
-        if not (name in EXPORTS and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

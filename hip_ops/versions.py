@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators and the versions that each has, best first. Needs no torch: recipes are checked against it.
 
-A new version is one name here and one file `hip_ops/<operator>/<name>.py` with functions named like those of
+A new version is one name here and one file `hip_ops/ops/<operator>/<name>.py` with functions named like those of
 reference.py. `compiled` is torch.compile of the reference and needs no file. Every operator also has the version
 `reference`.
 """
 
-from hip_ops.runtime.errors import mistake
+from hip_ops.errors import mistake
 
 VERSIONS = {
     "rms_norm": ("hip", "triton", "compiled", "aiter"),

@@ -32,9 +32,9 @@ def _is_docstring(node: ast.stmt) -> bool:
 
 
 def room(path: str) -> str:
-    """Return the first two folders of a file, or the package for a file directly in it."""
+    """Return the first two folders of a file, three for an operator, or the package for a file directly in it."""
     parts = PurePosixPath(path).parts
-    return "/".join(parts[:2]) if len(parts) > 2 else parts[0]
+    return "/".join(parts[:-1][: 3 if parts[1] == "ops" else 2])
 
 
 def files_of(revision: str | None) -> Iterator[tuple[str, str]]:

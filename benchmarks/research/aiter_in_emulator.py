@@ -4,7 +4,7 @@
     python benchmarks/research/aiter_in_emulator.py CLONE v0.1.18 v0.1.19.post2 v0.1.20.post1
 
 CLONE is a clone or bare mirror of github.com/ROCm/aiter. For each tag the installed Triton compiles its unmodified
-kernels for gfx942, and the emulator of tests/gfx942 runs them behind AITER's host functions and hip_ops/*/aiter.py. The
+kernels for gfx942, and the emulator of tests/gfx942 runs them behind AITER's host functions and hip_ops/ops/*/aiter.py. The
 operators run their self-checks, then the cases of tests/hip_ops/rms_norm_cases.py and grouped_cases.py against fp64.
 At the end nptgmm takes ptgmm's place, and AITER's own autograd function of addition and norm that of _rmsnorm_backward:
 both have a defect that the self-check must find.
@@ -150,7 +150,7 @@ def load(clone: Path, tag: str, folder: Path) -> None:
 
 def compare(tag: str) -> bool:
     """Run the self-checks and the cases; return whether all passed."""
-    norms, products = (importlib.import_module(f"hip_ops.{name}") for name in ("rms_norm", "grouped_product"))
+    norms, products = (importlib.import_module(f"hip_ops.ops.{name}") for name in ("rms_norm", "grouped_product"))
     operators = [norms._add, norms._scaled, norms._add_backward, norms._scaled_backward]
     cases = [(str(case), lambda case=case: check(of_module(norms.aiter), case)) for case in NORMS]
     if runtime_aiter.missing(products.aiter.FIRST) is None:

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # hip_ops and test
 
 import triton
 
-from hip_ops.grouped_product.configs import DERIVED, GroupedConfig
-from hip_ops.newton_schulz.plan import TILE_SIDES
+from hip_ops.ops.grouped_product.configs import DERIVED, GroupedConfig
+from hip_ops.ops.newton_schulz.plan import TILE_SIDES
 from tests.gfx942.budgets import resources
 from tests.gfx942.inner_loop import inner_loop
 from tests.gfx942.toolchain import code_object

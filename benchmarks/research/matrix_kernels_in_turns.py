@@ -42,9 +42,9 @@ SHARES = (97, 33, 30, 84, 76, 55, 45, 38, 34, 61, 64, 122, 44, 76, 68, 73)  # of
 def grouped(kind: str, pointers: bool) -> tuple[Callable, Callable]:
     import torch
 
-    from hip_ops.grouped_product import reference
-    from hip_ops.grouped_product import triton as kernels
-    from hip_ops.grouped_product.configs import ANY_NVIDIA
+    from hip_ops.ops.grouped_product import reference
+    from hip_ops.ops.grouped_product import triton as kernels
+    from hip_ops.ops.grouped_product.configs import ANY_NVIDIA
 
     config = ANY_NVIDIA if pointers else None
     shares = torch.tensor(SHARES, dtype=torch.float64)
@@ -103,8 +103,8 @@ def norm(scaled: bool, backward: bool) -> tuple[Callable, tuple]:
     """RMSNorm in Triton, without dispatch. Its tensors are several times as large as L2."""
     import torch
 
-    from hip_ops.rms_norm import reference
-    from hip_ops.rms_norm import triton as kernels
+    from hip_ops.ops.rms_norm import reference
+    from hip_ops.ops.rms_norm import triton as kernels
 
     stream = torch.float32 if scaled else torch.bfloat16
     x, dy = (torch.randn(2 * TOKENS, HIDDEN, device="cuda").bfloat16() for _ in range(2))
@@ -200,8 +200,8 @@ def check_hip() -> None:
     """Prints the errors of the new tree's HIP products and start."""
     import torch
 
-    from hip_ops.newton_schulz import hip
-    from hip_ops.newton_schulz.iteration import normalised
+    from hip_ops.ops.newton_schulz import hip
+    from hip_ops.ops.newton_schulz.iteration import normalised
 
     for side in (64, 128, 256):
         a, b = (torch.randn(2, rows, 168, device="cuda").half() for rows in (side + 72, side + 8))

@@ -9,7 +9,7 @@ configurations.
 
 Each candidate is checked against torch before it is timed. The best few of each shape are timed again in turn on a hot
 GPU, where configurations that need less power per operation win. The winners go to
-hip_ops/grouped_product/grouped_configs.json (or --output), with device, date and commit.
+hip_ops/ops/grouped_product/grouped_configs.json (or --output), with device, date and commit.
 """
 
 from __future__ import annotations
@@ -26,9 +26,17 @@ from pathlib import Path
 import torch
 from triton.testing import do_bench
 
-from hip_ops.grouped_product import reference
-from hip_ops.grouped_product.configs import DERIVED, KINDS, SHARED_MEMORY, TABLE, GroupedConfig, read_table, write_table
-from hip_ops.grouped_product.triton import grouped_outer_, grouped_rows
+from hip_ops.ops.grouped_product import reference
+from hip_ops.ops.grouped_product.configs import (
+    DERIVED,
+    KINDS,
+    SHARED_MEMORY,
+    TABLE,
+    GroupedConfig,
+    read_table,
+    write_table,
+)
+from hip_ops.ops.grouped_product.triton import grouped_outer_, grouped_rows
 from hip_ops.runtime.architecture import architecture
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules of benchmarks/

@@ -7,7 +7,7 @@
 
 Products and loads are those of benchmarks/grouped_product.py; `write` is the weight gradient that is written, not
 added. Triton's time is the better of two, before each product's tiles. Prints the best tiles of each form and of all,
-over all loads; hip_ops/grouped_product/quack.py has one of them as TILE. Writes benchmarks/results/<name>.json.
+over all loads; hip_ops/ops/grouped_product/quack.py has one of them as TILE. Writes benchmarks/results/<name>.json.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from hip_ops.grouped_product import quack, triton
+from hip_ops.ops.grouped_product import quack, triton
 from hip_ops.runtime.quack_tiles import Tile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules of benchmarks/

@@ -7,7 +7,7 @@
 Each candidate is checked against cuBLAS before it is timed, in CUDA graphs, so that launches do not count. The best few
 of the products that keep a GPU at its power limit are timed again for longer, in turn, on a hot GPU: there
 configurations that need less power per operation win. The winner of every kind and shape goes to
-hip_ops/newton_schulz/product_configs.json (or --output), with device, date and commit.
+hip_ops/ops/newton_schulz/product_configs.json (or --output), with device, date and commit.
 """
 
 from __future__ import annotations
@@ -24,8 +24,14 @@ from pathlib import Path
 import torch
 from triton.testing import do_bench_cudagraph
 
-from hip_ops.newton_schulz.product_configs import HOPPER_SHARED_MEMORY, TABLE, ProductConfig, read_table, write_table
-from hip_ops.newton_schulz.triton_product import product
+from hip_ops.ops.newton_schulz.product_configs import (
+    HOPPER_SHARED_MEMORY,
+    TABLE,
+    ProductConfig,
+    read_table,
+    write_table,
+)
+from hip_ops.ops.newton_schulz.triton_product import product
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules of benchmarks/
 from compile_ahead import compile_ahead  # noqa: E402

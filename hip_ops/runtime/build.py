@@ -23,9 +23,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
+from hip_ops.errors import mistake
 from hip_ops.runtime.cache import cache_folder, locked
 from hip_ops.runtime.compilers import AMD_ARCHITECTURES, Compiler, CompilerNotFound, check_target, find_compiler
-from hip_ops.runtime.errors import mistake
 
 CSRC = Path(__file__).resolve().parent / "csrc"  # headers that all kernels share, and the library's own functions
 PACKAGE = CSRC.parents[1]  # hip_ops: each operator's sources lie in its folder

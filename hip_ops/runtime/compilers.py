@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from hip_ops.errors import mistake
 from hip_ops.runtime import device_libs
-from hip_ops.runtime.errors import mistake
 
 HEADERS = Path(__file__).resolve().parent / "csrc"  # headers of several operators' kernels
 

@@ -41,7 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hip_ops.runtime.errors import mistake
+from hip_ops.errors import mistake
 
 DTYPES = {
     "bf16": torch.bfloat16,

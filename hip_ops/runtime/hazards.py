@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from hip_ops.runtime.errors import mistake
+from hip_ops.errors import mistake
 
 ARCHITECTURE = "gfx942"
 OLDEST_LLVM = 17  # the first release that knows gfx942

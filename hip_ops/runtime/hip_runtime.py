@@ -14,7 +14,7 @@ import os
 import re
 from pathlib import Path
 
-from hip_ops.runtime.errors import mistake
+from hip_ops.errors import mistake
 
 _FILE = re.compile(r"libamdhip64[^/]*\.so[^/]*$")
 _NUMBER = re.compile(r"\.so\.(\d+)")

@@ -9,7 +9,7 @@
     )
     y = _scale(x, 2.0)
 
-`reference` is the definition, in `hip_ops/<operator>/reference.py`; its annotations are the schema of the torch
+`reference` is the definition, in `hip_ops/ops/<operator>/reference.py`; its annotations are the schema of the torch
 operator `hip_ops::scale`. The other versions are the functions of the same name in hip.py, triton.py, ... beside it, as
 hip_ops/versions.py lists them. Each is compared with the reference before its first use on a device; one that fails is
 skipped with a warning.
@@ -34,10 +34,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from hip_ops.errors import mistake
 from hip_ops.runtime import availability
 from hip_ops.runtime.compiled import compile_function
 from hip_ops.runtime.declaration import Declaration, Rule
-from hip_ops.runtime.errors import mistake
 from hip_ops.runtime.library import identity
 from hip_ops.runtime.selection import Request, selection
 from hip_ops.runtime.self_check import PLAIN_CALL, Condition, differences
@@ -387,7 +387,7 @@ def _first_tensor(values: Iterable) -> Tensor | None:
 def all_operators() -> list[Operator]:
     """Imports all operators of the package and returns them."""
     for folder in VERSIONS:
-        importlib.import_module(f"hip_ops.{folder}")
+        importlib.import_module(f"hip_ops.ops.{folder}")
     return list(OPERATORS.values())
 
 

@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from hip_ops.runtime.errors import mistake
+from hip_ops.errors import mistake
 from hip_ops.versions import check_selection, read_selection
 
 ENVIRONMENT = "HIP_OPS_KERNELS"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders of output tiles over Triton programs, as in hip_ops/newton_schulz/tile_order.h."""
+"""Orders of output tiles over Triton programs, as in hip_ops/ops/newton_schulz/tile_order.h."""
 
 import torch
 import triton

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hip_ops import use_kernels
-from hip_ops.router_mlp import _backward, _forward, reference
+from hip_ops.ops.router_mlp import _backward, _forward, reference
 from hip_ops.runtime.selection import selection
 
 CPU = torch.device("cpu")

@@ -2,7 +2,7 @@
 """Compiles .hip files for gfx942 with clang 19, as tests need them: device code object, assembly, resource remarks,
 host library.
 
-    code_object("rms_norm")                               hip_ops/*/rms_norm.hip
+    code_object("rms_norm")                               hip_ops/ops/*/rms_norm.hip
     code_object("rms_norm", defines=["BUG_NO_SYNC"])      with a bug switched on
     code_object(Path(__file__).parent / "kernels/x.hip")  any other file
 
@@ -141,7 +141,7 @@ def device_library_flags() -> tuple[str, ...]:
 
 
 def source_path(source: str | Path) -> Path:
-    """A name stands for hip_ops/*/<name>.hip, anything else is a path."""
+    """A name stands for hip_ops/ops/*/<name>.hip, anything else is a path."""
     path = Path(source) if isinstance(source, Path) or str(source).endswith(".hip") else kernel_source(f"{source}.hip")
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such kernel source")

@@ -37,7 +37,7 @@ def _compile(
 
 
 def _rms_norm(which: str, scaled: bool, centered: bool = False) -> TritonObject:
-    from hip_ops.rms_norm import triton as rms_norm
+    from hip_ops.ops.rms_norm import triton as rms_norm
 
     sizes = dict.fromkeys(
         ("rows", "hidden", "programs", "x_stride", "residual_stride", "dy_stride", "d_new_residual_stride"), "i32"
@@ -75,8 +75,8 @@ def _rms_norm(which: str, scaled: bool, centered: bool = False) -> TritonObject:
 
 
 def _muon(which: str) -> TritonObject:
-    from hip_ops.muon import triton as muon
-    from hip_ops.muon.multi_tensor import CHUNK_ELEMENTS
+    from hip_ops.ops.muon import triton as muon
+    from hip_ops.ops.muon.multi_tensor import CHUNK_ELEMENTS
 
     dtypes = (torch.bfloat16, torch.float32, torch.bfloat16)
     tile = muon.tile_of(dtypes, 64)
@@ -96,8 +96,8 @@ def _muon(which: str) -> TritonObject:
 
 
 def _product(symmetric: bool) -> TritonObject:
-    from hip_ops.newton_schulz.product_configs import choose_config
-    from hip_ops.newton_schulz.triton_pointers import pointer_product_kernel
+    from hip_ops.ops.newton_schulz.product_configs import choose_config
+    from hip_ops.ops.newton_schulz.triton_pointers import pointer_product_kernel
 
     config = choose_config("gram" if symmetric else "general", 16, 2048, 4096, amd=True)
     sizes = ("m", "n", "k", "a_stride", "b_stride", "d_stride", "c_stride", "a_batch", "b_batch", "d_batch", "c_batch")
@@ -119,7 +119,7 @@ def _product(symmetric: bool) -> TritonObject:
 
 
 def _expert_rows(which: str) -> TritonObject:
-    from hip_ops.expert_permutation import triton as kernels
+    from hip_ops.ops.expert_permutation import triton as kernels
 
     maps = dict.fromkeys(
         ("index", "inverse", "expert_ids", "counted", "token_of_row", "row_of_token", "counts", "offsets"), "*i32"
@@ -141,7 +141,7 @@ def _expert_rows(which: str) -> TritonObject:
 
 
 def _swiglu(backward: bool) -> TritonObject:
-    from hip_ops.weighted_swiglu import triton as kernels
+    from hip_ops.ops.weighted_swiglu import triton as kernels
 
     chosen = kernels.launch(HIDDEN, 2, backward=backward, warp_size=64)
     types = dict.fromkeys(("rows", "width", "grad_stride", "gate_up_stride", "experts"), "i32") | {"offsets": "*i32"}
@@ -161,8 +161,8 @@ def grouped_product(kind: str, config=None, small: bool = False) -> TritonObject
     small: all tensors are below 2 GiB. Otherwise those that are views of Megatron's buffers (matrices, main gradients)
     are not.
     """
-    from hip_ops.grouped_product import triton_pointers as kernels
-    from hip_ops.grouped_product.configs import choose_config
+    from hip_ops.ops.grouped_product import triton_pointers as kernels
+    from hip_ops.ops.grouped_product.configs import choose_config
 
     config = config or choose_config("gfx942", kind, 1024, *((2048, 4096) if kind == "rows_t" else (4096, 2048)))
     kernel = kernels.grouped_pointer_outer_kernel if kind == "outer" else kernels.grouped_pointer_rows_kernel
@@ -188,7 +188,7 @@ def grouped_product(kind: str, config=None, small: bool = False) -> TritonObject
 
 def _vocabulary_rows(gradient: bool) -> TritonObject:
     """A chunk of ZAYA1's 262,272 classes, in which no number is divisible by 16 but those of classes."""
-    from hip_ops.linear_cross_entropy import triton as kernels
+    from hip_ops.ops.linear_cross_entropy import triton as kernels
 
     chosen = kernels.launch(2, 64)
     sizes = dict.fromkeys(("rows", "classes", "row_stride", "first_class", "size", "normalizer_stride"), "i32")
@@ -200,8 +200,8 @@ def _vocabulary_rows(gradient: bool) -> TritonObject:
 
 def _vocabulary_exponentials(finish: bool) -> TritonObject:
     """A chunk of ZAYA1's 262,272 classes, in 129 parts of 2048."""
-    from hip_ops.linear_cross_entropy import triton as kernels
-    from hip_ops.linear_cross_entropy.reference import LARGE, MOST, PERIOD
+    from hip_ops.ops.linear_cross_entropy import triton as kernels
+    from hip_ops.ops.linear_cross_entropy.reference import LARGE, MOST, PERIOD
 
     sizes = dict.fromkeys(
         ("rows", "classes", "row_stride", "first_class", "size", "all_parts", "first_part", "parts"), "i32"
@@ -222,10 +222,10 @@ def _vocabulary_exponentials(finish: bool) -> TritonObject:
 
 def _cca_prologue(which: str) -> TritonObject:
     """ZAYA1's heads, with halos and documents."""
-    from hip_ops.cca_prologue import triton as cca_prologue
-    from hip_ops.cca_prologue import triton_backward as cca_prologue_backward
-    from hip_ops.cca_prologue import triton_forward as cca_prologue_forward
-    from hip_ops.cca_prologue import triton_rows as cca_prologue_rows
+    from hip_ops.ops.cca_prologue import triton as cca_prologue
+    from hip_ops.ops.cca_prologue import triton_backward as cca_prologue_backward
+    from hip_ops.ops.cca_prologue import triton_forward as cca_prologue_forward
+    from hip_ops.ops.cca_prologue import triton_rows as cca_prologue_rows
 
     chosen = (
         cca_prologue.Launch(0, 8)
@@ -274,8 +274,8 @@ ROUTER_TYPES = dict.fromkeys(("biases", "weights", "d_weights", "statistics", "s
 
 def router_mlp(which: str, width: int = 256, classes: int = 17) -> TritonObject:
     """A router, ZAYA1's if nothing else is said, with a layer before it and one behind."""
-    from hip_ops.router_mlp import triton as kernels
-    from hip_ops.router_mlp.reference import columns
+    from hip_ops.ops.router_mlp import triton as kernels
+    from hip_ops.ops.router_mlp.reference import columns
 
     chosen = kernels.launch(width, warp_size=64)
     kernel = getattr(kernels, f"router_mlp_{which}_kernel")

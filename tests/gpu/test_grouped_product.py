@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 import hip_ops
-from hip_ops import grouped_product, use_kernels
-from hip_ops.grouped_product.configs import GroupedConfig, choose_config
+from hip_ops import use_kernels
+from hip_ops.ops import grouped_product
+from hip_ops.ops.grouped_product.configs import GroupedConfig, choose_config
 from hip_ops.runtime.main_grad import add_products_, fp32_product, main_grad_linear
 from hip_ops.runtime.operator import warm_up
 from hip_ops.versions import VERSIONS
@@ -58,7 +59,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_every_kind_of_configuration(settings):
-    from hip_ops.grouped_product import triton as kernels
+    from hip_ops.ops.grouped_product import triton as kernels
 
     if choose_config(kernels.table_part(DEVICE), "outer", 1, 1, 1).descriptors is False and settings.get(
         "descriptors", True
@@ -87,7 +88,7 @@ def test_every_version(name):
                 raise
             pytest.skip(str(error))
     module, case = (
-        importlib.import_module(f"hip_ops.grouped_product.{name}"),
+        importlib.import_module(f"hip_ops.ops.grouped_product.{name}"),
         Grouped((0, 30, 0, 150, 300, 1), 256, 512),
     )
     for transposed in (False, True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test the CCA prologue on an accelerator: Triton, and hip_ops/cca_prologue/cca_prologue*.hip compiled for it (by
+"""Test the CCA prologue on an accelerator: Triton, and hip_ops/ops/cca_prologue/cca_prologue*.hip compiled for it (by
 nvcc on NVIDIA).
 """
 

@@ -20,7 +20,7 @@ LARGE = [Rows(16384, 262272, 256, BF16, "half"), Rows(16384, 1000, 2048, FP32), 
 
 @pytest.mark.parametrize("case", [*CASES, *LARGE], ids=str)
 def test_against_fp64(chosen, case):
-    check(importlib.import_module(f"hip_ops.embedding_gradient.{chosen}"), case, "cuda")
+    check(importlib.import_module(f"hip_ops.ops.embedding_gradient.{chosen}"), case, "cuda")
 
 
 def test_the_self_check_passes_and_nothing_waits(chosen):

@@ -10,7 +10,7 @@ import torch
 
 import hip_ops
 from hip_ops import use_kernels
-from hip_ops.expert_permutation import reference
+from hip_ops.ops.expert_permutation import reference
 from hip_ops.runtime.availability import missing
 from hip_ops.runtime.operator import OPERATORS, all_operators, warm_up
 from tests.hip_ops.expert_path_cases import (
@@ -67,7 +67,7 @@ def warmed_up() -> dict[str, str]:
 
 
 def module(chosen: str, name: str):
-    return importlib.import_module(f"hip_ops.{name}.{chosen}")
+    return importlib.import_module(f"hip_ops.ops.{name}.{chosen}")
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)

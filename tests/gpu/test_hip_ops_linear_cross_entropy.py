@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test linear + cross-entropy on an accelerator: Triton, and
-hip_ops/linear_cross_entropy/vocabulary_{rows,exponentials}.hip compiled for it (by nvcc on NVIDIA).
+hip_ops/ops/linear_cross_entropy/vocabulary_{rows,exponentials}.hip compiled for it (by nvcc on NVIDIA).
 """
 
 import importlib
@@ -28,7 +28,7 @@ LARGE = [
 
 @pytest.mark.parametrize("case", [*CASES, *LARGE], ids=str)
 def test_rows_against_fp64(chosen, case):
-    check(importlib.import_module(f"hip_ops.linear_cross_entropy.{chosen}"), case, "cuda")
+    check(importlib.import_module(f"hip_ops.ops.linear_cross_entropy.{chosen}"), case, "cuda")
 
 
 LARGE_EXPONENTIALS = [
@@ -41,13 +41,13 @@ LARGE_EXPONENTIALS = [
 
 @pytest.mark.parametrize("case", [*exponentials.CASES, *LARGE_EXPONENTIALS], ids=str)
 def test_exponentials_against_fp64(chosen, case):
-    exponentials.check(importlib.import_module(f"hip_ops.linear_cross_entropy.{chosen}"), case, "cuda")
+    exponentials.check(importlib.import_module(f"hip_ops.ops.linear_cross_entropy.{chosen}"), case, "cuda")
 
 
 @pytest.mark.parametrize("others", [1, 3])
 @pytest.mark.parametrize("case", exponentials.SEVERAL_RANKS, ids=str)
 def test_parts_of_other_ranks(chosen, case, others):
-    exponentials.check(importlib.import_module(f"hip_ops.linear_cross_entropy.{chosen}"), case, "cuda", others)
+    exponentials.check(importlib.import_module(f"hip_ops.ops.linear_cross_entropy.{chosen}"), case, "cuda", others)
 
 
 def test_the_self_check_passes(chosen):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test Muon's multi-tensor operators on an accelerator: Triton, and hip_ops/muon/muon.hip compiled for it (by nvcc
+"""Test Muon's multi-tensor operators on an accelerator: Triton, and hip_ops/ops/muon/muon.hip compiled for it (by nvcc
 on NVIDIA).
 """
 
@@ -11,8 +11,8 @@ import torch
 
 import hip_ops
 from hip_ops import use_kernels
-from hip_ops.muon import multi_tensor, rms_matching_scale
-from hip_ops.muon.matrix_batches import MatrixBatches
+from hip_ops.ops.muon import multi_tensor, rms_matching_scale
+from hip_ops.ops.muon.matrix_batches import MatrixBatches
 from hip_ops.runtime import availability
 from tests.hip_ops.muon_oracle import GUARD, Lists, check_momentum, check_update, guards_intact, make_lists
 from tests.no_waiting import no_waiting

@@ -10,11 +10,11 @@ import torch
 
 import hip_ops
 from hip_ops import use_kernels
-from hip_ops.newton_schulz import captured, hip, quack
-from hip_ops.newton_schulz.coefficients import COEFFICIENT_SETS, coefficient_triples
-from hip_ops.newton_schulz.iteration import normalised
-from hip_ops.newton_schulz.plan import TILE_SIDES, make_plan
-from hip_ops.newton_schulz.product_configs import TABLE, ProductConfig, choose_config
+from hip_ops.ops.newton_schulz import captured, hip, quack
+from hip_ops.ops.newton_schulz.coefficients import COEFFICIENT_SETS, coefficient_triples
+from hip_ops.ops.newton_schulz.iteration import normalised
+from hip_ops.ops.newton_schulz.plan import TILE_SIDES, make_plan
+from hip_ops.ops.newton_schulz.product_configs import TABLE, ProductConfig, choose_config
 from hip_ops.runtime.quack_tiles import available
 from tests.hip_ops.newton_schulz_bounds import singular_value_interval
 from tests.hip_ops.newton_schulz_form import in_form
@@ -22,8 +22,8 @@ from tests.hip_ops.product_cases import DTYPES, ROUNDED_ONCE, Case, general_case
 
 pytest.importorskip("triton")
 
-from hip_ops.newton_schulz import triton  # noqa: E402
-from hip_ops.newton_schulz.triton_product import AMD, empty_rows, product  # noqa: E402
+from hip_ops.ops.newton_schulz import triton  # noqa: E402
+from hip_ops.ops.newton_schulz.triton_product import AMD, empty_rows, product  # noqa: E402
 
 DEVICE = torch.device("cuda")
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test residual merge + RMSNorm or LayerNorm on an accelerator: Triton, and hip_ops/rms_norm/rms_norm*.hip compiled for it (by
+"""Test residual merge + RMSNorm or LayerNorm on an accelerator: Triton, and hip_ops/ops/rms_norm/rms_norm*.hip compiled for it (by
 nvcc on NVIDIA).
 """
 
@@ -63,7 +63,7 @@ def gradients(case: Case, function, inputs) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_fp64(chosen, case):
-    check(of_module(importlib.import_module(f"hip_ops.rms_norm.{chosen}")), case, "cuda")
+    check(of_module(importlib.import_module(f"hip_ops.ops.rms_norm.{chosen}")), case, "cuda")
 
 
 def test_the_self_check_passes(chosen):
@@ -88,7 +88,7 @@ def test_autograd_gives_what_the_functions_give(chosen, scaled, centered):
         stream.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     inputs = make(case, "cuda")
-    module = of_module(importlib.import_module(f"hip_ops.rms_norm.{chosen}"))
+    module = of_module(importlib.import_module(f"hip_ops.ops.rms_norm.{chosen}"))
     y, new_residual, *rest = module.forward(inputs)
     direct = module.backward(inputs, new_residual, *rest)
     assert torch.equal(found[0][0], y) and torch.equal(found[0][1], new_residual)

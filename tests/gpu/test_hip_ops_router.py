@@ -8,7 +8,7 @@ import torch
 
 import hip_ops
 from hip_ops import use_kernels
-from hip_ops.router_mlp import Routed, reference
+from hip_ops.ops.router_mlp import Routed, reference
 from hip_ops.runtime.operator import OPERATORS, all_operators, warm_up
 from tests.hip_ops.product_cases import ulp
 from tests.hip_ops.router_bugs import check_ties
@@ -33,7 +33,7 @@ CASES = [
 
 
 def kernels():
-    from hip_ops.router_mlp import triton as router_mlp
+    from hip_ops.ops.router_mlp import triton as router_mlp
 
     return router_mlp
 

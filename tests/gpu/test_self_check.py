@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hip_ops import use_kernels
-from hip_ops.linear_cross_entropy import passes
+from hip_ops.ops.linear_cross_entropy import passes
 from hip_ops.runtime import conditions
 from hip_ops.runtime.operator import all_operators, running
 from hip_ops.runtime.self_check import differences

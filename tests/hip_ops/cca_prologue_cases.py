@@ -3,7 +3,7 @@
 
 What is right is computed document by document with torch's convolutions and autograd, as transformers writes it, and
 knows nothing of tiles, reach or merged taps. A version is a module with the two functions of
-hip_ops.cca_prologue.reference.
+hip_ops.ops.cca_prologue.reference.
 """
 
 from __future__ import annotations

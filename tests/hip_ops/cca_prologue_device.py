@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the gfx942 code objects of hip_ops/cca_prologue/cca_prologue*.hip in the emulator, under the host code of
-hip_ops.cca_prologue.hip.
+"""Runs the gfx942 code objects of hip_ops/ops/cca_prologue/cca_prologue*.hip in the emulator, under the host code of
+hip_ops.ops.cca_prologue.hip.
 
 What the launchers of csrc/ do on a GPU - which kernels, grids and arguments - is done once more here, in Python, for as
 many compute units as asked for. Results are filled with NaN before a launch: so that unwritten elements are visible.
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hip_ops.cca_prologue import hip as hip_kernels
+from hip_ops.ops.cca_prologue import hip as hip_kernels
 from tests.gfx942.emulator import Buffer, Counters, Device
 from tests.gfx942.toolchain import code_object
 
@@ -60,7 +60,7 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
 
 @dataclass
 class Emulated:
-    """A module like hip_ops.cca_prologue.hip. `objects` compiles a source of csrc/ by name; `counters` keeps what each
+    """A module like hip_ops.ops.cca_prologue.hip. `objects` compiles a source of csrc/ by name; `counters` keeps what each
     launch counted.
     """
 

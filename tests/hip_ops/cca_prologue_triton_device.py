@@ -21,7 +21,7 @@ NAMES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.uint8: "*u8"}
 
 @dataclass
 class EmulatedTriton:
-    """A module like hip_ops.cca_prologue.triton, as an MI300X with few processors would run it; `counters` by
+    """A module like hip_ops.ops.cca_prologue.triton, as an MI300X with few processors would run it; `counters` by
     kernel.
     """
 
@@ -36,7 +36,7 @@ class EmulatedTriton:
         return self._run("cca_prologue_backward", arguments)
 
     def _run(self, function: str, arguments):
-        from hip_ops.cca_prologue import triton as module
+        from hip_ops.ops.cca_prologue import triton as module
 
         choose = module.launch
         with contextlib.ExitStack() as patched:
@@ -57,7 +57,7 @@ class _Kernel:
         return lambda *arguments, **named: self._launch(grid, arguments, named)
 
     def _launch(self, grid, arguments, named) -> None:
-        from hip_ops.cca_prologue.triton_rows import SIZES
+        from hip_ops.ops.cca_prologue.triton_rows import SIZES
 
         device = self.owner.device
         constexprs = {name: value for name, value in named.items() if name in self.arg_names}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernel sources as CPU libraries: plain, with a bug switched on, or under AddressSanitizer and UBSan. Needs no torch.
 
-    kernels = cpu_kernels("muon")                                  hip_ops/muon/muon.hip
+    kernels = cpu_kernels("muon")                                  hip_ops/ops/muon/muon.hip
     kernels = cpu_kernels("muon", defines=["BUG_TAIL"])            the same with a bug
     kernels = cpu_kernels(KERNELS / "barrier.hip")                 any other file
     code = kernels.ho_muon_update(array, None, 3, 1e-5, None)      pointers: numpy arrays, torch tensors, None or
@@ -52,7 +52,7 @@ def require_gxx() -> None:
 
 
 def source_files(sources: Iterable[str | Path]) -> tuple[Path, ...]:
-    """A name stands for hip_ops/*/<name>.hip; abi.hip, which every library needs, is added."""
+    """A name stands for hip_ops/ops/*/<name>.hip; abi.hip, which every library needs, is added."""
     files = [kernel_source(f"{source}.hip") if isinstance(source, str) else source for source in sources]
     return tuple(dict.fromkeys((*files, kernel_source("abi.hip"))))
 

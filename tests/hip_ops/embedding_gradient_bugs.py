@@ -56,7 +56,7 @@ BUGS = {
 
 def kernels(folder: Path, name: str | None = None) -> ModuleType:
     """A copy of the module with bug `name`."""
-    from hip_ops.embedding_gradient import triton as embedding_gradient
+    from hip_ops.ops.embedding_gradient import triton as embedding_gradient
 
     return triton_copy(folder, embedding_gradient, BUGS, name)
 

@@ -19,7 +19,7 @@ THREADS = 256
 
 @dataclass
 class HipRows(HipOnDevice):
-    """hip_ops/embedding_gradient/embedding_gradient.hip."""
+    """hip_ops/ops/embedding_gradient/embedding_gradient.hip."""
 
     def launch_columns(self, kernel: str, runs: int, width: int, columns: int, arguments: list) -> None:
         """columns: of a lane."""
@@ -67,7 +67,7 @@ class TritonRows(TritonOnDevice):
     """The Triton kernels with the blocks for waves of 64."""
 
     def add_rows_(self, total: Tensor, ids: Tensor, rows: Tensor) -> None:
-        from hip_ops.embedding_gradient import triton as kernels
+        from hip_ops.ops.embedding_gradient import triton as kernels
 
         (count, width), (in_order, order) = rows.shape, ids.sort(stable=True)
         parts, block = -(-count // kernels.RUN), kernels.columns_of_block(width)

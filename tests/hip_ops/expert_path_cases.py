@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs for the expert path, what is exactly right for them, and the comparisons that every version must pass.
 
-A version is any object with the functions of hip_ops.expert_permutation.reference and hip_ops.weighted_swiglu.reference
+A version is any object with the functions of hip_ops.ops.expert_permutation.reference and hip_ops.ops.weighted_swiglu.reference
 that a check calls. The order of tokens is found token by token; sums and activations are checked against fp64.
 """
 

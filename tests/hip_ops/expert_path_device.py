@@ -200,7 +200,7 @@ class TritonOnDevice(OnDevice):
         self.counters[kernel.__name__] = compiled.launch(self.device, (*grid, 1), given)
 
     def sort_by_expert(self, ids: Tensor, experts: int, programs: int = 256) -> tuple[Tensor, ...]:
-        from hip_ops.expert_permutation import triton as kernels
+        from hip_ops.ops.expert_permutation import triton as kernels
 
         tokens, (padded, tile) = len(ids), kernels.sort_tile(experts)
         tiles = -(-tokens // (tile * programs))
@@ -227,7 +227,7 @@ class TritonOnDevice(OnDevice):
         return tuple(to_torch(r.read()) for r in results)
 
     def gather_rows(self, source: Tensor, index: Tensor, inverse: Tensor, side: Tensor | None) -> tuple[Tensor, Tensor]:
-        from hip_ops.expert_permutation import triton as kernels
+        from hip_ops.ops.expert_permutation import triton as kernels
 
         (count, hidden), map_of = source.shape, (self.put(index), torch.int32)
         out, side_out = (
@@ -257,7 +257,7 @@ class TritonOnDevice(OnDevice):
         return to_torch(out.read()), to_torch(side_out.read())
 
     def weighted_swiglu(self, gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> Tensor:
-        from hip_ops.weighted_swiglu import triton as kernels
+        from hip_ops.ops.weighted_swiglu import triton as kernels
 
         count, width = gate_up.shape[0], gate_up.shape[1] // 2
         out, chosen = (
@@ -290,7 +290,7 @@ class TritonOnDevice(OnDevice):
     def weighted_swiglu_backward(
         self, grad: Tensor, gate_up: Tensor, probs: Tensor, offsets: Tensor | None, with_output: bool
     ):
-        from hip_ops.weighted_swiglu import triton as kernels
+        from hip_ops.ops.weighted_swiglu import triton as kernels
 
         count, width = grad.shape
         d_gate_up, d_probs = self.out((count, 2 * width), gate_up.dtype), self.out((count,), probs.dtype)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs of grouped products, their exact results, and how far a right result may be from them.
 
-`backend` is any object with the functions of hip_ops.grouped_product.reference. Padding rows hold NaN, which must not
+`backend` is any object with the functions of hip_ops.ops.grouped_product.reference. Padding rows hold NaN, which must not
 get into a result.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs gfx942 code objects of the Muon kernels - clang's of hip_ops/muon/muon.hip and Triton's - on the lists of
+"""Runs gfx942 code objects of the Muon kernels - clang's of hip_ops/ops/muon/muon.hip and Triton's - on the lists of
 muon_oracle in the emulator.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from hip_ops.muon.multi_tensor import ROW_WORDS, pack
+from hip_ops.ops.muon.multi_tensor import ROW_WORDS, pack
 from tests.gfx942.emulator import Buffer, Counters, Device
 from tests.gfx942.triton_objects import triton_code_object
 from tests.hip_ops.muon_oracle import Lists
@@ -164,7 +164,7 @@ def hip_update(
 
 def _triton(function, columns: Columns, scalars: dict, constexprs: dict):
     """A kernel compiled as its launcher would: arguments that are None are compile-time constants."""
-    import hip_ops.muon.triton as kernels
+    import hip_ops.ops.muon.triton as kernels
 
     tile = kernels.tile_of(columns.dtypes(), 64)
     warps = tile.pop("num_warps")
@@ -186,7 +186,7 @@ def triton_momentum(
     columns: Columns, *, momentum=0.95, nesterov=True, grad_scale=None, found_inf=None, square_sums=False, blocks=BLOCKS
 ):
     """As hip_momentum."""
-    import hip_ops.muon.triton as kernels
+    import hip_ops.ops.muon.triton as kernels
 
     device, count = columns.device, len(columns.lists[0])
     partials = device.alloc(columns.chunks, np.float32) if square_sums else None
@@ -219,7 +219,7 @@ def triton_update(
     columns: Columns, *, lr=0.02, lr_on_device=False, weight_decay=0.1, found_inf=None, blocks=BLOCKS
 ) -> Counters:
     """As hip_update."""
-    import hip_ops.muon.triton as kernels
+    import hip_ops.ops.muon.triton as kernels
 
     device = columns.device
     types = [kernels.TYPES[d] for d in columns.dtypes()]

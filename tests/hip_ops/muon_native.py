@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls the launchers of hip_ops/muon/muon.hip, built for the CPU, on lists of tensors with any chunk size and grid
+"""Calls the launchers of hip_ops/ops/muon/muon.hip, built for the CPU, on lists of tensors with any chunk size and grid
 (the operators fix both).
 """
 
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from hip_ops.muon.multi_tensor import pack
+from hip_ops.ops.muon.multi_tensor import pack
 from tests.hip_ops.cpu_kernels import CpuKernels
 
 

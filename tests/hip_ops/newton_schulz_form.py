@@ -4,13 +4,11 @@ on a CPU.
 """
 
 import contextlib
-import importlib
 from collections.abc import Sequence
 from unittest import mock
 
-from hip_ops.newton_schulz.plan import Plan, default_restarts
-
-MODULE = importlib.import_module("hip_ops.newton_schulz")  # the package's attribute of that name is the function
+from hip_ops.ops import newton_schulz
+from hip_ops.ops.newton_schulz.plan import Plan, default_restarts
 
 
 def plan_of(form: str, triples, dtype, restarts: Sequence[int] | None = None) -> Plan:
@@ -24,4 +22,6 @@ def in_form(form: str, restarts: Sequence[int] | None = None):
     """A context. form: "standard", "gram", or "auto" for the operator's choice."""
     if form == "auto":
         return contextlib.nullcontext()
-    return mock.patch.object(MODULE, "make_plan", lambda triples, n, m, dtype: plan_of(form, triples, dtype, restarts))
+    return mock.patch.object(
+        newton_schulz, "make_plan", lambda triples, n, m, dtype: plan_of(form, triples, dtype, restarts)
+    )

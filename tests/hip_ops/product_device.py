@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the gfx942 code objects of hip_ops/newton_schulz/symmetric_product.hip in the emulator, and makes small variants
+"""Runs the gfx942 code objects of hip_ops/ops/newton_schulz/symmetric_product.hip in the emulator, and makes small variants
 of the source.
 """
 

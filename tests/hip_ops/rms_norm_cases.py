@@ -2,7 +2,7 @@
 """Inputs for residual merge + RMSNorm or LayerNorm, what is exactly right for them in fp64, and the comparison that
 every back end must pass. The exact LayerNorm and its gradients are torch's.
 
-An implementation is a pair of functions with the arguments of hip_ops.rms_norm.reference: `forward(inputs)` gives (y,
+An implementation is a pair of functions with the arguments of hip_ops.ops.rms_norm.reference: `forward(inputs)` gives (y,
 new_residual, rstd), or (y, new_residual, mean, rstd) of LayerNorm, and `backward(inputs, new_residual, *statistics)` a
 dict of gradients; see Implementation.
 """
@@ -97,7 +97,7 @@ class Implementation:
 
 
 def of_module(module) -> Implementation:
-    """hip_ops.rms_norm.reference, hip_ops.rms_norm.triton or hip_ops.rms_norm.hip."""
+    """hip_ops.ops.rms_norm.reference, hip_ops.ops.rms_norm.triton or hip_ops.ops.rms_norm.hip."""
 
     def function(case: Case, suffix: str = "") -> Callable:
         form, norm = "scaled_residual" if case.scaled else "add", "layer_norm" if case.centered else "rms_norm"

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hip_ops.rms_norm.hip import ALIGNED, BF16_RESIDUAL, BF16_WEIGHT, BF16_X
+from hip_ops.ops.rms_norm.hip import ALIGNED, BF16_RESIDUAL, BF16_WEIGHT, BF16_X
 from tests.gfx942.emulator import Buffer, Counters, Device
 from tests.gfx942.toolchain import code_object
 from tests.hip_ops.kernel_files import kernel_source

@@ -76,7 +76,7 @@ class EmulatedTriton(Emulated):
         )
 
     def forward(self, i: Inputs) -> tuple[Tensor, ...]:
-        from hip_ops.rms_norm import triton as kernels
+        from hip_ops.ops.rms_norm import triton as kernels
 
         case, chosen = i.case, kernels.launch(i.case.hidden, scaled=i.case.scaled, backward=False, warp_size=64)
         shape = (case.rows, case.hidden)
@@ -110,7 +110,7 @@ class EmulatedTriton(Emulated):
         return tuple(to_torch(b.read()) for b in (y, new_residual, *mean, rstd))
 
     def backward(self, i: Inputs, new_residual: Tensor, *statistics: Tensor) -> dict[str, Tensor]:
-        from hip_ops.rms_norm import triton as kernels
+        from hip_ops.ops.rms_norm import triton as kernels
 
         case: Case = i.case
         chosen, shape = (

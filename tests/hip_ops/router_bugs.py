@@ -82,7 +82,7 @@ BUGS = {
 
 def kernels(folder: Path, name: str | None = None) -> ModuleType:
     """A copy of the module with bug `name`, on small tiles."""
-    from hip_ops.router_mlp import triton as router_mlp
+    from hip_ops.ops.router_mlp import triton as router_mlp
 
     module = triton_copy(folder, router_mlp, BUGS, name)
     module.launch = lambda width: module.Launch(16, 16, 4)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs of the router's operators, exact results in fp64, and how far a right result may be from them.
 
-A version is any object with the functions of hip_ops.router_mlp.reference. The exact gradients are autograd's, of the
+A version is any object with the functions of hip_ops.ops.router_mlp.reference. The exact gradients are autograd's, of the
 model's formula written plainly.
 """
 
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hip_ops.router_mlp import Routed, RouterGradients, reference
+from hip_ops.ops.router_mlp import Routed, RouterGradients, reference
 
 EPS = 1e-5
 # Of the norm of the exact result. bf16: what its torch reference has is the measure besides, see `check`.

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hip_ops.router_mlp.reference import SUMS, columns
+from hip_ops.ops.router_mlp.reference import SUMS
+from hip_ops.saved_bytes import router_columns
 from tests.gfx942.emulator import Counters, Device
 from tests.gfx942.triton_objects import triton_code_object
 from tests.hip_ops.expert_path_device import NUMPY, TYPES, to_numpy, to_torch
@@ -38,7 +39,7 @@ class RouterOnDevice:
         """results: shape and dtype of what the kernel writes. Absent tensors are any pointer of the right type, as in
         the launcher.
         """
-        from hip_ops.router_mlp import triton as kernels
+        from hip_ops.ops.router_mlp import triton as kernels
 
         kernel = getattr(kernels, f"router_mlp_{which}_kernel")
         classes, width = w_out.shape
@@ -47,7 +48,7 @@ class RouterOnDevice:
             **flags,
             "R": width,
             "CLASSES": classes,
-            "COLUMNS": columns(classes),
+            "COLUMNS": router_columns(classes),
             "BLOCK": chosen.block,
             "PART": chosen.part,
         }
@@ -81,7 +82,7 @@ class RouterOnDevice:
         return {name: to_torch(buffer.read()) for name, buffer in outs.items()}
 
     def programs(self, rows: int, width: int) -> int:
-        from hip_ops.router_mlp import triton as kernels
+        from hip_ops.ops.router_mlp import triton as kernels
 
         return -(-rows // kernels.launch(width, warp_size=64).block)
 
@@ -106,7 +107,7 @@ class RouterOnDevice:
         results = dict.fromkeys(("state", "hidden1", "hidden2"), ((rows, width), dtype)) | {
             "weights": ((rows,), torch.float32),
             "ids": ((rows,), torch.int64),
-            "logits": ((rows, columns(classes)), dtype),
+            "logits": ((rows, router_columns(classes)), dtype),
             "statistics": ((self.programs(rows, width), classes + 1), torch.float32),
         }
         found = self.run(
@@ -157,7 +158,7 @@ class RouterOnDevice:
         )
         results = {name: ((rows, width), dtype) for name in GRADIENTS} | {
             "d_previous": ((rows if gamma is not None else 0, width), dtype),
-            "d_logits": ((rows, columns(classes)), dtype),
+            "d_logits": ((rows, router_columns(classes)), dtype),
             "sums": ((self.programs(rows, width), len(SUMS), width), torch.float32),
         }
         found = self.run(

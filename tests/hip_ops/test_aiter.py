@@ -17,7 +17,7 @@ from tests.hip_ops.grouped_cases import Grouped, check_outer, check_rows
 from tests.hip_ops.rms_norm_cases import FP32, Case, check, of_module
 from tests.stand_ins import aiter as stand_in
 
-rms_norm, grouped_product = (importlib.import_module(f"hip_ops.{name}") for name in ("rms_norm", "grouped_product"))
+rms_norm, grouped_product = (importlib.import_module(f"hip_ops.ops.{name}") for name in ("rms_norm", "grouped_product"))
 norm, grouped = rms_norm.aiter, grouped_product.aiter
 FORWARD, BACKWARD = (rms_norm._add, rms_norm._scaled), (rms_norm._add_backward, rms_norm._scaled_backward)
 GROUPED = (grouped_product._rows, grouped_product._outer)

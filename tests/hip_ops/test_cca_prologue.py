@@ -2,7 +2,6 @@
 """Test the CCA prologue as an operator on the CPU: the reference, and the HIP sources built with g++."""
 
 import contextlib
-import importlib
 import re
 
 import pytest
@@ -11,14 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hip_ops
-from hip_ops.cca_prologue import hip as hip_kernels
-from hip_ops.cca_prologue import reference
-from hip_ops.cca_prologue.saved import saved_bytes
+from hip_ops import saved_bytes
+from hip_ops.ops import cca_prologue
+from hip_ops.ops.cca_prologue import hip as hip_kernels
+from hip_ops.ops.cca_prologue import reference
 from tests.hip_ops.cca_prologue_cases import BF16, FP32, FP64, GRADIENTS, Case, check, compare, exact, make
 from tests.hip_ops.cca_prologue_steps import StepState, prologue_step
 from tests.hip_ops.operators_seen import OperatorsSeen
 
-MODULE = importlib.import_module("hip_ops.cca_prologue")
 NAMES = ("query", "key", "value")
 
 
@@ -391,8 +390,8 @@ def backward_arguments(case: Case) -> tuple:
 )
 def test_calls_that_kernels_do_not_take_go_to_the_next_version(case, takes):
     for operator, arguments in (
-        (MODULE._prologue, make(case).arguments),
-        (MODULE._prologue_backward, backward_arguments(case)),
+        (cca_prologue._prologue, make(case).arguments),
+        (cca_prologue._prologue_backward, backward_arguments(case)),
     ):
         assert {version: fits(*arguments) for version, fits in operator.fits.items()} == takes
         with hip_ops.use_kernels("hip"):
@@ -436,7 +435,7 @@ def test_saved_bytes():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         call(case, given)
     found = sorted(t.nbytes for t in kept if t.data_ptr() not in known)
-    assert found == sorted(saved_bytes(7 * 3, 4, 2, 16, 2).values())
+    assert found == sorted(saved_bytes.cca_prologue(7 * 3, 4, 2, 16, 2).values())
 
 
 def test_the_comparison_knows_one_wrong_row():

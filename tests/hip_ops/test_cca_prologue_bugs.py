@@ -4,7 +4,7 @@
 import pytest
 
 import hip_ops.runtime.library
-from hip_ops.cca_prologue import hip as hip_kernels
+from hip_ops.ops.cca_prologue import hip as hip_kernels
 from hip_ops.runtime.launchers import load
 from tests.gfx942.emulator import Device
 from tests.gfx942.emulator.faults import EmulatorFault
@@ -20,7 +20,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 import hip_ops.runtime.library
-from hip_ops.cca_prologue import hip as kernels
+from hip_ops.ops.cca_prologue import hip as kernels
 from hip_ops.runtime.launchers import load
 from tests.hip_ops import cca_prologue_bugs as bugs
 from tests.hip_ops.cca_prologue_cases import check

@@ -17,10 +17,10 @@ ZAYA = {"HEADS": 8, "GROUPS": 2, "D": 128, "ROTARY": 64, "DELAYED": 128, "HAS_RO
 
 def prologue(which: str, **constexprs):
     """The kernel `which` for ZAYA1's heads in bf16."""
-    from hip_ops.cca_prologue import triton as cca_prologue
-    from hip_ops.cca_prologue import triton_backward as cca_prologue_backward
-    from hip_ops.cca_prologue import triton_forward as cca_prologue_forward
-    from hip_ops.cca_prologue import triton_rows as cca_prologue_rows
+    from hip_ops.ops.cca_prologue import triton as cca_prologue
+    from hip_ops.ops.cca_prologue import triton_backward as cca_prologue_backward
+    from hip_ops.ops.cca_prologue import triton_forward as cca_prologue_forward
+    from hip_ops.ops.cca_prologue import triton_rows as cca_prologue_rows
 
     chosen = cca_prologue.launch(which, 128, 10, 2, processors=132, warp_size=32)
     kernel = getattr(

@@ -17,7 +17,7 @@ triton = pytest.importorskip("triton")
 )
 def test_divisor(by):
     """Computes `divide` where a wrong rounding shows first: next to multiples, and at the end of the range."""
-    from hip_ops.cca_prologue.triton_rows import divisor
+    from hip_ops.ops.cca_prologue.triton_rows import divisor
 
     packed = divisor(by)
     multiplier, shift = packed >> 6, packed & 63
@@ -57,7 +57,7 @@ def recorded(monkeypatch):
     """Return a function that calls forward and backward of a case with recorded kernels, as on an H100, and returns
     the launches.
     """
-    from hip_ops.cca_prologue import triton as module
+    from hip_ops.ops.cca_prologue import triton as module
 
     def run(case: Case, stages: int) -> list:
         calls: list = []

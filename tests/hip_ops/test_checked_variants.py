@@ -13,13 +13,13 @@ import sys
 import pytest
 import torch
 
-from hip_ops.linear_cross_entropy import passes
-from hip_ops.linear_cross_entropy.saved import chunk_for
-from hip_ops.newton_schulz import LARGE_TILES, _example_of_large_tiles
+from hip_ops.ops.linear_cross_entropy import passes
+from hip_ops.ops.newton_schulz import LARGE_TILES, _example_of_large_tiles
 from hip_ops.runtime import library
 from hip_ops.runtime.build import kernel_sources
 from hip_ops.runtime.launchers import load
 from hip_ops.runtime.operator import OPERATORS, all_operators
+from hip_ops.saved_bytes import chunk_for
 from tests.hip_ops.cpu_kernels import KERNELS, build_cpu_library
 from tests.hip_ops.training_calls import Sizes, training_calls
 from zaya_plugin.config.compose import compose

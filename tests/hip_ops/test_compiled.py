@@ -30,7 +30,7 @@ def double(monkeypatch):
         """Twice x."""
         return "as written"
 
-    double.__module__ = "hip_ops.rms_norm.reference"
+    double.__module__ = "hip_ops.ops.rms_norm.reference"
     return compiled.formula(double)
 
 

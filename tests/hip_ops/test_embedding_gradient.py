@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import hip_ops
-from hip_ops import embedding_gradient
-from hip_ops.embedding_gradient import hip as hip_kernels
-from hip_ops.embedding_gradient import reference
+from hip_ops.ops import embedding_gradient
+from hip_ops.ops.embedding_gradient import hip as hip_kernels
+from hip_ops.ops.embedding_gradient import reference
 from hip_ops.runtime.operator import OPERATORS
 from tests.hip_ops.cpu_kernels import SCHEDULES, run_python
 from tests.hip_ops.embedding_gradient_bugs import BUGS
@@ -100,7 +100,7 @@ def test_the_check_sees_what_is_within_its_tolerance(add_rows_, said):
 
 
 PROGRAM = """
-from hip_ops.embedding_gradient import triton as embedding_gradient
+from hip_ops.ops.embedding_gradient import triton as embedding_gradient
 from tests.hip_ops.embedding_gradient_cases import CASES, check
 
 for case in CASES:

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 import hip_ops.runtime.library
-from hip_ops.embedding_gradient import hip as embedding_gradient
+from hip_ops.ops.embedding_gradient import hip as embedding_gradient
 from tests.gfx942.emulator import Device
 from tests.gfx942.emulator.faults import OutOfBounds
 from tests.gfx942.toolchain import code_object

@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 import hip_ops.runtime.library
-from hip_ops.expert_permutation import hip as expert_permutation
-from hip_ops.weighted_swiglu import hip as weighted_swiglu
+from hip_ops.ops.expert_permutation import hip as expert_permutation
+from hip_ops.ops.weighted_swiglu import hip as weighted_swiglu
 from tests.gfx942.emulator import Device
 from tests.gfx942.emulator.faults import EmulatorFault, LdsRace, OutOfBounds, UninitialisedLds
 from tests.gfx942.toolchain import code_object

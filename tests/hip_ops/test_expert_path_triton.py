@@ -12,8 +12,8 @@ from tests.hip_ops.cpu_kernels import run_python
 PROGRAM = """
 from unittest import mock
 import torch
-from hip_ops.expert_permutation import triton as expert_permutation
-from hip_ops.weighted_swiglu import triton as weighted_swiglu
+from hip_ops.ops.expert_permutation import triton as expert_permutation
+from hip_ops.ops.weighted_swiglu import triton as weighted_swiglu
 from tests.hip_ops.expert_path_cases import FP32, MIXES, Rows, Swiglu, check_rows, check_sort, check_swiglu, expert_ids
 
 for mix in MIXES:

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hip_ops
-from hip_ops.expert_permutation import ExpertOrder, reference
-from hip_ops.expert_permutation import hip as hip_kernels
-from hip_ops.expert_permutation.saved import saved_bytes
+from hip_ops import saved_bytes
+from hip_ops.ops.expert_permutation import ExpertOrder, reference
+from hip_ops.ops.expert_permutation import hip as hip_kernels
 from tests.hip_ops.cpu_kernels import SCHEDULES
 from tests.hip_ops.expert_path_cases import BF16, FP32, FP64, MIXES, Rows, check_rows, check_sort, expert_ids
 
@@ -232,4 +232,4 @@ def test_saved_bytes():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
         rows, _ = hip_ops.permute_to_experts(torch.randn(20, 8, requires_grad=True), order, torch.rand(20))
         hip_ops.unpermute_from_experts(rows, order)
-    assert sum({t.data_ptr(): t.nbytes for t in held}.values()) == sum(saved_bytes(20).values())
+    assert sum({t.data_ptr(): t.nbytes for t in held}.values()) == sum(saved_bytes.expert_permutation(20).values())

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import hip_ops
-from hip_ops import grouped_product, use_kernels
-from hip_ops.grouped_product import configs, grouped_mm, quack, reference
+from hip_ops import use_kernels
+from hip_ops.ops import grouped_product
+from hip_ops.ops.grouped_product import configs, grouped_mm, quack, reference
 from hip_ops.runtime import self_check
 from hip_ops.runtime.operator import warm_up
 from tests.hip_ops.fake_gpu import CPU, GPU, FakeGpu
@@ -186,7 +187,7 @@ def versions_that_take(made, *arguments) -> list[str]:
 
 def test_order_on_hopper_and_what_each_takes(monkeypatch):
     FakeGpu(monkeypatch)
-    from hip_ops.grouped_product import triton
+    from hip_ops.ops.grouped_product import triton
 
     operators = rows, outer = grouped_product._rows, grouped_product._outer
     for made in operators:

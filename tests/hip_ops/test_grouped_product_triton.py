@@ -10,7 +10,7 @@ import re
 
 import pytest
 
-from hip_ops.grouped_product.configs import SHARED_MEMORY, GroupedConfig, read_table
+from hip_ops.ops.grouped_product.configs import SHARED_MEMORY, GroupedConfig, read_table
 from tests.hip_ops.compiled_for_hopper import compiled_for_hopper
 from tests.hip_ops.cpu_kernels import run_python
 
@@ -19,8 +19,8 @@ pytest.importorskip("triton")
 PROGRAM = """
 import functools
 from types import SimpleNamespace
-from hip_ops.grouped_product import triton as kernels
-from hip_ops.grouped_product.configs import GroupedConfig
+from hip_ops.ops.grouped_product import triton as kernels
+from hip_ops.ops.grouped_product.configs import GroupedConfig
 from tests.hip_ops.grouped_cases import Grouped, check_outer, check_rows
 
 def backend(**options):
@@ -57,7 +57,7 @@ def test_in_the_interpreter():
 
 
 def compile_for_hopper(kind: str, config: GroupedConfig):
-    from hip_ops.grouped_product import triton as kernels
+    from hip_ops.ops.grouped_product import triton as kernels
 
     m, n, k, width = config.block_m, config.block_n, config.block_k, config.block_n // config.parts
 

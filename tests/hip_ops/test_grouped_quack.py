@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hip_ops import grouped_product
-from hip_ops.grouped_product import quack
-from hip_ops.grouped_product.quack import TILE, borders
+from hip_ops.ops import grouped_product
+from hip_ops.ops.grouped_product import quack
+from hip_ops.ops.grouped_product.quack import TILE, borders
 from hip_ops.runtime import quack_tiles
 from tests.hip_ops.fake_gpu import CPU, GPU
 from tests.hip_ops.grouped_cases import Grouped, check_outer, check_rows

@@ -124,7 +124,7 @@ FALLS_THROUGH = """
 import pytest
 from tests.hip_ops.fake_gpu import GPU, FakeGpu
 FakeGpu(pytest.MonkeyPatch(), hip="7.1")
-from hip_ops.expert_permutation import _gather
+from hip_ops.ops.expert_permutation import _gather
 from hip_ops.runtime import library
 library.target_of = lambda device: "gfx942"
 print(_gather.choice(GPU))

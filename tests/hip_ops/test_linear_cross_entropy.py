@@ -4,7 +4,6 @@ vocabularies, memory.
 """
 
 import contextlib
-import importlib
 import re
 from unittest import mock
 
@@ -13,16 +12,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hip_ops
-from hip_ops import use_kernels
-from hip_ops.linear_cross_entropy import BROKEN_PROMISE
-from hip_ops.linear_cross_entropy.saved import chunk_for, saved_bytes, working_bytes
+from hip_ops import saved_bytes, use_kernels
+from hip_ops.ops import linear_cross_entropy
+from hip_ops.ops.linear_cross_entropy import BROKEN_PROMISE
 from hip_ops.runtime import main_grad
 from hip_ops.runtime.main_grad import add_product_
 from hip_ops.runtime.operator import OPERATORS
+from hip_ops.saved_bytes import chunk_for
 from tests.hip_ops.cpu_kernels import run_python
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
-MODULE = importlib.import_module("hip_ops.linear_cross_entropy")  # the package's attribute of that name is the function
 PASSES = ("row_statistics", "overwrite_with_gradient", "overwrite_with_exponentials", "finish_gradient")
 
 
@@ -40,7 +39,7 @@ def chunks_of(tokens: int | None):
     """Sets the tokens of a chunk; without it all tokens are one chunk. None: the operator's choice."""
     if tokens is None:
         return contextlib.nullcontext()
-    return mock.patch.object(MODULE, "chunk_for", lambda *_: tokens)
+    return mock.patch.object(linear_cross_entropy, "chunk_for", lambda *_: tokens)
 
 
 def plain(hidden, weight, labels, grad, z_loss=0.0):
@@ -341,7 +340,9 @@ def test_the_head_on_a_device_without_products_into_fp32(monkeypatch, promised):
     (exact, wide), way = run(), main_grad.way_of_adding
     monkeypatch.setattr(main_grad, "way_of_adding", lambda total, a: "rounded" if len(total) == 300 else way(total, a))
     # as scaled_product on such a device
-    monkeypatch.setattr(MODULE, "scaled_product", lambda a, b, factors, out: torch.mm(a, b, out=out).mul_(factors))
+    monkeypatch.setattr(
+        linear_cross_entropy, "scaled_product", lambda a, b, factors, out: torch.mm(a, b, out=out).mul_(factors)
+    )
     rounded, narrow = run()
     assert torch.float32 in wide
     error = (rounded - exact).norm() / exact.norm()
@@ -392,7 +393,12 @@ def test_the_chunk_of_zayas_head_takes_less_than_a_gibibyte_and_a_half():
     chunk = chunk_for(8192, 262272, 2)
     assert chunk == 2048
     of_hidden, of_losses = 2 * 8192 * 2048, 4 * 8192
-    extra = working_bytes(8192, 2048, 262272, 2) - of_hidden + sum(saved_bytes(8192, 2048, 2).values()) + of_losses
+    extra = (
+        saved_bytes.linear_cross_entropy_work(8192, 2048, 262272, 2)
+        - of_hidden
+        + sum(saved_bytes.linear_cross_entropy(8192, 2048, 2).values())
+        + of_losses
+    )
     assert 1.04 * 2**30 < extra < 1.06 * 2**30  # 1.048 GiB measured on an H100
     assert chunk_for(8192, 262272 // 2, 2) == 4096  # two tensor-parallel ranks
     assert (
@@ -414,12 +420,14 @@ def test_saved_bytes(dtype, promise):
     node = losses.grad_fn
     kept = [*node.saved_tensors, *([node.gradients.hidden] if promise else [])]
     mine = [tensor.nbytes for tensor in kept if tensor is not hidden and tensor is not weight]
-    assert sorted(mine) == sorted(saved_bytes(*hidden.shape, hidden.element_size(), promised=promise).values())
+    assert sorted(mine) == sorted(
+        saved_bytes.linear_cross_entropy(*hidden.shape, hidden.element_size(), promised=promise).values()
+    )
     losses.backward(grad)
 
 
 def test_working_bytes_with_ranks():
-    one, two = (working_bytes(100, 8, 4096, 4, ranks) for ranks in (1, 2))
+    one, two = (saved_bytes.linear_cross_entropy_work(100, 8, 4096, 4, ranks) for ranks in (1, 2))
     assert one == 4 * (8 * 100 + 4096 * 100) + 4 * 100 * (8 + 3 * 2) and two - one == 4 * 100 * 3 * 2
 
 
@@ -429,13 +437,13 @@ import os, sys
 from unittest import mock
 import torch
 import hip_ops
-from tests.hip_ops.test_linear_cross_entropy import MODULE, chunks_of, inputs, plain
+from tests.hip_ops.test_linear_cross_entropy import linear_cross_entropy, chunks_of, inputs, plain
 
 def rank(number, ranks):
     torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(sys.argv[1], ranks), rank=number,
         world_size=ranks)
     for dtype, cut, parts in ((torch.float32, 24, 1), (torch.float64, 5, 1), (torch.float32, 20, 2)):
-        with chunks_of(4), mock.patch.object(MODULE, "parts_for", lambda logits: parts), mock.patch.object(MODULE,
+        with chunks_of(4), mock.patch.object(linear_cross_entropy, "parts_for", lambda logits: parts), mock.patch.object(linear_cross_entropy,
             "parts_of_exponentials", lambda classes: parts):
             hidden, weight, labels, grad = inputs(dtype=dtype)
             first, rows = (0, weight[:cut]) if number == 0 else (cut, weight[cut:])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""hip_ops/muon/muon.hip on the CPU: three schedules, chunk sizes and grids that the operators do not use, wrong
+"""hip_ops/ops/muon/muon.hip on the CPU: three schedules, chunk sizes and grids that the operators do not use, wrong
 variants, sanitizers.
 """
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hip_ops.muon import multi_tensor
-from hip_ops.muon.matrix_batches import MatrixBatches
-from hip_ops.muon.multi_tensor import ROW_WORDS, Staging, head_of, pack, vector_elements, work_table, work_tables
+from hip_ops.ops.muon import multi_tensor
+from hip_ops.ops.muon.matrix_batches import MatrixBatches
+from hip_ops.ops.muon.multi_tensor import ROW_WORDS, Staging, head_of, pack, vector_elements, work_table, work_tables
 
 
 def rows_of(data: torch.Tensor, tensors: int) -> list[dict]:

@@ -12,8 +12,8 @@ from tests.hip_ops.cpu_kernels import run_python
 PROGRAM = """
 from unittest import mock
 import torch
-from hip_ops.muon import multi_tensor
-from hip_ops.muon import triton as muon
+from hip_ops.ops.muon import multi_tensor
+from hip_ops.ops.muon import triton as muon
 from tests.hip_ops.muon_oracle import check_momentum, check_update, guards_intact, make_lists
 
 FP32, shapes = torch.float32, [(70, 130), (17, 33), (1, 1), (0, 8), (3, 5)]

@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 
 PROGRAM = """
 import torch
-from hip_ops.newton_schulz.iteration import normalised
-from hip_ops.newton_schulz import triton as kernels
+from hip_ops.ops.newton_schulz.iteration import normalised
+from hip_ops.ops.newton_schulz import triton as kernels
 
 torch.manual_seed(2)
 for shape in ((3, 70, 130), (2, 64, 64), (1, 3, 5)):
@@ -47,7 +47,7 @@ def test_in_the_interpreter():
 def test_compiled_it_reads_and_writes_16_bytes_at_a_time(target):
     import triton.language as tl
 
-    from hip_ops.newton_schulz import triton as kernels
+    from hip_ops.ops.newton_schulz import triton as kernels
 
     types = ("*bf16", "*fp32", "*fp16", "i32", "i32", "fp32", "fp32")
     compiled = compiled_kernel(
@@ -73,8 +73,8 @@ def test_on_gfx942_it_gives_torchs_bits(numel):
     import torch
     import triton.language as tl
 
-    from hip_ops.newton_schulz import triton as kernels
-    from hip_ops.newton_schulz.iteration import normalised
+    from hip_ops.ops.newton_schulz import triton as kernels
+    from hip_ops.ops.newton_schulz.iteration import normalised
     from tests.gfx942.emulator import Device
     from tests.gfx942.triton_objects import triton_code_object
 

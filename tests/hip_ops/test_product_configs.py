@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-from hip_ops.newton_schulz.product_configs import (
+from hip_ops.ops.newton_schulz.product_configs import (
     HOPPER_SHARED_MEMORY,
     KINDS,
     TABLE,
@@ -21,7 +21,7 @@ from tests.hip_ops.compiled_for_hopper import compiled_for_hopper
 
 pytest.importorskip("triton")
 
-from hip_ops.newton_schulz.triton_product import empty_rows, stored, symmetric_product_kernel  # noqa: E402
+from hip_ops.ops.newton_schulz.triton_product import empty_rows, stored, symmetric_product_kernel  # noqa: E402
 from hip_ops.runtime.compute_units import tile_count  # noqa: E402
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import hip_ops
 from hip_ops import use_kernels
-from hip_ops.rms_norm import hip as hip_kernels
-from hip_ops.rms_norm import reference
+from hip_ops.ops.rms_norm import hip as hip_kernels
+from hip_ops.ops.rms_norm import reference
 from hip_ops.runtime.operator import OPERATORS
 from tests.hip_ops.rms_norm_cases import BF16, FP32, FP64, VECTORS, Case, Exact, check, compare, make, of_module, ulp
 

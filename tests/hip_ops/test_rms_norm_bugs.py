@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 import hip_ops.runtime.library
-from hip_ops.rms_norm import hip as hip_kernels
+from hip_ops.ops.rms_norm import hip as hip_kernels
 from tests.gfx942.emulator import Device
 from tests.gfx942.emulator.faults import EmulatorFault, LdsRace, OutOfBounds, UninitialisedLds
 from tests.gfx942.toolchain import code_object

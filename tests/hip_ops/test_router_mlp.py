@@ -3,21 +3,19 @@
 checks.
 """
 
-import importlib
 import re
 
 import pytest
 import torch
 
 import hip_ops
-from hip_ops import use_kernels
-from hip_ops.router_mlp import Routed, reference
-from hip_ops.router_mlp.saved import saved_bytes
+from hip_ops import saved_bytes, use_kernels
+from hip_ops.ops import router_mlp
+from hip_ops.ops.router_mlp import Routed, reference
 from hip_ops.runtime import availability
 from tests.hip_ops.router_bugs import check_ties
 from tests.hip_ops.router_cases import EPS, Router, check_backward, check_forward
 
-MODULE = importlib.import_module("hip_ops.router_mlp")
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 CASES = [
     *(Router(37, 32, 5, dtype) for dtype in (FP64, FP32, BF16, FP16)),
@@ -31,7 +29,10 @@ CASES = [
 ]
 
 
-OPERATORS, FUNCTIONS = ((MODULE._forward, MODULE._backward), (reference.router_mlp, reference.router_mlp_backward))
+OPERATORS, FUNCTIONS = (
+    (router_mlp._forward, router_mlp._backward),
+    (reference.router_mlp, reference.router_mlp_backward),
+)
 
 
 def backward_arguments(case: Router) -> tuple:
@@ -194,7 +195,7 @@ def test_the_reference_compiles(case):
 
 def test_saved_bytes():
     routed = Routed(*reference.router_mlp(*Router(7, 32, 17, BF16).arguments()))
-    for name, expected in saved_bytes(7, 32, 17, 2).items():
+    for name, expected in saved_bytes.router_mlp(7, 32, 17, 2).items():
         assert getattr(routed, name).nbytes == expected
 
 
@@ -220,7 +221,7 @@ def test_the_self_check_finds_what_is_wrong(part, message):
             found[part] = (found[part] + 1) % 17 if part == 2 else found[part] * 1.1
         return tuple(found)
 
-    said = MODULE._forward.difference(spoilt, torch.device("cpu"))
+    said = router_mlp._forward.difference(spoilt, torch.device("cpu"))
     assert said is None if message is None else re.search(message, said)
 
 
@@ -232,5 +233,5 @@ def test_the_backwards_self_check_finds_what_is_wrong(part):
             found[part] = found[part] * 1.1
         return tuple(found)
 
-    said = MODULE._backward.difference(spoilt, torch.device("cpu"))
+    said = router_mlp._backward.difference(spoilt, torch.device("cpu"))
     assert said is None if part is None else said.startswith(f"result[{part}], element")

@@ -21,7 +21,7 @@ from tests.hip_ops.router_bugs import check_ties, kernels
 from tests.hip_ops.router_cases import Router, check_backward, check_forward
 
 import torch
-from hip_ops.router_mlp import triton as shipped
+from hip_ops.ops.router_mlp import triton as shipped
 
 case = Router(130, 256, 17, torch.float16)  # tiles as on a GPU
 check_forward(shipped, case)
@@ -63,8 +63,8 @@ def test_each_bug_is_caught(tmp_path):
 
 def router(which: str, width: int = 256, classes: int = 17, **constexprs):
     """The kernel `which` in bf16 on the tile that the launcher takes."""
-    from hip_ops.router_mlp import triton as kernels
-    from hip_ops.router_mlp.reference import columns
+    from hip_ops.ops.router_mlp import triton as kernels
+    from hip_ops.saved_bytes import router_columns
 
     kernel, chosen = getattr(kernels, f"router_mlp_{which}_kernel"), kernels.launch(width, warp_size=32)
     constants = {
@@ -73,7 +73,7 @@ def router(which: str, width: int = 256, classes: int = 17, **constexprs):
         "HAS_D_STATE": True,
         "R": width,
         "CLASSES": classes,
-        "COLUMNS": columns(classes),
+        "COLUMNS": router_columns(classes),
         "BLOCK": chosen.block,
         "PART": chosen.part,
     } | constexprs

@@ -388,8 +388,8 @@ def test_versions_that_take_no_fp32(folder):
             return value.float()
         return torch.float32 if value is torch.float16 else value
 
-    importlib.import_module(f"hip_ops.{folder}")
-    for each in (each for each in operator.OPERATORS.values() if each.module == f"hip_ops.{folder}"):
+    importlib.import_module(f"hip_ops.ops.{folder}")
+    for each in (each for each in operator.OPERATORS.values() if each.module == f"hip_ops.ops.{folder}"):
         given = [each.examples[-1](CPU)] if folder == "grouped_product" else [example(CPU) for example in each.examples]
         for arguments in given:
             wide = [widened(value) for value in arguments]
@@ -437,7 +437,7 @@ def test_a_report_is_by_folder(make, make_operator, rocm, monkeypatch):
 
 def test_every_version_is_there():
     """A function named as the operator's reference in the file of each version that hip_ops/versions.py names."""
-    found = [each for each in operator.all_operators() if each.module == f"hip_ops.{each.folder}"]
+    found = [each for each in operator.all_operators() if each.module == f"hip_ops.ops.{each.folder}"]
     assert {each.folder for each in found} == set(VERSIONS)
     for each in found:
         for version in each.versions:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The products of hip_ops/newton_schulz/symmetric_product.hip, built for this machine's CPU: rounding, symmetry,
+"""The products of hip_ops/ops/newton_schulz/symmetric_product.hip, built for this machine's CPU: rounding, symmetry,
 shapes, schedules.
 """
 
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hip_ops.newton_schulz import hip as native
+from hip_ops.ops.newton_schulz import hip as native
 from tests.hip_ops.cpu_kernels import SCHEDULES
 from tests.hip_ops.product_cases import DTYPES, ROUNDED_ONCE, Case, general_case, symmetric_case
 

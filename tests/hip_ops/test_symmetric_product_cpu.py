@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""hip_ops/newton_schulz/symmetric_product.hip built by g++ under AddressSanitizer and UBSan, and its launchers'
+"""hip_ops/ops/newton_schulz/symmetric_product.hip built by g++ under AddressSanitizer and UBSan, and its launchers'
 refusals.
 """
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hip_ops.newton_schulz.plan import TILE_SIDES, tile_side
+from hip_ops.ops.newton_schulz.plan import TILE_SIDES, tile_side
 from tests.gfx942.emulator import SCHEDULES, Device
 from tests.gfx942.inner_loop import inner_loop, machine_code_analysis
 from tests.gfx942.toolchain import code_object
@@ -188,7 +188,7 @@ def test_lds_time(side):
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_triton_objects_for_gfx942_agree(symmetric):
     pytest.importorskip("triton")
-    from hip_ops.newton_schulz.triton_pointers import pointer_product_kernel
+    from hip_ops.ops.newton_schulz.triton_pointers import pointer_product_kernel
     from tests.gfx942.triton_objects import triton_code_object
 
     batch, m, k, dtype = 1, 200, 72, "bf16"

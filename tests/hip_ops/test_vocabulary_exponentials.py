@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hip_ops
-from hip_ops.linear_cross_entropy import hip as hip_kernels
-from hip_ops.linear_cross_entropy import passes, reference
-from hip_ops.linear_cross_entropy.reference import part_size
-from hip_ops.linear_cross_entropy.saved import LARGEST_PART, parts_of_exponentials
+from hip_ops.ops.linear_cross_entropy import hip as hip_kernels
+from hip_ops.ops.linear_cross_entropy import passes, reference
+from hip_ops.ops.linear_cross_entropy.reference import part_size
 from hip_ops.runtime.operator import OPERATORS
+from hip_ops.saved_bytes import MAX_PART_CLASSES, parts_of_exponentials
 from tests.hip_ops.cpu_kernels import SCHEDULES, run_python
 from tests.hip_ops.vocabulary_exponentials_cases import CASES, SEVERAL_RANKS, check
 from tests.hip_ops.vocabulary_exponentials_edges import BORDERS, EDGES
@@ -76,8 +76,8 @@ def test_random_shapes(rows, classes, dtype, parts, pad, shape, other_ranks, see
 )
 def test_parts_fit_into_registers_and_cover_a_row(classes):
     parts = parts_of_exponentials(classes)
-    assert part_size(classes, parts) <= LARGEST_PART and parts * part_size(classes, parts) >= classes
-    assert parts == 1 or (parts - 1) * LARGEST_PART < classes, "fewer parts would do"
+    assert part_size(classes, parts) <= MAX_PART_CLASSES and parts * part_size(classes, parts) >= classes
+    assert parts == 1 or (parts - 1) * MAX_PART_CLASSES < classes, "fewer parts would do"
 
 
 def test_zayas_row_has_129_parts():
@@ -202,7 +202,7 @@ def test_columns_with_strides_are_right_or_refused(chosen, name):
 
 
 PROGRAM = """
-from hip_ops.linear_cross_entropy import triton as vocabulary_exponentials
+from hip_ops.ops.linear_cross_entropy import triton as vocabulary_exponentials
 from tests.hip_ops.test_vocabulary_exponentials import MANY_PARTS
 from tests.hip_ops.vocabulary_exponentials_cases import CASES, SEVERAL_RANKS, check
 from tests.hip_ops.vocabulary_exponentials_edges import EDGES

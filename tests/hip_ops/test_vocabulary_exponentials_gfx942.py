@@ -6,7 +6,7 @@ Triton's, in the emulator: numbers, bytes, transactions.
 import pytest
 import torch
 
-from hip_ops.linear_cross_entropy import reference
+from hip_ops.ops.linear_cross_entropy import reference
 from tests.gfx942.budgets import kernels_of
 from tests.gfx942.emulator import SCHEDULES, Device
 from tests.hip_ops.kernel_files import kernel_source

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hip_ops
-from hip_ops.linear_cross_entropy import hip as hip_kernels
-from hip_ops.linear_cross_entropy import passes, reference
+from hip_ops.ops.linear_cross_entropy import hip as hip_kernels
+from hip_ops.ops.linear_cross_entropy import passes, reference
 from hip_ops.runtime.operator import OPERATORS
 from tests.hip_ops.cpu_kernels import SCHEDULES, run_python
 from tests.hip_ops.vocabulary_rows_cases import BF16, CASES, FP32, FP64, Logits, check, inputs
@@ -108,7 +108,7 @@ def test_a_row_is_cut_only_where_rows_are_few(monkeypatch):
 
 
 PROGRAM = """
-from hip_ops.linear_cross_entropy import triton as vocabulary_rows
+from hip_ops.ops.linear_cross_entropy import triton as vocabulary_rows
 from tests.hip_ops.vocabulary_rows_cases import CASES, FP32, Logits, check
 
 for case in [*CASES, Logits(2, 9000, FP32, parts=2)]:

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 import hip_ops.runtime.library
-from hip_ops.linear_cross_entropy import hip as vocabulary_rows
+from hip_ops.ops.linear_cross_entropy import hip as vocabulary_rows
 from tests.gfx942.emulator import Device
 from tests.gfx942.emulator.faults import OutOfBounds
 from tests.gfx942.toolchain import code_object

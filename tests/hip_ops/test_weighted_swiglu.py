@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hip_ops
-from hip_ops.weighted_swiglu import hip as hip_kernels
-from hip_ops.weighted_swiglu import reference
-from hip_ops.weighted_swiglu.saved import saved_bytes
+from hip_ops import saved_bytes
+from hip_ops.ops.weighted_swiglu import hip as hip_kernels
+from hip_ops.ops.weighted_swiglu import reference
 from tests.hip_ops.cpu_kernels import SCHEDULES
 from tests.hip_ops.expert_path_cases import BF16, FP32, FP64, Swiglu, check_swiglu
 
@@ -174,4 +174,4 @@ def test_saved_bytes():
     held = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
         hip_ops.weighted_swiglu(gate_up, probs, torch.tensor([2, 4], dtype=torch.int32))
-    assert sorted(t.nbytes for t in held) == sorted(saved_bytes(6, 32, 2, 2).values())
+    assert sorted(t.nbytes for t in held) == sorted(saved_bytes.weighted_swiglu(6, 32, 2, 2).values())

@@ -40,7 +40,7 @@ def recorded_kernels(name: str) -> Iterator[Callable[[Callable, Iterable[tuple]]
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
 
-    from hip_ops.grouped_product import triton as grouped
+    from hip_ops.ops.grouped_product import triton as grouped
 
     target, number, processors = TARGETS[name]
     amd, seen = target[0] == "hip", set()

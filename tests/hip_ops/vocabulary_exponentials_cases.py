@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of logits and what one pass over them has to give, from fp64; the comparison that every back end must pass.
 
-A back end is any object with overwrite_with_exponentials and finish_gradient of hip_ops.linear_cross_entropy.reference.
+A back end is any object with overwrite_with_exponentials and finish_gradient of hip_ops.ops.linear_cross_entropy.reference.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hip_ops.linear_cross_entropy.reference import PERIOD, part_size, reference_of
+from hip_ops.ops.linear_cross_entropy.reference import PERIOD, part_size, reference_of
 from tests.hip_ops.rms_norm_cases import FP32, FP64
 from tests.hip_ops.vocabulary_rows_cases import EXPONENT, FIRST, ROUNDING, Logits, inputs, near
 

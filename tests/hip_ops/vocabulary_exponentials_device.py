@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hip_ops.linear_cross_entropy.reference import LARGE, MOST, PERIOD, part_size
+from hip_ops.ops.linear_cross_entropy.reference import LARGE, MOST, PERIOD, part_size
 from hip_ops.runtime.row_views import ROWS_A_BLOCK
 from tests.hip_ops.expert_path_device import SHORT, HipOnDevice, TritonOnDevice, to_torch
 from tests.hip_ops.rms_norm_cases import FP32
@@ -22,7 +22,7 @@ WARPS_OF_FINISH = 2  # what the launcher takes on AMD
 
 @dataclass
 class HipExponentials(HipOnDevice):
-    """hip_ops/linear_cross_entropy/vocabulary_exponentials.hip."""
+    """hip_ops/ops/linear_cross_entropy/vocabulary_exponentials.hip."""
 
     def launch_parts(self, kernel: str, rows: Tensor, parts: int, arguments: list) -> None:
         if len(rows):
@@ -100,7 +100,7 @@ class TritonExponentials(TritonOnDevice):
             self.run(kernel, grid, values, constexprs, num_warps)
 
     def overwrite_with_exponentials(self, logits: Tensor, labels: Tensor, first_class: int, parts: int) -> Tensor:
-        from hip_ops.linear_cross_entropy import triton as kernels
+        from hip_ops.ops.linear_cross_entropy import triton as kernels
 
         (rows, classes), size, given = logits.shape, part_size(logits.shape[1], parts), self.rows(logits)
         block, warps = kernels.tile(size, logits.element_size(), warp_size=64)
@@ -137,7 +137,7 @@ class TritonExponentials(TritonOnDevice):
     ) -> Tensor:
         import triton
 
-        from hip_ops.linear_cross_entropy import triton as kernels
+        from hip_ops.ops.linear_cross_entropy import triton as kernels
 
         (rows, classes), given, out = (
             exponentials.shape,

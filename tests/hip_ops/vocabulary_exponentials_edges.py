@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from hip_ops.linear_cross_entropy.reference import PERIOD
+from hip_ops.ops.linear_cross_entropy.reference import PERIOD
 from tests.hip_ops.rms_norm_cases import FP64
 from tests.hip_ops.vocabulary_rows_cases import EXPONENT, near
 

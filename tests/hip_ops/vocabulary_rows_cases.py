@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of logits, what is exactly right for them in fp64, and the comparison that every back end must pass.
 
-A back end is any object with row_statistics and overwrite_with_gradient of hip_ops.linear_cross_entropy.reference.
+A back end is any object with row_statistics and overwrite_with_gradient of hip_ops.ops.linear_cross_entropy.reference.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hip_ops.linear_cross_entropy.reference import part_size
+from hip_ops.ops.linear_cross_entropy.reference import part_size
 from tests.hip_ops.rms_norm_cases import BF16, FP32, FP64
 
 NAMES = {BF16: "bf16", FP32: "fp32", FP64: "fp64"}

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hip_ops.linear_cross_entropy.hip import GRADIENT_PARTS
-from hip_ops.linear_cross_entropy.reference import part_size
+from hip_ops.ops.linear_cross_entropy.hip import GRADIENT_PARTS
+from hip_ops.ops.linear_cross_entropy.reference import part_size
 from hip_ops.runtime.row_views import ROWS_A_BLOCK
 from tests.gfx942.emulator import Buffer
 from tests.hip_ops.expert_path_device import SHORT, HipOnDevice, TritonOnDevice, to_torch
@@ -27,7 +27,7 @@ def taken_back(tensor: Tensor, buffer: Buffer) -> None:
 
 @dataclass
 class HipRows(HipOnDevice):
-    """hip_ops/linear_cross_entropy/vocabulary_rows.hip."""
+    """hip_ops/ops/linear_cross_entropy/vocabulary_rows.hip."""
 
     def launch_parts(self, kernel: str, rows: int, parts: int, arguments: list) -> None:
         if rows:
@@ -94,7 +94,7 @@ class TritonRows(TritonOnDevice):
             self.run(kernel, grid, values, constexprs, num_warps)
 
     def row_statistics(self, logits: Tensor, labels: Tensor, first_class: int, parts: int) -> Tensor:
-        from hip_ops.linear_cross_entropy import triton as kernels
+        from hip_ops.ops.linear_cross_entropy import triton as kernels
 
         (rows, classes), chosen = logits.shape, kernels.launch(logits.element_size(), 64)
         out = self.out((parts, 3, rows), FP32)
@@ -119,7 +119,7 @@ class TritonRows(TritonOnDevice):
     def overwrite_with_gradient(
         self, logits: Tensor, labels: Tensor, first_class: int, normalizer: Tensor, grad: Tensor, z_loss: float
     ) -> None:
-        from hip_ops.linear_cross_entropy import triton as kernels
+        from hip_ops.ops.linear_cross_entropy import triton as kernels
 
         (rows, classes), chosen, given = logits.shape, kernels.launch(logits.element_size(), 64), self.rows(logits)
         self.run_rows(

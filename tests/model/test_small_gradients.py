@@ -9,7 +9,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hip_ops.rms_norm.reference import scale_residual
+from hip_ops.ops.rms_norm.reference import scale_residual
 from zaya_plugin.model import small_gradients
 from zaya_plugin.model.layer import LinkedContext
 from zaya_plugin.model.small_gradients import add_together_, as_it_is, read_together

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("megatron.core.optimizer.param_layout", reason="megatron-core 0.16 takes no layout")
 
-from hip_ops.newton_schulz.plan import newton_schulz_flops  # noqa: E402
+from hip_ops.ops.newton_schulz.plan import newton_schulz_flops  # noqa: E402
 from zaya_plugin.optim.parameter_role import ExpertBlock, ParameterRole, role_of  # noqa: E402
 from zaya_plugin.optim.sharding.layout import BufferLayout, compute_expert_block_layout  # noqa: E402
 from zaya_plugin.optim.sharding.placement import MAX_PADDING  # noqa: E402

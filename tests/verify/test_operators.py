@@ -65,7 +65,7 @@ def verdict(operator: Operator) -> set[str | None]:
 
 def test_a_version_that_is_wrong_at_real_sizes_alone(monkeypatch):
     """The self-check's example passes; the case's rows do not."""
-    from hip_ops.grouped_product import grouped_mm
+    from hip_ops.ops.grouped_product import grouped_mm
 
     operator, right = OPERATORS["grouped_rows"], grouped_mm.grouped_rows
     tokens = TINY.tokens
@@ -115,7 +115,7 @@ def test_conditions(monkeypatch):
     """A CPU compares grouped_mm; a version that differs is named with its condition."""
     found = operators.conditions(HERE)
     assert found.state == "pass" and found.figures["compared"]
-    from hip_ops.grouped_product import grouped_mm
+    from hip_ops.ops.grouped_product import grouped_mm
 
     right = grouped_mm.grouped_rows
 

@@ -309,7 +309,7 @@ def work_of(
 
 def optimizer_share(shape: Shape, layout: ParallelSizes, recipe: Recipe) -> OptimizerShare:
     """Return the share of the busiest rank; matrices are never cut, so it has at least one of the largest ones."""
-    from hip_ops.newton_schulz.plan import newton_schulz_flops
+    from hip_ops.ops.newton_schulz.plan import newton_schulz_flops
     from zaya_plugin.optim.muon import DTYPES
     from zaya_plugin.plan.flops import count_parameters
     from zaya_plugin.plan.step_work import OptimizerShare

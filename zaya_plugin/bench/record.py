@@ -226,7 +226,7 @@ def work_of(session, optim) -> dict:
 def _optimizer_share(parts, args, optim):
     from megatron.core import parallel_state
 
-    from hip_ops.newton_schulz.plan import newton_schulz_flops
+    from hip_ops.ops.newton_schulz.plan import newton_schulz_flops
     from zaya_plugin.optim.muon import DTYPES
     from zaya_plugin.optim.parameter_role import role_of
     from zaya_plugin.plan.step_work import OptimizerShare

@@ -68,7 +68,7 @@ def weight_gradients(
 class ExpertMLP(torch.autograd.Function):
     """y = W2_e (swiglu(W1_e x) * weight) for rows sorted by expert.
 
-    Padding rows (hip_ops/expert_permutation/reference.py) are not read. In y and in the gradient of x they stay
+    Padding rows (hip_ops/ops/expert_permutation/reference.py) are not read. In y and in the gradient of x they stay
     uninitialised: `hip_ops.unpermute_from_experts` and the backward pass of `hip_ops.permute_to_experts` ignore them.
     Their gradient of weights is 0.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import hip_ops
-from hip_ops.router_mlp import Routed
+from hip_ops.ops.router_mlp import Routed
 from hip_ops.runtime.main_grad import add_gradients, add_product, main_grad_linear
 from zaya_plugin.errors import message
 from zaya_plugin.model.config import ZayaConfig

@@ -11,7 +11,7 @@ allocator's fragmentation; docs/parallelism.md compares these figures with measu
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from hip_ops.runtime.saved import declared
+from hip_ops import saved_bytes
 from zaya_plugin.plan.flops import Shape, count_parameters
 from zaya_plugin.plan.parallelism import GRADIENT_BYTES, Batch, ParallelSizes, local_parameters
 
@@ -85,7 +85,7 @@ def layer_tensors(
     q, k = shape.query_channels // tp, shape.key_channels // tp
     norms_again, moe_again, core_again = (name in recompute for name in ("layernorm", "moe", "core_attn"))
 
-    merge = declared("rms_norm").saved_bytes(tokens, h, a, s, shape.norm_vectors > 1)
+    merge = saved_bytes.rms_norm(tokens, h, a, s, shape.norm_vectors > 1)
     yield Saved("norms", "stream into the layer", merge["residual"])
     if not norms_again:
         yield Saved("norms", "statistics of both norms", 2 * merge["statistics"])
@@ -93,7 +93,7 @@ def layer_tensors(
         yield Saved("projections", "normed input of attention" + (", gathered" if tp > 1 else ""), a * h * whole)
     yield Saved("projections", "joined matrix of the projections", a * h * (q + 2 * k))
     heads, groups = shape.num_attention_heads // tp, shape.num_query_groups // tp
-    yield from _kept("prologue", "cca_prologue", whole, heads, groups, shape.kv_channels, a)
+    yield from _kept("prologue", saved_bytes.cca_prologue(whole, heads, groups, shape.kv_channels, a))
     keys = k * whole * (1 if core_again else cp)  # of the whole sequence, where attention gathers them
     if cp > 1 and not core_again:
         yield Saved("attention", "keys of all context-parallel ranks", a * keys)
@@ -116,20 +116,19 @@ def layer_tensors(
         yield Saved("other", "random generators", checkpoints * RANDOM_STATE)
 
 
-def _kept(part: str, operator: str, *sizes: int) -> Iterator[Saved]:
-    """Return the tensors that an operator declares to keep for its backward pass (hip_ops/<operator>/saved.py)."""
-    for name, size in declared(operator).saved_bytes(*sizes).items():
-        yield Saved(part, name, size)
+def _kept(part: str, sizes: dict[str, float]) -> Iterator[Saved]:
+    """Return the tensors that an operator keeps for its backward pass (hip_ops/saved_bytes.py)."""
+    return (Saved(part, name, size) for name, size in sizes.items())
 
 
 def _moe_tensors(shape: Shape, layout: ParallelSizes, a: int, tokens: int, rows_again: bool) -> Iterator[Saved]:
     """Return the tensors of router and experts; with even loads and without the dispatcher's own copies."""
-    yield from _kept("router", "router_mlp", tokens, shape.router_hidden_size, shape.num_experts + 1, a)
-    yield from _kept("experts", "expert_permutation", tokens)
+    yield from _kept("router", saved_bytes.router_mlp(tokens, shape.router_hidden_size, shape.num_experts + 1, a))
+    yield from _kept("experts", saved_bytes.expert_permutation(tokens))
     if not rows_again:
-        yield from _kept("experts", "grouped_product", tokens, shape.hidden_size, a)
+        yield from _kept("experts", saved_bytes.grouped_product(tokens, shape.hidden_size, a))
     experts = shape.num_experts // layout.expert
-    yield from _kept("experts", "weighted_swiglu", tokens, shape.moe_ffn_hidden_size, experts, a)
+    yield from _kept("experts", saved_bytes.weighted_swiglu(tokens, shape.moe_ffn_hidden_size, experts, a))
 
 
 def whole_layer_tensors(shape: Shape, layout: ParallelSizes, batch: Batch) -> Iterator[Saved]:
@@ -168,7 +167,7 @@ def ends_bytes(shape: Shape, layout: ParallelSizes, batch: Batch, first: bool = 
     kept = s * h * tokens * first + FLOAT32 * shape.kv_channels // 2 * (batch.seq_length // layout.context)
     if last:
         kept += (s * h + FLOAT32 * shape.norm_vectors) * tokens  # the final norm's
-        kept += sum(declared("linear_cross_entropy").saved_bytes(tokens * tp, h, a).values())
+        kept += sum(saved_bytes.linear_cross_entropy(tokens * tp, h, a).values())
     return kept
 
 
@@ -265,7 +264,7 @@ def _stage(
     # Working memory peaks at the head, or in the backward pass of a layer with its recomputed tensors; at the
     # optimizer's step no activations are left.
     classes = shape.vocab_size // layout.tensor
-    head = declared("linear_cross_entropy").working_bytes(whole, h, classes, a, layout.tensor) if last else 0.0
+    head = saved_bytes.linear_cross_entropy_work(whole, h, classes, a, layout.tensor) if last else 0.0
     modules = frozenset() if recompute.full_layers else recompute.modules
     again = layers_bytes(shape, layout, batch, Recompute(), 1) * (recompute.unit if recompute.full_layers else 1)
     again -= layers_bytes(shape, layout, batch, Recompute(modules), 1) * (not recompute.full_layers)

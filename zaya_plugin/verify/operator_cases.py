@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hip_ops.newton_schulz.coefficients import coefficient_triples
-from hip_ops.newton_schulz.plan import make_plan, newton_schulz_flops
+from hip_ops.ops.newton_schulz.coefficients import coefficient_triples
+from hip_ops.ops.newton_schulz.plan import make_plan, newton_schulz_flops
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -69,7 +69,7 @@ def _normal(device: torch.device, *shape: int, scale: float = 1.0, mean: float =
 
 
 def _reference(folder: str, name: str, *arguments):
-    return getattr(importlib.import_module(f"hip_ops.{folder}.reference"), name)(*arguments)
+    return getattr(importlib.import_module(f"hip_ops.ops.{folder}.reference"), name)(*arguments)
 
 
 def _norm(scaled: bool, backward: bool, kind: str = "rms_norm") -> Callable:
@@ -196,8 +196,8 @@ def _update(sizes: Sizes, device: torch.device) -> tuple:
 
 def _head(operator: str) -> Callable:
     def make(sizes: Sizes, device: torch.device) -> tuple:
-        from hip_ops.linear_cross_entropy.passes import parts_for
-        from hip_ops.linear_cross_entropy.saved import parts_of_exponentials
+        from hip_ops.ops.linear_cross_entropy.passes import parts_for
+        from hip_ops.saved_bytes import parts_of_exponentials
 
         logits = _normal(device, sizes.chunk, sizes.classes, scale=2.0)
         labels, grad = (

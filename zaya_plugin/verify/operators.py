@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hip_ops import use_kernels
-from hip_ops.router_mlp import Routed
+from hip_ops.ops.router_mlp import Routed
 from hip_ops.runtime import availability
 from hip_ops.runtime import conditions as self_check_conditions
 from hip_ops.runtime.operator import Operator, all_operators

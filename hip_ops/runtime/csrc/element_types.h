@@ -3,7 +3,7 @@
 // portable.h); only conversion and MFMA differ.
 //
 // Half precision: unlike bfloat16 it has an 11-bit significand but a narrow exponent, so the Newton-Schulz driver keeps its
-// matrices scaled by powers of two (hip_ops/newton_schulz/plan.py). gfx942 runs both types at the same MFMA rate.
+// matrices scaled by powers of two (hip_ops/ops/newton_schulz/plan.py). gfx942 runs both types at the same MFMA rate.
 #pragma once
 #include "portable.h"
 #if HO_CUDA

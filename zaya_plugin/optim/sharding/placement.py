@@ -22,7 +22,7 @@ from megatron.core.optimizer.param_layout import pad_param_start, pad_to_divisor
 from torch import Tensor
 from torch.nn import Parameter
 
-from hip_ops.newton_schulz.plan import newton_schulz_flops
+from hip_ops.ops.newton_schulz.plan import newton_schulz_flops
 from zaya_plugin.optim.parameter_role import role_of
 
 # FLOPs of Newton-Schulz in the time of reading and writing an element's gradient, momentum and weight. For all of

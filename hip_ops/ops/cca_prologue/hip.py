@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host side of hip_ops/ops/cca_prologue/cca_prologue*.hip: allocates the results and calls the launchers. Same functions as
+hip_ops.ops.cca_prologue.reference.
+
+The kernels take heads of 128 channels in bf16, rotations of a multiple of 8 channels, and delayed channels in multiples
+of four (`fits`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hip_ops.ops.cca_prologue import HEAD_DIM
+from hip_ops.runtime.library import call, library, target_of
+from hip_ops.runtime.on_device import multiprocessors
+
+ZERO_RUNS = 512  # blocks that recompute keys whose temperature is zero
+
+
+def _aligned(tensor: Tensor | None) -> Tensor | None:
+    """Returns the tensor, or a copy where rows are not contiguous or do not start at multiples of 16 bytes."""
+    if tensor is None:
+        return None
+    starts = (tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1]))
+    return (
+        tensor
+        if tensor.stride(-1) == 1 and not any(start % 16 for start in starts)
+        else tensor.clone(memory_format=torch.contiguous_format)
+    )
+
+
+def _rope(rope: Tensor | None) -> tuple[Tensor | None, int, int, int]:
+    """Returns the table, its strides, and the number of rotating channels; without a table all channels rotate by 0."""
+    rope = _aligned(rope)
+    return (
+        (None, 0, 0, HEAD_DIM)
+        if rope is None
+        else (rope, rope.stride(0), rope.stride(1) if rope.shape[1] > 1 else 0, rope.shape[-1])
+    )
+
+
+def _rows(projected: Tensor, *chunked: Tensor | None) -> tuple[int, int, int]:
+    """Returns the number of flat rows, rows of a chunk, and micro batch."""
+    s, b = projected.shape[:2]
+    return s * b, s // next((len(t) for t in chunked if t is not None), 1), b
+
+
+def cca_prologue(
+    projected: Tensor, depthwise_weight: Tensor, depthwise_bias: Tensor, grouped_weight: Tensor, grouped_bias: Tensor,
+    temperature: Tensor, rope: Tensor | None, halo: Tensor | None, value_halo: Tensor | None, starts: Tensor | None,
+    query_groups: int, delayed_channels: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As hip_ops.ops.cca_prologue.reference.cca_prologue."""
+    parameters = (depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature)
+    device, (s, b) = projected.device, projected.shape[:2]
+    heads = len(grouped_bias) // HEAD_DIM - query_groups
+    query, key, value = (
+        torch.empty((s, b, count, HEAD_DIM), dtype=projected.dtype, device=device)
+        for count in (heads, query_groups, query_groups)
+    )
+    inverse_norm = torch.empty((heads + query_groups, s, b), dtype=torch.float32, device=device)
+    total, rows, b = _rows(projected, halo, value_halo, starts)
+    if total:
+        projected = _aligned(projected)
+        table, rope_row_stride, rope_batch_stride, rotary = _rope(rope)
+        call(
+            "ho_cca_prologue", projected, *(_aligned(t.contiguous()) for t in parameters[:4]),
+            temperature.float().contiguous(), table,
+            *(None if t is None else _aligned(t.contiguous()) for t in (halo, value_halo)),
+            None if starts is None else starts.contiguous(), query, key, value, inverse_norm, projected.stride(0),
+            projected.stride(1), rope_row_stride, rope_batch_stride, total, rows, b, heads, query_groups, rotary,
+            delayed_channels, multiprocessors(device), device=device,
+        )
+    return query, key, value, inverse_norm
+
+
+def cca_prologue_backward(
+    d_query: Tensor, d_key: Tensor, d_value: Tensor, projected: Tensor, depthwise_weight: Tensor,
+    depthwise_bias: Tensor, grouped_weight: Tensor, grouped_bias: Tensor, temperature: Tensor, rope: Tensor | None,
+    halo: Tensor | None, value_halo: Tensor | None, starts: Tensor | None, query: Tensor, key: Tensor,
+    inverse_norm: Tensor, query_groups: int, delayed_channels: int,
+) -> tuple[Tensor, ...]:
+    """As hip_ops.ops.cca_prologue.reference.cca_prologue_backward."""
+    parameters = (depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature)
+    device, processors = projected.device, multiprocessors(projected.device)
+    given = (projected, *parameters, halo, value_halo)
+    gradients = [
+        torch.empty(0 if t is None else t.shape, dtype=(projected if t is None else t).dtype, device=device)
+        for t in given
+    ]
+    total, rows, b = _rows(projected, halo, value_halo, starts)
+    if not total:
+        return tuple(gradient.zero_() for gradient in gradients)
+    d_projected, *d_parameters, d_halo, d_value_halo = gradients
+    n = len(grouped_bias) // HEAD_DIM
+    heads = n - query_groups
+    d_query, d_key, d_value, projected, query, key = map(
+        _aligned, (d_query, d_key, d_value, projected, query.contiguous(), key.contiguous())
+    )
+    *weights, length = (*(_aligned(t.contiguous()) for t in parameters[:4]), temperature.float().contiguous())
+    halo, starts = (
+        None if halo is None else _aligned(halo.contiguous()),
+        None if starts is None else starts.contiguous(),
+    )
+    table, *rope_strides, rotary = _rope(rope)
+    runs = library(target_of(device)).ho_cca_prologue_backward_blocks(
+        total, rows, b, heads, query_groups, halo is not None, processors
+    )
+    zero_runs = min(total, ZERO_RUNS)
+    shapes = (
+        (runs, n, 3, HEAD_DIM, HEAD_DIM),
+        (runs, n, HEAD_DIM),
+        (runs, query_groups),
+        (zero_runs, query_groups),
+        (query_groups,),
+    )
+    partial, partial_bias, partial_temperature, partial_zero, of_temperature = (
+        torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes
+    )
+    strides, sizes = (*projected.stride()[:2], *rope_strides), (total, rows, b, heads, query_groups, rotary)
+    call(
+        "ho_cca_prologue_backward", d_query, d_key, d_value, query, key, inverse_norm, length, table, projected, halo,
+        weights[0], weights[2], starts, d_projected, None if halo is None else d_halo,
+        None if value_halo is None else d_value_halo, partial, partial_bias, partial_temperature, *d_query.stride()[:3],
+        *d_key.stride()[:3], *d_value.stride()[:3], *strides, *sizes, delayed_channels, processors, device=device,
+    )
+    call(
+        "ho_cca_prologue_parameters", d_key, projected, *weights, length, table, halo, starts, partial, partial_bias,
+        partial_temperature, partial_zero, *d_parameters[:4], of_temperature, *strides, *d_key.stride()[:3], *sizes,
+        runs, zero_runs, device=device,
+    )
+    d_parameters[4].copy_(of_temperature)
+    return d_projected, *d_parameters, d_halo, d_value_halo

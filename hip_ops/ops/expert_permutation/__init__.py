@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Top-1 dispatch on one rank, as torch operators: sorts tokens by expert, moves their rows to the experts and back. The
+host never waits.
+
+An order is two inverse maps; negative entries stand for tokens of no expert (hip_ops/ops/expert_permutation/reference.py).
+All shapes are known beforehand: there are as many rows as tokens, and the padding rows, which belong to no expert, come
+last.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hip_ops.ops.expert_permutation import reference
+from hip_ops.runtime.operator import Operator
+from hip_ops.runtime.row_views import rows_for_a_second
+
+MAX_EXPERTS = 256  # of the kernels
+
+
+class ExpertOrder(NamedTuple):
+    """The order of tokens by expert; all tensors int32 on the device.
+
+    token_of_row [n], row_of_token [n]: inverse maps; an entry m < 0 means place ~m, for a token of no expert.
+    counts [num_experts]: rows of each expert. offsets [num_experts]: the ends of their rows, as grouped products take
+    them.
+    """
+
+    token_of_row: Tensor
+    row_of_token: Tensor
+    counts: Tensor
+    offsets: Tensor
+
+
+def _example_ids(device: torch.device, tokens: int) -> Tensor:
+    """Makes ids of ZAYA1's 16 experts and the skip class; one expert is far more frequent than the others and one never
+    occurs.
+    """
+    ids = torch.randint(0, 24, (tokens,), device=device)
+    return torch.where(ids > 16, 3, torch.where(ids == 5, 4, ids))
+
+
+def _example_rows(device: torch.device, many: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns rows, token_of_row, row_of_token and probs of ZAYA1's hidden size and dtypes, which run the kernels of
+    its training (Triton compiles another one where their number is no multiple of 16); or `many` narrow rows, so that
+    a wave takes a second one.
+    """
+    tokens, hidden = (rows_for_a_second(device), 64) if many else (144, 2048)
+    token_of_row, row_of_token, _, _ = reference.sort_by_expert(_example_ids(device, tokens), 16)
+    rows, probs = torch.randn(tokens, hidden, device=device).bfloat16(), torch.rand(tokens, device=device)
+    return rows, token_of_row, row_of_token, probs
+
+
+def _example_without_probs(device: torch.device) -> tuple[Tensor, Tensor, Tensor, None]:
+    return *_example_rows(device)[:3], None
+
+
+def _few_experts(expert_ids: Tensor, num_experts: int) -> bool:
+    return num_experts <= MAX_EXPERTS
+
+
+_sort = Operator(
+    reference.sort_by_expert,
+    takes="expert_ids [n] int32|int64",
+    gives="""
+        token_of_row  [n]            int32
+        row_of_token  [n]            int32
+        counts        [num_experts]  int32
+        offsets       [num_experts]  int32
+    """,
+    rule=lambda given: (f"num_experts is {given['num_experts']}", "at least 1") if given["num_experts"] < 1 else None,
+    example=lambda device: (_example_ids(device, 4080), 16),  # 16 tiles, the last one partly filled
+    fits={"hip": _few_experts, "triton": _few_experts},
+)
+_gather = Operator(
+    reference.gather_rows,
+    takes="""
+        rows     [n, h]  bf16|fp32
+        index    [n]     int32
+        inverse  [n]     int32
+        probs?   [n]     bf16|fp32
+    """,
+    gives="""
+        moved        like rows
+        moved_probs  like probs
+    """,
+    example=_example_rows,
+    more_examples={
+        "hip": (_example_without_probs, functools.partial(_example_rows, many=True)),
+        "triton": (_example_without_probs,),
+    },
+)
+
+
+def _save_gather(ctx, inputs, output) -> None:
+    _, index, inverse, probs = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(index, inverse)
+    ctx.has_probs = probs is not None
+
+
+def _gather_gradients(ctx, grad, d_probs):
+    index, inverse = ctx.saved_tensors
+    if not ctx.has_probs:
+        d_probs = None
+    if grad is None and d_probs is None:
+        return None, None, None, None
+    if grad is None:  # only the probs were used: no rows are moved
+        return None, None, None, _gather(d_probs.new_empty(len(index), 0), inverse, index, d_probs)[1]
+    d_rows, of_probs = _gather(grad, inverse, index, d_probs)
+    return d_rows, None, None, of_probs if d_probs is not None else None
+
+
+_gather.register_autograd(_gather_gradients, setup_context=_save_gather)
+
+
+def sort_by_expert(expert_ids: Tensor, num_experts: int) -> ExpertOrder:
+    """Sorts tokens by expert with a stable counting sort; the result is the same in every run.
+
+    Args: expert_ids int32 or int64 [n]; an id outside [0, num_experts) belongs to no expert. num_experts: 1 or more;
+    HIP and Triton take up to 256; for more, the next version runs. Raises ValueError on other shapes or dtypes.
+    """
+    return ExpertOrder(*_sort(expert_ids, num_experts))
+
+
+def permute_to_experts(tokens: Tensor, order: ExpertOrder, probs: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Moves each token's row, and its prob, to its expert's place; the backward pass moves the gradients back.
+
+    Args: tokens [n, h] bf16 or fp32, rows may be strided; order of sort_by_expert; probs [n] bf16 or fp32, or None.
+    Returns rows [n, h] in tokens' dtype and row_probs [n] in probs', or None. The padding rows, at and beyond
+    order.offsets[-1], are zeros; tokens of no expert are not moved and get zeros as gradient. All-fp64 tensors are
+    computed by the torch reference. Raises ValueError on wrong shapes, dtypes or devices.
+    """
+    rows, row_probs = _gather(tokens, order.token_of_row, order.row_of_token, probs)
+    return rows, row_probs if probs is not None else None
+
+
+def unpermute_from_experts(rows: Tensor, order: ExpertOrder) -> Tensor:
+    """Moves each row back to its token: tokens [n, h], zeros for tokens of no expert.
+
+    Padding rows, at and beyond order.offsets[-1], are not read and get zeros as gradient. Otherwise as
+    permute_to_experts.
+    """
+    return _gather(rows, order.row_of_token, order.token_of_row, None)[0]

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrix products over rows sorted by expert: each expert has its own matrix, and the borders of its rows are on the
+device.
+
+`grouped_rows` is x[i] @ W[expert of i], forward and, with the transposed matrices, backward to x. `grouped_outer_` is
+a_e^T b_e for every expert, added in place to fp32 blocks such as Megatron's main gradients, or written there. Neither
+registers gradients: autograd functions such as zaya_plugin.model.experts.ExpertMLP call them in both directions.
+
+Versions, best first: quack on Hopper (faster than Triton in 19 of 21 measured products,
+benchmarks/results/quack_tiles-h200.json), Triton, torch's grouped_mm; AITER by name only. The reference, which takes
+all dtypes and strides, loops over the experts.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from hip_ops.ops.grouped_product import aiter, grouped_mm, reference
+from hip_ops.runtime import aiter as runtime_aiter
+from hip_ops.runtime.operator import Operator
+from hip_ops.runtime.quack_tiles import available
+from hip_ops.runtime.self_check import worst
+
+HALF = (torch.bfloat16, torch.float16)
+ALIGNMENT = 16  # bytes; alignment of addresses and strides that TMA requires
+AVAILABLE = {
+    "quack": available,
+    "grouped_mm": grouped_mm.available,
+    "aiter": functools.partial(runtime_aiter.available, first=aiter.FIRST),
+}
+
+
+def _aligned(*tensors: Tensor) -> bool:
+    """Returns whether there are rows, contiguous (blocks [E, m, n]: rows or columns), with all strides multiples of
+    ALIGNMENT.
+    """
+    for tensor in tensors:
+        along = [place for place, stride in enumerate(tensor.stride()) if stride == 1]
+        steps = [stride for stride in tensor.stride() if stride != 1]
+        sizes = (*tensor.shape[-2:],) if tensor.dim() == 3 else tensor.shape[-1:]
+        if len(along) != 1 or along[0] == 0 or not len(tensor) or not all(step > 0 for step in steps):
+            return False
+        if any(each * tensor.itemsize % ALIGNMENT for each in (*steps, *sizes)) or tensor.data_ptr() % ALIGNMENT:
+            return False
+    return True
+
+
+def _offsets(device: torch.device, factor: int = 1) -> Tensor:
+    """Makes offsets of ZAYA1's 16 experts: one without rows, one with a few, one with more than a tile; padding rows
+    after them. factor: of all numbers of rows.
+    """
+    ends = [0, 3, 3, 150, *range(152, 174, 2), 285]
+    return torch.tensor([factor * end for end in ends], dtype=torch.int32).to(device)
+
+
+def _operand(device: torch.device, *shape: int) -> Tensor:
+    """Makes small numbers; rows [304 factor, ..] have NaN in the padding rows."""
+    matrix = (torch.randn(shape, device=device) / 16).bfloat16()
+    if len(shape) == 2:
+        matrix[shape[0] * 285 // 304 :] = torch.nan
+    return matrix
+
+
+def _on_amd() -> bool:
+    return torch.version.hip is not None
+
+
+def _in_a_buffer(tensor: Tensor) -> Tensor:
+    """Copies the tensor into a buffer of 2 GiB. DDP's buffers of all parameters are larger, and on AMD Triton compiles
+    another kernel for tensors in buffers from 2 GiB on.
+    """
+    buffer = tensor.new_empty(2**31 // tensor.itemsize)
+    return buffer.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+
+def _rows_example(transposed: bool, k: int = 320, of_training: bool = False):
+    """As in training k is a multiple of the kernels' steps, and n and the tokens are multiples of 16, for which Triton
+    compiles another kernel. k: for large ones Triton takes another tile (configs.py). of_training: on AMD the matrices
+    lie in a large buffer, and there are so many tiles that `derived_config` chooses the tile of training.
+    """
+
+    def make(device: torch.device) -> tuple:
+        large = of_training and _on_amd()
+        n, factor = (3008, 14) if large else (144, 1)
+        matrices = _operand(device, 16, n, k).mT if transposed else _operand(device, 16, k, n)
+        matrices = _in_a_buffer(matrices) if large else matrices
+        return _operand(device, 304 * factor, k), matrices, _offsets(device, factor)
+
+    return make
+
+
+def _outer_example(dtype: torch.dtype, accumulate: bool, of_training: bool = False):
+    """of_training: as of `_rows_example`."""
+
+    def make(device: torch.device) -> tuple:
+        large = of_training and _on_amd()
+        m, n = (576, 448) if large else (144, 272)
+        a, b, shape = _operand(device, 304, m), _operand(device, 304, n), (16, m, n)
+        out = torch.randn(shape, device=device) if accumulate else torch.full(shape, torch.nan, device=device)
+        return _in_a_buffer(out) if large else out.to(dtype), a, b, _offsets(device), accumulate
+
+    return make
+
+
+def _compare_rows(got: list, want: list, tolerance: float | None) -> str | None:
+    """Compares the rows of experts; padding rows are not written."""
+    end = int(got[1][2][-1])
+    return worst("result", got[0][:end], want[0][:end], tolerance)
+
+
+_rows = Operator(
+    reference.grouped_rows,
+    takes="""
+        x         [T, k]       bf16|fp16|fp32
+        matrices  [E>0, k, n]  =x
+        offsets   [E]          int32
+    """,
+    gives="out [T, n] =x",
+    example=(_rows_example(False), _rows_example(True)),
+    more_examples={
+        "triton": (
+            _rows_example(False, of_training=True),
+            _rows_example(True, of_training=True),
+            _rows_example(False, k=3072),
+        )
+    },
+    compare=_compare_rows,
+    written=lambda got: got[0][: int(got[1][2][-1])],
+    available=AVAILABLE,
+    fits={
+        "quack": lambda x, matrices, offsets: x.dtype == torch.bfloat16 and _aligned(x, matrices),
+        "triton": lambda x, matrices, offsets: x.dtype in HALF,
+        "grouped_mm": lambda x, matrices, offsets: (
+            x.dtype in grouped_mm.DTYPES[x.device.type] and _aligned(x, matrices)
+        ),
+        "aiter": aiter.fits_rows,
+    },
+)
+_outer = Operator(
+    reference.grouped_outer_,
+    takes="""
+        out       [E>0, m, n]  wide(a)|=a
+        a         [T, m]       bf16|fp16|fp32
+        b         [T, n]       =a
+        offsets   [E]          int32
+    """,
+    mutates=("out",),
+    example=(
+        _outer_example(torch.float32, True),
+        _outer_example(torch.float32, False),
+        _outer_example(torch.bfloat16, False),
+    ),
+    more_examples={"triton": tuple(_outer_example(torch.float32, each, of_training=True) for each in (True, False))},
+    tolerances={"grouped_mm": 2.0**-7},  # it rounds products to bf16
+    available=AVAILABLE,
+    fits={
+        "quack": lambda out, a, b, *_: a.dtype == torch.bfloat16 and out.stride(2) == 1 and _aligned(out, a, b),
+        "triton": lambda out, a, *_: a.dtype in HALF and out.stride(2) == 1,
+        "grouped_mm": lambda out, a, b, *_: a.dtype in grouped_mm.DTYPES[a.device.type] and _aligned(a, b),
+        "aiter": aiter.fits_outer,
+    },
+)
+
+
+def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
+    """Computes out[i] = x[i] @ matrices[expert of i], summed in fp32.
+
+    Args: x [T, k]; matrices [E, k, n] of x's dtype, or a transposed view of [E, n, k]; offsets int32 [E], the ends of
+    the experts' rows. Returns [T, n] in x's dtype. Padding rows, at and beyond offsets[-1], are not written (the
+    reference writes zeros), and those of x are not read. Raises ValueError on wrong shapes, dtypes or devices.
+    """
+    return _rows(x, matrices, offsets)
+
+
+def grouped_outer_(out: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulate: bool = True) -> Tensor:
+    """Adds a[rows of e]^T b[rows of e], summed in fp32, to out[e] in place; without `accumulate` overwrites out[e]
+    (zeros for an expert without rows).
+
+    Args: out [E, m, n], fp32 or a's dtype; a [T, m] and b [T, n] of one dtype; offsets int32 [E], the ends of the
+    experts' rows. Rows at and beyond offsets[-1] are not read. Returns out. Raises ValueError on wrong shapes, dtypes
+    or devices.
+    """
+    _outer(out, a, b, offsets, accumulate)
+    return out

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans one Newton-Schulz iteration: the form, the restarts, and the powers of two that scale half precision.
+
+With X [n, m], n <= m, and the polynomial factors P_t = a_t I + b_t R + c_t R^2 of R = X X^T:
+
+standard   X <- P X, with R = X X^T computed in every step: T (3 m/n + 1) n^3 multiply-adds where symmetric products
+           cost half.
+gram       all P_t commute with R, so Q <- Q P and R <- P R P need n x n products only, each of them symmetric, and X is
+           read again at the end, X <- Q X (Dao-AILab, gram-newton-schulz): (4 T + 3 (m/n) - 3) n^3, and
+           3 (m/n - 1) n^3 more for every restart. For square matrices it saves nothing.
+
+Restarts. R is known to about eps |R|, and a step multiplies that error, where R is small, by a_t^2: three steps of a =
+3.4445 lift the rounding of half precision (2^-11) above R itself, so that Q is no longer a polynomial of R and can
+overflow. A restart applies Q to X and computes R = X X^T of the result. No restart corrects the errors of the last
+steps, so the last stretch has two steps and the ones before it three: `default_restarts`.
+tests/hip_ops/test_newton_schulz_forms.py shows the error with and without.
+
+Half precision. Entries of a normalised matrix are about (n m)^-1/2 and those of R about 1 / (n sqrt(m)): below 2^-14
+half precision loses digits. X, R (and b R + c R^2) and Q are therefore stored multiplied by the powers of two below.
+This is exact, and the factors of each product contain it. Bounds: entries of X are at most 1.21 and of R 1.21^2 (the
+largest singular value that any set here makes), Q is at most the product of three a's (130), so all numbers stay far
+below 65504.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hip_ops.ops.newton_schulz.coefficients import Triple
+from hip_ops.runtime.compute_units import relative_time, tile_count
+
+HALF_TYPES = (torch.bfloat16, torch.float16)
+HALF_SCALES = (2.0**8, 2.0**10, 2.0**4)  # of X, R and Q
+LAST_STRETCH, STRETCH = 2, 3  # steps between restarts
+GRAM_SMALLEST = 384  # below, launches take longer than the products themselves
+GRAM_GAIN = (
+    0.9  # required share of the standard form's multiply-adds; reached from m/n = 1.27 for 5 steps and 1 restart
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    triples: tuple[Triple, ...]
+    form: str  # "standard" or "gram"
+    restarts: tuple[int, ...]  # steps before which the Gram form restarts
+    dtype: torch.dtype  # of X, R and Q
+
+    @classmethod
+    def of(cls, coefficients: Sequence[float], form: str, restarts: Sequence[int], dtype: torch.dtype) -> Plan:
+        """Returns the plan whose triples are `coefficients` in one flat list, as in the operator's schema."""
+        triples = zip(coefficients[0::3], coefficients[1::3], coefficients[2::3], strict=True)
+        return cls(tuple(triples), form, tuple(restarts), dtype)
+
+    @property
+    def scales(self) -> tuple[float, float, float]:
+        return HALF_SCALES if self.dtype == torch.float16 else (1.0, 1.0, 1.0)
+
+
+def default_restarts(steps: int) -> tuple[int, ...]:
+    """Returns the steps before which the Gram form restarts: (3,) of 5 steps, (3, 6) of 8."""
+    return tuple(sorted(range(steps - LAST_STRETCH, 0, -STRETCH)))
+
+
+def multiply_adds(form: str, n: int, m: int, steps: int, restarts: int = 0) -> float:
+    """Returns the multiply-adds of one matrix; symmetric products count half; n <= m."""
+    if not (steps and n):
+        return 0.0
+    aspect = m / n
+    if form == "standard":
+        return steps * (1.5 * aspect + 0.5) * n**3
+    return (2 * steps + 1.5 * aspect - 1.5 + 1.5 * (aspect - 1) * restarts) * n**3
+
+
+def make_plan(triples: tuple[Triple, ...], n: int, m: int, dtype: torch.dtype) -> Plan:
+    """Chooses the form by multiply-adds. n, m: both sides of the matrix in either order; dtype: of the matrices
+    inside.
+    """
+    return Plan(triples, *_choose_form(min(n, m), max(n, m), len(triples), dtype)[:2], dtype)
+
+
+def newton_schulz_flops(n: int, m: int, steps: int = 5, dtype: torch.dtype = torch.bfloat16) -> float:
+    """Returns the FLOPs of one matrix in the form that `make_plan` chooses."""
+    return 2 * _choose_form(min(n, m), max(n, m), steps, dtype)[2]
+
+
+def _choose_form(n: int, m: int, steps: int, dtype: torch.dtype) -> tuple[str, tuple[int, ...], float]:
+    """Returns the form, the restarts and the multiply-adds."""
+    restarts = default_restarts(steps)
+    gram, standard = multiply_adds("gram", n, m, steps, len(restarts)), multiply_adds("standard", n, m, steps)
+    # bfloat16 loses in R what the standard form reads from X: 1.4 times its error on Gaussian matrices.
+    if n >= GRAM_SMALLEST and dtype != torch.bfloat16 and gram <= GRAM_GAIN * standard:
+        return "gram", restarts, gram
+    return "standard", (), standard
+
+
+# Sides of the HIP kernels' tiles, with the other issue slots and the LDS time of their inner loops for 256 MFMA passes.
+TILE_SIDES = {256: (35, 128), 128: (57, 192), 64: (132, 384)}
+
+
+def tile_side(symmetric: bool, batch: int, m: int, n: int) -> int:
+    """Returns the side of the tiles with which a HIP product finishes first by `relative_time`."""
+
+    def finished(side: int) -> float:
+        return relative_time(batch * tile_count(symmetric, m, n, side, side), side * side, *TILE_SIDES[side])
+
+    return min(TILE_SIDES, key=finished)

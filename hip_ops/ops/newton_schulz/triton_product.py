@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batched matrix products of Newton-Schulz in Triton: the symmetric product, which computes only tiles on and below the
+diagonal, and the general one. One persistent kernel; operands and results use tensor descriptors (TMA on Hopper).
+
+A program takes tiles `program_id, program_id + grid, ...` of batch x lower triangle in row order, so that the tiles in
+flight belong to one or two matrices and share operand rows in L2. The mirror image of a tile is stored from the same
+accumulators, transposed through shared memory. A tile on the diagonal is computed whole, and its mirror image is stored
+past the end of the matrix, where the descriptor drops it. This needs no branch, so that the tile loop and the k loop
+can be flattened into one pipelined loop. A A^T equals its transpose bit by bit because entries (i, j) and (j, i) sum
+the same products in the same order.
+
+Each operand is stored either by rows or by columns: Gram matrices of tall and of wide matrices need no transposed copy.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from hip_ops.ops.newton_schulz import triton_pointers as pointer_product
+from hip_ops.ops.newton_schulz.product_configs import BEFORE_HOPPER_CONFIG, ProductConfig
+from hip_ops.runtime.compute_units import tile_count
+from hip_ops.runtime.descriptors import describable
+from hip_ops.runtime.on_device import multiprocessors
+from hip_ops.runtime.tiles import grouped_tile, triangle_tile
+
+
+@triton.jit
+def _store_part(
+    acc, d_desc, c_desc, mirror_desc, matrix, row0, column0, mirror_row0, alpha, beta,
+    SYMMETRIC: tl.constexpr, HAS_D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    acc = acc * alpha
+    if HAS_D:
+        acc += beta * d_desc.load([matrix, row0, column0]).reshape(ROWS, COLUMNS).to(tl.float32)
+    result = acc.to(c_desc.dtype)
+    c_desc.store([matrix, row0, column0], result.reshape(1, ROWS, COLUMNS))
+    if SYMMETRIC:
+        mirror_desc.store([matrix, mirror_row0, row0], result.T.reshape(1, COLUMNS, ROWS))
+
+
+@triton.jit
+def symmetric_product_kernel(
+    a_desc, b_desc, d_desc, c_desc, mirror_desc, batch, m, n, k, alpha, beta,
+    SYMMETRIC: tl.constexpr, A_BY_COLUMNS: tl.constexpr, B_BY_COLUMNS: tl.constexpr, HAS_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
+    FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
+):
+    """C = alpha A B^T + beta D. A [batch, m, k] is stored by rows, or by columns as [batch, k, m]; B [batch, n, k]
+    likewise.
+    """
+    tile_rows = tl.cdiv(m, BLOCK_M)
+    tile_columns = tl.cdiv(n, BLOCK_N)
+    if SYMMETRIC:
+        if BLOCK_M == BLOCK_N:
+            tiles = tile_rows * (tile_rows + 1) // 2
+        elif BLOCK_M > BLOCK_N:
+            tiles = tile_rows * (tile_rows + 1)
+        else:
+            tiles = (tile_rows // 2 + tile_rows % 2) * (tile_rows // 2 + 1)
+    else:
+        tiles = tile_rows * tile_columns
+    for position in tl.range(
+        tl.program_id(0), batch * tiles, tl.num_programs(0), flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE
+    ):
+        matrix = position // tiles
+        if SYMMETRIC:
+            row, column = triangle_tile(position % tiles, BLOCK_M, BLOCK_N)
+        else:
+            row, column = grouped_tile(position % tiles, tile_rows, tile_columns, GROUP)
+        row0 = row * BLOCK_M
+        column0 = column * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for start in range(0, k, BLOCK_K):
+            if A_BY_COLUMNS:
+                a = a_desc.load([matrix, start, row0]).reshape(BLOCK_K, BLOCK_M).T
+            else:
+                a = a_desc.load([matrix, row0, start]).reshape(BLOCK_M, BLOCK_K)
+            if B_BY_COLUMNS:
+                b = b_desc.load([matrix, start, column0]).reshape(BLOCK_K, BLOCK_N)
+            else:
+                b = b_desc.load([matrix, column0, start]).reshape(BLOCK_N, BLOCK_K).T
+            acc = tl.dot(a, b, acc)
+        past_the_end = tile_rows * BLOCK_M + tile_columns * BLOCK_N
+        mirror_row0 = tl.where(column0 + BLOCK_N <= row0, column0, past_the_end)
+        if PARTS == 2:  # results in two halves, which leaves shared memory for one more stage of operands
+            left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
+            _store_part(left, d_desc, c_desc, mirror_desc, matrix, row0, column0, mirror_row0,
+                        alpha, beta, SYMMETRIC, HAS_D, BLOCK_M, BLOCK_N // 2)
+            _store_part(
+                right,
+                d_desc,
+                c_desc,
+                mirror_desc,
+                matrix,
+                row0,
+                column0 + BLOCK_N // 2,
+                mirror_row0 + BLOCK_N // 2,
+                alpha,
+                beta,
+                SYMMETRIC,
+                HAS_D,
+                BLOCK_M,
+                BLOCK_N // 2,
+            )
+        else:
+            _store_part(acc, d_desc, c_desc, mirror_desc, matrix, row0, column0, mirror_row0,
+                        alpha, beta, SYMMETRIC, HAS_D, BLOCK_M, BLOCK_N)
+
+
+AMD = torch.version.hip is not None
+
+
+@functools.cache
+def _has_descriptors(device: torch.device) -> bool:
+    return device.type == "cuda" and not AMD and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def empty_rows(batch: int, rows: int, columns: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Allocates [batch, rows, columns] whose rows start at multiples of 16 bytes, as tensor descriptors require."""
+    padded = -(-columns // 8) * 8
+    return like.new_empty((batch, rows, padded), dtype=dtype or like.dtype)[..., :columns]
+
+
+def stored(x: Tensor) -> tuple[Tensor, bool]:
+    """Returns [batch, r, c] in a layout that a descriptor can read, and whether it is stored by columns, as [batch, c,
+    r].
+    """
+    if describable(x):
+        return x, False
+    if describable(x.mT):
+        return x.mT, True
+    copy = empty_rows(*x.shape, like=x)
+    copy.copy_(x)
+    return copy, False
+
+
+def product(
+    a: Tensor, b: Tensor, d: Tensor | None, c: Tensor, alpha: float, beta: float, symmetric: bool, config: ProductConfig
+) -> Tensor:
+    """Computes c = alpha a b^T + beta d, [batch, m, n], by rows. a [batch, m, k] and b [batch, n, k] may be stored by
+    rows or by columns.
+
+    symmetric: m = n and the result is symmetric; only tiles on and below the diagonal are computed. Returns c.
+    """
+    batch, m, n = c.shape
+    k = a.shape[-1]
+    assert describable(c) and a.shape == (batch, m, k) and b.shape == (batch, n, k) and k > 0
+    a_storage, a_by_columns = stored(a)
+    b_storage, b_by_columns = (a_storage, a_by_columns) if b is a else stored(b)
+    if d is not None:
+        assert d.shape == c.shape
+        d, by_columns = stored(d)
+        if by_columns and not symmetric:  # a symmetric D is its own transpose
+            d = empty_rows(batch, m, n, like=d).copy_(d.mT)
+    if not _has_descriptors(c.device):
+        config = config if AMD else BEFORE_HOPPER_CONFIG
+        pointer_product.launch(
+            a_storage, a_by_columns, b_storage, b_by_columns, d, c, k, alpha, beta, symmetric, config
+        )
+        return c
+    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
+    width = block_n // config.parts
+    a_block = [1, block_k, block_m] if a_by_columns else [1, block_m, block_k]
+    b_block = [1, block_k, block_n] if b_by_columns else [1, block_n, block_k]
+    programs = batch * tile_count(symmetric, m, n, block_m, block_n)
+    if config.persistent:
+        programs = min(programs, multiprocessors(c.device))
+    symmetric_product_kernel[(programs,)](
+        TensorDescriptor.from_tensor(a_storage, a_block),
+        TensorDescriptor.from_tensor(b_storage, b_block),
+        None if d is None else TensorDescriptor.from_tensor(d, [1, block_m, width]),
+        TensorDescriptor.from_tensor(c, [1, block_m, width]),
+        TensorDescriptor.from_tensor(c, [1, width, block_m]) if symmetric else None,
+        batch, m, n, k, alpha, beta,
+        SYMMETRIC=symmetric, A_BY_COLUMNS=a_by_columns, B_BY_COLUMNS=b_by_columns, HAS_D=d is not None,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, PARTS=config.parts, GROUP=8,
+        FLATTEN=config.flatten, WARP_SPECIALIZE=config.warp_specialize,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )
+    return c

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ZAYA1's router behind its down projection as torch operators: state, MLP and choice in one pass, and the chain of its
+gradients in another.
+
+Conventions that all versions share are in hip_ops/ops/router_mlp/reference.py. The operators register no gradients: callers
+build the backward pass from `router_mlp_backward` and the matrices' products, which they may add directly to main
+gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hip_ops.ops.router_mlp import reference
+from hip_ops.runtime.operator import Operator
+from hip_ops.runtime.self_check import TOLERANCES, worst
+from hip_ops.saved_bytes import router_columns
+
+TRITON_WIDTHS = (32, 64, 128, 256)
+MOST_CLASSES = 64  # of the Triton kernels
+
+
+class Routed(NamedTuple):
+    """state, hidden1, hidden2 [n, r] and logits [n, router_columns(c)], zeros after the classes, in the tensors' dtype;
+    weights fp32 [n]; ids int64 [n]; statistics fp32 [c + 1]: the tokens of each class, exact up to 2^24, and the sum of
+    the entropies (nats) of the tokens' probabilities."""
+
+    state: Tensor
+    weights: Tensor
+    ids: Tensor
+    hidden1: Tensor
+    hidden2: Tensor
+    logits: Tensor
+    statistics: Tensor
+
+
+class RouterGradients(NamedTuple):
+    """What `router_mlp_backward` returns: all gradients except those of the matrices, which are d_hidden1^T normed,
+    d_hidden2^T active1 and d_logits^T active2.
+
+    d_previous is None without gamma. sums fp32 [5, r]: gradients of b_down, gamma (zeros without it), w_norm, b1 and
+    b2. d_logits [n, c], its rows strided.
+    """
+
+    d_projected: Tensor
+    d_previous: Tensor | None
+    sums: Tensor
+    d_hidden1: Tensor
+    normed: Tensor
+    d_hidden2: Tensor
+    active1: Tensor
+    d_logits: Tensor
+    active2: Tensor
+
+
+def _example(device: torch.device, first: bool = False, replay: bool = True) -> tuple:
+    """Makes inputs of ZAYA1's width and classes in bf16, with a partly filled last tile; as in training a multiple of
+    16 rows, for which Triton compiles another kernel. first: of the model's first layer, without a previous state.
+    replay: some tokens have a given class.
+    """
+    rows, r, c = 144, 256, 17
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device)
+
+    projected, previous, gamma, b_down = random(rows, r), random(rows, r), random(r), random(r)
+    w1, w2, w_out = random(r, r) / 16, random(r, r) / 16, random(c, r) / 2
+    before = (None, None) if first else (previous.bfloat16(), gamma.bfloat16())
+    tensors = (b_down, 1 + random(r) / 4, w1, random(r) / 4, w2, random(r) / 4, w_out)
+    forced = torch.where(torch.arange(rows, device=device) % 5 == 0, 3, -1)
+    parameters = (tensor.bfloat16() for tensor in tensors)
+    return projected.bfloat16(), *before, *parameters, random(c) / 16, forced if replay else None, 1e-5, c - 1
+
+
+def _backward_example(device: torch.device, first: bool = False, last: bool = False) -> tuple:
+    """last: of the model's last layer, whose state has no gradient."""
+    given = _example(device, first)
+    _, previous, gamma, _, w_norm, w1, _, w2, _, w_out, _, _, eps, unweighted = given
+    state, weights, ids, hidden1, hidden2, logits, _ = reference.router_mlp(*given)
+    saved = (state, previous, gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out)
+    return torch.randn_like(weights), None if last else torch.randn_like(state), *saved, eps, unweighted
+
+
+def _compare(got: list, want: list, tolerance: float) -> str | None:
+    """Returns the difference, or None. If a token's two best classes are equal within rounding, both are right; weights
+    are compared where choices agree.
+    """
+    (mine, theirs), arguments = (Routed(*got[0]), Routed(*want[0])), want[1]
+    same = mine.ids == theirs.ids
+    biased = torch.softmax(theirs.logits[:, : len(arguments[9])].float(), -1) + arguments[10]
+    first, second = biased.topk(2).values.unbind(-1)
+    if (~same & (first - second > 2**-6)).any():
+        return "it chooses other classes where the best is clear"
+    if mine.statistics[:-1].tolist() != torch.bincount(mine.ids, minlength=len(arguments[9])).tolist():
+        return "the counts of its classes do not match its choices"
+    pairs = {name: (getattr(mine, name), getattr(theirs, name)) for name in ("state", "hidden1", "hidden2", "logits")}
+    pairs |= {
+        "weights": (mine.weights * same, theirs.weights * same),
+        "entropy": (mine.statistics[-1], theirs.statistics[-1]),
+    }
+    allowed = {"weights": tolerance, "logits": 2 * TOLERANCES[torch.bfloat16]}
+    for name, (a, b) in pairs.items():
+        said = worst(name, a, b, allowed.get(name, TOLERANCES[mine.state.dtype]))
+        if said:
+            return said
+    return None
+
+
+def _fits(w_out: Tensor) -> bool:
+    """Returns whether the Triton kernels take this router: half precision, and matrices that fit their tiles."""
+    classes, width = w_out.shape
+    return w_out.dtype in (torch.bfloat16, torch.float16) and width in TRITON_WIDTHS and classes <= MOST_CLASSES
+
+
+def _rule(given: dict) -> tuple[str, str] | None:
+    classes, columns = given["c"], router_columns(given["c"])
+    if (given["previous"] is None) != (given["gamma"] is None):
+        return "one of previous and gamma is None", "both or neither"
+    if not -1 <= given["unweighted"] < classes:
+        return f"unweighted is {given['unweighted']}", f"-1 or one of the {classes} classes"
+    if given.get("columns", columns) != columns:
+        return f"logits has {given['columns']} columns", f"{columns}, of which the first {classes} are classes"
+    return None
+
+
+PARAMETERS = """
+    w_out      [c>0, r>0]    bf16|fp16|fp32
+    gamma?     [r]           =w_out
+    w_norm     [r]           =w_out
+    w1         [r, r]        =w_out
+    w2         [r, r]        =w_out
+"""
+_forward = Operator(
+    reference.router_mlp,
+    takes=PARAMETERS
+    + """
+        projected  [n, r]    =w_out
+        previous?  [n, r]    =w_out
+        b_down     [r]       =w_out
+        b1         [r]       =w_out
+        b2         [r]       =w_out
+        biases     [c]       fp32!
+        forced?    [n]       int64
+    """,
+    rule=_rule,
+    fake=reference.router_mlp,
+    example=_example,
+    more_examples={"triton": tuple(functools.partial(_example, first=first, replay=False) for first in (False, True))},
+    compare=_compare,
+    tolerance=2 * TOLERANCES[torch.bfloat16],  # of the weights, which follow the logits
+    tolerances={
+        "compiled": 4 * TOLERANCES[torch.bfloat16]
+    },  # torch.compile does not round the logits before the softmax
+    fits={"triton": lambda *arguments: _fits(arguments[9])},
+)
+_backward = Operator(
+    reference.router_mlp_backward,
+    takes=PARAMETERS
+    + """
+        state      [n, r]        =w_out
+        previous?  [n, r]        =w_out
+        hidden1    [n, r]        =w_out
+        hidden2    [n, r]        =w_out
+        logits     [n, columns]  =w_out
+        ids        [n]           int64
+        d_state?   [n, r]        =w_out
+        d_weights  [n]           wide(w_out)
+    """,
+    rule=_rule,
+    fake=reference.router_mlp_backward,
+    example=_backward_example,
+    more_examples={
+        "triton": (functools.partial(_backward_example, first=True), functools.partial(_backward_example, last=True))
+    },
+    tolerance=2 * TOLERANCES[torch.bfloat16],  # sums of bf16 numbers, a few of which round the other way
+    fits={"triton": lambda *arguments: _fits(arguments[12])},
+)
+
+
+def router_mlp(
+    projected: Tensor,
+    previous: Tensor | None,
+    gamma: Tensor | None,
+    b_down: Tensor,
+    w_norm: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    w_out: Tensor,
+    biases: Tensor,
+    forced: Tensor | None = None,
+    *,
+    eps: float,
+    unweighted: int = -1,
+) -> Routed:
+    """Computes the router behind its down projection (arXiv 2605.05365 section II-A-2; formulas: reference), without
+    gradients.
+
+    Args: projected [n, r]; previous [n, r], the state of the layer before, and gamma [r], or None for both; b_down,
+    w_norm, b1, b2 [r]; w1, w2 [r, r]; w_out [c, r]; biases fp32 [c], for the choice only; forced int64 [n] replaces the
+    choice where it is not negative, and is below c; unweighted: a class whose tokens get the weight 0, or -1. All but
+    the last three share one dtype: bf16, fp16, fp32 or fp64. The kernels take bf16 and fp16. Of equal probabilities
+    with their biases the first class wins. Raises ValueError on wrong shapes, dtypes or devices.
+    """
+    return Routed(
+        *_forward(projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced, eps, unweighted)
+    )
+
+
+def router_mlp_backward(
+    d_weights: Tensor,
+    d_state: Tensor | None,
+    routed: Routed,
+    previous: Tensor | None,
+    gamma: Tensor | None,
+    w_norm: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w_out: Tensor,
+    *,
+    eps: float,
+    unweighted: int = -1,
+) -> RouterGradients:
+    """Returns the gradients, from those of weights, d_weights fp32 [n] (fp64 for fp64), and of state, d_state [n, r] or
+    None.
+
+    routed: what router_mlp returned, of which state, hidden1, hidden2, logits and ids are read. Other arguments and
+    errors as there.
+    """
+    state, _, ids, hidden1, hidden2, logits, _ = routed
+    d_projected, d_previous, sums, *pairs, d_logits, active2 = _backward(
+        d_weights,
+        d_state,
+        state,
+        previous,
+        gamma,
+        hidden1,
+        hidden2,
+        logits,
+        ids,
+        w_norm,
+        w1,
+        w2,
+        w_out,
+        eps,
+        unweighted,
+    )
+    return RouterGradients(
+        d_projected, None if gamma is None else d_previous, sums, *pairs, d_logits[:, : len(w_out)], active2
+    )

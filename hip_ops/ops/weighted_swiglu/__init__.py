@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SwiGLU with the routing weight in one pass, as torch operators: silu(gate) * up * prob, and all gradients with the
+output again.
+
+hip_ops/ops/weighted_swiglu/reference.py defines the roundings. Saved for the backward pass: gate_up, probs and offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hip_ops.ops.weighted_swiglu import reference
+from hip_ops.runtime.operator import Operator
+from hip_ops.runtime.row_views import rows_for_a_second
+
+INPUTS = """
+    gate_up   [n, columns>0]  bf16|fp32
+    probs     [n]             bf16|fp32
+    offsets?  [experts>0]     int32
+"""
+
+
+def _two_halves(given: dict) -> tuple[str, str] | None:
+    columns = given["columns"]
+    return (f"gate_up has {columns} columns", "[n, 2 f], gate and up") if columns % 2 else None
+
+
+def _example(device: torch.device) -> tuple:
+    """Makes inputs of ZAYA1's width, dtypes and number of experts, which run the kernels of its training (Triton
+    compiles others where rows or experts are no multiple of 16); the last rows are padding rows.
+    """
+    rows, width = 48, 2048
+    gate_up = (3 * torch.randn(rows, 2 * width, device=device)).bfloat16()
+    return gate_up, torch.rand(rows, device=device), torch.tensor([9, *[17] * 14, 33], dtype=torch.int32).to(device)
+
+
+def _example_of_many_rows(device: torch.device) -> tuple:
+    """Makes rows that are narrow and so many that a wave takes a second one."""
+    rows, width = rows_for_a_second(device), 64
+    gate_up, offsets = torch.randn(rows, 2 * width, device=device).bfloat16(), torch.tensor([9, rows - 4])
+    return gate_up, torch.rand(rows, device=device), offsets.int().to(device)
+
+
+def _backward_example(example: Callable[[torch.device], tuple]) -> Callable[[torch.device], tuple]:
+    def make(device: torch.device) -> tuple:
+        gate_up, probs, offsets = example(device)
+        grad = torch.randn(gate_up.shape[0], gate_up.shape[1] // 2, device=device).bfloat16()
+        return grad, gate_up, probs, offsets, True
+
+    return make
+
+
+def _fake_backward(grad, gate_up, probs, offsets, with_output):
+    output = gate_up.new_empty(grad.shape if with_output else 0)
+    return gate_up.new_empty(gate_up.shape), probs.new_empty(probs.shape), output
+
+
+_forward = Operator(
+    reference.weighted_swiglu,
+    takes=INPUTS,
+    gives="output [n, columns//2] =gate_up",
+    rule=_two_halves,
+    example=_example,
+    more_examples={"hip": (_example_of_many_rows,)},
+)
+_backward = Operator(
+    reference.weighted_swiglu_backward,
+    takes=INPUTS + "grad [n, columns//2] =gate_up",
+    rule=_two_halves,
+    fake=_fake_backward,
+    example=_backward_example(_example),
+    more_examples={"hip": (_backward_example(_example_of_many_rows),)},
+)
+
+
+def _save(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx, grad):
+    d_gate_up, d_probs, _ = _backward(grad, *ctx.saved_tensors, False)
+    return d_gate_up, d_probs, None
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
+
+
+def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None = None) -> Tensor:
+    """Computes silu(gate) * up * prob (SwiGLU: arXiv 2002.05202) in fp32, with gradients of gate_up and probs.
+
+    Args: gate_up [n, 2 f], gate first, bf16 or fp32; rows may be strided. probs [n] bf16 or fp32. offsets int32
+    [experts], the ends of the experts' rows (`ExpertOrder.offsets`): rows at and beyond offsets[-1] are not read; their
+    results and gradients are zeros. Returns [n, f] in gate_up's dtype. All-fp64 tensors are computed by the torch
+    reference. Raises ValueError on wrong shapes, dtypes or devices.
+    """
+    return _forward(gate_up, probs, offsets)
+
+
+def weighted_swiglu_backward(
+    grad: Tensor, gate_up: Tensor, probs: Tensor, offsets: Tensor | None = None, with_output: bool = True
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns the gradients for the output's gradient grad [n, f]: (d_gate_up [n, 2 f], d_probs [n], output [n, f] or
+    None).
+
+    For autograd functions that do not keep the output: the next product's weight gradient needs it, so it is computed
+    again here, in the pass that reads gate and up. Arguments, dtypes and errors as weighted_swiglu.
+    """
+    d_gate_up, d_probs, output = _backward(grad, gate_up, probs, offsets, with_output)
+    return d_gate_up, d_probs, output if with_output else None
