@@ -69,8 +69,9 @@ def has_accelerator() -> bool:
 def describe() -> tuple[Patch, ...]:
     """Return every patch of this package in the order in which they are applied: those of torch first."""
     names = {module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])} - {"registry", "hooks"}
-    found = (importlib.import_module(f"zaya_plugin.patches.{name}").PATCH for name in names)
-    return tuple(sorted(found, key=lambda patch: (patch.package != "torch", patch.symbol)))
+    modules = [vars(importlib.import_module(f"zaya_plugin.patches.{name}")) for name in names]
+    patches = (patch for module in modules for patch in module.get("PATCHES") or (module["PATCH"],))
+    return tuple(sorted(patches, key=lambda patch: (patch.package != "torch", patch.symbol)))
 
 
 def apply_torch() -> None:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The patches: each names its symbol, reason and versions; the CPU's are never applied where a GPU is."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from zaya_plugin import patches
-from zaya_plugin.patches import registry
+from zaya_plugin.patches import cpu, registry
 
 
 def test_every_patch_says_what_why_and_for_which_versions():
@@ -21,9 +22,10 @@ def test_every_patch_says_what_why_and_for_which_versions():
         assert (patch.make is None) != (patch.enter is None)
 
 
-def test_one_symbol_a_file():
+def test_one_symbol_a_file_but_for_the_table_of_the_cpu():
     files = set(Path(patches.__file__).parent.glob("*_*.py")) - {Path(patches.__file__)}
-    assert len(files) == len(patches.describe())
+    by_scope = Counter(patch.scope for patch in patches.describe())
+    assert by_scope == {"always": len(files), "cpu": len(cpu.PATCHES)}
 
 
 def test_no_cpu_patch_is_applied_where_an_accelerator_is(monkeypatch):

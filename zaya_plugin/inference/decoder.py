@@ -23,7 +23,7 @@ ROOM = 256  # stored tokens are allocated, and read by a step, in this many time
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Leave the modes that watch each torch call. Building a model on a CPU requires one (patches/torch_cuda_literals.py),
+    """Leave the modes that watch each torch call. Building a model on a CPU requires one (patches/cpu.py),
     a step does not: it costs Python time in every call, and under it hip_ops' operators go through torch's dispatcher.
     """
     with ExitStack() as left:
