@@ -18,6 +18,7 @@ from zaya_plugin.aegis.collectors.progress import read_beats
 # A ZAYA as small as all its parts allow: 4 layers, 16 experts and the skip class, 8 query and 2 key/value heads.
 MICRO = (
     "experiment=cpu_demo",
+    "optim=adamw",
     "model.hidden_size=64",
     "model.kv_channels=8",
     "model.moe_ffn_hidden_size=48",
@@ -75,7 +76,7 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "zaya_plugin.cli", *arguments]
 
 
-def zaya(*arguments: str, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess:
+def zaya(*arguments: str, timeout: float = 600, **environment: str) -> subprocess.CompletedProcess:
     """Run `zaya`; stdout and stderr are one text."""
     done = subprocess.run(
         command(*arguments),

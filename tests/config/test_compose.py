@@ -21,7 +21,7 @@ REFUSED = [
     ("foo.bar=1", ["foo.bar=1: no such key"]),
     ("+foo.bar=1", ["foo={...}: no such key"]),
     ("hydra.foo=1", ["hydra.foo=1: no such key"]),
-    ("optim.lr=abc", ["optim.lr=abc: ", "Allowed: a number above 0, at most 100.0 (", "). Fix: optim.lr=0.002."]),
+    ("optim.lr=abc", ["optim.lr=abc: ", "Allowed: a number above 0, at most 100.0 (", "). Fix: optim.lr=0.016."]),
     ("++optim.lr=abc", ["optim.lr=abc: ", "Allowed: a number above 0, at most 100.0 ("]),
     ("optim.lr=true", ["optim.lr=true: ", "Allowed: a number above 0, at most 100.0 ("]),
     ("optim.lr=null", ["optim.lr=null: ", "Allowed: a number above 0, at most 100.0 ("]),
@@ -36,7 +36,7 @@ REFUSED = [
         [
             "stage.train_iters=1.5: ",
             "Allowed: a whole number above 0, at most 9999999 (",
-            "). Fix: stage.train_iters=90",
+            "). Fix: stage.train_iters=60",
         ],
     ),
     ("stage.train_iters=many", ["stage.train_iters=many: ", "Allowed: a whole number above 0, at most 9999999 ("]),
@@ -69,7 +69,7 @@ REFUSED = [
     ("batch_size=8", ["Fix: stage.micro_batch_size=8."]),
     ("run_dri=5", ["Fix: run_dir=5."]),
     ("OPTIM.LR=1", ["Fix: optim.lr=1."]),
-    ("optim.lr=200", ["Fix: optim.lr=0.002."]),
+    ("optim.lr=200", ["Fix: optim.lr=0.016."]),
     ("nproc=", ["Fix: nproc=2."]),
     ("cluster=1", ["cluster=1: ", "Allowed: cpu, gpu, ", "Fix: cluster=cpu."]),
     ("cluster=null", ["cluster=null: ", "Fix: cluster=cpu."]),
@@ -122,7 +122,7 @@ def test_the_demo_is_a_small_zaya_on_the_cpu():
 
 
 def test_an_experiment_wins_over_the_groups_and_the_command_line_over_both():
-    assert compose([DEMO]).optim.lr == 2e-3
+    assert compose([DEMO]).optim.lr == 1.6e-2
     assert compose([DEMO, "optim.lr=1e-4"]).optim.lr == 1e-4
     assert compose([DEMO, "cluster=gpu"]).cluster.device == "cuda"
 

@@ -138,9 +138,9 @@ def test_a_mistake_in_a_recipe_file_is_named(tmp_path, text, message):
 
 @pytest.mark.parametrize("stage", ["cpu_demo", "cpu_demo_stage1", "cpu_demo_stage2", "cpu_demo_stage3"])
 def test_each_optimizer_brings_its_rate_for_the_demo(stage):
-    """Muon learns fastest there at eight times AdamW's rate; a rate on the command line wins over both."""
+    """Muon learns fastest there at a higher rate than AdamW; a rate on the command line wins over both."""
     adamw, muon = (compose([f"experiment={stage}", f"optim={name}"]).optim for name in ("adamw", "muon"))
-    assert muon.lr == 8 * adamw.lr and muon.min_lr in (adamw.min_lr, 8 * adamw.min_lr)
+    assert muon.lr == (2 if stage == "cpu_demo" else 8) * adamw.lr
     assert compose([f"experiment={stage}", "optim=muon", "optim.lr=9e-3"]).optim.lr == 9e-3
     with pytest.raises(ValueError, match="optim.name=sgd: this value is not allowed. Allowed: adamw, muon"):
         compose([f"experiment={stage}", "optim.name=sgd"])

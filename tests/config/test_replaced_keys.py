@@ -65,7 +65,9 @@ def test_in_a_recipe_of_an_earlier_run(tmp_path):
         assert all(part in line for part in parts)
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(earlier))
-    assert to_yaml(load_recipe(path)) == to_yaml(compose([DEMO]))
+    same = ("optim=adamw", "optim.lr=2e-3", "optim.lr_warmup_iters=20", "checkpoint.save_interval=45")
+    same += ("stage.train_iters=90", "stage.eval_interval=30")
+    assert to_yaml(load_recipe(path)) == to_yaml(compose([DEMO, *same]))
 
 
 def test_the_named_operators_exist():

@@ -133,19 +133,19 @@ def saved(run_dir, recipe, step=40, facts=True):
 def test_a_resume_with_another_optimizer_is_refused_before_the_start(tmp_path, capsys, monkeypatch, facts):
     monkeypatch.setenv("ZAYA_CHECK", "off")
     saved(tmp_path, demo(tmp_path), facts=facts)
-    recipe = demo(tmp_path, "optim=muon", "seed=5")
+    recipe = demo(tmp_path, "optim=adamw", "seed=5")
     with pytest.raises(
-        ValueError, match=r"optim\.name=muon: the run in .* was trained with adamw; .*\nseed=5: "
+        ValueError, match=r"optim\.name=adamw: the run in .* was trained with muon; .*\nseed=5: "
     ) as error:
         before_start.check_changed_keys(recipe, make_plan(recipe, {}))
-    assert "Fix: optim.name=adamw to continue this run" in str(error.value)
+    assert "Fix: optim.name=muon to continue this run" in str(error.value)
     assert str(error.value) in before_start.stops(recipe, make_plan(recipe, {})), "the dry run says it too"
     fast = demo(tmp_path, "optim.lr=0.005", "nproc=1")
     before_start.check_changed_keys(fast, make_plan(fast, {}))
     told = capsys.readouterr().err
     changed, rate = told.splitlines()
-    assert changed.startswith("zaya: resume: optim.lr: was 0.002, is 0.005; the learning rates")
-    assert rate.startswith("zaya: resume: the learning rate of step 41 is 0.004") and "before had 0.001" in rate
+    assert changed.startswith("zaya: resume: optim.lr: was 0.016, is 0.005; the learning rates")
+    assert rate.startswith("zaya: resume: the learning rate of step 41 is 0.001858; the recipe before had 0.005659")
 
 
 def test_the_recipe_in_the_checkpoint_counts_more_than_that_of_a_start_that_failed(tmp_path):
@@ -186,9 +186,9 @@ def test_a_finished_run_that_is_asked_again_says_so(tmp_path):
 def test_a_new_run_and_a_new_stage_are_no_resumes(tmp_path):
     before, stage = tmp_path / "before", tmp_path / "stage"
     saved(before, demo(before))
-    assert before_start.changed_keys(demo(stage, "optim=muon", f"handover.from_run={before}")) == ([], [])
+    assert before_start.changed_keys(demo(stage, "optim=adamw", f"handover.from_run={before}")) == ([], [])
     save_recipe(demo(stage), (stage.mkdir(), stage / "recipe.yaml")[1])  # begun, and never saved
-    assert before_start.changed_keys(demo(stage, "optim=muon")) == ([], [])
+    assert before_start.changed_keys(demo(stage, "optim=adamw")) == ([], [])
 
 
 def test_recipes_of_other_versions_resume(tmp_path):
@@ -198,9 +198,9 @@ def test_recipes_of_other_versions_resume(tmp_path):
     path.write_text("\n".join([*lines, "of_another_version:", "  key: 1"]) + "\n")
     assert "seed" not in values_in(tmp_path)
     assert before_start.changed_keys(demo(tmp_path, "seed=5", "optim.muon_dtype=fp32")) == ([], [])
-    assert len(before_start.changed_keys(demo(tmp_path, "optim.name=muon"))[0]) == 1
+    assert len(before_start.changed_keys(demo(tmp_path, "optim.name=adamw"))[0]) == 1
     path.unlink()
-    assert before_start.changed_keys(demo(tmp_path, "optim.name=muon")) == ([], []), "nothing to compare with"
+    assert before_start.changed_keys(demo(tmp_path, "optim.name=adamw")) == ([], []), "nothing to compare with"
 
 
 @pytest.mark.parametrize("content", ["a: [", "- 1", "\x00", "seed: ${nowhere}"])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo itself, as `make demo` runs it: real text, two ranks, its promises and its golden loss curve.
 
-`make test` runs its first 10 steps of 90, `make test-all` all of them.
+`make test` runs its first 10 steps of 60, `make test-all` all of them.
 
 The golden curve is for the corpus whose checksum it names (the standard library of one Python version); on another
 corpus the same curve is expected within a wider band. ZAYA_UPDATE_GOLDEN=1 writes it anew.
@@ -60,15 +60,15 @@ def _mean(values) -> float:
 @pytest.mark.timeout(900)
 def test_the_model_learns_more_than_word_frequencies(demo, data):
     entropy = _unigram_entropy(data)
-    assert demo.validation()[90] < entropy - 1.0, f"unigram entropy {entropy:.3f}"
+    assert demo.validation()[60] < entropy - 1.0, f"unigram entropy {entropy:.3f}"
 
 
 @pytest.mark.slow
 def test_the_load_of_the_experts_is_even(demo):
     steps = demo.steps()
-    assert min(steps[step]["load_entropy"] for step in range(46, 91)) > 0.9
-    assert _mean(steps[step]["load_entropy"] for step in range(81, 91)) > 0.95
-    assert steps[90]["load_entropy_worst_layer"] > 0.9
+    assert min(steps[step]["load_entropy"] for step in range(41, 61)) > 0.85
+    assert _mean(steps[step]["load_entropy"] for step in range(51, 61)) > 0.9
+    assert steps[60]["load_entropy_worst_layer"] > 0.85
 
 
 def test_every_promised_number_is_there(first_10):
@@ -104,10 +104,10 @@ def test_golden_losses(demo, data):
             "python": sys.version.split()[0],
             "torch": torch.__version__,
             "validation": demo.validation(),
-            "loss": [round(demo.steps()[step]["loss"], 5) for step in range(1, 91)],
+            "loss": [round(demo.steps()[step]["loss"], 5) for step in range(1, 61)],
         }
         GOLDEN.write_text(json.dumps(record) + "\n")
-    _compare_with_golden(demo, data, 90)
+    _compare_with_golden(demo, data, 60)
 
 
 def _checksum(data: Path) -> str:
@@ -126,6 +126,6 @@ def _compare_with_golden(run: Run, data: Path, steps: int) -> None:
             assert run.validation()[steps] == pytest.approx(golden["validation"][str(steps)], abs=0.05)
     else:
         assert losses[0] == pytest.approx(golden["loss"][0], abs=0.1)
-        for start in range(0, steps, 30):
-            window = slice(start, start + 30)
+        for start in range(0, steps, 20):
+            window = slice(start, start + 20)
             assert _mean(losses[window]) == pytest.approx(_mean(golden["loss"][:steps][window]), abs=0.5)

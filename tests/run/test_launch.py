@@ -425,7 +425,7 @@ def test_more_ranks_than_devices_or_memory_is_refused(monkeypatch):
 
 def test_what_a_cpu_run_does_not_use_is_said(monkeypatch):
     monkeypatch.setattr(before_start, "core_count", lambda: 2)
-    recipe = demo("nproc=4", "cluster.kernels=hip")
+    recipe = demo("nproc=4", "optim=adamw", "cluster.kernels=hip")
     ranks, kernels = before_start.unused(recipe, rank_plan.make_plan(recipe, {}))
     assert ranks == "zaya: 4 ranks share the 2 cores of this machine; nproc=2 is the most without"
     assert "g++ build" in kernels and "router_mlp, grouped_product, newton_schulz, muon" in kernels
