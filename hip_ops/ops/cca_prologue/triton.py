@@ -24,6 +24,7 @@ from hip_ops.ops.cca_prologue.triton_forward import cca_prologue_forward_kernel
 from hip_ops.ops.cca_prologue.triton_rows import divisor
 from hip_ops.runtime.launch import Launch, default_warp_size
 from hip_ops.runtime.on_device import multiprocessors, on
+from hip_ops.runtime.row_views import empty_results
 
 # flat rows of a call, for every kernel
 CONSTEXPRS = ("HEADS", "GROUPS", "D", "ROTARY", "DELAYED", "HAS_ROPE", "HAS_HALO", "HAS_STARTS")
@@ -254,9 +255,7 @@ def cca_prologue_backward(
     parameters = (depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature)
     s, b = projected.shape[:2]
     given = (projected, *parameters, halo, value_halo)
-    gradients = tuple(
-        torch.empty(0 if t is None else t.shape, dtype=dtype if t is None else t.dtype, device=device) for t in given
-    )
+    gradients = tuple(empty_results(*given, like=projected))
     if not s * b:
         return tuple(gradient.zero_() for gradient in gradients)
     plan = _plan(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hip_ops.runtime.launch import Launch, default_warp_size, plan
 from hip_ops.runtime.on_device import on
-from hip_ops.runtime.row_views import as_rows
+from hip_ops.runtime.row_views import as_rows, empty_results
 
 TILE = ("ROWS", "BLOCK")
 PROGRAMS = 256  # of the sort, at most, because each program reads the counts of all
@@ -154,10 +154,7 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor
 def gather_rows(rows: Tensor, index: Tensor, inverse: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
     """As hip_ops.ops.expert_permutation.reference.gather_rows."""
     count, hidden = rows.shape
-    out = torch.empty((count, hidden), dtype=rows.dtype, device=rows.device)
-    moved_probs = torch.empty(
-        0 if probs is None else count, dtype=rows.dtype if probs is None else probs.dtype, device=rows.device
-    )
+    out, moved_probs = empty_results(rows, probs, like=rows)
     if count and (hidden or probs is not None):
         rows, index = as_rows(rows), index.contiguous()
         grid, keywords = plan(launch, TILE, (count, max(hidden, 1)), max(hidden, 1), rows.element_size())

@@ -19,6 +19,7 @@ from torch import Tensor
 from hip_ops.ops.router_mlp.reference import SUMS
 from hip_ops.runtime.launch import Launch, default_warp_size, plan
 from hip_ops.runtime.on_device import on
+from hip_ops.runtime.row_views import contiguous
 from hip_ops.saved_bytes import router_columns
 
 INVERSE_SQRT_2 = tl.constexpr(0.7071067811865476)
@@ -233,17 +234,13 @@ def launch(width: int, *, warp_size: int | None = None) -> Launch:
     return Launch(64, 64, 8, stages=2, registers=128) if width >= 128 else Launch(64, width, 4, stages=2)
 
 
-def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
-
-
 def router_mlp(
     projected: Tensor, previous: Tensor | None, gamma: Tensor | None, b_down: Tensor, w_norm: Tensor, w1: Tensor,
     b1: Tensor, w2: Tensor, b2: Tensor, w_out: Tensor, biases: Tensor, forced: Tensor | None, eps: float,
     unweighted: int,
 ) -> tuple[Tensor, ...]:
     """As hip_ops.ops.router_mlp.reference.router_mlp."""
-    projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced = _contiguous(
+    projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced = contiguous(
         projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced
     )
     (rows, width), classes, device = projected.shape, w_out.shape[0], projected.device
@@ -274,7 +271,7 @@ def router_mlp_backward(
     w_out: Tensor, eps: float, unweighted: int,
 ) -> tuple[Tensor, ...]:
     """As hip_ops.ops.router_mlp.reference.router_mlp_backward."""
-    d_weights, d_state, state, previous, gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out = _contiguous(
+    d_weights, d_state, state, previous, gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out = contiguous(
         d_weights, d_state, state, previous, gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out
     )
     (rows, width), classes, device = state.shape, w_out.shape[0], state.device

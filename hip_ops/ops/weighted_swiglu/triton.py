@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hip_ops.runtime.launch import Launch, default_warp_size, plan
 from hip_ops.runtime.on_device import on
-from hip_ops.runtime.row_views import as_rows
+from hip_ops.runtime.row_views import as_rows, empty_results
 
 TILE = ("ROWS", "BLOCK")
 
@@ -114,9 +114,8 @@ def weighted_swiglu_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As hip_ops.ops.weighted_swiglu.reference.weighted_swiglu_backward."""
     rows, width = grad.shape
-    d_gate_up = torch.empty((rows, 2 * width), dtype=gate_up.dtype, device=grad.device)
+    d_gate_up, d_probs = empty_results(gate_up, probs, like=gate_up)
     out = torch.empty((rows, width) if with_output else 0, dtype=gate_up.dtype, device=grad.device)
-    d_probs = torch.empty(rows, dtype=probs.dtype, device=grad.device)
     if rows:
         grad, gate_up, probs = as_rows(grad), as_rows(gate_up), probs.contiguous()
         grid, keywords = plan(launch, TILE, (rows,), width, gate_up.element_size(), backward=True)
