@@ -33,7 +33,7 @@ from torch import Tensor, nn
 import hip_ops
 from hip_ops import use_kernels
 from hip_ops.ops.cca_prologue import reference
-from hip_ops.ops.cca_prologue.triton import Launch
+from hip_ops.ops.cca_prologue.triton import HeadLaunch
 
 HEADS, GROUPS, D, ROTARY = 8, 2, 128, 64
 CHANNELS, VALUES = (HEADS + GROUPS) * D, GROUPS * D
@@ -217,7 +217,7 @@ KERNELS = ("forward", "norm", "input", "weight")
 
 
 @contextlib.contextmanager
-def launched_as(**chosen: Launch):
+def launched_as(**chosen: HeadLaunch):
     """Replace the launch of the named Triton kernels."""
     from hip_ops.ops.cca_prologue import triton as module
 
@@ -228,7 +228,7 @@ def launched_as(**chosen: Launch):
         yield
 
 
-def trials(kernel: str, processors: int) -> list[Launch]:
+def trials(kernel: str, processors: int) -> list[HeadLaunch]:
     """Return the launcher's choice and other launches. `programs` of each part of a head are chosen so that all are
     resident at once, or in a given number of rounds.
     """
@@ -242,15 +242,15 @@ def trials(kernel: str, processors: int) -> list[Launch]:
         others = [
             replace(default, programs=None),
             replace(default, programs=resident(4)),
-            Launch(64, 8, resident(1)),
-            Launch(64, 8),
-            Launch(128, 16, resident(1)),
-            Launch(32, 4, resident(2)),
-            Launch(32, 8, resident(2), registers=128),
+            HeadLaunch(64, D, 8, resident(1)),
+            HeadLaunch(64, D, 8),
+            HeadLaunch(128, D, 16, resident(1)),
+            HeadLaunch(32, D, 4, resident(2)),
+            HeadLaunch(32, D, 8, resident(2), registers=128),
         ]
     elif kernel == "norm":
         others = [
-            Launch(block, warps, processors * count // (HEADS + GROUPS + 1), stages=stages)
+            HeadLaunch(block, D, warps, processors * count // (HEADS + GROUPS + 1), stages=stages)
             for block, warps, count, stages in (
                 (32, 8, 4, 1),
                 (32, 4, 6, 1),
@@ -262,20 +262,20 @@ def trials(kernel: str, processors: int) -> list[Launch]:
     elif kernel == "input":
         others = [
             replace(default, programs=resident(4, 64)),
-            Launch(64, 8, resident(1), part=128),
-            Launch(64, 4, resident(2, 64), part=64),
-            Launch(128, 8, resident(1, 64), part=64),
-            Launch(64, 8, resident(2, 32), registers=128, part=32),
-            Launch(64, 8, resident(3, 32), registers=80, part=32),
+            HeadLaunch(64, 128, 8, resident(1)),
+            HeadLaunch(64, 64, 4, resident(2, 64)),
+            HeadLaunch(128, 64, 8, resident(1, 64)),
+            HeadLaunch(64, 32, 8, resident(2, 32), registers=128),
+            HeadLaunch(64, 32, 8, resident(3, 32), registers=80),
         ]
     else:
         others = [
             replace(default, stages=4),
             replace(default, stages=2),
-            replace(default, block=64),
-            replace(default, block=64, stages=2),
+            replace(default, rows=64),
+            replace(default, rows=64, stages=2),
             replace(default, programs=resident(2)),
-            Launch(32, 4, resident(2, 64), stages=3, part=64, zero_block=32),
+            HeadLaunch(32, 64, 4, resident(2, 64), stages=3, zero_rows=32),
         ]
     return [default, *others]
 
@@ -285,14 +285,14 @@ def kernel_alone(kernel: str, inputs: Inputs) -> Callable:
     return kernels("triton", inputs)["forward" if kernel == "forward" else "backward"]
 
 
-def run_once(kernel: str, trial: Launch) -> None:
+def run_once(kernel: str, trial: HeadLaunch) -> None:
     """Compiles one trial."""
     inputs = Inputs(1, 256, torch.device("cuda", 0))
     with launched_as(**{kernel: trial}):
         kernel_alone(kernel, inputs)()
 
 
-def as_run(kernel: str, trial: Launch, inputs: Inputs) -> Launch:
+def as_run(kernel: str, trial: HeadLaunch, inputs: Inputs) -> HeadLaunch:
     """Return `trial` with the stages that fitted into shared memory when it ran; the launch does not change those of
     the norm kernel.
     """
@@ -316,7 +316,7 @@ def sweep(batch: int, rows: int, device: torch.device, options) -> dict:
         [(kernel, replace(trial, programs=trial.programs and 1)) for kernel, each in wanted.items() for trial in each],
     )
     for kernel, each in wanted.items():
-        times: dict[Launch, float] = {}
+        times: dict[HeadLaunch, float] = {}
         found[kernel] = {}
         for trial in each:
             with launched_as(**{kernel: trial}):

@@ -283,7 +283,7 @@ def trials(kind: str, hidden: int) -> list:
     else:
         default = expert_permutation.launch(hidden, 2)
     return [
-        replace(default, rows=rows, block=block, num_warps=warps)
+        replace(default, rows=rows, columns=block, num_warps=warps)
         for rows, block, warps in itertools.product((1, 2, 4), (1024, 2048, 4096), (1, 2, 4, 8, 16))
         if 8 <= rows * block // (32 * warps) <= 64 and not (block > hidden or (block < 2048 and rows > 1))
     ]

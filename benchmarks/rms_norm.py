@@ -190,7 +190,7 @@ def trials(work: Work, hidden: int, backward: bool) -> list:
     default = launch(hidden, scaled=work.scaled, backward=backward)
     grids = (1, 2, 3, 4, 6, 8) if backward else (None, 2, 4, 8)
     return [
-        replace(default, rows=rows, num_warps=warps, programs_per_multiprocessor=grid, stages=stages)
+        replace(default, rows=rows, num_warps=warps, programs=grid, stages=stages)
         for rows, warps, grid, stages in itertools.product((1, 2), (4, 8, 16), grids, (1, 2, 3) if backward else (1, 2))
         if not (grid is None and stages > 1) and not (backward and rows > 1)
     ]

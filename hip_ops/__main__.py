@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m hip_ops build` builds the kernels before their first use; `python -m hip_ops info` prints which version
-runs where and why; `python -m hip_ops scan` finds missing wait states in gfx942 code.
+runs where and why; `python -m hip_ops scan` finds stores in gfx942 code whose data is overwritten too early.
 """
 
 import argparse
@@ -71,9 +71,9 @@ def parser() -> argparse.ArgumentParser:
     )
     scanner = commands.add_parser(
         "scan",
-        help="find missing wait states in gfx942 code",
-        description="Disassembles gfx942 code objects and libraries and prints every pair of instructions that follow "
-        "each other too closely. Exit status: 1 if there are any.",
+        help="find stores in gfx942 code whose data is overwritten too early",
+        description="Disassembles gfx942 code objects and libraries and prints every wide store with an instruction "
+        "that overwrites its data too early. Exit status: 1 if there are any.",
     )
     scanner.add_argument(
         "paths",

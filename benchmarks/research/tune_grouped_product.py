@@ -27,15 +27,7 @@ import torch
 from triton.testing import do_bench
 
 from hip_ops.ops.grouped_product import reference
-from hip_ops.ops.grouped_product.configs import (
-    DERIVED,
-    KINDS,
-    SHARED_MEMORY,
-    TABLE,
-    GroupedConfig,
-    read_table,
-    write_table,
-)
+from hip_ops.ops.grouped_product.configs import DERIVED, KINDS, TABLE, GroupedConfig, read_table
 from hip_ops.ops.grouped_product.triton import grouped_outer_, grouped_rows
 from hip_ops.runtime.architecture import architecture
 
@@ -43,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules of bench
 from compile_ahead import compile_ahead  # noqa: E402
 from grouped_product import LOADS, offsets_of  # noqa: E402
 from result_record import commit_of  # noqa: E402
+from tuning_tables import SHARED_MEMORY, shared_memory, write_grouped  # noqa: E402
 
 # kind, tokens, k, n: the experts' six products at 32,768 and 16,384 tokens, in order of importance
 SHAPES = [
@@ -101,7 +94,7 @@ def candidates(kind: str, arch: str) -> list[GroupedConfig]:
     return [
         c
         for c in found
-        if c.programs * (c.shared_memory(size) + 1024) <= SHARED_MEMORY["sm_90"]
+        if c.programs * (shared_memory(c, size) + 1024) <= SHARED_MEMORY["sm_90"]
         and (c.num_stages > 2 or c.block_k == 128)
         and ((c.group == 8 and c.flatten and c.reduce) or plain(c))
         and (c.programs == 1 or c.flatten)
@@ -237,7 +230,7 @@ def main() -> None:
         )
         rows, measured_on = updated(part["rows"], rows), f"{measured_on}; the rest: {part['measured_on']}"
     if options.write and {row["kind"] for row in rows} == set(KINDS):
-        write_table(arch, rows, measured_on, options.output)
+        write_grouped(arch, rows, measured_on, options.output)
         print(f"wrote {options.output}")
     elif options.write:
         missing = sorted(set(KINDS) - {row["kind"] for row in rows})

@@ -24,18 +24,13 @@ from pathlib import Path
 import torch
 from triton.testing import do_bench_cudagraph
 
-from hip_ops.ops.newton_schulz.product_configs import (
-    HOPPER_SHARED_MEMORY,
-    TABLE,
-    ProductConfig,
-    read_table,
-    write_table,
-)
+from hip_ops.ops.newton_schulz.product_configs import TABLE, ProductConfig, read_table
 from hip_ops.ops.newton_schulz.triton_product import product
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules of benchmarks/
 from compile_ahead import compile_ahead  # noqa: E402
 from result_record import commit_of  # noqa: E402
+from tuning_tables import SHARED_MEMORY, shared_memory, write_products  # noqa: E402
 
 SHAPES = [
     (16, 2048, 4096),
@@ -76,7 +71,7 @@ def candidates(kind: str, n: int) -> list[ProductConfig]:
             config = ProductConfig(
                 "triton", block_m, block_n, block_k, parts, warps, depth, persistent, flatten, specialize
             )
-            if config.shared_memory() <= HOPPER_SHARED_MEMORY and not (specialize and block_m * block_n < 128 * 128):
+            if shared_memory(config) <= SHARED_MEMORY["sm_90"] and not (specialize and block_m * block_n < 128 * 128):
                 found.append(config)
     return found
 
@@ -217,7 +212,7 @@ def main() -> None:
         measured_on = f"{measured_on}; the rest: {before}"
     kinds = {row["kind"] for row in rows}
     if options.write and kinds == {"gram", "square", "update"}:
-        write_table(rows, measured_on, options.output)
+        write_products(rows, measured_on, options.output)
         print(f"wrote {options.output}")
     print(json.dumps({"measured_on": measured_on, "results": everything}))
 

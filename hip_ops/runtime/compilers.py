@@ -16,7 +16,6 @@ from functools import lru_cache
 from pathlib import Path
 
 from hip_ops.errors import mistake
-from hip_ops.runtime import device_libs
 
 HEADERS = Path(__file__).resolve().parent / "csrc"  # headers of several operators' kernels
 
@@ -26,6 +25,7 @@ OLDEST_CLANG = 17  # the first release that knows gfx942
 # Default folders of installers; searched after the environment variables.
 ROCM_FOLDERS = ("/opt/rocm",)
 NVCC_FOLDERS = ("/usr/local/cuda/bin",)
+DEBIAN_DEVICE_LIBRARIES = Path("/usr/lib/x86_64-linux-gnu/amdgcn/bitcode")
 
 _OPTIMIZE = ("-O3", "-std=c++17")
 _HOST = ("-fPIC", "-fno-strict-aliasing", "-fvisibility=hidden")
@@ -124,7 +124,9 @@ def _amd(target: str) -> Compiler:
         if major is None or int(major[1]) < OLDEST_CLANG:
             too_old.append(program)
             continue
-        libraries = device_libs.find(target, program, rocm_folders())
+        folders = (*(folder / "amdgcn" / "bitcode" for folder in rocm_folders()), DEBIAN_DEVICE_LIBRARIES)
+        isa = f"oclc_isa_version_{target.removeprefix('gfx')}.bc"
+        libraries = next((folder for folder in folders if (folder / isa).is_file()), None)
         if libraries is None:
             raise CompilerNotFound(
                 f"{program} was found, but not the ROCm device libraries for {target} (a folder amdgcn/bitcode under "

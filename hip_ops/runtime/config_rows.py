@@ -5,9 +5,7 @@ defaults.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, fields
-from typing import Any
+from dataclasses import fields
 
 
 def parse(rows: list[dict], config: type, kinds: tuple[str, ...], table: str) -> list[dict]:
@@ -16,12 +14,3 @@ def parse(rows: list[dict], config: type, kinds: tuple[str, ...], table: str) ->
     for row in rows:
         assert row["kind"] in kinds and set(row["config"]) <= known, f"{table}: {row}"
     return [{**row, "config": config(**row["config"])} for row in rows]
-
-
-def dump(rows: list[dict], default: Any) -> str:
-    """Returns the rows as JSON text, a line each; default: the configuration with all defaults."""
-    defaults, lines = asdict(default), []
-    for row in rows:
-        config = {key: value for key, value in asdict(row["config"]).items() if value != defaults[key]}
-        lines.append("    " + json.dumps({**row, "config": config}))
-    return ",\n".join(lines)

@@ -1,18 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Declares the tensors that an operator takes and returns, as text. The declaration checks arguments and makes fake
-results.
+"""Declares the tensors that an operator takes, as text, by which its arguments are checked.
 
     TAKES = '''
         output    [..., h>0]  bf16|fp32
         weight    [h]         bf16|fp32
         offsets?  [experts]   int32
     '''
-    GIVES = '''
-        y         [..., h]    =weight
-        rstd      [..., 1]    wide(output)
-        d_offsets like offsets
-    '''
-
 A line is a name, a shape and a dtype. `?` after the name allows None.
 
 A size in a shape is one of
@@ -28,7 +21,6 @@ A dtype is one of these, or several joined by `|`
     fp32!       fp32 only
 
 Where bf16, fp16 or fp32 is allowed, all these tensors of a call may be fp64 instead; `fp32!` stays fp32.
-`like name` means the shape and dtype of that argument; the result is an empty tensor where the argument is None.
 """
 
 from __future__ import annotations
@@ -56,7 +48,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 MOST_KNOWN = 4096
 _INTS = (int, torch.SymInt)
 Rule = Callable[[dict], "tuple[str, str] | None"]
-_LINE = re.compile(r"(\w+)(\?)?\s+(?:like\s+(\w+)|\[(.*?)\]\s+(\S+))$")
+_LINE = re.compile(r"(\w+)(\?)?\s+\[(.*?)\]\s+(\S+)$")
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -71,29 +63,22 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Line:
-    """One declared tensor. sizes: the shape without the leading `...`. like: the argument whose shape and dtype it
-    has.
-    """
+    """One declared tensor. sizes: the shape without the leading `...`."""
 
     name: str
     optional: bool
-    like: str | None
     leading: bool
     sizes: tuple[str, ...]
     dtype: str
 
     @classmethod
     def parse(cls, text: str) -> Line:
-        found = _LINE.match(text)
-        assert found, f"not a declaration of a tensor: {text!r}"
-        name, optional, like, shape, dtype = found.groups()
+        match = _LINE.match(text)
+        assert match, f"not a declaration of a tensor: {text!r}"
+        name, optional, shape, dtype = match.groups()
         sizes = [size.strip() for size in shape.split(",")] if shape else []
         leading = bool(sizes) and sizes[0] == "..."
-        return cls(name, optional is not None, like, leading, tuple(sizes[leading:]), dtype or "")
-
-
-def _lines(text: str) -> tuple[Line, ...]:
-    return tuple(Line.parse(line.strip()) for line in text.strip().splitlines() if line.strip())
+        return cls(name, optional is not None, leading, tuple(sizes[leading:]), dtype)
 
 
 class Declaration:
@@ -101,13 +86,13 @@ class Declaration:
 
     Args:
         operator: name in messages. parameters: names of the operator's arguments, in order.
-        takes, gives: declarations as text. rule: further conditions; gets sizes and arguments by name and returns None,
-            or what is wrong and what is allowed.
+        takes: the declaration as text. rule: further conditions; gets sizes and arguments by name and returns None, or
+            what is wrong and what is allowed.
     """
 
-    def __init__(self, operator: str, parameters: Sequence[str], takes: str, gives: str, rule: Rule | None = None):
+    def __init__(self, operator: str, parameters: Sequence[str], takes: str, rule: Rule | None = None):
         self.operator, self.parameters, self.rule = operator, tuple(parameters), rule
-        self.takes, self.gives = _lines(takes), _lines(gives)
+        self.takes = tuple(Line.parse(line.strip()) for line in takes.strip().splitlines() if line.strip())
         unknown = {line.name for line in self.takes} - set(parameters)
         assert not unknown, f"{operator} has no arguments {unknown}"
         self._known: set[tuple] = set()
@@ -124,26 +109,18 @@ class Declaration:
                 return
         except TypeError:  # symbolic sizes, while something is traced
             key = None
-        self._sizes(dict(zip(self.parameters, arguments, strict=True)))
+        self._check(dict(zip(self.parameters, arguments, strict=True)))
         if key is not None:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
             self._known.add(key)
 
-    def fake(self, *arguments: Any) -> Tensor | tuple[Tensor, ...] | None:
-        """Checks the arguments and returns empty results."""
-        given = dict(zip(self.parameters, arguments, strict=True))
-        sizes = self._sizes(given)
-        base = next(a for a in arguments if isinstance(a, Tensor)) if self.gives else None
-        results = tuple(self._empty(line, given, sizes, base) for line in self.gives)
-        return None if not results else results[0] if len(results) == 1 else results
-
     def fail(self, name: str, what: str, allowed: str) -> None:
         """Raises ValueError for an argument. what: "has shape (3,)", for example."""
         raise mistake(f"hip_ops.{self.operator}", f"{name} {what}", allowed)
 
-    def _sizes(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Checks all tensors and returns the sizes by name; the leading sizes are under "..."."""
+    def _check(self, given: Mapping[str, Any]) -> None:
+        """Check all tensors, with the sizes by name; the leading sizes are under "..."."""
         sizes = {name: each for name, each in given.items() if isinstance(each, _INTS) and not isinstance(each, bool)}
         first = double = None
         for line in self.takes:
@@ -167,7 +144,6 @@ class Declaration:
         wrong = self.rule({**given, **sizes}) if self.rule else None
         if wrong:
             raise mistake(f"hip_ops.{self.operator}", *wrong)
-        return sizes
 
     def _shape(self, line: Line, tensor: Tensor, sizes: dict[str, Any]) -> None:
         """Checks one shape and stores the sizes that it names for the first time."""
@@ -205,16 +181,6 @@ class Declaration:
             else:
                 allowed.append(torch.float64 if double and DTYPES[part] in FLOATS else DTYPES[part])
         return tuple(dict.fromkeys(allowed))
-
-    def _empty(self, line: Line, given: Mapping[str, Any], sizes: Mapping[str, Any], base: Tensor) -> Tensor:
-        if line.like is not None:
-            like = given[line.like]
-            return base.new_empty(0) if like is None else like.new_empty(like.shape)
-        shape = [sizes[size] if size in sizes else evaluate(size, sizes) for size in line.sizes]
-        double = any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in given.values())
-        return base.new_empty(
-            (*(sizes["..."] if line.leading else ()), *shape), dtype=self._dtypes(line.dtype, given, double)[0]
-        )
 
 
 def evaluate(text: str, sizes: Mapping[str, Any]):

@@ -4,6 +4,7 @@ convention.
 """
 
 import ctypes
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hip_ops.runtime.build import SHIPPED, BuildError, build, manifest_of
 from hip_ops.runtime.compilers import AMD_ARCHITECTURES, CompilerNotFound, default_amd_target
 from hip_ops.runtime.hip_runtime import bind, own_maps, the_runtime
 from hip_ops.runtime.launchers import load
+from hip_ops.runtime.row_views import aligned, blocks_for
 
 # a failed build is not repeated in this process, because every operator would wait for it
 _failures: dict[str, Exception] = {}
@@ -100,6 +102,13 @@ def call(name: str, *arguments, device: torch.device) -> None:
     if code < 0:
         raise RuntimeError(f"hip_ops: {name} has no variant for these arguments on {target}: {_numbers(arguments)}")
     raise RuntimeError(f"hip_ops: {name} failed on {device} with code {code}: {loaded.ho_error_string(code).decode()}")
+
+
+def call_rows(name: str, *arguments, rows: int, wide: Sequence[torch.Tensor], device: torch.device) -> None:
+    """Run a launcher of a row kernel, whose last arguments are the choice of the kernel with 16 bytes per lane and the
+    number of blocks. wide: the tensors whose rows that kernel reads and writes.
+    """
+    call(name, *arguments, aligned(*wide), blocks_for(rows, device), device=device)
 
 
 def _convert(name: str, place: int, argument, kind: type, device: torch.device):

@@ -4,13 +4,12 @@
     _scale = Operator(
         reference.scale,
         takes="x [n, h] bf16|fp32",
-        gives="y like x",
         example=lambda device: (torch.randn(3, 5, device=device), 2.0),
     )
     y = _scale(x, 2.0)
 
 `reference` is the definition, in `hip_ops/ops/<operator>/reference.py`; its annotations are the schema of the torch
-operator `hip_ops::scale`. The other versions are the functions of the same name in hip.py, triton.py, ... beside it, as
+operator `hip_ops::scale`, and on meta tensors it makes the shapes and dtypes of fake results. The other versions are the functions of the same name in hip.py, triton.py, ... beside it, as
 hip_ops/versions.py lists them. Each is compared with the reference before its first use on a device; one that fails is
 skipped with a warning.
 
@@ -33,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.utils._pytree import tree_map
 
 from hip_ops.errors import mistake
 from hip_ops.runtime import availability
@@ -70,7 +70,7 @@ class Operator:
     Args:
         reference: the definition. Its arguments are positional, without defaults; the first is a tensor or a list of
             tensors. Its module names the operator's folder, by which versions are chosen.
-        takes, gives, rule: as `Declaration`. fake: makes fake results that `gives` cannot express.
+        takes, rule: as `Declaration`.
         mutates: names of the arguments that it writes to.
         example: device -> arguments of a small call that passes through all of the kernel (tails, several tiles). It
             may use torch's global random generator, which is seeded before and restored after. A tuple of functions
@@ -92,9 +92,7 @@ class Operator:
         *,
         example: Callable[[torch.device], tuple] | tuple[Callable[[torch.device], tuple], ...],
         takes: str = "",
-        gives: str = "",
         rule: Rule | None = None,
-        fake: Callable | None = None,
         mutates: Sequence[str] = (),
         compare: Callable[[list, list, float | None], str | None] | None = None,
         tolerance: float | None = None,
@@ -121,7 +119,7 @@ class Operator:
         # torch leaves out arguments that equal their default.
         assert all(each.default is each.empty for each in signature.parameters.values()), f"{self.name}: defaults"
         parameters = list(signature.parameters)
-        self.declaration = Declaration(self.name, parameters, takes, gives, rule)
+        self.declaration = Declaration(self.name, parameters, takes, rule)
         self.results: dict[tuple[torch.device, str], str] = {}  # "passed", or the failure
         self.choices: dict[tuple[torch.device, Request], str] = {}  # the chosen version and the reason
         self._names: dict[tuple[torch.device, Request], list[str]] = {}
@@ -130,7 +128,6 @@ class Operator:
         self._unchecked: set[torch.device] = (
             set()
         )  # devices on which the compiled version is not compared before its first call
-        self._make_fake = fake
         self._mutated = tuple(parameters.index(each) for each in mutates)
         schema = torch.library.infer_schema(reference, mutates_args=tuple(mutates))
         self.registered = torch.library.custom_op(
@@ -185,10 +182,13 @@ class Operator:
         return results
 
     def _fake(self, *arguments: Any) -> Any:
-        if self._make_fake is None:
-            return self.declaration.fake(*arguments)
+        """Check the arguments and return contiguous empty results, as the reference gives them on meta tensors."""
         self.declaration.check(arguments)
-        return self._make_fake(*arguments)
+        if not self.registered._opoverload._schema.returns:
+            return None
+        first = _first_tensor(arguments)
+        results = self.reference(*(_on_meta(argument) for argument in arguments))
+        return tree_map(lambda result: first.new_empty(result.shape, dtype=result.dtype), results)
 
     def run(self, *arguments: Any) -> Any:
         """Checks the arguments and calls the first version that takes them, without gradients."""
@@ -371,6 +371,12 @@ class Operator:
                 self._compiled = compile_function(self.reference)
             return self._compiled
         return getattr(importlib.import_module(f"{self.module}.{version}"), self.reference.__name__)
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_on_meta(item) for item in value]
+    return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
 
 
 def _first_tensor(values: Iterable) -> Tensor | None:

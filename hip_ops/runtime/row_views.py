@@ -28,6 +28,20 @@ def as_rows(tensor: Tensor) -> Tensor:
     return flat if flat.stride(1) == 1 or flat.shape[1] < 2 else flat.contiguous()
 
 
+def contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
+
+
+def empty_results(*tensors: Tensor | None, like: Tensor) -> list[Tensor]:
+    """Return for each tensor an uninitialised one of its shape and dtype, contiguous; for None one without elements of
+    the dtype of `like`.
+    """
+    return [
+        torch.empty(0 if t is None else t.shape, dtype=(like if t is None else t).dtype, device=like.device)
+        for t in tensors
+    ]
+
+
 def written_rows(tensor: Tensor) -> Tensor:
     """Returns `tensor` [rows, h], which a kernel writes to. Raises ValueError where its rows are not contiguous.
 
@@ -49,12 +63,15 @@ def clear_rows_(rows: Tensor, kept: Tensor) -> Tensor:
     return rows
 
 
+def starts_aligned(tensor: Tensor) -> bool:
+    """Return whether each row of the last dimension starts at a multiple of 16 bytes."""
+    starts = (tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1]))
+    return not any(start % 16 for start in starts)
+
+
 def aligned(*tensors: Tensor) -> bool:
-    """Returns whether each row of each tensor starts and ends at a multiple of 16 bytes."""
-    return all(
-        t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 and t.shape[1] * t.element_size() % 16 == 0
-        for t in tensors
-    )
+    """Return whether each row of each tensor starts and ends at a multiple of 16 bytes."""
+    return all(starts_aligned(t) and t.shape[1] * t.element_size() % 16 == 0 for t in tensors)
 
 
 def blocks_for(rows: int, device: torch.device) -> int:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test the scan for missing wait states on assembly written by hand: each rule with its distance, one wait state less,
-through branches both ways; files and folders; the command. test_budgets.py scans the objects of hip_ops.
+through branches both ways; files and folders; the command, which checks wide stores only. test_budgets.py scans the objects of hip_ops.
 """
 
 import shutil
@@ -10,6 +10,7 @@ import pytest
 
 from hip_ops import __main__ as command
 from hip_ops.runtime import hazards
+from tests.gfx942 import wait_states
 from tests.gfx942.assembly_kernel import HEAD, TAIL
 from tests.gfx942.toolchain import assemble, code_object
 
@@ -80,7 +81,7 @@ NO_DISTANCE = {
 
 
 def violations(*lines: str) -> list[hazards.Violation]:
-    return hazards.scan(assemble(HEAD + "\n".join(f"  {line}" for line in lines) + TAIL, "hazards"))
+    return wait_states.scan(assemble(HEAD + "\n".join(f"  {line}" for line in lines) + TAIL, "hazards"))
 
 
 def nops(count: int) -> list[str]:
@@ -97,12 +98,12 @@ def objects(tmp_path_factory):
         for number, (first, second, count) in enumerate(table):
             # s_nop before and behind: no case sees its neighbours
             text += "\n  ".join(["", f"case{number}:", *nops(19), first, *nops(count), second, *nops(19)])
-        return hazards.disassemble(assemble(HEAD + text + TAIL, "distances"))
+        return wait_states.disassemble(assemble(HEAD + text + TAIL, "distances"))
 
     rows = list(DISTANCES.values())
     enough = functions(rows)
     less = functions([(first, second, count - 1) for first, second, count in rows])
-    found = [list(hazards.violations(code)) for code in (enough, less)]
+    found = [list(wait_states.violations(code)) for code in (enough, less)]
     return {
         name: [[one for one in part if one.function == f"case{number}"] for part in found]
         for number, name in enumerate(DISTANCES)
@@ -138,7 +139,7 @@ CLAUSES = {
 def test_a_soft_clause_that_a_replay_would_break(name):
     first, second = CLAUSES[name]
     (found,) = violations(first, second, "s_endpgm")
-    assert (found.rule, found.needed, found.found) == (hazards.SOFT_CLAUSE, 1, 0)
+    assert (found.rule, found.needed, found.found) == (wait_states.SOFT_CLAUSE, 1, 0)
     assert violations(first, "s_nop 0", second, "s_endpgm") == []
 
 
@@ -157,10 +158,10 @@ def test_objects_that_never_replay_have_no_soft_clauses(tmp_path):
     path = assemble(HEAD + "\n  ".join(["", *LOADS]) + TAIL, "replay")
     content = bytearray(path.read_bytes())
     (flags,) = struct.unpack_from("<I", content, 48)
-    assert flags & 0x300 == 0x100 and len(hazards.scan(path)) == 1
+    assert flags & 0x300 == 0x100 and len(wait_states.scan(path)) == 1
     struct.pack_into("<I", content, 48, flags & ~0x300 | 0x200)
     (off := tmp_path / "off.co").write_bytes(content)
-    assert hazards.scan(off) == []
+    assert wait_states.scan(off) == []
 
 
 STORE, OVERWRITE = "global_store_dwordx4 v1, v[8:11], s[4:5]", "v_mov_b32 v8, 0"
@@ -195,7 +196,7 @@ def test_a_matrix_result_that_another_takes_over():
 def test_passes():
     """SISchedule.td, SIDPGFX940FullSpeedModel."""
     found = {
-        name: hazards.passes(name) for name in ("v_mfma_f32_32x32x8_bf16", "v_mfma_f32_16x16x16_bf16", "v_add_f32")
+        name: wait_states.passes(name) for name in ("v_mfma_f32_32x32x8_bf16", "v_mfma_f32_16x16x16_bf16", "v_add_f32")
     }
     assert found == {"v_mfma_f32_32x32x8_bf16": 8, "v_mfma_f32_16x16x16_bf16": 4, "v_add_f32": 0}
     sixteen = (
@@ -216,8 +217,8 @@ def test_passes():
         "v_smfmac_f32_16x16x32_bf16",
         "v_mfma_f64_4x4x4_4b_f64",
     )
-    assert {*map(hazards.passes, sixteen)} == {16} and {*map(hazards.passes, eight)} == {8}
-    assert {*map(hazards.passes, four)} == {4} and hazards.passes("v_smfmac_f32_32x32x16_bf16") == 8
+    assert {*map(wait_states.passes, sixteen)} == {16} and {*map(wait_states.passes, eight)} == {8}
+    assert {*map(wait_states.passes, four)} == {4} and wait_states.passes("v_smfmac_f32_32x32x16_bf16") == 8
 
 
 def test_folders_and_the_command(tmp_path, capsys):
@@ -229,6 +230,8 @@ def test_folders_and_the_command(tmp_path, capsys):
     assert hazards.files_in(tmp_path) == [tmp_path / "a" / "muon.hsaco"]
     assert command.main(["scan", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "1 files, 0 violations\n"
+    of_another_rule = assemble(HEAD + f"  {SMALL}\n  v_mov_b32 v23, 0\n" + TAIL, "hazards")
+    assert len(wait_states.scan(of_another_rule)) == 1 and hazards.scan(of_another_rule) == []
     shutil.copy(bad, tmp_path / "a" / "bad.co")
     assert command.main(["scan", str(tmp_path)]) == 1
     assert "snippets: " in (text := capsys.readouterr().out) and "2 files, 1 violations" in text

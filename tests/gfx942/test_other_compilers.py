@@ -8,8 +8,8 @@ by hipcc adds them anyway.
 
 import pytest
 
-from hip_ops.runtime import hazards
 from hip_ops.runtime.build import kernel_sources
+from tests.gfx942 import wait_states
 from tests.gfx942.budgets import REGISTERS_A_LANE, resources
 from tests.gfx942.emulator import Device
 from tests.gfx942.emulator.code_object import open_code_object
@@ -29,7 +29,7 @@ MOST_REGISTERS = {"ho_cca_prologue_backward_pass": 448}
 @pytest.mark.parametrize("source", [path.stem for path in kernel_sources()])
 def test_no_spills_and_no_missing_wait_states(source, compiler):
     path = COMPILERS[compiler](source)
-    assert [str(one) for one in hazards.scan(path)] == []
+    assert [str(one) for one in wait_states.scan(path)] == []
     for name, info in open_code_object(path).kernels.items():
         found = resources(path, name)
         assert (found.scratch, found.vgpr_spills) == (0, 0), name

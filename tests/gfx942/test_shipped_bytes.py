@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from hip_ops.runtime import hazards
 from hip_ops.runtime.build import LIBRARY, PACKAGE, kernel_sources, shipped_folder
+from tests.gfx942 import wait_states
 from tests.gfx942.emulator.code_object import open_code_object
 from tests.gfx942.toolchain import ARCH
 from tests.gfx942.toolchain import code_objects as compiled_objects
@@ -29,7 +29,7 @@ def test_the_shipped_device_code_is_what_the_tests_run():
 
 def test_the_shipped_library_lacks_no_wait_states(require_tool):
     require_tool("llvm-objdump-19")
-    assert hazards.scan(SHIPPED / LIBRARY) == []
+    assert wait_states.scan(SHIPPED / LIBRARY) == []
 
 
 def test_a_changed_byte_is_seen(tmp_path):

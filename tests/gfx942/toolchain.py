@@ -28,6 +28,7 @@ from pathlib import Path
 import pytest
 
 from tests.hip_ops.kernel_files import kernel_source
+from tools.device_libs import with_gfx942
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "hip_ops" / "runtime" / "csrc"  # the headers that all kernels share
@@ -110,34 +111,8 @@ def device_library_flags() -> tuple[str, ...]:
         if os.environ.get("CI") == "true":
             pytest.fail(reason, pytrace=False)
         pytest.skip(reason)
-    if (found / "oclc_isa_version_942.bc").is_file():
-        return (f"--rocm-device-lib-path={found}",)
-    overlay = cache_directory() / f"bitcode-{hashlib.sha256(str(found).encode()).hexdigest()[:12]}"
-    if not (overlay / "oclc_isa_version_942.bc").is_file():
-        with tempfile.TemporaryDirectory(dir=cache_directory()) as temporary:
-            staging = Path(temporary) / "bitcode"
-            staging.mkdir()
-            for library in found.glob("*.bc"):
-                (staging / library.name).symlink_to(library)
-            text = subprocess.run(
-                [require("llvm-dis-19"), str(found / "oclc_isa_version_940.bc"), "-o", "-"],
-                check=True,
-                capture_output=True,
-                text=True,
-            ).stdout
-            changed, count = re.subn(r"\bi32 9400\b", "i32 9402", text)
-            assert count == 1, f"{found}/oclc_isa_version_940.bc does not hold its number once"
-            subprocess.run(
-                [require("llvm-as-19"), "-", "-o", str(staging / "oclc_isa_version_942.bc")],
-                input=changed,
-                check=True,
-                text=True,
-            )
-            try:
-                staging.rename(overlay)
-            except OSError:
-                assert (overlay / "oclc_isa_version_942.bc").is_file()  # another session made it meanwhile
-    return (f"--rocm-device-lib-path={overlay}",)
+    folder = with_gfx942(found, cache_directory(), require)
+    return (f"--rocm-device-lib-path={folder}",)
 
 
 def source_path(source: str | Path) -> Path:

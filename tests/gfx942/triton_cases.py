@@ -61,7 +61,7 @@ def _rms_norm(which: str, scaled: bool, centered: bool = False) -> TritonObject:
     chosen = rms_norm.launch(HIDDEN, scaled=scaled, backward=backward, warp_size=64)
     constexprs = form | {
         "ROWS": chosen.rows,
-        "BLOCK": chosen.block,
+        "BLOCK": chosen.columns,
         "STAGES": getattr(chosen, "stages", 1),
         "HAS_D_NEW_RESIDUAL": True,
         "WRITES_D_X": scaled,
@@ -136,7 +136,7 @@ def _expert_rows(which: str) -> TritonObject:
             kernels.expert_count_kernel if which == "count" else kernels.expert_place_kernel, types, constexprs, 4
         )
     chosen = kernels.launch(HIDDEN, 2, warp_size=64)
-    constexprs = {"HAS_SIDE": True, "ROWS": chosen.rows, "BLOCK": chosen.block}
+    constexprs = {"HAS_SIDE": True, "ROWS": chosen.rows, "BLOCK": chosen.columns}
     return _compile(kernels.expert_gather_kernel, types, constexprs, chosen.num_warps)
 
 
@@ -146,7 +146,7 @@ def _swiglu(backward: bool) -> TritonObject:
     chosen = kernels.launch(HIDDEN, 2, backward=backward, warp_size=64)
     types = dict.fromkeys(("rows", "width", "grad_stride", "gate_up_stride", "experts"), "i32") | {"offsets": "*i32"}
     types |= dict.fromkeys(("gate_up", "grad", "out", "d_gate_up"), "*bf16")
-    constexprs = {"HAS_OFFSETS": True, "WITH_OUTPUT": True, "ROWS": chosen.rows, "BLOCK": chosen.block}
+    constexprs = {"HAS_OFFSETS": True, "WITH_OUTPUT": True, "ROWS": chosen.rows, "BLOCK": chosen.columns}
     return _compile(
         kernels.weighted_swiglu_backward_kernel if backward else kernels.weighted_swiglu_forward_kernel,
         types,
@@ -228,7 +228,7 @@ def _cca_prologue(which: str) -> TritonObject:
     from hip_ops.ops.cca_prologue import triton_rows as cca_prologue_rows
 
     chosen = (
-        cca_prologue.Launch(0, 8)
+        cca_prologue.HeadLaunch(0, 0, 8)
         if which == "sum"
         else cca_prologue.launch(which, 128, 10, 2, processors=304, warp_size=64)
     )
@@ -252,11 +252,11 @@ def _cca_prologue(which: str) -> TritonObject:
         "HAS_ROPE": True,
         "HAS_HALO": True,
         "HAS_STARTS": True,
-        "BLOCK": chosen.block,
+        "BLOCK": chosen.rows,
         "STAGES": chosen.stages,
-        "IN": chosen.part,
-        "OUT": chosen.part,
-        "ZERO_BLOCK": chosen.zero_block,
+        "IN": chosen.columns,
+        "OUT": chosen.columns,
+        "ZERO_BLOCK": chosen.zero_rows,
         "INPUTS": 128,
         **cca_prologue.SUM,
     }
@@ -287,10 +287,10 @@ def router_mlp(which: str, width: int = 256, classes: int = 17) -> TritonObject:
         "R": width,
         "CLASSES": classes,
         "COLUMNS": columns(classes),
-        "BLOCK": chosen.block,
-        "PART": chosen.part,
+        "BLOCK": chosen.rows,
+        "PART": chosen.columns,
     }
-    return _compile(kernel, types, constexprs, chosen.num_warps, chosen.num_stages, unaligned=("unweighted", "biases"))
+    return _compile(kernel, types, constexprs, chosen.num_warps, chosen.stages, unaligned=("unweighted", "biases"))
 
 
 CASES: dict[str, Callable[[], TritonObject]] = {

@@ -245,11 +245,11 @@ class TritonOnDevice(OnDevice):
             "side_out": map_of if side is None else (side_out, side.dtype),
             "source_stride": source.stride(0),
         }
-        constexprs = {"HAS_SIDE": side is not None, "ROWS": chosen.rows, "BLOCK": chosen.block}
+        constexprs = {"HAS_SIDE": side is not None, "ROWS": chosen.rows, "BLOCK": chosen.columns}
         if count:
             self.run(
                 kernels.expert_gather_kernel,
-                (-(-count // chosen.rows), -(-hidden // chosen.block)),
+                (-(-count // chosen.rows), -(-hidden // chosen.columns)),
                 values,
                 constexprs,
                 chosen.num_warps,
@@ -265,10 +265,10 @@ class TritonOnDevice(OnDevice):
             kernels.launch(width, gate_up.element_size(), backward=False, warp_size=64),
         )
         values = self._swiglu_values(gate_up, probs, offsets) | {"out": (out, gate_up.dtype)}
-        constexprs = {"HAS_OFFSETS": offsets is not None, "ROWS": chosen.rows, "BLOCK": chosen.block}
+        constexprs = {"HAS_OFFSETS": offsets is not None, "ROWS": chosen.rows, "BLOCK": chosen.columns}
         self.run(
             kernels.weighted_swiglu_forward_kernel,
-            (-(-count // chosen.rows), -(-width // chosen.block)),
+            (-(-count // chosen.rows), -(-width // chosen.columns)),
             values,
             constexprs,
             chosen.num_warps,
@@ -307,7 +307,7 @@ class TritonOnDevice(OnDevice):
             "HAS_OFFSETS": offsets is not None,
             "WITH_OUTPUT": with_output,
             "ROWS": chosen.rows,
-            "BLOCK": chosen.block,
+            "BLOCK": chosen.columns,
         }
         self.run(
             kernels.weighted_swiglu_backward_kernel, (-(-count // chosen.rows), 1), values, constexprs, chosen.num_warps

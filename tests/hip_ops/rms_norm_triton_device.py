@@ -53,7 +53,7 @@ class EmulatedTriton(Emulated):
 
     def programs(self, chosen, rows: int) -> int:
         tiles = -(-rows // chosen.rows)
-        most = self.processors * (chosen.programs_per_multiprocessor or tiles)
+        most = self.processors * (chosen.programs or tiles)
         return -(-tiles // -(-tiles // most))
 
     def shared_values(self, i: Inputs) -> tuple[dict, dict[str, torch.dtype]]:
@@ -96,7 +96,7 @@ class EmulatedTriton(Emulated):
             "SCALED": case.scaled,
             "CENTERED": case.centered,
             "ROWS": chosen.rows,
-            "BLOCK": chosen.block,
+            "BLOCK": chosen.columns,
             "STAGES": chosen.stages,
         }
         self.run(
@@ -144,7 +144,7 @@ class EmulatedTriton(Emulated):
             "HAS_D_NEW_RESIDUAL": upstream is not None,
             "WRITES_D_X": case.scaled or case.x_dtype != case.residual_dtype,
             "ROWS": chosen.rows,
-            "BLOCK": chosen.block,
+            "BLOCK": chosen.columns,
             "STAGES": chosen.stages,
         }
         self.run(kernels.rms_norm_backward_kernel, programs, values, dtypes, constexprs, chosen.num_warps)

@@ -49,8 +49,8 @@ class RouterOnDevice:
             "R": width,
             "CLASSES": classes,
             "COLUMNS": router_columns(classes),
-            "BLOCK": chosen.block,
-            "PART": chosen.part,
+            "BLOCK": chosen.rows,
+            "PART": chosen.columns,
         }
         rows = len(given["hidden1"] if which == "backward" else given["projected"])
         outs = {name: self.device.alloc(shape, NUMPY[dtype]) for name, (shape, dtype) in results.items()}
@@ -70,7 +70,7 @@ class RouterOnDevice:
             signature,
             constants,
             num_warps=chosen.num_warps,
-            num_stages=chosen.num_stages,
+            num_stages=chosen.stages,
             divisible_by_16=[name for name, kind in signature.items() if kind.startswith("*") and name != "biases"],
         )
         put = (
@@ -78,13 +78,13 @@ class RouterOnDevice:
             | outs
             | numbers
         )
-        self.counters = code.launch(self.device, -(-rows // chosen.block), [put[name] for name in signature])
+        self.counters = code.launch(self.device, -(-rows // chosen.rows), [put[name] for name in signature])
         return {name: to_torch(buffer.read()) for name, buffer in outs.items()}
 
     def programs(self, rows: int, width: int) -> int:
         from hip_ops.ops.router_mlp import triton as kernels
 
-        return -(-rows // kernels.launch(width, warp_size=64).block)
+        return -(-rows // kernels.launch(width, warp_size=64).rows)
 
     def router_mlp(
         self, projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced, eps, unweighted

@@ -28,7 +28,13 @@ def prologue(which: str, **constexprs):
     )
     constants = (
         ZAYA
-        | {"BLOCK": chosen.block, "IN": chosen.part, "OUT": chosen.part, "ZERO_BLOCK": chosen.zero_block, "INPUTS": 128}
+        | {
+            "BLOCK": chosen.rows,
+            "IN": chosen.columns,
+            "OUT": chosen.columns,
+            "ZERO_BLOCK": chosen.zero_rows,
+            "INPUTS": 128,
+        }
         | constexprs
     )
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}

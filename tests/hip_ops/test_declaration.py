@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test the arguments that a declaration accepts, its messages about others, and its fake results."""
+"""Test the arguments that a declaration accepts, and its messages about others."""
 
 import re
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hip_ops.runtime import declaration
-from hip_ops.runtime.declaration import Declaration, Line, wide
+from hip_ops.runtime.declaration import Declaration, Line
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 TAKES = """
@@ -16,13 +16,6 @@ TAKES = """
     weight    [n, (n+g)*2]   =x
     offsets?  [experts]      int32
     scale?    [1]            wide(x)
-"""
-GIVES = """
-    y         [..., g, 2*n]  =weight
-    mean      [...]          wide(x)
-    counts    [experts]      int64
-    rounded   [n]            bf16
-    d_offsets like offsets
 """
 PARAMETERS = ("x", "weight", "offsets", "scale", "g", "experts", "flag")
 
@@ -36,7 +29,7 @@ def arguments(**changes):
 
 @pytest.fixture
 def declared():
-    return Declaration("product", PARAMETERS, TAKES, GIVES, None)
+    return Declaration("product", PARAMETERS, TAKES)
 
 
 @pytest.mark.parametrize(
@@ -85,13 +78,12 @@ ERRORS = [
 @pytest.mark.parametrize("changes, message", ERRORS, ids=[message for _, message in ERRORS])
 def test_wrong_arguments_are_named(declared, changes, message):
     declared.check(arguments())
-    for check in (lambda: declared.check(arguments(**changes)), lambda: declared.fake(*arguments(**changes))):
-        with pytest.raises(ValueError, match="^" + re.escape(f"hip_ops.product: {message}.") + "$"):
-            check()
+    with pytest.raises(ValueError, match="^" + re.escape(f"hip_ops.product: {message}.") + "$"):
+        declared.check(arguments(**changes))
 
 
 def test_leading_sizes_are_shared():
-    declared = Declaration("add", ("a", "b"), "a [..., h] fp32\n b [..., h] fp32", "", None)
+    declared = Declaration("add", ("a", "b"), "a [..., h] fp32\n b [..., h] fp32")
     declared.check((torch.ones(2, 5, 3), torch.ones(2, 5, 3)))
     for other in ((5, 3), (3,), (2, 5, 4), ()):
         with pytest.raises(ValueError, match=re.escape(f"add: b has shape {other}. Allowed: (2, 5, 3), [..., h]")):
@@ -99,7 +91,7 @@ def test_leading_sizes_are_shared():
 
 
 def test_equal_sizes_and_sizes_that_are_not_empty():
-    declared = Declaration("square", ("a",), "a [n>0, n, 2*n>0] fp32", "", None)
+    declared = Declaration("square", ("a",), "a [n>0, n, 2*n>0] fp32")
     declared.check((torch.ones(2, 2, 4),))
     for shape in ((2, 3, 4), (2, 2, 5), (0, 0, 0)):
         with pytest.raises(ValueError, match=re.escape(f"square: a has shape {shape}. Allowed: [n>0, n, 2*n>0]")):
@@ -107,10 +99,10 @@ def test_equal_sizes_and_sizes_that_are_not_empty():
 
 
 def test_fp64_is_for_all_floats_or_none():
-    declared = Declaration("add", ("a", "b"), "a [n] bf16|fp32\n b [n] fp32", "c [n] fp32\n d [n] int32", None)
+    declared = Declaration("add", ("a", "b"), "a [n] bf16|fp32\n b [n] fp32")
     double, single = torch.ones(2, dtype=FP64), torch.ones(2)
-    assert [result.dtype for result in declared.fake(double, double)] == [FP64, torch.int32]
-    assert [result.dtype for result in declared.fake(single, single)] == [FP32, torch.int32]
+    declared.check((double, double))
+    declared.check((single, single))
     with pytest.raises(ValueError, match="b is torch.float32. Allowed: torch.float64.$"):
         declared.check((double, single))
     with pytest.raises(ValueError, match=re.escape("b is torch.float64. Allowed: torch.float32 (or all tensors ")):
@@ -124,7 +116,7 @@ def test_a_rule_gets_sizes_and_arguments_and_is_remembered():
         seen.append(given)
         return ("n is 2", "3") if given["n"] == 2 else None
 
-    declared = Declaration("halve", ("x", "mode"), "x [..., n] fp32", "", rule)
+    declared = Declaration("halve", ("x", "mode"), "x [..., n] fp32", rule)
     for _ in range(3):
         declared.check((torch.ones(4, 3), "fast"))
     assert len(seen) == 1 and seen[0]["n"] == 3 and seen[0]["mode"] == "fast" and seen[0]["x"].shape == (4, 3)
@@ -134,7 +126,7 @@ def test_a_rule_gets_sizes_and_arguments_and_is_remembered():
         with pytest.raises(ValueError, match="^hip_ops.halve: n is 2. Allowed: 3.$"):
             declared.check((torch.ones(2), "fast"))
     only_a_rule = Declaration(
-        "join", ("tensors",), "", "", lambda given: None if given["tensors"] else ("no tensors", "one")
+        "join", ("tensors",), "", lambda given: None if given["tensors"] else ("no tensors", "one")
     )
     only_a_rule.check(([torch.ones(1)],))
     with pytest.raises(ValueError, match="^hip_ops.join: no tensors. Allowed: one.$"):
@@ -148,22 +140,6 @@ def test_what_is_known_is_bounded(declared, monkeypatch):
         assert len(declared._known) <= 3
 
 
-def test_fake_results(declared):
-    for dtype in (BF16, FP32, FP64):
-        x, weight = torch.ones(5, 7, 3, dtype=dtype), torch.ones(10, 3, dtype=dtype).t()
-        offsets = torch.ones(4, dtype=torch.int32)
-        y, mean, counts, rounded, d_offsets = declared.fake(*arguments(x=x, weight=weight, offsets=offsets))
-        assert (y.shape, y.dtype) == ((5, 7, 2, 6), dtype) and y.is_contiguous()
-        assert (mean.shape, mean.dtype) == ((5, 7), wide(dtype)) and (wide(BF16), wide(FP16)) == (FP32, FP32)
-        assert (counts.shape, counts.dtype) == ((4,), torch.int64)
-        assert rounded.dtype == (FP64 if dtype == FP64 else BF16)
-        assert (d_offsets.shape, d_offsets.dtype) == ((4,), torch.int32)
-    assert declared.fake(*arguments())[-1].shape == (0,), "of an argument that is None"
-    one = Declaration("copy", ("x",), "", "y like x", None).fake(torch.ones(4, 2).t())
-    assert one.shape == (2, 4) and one.is_contiguous()
-    assert Declaration("write_", ("x",), "x [n] fp32", "", None).fake(torch.ones(1)) is None
-
-
 def test_symbolic_sizes(make_operator):
     """In a graph with dynamic shapes all sizes are symbols, including those of integer arguments."""
 
@@ -171,7 +147,7 @@ def test_symbolic_sizes(make_operator):
         return x.expand(times, *x.shape).contiguous()
 
     takes, example = "x [n, h] fp32", lambda device: (torch.ones(2, 3, device=device), 4)
-    made = make_operator(repeat, takes=takes, gives="y [times, n, h] =x", example=example)
+    made = make_operator(repeat, takes=takes, example=example)
     shapes = []
 
     def keep(module, inputs):
@@ -188,4 +164,4 @@ def test_mistakes_in_a_declaration():
     with pytest.raises(AssertionError, match=re.escape("not a declaration of a tensor: 'x [n]'")):
         Line.parse("x [n]")
     with pytest.raises(AssertionError, match="product has no arguments {'z'}"):
-        Declaration("product", ("x",), "z [n] fp32", "", None)
+        Declaration("product", ("x",), "z [n] fp32")

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import hip_ops
+from benchmarks.research.tuning_tables import SHARED_MEMORY, shared_memory, write_grouped
 from hip_ops import use_kernels
 from hip_ops.ops import grouped_product
 from hip_ops.ops.grouped_product import configs, grouped_mm, quack, reference
@@ -306,7 +307,7 @@ def test_table_has_every_kind_and_fits_the_machine():
     assert part["measured_on"] and {row["kind"] for row in part["rows"]} == set(configs.KINDS)
     for row in part["rows"]:
         config = row["config"]
-        assert config.shared_memory(4 if row["kind"] == "outer" else 2) <= configs.SHARED_MEMORY["sm_90"]
+        assert shared_memory(config, 4 if row["kind"] == "outer" else 2) <= SHARED_MEMORY["sm_90"]
         assert config.block_n // config.parts >= 16 and config.parts in (
             (1, 2) if row["kind"] != "outer" else (1, 2, 4)
         )
@@ -343,15 +344,13 @@ def test_configurations_of_devices_that_the_table_does_not_know():
     shape = ("rows_t", 1024, 2048, 4096)
     known = configs.choose_config("gfx942", *shape)
     assert known.kpack == 2 and configs.choose_config("gfx950", *shape) == replace(known, kpack=1)
-    assert configs.ANY_NVIDIA.shared_memory(2) <= 98304
+    assert shared_memory(configs.ANY_NVIDIA) <= 98304
 
 
 def test_written_table_reads_back(tmp_path):
     path = tmp_path / "table.json"
     config = configs.GroupedConfig(block_n=128, parts=2)
-    configs.write_table(
-        "sm_90", [{"kind": "outer", "rows": 8, "k": 9, "n": 7, "config": config, "ms": 0.5}], "a test", path
-    )
+    write_grouped("sm_90", [{"kind": "outer", "rows": 8, "k": 9, "n": 7, "config": config, "ms": 0.5}], "a test", path)
     written = json.loads(path.read_text())
     assert written["sm_90"] == {
         "measured_on": "a test",
@@ -360,6 +359,6 @@ def test_written_table_reads_back(tmp_path):
     assert configs.read_table(path)["sm_90"]["rows"][0]["config"] == config
     mine = replace(config, kpack=2)
     row = {"kind": "outer", "rows": 8, "k": 9, "n": 7, "config": mine, "ms": 0.5}
-    configs.write_table("gfx942", [row], "another test", path)
+    write_grouped("gfx942", [row], "another test", path)
     assert json.loads(path.read_text())["sm_90"] == written["sm_90"]
     assert configs.read_table(path)["gfx942"]["rows"][0]["config"] == mine

@@ -5,7 +5,8 @@ result once.
 
 import pytest
 
-from hip_ops.ops.grouped_product.configs import DERIVED, SHARED_MEMORY
+from benchmarks.research.tuning_tables import SHARED_MEMORY
+from hip_ops.ops.grouped_product.configs import DERIVED
 from tests.gfx942.budgets import resources
 from tests.gfx942.emulator import Device
 from tests.gfx942.inner_loop import inner_loop

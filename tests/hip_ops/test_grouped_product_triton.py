@@ -10,7 +10,8 @@ import re
 
 import pytest
 
-from hip_ops.ops.grouped_product.configs import SHARED_MEMORY, GroupedConfig, read_table
+from benchmarks.research.tuning_tables import SHARED_MEMORY
+from hip_ops.ops.grouped_product.configs import GroupedConfig, read_table
 from tests.hip_ops.compiled_for_hopper import compiled_for_hopper
 from tests.hip_ops.cpu_kernels import run_python
 
@@ -20,6 +21,7 @@ PROGRAM = """
 import functools
 from types import SimpleNamespace
 from hip_ops.ops.grouped_product import triton as kernels
+from benchmarks.research.tuning_tables import SHARED_MEMORY
 from hip_ops.ops.grouped_product.configs import GroupedConfig
 from tests.hip_ops.grouped_cases import Grouped, check_outer, check_rows
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hip_ops.runtime.build import CSRC
-from hip_ops.runtime.compilers import find_compiler
+from tests.gfx942.toolchain import COMPILER, FLAGS, device_library_flags
 from tests.hip_ops.cpu_kernels import KERNELS, SCHEDULES, cpu_kernels, schedule
 
 PORTABLE = KERNELS / "portable.hip"
@@ -143,10 +143,10 @@ def test_schedules(kernels):
 
 
 def assembly(source, *flags: str) -> str:
-    compiler = find_compiler("gfx942")
     command = [
-        compiler.program,
-        *compiler.compile_flags,
+        COMPILER,
+        *FLAGS,
+        *device_library_flags(),
         f"-I{CSRC}",
         *flags,
         "--cuda-device-only",

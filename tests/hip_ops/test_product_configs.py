@@ -9,14 +9,8 @@ import re
 import pytest
 import torch
 
-from hip_ops.ops.newton_schulz.product_configs import (
-    HOPPER_SHARED_MEMORY,
-    KINDS,
-    TABLE,
-    ProductConfig,
-    choose_config,
-    write_table,
-)
+from benchmarks.research.tuning_tables import SHARED_MEMORY, shared_memory, write_products
+from hip_ops.ops.newton_schulz.product_configs import KINDS, TABLE, ProductConfig, choose_config
 from tests.hip_ops.compiled_for_hopper import compiled_for_hopper
 
 pytest.importorskip("triton")
@@ -31,7 +25,7 @@ def test_table_has_every_kind_and_fits_the_machine():
     for row in table["rows"]:
         config = ProductConfig(**row["config"])
         assert config.engine in ("triton", "cublas") and config.num_warps in (4, 8) and config.parts in (1, 2)
-        assert config.shared_memory() <= HOPPER_SHARED_MEMORY
+        assert shared_memory(config) <= SHARED_MEMORY["sm_90"]
         # Two warps of four a block row of 64: what one wgmma of a warp group takes.
         assert config.block_m % (64 * config.num_warps // 4) == 0 or config.block_m == 64
         assert row["kind"] == "update" or config.block_m in (config.block_n // 2, config.block_n, 2 * config.block_n)
@@ -47,7 +41,7 @@ def test_nearest_row_is_chosen():
 
 def test_written_table_reads_back(tmp_path):
     config = ProductConfig(block_n=256, parts=2)
-    write_table(
+    write_products(
         [{"kind": "gram", "batch": 1, "n": 8, "m": 9, "config": config, "ms": 0.5}], "a test", tmp_path / "t.json"
     )
     (row,) = json.loads((tmp_path / "t.json").read_text())["rows"]
@@ -151,7 +145,7 @@ def check_for_hopper(compiled, config: ProductConfig) -> None:
     assert "cp.async.bulk.tensor.3d.shared" in ptx and "cp.async.bulk.tensor.3d.global.shared" in ptx
     # nothing spilled by the front end; ptxas is given 255 registers
     assert not re.search(r"\b(ld|st)\.local\b|\.local \.align", ptx)
-    assert compiled.metadata.shared <= HOPPER_SHARED_MEMORY
+    assert compiled.metadata.shared <= SHARED_MEMORY["sm_90"]
     # a product in flight while the next slab lands
     assert "warp_group_dot_wait" in compiled.asm["ttgir"] and "pendings = 1" in compiled.asm["ttgir"]
 

@@ -31,7 +31,7 @@ cases = [Router(37, 32, 5), Router(16, 64, 17, averaged=False), Router(1, 128, 1
     Router(5, 32, 9, uses_state=False),
          Router(20, 64, 33, unweighted=False), Router(0, 32, 5)]
 for block, part in ((16, 16), (32, 32)):
-    module.launch = lambda width: module.Launch(block, part, 4)
+    module.launch = lambda width: module.Launch(block, part, 4, stages=2)
     for case in cases:
         check_forward(module, case)
         check_backward(module, case)
@@ -74,14 +74,14 @@ def router(which: str, width: int = 256, classes: int = 17, **constexprs):
         "R": width,
         "CLASSES": classes,
         "COLUMNS": router_columns(classes),
-        "BLOCK": chosen.block,
-        "PART": chosen.part,
+        "BLOCK": chosen.rows,
+        "PART": chosen.columns,
     } | constexprs
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     types = triton_cases.ROUTER_TYPES
     signature = {name: types.get(name, "*bf16") for name in kernel.arg_names if name not in constants}
     aligned = [name for name, kind in signature.items() if kind.startswith("*")] + ["rows"]
-    return compiled_for_hopper(kernel, signature, constants, aligned, **chosen.options)
+    return compiled_for_hopper(kernel, signature, constants, aligned, num_stages=chosen.stages, **chosen.options)
 
 
 @pytest.mark.parametrize("which", ["forward", "backward"])

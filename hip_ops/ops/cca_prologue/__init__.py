@@ -111,12 +111,6 @@ _prologue = Operator(
         value_halo?       [k>0, b, delayed_channels] =projected
         starts?           [k>0, s//k+1, b]           bool
     """,
-    gives="""
-        query             [s, b, C//d-query_groups, d]  =projected
-        key               [s, b, query_groups, d]       =projected
-        value             [s, b, query_groups, d]       =projected
-        inverse_norm      [C//d, s, b]                  wide(projected)
-    """,
     rule=_rule,
     example=_example(backward=False),
     more_examples=dict.fromkeys(("hip", "triton"), (_example(backward=False, whole=True),)),
@@ -125,16 +119,6 @@ _prologue = Operator(
 )
 _prologue_backward = Operator(
     reference.cca_prologue_backward,
-    gives="""
-        d_projected         like projected
-        d_depthwise_weight  like depthwise_weight
-        d_depthwise_bias    like depthwise_bias
-        d_grouped_weight    like grouped_weight
-        d_grouped_bias      like grouped_bias
-        d_temperature       like temperature
-        d_halo              like halo
-        d_value_halo        like value_halo
-    """,
     example=_example(backward=True),
     more_examples=dict.fromkeys(("hip", "triton"), (_example(backward=True, whole=True),)),
     tolerance=2**-6,

@@ -14,20 +14,16 @@ from torch import Tensor
 from hip_ops.ops.cca_prologue import HEAD_DIM
 from hip_ops.runtime.library import call, library, target_of
 from hip_ops.runtime.on_device import multiprocessors
+from hip_ops.runtime.row_views import contiguous, empty_results, starts_aligned
 
 ZERO_RUNS = 512  # blocks that recompute keys whose temperature is zero
 
 
 def _aligned(tensor: Tensor | None) -> Tensor | None:
     """Returns the tensor, or a copy where rows are not contiguous or do not start at multiples of 16 bytes."""
-    if tensor is None:
-        return None
-    starts = (tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1]))
-    return (
-        tensor
-        if tensor.stride(-1) == 1 and not any(start % 16 for start in starts)
-        else tensor.clone(memory_format=torch.contiguous_format)
-    )
+    if tensor is None or tensor.stride(-1) == 1 and starts_aligned(tensor):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _rope(rope: Tensor | None) -> tuple[Tensor | None, int, int, int]:
@@ -65,11 +61,10 @@ def cca_prologue(
         projected = _aligned(projected)
         table, rope_row_stride, rope_batch_stride, rotary = _rope(rope)
         call(
-            "ho_cca_prologue", projected, *(_aligned(t.contiguous()) for t in parameters[:4]),
+            "ho_cca_prologue", projected, *map(_aligned, contiguous(*parameters[:4])),
             temperature.float().contiguous(), table,
-            *(None if t is None else _aligned(t.contiguous()) for t in (halo, value_halo)),
-            None if starts is None else starts.contiguous(), query, key, value, inverse_norm, projected.stride(0),
-            projected.stride(1), rope_row_stride, rope_batch_stride, total, rows, b, heads, query_groups, rotary,
+            *map(_aligned, contiguous(halo, value_halo)), *contiguous(starts), query, key, value, inverse_norm,
+            projected.stride(0), projected.stride(1), rope_row_stride, rope_batch_stride, total, rows, b, heads, query_groups, rotary,
             delayed_channels, multiprocessors(device), device=device,
         )
     return query, key, value, inverse_norm
@@ -85,10 +80,7 @@ def cca_prologue_backward(
     parameters = (depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature)
     device, processors = projected.device, multiprocessors(projected.device)
     given = (projected, *parameters, halo, value_halo)
-    gradients = [
-        torch.empty(0 if t is None else t.shape, dtype=(projected if t is None else t).dtype, device=device)
-        for t in given
-    ]
+    gradients = empty_results(*given, like=projected)
     total, rows, b = _rows(projected, halo, value_halo, starts)
     if not total:
         return tuple(gradient.zero_() for gradient in gradients)
@@ -98,11 +90,9 @@ def cca_prologue_backward(
     d_query, d_key, d_value, projected, query, key = map(
         _aligned, (d_query, d_key, d_value, projected, query.contiguous(), key.contiguous())
     )
-    *weights, length = (*(_aligned(t.contiguous()) for t in parameters[:4]), temperature.float().contiguous())
-    halo, starts = (
-        None if halo is None else _aligned(halo.contiguous()),
-        None if starts is None else starts.contiguous(),
-    )
+    *weights, length = (*map(_aligned, contiguous(*parameters[:4])), temperature.float().contiguous())
+    halo, starts = contiguous(halo, starts)
+    halo = _aligned(halo)
     table, *rope_strides, rotary = _rope(rope)
     runs = library(target_of(device)).ho_cca_prologue_backward_blocks(
         total, rows, b, heads, query_groups, halo is not None, processors

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
@@ -23,7 +22,9 @@ from hip_ops.ops.cca_prologue.triton_backward import (
 )
 from hip_ops.ops.cca_prologue.triton_forward import cca_prologue_forward_kernel
 from hip_ops.ops.cca_prologue.triton_rows import divisor
+from hip_ops.runtime.launch import Launch, default_warp_size
 from hip_ops.runtime.on_device import multiprocessors, on
+from hip_ops.runtime.row_views import empty_results
 
 # flat rows of a call, for every kernel
 CONSTEXPRS = ("HEADS", "GROUPS", "D", "ROTARY", "DELAYED", "HAS_ROPE", "HAS_HALO", "HAS_STARTS")
@@ -33,33 +34,19 @@ EPS = torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True)
-class Launch:
-    """Tile and grid of a kernel.
-
-    block: rows of a tile. programs: per head or part of a head; None: one per tile. stages: tiles in flight; the launch
-    reduces them to what shared memory holds. registers: maximum per thread, None: no limit (NVIDIA only). part:
-    channels per program of the input's or the weights' kernel. zero_block: rows of keys with temperature zero, in the
-    weights' kernel. inputs: input channels of a convolving product at a time, None: all.
+class HeadLaunch(Launch):
+    """columns: channels per program. zero_rows: of a tile of keys with temperature zero, in the weights' kernel. inputs:
+    input channels of a convolving product at a time, None: all. The launch reduces stages to what shared memory holds.
     """
 
-    block: int
-    num_warps: int
-    programs: int | None = None
-    stages: int = 1
-    registers: int | None = None
-    part: int = 128
-    zero_block: int = 64
+    zero_rows: int = 64
     inputs: int | None = None
-
-    @property
-    def options(self) -> dict:
-        return {"num_warps": self.num_warps} | ({"maxnreg": self.registers} if self.registers else {})
 
 
 @lru_cache
 def launch(
     kernel: str, d: int, heads: int, element_size: int, *, processors: int, warp_size: int | None = None
-) -> Launch:
+) -> HeadLaunch:
     """Chooses tile and grid of `kernel` - forward, norm, input or weight - for N = `heads` heads of d channels;
     warp_size None: this torch's device.
 
@@ -67,7 +54,7 @@ def launch(
     checks; its products do not run on matrix units) has few rows, because Triton unrolls such a product and compiles
     many rows for a minute.
     """
-    warp_size = warp_size or (32 if torch.version.hip is None else 64)
+    warp_size = warp_size or default_warp_size()
     nvidia = warp_size == 32
     exact, narrow = nvidia and element_size > 2, element_size > 2 or d > 128
     inputs = 32 if narrow else None  # its weights would not fit into shared memory
@@ -76,40 +63,31 @@ def launch(
         return max(1, processors * resident * part // (heads * d))
 
     if kernel == "norm":
-        return Launch(32, 8 if nvidia else 4, max(1, processors * 3 // (heads + 1)))
+        return HeadLaunch(32, d, 8 if nvidia else 4, max(1, processors * 3 // (heads + 1)))
     if kernel == "forward":
         if exact:
-            return Launch(16, 8, programs(1), inputs=inputs)
+            return HeadLaunch(16, d, 8, programs(1), inputs=inputs)
         return (
-            Launch(64, 8, programs(2), registers=128)
+            HeadLaunch(64, d, 8, programs(2), registers=128)
             if nvidia and not narrow
-            else Launch(32, 4, programs(1 if nvidia else 4), inputs=inputs)
+            else HeadLaunch(32, d, 4, programs(1 if nvidia else 4), inputs=inputs)
         )
     if kernel == "input":
         part = min(d, 64) if nvidia and not narrow else 32
         if exact:
-            return Launch(16, 8, programs(1, part), part=part)
+            return HeadLaunch(16, part, 8, programs(1, part))
         return (
-            Launch(64, 8, programs(2, part), registers=128, part=part)
+            HeadLaunch(64, part, 8, programs(2, part), registers=128)
             if nvidia and not narrow
-            else Launch(32, 4, programs(1, part), part=part)
+            else HeadLaunch(32, part, 4, programs(1, part))
         )
     assert kernel == "weight", kernel
     if exact:
-        return Launch(16, 8, programs(1, 32), part=32, zero_block=16, inputs=inputs)
+        return HeadLaunch(16, 32, 8, programs(1, 32), zero_rows=16, inputs=inputs)
     if nvidia and not narrow:
-        return Launch(32, 8, programs(1), stages=3, part=d)
+        return HeadLaunch(32, d, 8, programs(1), stages=3)
     part = 32 if narrow else min(d, 64)
-    return Launch(32, 4, programs(1 if narrow else 2, part), part=part, zero_block=32 if nvidia else 16, inputs=inputs)
-
-
-def _programs(chosen: Launch, rows: int) -> int:
-    """Returns the grid for `rows` flat rows, with equal numbers of tiles."""
-    tiles = triton.cdiv(rows, chosen.block)
-    if chosen.programs is None:
-        return tiles
-    rounds = triton.cdiv(tiles, chosen.programs)
-    return triton.cdiv(tiles, rounds)
+    return HeadLaunch(32, part, 4, programs(1 if narrow else 2, part), zero_rows=32 if nvidia else 16, inputs=inputs)
 
 
 def _by_rows(tensor: Tensor) -> Tensor:
@@ -174,10 +152,10 @@ def _plan(call: Call, backward: bool, choose) -> Plan:
     }
     sizes = (total, rows, call.batch, divisor(rows), divisor(call.batch))
 
-    def keywords(kernel, each: Launch, stages: int, **more) -> dict:
+    def keywords(kernel, each: HeadLaunch, stages: int, **more) -> dict:
         return (
             {name: of[name] for name in kernel.arg_names if name in of}
-            | {"BLOCK": each.block}
+            | {"BLOCK": each.rows}
             | more
             | {"num_stages": stages}
             | each.options
@@ -186,28 +164,28 @@ def _plan(call: Call, backward: bool, choose) -> Plan:
     if not backward:
         each = chosen["forward"]
         of_forward = keywords(cca_prologue_forward_kernel, each, each.stages, INPUTS=each.inputs or d)
-        return Plan(sizes, {"forward": (heads, _programs(each, total))}, {"forward": of_forward})
+        return Plan(sizes, {"forward": (heads, *each.grid(total))}, {"forward": of_forward})
     norm, to_input, weight = (chosen[name] for name in names)
     early_rows = 2 if of["HAS_HALO"] else 0
     early_total = (call.s + early_rows * call.chunks) * call.batch
-    runs = _programs(weight, total), _programs(norm, total)
+    runs = weight.grid(total) + norm.grid(total)
     return Plan(
         sizes,
         {
             "norm": (heads + 1, runs[1]),
-            "input": (heads * (d // to_input.part), _programs(to_input, early_total)),
-            "weight": (heads * (d // weight.part) + of["GROUPS"], runs[0]),
+            "input": (heads * (d // to_input.columns), *to_input.grid(early_total)),
+            "weight": (heads * (d // weight.columns) + of["GROUPS"], runs[0]),
             "sum": (heads, d // SUM["COLUMNS"]),
         },
         {
             "norm": keywords(cca_prologue_norm_kernel, norm, 1, STAGES=norm.stages),
-            "input": keywords(cca_prologue_input_kernel, to_input, to_input.stages, IN=to_input.part),
+            "input": keywords(cca_prologue_input_kernel, to_input, to_input.stages, IN=to_input.columns),
             "weight": keywords(
                 cca_prologue_weight_kernel,
                 weight,
                 weight.stages,
-                OUT=weight.part,
-                ZERO_BLOCK=weight.zero_block,
+                OUT=weight.columns,
+                ZERO_BLOCK=weight.zero_rows,
                 INPUTS=weight.inputs or d,
             ),
             "sum": {name: of[name] for name in cca_prologue_sum_kernel.arg_names if name in of}
@@ -277,9 +255,7 @@ def cca_prologue_backward(
     parameters = (depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature)
     s, b = projected.shape[:2]
     given = (projected, *parameters, halo, value_halo)
-    gradients = tuple(
-        torch.empty(0 if t is None else t.shape, dtype=dtype if t is None else t.dtype, device=device) for t in given
-    )
+    gradients = tuple(empty_results(*given, like=projected))
     if not s * b:
         return tuple(gradient.zero_() for gradient in gradients)
     plan = _plan(

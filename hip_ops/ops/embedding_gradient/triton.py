@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hip_ops.runtime.launch import default_warp_size
 from hip_ops.runtime.on_device import on
 from hip_ops.runtime.row_views import as_rows
 
@@ -136,4 +137,4 @@ def columns_of_block(width: int) -> int:
 
 def warps(block: int, warp_size: int | None = None) -> int:
     """Returns the number of warps. warp_size None: of the devices that this torch is built for."""
-    return max(1, block // 8 // (warp_size or (32 if torch.version.hip is None else 64)))
+    return max(1, block // 8 // (warp_size or default_warp_size()))

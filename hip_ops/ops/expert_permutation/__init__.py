@@ -66,12 +66,6 @@ def _few_experts(expert_ids: Tensor, num_experts: int) -> bool:
 _sort = Operator(
     reference.sort_by_expert,
     takes="expert_ids [n] int32|int64",
-    gives="""
-        token_of_row  [n]            int32
-        row_of_token  [n]            int32
-        counts        [num_experts]  int32
-        offsets       [num_experts]  int32
-    """,
     rule=lambda given: (f"num_experts is {given['num_experts']}", "at least 1") if given["num_experts"] < 1 else None,
     example=lambda device: (_example_ids(device, 4080), 16),  # 16 tiles, the last one partly filled
     fits={"hip": _few_experts, "triton": _few_experts},
@@ -83,10 +77,6 @@ _gather = Operator(
         index    [n]     int32
         inverse  [n]     int32
         probs?   [n]     bf16|fp32
-    """,
-    gives="""
-        moved        like rows
-        moved_probs  like probs
     """,
     example=_example_rows,
     more_examples={

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hip_ops.runtime.library import call, library, target_of
-from hip_ops.runtime.row_views import aligned, as_rows, blocks_for
+from hip_ops.runtime.library import call, call_rows, library, target_of
+from hip_ops.runtime.row_views import as_rows, contiguous, empty_results
 
 
 def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -34,15 +34,11 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor
 def gather_rows(rows: Tensor, index: Tensor, inverse: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
     """As hip_ops.ops.expert_permutation.reference.gather_rows."""
     device, (count, hidden) = rows.device, rows.shape
-    out = torch.empty((count, hidden), dtype=rows.dtype, device=device)
-    moved_probs = torch.empty(
-        0 if probs is None else count, dtype=rows.dtype if probs is None else probs.dtype, device=device
-    )
+    out, moved_probs = empty_results(rows, probs, like=rows)
     if count:
-        rows, probs = as_rows(rows), None if probs is None else probs.contiguous()
-        call(
-            "ho_gather_rows", rows, index.contiguous(), probs, out, moved_probs, count, hidden, rows.stride(0),
-            rows.element_size(), 0 if probs is None else probs.element_size(), aligned(rows, out),
-            blocks_for(count, device), device=device,
+        rows, (index, probs) = as_rows(rows), contiguous(index, probs)
+        call_rows(
+            "ho_gather_rows", rows, index, probs, out, moved_probs, count, hidden, rows.stride(0), rows.element_size(),
+            0 if probs is None else probs.element_size(), rows=count, wide=(rows, out), device=device,
         )
     return out, moved_probs

@@ -10,17 +10,17 @@ Importing this module imports triton.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from hip_ops.runtime.launch import Launch, default_warp_size, plan
 from hip_ops.runtime.on_device import on
-from hip_ops.runtime.row_views import as_rows
+from hip_ops.runtime.row_views import as_rows, empty_results
 
+TILE = ("ROWS", "BLOCK")
 PROGRAMS = 256  # of the sort, at most, because each program reads the counts of all
 
 
@@ -101,15 +101,6 @@ def expert_gather_kernel(
     tl.store(out + row.to(tl.int64)[:, None] * hidden + columns, value, mask=inside[:, None] & within)
 
 
-@dataclass(frozen=True)
-class Launch:
-    """The tile of a program, rows x block columns, and its warps."""
-
-    rows: int
-    block: int
-    num_warps: int
-
-
 def sort_tile(num_experts: int) -> tuple[int, int]:
     """Returns experts as a power of two, and tokens per tile: a tile has 4096 counters."""
     experts = max(triton.next_power_of_2(num_experts), 16)
@@ -121,7 +112,7 @@ def launch(hidden_size: int, element_bytes: int, *, warp_size: int | None = None
 
     A lane has 32 bytes of a row, in two pieces of 16.
     """
-    warp_size = warp_size or (32 if torch.version.hip is None else 64)
+    warp_size = warp_size or default_warp_size()
     block = min(max(triton.next_power_of_2(hidden_size), 128), 4096 // element_bytes)
     rows = max(1, 8192 // (block * element_bytes))
     per_lane = 32 // element_bytes
@@ -134,16 +125,6 @@ def _sort_plan(tokens: int, num_experts: int) -> tuple[int, int, dict]:
     experts, tile = sort_tile(num_experts)
     tiles = triton.cdiv(triton.cdiv(tokens, tile), PROGRAMS)
     return tiles, triton.cdiv(tokens, tiles * tile), {"EXPERTS": experts, "TILE": tile}
-
-
-@functools.lru_cache(maxsize=256)
-def _plan(choose: Callable, count: int, hidden: int, element_bytes: int) -> tuple[tuple[int, ...], dict]:
-    """Returns the grid and the keywords of the launch. `choose` is `launch`; it is part of the key because benchmarks
-    replace it.
-    """
-    chosen = choose(max(hidden, 1), element_bytes)
-    grid = (triton.cdiv(count, chosen.rows), triton.cdiv(max(hidden, 1), chosen.block))
-    return grid, {"ROWS": chosen.rows, "BLOCK": chosen.block, "num_warps": chosen.num_warps}
 
 
 def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -173,13 +154,10 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor
 def gather_rows(rows: Tensor, index: Tensor, inverse: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
     """As hip_ops.ops.expert_permutation.reference.gather_rows."""
     count, hidden = rows.shape
-    out = torch.empty((count, hidden), dtype=rows.dtype, device=rows.device)
-    moved_probs = torch.empty(
-        0 if probs is None else count, dtype=rows.dtype if probs is None else probs.dtype, device=rows.device
-    )
+    out, moved_probs = empty_results(rows, probs, like=rows)
     if count and (hidden or probs is not None):
         rows, index = as_rows(rows), index.contiguous()
-        grid, keywords = _plan(launch, count, hidden, rows.element_size())
+        grid, keywords = plan(launch, TILE, (count, max(hidden, 1)), max(hidden, 1), rows.element_size())
         with on(rows.device):
             expert_gather_kernel[grid](
                 rows, index, index if probs is None else probs.contiguous(), out,

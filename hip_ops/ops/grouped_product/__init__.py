@@ -118,7 +118,6 @@ _rows = Operator(
         matrices  [E>0, k, n]  =x
         offsets   [E]          int32
     """,
-    gives="out [T, n] =x",
     example=(_rows_example(False), _rows_example(True)),
     more_examples={
         "triton": (

@@ -20,7 +20,6 @@ from hip_ops.runtime.compute_units import relative_time
 
 TABLE = Path(__file__).with_name("grouped_configs.json")
 KINDS = ("rows_t", "rows", "outer")
-SHARED_MEMORY = {"sm_90": 232448, "gfx942": 65536}  # maximum bytes of a block
 
 
 @dataclass(frozen=True)
@@ -57,13 +56,6 @@ class GroupedConfig:
             if getattr(self, name) != getattr(GroupedConfig, name)
         }
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **only_amd}
-
-    def shared_memory(self, out_size: int, element_size: int = 2) -> int:
-        """Returns the bytes of operands in flight and of one part of the results; the compiler adds barriers and may
-        overlap them.
-        """
-        stages = self.num_stages * (self.block_m + self.block_n) * self.block_k * element_size
-        return stages + (self.block_m * self.block_n // self.parts * out_size if self.descriptors else 0)
 
 
 # NVIDIA GPUs without a part of the table: 96 KiB of shared memory, no descriptors.
@@ -156,18 +148,3 @@ def _nearest(architecture: str, kind: str, rows: int, k: int, n: int) -> Grouped
         return sum(abs(log(mine) - log(row[name])) for name, mine in (("rows", rows), ("k", k), ("n", n)))
 
     return min((row for row in read_table()[architecture]["rows"] if row["kind"] == kind), key=distance)["config"]
-
-
-def write_table(architecture: str, rows: list[dict], measured_on: str, path: Path = TABLE) -> None:
-    """Replaces one device's rows, {"kind", "rows", "k", "n", "config": GroupedConfig, "ms"}; a new file starts from
-    TABLE's.
-    """
-    table = {**read_table(path if path.exists() else TABLE), architecture: {"measured_on": measured_on, "rows": rows}}
-    parts = [
-        f'  {json.dumps(name)}: {{"measured_on": {json.dumps(part["measured_on"])}, "rows": [\n'
-        f"{config_rows.dump(part['rows'], GroupedConfig())}\n  ]}}"
-        for name, part in table.items()
-    ]
-    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
-    read_table.cache_clear()
-    _nearest.cache_clear()

@@ -53,7 +53,6 @@ _DECLARATION = Declaration(
         promised_grad?  [tokens]        wide(hidden)
         main_grad?      [classes, h]    wide(weight)|=weight
     """,
-    gives="",
 )
 
 

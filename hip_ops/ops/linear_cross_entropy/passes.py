@@ -23,7 +23,6 @@ LOGITS = """
     logits            [tokens, classes]       bf16|fp32
     labels            [tokens]                int64
 """
-STATISTICS = "statistics  [parts, 3, tokens]  wide(logits)"
 
 
 def parts_for(logits: Tensor) -> int:
@@ -95,7 +94,6 @@ def _first_part_fits(given: dict) -> tuple[str, str] | None:
 row_statistics = Operator(
     reference.row_statistics,
     takes=LOGITS,
-    gives=STATISTICS,
     example=_example,
     more_examples=_of_all_classes(_example),
     compare=_compare,
@@ -117,7 +115,6 @@ overwrite_with_gradient = Operator(
 overwrite_with_exponentials = Operator(
     reference.overwrite_with_exponentials,
     takes=LOGITS,
-    gives=STATISTICS,
     rule=_parts_fit,
     mutates=("logits",),
     example=_exponentials_example,
@@ -132,7 +129,6 @@ finish_gradient = Operator(
     statistics        [all, 3, tokens]        wide(exponentials)
     grad              [tokens]                =statistics
     """,
-    gives="losses_and_factors  [2, tokens]  =statistics",
     rule=_first_part_fits,
     mutates=("exponentials",),
     example=_finish_example,

@@ -34,7 +34,7 @@ from torch import Tensor
 from hip_ops.runtime.declaration import wide
 
 PART_ALIGNMENT = 16  # classes: every part starts at a multiple of 16 bytes
-ELEMENTS_AT_ONCE = {"cpu": 2**20, "cuda": 2**24}  # of a block of rows; on a CPU it fits into the cache
+ELEMENTS_AT_ONCE = {"cpu": 2**20, "cuda": 2**24, "meta": 2**24}  # of a block of rows; on a CPU it fits into the cache
 LEAST, MOST = -40.0, 40.0
 PERIOD = MOST - LEAST
 LARGE = (

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hip_ops.ops.linear_cross_entropy.reference import LARGE, MOST, PERIOD, part_size
+from hip_ops.runtime.launch import default_warp_size
 from hip_ops.runtime.on_device import on
 from hip_ops.runtime.row_views import as_rows, written_rows
 
@@ -157,7 +158,7 @@ def launch(element_bytes: int, warp_size: int | None = None) -> Launch:
     """Chooses the tile of row_statistics_kernel and row_gradient_kernel: 16 bytes per lane, twice a step. warp_size
     None: of this torch's devices.
     """
-    warp_size = warp_size or (32 if torch.version.hip is None else 64)
+    warp_size = warp_size or default_warp_size()
     return Launch(2 * 256, 16 // element_bytes, 256 // warp_size)
 
 
@@ -172,7 +173,7 @@ def tile(size: int, element_bytes: int, warp_size: int | None = None) -> tuple[i
     """Returns block and warps of exponentials_kernel for a part of `size` classes: 16 bytes per lane, twice if the part
     is that large.
     """
-    warp_size = warp_size or (32 if torch.version.hip is None else 64)
+    warp_size = warp_size or default_warp_size()
     block = triton.next_power_of_2(size)
     return block, max(1, min(16, block * element_bytes // (2 * 16 * warp_size)))
 

@@ -74,7 +74,6 @@ _newton_schulz = Operator(
         x             [batch, rows, columns]  bf16|fp16|fp32
         square_sums?  [batch]                 fp32
     """,
-    gives="result like x",
     rule=_rule,
     example=_example(2, 200, 168),  # more than five slabs of 32: the pipelined loop of the HIP version runs
     more_examples={

@@ -18,7 +18,6 @@ from hip_ops.runtime import config_rows
 
 TABLE = Path(__file__).with_name("product_configs.json")
 KINDS = ("gram", "square", "update")
-HOPPER_SHARED_MEMORY = 232448  # maximum bytes of a block on sm_90
 
 
 @dataclass(frozen=True)
@@ -38,13 +37,6 @@ class ProductConfig:
     flatten: bool = True
     warp_specialize: bool = False
 
-    def shared_memory(self, element_size: int = 2) -> int:
-        """Returns the bytes of operands in flight and of one part of the results; the compiler adds barriers and may
-        overlap them.
-        """
-        stages = self.num_stages * (self.block_m + self.block_n) * self.block_k * element_size
-        return stages + self.block_m * self.block_n // self.parts * element_size
-
 
 # MI300X has 64 KiB of LDS, and its compiler gains nothing from flattened loops.
 GFX942_CONFIG = ProductConfig(num_warps=4, num_stages=2, persistent=False, flatten=False)
@@ -55,7 +47,7 @@ BEFORE_HOPPER_CONFIG = ProductConfig(persistent=False, flatten=False)
 
 
 def read_table(path: Path = TABLE) -> tuple[str, list[dict]]:
-    """Returns the device that the table was measured on, and its rows as `write_table` takes them."""
+    """Returns the device that the table was measured on, and its rows, {"kind", "batch", "n", "m", "config", "ms"}."""
     table = json.loads(path.read_text())
     return table["measured_on"], config_rows.parse(table["rows"], ProductConfig, KINDS, path.name)
 
@@ -79,12 +71,3 @@ def choose_config(kind: str, batch: int, n: int, m: int, amd: bool = False) -> P
         return work + 0.5 * abs(log(n) - log(n_)) + 0.25 * abs(log(m) - log(m_))
 
     return min((row for row in _rows() if row[0] == kind), key=distance)[4]
-
-
-def write_table(rows: list[dict], measured_on: str, path: Path = TABLE) -> None:
-    """Writes the table. rows: {"kind", "batch", "n", "m", "config": ProductConfig, "ms"}; only settings that differ
-    from the defaults are kept.
-    """
-    lines = config_rows.dump(rows, ProductConfig())
-    path.write_text(f'{{\n  "measured_on": {json.dumps(measured_on)},\n  "rows": [\n{lines}\n  ]\n}}\n')
-    _rows.cache_clear()

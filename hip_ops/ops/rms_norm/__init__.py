@@ -57,25 +57,6 @@ MERGED = """
 BIAS = """
     bias              [h]         =weight
 """
-RESULTS = """
-    y                 [..., h]    =weight
-    new_residual      [..., h]    =residual
-"""
-MEAN = """
-    mean              [..., 1]    wide(residual)
-"""
-RSTD = """
-    rstd              [..., 1]    wide(residual)
-"""
-GRADIENTS = """
-    d_output          like output
-    d_residual        like residual
-    d_output_bias     like output_bias
-    d_output_scale    like output_scale
-    d_residual_bias   like residual_bias
-    d_residual_scale  like residual_scale
-    d_weight          like weight
-"""
 
 
 def _example(
@@ -123,7 +104,6 @@ def _of_bf16(backward: bool, centered: bool = False) -> dict:
 _add = Operator(
     reference.add_rms_norm,
     takes=ADDED,
-    gives=RESULTS + RSTD,
     example=_example(scaled=False, backward=False),
     more_examples=_of_bf16(backward=False),
     fits=_fits(1),
@@ -132,23 +112,14 @@ _add = Operator(
 _scaled = Operator(
     reference.scaled_residual_rms_norm,
     takes=MERGED + VECTORS,
-    gives=RESULTS + RSTD,
     example=_example(scaled=True, backward=False),
     fits=_fits(1),
     available=AVAILABLE,
 )
 
 
-def _add_backward_fake(dy, d_new_residual, new_residual, *statistics_and_weight):
-    *statistics, weight, x_dtype = statistics_and_weight
-    shape = new_residual.shape if x_dtype != new_residual.dtype else (0,)
-    of_norm = (torch.empty_like(weight) for _ in statistics)  # LayerNorm has a mean and a bias
-    return torch.empty_like(new_residual), dy.new_empty(shape, dtype=x_dtype), *of_norm
-
-
 _add_backward = Operator(
     reference.add_rms_norm_backward,
-    fake=_add_backward_fake,
     example=_example(scaled=False, backward=True),
     more_examples=_of_the_last_norm(scaled=False),
     fits=_fits(2),
@@ -156,7 +127,6 @@ _add_backward = Operator(
 )
 _scaled_backward = Operator(
     reference.scaled_residual_rms_norm_backward,
-    gives=GRADIENTS,
     example=_example(scaled=True, backward=True),
     more_examples=_of_the_last_norm(scaled=True),
     fits=_fits(3),
@@ -165,7 +135,6 @@ _scaled_backward = Operator(
 _add_layer = Operator(
     reference.add_layer_norm,
     takes=ADDED + BIAS,
-    gives=RESULTS + MEAN + RSTD,
     example=_example(scaled=False, backward=False, centered=True),
     more_examples=_of_bf16(backward=False, centered=True),
     fits=FITS,
@@ -174,14 +143,12 @@ _add_layer = Operator(
 _scaled_layer = Operator(
     reference.scaled_residual_layer_norm,
     takes=MERGED + VECTORS + BIAS,
-    gives=RESULTS + MEAN + RSTD,
     example=_example(scaled=True, backward=False, centered=True),
     fits=FITS,
     without=NO_LAYER_NORM,
 )
 _add_layer_backward = Operator(
     reference.add_layer_norm_backward,
-    fake=_add_backward_fake,
     example=_example(scaled=False, backward=True, centered=True),
     more_examples=_of_the_last_norm(scaled=False, centered=True),
     fits=FITS,
@@ -189,7 +156,6 @@ _add_layer_backward = Operator(
 )
 _scaled_layer_backward = Operator(
     reference.scaled_residual_layer_norm_backward,
-    gives=GRADIENTS + "d_bias like weight",
     example=_example(scaled=True, backward=True, centered=True),
     more_examples=_of_the_last_norm(scaled=True, centered=True),
     fits=FITS,

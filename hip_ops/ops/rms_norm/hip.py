@@ -14,7 +14,7 @@ from torch import Tensor
 from hip_ops.ops.rms_norm.host import empty_results, functions, layer_norm_functions
 from hip_ops.runtime.library import call, library, target_of
 from hip_ops.runtime.on_device import multiprocessors
-from hip_ops.runtime.row_views import as_rows
+from hip_ops.runtime.row_views import as_rows, starts_aligned
 
 # Bits of the launchers' `types`, as in rms_norm.h.
 BF16_X, BF16_RESIDUAL, BF16_WEIGHT, ALIGNED = 1, 2, 4, 8
@@ -27,8 +27,7 @@ def _types(x_dtype: torch.dtype, residual: Tensor, weight: Tensor, tensors: list
         for bit, dtype in ((BF16_X, x_dtype), (BF16_RESIDUAL, residual.dtype), (BF16_WEIGHT, weight.dtype))
         if dtype == torch.bfloat16
     )
-    starts = (place for t in tensors for place in (t.data_ptr(), t.stride(0) * t.element_size() if t.dim() > 1 else 0))
-    return bits | (0 if any(start % 16 for start in starts) else ALIGNED)
+    return bits | (ALIGNED if all(map(starts_aligned, tensors)) else 0)
 
 
 def _forward(

@@ -9,18 +9,17 @@ module imports triton.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from hip_ops.ops.rms_norm.host import empty_results, functions, layer_norm_functions
+from hip_ops.runtime.launch import Launch, default_warp_size, plan
 from hip_ops.runtime.on_device import multiprocessors, on
 from hip_ops.runtime.row_views import as_rows
+
+TILE = ("ROWS", "BLOCK", "STAGES")
 
 
 @triton.jit
@@ -201,17 +200,6 @@ def rms_norm_sum_kernel(
         tl.store(d_residual_scale + columns, tl.fma(total, b_x, tl.sum(sum_gr, axis=0)).to(vector), mask=inside)
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A tile's columns (block, a power of two) and rows. programs: of the grid; None: one per tile."""
-
-    block: int
-    rows: int
-    num_warps: int
-    programs_per_multiprocessor: int | None
-    stages: int = 1
-
-
 def launch(hidden_size: int, *, scaled: bool, backward: bool, warp_size: int | None = None) -> Launch:
     """Chooses tile and grid for a hidden size. warp_size None: of the devices that this torch is built for.
 
@@ -219,7 +207,7 @@ def launch(hidden_size: int, *, scaled: bool, backward: bool, warp_size: int | N
     anyway (measured on an H100). On MI300X (not measured) ZAYA's form keeps its five vectors. Backward: as many
     programs as the registers allow, so that vectors are read and partial sums written once per program.
     """
-    warp_size = warp_size or (32 if torch.version.hip is None else 64)
+    warp_size = warp_size or default_warp_size()
     nvidia = warp_size == 32
     block = max(triton.next_power_of_2(hidden_size), 128)
     rows = max(1, 1024 // block)
@@ -229,7 +217,7 @@ def launch(hidden_size: int, *, scaled: bool, backward: bool, warp_size: int | N
     per_lane = (16 if backward else 8) if not scaled else 16 if nvidia and not backward else 4
     num_warps = min(max(block * rows // (per_lane * warp_size), 128 // warp_size), 1024 // warp_size)
     if not backward and (nvidia or not scaled):
-        return Launch(block, rows, num_warps, None)
+        return Launch(rows, block, num_warps)
     # Lanes of a multiprocessor: 65,536 registers over 128 and 64 a lane on an H100; an MI300X has twice as many a
     # compute unit.
     resident = (512 if backward else 1024) * (1 if nvidia else 2)
@@ -239,35 +227,7 @@ def launch(hidden_size: int, *, scaled: bool, backward: bool, warp_size: int | N
     stages = (
         1 if not backward or block > 8192 or num_warps * warp_size >= 1024 else 3 if nvidia and block <= 4096 else 2
     )
-    return Launch(block, rows, num_warps, max(1, resident // (num_warps * warp_size)), stages)
-
-
-def programs(chosen: Launch, rows: int, device: torch.device) -> int:
-    """Returns the number of programs for `rows`: at most as many as fit, with equal numbers of rounds."""
-    tiles = triton.cdiv(rows, chosen.rows)
-    if chosen.programs_per_multiprocessor is None:
-        return tiles
-    rounds = triton.cdiv(tiles, multiprocessors(device) * chosen.programs_per_multiprocessor)
-    return triton.cdiv(tiles, rounds)
-
-
-@functools.lru_cache(maxsize=256)
-def _plan(
-    choose: Callable, hidden_size: int, rows: int, device: torch.device, scaled: bool, centered: bool, backward: bool
-) -> tuple[int, dict]:
-    """Returns the number of programs and the keywords of the launch. `choose` is `launch`; it is part of the key
-    because benchmarks replace it.
-    """
-    chosen = choose(hidden_size, scaled=scaled, backward=backward)
-    keywords = {
-        "SCALED": scaled,
-        "CENTERED": centered,
-        "ROWS": chosen.rows,
-        "BLOCK": chosen.block,
-        "STAGES": chosen.stages,
-        "num_warps": chosen.num_warps,
-    }
-    return programs(chosen, rows, device), keywords
+    return Launch(rows, block, num_warps, max(1, resident // (num_warps * warp_size)), stages)
 
 
 def _forward(
@@ -278,12 +238,13 @@ def _forward(
     if x.numel():
         x, residual = as_rows(x), as_rows(residual)
         rows, device = x.shape[0], x.device
-        count, keywords = _plan(launch, hidden, rows, device, bool(vectors), centered, False)
+        scaled, processors = bool(vectors), multiprocessors(device)
+        grid, keywords = plan(launch, TILE, (rows,), hidden, scaled=scaled, backward=False, processors=processors)
         with on(device):
-            rms_norm_forward_kernel[(count,)](
+            rms_norm_forward_kernel[grid](
                 x, residual, *(vectors or (weight,) * 4), weight, bias, y, new_residual,
                 statistics[0] if centered else None, statistics[-1], rows, hidden, x.stride(0), residual.stride(0),
-                eps, **keywords,
+                eps, SCALED=scaled, CENTERED=centered, **keywords,
             )
     return y, new_residual, *statistics
 
@@ -306,14 +267,16 @@ def _backward(
     x = as_rows(x) if scaled else dy
     upstream = as_rows(d_new_residual) if d_new_residual is not None else dy
     rows = dy.shape[0]
-    count, keywords = _plan(launch, hidden, rows, device, scaled, centered, True)
+    processors = multiprocessors(device)
+    grid, keywords = plan(launch, TILE, (rows,), hidden, scaled=scaled, backward=True, processors=processors)
+    (count,) = grid
     partial = torch.empty((count, (4 if scaled else 1) + centered, hidden), dtype=torch.float32, device=device)
     vectors = vectors or (weight,) * 4
     with on(device):
-        rms_norm_backward_kernel[(count,)](
+        rms_norm_backward_kernel[grid](
             dy, upstream, x, residual, mean, rstd, *vectors, weight, d_x, d_residual, partial, rows, hidden, dy.stride(0),
             upstream.stride(0), x.stride(0), residual.stride(0), HAS_D_NEW_RESIDUAL=d_new_residual is not None,
-            WRITES_D_X=writes_d_x, **keywords,
+            WRITES_D_X=writes_d_x, SCALED=scaled, CENTERED=centered, **keywords,
         )
         d_weight, d_bias = (*gradients[-len(of_norm) :], None)[:2]
         d_vectors = gradients[:4] if scaled else (d_weight,) * 4

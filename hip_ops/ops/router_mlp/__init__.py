@@ -147,7 +147,6 @@ _forward = Operator(
         forced?    [n]       int64
     """,
     rule=_rule,
-    fake=reference.router_mlp,
     example=_example,
     more_examples={"triton": tuple(functools.partial(_example, first=first, replay=False) for first in (False, True))},
     compare=_compare,
@@ -171,7 +170,6 @@ _backward = Operator(
         d_weights  [n]           wide(w_out)
     """,
     rule=_rule,
-    fake=reference.router_mlp_backward,
     example=_backward_example,
     more_examples={
         "triton": (functools.partial(_backward_example, first=True), functools.partial(_backward_example, last=True))

@@ -11,21 +11,21 @@ imports triton.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from hip_ops.ops.router_mlp.reference import SUMS
+from hip_ops.runtime.launch import Launch, default_warp_size, plan
 from hip_ops.runtime.on_device import on
+from hip_ops.runtime.row_views import contiguous
 from hip_ops.saved_bytes import router_columns
 
 INVERSE_SQRT_2 = tl.constexpr(0.7071067811865476)
 INVERSE_SQRT_2_PI = tl.constexpr(0.3989422804014327)
+
+TILE = ("BLOCK", "PART", "num_stages")
 
 
 @triton.jit
@@ -224,47 +224,14 @@ def router_mlp_backward_kernel(
             tl.store(total + R + part, tl.zeros([PART], tl.float32))
 
 
-@dataclass(frozen=True)
-class Launch:
-    """Rows per program, columns of a result at a time, warps, parts of a matrix in flight, and maximum registers per
-    thread.
-    """
-
-    block: int
-    part: int
-    num_warps: int
-    num_stages: int = 2
-    registers: int | None = None
-
-    @property
-    def options(self) -> dict:
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages} | (
-            {"maxnreg": self.registers} if self.registers else {}
-        )
-
-
 def launch(width: int, *, warp_size: int | None = None) -> Launch:
     """Chooses the tile of both kernels for a router of `width` channels. warp_size None: of the devices that this torch
     is built for.
     """
-    warp_size = warp_size or (32 if torch.version.hip is None else 64)
+    warp_size = warp_size or default_warp_size()
     if warp_size == 64:
-        return Launch(32, 32, 4)
-    return Launch(64, 64, 8, registers=128) if width >= 128 else Launch(64, width, 4)
-
-
-@functools.lru_cache(maxsize=256)
-def _plan(choose: Callable, rows: int, width: int, classes: int) -> tuple[int, dict]:
-    """Returns the number of programs and the keywords of the launch. `choose` is `launch`; it is part of the key
-    because tests replace it.
-    """
-    chosen = choose(width)
-    keywords = {"R": width, "CLASSES": classes, "COLUMNS": router_columns(classes), "BLOCK": chosen.block, "PART": chosen.part}
-    return triton.cdiv(rows, chosen.block), keywords | chosen.options
-
-
-def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
+        return Launch(32, 32, 4, stages=2)
+    return Launch(64, 64, 8, stages=2, registers=128) if width >= 128 else Launch(64, width, 4, stages=2)
 
 
 def router_mlp(
@@ -273,13 +240,14 @@ def router_mlp(
     unweighted: int,
 ) -> tuple[Tensor, ...]:
     """As hip_ops.ops.router_mlp.reference.router_mlp."""
-    projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced = _contiguous(
+    projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced = contiguous(
         projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced
     )
     (rows, width), classes, device = projected.shape, w_out.shape[0], projected.device
-    programs, keywords = _plan(launch, rows, width, classes)
+    (programs,), keywords = plan(launch, TILE, (rows,), width)
+    columns = router_columns(classes)
     state, hidden1, hidden2 = (torch.empty_like(projected) for _ in range(3))
-    logits = torch.empty((rows, keywords["COLUMNS"]), dtype=projected.dtype, device=device)
+    logits = torch.empty((rows, columns), dtype=projected.dtype, device=device)
     weights, ids = (
         torch.empty(rows, dtype=torch.float32, device=device),
         torch.empty(rows, dtype=torch.int64, device=device),
@@ -291,7 +259,8 @@ def router_mlp(
                 projected, projected if gamma is None else previous, b_down if gamma is None else gamma, b_down, w_norm,
                 w1, b1, w2, b2, w_out, biases, ids if forced is None else forced, state, weights, ids, hidden1, hidden2,
                 logits, statistics, rows, eps, unweighted, HAS_PREVIOUS=gamma is not None,
-                HAS_FORCED=forced is not None, **keywords,
+                HAS_FORCED=forced is not None, R=width, CLASSES=classes,
+                COLUMNS=columns, **keywords,
             )
     return state, weights, ids, hidden1, hidden2, logits, statistics.sum(0)
 
@@ -302,14 +271,15 @@ def router_mlp_backward(
     w_out: Tensor, eps: float, unweighted: int,
 ) -> tuple[Tensor, ...]:
     """As hip_ops.ops.router_mlp.reference.router_mlp_backward."""
-    d_weights, d_state, state, previous, gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out = _contiguous(
+    d_weights, d_state, state, previous, gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out = contiguous(
         d_weights, d_state, state, previous, gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out
     )
     (rows, width), classes, device = state.shape, w_out.shape[0], state.device
-    programs, keywords = _plan(launch, rows, width, classes)
+    (programs,), keywords = plan(launch, TILE, (rows,), width)
+    columns = router_columns(classes)
     d_projected, d_hidden1, normed, d_hidden2, active1, active2 = (torch.empty_like(state) for _ in range(6))
     d_previous = torch.empty_like(state) if gamma is not None else state.new_empty(0)
-    d_logits = torch.empty((rows, keywords["COLUMNS"]), dtype=state.dtype, device=device)
+    d_logits = torch.empty((rows, columns), dtype=state.dtype, device=device)
     sums = torch.empty((programs, len(SUMS), width), dtype=torch.float32, device=device)
     if rows:
         with on(device):
@@ -317,6 +287,7 @@ def router_mlp_backward(
                 d_weights, state if d_state is None else d_state, state, state if gamma is None else previous,
                 w_norm if gamma is None else gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out, d_projected,
                 d_previous, sums, d_hidden1, normed, d_hidden2, active1, d_logits, active2, rows, eps, unweighted,
-                HAS_PREVIOUS=gamma is not None, HAS_D_STATE=d_state is not None, **keywords,
+                HAS_PREVIOUS=gamma is not None, HAS_D_STATE=d_state is not None, R=width, CLASSES=classes,
+                COLUMNS=columns, **keywords,
             )
     return d_projected, d_previous, sums.sum(0), d_hidden1, normed, d_hidden2, active1, d_logits, active2

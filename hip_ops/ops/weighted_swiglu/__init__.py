@@ -53,15 +53,9 @@ def _backward_example(example: Callable[[torch.device], tuple]) -> Callable[[tor
     return make
 
 
-def _fake_backward(grad, gate_up, probs, offsets, with_output):
-    output = gate_up.new_empty(grad.shape if with_output else 0)
-    return gate_up.new_empty(gate_up.shape), probs.new_empty(probs.shape), output
-
-
 _forward = Operator(
     reference.weighted_swiglu,
     takes=INPUTS,
-    gives="output [n, columns//2] =gate_up",
     rule=_two_halves,
     example=_example,
     more_examples={"hip": (_example_of_many_rows,)},
@@ -70,7 +64,6 @@ _backward = Operator(
     reference.weighted_swiglu_backward,
     takes=INPUTS + "grad [n, columns//2] =gate_up",
     rule=_two_halves,
-    fake=_fake_backward,
     example=_backward_example(_example),
     more_examples={"hip": (_backward_example(_example_of_many_rows),)},
 )

@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hip_ops.runtime.library import call
-from hip_ops.runtime.row_views import aligned, as_rows, blocks_for
+from hip_ops.runtime.library import call_rows
+from hip_ops.runtime.row_views import as_rows, contiguous, empty_results
 
 
 def _halves(gate_up: Tensor) -> Tensor:
-    """Returns whether gate and up start at multiples of 16 bytes, which holds if half a row does."""
+    """Return the gates: gate and up start and end at multiples of 16 bytes if half a row does."""
     return gate_up[:, : gate_up.shape[1] // 2]
 
 
@@ -22,11 +22,11 @@ def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> T
     device, rows, width = gate_up.device, gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=device)
     if rows:
-        gate_up, offsets = as_rows(gate_up), None if offsets is None else offsets.contiguous()
-        call(
-            "ho_weighted_swiglu", gate_up, probs.contiguous(), offsets, out, rows, width, gate_up.stride(0),
-            0 if offsets is None else len(offsets), gate_up.element_size(), probs.element_size(),
-            aligned(_halves(gate_up), out), blocks_for(rows, device), device=device,
+        gate_up, (probs, offsets) = as_rows(gate_up), contiguous(probs, offsets)
+        call_rows(
+            "ho_weighted_swiglu", gate_up, probs, offsets, out, rows, width, gate_up.stride(0),
+            0 if offsets is None else len(offsets), gate_up.element_size(), probs.element_size(), rows=rows,
+            wide=(_halves(gate_up), out), device=device,
         )
     return out
 
@@ -36,15 +36,14 @@ def weighted_swiglu_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As hip_ops.ops.weighted_swiglu.reference.weighted_swiglu_backward."""
     device, (rows, width) = grad.device, grad.shape
-    d_gate_up = torch.empty((rows, 2 * width), dtype=gate_up.dtype, device=device)
+    d_gate_up, d_probs = empty_results(gate_up, probs, like=gate_up)
     out = torch.empty((rows, width) if with_output else 0, dtype=gate_up.dtype, device=device)
-    d_probs = torch.empty(rows, dtype=probs.dtype, device=device)
     if rows:
-        grad, gate_up, offsets = as_rows(grad), as_rows(gate_up), None if offsets is None else offsets.contiguous()
-        call(
-            "ho_weighted_swiglu_backward", grad, gate_up, probs.contiguous(), offsets, d_gate_up, d_probs,
+        grad, gate_up, (probs, offsets) = as_rows(grad), as_rows(gate_up), contiguous(probs, offsets)
+        call_rows(
+            "ho_weighted_swiglu_backward", grad, gate_up, probs, offsets, d_gate_up, d_probs,
             out if with_output else None, rows, width, grad.stride(0), gate_up.stride(0),
-            0 if offsets is None else len(offsets), gate_up.element_size(), probs.element_size(),
-            aligned(grad, _halves(gate_up), d_gate_up), blocks_for(rows, device), device=device,
+            0 if offsets is None else len(offsets), gate_up.element_size(), probs.element_size(), rows=rows,
+            wide=(grad, _halves(gate_up), d_gate_up), device=device,
         )
     return d_gate_up, d_probs, out

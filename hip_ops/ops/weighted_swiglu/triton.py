@@ -6,17 +6,16 @@ Same functions as hip_ops.ops.weighted_swiglu.reference. Importing this module i
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from hip_ops.runtime.launch import Launch, default_warp_size, plan
 from hip_ops.runtime.on_device import on
-from hip_ops.runtime.row_views import as_rows
+from hip_ops.runtime.row_views import as_rows, empty_results
+
+TILE = ("ROWS", "BLOCK")
 
 
 @triton.jit
@@ -83,39 +82,16 @@ def weighted_swiglu_backward_kernel(
     tl.store(d_probs + row, tl.sum(d_prob, axis=1).to(d_probs.dtype.element_ty), mask=inside)
 
 
-@dataclass(frozen=True)
-class Launch:
-    """The tile of a program, rows x block columns, and its warps."""
-
-    rows: int
-    block: int
-    num_warps: int
-
-
 def launch(width: int, element_bytes: int, *, backward: bool, warp_size: int | None = None) -> Launch:
     """Chooses the tile for outputs of `width` columns: 16 bytes of each tensor per lane. warp_size None: of the devices
     that this torch is built for.
 
     Two rows of ZAYA1's width per program, as measured on an H100, where evict_first made every kernel 1 to 2 % slower.
     """
-    warp_size = warp_size or (32 if torch.version.hip is None else 64)
+    warp_size = warp_size or default_warp_size()
     block = min(max(triton.next_power_of_2(width), 128), (8192 if backward else 4096) // element_bytes)
     rows = max(1, (8192 if warp_size == 32 else 4096) // (block * element_bytes))
     return Launch(rows, block, min(max(rows * block * element_bytes // (16 * warp_size), 1), 1024 // warp_size))
-
-
-@functools.lru_cache(maxsize=256)
-def _plan(choose: Callable, rows: int, width: int, element_bytes: int, backward: bool) -> tuple[tuple[int, ...], dict]:
-    """Returns the grid and the keywords of the launch. `choose` is `launch`; it is part of the key because benchmarks
-    replace it.
-    """
-    chosen = choose(width, element_bytes, backward=backward)
-    grid = (
-        (triton.cdiv(rows, chosen.rows),)
-        if backward
-        else (triton.cdiv(rows, chosen.rows), triton.cdiv(width, chosen.block))
-    )
-    return grid, {"ROWS": chosen.rows, "BLOCK": chosen.block, "num_warps": chosen.num_warps}
 
 
 def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> Tensor:
@@ -124,7 +100,7 @@ def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> T
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         gate_up, probs = as_rows(gate_up), probs.contiguous()
-        grid, keywords = _plan(launch, rows, width, gate_up.element_size(), False)
+        grid, keywords = plan(launch, TILE, (rows, width), width, gate_up.element_size(), backward=False)
         with on(gate_up.device):
             weighted_swiglu_forward_kernel[grid](
                 gate_up, probs, probs if offsets is None else offsets.contiguous(), out, rows, width, gate_up.stride(0),
@@ -138,12 +114,11 @@ def weighted_swiglu_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As hip_ops.ops.weighted_swiglu.reference.weighted_swiglu_backward."""
     rows, width = grad.shape
-    d_gate_up = torch.empty((rows, 2 * width), dtype=gate_up.dtype, device=grad.device)
+    d_gate_up, d_probs = empty_results(gate_up, probs, like=gate_up)
     out = torch.empty((rows, width) if with_output else 0, dtype=gate_up.dtype, device=grad.device)
-    d_probs = torch.empty(rows, dtype=probs.dtype, device=grad.device)
     if rows:
         grad, gate_up, probs = as_rows(grad), as_rows(gate_up), probs.contiguous()
-        grid, keywords = _plan(launch, rows, width, gate_up.element_size(), True)
+        grid, keywords = plan(launch, TILE, (rows,), width, gate_up.element_size(), backward=True)
         with on(grad.device):
             weighted_swiglu_backward_kernel[grid](
                 grad, gate_up, probs, probs if offsets is None else offsets.contiguous(), d_gate_up, d_probs, out, rows,

@@ -14,7 +14,7 @@ stores; bytes, transactions, LDS bank conflicts.
 
 Not modelled: time, clocks and caches; memory ordering between blocks, and between waves of a block through global
 memory; read-then-write races of blocks (a block that stores where another block has only read); scratch; calls; images;
-MFMA with broadcast, other shapes and types; wait states but those behind wide stores (hip_ops/runtime/hazards.py checks
+MFMA with broadcast, other shapes and types; wait states but those behind wide stores (tests/gfx942/wait_states.py checks
 them in the code, on all paths); exceptions; rounding modes other than nearest even and flushed denormals; floating point
 atomics' order (lane after lane here). MFMA sums in fp64 and rounds once where hardware rounds between; rcp, rsq, sqrt,
 exp, log, sin and cos are rounded correctly where hardware may be 1 ulp off. Two threads of one wave that race are not

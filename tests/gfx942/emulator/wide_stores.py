@@ -2,7 +2,7 @@
 """Wait states between a store of more than 8 bytes and a VALU instruction that writes its data registers.
 
 The emulator's store is done at once, so only this check notices that hardware would store what was written too early.
-The distances are those of hip_ops/runtime/hazards.py, which checks all paths and more rules without running them.
+The distances are those of hip_ops/runtime/hazards.py, which checks all paths without running them.
 """
 
 import numpy as np
