@@ -90,12 +90,12 @@ def of_the_model(attention: nn.Module, angles: Tensor, x: Tensor, upstream: Tens
     """Return the block [s, b, h] -> [s, b, h], and its calls with the arguments that they have in it."""
     import hip_ops
     from zaya_plugin.model import attention as module
-    from zaya_plugin.model.small_gradients import read_together
+    from zaya_plugin.model.small_gradients import view_together
 
     work, parameters, noted = operations(x.shape[1], x.shape[0], x.shape[2]), tuple(attention.parameters()), {}
 
     def whole(x: Tensor) -> Tensor:
-        return attention(x, rotary_pos_emb=angles, read=read_together(attention.vectors()))[0]  # as the layer calls it
+        return attention(x, rotary_pos_emb=angles, view=view_together(attention.vectors()))[0]  # as the layer calls it
 
     block = Way(whole, (x,), (upstream,), work["all"], parameters)
 

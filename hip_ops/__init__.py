@@ -32,6 +32,7 @@ EXPORTS = {
     "grouped_outer_": "ops.grouped_product",
     "weighted_swiglu": "ops.weighted_swiglu",
     "weighted_swiglu_backward": "ops.weighted_swiglu",
+    "RouterParameters": "ops.router_mlp",
     "router_mlp": "ops.router_mlp",
     "router_mlp_backward": "ops.router_mlp",
     "linear_cross_entropy": "ops.linear_cross_entropy",

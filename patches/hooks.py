@@ -219,26 +219,26 @@ HOOKS: dict[str, HostChange] = dict(
     )
 )
 # Attributes of objects that a run builds, by class and attribute; they end with the run. `set_attribute` sets them.
-_TAKES_OVER = "the model becomes a ZayaGPTModel, also where the host has built it (zaya_plugin.model.loss)"
+_CONVERTED = "the model becomes a ZayaGPTModel, also where the host has built it (zaya_plugin.model.loss)"
 _ONE_GROUP = "puts a layer's buckets of experts into one group (zaya_plugin.optim.gradient_buffers)"
 INSTANCES: dict[str, HostChange] = {
     ".".join(symbol.split(".")[-2:]): change
     for symbol, change in (
         _hook(
             "megatron.core.models.gpt.GPTModel().__class__",
-            f"{_TAKES_OVER}: its head and its loss",
+            f"{_CONVERTED}: its head and its loss",
             "a spec names the model's head",
             upstream=MEGATRON + "core/models/gpt/gpt_model.py",
         ),
         _hook(
             "megatron.core.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding().__class__",
-            f"{_TAKES_OVER}: positions of every order of the context, and of packed documents",
+            f"{_CONVERTED}: positions of every order of the context, and of packed documents",
             "a spec names the model's RoPE",
             upstream=MEGATRON + "core/models/common/embeddings/rotary_pos_embedding.py",
         ),
         _hook(
             "megatron.core.tensor_parallel.VocabParallelEmbedding().__class__",
-            f"{_TAKES_OVER}: the embedding adds its gradient's rows to the main gradient",
+            f"{_CONVERTED}: the embedding adds its gradient's rows to the main gradient",
             "a spec names the model's embedding",
             upstream=MEGATRON + "core/models/common/embeddings/language_model_embedding.py",
         ),

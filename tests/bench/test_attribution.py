@@ -108,7 +108,7 @@ def test_backward_kernels_belong_to_what_made_their_node(recorder):
     recorder.launch(95, [("add to main_grad", 7, 120, 130)], ENGINE)
     recorder.launch(97, [("ncclDevKernel_ReduceScatter", 20, 125, 300)], ENGINE)
     # zaya_plugin.model.small_gradients
-    recorder.operator("autograd::engine::evaluate_function: ReadTogetherBackward", 99, 101, ENGINE)
+    recorder.operator("autograd::engine::evaluate_function: ViewTogetherBackward", 99, 101, ENGINE)
     recorder.launch(100, [("add to several", 7, 129, 130)], ENGINE)
     recorder.operator("autograd::engine::evaluate_function: Unknown", 101, 110, ENGINE)
     recorder.launch(105, [("of an unknown node", 7, 130, 131)], ENGINE)

@@ -115,7 +115,7 @@ class Recorder:
         router_mlp = hip_ops.router_mlp
 
         def choose(*arguments, **named):
-            routed, biases = router_mlp(*arguments, **named), arguments[10]
+            routed, biases = router_mlp(*arguments, **named), arguments[2].biases
             probabilities = routed.logits[:, : len(biases)].float().softmax(dim=-1)
             best = (probabilities + biases).topk(2, dim=-1).values
             self.margins = best[:, 0] - best[:, 1]

@@ -12,7 +12,7 @@ from hip_ops.ops.router_mlp import Routed, reference
 from hip_ops.runtime.operator import OPERATORS, all_operators, warm_up
 from tests.hip_ops.product_cases import ulp
 from tests.hip_ops.router_bugs import check_ties
-from tests.hip_ops.router_cases import DOUBT, Router, check_backward, check_forward, exact
+from tests.hip_ops.router_cases import DOUBT, Router, check_backward, check_forward, exact, parameters_of, public_call
 from tests.no_waiting import no_waiting
 from zaya_plugin.model.router import RouterMLP, count
 
@@ -108,7 +108,7 @@ def test_nothing_waits_and_the_bits_are_the_same_twice():
     tokens, entropy = torch.zeros(17, dtype=torch.int64, device=DEVICE), torch.zeros((), device=DEVICE)
 
     def step() -> list[torch.Tensor]:
-        routed = hip_ops.router_mlp(*arguments[:12], eps=arguments[12], unweighted=arguments[13])
+        routed = public_call(arguments)
         count(tokens, entropy, routed.statistics)
         d_weights, d_state = routed.weights.clone(), routed.state.clone()
         return [
@@ -117,11 +117,8 @@ def test_nothing_waits_and_the_bits_are_the_same_twice():
                 d_weights,
                 d_state,
                 routed,
-                *arguments[1:3],
-                arguments[4],
-                arguments[5],
-                arguments[7],
-                arguments[9],
+                arguments[1],
+                parameters_of(arguments),
                 eps=arguments[12],
                 unweighted=arguments[13],
             ),
@@ -138,14 +135,13 @@ def test_a_captured_graph_takes_other_inputs():
     all_operators()
     warm_up(DEVICE, [OPERATORS["router_mlp"]])
     arguments, others = ZAYA.arguments(DEVICE), Router(4096, 256, 17, BF16, seed=7).arguments(DEVICE)
-    call = lambda given: hip_ops.router_mlp(*given[:12], eps=given[12], unweighted=given[13])  # noqa: E731
-    call(arguments)
+    public_call(arguments)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = call(arguments)
+        found = public_call(arguments)
     for mine, other in zip(arguments[:12], others[:12], strict=True):
         mine.copy_(other)
     graph.replay()
-    wanted = call(others)
+    wanted = public_call(others)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

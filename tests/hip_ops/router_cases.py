@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hip_ops.ops.router_mlp import Routed, RouterGradients, reference
+import hip_ops
+from hip_ops.ops.router_mlp import Routed, RouterGradients, RouterParameters, reference
 
 EPS = 1e-5
 # Of the norm of the exact result. bf16: what its torch reference has is the measure besides, see `check`.
@@ -113,6 +114,17 @@ def _within(what: str, got: Tensor, want: Tensor, dtype: torch.dtype, of_torch: 
     if of_torch is not None and want.numel() > 100:
         measure = error(of_torch, want)
         assert found <= 1.25 * measure + 1e-6, f"{what} is wrong: {found:.3g} of its norm, torch's {measure:.3g}"
+
+
+def parameters_of(arguments: tuple) -> RouterParameters:
+    """Those among `Router.arguments`."""
+    return RouterParameters(*arguments[2:11])
+
+
+def public_call(arguments: tuple) -> Routed:
+    """hip_ops.router_mlp of `Router.arguments`."""
+    options = dict(eps=arguments[12], unweighted=arguments[13])
+    return hip_ops.router_mlp(*arguments[:2], parameters_of(arguments), arguments[11], **options)
 
 
 def check_forward(version, case: Router, device="cpu") -> Routed:

@@ -11,10 +11,10 @@ import torch
 import hip_ops
 from hip_ops import saved_bytes, use_kernels
 from hip_ops.ops import router_mlp
-from hip_ops.ops.router_mlp import Routed, reference
+from hip_ops.ops.router_mlp import Routed, RouterParameters, reference
 from hip_ops.runtime import availability
 from tests.hip_ops.router_bugs import check_ties
-from tests.hip_ops.router_cases import EPS, Router, check_backward, check_forward
+from tests.hip_ops.router_cases import EPS, Router, check_backward, check_forward, parameters_of, public_call
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 CASES = [
@@ -48,13 +48,15 @@ class Operators:
 
     @staticmethod
     def router_mlp(*arguments):
-        return hip_ops.router_mlp(*arguments[:12], eps=arguments[12], unweighted=arguments[13])
+        return public_call(arguments)
 
     @staticmethod
     def router_mlp_backward(d_weights, d_state, state, previous, gamma, hidden1, hidden2, logits, ids, *rest):
         routed = Routed(state, None, ids, hidden1, hidden2, logits, None)
+        w_norm, w1, w2, w_out, eps, unweighted = rest
+        parameters = RouterParameters(gamma, None, w_norm, w1, None, w2, None, w_out, None)
         return hip_ops.router_mlp_backward(
-            d_weights, d_state, routed, previous, gamma, *rest[:4], eps=rest[4], unweighted=rest[5]
+            d_weights, d_state, routed, previous, parameters, eps=eps, unweighted=unweighted
         )
 
 
@@ -94,8 +96,9 @@ def test_operators_as_torch_sees_them():
 
 def call(**changes):
     names = ("projected", "previous", "gamma", "b_down", "w_norm", "w1", "b1", "w2", "b2", "w_out", "biases", "forced")
-    given = dict(zip(names, Router(6).arguments(), strict=False))
-    return hip_ops.router_mlp(**(given | {"eps": EPS} | changes))
+    arguments = dict(zip(names, Router(6).arguments(), strict=False)) | changes
+    parameters = RouterParameters(*(arguments.pop(name) for name in RouterParameters._fields))
+    return hip_ops.router_mlp(**({"eps": EPS} | arguments), parameters=parameters)
 
 
 @pytest.mark.parametrize(
@@ -131,13 +134,12 @@ def test_errors_name_what_is_wrong(changes, words):
     ],
 )
 def test_errors_of_the_backward_name_what_is_wrong(name, tensor, words):
-    _, previous, gamma, _, w_norm, w1, _, w2, _, w_out, *_ = Router(6).arguments()
-    routed = call()
+    arguments, routed = Router(6).arguments(), call()
     d_weights = routed.weights if name != "d_weights" else tensor
     if name != "d_weights":
         routed = routed._replace(**{name: tensor})
     with pytest.raises(ValueError, match=re.escape(f"hip_ops.router_mlp_backward: {words}")):
-        hip_ops.router_mlp_backward(d_weights, None, routed, previous, gamma, w_norm, w1, w2, w_out, eps=EPS)
+        hip_ops.router_mlp_backward(d_weights, None, routed, arguments[1], parameters_of(arguments), eps=EPS)
 
 
 def test_there_is_no_hip_version():

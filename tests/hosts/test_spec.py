@@ -100,7 +100,7 @@ def test_megatron_builds_the_model_of_zaya_train(host, monkeypatch, normalizatio
         "from the recipe, since Megatron has no argument for it"
     )
     ids = torch.randint(1, 192, (2, 32), generator=torch.Generator().manual_seed(1))
-    ZayaGPTModel.take_over(theirs, spec.guest.config)  # as `Guest.optimizer` does, in a run behind DDP
+    ZayaGPTModel.convert_in_place(theirs, spec.guest.config)  # as `Guest.optimizer` does, in a run behind DDP
     for model in (theirs, ours):
         model(ids, torch.arange(32).expand(2, -1), None, labels=ids.roll(-1, 1)).mean().backward()
     gradients = dict(ours.named_parameters())

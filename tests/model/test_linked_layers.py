@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import hip_ops
 from tests.model.steps import assert_same_bits, train
-from zaya_plugin.model.layer import LinkedContext
 from zaya_plugin.model.norm import ZayaRMSNorm
 from zaya_plugin.model.residual import InputAffine
+from zaya_plugin.model.stream import LinkedContext
 from zaya_plugin.parallel.packed_documents import PackedDocuments
 
 LAYERS = 4
@@ -172,7 +172,7 @@ def test_the_beginning_of_the_stream_and_its_norm_are_those_of_the_modules(make_
             for parameter in (*affine.parameters(), *input_norm.parameters()):
                 parameter.add_(torch.randn(32).to(parameter))
         embedding = torch.randn(5, 2, 32).to(config.params_dtype)
-        stream, normed = affine.affine_and_norm(embedding, input_norm)
+        normed, stream = affine.affine_and_norm(embedding, input_norm)
         assert torch.equal(stream, affine(embedding)) and torch.equal(normed, input_norm(stream))
         assert stream.dtype == normed.dtype == config.params_dtype
 

@@ -93,7 +93,7 @@ def test_gradients_of_stream_and_norm(make_config, dtypes, kernels, in_one, merg
     upstream = torch.randn(5, 2, 256).to(stream_dtype), torch.randn(5, 2, 256).to(dtype)
     with hip_ops.use_kernels(kernels):
         if in_one:
-            stream, normed = (first.merge_and_norm if merge else first.affine_and_norm)(*given, norm)
+            normed, stream = (first.merge_and_norm if merge else first.affine_and_norm)(*given, norm)
         else:
             stream = first(*given)
             normed = norm(stream)

@@ -5,8 +5,7 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-import hip_ops
-from tests.hip_ops.router_cases import Router
+from tests.hip_ops.router_cases import Router, public_call
 from tests.model.test_main_grad import weight_with_main_grad
 from zaya_plugin.model.router import RouterMLP
 
@@ -27,12 +26,12 @@ def test_gradcheck(case, used):
     arguments = case.arguments()
     leaves = [t for t in arguments[:10] if t is not None]
     # as it is, for small steps not to change it
-    choice = hip_ops.router_mlp(*arguments[:12], eps=arguments[12], unweighted=arguments[13]).ids
+    choice = public_call(arguments).ids
 
     def run(*leaves):
         given = iter(leaves)
         tensors = [None if t is None else next(given) for t in arguments[:10]]
-        state, weights, _, _ = RouterMLP.apply(*tensors, arguments[10], choice, *arguments[12:])
+        state, weights, _, _ = RouterMLP.apply(*tensors[:2], choice, *arguments[12:], *tensors[2:], arguments[10])
         return {"both": (state, weights), "weights": (weights,), "state": (state,)}[used]
 
     assert torch.autograd.gradcheck(run, [leaf.requires_grad_() for leaf in leaves])
@@ -43,7 +42,7 @@ def test_gradients_go_into_main_gradients_and_frozen_parameters_get_none():
     arguments = [t.clone() if isinstance(t, torch.Tensor) else t for t in case.arguments()]
 
     def run(parameters):
-        state, weights, *_ = RouterMLP.apply(*arguments[:2], *parameters, *arguments[10:])
+        state, weights, *_ = RouterMLP.apply(*arguments[:2], *arguments[11:], *parameters, arguments[10])
         (weights * case.upstream()[0]).sum().add((state * case.upstream()[1]).sum()).backward()
 
     plain = [torch.nn.Parameter(t) for t in arguments[2:10]]

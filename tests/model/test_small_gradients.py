@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hip_ops.ops.rms_norm.reference import scale_residual
 from zaya_plugin.model import small_gradients
-from zaya_plugin.model.layer import LinkedContext
-from zaya_plugin.model.small_gradients import add_together_, as_it_is, read_together
+from zaya_plugin.model.small_gradients import add_together_, direct, view_together
+from zaya_plugin.model.stream import LinkedContext
 from zaya_plugin.parallel.packed_documents import PackedDocuments
 
 LAYERS, VECTORS = 4, 13
@@ -63,24 +63,24 @@ def test_only_gradients_that_come_are_added_and_reported():
     third.zero_out_wgrad = True
     before, seen = [p.main_grad.clone() for p in (first, second, third)], []
     first.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.data_ptr()))
-    read = read_together((first, second, third))
-    given = read(first)
-    assert given is not first and given.data_ptr() == first.data_ptr() and read(first) is given
-    ((given * 3.0).sum() + (given * given).sum() + (read(third) * 5.0).sum()).backward()
+    view = view_together((first, second, third))
+    alias = view(first)
+    assert alias is not first and alias.data_ptr() == first.data_ptr() and view(first) is alias
+    ((alias * 3.0).sum() + (alias * alias).sum() + (view(third) * 5.0).sum()).backward()
     assert torch.equal(first.main_grad, before[0] + (3.0 + 2.0 * first.detach()))  # of both uses, in one addition
     assert torch.equal(second.main_grad, before[1]) and torch.equal(third.main_grad, before[2] + 5.0)
     assert [p.grad_added_to_main_grad for p in (first, second, third)] == [True, False, False]
     assert seen == [first.data_ptr()] and second.grad is None and third.grad is None
 
 
-def test_what_has_no_main_gradient_or_gets_none_is_read_as_it_is():
-    plain, frozen, direct = nn.Parameter(torch.ones(3)), *parameters_with_main_grads()[:2]
+def test_parameters_without_a_main_gradient_are_used_directly():
+    plain, frozen, main = nn.Parameter(torch.ones(3)), *parameters_with_main_grads()[:2]
     frozen.requires_grad_(False)
-    read = read_together((plain, frozen, direct))
-    assert read(plain) is plain and read(frozen) is frozen and read(direct) is not direct
-    assert read_together((plain, frozen)) is as_it_is
+    view = view_together((plain, frozen, main))
+    assert view(plain) is plain and view(frozen) is frozen and view(main) is not main
+    assert view_together((plain, frozen)) is direct
     with torch.no_grad():
-        assert read_together((direct,)) is as_it_is
+        assert view_together((main,)) is direct
 
 
 def test_compiled_functions_take_them():
@@ -94,7 +94,7 @@ def test_compiled_functions_take_them():
         vectors = [nn.Parameter(torch.linspace(0.5, i, 8)) for i in range(4)]
         for vector in vectors:
             vector.main_grad, vector.grad_added_to_main_grad = torch.zeros(8), False
-        stream = function(x, residual, *map(read_together(vectors), vectors))
+        stream = function(x, residual, *map(view_together(vectors), vectors))
         stream.square().sum().backward()
         results.append([stream.detach(), *(vector.main_grad for vector in vectors)])
     assert len(versions) == 1
@@ -196,7 +196,7 @@ def test_calls_that_add_a_layers_vectors(make_model, batch, monkeypatch, togethe
     model, ddp = under_ddp(make_model, **BF16)
     ids, positions, labels = batch()
     loss = ddp(ids, positions, None, labels=labels).mean()
-    with Additions([parameter.main_grad for parameter in model.decoder.layers[1]._vectors()]) as seen:
+    with Additions([parameter.main_grad for parameter in model.decoder.layers[1].vectors()]) as seen:
         loss.backward()
     assert seen.reached == calls
 

@@ -30,7 +30,7 @@ COMMUNICATION = re.compile(r"^nccl|ncclDevKernel|ncclKernel|rccl|^Memcpy PtoP|^g
 # Names of operators and of their backward nodes (hip_ops_...Backward; torch.library's are
 # GeneratedBackwardFor_hip_ops_...).
 OPERATOR_NAMES = (
-    (re.compile(r"AccumulateGrad|ReadTogetherBackward"), "gradients"),
+    (re.compile(r"AccumulateGrad|ViewTogetherBackward"), "gradients"),
     (re.compile(r"^Optimizer\.(step|zero_grad)"), "optimizer"),
     (re.compile(r"hip_ops(::|_)add_rows_"), "embedding"),
     (re.compile(r"hip_ops(::|_)\w*(rms|layer)_norm"), "norms"),

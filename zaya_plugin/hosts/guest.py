@@ -195,7 +195,7 @@ class Guest:
             print(f"zaya: {checked}", flush=True)
         for chunk in model_chunks:
             model = _unwrapped(chunk)
-            ZayaGPTModel.take_over(model, self.config)
+            ZayaGPTModel.convert_in_place(model, self.config)
             assign_optimizers(self.recipe, model)
         self.built_optimizer = True
         return optimizer_factory(self.recipe)(get_megatron_optimizer, config, model_chunks, *positional, **named)

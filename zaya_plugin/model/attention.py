@@ -29,7 +29,7 @@ from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.decode_state import DecodeState
 from zaya_plugin.model.initialization import constant_parameter, random_parameter
 from zaya_plugin.model.parameter_gather import gathered
-from zaya_plugin.model.small_gradients import Read, as_it_is
+from zaya_plugin.model.small_gradients import ParameterView, direct
 from zaya_plugin.parallel.boundary_exchange import BoundaryExchange, last_rows
 from zaya_plugin.parallel.context_order import ContextShard
 from zaya_plugin.parallel.local_heads import LocalHeads
@@ -195,13 +195,13 @@ class ZayaSelfAttention(MegatronModule):
         """Return the small parameters: all but the matrices and the grouped convolution's weight."""
         return self.conv_qk_depthwise.weight, self.conv_qk_depthwise.bias, self.conv_qk_grouped.bias, self.temperature
 
-    def mixing_parameters(self, read: Read = as_it_is) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def mixing_parameters(self, view: ParameterView = direct) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return this rank's depthwise weight and bias, grouped weight and bias, and temperature, as
         `hip_ops.cca_prologue` takes them.
         """
         convolutions = (gathered(self.conv_qk_depthwise), gathered(self.conv_qk_grouped))
-        tensors = [self.local.of_queries_and_keys(read(t)) for conv in convolutions for t in (conv.weight, conv.bias)]
-        return *tensors, self.local.of_heads(read(self.temperature))
+        tensors = [self.local.of_queries_and_keys(view(t)) for conv in convolutions for t in (conv.weight, conv.bias)]
+        return *tensors, self.local.of_heads(view(self.temperature))
 
     def forward(
         self,
@@ -216,7 +216,7 @@ class ZayaSelfAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params=None,
         sequence_len_offset: int | None = None,
-        read: Read = as_it_is,
+        view: ParameterView = direct,
         **_,
     ) -> tuple[Tensor, None]:
         """Compute attention: hidden_states [s, b, h] normed, rotary_pos_emb [s, 1 or b, 1, r] radians -> (output [s, b,
@@ -224,7 +224,7 @@ class ZayaSelfAttention(MegatronModule):
 
         The mask is causal; attention_mask is passed to the core attention. packed_seq_params: document boundaries, as
         PackedDocuments. inference_context: this layer's DecodeState, to which the tokens are added; packed_seq_params is
-        then None. `vectors` are read through `read`. Raises ValueError for other packed sequences and states.
+        then None. `vectors` are used through `view`. Raises ValueError for other packed sequences and states.
         """
         packed = packed_seq_params
         if not (packed is None or isinstance(packed, PackedDocuments)):
@@ -253,7 +253,7 @@ class ZayaSelfAttention(MegatronModule):
             projected = self._project_with_halo(hidden_states)
         else:
             projected = self.project(hidden_states), state.z.unsqueeze(0), state.delayed.unsqueeze(0)
-        query, key, value = self._prologue(*projected, rotary_pos_emb, starts, read)
+        query, key, value = self._prologue(*projected, rotary_pos_emb, starts, view)
         attend = functools.partial(self._attend, packed)
         if state is not None:
             z, _, delayed = self.split_projected(projected[0])
@@ -269,8 +269,8 @@ class ZayaSelfAttention(MegatronModule):
             return main_grad_linear(context, gathered(self.linear_proj).weight), None
         return self.linear_proj(context)[0], None
 
-    def _prologue(self, projected, z_halo, value_halo, angles, starts, read) -> tuple[Tensor, Tensor, Tensor]:
-        *weights, temperature = self.mixing_parameters(read)
+    def _prologue(self, projected, z_halo, value_halo, angles, starts, view) -> tuple[Tensor, Tensor, Tensor]:
+        *weights, temperature = self.mixing_parameters(view)
         return hip_ops.cca_prologue(
             projected,
             *weights,

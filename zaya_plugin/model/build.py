@@ -69,7 +69,7 @@ def build_zaya_model(
         pg_collection=pg_collection,
         vp_stage=vp_stage,
     )
-    ZayaGPTModel.take_over(model, config)
+    ZayaGPTModel.convert_in_place(model, config)
     # Before DDP lays out its buffers, so that a matrix of Muon stays whole there; a recipe's assignment replaces it.
     tag_parameters(model)
     return model

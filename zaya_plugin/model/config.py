@@ -137,8 +137,8 @@ class ZayaConfig(ZayaOptions, TransformerConfig):
                 )
 
         def fixed(name, value, reason):
-            given = getattr(self, name)
-            require(name, given == value or (value is None and not given), reason, repr(value))
+            own = getattr(self, name)
+            require(name, own == value or (value is None and not own), reason, repr(value))
 
         for _, field in leaves():  # choices and ranges are the recipe's
             name = megatron_argument(field)
@@ -203,8 +203,7 @@ class ZayaConfig(ZayaOptions, TransformerConfig):
                 "recompute_modules",
                 not unknown,
                 f"{unknown} name parts that ZAYA1 lacks (mlp, shared_experts, mla_up_proj, gdn_norm_out) or that its "
-                "expert "
-                "function always recomputes (moe_act)",
+                "expert function always recomputes (moe_act)",
                 f"a subset of {sorted(RECOMPUTE_MODULES)}",
                 sorted({*self.recompute_modules} & {*RECOMPUTE_MODULES}),
             )

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer's attention keeps of the tokens before the next one: keys and values of all of them, and of the last two
-what the convolutions and the value shift read.
+"""State of a layer's attention between the tokens of a text: keys and values of all tokens, and of the last two tokens
+the inputs of the convolutions and of the value shift.
 
 transformers' cache holds the same numbers. Written in place and with fixed shapes, so that a captured graph of a step
 may hold it.
@@ -84,7 +84,7 @@ class DecodeState:
         A group's queries are rows of one product, so that keys and values are read once for all of them.
         """
         visible, (_, batch, heads, d) = self.progress.visible, query.shape
-        keys, values = (each[:, :, : visible.shape[-1]] for each in (self.keys, self.values))
+        keys, values = (cache[:, :, : visible.shape[-1]] for cache in (self.keys, self.values))
         rows = query.view(batch, keys.shape[1], heads // keys.shape[1], d)
         context = F.scaled_dot_product_attention(rows, keys, values, attn_mask=visible, scale=scale)
         return context.reshape(1, batch, heads * d)

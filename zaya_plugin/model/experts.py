@@ -72,25 +72,25 @@ class ExpertMLP(torch.autograd.Function):
     uninitialised: `hip_ops.unpermute_from_experts` and the backward pass of `hip_ops.permute_to_experts` ignore them.
     Their gradient of weights is 0.
 
-    Saves x and the gate and up activations; the SwiGLU output is recomputed in the backward pass. rows_again: a
+    Saves x and the gate and up activations; the SwiGLU output is recomputed in the backward pass. recompute_rows: a
     function that computes x again, or None; with it x is not saved.
     """
 
     @staticmethod
-    def forward(ctx, x, weights, offsets, num_experts, rows_again, *matrices):
+    def forward(ctx, x, weights, offsets, num_experts, recompute_rows, *matrices):
         ctx.matrices = matrices[:num_experts], matrices[num_experts:]
         fc1, fc2 = map(as_block, ctx.matrices)
         gate_up = hip_ops.grouped_rows(x, fc1.transpose(1, 2), offsets)
-        ctx.save_for_backward(None if rows_again else x, weights, offsets, gate_up, fc1, fc2)
-        ctx.rows_again = rows_again
+        ctx.save_for_backward(None if recompute_rows else x, weights, offsets, gate_up, fc1, fc2)
+        ctx.recompute_rows = recompute_rows
         return hip_ops.grouped_rows(hip_ops.weighted_swiglu(gate_up, weights, offsets), fc2.transpose(1, 2), offsets)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_y):
         x, weights, offsets, gate_up, fc1, fc2 = ctx.saved_tensors
-        if ctx.rows_again is not None:
-            x = ctx.rows_again()
+        if ctx.recompute_rows is not None:
+            x = ctx.recompute_rows()
         grad_y = grad_y.contiguous()
         grad_hidden = hip_ops.grouped_rows(grad_y, fc2, offsets)
         grad_gate_up, grad_weights, hidden = hip_ops.weighted_swiglu_backward(grad_hidden, gate_up, weights, offsets)
@@ -191,15 +191,15 @@ class GroupedExperts(MegatronModule):
             mark_block(weight.matrices(), layer_number, writes_first=True)
 
     def forward(
-        self, x: Tensor, weights: Tensor, offsets: Tensor, rows_again: Callable[[], Tensor] | None = None
+        self, x: Tensor, weights: Tensor, offsets: Tensor, recompute_rows: Callable[[], Tensor] | None = None
     ) -> Tensor:
         """x [T, h] sorted by expert, weights [T], offsets int32 [E] (end of each expert's rows) -> [T, h].
 
-        Rows at and beyond offsets[-1] are padding rows and stay uninitialised. rows_again: returns x once more in the
+        Rows at and beyond offsets[-1] are padding rows and stay uninitialised. recompute_rows: returns x once more in the
         backward pass, so that it is not kept until then.
         """
         matrices = self.linear_fc1() + self.linear_fc2()
-        return ExpertMLP.apply(x, weights, offsets, self.num_local_experts, rows_again, *matrices)
+        return ExpertMLP.apply(x, weights, offsets, self.num_local_experts, recompute_rows, *matrices)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """One checkpoint key per expert and matrix, with the expert's global index."""
@@ -218,7 +218,7 @@ def expert_sharded_state_dict(experts: MegatronModule, prefix: str, sharded_offs
         module = getattr(experts, name)
         for local in range(experts.num_local_experts):
             key = f"{prefix}{name}.weight{experts.first_expert + local}"
-            made = make_sharded_tensors_for_checkpoint(
+            tensors = make_sharded_tensors_for_checkpoint(
                 {key: getattr(module, f"weight{local}")},
                 "",
                 {},
@@ -226,5 +226,5 @@ def expert_sharded_state_dict(experts: MegatronModule, prefix: str, sharded_offs
                 tp_group=groups.expt_tp,
                 dp_cp_group=groups.expt_dp,
             )
-            sharded[f"{prefix}{name}.weight{local}"] = made[key]
+            sharded[f"{prefix}{name}.weight{local}"] = tensors[key]
     return sharded

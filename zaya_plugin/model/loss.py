@@ -11,9 +11,9 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from zaya_plugin.model.config import ZayaConfig
-from zaya_plugin.model.layer import link_layers
 from zaya_plugin.model.parameter_gather import gathered
 from zaya_plugin.model.rotary import ZayaRotaryEmbedding
+from zaya_plugin.model.stream import link_layers
 from zaya_plugin.model.tied_head import MainGradEmbedding, head_losses
 from zaya_plugin.parallel.packed_documents import PackedDocuments
 from zaya_plugin.patches import hooks
@@ -28,10 +28,12 @@ class ZayaGPTModel(GPTModel):
     """
 
     @classmethod
-    def take_over(cls, model: GPTModel, config: ZayaConfig) -> None:
-        """Make `model`, which holds our layers, a ZayaGPTModel; its parameters, their names and DDP's hooks stay.
+    def convert_in_place(cls, model: GPTModel, config: ZayaConfig) -> None:
+        """Change the classes of `model`, of its embedding and of its RoPE to ours; parameters, their names and DDP's
+        hooks stay. A ZayaGPTModel stays as it is.
 
-        `config` is that of the layers: a host's own configuration lacks our fields. A ZayaGPTModel stays as it is.
+        A spec names a GPTModel's layers only, and pretrain_gpt.py and Primus build the GPTModel themselves. `config` is
+        that of the layers: a host's own configuration lacks our fields.
         """
         if isinstance(model, cls):
             return
@@ -40,7 +42,7 @@ class ZayaGPTModel(GPTModel):
         hooks.set_attribute("RotaryEmbedding().__class__", model.rotary_pos_emb, ZayaRotaryEmbedding)
         model.rotary_pos_emb.order = config.context_parallel_order
         if model.pre_process:
-            MainGradEmbedding.take_over(model.embedding.word_embeddings, announces=not model.post_process)
+            MainGradEmbedding.convert_in_place(model.embedding.word_embeddings, marks_main_grad=not model.post_process)
         link_layers(model.decoder.layers, config)
 
     def _preprocess(self, *args, packed_seq_params=None, **kwargs):

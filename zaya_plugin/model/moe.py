@@ -9,8 +9,6 @@ its own part of the sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
@@ -46,8 +44,9 @@ class ZayaMoELayer(MegatronModule):
         self.num_experts = config.num_moe_experts
         num_local_experts = self.num_experts // get_pg_size(pg_collection.ep)
         self.identity_skip = config.moe_skip_expert and config.skip_output == "identity"
-        again = config.recompute_modules if config.recompute_granularity == "selective" else ()
-        self.recompute, self.recompute_rows = "moe" in again, "permute" in again and "moe" not in again
+        modules = config.recompute_modules if config.recompute_granularity == "selective" else ()
+        self.recompute = "moe" in modules
+        self.recompute_rows = "permute" in modules and not self.recompute
         self.router = ZayaRouter(config)
         self.experts = build_module(submodules, num_local_experts, config, pg_collection=pg_collection)
         self.dispatch = None
@@ -82,28 +81,24 @@ class ZayaMoELayer(MegatronModule):
             # (shared_input.py).
             hidden_states, projected = self.router.project(hidden_states)
         weights, ids, router_state = self.router(hidden_states, router_state, forced_expert_ids, projected)
-        tokens, weights, ids = hidden_states.flatten(0, 1), weights.flatten(), ids.flatten()
+        tokens_Th, weights_T, ids_T = hidden_states.flatten(0, 1), weights.flatten(), ids.flatten()
         if self.dispatch is not None:
-            output = self.dispatch(tokens, weights, ids, self.experts)
+            output_Th = self.dispatch(tokens_Th, weights_T, ids_T, self.experts)
         else:
-            output = self._local(tokens, weights, ids)
+            output_Th = self._local(tokens_Th, weights_T, ids_T)
         if self.identity_skip:
-            skip_weights = weights.masked_fill(ids != self.num_experts, 0.0).unsqueeze(-1)
-            output = output + (tokens * skip_weights).to(output.dtype)
-        return output.view_as(hidden_states), router_state if self.config.router_eda else None
+            skip_T1 = weights_T.masked_fill(ids_T != self.num_experts, 0.0).unsqueeze(-1)
+            output_Th = output_Th + (tokens_Th * skip_T1).to(output_Th.dtype)
+        return output_Th.view_as(hidden_states), router_state if self.config.router_eda else None
 
-    def _local(self, tokens: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """Run the experts where all are on this rank. tokens [T, h], weights [T], ids [T] -> [T, h]; padding rows are
-        not moved.
-        """
-        order = hip_ops.sort_by_expert(ids, self.num_experts)
-        rows, row_weights = hip_ops.permute_to_experts(tokens, order, weights)
-        again = self._rows_again(lambda: hip_ops.permute_to_experts(tokens.detach(), order)[0])
-        return hip_ops.unpermute_from_experts(self.experts(rows, row_weights, order.offsets, *again), order)
-
-    def _rows_again(self, permute: Callable[[], Tensor]) -> tuple:
-        """Return (permute,), the function that sorts the rows again, with "permute" among recompute_modules, else ().
-
-        With it the sorted rows are not saved; the router saves the tokens that they are sorted from in any case.
-        """
-        return (permute,) if self.recompute_rows and self.training else ()
+    def _local(self, tokens_Th: Tensor, weights_T: Tensor, ids_T: Tensor) -> Tensor:
+        """Run the experts where all are on this rank; padding rows are not moved."""
+        order = hip_ops.sort_by_expert(ids_T, self.num_experts)
+        rows_Th, row_weights_T = hip_ops.permute_to_experts(tokens_Th, order, weights_T)
+        recompute_rows = None
+        if self.recompute_rows and self.training:
+            # The experts do not save their rows. The router saves the tokens that they are sorted from in any case.
+            detached_Th = tokens_Th.detach()
+            recompute_rows = lambda: hip_ops.permute_to_experts(detached_Th, order)[0]  # noqa: E731
+        output_Th = self.experts(rows_Th, row_weights_T, order.offsets, recompute_rows)
+        return hip_ops.unpermute_from_experts(output_Th, order)

@@ -21,6 +21,7 @@ class ZayaRMSNorm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
         super().__init__()
         self.eps = eps
+        self.recompute = False  # whether the backward pass computes it again; set by the layer
         self.weight = constant_parameter(config, (hidden_size,), 1.0)
 
     def vectors(self) -> tuple[Tensor, ...]:
@@ -31,15 +32,16 @@ class ZayaRMSNorm(nn.Module):
         """x [..., h] -> [..., h] in the weight's dtype."""
         return hip_ops.rms_norm(x, *self.vectors(), self.eps)
 
-    def behind_merge(self, *merged_and_vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norm and the new stream of a merge: its output, residual and vectors, then `vectors`."""
-        return hip_ops.scaled_residual_rms_norm(*merged_and_vectors, self.eps)
+    def merge_then_norm(self, output: Tensor, residual: Tensor, *vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norm and the new stream of a merge. vectors: the merge's, then this norm's."""
+        return hip_ops.scaled_residual_rms_norm(output, residual, *vectors, self.eps)
 
-    def behind_affine(
+    def affine_then_norm(
         self, embedding: Tensor, bias: Tensor, scale: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Return the affine of the embedding in `dtype`, and its norm."""
-        return hip_ops.affine_rms_norm(embedding, bias, scale, *self.vectors(), self.eps, dtype)
+        """Return the norm, and the affine of the embedding in `dtype`."""
+        stream, normed = hip_ops.affine_rms_norm(embedding, bias, scale, *self.vectors(), self.eps, dtype)
+        return normed, stream
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
@@ -58,13 +60,14 @@ class ZayaLayerNorm(ZayaRMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         return hip_ops.layer_norm(x, *self.vectors(), self.eps)
 
-    def behind_merge(self, *merged_and_vectors: Tensor) -> tuple[Tensor, Tensor]:
-        return hip_ops.scaled_residual_layer_norm(*merged_and_vectors, self.eps)
+    def merge_then_norm(self, output: Tensor, residual: Tensor, *vectors: Tensor) -> tuple[Tensor, Tensor]:
+        return hip_ops.scaled_residual_layer_norm(output, residual, *vectors, self.eps)
 
-    def behind_affine(
+    def affine_then_norm(
         self, embedding: Tensor, bias: Tensor, scale: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        return hip_ops.affine_layer_norm(embedding, bias, scale, *self.vectors(), self.eps, dtype)
+        stream, normed = hip_ops.affine_layer_norm(embedding, bias, scale, *self.vectors(), self.eps, dtype)
+        return normed, stream
 
 
 def norm_class(config: TransformerConfig) -> type[ZayaRMSNorm]:

@@ -15,7 +15,7 @@ import hip_ops
 from zaya_plugin.model.initialization import constant_parameter
 from zaya_plugin.model.norm import ZayaRMSNorm
 from zaya_plugin.model.parameter_gather import gathered
-from zaya_plugin.model.small_gradients import Read, as_it_is
+from zaya_plugin.model.small_gradients import ParameterView, direct
 
 
 class ResidualScaling(nn.Module):
@@ -33,20 +33,19 @@ class ResidualScaling(nn.Module):
         """All parameters, as `hip_ops.scale_residual` takes them."""
         return self.output_bias, self.output_scale, self.residual_bias, self.residual_scale
 
-    def forward(self, output: Tensor, residual: Tensor, read: Read = as_it_is) -> Tensor:
+    def forward(self, output: Tensor, residual: Tensor, view: ParameterView = direct) -> Tensor:
         """output [s, b, h], residual [s, b, h] -> new stream [s, b, h] in residual's dtype. Parameters are used through
-        `read`.
+        `view`.
         """
-        return hip_ops.scale_residual(output, residual, *map(read, self.vectors()))
+        return hip_ops.scale_residual(output, residual, *map(view, self.vectors()))
 
     def merge_and_norm(
-        self, output: Tensor, residual: Tensor, norm: ZayaRMSNorm, read: Read = as_it_is
+        self, output: Tensor, residual: Tensor, norm: ZayaRMSNorm, view: ParameterView = direct
     ) -> tuple[Tensor, Tensor]:
-        """Return the new stream and its norm. Neither module is called, so both are gathered here."""
+        """Return the norm and the new stream. Neither module is called, so both are gathered here."""
         gathered(self)
         gathered(norm)
-        normed, stream = norm.behind_merge(output, residual, *map(read, (*self.vectors(), *norm.vectors())))
-        return stream, normed
+        return norm.merge_then_norm(output, residual, *map(view, (*self.vectors(), *norm.vectors())))
 
 
 class InputAffine(nn.Module):
@@ -63,10 +62,10 @@ class InputAffine(nn.Module):
         return hip_ops.affine(embedding, self.bias, self.scale, self._dtype(embedding))
 
     def affine_and_norm(self, embedding: Tensor, norm: ZayaRMSNorm) -> tuple[Tensor, Tensor]:
-        """Return the same stream and its norm. Neither module is called, so both are gathered here."""
+        """Return the norm and the same stream. Neither module is called, so both are gathered here."""
         gathered(self)
         gathered(norm)
-        return norm.behind_affine(embedding, self.bias, self.scale, self._dtype(embedding))
+        return norm.affine_then_norm(embedding, self.bias, self.scale, self._dtype(embedding))
 
     def _dtype(self, embedding: Tensor) -> torch.dtype:
         # From the parameters: with an fp32 residual Megatron's embedding returns fp32 in every model, and an fp64 model

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import hip_ops
-from hip_ops.ops.router_mlp import Routed
+from hip_ops.ops.router_mlp import Routed, RouterParameters
 from hip_ops.runtime.main_grad import add_gradients, add_product, main_grad_linear
 from zaya_plugin.errors import message
 from zaya_plugin.model.config import ZayaConfig
@@ -25,41 +25,20 @@ from zaya_plugin.model.shared_input import input_and_linear
 
 
 class RouterMLP(torch.autograd.Function):
-    """`hip_ops.router_mlp` with gradients: its arguments -> state, weights, ids and statistics; ids and statistics have
-    no gradient.
+    """`hip_ops.router_mlp` with gradients: projected, previous, forced, eps, unweighted and the RouterParameters one by
+    one -> state, weights, ids and statistics; ids and statistics have no gradient.
 
     Kept for the backward pass: the state, which the next layer keeps too, both hidden layers before their GELU, the
     logits and the choice. Gradients of all parameters go straight into `main_grad` where there is one.
     """
 
     @staticmethod
-    def forward(
-        ctx, projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced, eps, unweighted
-    ):
-        routed = hip_ops.router_mlp(
-            projected,
-            previous,
-            gamma,
-            b_down,
-            w_norm,
-            w1,
-            b1,
-            w2,
-            b2,
-            w_out,
-            biases,
-            forced,
-            eps=eps,
-            unweighted=unweighted,
-        )
+    def forward(ctx, projected, previous, forced, eps, unweighted, *parameters):
+        ctx.parameters = RouterParameters(*parameters)  # themselves: saved tensors lose the attributes that DDP sets
+        ctx.options = dict(eps=eps, unweighted=unweighted)
+        routed = hip_ops.router_mlp(projected, previous, ctx.parameters, forced, **ctx.options)
         state, weights, ids, hidden1, hidden2, logits, statistics = routed
-        ctx.save_for_backward(previous, gamma, w_norm, w1, w2, w_out, state, ids, hidden1, hidden2, logits)
-        # Parameters themselves: saved tensors lose the attributes that DDP sets.
-        ctx.matrices, ctx.vectors, ctx.options = (
-            (w1, w2, w_out),
-            (b_down, gamma, w_norm, b1, b2),
-            dict(eps=eps, unweighted=unweighted),
-        )
+        ctx.save_for_backward(previous, state, ids, hidden1, hidden2, logits, *parameters[:-1])  # no biases
         ctx.mark_non_differentiable(ids, statistics)
         ctx.set_materialize_grads(False)
         return state, weights, ids, statistics
@@ -67,43 +46,29 @@ class RouterMLP(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_state, d_weights, _, __):
-        previous, gamma, w_norm, w1, w2, w_out, state, ids, hidden1, hidden2, logits = ctx.saved_tensors
+        previous, state, ids, hidden1, hidden2, logits, *saved = ctx.saved_tensors
         if d_weights is None:
             d_weights = torch.zeros(len(state), dtype=hip_ops.wide(state.dtype), device=state.device)
         routed = Routed(state, d_weights, ids, hidden1, hidden2, logits, d_weights)
-        found = hip_ops.router_mlp_backward(
-            d_weights, d_state, routed, previous, gamma, w_norm, w1, w2, w_out, **ctx.options
+        chain = hip_ops.router_mlp_backward(
+            d_weights, d_state, routed, previous, RouterParameters(*saved, None), **ctx.options
         )
-        needs = ctx.needs_input_grad
+        needs_projected, needs_previous, *_ = ctx.needs_input_grad
+        needs = ctx.needs_input_grad[-len(RouterParameters._fields) :]
+        mine = RouterParameters(*(p if need else None for p, need in zip(ctx.parameters, needs, strict=True)))
         d_w1, d_w2, d_out = (
-            add_product(matrix, a, b) if needed else None
-            for matrix, needed, a, b in zip(
-                ctx.matrices,
-                (needs[5], needs[7], needs[9]),
-                (found.d_hidden1, found.d_hidden2, found.d_logits),
-                (found.normed, found.active1, found.active2),
-                strict=True,
+            None if matrix is None else add_product(matrix, a, b)
+            for matrix, a, b in (
+                (mine.w1, chain.d_hidden1, chain.normed),
+                (mine.w2, chain.d_hidden2, chain.active1),
+                (mine.w_out, chain.d_logits, chain.active2),
             )
         )
-        needed = (needs[3], needs[2], needs[4], needs[6], needs[8])
-        vectors = [vector if need else None for vector, need in zip(ctx.vectors, needed, strict=True)]
-        d_b_down, d_gamma, d_norm, d_b1, d_b2 = add_gradients(vectors, found.sums.unbind())
-        return (
-            found.d_projected if needs[0] else None,
-            found.d_previous if needs[1] else None,
-            d_gamma,
-            d_b_down,
-            d_norm,
-            d_w1,
-            d_b1,
-            d_w2,
-            d_b2,
-            d_out,
-            None,
-            None,
-            None,
-            None,
-        )
+        vectors = [mine.b_down, mine.gamma, mine.w_norm, mine.b1, mine.b2]  # the order of `sums`
+        d_b_down, d_gamma, d_norm, d_b1, d_b2 = add_gradients(vectors, chain.sums.unbind())
+        gradients = RouterParameters(d_gamma, d_b_down, d_norm, d_w1, d_b1, d_w2, d_b2, d_out, biases=None)
+        d_projected = chain.d_projected if needs_projected else None
+        return d_projected, chain.d_previous if needs_previous else None, None, None, None, *gradients
 
 
 @hip_ops.formula
@@ -247,21 +212,24 @@ class ZayaRouter(Float32BuffersMixin, nn.Module):
         unweighted = (
             self.config.num_moe_experts if self.config.moe_skip_expert and self.config.skip_output == "zero" else -1
         )
+        parameters = RouterParameters(
+            gamma=self.router_states_scale,
+            b_down=down_proj.bias,
+            w_norm=norm.weight,
+            w1=fc1.weight,
+            b1=fc1.bias,
+            w2=fc2.weight,
+            b2=fc2.bias,
+            w_out=out_proj.weight,
+            biases=self.balancing_biases[: self.num_classes],
+        )
         state, weights, ids, statistics = RouterMLP.apply(
             projected.flatten(0, 1),
             router_state.flatten(0, 1) if averaged else None,
-            self.router_states_scale,
-            down_proj.bias,
-            norm.weight,
-            fc1.weight,
-            fc1.bias,
-            fc2.weight,
-            fc2.bias,
-            out_proj.weight,
-            self.balancing_biases[: self.num_classes],
             None if forced_expert_ids is None else forced_expert_ids.flatten(),
             norm.eps,
             unweighted,
+            *parameters,
         )
         if self.training and torch.is_grad_enabled():
             if down_proj.weight.requires_grad:

@@ -2,7 +2,9 @@
 """A linear layer whose input has one other reader: its backward product adds to the other reader's gradient of the
 input.
 
-Autograd would store the product, and another pass would read both gradients and write their sum.
+Autograd would store the product, and another pass would read both gradients and write their sum: 8.0 ms of a step of 40
+layers on H200s, where the product that adds takes 1.9 ms longer (`router` in benchmarks/results/step40-h200-graphs.json
+and, before it, step40-2xh200-graphs.json).
 """
 
 from __future__ import annotations

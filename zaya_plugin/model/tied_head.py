@@ -23,7 +23,7 @@ from hip_ops.runtime.main_grad import handed_over, main_grad_of
 from zaya_plugin.patches import hooks
 
 
-class Announced(torch.autograd.Function):
+class MarksMainGrad(torch.autograd.Function):
     """Return the weight, for readers that add to its main gradient themselves; the backward pass marks that for DDP and
     lets its hook run.
     """
@@ -46,41 +46,41 @@ class EmbeddingRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, ids, weight, cut, announces):
-        here = (ids >= 0) & (ids < len(weight)) if cut else None
-        place = ids.masked_fill(~here, 0) if cut else ids
-        ctx.save_for_backward(place, here)
-        ctx.weight, ctx.announces = weight, announces
+    def forward(ctx, ids, weight, cut, marks_main_grad):
+        inside = (ids >= 0) & (ids < len(weight)) if cut else None
+        place = ids.masked_fill(~inside, 0) if cut else ids
+        ctx.save_for_backward(place, inside)
+        ctx.weight, ctx.marks_main_grad = weight, marks_main_grad
         rows = torch.nn.functional.embedding(place, weight)
-        return rows.masked_fill_(~here.unsqueeze(-1), 0) if cut else rows
+        return rows.masked_fill_(~inside.unsqueeze(-1), 0) if cut else rows
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        (place, here), weight = ctx.saved_tensors, ctx.weight
-        if here is not None:
-            grad = grad.masked_fill(~here.unsqueeze(-1), 0)
+        (place, inside), weight = ctx.saved_tensors, ctx.weight
+        if inside is not None:
+            grad = grad.masked_fill(~inside.unsqueeze(-1), 0)
         total, nothing = main_grad_of(weight), (None, None)
         if total is None:
             return None, torch.ops.aten.embedding_dense_backward(grad, place, len(weight), -1, False), *nothing
         hip_ops.add_rows_(total, place.flatten(), grad.flatten(0, -2))
-        return None, handed_over(weight) if ctx.announces else None, *nothing
+        return None, handed_over(weight) if ctx.marks_main_grad else None, *nothing
 
 
 class MainGradEmbedding(VocabParallelEmbedding):
-    """Megatron's embedding with the gradient above. announces: mark the gradient for DDP; False where a head on this
+    """Megatron's embedding with the gradient above. marks_main_grad: mark the gradient for DDP; False where a head on this
     stage does.
     """
 
-    announces = True
+    marks_main_grad = True
 
     @classmethod
-    def take_over(cls, embedding: VocabParallelEmbedding, announces: bool) -> None:
+    def convert_in_place(cls, embedding: VocabParallelEmbedding, marks_main_grad: bool) -> None:
         """Make `embedding` a MainGradEmbedding; its parameter and its hooks stay."""
         assert type(embedding) is VocabParallelEmbedding, type(embedding)
         hooks.set_attribute("VocabParallelEmbedding().__class__", embedding, cls)
-        embedding.announces = announces
-        # Megatron sets it, so that DDP adds the gradient that its own head and embedding leave; here none is left
+        embedding.marks_main_grad = marks_main_grad
+        # Megatron sets it, so that DDP adds the gradient that its own head and embedding leave; MainGradEmbedding leaves none
         hooks.set_attribute("Parameter().zero_out_wgrad", embedding.weight, False)
 
     def forward(self, input_: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class MainGradEmbedding(VocabParallelEmbedding):
         cut = self.tp_group.size() > 1
         # rows are taken in the order of the stream, so that neither they nor their gradients have to be moved
         ids = input_.transpose(0, 1)
-        rows = EmbeddingRows.apply(ids - self.vocab_start_index if cut else ids, self.weight, cut, self.announces)
+        rows = EmbeddingRows.apply(ids - self.vocab_start_index if cut else ids, self.weight, cut, self.marks_main_grad)
         if self.reduce_scatter_embeddings:
             return reduce_scatter_to_sequence_parallel_region(rows, group=self.tp_group)
         return reduce_from_tensor_model_parallel_region(rows, group=self.tp_group).transpose(0, 1)
@@ -122,7 +122,7 @@ def head_losses(
     main_grad = main_grad_of(weight) if torch.is_grad_enabled() and weight.requires_grad else None
     losses = hip_ops.linear_cross_entropy(
         hidden.reshape(s * b, h),
-        weight if main_grad is None else Announced.apply(weight),
+        weight if main_grad is None else MarksMainGrad.apply(weight),
         labels.transpose(0, 1).reshape(-1),
         promised_grad=None if promised is None else promised.transpose(0, 1).reshape(-1),
         main_grad=main_grad,

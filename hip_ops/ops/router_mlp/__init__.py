@@ -24,6 +24,22 @@ TRITON_WIDTHS = (32, 64, 128, 256)
 MOST_CLASSES = 64  # of the Triton kernels
 
 
+class RouterParameters(NamedTuple):
+    """A router's parameters behind its down projection: gamma (None in a first layer), b_down, w_norm, b1, b2 [r];
+    w1, w2 [r, r]; w_out [c, r], all of one dtype; and the balancing biases fp32 [c], for the choice only.
+    """
+
+    gamma: Tensor | None
+    b_down: Tensor
+    w_norm: Tensor
+    w1: Tensor
+    b1: Tensor
+    w2: Tensor
+    b2: Tensor
+    w_out: Tensor
+    biases: Tensor
+
+
 class Routed(NamedTuple):
     """state, hidden1, hidden2 [n, r] and logits [n, router_columns(c)], zeros after the classes, in the tensors' dtype;
     weights fp32 [n]; ids int64 [n]; statistics fp32 [c + 1]: the tokens of each class, exact up to 2^24, and the sum of
@@ -182,15 +198,7 @@ _backward = Operator(
 def router_mlp(
     projected: Tensor,
     previous: Tensor | None,
-    gamma: Tensor | None,
-    b_down: Tensor,
-    w_norm: Tensor,
-    w1: Tensor,
-    b1: Tensor,
-    w2: Tensor,
-    b2: Tensor,
-    w_out: Tensor,
-    biases: Tensor,
+    parameters: RouterParameters,
     forced: Tensor | None = None,
     *,
     eps: float,
@@ -199,15 +207,12 @@ def router_mlp(
     """Computes the router behind its down projection (arXiv 2605.05365 section II-A-2; formulas: reference), without
     gradients.
 
-    Args: projected [n, r]; previous [n, r], the state of the layer before, and gamma [r], or None for both; b_down,
-    w_norm, b1, b2 [r]; w1, w2 [r, r]; w_out [c, r]; biases fp32 [c], for the choice only; forced int64 [n] replaces the
-    choice where it is not negative, and is below c; unweighted: a class whose tokens get the weight 0, or -1. All but
-    the last three share one dtype: bf16, fp16, fp32 or fp64. The kernels take bf16 and fp16. Of equal probabilities
-    with their biases the first class wins. Raises ValueError on wrong shapes, dtypes or devices.
+    Args: projected [n, r]; previous [n, r], the state of the layer before, None where parameters.gamma is; forced int64
+    [n] replaces the choice where it is not negative, and is below c; unweighted: a class whose tokens get the weight 0,
+    or -1. projected and previous have the parameters' dtype: bf16, fp16, fp32 or fp64. The kernels take bf16 and fp16.
+    Of equal probabilities with their biases the first class wins. Raises ValueError on wrong shapes, dtypes or devices.
     """
-    return Routed(
-        *_forward(projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced, eps, unweighted)
-    )
+    return Routed(*_forward(projected, previous, *parameters, forced, eps, unweighted))
 
 
 def router_mlp_backward(
@@ -215,11 +220,7 @@ def router_mlp_backward(
     d_state: Tensor | None,
     routed: Routed,
     previous: Tensor | None,
-    gamma: Tensor | None,
-    w_norm: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    w_out: Tensor,
+    parameters: RouterParameters,
     *,
     eps: float,
     unweighted: int = -1,
@@ -227,26 +228,14 @@ def router_mlp_backward(
     """Returns the gradients, from those of weights, d_weights fp32 [n] (fp64 for fp64), and of state, d_state [n, r] or
     None.
 
-    routed: what router_mlp returned, of which state, hidden1, hidden2, logits and ids are read. Other arguments and
-    errors as there.
+    routed: what router_mlp returned, of which state, hidden1, hidden2, logits and ids are read. Of the parameters only
+    gamma, w_norm and the matrices are read. Other arguments and errors as there.
     """
     state, _, ids, hidden1, hidden2, logits, _ = routed
+    gamma, _, w_norm, w1, _, w2, _, w_out, _ = parameters
+    saved = (state, previous, gamma, hidden1, hidden2, logits, ids)
     d_projected, d_previous, sums, *pairs, d_logits, active2 = _backward(
-        d_weights,
-        d_state,
-        state,
-        previous,
-        gamma,
-        hidden1,
-        hidden2,
-        logits,
-        ids,
-        w_norm,
-        w1,
-        w2,
-        w_out,
-        eps,
-        unweighted,
+        d_weights, d_state, *saved, w_norm, w1, w2, w_out, eps, unweighted
     )
     return RouterGradients(
         d_projected, None if gamma is None else d_previous, sums, *pairs, d_logits[:, : len(w_out)], active2
