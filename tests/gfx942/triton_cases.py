@@ -275,7 +275,7 @@ ROUTER_TYPES = dict.fromkeys(("biases", "weights", "d_weights", "statistics", "s
 def router_mlp(which: str, width: int = 256, classes: int = 17) -> TritonObject:
     """A router, ZAYA1's if nothing else is said, with a layer before it and one behind."""
     from hip_ops.ops.router_mlp import triton as kernels
-    from hip_ops.ops.router_mlp.reference import columns
+    from hip_ops.saved_bytes import router_columns
 
     chosen = kernels.launch(width, warp_size=64)
     kernel = getattr(kernels, f"router_mlp_{which}_kernel")
@@ -286,7 +286,7 @@ def router_mlp(which: str, width: int = 256, classes: int = 17) -> TritonObject:
         "HAS_D_STATE": True,
         "R": width,
         "CLASSES": classes,
-        "COLUMNS": columns(classes),
+        "COLUMNS": router_columns(classes),
         "BLOCK": chosen.rows,
         "PART": chosen.columns,
     }

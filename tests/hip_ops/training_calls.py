@@ -11,7 +11,7 @@ import torch
 from hip_ops.ops.linear_cross_entropy import passes
 from hip_ops.ops.newton_schulz import plan
 from hip_ops.ops.newton_schulz.coefficients import coefficient_triples
-from hip_ops.ops.router_mlp.reference import columns
+from hip_ops.saved_bytes import router_columns
 from hip_ops.saved_bytes import chunk_for, parts_of_exponentials
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -83,7 +83,7 @@ def training_calls(statistics_parts: int, sizes: Sizes = Sizes(), device: str = 
     router_classes = experts + 1
     previous, first = (empty(tokens, r), empty(r)), (None, None)
     router = (empty(r), empty(r), empty(r, r), empty(r), empty(r, r), empty(r), empty(router_classes, r))
-    routed = (empty(tokens, r), empty(tokens, r), empty(tokens, columns(router_classes)), ids)
+    routed = (empty(tokens, r), empty(tokens, r), empty(tokens, router_columns(router_classes)), ids)
     matrices = (router[1], router[2], router[4], router[6], 1e-5, experts)
     gate_up, fc1, fc2 = (
         empty(tokens, 2 * width),
