@@ -331,9 +331,7 @@ def trainer_class(choices: Choices, recipe, console):
             self.memory["prepare_s"] = time.perf_counter() - begun
             self.memory["pinned"] = self.saved.saver._buffer.pinned
             self.other = Path(recipe.run_dir) / "other"
-            for inner in optimizer.chained_optimizers:
-                if getattr(inner.optimizer, "before_change", None) is not None:
-                    inner.optimizer.before_change = self.before_change
+            optimizer.announce_changes(self.before_change)
 
         def before_change(self, tensors) -> None:
             if self.staging is not None:  # as torchtitan waits

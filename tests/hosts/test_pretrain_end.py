@@ -26,7 +26,7 @@ def ended(monkeypatch):
 
         steps = SimpleNamespace(flush=note("flush"), poll=note("poll"))
         trainer = SimpleNamespace(
-            hooks=lambda: [],
+            hooks=lambda build_optimizer: [],
             evaluate_and_report=None,
             provide_datasets=None,
             provide_model=None,

@@ -62,7 +62,13 @@ NEW_MEMORY = "torch.utils.deterministic.fill_uninitialized_memory"
 SECONDS_FOR_A_SAVE = 60.0
 
 
-def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Reporter) -> int:
+def run(
+    recipe: Recipe,
+    sources: DataSources,
+    lifecycle: Lifecycle,
+    reporter: Reporter,
+    build_optimizer: Callable | None = None,
+) -> int:
     """Train the recipe; return 0 after the last step or at exit_interval, or ENDED_EARLY when a signal has ended the run.
 
     Args:
@@ -70,6 +76,7 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
         sources: tokenizer and data sets of the recipe.
         lifecycle: resumption, and the removal of old checkpoints.
         reporter: gets every step and validation.
+        build_optimizer: called in place of the recipe's factory.
     """
     args = parse_arguments(megatron_arguments(recipe, sources.tokenizer_arguments()))
     data_loaders.prepare(args.num_workers)
@@ -92,7 +99,7 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
     try:
         with (
             hooks.replaced({NEW_MEMORY: False} if recipe.cluster.deterministic else {}),
-            hooks.wrapped([*trainer.hooks(), *handover.hooks(trainer.evaluate_and_report)]),
+            hooks.wrapped([*trainer.hooks(build_optimizer), *handover.hooks(trainer.evaluate_and_report)]),
         ):
             training.pretrain(
                 pretrain_cfg_container_from_args(args),
@@ -236,7 +243,7 @@ class _Trainer:
         self.spiked = 0  # the first step of a loss spike, once the guard acts
         self.rolls_back = recipe.guard.loss_spike == "roll_back"
 
-    def hooks(self) -> list[tuple[str, Callable]]:
+    def hooks(self, build_optimizer: Callable | None = None) -> list[tuple[str, Callable]]:
         """Return the replaced symbols with our functions; each is called with the function that it replaces."""
         return [
             (TRAINING + "training_log", self.training_log),
@@ -244,7 +251,7 @@ class _Trainer:
             (TRAINING + "save_checkpoint_and_time", self.save),
             (TRAINING + "load_checkpoint", self.load_and_compare),
             (TRAINING + "train", self.prepare_and_train),
-            (TRAINING + "get_megatron_optimizer", optimizer_factory(self.recipe)),
+            (TRAINING + "get_megatron_optimizer", build_optimizer or optimizer_factory(self.recipe)),
             (TRAINING + "logical_and_across_model_parallel_group", lambda _, succeeded, group=None: succeeded),
             (TRAINING + "reduce_max_stat_across_model_parallel_group", lambda _, stat, group=None: stat),
             (TRAINING + "get_signal_handler", self.signal_handler),
