@@ -249,7 +249,7 @@ def measure(choices: Choices, recipe, rank: int, world_size: int, console) -> No
             super().close()
 
     trainer = trainer_class(choices, recipe, console)
-    with mock.patch.object(pretrain, "_Trainer", trainer):
+    with mock.patch.object(pretrain, "Trainer", trainer):
         reporter = StepLines(recipe, rank, world_size, console)
         pretrain.run(recipe, RandomTokens(choices.random_tokens), Lifecycle(recipe), reporter)
     torch.distributed.barrier()
@@ -264,7 +264,7 @@ def trainer_class(choices: Choices, recipe, console):
     from zaya_plugin.checkpoint.saver import BUSY
     from zaya_plugin.hosts import pretrain
 
-    class Trainer(pretrain._Trainer):
+    class Trainer(pretrain.Trainer):
         def __init__(self, *positional):
             super().__init__(*positional)
             self.ends: list = []  # of the steps: times, or events of a GPU
@@ -331,9 +331,7 @@ def trainer_class(choices: Choices, recipe, console):
             self.memory["prepare_s"] = time.perf_counter() - begun
             self.memory["pinned"] = self.saved.saver._buffer.pinned
             self.other = Path(recipe.run_dir) / "other"
-            for inner in optimizer.chained_optimizers:
-                if getattr(inner.optimizer, "before_change", None) is not None:
-                    inner.optimizer.before_change = self.before_change
+            optimizer.announce_changes(self.before_change)
 
         def before_change(self, tensors) -> None:
             if self.staging is not None:  # as torchtitan waits

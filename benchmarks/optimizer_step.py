@@ -23,7 +23,7 @@ from muon_step import LAYERS, MATRICES, newton_schulz_flop
 from result_record import RESULTS, described, file_part, write
 
 from zaya_plugin.optim import muon as module
-from zaya_plugin.optim.muon import MuonAdamW, MuonSettings
+from zaya_plugin.optim.muon import MuonAdamW, MuonSettings, StepContext
 from zaya_plugin.optim.parameter_role import ParameterRole
 
 EMBEDDING = (262272, 2048)
@@ -70,15 +70,17 @@ class Parts:
 
 def measure(params: list[torch.Tensor], settings: MuonSettings, steps: int) -> dict:
     optimizer = MuonAdamW(params, settings, lr=2e-4, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
-    optimizer.targets = {p: torch.empty_like(p, dtype=torch.bfloat16) for p in params if p is not params[-1]}
+    targets = {p: torch.empty_like(p, dtype=torch.bfloat16) for p in params if p is not params[-1]}
     times, (start, end) = [], (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(steps + 2):  # compiles, self-checks, captures graphs
+        optimizer.begin_step(StepContext(targets=targets))
         start.record()
         optimizer.step()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
     parts = Parts()
+    optimizer.begin_step(StepContext(targets=targets))
     with mock.patch.multiple(
         module,
         muon_momentum_=parts.around("momentum", module.muon_momentum_),

@@ -185,12 +185,6 @@ HOOKS: dict[str, HostChange] = dict(
             "megatron.core.optimizer.DistributedOptimizer", "shards whole matrices", OWN_OPTIMIZER, upstream=_OPTIMIZER
         ),
         _hook(
-            "megatron.core.optimizer.ChainedOptimizer",
-            "computes one norm and one step, and does not wait for the device",
-            OWN_OPTIMIZER,
-            upstream=_OPTIMIZER,
-        ),
-        _hook(
             "megatron.core.optimizer.USING_PYTORCH_OPTIMIZER",
             "our optimizer keeps its step in the parameter groups, as apex does",
             OWN_OPTIMIZER,

@@ -95,7 +95,7 @@ def move_in(args) -> Guest:
     path = recipe_beside_checkpoints(args)
     check_written_here(path, f"zaya export megatron experiment=<name> run_dir={path.parent}, with the same overrides")
     guest = Guest(load_recipe(path), args)
-    guest.check_checkpoints()
+    guest.check()
     guest.install()
     if args.rank == 0:
         print(*guest.summary(), sep="\n", flush=True)

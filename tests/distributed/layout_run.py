@@ -235,14 +235,14 @@ def run(job: dict) -> None:
     recorder = Recorder(job)
     recorder.note_margins()
 
-    class Trainer(pretrain._Trainer):
-        def provide_model(self, *positional, **named):
-            model = super().provide_model(*positional, **named)
+    class Trainer(pretrain.Trainer):
+        def model(self, *positional, **named):
+            model = super().model(*positional, **named)
             recorder.watch(model, self.args)
             return model
 
-        def finalize_and_balance(self, model, *positional, **named):
-            super().finalize_and_balance(model, *positional, **named)
+        def finalize(self, finalize_model_grads, model, *positional, **named):
+            super().finalize(finalize_model_grads, model, *positional, **named)
             recorder.end_of_step(model)
 
         def save(self, stock, iteration, *positional, **named):
@@ -274,7 +274,7 @@ def run(job: dict) -> None:
 
     forward_step = pretrain.forward_step
     pretrain.forward_step = lambda iterator, model, *rest: forward_step(recorder.peek(iterator), model, *rest)
-    pretrain._Trainer = Trainer
+    pretrain.Trainer = Trainer
     with recorder.traffic or contextlib.nullcontext():
         pretrain.run(recipe, find_sources(recipe), Lifecycle(recipe), Recording(recipe, rank, world, sys.stdout))
 

@@ -41,9 +41,9 @@ def move(overrides: list[str]) -> None:
     from zaya_plugin.training.lifecycle import Lifecycle
     from zaya_plugin.training.metrics import Reporter
 
-    class Trainer(pretrain._Trainer):
-        def load_and_compare(self, load_checkpoint, model, optimizer, *positional, **named):
-            super().load_and_compare(load_checkpoint, model, optimizer, *positional, **named)
+    class Trainer(pretrain.Trainer):
+        def load(self, load_checkpoint, model, optimizer, *positional, **named):
+            super().load(load_checkpoint, model, optimizer, *positional, **named)
             metadata = {
                 "distrib_optim_sharding_type": "fully_reshardable",
                 "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -61,7 +61,7 @@ def move(overrides: list[str]) -> None:
             dist_checkpointing.save(state, str(folder))
             raise Moved
 
-    pretrain._Trainer = Trainer
+    pretrain.Trainer = Trainer
     try:
         pretrain.run(recipe, find_sources(recipe), Lifecycle(recipe), Reporter(recipe, rank, world, sys.stdout))
     except Moved:

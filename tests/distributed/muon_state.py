@@ -181,7 +181,7 @@ def main(rank: int, world: int, what: str, directory: Path, by: str = "") -> Non
     if what in ("save", "cut"):
         for number in range(5):
             assert step(ddp, optimizer, number)
-    exchanges = [inner.optimizer.exchange for inner in optimizer.chained_optimizers]
+    exchanges = [part.exchange for part in optimizer.chained_optimizers]
     cut = torch.tensor(sum(len(exchange.cut) for exchange in exchanges if exchange is not None))
     torch.distributed.all_reduce(cut)
     assert cut >= 4 if what == "cut" else cut == 0

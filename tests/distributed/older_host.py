@@ -42,7 +42,7 @@ def main(version: str, path: str) -> None:
             p.main_grad.copy_(torch.randn(p.shape, generator=generator).bfloat16().float())
         ddp.finish_grad_sync()
         assert optimizer.step()[0]
-    exchanges = [inner.optimizer.exchange for inner in optimizer.chained_optimizers]
+    exchanges = [part.exchange for part in optimizer.chained_optimizers]
     cut = torch.tensor(sum(len(exchange.cut) for exchange in exchanges if exchange is not None))
     torch.distributed.all_reduce(cut)
     if torch.distributed.get_rank() == 0:

@@ -7,7 +7,7 @@ import torch
 
 from tests.no_waiting import no_waiting
 from zaya_plugin.optim.host_copy import HostCopy
-from zaya_plugin.optim.muon import MuonAdamW, MuonSettings
+from zaya_plugin.optim.muon import MuonAdamW, MuonSettings, StepContext
 from zaya_plugin.optim.parameter_role import ParameterRole
 
 SHAPES = [(48, 32), (24, 40), (48, 32)]
@@ -31,8 +31,7 @@ def step(params, optimizer, number, skip=False):
     device = params[0].device
     for p in params:
         p.grad = torch.randn(p.shape, generator=generator).to(device)
-    optimizer.grad_scale = torch.tensor(SCALE, device=device)
-    optimizer.found_inf = torch.tensor(float(skip), device=device)
+    optimizer.begin_step(StepContext(torch.tensor(SCALE, device=device), torch.tensor(float(skip), device=device)))
     optimizer.step()
 
 
@@ -70,6 +69,7 @@ def test_nothing_waits():
     params, optimizer = optimizer_on("cuda")
     for number in range(2):
         step(params, optimizer, number)
+    optimizer.begin_step(StepContext(torch.tensor(SCALE, device="cuda"), torch.tensor(0.0, device="cuda")))
     with no_waiting():
         optimizer.step()
         copy = HostCopy([params[0].detach()])

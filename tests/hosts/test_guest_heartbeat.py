@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from zaya_plugin.hosts import guest_heartbeat
-from zaya_plugin.hosts.guest_heartbeat import GuestHeartbeat
+from zaya_plugin.hosts import guest
+from zaya_plugin.hosts.guest import GuestHeartbeat
 from zaya_plugin.patches.hooks import HOOKS
 from zaya_plugin.training import heartbeat
 
@@ -35,7 +35,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(guest_heartbeat, "time", clock)
+    monkeypatch.setattr(guest, "time", clock)
     return clock
 
 

@@ -26,27 +26,20 @@ def ended(monkeypatch):
 
         steps = SimpleNamespace(flush=note("flush"), poll=note("poll"))
         trainer = SimpleNamespace(
-            hooks=lambda: [],
-            evaluate_and_report=None,
-            provide_datasets=None,
-            provide_model=None,
+            hooks=lambda build_optimizer: [],
+            check=lambda: None,
+            datasets=None,
+            model=None,
             steps=steps,
             step=4,
             refused=None,
             ended_early=lambda: None,
-            saved=SimpleNamespace(finish=note("checkpoint")),
+            saved=SimpleNamespace(finish=note("checkpoint"), saver=SimpleNamespace(close=note("writer"))),
         )
-        handover = SimpleNamespace(check=lambda args: None, hooks=lambda call: [])
         for name, value in {
             "megatron_arguments": lambda *_: {},
-            "parse_arguments": lambda values: SimpleNamespace(
-                curr_iteration=4, rank=0, world_size=1, distributed_timeout_minutes=10, num_workers=0
-            ),
-            "Saver": lambda *_, **__: SimpleNamespace(close=note("writer")),
-            "SavedState": lambda *_: None,
-            "predecessor": lambda recipe: None,
-            "Handover": lambda *_: handover,
-            "_Trainer": lambda *_: trainer,
+            "parse_arguments": lambda values: SimpleNamespace(curr_iteration=4, rank=0, world_size=1),
+            "Trainer": lambda *_: trainer,
             "pretrain_cfg_container_from_args": lambda args: None,
             "release_graphs": note("graphs"),
         }.items():
@@ -60,18 +53,10 @@ def ended(monkeypatch):
             loop()
 
         monkeypatch.setattr(pretrain.training, "pretrain", pretrained)
-        lifecycle = SimpleNamespace(
-            directory=None,
-            has_checkpoint=False,
-            resumed_at=0,
-            describe_into=lambda args, before: None,
-            ended=lambda error: None,
-        )
+        lifecycle = SimpleNamespace(ended=lambda error: None)
         sources = SimpleNamespace(tokenizer_arguments=lambda: {})
         pretrain.run(
-            SimpleNamespace(
-                cluster=SimpleNamespace(deterministic=False), checkpoint=SimpleNamespace(keep_last=0, keep_every=None)
-            ),
+            SimpleNamespace(cluster=SimpleNamespace(deterministic=False)),
             sources,
             lifecycle,
             SimpleNamespace(close=note("reporter")),

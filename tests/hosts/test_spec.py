@@ -122,10 +122,10 @@ def test_the_guest_moves_into_the_loop(host):
     args, spec = host("model.router_hidden_size=16")
     guest = spec.guest
     for name, method in (
-        ("finalize_model_grads", "finalize_and_balance"),
+        ("finalize_model_grads", "finalize"),
         ("get_megatron_optimizer", "optimizer"),
         ("save_checkpoint", "save_and_prune"),
-        ("load_checkpoint", "load_and_check"),
+        ("load_checkpoint", "load"),
     ):
         assert getattr(training, name).func == getattr(guest, method)
     assert args.router_hidden_size == 16 and args.load is None and args.zaya["recipe"] == "cpu_demo"
@@ -141,7 +141,7 @@ def test_an_argument_that_was_appended_wins_and_is_named(host, capsys):
 def test_a_host_that_builds_another_optimizer_is_stopped(host):
     _, spec = host("optim=muon")
     with pytest.raises(SystemExit, match="^zaya: optim.name=muon: the host has built another optimizer"):
-        spec.guest.finalize_and_balance(None, [])
+        spec.guest.finalize(None, [])
 
 
 def test_ranks_with_other_kernels_are_stopped_before_the_first_step(host, monkeypatch):
@@ -164,8 +164,8 @@ def test_a_load_that_begins_anew_is_stopped(host, monkeypatch):
     guest = spec.guest
     guest.resumed_at = 5
     with pytest.raises(SystemExit, match="holds step 5 and the host would start from step 0"):
-        guest.load_and_check(lambda *unused: (0, 0), None)
-    assert guest.load_and_check(lambda *unused: (5, 12), None) == (5, 12)
+        guest.load(lambda *unused: (0, 0), None, None)
+    assert guest.load(lambda *unused: (5, 12), None, None) == (5, 12)
 
 
 def test_without_its_recipe_the_run_ends_with_a_message(host):

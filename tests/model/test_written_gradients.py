@@ -10,7 +10,12 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from zaya_plugin.model import experts
-from zaya_plugin.optim.gradient_buffers import ResetRest, _tells_micro_batches_apart, blocks_that_write, spare_zeroing
+from zaya_plugin.optim.gradient_buffers import (
+    ZeroOtherGradients,
+    _separates_micro_batches,
+    blocks_that_write,
+    skip_zeroing_experts,
+)
 from zaya_plugin.optim.parameter_role import ExpertBlock, ParameterRole
 
 
@@ -56,8 +61,8 @@ def test_steps_give_the_same_gradients_whatever_lay_in_the_buffers(
         else dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     )
     plain, spared = (wrapped(make_model, overlap, **overrides) for _ in range(2))
-    spare_zeroing([spared])
-    assert all(isinstance(buffer.reset, ResetRest) for buffer in spared.expert_parallel_buffers)
+    skip_zeroing_experts([spared])
+    assert all(isinstance(buffer.reset, ZeroOtherGradients) for buffer in spared.expert_parallel_buffers)
     for _ in range(2):  # the second on what the first left
         wanted = step(plain, batch, micro_batches)
         for buffer in buffers(spared):
@@ -71,7 +76,7 @@ def test_steps_give_the_same_gradients_whatever_lay_in_the_buffers(
 def test_a_model_without_the_experts_blocks_is_reset_as_megatron_does(make_model):
     ddp = wrapped(make_model)
     before = [buffer.reset for buffer in ddp.buffers]
-    spare_zeroing([ddp, object()])
+    skip_zeroing_experts([ddp, object()])
     assert [buffer.reset for buffer in ddp.buffers] == before
 
 
@@ -79,14 +84,14 @@ def test_a_model_without_the_experts_blocks_is_reset_as_megatron_does(make_model
 def test_graphs_of_single_layers_cannot_tell_the_first_micro_batch(make_model, graphs):
     ddp = wrapped(make_model)
     ddp.config.cuda_graph_impl = graphs
-    spare_zeroing([ddp])
-    assert not any(isinstance(buffer.reset, ResetRest) for buffer in buffers(ddp))
+    skip_zeroing_experts([ddp])
+    assert not any(isinstance(buffer.reset, ZeroOtherGradients) for buffer in buffers(ddp))
 
 
 @pytest.mark.parametrize("switch", [None, "enable_cuda_graph", "external_cuda_graph"])
 def test_switches_of_older_hosts_count_too(switch):
     config = SimpleNamespace(**({switch: True} if switch else {}))
-    assert _tells_micro_batches_apart(config) is (switch is None)
+    assert _separates_micro_batches(config) is (switch is None)
 
 
 def test_only_whole_blocks_in_order_without_gaps_write():

@@ -16,7 +16,7 @@ from tests.distributed.muon_model import build_model
 from zaya_plugin.optim.chained import NonFiniteGradientsError
 from zaya_plugin.optim.factory import muon_factory
 from zaya_plugin.optim.gradient_buffers import DeferredScale
-from zaya_plugin.optim.muon import MuonSettings
+from zaya_plugin.optim.muon import MuonSettings, StepContext
 
 TOKENS = 4096
 
@@ -59,8 +59,8 @@ def megatrons(ddp, optimizer):
     for buffer in ddp.buffers + ddp.expert_parallel_buffers:
         buffer.grad_data *= optimizer.deferred.factor
     optimizer.deferred.reset()
-    for inner in optimizer.chained_optimizers:
-        inner.optimizer.grad_scale = inner.optimizer.found_inf = None
+    for part in optimizer.parts:
+        part.optimizer.begin_step(StepContext(targets=getattr(part, "targets", {})))
     return ChainedOptimizer.step(optimizer)
 
 

@@ -216,6 +216,10 @@ def test_muon_of_the_full_model_is_whole_bounded_and_balanced(shards, bucket_siz
         assert max(work) <= 1.10 * sum(work) / shards
 
 
+# Beginnings of the digests of both buffers' layouts, by owners.
+DIGESTS = {2: "6de88e6c8178356b", 4: "cd77c35fa900586c", 8: "bb95a08aefc6cc4f", 16: "86de80744b751043"}
+
+
 @pytest.mark.parametrize(
     "shards, bucket_size, uneven, padding",
     [
@@ -223,29 +227,33 @@ def test_muon_of_the_full_model_is_whole_bounded_and_balanced(shards, bucket_siz
         (4, 67_108_864, 0.005, 0.001),
         (8, 67_108_864, 0.005, 0.001),
         (16, 67_108_864, 0.005, 0.001),
-        (32, 67_108_864, 0.02, 0.001),
+        (32, 67_108_864, 0.035, 0.001),
         (4, 134_217_728, 0.005, 0.001),
-        (8, 134_217_728, 0.035, 0.001),
-        (64, 67_108_864, 0.04, 0.005),
+        (8, 134_217_728, 0.04, 0.001),
+        (64, 67_108_864, 0.07, 0.005),
         (1024, 67_108_864, 0.5, 0.3),
     ],
 )
 def test_owners_of_both_buffers_of_the_full_model_have_the_same_work(shards, bucket_size, uneven, padding):
     """Over the experts' and the other parameters' buffer together, all owners have about the same work. With 1,024
-    owners there are one and a half experts an owner.
+    owners there are one and a half experts an owner. Up to 16 owners the layouts are those of the search for
+    arrangements, which earlier versions made.
     """
     params = _zaya1_base_under_muon()
-    work, length = [0.0] * shards, 0
+    work, length, digest = [0.0] * shards, 0, hashlib.sha256()
     for is_expert in (True, False):
         of_buffer = [p for p in params if (role_of(p).block is not None) == is_expert]
         layout = compute_expert_block_layout(of_buffer, bucket_size, shards, NO_PADDING)
         _check_whole(layout, of_buffer, shards)
         work = [a + b for a, b in zip(work, _newton_schulz_work(layout, shards), strict=True)]
         length += layout.bucket_indices[-1][1]
+        digest.update(repr((list(layout.param_index_map.values()), layout.bucket_indices)).encode())
         last = layout.bucket_indices[-1]
         assert is_expert or shards > 64 or last[1] - last[0] < 1.001 * 262_272 * 2048, "the embedding is alone"
     assert max(work) <= (1 + uneven) * sum(work) / shards
     assert length <= (1 + padding) * sum(p.numel() for p in params)
+    if bucket_size == 67_108_864 and shards in DIGESTS:
+        assert digest.hexdigest().startswith(DIGESTS[shards])
 
 
 def test_larger_buckets_are_taken_only_for_what_they_cost():

@@ -6,7 +6,7 @@ import torch
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 import hip_ops
-from zaya_plugin.optim.muon import MuonAdamW, MuonSettings
+from zaya_plugin.optim.muon import MuonAdamW, MuonSettings, StepContext
 from zaya_plugin.optim.parameter_role import ParameterRole, role_of
 
 # Wide, tall, square, the router's head, and two of one shape, which go through Newton-Schulz as one batch.
@@ -171,9 +171,12 @@ def test_halves_are_orthogonalised_separately():
 def test_the_target_gets_the_rounded_weight_in_the_same_step():
     params = _parameters(flat=True)
     optimizer = _ours(params)
-    optimizer.targets = {p: torch.zeros(p.shape, dtype=torch.bfloat16) for p in params[: len(SHAPES)]}
-    _run([optimizer], params, 2)
-    for p, target in optimizer.targets.items():
+    targets = {p: torch.zeros(p.shape, dtype=torch.bfloat16) for p in params[: len(SHAPES)]}
+    for number in range(2):
+        _give_gradients(params, number)
+        optimizer.begin_step(StepContext(targets=targets))
+        optimizer.step()
+    for p, target in targets.items():
         assert torch.equal(target, p.detach().to(torch.bfloat16))
 
 

@@ -256,7 +256,7 @@ def main(kind: str, data: str, run_dir: str, *overrides: str) -> None:
     for module in ("torch._dynamo", "torch._inductor.compile_fx", "megatron.training.training"):
         importlib.import_module(module)
     bare = snapshot()
-    for module in ("pretrain", "guest", "stage_handover", "measured_steps", "explain", "position_loss"):
+    for module in ("pretrain", "guest", "stage_handover", "measured_steps", "explain"):
         importlib.import_module(f"zaya_plugin.hosts.{module}")
     imported = snapshot()
     found = {"import": changed(bare, imported)}
@@ -315,7 +315,7 @@ def stock(recipe, *_) -> None:
 
     from zaya_plugin.config.arguments import megatron_arguments
     from zaya_plugin.data.sources import find_sources
-    from zaya_plugin.hosts.forward_step import forward_step
+    from zaya_plugin.hosts.adapter import forward_step
     from zaya_plugin.hosts.stage_model import parse_arguments
 
     sources = find_sources(recipe)

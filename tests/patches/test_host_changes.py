@@ -25,6 +25,7 @@ OF_A_RUN = (
     "train",
     "load_checkpoint",
     "get_megatron_optimizer",
+    "finalize_model_grads",
     "logical_and_across_model_parallel_group",
     "reduce_max_stat_across_model_parallel_group",
     "get_signal_handler",

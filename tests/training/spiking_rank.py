@@ -10,16 +10,16 @@ from zaya_plugin.hosts import worker
 
 
 def main(recipe: str, first: str, last: str) -> int:
-    from zaya_plugin.hosts.pretrain import _Trainer
+    from zaya_plugin.hosts.pretrain import Trainer
 
-    training_log = _Trainer.training_log
+    training_log = Trainer.training_log
 
     def spiked(self, stock, loss_dict, total, rate, iteration, *positional, **named):
         if int(first) <= iteration <= int(last) and "lm loss" in loss_dict:
             loss_dict = loss_dict | {"lm loss": loss_dict["lm loss"] + 20}
         return training_log(self, stock, loss_dict, total, rate, iteration, *positional, **named)
 
-    _Trainer.training_log = spiked
+    Trainer.training_log = spiked
     return worker.main([recipe])
 
 

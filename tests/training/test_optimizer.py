@@ -41,13 +41,14 @@ def test_what_a_recipe_sets_reaches_the_optimizer(monkeypatch, overrides, muon, 
 
     def get_megatron_optimizer(config, chunks, config_overrides, **named):
         happened.append(("built", chunks, config, named))
-        made = megatron_optimizer.Adam([torch.nn.Parameter(torch.zeros(2))], lr=0.5)
-        return SimpleNamespace(made=made, defer_scaling=lambda chunks: None, chained_optimizers=[])
+        happened.append(megatron_optimizer.Adam([torch.nn.Parameter(torch.zeros(2))], lr=0.5))
+        return SimpleNamespace(chained_optimizers=[])
 
     recipe = compose(["experiment=cpu_demo", "optim=muon", "parallel.use_distributed_optimizer=true", *overrides])
     chained = optimizer.optimizer_factory(recipe)(get_megatron_optimizer, "config", [], use_gloo_process_groups=True)
+    inner = happened.pop()
     assert happened == [("grouped", []), ("built", [], "config", {"use_gloo_process_groups": True})]
-    assert chained.made.muon == muon and chained.made.defaults["lr"] == 0.5
+    assert inner.muon == muon and inner.defaults["lr"] == 0.5
     assert chained.non_finite == non_finite and chained.max_non_finite == (7 if non_finite == "skip" else None)
 
 

@@ -151,11 +151,11 @@ def written_first(model) -> frozenset[str]:
     """Return the parts whose gradients are not zeroed, since a step's first micro-batch writes them. model: Megatron's
     chunks.
     """
-    from zaya_plugin.optim.gradient_buffers import ResetRest
+    from zaya_plugin.optim.gradient_buffers import ZeroOtherGradients
 
     buffers = [
         buffer
         for chunk in model
         for buffer in (*getattr(chunk, "buffers", ()), *getattr(chunk, "expert_parallel_buffers", ()))
     ]
-    return frozenset({"experts"} if any(isinstance(buffer.reset, ResetRest) for buffer in buffers) else ())
+    return frozenset({"experts"} if any(isinstance(buffer.reset, ZeroOtherGradients) for buffer in buffers) else ())

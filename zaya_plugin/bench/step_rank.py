@@ -39,7 +39,7 @@ def measure(options: Options, recipe, rank: int, world_size: int, console) -> No
     worker.prepare(recipe, world_size)
     from zaya_plugin.data.sources import find_sources
     from zaya_plugin.hosts import pretrain
-    from zaya_plugin.hosts.measured_steps import before_steps, without_optimizer
+    from zaya_plugin.hosts.measured_steps import NoOptimizer, before_steps
     from zaya_plugin.training.lifecycle import Lifecycle
     from zaya_plugin.training.metrics import Reporter
 
@@ -65,10 +65,9 @@ def measure(options: Options, recipe, rank: int, world_size: int, console) -> No
         trace = run_dir / TRACE if options.trace else folder / TRACE
         session = Session(options, rank, device.type, trace, folder / "reference.json.gz", say)
         stack.enter_context(before_steps(session.before_step))
-        if not options.optimizer:
-            stack.enter_context(without_optimizer())
         say(f"building the model; {options.warmup} steps of warm-up")
-        pretrain.run(recipe, sources, Lifecycle(recipe), StepLines(recipe, rank, world_size, console))
+        reporter = StepLines(recipe, rank, world_size, console)
+        pretrain.run(recipe, sources, Lifecycle(recipe), reporter, None if options.optimizer else NoOptimizer)
         found = record.of_rank(session, recipe, options, rates, device)
         if rank == 0:
             say("reading the trace")

@@ -10,83 +10,73 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import functools
 import os
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import nn
 
 from zaya_plugin import compat
 from zaya_plugin.checkpoint import commit, on_disk, restore
-from zaya_plugin.checkpoint.replicas import check_replicas
 from zaya_plugin.checkpoint.run_lock import RunLock
 from zaya_plugin.config.arguments import DECIDED_AT_START, OWN_ARGUMENTS, megatron_arguments
 from zaya_plugin.config.run_directory import written_by
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.data.sources import find_sources
+from zaya_plugin.data.sources import DataSources
 from zaya_plugin.errors import message, mistake
-from zaya_plugin.handover.predecessor import predecessor
 from zaya_plugin.hosts import data_loaders
-from zaya_plugin.hosts.guest_heartbeat import GuestHeartbeat
-from zaya_plugin.hosts.stage_handover import Handover, stage_datasets
-from zaya_plugin.hosts.stage_model import build_stage, model_config
-from zaya_plugin.model.config import ZayaConfig
+from zaya_plugin.hosts.adapter import Adapter
+from zaya_plugin.hosts.measured_steps import graph_warm_up
 from zaya_plugin.model.loss import ZayaGPTModel
 from zaya_plugin.parent_death import BATCH_SIGNALS
 from zaya_plugin.patches import hooks
 from zaya_plugin.patches.hooks import SAVE, TRAINING
 from zaya_plugin.training import heartbeat
-from zaya_plugin.training.balancer import Balancer
 from zaya_plugin.training.kernels import kernel_lines, select_kernels, warm_up_kernels
 from zaya_plugin.training.lifecycle import Lifecycle, damage
-from zaya_plugin.training.optimizer import assign_optimizers, optimizer_factory
+from zaya_plugin.training.optimizer import assign_optimizers
 
 
-class Guest:
-    """What a recipe adds to a host's run.
+class Guest(Adapter):
+    """The recipe's part of a host's run.
 
     Args:
         recipe: the recipe that `zaya export` wrote.
         args: the host's validated namespace. The arguments that the host does not know are added, and `load` is set to
             the checkpoint to load.
-        reads_data: whether the host calls `datasets`; else it reads the data of its own arguments, which the recipe does
-            not know, and data that changed is not noticed.
+        sources: data sets of the recipe, in a host that calls `datasets`; None: the host reads the data of its own
+            arguments, which the recipe does not know, and data that changed is not noticed.
 
     Attributes:
         resumed_at: step of the run's own checkpoint that the run resumes from, 0 for a new run.
-        differences: arguments that the user gave another value than the recipe's: name -> (here, in the recipe).
+        differences: arguments that the user gave another value than the recipe's: name -> (host's, recipe's).
 
     Raises:
         ValueError: the previous stage is not finished.
     """
 
-    def __init__(self, recipe: Recipe, args: argparse.Namespace, reads_data: bool = False):
-        self.recipe, self.args, self.reads_data = recipe, args, reads_data
+    def __init__(self, recipe: Recipe, args: argparse.Namespace, sources: DataSources | None = None):
         select_kernels(recipe)
         values = megatron_arguments(recipe, {})
         for name in OWN_ARGUMENTS:
             setattr(args, name, values.get(name))
-        here = {name: getattr(args, name, None) for name in values}
         self.differences = {
-            name: (here[name], value)
+            name: (getattr(args, name, None), value)
             for name, value in values.items()
-            if name not in DECIDED_AT_START and not _same(here[name], value)
+            if name not in DECIDED_AT_START and not _same(getattr(args, name, None), value)
         }
-        self.lifecycle = Lifecycle(recipe)
-        self.lifecycle.directory = Path(args.save)
-        self.before = None
-        if self.lifecycle.has_checkpoint:
-            self.resumed_at = on_disk.latest(self.lifecycle.directory)[0]
+        lifecycle = Lifecycle(recipe)
+        lifecycle.directory = Path(args.save)
+        super().__init__(recipe, args, lifecycle, sources)
+        self.resumed_at = on_disk.latest(lifecycle.directory)[0] if lifecycle.has_checkpoint else 0
+        if lifecycle.has_checkpoint:
             args.load = args.save
         else:
-            self.resumed_at = 0
-            self.before = predecessor(recipe)
             args.load = str(self.before.checkpoints) if self.before else recipe.handover.from_hf
         args.finetune = False
         args.exit_on_missing_checkpoint = args.load is not None
-        self.handover = Handover(recipe, self.before, self.resumed_at)
-        self.balancer = Balancer()
         self.heartbeat = GuestHeartbeat(args, self.resumed_at)
         self.built_optimizer = False
 
@@ -97,44 +87,36 @@ class Guest:
             f"{self.recipe.name} {begins}, optimizer {self.recipe.optim.name}, megatron.core {compat.core_version()}"
         )
         differences = (
-            f"--{name.replace('_', '-')} is {here!r} here and {wanted!r} in the recipe"
-            for name, (here, wanted) in sorted(self.differences.items())
+            f"--{name.replace('_', '-')} is {of_host!r} here and {of_recipe!r} in the recipe"
+            for name, (of_host, of_recipe) in sorted(self.differences.items())
         )
         return [f"zaya: {line}" for line in (first, *differences, *kernel_lines(self.recipe))]
 
     def install(self) -> None:
         """Replace the host's functions for the rest of the process."""
         relay_batch_signals(self.args)
-        data_loaders.prepare(self.args.num_workers)
         atexit.register(data_loaders.end)  # before multiprocessing's own, which was registered earlier
-        self.restore = hooks.install(
-            [
-                (TRAINING + "finalize_model_grads", self.finalize_and_balance),
-                (TRAINING + "get_megatron_optimizer", self.optimizer),
-                (TRAINING + "save_checkpoint", self.save_and_prune),
-                (SAVE, commit.save),
-                *self.handover.hooks(),
-                *self.heartbeat.hooks(),
-                (TRAINING + "load_checkpoint", self.load_and_check),
-            ]
-        )
+        self.restore = hooks.install(self.hooks())
 
-    def check_checkpoints(self) -> None:
-        """Take the lock of the run's directories, and compare the checkpoint to load with the arguments, once the host has
-        completed them (the vocabulary's padding comes late).
+    def hooks(self) -> list[tuple[str, Callable]]:
+        saves = [(TRAINING + "save_checkpoint", self.save_and_prune), (SAVE, commit.save)]
+        return [*super().hooks(), *saves, *self.heartbeat.hooks()]
+
+    def check(self) -> None:
+        """Take the lock of the run's directories too. Call it once the host has completed its arguments; the vocabulary's
+        padding comes late.
 
         Raises:
-            ValueError: another run writes there, or the checkpoint is damaged, of another model, recipe or data, or of a
-                release that this one cannot read.
+            ValueError: as `Adapter.check`, or another run writes there.
         """
         if self.args.rank == 0:
             directories, save = written_by(self.recipe), self.lifecycle.directory
-            if not any(save.resolve().is_relative_to(each.resolve()) for each in directories.values()):
+            if not any(save.resolve().is_relative_to(folder.resolve()) for folder in directories.values()):
                 directories["--save"] = save
             self.lifecycle.lock = RunLock.take(directories)
             atexit.register(self.lifecycle.lock.release)
         step = self.before.steps if self.before else self.resumed_at
-        of_megatron = self.args.load and self.handover.published is None
+        of_megatron = self.args.load and (step or self.recipe.handover.from_hf is None)
         checkpoint = on_disk.folder(Path(self.args.load), step) if of_megatron else None
         if checkpoint is not None and not compat.can_read(checkpoint):
             raise mistake(
@@ -143,34 +125,14 @@ class Guest:
                 allowed="a checkpoint of this host",
                 fix="train the previous stage in this host too, or continue with `zaya train`",
             )
-        if self.reads_data:
-            self.lifecycle.data = find_sources(self.recipe).facts()
-        self.lifecycle.describe_into(self.args, self.before)
+        super().check()
         for line in self.lifecycle.changed:
             print(f"zaya: {line}", flush=True)
-        self.handover.check(self.args)
-
-    @functools.cached_property
-    def config(self) -> ZayaConfig:
-        """The model's configuration from the host's arguments."""
-        return model_config(self.args)
 
     def share_config(self, host) -> None:
         """Copy the fields that the host reads into its own configuration; may be called again."""
         for name in hooks.SHARED_WITH_HOST:
             hooks.set_attribute(f"TransformerConfig().{name}", host, getattr(self.config, name))
-
-    def model(self, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
-        """Build the GPTModel of one (virtual) stage, for hosts that let the guest build it; in other hosts
-        `zaya_plugin.spec` supplies the layers.
-        """
-        stage = dict(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage, pg_collection=pg_collection)
-        return build_stage(self.recipe, self.args, self.config, **stage)
-
-    def datasets(self, num_samples, vp_stage=None) -> list:
-        """Build the training, validation and test sets of the recipe, for hosts that let the guest read the data."""
-        batch_size = getattr(self.args, "eval_global_batch_size", None) or self.args.global_batch_size
-        return stage_datasets(self.recipe, find_sources(self.recipe), self.args, num_samples, batch_size)
 
     def mark(self, layer: nn.Module, prefix: str) -> None:
         """Mark the matrices of one layer for Muon before the host lays out its buffers; `optimizer` later assigns all
@@ -181,8 +143,7 @@ class Guest:
         assign_optimizers(self.recipe, layer, part_of=prefix)
 
     def optimizer(self, get_megatron_optimizer, config, model_chunks, *positional, **named):
-        """Give the models their head, loss and optimizer assignments, and build the optimizer; replaces Megatron's
-        get_megatron_optimizer.
+        """Give the models their head, loss and optimizer assignments, and build the optimizer.
 
         Every rank calls it before the first step and with the process group, so the kernels are checked here too. Ends
         the run where ranks chose different versions.
@@ -198,13 +159,10 @@ class Guest:
             ZayaGPTModel.convert_in_place(model, self.config)
             assign_optimizers(self.recipe, model)
         self.built_optimizer = True
-        return optimizer_factory(self.recipe)(get_megatron_optimizer, config, model_chunks, *positional, **named)
+        return super().optimizer(get_megatron_optimizer, config, model_chunks, *positional, **named)
 
-    def finalize_and_balance(self, _, *positional, **named):
-        """Run Megatron's finalize_model_grads, which the balancer calls, and balance the experts.
-
-        Ends the run if the host has built an optimizer of its own.
-        """
+    def finalize(self, finalize_model_grads, model, *positional, **named):
+        """Finish the gradients and balance the experts. Ends the run if the host has built an optimizer of its own."""
         if not self.built_optimizer:
             raise SystemExit(
                 "zaya: "
@@ -216,16 +174,14 @@ class Guest:
                     fix="train with Megatron's pretrain(), or use zaya_plugin.muon_optimizer in a loop of your own",
                 )
             )
-        self.balancer(*positional, **named)
+        super().finalize(finalize_model_grads, model, *positional, **named)
 
     @heartbeat.during("load")
-    def load_and_check(self, load_checkpoint, model, optimizer=None, *positional, **named):
-        """Run Megatron's load, and stop a host that starts from step 0 although a checkpoint exists, or from a damaged
-        one.
-        """
+    def load(self, load_checkpoint, model, optimizer, *positional, **named):
+        """Load, and stop a host that starts from step 0 although a checkpoint exists, or from a damaged one."""
         if self.resumed_at and (damaged := restore.compare(self.lifecycle.directory, self.resumed_at).damaged):
             raise SystemExit("zaya: " + damage(self.lifecycle.directory, damaged))
-        loaded = load_checkpoint(model, optimizer, *positional, **named)
+        loaded = super().load(load_checkpoint, model, optimizer, *positional, **named)
         iteration = loaded[0]
         if iteration != self.resumed_at:
             raise SystemExit(
@@ -238,8 +194,6 @@ class Guest:
                     fix="see the host's messages above this one",
                 )
             )
-        if self.args.load:
-            check_replicas(model, optimizer)
         return loaded
 
     @heartbeat.during("save")
@@ -255,6 +209,55 @@ class Guest:
         self.heartbeat.before = None
         save_checkpoint(iteration, *positional, **named)
         self.lifecycle.after_save(iteration)
+
+
+class GuestHeartbeat:
+    """The heartbeat of a guest's rank: phases and steps of Megatron's loop, where `zaya aegis run` asks for them.
+
+    Args:
+        args: the host's namespace.
+        resumed_at: the step that the host's loop continues from.
+    """
+
+    def __init__(self, args: argparse.Namespace, resumed_at: int):
+        self.args, self.resumed_at, self.step = args, resumed_at, resumed_at
+        self.before: float | None = None  # the end of the last step, unless something else came after it
+        heartbeat.start(args.rank)
+        heartbeat.phase("build", resumed_at)
+
+    def hooks(self) -> list[tuple[str, Callable]]:
+        """Return the replaced symbols with our functions; none without a supervisor."""
+        if not heartbeat.is_on():
+            return []
+        return [
+            (TRAINING + "train", self.train),
+            (TRAINING + "train_step", self.train_step),
+            (TRAINING + "evaluate_and_print_results", self.evaluate),
+        ]
+
+    def train(self, train, *positional, **named):
+        """Run Megatron's loop between the phases warm_up and end."""
+        heartbeat.phase("warm_up", self.step)
+        result = train(*positional, **named)
+        heartbeat.phase("end")
+        return result
+
+    def train_step(self, train_step, *positional, **named):
+        """Run Megatron's step and tell that it has finished on the host: the device may still work on it."""
+        begun = time.monotonic() if self.before is None else self.before
+        result = train_step(*positional, **named)
+        done = getattr(self.args, "curr_iteration", None)  # before this step; counts steps that are skipped
+        self.step = self.step + 1 if done is None else done + 1
+        self.before = time.monotonic()
+        warm = self.step > self.resumed_at + graph_warm_up(self.args)
+        heartbeat.step(self.step, self.before - begun, warm=warm)
+        return result
+
+    @heartbeat.during("validate")
+    def evaluate(self, evaluate_and_print_results, *positional, **named):
+        """Run Megatron's validation."""
+        self.before = None
+        return evaluate_and_print_results(*positional, **named)
 
 
 def relay_batch_signals(args: argparse.Namespace) -> None:
@@ -273,8 +276,8 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def _same(here, wanted) -> bool:
+def _same(of_host, of_recipe) -> bool:
     """Compare two values; a list of one equals its item, and all values of a flag that is off are equal."""
-    if isinstance(here, (list, tuple)) and len(here) == 1 and not isinstance(wanted, (list, tuple)):
-        here = here[0]
-    return here == wanted or (not here and not wanted) or str(here) == str(wanted)
+    if isinstance(of_host, (list, tuple)) and len(of_host) == 1 and not isinstance(of_recipe, (list, tuple)):
+        of_host = of_host[0]
+    return of_host == of_recipe or (not of_host and not of_recipe) or str(of_host) == str(of_recipe)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megatron.training import get_args
 
 from zaya_plugin.optim.chained import ChainedMuonAdamW
-from zaya_plugin.optim.gradient_buffers import spare_zeroing
+from zaya_plugin.optim.gradient_buffers import group_layers, skip_zeroing_experts
 from zaya_plugin.patches import hooks
 
 
@@ -70,27 +70,18 @@ class NoOptimizer(ChainedMuonAdamW):
     The gradients are not divided by the number of tokens, because the update does that as it reads them.
     """
 
-    def __init__(self, config, model_chunks: list):
-        super().__init__([])
+    def __init__(self, get_megatron_optimizer, config, model_chunks: list, *positional, **named):
+        """Arguments as of the function that replaces Megatron's get_megatron_optimizer."""
+        group_layers(model_chunks)
+        super().__init__([], model_chunks)
         self.config, self.model_chunks = config, model_chunks
-        spare_zeroing(model_chunks)
+        skip_zeroing_experts(model_chunks)
 
     def step(self) -> tuple[bool, None, None]:
         for chunk in self.model_chunks:
             if chunk.ddp_config.use_distributed_optimizer and not chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
         return True, None, None
-
-
-@contextmanager
-def without_optimizer() -> Iterator[None]:
-    """Let Megatron build no optimizer within a `with` around `zaya_plugin.hosts.pretrain.run`."""
-
-    def none(get_megatron_optimizer, config, model_chunks, *positional, **named):
-        return NoOptimizer(config, model_chunks)
-
-    with hooks.wrapped([(hooks.TRAINING + "get_megatron_optimizer", none)]):
-        yield
 
 
 def graph_warm_up(args: argparse.Namespace) -> int:

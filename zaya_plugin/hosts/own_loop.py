@@ -21,6 +21,21 @@ from zaya_plugin.optim.muon import MuonSettings
 from zaya_plugin.training.balancer import Balancer
 
 
+class BalancedMuonAdamW(ChainedMuonAdamW):
+    """Megatron's chain of optimizers over MuonAdamW; a step balances the experts first."""
+
+    def __init__(self, chained_optimizers: list, model_chunks: list[nn.Module], *settings):
+        super().__init__(chained_optimizers, model_chunks, *settings)
+        self.balanced_chunks, self.balancer = model_chunks, Balancer()
+
+    def step(self) -> tuple[bool, float | None, int | None]:
+        """Move the experts' biases and update the weights. Return as Megatron's optimizers: whether weights were
+        updated, the norm of all gradients, and their number of zeros.
+        """
+        self.balancer.balance(self.balanced_chunks)
+        return super().step()
+
+
 def balance_experts(model_chunks: list[nn.Module]) -> RouterStatistics:
     """Move the experts' biases by the routers' counts of all ranks, and start the counts of the next step.
 
@@ -39,7 +54,7 @@ def muon_optimizer(
     overrides: Iterable[str] = (),
     muon: MuonSettings | None = None,
     **named,
-) -> ChainedMuonAdamW:
+) -> BalancedMuonAdamW:
     """Build Muon for matrices and AdamW for all other parameters, in Megatron's wrappers; `step()` also balances the
     experts.
 
@@ -81,14 +96,5 @@ def muon_optimizer(
                 fix="wrap it in DistributedDataParallel",
             )
         tag_parameters(unwrap_model(chunk), overrides)
-    optimizer = muon_factory(get_megatron_optimizer, muon or MuonSettings(), non_finite="stop")(
-        config, model_chunks, **named
-    )
-    update, balancer = optimizer.step, Balancer()
-
-    def balance_and_update():
-        balancer.balance(model_chunks)
-        return update()
-
-    optimizer.step = balance_and_update
-    return optimizer
+    factory = muon_factory(get_megatron_optimizer, muon or MuonSettings(), non_finite="stop", chain=BalancedMuonAdamW)
+    return factory(config, model_chunks, **named)

@@ -2,7 +2,8 @@
 """`zaya train` on `megatron.training`: recipe -> arguments -> `pretrain`, with our model, data, loss and hooks.
 
 The loop, the schedules, the samplers and the checkpoints are Megatron's. pretrain() takes no callbacks in 0.19, so some
-module-level functions are replaced during a run (zaya_plugin.patches.hooks).
+module-level functions are replaced during a run (zaya_plugin.patches.hooks). What every host does with a recipe is in
+adapter.py; here are reports, saves beside the training, guards and the end of a run.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from megatron.training import get_args, get_timers, training
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
 from zaya_plugin.checkpoint import restore, starts
-from zaya_plugin.checkpoint.replicas import check_replicas
 from zaya_plugin.checkpoint.saver import Saver
 from zaya_plugin.config import phases
 from zaya_plugin.config.arguments import megatron_arguments
@@ -34,25 +34,21 @@ from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.dataset import mean_loss
 from zaya_plugin.data.sources import DataSources
 from zaya_plugin.errors import ENDED_EARLY, ROLL_BACK, NotFiniteError, RunEndedError, message
-from zaya_plugin.handover.predecessor import predecessor
 from zaya_plugin.hosts import data_loaders, start_waits
-from zaya_plugin.hosts.forward_step import forward_step
+from zaya_plugin.hosts.adapter import Adapter, forward_step
 from zaya_plugin.hosts.measured_steps import graph_warm_up
 from zaya_plugin.hosts.saved_state import SavedState
-from zaya_plugin.hosts.stage_handover import Handover, stage_datasets
-from zaya_plugin.hosts.stage_model import build_stage, model_config, parse_arguments
+from zaya_plugin.hosts.stage_model import parse_arguments
 from zaya_plugin.optim.balancing import RouterStatistics
 from zaya_plugin.optim.chained import NonFiniteGradientsError
 from zaya_plugin.parallel import registered_buffers
 from zaya_plugin.patches import hooks
 from zaya_plugin.patches.hooks import TRAINING
 from zaya_plugin.training import heartbeat, loss_guard
-from zaya_plugin.training.balancer import Balancer
 from zaya_plugin.training.kernels import kernel_lines, warm_up_kernels
 from zaya_plugin.training.lifecycle import Lifecycle
 from zaya_plugin.training.loss_guard import LossGuard, RollBackError, Spike
 from zaya_plugin.training.metrics import Reporter, Step, memory_gib
-from zaya_plugin.training.optimizer import optimizer_factory
 from zaya_plugin.training.step_queue import AgreedSignal, StepClock, StepQueue
 
 # With deterministic algorithms torch fills every new tensor with NaN, to show reads of uninitialised memory; this
@@ -62,7 +58,13 @@ NEW_MEMORY = "torch.utils.deterministic.fill_uninitialized_memory"
 SECONDS_FOR_A_SAVE = 60.0
 
 
-def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Reporter) -> int:
+def run(
+    recipe: Recipe,
+    sources: DataSources,
+    lifecycle: Lifecycle,
+    reporter: Reporter,
+    build_optimizer: Callable | None = None,
+) -> int:
     """Train the recipe; return 0 after the last step or at exit_interval, or ENDED_EARLY when a signal has ended the run.
 
     Args:
@@ -70,36 +72,25 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
         sources: tokenizer and data sets of the recipe.
         lifecycle: resumption, and the removal of old checkpoints.
         reporter: gets every step and validation.
+        build_optimizer: called in place of `Adapter.optimizer`.
     """
     args = parse_arguments(megatron_arguments(recipe, sources.tokenizer_arguments()))
-    data_loaders.prepare(args.num_workers)
-    saver = Saver(
-        lifecycle.directory,
-        args.rank,
-        args.world_size,
-        keep_last=recipe.checkpoint.keep_last,
-        keep_every=recipe.checkpoint.keep_every,
-        collectives=60 * args.distributed_timeout_minutes,
-    )
-    before = predecessor(recipe) if not lifecycle.has_checkpoint else None
-    lifecycle.data = sources.facts() if isinstance(sources, DataSources) else None
-    lifecycle.describe_into(args, before)
-    handover = Handover(recipe, before, lifecycle.resumed_at)
-    handover.check(args)
-    trainer = _Trainer(args, recipe, sources, lifecycle, reporter, SavedState(recipe, saver))
+    trainer = Trainer(recipe, args, lifecycle, sources, reporter)
+    trainer.check()
+    saver = trainer.saved.saver
     registered_buffers.end_with_release()
     phases.begin(f"connecting {args.world_size} ranks" if args.world_size > 1 else "setting up Megatron")
     try:
         with (
             hooks.replaced({NEW_MEMORY: False} if recipe.cluster.deterministic else {}),
-            hooks.wrapped([*trainer.hooks(), *handover.hooks(trainer.evaluate_and_report)]),
+            hooks.wrapped(trainer.hooks(build_optimizer)),
         ):
             training.pretrain(
                 pretrain_cfg_container_from_args(args),
-                trainer.provide_datasets,
+                trainer.datasets,
                 ModelType.encoder_or_decoder,
                 forward_step,
-                model_provider=trainer.provide_model,
+                model_provider=trainer.model,
             )
     except SystemExit as left:  # signals and exit_interval leave pretrain() this way, after saving
         if left.code:  # as Megatron's rerun machine does
@@ -164,8 +155,10 @@ def as_guard(recipe: Recipe, error: RunEndedError, step: int) -> RunEndedError:
 
 
 class NonFiniteLossError(NotFiniteError):
-    """The loss of a step is infinite or NaN, although its gradients are finite, or a validation loss is: raised by the ranks that have the loss
-    before they write their part of a checkpoint of this step, so that the checkpoint is never complete.
+    """The loss of a step is infinite or NaN, although its gradients are finite, or a validation loss is.
+
+    The ranks that have the loss raise it before they write their part of a checkpoint of this step, so that the
+    checkpoint is never complete.
     """
 
     def __init__(self, text: str, step: int):
@@ -208,87 +201,88 @@ def release_graphs() -> None:
         FullCudaGraphWrapper.cuda_graph[stage] = FullCudaGraphWrapper.result[stage] = None
 
 
-class _Trainer:
-    """The functions that pretrain() calls, and their common state."""
+class Trainer(Adapter):
+    """A recipe's part of Megatron's loop, with reports of every step, saves beside the training, and guards."""
 
-    def __init__(
-        self, args, recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Reporter, saved: SavedState
-    ):
-        self.args = args
-        self.recipe = recipe
-        self.sources = sources
-        self.lifecycle = lifecycle
+    def __init__(self, recipe: Recipe, args, lifecycle: Lifecycle, sources: DataSources, reporter: Reporter):
+        super().__init__(recipe, args, lifecycle, sources)
         self.reporter = reporter
-        self.saved = saved
-        saved.saver.report = reporter.saved if args.rank == 0 else print
-        self.balancer = Balancer()
+        saver = Saver(
+            lifecycle.directory,
+            args.rank,
+            args.world_size,
+            keep_last=recipe.checkpoint.keep_last,
+            keep_every=recipe.checkpoint.keep_every,
+            collectives=60 * args.distributed_timeout_minutes,
+        )
+        saver.report = reporter.saved if args.rank == 0 else print
+        self.saved = SavedState(recipe, saver)
         self.started = False
         self.scheduler = None
         self.lr: float | None = None  # of the next step's update
-        self.step = lifecycle.resumed_at  # the last that ended; args.curr_iteration is the one before
+        self.step = 0  # the last that ended; args.curr_iteration is the one before
         self.refused: int | None = None  # the last step that was skipped because its gradients were not finite
         self.validated: int | None = None  # the step of the last validation
         self.steps = StepQueue()
-        saved.saver.before_writing = self.steps.flush
+        saver.before_writing = self.steps.flush
         self.clock = StepClock(on_device=recipe.cluster.device != "cpu")
         self.signal: AgreedSignal | None = None
         self.guard: LossGuard | None = None  # on the rank that reports
         self.spiked = 0  # the first step of a loss spike, once the guard acts
         self.rolls_back = recipe.guard.loss_spike == "roll_back"
 
-    def hooks(self) -> list[tuple[str, Callable]]:
-        """Return the replaced symbols with our functions; each is called with the function that it replaces."""
+    def check(self) -> None:
+        super().check()
+        self.step = self.lifecycle.resumed_at
+
+    def hooks(self, build_optimizer: Callable | None = None) -> list[tuple[str, Callable]]:
+        """Return the replaced symbols with our functions. build_optimizer: in place of `optimizer`."""
         return [
+            *super().hooks(),
+            *([(TRAINING + "get_megatron_optimizer", build_optimizer)] if build_optimizer else []),
             (TRAINING + "training_log", self.training_log),
             (TRAINING + "evaluate_and_print_results", self.evaluate_and_report),
             (TRAINING + "save_checkpoint_and_time", self.save),
-            (TRAINING + "load_checkpoint", self.load_and_compare),
             (TRAINING + "train", self.prepare_and_train),
-            (TRAINING + "get_megatron_optimizer", optimizer_factory(self.recipe)),
             (TRAINING + "logical_and_across_model_parallel_group", lambda _, succeeded, group=None: succeeded),
             (TRAINING + "reduce_max_stat_across_model_parallel_group", lambda _, stat, group=None: stat),
             (TRAINING + "get_signal_handler", self.signal_handler),
             (TRAINING + "dummy_train_step", self.skip_step),
         ]
 
-    def provide_model(self, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
-        """Build the model of one (virtual) stage; pretrain() calls this after it has made the process groups."""
-        args = self.args
+    def model(self, *positional, **named):
+        """Build the model of one (virtual) stage, after the choice of the checkpoint to load."""
         heartbeat.phase("build")
         phases.begin("building the model")
         if not self.started:  # with virtual stages there is one call for each
             self.started = True
-            skipped = self.lifecycle.settle()
-            saver, lifecycle = self.saved.saver, self.lifecycle
-            saver.generation, saver.local, saver.leads = lifecycle.generation, lifecycle.local, lifecycle.leads
-            saver.limit = lifecycle.upload_limit
-            self.reporter.start(
-                self.lifecycle.tracker_id, resumed_at=self.lifecycle.resumed_at, lineage=self.lifecycle.lineage
-            )
-            if resumed_at := self.lifecycle.resumed_at:
-                metrics = Path(self.recipe.run_dir) / "metrics.jsonl"
-                self.validated = restore.on_rank_0(lambda: starts.last_step(metrics, "valid_loss", resumed_at))
-            if self.reporter.reports:
-                self.guard = loss_guard.make_guard(self.recipe, self.lifecycle.resumed_at)
-            if skipped:
-                self.reporter.note(skipped)
-            with heartbeat.during("warm_up"):
-                checked = warm_up_kernels(self.recipe)
-            if kernels := kernel_lines(self.recipe):
-                self.reporter.note([*kernels, checked])
-        config = model_config(args)
-        config.finalize_model_grads_func = self.finalize_and_balance
-        stage = dict(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage, pg_collection=pg_collection)
-        return build_stage(self.recipe, args, config, **stage)
+            self.begin()
+        return super().model(*positional, **named)
 
-    def provide_datasets(self, num_samples, vp_stage=None):
-        """Build the training, validation and test sets for Megatron's numbers of samples."""
+    def begin(self) -> None:
+        """Choose the checkpoint to load, start the reports and check the kernels. A collective."""
+        lifecycle, saver = self.lifecycle, self.saved.saver
+        skipped = lifecycle.settle()
+        saver.generation, saver.local, saver.leads = lifecycle.generation, lifecycle.local, lifecycle.leads
+        saver.limit = lifecycle.upload_limit
+        self.reporter.start(lifecycle.tracker_id, resumed_at=lifecycle.resumed_at, lineage=lifecycle.lineage)
+        if resumed_at := lifecycle.resumed_at:
+            metrics = Path(self.recipe.run_dir) / "metrics.jsonl"
+            self.validated = restore.on_rank_0(lambda: starts.last_step(metrics, "valid_loss", resumed_at))
+        if self.reporter.reports:
+            self.guard = loss_guard.make_guard(self.recipe, resumed_at)
+        if skipped:
+            self.reporter.note(skipped)
+        with heartbeat.during("warm_up"):
+            checked = warm_up_kernels(self.recipe)
+        if kernels := kernel_lines(self.recipe):
+            self.reporter.note([*kernels, checked])
+
+    def datasets(self, num_samples, vp_stage=None) -> list:
         phases.begin("opening the data")
-        batch_size = self.args.eval_global_batch_size
-        return stage_datasets(self.recipe, self.sources, self.args, num_samples, batch_size)
+        return super().datasets(num_samples, vp_stage)
 
-    # Every rank reads its own part; without this attribute Megatron broadcasts from one rank.
-    provide_datasets.is_distributed = True
+    datasets.is_distributed = True  # as the adapter's
 
     def signal_handler(self, get_signal_handler: Callable) -> AgreedSignal:
         """Replaces Megatron's get_signal_handler."""
@@ -311,13 +305,12 @@ class _Trainer:
             print(text, file=sys.stderr, flush=True)
         return ENDED_EARLY
 
-    def finalize_and_balance(self, model, *positional, **named):
-        """Finish the gradients and balance the experts, after the backward passes of a step."""
+    def finalize(self, *positional, **named):
         # The previous step has ended. A captured step does not come here: training_log polls too.
         self.clock.gradients_ready()
         self.steps.poll()
         self.saved.saver.poll()
-        self.balancer(model, *positional, **named)
+        super().finalize(*positional, **named)
 
     def training_log(
         self,
@@ -442,17 +435,19 @@ class _Trainer:
         self.clock.restart()
 
     @heartbeat.during("load")
-    def load_and_compare(self, load_checkpoint, model, optimizer, *positional, **named):
-        """Run Megatron's load, and compare what ranks hold that must hold the same."""
+    def load(self, *positional, **named):
         if self.args.load:
             phases.begin("loading the checkpoint")
-        loaded = load_checkpoint(model, optimizer, *positional, **named)
-        if self.args.load:
-            check_replicas(model, optimizer)
-        return loaded
+        return super().load(*positional, **named)
 
     def prepare_and_train(self, train, forward_step_func, model, optimizer, scheduler, *positional, **named):
-        """Plan the checkpoints, then run Megatron's training loop."""
+        """Validate before the first step of a stage, plan the checkpoints, then run Megatron's training loop."""
+        if self.handover.begins and self.recipe.stage.eval_at_start and self.args.do_valid:
+            _, valid_data, non_loss, config, *_ = positional
+            groups = {name: named.get(name) for name in ("pg_collection", "p2p_communicator")}
+            self.evaluate_and_report(None, "start", forward_step_func, valid_data, model, 0, non_loss, config, **groups)
+            for chunk in model:
+                chunk.train()
         start_waits.over()
         heartbeat.phase("warm_up", self.step)
         phases.begin("first step; it may compile kernels")

@@ -77,12 +77,8 @@ class SavedState:
 
     def prepare(self, model, optimizer, scheduler) -> None:
         """Plan the files and allocate the memory, before the first step. A collective."""
-        for inner in optimizer.chained_optimizers:
-            if hasattr(inner.optimizer, "initialise_state"):
-                inner.optimizer.initialise_state()
-                inner.optimizer.before_change = self.saver.before_change
-        inner = [each for each in optimizer.chained_optimizers if not getattr(each, "is_stub_optimizer", False)]
-        self._by_model = not all(isinstance(each, MuonDistributedOptimizer) for each in inner)
+        optimizer.announce_changes(self.saver.before_change)
+        self._by_model = not all(isinstance(part, MuonDistributedOptimizer) for part in optimizer.parts)
         on_device = any(parameter.is_cuda for parameter in model[0].parameters())
         self.saver.prepare(self.state(model, optimizer, scheduler, 0, 0.0), pin=on_device)
         self._watched = [tensor.data_ptr() for tensor in _tensors(model, optimizer)]
@@ -207,10 +203,8 @@ def _tensors(model, optimizer) -> Iterator[Tensor]:
     """Yield the tensors of which checkpoints are copies."""
     for chunk in unwrap_model(model):
         yield from chunk.buffers()
-    for inner in optimizer.chained_optimizers:
-        if getattr(inner, "is_stub_optimizer", False):
-            continue
-        for group in inner.optimizer.param_groups:
+    for part in optimizer.parts:
+        for group in part.optimizer.param_groups:
             for parameter in group["params"]:
                 yield parameter
-                yield from (each for each in inner.optimizer.state[parameter].values() if torch.is_tensor(each))
+                yield from (value for value in part.optimizer.state[parameter].values() if torch.is_tensor(value))

@@ -7,9 +7,7 @@ and schedule.
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable
 
 import torch
 from megatron.core.num_microbatches_calculator import update_num_microbatches
@@ -25,7 +23,6 @@ from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import DataSources
 from zaya_plugin.errors import message, mistake
 from zaya_plugin.handover.predecessor import Predecessor
-from zaya_plugin.patches.hooks import TRAINING
 
 
 def check_published(source: str, args) -> None:
@@ -51,7 +48,7 @@ def check_published(source: str, args) -> None:
 
 
 class Handover:
-    """Hooks for a run whose checkpoint directory may still be empty.
+    """The load of a run whose checkpoint directory may still be empty.
 
     Args:
         recipe: of the stage that begins.
@@ -81,19 +78,18 @@ class Handover:
         problem = "the checkpoint of the previous stage is damaged:\n  " + "\n  ".join(broken)
         return message("handover.from_run", self.recipe.handover.from_run, problem=problem)
 
-    def hooks(self, evaluate_and_report: Callable | None = None) -> list[tuple[str, Callable]]:
-        """Return what replaces Megatron's `load_checkpoint` and, with evaluate_and_report (of hosts.pretrain),
-        `train`.
+    def load(self, load_checkpoint, model, optimizer, *positional, **named) -> tuple[int, int]:
+        """Load the run's own checkpoint, the previous stage's, or published weights. Return Megatron's pair, whose first
+        number is the step that the run continues from.
         """
-        found = [(TRAINING + "load_checkpoint", self.load_and_begin)] if self.before is not None else []
         if self.published is not None:
-            found = [(TRAINING + "load_checkpoint", self.load_published)]
-        if evaluate_and_report is not None and self.begins and self.recipe.stage.eval_at_start:
-            found.append((TRAINING + "train", functools.partial(self.evaluate_and_train, evaluate_and_report)))
-        return found
+            return self.load_published(model, optimizer)
+        if self.before is not None:
+            return self.load_and_begin(load_checkpoint, model, optimizer, *positional, **named)
+        return load_checkpoint(model, optimizer, *positional, **named)
 
-    def load_published(self, _, model, optimizer, *positional, **named) -> tuple[int, int]:
-        """Copy published weights into the model and into the optimizer's fp32 copies, in place of Megatron's load."""
+    def load_published(self, model, optimizer) -> tuple[int, int]:
+        """Copy published weights into the model and into the optimizer's fp32 copies."""
         load_hf(model, self.published)
         if optimizer is not None:
             optimizer.reload_model_params()
@@ -112,41 +108,6 @@ class Handover:
         args.consumed_train_samples = args.skipped_train_samples = args.consumed_valid_samples = 0
         update_num_microbatches(0, consistency_check=False)
         return 0, 0
-
-    def evaluate_and_train(
-        self,
-        evaluate_and_report,
-        train,
-        forward_step_func,
-        model,
-        optimizer,
-        scheduler,
-        train_data,
-        valid_data,
-        non_loss,
-        config,
-        *positional,
-        **named,
-    ):
-        """Validate before the first step, then run Megatron's training loop."""
-        args = get_args()
-        if args.do_valid:
-            groups = {name: named.get(name) for name in ("pg_collection", "p2p_communicator")}
-            evaluate_and_report(None, "start", forward_step_func, valid_data, model, 0, non_loss, config, **groups)
-            for chunk in model:
-                chunk.train()
-        return train(
-            forward_step_func,
-            model,
-            optimizer,
-            scheduler,
-            train_data,
-            valid_data,
-            non_loss,
-            config,
-            *positional,
-            **named,
-        )
 
 
 def stage_samples(recipe: Recipe, counts: tuple[int, int, int], validation: int) -> tuple[int, int, int]:

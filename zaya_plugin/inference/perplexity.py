@@ -1,20 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Perplexity on prepared data: exp of the mean loss, computed by the model's own head and loss as in validation."""
+"""Perplexity on prepared data: exp of the mean loss, computed by the model's own head and loss as in validation; and
+two stages' models compared by the loss at each position, to show the use of the longer context.
+
+`python -m zaya_plugin.inference.perplexity <run of the shorter stage> <run of the longer stage>` compares in one
+process, on sequences of the longer stage's length; zaya_plugin/run/curriculum_run.py starts it.
+"""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import hashlib
+import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy
 import torch
 from torch import Tensor
 
+from zaya_plugin import patches
 from zaya_plugin.checkpoint.progress import bar
+from zaya_plugin.config.compose import load_recipe
+from zaya_plugin.config.schema import Recipe
+from zaya_plugin.data.blend import resolve_blend
 from zaya_plugin.data.indexed_dataset import IndexedReader, spread
 from zaya_plugin.data.prepared import (
     check_dataset,
@@ -26,10 +39,14 @@ from zaya_plugin.data.prepared import (
     packed_loss_mask,
     prefix_of,
 )
+from zaya_plugin.data.sources import find_sources
 from zaya_plugin.data.tokenizer import added_tokens
 from zaya_plugin.errors import mistake
-from zaya_plugin.inference.opening import GIB, Opened
+from zaya_plugin.inference.opening import GIB, Opened, find_model, open_model
 from zaya_plugin.parallel.packed_documents import PackedDocuments
+
+COMPARED_SEQUENCES = 16
+POSITIONS_FILE = "loss_by_position.json"
 
 
 @dataclass(frozen=True)
@@ -88,14 +105,12 @@ def summed_loss(
         packed: rows are bins; a document's first token and filling are not in the loss.
         marks: of chats, uint8 [b, s + 1]: where documents end, and the answers, which alone are in the loss.
     """
-    device = next(model.parameters()).device
-    tokens, labels = (part.contiguous().to(device) for part in (rows[:, :-1], rows[:, 1:]))
     documents, whole = None, rows.numpy()
+    device = next(model.parameters()).device
     if eod is not None:
         ends = torch.from_numpy(document_ends(whole, eod, marks)[:, :-1]).to(device)
         documents = PackedDocuments.from_ends(ends, reset_positions=reset_positions)
-    positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
-    losses = model(tokens, positions, None, labels=labels, packed_seq_params=documents).double()
+    losses = token_losses(model, rows[:, :-1], rows[:, 1:], documents).double()
     if not packed and marks is None:
         return losses.sum().item(), losses.numel()
     width = whole.shape[1] - packed
@@ -157,6 +172,94 @@ def perplexity(opened: Opened, name: str, path: str, batch_size: int, limit: int
     return {"perplexity": math.exp(mean) if mean < 700 else math.inf, "loss": mean, "tokens": count}
 
 
+def main(argv: list[str]) -> int:
+    """Compare the models of two runs by position. Return 0 if the longer stage's model is better past the shorter
+    context, else 1.
+    """
+    runs = [Path(run) for run in argv]
+    recipes = [load_recipe(run / "recipe.yaml") for run in runs]
+    with contextlib.ExitStack() as quiet:
+        out = sys.stderr if os.environ.get("ZAYA_TRACEBACK") == "1" else quiet.enter_context(open(os.devnull, "w"))
+        quiet.enter_context(contextlib.redirect_stdout(out))
+        tokens = validation_tokens(recipes[-1], COMPARED_SEQUENCES)
+        by_position = [losses_by_position(run, recipes[-1], tokens) for run in runs]
+    short, long = (recipe.stage.seq_length for recipe in recipes)
+    result = {
+        "sequences": len(tokens),
+        "stages": [recipe.stage.name for recipe in recipes],
+        "rows": [(start, end, *means(by_position, start, end)) for start, end in ranges(short, long)],
+        "beyond": means(by_position, short, long),
+    }
+    better = result["beyond"][1] < result["beyond"][0]
+    for line in position_table(result, short, long, better):
+        print(line)
+    (runs[1] / POSITIONS_FILE).write_text(json.dumps(result, indent=1) + "\n")
+    return 0 if better else 1
+
+
+def validation_tokens(recipe: Recipe, sequences: int) -> Tensor:
+    """Return tokens of the validation data, int64 [at most `sequences`, seq_length + 1], spread evenly over it, with
+    documents one after another.
+    """
+    with_validation = replace(recipe, stage=replace(recipe.stage, eval_iters=recipe.stage.eval_iters or 1))
+    prefix = resolve_blend(find_sources(with_validation).valid, "valid")[0][0]
+    stored, length = IndexedReader(prefix).stream, recipe.stage.seq_length + 1
+    count = len(stored) // length
+    if count == 0:
+        raise mistake(
+            f"{prefix}.bin",
+            problem=f"it holds {len(stored)} tokens, fewer than one sequence",
+            allowed=f"at least {length} tokens",
+            fix="more validation data",
+        )
+    rows = stored[: count * length].reshape(count, length)
+    return torch.from_numpy(rows[spread(count, sequences)].astype(numpy.int64))
+
+
+@torch.no_grad()
+def losses_by_position(run: Path, recipe: Recipe, tokens: Tensor) -> Tensor:
+    """Return the loss of every position of `tokens` [n, s + 1] under the model of `run`'s newest checkpoint, with its own
+    RoPE base; fp32 [n, s]. recipe: names the device.
+    """
+    options = argparse.Namespace(
+        given=str(run), step=None, tokenizer=None, verify=True, device=recipe.cluster.device, dtype=None
+    )
+    model = open_model(options, find_model(options), needs_tokenizer=False).load(lambda count: None)
+    return torch.cat([token_losses(model, row[:, :-1], row[:, 1:]).float().cpu() for row in tokens.split(1)])
+
+
+def token_losses(model, tokens: Tensor, labels: Tensor, documents: PackedDocuments | None = None) -> Tensor:
+    """Return the loss of every token, [b, s]."""
+    tokens, labels = (part.contiguous().to(next(model.parameters()).device) for part in (tokens, labels))
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    return model(tokens, positions, None, labels=labels, packed_seq_params=documents)
+
+
+def ranges(short: int, long: int) -> list[tuple[int, int]]:
+    """Return ranges of positions [start, end): the shorter context, then each twice as long up to the longer
+    context.
+    """
+    edges = [0, short]
+    while edges[-1] < long:
+        edges.append(min(2 * edges[-1], long))
+    return list(zip(edges, edges[1:], strict=False))
+
+
+def means(by_position: Sequence[Tensor], start: int, end: int) -> list[float]:
+    """Return the mean loss of each model over positions [start, end)."""
+    return [loss[:, start:end].mean().item() for loss in by_position]
+
+
+def position_table(result: dict, short: int, long: int, better: bool) -> Iterator[str]:
+    """Yield the lines to print. better: the longer stage's model has the lower loss past the shorter context."""
+    yield f"loss by position, nats a token, {result['sequences']} sequences of {long} validation tokens"
+    yield f"{'positions':>14}  " + "  ".join(f"{name:>16}" for name in result["stages"])
+    for start, end, *values in result["rows"]:
+        yield f"{f'{start}-{end - 1}':>14}  " + "  ".join(f"{value:>16.4f}" for value in values)
+    before, after = result["beyond"]
+    yield f"past {short} tokens: {after:.4f} against {before:.4f}, {'below' if better else 'NOT below'}"
+
+
 def _check_tokenizer(opened: Opened, path: str, manifest) -> None:
     if manifest is None or opened.home is None:
         return
@@ -181,3 +284,8 @@ def _entries(file: str) -> dict | None:
     from zaya_plugin.data.tokenizer import open_tokenizer
 
     return open_tokenizer(os.path.dirname(file)).get_vocab(with_added_tokens=True) if os.path.isfile(file) else None
+
+
+if __name__ == "__main__":
+    patches.apply_torch()
+    sys.exit(main(sys.argv[1:]))

@@ -11,6 +11,7 @@ returns the exact outcome, and the device does not idle.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -21,6 +22,7 @@ from zaya_plugin import compat
 from zaya_plugin.errors import NotFiniteError, message
 from zaya_plugin.optim.gradient_buffers import DeferredScale
 from zaya_plugin.optim.host_copy import HostCopy
+from zaya_plugin.optim.muon import StepContext
 
 
 class NonFiniteGradientsError(NotFiniteError):
@@ -30,29 +32,44 @@ class NonFiniteGradientsError(NotFiniteError):
 class ChainedMuonAdamW(ChainedOptimizer):
     """Megatron's chain of optimizers, each over a MuonAdamW, or over None if the rank has no such parameters.
 
-    Attributes:
+    Args:
+        model_chunks: the models whose gradients Megatron scales; the step multiplies by the factor.
         non_finite: what happens on all ranks if any gradient is infinite or NaN. "skip": the step changes nothing.
             "stop": it also raises NonFiniteGradientsError. None: gradients are not checked.
         max_non_finite: with "skip": so many such steps in a row raise too; None: any number is skipped.
+
+    Attributes:
         deferred: the factor by which the gradients in DDP's buffers must still be multiplied.
     """
 
-    non_finite: str | None = None
-    max_non_finite: int | None = None
-
-    def __init__(self, chained_optimizers: list[MegatronOptimizer]):
+    def __init__(
+        self,
+        chained_optimizers: list[MegatronOptimizer],
+        model_chunks: Iterable = (),
+        non_finite: str | None = None,
+        max_non_finite: int | None = None,
+    ):
         super().__init__(chained_optimizers)
+        self.non_finite, self.max_non_finite = non_finite, max_non_finite
+        chunks = [chunk for chunk in model_chunks if isinstance(chunk, DistributedDataParallel)]
+        buffers = [buffer for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+        self.deferred = DeferredScale(buffers, torch.cuda.current_device())
+        self._before_change: Callable[[Iterable[Tensor]], None] | None = None
         self._counted: dict[int, tuple[list, list]] = {}
         self._refused_in_a_row = 0
         # On the host, because the loop reads it every step.
         self._loss_scale = torch.ones((), dtype=torch.float32, device="cpu")
-        self.defer_scaling([])
 
-    def defer_scaling(self, model_chunks: list) -> None:
-        """Let the step multiply by the factors with which Megatron scales the gradients of `model_chunks`."""
-        chunks = [chunk for chunk in model_chunks if isinstance(chunk, DistributedDataParallel)]
-        buffers = [buffer for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
-        self.deferred = DeferredScale(buffers, torch.cuda.current_device())
+    @property
+    def parts(self) -> list[MegatronOptimizer]:
+        """The optimizers with parameters on this rank."""
+        return [each for each in self.chained_optimizers if not getattr(each, "is_stub_optimizer", False)]
+
+    def announce_changes(self, before_change: Callable[[Iterable[Tensor]], None]) -> None:
+        """Create all state; from now on each step calls `before_change` with the tensors that it changes next."""
+        self._before_change = before_change
+        for part in self.parts:
+            part.optimizer.initialise_state()
 
     def get_loss_scale(self) -> Tensor:
         """Return Megatron's loss scale, or a 1 on the host, which multiplies tensors of any device."""
@@ -84,9 +101,10 @@ class ChainedMuonAdamW(ChainedOptimizer):
         if self.non_finite or math.isfinite(largest):
             skip = ((broken > 0) & (self.non_finite is not None) | (norm > largest)).float()
         scale = (self._clipping(norm) * self.deferred.factor).float()
-        inner = [o.optimizer for o in self.chained_optimizers if not getattr(o, "is_stub_optimizer", False)]
-        for optimizer in inner:
-            optimizer.grad_scale, optimizer.found_inf = scale, skip
+        for part in self.parts:
+            # Of a MuonDistributedOptimizer; without shards there are no pieces, and Megatron copies the weights.
+            exchange, targets = getattr(part, "exchange", None), getattr(part, "targets", {})
+            part.optimizer.begin_step(StepContext(scale, skip, exchange, targets, self._before_change))
         success = self.step_with_ready_grads()
         self.deferred.reset()
 
@@ -94,8 +112,8 @@ class ChainedMuonAdamW(ChainedOptimizer):
         refused = self.non_finite and broken
         self._refused_in_a_row = self._refused_in_a_row + 1 if refused else 0
         if refused or reported > largest:
-            for optimizer in inner:
-                optimizer.take_back_step()
+            for part in self.parts:
+                part.optimizer.take_back_step()
             if refused and self.non_finite == "stop":
                 raise NonFiniteGradientsError(
                     message(
@@ -136,10 +154,10 @@ class ChainedMuonAdamW(ChainedOptimizer):
         together = self.grads_states_parallel_group_is_shared()
         total = torch.zeros(2, dtype=torch.float64, device=self.deferred.factor.device)
         for optimizer in self.chained_optimizers:
-            found = self._local_sums(optimizer)
+            sums = self._local_sums(optimizer)
             if not together:
-                torch.distributed.all_reduce(found, group=optimizer.get_grad_stats_parallel_group())
-            total += found
+                torch.distributed.all_reduce(sums, group=optimizer.get_grad_stats_parallel_group())
+            total += sums
         if together:
             torch.distributed.all_reduce(total, group=self.get_grad_stats_parallel_group())
         return total

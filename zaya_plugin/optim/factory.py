@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's optimizer factory with MuonAdamW in place of its Adam, for every host that calls `get_megatron_optimizer`.
 
-The factory is Megatron's own (0.19, and 0.16 as Primus pins it). During the call three names that it looks up, `Adam`,
-`DistributedOptimizer` and `ChainedOptimizer`, are replaced. Megatron's registry of emerging optimizers is not used: it
-wraps a registered optimizer in the layer-wise optimizer (see zaya_plugin/optim/sharding/distributed.py).
+The factory is Megatron's own (0.19, and 0.16 as Primus pins it). During the call the two classes that it looks up,
+`Adam` and `DistributedOptimizer`, are replaced; the chain of its optimizers is then made anew. Megatron's registry of
+emerging optimizers is not used: it wraps a registered optimizer in the layer-wise optimizer (see
+zaya_plugin/optim/sharding/distributed.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import nn
 from zaya_plugin import compat
 from zaya_plugin.config.optimizer_override import Override
 from zaya_plugin.optim.chained import ChainedMuonAdamW
-from zaya_plugin.optim.gradient_buffers import group_layers, spare_zeroing
+from zaya_plugin.optim.gradient_buffers import group_layers, skip_zeroing_experts
 from zaya_plugin.optim.grouping import assign
 from zaya_plugin.optim.muon import MuonAdamW, MuonSettings
 from zaya_plugin.optim.parameter_role import ParameterRole, role_of
@@ -51,6 +52,7 @@ def muon_factory(
     muon: MuonSettings,
     non_finite: str | None = None,
     max_non_finite: int | None = None,
+    chain: type[ChainedMuonAdamW] = ChainedMuonAdamW,
 ) -> Callable:
     """Return a function with the signature of `get_megatron_optimizer` that builds MuonAdamW for models with roles.
 
@@ -60,6 +62,7 @@ def muon_factory(
         non_finite: "skip" skips a step with non-finite gradients on all ranks, "stop" also raises
             NonFiniteGradientsError, None disables the check.
         max_non_finite: with "skip": raise after so many such steps in a row.
+        chain: class of the result.
     """
 
     def adam(params, **settings):
@@ -72,16 +75,13 @@ def muon_factory(
             {
                 f"{CORE}.Adam": adam,
                 f"{CORE}.DistributedOptimizer": MuonDistributedOptimizer,
-                f"{CORE}.ChainedOptimizer": ChainedMuonAdamW,
                 f"{CORE}.USING_PYTORCH_OPTIMIZER": False,
                 f"{CORE}.distrib_optimizer.Adam": MuonAdamW,  # 0.16 checks the type of the inner optimizer
             }
         ):
-            chained = get_megatron_optimizer(config, model_chunks, config_overrides=overrides, **named)
-        chained.non_finite, chained.max_non_finite = non_finite, max_non_finite
-        chained.defer_scaling(model_chunks)
-        spare_zeroing(model_chunks)
-        for optimizer in chained.chained_optimizers:
+            parts = get_megatron_optimizer(config, model_chunks, config_overrides=overrides, **named).chained_optimizers
+        skip_zeroing_experts(model_chunks)
+        for optimizer in parts:
             if (group := compat.group_of_experts_norm(optimizer)) is not None:
                 hooks.set_attribute("MegatronOptimizer().tp_group", optimizer, group)
             if optimizer.optimizer is not None and not isinstance(optimizer, MuonDistributedOptimizer):
@@ -96,7 +96,7 @@ def muon_factory(
                 )
                 described = functools.partial(_described, optimizer.sharded_state_dict)
                 hooks.set_attribute("MegatronOptimizer().sharded_state_dict", optimizer, described)
-        return chained
+        return chain(parts, model_chunks, non_finite, max_non_finite)
 
     return factory
 

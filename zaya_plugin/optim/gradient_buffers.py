@@ -2,7 +2,7 @@
 """Three changes to the gradient buffers of Megatron's DDP, all made when the optimizer is built:
 
 * `group_layers`: one reduce-scatter and one all-gather for all buckets of a layer's experts;
-* `spare_zeroing`: a step's first micro-batch writes the experts' gradients, so that they are not zeroed before;
+* `skip_zeroing_experts`: a step's first micro-batch writes the experts' gradients, so that they are not zeroed before;
 * `DeferredScale`: the division of all gradients by the number of tokens happens when the optimizer reads them.
 """
 
@@ -22,10 +22,9 @@ from zaya_plugin.optim.parameter_role import ExpertBlock, role_of
 from zaya_plugin.patches import hooks
 
 # Set on a bucket group where the optimizer has several instances.
-OF_INSTANCES = ("inter_distributed_optimizer_instance_group", "communication_stream")
-# Values of `cuda_graph_impl` under which the micro-batches of a step are told apart: all of them in one graph, or no
-# graph.
-GRAPHS = ("none", "full_iteration")
+INSTANCE_ATTRIBUTES = ("inter_distributed_optimizer_instance_group", "communication_stream")
+# Values of `cuda_graph_impl` that keep the micro-batches of a step apart: all of them in one graph, or no graph.
+GRAPHS_OF_WHOLE_STEPS = ("none", "full_iteration")
 
 
 def group_layers(model_chunks: Iterable) -> None:
@@ -65,7 +64,7 @@ def _joined(groups: list) -> _ParamAndGradBucketGroup:
     joined = _ParamAndGradBucketGroup(
         [bucket for group in groups for bucket in group.buckets], first.ddp_config, ranks, ranks.size()
     )
-    for name in OF_INSTANCES:
+    for name in INSTANCE_ATTRIBUTES:
         if hasattr(first, name):
             setattr(joined, name, getattr(first, name))
     return joined
@@ -79,9 +78,9 @@ def _layer(bucket_group) -> int | tuple:
     return min((block.layer for block in blocks if block is not None), default=(id(bucket_group),))
 
 
-def spare_zeroing(model_chunks: Iterable) -> None:
-    """Replace `reset` of the gradient buffers of `model_chunks`, as DDP wraps them, by a `ResetRest` where a block is
-    written first.
+def skip_zeroing_experts(model_chunks: Iterable) -> None:
+    """Replace `reset` of the gradient buffers of `model_chunks`, as DDP wraps them, by `ZeroOtherGradients` where the
+    first micro-batch writes a block.
 
     Megatron zeroes all gradient buffers at the start of a step, and the first micro-batch reads the zeros: 8 bytes an
     element, by their number 15 ms of ZAYA1-base's step on an H200. The experts' matrices are nine tenths of it. The
@@ -89,19 +88,19 @@ def spare_zeroing(model_chunks: Iterable) -> None:
     of add.
     """
     for chunk in model_chunks:
-        if isinstance(chunk, DistributedDataParallel) and _tells_micro_batches_apart(chunk.config):
+        if isinstance(chunk, DistributedDataParallel) and _separates_micro_batches(chunk.config):
             for buffer in chunk.buffers + chunk.expert_parallel_buffers:
                 if blocks := blocks_that_write(buffer.param_index_map):
-                    hooks.set_attribute("_ParamAndGradBuffer().reset", buffer, ResetRest(buffer, blocks))
+                    hooks.set_attribute("_ParamAndGradBuffer().reset", buffer, ZeroOtherGradients(buffer, blocks))
 
 
-def _tells_micro_batches_apart(config) -> bool:
-    """Return whether the first micro-batch of a step is told from later ones: not in graphs of single layers.
+def _separates_micro_batches(config) -> bool:
+    """Return whether the first micro-batch of a step runs other code than later ones: not in graphs of single layers.
 
     megatron-core 0.16 has graphs of single layers only, by two switches.
     """
     if hasattr(config, "cuda_graph_impl"):
-        return config.cuda_graph_impl in GRAPHS
+        return config.cuda_graph_impl in GRAPHS_OF_WHOLE_STEPS
     return not (getattr(config, "enable_cuda_graph", False) or getattr(config, "external_cuda_graph", False))
 
 
@@ -116,17 +115,17 @@ def blocks_that_write(places: dict[Parameter, tuple[int, int, int]]) -> list[tup
         role = role_of(param)
         if role.block is not None and role.block.writes_first:
             members.setdefault(role.block, {})[role.index] = (start, end)
-    found = []
+    written = []
     for block, by_index in members.items():
         ordered = [by_index[index] for index in sorted(by_index)]
         whole = sorted(by_index) == list(range(block.size))
         if whole and all(a[1] == b[0] for a, b in pairwise(ordered)):
-            found.append((block, ordered[0][0], ordered[-1][1]))
-    return found
+            written.append((block, ordered[0][0], ordered[-1][1]))
+    return written
 
 
-class ResetRest:
-    """Takes the place of `reset` of one gradient buffer: zeroes all but `blocks` and marks the gradients of `blocks` as
+class ZeroOtherGradients:
+    """Replacement of `reset` of one gradient buffer: zeroes all gradients but those of `blocks`, and marks these as
     unwritten.
     """
 
@@ -137,12 +136,12 @@ class ResetRest:
             *(place for _, start, end in sorted(blocks, key=lambda block: block[1]) for place in (start, end)),
             buffer.grad_data.numel(),
         ]
-        self.rest = [(start, end) for start, end in zip(borders[::2], borders[1::2], strict=True) if start < end]
+        self.others = [(start, end) for start, end in zip(borders[::2], borders[1::2], strict=True) if start < end]
 
     def __call__(self) -> None:
-        rest = [self.buffer.grad_data[start:end] for start, end in self.rest]
-        if rest:
-            torch._foreach_zero_(rest)
+        others = [self.buffer.grad_data[start:end] for start, end in self.others]
+        if others:
+            torch._foreach_zero_(others)
         for grad in getattr(self.buffer, "extra_main_grads", ()):
             grad.zero_()
         for block in self.blocks:
@@ -150,8 +149,8 @@ class ResetRest:
 
 
 class DeferredScale:
-    """Takes the place of `scale_gradients` of DDP's gradient buffers: it remembers the factor, and the optimizer
-    multiplies by it.
+    """Replacement of `scale_gradients` of DDP's gradient buffers: it stores the factor, and the optimizer multiplies by
+    it.
 
     factor: fp32 scalar on the device, 1 after `reset`. No call reads it on the host, so it works inside a CUDA graph
         too.

@@ -7,16 +7,34 @@ update is scaled to AdamW's root mean square, 0.2 * sqrt(max(m, n)) (Liu et al. 
 that both share one learning rate and one weight decay. ZAYA1 was trained with this form of Muon (arXiv 2605.05365,
 section III).
 
-A parameter may be flat, as Megatron's distributed optimizer keeps its share: its role
-(zaya_plugin/optim/parameter_role.py) has the shape of its matrices. Matrices of one shape, of all layers and experts,
-go through Newton-Schulz in one batch.
+A parameter may be flat, as Megatron's distributed optimizer keeps its share: its role (parameter_role.py) has the shape
+of its matrices. Matrices of one shape, of all layers and experts, go through Newton-Schulz in one batch.
+
+The path of an expert's gradient to its new weight, in order:
+
+    model/experts.py            `weight_gradients` finds the block of the layer's main gradients
+    hip_ops.runtime.main_grad   finds `main_grad` and sets DDP's `grad_added_to_main_grad`
+    hip_ops.grouped_outer_      writes the products to the block, or adds them
+    gradient_buffers.py         decides between writing and adding, joins the layer's buckets for the reduce-scatter,
+                                defers the division by the number of tokens
+    chained.py                  computes norm and clipping coefficient, and begins each optimizer's step (`StepContext`)
+    sharding/distributed.py     gives the shard of the gradient to the fp32 weight of its owner
+    muon.py                     `MuonAdamW.step`: momentum, Newton-Schulz and update in rounds
+    hip_ops.MatrixBatches       batches of matrices of one shape
+    hip_ops.muon_momentum_      the momentum, scaled as the gradient is read
+    hip_ops.newton_schulz       orthogonalises a batch
+    hip_ops.muon_update_        writes the fp32 weight and the model's dtype
+
+sharding/layout.py has planned the buffers before: it says who owns a matrix, and its `MatrixExchange` collects those
+that several ranks share.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +44,6 @@ from hip_ops import muon_momentum_, muon_update_, newton_schulz
 from hip_ops.ops.muon.matrix_batches import MatrixBatches
 from zaya_plugin.errors import mistake
 from zaya_plugin.optim.parameter_role import role_of
-from zaya_plugin.optim.sharding.layout import MatrixExchange
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -54,6 +71,40 @@ class MuonSettings:
     elements_at_once: int = 2**27
 
 
+class PieceExchange(Protocol):
+    """Exchange of matrices that several ranks share (`zaya_plugin.optim.sharding.layout.MatrixExchange`).
+
+    cut: this rank's tensors that are pieces of a matrix; the values have the matrix's `index`, equal on all ranks.
+    """
+
+    cut: Mapping[Tensor, object]
+
+    def collect(self, params: Sequence[Tensor], pieces: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Return the matrices that this rank owns, flat, by index."""
+
+    def give_back(self, params: Sequence[Tensor], whole: dict[int, Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """Return this rank's piece of each of `params`."""
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """All that one step needs besides parameters, gradients and state; `ChainedMuonAdamW.step` makes it.
+
+    scale: None, or an fp32 scalar on the parameters' device; every gradient is multiplied by it when it is read.
+    skip: None, or an fp32 scalar on that device; unless it is 0, the step changes no tensor. On a GPU the kernels check
+        it, so the step is counted in `param_groups`, and `take_back_step` must be called.
+    exchange: collects the matrices of which this rank has only a piece (the parameters in `exchange.cut`).
+    targets: Muon parameter -> a flat tensor of as many elements that gets the new value too, in its own dtype.
+    before_change: called with parameters and state before the kernels that change them are launched.
+    """
+
+    scale: Tensor | None = None
+    skip: Tensor | None = None
+    exchange: PieceExchange | None = None
+    targets: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    before_change: Callable[[Iterable[Tensor]], None] | None = None
+
+
 class GroupStepAdamW(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101): torch's arithmetic, with the step count in the parameter group.
 
@@ -66,18 +117,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
         lr, betas, eps, weight_decay: as in torch.optim.AdamW; the decay is decoupled.
         adam_w_mode: must be True, else ValueError. Megatron passes it to apex's and Transformer Engine's Adam.
         capturable: must be False, else ValueError. Megatron passes it too.
-
-    Attributes:
-        grad_scale: None, or an fp32 scalar on the parameters' device; every gradient is multiplied by it when it is
-            read.
-        found_inf: None, or an fp32 scalar on that device; unless it is 0, `step` changes no tensor. On a GPU the
-            kernels check it, so `step` counts the step in `param_groups`, and `take_back_step` must be called.
-        before_change: called with parameters and state before the kernels that change them are launched.
     """
-
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
-    before_change: Callable[[Iterable[Tensor]], None] | None = None
 
     def __init__(
         self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True, capturable=False
@@ -100,20 +140,26 @@ class GroupStepAdamW(torch.optim.Optimizer):
             )
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self._stepped: list[dict] = []
+        self._context = StepContext()
+
+    def begin_step(self, context: StepContext) -> None:
+        """Give the next `step` its context; Megatron calls that without arguments."""
+        self._context = context
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Update every parameter that has a gradient."""
+        """Update every parameter that has a gradient. The context of `begin_step` is used once."""
         assert closure is None, "closures are not supported"
+        context, self._context = self._context, StepContext()
         self._stepped = []
-        if self.found_inf is not None and not self.found_inf.is_cuda and self.found_inf.item():
+        if context.skip is not None and not context.skip.is_cuda and context.skip.item():
             return
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if params:
                 group["step"] = group.get("step", 0) + 1
                 self._stepped.append(group)
-                self.update(group, params)
+                self.update(context, group, params)
 
     def take_back_step(self) -> None:
         """Uncount the last `step`, which changed nothing."""
@@ -138,19 +184,19 @@ class GroupStepAdamW(torch.optim.Optimizer):
         step = max((group.get("step", 0) for group in saved), default=0)
         return [{**group, "step": step} for group in self.state_dict()["param_groups"]]
 
-    def _announce(self, params: Sequence[Tensor]) -> None:
+    def _announce(self, context: StepContext, params: Sequence[Tensor]) -> None:
         """Create missing state, and announce the change of `params` and their state."""
         self.initialise_state(params)
-        if self.before_change is not None:
-            self.before_change(tensor for p in params for tensor in (p, *self.state[p].values()))
+        if context.before_change is not None:
+            context.before_change(tensor for p in params for tensor in (p, *self.state[p].values()))
 
     def zero_state(self, p: Tensor) -> dict[str, Tensor]:
         """Return the state of `p` before the first step."""
         return {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
-    def update(self, group: dict, params: list[Tensor]) -> None:
+    def update(self, context: StepContext, group: dict, params: list[Tensor]) -> None:
         """Update `params` by AdamW with the settings of `group`, whose `step` counts this update already."""
-        self._announce(params)
+        self._announce(context, params)
         # One kernel for all parameters on a GPU. foreach would make a second copy of the state for the square roots.
         fused = all(p.is_cuda for p in params)
         # torch adds 1 to these before use; fused requires them on the device.
@@ -158,11 +204,10 @@ class GroupStepAdamW(torch.optim.Optimizer):
         grads = [p.grad for p in params]
         scaling = {}
         if fused:  # the fused kernel divides by its grad_scale
-            scaling = dict(
-                grad_scale=None if self.grad_scale is None else self.grad_scale.reciprocal(), found_inf=self.found_inf
-            )
-        elif self.grad_scale is not None:
-            grads = torch._foreach_mul(grads, self.grad_scale)
+            divisor = None if context.scale is None else context.scale.reciprocal()
+            scaling = dict(grad_scale=divisor, found_inf=context.skip)
+        elif context.scale is not None:
+            grads = torch._foreach_mul(grads, context.scale)
         adamw(
             params,
             grads,
@@ -187,86 +232,79 @@ class MuonAdamW(GroupStepAdamW):
     """Muon on parameters whose role has `matrices`, torch's AdamW on all others.
 
     State: `exp_avg`, the momentum, for Muon; `exp_avg` and `exp_avg_sq` for AdamW.
-
-    Attributes:
-        targets: Muon parameter -> a flat tensor of as many elements that gets the new value too, in its own dtype.
-        exchange: collects the matrices of which this rank has only a piece (the parameters in `exchange.cut`).
     """
-
-    exchange: MatrixExchange | None = None
 
     def __init__(self, params, muon: MuonSettings | None = None, **adam):
         self.muon = muon or MuonSettings()
-        self.targets: dict[Tensor, Tensor] = {}
         super().__init__(params, **adam)
 
-    def update(self, group: dict, params: list[Tensor]) -> None:
-        cut = self.exchange.cut if self.exchange is not None else {}
+    def update(self, context: StepContext, group: dict, params: list[Tensor]) -> None:
+        cut = context.exchange.cut if context.exchange is not None else {}
         whole, pieces, others = [], [], []
         for p in params:
             (others if role_of(p).matrices is None else pieces if p in cut else whole).append(p)
         if others:
-            super().update(group, others)
-        for some in _rounds(whole, self.muon.elements_at_once):
-            self.update_matrices(group, some)
+            super().update(context, group, others)
+        for matrices in _rounds(whole, self.muon.elements_at_once):
+            self.update_matrices(context, group, matrices)
         if pieces:
-            self.update_pieces(group, pieces)
+            self.update_pieces(context, group, pieces)
 
-    def update_matrices(self, group: dict, params: Sequence[Tensor]) -> None:
+    def update_matrices(self, context: StepContext, group: dict, params: Sequence[Tensor]) -> None:
         """Update `params`, whole matrices, in one round: momentum, Newton-Schulz by shape, weights."""
         muon = self.muon
-        self._announce(params)
+        self._announce(context, params)
         shapes = [(m, n) for b, m, n in map(_shape, params) for _ in range(b)]
-        batches = MatrixBatches(shapes, params[0].device, self.between)
+        batches = MatrixBatches(shapes, params[0].device, self.update_dtype)
         muon_momentum_(
             _matrices(params, [p.grad for p in params]),
             _matrices(params, [self.state[p]["exp_avg"] for p in params]),
             batches.slots,
             momentum=muon.momentum,
             nesterov=muon.nesterov,
-            grad_scale=self.grad_scale,
-            found_inf=self.found_inf,
+            grad_scale=context.scale,
+            found_inf=context.skip,
             # Newton-Schulz divides by the norms, and then does not read the matrices for them
             square_sums=batches.square_sums,
         )
         updates = batches.split(
             [self.orthogonalise(*pair) for pair in zip(batches.tensors, batches.sums(), strict=True)]
         )
-        targets = self._targets_of(params)
+        targets = _targets(context, params)
         weights = _matrices(params, params)
-        self.apply(group, updates, weights, None if targets is None else _matrices(params, targets), shapes)
+        self.apply(context, group, updates, weights, None if targets is None else _matrices(params, targets), shapes)
 
-    def update_pieces(self, group: dict, params: Sequence[Tensor]) -> None:
+    def update_pieces(self, context: StepContext, group: dict, params: Sequence[Tensor]) -> None:
         """Update `params`, pieces of matrices: as `update_matrices`, with an exchange before and after
         Newton-Schulz.
         """
-        self._announce(params)
-        pieces = [torch.empty_like(p, dtype=self.between) for p in params]
+        self._announce(context, params)
+        pieces = [torch.empty_like(p, dtype=self.update_dtype) for p in params]
         muon_momentum_(
             [p.grad for p in params],
             [self.state[p]["exp_avg"] for p in params],
             pieces,
             momentum=self.muon.momentum,
             nesterov=self.muon.nesterov,
-            grad_scale=self.grad_scale,
-            found_inf=self.found_inf,
+            grad_scale=context.scale,
+            found_inf=context.skip,
         )
-        mine = self.exchange.collect(params, pieces)
-        matrices = {self.exchange.cut[p].index: _shape(p) for p in params}
+        mine = context.exchange.collect(params, pieces)
+        matrices = {context.exchange.cut[p].index: _shape(p) for p in params}
         updates = {index: self.orthogonalise(flat.view(matrices[index])).reshape(-1) for index, flat in mine.items()}
-        updates = {index: update.to(self.between) for index, update in updates.items()}
-        parts = self.exchange.give_back(params, updates, pieces)
+        updates = {index: update.to(self.update_dtype) for index, update in updates.items()}
+        parts = context.exchange.give_back(params, updates, pieces)
         shapes = [_shape(p)[1:] for p in params]
-        self.apply(group, parts, [p.detach() for p in params], self._targets_of(params), shapes)
-
-    def _targets_of(self, params: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return the targets of `params`, or None if they have none."""
-        targets = [self.targets[p] for p in params if p in self.targets]
-        assert len(targets) in (0, len(params)), "all parameters of a buffer have one dtype"
-        return targets or None
+        self.apply(context, group, parts, [p.detach() for p in params], _targets(context, params), shapes)
 
     def apply(
-        self, group: dict, updates: list[Tensor], weights: list[Tensor], targets: list[Tensor] | None, shapes: list
+        self,
+        context: StepContext,
+        group: dict,
+        updates: list[Tensor],
+        weights: list[Tensor],
+        targets: list[Tensor] | None,
+        shapes: list,
     ) -> None:
         """Decay `weights` and subtract the scaled `updates`. targets: tensors of the model's dtype whose fp32 copies
         are `weights`.
@@ -278,12 +316,12 @@ class MuonAdamW(GroupStepAdamW):
             lr=group["lr"],
             weight_decay=group["weight_decay"],
             scales=[self.muon.rms_scale * math.sqrt(max(shape)) for shape in shapes],
-            found_inf=self.found_inf,
+            found_inf=context.skip,
         )
 
     @property
-    def between(self) -> torch.dtype:
-        """Dtype of the tensors between momentum and Newton-Schulz. Only the iterations run in fp16, because they keep
+    def update_dtype(self) -> torch.dtype:
+        """The dtype of the tensors between momentum and Newton-Schulz. Only the iterations run in fp16, because they keep
         its range.
         """
         return torch.float32 if self.muon.dtype == "fp32" else torch.bfloat16
@@ -313,6 +351,13 @@ def _matrices(params: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tenso
     return [m for p, t in zip(params, tensors, strict=True) for m in t.detach().view(_shape(p)).unbind(0)]
 
 
+def _targets(context: StepContext, params: Sequence[Tensor]) -> list[Tensor] | None:
+    """Return the targets of `params`, or None if they have none."""
+    targets = [context.targets[p] for p in params if p in context.targets]
+    assert len(targets) in (0, len(params)), "all parameters of a buffer have one dtype"
+    return targets or None
+
+
 def _shape(parameter: Tensor) -> tuple[int, int, int]:
     """Return (b, m, n) of a Muon parameter's matrices."""
     return role_of(parameter).matrices
@@ -320,12 +365,12 @@ def _shape(parameter: Tensor) -> tuple[int, int, int]:
 
 def _rounds(params: Sequence[Tensor], elements: int) -> Iterator[list[Tensor]]:
     """Divide `params` into rounds of at most `elements`, or of one parameter; equal shapes stay together."""
-    some, count = [], 0
+    matrices, count = [], 0
     for p in sorted(params, key=lambda p: _shape(p)[1:]):
-        if some and count + p.numel() > elements:
-            yield some
-            some, count = [], 0
-        some.append(p)
+        if matrices and count + p.numel() > elements:
+            yield matrices
+            matrices, count = [], 0
+        matrices.append(p)
         count += p.numel()
-    if some:
-        yield some
+    if matrices:
+        yield matrices

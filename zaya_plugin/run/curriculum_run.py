@@ -30,7 +30,7 @@ from zaya_plugin.run.rank_plan import check_environment, rank_environment, task_
 
 NOTHING_CREATED = "--dry-run: nothing was created or started"
 STATE = "curriculum.json"
-POSITIONS = "loss_by_position.json"  # written by zaya_plugin.hosts.position_loss
+POSITIONS = "loss_by_position.json"  # written by zaya_plugin.inference.perplexity
 COLUMNS = (
     *("stage", "context", "RoPE base", "CP", "tokens", "steps"),
     *("learning rate", "loss before", "after", "at hand-over"),
@@ -202,7 +202,7 @@ def _compare_positions(short: Stage, long: Stage) -> int:
     result.unlink(missing_ok=True)
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     environment = {**os.environ, **rank_environment(recipe, 1, os.environ), **alone}
-    command = [sys.executable, "-m", "zaya_plugin.hosts.position_loss", str(short.run_dir), str(long.run_dir)]
+    command = [sys.executable, "-m", "zaya_plugin.inference.perplexity", str(short.run_dir), str(long.run_dir)]
     log = long.run_dir / "logs" / "position_loss.log"
     log.parent.mkdir(exist_ok=True)
     with open(log, "w") as stderr:

@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The work after the backward passes of a step, in any host: Megatron's gradient reductions, then the experts'
-biases.
-"""
+"""The experts' biases move after the backward passes of a step, in any host."""
 
 from __future__ import annotations
 
 from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
 
 from zaya_plugin.model.moe import ZayaMoELayer
 from zaya_plugin.optim.balancing import RouterStatistics, over_pipeline_stages, update_biases
 
 
 class Balancer:
-    """A `finalize_model_grads_func` that also balances the experts.
+    """Balances the experts of this rank's models.
 
     Attributes:
         statistics: of the routers of all layers of the model in the last step; None before the first step.
@@ -23,18 +20,13 @@ class Balancer:
         self.statistics: RouterStatistics | None = None
         self.moe_layers: list[ZayaMoELayer] | None = None
 
-    def __call__(self, model, *positional, **named) -> None:
-        """Reduce gradients and update the biases. model: this rank's chunks. Other arguments are Megatron's."""
-        finalize_model_grads(model, *positional, **named)
-        self.balance(model)
-
     def balance(self, model) -> None:
         """Balance the experts of this rank's chunks by the counts of all ranks; once a step, after the backward
         passes.
         """
         if self.moe_layers is None:
-            found = [m for chunk in model for m in chunk.modules() if isinstance(m, ZayaMoELayer)]
-            self.moe_layers = sorted(found, key=lambda layer: layer.layer_number)
+            layers = (m for chunk in model for m in chunk.modules() if isinstance(m, ZayaMoELayer))
+            self.moe_layers = sorted(layers, key=lambda layer: layer.layer_number)
         # All ranks that routed other tokens, tensor-parallel ranks included: each has its part of the sequence.
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         routers = [layer.router for layer in self.moe_layers]

@@ -3,7 +3,7 @@
 context-parallel ranks.
 
 Every rank reads whole sequences and takes its part, so that the ranks of one sequence agree without communication.
-hosts/forward_step.py passes the run's arguments.
+hosts/adapter.py passes the run's arguments.
 """
 
 from __future__ import annotations

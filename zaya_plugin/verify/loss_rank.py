@@ -33,18 +33,18 @@ def train(recipe, rank: int, world_size: int, console) -> None:
     worker.prepare(recipe, world_size)
     import torch
 
-    from zaya_plugin.hosts import pretrain
+    from zaya_plugin.hosts import adapter, pretrain
     from zaya_plugin.training.lifecycle import Lifecycle
     from zaya_plugin.training.metrics import Reporter
 
-    build_stage = pretrain.build_stage
+    build_stage = adapter.build_stage
 
     def seeded(*positional, **named):
         # Before this Megatron draws from the device's generator, which on a CPU is also that of the weights.
         torch.default_generator.manual_seed(recipe.seed)
         return build_stage(*positional, **named)
 
-    pretrain.build_stage = seeded
+    adapter.build_stage = seeded
 
     reporter = Reporter(recipe, rank, world_size, console)
     pretrain.run(recipe, SkewedTokens(VOCABULARY), Lifecycle(recipe), reporter)

@@ -74,7 +74,7 @@ def change_loss(fault: dict[str, Any]) -> None:
 
         module.forward_step = forward_step
 
-    after_import("zaya_plugin.hosts.forward_step", wrap)
+    after_import("zaya_plugin.hosts.adapter", wrap)
 
 
 def after_import(name: str, change: Callable[[Any], None]) -> None:

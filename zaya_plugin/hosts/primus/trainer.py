@@ -56,9 +56,10 @@ class ZayaPretrainTrainer(MegatronPretrainTrainer):
         patches.apply()
         from megatron.training import training
 
+        from zaya_plugin.data.sources import find_sources
         from zaya_plugin.hosts.guest import Guest
 
-        self.guest, self.checked = Guest(recipe, args, reads_data=True), False
+        self.guest, self.checked = Guest(recipe, args, find_sources(recipe)), False
         self.guest.install()
         traps.check_flops(training.num_floating_point_operations)
         for line in self.guest.summary():
@@ -73,23 +74,17 @@ class ZayaPretrainTrainer(MegatronPretrainTrainer):
         """Called by Primus in place of Megatron's model provider."""
         if not self.checked:  # with virtual stages there is one call for each
             self.checked = True
-            self.guest.check_checkpoints()
+            self.guest.check()
         model = self.guest.model(pre_process, post_process, vp_stage, config, pg_collection)
         traps.check_assignments(model, self.guest.recipe)
         return model
 
     def get_forward_step(self):
         """Called by Primus."""
-        from zaya_plugin.hosts.forward_step import forward_step
+        from zaya_plugin.hosts.adapter import forward_step
 
         return forward_step
 
     def get_datasets_provider(self):
         """Called by Primus."""
-
-        def provide_datasets(num_samples, vp_stage=None):
-            return self.guest.datasets(num_samples, vp_stage)
-
-        # Every rank reads its own part; without this the ranks wait for each other for ever under tensor parallelism.
-        provide_datasets.is_distributed = True
-        return provide_datasets
+        return self.guest.datasets

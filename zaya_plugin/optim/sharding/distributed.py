@@ -33,15 +33,18 @@ WITHOUT_TENSORS = "zaya_without_tensors"
 class MuonDistributedOptimizer(DistributedOptimizer):
     """DistributedOptimizer over a MuonAdamW. Checkpoints are Megatron's, without a second moment for Muon's matrices;
     every rank writes and reads its own parts.
+
+    Attributes:
+        exchange, targets: of the inner optimizer's steps (`StepContext`).
     """
 
     def __init__(self, optimizer: MuonAdamW, *positional, **named):
         super().__init__(optimizer, *positional, **named)
         cut = cut_matrices(self.buffers, self.data_parallel_group.size())
-        if cut:
-            pieces = {main: cut[model] for model, main in self._pairs() if model in cut}
-            self.optimizer.exchange = MatrixExchange(self.data_parallel_group, pieces)
-        self._targets: dict[Tensor, Tensor] = {}
+        pieces = {main: cut[model] for model, main in self._pairs() if model in cut}
+        self.exchange = MatrixExchange(self.data_parallel_group, pieces) if cut else None
+        self.targets: dict[Tensor, Tensor] = {}
+        self._copies: dict[Tensor, Tensor] = {}  # AdamW's, of the model's dtype -> fp32
         self._gradients: dict[Tensor, tuple[Tensor, Tensor]] = {}
         for model_param, main_param in self._pairs():
             main_param.zaya_role = role_of(model_param)
@@ -49,9 +52,9 @@ class MuonDistributedOptimizer(DistributedOptimizer):
             if main_param.data_ptr() == share.data_ptr():  # an fp32 model: the weight itself
                 continue
             if role_of(model_param).matrices is not None:
-                self.optimizer.targets[main_param] = share
+                self.targets[main_param] = share
             else:
-                self._targets[share] = main_param
+                self._copies[share] = main_param
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Return the model's parameters with a part on this rank, each with the fp32 tensor that the inner optimizer
@@ -76,8 +79,8 @@ class MuonDistributedOptimizer(DistributedOptimizer):
 
     def _copy_main_params_to_model_params(self) -> None:
         # Only AdamW's: Muon's update kernel has written its targets in the model's dtype.
-        if self._targets:
-            torch._foreach_copy_(list(self._targets), list(self._targets.values()))
+        if self._copies:
+            torch._foreach_copy_(list(self._copies), list(self._copies.values()))
 
     def _copy_model_grads_to_main_grads(self) -> None:
         """Set the gradients of the fp32 weights. fp32 gradients are views into DDP's buffers, which are made once."""

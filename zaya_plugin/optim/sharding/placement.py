@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search for a layout: the parameters of each bucket, their order and their offsets.
+"""The choice of a layout: the parameters of each bucket, their order and their offsets.
 
 A unit is an expert block or a single parameter. First the units, in the order of the backward pass, are cut into
 buckets, so that whole matrices cost little padding and gradients are sent early. Then the units of each bucket are
-arranged. Muon orthogonalises whole matrices, and the cost of an element depends on its matrix's size, so the order of a
-bucket's blocks and the places of its gaps decide how much work each rank has. Several arrangements of each bucket are
-tried; the chosen ones give the owners of the shards equal work over all buckets. Work is summed in integers, because
-every rank computes the layout for itself and all ranks must get the same one.
+ordered. Muon orthogonalises whole matrices, and the cost of an element depends on its matrix's size, so the order of a
+bucket's blocks decides how much work each rank has. The bucket with the most work is ordered first, and each takes the
+order that leaves the busiest owner the least work. Work is summed in integers, because every rank computes the layout
+for itself and all ranks must get the same one.
+
+A checkpoint holds no layout: it stores boxes of whole parameters (boxes.py), so a run may resume with another one.
 """
 
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from megatron.core.optimizer.param_layout import pad_param_start, pad_to_divisor
-from torch import Tensor
 from torch.nn import Parameter
 
 from hip_ops.ops.newton_schulz.plan import newton_schulz_flops
@@ -29,8 +29,7 @@ from zaya_plugin.optim.parameter_role import role_of
 # ZAYA1-base these passes take 60 of 596 ms on one H200 (benchmarks/results/optimizer_step-h200.json), where
 # Newton-Schulz ran at 470 TFLOP/s.
 FLOPS_PER_ELEMENT = 3_000
-# Factors of the requested bucket size that are tried: blocks of larger buckets can be ordered in more ways, and leave
-# less padding.
+# Factors of the requested bucket size that are tried: larger buckets leave less padding.
 SIZES = (1, 2, 4)
 # A parameter that may be cut, such as the embedding, gets its own bucket unless that adds more padding than this share.
 MAX_PADDING = 0.10
@@ -43,16 +42,6 @@ SIZE = 0.2
 # 16,384 tokens (docs/benchmarks.md). Elements whose reduction the remaining backward pass cannot hide count as padding
 # too.
 HIDDEN = 2
-# Largest number of orders of a bucket's blocks that are tried.
-MAX_ORDERS = 200
-# Effort for the arrangements of a bucket: units placed plus shards summed, over all its arrangements; but at least 24
-# arrangements.
-TRIED = 60_000
-# Largest number of passes over all buckets that improve the choice of arrangements.
-SWEEPS = 20
-# The unit of work is 1 / RESOLUTION of a shard's mean work; larger if the square of all work would not fit into 63
-# bits.
-RESOLUTION = 2**20
 
 
 def placed_buckets(
@@ -69,9 +58,9 @@ def placed_buckets(
     ]
     # An element of a bucket costs about as much on the links as its owner's passes over it.
     chosen, _ = min(
-        tried, key=lambda each: each[1] + FLOPS_PER_ELEMENT * cost_of_buckets([numel for _, numel in each[0]])
+        tried, key=lambda layout: layout[1] + FLOPS_PER_ELEMENT * cost_of_buckets([numel for _, numel in layout[0]])
     )
-    return [(offsets(in_bucket), numel) for in_bucket, numel in chosen]
+    return [(offsets(placed), numel) for placed, numel in chosen]
 
 
 @dataclass(frozen=True)
@@ -117,14 +106,14 @@ class Unit:
 
 def units_of(params: Iterable[Parameter]) -> list[Unit]:
     """Group `params`, in order, into units."""
-    found: list[list[Parameter]] = []
+    units: list[list[Parameter]] = []
     for param in params:
         block = role_of(param).block
-        if found and block is not None and role_of(found[-1][0]).block is block:
-            found[-1].append(param)
+        if units and block is not None and role_of(units[-1][0]).block is block:
+            units[-1].append(param)
         else:
-            found.append([param])
-    return [Unit.of(each) for each in found]
+            units.append([param])
+    return [Unit.of(members) for members in units]
 
 
 def work_of(param: Parameter) -> int:
@@ -187,47 +176,39 @@ def sorted_out(units: Sequence[Unit]) -> tuple[list[Unit], list[Unit], list[Unit
     return blocks, matrices, [unit for unit in units if not unit.is_whole]
 
 
-def place(items: Sequence[Unit | int], shards: int, shard: int) -> tuple[list[tuple[Unit, int]], int]:
-    """Return offsets of units placed in sequence in `shards` shards of `shard` elements, and the end of the last unit.
+def place(units: Sequence[Unit], shards: int, shard: int) -> tuple[list[tuple[Unit, int]], int]:
+    """Return offsets of `units`, placed in sequence in `shards` shards of `shard` elements, and the end of the last one.
 
-    items: units; a number leaves so many elements free. Free elements, and gaps before borders and aligned blocks, take
-    the single parameters that fit into them.
+    Gaps before borders and aligned blocks take the single parameters that fit into them.
     """
     placed: list[tuple[Unit, int]] = []
     gaps: list[list[int]] = []
     cursor = end = 0
     # Blocks are aligned to the largest matrix: a smaller matrix whose size divides it then never straddles a multiple
     # of it.
-    alignment = largest_of_a_block([item for item in items if isinstance(item, Unit)])
+    alignment = largest_of_a_block(units)
 
-    def aligned(offset: int) -> int:
-        return pad_to_divisor(offset, alignment) if shards > 1 else pad_param_start(offset)
-
-    for item in items:
-        if isinstance(item, int):
-            gaps.append([cursor, aligned(cursor) + item])
-            cursor = gaps[-1][1]
-            continue
-        if item.is_block:
-            begin = aligned(cursor)
+    for unit in units:
+        if unit.is_block:
+            begin = pad_to_divisor(cursor, alignment) if shards > 1 else pad_param_start(cursor)
             if begin > cursor:
                 gaps.append([cursor, begin])
-            cursor = begin + item.numel
+            cursor = begin + unit.numel
         elif (
             gap := next(
-                (gap for gap in gaps if gap[1] - gap[0] >= item.numel and _fits(item, *gap, shards, shard)), None
+                (gap for gap in gaps if gap[1] - gap[0] >= unit.numel and _fits(unit, *gap, shards, shard)), None
             )
         ) is not None:
             begin = pad_param_start(gap[0])
-            gap[0] = begin + item.numel
+            gap[0] = begin + unit.numel
         else:
             begin = pad_param_start(cursor)
-            if item.is_whole and _straddles(begin, item.numel, shards, shard):
+            if unit.is_whole and _straddles(begin, unit.numel, shards, shard):
                 begin = (begin // shard + 1) * shard
                 gaps.append([cursor, begin])
-            cursor = begin + item.numel
-        placed.append((item, begin))
-        end = max(end, begin + item.numel)
+            cursor = begin + unit.numel
+        placed.append((unit, begin))
+        end = max(end, begin + unit.numel)
     return placed, end
 
 
@@ -252,7 +233,7 @@ def cut_into_buckets(units: Sequence[Unit], least: int | None, shards: Shards) -
 
     The last bucket, and a bucket of a single parameter, may be smaller.
     """
-    found: list[list[Unit]] = []
+    buckets: list[list[Unit]] = []
     section: list[Unit] = []
     largest = max((unit.largest for unit in units if unit.is_whole), default=None) if shards.count > 1 else None
     for unit in units:
@@ -260,11 +241,11 @@ def cut_into_buckets(units: Sequence[Unit], least: int | None, shards: Shards) -
         # An embedding shared between pipeline stages, which reduce it by itself, has a bucket of its own.
         shared = getattr(unit.params[0], "shared_embedding", False)
         if shared or (large and _spreads_better_alone(unit, units, shards)):
-            found += [*_cut(section, least, shards), [unit]]
+            buckets += [*_cut(section, least, shards), [unit]]
             section = []
         else:
             section.append(unit)
-    return found + _cut(section, least, shards)
+    return buckets + _cut(section, least, shards)
 
 
 def cost_of_buckets(lengths: Sequence[int]) -> float:
@@ -327,175 +308,54 @@ def _cheapest(units: list[Unit], least: int, shards: Shards) -> list[list[Unit]]
             cost = best[start][0] + _cost_of_bucket(length(start, end), total - elements[end], total)
             if end not in best or cost < best[end][0]:
                 best[end] = (cost, start)
-    found, end = [], len(units)
+    buckets, end = [], len(units)
     while end:
         start = best[end][1]
-        found.insert(0, units[start:end])
+        buckets.insert(0, units[start:end])
         end = start
-    return found
+    return buckets
 
 
 def _possible_ends(units: list[Unit], least: float) -> list[int]:
     """Return the ends, as numbers of units, that lie at least `least` elements apart, and the end of all units."""
-    found, since = [], 0
+    ends, since = [], 0
     for count, unit in enumerate(units, start=1):
         since += unit.numel
         if since >= least or count == len(units):
-            found.append(count)
+            ends.append(count)
             since = 0
-    return found
-
-
-@dataclass(frozen=True)
-class Arrangement:
-    """An order of a bucket's units.
-
-    kinds: the kinds of its blocks, in order.
-    matrices: number of blocks before the single matrices.
-    gap_after: number of blocks before the gap.
-    gap: its size, in matrices of the largest size. Other free elements of the bucket lie at its end.
-    """
-
-    kinds: tuple[tuple, ...]
-    matrices: int
-    gap_after: int = 0
-    gap: int = 0
-
-    def items(self, units: Sequence[Unit]) -> list[Unit | int]:
-        """Return `units` in this order, for `place`."""
-        blocks, matrices, rest = sorted_out(units)
-        of_kind: dict[tuple, list[Unit]] = {}
-        for block in blocks:
-            of_kind.setdefault(block.kind, []).append(block)
-        found: list[Unit | int] = []
-        for before in range(len(self.kinds) + 1):
-            if before == self.matrices:
-                found += matrices
-            if self.gap and before == self.gap_after:
-                found.append(self.gap * largest_of_a_block(units))
-            if before < len(self.kinds):
-                found.append(of_kind[self.kinds[before]].pop(0))
-        return found + rest
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """Arrangements of a bucket.
-
-    shard: elements of a shard.
-    work: of the shards' owners in each arrangement, int64 [arrangements, shards], in the unit that all buckets share.
-    """
-
-    shard: int
-    arrangements: list[Arrangement]
-    work: Tensor
+    return ends
 
 
 def balanced(buckets: Sequence[Sequence[Unit]], shards: Shards) -> tuple[list[tuple[list[tuple[Unit, int]], int]], int]:
-    """Arrange the units of all buckets.
+    """Order the units of all buckets, beginning with the bucket of the most work.
 
     Return of each bucket the units with their offsets and the bucket's length, and the largest work of an owner over
     all buckets (as `work_of`).
     """
-    parts = min(shards.count * RESOLUTION, 2**31)
-    unit_of_work = max(1, -(-sum(unit.work for bucket in buckets for unit in bucket) // parts))
-    by_kinds: dict[tuple, Candidates] = {}
-    candidates = []
-    for bucket in buckets:
-        blocks, *others = sorted_out(bucket)
-        key = (*sorted(block.kind for block in blocks), *(unit.kind for units in others for unit in units))
-        if key not in by_kinds:
-            by_kinds[key] = _candidates(bucket, shards, unit_of_work)
-        candidates.append(by_kinds[key])
-    chosen, work = _choose([each.work for each in candidates], shards.count)
-    placed = []
-    for bucket, each, index in zip(buckets, candidates, chosen, strict=True):
-        in_bucket, end = place(each.arrangements[index].items(bucket), shards.count, each.shard)
-        assert end <= shards.count * each.shard, "buckets of the same kinds have the same size"
-        placed.append((in_bucket, shards.count * each.shard))
-    return placed, int(work.max()) * unit_of_work
+    work, placed = [0] * shards.count, {}
+    for index in sorted(range(len(buckets)), key=lambda index: -sum(unit.work for unit in buckets[index])):
+        shard, choices = shards.size(buckets[index]), []
+        for order in (orders := usual_orders(buckets[index])) + [_blocks_reversed(order) for order in orders]:
+            units, end = place(order, shards.count, shard)
+            if end <= shards.count * shard:
+                total = [before + more for before, more in zip(work, _owners_work(units, shards, shard), strict=True)]
+                choices.append((max(total), sum(owner * owner for owner in total), len(choices), total, units))
+        *_, work, units = min(choices)
+        placed[index] = units, shards.count * shard
+    return [placed[index] for index in range(len(buckets))], max(work)
 
 
-def _candidates(units: Sequence[Unit], shards: Shards, unit_of_work: int) -> Candidates:
-    """Return arrangements of a bucket in the shortest shards that hold it, each with different work of the owners."""
-    shard = shards.size(units)
-    end = min(place(order, shards.count, shard)[1] for order in usual_orders(units))
-    free = (shards.count * shard - end) // largest_of_a_block(units)
-    arrangements, works = [], {}
-    for arrangement in _arrangements(units, shards.count, free):
-        placed, end = place(arrangement.items(units), shards.count, shard)
-        if end > shards.count * shard:
-            continue
-        work = [0] * shards.count
-        for unit, begin in placed if shards.count > 1 else ():
-            each = unit.work // len(unit.params) // unit_of_work
-            for index in range(len(unit.params) if each else 0):
-                work[(begin + index * unit.largest) // shard] += each
-        if works.setdefault(tuple(work), arrangement) is arrangement:
-            arrangements.append(arrangement)
-    return Candidates(shard, arrangements, torch.tensor(list(works), dtype=torch.int64, device="cpu"))
+def _blocks_reversed(order: Sequence[Unit]) -> list[Unit]:
+    """Return `order`, which begins with its blocks, with these in the opposite order."""
+    blocks = [unit for unit in order if unit.is_block]
+    return [*reversed(blocks), *order[len(blocks) :]]
 
 
-def _arrangements(units: Sequence[Unit], shards: int, free: int) -> Iterator[Arrangement]:
-    """Yield the usual orders and other arrangements, or a sample if there are many: the same on every rank.
-
-    free: number of the largest matrices for which the bucket has free elements.
-    """
-    blocks, matrices, _ = sorted_out(units)
-    for order in usual_orders(units):
-        yield Arrangement(tuple(unit.kind for unit in order if unit.is_block), len(blocks))
-    if not any(unit.work for unit in blocks):
-        return
-    orders = _orders([block.kind for block in blocks])
-    places = len(blocks) + 1 if matrices else 1
-    gaps = [(0, 0)] + [(before, count) for before in range(len(blocks)) for count in range(1, free + 1)]
-    number = len(orders) * places * len(gaps)
-    most = max(24, TRIED // (len(units) + shards))
-    for index in range(number) if number <= most else sorted(random.Random(number).sample(range(number), most)):
-        index, gap = divmod(index, len(gaps))
-        order, before = divmod(index, places)
-        yield Arrangement(orders[order], before, *gaps[gap])
-
-
-def _orders(kinds: list[tuple]) -> list[tuple[tuple, ...]]:
-    """Return the distinct orders of `kinds`, or a sample if there are more than MAX_ORDERS."""
-    orders: list[tuple[tuple, ...]] = [()]
-    for _ in kinds:
-        orders = [
-            (*order, kind) for order in orders for kind in dict.fromkeys(kinds) if order.count(kind) < kinds.count(kind)
-        ]
-        if len(orders) > MAX_ORDERS:  # beginnings of orders; each has at least one continuation
-            generator = random.Random(len(kinds))
-            return list(dict.fromkeys(tuple(generator.sample(kinds, len(kinds))) for _ in range(MAX_ORDERS)))
-    return orders
-
-
-def _choose(works: Sequence[Tensor], shards: int) -> tuple[list[int], Tensor]:
-    """Return an index into each of `works` so that the largest work of a shard is small, and the work of all shards.
-
-    Each choice is made in view of those before, then all are improved one by one.
-    """
-    total, chosen = torch.zeros(shards, dtype=torch.int64, device="cpu"), []
-    for work in works:
-        chosen.append(_best(total + work, busiest_first=True)[1])
-        total = total + work[chosen[-1]]
-    for busiest_first in (False, True) * 2:  # the sum of squares leaves local minima of the largest work
-        for _ in range(SWEEPS):
-            before = list(chosen)
-            for index, work in enumerate(works):
-                others = total - work[chosen[index]]
-                key, best = _best(others + work, busiest_first)
-                if key < _best(total[None], busiest_first)[0]:
-                    chosen[index], total = best, others + work[best]
-            if chosen == before:
-                break
-    return chosen, total
-
-
-def _best(totals: Tensor, busiest_first: bool) -> tuple[tuple[int, int], int]:
-    """Return the key and the index of the best row of `totals` [rows, shards], the first of equals.
-
-    The key is (largest work, sum of squares), or reversed without `busiest_first`.
-    """
-    keys = totals.amax(1).tolist(), (totals * totals).sum(1).tolist()
-    return min((key, index) for index, key in enumerate(zip(*(keys if busiest_first else keys[::-1]), strict=True)))
+def _owners_work(placed: Iterable[tuple[Unit, int]], shards: Shards, shard: int) -> list[int]:
+    """Return the work of each shard's owner for the placed units."""
+    work = [0] * shards.count
+    for unit, begin in placed:
+        for index in range(len(unit.params) if unit.work else 0):
+            work[(begin + index * unit.largest) // shard] += unit.work // len(unit.params)
+    return work

@@ -8,7 +8,7 @@ import torch
 from zaya_plugin.config.compose import compose
 from zaya_plugin.data.indexed_dataset import write_index
 from zaya_plugin.data.tokenizer import train_bpe
-from zaya_plugin.hosts.position_loss import means, ranges, table, validation_tokens
+from zaya_plugin.inference.perplexity import means, position_table, ranges, validation_tokens
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_means_and_lines():
     rows = [(start, end, *means(by_position, start, end)) for start, end in ranges(2, 4)]
     assert rows == [(0, 2, 2.0, 2.5), (2, 4, 7.0, 2.5)]
     result = {"sequences": 2, "stages": ["four", "eight"], "rows": rows, "beyond": [7.0, 2.5]}
-    lines = list(table(result, 2, 4, better=True))
+    lines = list(position_table(result, 2, 4, better=True))
     assert lines[0] == "loss by position, nats a token, 2 sequences of 4 validation tokens"
     assert [line.split() for line in lines[1:4]] == [
         ["positions", "four", "eight"],
@@ -36,7 +36,7 @@ def test_means_and_lines():
         ["2-3", "7.0000", "2.5000"],
     ]
     assert lines[4] == "past 2 tokens: 2.5000 against 7.0000, below"
-    assert list(table(result, 2, 4, better=False))[-1].endswith("NOT below")
+    assert list(position_table(result, 2, 4, better=False))[-1].endswith("NOT below")
 
 
 @pytest.mark.filterwarnings("ignore::zaya_plugin.data.prepared.DatasetWarning")

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recipe's part of a run in Megatron's training loop, whichever host runs it: `zaya train`, Megatron-LM's
+pretrain_gpt.py or Primus.
+
+pretrain.py adds what only `zaya train` does (reports, saves beside the training, guards), guest.py what a host that is
+not ours needs. Both replace functions of `megatron.training.training` (zaya_plugin.patches.hooks).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable
+
+import torch
+from megatron.core import parallel_state
+from megatron.training import get_args, get_tokenizer
+
+from zaya_plugin.checkpoint.replicas import check_replicas
+from zaya_plugin.config.schema import Recipe
+from zaya_plugin.data.sources import DataSources
+from zaya_plugin.handover.predecessor import predecessor
+from zaya_plugin.hosts import data_loaders
+from zaya_plugin.hosts.stage_handover import Handover, stage_datasets
+from zaya_plugin.hosts.stage_model import build_stage, model_config
+from zaya_plugin.model.config import ZayaConfig
+from zaya_plugin.parallel.context_order import ContextShard
+from zaya_plugin.patches.hooks import TRAINING
+from zaya_plugin.training.balancer import Balancer
+from zaya_plugin.training.batches import micro_batch
+from zaya_plugin.training.lifecycle import Lifecycle
+from zaya_plugin.training.optimizer import optimizer_factory
+
+
+def forward_step(data_iterator, model):
+    """Run one micro-batch; return the losses of the tokens [b, s] and the function that reduces them."""
+    args = get_args()
+    shard = ContextShard.of(parallel_state.get_context_parallel_group(), args.context_parallel_order)
+    eod = get_tokenizer().eod if args.packing == "documents" else None
+    batch = micro_batch(next(data_iterator), torch.cuda.current_device(), shard, eod, args.reset_position_ids)
+    mask = batch.loss_mask
+
+    def reduce_loss(losses):
+        """Return the sum over the tokens that count, their number, and both for the report (Megatron adds and
+        divides).
+        """
+        total, count = (losses.float() * mask).sum(), mask.sum()
+        return total, count.to(torch.int), {"lm loss": torch.stack((total.detach(), count))}
+
+    losses = model(
+        batch.tokens, batch.positions, None, labels=batch.labels, loss_mask=mask, packed_seq_params=batch.packed
+    )
+    return losses, reduce_loss
+
+
+class Adapter:
+    """The functions with which a host's loop trains a recipe, in the order in which it calls them.
+
+    Args:
+        recipe: validated; patches are applied already.
+        args: Megatron's validated namespace.
+        lifecycle: the run's checkpoints.
+        sources: tokenizer and data sets; None: the host reads the data of its own arguments.
+
+    Attributes:
+        before: the previous stage, of a new run that begins with its weights.
+        handover: how the run begins, after `check`.
+
+    Raises:
+        ValueError: the previous stage is not finished.
+    """
+
+    def __init__(self, recipe: Recipe, args: argparse.Namespace, lifecycle: Lifecycle, sources: DataSources | None):
+        self.recipe, self.args, self.lifecycle, self.sources = recipe, args, lifecycle, sources
+        data_loaders.prepare(args.num_workers)
+        self.before = None if lifecycle.has_checkpoint else predecessor(recipe)
+        self.balancer = Balancer()
+
+    def check(self) -> None:
+        """Choose the checkpoint to load, and compare it with the arguments.
+
+        Raises:
+            ValueError: it is damaged, of another model, recipe or data, or of a release that this one cannot read.
+        """
+        self.lifecycle.data = self.sources.facts() if isinstance(self.sources, DataSources) else None
+        self.lifecycle.describe_into(self.args, self.before)
+        self.handover = Handover(self.recipe, self.before, self.lifecycle.resumed_at)
+        self.handover.check(self.args)
+
+    def hooks(self) -> list[tuple[str, Callable]]:
+        """Return the replaced symbols with our functions; each is called with the function that it replaces."""
+        return [
+            (TRAINING + "get_megatron_optimizer", self.optimizer),
+            (TRAINING + "load_checkpoint", self.load),
+            (TRAINING + "finalize_model_grads", self.finalize),
+        ]
+
+    @functools.cached_property
+    def config(self) -> ZayaConfig:
+        """The model's configuration."""
+        return model_config(self.args)
+
+    def model(self, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
+        """Build the GPTModel of one (virtual) stage; a host calls this after it has made the process groups."""
+        stage = dict(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage, pg_collection=pg_collection)
+        return build_stage(self.recipe, self.args, self.config, **stage)
+
+    def optimizer(self, get_megatron_optimizer, config, model_chunks, *positional, **named):
+        """Build Muon and AdamW; replaces Megatron's get_megatron_optimizer."""
+        return optimizer_factory(self.recipe)(get_megatron_optimizer, config, model_chunks, *positional, **named)
+
+    def load(self, load_checkpoint, model, optimizer, *positional, **named):
+        """Load the run's checkpoint, or what the stage begins with, and compare what ranks hold that must hold the
+        same; replaces Megatron's load_checkpoint.
+        """
+        loaded = self.handover.load(load_checkpoint, model, optimizer, *positional, **named)
+        if self.args.load:
+            check_replicas(model, optimizer)
+        return loaded
+
+    def datasets(self, num_samples, vp_stage=None) -> list:
+        """Build the training, validation and test sets for Megatron's numbers of samples."""
+        batch_size = getattr(self.args, "eval_global_batch_size", None) or self.args.global_batch_size
+        return stage_datasets(self.recipe, self.sources, self.args, num_samples, batch_size)
+
+    # Every rank reads its own part. Without this attribute Megatron broadcasts from one rank, and under tensor
+    # parallelism the ranks of Primus wait for each other for ever.
+    datasets.is_distributed = True
+
+    def finalize(self, finalize_model_grads, model, *positional, **named):
+        """Run Megatron's finalize_model_grads and balance the experts, after the backward passes of a step."""
+        finalize_model_grads(model, *positional, **named)
+        self.balancer.balance(model)
