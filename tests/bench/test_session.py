@@ -17,6 +17,7 @@ from zaya_plugin.hosts.measured_steps import StepParts
 class Chunk(torch.nn.Module):
     def __init__(self):
         super().__init__()
+        self.config = argparse.Namespace(finalize_model_grads_func=lambda model: torch.ones(3).mul_(2))
         self.mlp = torch.nn.Linear(4, 4)
         self.experts = torch.nn.Linear(2, 3, bias=False)
 
@@ -43,6 +44,7 @@ def run(session, args, limit=50) -> int:
     def passes(forward_step):
         output, loss = forward_step()
         loss(output).backward()
+        chunk.config.finalize_model_grads_func([chunk])
 
     for taken in range(limit):
         parts = StepParts(forward_step, passes, [chunk], optimizer, args)

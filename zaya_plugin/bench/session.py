@@ -133,7 +133,7 @@ class Session:
 
     def _open(self, parts) -> None:
         """Put ranges around all parts; the step begins."""
-        from megatron.core.utils import unwrap_model
+        from megatron.core.utils import get_model_config, unwrap_model
         from torch.profiler import record_function
 
         from zaya_plugin.training import balancer
@@ -143,7 +143,7 @@ class Session:
             self.ranges.around_model(unwrap_model(chunk))
         self.ranges.around(parts.optimizer, "zero_grad", "gradients")
         self.ranges.around(parts.optimizer, "step", "optimizer")
-        self.ranges.around(balancer, "finalize_model_grads", "gradients")
+        self.ranges.around(get_model_config(parts.model[0]), "finalize_model_grads_func", "gradients")
         self.ranges.around(balancer, "update_biases", "router")
         parts.forward_step = _ranged_loss(parts.forward_step)
         parts.forward_backward = annotated(parts.forward_backward, PASSES)
