@@ -41,7 +41,7 @@ def eager_add(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tens
 
 
 def eager_scaled(output, residual, b_o, s_o, b_x, s_x, weight) -> tuple[Tensor, Tensor]:
-    """Compute the formula of hip_ops.ops.rms_norm.reference.scaled_residual_rms_norm, as a user of torch writes it."""
+    """Compute the formula of hip_ops.scaled_residual_rms_norm, as a user of torch writes it."""
     b_o, s_o, b_x, s_x = (v.float() for v in (b_o, s_o, b_x, s_x))
     new_residual = torch.addcmul(torch.addcmul(b_o * s_o + b_x * s_x, output.float(), s_o), residual, s_x)
     return F.rms_norm(new_residual, weight.shape, weight.float(), EPS).to(weight.dtype), new_residual
@@ -110,18 +110,11 @@ def ours(work: Work) -> Callable:
 def kernels(work: Work, name: str, inputs: Inputs) -> tuple[Callable, Callable]:
     """Return forward and backward of version `name`, without dispatch and autograd."""
     module = importlib.import_module(f"hip_ops.ops.rms_norm.{name}")
-    i = inputs
-    if work.scaled:
-        rstd = module.scaled_residual_rms_norm(*i.arguments, EPS)[2]
-        return (
-            lambda: module.scaled_residual_rms_norm(*i.arguments, EPS),
-            lambda: module.scaled_residual_rms_norm_backward(i.dy, i.d_new_residual, i.x, i.residual, rstd, *i.vectors),
-        )
-    _, new_residual, rstd = module.add_rms_norm(*i.arguments, EPS)
-    return (
-        lambda: module.add_rms_norm(*i.arguments, EPS),
-        lambda: module.add_rms_norm_backward(i.dy, i.d_new_residual, new_residual, rstd, i.vectors[0], BF16),
-    )
+    i, vectors = inputs, inputs.vectors if work.scaled else (*[None] * 4, *inputs.vectors)
+    forward = lambda: module.merge_norm(i.x, i.residual, *vectors, None, EPS)  # noqa: E731
+    _, new_residual, _, rstd = forward()
+    rows = (i.x, i.residual) if work.scaled else (None, new_residual)
+    return forward, lambda: module.merge_norm_backward(i.dy, i.d_new_residual, *rows, None, rstd, *vectors, BF16)
 
 
 def measure(work: Work, rows: int, hidden: int, device: torch.device, options) -> dict:

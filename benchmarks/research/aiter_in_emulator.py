@@ -36,6 +36,7 @@ import triton
 from hip_ops.runtime import aiter as runtime_aiter
 from hip_ops.runtime.aiter import Function
 from hip_ops.runtime.operator import Operator
+from hip_ops.runtime.self_check import difference
 from tests.gfx942.emulator import Device
 from tests.gfx942.triton_objects import triton_code_object
 from tests.hip_ops.expert_path_device import to_numpy
@@ -151,7 +152,7 @@ def load(clone: Path, tag: str, folder: Path) -> None:
 def compare(tag: str) -> bool:
     """Run the self-checks and the cases; return whether all passed."""
     norms, products = (importlib.import_module(f"hip_ops.ops.{name}") for name in ("rms_norm", "grouped_product"))
-    operators = [norms._add, norms._scaled, norms._add_backward, norms._scaled_backward]
+    operators = [norms._forward, norms._backward]
     cases = [(str(case), lambda case=case: check(of_module(norms.aiter), case)) for case in NORMS]
     if runtime_aiter.missing(products.aiter.FIRST) is None:
         operators += [products._rows, products._outer]
@@ -164,7 +165,7 @@ def compare(tag: str) -> bool:
     passed = [report(tag, name, run) for name, run in cases]
     if products._rows in operators:
         passed.append(report(tag, "nptgmm", lambda: with_nptgmm(products), defect="it gives nan, torch 0"))
-    passed.append(report(tag, "AITER's autograd", lambda: own_autograd(norms), defect="result[0], element"))
+    passed.append(report(tag, "AITER's autograd", lambda: own_autograd(norms), defect="result[1], element"))
     return all(passed)
 
 
@@ -199,16 +200,19 @@ def own_autograd(norms: types.ModuleType) -> str | None:
     """The self-check with AITER's autograd function, which gives the residual no gradient (ROCm/aiter#576)."""
     own = sys.modules[f"aiter.ops.triton.{NORM}"].rmsnorm2d_fwd_with_add
 
-    def backward(dy, d_new_residual, new_residual, rstd, weight, x_dtype):
+    def backward(dy, d_new_residual, output, new_residual, mean, rstd, *vectors_weight_and_dtype):
+        *_, weight, output_dtype = vectors_weight_and_dtype
         rows = [each.reshape(-1, weight.shape[0]) for each in (torch.zeros_like(new_residual), new_residual, dy)]
         leaves = [each.clone().requires_grad_() for each in (*rows[:2], weight)]
         with torch.enable_grad():
             y = own(torch.empty_like(rows[2]), *leaves[:2], torch.empty_like(rows[1]), leaves[2], 1e-5)
             d_x, d_residual, d_weight = torch.autograd.grad(y, leaves, rows[2], allow_unused=True)
         d_residual = torch.zeros_like(new_residual) if d_residual is None else d_residual.view_as(new_residual)
-        return d_residual, d_x.view_as(new_residual).to(x_dtype), d_weight
+        empty = weight.new_empty(0)
+        return d_x.view_as(new_residual).to(output_dtype), d_residual, *[empty] * 4, d_weight, empty
 
-    return norms._add_backward.difference(backward, torch.device("cpu"))
+    plain = norms._example(backward=True, scaled=False, last=True)
+    return difference(backward, norms._backward.reference, plain, torch.device("cpu"))
 
 
 def main() -> int:

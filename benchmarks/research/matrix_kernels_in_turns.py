@@ -109,13 +109,13 @@ def norm(scaled: bool, backward: bool) -> tuple[Callable, tuple]:
     stream = torch.float32 if scaled else torch.bfloat16
     x, dy = (torch.randn(2 * TOKENS, HIDDEN, device="cuda").bfloat16() for _ in range(2))
     residual, upstream = (torch.randn(2 * TOKENS, HIDDEN, device="cuda").to(stream) for _ in range(2))
-    vectors = [torch.randn(HIDDEN, device="cuda").bfloat16() for _ in range(5 if scaled else 1)]
-    name = "scaled_residual_rms_norm" if scaled else "add_rms_norm"
-    inputs = (x, residual, *vectors, 1e-5)
-    _, new_residual, rstd = getattr(reference, name)(*inputs)
+    *merge, weight = (torch.randn(HIDDEN, device="cuda").bfloat16() for _ in range(5))
+    vectors, name = (*(merge if scaled else [None] * 4), weight), "merge_norm"
+    inputs = (x, residual, *vectors, None, 1e-5)
+    _, new_residual, _, rstd = reference.merge_norm(*inputs)
     if backward:
-        saved = (x, residual, rstd, *vectors) if scaled else (new_residual, rstd, *vectors, torch.bfloat16)
-        inputs, name = (dy, upstream, *saved), f"{name}_backward"
+        rows = (x, residual) if scaled else (None, new_residual)
+        inputs, name = (dy, upstream, *rows, None, rstd, *vectors, torch.bfloat16), "merge_norm_backward"
     call = lambda: getattr(kernels, name)(*inputs)  # noqa: E731
     return call, (lambda: call()[0], lambda: getattr(reference, name)(*inputs)[0])
 

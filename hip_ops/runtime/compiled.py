@@ -9,6 +9,7 @@ disables compilation.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 
 import torch
@@ -19,8 +20,24 @@ from hip_ops.runtime.selection import selection
 
 
 def compile_function(function: Callable) -> Callable:
-    """Returns `function`, compiled at its first call with static shapes, one version per shape."""
-    return torch.compile(function, dynamic=False)
+    """Return `function`, compiled at its first call with static shapes, one version per shape.
+
+    torch keeps at most eight versions of one code object (torch._dynamo.config.recompile_limit). So each choice of
+    arguments that are None is compiled from a copy, as if it were a function of its own.
+    """
+    forms: dict[tuple[bool, ...], Callable] = {}
+
+    def call(*arguments, **keywords):
+        form = tuple([argument is None for argument in arguments])
+        if form not in forms:
+            code = function.__code__.replace(co_name=f"{function.__name__}_{len(forms)}")
+            inside = function.__globals__, function.__name__, function.__defaults__, function.__closure__
+            copied = types.FunctionType(code, *inside)
+            copied.__kwdefaults__ = function.__kwdefaults__
+            forms[form] = torch.compile(copied, dynamic=False)
+        return forms[form](*arguments, **keywords)
+
+    return call
 
 
 def formula(function: Callable) -> Callable:

@@ -64,7 +64,7 @@ def test_the_innermost_range_that_says_something_decides(recorder):
     recorder.annotation("zaya:router", 10, 20)
     recorder.annotation("something of a library", 11, 19)
     recorder.launch(12, [("softmax", 7, 30, 35)])
-    recorder.operator("hip_ops::scaled_residual_rms_norm", 40, 50)
+    recorder.operator("hip_ops::merge_norm", 40, 50)
     recorder.launch(42, [("triton_", 7, 50, 60)])
     recorder.launch(60, [("behind", 7, 61, 62)])
     # within what begins at the same moment, though it comes first in the file

@@ -17,6 +17,7 @@ from torch import Tensor
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 VECTORS = ("output_bias", "output_scale", "residual_bias", "residual_scale", "weight")
+GRADIENTS = ("d_x", "d_residual", *(f"d_{name}" for name in VECTORS), "d_bias")
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,15 @@ class Inputs:
 
     @property
     def arguments(self) -> tuple[Tensor, ...]:
-        """Of the forward, without eps."""
+        """Of the public function, without eps."""
         vectors = self.vectors.values() if self.case.scaled else (self.vectors["weight"],)
         return (self.x, self.residual, *vectors, *(() if self.bias is None else (self.bias,)))
+
+    @property
+    def operands(self) -> tuple[Tensor | None, ...]:
+        """Of `merge_norm`, without eps."""
+        *merge, weight = self.vectors.values()
+        return (self.x, self.residual, *(merge if self.case.scaled else [None] * 4), weight, self.bias)
 
 
 def make(case: Case, device: str = "cpu") -> Inputs:
@@ -99,25 +106,28 @@ class Implementation:
 def of_module(module) -> Implementation:
     """hip_ops.ops.rms_norm.reference, hip_ops.ops.rms_norm.triton or hip_ops.ops.rms_norm.hip."""
 
-    def function(case: Case, suffix: str = "") -> Callable:
-        form, norm = "scaled_residual" if case.scaled else "add", "layer_norm" if case.centered else "rms_norm"
-        return getattr(module, f"{form}_{norm}{suffix}")
-
     def forward(i: Inputs):
-        return function(i.case)(*i.arguments, i.case.eps)
+        y, new_residual, mean, rstd = module.merge_norm(*i.operands, i.case.eps)
+        assert i.case.centered or mean.numel() == 0
+        return y, new_residual, *((mean, rstd) if i.case.centered else (rstd,))
 
     def backward(i: Inputs, new_residual: Tensor, *statistics: Tensor) -> dict[str, Tensor]:
-        run, of_norm = function(i.case, "_backward"), ("d_weight", "d_bias") if i.case.centered else ("d_weight",)
-        if i.case.scaled:
-            found = run(i.dy, i.d_new_residual, i.x, i.residual, *statistics, *i.vectors.values())
-            return dict(zip(("d_x", "d_residual", *(f"d_{v}" for v in VECTORS[:4]), *of_norm), found, strict=True))
-        d_residual, d_x, *rest = run(
-            i.dy, i.d_new_residual, new_residual, *statistics, i.vectors["weight"], i.case.x_dtype
+        found = dict(
+            zip(GRADIENTS, module.merge_norm_backward(*backward_arguments(i, new_residual, *statistics)), strict=True)
         )
-        first = {"d_x": d_x if d_x.numel() else d_residual, "d_residual": d_residual}
-        return first | dict(zip(of_norm, rest, strict=True))
+        if not i.case.scaled and i.case.x_dtype == i.case.residual_dtype:
+            assert found["d_x"].numel() == 0
+            found["d_x"] = found["d_residual"]
+        return {name: gradient for name, gradient in found.items() if gradient.numel()}
 
     return Implementation(forward, backward)
+
+
+def backward_arguments(i: Inputs, new_residual: Tensor, *statistics: Tensor) -> tuple:
+    """Of `merge_norm_backward`. statistics: rstd, or mean and rstd."""
+    rows = (i.x, i.residual) if i.case.scaled else (None, new_residual)
+    mean = statistics[0] if i.case.centered else None
+    return i.dy, i.d_new_residual, *rows, mean, statistics[-1], *i.operands[2:7], i.case.x_dtype
 
 
 @dataclass

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from hip_ops import use_kernels
+from hip_ops.ops import grouped_product, rms_norm
 from hip_ops.runtime import aiter as runtime_aiter
-from hip_ops.runtime import availability
+from hip_ops.runtime import availability, self_check
 from hip_ops.runtime.aiter import Function
 from tests.hip_ops.fake_gpu import CPU, GPU, FakeGpu
 from tests.hip_ops.grouped_cases import Grouped, check_outer, check_rows
 from tests.hip_ops.rms_norm_cases import FP32, Case, check, of_module
 from tests.stand_ins import aiter as stand_in
 
-rms_norm, grouped_product = (importlib.import_module(f"hip_ops.ops.{name}") for name in ("rms_norm", "grouped_product"))
 norm, grouped = rms_norm.aiter, grouped_product.aiter
-FORWARD, BACKWARD = (rms_norm._add, rms_norm._scaled), (rms_norm._add_backward, rms_norm._scaled_backward)
+FORWARD, BACKWARD = (rms_norm._forward,), (rms_norm._backward,)
 GROUPED = (grouped_product._rows, grouped_product._outer)
 OPERATORS = (*FORWARD, *BACKWARD, *GROUPED)
 NEWEST = stand_in.VERSIONS[-1]
@@ -127,9 +127,10 @@ def test_norms_against_fp64(install, case):
 def test_a_gradient_that_two_inputs_share_is_returned_once(install):
     install(NEWEST)
     dy, stream, rstd = torch.ones(2, 4), torch.randn(2, 4), torch.ones(2, 1)
-    shared, empty, _ = norm.add_rms_norm_backward(dy, None, stream, rstd, torch.ones(4), torch.float32)
+    plain = (dy, None, None, stream, None, rstd, *[None] * 4, torch.ones(4))
+    empty, shared, *_ = norm.merge_norm_backward(*plain, torch.float32)
     assert shared.shape == (2, 4) and (empty.shape, empty.dtype) == ((0,), torch.float32)
-    shared, d_x, _ = norm.add_rms_norm_backward(dy, None, stream, rstd, torch.ones(4), torch.bfloat16)
+    d_x, shared, *_ = norm.merge_norm_backward(*plain, torch.bfloat16)
     assert torch.equal(d_x, shared.bfloat16())
 
 
@@ -148,14 +149,12 @@ def test_products_against_fp64(install, case, flag):
 
 def test_which_calls_are_taken():
     half, wide, borders = torch.ones(4, 6).bfloat16(), torch.ones(4, 6), torch.ones(2, dtype=torch.int32)
-    assert norm.fits(wide) and norm.fits(torch.ones(2, 3, 6))
+    assert norm.fits(wide, False) and norm.fits(torch.ones(2, 3, 6), False) and not norm.fits(wide, True)
     refused = (half, torch.ones(0, 6), torch.ones(4, 1), torch.ones(1, norm.WIDEST + 1))
-    assert not any(map(norm.fits, refused))
-    for each, (_, *arguments) in zip(FORWARD, ([None, wide], [None, wide]), strict=True):
-        assert each.fits["aiter"](None, *arguments) and not each.fits["aiter"](wide, half)
-    assert rms_norm._add_backward.fits["aiter"](None, None, wide) and rms_norm._scaled_backward.fits["aiter"](
-        *[None] * 3, wide
-    )
+    assert not any(norm.fits(stream, False) for stream in refused)
+    forward, backward = rms_norm._forward.fits["aiter"], rms_norm._backward.fits["aiter"]
+    assert forward(None, wide, *[None] * 6) and not forward(wide, half, *[None] * 6)
+    assert backward(*[None] * 3, wide, None) and not backward(*[None] * 3, wide, wide)
     square, matrices = torch.ones(2, 6, 6).bfloat16(), torch.ones(2, 6, 8).bfloat16()
     assert grouped.fits_rows(half, matrices, borders) and grouped.fits_rows(half, square.mT, borders)
     assert grouped.fits_rows(half, torch.ones(2, 8, 6).bfloat16().mT, borders)
@@ -212,17 +211,15 @@ def test_a_defect_is_refused_with_its_reason_and_the_next_version_runs(install, 
     assert runs is not each._function_of("aiter") and each.difference(runs, CPU, following) is None
 
 
-@pytest.mark.parametrize("name", ["_add_layer", "_scaled_layer", "_add_layer_backward", "_scaled_layer_backward"])
-def test_layer_norm_runs_the_next_version(monkeypatch, install, mi300x, name):
+@pytest.mark.parametrize("each", (rms_norm._forward, rms_norm._backward), ids=lambda each: each.name)
+def test_layer_norm_runs_the_next_version(install, mi300x, each):
     """A request for AITER is for the whole folder, and LayerNorm has no such version."""
-    each = getattr(rms_norm, name)
-    for found in ("results", "choices", "_chosen"):
-        monkeypatch.setattr(each, found, {})
     install(NEWEST)
     with aiter_named(each):
         choice = each.choice(GPU)
-    assert "aiter" not in each.versions and "aiter" not in each.fits
-    assert choice.startswith("compiled") and "it has no version 'aiter'" in choice
+    assert choice.startswith("aiter where it takes the arguments, then compiled")
+    taken = [each.fits["aiter"](*arguments(CPU)) for arguments in (*each.examples, *each.more_examples["compiled"])]
+    assert taken == [True, True, False, False], "RMSNorm of both forms, LayerNorm of none"
 
 
 def test_the_gradient_that_aiters_own_function_loses_is_found(install):
@@ -230,7 +227,8 @@ def test_the_gradient_that_aiters_own_function_loses_is_found(install):
     install(NEWEST)
     own = importlib.import_module(stand_in.NORM).rmsnorm2d_fwd_with_add
 
-    def by_aiters_autograd(dy, d_new_residual, new_residual, rstd, weight, x_dtype):
+    def by_aiters_autograd(dy, d_new_residual, output, new_residual, mean, rstd, *vectors_weight_and_dtype):
+        *vectors, weight, x_dtype = vectors_weight_and_dtype
         shape = (-1, weight.shape[0])
         x, residual = torch.zeros_like(new_residual).view(shape), new_residual.clone().view(shape)
         leaves = [tensor.requires_grad_() for tensor in (x, residual, weight.clone())]
@@ -238,10 +236,12 @@ def test_the_gradient_that_aiters_own_function_loses_is_found(install):
             y = own(torch.empty_like(dy).view(shape), x, residual, torch.empty_like(residual), leaves[2], 1e-5)
             d_x, d_residual, d_weight = torch.autograd.grad(y, leaves, dy.view(shape), allow_unused=True)
         assert d_residual is None
-        return torch.zeros_like(new_residual), d_x.view(new_residual.shape).to(x_dtype), d_weight
+        d_x, empty = d_x.view(new_residual.shape).to(x_dtype), weight.new_empty(0)
+        return d_x, torch.zeros_like(new_residual), *[empty] * 4, d_weight, empty
 
-    found = rms_norm._add_backward.difference(by_aiters_autograd, CPU)
-    assert found.startswith("result[0], element") and "it gives 0, torch" in found
+    plain = rms_norm._example(backward=True, scaled=False, last=True)
+    found = self_check.difference(by_aiters_autograd, rms_norm._backward.reference, plain, CPU)
+    assert found.startswith("result[1], element") and "it gives 0, torch" in found
 
 
 def test_the_block_that_nptgmm_leaves_unwritten_is_found(install, monkeypatch):

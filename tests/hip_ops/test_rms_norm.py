@@ -3,6 +3,7 @@
 
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,20 @@ from hip_ops import use_kernels
 from hip_ops.ops.rms_norm import hip as hip_kernels
 from hip_ops.ops.rms_norm import reference
 from hip_ops.runtime.operator import OPERATORS
-from tests.hip_ops.rms_norm_cases import BF16, FP32, FP64, VECTORS, Case, Exact, check, compare, make, of_module, ulp
+from tests.hip_ops.rms_norm_cases import (
+    BF16,
+    FP32,
+    FP64,
+    VECTORS,
+    Case,
+    Exact,
+    backward_arguments,
+    check,
+    compare,
+    make,
+    of_module,
+    ulp,
+)
 
 DTYPES = [(BF16, FP32, BF16), (BF16, BF16, BF16), (FP32, FP32, FP32), (FP32, FP32, BF16), (FP32, BF16, FP32)]
 
@@ -117,7 +131,7 @@ def test_layer_norm_is_torchs():
 
 def test_affine_layer_norm():
     x, bias, scale, weight, norm_bias = (torch.randn(*shape) for shape in ((5, 24), (24,), (24,), (24,), (24,)))
-    stream, y = hip_ops.affine_layer_norm(x.bfloat16(), bias, scale, weight, norm_bias, 1e-5, torch.float32)
+    y, stream = hip_ops.affine_layer_norm(x.bfloat16(), bias, scale, weight, norm_bias, 1e-5, torch.float32)
     assert torch.equal(stream, (x.bfloat16().float() + bias) * scale)
     torch.testing.assert_close(y, torch.nn.functional.layer_norm(stream, (24,), weight, norm_bias, 1e-5))
 
@@ -235,7 +249,7 @@ def test_wrong_arguments_are_named(scaled, centered, changes, message):
         return
     arguments = dict(zip(names, make(case).arguments, strict=True))
     arguments |= {name: change(arguments[name]) for name, change in changes.items()}
-    expected = f"hip_ops.{operator(case).__name__}: " + message.replace("{x}", "output" if scaled else "x")
+    expected = "hip_ops.merge_norm: " + message.replace("{x}", "output")
     with pytest.raises(ValueError, match="^" + re.escape(expected)):
         operator(case)(*arguments.values(), 1e-5)
 
@@ -244,17 +258,14 @@ def test_wrong_arguments_are_named(scaled, centered, changes, message):
 def test_opcheck(scaled, centered):
     """Schema, fake tensors, autograd registration and AOT dispatch, torch's own checks."""
     for case in (Case(scaled, 3, 16, centered=centered), Case(scaled, 2, 5, FP32, FP32, FP32, centered=centered)):
-        inputs = leaves(case)
-        name = operator(case).__name__
-        torch.library.opcheck(getattr(torch.ops.hip_ops, name), (*inputs, 1e-5))
-        i = make(case)
+        inputs = [None if t is None else t.detach().requires_grad_() for t in make(case).operands]
+        torch.library.opcheck(torch.ops.hip_ops.merge_norm.default, (*inputs, 1e-5))
         statistics = [torch.rand(case.rows, 1) + 0.5 for _ in range(1 + centered)]
-        rows = (i.x, i.residual) if scaled else (i.residual,)
-        for upstream in (i.d_new_residual, None):
-            tail = tuple(i.vectors.values()) if scaled else (i.vectors["weight"], case.x_dtype)
-            arguments = (i.dy, upstream, *rows, *statistics, *tail)
+        for i in (make(case), make(replace(case, d_new_residual=False))):
             torch.library.opcheck(
-                getattr(torch.ops.hip_ops, f"{name}_backward"), arguments, test_utils=("test_schema", "test_faketensor")
+                torch.ops.hip_ops.merge_norm_backward.default,
+                backward_arguments(i, i.residual, *statistics),
+                test_utils=("test_schema", "test_faketensor"),
             )
 
 
@@ -302,6 +313,13 @@ def test_results_do_not_change_between_runs(monkeypatch):
 
 
 def test_rows_that_are_too_long_for_triton_go_to_the_next_version():
-    for name in ("add_rms_norm", "scaled_residual_rms_norm", "add_layer_norm", "scaled_residual_layer_norm"):
-        for made in (OPERATORS[name], OPERATORS[f"{name}_backward"]):
-            assert [made.fits["triton"](torch.empty(1, hidden)) for hidden in (32768, 32769)] == [True, False]
+    for name in ("merge_norm", "merge_norm_backward"):
+        fits = OPERATORS[name].fits["triton"]
+        assert [fits(torch.empty(1, hidden)) for hidden in (32768, 32769)] == [True, False]
+
+
+def test_the_vectors_of_a_merge_come_together():
+    output, residual, *vectors, weight, bias = make(Case(True, 3, 8)).operands
+    message = "hip_ops.merge_norm: output_scale is None. Allowed: all four vectors of the merge, or none."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        torch.ops.hip_ops.merge_norm(output, residual, vectors[0], None, *vectors[2:], weight, bias, 1e-5)

@@ -104,14 +104,11 @@ def training_calls(statistics_parts: int, sizes: Sizes = Sizes(), device: str = 
 
     batches = [(count, *shape) for shape, _ in MATRICES for count in (1, 4, 16)]
     return {
-        "scaled_residual_rms_norm": [(x, stream, *vectors, 1e-5)],
-        "scaled_residual_rms_norm_backward": [
-            (x, upstream, x, stream, rstd, *vectors)
+        "merge_norm": [(x, stream, *vectors, bias, 1e-5) for bias in (None, empty(hidden))],  # RMSNorm and LayerNorm
+        "merge_norm_backward": [
+            (x, upstream, x, stream, mean, rstd, *vectors, BF16)
+            for mean in (None, rstd)
             for upstream in (stream, None)  # None: the last norm
-        ],
-        "scaled_residual_layer_norm": [(x, stream, *vectors, empty(hidden), 1e-5)],
-        "scaled_residual_layer_norm_backward": [
-            (x, upstream, x, stream, rstd, rstd, *vectors) for upstream in (stream, None)
         ],
         "cca_prologue": [(*prologue, groups, values // 2)],
         "cca_prologue_backward": [(query, key, key, *prologue, query, key, norm, groups, values // 2)],

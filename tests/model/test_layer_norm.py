@@ -26,7 +26,7 @@ def plain_torch(monkeypatch):
 
     def affine(x, bias, scale, weight, norm_bias, eps, dtype):
         stream = ((x + bias) * scale).to(dtype)
-        return stream, norm(stream, weight, norm_bias, eps)
+        return norm(stream, weight, norm_bias, eps), stream
 
     def merge(output, residual, b_o, s_o, b_x, s_x, weight, bias, eps):
         stream = (output + b_o) * s_o + (residual + b_x) * s_x

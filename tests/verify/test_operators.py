@@ -46,20 +46,20 @@ def test_a_perturbed_result_is_wrong(monkeypatch, name):
     def perturbed(self, *arguments):
         result = run(self, *arguments)
         into = [t for _, t in operators.tensors_of(result, "")] or [t for _, t in operators.tensors_of(arguments, "")]
-        changed = next(t for t in into if t.is_floating_point() or name == "sort_by_expert")
+        changed = next(t for t in into if t.is_floating_point() and t.numel() or name == "sort_by_expert")
         place = changed.reshape(-1).double().abs().argmax()
         value = changed.reshape(-1)[place]
         changed.view(-1)[place] = value * 1.125 if changed.is_floating_point() else value + 1
         return result
 
-    operator = OPERATORS[name]
-    assert verdict(operator) == {None}
+    assert verdict(name) == {None}
     monkeypatch.setattr(Operator, "run", perturbed)
-    assert None not in verdict(operator)
+    assert None not in verdict(name)
 
 
-def verdict(operator: Operator) -> set[str | None]:
-    found = operators.measured(operator, CASES[operator.name], TINY, CPU, lambda text: None)
+def verdict(name: str) -> set[str | None]:
+    case = CASES[name]
+    found = operators.measured(OPERATORS[case.operator or name], case, TINY, CPU, lambda text: None)
     return {row.get("wrong") for row in found["versions"].values() if "missing" not in row}
 
 

@@ -33,7 +33,7 @@ OPERATOR_NAMES = (
     (re.compile(r"AccumulateGrad|ViewTogetherBackward"), "gradients"),
     (re.compile(r"^Optimizer\.(step|zero_grad)"), "optimizer"),
     (re.compile(r"hip_ops(::|_)add_rows_"), "embedding"),
-    (re.compile(r"hip_ops(::|_)\w*(rms|layer)_norm"), "norms"),
+    (re.compile(r"hip_ops(::|_)merge_norm"), "norms"),
     (re.compile(r"hip_ops(::|_)cca_prologue"), "prologue"),
     (re.compile(r"hip_ops(::|_)router_mlp"), "router"),
     (re.compile(r"hip_ops(::|_)(sort_by_expert|\w*gather_rows|weighted_swiglu|grouped_)"), "experts"),

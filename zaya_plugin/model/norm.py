@@ -40,8 +40,7 @@ class ZayaRMSNorm(nn.Module):
         self, embedding: Tensor, bias: Tensor, scale: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """Return the norm, and the affine of the embedding in `dtype`."""
-        stream, normed = hip_ops.affine_rms_norm(embedding, bias, scale, *self.vectors(), self.eps, dtype)
-        return normed, stream
+        return hip_ops.affine_rms_norm(embedding, bias, scale, *self.vectors(), self.eps, dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
@@ -66,8 +65,7 @@ class ZayaLayerNorm(ZayaRMSNorm):
     def affine_then_norm(
         self, embedding: Tensor, bias: Tensor, scale: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        stream, normed = hip_ops.affine_layer_norm(embedding, bias, scale, *self.vectors(), self.eps, dtype)
-        return normed, stream
+        return hip_ops.affine_layer_norm(embedding, bias, scale, *self.vectors(), self.eps, dtype)
 
 
 def norm_class(config: TransformerConfig) -> type[ZayaRMSNorm]:

@@ -55,6 +55,7 @@ class Case:
         traffic: the bytes that it must move; None: all arguments once, results once, and what it changes twice.
         ulps: the largest error that the reference itself may have against fp64, in ULP of bf16.
         chooses: it is the router, whose choices decide some of its results (`operators.routed`).
+        operator: its name, where it is not the case's.
     """
 
     make: Callable[[Sizes, torch.device], tuple]
@@ -62,6 +63,7 @@ class Case:
     traffic: Callable[[Sizes], float] | None = None
     ulps: float = 2.0
     chooses: bool = False
+    operator: str | None = None
 
 
 def _normal(device: torch.device, *shape: int, scale: float = 1.0, mean: float = 0.0, dtype=BF16) -> Tensor:
@@ -72,21 +74,22 @@ def _reference(folder: str, name: str, *arguments):
     return getattr(importlib.import_module(f"hip_ops.ops.{folder}.reference"), name)(*arguments)
 
 
-def _norm(scaled: bool, backward: bool, kind: str = "rms_norm") -> Callable:
+def _norm(scaled: bool, backward: bool, centered: bool) -> Callable:
+    """scaled: ZAYA's merge, else the plain one. centered: LayerNorm, else RMSNorm."""
+
     def make(sizes: Sizes, device: torch.device) -> tuple:
         shape, h = (sizes.rows, sizes.batch, sizes.hidden), sizes.hidden
         of_stream = FP32 if scaled else BF16  # as the fast kernels take it
-        x, stream = _normal(device, *shape), _normal(device, *shape, dtype=of_stream)
-        vectors = [_normal(device, h, scale=0.3, mean=mean) for mean in ((0, 1, 0, 1, 1) if scaled else (1,))]
-        bias = [_normal(device, h)] if kind == "layer_norm" else []
-        given = (x, stream, *vectors, *bias, 1e-5)
+        output, residual = _normal(device, *shape), _normal(device, *shape, dtype=of_stream)
+        *merge, weight = (_normal(device, h, scale=0.3, mean=mean) for mean in (0, 1, 0, 1, 1))
+        vectors = (*(merge if scaled else [None] * 4), weight)
+        given = (output, residual, *vectors, _normal(device, h) if centered else None, 1e-5)
         if not backward:
             return given
-        name = f"scaled_residual_{kind}" if scaled else f"add_{kind}"
-        _, new_residual, *statistics = _reference("rms_norm", name, *given)
+        _, new_residual, mean, rstd = _reference("rms_norm", "merge_norm", *given)
         upstream = _normal(device, *shape), _normal(device, *shape, dtype=of_stream)
-        saved = (x, stream, *statistics, *vectors) if scaled else (new_residual, *statistics, *vectors, BF16)
-        return *upstream, *saved
+        rows = (output, residual) if scaled else (None, new_residual)
+        return *upstream, *rows, mean if centered else None, rstd, *vectors, BF16
 
     return make
 
@@ -235,7 +238,9 @@ NORM_ULPS = {"add_rms_norm": 2.5, "add_layer_norm": 4.0}
 CASES = {
     **{
         f"{merge}_{kind}{suffix}": Case(
-            _norm(merge == "scaled_residual", bool(suffix), kind), ulps=NORM_ULPS.get(f"{merge}_{kind}{suffix}", 2.0)
+            _norm(merge == "scaled_residual", bool(suffix), kind == "layer_norm"),
+            ulps=NORM_ULPS.get(f"{merge}_{kind}{suffix}", 2.0),
+            operator=f"merge_norm{suffix}",
         )
         for kind in ("rms_norm", "layer_norm")
         for suffix in ("", "_backward")
@@ -266,3 +271,8 @@ CASES = {
     # each row of fp32 read and written, each row of bf16 read
     "add_rows_": Case(_rows_of_embedding, traffic=lambda sizes: 10.0 * sizes.tokens * sizes.hidden),
 }
+
+
+def cases_of(operator: str) -> dict[str, Case]:
+    """Return the cases of an operator by their names."""
+    return {name: case for name, case in CASES.items() if (case.operator or name) == operator}

@@ -39,7 +39,7 @@ def _counts(offsets: Tensor, rows: int, dtype: torch.dtype) -> list[int]:
     """Returns the rows of each expert, and the number of padding rows."""
     if offsets.device.type not in ("cpu", "meta") and not self_check.comparing:
         _announce(offsets.device, dtype)
-    ends = [0] * len(offsets) if offsets.is_meta else offsets.tolist()
+    ends = [0] * len(offsets) if offsets.device.type == "meta" else offsets.tolist()
     return [end - start for start, end in zip([0, *ends], [*ends, rows], strict=True)]
 
 

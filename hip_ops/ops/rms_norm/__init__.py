@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Residual merge + RMSNorm or LayerNorm in one pass over the stream: torch operators with gradients of all arguments.
+"""Residual merge + RMSNorm or LayerNorm in one pass over the stream: a torch operator with gradients of all arguments.
+
+The operator is `merge_norm`, with optional vectors of the merge and an optional bias, which makes the norm a LayerNorm.
 
 The gradient of a merge reaches its inputs through both results: through y by the norm, and through new_residual, which
 the next merge reads. reference.py defines the statistics and the roundings. Saved for the backward pass: rstd, and
@@ -10,6 +12,9 @@ kernels: torch.compile fuses their formulas on an accelerator.
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,188 +32,109 @@ affine_rms_norm = formula(reference.affine_rms_norm)
 layer_norm = formula(reference.layer_norm)
 affine_layer_norm = formula(reference.affine_layer_norm)
 
-# A program keeps a row in its registers.
-FITS = {"triton": lambda rows, *_: rows.shape[-1] <= 32768}
-AVAILABLE = {"aiter": functools.partial(available, first=aiter.FIRST)}
-NO_LAYER_NORM = ("aiter",)
-
-
-def _fits(stream: int) -> dict:
-    """Makes `fits`. stream: the place of the stream among the arguments."""
-    return FITS | {"aiter": lambda *arguments: aiter.fits(arguments[stream])}
-
-
-VECTORS = """
-    output_bias       [h]         =weight
-    output_scale      [h]         =weight
-    residual_bias     [h]         =weight
-    residual_scale    [h]         =weight
-    weight            [h]         bf16|fp32
-"""
-ADDED = """
-    x                 [..., h>0]  bf16|fp32
-    residual          [..., h]    bf16|fp32
-    weight            [h]         bf16|fp32
-"""
-MERGED = """
+TAKES = """
     output            [..., h>0]  bf16|fp32
     residual          [..., h]    bf16|fp32
+    output_bias?      [h]         =weight
+    output_scale?     [h]         =weight
+    residual_bias?    [h]         =weight
+    residual_scale?   [h]         =weight
+    weight            [h]         bf16|fp32
+    bias?             [h]         =weight
 """
-BIAS = """
-    bias              [h]         =weight
-"""
+VECTORS = ("output_bias", "output_scale", "residual_bias", "residual_scale")
+
+
+def _rule(given: dict) -> tuple[str, str] | None:
+    missing = [name for name in VECTORS if given[name] is None]
+    return (f"{missing[0]} is None", "all four vectors of the merge, or none") if 0 < len(missing) < 4 else None
+
+
+def _fits(stream: int, of_layer_norm: int) -> dict[str, Callable[..., bool]]:
+    """Makes `fits`: a Triton program keeps a row in its registers. stream: the place of the stream among the arguments;
+    of_layer_norm: that of an argument which only LayerNorm has.
+    """
+    return {
+        "triton": lambda rows, *_: rows.shape[-1] <= 32768,
+        "aiter": lambda *arguments: aiter.fits(arguments[stream], arguments[of_layer_norm] is not None),
+    }
 
 
 def _example(
-    scaled: bool, backward: bool, last: bool = False, centered: bool = False, stream: torch.dtype = torch.float32
-):
+    backward: bool, scaled: bool, centered: bool = False, last: bool = False, stream: torch.dtype = torch.float32
+) -> Callable[[torch.device], tuple]:
     """Makes inputs of ZAYA1's hidden size and dtypes, which run the kernels of its training: an fp32 stream, and more
     rows than blocks, of which there are at most eight a multiprocessor (rms_norm.h). As in training the rows are a
-    multiple of 16, for which Triton compiles another kernel. last: new_residual has no gradient, as in a model's last
-    norm. centered: of LayerNorm. stream: dtype of residual.
+    multiple of 16, for which Triton compiles another kernel. centered: of LayerNorm. last: new_residual has no
+    gradient, as in a model's last norm. stream: dtype of residual.
     """
 
     def make(device: torch.device) -> tuple:
         hidden = 2048
         shape = (2, 8 * (multiprocessors(device) // 2 + 1), hidden)
-        x = torch.randn(shape, device=device).bfloat16()
+        output = torch.randn(shape, device=device).bfloat16()
         residual = torch.randn(shape, device=device).to(stream)
-        vectors = [
+        *vectors, weight = (
             (torch.randn(hidden, device=device) * 0.3 + (1.0 if scale else 0.0)).bfloat16() for scale in (0, 1, 0, 1, 1)
-        ]
-        bias = [torch.randn(hidden, device=device).bfloat16()] if centered else []
+        )
+        vectors = vectors if scaled else [None] * 4
         if not backward:
-            return (x, residual, *(vectors if scaled else vectors[-1:]), *bias, 1e-5)
+            bias = torch.randn(hidden, device=device).bfloat16() if centered else None
+            return output, residual, *vectors, weight, bias, 1e-5
         dy, d_new_residual = torch.randn(shape, device=device).bfloat16(), torch.randn(shape, device=device).to(stream)
-        d_new_residual = None if last else d_new_residual
-        statistics = [torch.rand((*shape[:-1], 1), device=device) + shift for shift in ([0.0] * centered + [0.5])]
-        if scaled:
-            return dy, d_new_residual, x, residual, *statistics, *vectors
-        return dy, d_new_residual, residual, *statistics, vectors[-1], torch.bfloat16
+        mean, rstd = (torch.rand((*shape[:-1], 1), device=device) + shift for shift in (0.0, 0.5))
+        kept = (output if scaled else None, residual, mean if centered else None, rstd)
+        return dy, None if last else d_new_residual, *kept, *vectors, weight, torch.bfloat16
 
     return make
 
 
-def _of_the_last_norm(scaled: bool, centered: bool = False) -> dict:
-    """Makes `more_examples` of a backward operator, for the versions whose kernels read a pointer that may be null."""
-    last = _example(scaled, backward=True, last=True, centered=centered)
-    of_bf16 = () if scaled else _of_bf16(backward=True, centered=centered)["hip"]
-    return {"hip": (last, *of_bf16), "triton": (last,)}
-
-
-def _of_bf16(backward: bool, centered: bool = False) -> dict:
-    """Makes `more_examples` of the plain form, whose fast HIP kernels are for a bf16 stream."""
-    return {"hip": (_example(False, backward, centered=centered, stream=torch.bfloat16),)}
-
-
-_add = Operator(
-    reference.add_rms_norm,
-    takes=ADDED,
-    example=_example(scaled=False, backward=False),
-    more_examples=_of_bf16(backward=False),
-    fits=_fits(1),
-    available=AVAILABLE,
-)
-_scaled = Operator(
-    reference.scaled_residual_rms_norm,
-    takes=MERGED + VECTORS,
-    example=_example(scaled=True, backward=False),
-    fits=_fits(1),
-    available=AVAILABLE,
-)
-
-
-_add_backward = Operator(
-    reference.add_rms_norm_backward,
-    example=_example(scaled=False, backward=True),
-    more_examples=_of_the_last_norm(scaled=False),
-    fits=_fits(2),
-    available=AVAILABLE,
-)
-_scaled_backward = Operator(
-    reference.scaled_residual_rms_norm_backward,
-    example=_example(scaled=True, backward=True),
-    more_examples=_of_the_last_norm(scaled=True),
-    fits=_fits(3),
-    available=AVAILABLE,
-)
-_add_layer = Operator(
-    reference.add_layer_norm,
-    takes=ADDED + BIAS,
-    example=_example(scaled=False, backward=False, centered=True),
-    more_examples=_of_bf16(backward=False, centered=True),
-    fits=FITS,
-    without=NO_LAYER_NORM,
-)
-_scaled_layer = Operator(
-    reference.scaled_residual_layer_norm,
-    takes=MERGED + VECTORS + BIAS,
-    example=_example(scaled=True, backward=False, centered=True),
-    fits=FITS,
-    without=NO_LAYER_NORM,
-)
-_add_layer_backward = Operator(
-    reference.add_layer_norm_backward,
-    example=_example(scaled=False, backward=True, centered=True),
-    more_examples=_of_the_last_norm(scaled=False, centered=True),
-    fits=FITS,
-    without=NO_LAYER_NORM,
-)
-_scaled_layer_backward = Operator(
-    reference.scaled_residual_layer_norm_backward,
-    example=_example(scaled=True, backward=True, centered=True),
-    more_examples=_of_the_last_norm(scaled=True, centered=True),
-    fits=FITS,
-    without=NO_LAYER_NORM,
-)
-
-
-def _save_add(ctx, inputs, output) -> None:
-    x, _, weight, *_ = inputs
-    _, new_residual, *statistics = output
-    ctx.mark_non_differentiable(*statistics)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(new_residual, *statistics, weight)
-    ctx.x_dtype = x.dtype
-
-
-def _save_scaled(ctx, inputs, output) -> None:
-    x, residual, *vectors, _ = inputs
-    statistics = output[2:]
-    ctx.mark_non_differentiable(*statistics)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, residual, *statistics, *vectors[:5])
-
-
-def _add_gradients(backward: Operator):
-    def gradients(ctx, dy, d_new_residual, *_):
-        new_residual, *rest = ctx.saved_tensors
-        dy = _given(dy, new_residual, rest[-1])
-        d_residual, d_x, *of_norm = backward(dy, d_new_residual, new_residual, *rest, ctx.x_dtype)
-        return d_x if ctx.x_dtype != d_residual.dtype else d_residual, d_residual, *of_norm, None
-
-    return gradients
-
-
-def _scaled_gradients(backward: Operator):
-    def gradients(ctx, dy, d_new_residual, *_):
-        output, *rest = ctx.saved_tensors
-        return *backward(_given(dy, output, rest[-1]), d_new_residual, output, *rest), None
-
-    return gradients
-
-
-def _given(dy: Tensor | None, like: Tensor, weight: Tensor) -> Tensor:
-    """Passes zeros for dy where y was not used, because the kernels always read it. Without new_residual's gradient
-    they read nothing.
+def _examples(backward: bool) -> dict[str, Any]:
+    """Makes `example` and `more_examples` of an operator: ZAYA's merge and the plain one with RMSNorm, which every
+    version takes; LayerNorm for all but AITER; for the fast HIP kernels of the plain form a bf16 stream; and for
+    kernels that read a pointer that may be null a last norm.
     """
-    return torch.zeros(like.shape, dtype=weight.dtype, device=like.device) if dy is None else dy
+    example = functools.partial(_example, backward)
+    layer_norm = tuple(example(scaled, centered=True) for scaled in (True, False))
+    forms = tuple(itertools.product((True, False), (False, True)))
+    last = tuple(example(*form, last=True) for form in forms) if backward else ()
+    of_bf16 = tuple(example(False, centered, stream=torch.bfloat16) for centered in (False, True))
+    more = {"hip": (*layer_norm, *last, *of_bf16), "triton": (*layer_norm, *last), "compiled": layer_norm}
+    return {"example": (example(True), example(False)), "more_examples": more}
 
 
-_add.register_autograd(_add_gradients(_add_backward), setup_context=_save_add)
-_add_layer.register_autograd(_add_gradients(_add_layer_backward), setup_context=_save_add)
-_scaled.register_autograd(_scaled_gradients(_scaled_backward), setup_context=_save_scaled)
-_scaled_layer.register_autograd(_scaled_gradients(_scaled_layer_backward), setup_context=_save_scaled)
+AVAILABLE = {"aiter": functools.partial(available, first=aiter.FIRST)}
+_forward = Operator(
+    reference.merge_norm, takes=TAKES, rule=_rule, fits=_fits(1, 7), available=AVAILABLE, **_examples(backward=False)
+)
+_backward = Operator(reference.merge_norm_backward, fits=_fits(3, 4), available=AVAILABLE, **_examples(backward=True))
+
+
+def _save(ctx, inputs, output) -> None:
+    of_layer, residual, *vectors, weight, bias, _ = inputs
+    _, new_residual, mean, rstd = output
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.set_materialize_grads(False)
+    merged = (None, new_residual) if vectors[0] is None else (of_layer, residual)
+    ctx.save_for_backward(*merged, None if bias is None else mean, rstd, *vectors, weight)
+    ctx.output_dtype = of_layer.dtype
+
+
+def _gradients(ctx, dy, d_new_residual, *_):
+    output, residual, mean, rstd, *vectors, weight = ctx.saved_tensors
+    if dy is None:  # the kernels always read it; without new_residual's gradient they read nothing
+        dy = torch.zeros(residual.shape, dtype=weight.dtype, device=residual.device)
+    d_output, d_residual, *of_vectors = _backward(
+        dy, d_new_residual, output, residual, mean, rstd, *vectors, weight, ctx.output_dtype
+    )
+    if output is None and ctx.output_dtype == residual.dtype:
+        d_output = d_residual
+    given = (*vectors, weight, mean)
+    of_vectors = (None if vector is None else d for d, vector in zip(of_vectors, given, strict=True))
+    return d_output, d_residual, *of_vectors, None
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
@@ -219,8 +145,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5)
     new_residual as stored. All-fp64 tensors are computed by the torch reference. Raises ValueError on wrong shapes,
     dtypes or devices.
     """
-    y, new_residual, _ = _add(x, residual, weight, eps)
-    return y, new_residual
+    return _forward(x, residual, *[None] * 4, weight, None, eps)[:2]
 
 
 def scaled_residual_rms_norm(
@@ -241,10 +166,8 @@ def scaled_residual_rms_norm(
     Args: output [..., h] of the layer and residual [..., h], the stream, bf16 or fp32 each; the five vectors [h] of one
     dtype. Returns (y in weight's dtype, new_residual in residual's), contiguous. Otherwise as add_rms_norm.
     """
-    y, new_residual, _ = _scaled(
-        output, residual, output_bias, output_scale, residual_bias, residual_scale, weight, eps
-    )
-    return y, new_residual
+    vectors = (output_bias, output_scale, residual_bias, residual_scale)
+    return _forward(output, residual, *vectors, weight, None, eps)[:2]
 
 
 def add_layer_norm(
@@ -254,8 +177,7 @@ def add_layer_norm(
 
     Args and results as of add_rms_norm, and bias [h] in weight's dtype.
     """
-    y, new_residual, _, _ = _add_layer(x, residual, weight, bias, eps)
-    return y, new_residual
+    return _forward(x, residual, *[None] * 4, weight, bias, eps)[:2]
 
 
 def scaled_residual_layer_norm(
@@ -273,7 +195,5 @@ def scaled_residual_layer_norm(
 
     y = (new_residual - mean) / sqrt(var + eps) * weight + bias; bias [h] in weight's dtype.
     """
-    y, new_residual, _, _ = _scaled_layer(
-        output, residual, output_bias, output_scale, residual_bias, residual_scale, weight, bias, eps
-    )
-    return y, new_residual
+    vectors = (output_bias, output_scale, residual_bias, residual_scale)
+    return _forward(output, residual, *vectors, weight, bias, eps)[:2]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hip_ops.ops.rms_norm import reference
-from hip_ops.ops.rms_norm.host import empty_results, functions
+from hip_ops.ops.rms_norm.reference import empty_results
 from hip_ops.runtime.aiter import Function
 from hip_ops.runtime.on_device import on
 
@@ -31,51 +31,72 @@ NORM = Function(_MODULE, "_rmsnorm_forward", ("x", "weight", "epsilon"))
 BACKWARD = Function(_MODULE, "_rmsnorm_backward", ("dz", "x", "gamma", "rsigma"))
 
 
-def fits(stream: Tensor) -> bool:
-    """Returns whether AITER computes the norm of this stream, with offsets of 32 bits."""
-    return stream.dtype == torch.float32 and 1 < stream.shape[-1] <= WIDEST and 0 < stream.numel() < 2**31
+def fits(stream: Tensor, layer_norm: bool) -> bool:
+    """Return whether AITER computes the norm of this stream, with offsets of 32 bits."""
+    return (
+        not layer_norm
+        and stream.dtype == torch.float32
+        and 1 < stream.shape[-1] <= WIDEST
+        and 0 < stream.numel() < 2**31
+    )
 
 
 def _rows(x: Tensor) -> Tensor:
     return x.contiguous().view(-1, x.shape[-1])
 
 
-def _forward(
-    x: Tensor, residual: Tensor, vectors: tuple[Tensor, ...], weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def merge_norm(
+    output: Tensor,
+    residual: Tensor,
+    output_bias: Tensor | None,
+    output_scale: Tensor | None,
+    residual_bias: Tensor | None,
+    residual_scale: Tensor | None,
+    weight: Tensor,
+    bias: None,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """As hip_ops.ops.rms_norm.reference.merge_norm, of RMSNorm."""
     weight = weight.contiguous()
-    if vectors:
-        new_residual = reference.scale_residual(x.contiguous(), residual.contiguous(), *vectors)
-        with on(x.device):
+    if output_scale is not None:
+        vectors = (output_bias, output_scale, residual_bias, residual_scale)
+        new_residual = reference.scale_residual(output.contiguous(), residual.contiguous(), *vectors)
+        with on(output.device):
             y, rstd = NORM(x=_rows(new_residual), weight=weight, epsilon=eps)
-        return y.view(x.shape).to(weight.dtype), new_residual, rstd.view(*x.shape[:-1], 1)
-    y, new_residual, rstd = empty_results(x, residual, weight)
-    with on(x.device):
+        return y.view(output.shape).to(weight.dtype), new_residual, rstd.new_empty(0), rstd.view(*output.shape[:-1], 1)
+    y, new_residual, mean, rstd = empty_results(output, residual, weight, bias)
+    with on(output.device):
         ADD(
             out=_rows(y),
-            x=_rows(x),
+            x=_rows(output),
             residual_in=_rows(residual),
             residual_out=_rows(new_residual),
             weight=weight,
             rsigma=rstd.view(-1),
             epsilon=eps,
         )
-    return y, new_residual, rstd
+    return y, new_residual, mean, rstd
 
 
-def _backward(
+def merge_norm_backward(
     dy: Tensor,
     d_new_residual: Tensor | None,
-    x: Tensor | None,
+    output: Tensor | None,
     residual: Tensor,
+    mean: None,
     rstd: Tensor,
-    vectors: tuple[Tensor, ...],
+    output_bias: Tensor | None,
+    output_scale: Tensor | None,
+    residual_bias: Tensor | None,
+    residual_scale: Tensor | None,
     weight: Tensor,
-    x_dtype: torch.dtype,
+    output_dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
-    if vectors:
-        x, residual = x.contiguous(), residual.contiguous()
-    new_residual = reference.scale_residual(x, residual, *vectors) if vectors else residual
+    """As hip_ops.ops.rms_norm.reference.merge_norm_backward, of RMSNorm."""
+    vectors, new_residual = (output_bias, output_scale, residual_bias, residual_scale), residual
+    if output_scale is not None:
+        output, residual = output.contiguous(), residual.contiguous()
+        new_residual = reference.scale_residual(output, residual, *vectors)
     with on(dy.device):
         through_norm, d_weight = BACKWARD(
             dz=_rows(dy), x=_rows(new_residual), gamma=weight.contiguous(), rsigma=rstd.contiguous().view(-1)
@@ -83,12 +104,8 @@ def _backward(
     total = through_norm.view(residual.shape)
     if d_new_residual is not None:
         total = d_new_residual + total
-    if vectors:
-        return *reference.merge_gradients(total, x, residual, *vectors), d_weight
-    d_x = total.to(x_dtype) if x_dtype != total.dtype else total.new_empty(0, dtype=x_dtype)
-    return d_x, total, d_weight
-
-
-add_rms_norm, add_rms_norm_backward, scaled_residual_rms_norm, scaled_residual_rms_norm_backward = functions(
-    _forward, _backward
-)
+    return (
+        *reference.merge_gradients(total, output, residual, *vectors, weight, output_dtype),
+        d_weight,
+        weight.new_empty(0),
+    )

@@ -8,90 +8,72 @@ rms_norm.h and all rows are 16-byte aligned, else the generic one.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
-from hip_ops.ops.rms_norm.host import empty_results, functions, layer_norm_functions
+from hip_ops.ops.rms_norm.reference import empty_gradients, empty_results
 from hip_ops.runtime.library import call, library, target_of
 from hip_ops.runtime.on_device import multiprocessors
-from hip_ops.runtime.row_views import as_rows, starts_aligned
+from hip_ops.runtime.row_views import as_rows, contiguous, starts_aligned
 
 # Bits of the launchers' `types`, as in rms_norm.h.
 BF16_X, BF16_RESIDUAL, BF16_WEIGHT, ALIGNED = 1, 2, 4, 8
 
 
-def _types(x_dtype: torch.dtype, residual: Tensor, weight: Tensor, tensors: list[Tensor]) -> int:
-    """Returns the dtype bits, and ALIGNED if each row of each tensor starts at a multiple of 16 bytes."""
+def _types(x_dtype: torch.dtype, residual: Tensor, weight: Tensor, tensors: Iterable[Tensor | None]) -> int:
+    """Return the dtype bits, and ALIGNED if each row of each tensor starts at a multiple of 16 bytes."""
     bits = sum(
         bit
         for bit, dtype in ((BF16_X, x_dtype), (BF16_RESIDUAL, residual.dtype), (BF16_WEIGHT, weight.dtype))
         if dtype == torch.bfloat16
     )
-    return bits | (ALIGNED if all(map(starts_aligned, tensors)) else 0)
+    return bits | (ALIGNED if all(t is None or starts_aligned(t) for t in tensors) else 0)
 
 
-def _forward(
-    x: Tensor, residual: Tensor, vectors: tuple[Tensor, ...], weight: Tensor, eps: float, bias: Tensor | None = None
+def merge_norm(
+    output: Tensor, residual: Tensor, output_bias: Tensor | None, output_scale: Tensor | None,
+    residual_bias: Tensor | None, residual_scale: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
 ) -> tuple[Tensor, ...]:
-    device, hidden = x.device, x.shape[-1]
-    y, new_residual, *statistics = empty_results(x, residual, weight, bias is not None)
-    if x.numel():
-        x, residual, weight = as_rows(x), as_rows(residual), weight.contiguous()
-        vectors, bias = tuple(v.contiguous() for v in vectors), None if bias is None else bias.contiguous()
-        biases = [] if bias is None else [bias]
-        types = _types(
-            x.dtype,
-            residual,
-            weight,
-            [x, residual, weight, *vectors, *biases, y.view(-1, hidden), new_residual.view(-1, hidden)],
-        )
-        mean = None if bias is None else statistics[0]
+    """As hip_ops.ops.rms_norm.reference.merge_norm."""
+    device, hidden = output.device, output.shape[-1]
+    y, new_residual, mean, rstd = empty_results(output, residual, weight, bias)
+    if output.numel():
+        output, residual = as_rows(output), as_rows(residual)
+        vectors = contiguous(output_bias, output_scale, residual_bias, residual_scale, weight, bias)
+        rows = (output, residual, *vectors, y.view(-1, hidden), new_residual.view(-1, hidden))
         call(
-            "ho_rms_norm_forward", x, residual, *(vectors or (None,) * 4), weight, bias, y, new_residual, mean,
-            statistics[-1], len(x), hidden, x.stride(0), residual.stride(0), types, multiprocessors(device), eps,
-            device=device,
+            "ho_rms_norm_forward", output, residual, *vectors, y, new_residual, None if bias is None else mean, rstd,
+            len(output), hidden, output.stride(0), residual.stride(0), _types(output.dtype, residual, weight, rows),
+            multiprocessors(device), eps, device=device,
         )
-    return y, new_residual, *statistics
+    return y, new_residual, mean, rstd
 
 
-def _backward(
-    dy: Tensor, d_new_residual: Tensor | None, x: Tensor | None, residual: Tensor, rstd: Tensor,
-    vectors: tuple[Tensor, ...], weight: Tensor, x_dtype: torch.dtype, mean: Tensor | None = None,
+def merge_norm_backward(
+    dy: Tensor, d_new_residual: Tensor | None, output: Tensor | None, residual: Tensor, mean: Tensor | None,
+    rstd: Tensor, output_bias: Tensor | None, output_scale: Tensor | None, residual_bias: Tensor | None,
+    residual_scale: Tensor | None, weight: Tensor, output_dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
-    """Returns d_x, d_residual and the gradients of the vectors, weight and, with a mean, bias. Without vectors, x is
-    None and residual is new_residual.
-    """
-    device, hidden, scaled = dy.device, dy.shape[-1], bool(vectors)
-    d_residual = torch.empty(residual.shape, dtype=residual.dtype, device=device)
-    d_x = torch.empty(residual.shape if scaled or x_dtype != residual.dtype else 0, dtype=x_dtype, device=device)
-    like = (*vectors, weight) if mean is None else (*vectors, weight, weight)
-    gradients = tuple(torch.zeros(v.shape, dtype=v.dtype, device=device) for v in like)
+    """As hip_ops.ops.rms_norm.reference.merge_norm_backward."""
+    device, hidden, scaled, centered = dy.device, dy.shape[-1], output_scale is not None, mean is not None
+    vectors = contiguous(output_bias, output_scale, residual_bias, residual_scale)
+    d_output, d_residual, *gradients = results = empty_gradients(dy, residual, mean, vectors, weight, output_dtype)
     if not dy.numel():
-        return d_x, d_residual, *gradients
-    dy, residual, rstd, weight = as_rows(dy), as_rows(residual), rstd.contiguous(), weight.contiguous()
-    vectors, mean = tuple(v.contiguous() for v in vectors), None if mean is None else mean.contiguous()
-    x = as_rows(x) if scaled else None
-    upstream = None if d_new_residual is None else as_rows(d_new_residual)
-    given = [t for t in (dy, upstream, x, residual, weight, *vectors) if t is not None]
-    types = _types(x_dtype, residual, weight, [*given, d_residual.view(-1, hidden)])
+        return results
+    dy, residual, (mean, rstd, weight) = as_rows(dy), as_rows(residual), contiguous(mean, rstd, weight)
+    output, upstream = (None if t is None else as_rows(t) for t in (output, d_new_residual))
+    rows = (dy, upstream, output, residual, weight, *vectors, d_residual.view(-1, hidden))
+    types = _types(output_dtype, residual, weight, rows)
     count = library(target_of(device)).ho_rms_norm_backward_blocks
-    blocks = count(len(dy), hidden, types, scaled, mean is not None, multiprocessors(device))
-    sums = (4 if scaled else 1) + (mean is not None)
-    partial = torch.empty((blocks, sums, hidden), dtype=torch.float32, device=device)
-    pointers = vectors or (None,) * 4
+    blocks = count(len(dy), hidden, types, scaled, centered, multiprocessors(device))
+    partial = torch.empty((blocks, (4 if scaled else 1) + centered, hidden), dtype=torch.float32, device=device)
     call(
-        "ho_rms_norm_backward", dy, upstream, x, residual, mean, rstd, *pointers, weight, d_x, d_residual, partial,
-        len(dy), hidden, dy.stride(0), 0 if upstream is None else upstream.stride(0), 0 if x is None else x.stride(0),
-        residual.stride(0), types, blocks, device=device,
+        "ho_rms_norm_backward", dy, upstream, output, residual, mean, rstd, *vectors, weight, d_output, d_residual,
+        partial, len(dy), hidden, dy.stride(0), 0 if upstream is None else upstream.stride(0),
+        0 if output is None else output.stride(0), residual.stride(0), types, blocks, device=device,
     )
-    out = (*(() if scaled else (None,) * 4), *gradients, *((None,) if mean is None else ()))
-    call("ho_rms_norm_backward_sum", partial, *pointers, *out, blocks, hidden, types, device=device)
-    return d_x, d_residual, *gradients
-
-
-add_rms_norm, add_rms_norm_backward, scaled_residual_rms_norm, scaled_residual_rms_norm_backward = functions(
-    _forward, _backward
-)
-add_layer_norm, add_layer_norm_backward, scaled_residual_layer_norm, scaled_residual_layer_norm_backward = (
-    layer_norm_functions(_forward, _backward)
-)
+    sums = (gradient if gradient.numel() else None for gradient in gradients)
+    call("ho_rms_norm_backward_sum", partial, *vectors, *sums, blocks, hidden, types, device=device)
+    return results

@@ -11,10 +11,13 @@ or fp64 for fp64 tensors, and each result is rounded once, at its end. All versi
 
 Arguments are made contiguous first: torch's loops on a CPU sum strided rows in another order.
 
-Shapes: x, output, residual, new_residual, y and their gradients [..., h]; vectors [h]; mean and rstd [..., 1].
+Shapes: x, output, residual, new_residual, y and their gradients [..., h]; vectors [h]; mean and rstd [..., 1]. Pairs
+are (normed, stream).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -46,17 +49,19 @@ def affine(x: Tensor, bias: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor
 def affine_rms_norm(
     x: Tensor, bias: Tensor, scale: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """`affine` and its RMSNorm. Compiled, they are one kernel that adds the two gradients of the stream."""
+    """Return the RMSNorm of `affine`, and that. Compiled, they are one kernel that adds the two gradients of the
+    stream.
+    """
     stream = affine(x, bias, scale, dtype)
-    return stream, rms_norm(stream, weight, eps)
+    return rms_norm(stream, weight, eps), stream
 
 
 def affine_layer_norm(
     x: Tensor, bias: Tensor, scale: Tensor, weight: Tensor, norm_bias: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """`affine` and its LayerNorm with `weight` and `norm_bias`."""
+    """Return the LayerNorm, with `weight` and `norm_bias`, of `affine`, and that."""
     stream = affine(x, bias, scale, dtype)
-    return stream, layer_norm(stream, weight, norm_bias, eps)
+    return layer_norm(stream, weight, norm_bias, eps), stream
 
 
 def scale_residual(
@@ -77,138 +82,114 @@ def scale_residual(
     return torch.addcmul(torch.addcmul(shift, output.to(compute), s_o), residual.to(compute), s_x).to(residual.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """y in weight's dtype, new_residual = x + residual in residual's, rstd = 1 / sqrt(mean(new_residual^2) + eps)."""
-    new_residual = _added(x, residual)
-    y, rstd = _normalize(new_residual, weight, eps)
-    return y, new_residual, rstd
+def merge_norm(
+    output: Tensor,
+    residual: Tensor,
+    output_bias: Tensor | None,
+    output_scale: Tensor | None,
+    residual_bias: Tensor | None,
+    residual_scale: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return y in weight's dtype, new_residual in residual's, mean and rstd, 1 / sqrt(variance + eps).
 
-
-def add_rms_norm_backward(
-    dy: Tensor, d_new_residual: Tensor | None, new_residual: Tensor, rstd: Tensor, weight: Tensor, x_dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """d_residual, d_x in x_dtype, d_weight. d_new_residual None means zeros.
-
-    x and residual have the same gradient: where their dtypes agree it is returned once, as d_residual, and d_x is an
+    new_residual is `scale_residual` of its arguments, or output + residual without the four vectors. With a bias y is
+    the LayerNorm of new_residual, else its RMSNorm, whose mean square is taken for the variance and whose mean is an
     empty tensor.
     """
-    total, d_weight = _through_norm(dy, d_new_residual, new_residual, rstd, weight)
-    return *_summand_gradients(total, new_residual.dtype, x_dtype), d_weight
-
-
-def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y in weight's dtype, new_residual = x + residual in residual's, its mean, rstd = 1 / sqrt(var + eps)."""
-    new_residual = _added(x, residual)
+    output, residual = output.contiguous(), residual.contiguous()
+    if output_scale is None:
+        compute = wide(residual.dtype)
+        new_residual = (output.to(compute) + residual.to(compute)).to(residual.dtype)
+    else:
+        new_residual = scale_residual(output, residual, output_bias, output_scale, residual_bias, residual_scale)
+    if bias is None:
+        y, rstd = _normalize(new_residual, weight, eps)
+        return y, new_residual, rstd.new_empty(0), rstd
     y, mean, rstd = _center_and_normalize(new_residual, weight, bias, eps)
     return y, new_residual, mean, rstd
 
 
-def add_layer_norm_backward(
+def merge_norm_backward(
     dy: Tensor,
     d_new_residual: Tensor | None,
-    new_residual: Tensor,
-    mean: Tensor,
+    output: Tensor | None,
+    residual: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
+    output_bias: Tensor | None,
+    output_scale: Tensor | None,
+    residual_bias: Tensor | None,
+    residual_scale: Tensor | None,
     weight: Tensor,
-    x_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """d_residual, d_x, d_weight, d_bias; d_residual and d_x as in add_rms_norm_backward."""
-    total, d_weight, d_bias = _through_layer_norm(dy, d_new_residual, new_residual, mean, rstd, weight)
-    return *_summand_gradients(total, new_residual.dtype, x_dtype), d_weight, d_bias
-
-
-def scaled_residual_rms_norm(
-    output: Tensor,
-    residual: Tensor,
-    output_bias: Tensor,
-    output_scale: Tensor,
-    residual_bias: Tensor,
-    residual_scale: Tensor,
-    weight: Tensor,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y, new_residual = (output + output_bias) * output_scale + (residual + residual_bias) * residual_scale, rstd."""
-    output, residual = output.contiguous(), residual.contiguous()
-    new_residual = scale_residual(output, residual, output_bias, output_scale, residual_bias, residual_scale)
-    y, rstd = _normalize(new_residual, weight, eps)
-    return y, new_residual, rstd
-
-
-def scaled_residual_rms_norm_backward(
-    dy: Tensor,
-    d_new_residual: Tensor | None,
-    output: Tensor,
-    residual: Tensor,
-    rstd: Tensor,
-    output_bias: Tensor,
-    output_scale: Tensor,
-    residual_bias: Tensor,
-    residual_scale: Tensor,
-    weight: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of output, residual, the four vectors in the order of the arguments, and weight.
-
-    new_residual is merged again from output and residual, which the gradients of the scales need anyway: reading it
-    would cost another 4 bytes an element, and getting sum(g * residual) from it a division by residual_scale.
-    """
-    output, residual = output.contiguous(), residual.contiguous()
-    new_residual = scale_residual(output, residual, output_bias, output_scale, residual_bias, residual_scale)
-    total, d_weight = _through_norm(dy, d_new_residual, new_residual, rstd, weight)
-    vectors = (output_bias, output_scale, residual_bias, residual_scale)
-    return *merge_gradients(total, output, residual, *vectors), d_weight
-
-
-def scaled_residual_layer_norm(
-    output: Tensor,
-    residual: Tensor,
-    output_bias: Tensor,
-    output_scale: Tensor,
-    residual_bias: Tensor,
-    residual_scale: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y, new_residual as in scaled_residual_rms_norm, mean, rstd."""
-    output, residual = output.contiguous(), residual.contiguous()
-    new_residual = scale_residual(output, residual, output_bias, output_scale, residual_bias, residual_scale)
-    y, mean, rstd = _center_and_normalize(new_residual, weight, bias, eps)
-    return y, new_residual, mean, rstd
-
-
-def scaled_residual_layer_norm_backward(
-    dy: Tensor,
-    d_new_residual: Tensor | None,
-    output: Tensor,
-    residual: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    output_bias: Tensor,
-    output_scale: Tensor,
-    residual_bias: Tensor,
-    residual_scale: Tensor,
-    weight: Tensor,
+    output_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients as of scaled_residual_rms_norm_backward, then that of bias."""
-    output, residual = output.contiguous(), residual.contiguous()
+    """Return the gradients of output, residual, the four vectors, weight and bias; empty tensors for what the forward
+    did not get. d_new_residual None means zeros; mean is LayerNorm's, else None.
+
+    With the vectors new_residual is merged again from output and residual, which the gradients of the scales need
+    anyway: reading it would cost another 4 bytes an element, and getting sum(g * residual) from it a division by
+    residual_scale. Without them output is None and residual is new_residual; output and residual have the same
+    gradient, and where their dtypes agree it is returned once: that of output is then an empty tensor.
+    """
     vectors = (output_bias, output_scale, residual_bias, residual_scale)
-    new_residual = scale_residual(output, residual, *vectors)
-    total, d_weight, d_bias = _through_layer_norm(dy, d_new_residual, new_residual, mean, rstd, weight)
-    return *merge_gradients(total, output, residual, *vectors), d_weight, d_bias
+    new_residual = residual
+    if output_scale is not None:
+        output, residual = output.contiguous(), residual.contiguous()
+        new_residual = scale_residual(output, residual, *vectors)
+    total, d_weight, d_bias = _through_norm(dy, d_new_residual, new_residual, mean, rstd, weight)
+    return *merge_gradients(total, output, residual, *vectors, weight, output_dtype), d_weight, d_bias
+
+
+def empty_results(output: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+    """Allocate the results of merge_norm for a kernel."""
+    y = torch.empty(output.shape, dtype=weight.dtype, device=output.device)
+    new_residual = torch.empty(output.shape, dtype=residual.dtype, device=output.device)
+    mean, rstd = (
+        torch.empty(shape, dtype=torch.float32, device=output.device)
+        for shape in ((0,) if bias is None else (*output.shape[:-1], 1), (*output.shape[:-1], 1))
+    )
+    return y, new_residual, mean, rstd
+
+
+def empty_gradients(
+    dy: Tensor,
+    residual: Tensor,
+    mean: Tensor | None,
+    vectors: Sequence[Tensor | None],
+    weight: Tensor,
+    output_dtype: torch.dtype,
+) -> tuple[Tensor, ...]:
+    """Allocate the results of merge_norm_backward for a kernel; those of vectors are zeros where there are no rows."""
+    once = vectors[0] is None and output_dtype == residual.dtype
+    d_output = torch.empty(0 if once else residual.shape, dtype=output_dtype, device=dy.device)
+    d_residual = torch.empty(residual.shape, dtype=residual.dtype, device=dy.device)
+    allocate = torch.empty if dy.numel() else torch.zeros
+    given = (*vectors, weight, None if mean is None else weight)
+    sizes = (0 if vector is None else len(vector) for vector in given)
+    return d_output, d_residual, *(allocate(size, dtype=weight.dtype, device=dy.device) for size in sizes)
 
 
 def merge_gradients(
     total: Tensor,
-    output: Tensor,
+    output: Tensor | None,
     residual: Tensor,
-    output_bias: Tensor,
-    output_scale: Tensor,
-    residual_bias: Tensor,
-    residual_scale: Tensor,
+    output_bias: Tensor | None,
+    output_scale: Tensor | None,
+    residual_bias: Tensor | None,
+    residual_scale: Tensor | None,
+    weight: Tensor,
+    output_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of output, residual and the four vectors from `total`, that of new_residual in the compute dtype."""
+    """Return the gradients of output, residual and the four vectors from `total`, that of new_residual in the compute
+    dtype; without the vectors as in merge_norm_backward.
+    """
+    if output_scale is None:
+        same = output_dtype == residual.dtype
+        d_output = total.new_empty(0, dtype=output_dtype) if same else total.to(output_dtype)
+        return d_output, total.to(residual.dtype), *(weight.new_empty(0) for _ in range(4))
     compute = total.dtype
     b_o, s_o, b_x, s_x = (v.to(compute) for v in (output_bias, output_scale, residual_bias, residual_scale))
     d_shift = total.sum_to_size(output_bias.shape)
@@ -218,18 +199,8 @@ def merge_gradients(
         d_shift * s_x,
         (total * residual.to(compute)).sum_to_size(output_bias.shape) + d_shift * b_x,
     )
-    d_output, d_residual = (total * s_o).to(output.dtype), (total * s_x).to(residual.dtype)
+    d_output, d_residual = (total * s_o).to(output_dtype), (total * s_x).to(residual.dtype)
     return d_output, d_residual, *(v.to(output_bias.dtype) for v in vectors)
-
-
-def _added(x: Tensor, residual: Tensor) -> Tensor:
-    compute, x, residual = wide(residual.dtype), x.contiguous(), residual.contiguous()
-    return (x.to(compute) + residual.to(compute)).to(residual.dtype)
-
-
-def _summand_gradients(total: Tensor, residual_dtype: torch.dtype, x_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    d_x = total.to(x_dtype) if x_dtype != residual_dtype else total.new_empty(0, dtype=x_dtype)
-    return total.to(residual_dtype), d_x
 
 
 def _normalize(new_residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -249,30 +220,25 @@ def _center_and_normalize(
     return y.to(weight.dtype), mean, rstd
 
 
-def _through_norm(dy, d_new_residual, new_residual, rstd, weight) -> tuple[Tensor, Tensor]:
-    """Returns the gradient of new_residual through both outputs, in the compute dtype, and the gradient of weight."""
-    value = new_residual.contiguous().to(rstd.dtype)
-    dy = dy.contiguous().to(rstd.dtype)
-    d_normalized = dy * weight.to(rstd.dtype)
-    d_weight = (dy * (value * rstd)).sum_to_size(weight.shape).to(weight.dtype)
-    d_rstd = (d_normalized * value).sum(-1, keepdim=True)
-    d_mean_square = -0.5 * rstd.pow(3) * d_rstd
-    total = d_normalized * rstd
-    if d_new_residual is not None:
-        total = d_new_residual.contiguous().to(rstd.dtype) + total
-    return total + d_mean_square / value.shape[-1] * (2.0 * value), d_weight
-
-
-def _through_layer_norm(dy, d_new_residual, new_residual, mean, rstd, weight) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradient of new_residual through both outputs, in the compute dtype, and those of weight and bias."""
+def _through_norm(dy, d_new_residual, new_residual, mean, rstd, weight) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient of new_residual through both outputs, in the compute dtype, and those of weight and bias, an
+    empty tensor without a mean.
+    """
     compute = rstd.dtype
-    normalized = (new_residual.contiguous().to(compute) - mean) * rstd
-    dy = dy.contiguous().to(compute)
+    value, dy = new_residual.contiguous().to(compute), dy.contiguous().to(compute)
+    normalized = (value if mean is None else value - mean) * rstd
     d_normalized = dy * weight.to(compute)
     d_weight = (dy * normalized).sum_to_size(weight.shape).to(weight.dtype)
-    d_bias = dy.sum_to_size(weight.shape).to(weight.dtype)
-    projection = (d_normalized * normalized).mean(-1, keepdim=True)
-    total = (d_normalized - d_normalized.mean(-1, keepdim=True) - normalized * projection) * rstd
+    if mean is None:
+        d_rstd = (d_normalized * value).sum(-1, keepdim=True)
+        d_mean_square = -0.5 * rstd.pow(3) * d_rstd
+        total, d_bias = d_normalized * rstd, weight.new_empty(0)
+    else:
+        projection = (d_normalized * normalized).mean(-1, keepdim=True)
+        total = (d_normalized - d_normalized.mean(-1, keepdim=True) - normalized * projection) * rstd
+        d_bias = dy.sum_to_size(weight.shape).to(weight.dtype)
     if d_new_residual is not None:
         total = d_new_residual.contiguous().to(compute) + total
+    if mean is None:
+        total = total + d_mean_square / value.shape[-1] * (2.0 * value)
     return total, d_weight, d_bias

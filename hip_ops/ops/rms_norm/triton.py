@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hip_ops.ops.rms_norm.host import empty_results, functions, layer_norm_functions
+from hip_ops.ops.rms_norm.reference import empty_gradients, empty_results
 from hip_ops.runtime.launch import Launch, default_warp_size, plan
 from hip_ops.runtime.on_device import multiprocessors, on
-from hip_ops.runtime.row_views import as_rows
+from hip_ops.runtime.row_views import as_rows, contiguous
 
 TILE = ("ROWS", "BLOCK", "STAGES")
 
@@ -230,66 +230,56 @@ def launch(hidden_size: int, *, scaled: bool, backward: bool, warp_size: int | N
     return Launch(rows, block, num_warps, max(1, resident // (num_warps * warp_size)), stages)
 
 
-def _forward(
-    x: Tensor, residual: Tensor, vectors: tuple[Tensor, ...], weight: Tensor, eps: float, bias: Tensor | None = None
+def merge_norm(
+    output: Tensor, residual: Tensor, output_bias: Tensor | None, output_scale: Tensor | None,
+    residual_bias: Tensor | None, residual_scale: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
 ) -> tuple[Tensor, ...]:
-    hidden, centered = x.shape[-1], bias is not None
-    y, new_residual, *statistics = empty_results(x, residual, weight, centered)
-    if x.numel():
-        x, residual = as_rows(x), as_rows(residual)
-        rows, device = x.shape[0], x.device
-        scaled, processors = bool(vectors), multiprocessors(device)
+    """As hip_ops.ops.rms_norm.reference.merge_norm."""
+    hidden, device, scaled, centered = output.shape[-1], output.device, output_scale is not None, bias is not None
+    y, new_residual, mean, rstd = empty_results(output, residual, weight, bias)
+    if output.numel():
+        output, residual = as_rows(output), as_rows(residual)
+        *vectors, weight, bias = contiguous(output_bias, output_scale, residual_bias, residual_scale, weight, bias)
+        rows, processors = output.shape[0], multiprocessors(device)
         grid, keywords = plan(launch, TILE, (rows,), hidden, scaled=scaled, backward=False, processors=processors)
         with on(device):
             rms_norm_forward_kernel[grid](
-                x, residual, *(vectors or (weight,) * 4), weight, bias, y, new_residual,
-                statistics[0] if centered else None, statistics[-1], rows, hidden, x.stride(0), residual.stride(0),
-                eps, SCALED=scaled, CENTERED=centered, **keywords,
+                output, residual, *(vectors if scaled else (weight,) * 4), weight, bias, y, new_residual,
+                mean if centered else None, rstd, rows, hidden, output.stride(0), residual.stride(0), eps,
+                SCALED=scaled, CENTERED=centered, **keywords,
             )
-    return y, new_residual, *statistics
+    return y, new_residual, mean, rstd
 
 
-def _backward(
-    dy, d_new_residual, x, residual, rstd, vectors: tuple[Tensor, ...], weight, x_dtype: torch.dtype, mean=None
+def merge_norm_backward(
+    dy: Tensor, d_new_residual: Tensor | None, output: Tensor | None, residual: Tensor, mean: Tensor | None,
+    rstd: Tensor, output_bias: Tensor | None, output_scale: Tensor | None, residual_bias: Tensor | None,
+    residual_scale: Tensor | None, weight: Tensor, output_dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
-    """d_x, d_residual and the gradients of the vectors, weight and, with a mean, bias. Without vectors, x is None and
-    residual new_residual.
-    """
-    hidden, scaled, centered, device = dy.shape[-1], bool(vectors), mean is not None, dy.device
-    writes_d_x = scaled or x_dtype != residual.dtype
-    d_residual = torch.empty(residual.shape, dtype=residual.dtype, device=device)
-    d_x = torch.empty(residual.shape if writes_d_x else 0, dtype=x_dtype, device=device)
-    of_norm = (weight, weight) if centered else (weight,)
+    """As hip_ops.ops.rms_norm.reference.merge_norm_backward."""
+    hidden, device, scaled, centered = dy.shape[-1], dy.device, output_scale is not None, mean is not None
+    vectors = contiguous(output_bias, output_scale, residual_bias, residual_scale)
+    d_output, d_residual, *gradients = results = empty_gradients(dy, residual, mean, vectors, weight, output_dtype)
     if not dy.numel():
-        return d_x, d_residual, *(torch.zeros_like(v) for v in (*vectors, *of_norm))
-    gradients = tuple(torch.empty_like(v) for v in (*vectors, *of_norm))
-    dy, residual = as_rows(dy), as_rows(residual)
-    x = as_rows(x) if scaled else dy
-    upstream = as_rows(d_new_residual) if d_new_residual is not None else dy
-    rows = dy.shape[0]
-    processors = multiprocessors(device)
+        return results
+    dy, residual, (mean, rstd, weight) = as_rows(dy), as_rows(residual), contiguous(mean, rstd, weight)
+    output, upstream = (dy if t is None else as_rows(t) for t in (output, d_new_residual))
+    rows, processors = dy.shape[0], multiprocessors(device)
     grid, keywords = plan(launch, TILE, (rows,), hidden, scaled=scaled, backward=True, processors=processors)
     (count,) = grid
     partial = torch.empty((count, (4 if scaled else 1) + centered, hidden), dtype=torch.float32, device=device)
-    vectors = vectors or (weight,) * 4
+    *d_vectors, d_weight, d_bias = gradients
+    if not scaled:  # pointers that the kernels do not read
+        vectors, d_vectors = (weight,) * 4, (d_weight,) * 4
     with on(device):
         rms_norm_backward_kernel[grid](
-            dy, upstream, x, residual, mean, rstd, *vectors, weight, d_x, d_residual, partial, rows, hidden, dy.stride(0),
-            upstream.stride(0), x.stride(0), residual.stride(0), HAS_D_NEW_RESIDUAL=d_new_residual is not None,
-            WRITES_D_X=writes_d_x, SCALED=scaled, CENTERED=centered, **keywords,
+            dy, upstream, output, residual, mean, rstd, *vectors, weight, d_output, d_residual, partial, rows, hidden,
+            dy.stride(0), upstream.stride(0), output.stride(0), residual.stride(0),
+            HAS_D_NEW_RESIDUAL=d_new_residual is not None, WRITES_D_X=scaled or output_dtype != residual.dtype,
+            SCALED=scaled, CENTERED=centered, **keywords,
         )
-        d_weight, d_bias = (*gradients[-len(of_norm) :], None)[:2]
-        d_vectors = gradients[:4] if scaled else (d_weight,) * 4
         rms_norm_sum_kernel[(-(-hidden // 32),)](
-            partial, *vectors, *d_vectors, d_weight, d_bias, count, hidden, SCALED=scaled, CENTERED=centered,
-            PROGRAMS=64, BLOCK=32, num_warps=8,
+            partial, *vectors, *d_vectors, d_weight, d_bias if centered else None, count, hidden, SCALED=scaled,
+            CENTERED=centered, PROGRAMS=64, BLOCK=32, num_warps=8,
         )
-    return d_x, d_residual, *gradients
-
-
-add_rms_norm, add_rms_norm_backward, scaled_residual_rms_norm, scaled_residual_rms_norm_backward = functions(
-    _forward, _backward
-)
-add_layer_norm, add_layer_norm_backward, scaled_residual_layer_norm, scaled_residual_layer_norm_backward = (
-    layer_norm_functions(_forward, _backward)
-)
+    return results
