@@ -76,7 +76,7 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "zaya_plugin.cli", *arguments]
 
 
-def zaya(*arguments: str, timeout: float = 600, **environment: str) -> subprocess.CompletedProcess:
+def zaya(*arguments: str, timeout: float = 800, **environment: str) -> subprocess.CompletedProcess:
     """Run `zaya`; stdout and stderr are one text."""
     done = subprocess.run(
         command(*arguments),
@@ -115,7 +115,7 @@ def train_and_signal(run_dir: Path, data: Path, number: int, at_step: int, *over
         for pid in descendants(process.pid):
             os.kill(pid, number)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=300)
     return Run(process.returncode, output, Path(run_dir))
 
 

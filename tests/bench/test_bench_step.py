@@ -131,7 +131,7 @@ def test_ranks_of_an_outer_launcher_leave_their_memory_to_the_anchor(tmp_path):
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=300,
+        timeout=800,
     )
     assert done.returncode == 0, done.stdout
     found = checked(tmp_path, ranks=2, steps=1)

@@ -50,7 +50,7 @@ class RankServers:
         for process in self.processes:
             self.free.put(process)
 
-    def run(self, ranks: int, job: Path, seconds: float = 280) -> None:
+    def run(self, ranks: int, job: Path, seconds: float = 800) -> None:
         """Runs the job on `ranks` processes; waits for a free server. Fails with the end of each rank's stderr."""
         server = self.free.get()
         try:

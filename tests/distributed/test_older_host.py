@@ -56,7 +56,7 @@ def weights(path: Path, version: str, ranks: int, site: Path | None = None) -> d
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=800,
     )
     assert done.returncode == 0, done.stdout[-4000:]
     return torch.load(path)

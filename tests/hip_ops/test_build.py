@@ -120,7 +120,7 @@ def test_two_processes_build_once(sources, empty_cache):
         )
         for _ in range(3)
     ]
-    ended = [(*process.communicate(timeout=120), process.returncode) for process in running]
+    ended = [(*process.communicate(timeout=300), process.returncode) for process in running]
     assert [code for _, _, code in ended] == [0] * 3
     assert len({out for out, _, _ in ended}) == 1
     assert sum("building kernels" in err for _, err, _ in ended) == 1

@@ -83,7 +83,7 @@ def right(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_finding(right, schedule):
-    assert "done" in run_sanitized(PROGRAM, *right, CASES, HO_CPU_SCHEDULE=schedule, timeout=300)
+    assert "done" in run_sanitized(PROGRAM, *right, CASES, HO_CPU_SCHEDULE=schedule, timeout=800)
 
 
 @pytest.mark.slow

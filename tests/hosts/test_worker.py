@@ -31,7 +31,7 @@ def test_a_failed_rank_that_cannot_leave_is_ended(tmp_path):
         "PATH": "/bin",
     }
     command = [sys.executable, "-c", RANK, str(tmp_path / "recipe.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 1 and "RuntimeError: the capture failed" in done.stderr
 
 
@@ -70,7 +70,7 @@ def test_errors_of_the_machine_are_one_line_with_path_space_and_log(tmp_path):
     save_recipe(compose([*MICRO, "data.path=x", f"run_dir={run_dir}"]), tmp_path / "recipe.yaml")
     environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     command = [sys.executable, "-W", "ignore", "-c", FAULTS, str(tmp_path / "recipe.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     told = {}
     for part in ("\n" + done.stderr).split("\n== ")[1:]:

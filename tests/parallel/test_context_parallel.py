@@ -27,7 +27,7 @@ def found(tmp_path_factory) -> dict[str, list[dict]]:
         [sys.executable, "-m", "tests.parallel.context_ranks", str(folder)],
         env=environment,
         text=True,
-        timeout=300,
+        timeout=800,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         cwd=Path(__file__).parents[2],
@@ -37,7 +37,7 @@ def found(tmp_path_factory) -> dict[str, list[dict]]:
     return {case.name: [rank[i] for rank in ranks] for i, case in enumerate(CASES)}
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", [case for case in CASES if not case.deaf], ids=lambda case: case.name)
 def test_loss_and_gradients_are_those_of_one_rank(found, case):
     exact = case.dtype == "float64"

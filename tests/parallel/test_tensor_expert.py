@@ -27,7 +27,7 @@ def results(tmp_path_factory) -> dict[str, dict]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=800,
         check=False,
     )
     assert done.returncode == 0, done.stdout

@@ -39,7 +39,7 @@ def results(request, tmp_path_factory) -> dict[str, dict]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=800,
         check=False,
         env={**os.environ, "PYTHONPATH": path, "STAND_IN_TE": request.param},
     )

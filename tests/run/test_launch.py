@@ -170,7 +170,7 @@ def test_the_console_says_for_whom_the_ranks_wait(worker_program, tmp_path):
     lines = [running.stdout.readline() for _ in range(3)]
     assert lines[2] == "zaya: rank 1: waits for rank 0, of 2 ranks\n"
     running.send_signal(signal.SIGTERM)
-    assert running.communicate(timeout=120)[0] == ""
+    assert running.communicate(timeout=300)[0] == ""
     assert running.returncode == 128 + signal.SIGTERM
 
 
@@ -189,7 +189,7 @@ def test_a_second_signal_ends_ranks_that_do_not_leave(worker_program, tmp_path):
     running.send_signal(signal.SIGTERM)
     assert [running.stdout.readline(), running.stdout.readline()] == ["saving\n", "saving\n"]
     running.send_signal(signal.SIGTERM)
-    running.communicate(timeout=120)
+    running.communicate(timeout=300)
     assert running.returncode == 143
 
 

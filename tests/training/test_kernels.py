@@ -87,7 +87,7 @@ def ranks(tmp_path, corpus):
             )
             for rank in range(count)
         ]
-        texts = [each.communicate(timeout=240)[1] for each in processes]
+        texts = [each.communicate(timeout=800)[1] for each in processes]
         events = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(count)]
         return [each.returncode for each in processes], texts, events
 

@@ -138,7 +138,7 @@ def ranks(folder, port, *words, first=99, last=99, data):
         )
         for rank in range(2)
     ]
-    told = [process.communicate(timeout=120)[1] for process in started]
+    told = [process.communicate(timeout=300)[1] for process in started]
     return [process.returncode for process in started], told
 
 
