@@ -98,7 +98,7 @@ def devices() -> list[torch.device]:
 
 
 def info(check: bool) -> int:
-    """Prints the versions to stdout; returns 1 where a requested version is not available or failed its self-check."""
+    """Print the versions to stdout; returns 1 where a requested version is not available or failed its self-check."""
     kinds = (("ROCm", torch.version.hip), ("CUDA", torch.version.cuda), ("CPU", "only"))
     print(f"torch {torch.__version__} ({next(f'{kind} {version}' for kind, version in kinds if version)})")
     failed = 0
@@ -114,8 +114,8 @@ def info(check: bool) -> int:
                 failed = 1
             else:
                 failed |= check and device.type == "cuda" and under_conditions(operator, device)
-            checked = {version: found for (where, version), found in operator.results.items() if where == device}
-            failed |= any(found != "passed" for found in checked.values())
+            checked = {version: result for (where, version), result in operator.results.items() if where == device}
+            failed |= any(result != "passed" for result in checked.values())
             if check and checked:  # one after the other, because a device may take minutes
                 print(f"{device}: {operator.name} ({', '.join(checked)}) {time.monotonic() - since:.1f} s", flush=True)
         if check:
@@ -138,27 +138,27 @@ def info(check: bool) -> int:
 
 
 def under_conditions(operator: Operator, device: torch.device) -> bool:
-    """Compares the versions that run under the conditions of the device and prints what differs; returns whether any
+    """Compare the versions that run under the conditions of the device and prints what differs; returns whether any
     does.
     """
-    wrong = [each for each in conditions.check(operator, device) if each.difference]
-    for each in wrong:
-        print(f"{device}: {each.operator}, version {each.version}, {each.condition}: {each.difference.splitlines()[0]}")
+    wrong = [result for result in conditions.check(operator, device) if result.difference]
+    for name, version, condition, difference in wrong:
+        print(f"{device}: {name}, version {version}, {condition}: {difference.splitlines()[0]}")
     return bool(wrong)
 
 
 def scan(paths: list[Path]) -> int:
-    """Prints the violations; returns 1 where there are any."""
+    """Print the violations; returns 1 where there are any."""
     files = [file for path in paths for file in (hazards.files_in(path) if path.is_dir() else [path])]
     if not paths:
         print(f"Triton's cache: {hazards.triton_cache()}")
         files = hazards.triton_objects()
-    found = hazards.scan_files(files)
-    for file, violations in found.items():
+    by_file = hazards.scan_files(files)
+    for file, violations in by_file.items():
         for violation in violations:
             print(f"{file}: {violation}")
-    print(f"{len(files)} files, {sum(map(len, found.values()))} violations")
-    return int(any(found.values()))
+    print(f"{len(files)} files, {sum(map(len, by_file.values()))} violations")
+    return int(any(by_file.values()))
 
 
 def target_or_none(device: torch.device) -> str | None:

@@ -37,7 +37,7 @@ KERNELS = ("auto", "hip", "triton", "compiled", "reference")  # what can be requ
 
 
 def check_selection(kernels: str, overrides: dict[str, str], group: str = "") -> None:
-    """Raises ValueError for unknown names. group: the prefix of both keys in messages, such as "cluster."."""
+    """Raise ValueError for unknown names. group: the prefix of both keys in messages, such as "cluster."."""
     if kernels not in KERNELS:
         raise mistake(f"{group}kernels={kernels}", "no such version", ", ".join(KERNELS), f"{group}kernels=auto")
     for operator, version in overrides.items():
@@ -50,7 +50,7 @@ def check_selection(kernels: str, overrides: dict[str, str], group: str = "") ->
 
 
 def read_selection(text: str) -> tuple[str, dict[str, str]]:
-    """Returns the version for all operators and those for single ones in a text such as `auto,router_mlp=compiled`.
+    """Return the version for all operators and those for single ones in a text such as `auto,router_mlp=compiled`.
     Raises ValueError for unknown names."""
     kernels, *entries = (part.strip() for part in text.split(","))
     overrides = dict(entry.partition("=")[::2] for entry in entries)

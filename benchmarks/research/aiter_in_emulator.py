@@ -154,7 +154,7 @@ def compare(tag: str) -> bool:
     norms, products = (importlib.import_module(f"hip_ops.ops.{name}") for name in ("rms_norm", "grouped_product"))
     operators = [norms._forward, norms._backward]
     cases = [(str(case), lambda case=case: check(of_module(norms.aiter), case)) for case in NORMS]
-    if runtime_aiter.missing(products.aiter.FIRST) is None:
+    if runtime_aiter.missing(products.aiter.FIRST_RELEASE) is None:
         operators += [products._rows, products._outer]
         for case in PRODUCTS:
             for flag in (False, True):

@@ -25,12 +25,12 @@ from hip_ops.runtime.architecture import architecture
 
 logger = logging.getLogger("hip_ops")
 DISTRIBUTION = "amd-aiter"  # PyPI's package `aiter` is an unrelated library
-READ = "the releases 0.1.14.post1 and 0.1.18 to 0.1.20.post1, whose sources were read"
+RELEASES = "the releases 0.1.14.post1 and 0.1.18 to 0.1.20.post1, whose sources were read"
 ARCHITECTURES = ("gfx942", "gfx950")  # those for which these releases hold settings of the kernels used here
 
 
 def installed() -> str | None:
-    """Returns the version of the installed package, or None."""
+    """Return the version of the installed package, or None."""
     try:
         return metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:
@@ -38,7 +38,7 @@ def installed() -> str | None:
 
 
 def missing(first: str) -> str | None:
-    """Returns why there is no AITER of version `first` or later, or None. Imports nothing of it."""
+    """Return why there is no AITER of version `first` or later, or None. Imports nothing of it."""
     version = installed()
     if version is None:
         return f"AITER is not installed (package {DISTRIBUTION}, github.com/ROCm/aiter)"
@@ -48,7 +48,7 @@ def missing(first: str) -> str | None:
 
 
 def available(device: torch.device, first: str) -> str | None:
-    """Returns why AITER from version `first` on is not available on `device`, or None."""
+    """Return why AITER from version `first` on is not available on `device`, or None."""
     reason = missing(first)
     if reason is None and architecture(device) not in ARCHITECTURES:
         reason = f"AITER's kernels are for {' and '.join(ARCHITECTURES)}, not for {architecture(device)}"
@@ -67,7 +67,7 @@ def _announce(version: str) -> None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Returns the numbers of a version without post, development and local parts."""
+    """Return the numbers of a version without post, development and local parts."""
     return tuple(int(number) for number in re.match(r"\d+(\.\d+)*", version).group().split("."))
 
 
@@ -89,11 +89,11 @@ class Function:
     def _found(self) -> Callable:
         problem = self.problem()
         if problem is not None:
-            raise mistake(f"{DISTRIBUTION}={installed()}", problem, READ, "request another version")
+            raise mistake(f"{DISTRIBUTION}={installed()}", problem, RELEASES, "request another version")
         return getattr(importlib.import_module(self.module), self.name)
 
     def problem(self) -> str | None:
-        """Imports the module and returns why the function cannot be called with the arguments, or None."""
+        """Import the module and returns why the function cannot be called with the arguments, or None."""
         try:
             function = getattr(importlib.import_module(self.module), self.name)
             inspect.signature(function).bind(**dict.fromkeys(self.arguments))

@@ -7,7 +7,7 @@ import torch
 
 
 def architecture(device: torch.device) -> str:
-    """Returns the name: "gfx942" for an AMD GPU, "sm_90" for an NVIDIA one, otherwise the device's type."""
+    """Return the name: "gfx942" for an AMD GPU, "sm_90" for an NVIDIA one, otherwise the device's type."""
     if device.type != "cuda":
         return device.type
     if torch.version.hip is not None:

@@ -14,7 +14,7 @@ from hip_ops.runtime.library import target_of
 
 
 def missing(version: str, device: torch.device, named: bool) -> str | None:
-    """Returns why `version` is not available on `device`, or None. named: requested by name, not through auto."""
+    """Return why `version` is not available on `device`, or None. named: requested by name, not through auto."""
     if version == "hip":
         return _hip(device, named)
     if version == "compiled" and device.type == "cpu":

@@ -5,8 +5,8 @@ or ahead of it (`python -m hip_ops build`).
 The package ships gfx942's library, which the emulator has run (tools/ship.py makes it). It is used as long as the
 installed sources are those that it was built from and HIP_OPS_LIBRARY=source does not request a build.
 
-A built library is known by the hash of its sources, flags and compiler: `<cache>/<target>-<hash>/libhip_ops.so`, beside a
-manifest.json that holds its checksum. Both are renamed into place, and a library whose checksum differs from its
+A built library is known by the hash of its sources, flags and compiler: `<cache>/<target>-<hash>/libhip_ops.so`, beside
+a manifest.json that holds its checksum. Both are renamed into place, and a library whose checksum differs from its
 manifest's is built again. So a killed build or a full disk never leaves a file that would be loaded as a library.
 """
 
@@ -44,7 +44,7 @@ class BuildError(RuntimeError):
 
 
 def build(target: str, *, force: bool = False, sources: Path = PACKAGE) -> Path:
-    """Returns the path of the shared library of all .hip files below `sources` for `target`: the shipped one, or one
+    """Return the path of the shared library of all .hip files below `sources` for `target`: the shipped one, or one
     that is built if it is missing, or again with `force`.
 
     Without a compiler, a library from the same sources by any compiler is taken (a cache that was filled on another
@@ -62,10 +62,10 @@ def build(target: str, *, force: bool = False, sources: Path = PACKAGE) -> Path:
     try:
         compiler = find_compiler(target)
     except CompilerNotFound:
-        found = None if force else prebuilt(target, sources=sources)
-        if found is None:
+        cached = None if force else prebuilt(target, sources=sources)
+        if cached is None:
             raise
-        return found
+        return cached
     folder = _folder(target, compiler, sources)
     if not force and _is_whole(folder):
         return folder / LIBRARY
@@ -90,7 +90,7 @@ def shipped_folder(target: str) -> Path:
 
 
 def shipped(target: str, *, sources: Path = PACKAGE) -> tuple[Path | None, str]:
-    """Returns the shipped library of `target` and "", or None and why an AMD target is built from source instead."""
+    """Return the shipped library of `target` and "", or None and why an AMD target is built from source instead."""
     if target not in AMD_ARCHITECTURES:
         return None, ""
     requested = os.environ.get(SWITCH) or "shipped"
@@ -107,7 +107,7 @@ def shipped(target: str, *, sources: Path = PACKAGE) -> tuple[Path | None, str]:
 
 @lru_cache
 def _unusable(folder: Path, sources: Path) -> str:
-    """Says why the library in `folder` must not run in place of `sources`, or "". Reads all of their files, so once a
+    """Say why the library in `folder` must not run in place of `sources`, or "". Reads all of their files, so once a
     process: every operator asks for it."""
     if not _is_whole(folder):
         return f"the shipped library {folder / LIBRARY} is damaged; install the package again"
@@ -117,7 +117,7 @@ def _unusable(folder: Path, sources: Path) -> str:
 
 
 def library_note(target: str) -> str:
-    """Says which library runs on AMD's `target`: the shipped one with its sha256, or why one is built from source."""
+    """Say which library runs on AMD's `target`: the shipped one with its sha256, or why one is built from source."""
     library, why_not = shipped(target)
     return (
         f"shipped with the package, sha256 {manifest_of(library)['sha256']}"
@@ -127,12 +127,12 @@ def library_note(target: str) -> str:
 
 
 def manifest_of(library: Path) -> dict:
-    """Returns the manifest beside `library`."""
+    """Return the manifest beside `library`."""
     return json.loads((library.parent / MANIFEST).read_text())
 
 
 def prebuilt(target: str, *, sources: Path = PACKAGE) -> Path | None:
-    """Returns the newest intact library of these sources for `target` in the cache, built by any compiler, or None."""
+    """Return the newest intact library of these sources for `target` in the cache, built by any compiler, or None."""
     digest = sources_digest(sources)
     whole = []
     for manifest in cache_folder().glob(f"{target}-*/{MANIFEST}"):
@@ -142,7 +142,7 @@ def prebuilt(target: str, *, sources: Path = PACKAGE) -> Path | None:
 
 
 def kernel_sources(sources: Path = PACKAGE) -> list[Path]:
-    """Returns all .hip files below `sources`, sorted by name."""
+    """Return all .hip files below `sources`, sorted by name."""
     return sorted(sources.rglob("*.hip"), key=lambda file: file.name)
 
 
@@ -181,13 +181,13 @@ def _build(target: str, compiler: Compiler, folder: Path, sources: Path) -> None
         objects = [Path(scratch) / f"{file.stem}.o" for file in files]
         with ThreadPoolExecutor(workers) as pool:
             list(pool.map(_run, map(compiler.compile_command, files, objects)))
-        made = Path(scratch) / LIBRARY
-        _run(compiler.link_command(objects, made))
+        library = Path(scratch) / LIBRARY
+        _run(compiler.link_command(objects, library))
         seconds = time.monotonic() - started
         manifest = {
             "target": target,
             "sources": sources_digest(sources),
-            "sha256": hashlib.sha256(made.read_bytes()).hexdigest(),
+            "sha256": hashlib.sha256(library.read_bytes()).hexdigest(),
             "compiler": compiler.version.splitlines()[0],
             "command": shlex.join(compiler.compile_command(Path("FILE.hip"), Path("FILE.o"))),
             "files": len(files),
@@ -195,20 +195,20 @@ def _build(target: str, compiler: Compiler, folder: Path, sources: Path) -> None
         }
         written = Path(scratch) / MANIFEST
         written.write_text(json.dumps(manifest, indent=1))
-        os.replace(made, folder / LIBRARY)
+        os.replace(library, folder / LIBRARY)
         os.replace(written, folder / MANIFEST)
     print(f"hip_ops: built in {seconds:.0f} s: {folder / LIBRARY}", file=sys.stderr, flush=True)
 
 
 def _estimate(target: str, files: int, workers: int) -> int:
-    """Estimates the seconds of a build: from the last one for this target in this cache, otherwise from the number of
+    """Estimate the seconds of a build: from the last one for this target in this cache, otherwise from the number of
     files.
     """
     taken = []
     for manifest in cache_folder().glob(f"{target}-*/{MANIFEST}"):
         try:
-            told = json.loads(manifest.read_text())
-            taken.append((manifest.stat().st_mtime, told["seconds"] / told["files"]))
+            recorded = json.loads(manifest.read_text())
+            taken.append((manifest.stat().st_mtime, recorded["seconds"] / recorded["files"]))
         except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
             continue
     return max(1, round(max(taken)[1] * files)) if taken else -(-files // workers) * _SECONDS_A_FILE[target[:3]]

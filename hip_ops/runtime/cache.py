@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Returns HIP_OPS_CACHE, otherwise hip_ops in XDG_CACHE_HOME, otherwise ~/.cache/hip_ops."""
+    """Return HIP_OPS_CACHE, otherwise hip_ops in XDG_CACHE_HOME, otherwise ~/.cache/hip_ops."""
     asked = os.environ.get("HIP_OPS_CACHE")
     if asked:
         return Path(asked).expanduser().absolute()
@@ -20,7 +20,7 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def locked(file: Path) -> Iterator[bool]:
-    """Holds an exclusive lock on `file` between processes; the lock ends with its process.
+    """Hold an exclusive lock on `file` between processes; the lock ends with its process.
 
     Yields False where the file system has no locks (some network mounts). Then two processes may build at once, and the
     atomic renames keep both results intact.

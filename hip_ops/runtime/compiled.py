@@ -41,7 +41,7 @@ def compile_function(function: Callable) -> Callable:
 
 
 def formula(function: Callable) -> Callable:
-    """Decorates a differentiable function of plain torch: compiles it for tensors on an accelerator unless the
+    """Decorate a differentiable function of plain torch: compiles it for tensors on an accelerator unless the
     reference is requested.
     """
     folder = function.__module__.rpartition(".")[0].rpartition(".")[2]
@@ -54,7 +54,7 @@ def formula(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        on_accelerator = any(isinstance(each, Tensor) and each.is_cuda for each in args)
+        on_accelerator = any(isinstance(argument, Tensor) and argument.is_cuda for argument in args)
         as_written = (
             not on_accelerator or torch.compiler.is_compiling() or selection().of(folder).version == "reference"
         )

@@ -52,7 +52,7 @@ class Compiler:
 
 
 def check_target(target: str) -> str:
-    """Returns `target`; raises ValueError where it is not a target's name."""
+    """Return `target`; raises ValueError where it is not a target's name."""
     if target == "cpu" or target in AMD_ARCHITECTURES or re.fullmatch(r"sm_\d{2,3}a?", target):
         return target
     allowed = ", ".join((*AMD_ARCHITECTURES, "sm_<capability> such as sm_90", "cpu"))
@@ -60,7 +60,7 @@ def check_target(target: str) -> str:
 
 
 def default_amd_target() -> str:
-    """Returns the AMD architecture to build for on a machine without a GPU: HIP_OPS_ARCH, otherwise the first of
+    """Return the AMD architecture to build for on a machine without a GPU: HIP_OPS_ARCH, otherwise the first of
     PYTORCH_ROCM_ARCH that the kernels support, otherwise gfx942."""
     asked = os.environ.get("HIP_OPS_ARCH")
     if asked:
@@ -72,7 +72,7 @@ def default_amd_target() -> str:
 
 
 def find_compiler(target: str) -> Compiler:
-    """Returns the compiler of `target`. Raises CompilerNotFound."""
+    """Return the compiler of `target`. Raises CompilerNotFound."""
     check_target(target)
     if target == "cpu":
         return _cpu()
@@ -80,7 +80,7 @@ def find_compiler(target: str) -> Compiler:
 
 
 def compiler_version(program: str) -> str:
-    """Returns the output of `program --version`, or "" where it does not run. It is part of a library's hash."""
+    """Return the output of `program --version`, or "" where it does not run. It is part of a library's hash."""
     try:
         changed = os.stat(program).st_mtime_ns
     except OSError:
@@ -104,7 +104,7 @@ def rocm_folders() -> list[Path]:
 
 
 def _programs(names: list[str], folders: list[Path]) -> Iterator[str]:
-    """Yields the programs of `names` that run: first in `folders`, which the user named in variables, then on PATH."""
+    """Yield the programs of `names` that run: first in `folders`, which the user named in variables, then on PATH."""
     for folder in (*map(str, folders), None):
         for name in names:
             program = shutil.which(name, path=folder)

@@ -11,7 +11,7 @@ COMPUTE_UNITS = 304  # of an MI300X
 
 
 def relative_time(tiles: float, area: int, other_slots: int, lds: int) -> float:
-    """Returns the relative time of `tiles` tiles of `area` elements: rounds over all compute units, times the area, times
+    """Return the relative time of `tiles` tiles of `area` elements: rounds over all compute units, times the area, times
     what the compiled inner loop takes for 256 MFMA passes, its parts one after the other.
 
     other_slots: issue slots of a wave that are no MFMA; lds: time of the LDS accesses in passes of 4 cycles, with their
@@ -21,7 +21,7 @@ def relative_time(tiles: float, area: int, other_slots: int, lds: int) -> float:
 
 
 def tile_count(symmetric: bool, m: int, n: int, block_m: int, block_n: int) -> int:
-    """Returns the number of tiles of one matrix, as the kernel counts them."""
+    """Return the number of tiles of one matrix, as the kernel counts them."""
     rows, columns = -(-m // block_m), -(-n // block_n)
     if not symmetric:
         return rows * columns

@@ -42,13 +42,13 @@ def check(
     versions: Sequence[str] | None = None,
     conditions: Sequence[Condition] | None = None,
 ) -> list[Result]:
-    """Compares versions of `operator` with its reference on `device`, which has an index, under each condition.
+    """Compare versions of `operator` with its reference on `device`, which has an index, under each condition.
 
     versions: by default those that run under the current selection; none where that is the reference alone. conditions:
     by default those of the device. Raises ValueError where a version requested by name is not available.
     """
     if versions is None:
-        versions = [each for each in operator.running(device) if each != "reference"]
+        versions = [name for name in operator.running(device) if name != "reference"]
     conditions = conditions_on(device) if conditions is None else conditions
     results = []
     for version in versions:
@@ -57,15 +57,16 @@ def check(
             return operator._function_of(version)(*arguments)  # a failed import or build is a result too
 
         with on(device):
-            found = operator.differences(candidate, device, conditions, version)
+            texts = operator.differences(candidate, device, conditions, version)
         results += [
-            Result(operator.name, version, each.name, text) for each, text in zip(conditions, found, strict=True)
+            Result(operator.name, version, condition.name, text)
+            for condition, text in zip(conditions, texts, strict=True)
         ]
     return results
 
 
 def conditions_on(device: torch.device) -> tuple[Condition, ...]:
-    """Returns the conditions of `device`, which must be the current one while they run; on a CPU a plain call."""
+    """Return the conditions of `device`, which must be the current one while they run; on a CPU a plain call."""
     if device.type != "cuda":
         return (PLAIN_CALL._replace(name="plain call"),)
     return (
@@ -77,7 +78,7 @@ def conditions_on(device: torch.device) -> tuple[Condition, ...]:
 
 
 def _on_a_late_stream(stream: torch.cuda.Stream, candidate: Callable, arguments: list[tuple]) -> list[list]:
-    """Calls the candidate on `stream`, which writes the arguments after the host has launched the calls. A kernel that
+    """Call the candidate on `stream`, which writes the arguments after the host has launched the calls. A kernel that
     is launched on another stream reads zeros.
     """
     held = [copied(each) for each in arguments]
@@ -92,7 +93,7 @@ def _on_a_late_stream(stream: torch.cuda.Stream, candidate: Callable, arguments:
 
 
 def in_a_graph(candidate: Callable, arguments: list[tuple], capture: Callable) -> list[list]:
-    """Captures the second call with the same tensors, as training does, and replays it for each of `arguments`.
+    """Capture the second call with the same tensors, as training does, and replays it for each of `arguments`.
 
     capture(call) -> (result of the captured call, function that replays it and waits for the device).
     """
@@ -100,15 +101,15 @@ def in_a_graph(candidate: Callable, arguments: list[tuple], capture: Callable) -
     candidate(*held)
     result, replay = capture(lambda: candidate(*held))
     calls = []
-    for each in arguments:
-        assign(held, each)
+    for of_call in arguments:
+        assign(held, of_call)
         replay()
         calls.append([copied(result), list(copied(held))])
     return calls
 
 
 def _capture(call: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-    """Captures without the garbage collection of torch.cuda.graph, which would take most of a comparison's time.
+    """Capture without the garbage collection of torch.cuda.graph, which would take most of a comparison's time.
 
     A capture that fails leaves torch's random generator and allocator in the middle of a capture: later random numbers
     raise, and freed memory is not reused. So the generator has another state during the capture, and the allocator's
@@ -145,7 +146,7 @@ def _capture(call: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
 
 
 def _on_a_full_device(device: torch.device, candidate: Callable, arguments: list[tuple]) -> list[list]:
-    """Calls the candidate on several streams at once, beside a matrix product with two blocks for every
+    """Call the candidate on several streams at once, beside a matrix product with two blocks for every
     multiprocessor, which leaves its numbers in LDS and registers.
     """
     side = LARGEST_TILE * math.ceil(math.sqrt(2 * multiprocessors(device)))
@@ -166,7 +167,7 @@ def _on_a_full_device(device: torch.device, candidate: Callable, arguments: list
 
 
 def assign(held: Any, given: Any = None) -> None:
-    """Writes the tensors in `given` to those in `held`, or zeros."""
+    """Write the tensors in `given` to those in `held`, or zeros."""
     mine = [tensor for _, tensor in tensors_of(held, "")]
     theirs = [0] * len(mine) if given is None else [tensor for _, tensor in tensors_of(given, "")]
     for to, value in zip(mine, theirs, strict=True):

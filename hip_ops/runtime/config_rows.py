@@ -9,7 +9,7 @@ from dataclasses import fields
 
 
 def parse(rows: list[dict], config: type, kinds: tuple[str, ...], table: str) -> list[dict]:
-    """Returns the rows with "config" as an instance of the dataclass `config`. table: the file's name in messages."""
+    """Return the rows with "config" as an instance of the dataclass `config`. table: the file's name in messages."""
     known = {field.name for field in fields(config)}
     for row in rows:
         assert row["kind"] in kinds and set(row["config"]) <= known, f"{table}: {row}"

@@ -45,19 +45,19 @@ DTYPES = {
     "bool": torch.bool,
 }
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-MOST_KNOWN = 4096
+MAX_CHECKED_CALLS = 4096
 _INTS = (int, torch.SymInt)
 Rule = Callable[[dict], "tuple[str, str] | None"]
 _LINE = re.compile(r"(\w+)(\?)?\s+\[(.*?)\]\s+(\S+)$")
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns fp64 for fp64 and fp32 for every other dtype."""
+    """Return fp64 for fp64 and fp32 for every other dtype."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `tensor.to(dtype)`, without its microseconds on the host where there is nothing to convert."""
+    """Return `tensor.to(dtype)`, without its microseconds on the host where there is nothing to convert."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
@@ -98,7 +98,7 @@ class Declaration:
         self._known: set[tuple] = set()
 
     def check(self, arguments: Sequence[Any]) -> None:
-        """Raises ValueError for a wrong argument; the message names operator, argument, what was given and what is
+        """Raise ValueError for a wrong argument; the message names operator, argument, what was given and what is
         allowed.
         """
         if not self.takes and self.rule is None:
@@ -111,17 +111,19 @@ class Declaration:
             key = None
         self._check(dict(zip(self.parameters, arguments, strict=True)))
         if key is not None:
-            if len(self._known) >= MOST_KNOWN:
+            if len(self._known) >= MAX_CHECKED_CALLS:
                 self._known.clear()
             self._known.add(key)
 
     def fail(self, name: str, what: str, allowed: str) -> None:
-        """Raises ValueError for an argument. what: "has shape (3,)", for example."""
+        """Raise ValueError for an argument. what: "has shape (3,)", for example."""
         raise mistake(f"hip_ops.{self.operator}", f"{name} {what}", allowed)
 
     def _check(self, given: Mapping[str, Any]) -> None:
         """Check all tensors, with the sizes by name; the leading sizes are under "..."."""
-        sizes = {name: each for name, each in given.items() if isinstance(each, _INTS) and not isinstance(each, bool)}
+        sizes = {
+            name: value for name, value in given.items() if isinstance(value, _INTS) and not isinstance(value, bool)
+        }
         first = double = None
         for line in self.takes:
             tensor = given[line.name]
@@ -146,20 +148,22 @@ class Declaration:
             raise mistake(f"hip_ops.{self.operator}", *wrong)
 
     def _shape(self, line: Line, tensor: Tensor, sizes: dict[str, Any]) -> None:
-        """Checks one shape and stores the sizes that it names for the first time."""
+        """Check one shape and stores the sizes that it names for the first time."""
         shape, count = tuple(tensor.shape), len(line.sizes)
         leading, tail = shape[: max(0, len(shape) - count)], shape[max(0, len(shape) - count) :]
         right = len(tail) == count and (sizes.setdefault("...", leading) == leading if line.leading else not leading)
-        for size, found in zip(line.sizes, tail, strict=False):
+        for size, extent in zip(line.sizes, tail, strict=False):
             name = size.removesuffix(">0")
-            right = right and found == (sizes.setdefault(name, found) if name.isidentifier() else evaluate(name, sizes))
-            right = right and (found > 0 or name == size)
+            right = right and extent == (
+                sizes.setdefault(name, extent) if name.isidentifier() else evaluate(name, sizes)
+            )
+            right = right and (extent > 0 or name == size)
         if not right:
             self.fail(line.name, f"has shape {shape}", self._wanted(line, sizes))
 
     @staticmethod
     def _wanted(line: Line, sizes: Mapping[str, Any]) -> str:
-        """Describes the declared shape, in numbers where the sizes are known."""
+        """Describe the declared shape, in numbers where the sizes are known."""
         declared = f"[{', '.join(('...', *line.sizes) if line.leading else line.sizes)}]"
         try:
             tail = tuple(evaluate(size.removesuffix(">0"), sizes) for size in line.sizes)
@@ -184,5 +188,5 @@ class Declaration:
 
 
 def evaluate(text: str, sizes: Mapping[str, Any]):
-    """Evaluates arithmetic over sizes. `text` is a literal of this package, never a user's input."""
+    """Evaluate arithmetic over sizes. `text` is a literal of this package, never a user's input."""
     return eval(text, {"__builtins__": {}}, dict(sizes))  # noqa: S307

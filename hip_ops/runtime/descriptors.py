@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-MOST = 4096
+MAX_CHECKED_DESCRIPTORS = 4096
 _checked: dict[tuple, dict] = {}
 _here = threading.local()
 
 
 def descriptor(base: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> TensorDescriptor:
-    """Returns TensorDescriptor(base, shape, strides, block). base.data_ptr() must be a multiple of 16
+    """Return TensorDescriptor(base, shape, strides, block). base.data_ptr() must be a multiple of 16
     (`describable`).
     """
     if base.is_cuda and not hasattr(_here, "context"):
@@ -26,18 +26,18 @@ def descriptor(base: Tensor, shape: Sequence[int], strides: Sequence[int], block
     key = (*shape, *strides, *block, base.dtype)
     known = _checked.get(key)
     if known is None:
-        made = TensorDescriptor(base, list(shape), list(strides), list(block))
-        if len(_checked) >= MOST:
+        tensor_descriptor = TensorDescriptor(base, list(shape), list(strides), list(block))
+        if len(_checked) >= MAX_CHECKED_DESCRIPTORS:
             _checked.clear()
-        _checked[key] = {name: value for name, value in vars(made).items() if name != "base"}
-        return made
-    made = TensorDescriptor.__new__(TensorDescriptor)
-    made.__dict__.update(known, base=base)
-    return made
+        _checked[key] = {name: value for name, value in vars(tensor_descriptor).items() if name != "base"}
+        return tensor_descriptor
+    tensor_descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    tensor_descriptor.__dict__.update(known, base=base)
+    return tensor_descriptor
 
 
 def describable(x: Tensor) -> bool:
-    """Returns whether a tensor descriptor can access the tensor: contiguous rows that start at multiples of 16
+    """Return whether a tensor descriptor can access the tensor: contiguous rows that start at multiples of 16
     bytes.
     """
     *strides, last = x.stride()

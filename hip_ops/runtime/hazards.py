@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds stores whose data is overwritten too early: `python -m hip_ops scan OBJECT_OR_FOLDER`. Needs no torch and no GPU.
+"""Finds stores whose data is overwritten too early: `python -m hip_ops scan OBJECT_OR_FOLDER`. Needs neither torch nor a
+GPU.
 
 CDNA3 does not stall for some dependent instructions. The compiler must put a number of wait states between them, and
 compilers have got one of these rules wrong: after a wide store its data registers were overwritten too early, and the
@@ -183,8 +184,8 @@ def objdump() -> str:
             program = shutil.which(name, path=folder)
             if program is None:
                 continue
-            told = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
-            version = re.search(r"LLVM version (\d+)", told)
+            output = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
+            version = re.search(r"LLVM version (\d+)", output)
             if version and int(version[1]) >= OLDEST_LLVM:
                 return program
     raise ToolNotFound(
@@ -214,7 +215,7 @@ def disassemble(path: Path, decode: Callable[[str], Instruction] | None = None) 
 
 
 def violations(functions: dict[str, list[Instruction]], extra: int = 0) -> Iterator[Violation]:
-    """Yields the pairs of instructions that are too close. `extra` wait states more are asked of wide stores, which
+    """Yield the pairs of instructions that are too close. `extra` wait states more are asked of wide stores, which
     shows that the scan sees them.
     """
     names = [function for function, code in functions.items() for _ in code]
@@ -247,7 +248,7 @@ def _successors(code: list[Instruction], place: int, places: dict[int, int]) -> 
 def _behind(
     code: list[Instruction], following: list[tuple[int, ...]], place: int, rule: Rule, mask: int, limit: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Yields what can execute within `limit` wait states behind an instruction: its place, the wait states between,
+    """Yield what can execute within `limit` wait states behind an instruction: its place, the wait states between,
     the registers still watched.
     """
     seen: dict[int, tuple[int, int]] = {}
@@ -330,8 +331,8 @@ def triton_cache() -> Path:
 
 def triton_objects(folder: Path | None = None) -> list[Path]:
     """The gfx942 objects (.hsaco) that Triton has compiled into a cache folder."""
-    found = sorted((folder or triton_cache()).rglob("*.hsaco"))
-    return [path for path in found if is_gfx942(head(path))]
+    objects = sorted((folder or triton_cache()).rglob("*.hsaco"))
+    return [path for path in objects if is_gfx942(head(path))]
 
 
 def scan_files(paths: Iterable[Path]) -> dict[Path, list[Violation]]:

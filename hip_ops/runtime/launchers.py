@@ -27,15 +27,15 @@ _NUMBERS = {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "float": ctypes.c_fl
 
 @lru_cache
 def declarations(*files: Path) -> dict[str, tuple[type, tuple[type, ...]]]:
-    """Returns by name the ctypes of result and parameters of every function that `files` export and that returns a
+    """Return by name the ctypes of result and parameters of every function that `files` export and that returns a
     number.
 
     files: by default all .hip files of hip_ops."""
-    found = {}
+    functions = {}
     for file in files or kernel_sources():
         for result, name, parameters in _DECLARATION.findall(file.read_text()):
-            found[name] = _NUMBERS[result], tuple(_ctype(file, name, p) for p in parameters.split(",") if p.strip())
-    return found
+            functions[name] = _NUMBERS[result], tuple(_ctype(file, name, p) for p in parameters.split(",") if p.strip())
+    return functions
 
 
 def _ctype(file: Path, name: str, parameter: str) -> type:
@@ -49,7 +49,7 @@ def _ctype(file: Path, name: str, parameter: str) -> type:
 
 
 def loadable(path: Path) -> str:
-    """Returns the name under which the loader can map the library at `path`: the path, or that of a copy in memory
+    """Return the name under which the loader can map the library at `path`: the path, or that of a copy in memory
     where its file system is mounted noexec."""
     if not os.statvfs(path).f_flag & os.ST_NOEXEC:
         return str(path)
@@ -61,7 +61,7 @@ def loadable(path: Path) -> str:
 
 
 def load(path: Path, *files: Path) -> ctypes.CDLL:
-    """Loads the library at `path` and sets the types of the functions that `files` declare. Raises RuntimeError for
+    """Load the library at `path` and sets the types of the functions that `files` declare. Raises RuntimeError for
     another ABI version.
     """
     loaded = ctypes.CDLL(loadable(path))

@@ -23,7 +23,7 @@ _paths: dict[str, Path] = {}  # of the libraries that this process has loaded, b
 
 
 def target_of(device: torch.device) -> str:
-    """Returns the target whose library runs on `device`. Raises ValueError where the kernels cannot run."""
+    """Return the target whose library runs on `device`. Raises ValueError where the kernels cannot run."""
     if device.type == "cpu":
         return "cpu"
     if device.type != "cuda":
@@ -37,7 +37,7 @@ def target_of(device: torch.device) -> str:
 
 
 def library(target: str) -> ctypes.CDLL:
-    """Returns the library of `target`; builds it if none is shipped and the cache has none. Raises the errors of
+    """Return the library of `target`; builds it if none is shipped and the cache has none. Raises the errors of
     `build`, OSError where it cannot be loaded, and ValueError where the process has not one HIP runtime, that of torch.
     """
     if target in _failures:
@@ -65,7 +65,7 @@ def _library(target: str) -> ctypes.CDLL:
 
 
 def identity(device: torch.device) -> str | None:
-    """Says which library this process has loaded for `device`, or None: equal texts mean the same code."""
+    """Say which library this process has loaded for `device`, or None: equal texts mean the same code."""
     path = _paths.get(target_of(device))
     if path is None:
         return None
@@ -75,7 +75,7 @@ def identity(device: torch.device) -> str | None:
 
 
 def call(name: str, *arguments, device: torch.device) -> None:
-    """Runs launcher `name` on the current stream of `device`.
+    """Run launcher `name` on the current stream of `device`.
 
     arguments: all but the stream. A pointer is a tensor on `device`, None or a ctypes array.
     Raises RuntimeError with the launcher's name and code unless it returns 0. Does not wait for the device.
@@ -134,5 +134,5 @@ def _numbers(arguments) -> list:
 
 
 def default_target() -> str:
-    """Returns the default of `python -m hip_ops build --target`: the first device's target, otherwise AMD's default."""
+    """Return the default of `python -m hip_ops build --target`: the first device's target, otherwise AMD's default."""
     return target_of(torch.device("cuda", 0)) if torch.cuda.is_available() else default_amd_target()

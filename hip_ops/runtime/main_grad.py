@@ -27,14 +27,14 @@ ROUNDED_ELEMENTS = 2**25  # of a product that is rounded before it is added: 64 
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
-    """Returns the weight's gradient in Megatron's buffer, or None where DDP keeps none or has no flag
+    """Return the weight's gradient in Megatron's buffer, or None where DDP keeps none or has no flag
     `grad_added_to_main_grad`.
     """
     return getattr(weight, "main_grad", None) if hasattr(weight, "grad_added_to_main_grad") else None
 
 
 def handed_over(weight: Tensor) -> Tensor | None:
-    """Returns the value that a backward function returns for a weight whose gradient was added to `main_grad`, and sets
+    """Return the value that a backward function returns for a weight whose gradient was added to `main_grad`, and sets
     DDP's flag.
 
     It is None where a second use of the weight in the same graph has its gradient still to come (`zero_out_wgrad`,
@@ -47,7 +47,7 @@ def handed_over(weight: Tensor) -> Tensor | None:
 
 
 def handed_over_block(weights: Sequence[Tensor], block: Tensor) -> tuple[Tensor | None, ...]:
-    """Returns `handed_over` for the matrices of `block` [len(weights), out, in], with all views made in one call of
+    """Return `handed_over` for the matrices of `block` [len(weights), out, in], with all views made in one call of
     torch.
     """
     if any([getattr(weight, "zero_out_wgrad", False) for weight in weights]):
@@ -60,7 +60,7 @@ def handed_over_block(weights: Sequence[Tensor], block: Tensor) -> tuple[Tensor 
 def add_product(weight: Tensor, a: Tensor, b: Tensor) -> Tensor | None:
     """weight.main_grad += a^T b in fp32. a [T, out] and b [T, in] in the weight's dtype, rows may be strided.
 
-    Returns the value for the backward function to return as the weight's gradient [out, in]: `handed_over`, or without
+    Return the value for the backward function to return as the weight's gradient [out, in]: `handed_over`, or without
     a main gradient the gradient itself, rounded as autograd rounds it. For a product in pieces: `add_product_` per
     piece, then `handed_over` once.
     """
@@ -89,7 +89,7 @@ def add_products_(totals: Sequence[Tensor], a: Tensor, b: Tensor) -> None:
 
 
 def add_gradients(weights: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> list[Tensor | None]:
-    """weight.main_grad += gradient for every weight that is not None. Returns the values for the backward function, as
+    """weight.main_grad += gradient for every weight that is not None. Return the values for the backward function, as
     `add_product`.
     """
     totals = [None if weight is None else main_grad_of(weight) for weight in weights]
@@ -159,7 +159,7 @@ def main_grad_linear(x: Tensor, *weights: Tensor) -> Tensor:
 
 
 def way_of_adding(total: Tensor, a: Tensor) -> str:
-    """Returns how total += a^T b is computed.
+    """Return how total += a^T b is computed.
 
     "same": one dtype. "addmm", "mm": by a product into fp32 (`fp32_product`). "rounded": on a GPU without such a
     product; it is rounded to a's dtype before the addition, as in autograd, because a product of fp32 operands has an
@@ -204,7 +204,7 @@ def scaled_product(a: Tensor, b: Tensor, factors: Tensor, out: Tensor) -> Tensor
 
 @functools.cache
 def fp32_product(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Returns how `device` multiplies matrices of `dtype` into fp32: "addmm" also adds in place, "mm" only multiplies,
+    """Return how `device` multiplies matrices of `dtype` into fp32: "addmm" also adds in place, "mm" only multiplies,
     None: not supported.
 
     The result comes from one trial on small numbers and is logged. Raises RuntimeError while a graph is captured.
@@ -214,7 +214,7 @@ def fp32_product(device: torch.device, dtype: torch.dtype) -> str | None:
             "hip_ops: the first product into fp32 came while a graph is captured; run it once before the capture"
         )
     a = (torch.arange(32, device=device).reshape(4, 8) / 32).to(dtype)
-    wanted = a.double().t() @ a.double() + 1 / 1024  # exact in fp32 and not in bf16
+    exact = a.double().t() @ a.double() + 1 / 1024  # exact in fp32 and not in bf16
     ways = {
         "addmm": lambda: torch.ops.aten.addmm.dtype_out(total, a.t(), a, torch.float32, out=total),
         "mm": lambda: torch.ops.aten.mm.dtype(a.t(), a, torch.float32) + 1 / 1024,
@@ -223,7 +223,7 @@ def fp32_product(device: torch.device, dtype: torch.dtype) -> str | None:
     for how, run in ways.items():
         total = torch.full((8, 8), 1 / 1024, device=device)
         try:
-            right = torch.equal(run().double(), wanted) and torch.equal(ways["mm"]().double(), wanted)
+            right = torch.equal(run().double(), exact) and torch.equal(ways["mm"]().double(), exact)
         except (AttributeError, RuntimeError, TypeError) as error:  # this torch or device does not support it
             failed.append(f"{how}: {str(error).splitlines()[0]}")
             continue

@@ -9,9 +9,9 @@
     y = _scale(x, 2.0)
 
 `reference` is the definition, in `hip_ops/ops/<operator>/reference.py`; its annotations are the schema of the torch
-operator `hip_ops::scale`, and on meta tensors it makes the shapes and dtypes of fake results. The other versions are the functions of the same name in hip.py, triton.py, ... beside it, as
-hip_ops/versions.py lists them. Each is compared with the reference before its first use on a device; one that fails is
-skipped with a warning.
+operator `hip_ops::scale`, and on meta tensors it gives the shapes and dtypes of fake results. The other versions are
+the functions of the same name in hip.py, triton.py, ... beside it, as hip_ops/versions.py lists them. Each is compared
+with the reference before its first use on a device; one that fails is skipped with a warning.
 
 A call bypasses torch's dispatcher where nothing can observe it: the dispatcher costs the host more than the kernels
 take on the device. The registered operator is called where something may observe or replace operators by name:
@@ -54,7 +54,7 @@ LIBRARY, TRITON = "library of the HIP kernels", "Triton"  # what versions come f
 
 
 def unobserved() -> bool:
-    """Returns whether no compiler, tracer, transform or mode is active in this thread."""
+    """Return whether no compiler, tracer, transform or mode is active in this thread."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
@@ -108,7 +108,7 @@ class Operator:
         assert self.name not in OPERATORS, f"there is an operator {self.name} already"
         self.reference, self.module = reference, reference.__module__.rpartition(".")[0]
         self.folder = self.module.rpartition(".")[2]
-        self.versions = tuple(each for each in VERSIONS[self.folder] if each not in without)
+        self.versions = tuple(name for name in VERSIONS[self.folder] if name not in without)
         self.examples = example if isinstance(example, tuple) else (example,)
         self.compare, self.tolerance, self.written = compare, tolerance, written
         self.more_examples, self.tolerances = more_examples or {}, tolerances or {}
@@ -117,7 +117,7 @@ class Operator:
             assert by_version.keys() <= {*self.versions}, f"{self.name} has no versions {[*by_version]}"
         signature = inspect.signature(reference)
         # torch leaves out arguments that equal their default.
-        assert all(each.default is each.empty for each in signature.parameters.values()), f"{self.name}: defaults"
+        assert all(p.default is p.empty for p in signature.parameters.values()), f"{self.name}: defaults"
         parameters = list(signature.parameters)
         self.declaration = Declaration(self.name, parameters, takes, rule)
         self.results: dict[tuple[torch.device, str], str] = {}  # "passed", or the failure
@@ -128,7 +128,7 @@ class Operator:
         self._unchecked: set[torch.device] = (
             set()
         )  # devices on which the compiled version is not compared before its first call
-        self._mutated = tuple(parameters.index(each) for each in mutates)
+        self._mutated = tuple(parameters.index(name) for name in mutates)
         schema = torch.library.infer_schema(reference, mutates_args=tuple(mutates))
         self.registered = torch.library.custom_op(
             f"hip_ops::{self.name}", self.run, mutates_args=tuple(mutates), schema=schema
@@ -138,7 +138,7 @@ class Operator:
         OPERATORS[self.name] = self
 
     def register_autograd(self, gradients: Callable, *, setup_context: Callable) -> None:
-        """Registers gradients, as torch.library does: `gradients(ctx, *gradients of results)`, `setup_context(ctx,
+        """Register gradients, as torch.library does: `gradients(ctx, *gradients of results)`, `setup_context(ctx,
         inputs, output)`.
         """
         assert not self._mutated, self.name
@@ -164,7 +164,7 @@ class Operator:
                 differentiated = differentiated or argument.requires_grad
             elif kind in _LISTS:
                 listed = True
-                if any([type(each) not in _TENSORS and type(each) not in _OTHERS for each in argument]):
+                if any([type(item) not in _TENSORS and type(item) not in _OTHERS for item in argument]):
                     return self.registered(*arguments)
             elif kind not in _OTHERS:
                 return self.registered(*arguments)
@@ -191,7 +191,7 @@ class Operator:
         return tree_map(lambda result: first.new_empty(result.shape, dtype=result.dtype), results)
 
     def run(self, *arguments: Any) -> Any:
-        """Checks the arguments and calls the first version that takes them, without gradients."""
+        """Check the arguments and calls the first version that takes them, without gradients."""
         self.declaration.check(arguments)
         first = arguments[0] if isinstance(arguments[0], Tensor) else _first_tensor(arguments)
         if first.dtype == torch.float64:
@@ -204,7 +204,7 @@ class Operator:
         raise AssertionError("the last version takes every call")
 
     def _warn_if_requested(self, first: Tensor) -> None:
-        """Warns once if a version that was requested by name does not take a call. first: the call's first tensor."""
+        """Warn once if a version that was requested by name does not take a call. first: the call's first tensor."""
         request = selection().of(self.folder)
         key = (first.device, request.version, f"{self.name} of {request.source}")
         if request.version in self.versions and key not in _warnings:
@@ -213,7 +213,7 @@ class Operator:
             logger.warning(text, request.source, self.name, str(first.dtype).removeprefix("torch."), tuple(first.shape))
 
     def implementations(self, device: torch.device) -> list[tuple[Callable | None, Callable]]:
-        """Returns the versions that run on `device` under the current selection, best first, each with its function of
+        """Return the versions that run on `device` under the current selection, best first, each with its function of
         `fits` or None.
 
         The first call checks them and imports or builds what they need. Raises ValueError where a version requested by
@@ -227,10 +227,10 @@ class Operator:
                 if chosen is None:
                     versions, self.choices[key] = self._choose(*key, check=True)
                     self._names[key] = versions
-                    chosen = [self._entry(each, *key) for each in versions]
+                    chosen = [self._entry(name, *key) for name in versions]
                     if versions[-1] == "reference":  # slower than the next version for these arguments
-                        slower = [each for each in versions if each in self.prefers and each != key[1].version]
-                        chosen[-1:-1] = [(self.fits[each], self._function_of(each)) for each in slower]
+                        slower = [name for name in versions if name in self.prefers and name != key[1].version]
+                        chosen[-1:-1] = [(self.fits[name], self._function_of(name)) for name in slower]
                     self._chosen[key] = chosen
                     logger.info("hip_ops: %s on %s: %s", self.name, device, self.choices[key])
         return chosen
@@ -251,7 +251,7 @@ class Operator:
         return takes, checked_at_first_call
 
     def choice(self, device: torch.device, check: bool = True) -> str:
-        """Says which version runs on `device` and why. check=False: without running, importing or building anything.
+        """Say which version runs on `device` and why. check=False: without running, importing or building anything.
 
         Raises ValueError where a version requested by name is not available.
         """
@@ -264,16 +264,16 @@ class Operator:
         return self.choices[key] if key in self.choices else self._choose(*key, check=False)[1]
 
     def running(self, device: torch.device) -> tuple[str, ...]:
-        """Returns the names of the versions that run on `device`, best first, as `implementations` has checked them.
+        """Return the names of the versions that run on `device`, best first, as `implementations` has checked them.
 
         A later one runs where the earlier ones do not take a call. Raises ValueError as `choice`.
         """
         self.implementations(device)
         names = self._names[device, selection().of(self.folder)]
-        return tuple(dict.fromkeys("reference" if self._failure(each, device, check=False) else each for each in names))
+        return tuple(dict.fromkeys("reference" if self._failure(name, device, check=False) else name for name in names))
 
     def _choose(self, device: torch.device, request: Request, check: bool) -> tuple[list[str], str]:
-        """Returns the versions up to the first that takes every call, and a text with their names and the reason."""
+        """Return the versions up to the first that takes every call, and a text with their names and the reason."""
         chosen, skipped = [], []
         if request.version not in ("auto", *self.versions, "reference"):
             skipped.append(f"it has no version {request.version!r}")
@@ -296,7 +296,7 @@ class Operator:
                 )
             else:
                 skipped.append(f"no {version}: {why_not.splitlines()[0]}")
-        text = ", then ".join(each + " where it takes the arguments" * (each in self.fits) for each in chosen)
+        text = ", then ".join(name + " where it takes the arguments" * (name in self.fits) for name in chosen)
         return chosen, f"{text} ({'; '.join([request.source, *skipped])})"
 
     def _order(self, device: torch.device, request: Request) -> tuple[str, ...]:
@@ -313,24 +313,24 @@ class Operator:
         return reason
 
     def _failure(self, version: str, device: torch.device, check: bool) -> str | None:
-        """Returns the failure of the self-check of `version` on `device`, or None. The check runs once per process and
+        """Return the failure of the self-check of `version` on `device`, or None. The check runs once per process and
         device.
         """
         if version == "reference" or not check and (device, version) not in self.results:
             return None
-        found = self.results.get((device, version))
-        if found is None:
+        result = self.results.get((device, version))
+        if result is None:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     f"hip_ops: {self.name} was first used on {device} while a graph is captured. It must be compared "
                     "with its reference "
                     f"before. Fix: call hip_ops.warm_up({str(device)!r}) before the capture"
                 )
-            found = self.results[device, version] = self._check(version, device)
-        return None if found == "passed" else f"it failed its self-check: {found}"
+            result = self.results[device, version] = self._check(version, device)
+        return None if result == "passed" else f"it failed its self-check: {result}"
 
     def difference(self, candidate: Callable, device: torch.device, version: str | None = None) -> str | None:
-        """Returns None if `candidate` agrees with the reference on all examples of `version`, otherwise both numbers at
+        """Return None if `candidate` agrees with the reference on all examples of `version`, otherwise both numbers at
         the worst place. Raises the candidate's errors.
         """
         return self.differences(candidate, device, (PLAIN_CALL,), version)[0]
@@ -338,30 +338,30 @@ class Operator:
     def differences(
         self, candidate: Callable, device: torch.device, conditions: Sequence[Condition], version: str | None = None
     ) -> list[str | None]:
-        """Returns for each condition what `difference` returns for the plain call."""
+        """Return for each condition what `difference` returns for the plain call."""
         options = {"compare": self.compare, "tolerance": self.tolerances.get(version, self.tolerance)}
         options |= {"written": self.written, "repeats": version not in ANY_ORDER}
-        found: list[str | None] = [None] * len(conditions)
+        result_texts: list[str | None] = [None] * len(conditions)
         for example in (*self.examples, *self.more_examples.get(version, ())):
-            left = [place for place, text in enumerate(found) if text is None]
-            given = [conditions[place] for place in left]
-            texts = differences(candidate, self.reference, example, device, given, **options) if left else []
-            for place, text in zip(left, texts, strict=True):
-                found[place] = text
-        return found
+            places = [place for place, text in enumerate(result_texts) if text is None]
+            given = [conditions[place] for place in places]
+            texts = differences(candidate, self.reference, example, device, given, **options) if places else []
+            for place, text in zip(places, texts, strict=True):
+                result_texts[place] = text
+        return result_texts
 
     def _check(self, version: str, device: torch.device) -> str:
         try:
-            found = self.difference(self._function_of(version), device, version)
+            problem = self.difference(self._function_of(version), device, version)
         except Exception as error:  # a failed build, launch or compilation; other versions still work
-            found = f"{type(error).__name__}: {error}"
-        if found is None:
+            problem = f"{type(error).__name__}: {error}"
+        if problem is None:
             return "passed"
-        if (device, version, found) not in _warnings:
-            _warnings.add((device, version, found))
+        if (device, version, problem) not in _warnings:
+            _warnings.add((device, version, problem))
             text = "hip_ops: version %s of %s failed its self-check on %s and is not used. %s"
-            logger.warning(text, version, self.name, device, found)
-        return found
+            logger.warning(text, version, self.name, device, problem)
+        return problem
 
     def _function_of(self, version: str) -> Callable:
         if version == "reference":
@@ -384,38 +384,40 @@ def _first_tensor(values: Iterable) -> Tensor | None:
         if isinstance(value, Tensor):
             return value
         if isinstance(value, (list, tuple)):
-            found = _first_tensor(value)
-            if found is not None:
-                return found
+            tensor = _first_tensor(value)
+            if tensor is not None:
+                return tensor
     return None
 
 
 def all_operators() -> list[Operator]:
-    """Imports all operators of the package and returns them."""
+    """Import all operators of the package and returns them."""
     for folder in VERSIONS:
         importlib.import_module(f"hip_ops.ops.{folder}")
     return list(OPERATORS.values())
 
 
 def warm_up(device: torch.device | str, operators: Iterable[Operator] | None = None) -> dict[str, str]:
-    """Chooses and checks the versions of all operators on `device` before their first use. Required before a graph is
+    """Choose and checks the versions of all operators on `device` before their first use. Required before a graph is
     captured.
 
-    Returns by operator which version runs and why. Raises ValueError where a version requested by name is not
+    Return by operator which version runs and why. Raises ValueError where a version requested by name is not
     available.
     """
     device = _indexed(device)
-    return {each.name: each.choice(device) for each in (all_operators() if operators is None else operators)}
+    return {
+        operator.name: operator.choice(device) for operator in (all_operators() if operators is None else operators)
+    }
 
 
 def running(device: torch.device | str) -> dict[str, tuple[str, ...]]:
-    """Checks all operators and returns by operator the names of the versions that run, best first; and, where such a
+    """Check all operators and returns by operator the names of the versions that run, best first; and, where such a
     version uses them, the library of the HIP kernels and the release of Triton.
 
     A compiled version behind another one is not compiled: `warm_up` and the first call that needs it do that.
     """
     device = _indexed(device)
-    chosen = {each.name: each.running(device) for each in all_operators()}
+    chosen = {operator.name: operator.running(device) for operator in all_operators()}
     used = {version for versions in chosen.values() for version in versions}
     if "hip" in used and (loaded := identity(device)):
         chosen[LIBRARY] = (loaded,)
@@ -425,15 +427,15 @@ def running(device: torch.device | str) -> dict[str, tuple[str, ...]]:
 
 
 def report(device: torch.device | str, check: bool = True) -> list[str]:
-    """Returns lines that say which version of each operator runs on `device` and why; `check` and errors as in
+    """Return lines that say which version of each operator runs on `device` and why; `check` and errors as in
     `Operator.choice`.
     """
     device = _indexed(device)
-    return table({each.name: each.choice(device, check) for each in all_operators()})
+    return table({operator.name: operator.choice(device, check) for operator in all_operators()})
 
 
 def table(choices: dict[str, str]) -> list[str]:
-    """Formats `choices`: one line per folder whose operators agree, or one line if all operators agree."""
+    """Format `choices`: one line per folder whose operators agree, or one line if all operators agree."""
     folders: dict[str, dict[str, str]] = {}
     for name, choice in choices.items():
         folder = OPERATORS[name].folder
@@ -447,6 +449,6 @@ def table(choices: dict[str, str]) -> list[str]:
 
 
 def _indexed(device: torch.device | str) -> torch.device:
-    """Returns `device` with its index, as the devices of tensors have it."""
+    """Return `device` with its index, as the devices of tensors have it."""
     device = torch.device(device)
     return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device

@@ -26,7 +26,7 @@ class Tile:
     cluster_n: int
 
     def words(self) -> dict:
-        """Returns the tile as keyword arguments of quack's gemm."""
+        """Return the tile as keyword arguments of quack's gemm."""
         return {
             "tile_M": self.m,
             "tile_N": self.n,
@@ -38,7 +38,7 @@ class Tile:
 
 
 def available(device: torch.device) -> str | None:
-    """Returns why quack is not available on `device`, or None."""
+    """Return why quack is not available on `device`, or None."""
     if importlib.util.find_spec("quack") is None:
         return "quack is not installed (package quack-kernels)"
     if device.type != "cuda" or architecture(device) != "sm_90":

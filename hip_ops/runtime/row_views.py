@@ -18,7 +18,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by
 
 
 def as_rows(tensor: Tensor) -> Tensor:
-    """Returns [..., h] as [rows, h] with contiguous rows; a copy only where no such view exists."""
+    """Return [..., h] as [rows, h] with contiguous rows; a copy only where no such view exists."""
     if tensor.dim() == 2:
         flat = tensor
     elif tensor.dim() > 2:
@@ -43,7 +43,7 @@ def empty_results(*tensors: Tensor | None, like: Tensor) -> list[Tensor]:
 
 
 def written_rows(tensor: Tensor) -> Tensor:
-    """Returns `tensor` [rows, h], which a kernel writes to. Raises ValueError where its rows are not contiguous.
+    """Return `tensor` [rows, h], which a kernel writes to. Raises ValueError where its rows are not contiguous.
 
     A copy, as `as_rows` makes one, would receive the results instead of the tensor.
     """
@@ -53,7 +53,7 @@ def written_rows(tensor: Tensor) -> Tensor:
 
 
 def clear_rows_(rows: Tensor, kept: Tensor) -> Tensor:
-    """Sets rows [n, ...] to zero in place where kept int32 [n] is 0, also rows with NaN; kept is -1 for the other rows.
+    """Set rows [n, ...] to zero in place where kept int32 [n] is 0, also rows with NaN; kept is -1 for the other rows.
 
     It computes an integer `and` with kept: on a CPU masked_fill_ takes five times as long.
     """
@@ -75,12 +75,12 @@ def aligned(*tensors: Tensor) -> bool:
 
 
 def blocks_for(rows: int, device: torch.device) -> int:
-    """Returns the blocks of a launch with one row per wave, up to a maximum. A CPU counts as one compute unit, so that
+    """Return the blocks of a launch with one row per wave, up to a maximum. A CPU counts as one compute unit, so that
     its waves loop.
     """
     return min(-(-rows // ROWS_A_BLOCK), multiprocessors(device) * BLOCKS_A_PROCESSOR)
 
 
 def rows_for_a_second(device: torch.device) -> int:
-    """Returns a number of rows, for the self-check's examples, of which some waves take a second one."""
+    """Return a number of rows, for the self-check's examples, of which some waves take a second one."""
     return ROWS_A_BLOCK * BLOCKS_A_PROCESSOR * multiprocessors(device) + 5

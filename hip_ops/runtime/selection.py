@@ -40,7 +40,7 @@ class Selection:
 
     def __init__(self, kernels: str, overrides: Mapping[str, str], names=("kernels", "kernel_overrides.")):
         self._default = Request(kernels, f"{names[0]}={kernels}")
-        self._requests = {name: Request(each, f"{names[1]}{name}={each}") for name, each in overrides.items()}
+        self._requests = {name: Request(version, f"{names[1]}{name}={version}") for name, version in overrides.items()}
 
     def of(self, operator: str) -> Request:
         return self._requests.get(operator, self._default)
@@ -50,7 +50,7 @@ _stack: list[Selection] = []
 
 
 def set_kernels(kernels: str | None = "auto", overrides: Mapping[str, str] | None = None, group: str = "") -> None:
-    """Sets the versions of this process; None reads HIP_OPS_KERNELS again. group: prefix of the keys in messages, such
+    """Set the versions of this process; None reads HIP_OPS_KERNELS again. group: prefix of the keys in messages, such
     as "cluster.".
 
     Raises ValueError for unknown names.
@@ -66,7 +66,7 @@ def set_kernels(kernels: str | None = "auto", overrides: Mapping[str, str] | Non
 
 @contextlib.contextmanager
 def use_kernels(kernels: str = "auto", **overrides: str) -> Iterator[None]:
-    """Sets the versions within a `with` block, in all threads, because autograd's threads run the backward pass."""
+    """Set the versions within a `with` block, in all threads, because autograd's threads run the backward pass."""
     check_selection(kernels, overrides)
     inner = Selection(kernels, overrides)
     _stack.append(inner)
@@ -78,13 +78,13 @@ def use_kernels(kernels: str = "auto", **overrides: str) -> Iterator[None]:
 
 
 def selection() -> Selection:
-    """Returns the current selection."""
+    """Return the current selection."""
     return _stack[-1] if _stack else _from_environment()
 
 
 @functools.cache
 def _from_environment() -> Selection:
-    """Reads HIP_OPS_KERNELS once, because every operator's call needs it and os.environ is slow."""
+    """Read HIP_OPS_KERNELS once, because every operator's call needs it and os.environ is slow."""
     text = os.environ.get(ENVIRONMENT)
     if not text:
         return Selection("auto", {})

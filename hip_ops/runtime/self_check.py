@@ -32,8 +32,8 @@ class Condition(NamedTuple):
 
 
 def in_turn(candidate: Callable, arguments: list[tuple]) -> list[list]:
-    """Calls the candidate on the current stream, once for each of `arguments`."""
-    return [[candidate(*each), list(each)] for each in arguments]
+    """Call the candidate on the current stream, once for each of `arguments`."""
+    return [[candidate(*of_call), list(of_call)] for of_call in arguments]
 
 
 PLAIN_CALL = Condition("", 1, in_turn)
@@ -42,7 +42,7 @@ PLAIN_CALL = Condition("", 1, in_turn)
 def difference(
     candidate: Callable, reference: Callable, example: Callable[[torch.device], tuple], device: torch.device, **options
 ) -> str | None:
-    """Returns None if one call of `candidate` agrees with `reference`, otherwise both numbers at the worst place.
+    """Return None if one call of `candidate` agrees with `reference`, otherwise both numbers at the worst place.
 
     options: of `differences`. Raises the candidate's errors.
     """
@@ -61,7 +61,7 @@ def differences(
     repeats: bool = True,
     written: Callable[[list], Any] | None = None,
 ) -> list[str | None]:
-    """Returns for each condition None if `candidate` agrees with `reference`, otherwise both numbers at the worst
+    """Return for each condition None if `candidate` agrees with `reference`, otherwise both numbers at the worst
     place, or the candidate's error.
 
     Each call gets its own copy of `example(device)`. The results are compared, and the tensors among the arguments as
@@ -93,7 +93,7 @@ def differences(
 def _under(
     condition: Condition, candidate: Callable, arguments: tuple, want: list, compare, tolerance, repeats, written
 ) -> str | None:
-    """Calls the candidate under one condition and returns the first difference, or None."""
+    """Call the candidate under one condition and returns the first difference, or None."""
     try:
         calls = condition.run(candidate, [copied(arguments) for _ in range(condition.calls)])
     except Exception as error:
@@ -101,27 +101,27 @@ def _under(
             raise
         return f"{type(error).__name__}: {error}"
     for number, got in enumerate(calls, 1):
-        found = compare(got, want, tolerance)
-        if found is None and repeats and number > 1:
-            found = _other_bits(*((got, calls[0]) if written is None else (written(got), written(calls[0]))))
-        if found is not None:
-            return f"call {number}: {found}" if condition.name else found
+        problem = compare(got, want, tolerance)
+        if problem is None and repeats and number > 1:
+            problem = _other_bits(*((got, calls[0]) if written is None else (written(got), written(calls[0]))))
+        if problem is not None:
+            return f"call {number}: {problem}" if condition.name else problem
     return None
 
 
 def _other_bits(got: Any, first: Any) -> str | None:
-    """Returns both numbers at the first place where a call gives other bits than the first call, or None."""
+    """Return both numbers at the first place where a call gives other bits than the first call, or None."""
     for (name, mine), (_, theirs) in zip(tensors_of(got, "output"), tensors_of(first, "output"), strict=True):
-        bits = [each.flatten().view(INTEGERS[each.element_size()]) for each in (mine, theirs)]
+        bits = [tensor.flatten().view(INTEGERS[tensor.element_size()]) for tensor in (mine, theirs)]
         if not torch.equal(*bits):
             place = int((bits[0] != bits[1]).nonzero()[0])
-            numbers = (f"{each.flatten()[place].item():.9g}" for each in (mine, theirs))
+            numbers = (f"{tensor.flatten()[place].item():.9g}" for tensor in (mine, theirs))
             return f"{name}, element {place}: it gives {', the first call '.join(numbers)} (allowed: equal bits)"
     return None
 
 
 def copied(value: Any) -> Any:
-    """Copies tensors, also inside lists and tuples, with their strides and in a buffer of the same size, because an
+    """Copy tensors, also inside lists and tuples, with their strides and in a buffer of the same size, because an
     operator may depend on them.
     """
     if isinstance(value, torch.Tensor):
@@ -133,7 +133,7 @@ def copied(value: Any) -> Any:
 
 
 def tensors_of(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors in `value`, also inside lists and tuples, with their names for messages."""
+    """Yield the tensors in `value`, also inside lists and tuples, with their names for messages."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, (list, tuple)):
@@ -153,7 +153,7 @@ def _compare(got: list, want: list, tolerance: float | None) -> str | None:
 
 
 def worst_element(name: str, mine: torch.Tensor, theirs: torch.Tensor, allowed: float, floor: float) -> str | None:
-    """Returns None if each element agrees to `allowed` relative to itself, or to `floor`, otherwise both numbers at the
+    """Return None if each element agrees to `allowed` relative to itself, or to `floor`, otherwise both numbers at the
     worst place.
 
     For results whose elements differ in size by orders of magnitude.
@@ -163,7 +163,7 @@ def worst_element(name: str, mine: torch.Tensor, theirs: torch.Tensor, allowed: 
 
 
 def worst(name: str, mine: torch.Tensor, theirs: torch.Tensor, tolerance: float | None = None) -> str | None:
-    """Returns None if both agree to `tolerance` relative to the largest element (None: the dtype's), otherwise both
+    """Return None if both agree to `tolerance` relative to the largest element (None: the dtype's), otherwise both
     numbers at the worst place.
     """
     allowed = (
@@ -177,7 +177,7 @@ def worst(name: str, mine: torch.Tensor, theirs: torch.Tensor, tolerance: float 
 def _difference(
     name: str, mine: torch.Tensor, theirs: torch.Tensor, limits: torch.Tensor | float, allowed: str
 ) -> str | None:
-    """Returns None if no error exceeds its limit, otherwise both numbers where it exceeds it most. allowed: for the
+    """Return None if no error exceeds its limit, otherwise both numbers where it exceeds it most. allowed: for the
     message.
     """
     if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):

@@ -10,7 +10,7 @@ XCDS = 1 if torch.version.hip is None else 8  # accelerator complex dies, among 
 
 @triton.jit
 def xcd_contiguous(position, total, XCDS: tl.constexpr):
-    """Maps [0, total) to itself so that each XCD gets one contiguous run; an MI300X distributes programs over its XCDs
+    """Map [0, total) to itself so that each XCD gets one contiguous run; an MI300X distributes programs over its XCDs
     round-robin.
     """
     if XCDS == 1:
@@ -21,7 +21,7 @@ def xcd_contiguous(position, total, XCDS: tl.constexpr):
 
 @triton.jit
 def triangle_tile(position, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Returns row and column of the tile at `position` of the lower triangle in row order; float32 square roots are
+    """Return row and column of the tile at `position` of the lower triangle in row order; float32 square roots are
     corrected exactly.
     """
     if BLOCK_M == BLOCK_N:  # row i has i + 1 tiles, i (i + 1) / 2 before it
@@ -40,7 +40,7 @@ def triangle_tile(position, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def grouped_tile(position, tile_rows, tile_columns, GROUP: tl.constexpr):
-    """Returns row and column in a full grid, in bands of GROUP tile rows, column by column."""
+    """Return row and column in a full grid, in bands of GROUP tile rows, column by column."""
     band = position // (GROUP * tile_columns)
     first = band * GROUP
     height = min(tile_rows - first, GROUP)

@@ -167,7 +167,7 @@ def test_replayed_graphs_give_the_same_bits_for_new_inputs():
             got = hip_ops.newton_schulz(x)
             direct = triton.newton_schulz.__wrapped__(x, None, captured_plan(x), 1e-7)
             assert torch.equal(got, direct), seed
-        assert len(captured._graphs) <= captured.KEPT
+        assert len(captured._graphs) <= captured.MAX_GRAPHS
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

@@ -134,7 +134,7 @@ def test_a_rule_gets_sizes_and_arguments_and_is_remembered():
 
 
 def test_what_is_known_is_bounded(declared, monkeypatch):
-    monkeypatch.setattr(declaration, "MOST_KNOWN", 3)
+    monkeypatch.setattr(declaration, "MAX_CHECKED_CALLS", 3)
     for rows in range(10):
         declared.check(arguments(x=torch.ones(rows, 3)))
         assert len(declared._known) <= 3

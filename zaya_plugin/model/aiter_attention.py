@@ -33,7 +33,9 @@ def aiter_flash() -> Callable[..., Tensor]:
     """
     problem = aiter.missing(FIRST) or FLASH.problem()
     if problem is not None:
-        raise mistake("core_attention", "aiter", problem=problem, allowed=aiter.READ, fix="cluster.core_attention=sdpa")
+        raise mistake(
+            "core_attention", "aiter", problem=problem, allowed=aiter.RELEASES, fix="cluster.core_attention=sdpa"
+        )
     logger.warning("core attention of aiter %s: this project has not run it on any device", aiter.installed())
     return _flash
 

@@ -2,7 +2,7 @@
 """CCA's computation between its projections and attention, as one torch operator with gradients, for whole sequences,
 packed documents and chunks of a sequence.
 
-Formulas and the conventions of all versions are in hip_ops/ops/cca_prologue/reference.py. Saved for the backward pass: the
+Formulas and the conventions of all versions are in reference.py. Saved for the backward pass: the
 inputs; query and key, which attention saves too; and one number a head and row.
 """
 
@@ -23,7 +23,7 @@ TRITON_HEAD_DIMS = (32, 64, 128, 256)
 
 
 def _example(backward: bool, whole: bool = False):
-    """Makes inputs with ZAYA1's heads, two chunks with halos, two sequences with documents of odd lengths, and more
+    """Make inputs with ZAYA1's heads, two chunks with halos, two sequences with documents of odd lengths, and more
     tiles of 32 rows than blocks for a head, so that a block takes a second one. whole: one chunk without halos and
     without documents, as in training at 4K.
     """
@@ -64,7 +64,7 @@ def _example(backward: bool, whole: bool = False):
 
 
 def _fits(first: int) -> dict[str, Callable[..., bool]]:
-    """Returns by version a function that tells whether its kernels take a call; projected is argument number
+    """Return by version a function that tells whether its kernels take a call; projected is argument number
     `first`.
     """
 
@@ -92,8 +92,8 @@ def _rule(given: dict) -> tuple[str, str] | None:
     if given["s"] % chunks:
         return f"halo, value_halo and starts have {chunks} chunks", f"a divisor of the {given['s']} rows of projected"
     if rope is not None and not (given["turns"] in (1, given["b"]) and 0 < given["r"] <= d and given["r"] % 2 == 0):
-        wanted = f"[{given['s']}, 1 or {given['b']}, r] with an even r up to {d}"
-        return f"rope has shape {tuple(rope.shape)}", wanted
+        shape = f"[{given['s']}, 1 or {given['b']}, r] with an even r up to {d}"
+        return f"rope has shape {tuple(rope.shape)}", shape
     return None
 
 
@@ -141,11 +141,11 @@ def _gradients(ctx, d_query, d_key, d_value, _):
         torch.zeros(like.shape, dtype=like.dtype, device=like.device) if given is None else given
         for given, like in ((d_query, query), (d_key, key), (d_value, key))
     ]
-    *found, d_halo, d_value_halo = _prologue_backward(
+    *of_inputs, d_halo, d_value_halo = _prologue_backward(
         *upstream, *inputs, query, key, inverse_norm, ctx.query_groups, ctx.delayed_channels
     )
     halos = (None, None) if inputs[7] is None else (d_halo, d_value_halo)
-    return *found, None, *halos, None, None, None
+    return *of_inputs, None, *halos, None, None, None
 
 
 _prologue.register_autograd(_gradients, setup_context=_save)
@@ -166,7 +166,7 @@ def cca_prologue(
     value_halo: Tensor | None = None,
     starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes query [s, b, n, d], key and value [s, b, g, d], contiguous, from the projections (arXiv 2510.04476;
+    """Compute query [s, b, n, d], key and value [s, b, g, d], contiguous, from the projections (arXiv 2510.04476;
     formulas: reference).
 
     Args:
@@ -191,7 +191,7 @@ def cca_prologue(
 
 
 def rope_table(angles: Tensor) -> Tensor:
-    """Returns (cos, sin) in fp32 [s, 1 or b, r] for `cca_prologue`, of angles [s, 1 or b, 1, r] in radians, both halves
+    """Return (cos, sin) in fp32 [s, 1 or b, r] for `cca_prologue`, of angles [s, 1 or b, 1, r] in radians, both halves
     equal (Megatron's rotary_pos_emb).
     """
     half = angles[:, :, 0, : angles.shape[-1] // 2]

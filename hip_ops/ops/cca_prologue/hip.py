@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host side of hip_ops/ops/cca_prologue/cca_prologue*.hip: allocates the results and calls the launchers. Same functions as
-hip_ops.ops.cca_prologue.reference.
+"""Host side of cca_prologue*.hip: allocates the results and calls the launchers. Same functions as reference.py.
 
 The kernels take heads of 128 channels in bf16, rotations of a multiple of 8 channels, and delayed channels in multiples
 of four (`fits`).
@@ -20,14 +19,14 @@ ZERO_RUNS = 512  # blocks that recompute keys whose temperature is zero
 
 
 def _aligned(tensor: Tensor | None) -> Tensor | None:
-    """Returns the tensor, or a copy where rows are not contiguous or do not start at multiples of 16 bytes."""
+    """Return the tensor, or a copy where rows are not contiguous or do not start at multiples of 16 bytes."""
     if tensor is None or tensor.stride(-1) == 1 and starts_aligned(tensor):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _rope(rope: Tensor | None) -> tuple[Tensor | None, int, int, int]:
-    """Returns the table, its strides, and the number of rotating channels; without a table all channels rotate by 0."""
+    """Return the table, its strides, and the number of rotating channels; without a table all channels rotate by 0."""
     rope = _aligned(rope)
     return (
         (None, 0, 0, HEAD_DIM)
@@ -37,7 +36,7 @@ def _rope(rope: Tensor | None) -> tuple[Tensor | None, int, int, int]:
 
 
 def _rows(projected: Tensor, *chunked: Tensor | None) -> tuple[int, int, int]:
-    """Returns the number of flat rows, rows of a chunk, and micro batch."""
+    """Return the number of flat rows, rows of a chunk, and micro batch."""
     s, b = projected.shape[:2]
     return s * b, s // next((len(t) for t in chunked if t is not None), 1), b
 
@@ -47,7 +46,7 @@ def cca_prologue(
     temperature: Tensor, rope: Tensor | None, halo: Tensor | None, value_halo: Tensor | None, starts: Tensor | None,
     query_groups: int, delayed_channels: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As hip_ops.ops.cca_prologue.reference.cca_prologue."""
+    """As reference.cca_prologue."""
     parameters = (depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature)
     device, (s, b) = projected.device, projected.shape[:2]
     heads = len(grouped_bias) // HEAD_DIM - query_groups
@@ -64,8 +63,8 @@ def cca_prologue(
             "ho_cca_prologue", projected, *map(_aligned, contiguous(*parameters[:4])),
             temperature.float().contiguous(), table,
             *map(_aligned, contiguous(halo, value_halo)), *contiguous(starts), query, key, value, inverse_norm,
-            projected.stride(0), projected.stride(1), rope_row_stride, rope_batch_stride, total, rows, b, heads, query_groups, rotary,
-            delayed_channels, multiprocessors(device), device=device,
+            projected.stride(0), projected.stride(1), rope_row_stride, rope_batch_stride, total, rows, b, heads,
+            query_groups, rotary, delayed_channels, multiprocessors(device), device=device,
         )
     return query, key, value, inverse_norm
 
@@ -76,7 +75,7 @@ def cca_prologue_backward(
     halo: Tensor | None, value_halo: Tensor | None, starts: Tensor | None, query: Tensor, key: Tensor,
     inverse_norm: Tensor, query_groups: int, delayed_channels: int,
 ) -> tuple[Tensor, ...]:
-    """As hip_ops.ops.cca_prologue.reference.cca_prologue_backward."""
+    """As reference.cca_prologue_backward."""
     parameters = (depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature)
     device, processors = projected.device, multiprocessors(projected.device)
     given = (projected, *parameters, halo, value_halo)

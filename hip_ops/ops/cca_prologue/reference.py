@@ -46,7 +46,7 @@ def cca_prologue(
     query_groups: int,
     delayed_channels: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns query [s, b, n, d], key and value [s, b, g, d], and 1 / max(|x|, eps) [N, s, b] in the compute dtype."""
+    """Return query [s, b, n, d], key and value [s, b, g, d], and 1 / max(|x|, eps) [N, s, b] in the compute dtype."""
     weights = (depthwise_weight, depthwise_bias, grouped_weight, grouped_bias)
     chunks = _chunk_count(halo, value_halo, starts)
     x = _before_norm(projected, *weights, halo, starts, chunks, query_groups)[0]
@@ -83,7 +83,7 @@ def cca_prologue_backward(
     query_groups: int,
     delayed_channels: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns gradients of projected, the four convolution tensors, temperature, halo and value_halo (empty where there
+    """Return gradients of projected, the four convolution tensors, temperature, halo and value_halo (empty where there
     is none).
 
     The kernels compute x from query and key, which the forward returned; here the convolutions are computed again.
@@ -146,7 +146,7 @@ def _chunk_count(halo: Tensor | None, value_halo: Tensor | None, starts: Tensor 
 def _before_norm(
     projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, halo, starts, chunks, query_groups
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Returns x [s, b, N, d] and its operands.
+    """Return x [s, b, N, d] and its operands.
 
     The operands are W0 and W1 [2, N, d, d], z with the two rows before each chunk [k, c + 2, b, C], and u_{t-1} and u_t
     [N, rows, d].
@@ -161,7 +161,7 @@ def _before_norm(
     u = torch.addcmul(torch.addcmul(b0, padded[:, 1:], a1), before, a0)
     u = cast(cast(u, projected.dtype), compute)
     last = u[:, :-1] if starts is None else torch.where(starts[:, 1:].unsqueeze(-1), b0, u[:, :-1])
-    taps = [each.reshape(-1, heads, d).transpose(0, 1) for each in (last, u[:, 1:])]
+    taps = [operand.reshape(-1, heads, d).transpose(0, 1) for operand in (last, u[:, 1:])]
     # Contiguous: torch multiplies strided matrices one by one on a CPU.
     matrices = cast(grouped_weight, compute).view(heads, d, d, 2).permute(3, 0, 1, 2).contiguous()
     y = torch.baddbmm(cast(grouped_bias, compute).view(heads, 1, d), taps[0], matrices[0].mT)
@@ -176,25 +176,25 @@ def _before_norm(
 
 
 def _by_group(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Returns queries [s, b, g, n / g, d] and keys [s, b, g, 1, d] of x [s, b, N, d], as views."""
+    """Return queries [s, b, g, n / g, d] and keys [s, b, g, 1, d] of x [s, b, N, d], as views."""
     s, b, heads, d = x.shape
     return x[:, :, :-groups].view(s, b, groups, heads // groups - 1, d), x[:, :, -groups:].unsqueeze(3)
 
 
 def _masked(x: Tensor, starts: Tensor | None) -> Tensor:
-    """Returns x with zeros in the rows of `starts`."""
+    """Return x with zeros in the rows of `starts`."""
     return x if starts is None else x.masked_fill(starts.unsqueeze(-1), 0.0)
 
 
 def _factor(inverse_norm: Tensor, temperature: Tensor, d: int) -> Tensor:
-    """Returns sqrt(d) / max(|x|, eps), times the temperature for the keys [s, b, N]."""
+    """Return sqrt(d) / max(|x|, eps), times the temperature for the keys [s, b, N]."""
     factor = inverse_norm * d**0.5
     factor[..., -len(temperature) :].mul_(temperature)
     return factor
 
 
 def _rotate_(x: Tensor, rope: Tensor | None, sign: int = 1) -> None:
-    """Rotates the first channels in place; sign -1 rotates back."""
+    """Rotate the first channels in place; sign -1 rotates back."""
     if rope is None:
         return
     half = rope.shape[-1] // 2
@@ -206,11 +206,11 @@ def _rotate_(x: Tensor, rope: Tensor | None, sign: int = 1) -> None:
 
 
 def _values(values: Tensor, chunks: int, delayed: int) -> tuple[Tensor, ...]:
-    """Returns the current and the delayed channels [k, c, b, *] of values [s, b, g d]."""
+    """Return the current and the delayed channels [k, c, b, *] of values [s, b, g d]."""
     s, b, channels = values.shape
     return values.view(chunks, s // chunks, b, channels).split((channels - delayed, delayed), dim=-1)
 
 
 def _no_row(rows: Tensor) -> Tensor:
-    """Returns one row of zeros [k, 1, ...] for rows [k, c, ...]."""
+    """Return one row of zeros [k, 1, ...] for rows [k, c, ...]."""
     return rows.new_zeros((len(rows), 1, *rows.shape[2:]))

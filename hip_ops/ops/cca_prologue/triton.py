@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host side of the CCA prologue in Triton: tiles, grids and the order of the launches. Same functions as
-hip_ops.ops.cca_prologue.reference.
+reference.py.
 
 The kernels take head dimensions that are powers of two from 32 to 256 (`fits`). Importing this module imports triton.
 """
@@ -35,8 +35,9 @@ EPS = torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True)
 class HeadLaunch(Launch):
-    """columns: channels per program. zero_rows: of a tile of keys with temperature zero, in the weights' kernel. inputs:
-    input channels of a convolving product at a time, None: all. The launch reduces stages to what shared memory holds.
+    """columns: channels per program. zero_rows: of a tile of keys with temperature zero, in the weights' kernel.
+    inputs: input channels of a convolving product at a time, None: all. The launch reduces stages to what shared memory
+    holds.
     """
 
     zero_rows: int = 64
@@ -47,7 +48,7 @@ class HeadLaunch(Launch):
 def launch(
     kernel: str, d: int, heads: int, element_size: int, *, processors: int, warp_size: int | None = None
 ) -> HeadLaunch:
-    """Chooses tile and grid of `kernel` - forward, norm, input or weight - for N = `heads` heads of d channels;
+    """Choose tile and grid of `kernel` - forward, norm, input or weight - for N = `heads` heads of d channels;
     warp_size None: this torch's device.
 
     Programs stay resident and loop over tiles: weights are read, and partial sums written, once per program. fp32 (for
@@ -95,7 +96,7 @@ def _by_rows(tensor: Tensor) -> Tensor:
 
 
 def _bytes(starts: Tensor | None, like: Tensor) -> Tensor:
-    """Returns bool as uint8, or any pointer where there are no documents."""
+    """Return bool as uint8, or any pointer where there are no documents."""
     return like if starts is None else starts.contiguous().view(torch.uint8)
 
 
@@ -152,19 +153,19 @@ def _plan(call: Call, backward: bool, choose) -> Plan:
     }
     sizes = (total, rows, call.batch, divisor(rows), divisor(call.batch))
 
-    def keywords(kernel, each: HeadLaunch, stages: int, **more) -> dict:
+    def keywords(kernel, tile: HeadLaunch, stages: int, **more) -> dict:
         return (
             {name: of[name] for name in kernel.arg_names if name in of}
-            | {"BLOCK": each.rows}
+            | {"BLOCK": tile.rows}
             | more
             | {"num_stages": stages}
-            | each.options
+            | tile.options
         )
 
     if not backward:
-        each = chosen["forward"]
-        of_forward = keywords(cca_prologue_forward_kernel, each, each.stages, INPUTS=each.inputs or d)
-        return Plan(sizes, {"forward": (heads, *each.grid(total))}, {"forward": of_forward})
+        tile = chosen["forward"]
+        of_forward = keywords(cca_prologue_forward_kernel, tile, tile.stages, INPUTS=tile.inputs or d)
+        return Plan(sizes, {"forward": (heads, *tile.grid(total))}, {"forward": of_forward})
     norm, to_input, weight = (chosen[name] for name in names)
     early_rows = 2 if of["HAS_HALO"] else 0
     early_total = (call.s + early_rows * call.chunks) * call.batch
@@ -198,7 +199,7 @@ def _plan(call: Call, backward: bool, choose) -> Plan:
 
 
 def _launch_with_fewer_stages(launch_kernel, keywords: dict, *arguments) -> None:
-    """Launches with fewer stages until the kernel fits into shared memory, which only a launch shows. `keywords` keeps
+    """Launch with fewer stages until the kernel fits into shared memory, which only a launch shows. `keywords` keeps
     the result.
     """
     while True:
@@ -216,7 +217,7 @@ def cca_prologue(
     temperature: Tensor, rope: Tensor | None, halo: Tensor | None, value_halo: Tensor | None, starts: Tensor | None,
     query_groups: int, delayed_channels: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As hip_ops.ops.cca_prologue.reference.cca_prologue."""
+    """As reference.cca_prologue."""
     d, device = grouped_weight.shape[1], projected.device
     parameters = (depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature)
     s, b = projected.shape[:2]
@@ -250,7 +251,7 @@ def cca_prologue_backward(
     halo: Tensor | None, value_halo: Tensor | None, starts: Tensor | None, query: Tensor, key: Tensor,
     inverse_norm: Tensor, query_groups: int, delayed_channels: int,
 ) -> tuple[Tensor, ...]:
-    """As hip_ops.ops.cca_prologue.reference.cca_prologue_backward."""
+    """As reference.cca_prologue_backward."""
     d, device, dtype = grouped_weight.shape[1], projected.device, projected.dtype
     parameters = (depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature)
     s, b = projected.shape[:2]

@@ -32,7 +32,7 @@ def shift_value_gradients(
     d_head_stride, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DELAYED: tl.constexpr,
     HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr,
 ):
-    """Writes the value channels of d_projected: a row's delayed channels get their gradient from the row after it, the
+    """Write the value channels of d_projected: a row's delayed channels get their gradient from the row after it, the
     last row's get zero.
     """
     CURRENT: tl.constexpr = GROUPS * D - DELAYED
@@ -249,7 +249,7 @@ def zero_temperature(
     ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    """Computes the temperature's gradient where the temperature is zero: the key is zero too, so its direction is
+    """Compute the temperature's gradient where the temperature is zero: the key is zero too, so its direction is
     computed again.
     """
     head = HEADS + group

@@ -16,7 +16,7 @@ from hip_ops.ops.cca_prologue.triton_rows import SIZES, at_row, pair_columns, pl
 
 @triton.jit
 def head_weights(grouped_weight, head, start, D: tl.constexpr, ROTARY: tl.constexpr, INPUTS: tl.constexpr):
-    """Loads a head's weights [D, 2 INPUTS] of INPUTS input channels from `start` on.
+    """Load a head's weights [D, 2 INPUTS] of INPUTS input channels from `start` on.
 
     Columns are as in memory: input channels, both taps of each. Rows alternate between eight output channels of the
     first half and the eight of the second that rotate into them, because on Hopper a thread has rows i and i + 8 of a
@@ -34,7 +34,7 @@ def head_weights(grouped_weight, head, start, D: tl.constexpr, ROTARY: tl.conste
 
 @triton.jit
 def convolved(base, at1, at2, live, reaches1, reaches2, depthwise_weight, depthwise_bias, column):
-    """Returns u of the previous row and of this one, for the channels `column`, [2 columns, rows] in the order of the
+    """Return u of the previous row and of this one, for the channels `column`, [2 columns, rows] in the order of the
     weights' columns.
     """
     z0 = tl.load(base[:, None] + column[None, :], mask=live[:, None], other=0.0)
@@ -51,7 +51,7 @@ def convolved(base, at1, at2, live, reaches1, reaches2, depthwise_weight, depthw
 
 @triton.jit
 def halves(x, D: tl.constexpr):
-    """Returns both halves [D / 2, rows] of a product with these weights."""
+    """Return both halves [D / 2, rows] of a product with these weights."""
     x_first, x_second = tl.split(tl.permute(tl.reshape(x, (D // 16, 2, 8, x.shape[1])), (0, 2, 3, 1)))
     return tl.reshape(x_first, (D // 2, x.shape[1])), tl.reshape(x_second, (D // 2, x.shape[1]))
 
@@ -63,7 +63,7 @@ def rotated_head(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr,
     HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, INPUTS: tl.constexpr,
 ):
-    """Returns x of the head's rows f, rotated, in two halves [D / 2, rows] fp32, and 1 / max(|x|, eps) [rows].
+    """Return x of the head's rows f, rotated, in two halves [D / 2, rows] fp32, and 1 / max(|x|, eps) [rows].
 
     weights: the head's where INPUTS is D, otherwise not read. Loads for means and rotation come before the product,
     which hides them.
@@ -148,7 +148,7 @@ def shift_values(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DELAYED: tl.constexpr, HAS_HALO: tl.constexpr,
     HAS_STARTS: tl.constexpr,
 ):
-    """Writes value [s, b, GROUPS * D] of rows f: the last DELAYED channels come from the row before."""
+    """Write value [s, b, GROUPS * D] of rows f: the last DELAYED channels come from the row before."""
     CURRENT: tl.constexpr = GROUPS * D - DELAYED
     t, entry, row, chunk = place(f, rows, batch, by_rows, by_batch)
     live = f < total

@@ -19,7 +19,7 @@ SIZES = ("total", "early_total", "rows", "batch", "by_batch", "by_rows", "by_ear
 
 @lru_cache
 def divisor(by: int) -> int:
-    """Returns the argument of `divide` for a division by 1 <= by < 2^31: bits 6 and up m = ceil(2^(31 + l) / by) <
+    """Return the argument of `divide` for a division by 1 <= by < 2^31: bits 6 and up m = ceil(2^(31 + l) / by) <
     2^32, below them l = ceil(log2 by).
 
     n m / 2^(31 + l) lies above n / by by less than 1 / by for all 0 <= n < 2^31 (Granlund and Montgomery, PLDI 1994).
@@ -30,14 +30,14 @@ def divisor(by: int) -> int:
 
 @triton.jit
 def divide(n, by):
-    """Returns n // by for int32 n >= 0."""
+    """Return n // by for int32 n >= 0."""
     doubled = n.to(tl.uint32) << 1
     return (tl.umulhi(doubled, (by >> 6).to(tl.uint32)) >> (by & 63).to(tl.uint32)).to(tl.int32)
 
 
 @triton.jit
 def place(f, rows, batch, by_rows, by_batch):
-    """Returns row t of the chunk, micro-batch entry, row of the sequence, and chunk, of flat rows f; int32."""
+    """Return row t of the chunk, micro-batch entry, row of the sequence, and chunk, of flat rows f; int32."""
     row = divide(f, by_batch)
     chunk = divide(row, by_rows)
     return row - chunk * rows, f - row * batch, row, chunk
@@ -45,13 +45,13 @@ def place(f, rows, batch, by_rows, by_batch):
 
 @triton.jit
 def at_row(row, entry, row_stride, batch_stride):
-    """Returns the offsets of rows, int64; every factor has 32 bits, which multiply in one instruction."""
+    """Return the offsets of rows, int64; every factor has 32 bits, which multiply in one instruction."""
     return row.to(tl.int64) * row_stride + entry.to(tl.int64) * batch_stride
 
 
 @triton.jit
 def reach(starts, t, entry, chunk, live, rows, batch, HAS_STARTS: tl.constexpr):
-    """Returns whether rows see the previous row, and the two previous rows, that is, no document starts in between.
+    """Return whether rows see the previous row, and the two previous rows, that is, no document starts in between.
     `starts` is [k, rows + 1, b].
     """
     near = live
@@ -67,7 +67,7 @@ def reach(starts, t, entry, chunk, live, rows, batch, HAS_STARTS: tl.constexpr):
 def row_before(
     projected, halo, base, t, entry, chunk, batch, row_stride, channels, BACK: tl.constexpr, HAS_HALO: tl.constexpr
 ):
-    """Returns the addresses of the rows BACK before those at `base`, in projected or in halo [k, 2, b, channels], and
+    """Return the addresses of the rows BACK before those at `base`, in projected or in halo [k, 2, b, channels], and
     whether they exist.
     """
     at = base - BACK * row_stride
@@ -81,7 +81,7 @@ def row_before(
 
 @triton.jit
 def pair_columns(HALF: tl.constexpr, ROTARY: tl.constexpr):
-    """Returns a head's channels in two halves of HALF: i and i + ROTARY / 2 rotate into each other; the channels from
+    """Return a head's channels in two halves of HALF: i and i + ROTARY / 2 rotate into each other; the channels from
     ROTARY on follow, half in each.
     """
     p = tl.arange(0, HALF)
@@ -91,7 +91,7 @@ def pair_columns(HALF: tl.constexpr, ROTARY: tl.constexpr):
 
 @triton.jit
 def rotation(rope, row, entry, live, rope_row_stride, rope_batch_stride, p, ROTARY: tl.constexpr):
-    """Returns cos and sin of pairs p; 1 and 0 where a pair does not rotate. Rows lie along one dimension of a tile, p
+    """Return cos and sin of pairs p; 1 and 0 where a pair does not rotate. Rows lie along one dimension of a tile, p
     along the other.
     """
     at = rope + at_row(row, entry, rope_row_stride, rope_batch_stride) + p

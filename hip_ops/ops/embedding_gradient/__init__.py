@@ -13,7 +13,7 @@ from hip_ops.runtime.operator import Operator
 
 
 def _example(device: torch.device, width: int = 1100) -> tuple:
-    """Makes ids in random order that occur once, several times, and more often than the rows of one program; 512 as in
+    """Make ids in random order that occur once, several times, and more often than the rows of one program; 512 as in
     training a multiple of 16, for which Triton compiles another kernel.
 
     width: of the rows; 1100 numbers of bf16 do not end at multiples of 16 bytes, 2048, as in training, do.
@@ -44,7 +44,7 @@ _add_rows = Operator(
 
 
 def add_rows_(total: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """Computes total[ids] += rows in place, the same bits every time: rows of one id are summed in fp32 in their order
+    """Compute total[ids] += rows in place, the same bits every time: rows of one id are summed in fp32 in their order
     before they are added.
 
     Args: total [v, h], fp32 in training; the torch reference computes it if its rows are not contiguous. ids int64 [n],

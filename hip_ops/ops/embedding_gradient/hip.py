@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host side of embedding_gradient.hip. Same function as hip_ops.ops.embedding_gradient.reference."""
+"""Host side of embedding_gradient.hip. Same function as reference.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hip_ops.runtime.row_views import aligned, as_rows
 
 
 def add_rows_(total: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """As hip_ops.ops.embedding_gradient.reference.add_rows_; total fp32 of contiguous rows."""
+    """As reference.add_rows_; total fp32 of contiguous rows."""
     device, (count, width) = rows.device, rows.shape
     if count and width:
         in_order, order = ids.sort(stable=True)

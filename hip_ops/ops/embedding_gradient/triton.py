@@ -30,7 +30,7 @@ def add_runs_kernel(
     total, ids, order, rows, heads, tails, count, width, total_stride, rows_stride, RUN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sums rows by id. ids in ascending order, order: the row of each. heads, tails [programs, width]: partial sums of
+    """Sum rows by id. ids in ascending order, order: the row of each. heads, tails [programs, width]: partial sums of
     the first and last id of a program that other programs share."""
     part = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -63,7 +63,7 @@ def add_runs_kernel(
 def join_runs_kernel(
     total, ids, heads, tails, count, width, total_stride, RUN: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Adds the partial sums of the id that begins in this part and continues after it, if there is one."""
+    """Add the partial sums of the id that begins in this part and continues after it, if there is one."""
     part = tl.program_id(0)
     start, end = part * RUN, (part + 1) * RUN
     id = tl.load(ids + end - 1, mask=end <= count, other=-1)
@@ -90,7 +90,7 @@ def join_runs_kernel(
 
 
 def add_rows_(total: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """As hip_ops.ops.embedding_gradient.reference.add_rows_; total of contiguous rows."""
+    """As reference.add_rows_; total of contiguous rows."""
     count, width = rows.shape
     if count == 0 or width == 0:
         return
@@ -131,10 +131,10 @@ def add_rows_(total: Tensor, ids: Tensor, rows: Tensor) -> None:
 
 
 def columns_of_block(width: int) -> int:
-    """Returns the columns per program: at most 16 bytes of bf16 per lane of four NVIDIA warps."""
+    """Return the columns per program: at most 16 bytes of bf16 per lane of four NVIDIA warps."""
     return min(1024, triton.next_power_of_2(width))
 
 
 def warps(block: int, warp_size: int | None = None) -> int:
-    """Returns the number of warps. warp_size None: of the devices that this torch is built for."""
+    """Return the number of warps. warp_size None: of the devices that this torch is built for."""
     return max(1, block // 8 // (warp_size or default_warp_size()))

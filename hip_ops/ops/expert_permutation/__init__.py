@@ -2,7 +2,7 @@
 """Top-1 dispatch on one rank, as torch operators: sorts tokens by expert, moves their rows to the experts and back. The
 host never waits.
 
-An order is two inverse maps; negative entries stand for tokens of no expert (hip_ops/ops/expert_permutation/reference.py).
+An order is two inverse maps; negative entries stand for tokens of no expert (reference.py).
 All shapes are known beforehand: there are as many rows as tokens, and the padding rows, which belong to no expert, come
 last.
 """
@@ -37,7 +37,7 @@ class ExpertOrder(NamedTuple):
 
 
 def _example_ids(device: torch.device, tokens: int) -> Tensor:
-    """Makes ids of ZAYA1's 16 experts and the skip class; one expert is far more frequent than the others and one never
+    """Make ids of ZAYA1's 16 experts and the skip class; one expert is far more frequent than the others and one never
     occurs.
     """
     ids = torch.randint(0, 24, (tokens,), device=device)
@@ -45,7 +45,7 @@ def _example_ids(device: torch.device, tokens: int) -> Tensor:
 
 
 def _example_rows(device: torch.device, many: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns rows, token_of_row, row_of_token and probs of ZAYA1's hidden size and dtypes, which run the kernels of
+    """Return rows, token_of_row, row_of_token and probs of ZAYA1's hidden size and dtypes, which run the kernels of
     its training (Triton compiles another one where their number is no multiple of 16); or `many` narrow rows, so that
     a wave takes a second one.
     """
@@ -109,7 +109,7 @@ _gather.register_autograd(_gather_gradients, setup_context=_save_gather)
 
 
 def sort_by_expert(expert_ids: Tensor, num_experts: int) -> ExpertOrder:
-    """Sorts tokens by expert with a stable counting sort; the result is the same in every run.
+    """Sort tokens by expert with a stable counting sort; the result is the same in every run.
 
     Args: expert_ids int32 or int64 [n]; an id outside [0, num_experts) belongs to no expert. num_experts: 1 or more;
     HIP and Triton take up to 256; for more, the next version runs. Raises ValueError on other shapes or dtypes.
@@ -118,10 +118,10 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> ExpertOrder:
 
 
 def permute_to_experts(tokens: Tensor, order: ExpertOrder, probs: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Moves each token's row, and its prob, to its expert's place; the backward pass moves the gradients back.
+    """Move each token's row, and its prob, to its expert's place; the backward pass moves the gradients back.
 
     Args: tokens [n, h] bf16 or fp32, rows may be strided; order of sort_by_expert; probs [n] bf16 or fp32, or None.
-    Returns rows [n, h] in tokens' dtype and row_probs [n] in probs', or None. The padding rows, at and beyond
+    Return rows [n, h] in tokens' dtype and row_probs [n] in probs', or None. The padding rows, at and beyond
     order.offsets[-1], are zeros; tokens of no expert are not moved and get zeros as gradient. All-fp64 tensors are
     computed by the torch reference. Raises ValueError on wrong shapes, dtypes or devices.
     """
@@ -130,7 +130,7 @@ def permute_to_experts(tokens: Tensor, order: ExpertOrder, probs: Tensor | None 
 
 
 def unpermute_from_experts(rows: Tensor, order: ExpertOrder) -> Tensor:
-    """Moves each row back to its token: tokens [n, h], zeros for tokens of no expert.
+    """Move each row back to its token: tokens [n, h], zeros for tokens of no expert.
 
     Padding rows, at and beyond order.offsets[-1], are not read and get zeros as gradient. Otherwise as
     permute_to_experts.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host side of expert_sort.hip and expert_rows.hip: allocates the results and calls the launchers.
 
-Same functions as hip_ops.ops.expert_permutation.reference. The sources choose the kernel: 16 bytes per lane if all rows are
+Same functions as reference.py. The sources choose the kernel: 16 bytes per lane if all rows are
 aligned to 16 bytes.
 """
 
@@ -15,7 +15,7 @@ from hip_ops.runtime.row_views import as_rows, contiguous, empty_results
 
 
 def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As hip_ops.ops.expert_permutation.reference.sort_by_expert; num_experts up to 256."""
+    """As reference.sort_by_expert; num_experts up to 256."""
     tokens, device = len(expert_ids), expert_ids.device
     token_of_row, row_of_token = (torch.empty(tokens, dtype=torch.int32, device=device) for _ in range(2))
     counts, offsets = (
@@ -32,7 +32,7 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor
 
 
 def gather_rows(rows: Tensor, index: Tensor, inverse: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As hip_ops.ops.expert_permutation.reference.gather_rows."""
+    """As reference.gather_rows."""
     device, (count, hidden) = rows.device, rows.shape
     out, moved_probs = empty_results(rows, probs, like=rows)
     if count:

@@ -20,7 +20,7 @@ from hip_ops.runtime.row_views import clear_rows_
 
 
 def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns token_of_row [n], row_of_token [n], counts [num_experts] and offsets [num_experts], the ends of the
+    """Return token_of_row [n], row_of_token [n], counts [num_experts] and offsets [num_experts], the ends of the
     experts' rows; all int32.
 
     expert_ids int32 or int64 [n]; an id outside [0, num_experts) belongs to no expert. Tokens of an expert keep their
@@ -40,7 +40,7 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor
 
 
 def gather_rows(rows: Tensor, index: Tensor, inverse: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns rows[index] and probs[index], zeros where index is negative. Without probs the second is an empty tensor.
+    """Return rows[index] and probs[index], zeros where index is negative. Without probs the second is an empty tensor.
 
     inverse is not read here; the backward pass moves gradients along it.
     """

@@ -2,7 +2,7 @@
 """The sort by expert in Triton, a counting sort in two launches, and the gather of rows along its maps. No atomics; the
 host never waits.
 
-Same functions as hip_ops.ops.expert_permutation.reference. In the first launch each program counts the experts of its
+Same functions as reference.py. In the first launch each program counts the experts of its
 tokens. In the second, each adds up the counts of the programs before it, which gives the first rows of its own tokens.
 Importing this module imports triton.
 """
@@ -26,7 +26,7 @@ PROGRAMS = 256  # of the sort, at most, because each program reads the counts of
 
 @triton.jit
 def _experts_of(expert_ids, token, tokens, num_experts, EXPERTS: tl.constexpr):
-    """Returns the expert of each token, or -1, and one row per token with a 1 at its expert."""
+    """Return the expert of each token, or -1, and one row per token with a 1 at its expert."""
     inside = token < tokens
     ids = tl.load(expert_ids + token, mask=inside, other=-1)
     expert = tl.where((ids >= 0) & (ids < num_experts), ids, -1).to(tl.int32)
@@ -35,7 +35,7 @@ def _experts_of(expert_ids, token, tokens, num_experts, EXPERTS: tl.constexpr):
 
 @triton.jit
 def expert_count_kernel(expert_ids, counted, tokens, num_experts, tiles, EXPERTS: tl.constexpr, TILE: tl.constexpr):
-    """Counts the experts of the program's tokens, `tiles` tiles of them, into counted [programs, EXPERTS]."""
+    """Count the experts of the program's tokens, `tiles` tiles of them, into counted [programs, EXPERTS]."""
     program = tl.program_id(0)
     total = tl.zeros([EXPERTS], tl.int32)
     for tile in range(tiles):
@@ -50,7 +50,7 @@ def expert_place_kernel(
     expert_ids, counted, token_of_row, row_of_token, counts, offsets, tokens, num_experts, tiles, programs,
     EXPERTS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """Writes both maps for the program's tokens; program 0 writes counts and offsets. ROWS: programs whose counts are
+    """Write both maps for the program's tokens; program 0 writes counts and offsets. ROWS: programs whose counts are
     added at a time.
     """
     program = tl.program_id(0)
@@ -102,13 +102,13 @@ def expert_gather_kernel(
 
 
 def sort_tile(num_experts: int) -> tuple[int, int]:
-    """Returns experts as a power of two, and tokens per tile: a tile has 4096 counters."""
+    """Return experts as a power of two, and tokens per tile: a tile has 4096 counters."""
     experts = max(triton.next_power_of_2(num_experts), 16)
     return experts, 4096 // experts
 
 
 def launch(hidden_size: int, element_bytes: int, *, warp_size: int | None = None) -> Launch:
-    """Chooses the tile for rows of `hidden_size` elements. warp_size None: of the devices that this torch is built for.
+    """Choose the tile for rows of `hidden_size` elements. warp_size None: of the devices that this torch is built for.
 
     A lane has 32 bytes of a row, in two pieces of 16.
     """
@@ -121,14 +121,14 @@ def launch(hidden_size: int, element_bytes: int, *, warp_size: int | None = None
 
 @functools.lru_cache(maxsize=256)
 def _sort_plan(tokens: int, num_experts: int) -> tuple[int, int, dict]:
-    """Returns tiles per program, programs, and the keywords of both kernels."""
+    """Return tiles per program, programs, and the keywords of both kernels."""
     experts, tile = sort_tile(num_experts)
     tiles = triton.cdiv(triton.cdiv(tokens, tile), PROGRAMS)
     return tiles, triton.cdiv(tokens, tiles * tile), {"EXPERTS": experts, "TILE": tile}
 
 
 def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As hip_ops.ops.expert_permutation.reference.sort_by_expert; num_experts up to 256."""
+    """As reference.sort_by_expert; num_experts up to 256."""
     tokens, device = expert_ids.shape[0], expert_ids.device
     token_of_row, row_of_token = (torch.empty(tokens, dtype=torch.int32, device=device) for _ in range(2))
     if not tokens:
@@ -152,7 +152,7 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor
 
 
 def gather_rows(rows: Tensor, index: Tensor, inverse: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As hip_ops.ops.expert_permutation.reference.gather_rows."""
+    """As reference.gather_rows."""
     count, hidden = rows.shape
     out, moved_probs = empty_results(rows, probs, like=rows)
     if count and (hidden or probs is not None):

@@ -29,12 +29,12 @@ ALIGNMENT = 16  # bytes; alignment of addresses and strides that TMA requires
 AVAILABLE = {
     "quack": available,
     "grouped_mm": grouped_mm.available,
-    "aiter": functools.partial(runtime_aiter.available, first=aiter.FIRST),
+    "aiter": functools.partial(runtime_aiter.available, first=aiter.FIRST_RELEASE),
 }
 
 
 def _aligned(*tensors: Tensor) -> bool:
-    """Returns whether there are rows, contiguous (blocks [E, m, n]: rows or columns), with all strides multiples of
+    """Return whether there are rows, contiguous (blocks [E, m, n]: rows or columns), with all strides multiples of
     ALIGNMENT.
     """
     for tensor in tensors:
@@ -43,13 +43,13 @@ def _aligned(*tensors: Tensor) -> bool:
         sizes = (*tensor.shape[-2:],) if tensor.dim() == 3 else tensor.shape[-1:]
         if len(along) != 1 or along[0] == 0 or not len(tensor) or not all(step > 0 for step in steps):
             return False
-        if any(each * tensor.itemsize % ALIGNMENT for each in (*steps, *sizes)) or tensor.data_ptr() % ALIGNMENT:
+        if any(extent * tensor.itemsize % ALIGNMENT for extent in (*steps, *sizes)) or tensor.data_ptr() % ALIGNMENT:
             return False
     return True
 
 
 def _offsets(device: torch.device, factor: int = 1) -> Tensor:
-    """Makes offsets of ZAYA1's 16 experts: one without rows, one with a few, one with more than a tile; padding rows
+    """Make offsets of ZAYA1's 16 experts: one without rows, one with a few, one with more than a tile; padding rows
     after them. factor: of all numbers of rows.
     """
     ends = [0, 3, 3, 150, *range(152, 174, 2), 285]
@@ -57,7 +57,7 @@ def _offsets(device: torch.device, factor: int = 1) -> Tensor:
 
 
 def _operand(device: torch.device, *shape: int) -> Tensor:
-    """Makes small numbers; rows [304 factor, ..] have NaN in the padding rows."""
+    """Make small numbers; rows [304 factor, ..] have NaN in the padding rows."""
     matrix = (torch.randn(shape, device=device) / 16).bfloat16()
     if len(shape) == 2:
         matrix[shape[0] * 285 // 304 :] = torch.nan
@@ -69,7 +69,7 @@ def _on_amd() -> bool:
 
 
 def _in_a_buffer(tensor: Tensor) -> Tensor:
-    """Copies the tensor into a buffer of 2 GiB. DDP's buffers of all parameters are larger, and on AMD Triton compiles
+    """Copy the tensor into a buffer of 2 GiB. DDP's buffers of all parameters are larger, and on AMD Triton compiles
     another kernel for tensors in buffers from 2 GiB on.
     """
     buffer = tensor.new_empty(2**31 // tensor.itemsize)
@@ -106,7 +106,7 @@ def _outer_example(dtype: torch.dtype, accumulate: bool, of_training: bool = Fal
 
 
 def _compare_rows(got: list, want: list, tolerance: float | None) -> str | None:
-    """Compares the rows of experts; padding rows are not written."""
+    """Compare the rows of experts; padding rows are not written."""
     end = int(got[1][2][-1])
     return worst("result", got[0][:end], want[0][:end], tolerance)
 
@@ -165,21 +165,21 @@ _outer = Operator(
 
 
 def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
-    """Computes out[i] = x[i] @ matrices[expert of i], summed in fp32.
+    """Compute out[i] = x[i] @ matrices[expert of i], summed in fp32.
 
     Args: x [T, k]; matrices [E, k, n] of x's dtype, or a transposed view of [E, n, k]; offsets int32 [E], the ends of
-    the experts' rows. Returns [T, n] in x's dtype. Padding rows, at and beyond offsets[-1], are not written (the
+    the experts' rows. Return [T, n] in x's dtype. Padding rows, at and beyond offsets[-1], are not written (the
     reference writes zeros), and those of x are not read. Raises ValueError on wrong shapes, dtypes or devices.
     """
     return _rows(x, matrices, offsets)
 
 
 def grouped_outer_(out: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulate: bool = True) -> Tensor:
-    """Adds a[rows of e]^T b[rows of e], summed in fp32, to out[e] in place; without `accumulate` overwrites out[e]
+    """Add a[rows of e]^T b[rows of e], summed in fp32, to out[e] in place; without `accumulate` overwrites out[e]
     (zeros for an expert without rows).
 
     Args: out [E, m, n], fp32 or a's dtype; a [T, m] and b [T, n] of one dtype; offsets int32 [E], the ends of the
-    experts' rows. Rows at and beyond offsets[-1] are not read. Returns out. Raises ValueError on wrong shapes, dtypes
+    experts' rows. Rows at and beyond offsets[-1] are not read. Return out. Raises ValueError on wrong shapes, dtypes
     or devices.
     """
     _outer(out, a, b, offsets, accumulate)

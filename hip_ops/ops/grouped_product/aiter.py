@@ -13,7 +13,7 @@ from torch import Tensor
 from hip_ops.runtime.aiter import Function
 from hip_ops.runtime.on_device import on
 
-FIRST = "0.1.16"  # before, each call reads the groups' sizes on the host, and fails where no expert has rows
+FIRST_RELEASE = "0.1.16"  # before, each call reads the groups' sizes on the host, and fails where no expert has rows
 _MODULE = "aiter.ops.triton.gmm"
 GMM = Function(_MODULE, "gmm", ("lhs", "rhs", "group_sizes", "preferred_element_type"))
 PTGMM = Function(
@@ -23,7 +23,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 def fits_rows(x: Tensor, matrices: Tensor, offsets: Tensor) -> bool:
-    """Returns whether gmm takes these operands: contiguous rows, and matrices stored whole, by rows or by columns.
+    """Return whether gmm takes these operands: contiguous rows, and matrices stored whole, by rows or by columns.
 
     It refuses square matrices that are stored by rows: it cannot tell them from transposed ones.
     """
@@ -34,7 +34,7 @@ def fits_rows(x: Tensor, matrices: Tensor, offsets: Tensor) -> bool:
 
 
 def fits_outer(out: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulate: bool) -> bool:
-    """Returns whether ptgmm takes these operands. A sum in 16 bits would be rounded before it is added."""
+    """Return whether ptgmm takes these operands. A sum in 16 bits would be rounded before it is added."""
     m, n = out.shape[1:]
     exact = out.dtype == torch.float32 or not accumulate
     return a.dtype in DTYPES and _rows(a) and _rows(b) and min(m, n) > 1 and out.stride() == (m * n, n, 1) and exact
@@ -49,13 +49,13 @@ def _sizes(offsets: Tensor) -> Tensor:
 
 
 def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
-    """As hip_ops.ops.grouped_product.reference.grouped_rows, but padding rows are not written."""
+    """As reference.grouped_rows, but padding rows are not written."""
     with on(x.device):
         return GMM(lhs=x, rhs=matrices, group_sizes=_sizes(offsets), preferred_element_type=x.dtype)
 
 
 def grouped_outer_(out: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulate: bool) -> None:
-    """As hip_ops.ops.grouped_product.reference.grouped_outer_."""
+    """As reference.grouped_outer_."""
     with on(a.device):
         PTGMM(
             lhs=a.t(),

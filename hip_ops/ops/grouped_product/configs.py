@@ -49,7 +49,7 @@ class GroupedConfig:
     kpack: int = 1
 
     def launch_options(self) -> dict[str, int]:
-        """Returns the options of Triton's compiler."""
+        """Return the options of Triton's compiler."""
         only_amd = {
             name: getattr(self, name)
             for name in ("waves_per_eu", "matrix_instr_nonkdim", "kpack")
@@ -96,7 +96,7 @@ DERIVED = {
 
 @functools.lru_cache(maxsize=1024)
 def derived_config(kind: str, experts: int, rows: int, k: int, n: int) -> GroupedConfig:
-    """Returns the configuration of the candidate that finishes first by `relative_time`.
+    """Return the configuration of the candidate that finishes first by `relative_time`.
 
     An expert's rows end in the middle of a tile on average, so it has rows / block_m + 1/2 tiles in a column. Matrices
     whose sides are no multiples of 64 take the last candidate, because masks and loads of single elements need more
@@ -116,7 +116,7 @@ def derived_config(kind: str, experts: int, rows: int, k: int, n: int) -> Groupe
 
 @functools.cache
 def read_table(path: Path = TABLE) -> dict[str, dict]:
-    """Returns {"sm_90": {"measured_on", "rows": [{"kind", "rows", "k", "n", "config"}, ...]}, ...}; config as a
+    """Return {"sm_90": {"measured_on", "rows": [{"kind", "rows", "k", "n", "config"}, ...]}, ...}; config as a
     GroupedConfig.
     """
     table = json.loads(path.read_text()).items()
@@ -126,7 +126,7 @@ def read_table(path: Path = TABLE) -> dict[str, dict]:
 
 
 def choose_config(architecture: str, kind: str, rows: int, k: int, n: int, experts: int = 16) -> GroupedConfig:
-    """Returns the nearest row in log scale of this device and kind. Without rows of the device: `derived_config` for AMD
+    """Return the nearest row in log scale of this device and kind. Without rows of the device: `derived_config` for AMD
     GPUs, ANY_NVIDIA for others.
 
     rows: of one expert, on average. k and n: the matrix's two sides, [k, n] for rows and rows_t, [m, n] of the result

@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def expert_borders(offsets, experts, EXPERTS: tl.constexpr):
-    """Returns the start and end of each expert's rows, [EXPERTS], a power of two; entries beyond `experts` have no
+    """Return the start and end of each expert's rows, [EXPERTS], a power of two; entries beyond `experts` have no
     rows.
     """
     expert = tl.arange(0, EXPERTS)
@@ -20,7 +20,7 @@ def expert_borders(offsets, experts, EXPERTS: tl.constexpr):
 
 @triton.jit
 def outer_tiles(starts, ends, experts, tiles, ACCUMULATE: tl.constexpr, EXPERTS: tl.constexpr):
-    """Returns the tiles of each expert's result: `tiles`, or 0 for an expert without rows to add and for entries beyond
+    """Return the tiles of each expert's result: `tiles`, or 0 for an expert without rows to add and for entries beyond
     the experts.
     """
     computed = tl.arange(0, EXPERTS) < experts
@@ -31,7 +31,7 @@ def outer_tiles(starts, ends, experts, tiles, ACCUMULATE: tl.constexpr, EXPERTS:
 
 @triton.jit
 def find_expert(position, starts, ends, tile_ends):
-    """Returns the expert whose tile is at `position`, start and end of its rows, and the index among its tiles.
+    """Return the expert whose tile is at `position`, start and end of its rows, and the index among its tiles.
 
     tile_ends: the running sum of the experts' tiles. An expert without rows has the same value as the one before it, so
     it is skipped.

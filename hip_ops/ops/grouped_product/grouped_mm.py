@@ -17,17 +17,17 @@ DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16,)}
 
 
 def available(device: torch.device) -> str | None:
-    """Returns why grouped_mm is not available, or None."""
+    """Return why grouped_mm is not available, or None."""
     if _grouped_mm is None:
         return f"torch {torch.__version__} has no grouped_mm"
     return None if device.type in DTYPES else f"torch's grouped_mm does not run on {device.type}"
 
 
 def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
-    """As hip_ops.ops.grouped_product.reference.grouped_rows, but padding rows are not written."""
+    """As reference.grouped_rows, but padding rows are not written."""
     return _grouped_mm(x, matrices, offs=offsets)
 
 
 def grouped_outer_(out: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulate: bool) -> None:
-    """As hip_ops.ops.grouped_product.reference.grouped_outer_, but each product is rounded before it is added."""
+    """As reference.grouped_outer_, but each product is rounded before it is added."""
     add_or_write(out, _grouped_mm(a.t(), b, offs=offsets), accumulate)

@@ -27,19 +27,19 @@ TILE = Tile(192, 128, True, 1, 2)
 
 
 def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
-    """As hip_ops.ops.grouped_product.reference.grouped_rows, but padding rows are not written."""
+    """As reference.grouped_rows, but padding rows are not written."""
     out = x.new_empty(x.shape[0], matrices.shape[2])
     _gemm()(x, matrices.mT, out, None, None, cu_seqlens_m=borders(offsets), **TILE.words())
     return out
 
 
 def grouped_outer_(out: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulate: bool) -> None:
-    """As hip_ops.ops.grouped_product.reference.grouped_outer_."""
+    """As reference.grouped_outer_."""
     _gemm()(a.mT, b.mT, out, None, None, cu_seqlens_k=borders(offsets), add_to_output=accumulate, **TILE.words())
 
 
 def borders(offsets: Tensor) -> Tensor:
-    """Returns int32 [E + 1]: 0 and `offsets`. It is computed once for the products that share `offsets`, and kept as an
+    """Return int32 [E + 1]: 0 and `offsets`. It is computed once for the products that share `offsets`, and kept as an
     attribute of the tensor.
 
     A capture does not use borders that were computed before it, because replays would read old values. Offsets that are
@@ -56,7 +56,7 @@ def borders(offsets: Tensor) -> Tensor:
 
 
 def _gemm() -> Callable:
-    """Returns quack's function, and clears its plans above PLANS: it keeps one per number of rows, which changes in
+    """Return quack's function, and clears its plans above PLANS: it keeps one per number of rows, which changes in
     every call under expert parallelism.
     """
     module = importlib.import_module(QUACK)

@@ -24,7 +24,7 @@ LONGEST = 0x7FFF0000
 
 
 def ragged_rows(x: Tensor, block: Sequence[int]) -> TensorDescriptor:
-    """Returns the descriptor of x [rows, columns] with contiguous rows; block: rows and columns of one load or
+    """Return the descriptor of x [rows, columns] with contiguous rows; block: rows and columns of one load or
     store.
     """
     (rows, columns), (stride, one) = x.shape, x.stride()
@@ -34,11 +34,11 @@ def ragged_rows(x: Tensor, block: Sequence[int]) -> TensorDescriptor:
 
 @triton.jit
 def load_rows(desc, start, end, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Loads x[start + row :, column :], with zeros from x[end] on."""
+    """Load x[start + row :, column :], with zeros from x[end] on."""
     return desc.load([BIG, end, BIG - (end - start) + row, column]).reshape(ROWS, COLUMNS)
 
 
 @triton.jit
 def store_rows(desc, start, end, row, column, block, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Stores block to x[start + row :, column :], except rows from x[end] on."""
+    """Store block to x[start + row :, column :], except rows from x[end] on."""
     desc.store([BIG, end, BIG - (end - start) + row, column], block.reshape(1, 1, ROWS, COLUMNS))

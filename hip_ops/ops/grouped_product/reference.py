@@ -22,7 +22,7 @@ logger = logging.getLogger("hip_ops")
 
 
 def _least_rows() -> int:
-    """Returns the number of rows from which a row's product does not depend on the number of rows.
+    """Return the number of rows from which a row's product does not depend on the number of rows.
 
     Measured in fp32 on an AMD EPYC, 1 to 16 threads, up to 600 rows: up to three rows per thread take another path.
     """
@@ -36,7 +36,7 @@ def _announce(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _counts(offsets: Tensor, rows: int, dtype: torch.dtype) -> list[int]:
-    """Returns the rows of each expert, and the number of padding rows."""
+    """Return the rows of each expert, and the number of padding rows."""
     if offsets.device.type not in ("cpu", "meta") and not self_check.comparing:
         _announce(offsets.device, dtype)
     ends = [0] * len(offsets) if offsets.device.type == "meta" else offsets.tolist()

@@ -75,7 +75,7 @@ def _leave(
     ACCUMULATE: tl.constexpr,
     REDUCE: tl.constexpr,
 ):
-    """Stores a tile in PARTS pieces, each of which needs shared memory only until it is stored."""
+    """Store a tile in PARTS pieces, each of which needs shared memory only until it is stored."""
     if PARTS > 1:
         left, right = acc.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
         _leave(out_desc, expert, row0, column0, left, ROWS, COLUMNS // 2, PARTS // 2, ACCUMULATE, REDUCE)
@@ -132,12 +132,12 @@ def grouped_outer_kernel(
 
 @functools.cache
 def table_part(device: torch.device) -> str:
-    """Returns the key of the table for a device; a CPU, where Triton's interpreter runs, counts as Hopper."""
+    """Return the key of the table for a device; a CPU, where Triton's interpreter runs, counts as Hopper."""
     return "sm_90" if device.type == "cpu" else architecture(device)
 
 
 def _programs(device: torch.device, config: GroupedConfig, most_tiles: int) -> int:
-    """Returns the programs of the grid: at most as many as tiles; one per tile for config.programs == 0."""
+    """Return the programs of the grid: at most as many as tiles; one per tile for config.programs == 0."""
     if config.programs == 0:
         return max(most_tiles, 1)
     return max(1, min(most_tiles, config.programs * (4 if device.type == "cpu" else multiprocessors(device))))
@@ -156,7 +156,7 @@ class Plan:
 def _plan(
     device: torch.device, kind: str, tokens: int, experts: int, k: int, n: int, config: GroupedConfig, described: bool
 ) -> Plan:
-    """Computes the plan of a call. k and n: the sides of a matrix; for "outer" m and n of the result."""
+    """Compute the plan of a call. k and n: the sides of a matrix; for "outer" m and n of the result."""
     if config.descriptors and not described:
         config = replace(config, descriptors=False, flatten=False)
     rows = (
@@ -175,7 +175,7 @@ def _plan_for(
 
 
 def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor, config: GroupedConfig | None = None) -> Tensor:
-    """As hip_ops.ops.grouped_product.reference.grouped_rows, but padding rows are not written.
+    """As reference.grouped_rows, but padding rows are not written.
 
     matrices may be a transposed view.
     """
@@ -209,7 +209,7 @@ def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor, config: GroupedCo
 def grouped_outer_(
     out: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulate: bool, config: GroupedConfig | None = None
 ) -> None:
-    """As hip_ops.ops.grouped_product.reference.grouped_outer_."""
+    """As reference.grouped_outer_."""
     (experts, m, n), tokens = out.shape, a.shape[0]
     if not (experts and m and n):
         return

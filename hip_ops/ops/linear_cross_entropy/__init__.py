@@ -78,12 +78,12 @@ class _Head:
         return torch.mm(hidden[rows], self.weight.t(), out=buffer[: rows.stop - rows.start])
 
     def statistics(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """Returns normalizer and label's logit over all ranks, with one exchange."""
+        """Return normalizer and label's logit over all ranks, with one exchange."""
         statistics = row_statistics(logits, self.labels[rows], self.first_class, parts_for(logits))
         return reference.combined(self._of_all_ranks(statistics))
 
     def gradient(self, logits: Tensor, rows: slice, grad: Tensor) -> Tensor:
-        """Overwrites the logits with their gradient up to a factor per row. Returns [2, T]: losses and factors. One
+        """Overwrite the logits with their gradient up to a factor per row. Return [2, T]: losses and factors. One
         exchange.
         """
         labels, parts = self.labels[rows], parts_of_exponentials(len(self.weight))
@@ -115,7 +115,7 @@ class _Gradients:
     weight: Tensor | None
 
     def add(self, head: _Head, hidden: Tensor, rows: slice, d_logits: Tensor, factors: Tensor | None = None) -> None:
-        """Adds a chunk's gradients. factors [T, 1] of the rows of d_logits; both products apply them to their
+        """Add a chunk's gradients. factors [T, 1] of the rows of d_logits; both products apply them to their
         tokens.
         """
         x = hidden[rows]
@@ -142,7 +142,7 @@ def _handed_out(ctx, gradients: _Gradients, main_grad: Tensor | None, dtype: tor
 
 
 def _scan(head: _Head, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns losses [T] and normalizer [2, T]."""
+    """Return losses [T] and normalizer [2, T]."""
     compute = wide(hidden.dtype)
     losses, normalizer = hidden.new_empty(len(hidden), dtype=compute), hidden.new_empty((2, len(hidden)), dtype=compute)
     buffer = head.buffer(hidden)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host side of vocabulary_rows.hip and vocabulary_exponentials.hip: allocates the results and calls the launchers.
 
-Same functions as hip_ops.ops.linear_cross_entropy.reference, on logits of contiguous rows.
+Same functions as reference.py, on logits of contiguous rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ GRADIENT_PARTS = 4  # of a row; the pass has no sums, so every number gives the 
 
 
 def row_statistics(logits: Tensor, labels: Tensor, first_class: int, parts: int) -> Tensor:
-    """As hip_ops.ops.linear_cross_entropy.reference.row_statistics."""
+    """As reference.row_statistics."""
     device, (rows, classes) = logits.device, logits.shape
     statistics = torch.empty((parts, 3, rows), dtype=torch.float32, device=device)
     if rows:
@@ -33,7 +33,7 @@ def row_statistics(logits: Tensor, labels: Tensor, first_class: int, parts: int)
 def overwrite_with_gradient(
     logits: Tensor, labels: Tensor, first_class: int, normalizer: Tensor, grad: Tensor, z_loss: float
 ) -> None:
-    """As hip_ops.ops.linear_cross_entropy.reference.overwrite_with_gradient."""
+    """As reference.overwrite_with_gradient."""
     device, (rows, classes) = logits.device, logits.shape
     if rows and classes:
         normalizer = as_rows(normalizer)
@@ -46,7 +46,7 @@ def overwrite_with_gradient(
 
 
 def overwrite_with_exponentials(logits: Tensor, labels: Tensor, first_class: int, parts: int) -> Tensor:
-    """As hip_ops.ops.linear_cross_entropy.reference.overwrite_with_exponentials."""
+    """As reference.overwrite_with_exponentials."""
     device, (rows, classes) = logits.device, logits.shape
     statistics = torch.empty((parts, 3, rows), dtype=torch.float32, device=device)
     if rows:
@@ -68,14 +68,14 @@ def finish_gradient(
     grad: Tensor,
     z_loss: float,
 ) -> Tensor:
-    """As hip_ops.ops.linear_cross_entropy.reference.finish_gradient."""
+    """As reference.finish_gradient."""
     device, (rows, classes) = exponentials.device, exponentials.shape
-    found = torch.empty((2, rows), dtype=torch.float32, device=device)
+    losses_and_factors = torch.empty((2, rows), dtype=torch.float32, device=device)
     if rows:
         call_rows(
             "ho_finish_gradient", written_rows(exponentials), labels.contiguous(), statistics.contiguous(),
-            grad.contiguous(), found, rows, classes, exponentials.stride(0), first_class, part_size(classes, parts),
-            len(statistics), first_part, parts, z_loss, exponentials.element_size(), rows=rows, wide=(exponentials,),
-            device=device,
+            grad.contiguous(), losses_and_factors, rows, classes, exponentials.stride(0), first_class,
+            part_size(classes, parts), len(statistics), first_part, parts, z_loss, exponentials.element_size(),
+            rows=rows, wide=(exponentials,), device=device,
         )
-    return found
+    return losses_and_factors

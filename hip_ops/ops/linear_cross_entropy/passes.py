@@ -17,7 +17,7 @@ from hip_ops.saved_bytes import MAX_PART_CLASSES, parts_of_exponentials
 
 # With fewer rows, rows are cut into parts. nvidia: a block per row, on 132 processors; amd: a wave per row, on 304.
 ROWS_THAT_FILL_A_DEVICE = {"nvidia": 2048, "amd": 8192}
-MOST_PARTS = 16
+MAX_PARTS = 16
 CLASSES = 262272  # ZAYA1's vocabulary
 LOGITS = """
     logits            [tokens, classes]       bf16|fp32
@@ -26,17 +26,17 @@ LOGITS = """
 
 
 def parts_for(logits: Tensor) -> int:
-    """Returns the number of parts into which row_statistics cuts a row: enough to fill a GPU, 1 on a CPU."""
+    """Return the number of parts into which row_statistics cuts a row: enough to fill a GPU, 1 on a CPU."""
     if logits.device.type == "cpu":
         return 1
     parts, enough = 1, ROWS_THAT_FILL_A_DEVICE["amd" if torch.version.hip else "nvidia"]
-    while parts < MOST_PARTS and parts * len(logits) < enough and logits.shape[1] >= 8192 * parts:
+    while parts < MAX_PARTS and parts * len(logits) < enough and logits.shape[1] >= 8192 * parts:
         parts *= 2
     return parts
 
 
 def _example(device: torch.device, whole: bool = False, far: bool = False, parts: int = 2) -> tuple:
-    """Makes rows of `parts` parts, the last shorter than the others; labels at the borders of the first, of the last
+    """Make rows of `parts` parts, the last shorter than the others; labels at the borders of the first, of the last
     and in none. As in training rows, classes and the first class are multiples of 16, for which Triton compiles another
     kernel.
 
@@ -70,12 +70,12 @@ def _finish_example(device: torch.device, whole: bool = False) -> tuple:
 
 
 def _of_all_classes(example: Callable[..., tuple]) -> dict[str, tuple[Callable[[torch.device], tuple], ...]]:
-    """Returns more examples, for the versions that do not compile every shape anew."""
+    """Return more examples, for the versions that do not compile every shape anew."""
     return dict.fromkeys(("hip", "triton"), (functools.partial(example, whole=True),))
 
 
 def _compare(got: list, want: list, tolerance: float) -> str | None:
-    """Compares each element relative to itself, because exponentials and gradients have any size. Rows are bf16."""
+    """Compare each element relative to itself, because exponentials and gradients have any size. Rows are bf16."""
     result = want[0] is not None and worst_element("result", got[0], want[0], allowed=tolerance, floor=1e-30)
     return result or worst_element("row", got[1][0], want[1][0], allowed=2**-7, floor=1e-30)
 

@@ -43,17 +43,17 @@ LARGE = (
 
 
 def part_size(classes: int, parts: int) -> int:
-    """Returns the classes of each part; the last ones may have fewer, or none."""
+    """Return the classes of each part; the last ones may have fewer, or none."""
     return max(1, -(-classes // (parts * PART_ALIGNMENT))) * PART_ALIGNMENT
 
 
 def reference_of(top: Tensor) -> Tensor:
-    """Returns the reference of a part with maximum `top`; infinities are their own reference."""
+    """Return the reference of a part with maximum `top`; infinities are their own reference."""
     return torch.where(top.abs() < LARGE, PERIOD * ((top - MOST) * (1 / PERIOD)).ceil(), top)
 
 
 def combined(statistics: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the normalizer [2, T] and the label's logit [T] from the parts of all ranks [parts, 3, T]."""
+    """Return the normalizer [2, T] and the label's logit [T] from the parts of all ranks [parts, 3, T]."""
     top, total, label = statistics.unbind(1)
     if len(statistics) == 1:
         return torch.stack((top[0], total[0].log())), label[0]
@@ -62,7 +62,7 @@ def combined(statistics: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def joined(statistics: Tensor) -> Tensor:
-    """Joins the statistics of all parts to those of one, [1, 3, T]."""
+    """Join the statistics of all parts to those of one, [1, 3, T]."""
     references, sums, labels_logits = statistics.unbind(1)
     largest = references.amax(0)
     total = (sums * (references - _shift(largest)).exp()).sum(0)
@@ -70,20 +70,20 @@ def joined(statistics: Tensor) -> Tensor:
 
 
 def losses(normalizer: Tensor, label: Tensor, z_loss: float) -> Tensor:
-    """Returns -log softmax(logits)[label] + z_loss * logsumexp(logits)^2 (arXiv 2204.02311 section 5), [T]."""
-    found = normalizer[1] - (label - normalizer[0])
-    return found if z_loss == 0 else found + z_loss * normalizer.sum(0).square()
+    """Return -log softmax(logits)[label] + z_loss * logsumexp(logits)^2 (arXiv 2204.02311 section 5), [T]."""
+    cross_entropy = normalizer[1] - (label - normalizer[0])
+    return cross_entropy if z_loss == 0 else cross_entropy + z_loss * normalizer.sum(0).square()
 
 
 def row_statistics(logits: Tensor, labels: Tensor, first_class: int, parts: int) -> Tensor:
-    """Returns statistics [parts, 3, T] in fp32 or wider: maximum, sum of exp(logit - maximum), label's logit."""
-    found = _statistics_of_labels(logits, labels, first_class, parts)
+    """Return statistics [parts, 3, T] in fp32 or wider: maximum, sum of exp(logit - maximum), label's logit."""
+    statistics = _statistics_of_labels(logits, labels, first_class, parts)
     for rows, part, values in _pieces(logits, parts):
-        values = values.to(found.dtype)
+        values = values.to(statistics.dtype)
         top = values.amax(-1)
-        found[part, 0, rows] = top.t()
-        found[part, 1, rows] = (values - _shift(top).unsqueeze(-1)).exp_().sum(-1).t()
-    return found
+        statistics[part, 0, rows] = top.t()
+        statistics[part, 1, rows] = (values - _shift(top).unsqueeze(-1)).exp_().sum(-1).t()
+    return statistics
 
 
 def overwrite_with_gradient(
@@ -103,19 +103,19 @@ def overwrite_with_gradient(
 def overwrite_with_exponentials(logits: Tensor, labels: Tensor, first_class: int, parts: int) -> Tensor:
     """logits <- exp(logits - reference of the part), rounded to their dtype.
 
-    Returns statistics [parts, 3, T] in fp32 or wider: reference, sum of the exponentials before they were rounded,
+    Return statistics [parts, 3, T] in fp32 or wider: reference, sum of the exponentials before they were rounded,
     label's logit.
     """
-    found = _statistics_of_labels(logits, labels, first_class, parts)
+    statistics = _statistics_of_labels(logits, labels, first_class, parts)
     for rows, part, stored in _pieces(logits, parts):
-        values = stored.to(found.dtype)
+        values = stored.to(statistics.dtype)
         reference = reference_of(values.amax(-1))
-        found[part, 0, rows] = reference.t()
+        statistics[part, 0, rows] = reference.t()
         values = values.sub_(_shift(reference).unsqueeze(-1)).exp_()
-        found[part, 1, rows] = values.sum(-1).t()
+        statistics[part, 1, rows] = values.sum(-1).t()
         if stored.dtype != values.dtype:
             stored.copy_(values)
-    return found
+    return statistics
 
 
 def finish_gradient(
@@ -128,7 +128,7 @@ def finish_gradient(
     grad: Tensor,
     z_loss: float,
 ) -> Tensor:
-    """Turns the exponentials of `overwrite_with_exponentials` into a row's gradient up to a factor, in place.
+    """Turn the exponentials of `overwrite_with_exponentials` into a row's gradient up to a factor, in place.
 
     Args:
         statistics: of all ranks' parts, [all parts, 3, T]; those of `exponentials` are the `parts` from first_part on.
@@ -154,43 +154,43 @@ def finish_gradient(
         for rows, part, values in _pieces(exponentials, parts):
             values.mul_(scale[first_part : first_part + parts][part, rows].t().unsqueeze(-1))
     if exponentials.shape[1]:
-        column, here = _columns_of(labels, first_class, exponentials.shape[1])
+        column, inside = _columns_of(labels, first_class, exponentials.shape[1])
         gradient = (of_label - total / factor).to(exponentials.dtype)
-        gradient = torch.where(here, gradient, _at(exponentials, column))
+        gradient = torch.where(inside, gradient, _at(exponentials, column))
         exponentials.scatter_(-1, column.unsqueeze(-1), gradient.unsqueeze(-1))
     return torch.stack((loss + z_loss * log_sum.square() if z_loss else loss, grad * factor / total))
 
 
 def _shift(reference: Tensor) -> Tensor:
-    """Returns the number to subtract: finite even where all logits are -inf."""
+    """Return the number to subtract: finite even where all logits are -inf."""
     return reference.clamp(min=torch.finfo(reference.dtype).min)
 
 
 def _columns_of(labels: Tensor, first_class: int, classes: int) -> tuple[Tensor, Tensor]:
-    """Returns the column of each label, any column for labels of other ranks, and which are of this rank; both [T]."""
+    """Return the column of each label, any column for labels of other ranks, and which are of this rank; both [T]."""
     column = labels - first_class
     inside = column.clamp(0, classes - 1)
     return inside, inside == column
 
 
 def _statistics_of_labels(logits: Tensor, labels: Tensor, first_class: int, parts: int) -> Tensor:
-    """Returns the statistics [parts, 3, T] of rows without logits, with the labels' logits."""
-    found = torch.zeros((parts, 3, len(logits)), dtype=wide(logits.dtype), device=logits.device)
-    found[:, 0] = -torch.inf
+    """Return the statistics [parts, 3, T] of rows without logits, with the labels' logits."""
+    statistics = torch.zeros((parts, 3, len(logits)), dtype=wide(logits.dtype), device=logits.device)
+    statistics[:, 0] = -torch.inf
     if logits.shape[1]:
-        column, here = _columns_of(labels, first_class, logits.shape[1])
-        label = torch.where(here, _at(logits, column).to(found.dtype), 0)
-        found[:, 2].scatter_(0, (column // part_size(logits.shape[1], parts)).unsqueeze(0), label.unsqueeze(0))
-    return found
+        column, inside = _columns_of(labels, first_class, logits.shape[1])
+        label = torch.where(inside, _at(logits, column).to(statistics.dtype), 0)
+        statistics[:, 2].scatter_(0, (column // part_size(logits.shape[1], parts)).unsqueeze(0), label.unsqueeze(0))
+    return statistics
 
 
 def _at(rows: Tensor, column: Tensor) -> Tensor:
-    """Returns the element of each row in its column, [T]."""
+    """Return the element of each row in its column, [T]."""
     return rows.gather(-1, column.unsqueeze(-1)).squeeze(-1)
 
 
 def _blocks(logits: Tensor) -> list[slice]:
-    """Returns the rows of a block: all under torch.compile, which makes one kernel."""
+    """Return the rows of a block: all under torch.compile, which makes one kernel."""
     tokens, classes = logits.shape
     if not classes or torch.compiler.is_compiling():
         return [slice(0, tokens)] if classes else []
@@ -199,16 +199,16 @@ def _blocks(logits: Tensor) -> list[slice]:
 
 
 def _pieces(logits: Tensor, parts: int) -> list[tuple[slice, slice, Tensor]]:
-    """Yields views [rows, parts, classes of a part] of the logits, with their rows and parts: all full parts, then the
+    """Yield views [rows, parts, classes of a part] of the logits, with their rows and parts: all full parts, then the
     last one.
     """
     classes, step = logits.shape[1], part_size(logits.shape[1], parts)
     full = classes // step
-    found = []
+    pieces = []
     for rows in _blocks(logits):
         if full:
             values = logits[rows, : full * step]
-            found.append((rows, slice(0, full), values.view(values.shape[0], full, step)))
+            pieces.append((rows, slice(0, full), values.view(values.shape[0], full, step)))
         if classes % step:
-            found.append((rows, slice(full, full + 1), logits[rows, full * step :].unsqueeze(1)))
-    return found
+            pieces.append((rows, slice(full, full + 1), logits[rows, full * step :].unsqueeze(1)))
+    return pieces

@@ -2,7 +2,7 @@
 """The passes over rows of logits in Triton. No atomics.
 
 A program computes a part of a row; where exponentials become gradients, a row. Same functions and conventions as
-hip_ops.ops.linear_cross_entropy.reference, on logits of contiguous rows. Importing this module imports triton.
+reference.py, on logits of contiguous rows. Importing this module imports triton.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hip_ops.runtime.row_views import as_rows, written_rows
 
 @triton.jit
 def _part_of_row(size, classes):
-    """Returns the program's row and part, and the first class of the part and the one after its last."""
+    """Return the program's row and part, and the first class of the part and the one after its last."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = part * size
     return row, part, start, min(start + size, classes)
@@ -63,7 +63,7 @@ def row_gradient_kernel(
     logits, labels, normalizer, grad, classes, row_stride, normalizer_stride, first_class, size, z_loss,
     BLOCK: tl.constexpr,
 ):
-    """Computes a part of a row, BLOCK logits at a time."""
+    """Compute a part of a row, BLOCK logits at a time."""
     row, part, start, end = _part_of_row(size, classes)
     top = tl.load(normalizer + row)
     log_sum = tl.load(normalizer + normalizer_stride + row)
@@ -83,7 +83,7 @@ def exponentials_kernel(
     logits, labels, statistics, rows, classes, row_stride, first_class, size, MOST: tl.constexpr, PERIOD: tl.constexpr,
     LARGE: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Keeps a part of a row in registers between its maximum and its exponentials."""
+    """Keep a part of a row in registers between its maximum and its exponentials."""
     row, part, start, end = _part_of_row(size, classes)
     column = start + tl.arange(0, BLOCK)
     to = logits + row * row_stride + column
@@ -155,7 +155,7 @@ class Launch:
 
 
 def launch(element_bytes: int, warp_size: int | None = None) -> Launch:
-    """Chooses the tile of row_statistics_kernel and row_gradient_kernel: 16 bytes per lane, twice a step. warp_size
+    """Choose the tile of row_statistics_kernel and row_gradient_kernel: 16 bytes per lane, twice a step. warp_size
     None: of this torch's devices.
     """
     warp_size = warp_size or default_warp_size()
@@ -163,14 +163,14 @@ def launch(element_bytes: int, warp_size: int | None = None) -> Launch:
 
 
 def parts_of_gradient(classes: int) -> int:
-    """Returns the parts of a row in row_gradient_kernel. It has no sums, so the parts may be small enough to load all
+    """Return the parts of a row in row_gradient_kernel. It has no sums, so the parts may be small enough to load all
     processors evenly.
     """
     return max(1, min(16, classes // 16384))
 
 
 def tile(size: int, element_bytes: int, warp_size: int | None = None) -> tuple[int, int]:
-    """Returns block and warps of exponentials_kernel for a part of `size` classes: 16 bytes per lane, twice if the part
+    """Return block and warps of exponentials_kernel for a part of `size` classes: 16 bytes per lane, twice if the part
     is that large.
     """
     warp_size = warp_size or default_warp_size()
@@ -179,7 +179,7 @@ def tile(size: int, element_bytes: int, warp_size: int | None = None) -> tuple[i
 
 
 def row_statistics(logits: Tensor, labels: Tensor, first_class: int, parts: int) -> Tensor:
-    """As hip_ops.ops.linear_cross_entropy.reference.row_statistics."""
+    """As reference.row_statistics."""
     rows, classes = logits.shape
     statistics = torch.empty((parts, 3, rows), dtype=torch.float32, device=logits.device)
     if rows:
@@ -195,7 +195,7 @@ def row_statistics(logits: Tensor, labels: Tensor, first_class: int, parts: int)
 def overwrite_with_gradient(
     logits: Tensor, labels: Tensor, first_class: int, normalizer: Tensor, grad: Tensor, z_loss: float
 ) -> None:
-    """As hip_ops.ops.linear_cross_entropy.reference.overwrite_with_gradient."""
+    """As reference.overwrite_with_gradient."""
     rows, classes = logits.shape
     if rows and classes:
         chosen, parts, normalizer = launch(logits.element_size()), parts_of_gradient(classes), as_rows(normalizer)
@@ -208,7 +208,7 @@ def overwrite_with_gradient(
 
 
 def overwrite_with_exponentials(logits: Tensor, labels: Tensor, first_class: int, parts: int) -> Tensor:
-    """As hip_ops.ops.linear_cross_entropy.reference.overwrite_with_exponentials."""
+    """As reference.overwrite_with_exponentials."""
     rows, classes = logits.shape
     statistics = torch.empty((parts, 3, rows), dtype=torch.float32, device=logits.device)
     if rows:
@@ -232,15 +232,15 @@ def finish_gradient(
     grad: Tensor,
     z_loss: float,
 ) -> Tensor:
-    """As hip_ops.ops.linear_cross_entropy.reference.finish_gradient."""
+    """As reference.finish_gradient."""
     rows, classes = exponentials.shape
-    found = torch.empty((2, rows), dtype=torch.float32, device=exponentials.device)
+    losses_and_factors = torch.empty((2, rows), dtype=torch.float32, device=exponentials.device)
     if rows:
         with on(exponentials.device):
             finish_gradient_kernel[(rows,)](
-                written_rows(exponentials), labels.contiguous(), statistics.contiguous(), grad.contiguous(), found,
-                rows, classes, exponentials.stride(0), first_class, part_size(classes, parts), len(statistics),
-                first_part, parts, z_loss, PARTS=triton.next_power_of_2(len(statistics)), BLOCK=1024,
+                written_rows(exponentials), labels.contiguous(), statistics.contiguous(), grad.contiguous(),
+                losses_and_factors, rows, classes, exponentials.stride(0), first_class, part_size(classes, parts),
+                len(statistics), first_part, parts, z_loss, PARTS=triton.next_power_of_2(len(statistics)), BLOCK=1024,
                 num_warps=4 if torch.version.hip is None else 2,
             )
-    return found
+    return losses_and_factors

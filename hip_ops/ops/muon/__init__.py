@@ -30,14 +30,14 @@ from hip_ops.runtime.operator import Operator
 
 
 def rms_matching_scale(shape: Sequence[int]) -> float:
-    """Returns 0.2 * sqrt(max(m, n)) for a matrix [..., m, n]: the update's root mean square becomes AdamW's (arXiv
+    """Return 0.2 * sqrt(max(m, n)) for a matrix [..., m, n]: the update's root mean square becomes AdamW's (arXiv
     2502.16982, section 2.2).
     """
     return 0.2 * math.sqrt(max(shape[-2:]))
 
 
 def _check(operator: Operator, lists: dict[str, list[Tensor]], **numbers: Tensor | None) -> None:
-    """Raises ValueError unless the lists are parallel and `numbers` are fp32 on their device: `square_sums` one per
+    """Raise ValueError unless the lists are parallel and `numbers` are fp32 on their device: `square_sums` one per
     tensor, others one.
 
     Parallel: equally many contiguous tensors of the same shapes on one device; bf16 and fp32 in any mixture (`masters`
@@ -63,14 +63,14 @@ def _check(operator: Operator, lists: dict[str, list[Tensor]], **numbers: Tensor
                 double_too = "" if double else " (or all tensors torch.float64)"
                 fail(f"{name}[{i}]", f"is {tensor.dtype}", " or ".join(map(str, allowed)) + double_too)
     for name, value in numbers.items():
-        wanted = (torch.float32, len(first) if name == "square_sums" else 1, device)
-        if value is not None and ((value.dtype, value.numel(), value.device) != wanted or not value.is_contiguous()):
+        expected = (torch.float32, len(first) if name == "square_sums" else 1, device)
+        if value is not None and ((value.dtype, value.numel(), value.device) != expected or not value.is_contiguous()):
             what = f"is {value.dtype} of shape {tuple(value.shape)} on {value.device}"
-            fail(name, what, f"torch.float32 of {wanted[1]} elements on {device}, contiguous")
+            fail(name, what, f"torch.float32 of {expected[1]} elements on {device}, contiguous")
 
 
 def _example_lists(device: torch.device, *dtypes: torch.dtype) -> list[list[Tensor]]:
-    """Makes parallel lists of these dtypes with whole and ragged chunks, an empty tensor and a few elements."""
+    """Make parallel lists of these dtypes with whole and ragged chunks, an empty tensor and a few elements."""
     shapes = [(96, 256), (0, 4), (17, 33), (1, 3)]
     return [[torch.randn(shape, device=device).to(dtype) for shape in shapes] for dtype in dtypes]
 
@@ -132,7 +132,7 @@ def muon_momentum_(
     found_inf: Tensor | None = None,
     square_sums: Tensor | None = None,
 ) -> None:
-    """Updates `momenta` in place and writes the matrices for Newton-Schulz into `outputs`.
+    """Update `momenta` in place and writes the matrices for Newton-Schulz into `outputs`.
 
     With g = gradient * grad_scale and b the momentum,
 
@@ -175,7 +175,7 @@ def muon_update_(
     scales: Sequence[float] | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Computes weight = weight * (1 - lr * weight_decay) - lr * scale * update in place; weight decay is decoupled
+    """Compute weight = weight * (1 - lr * weight_decay) - lr * scale * update in place; weight decay is decoupled
     (arXiv 1711.05101).
 
     updates: the results of Newton-Schulz, bf16 or fp32.

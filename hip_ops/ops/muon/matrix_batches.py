@@ -41,20 +41,20 @@ class MatrixBatches:
         self._order = None if order == sorted(order) else torch.tensor(order, device=device)
 
     def split(self, batches: Sequence[Tensor]) -> list[Tensor]:
-        """Splits tensors shaped like `self.tensors` into matrices, in the order of `shapes`: the updates of
+        """Split tensors shaped like `self.tensors` into matrices, in the order of `shapes`: the updates of
         `muon_update_`.
         """
         matrices: list[Tensor | None] = [None] * sum(map(len, self.places))
         for like, batch, places in zip(self.tensors, batches, self.places, strict=True):
             if batch.shape != like.shape:
-                found = f"a batch has shape {tuple(batch.shape)}"
-                raise mistake("hip_ops.MatrixBatches", found, str(tuple(like.shape)))
+                problem = f"a batch has shape {tuple(batch.shape)}"
+                raise mistake("hip_ops.MatrixBatches", problem, str(tuple(like.shape)))
             for place, matrix in zip(places, batch.unbind(0), strict=True):
                 matrices[place] = matrix
         return matrices
 
     def sums(self) -> list[Tensor]:
-        """Returns `square_sums` by batch, fp32 [batch] each: views where equal shapes are adjacent in `shapes`,
+        """Return `square_sums` by batch, fp32 [batch] each: views where equal shapes are adjacent in `shapes`,
         otherwise copies.
         """
         sums = self.square_sums if self._order is None else self.square_sums.index_select(0, self._order)

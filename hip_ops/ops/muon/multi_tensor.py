@@ -58,14 +58,14 @@ class WorkTable:
 
 
 def vector_elements(itemsizes: Sequence[int]) -> int:
-    """Returns the elements that a lane takes at once: 16 bytes of the widest type, so that a wave's accesses are
+    """Return the elements that a lane takes at once: 16 bytes of the widest type, so that a wave's accesses are
     contiguous in all types.
     """
     return VECTOR_BYTES // max(itemsizes)
 
 
 def head_of(addresses: Sequence[int], itemsizes: Sequence[int]) -> int:
-    """Returns the number of elements before the first one at which every address is aligned to a vector, or -1."""
+    """Return the number of elements before the first one at which every address is aligned to a vector, or -1."""
     width = vector_elements(itemsizes)
     for head in range(width):
         if all((a + head * s) % (width * s) == 0 for a, s in zip(addresses, itemsizes, strict=True)):
@@ -81,7 +81,7 @@ def pack(
     places: Sequence[int],
     chunk_elements: int,
 ) -> tuple[torch.Tensor, int]:
-    """Returns the table as an int64 tensor on the CPU, and its number of chunks. `addresses[t]` has one address per
+    """Return the table as an int64 tensor on the CPU, and its number of chunks. `addresses[t]` has one address per
     entry of `itemsizes`.
     """
     rows, counts, chunks = [], [], 0
@@ -113,12 +113,12 @@ class Staging:
         self.left: torch.Tensor | None = None
 
     def prepare(self) -> None:
-        """Makes sure that at least half of STAGING_WORDS is free. Must be called outside of captures."""
+        """Make sure that at least half of STAGING_WORDS is free. Must be called outside of captures."""
         if self.left is None or self.left.numel() < STAGING_WORDS // 2:
             self.left = torch.empty(STAGING_WORDS, dtype=torch.int64, pin_memory=True)
 
     def take(self, host: torch.Tensor) -> torch.Tensor:
-        """Returns a copy of `host` in pinned memory."""
+        """Return a copy of `host` in pinned memory."""
         if self.left is None or self.left.numel() < host.numel():
             raise RuntimeError(
                 "hip_ops: a graph is captured and there is no pinned memory left for a work table of "
@@ -137,7 +137,7 @@ _kept_for_graphs: list[tuple[WorkTable, torch.Tensor]] = []
 def _uploaded(
     device, stream, addresses, itemsizes, numels, scales, places, chunk_elements
 ) -> tuple[WorkTable, torch.Tensor]:
-    """Returns the table on `device`, uploaded on `stream`, and its host copy, which the upload may still read."""
+    """Return the table on `device`, uploaded on `stream`, and its host copy, which the upload may still read."""
     host, chunks = pack(addresses, itemsizes, numels, scales, places, chunk_elements)
     if device.type != "cpu":
         _staging.prepare()
@@ -146,7 +146,7 @@ def _uploaded(
 
 
 def _captured(device, addresses, itemsizes, numels, scales, places, chunk_elements) -> WorkTable:
-    """Returns a new table for the graph being captured; its upload becomes part of the graph."""
+    """Return a new table for the graph being captured; its upload becomes part of the graph."""
     host, chunks = pack(addresses, itemsizes, numels, scales, places, chunk_elements)
     table = WorkTable(torch.empty_like(host, device=device), len(numels), chunks, chunk_elements)
     pinned = _staging.take(host)
@@ -158,7 +158,7 @@ def _captured(device, addresses, itemsizes, numels, scales, places, chunk_elemen
 def work_table(
     columns: Sequence[Sequence[torch.Tensor]], scales: Sequence[float], places: Sequence[int], chunk_elements: int
 ) -> WorkTable:
-    """Returns the table for parallel lists of tensors (`columns[c][t]`), each list of one dtype, all on one device."""
+    """Return the table for parallel lists of tensors (`columns[c][t]`), each list of one dtype, all on one device."""
     device = columns[0][0].device
     content = (
         tuple(zip(*([t.data_ptr() for t in column] for column in columns), strict=True)),
@@ -179,7 +179,7 @@ def work_table(
 def work_tables(
     columns: Sequence[Sequence[torch.Tensor]], scales: Sequence[float] = ()
 ) -> Iterator[tuple[tuple[torch.dtype, ...], WorkTable]]:
-    """Yields one table per combination of dtypes in parallel lists. Usually there is one combination, hence one
+    """Yield one table per combination of dtypes in parallel lists. Usually there is one combination, hence one
     launch.
     """
     groups: dict[tuple[torch.dtype, ...], list[int]] = {}
@@ -191,7 +191,7 @@ def work_tables(
 
 
 def blocks_for(table: WorkTable) -> int:
-    """Returns the number of blocks of 256 threads to launch; few on a CPU, which runs them one by one."""
+    """Return the number of blocks of 256 threads to launch; few on a CPU, which runs them one by one."""
     device = table.data.device
     if device.type == "cpu":
         return min(table.chunks, 4)

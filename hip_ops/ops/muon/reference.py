@@ -19,7 +19,7 @@ def _compute_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 
 def _store(target: Tensor, value: Tensor, skip: Tensor | None) -> None:
-    """Stores `value`, rounded, in `target`, or nothing where `skip` holds; a select, so that a NaN in `value` is not
+    """Store `value`, rounded, in `target`, or nothing where `skip` holds; a select, so that a NaN in `value` is not
     stored.
     """
     value = value.to(target.dtype)

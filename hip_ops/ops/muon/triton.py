@@ -27,7 +27,7 @@ WORDS: tl.constexpr = tl.constexpr(ROW_WORDS)
 
 @triton.jit
 def _chunk(words, chunk_rows, chunk, CHUNK: tl.constexpr):
-    """Returns the chunk's row, first element and number of elements, and whether it is whole and aligned."""
+    """Return the chunk's row, first element and number of elements, and whether it is whole and aligned."""
     row = tl.load(chunk_rows + chunk).to(tl.int64)
     numel = tl.load(words + row * WORDS + 3)
     packed = tl.load(words + row * WORDS + 4)
@@ -44,7 +44,7 @@ def _chunk(words, chunk_rows, chunk, CHUNK: tl.constexpr):
 
 @triton.jit
 def _column(words, row, begin, column: tl.constexpr, dtype: tl.constexpr):
-    """Returns the address of element `begin` of a row's tensor."""
+    """Return the address of element `begin` of a row's tensor."""
     return tl.load(words + row * WORDS + column).to(tl.pointer_type(dtype)) + begin
 
 
@@ -55,14 +55,14 @@ def _tile(start, UNROLL: tl.constexpr, INNER: tl.constexpr):
 
 @triton.jit
 def _at(pointer, offsets, WIDTH: tl.constexpr):
-    """Returns the addresses of a tile with groups of WIDTH neighbours, aligned to the group's size."""
+    """Return the addresses of a tile with groups of WIDTH neighbours, aligned to the group's size."""
     alignment: tl.constexpr = WIDTH * (pointer.dtype.element_ty.primitive_bitwidth // 8)
     return tl.max_contiguous(tl.multiple_of(pointer + offsets, [1, alignment]), [1, WIDTH])
 
 
 @triton.jit
 def _lerp(start, end, weight):
-    """Computes torch.lerp with its two forms, exact at weights 0 and 1, each with one fused multiply-add."""
+    """Compute torch.lerp with its two forms, exact at weights 0 and 1, each with one fused multiply-add."""
     near = tl.abs(weight) < 0.5
     coefficient = tl.where(near, weight, weight - 1.0)
     return tl.fma(end - start, tl.zeros_like(start) + coefficient, tl.where(near, start, end))
@@ -73,7 +73,7 @@ def _momentum_tile(
     g, b, o, mask, scale, momentum, gradient_weight,
     MOMENTUM: tl.constexpr, OUTPUT: tl.constexpr, NESTEROV: tl.constexpr, POLICY: tl.constexpr,
 ):
-    """Updates the momenta at b and writes the outputs at o. Returns the outputs as stored, in fp32."""
+    """Update the momenta at b and writes the outputs at o. Return the outputs as stored, in fp32."""
     gradient = tl.load(g, mask=mask, eviction_policy=POLICY).to(tl.float32) * scale
     buffer = tl.load(b, mask=mask, eviction_policy=POLICY).to(tl.float32)
     new = _lerp(buffer, gradient, gradient_weight).to(MOMENTUM)
@@ -85,7 +85,7 @@ def _momentum_tile(
 
 @triton.jit
 def _update_tile(u, w, c, mask, decay, step, WEIGHT: tl.constexpr, COPY: tl.constexpr, POLICY: tl.constexpr):
-    """Writes the new weights to w, and rounded to c if COPY is a dtype."""
+    """Write the new weights to w, and rounded to c if COPY is a dtype."""
     update = tl.load(u, mask=mask, eviction_policy=POLICY).to(tl.float32)
     weight = tl.load(w, mask=mask, eviction_policy=POLICY).to(tl.float32)
     new = tl.fma(update, tl.zeros_like(update) - step, weight * decay)
@@ -100,7 +100,7 @@ def muon_momentum_kernel(
     GRADIENT: tl.constexpr, MOMENTUM: tl.constexpr, OUTPUT: tl.constexpr, NESTEROV: tl.constexpr,
     CHUNK: tl.constexpr, UNROLL: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr,
 ):
-    """Updates momenta and outputs; partials[chunk] = sum of squares of the chunk's stored outputs, unless partials is
+    """Update momenta and outputs; partials[chunk] = sum of squares of the chunk's stored outputs, unless partials is
     None.
     """
     tl.static_assert(CHUNK % (UNROLL * INNER) == 0, "whole chunks go in whole tiles")
@@ -202,7 +202,7 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 def tile_of(dtypes: Sequence[torch.dtype], wave: int) -> dict:
-    """Returns tile extents and warps: THREADS threads that each hold TILE_ELEMENTS / WIDTH vectors of every tensor."""
+    """Return tile extents and warps: THREADS threads that each hold TILE_ELEMENTS / WIDTH vectors of every tensor."""
     width = vector_elements([dtype.itemsize for dtype in dtypes])
     return dict(UNROLL=TILE_ELEMENTS // width, INNER=THREADS * width, WIDTH=width, num_warps=THREADS // wave)
 

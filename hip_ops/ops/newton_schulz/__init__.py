@@ -60,7 +60,7 @@ def _example(
 
 
 def _example_of_large_tiles(shape: tuple[int, int, int], form: str) -> Callable[[torch.device], tuple]:
-    """Makes a batch of LARGE_TILES; on a CPU, where it would take minutes, one small matrix."""
+    """Make a batch of LARGE_TILES; on a CPU, where it would take minutes, one small matrix."""
 
     def make(device: torch.device) -> tuple:
         return _example(*((1, 24, 40) if multiprocessors(device) == 1 else shape), form)(device)
@@ -101,7 +101,7 @@ def newton_schulz(
     eps: float = 1e-7,
     square_sums: Tensor | None = None,
 ) -> Tensor:
-    """Returns U S' V^T for x = U S V^T, with S' near 1: steps of X <- a X + (b A + c A^2) X, A = X X^T, from x /
+    """Return U S' V^T for x = U S V^T, with S' near 1: steps of X <- a X + (b A + c A^2) X, A = X X^T, from x /
     max(|x|_F, eps).
 
     x [.., m, n] of any strides, bf16, fp16, fp32 or fp64; matrices are independent; the result is contiguous and has

@@ -21,8 +21,8 @@ from torch import Tensor
 from hip_ops.ops.newton_schulz.plan import Plan
 from hip_ops.runtime import self_check
 
-LARGEST = 2**24  # elements of a batch; above, the GPU takes longer than the CPU
-KEPT = 16
+MAX_BATCH_ELEMENTS = 2**24  # elements of a batch; above, the GPU takes longer than the CPU
+MAX_GRAPHS = 16
 
 _lock = threading.Lock()
 _graphs: OrderedDict[tuple, _Graph | None] = OrderedDict()
@@ -37,18 +37,18 @@ class _Graph:
 
 
 def worthwhile(x: Tensor) -> bool:
-    """Returns whether to use a graph: only on NVIDIA, because HIP graphs of these kernels have not run on an MI300X."""
+    """Return whether to use a graph: only on NVIDIA, because HIP graphs of these kernels have not run on an MI300X."""
     return (
         x.is_cuda
         and torch.version.hip is None
-        and x.numel() <= LARGEST
+        and x.numel() <= MAX_BATCH_ELEMENTS
         and not torch.cuda.is_current_stream_capturing()
         and not self_check.comparing
     )
 
 
 def graphed(compute: Callable[[Tensor, Tensor | None, Plan, float], Tensor]) -> Callable:
-    """Wraps `compute` with the operator's arguments, and replays a graph where that is worthwhile."""
+    """Wrap `compute` with the operator's arguments, and replays a graph where that is worthwhile."""
 
     @functools.wraps(compute)
     def newton_schulz(x: Tensor, square_sums: Tensor | None, coefficients, form, restarts, dtype, eps: float) -> Tensor:
@@ -63,7 +63,7 @@ def graphed(compute: Callable[[Tensor, Tensor | None, Plan, float], Tensor]) -> 
             if seen and entry is None:
                 entry = _capture(compute, x, square_sums, plan, eps)
             _graphs[key] = entry
-            while len(_graphs) > KEPT:
+            while len(_graphs) > MAX_GRAPHS:
                 _graphs.popitem(last=False)
             if entry is not None:
                 entry.x.copy_(x)

@@ -49,7 +49,7 @@ COEFFICIENT_SETS: dict[str, tuple[tuple[Triple, ...], str]] = {
 
 
 def coefficient_triples(coefficients: str | Sequence[Sequence[float]], steps: int) -> tuple[Triple, ...]:
-    """Returns the triples (a, b, c) of `steps` steps. coefficients: a name of COEFFICIENT_SETS, or triples, which are
+    """Return the triples (a, b, c) of `steps` steps. coefficients: a name of COEFFICIENT_SETS, or triples, which are
     used in a cycle.
 
     Raises ValueError for an unknown name, triples that are not three finite numbers each, an empty list, and steps < 0.

@@ -25,7 +25,7 @@ def _is_half(x: Tensor) -> int:
 def _symmetric(
     a: Tensor, b: Tensor, d: Tensor | None, alpha: float, beta: float, tile: int | None = None
 ) -> Tensor:
-    """Returns alpha a b + beta d. tile: side of the kernel's tiles; by default `tile_side` chooses."""
+    """Return alpha a b + beta d. tile: side of the kernel's tiles; by default `tile_side` chooses."""
     batch, n, k = a.shape
     tile = tile or tile_side(True, batch, n, n)
     c = a.new_empty((batch, n, n))
@@ -37,7 +37,7 @@ def _general(
     a: Tensor, b_transposed: Tensor, d: Tensor | None, alpha: float, beta: float, transposed: Tensor | None = None,
     dtype: torch.dtype | None = None, tile: int | None = None,
 ) -> Tensor:
-    """Returns alpha a b + beta d from a [batch, m, k] and b's transpose [batch, n, k]; writes the transpose to
+    """Return alpha a b + beta d from a [batch, m, k] and b's transpose [batch, n, k]; writes the transpose to
     `transposed` if it is given.
     """
     (batch, m, k), n = a.shape, b_transposed.shape[1]
@@ -68,7 +68,7 @@ def _general(
 def _start(
     x: Tensor, square_sums: Tensor | None, eps: float, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Returns `normalised` in `dtype`, with the same bits, and its transpose, both contiguous."""
+    """Return `normalised` in `dtype`, with the same bits, and its transpose, both contiguous."""
     batch, rows, columns = x.shape
     factors = scale / norms(x, square_sums).clamp_min(eps)
     start = torch.empty(x.shape, dtype=dtype, device=x.device)

@@ -58,7 +58,7 @@ class ProductsInOrientation(Products):
 
 
 def norms(x: Tensor, square_sums: Tensor | None) -> Tensor:
-    """Returns |x|_F, [batch, 1, 1], in fp32 (fp64 for fp64)."""
+    """Return |x|_F, [batch, 1, 1], in fp32 (fp64 for fp64)."""
     if square_sums is None:
         return torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide(x.dtype))
     return square_sums.to(wide(x.dtype)).sqrt()[:, None, None]
@@ -75,14 +75,14 @@ def normalised(x: Tensor, square_sums: Tensor | None, eps: float, scale: float, 
 
 
 def _first_factor(z: Tensor, q_scale: float, r_scale: float, a: float) -> Tensor:
-    """Returns Q = P = a I + Z, the first step from Q = I."""
+    """Return Q = P = a I + Z, the first step from Q = I."""
     q = z * (q_scale / r_scale)
     q.diagonal(dim1=-2, dim2=-1).add_(a * q_scale)
     return q
 
 
 def iterate(products: Products, x: Any, plan: Plan) -> Tensor:
-    """Runs all steps of `plan`, at least one. x: X, normalised and multiplied by plan.scales[0]."""
+    """Run all steps of `plan`, at least one. x: X, normalised and multiplied by plan.scales[0]."""
     x_scale, r_scale, q_scale = plan.scales
     gram_alpha = r_scale / (x_scale * x_scale)
     r = products.gram(x, gram_alpha)

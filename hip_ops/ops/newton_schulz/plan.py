@@ -50,7 +50,7 @@ class Plan:
 
     @classmethod
     def of(cls, coefficients: Sequence[float], form: str, restarts: Sequence[int], dtype: torch.dtype) -> Plan:
-        """Returns the plan whose triples are `coefficients` in one flat list, as in the operator's schema."""
+        """Return the plan whose triples are `coefficients` in one flat list, as in the operator's schema."""
         triples = zip(coefficients[0::3], coefficients[1::3], coefficients[2::3], strict=True)
         return cls(tuple(triples), form, tuple(restarts), dtype)
 
@@ -60,12 +60,12 @@ class Plan:
 
 
 def default_restarts(steps: int) -> tuple[int, ...]:
-    """Returns the steps before which the Gram form restarts: (3,) of 5 steps, (3, 6) of 8."""
+    """Return the steps before which the Gram form restarts: (3,) of 5 steps, (3, 6) of 8."""
     return tuple(sorted(range(steps - LAST_STRETCH, 0, -STRETCH)))
 
 
 def multiply_adds(form: str, n: int, m: int, steps: int, restarts: int = 0) -> float:
-    """Returns the multiply-adds of one matrix; symmetric products count half; n <= m."""
+    """Return the multiply-adds of one matrix; symmetric products count half; n <= m."""
     if not (steps and n):
         return 0.0
     aspect = m / n
@@ -75,19 +75,19 @@ def multiply_adds(form: str, n: int, m: int, steps: int, restarts: int = 0) -> f
 
 
 def make_plan(triples: tuple[Triple, ...], n: int, m: int, dtype: torch.dtype) -> Plan:
-    """Chooses the form by multiply-adds. n, m: both sides of the matrix in either order; dtype: of the matrices
+    """Choose the form by multiply-adds. n, m: both sides of the matrix in either order; dtype: of the matrices
     inside.
     """
     return Plan(triples, *_choose_form(min(n, m), max(n, m), len(triples), dtype)[:2], dtype)
 
 
 def newton_schulz_flops(n: int, m: int, steps: int = 5, dtype: torch.dtype = torch.bfloat16) -> float:
-    """Returns the FLOPs of one matrix in the form that `make_plan` chooses."""
+    """Return the FLOPs of one matrix in the form that `make_plan` chooses."""
     return 2 * _choose_form(min(n, m), max(n, m), steps, dtype)[2]
 
 
 def _choose_form(n: int, m: int, steps: int, dtype: torch.dtype) -> tuple[str, tuple[int, ...], float]:
-    """Returns the form, the restarts and the multiply-adds."""
+    """Return the form, the restarts and the multiply-adds."""
     restarts = default_restarts(steps)
     gram, standard = multiply_adds("gram", n, m, steps, len(restarts)), multiply_adds("standard", n, m, steps)
     # bfloat16 loses in R what the standard form reads from X: 1.4 times its error on Gaussian matrices.
@@ -101,7 +101,7 @@ TILE_SIDES = {256: (35, 128), 128: (57, 192), 64: (132, 384)}
 
 
 def tile_side(symmetric: bool, batch: int, m: int, n: int) -> int:
-    """Returns the side of the tiles with which a HIP product finishes first by `relative_time`."""
+    """Return the side of the tiles with which a HIP product finishes first by `relative_time`."""
 
     def finished(side: int) -> float:
         return relative_time(batch * tile_count(symmetric, m, n, side, side), side * side, *TILE_SIDES[side])

@@ -47,7 +47,7 @@ BEFORE_HOPPER_CONFIG = ProductConfig(persistent=False, flatten=False)
 
 
 def read_table(path: Path = TABLE) -> tuple[str, list[dict]]:
-    """Returns the device that the table was measured on, and its rows, {"kind", "batch", "n", "m", "config", "ms"}."""
+    """Return the device that the table was measured on, and its rows, {"kind", "batch", "n", "m", "config", "ms"}."""
     table = json.loads(path.read_text())
     return table["measured_on"], config_rows.parse(table["rows"], ProductConfig, KINDS, path.name)
 
@@ -58,7 +58,7 @@ def _rows() -> tuple[tuple[str, int, int, int, ProductConfig], ...]:
 
 
 def choose_config(kind: str, batch: int, n: int, m: int, amd: bool = False) -> ProductConfig:
-    """Returns the row of this kind whose (n, batch * n * n, m) is nearest in log scale. n is the small side of X
+    """Return the row of this kind whose (n, batch * n * n, m) is nearest in log scale. n is the small side of X
     [batch, n, m].
     """
     if amd:

@@ -32,12 +32,12 @@ PROCESSORS = 132  # multiprocessors of an H100 or H200; with fewer tiles of 128 
 
 
 def fits(x: Tensor) -> bool:
-    """Returns whether rows and columns are multiples of 16 bytes, as quack requires."""
+    """Return whether rows and columns are multiples of 16 bytes, as quack requires."""
     return x.shape[1] % 8 == 0 and x.shape[2] % 8 == 0
 
 
 def faster(x: Tensor) -> bool:
-    """Returns whether quack was measured to be faster than Triton at this size."""
+    """Return whether quack was measured to be faster than Triton at this size."""
     n = min(x.shape[1:])
     return n >= SMALLEST_SIDE and (n <= LARGEST_FEW or _fills_device(len(x), n))
 
@@ -48,7 +48,7 @@ def _fills_device(batch: int, n: int) -> bool:
 
 
 def tiles(batch: int, n: int) -> tuple[Tile, Tile]:
-    """Returns the tiles of the symmetric and of the general product, for matrices whose smaller side is n."""
+    """Return the tiles of the symmetric and of the general product, for matrices whose smaller side is n."""
     if not _fills_device(batch, n):
         return SQUARE_SMALL, GENERAL_SMALL
     return SQUARE_LARGE, GENERAL_LARGE if n >= 512 else GENERAL_BATCH

@@ -65,7 +65,7 @@ def newton_schulz(
     dtype: torch.dtype | None,
     eps: float,
 ) -> Tensor:
-    """Runs the iteration on x [batch, r, c] of any strides, with the arguments of `Plan.of`; without steps it
+    """Run the iteration on x [batch, r, c] of any strides, with the arguments of `Plan.of`; without steps it
     normalises x.
 
     dtype None: fp32 on a CPU, fp16 on a GPU, fp64 for fp64.

@@ -35,7 +35,7 @@ def normalise_kernel(x, square_sums, out, numel, blocks, scale, eps, DTYPE: tl.c
 
 
 def start_of(x: Tensor, square_sums: Tensor | None, eps: float, scale: float, out: Tensor) -> Tensor:
-    """Computes `normalised` with the same bits, in wide accesses where sums are given and tensors are contiguous.
+    """Compute `normalised` with the same bits, in wide accesses where sums are given and tensors are contiguous.
 
     torch multiplies by one number per matrix into another dtype element by element, at a third of the memory's rate.
     """

@@ -122,13 +122,13 @@ def _has_descriptors(device: torch.device) -> bool:
 
 
 def empty_rows(batch: int, rows: int, columns: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Allocates [batch, rows, columns] whose rows start at multiples of 16 bytes, as tensor descriptors require."""
+    """Allocate [batch, rows, columns] whose rows start at multiples of 16 bytes, as tensor descriptors require."""
     padded = -(-columns // 8) * 8
     return like.new_empty((batch, rows, padded), dtype=dtype or like.dtype)[..., :columns]
 
 
 def stored(x: Tensor) -> tuple[Tensor, bool]:
-    """Returns [batch, r, c] in a layout that a descriptor can read, and whether it is stored by columns, as [batch, c,
+    """Return [batch, r, c] in a layout that a descriptor can read, and whether it is stored by columns, as [batch, c,
     r].
     """
     if describable(x):
@@ -143,10 +143,10 @@ def stored(x: Tensor) -> tuple[Tensor, bool]:
 def product(
     a: Tensor, b: Tensor, d: Tensor | None, c: Tensor, alpha: float, beta: float, symmetric: bool, config: ProductConfig
 ) -> Tensor:
-    """Computes c = alpha a b^T + beta d, [batch, m, n], by rows. a [batch, m, k] and b [batch, n, k] may be stored by
+    """Compute c = alpha a b^T + beta d, [batch, m, n], by rows. a [batch, m, k] and b [batch, n, k] may be stored by
     rows or by columns.
 
-    symmetric: m = n and the result is symmetric; only tiles on and below the diagonal are computed. Returns c.
+    symmetric: m = n and the result is symmetric; only tiles on and below the diagonal are computed. Return c.
     """
     batch, m, n = c.shape
     k = a.shape[-1]

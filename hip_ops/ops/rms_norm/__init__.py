@@ -51,7 +51,7 @@ def _rule(given: dict) -> tuple[str, str] | None:
 
 
 def _fits(stream: int, of_layer_norm: int) -> dict[str, Callable[..., bool]]:
-    """Makes `fits`: a Triton program keeps a row in its registers. stream: the place of the stream among the arguments;
+    """Make `fits`: a Triton program keeps a row in its registers. stream: the place of the stream among the arguments;
     of_layer_norm: that of an argument which only LayerNorm has.
     """
     return {
@@ -63,7 +63,7 @@ def _fits(stream: int, of_layer_norm: int) -> dict[str, Callable[..., bool]]:
 def _example(
     backward: bool, scaled: bool, centered: bool = False, last: bool = False, stream: torch.dtype = torch.float32
 ) -> Callable[[torch.device], tuple]:
-    """Makes inputs of ZAYA1's hidden size and dtypes, which run the kernels of its training: an fp32 stream, and more
+    """Make inputs of ZAYA1's hidden size and dtypes, which run the kernels of its training: an fp32 stream, and more
     rows than blocks, of which there are at most eight a multiprocessor (rms_norm.h). As in training the rows are a
     multiple of 16, for which Triton compiles another kernel. centered: of LayerNorm. last: new_residual has no
     gradient, as in a model's last norm. stream: dtype of residual.
@@ -90,7 +90,7 @@ def _example(
 
 
 def _examples(backward: bool) -> dict[str, Any]:
-    """Makes `example` and `more_examples` of an operator: ZAYA's merge and the plain one with RMSNorm, which every
+    """Make `example` and `more_examples` of an operator: ZAYA's merge and the plain one with RMSNorm, which every
     version takes; LayerNorm for all but AITER; for the fast HIP kernels of the plain form a bf16 stream; and for
     kernels that read a pointer that may be null a last norm.
     """
@@ -103,7 +103,7 @@ def _examples(backward: bool) -> dict[str, Any]:
     return {"example": (example(True), example(False)), "more_examples": more}
 
 
-AVAILABLE = {"aiter": functools.partial(available, first=aiter.FIRST)}
+AVAILABLE = {"aiter": functools.partial(available, first=aiter.FIRST_RELEASE)}
 _forward = Operator(
     reference.merge_norm, takes=TAKES, rule=_rule, fits=_fits(1, 7), available=AVAILABLE, **_examples(backward=False)
 )
@@ -141,7 +141,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5)
     """new_residual = x + residual; y = new_residual / sqrt(mean(new_residual^2) + eps) * weight (arXiv 1910.07467).
 
     Args: x and residual [..., h], bf16 or fp32 each, with any strides (a copy is made where rows are not contiguous);
-    weight [h]. Returns (y in weight's dtype, new_residual in residual's), contiguous. Statistics are fp32, of
+    weight [h]. Return (y in weight's dtype, new_residual in residual's), contiguous. Statistics are fp32, of
     new_residual as stored. All-fp64 tensors are computed by the torch reference. Raises ValueError on wrong shapes,
     dtypes or devices.
     """
@@ -164,7 +164,7 @@ def scaled_residual_rms_norm(
     y = new_residual / sqrt(mean(new_residual^2) + eps) * weight
 
     Args: output [..., h] of the layer and residual [..., h], the stream, bf16 or fp32 each; the five vectors [h] of one
-    dtype. Returns (y in weight's dtype, new_residual in residual's), contiguous. Otherwise as add_rms_norm.
+    dtype. Return (y in weight's dtype, new_residual in residual's), contiguous. Otherwise as add_rms_norm.
     """
     vectors = (output_bias, output_scale, residual_bias, residual_scale)
     return _forward(output, residual, *vectors, weight, None, eps)[:2]

@@ -21,8 +21,8 @@ from hip_ops.ops.rms_norm.reference import empty_results
 from hip_ops.runtime.aiter import Function
 from hip_ops.runtime.on_device import on
 
-FIRST = "0.1.14"
-WIDEST = 16384  # fp32 columns; AITER computes wider rows in blocks
+FIRST_RELEASE = "0.1.14"
+MAX_COLUMNS = 16384  # fp32 columns; AITER computes wider rows in blocks
 _MODULE = "aiter.ops.triton.normalization.rmsnorm"
 ADD = Function(
     _MODULE, "_rmsnorm_forward_with_add", ("out", "x", "residual_in", "residual_out", "weight", "rsigma", "epsilon")
@@ -36,7 +36,7 @@ def fits(stream: Tensor, layer_norm: bool) -> bool:
     return (
         not layer_norm
         and stream.dtype == torch.float32
-        and 1 < stream.shape[-1] <= WIDEST
+        and 1 < stream.shape[-1] <= MAX_COLUMNS
         and 0 < stream.numel() < 2**31
     )
 
@@ -56,7 +56,7 @@ def merge_norm(
     bias: None,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    """As hip_ops.ops.rms_norm.reference.merge_norm, of RMSNorm."""
+    """As reference.merge_norm, of RMSNorm."""
     weight = weight.contiguous()
     if output_scale is not None:
         vectors = (output_bias, output_scale, residual_bias, residual_scale)
@@ -92,7 +92,7 @@ def merge_norm_backward(
     weight: Tensor,
     output_dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
-    """As hip_ops.ops.rms_norm.reference.merge_norm_backward, of RMSNorm."""
+    """As reference.merge_norm_backward, of RMSNorm."""
     vectors, new_residual = (output_bias, output_scale, residual_bias, residual_scale), residual
     if output_scale is not None:
         output, residual = output.contiguous(), residual.contiguous()

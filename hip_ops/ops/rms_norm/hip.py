@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host side of hip_ops/ops/rms_norm/rms_norm*.hip: allocates the results and calls the launchers. Same functions as
-hip_ops.ops.rms_norm.reference.
+reference.py.
 
 The sources choose the kernel: one that keeps a row in registers where hidden size and dtypes are in the table of
 rms_norm.h and all rows are 16-byte aligned, else the generic one.
@@ -36,7 +36,7 @@ def merge_norm(
     output: Tensor, residual: Tensor, output_bias: Tensor | None, output_scale: Tensor | None,
     residual_bias: Tensor | None, residual_scale: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
 ) -> tuple[Tensor, ...]:
-    """As hip_ops.ops.rms_norm.reference.merge_norm."""
+    """As reference.merge_norm."""
     device, hidden = output.device, output.shape[-1]
     y, new_residual, mean, rstd = empty_results(output, residual, weight, bias)
     if output.numel():
@@ -56,7 +56,7 @@ def merge_norm_backward(
     rstd: Tensor, output_bias: Tensor | None, output_scale: Tensor | None, residual_bias: Tensor | None,
     residual_scale: Tensor | None, weight: Tensor, output_dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
-    """As hip_ops.ops.rms_norm.reference.merge_norm_backward."""
+    """As reference.merge_norm_backward."""
     device, hidden, scaled, centered = dy.device, dy.shape[-1], output_scale is not None, mean is not None
     vectors = contiguous(output_bias, output_scale, residual_bias, residual_scale)
     d_output, d_residual, *gradients = results = empty_gradients(dy, residual, mean, vectors, weight, output_dtype)

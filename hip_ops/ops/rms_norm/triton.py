@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Residual merge + RMSNorm or LayerNorm in Triton: one kernel forward, two backward (rows, then the sums over rows). No atomics.
+"""Residual merge + RMSNorm or LayerNorm in Triton: one kernel forward, two backward (rows, then the sums over rows).
+No atomics.
 
-Same functions, roundings and saved tensors as hip_ops.ops.rms_norm.reference. A program loops over rows of one tile [ROWS,
+Same functions, roundings and saved tensors as reference.py. A program loops over rows of one tile [ROWS,
 BLOCK] and keeps the vectors, and in the backward the sums over its rows, in registers; `launch` says how many programs
 that is. Of RMSNorm, bias, mean and d_bias are None, which Triton leaves out of the compiled kernel. Importing this
 module imports triton.
@@ -24,7 +25,7 @@ TILE = ("ROWS", "BLOCK", "STAGES")
 
 @triton.jit
 def _vectors(output_scale, residual_scale, output_bias, residual_bias, columns, inside):
-    """Loads the four vectors of ZAYA's merge in fp32."""
+    """Load the four vectors of ZAYA's merge in fp32."""
     s_o = tl.load(output_scale + columns, mask=inside, other=0.0).to(tl.float32)
     s_x = tl.load(residual_scale + columns, mask=inside, other=0.0).to(tl.float32)
     b_o = tl.load(output_bias + columns, mask=inside, other=0.0).to(tl.float32)
@@ -34,7 +35,7 @@ def _vectors(output_scale, residual_scale, output_bias, residual_bias, columns, 
 
 @triton.jit
 def _rows(at, mask):
-    """Loads elements that are read once, in fp32."""
+    """Load elements that are read once, in fp32."""
     return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
 
 
@@ -44,7 +45,7 @@ def rms_norm_forward_kernel(
     rows, hidden, x_stride, residual_stride, eps, SCALED: tl.constexpr, CENTERED: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Computes y, new_residual and the statistics of rows pid * ROWS + [0, ROWS), then of every num_programs * ROWS-th block of
+    """Compute y, new_residual and the statistics of rows pid * ROWS + [0, ROWS), then of every num_programs * ROWS-th block of
     rows.
     """
     columns = tl.arange(0, BLOCK)[None, :]
@@ -88,7 +89,7 @@ def rms_norm_backward_kernel(
     SCALED: tl.constexpr, CENTERED: tl.constexpr, HAS_D_NEW_RESIDUAL: tl.constexpr, WRITES_D_X: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Computes d_x and d_residual of the program's rows, and their sums in partial [programs, sums, hidden].
+    """Compute d_x and d_residual of the program's rows, and their sums in partial [programs, sums, hidden].
 
     Sums: g, g * x, g * residual (where SCALED), dy * normalized, dy (where CENTERED). Without SCALED, `residual` is new_residual and `x`
     unused.
@@ -164,7 +165,7 @@ def rms_norm_sum_kernel(
     d_residual_scale, d_weight, d_bias, programs, hidden, SCALED: tl.constexpr, CENTERED: tl.constexpr,
     PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Computes the gradients of the vectors from partial [programs, sums, hidden], BLOCK columns per program."""
+    """Compute the gradients of the vectors from partial [programs, sums, hidden], BLOCK columns per program."""
     OF_MERGE: tl.constexpr = 3 if SCALED else 0
     SUMS: tl.constexpr = OF_MERGE + (2 if CENTERED else 1)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -201,7 +202,7 @@ def rms_norm_sum_kernel(
 
 
 def launch(hidden_size: int, *, scaled: bool, backward: bool, warp_size: int | None = None) -> Launch:
-    """Chooses tile and grid for a hidden size. warp_size None: of the devices that this torch is built for.
+    """Choose tile and grid for a hidden size. warp_size None: of the devices that this torch is built for.
 
     Forward: one program per tile, because a program that loops could only keep the vectors, which the cache holds
     anyway (measured on an H100). On MI300X (not measured) ZAYA's form keeps its five vectors. Backward: as many
@@ -234,7 +235,7 @@ def merge_norm(
     output: Tensor, residual: Tensor, output_bias: Tensor | None, output_scale: Tensor | None,
     residual_bias: Tensor | None, residual_scale: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
 ) -> tuple[Tensor, ...]:
-    """As hip_ops.ops.rms_norm.reference.merge_norm."""
+    """As reference.merge_norm."""
     hidden, device, scaled, centered = output.shape[-1], output.device, output_scale is not None, bias is not None
     y, new_residual, mean, rstd = empty_results(output, residual, weight, bias)
     if output.numel():
@@ -256,7 +257,7 @@ def merge_norm_backward(
     rstd: Tensor, output_bias: Tensor | None, output_scale: Tensor | None, residual_bias: Tensor | None,
     residual_scale: Tensor | None, weight: Tensor, output_dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
-    """As hip_ops.ops.rms_norm.reference.merge_norm_backward."""
+    """As reference.merge_norm_backward."""
     hidden, device, scaled, centered = dy.shape[-1], dy.device, output_scale is not None, mean is not None
     vectors = contiguous(output_bias, output_scale, residual_bias, residual_scale)
     d_output, d_residual, *gradients = results = empty_gradients(dy, residual, mean, vectors, weight, output_dtype)

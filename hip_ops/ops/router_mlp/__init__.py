@@ -2,7 +2,7 @@
 """ZAYA1's router behind its down projection as torch operators: state, MLP and choice in one pass, and the chain of its
 gradients in another.
 
-Conventions that all versions share are in hip_ops/ops/router_mlp/reference.py. The operators register no gradients: callers
+Conventions that all versions share are in reference.py. The operators register no gradients: callers
 build the backward pass from `router_mlp_backward` and the matrices' products, which they may add directly to main
 gradients.
 """
@@ -21,7 +21,7 @@ from hip_ops.runtime.self_check import TOLERANCES, worst
 from hip_ops.saved_bytes import router_columns
 
 TRITON_WIDTHS = (32, 64, 128, 256)
-MOST_CLASSES = 64  # of the Triton kernels
+MAX_CLASSES = 64  # of the Triton kernels
 
 
 class RouterParameters(NamedTuple):
@@ -55,7 +55,7 @@ class Routed(NamedTuple):
 
 
 class RouterGradients(NamedTuple):
-    """What `router_mlp_backward` returns: all gradients except those of the matrices, which are d_hidden1^T normed,
+    """The results of `router_mlp_backward`: all gradients except those of the matrices, which are d_hidden1^T normed,
     d_hidden2^T active1 and d_logits^T active2.
 
     d_previous is None without gamma. sums fp32 [5, r]: gradients of b_down, gamma (zeros without it), w_norm, b1 and
@@ -74,7 +74,7 @@ class RouterGradients(NamedTuple):
 
 
 def _example(device: torch.device, first: bool = False, replay: bool = True) -> tuple:
-    """Makes inputs of ZAYA1's width and classes in bf16, with a partly filled last tile; as in training a multiple of
+    """Make inputs of ZAYA1's width and classes in bf16, with a partly filled last tile; as in training a multiple of
     16 rows, for which Triton compiles another kernel. first: of the model's first layer, without a previous state.
     replay: some tokens have a given class.
     """
@@ -102,7 +102,7 @@ def _backward_example(device: torch.device, first: bool = False, last: bool = Fa
 
 
 def _compare(got: list, want: list, tolerance: float) -> str | None:
-    """Returns the difference, or None. If a token's two best classes are equal within rounding, both are right; weights
+    """Return the difference, or None. If a token's two best classes are equal within rounding, both are right; weights
     are compared where choices agree.
     """
     (mine, theirs), arguments = (Routed(*got[0]), Routed(*want[0])), want[1]
@@ -127,9 +127,9 @@ def _compare(got: list, want: list, tolerance: float) -> str | None:
 
 
 def _fits(w_out: Tensor) -> bool:
-    """Returns whether the Triton kernels take this router: half precision, and matrices that fit their tiles."""
+    """Return whether the Triton kernels take this router: half precision, and matrices that fit their tiles."""
     classes, width = w_out.shape
-    return w_out.dtype in (torch.bfloat16, torch.float16) and width in TRITON_WIDTHS and classes <= MOST_CLASSES
+    return w_out.dtype in (torch.bfloat16, torch.float16) and width in TRITON_WIDTHS and classes <= MAX_CLASSES
 
 
 def _rule(given: dict) -> tuple[str, str] | None:
@@ -204,7 +204,7 @@ def router_mlp(
     eps: float,
     unweighted: int = -1,
 ) -> Routed:
-    """Computes the router behind its down projection (arXiv 2605.05365 section II-A-2; formulas: reference), without
+    """Compute the router behind its down projection (arXiv 2605.05365 section II-A-2; formulas: reference), without
     gradients.
 
     Args: projected [n, r]; previous [n, r], the state of the layer before, None where parameters.gamma is; forced int64
@@ -225,7 +225,7 @@ def router_mlp_backward(
     eps: float,
     unweighted: int = -1,
 ) -> RouterGradients:
-    """Returns the gradients, from those of weights, d_weights fp32 [n] (fp64 for fp64), and of state, d_state [n, r] or
+    """Return the gradients, from those of weights, d_weights fp32 [n] (fp64 for fp64), and of state, d_state [n, r] or
     None.
 
     routed: what router_mlp returned, of which state, hidden1, hidden2, logits and ids are read. Of the parameters only

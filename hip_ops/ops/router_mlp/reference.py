@@ -44,8 +44,8 @@ def router_mlp(
     eps: float,
     unweighted: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns state, weights fp32 [n], ids int64 [n], hidden1, hidden2, logits [n, router_columns(c)], and statistics fp32 [c
-    + 1].
+    """Return state, weights fp32 [n], ids int64 [n], hidden1, hidden2, logits [n, router_columns(c)], and statistics
+    fp32 [c + 1].
 
     The statistics are the tokens of each class, exact up to 2^24, and the sum of the entropies of the probabilities in
     nats.
@@ -86,7 +86,7 @@ def router_mlp_backward(
     eps: float,
     unweighted: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns, for the gradients d_weights [n] and d_state [n, r] (None: no gradient of state):
+    """Return, for the gradients d_weights [n] and d_state [n, r] (None: no gradient of state):
 
     d_projected [n, r], d_previous [n, r] (empty without gamma), sums over the rows fp32 [5, r], the gradients of SUMS,
     and three pairs whose products are the gradients of w1, w2 and w_out: d_hidden1 and normed, d_hidden2 and
@@ -111,7 +111,7 @@ def router_mlp_backward(
     d_previous, d_gamma = state.new_empty(0), d_wide.new_zeros(d_wide.shape[1])
     if gamma is not None:
         d_previous, d_gamma = cast(d_wide * gamma, dtype), (d_wide * previous).sum(0)
-    sums = (d_wide.sum(0), d_gamma, *(each.sum(0, dtype=compute) for each in (along, d_hidden1, d_hidden2)))
+    sums = (d_wide.sum(0), d_gamma, *(of_rows.sum(0, dtype=compute) for of_rows in (along, d_hidden1, d_hidden2)))
     pairs = (d_hidden1, normed, d_hidden2, _gelu(hidden1), _padded(d_logits), _gelu(hidden2))
     return cast(d_wide, dtype), d_previous, torch.stack(sums), *pairs
 
@@ -135,7 +135,7 @@ def _gelu(x: Tensor) -> Tensor:
 
 
 def _gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """Returns grad * gelu'(x), gelu'(x) = (1 + erf(x / sqrt 2)) / 2 + x exp(-x^2 / 2) / sqrt(2 pi); rounded to x's
+    """Return grad * gelu'(x), gelu'(x) = (1 + erf(x / sqrt 2)) / 2 + x exp(-x^2 / 2) / sqrt(2 pi); rounded to x's
     dtype.
     """
     compute = wide(x.dtype)
@@ -143,7 +143,7 @@ def _gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def _normed(state: Tensor, w_norm: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the norm in state's dtype, the norm without w_norm, and 1 / the root of the mean square; the last two in
+    """Return the norm in state's dtype, the norm without w_norm, and 1 / the root of the mean square; the last two in
     the compute dtype.
     """
     value = cast(state, wide(state.dtype))

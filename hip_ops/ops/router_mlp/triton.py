@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ZAYA1's router behind its down projection in Triton: one kernel forward, one backward, no atomics.
 
-Same functions and conventions as hip_ops.ops.router_mlp.reference. A program computes a tile of rows from the state to the
+Same functions and conventions as reference.py. A program computes a tile of rows from the state to the
 choice, or back; sums over rows are first taken in each program, then over the programs. Each product keeps its rows in
 shared memory and reads the matrix from the cache, a part of its columns at a time, while the next part is loaded. A
 part's results go to the result tensors; the next product reads its rows there after a barrier, because no other program
@@ -64,7 +64,7 @@ def softmax(logits, known):
 
 @triton.jit
 def part_of_rows(row, first, R: tl.constexpr, PART: tl.constexpr):
-    """Returns PART channels from `first` on, and their places in rows of R channels."""
+    """Return PART channels from `first` on, and their places in rows of R channels."""
     part = first + tl.arange(0, PART)
     return part, row.to(tl.int64)[:, None] * R + part[None, :]
 
@@ -76,7 +76,7 @@ def router_mlp_forward_kernel(
     HAS_PREVIOUS: tl.constexpr, HAS_FORCED: tl.constexpr, R: tl.constexpr, CLASSES: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr, PART: tl.constexpr,
 ):
-    """Computes BLOCK tokens. statistics: of this program's tokens. COLUMNS: CLASSES and the padding columns after them.
+    """Compute BLOCK tokens. statistics: of this program's tokens. COLUMNS: CLASSES and the padding columns after them.
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
@@ -163,7 +163,7 @@ def router_mlp_backward_kernel(
     HAS_PREVIOUS: tl.constexpr, HAS_D_STATE: tl.constexpr, R: tl.constexpr, CLASSES: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
 ):
-    """Computes BLOCK tokens; sums: the five of this program. Rows beyond the last one are zeros."""
+    """Compute BLOCK tokens; sums: the five of this program. Rows beyond the last one are zeros."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     here = inside[:, None]
@@ -225,7 +225,7 @@ def router_mlp_backward_kernel(
 
 
 def launch(width: int, *, warp_size: int | None = None) -> Launch:
-    """Chooses the tile of both kernels for a router of `width` channels. warp_size None: of the devices that this torch
+    """Choose the tile of both kernels for a router of `width` channels. warp_size None: of the devices that this torch
     is built for.
     """
     warp_size = warp_size or default_warp_size()
@@ -239,7 +239,7 @@ def router_mlp(
     b1: Tensor, w2: Tensor, b2: Tensor, w_out: Tensor, biases: Tensor, forced: Tensor | None, eps: float,
     unweighted: int,
 ) -> tuple[Tensor, ...]:
-    """As hip_ops.ops.router_mlp.reference.router_mlp."""
+    """As reference.router_mlp."""
     projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced = contiguous(
         projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced
     )
@@ -270,7 +270,7 @@ def router_mlp_backward(
     hidden1: Tensor, hidden2: Tensor, logits: Tensor, ids: Tensor, w_norm: Tensor, w1: Tensor, w2: Tensor,
     w_out: Tensor, eps: float, unweighted: int,
 ) -> tuple[Tensor, ...]:
-    """As hip_ops.ops.router_mlp.reference.router_mlp_backward."""
+    """As reference.router_mlp_backward."""
     d_weights, d_state, state, previous, gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out = contiguous(
         d_weights, d_state, state, previous, gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out
     )

@@ -2,7 +2,7 @@
 """SwiGLU with the routing weight in one pass, as torch operators: silu(gate) * up * prob, and all gradients with the
 output again.
 
-hip_ops/ops/weighted_swiglu/reference.py defines the roundings. Saved for the backward pass: gate_up, probs and offsets.
+reference.py defines the roundings. Saved for the backward pass: gate_up, probs and offsets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _two_halves(given: dict) -> tuple[str, str] | None:
 
 
 def _example(device: torch.device) -> tuple:
-    """Makes inputs of ZAYA1's width, dtypes and number of experts, which run the kernels of its training (Triton
+    """Make inputs of ZAYA1's width, dtypes and number of experts, which run the kernels of its training (Triton
     compiles others where rows or experts are no multiple of 16); the last rows are padding rows.
     """
     rows, width = 48, 2048
@@ -38,7 +38,7 @@ def _example(device: torch.device) -> tuple:
 
 
 def _example_of_many_rows(device: torch.device) -> tuple:
-    """Makes rows that are narrow and so many that a wave takes a second one."""
+    """Make rows that are narrow and so many that a wave takes a second one."""
     rows, width = rows_for_a_second(device), 64
     gate_up, offsets = torch.randn(rows, 2 * width, device=device).bfloat16(), torch.tensor([9, rows - 4])
     return gate_up, torch.rand(rows, device=device), offsets.int().to(device)
@@ -82,11 +82,11 @@ _forward.register_autograd(_gradients, setup_context=_save)
 
 
 def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None = None) -> Tensor:
-    """Computes silu(gate) * up * prob (SwiGLU: arXiv 2002.05202) in fp32, with gradients of gate_up and probs.
+    """Compute silu(gate) * up * prob (SwiGLU: arXiv 2002.05202) in fp32, with gradients of gate_up and probs.
 
     Args: gate_up [n, 2 f], gate first, bf16 or fp32; rows may be strided. probs [n] bf16 or fp32. offsets int32
     [experts], the ends of the experts' rows (`ExpertOrder.offsets`): rows at and beyond offsets[-1] are not read; their
-    results and gradients are zeros. Returns [n, f] in gate_up's dtype. All-fp64 tensors are computed by the torch
+    results and gradients are zeros. Return [n, f] in gate_up's dtype. All-fp64 tensors are computed by the torch
     reference. Raises ValueError on wrong shapes, dtypes or devices.
     """
     return _forward(gate_up, probs, offsets)
@@ -95,7 +95,7 @@ def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None = Non
 def weighted_swiglu_backward(
     grad: Tensor, gate_up: Tensor, probs: Tensor, offsets: Tensor | None = None, with_output: bool = True
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the gradients for the output's gradient grad [n, f]: (d_gate_up [n, 2 f], d_probs [n], output [n, f] or
+    """Return the gradients for the output's gradient grad [n, f]: (d_gate_up [n, 2 f], d_probs [n], output [n, f] or
     None).
 
     For autograd functions that do not keep the output: the next product's weight gradient needs it, so it is computed

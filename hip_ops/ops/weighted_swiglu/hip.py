@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host side of weighted_swiglu.hip: allocates the results and calls the launchers. Same functions as
-hip_ops.ops.weighted_swiglu.reference.
+reference.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def _halves(gate_up: Tensor) -> Tensor:
 
 
 def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> Tensor:
-    """As hip_ops.ops.weighted_swiglu.reference.weighted_swiglu."""
+    """As reference.weighted_swiglu."""
     device, rows, width = gate_up.device, gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=device)
     if rows:
@@ -34,7 +34,7 @@ def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> T
 def weighted_swiglu_backward(
     grad: Tensor, gate_up: Tensor, probs: Tensor, offsets: Tensor | None, with_output: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As hip_ops.ops.weighted_swiglu.reference.weighted_swiglu_backward."""
+    """As reference.weighted_swiglu_backward."""
     device, (rows, width) = grad.device, grad.shape
     d_gate_up, d_probs = empty_results(gate_up, probs, like=gate_up)
     out = torch.empty((rows, width) if with_output else 0, dtype=gate_up.dtype, device=device)

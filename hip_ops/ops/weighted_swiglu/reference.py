@@ -19,7 +19,7 @@ from hip_ops.runtime.row_views import clear_rows_
 
 
 def _kept(offsets: Tensor | None, rows: int) -> Tensor | None:
-    """Returns -1 for rows before offsets[-1], else 0."""
+    """Return -1 for rows before offsets[-1], else 0."""
     if offsets is None:
         return None
     return torch.arange(rows, device=offsets.device, dtype=torch.int32).sub_(offsets[-1]).clamp_(-1, 0)
@@ -30,7 +30,7 @@ def _cleared(rows: Tensor, kept: Tensor | None) -> Tensor:
 
 
 def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> Tensor:
-    """Computes silu(gate) * up * prob, in gate_up's dtype."""
+    """Compute silu(gate) * up * prob, in gate_up's dtype."""
     compute = wide(gate_up.dtype)
     gate, up = gate_up.contiguous().to(compute).chunk(2, dim=-1)
     output = torch.nn.functional.silu(gate).mul_(up).mul_(probs.to(compute).unsqueeze(-1))
@@ -40,7 +40,7 @@ def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> T
 def weighted_swiglu_backward(
     grad: Tensor, gate_up: Tensor, probs: Tensor, offsets: Tensor | None, with_output: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns d_gate_up [n, 2 f], d_probs [n], and the output [n, f] again, or an empty tensor without
+    """Return d_gate_up [n, 2 f], d_probs [n], and the output [n, f] again, or an empty tensor without
     `with_output`.
     """
     compute = wide(gate_up.dtype)

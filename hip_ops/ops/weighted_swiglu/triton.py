@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SwiGLU with the routing weight in Triton: one kernel forward, one backward. No atomics; the host never waits.
 
-Same functions as hip_ops.ops.weighted_swiglu.reference. Importing this module imports triton.
+Same functions as reference.py. Importing this module imports triton.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TILE = ("ROWS", "BLOCK")
 
 @triton.jit
 def _live_rows(offsets, row, rows, experts, HAS_OFFSETS: tl.constexpr):
-    """Returns which of the rows belong to an expert."""
+    """Return which of the rows belong to an expert."""
     live = row < rows
     if HAS_OFFSETS:
         live = live & (row < tl.load(offsets + experts - 1))
@@ -32,7 +32,7 @@ def weighted_swiglu_forward_kernel(
     gate_up, probs, offsets, out, rows, width, gate_up_stride, experts, HAS_OFFSETS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Computes silu(gate) * up * prob of one tile [ROWS, BLOCK]."""
+    """Compute silu(gate) * up * prob of one tile [ROWS, BLOCK]."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = _live_rows(offsets, row, rows, experts, HAS_OFFSETS)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -53,7 +53,7 @@ def weighted_swiglu_backward_kernel(
     grad, gate_up, probs, offsets, d_gate_up, d_probs, out, rows, width, grad_stride, gate_up_stride, experts,
     HAS_OFFSETS: tl.constexpr, WITH_OUTPUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Computes d_gate_up, d_probs and, WITH_OUTPUT, the output of ROWS rows."""
+    """Compute d_gate_up, d_probs and, WITH_OUTPUT, the output of ROWS rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     live = _live_rows(offsets, row, rows, experts, HAS_OFFSETS)
@@ -83,7 +83,7 @@ def weighted_swiglu_backward_kernel(
 
 
 def launch(width: int, element_bytes: int, *, backward: bool, warp_size: int | None = None) -> Launch:
-    """Chooses the tile for outputs of `width` columns: 16 bytes of each tensor per lane. warp_size None: of the devices
+    """Choose the tile for outputs of `width` columns: 16 bytes of each tensor per lane. warp_size None: of the devices
     that this torch is built for.
 
     Two rows of ZAYA1's width per program, as measured on an H100, where evict_first made every kernel 1 to 2 % slower.
@@ -95,7 +95,7 @@ def launch(width: int, element_bytes: int, *, backward: bool, warp_size: int | N
 
 
 def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> Tensor:
-    """As hip_ops.ops.weighted_swiglu.reference.weighted_swiglu."""
+    """As reference.weighted_swiglu."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
@@ -112,7 +112,7 @@ def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> T
 def weighted_swiglu_backward(
     grad: Tensor, gate_up: Tensor, probs: Tensor, offsets: Tensor | None, with_output: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As hip_ops.ops.weighted_swiglu.reference.weighted_swiglu_backward."""
+    """As reference.weighted_swiglu_backward."""
     rows, width = grad.shape
     d_gate_up, d_probs = empty_results(gate_up, probs, like=gate_up)
     out = torch.empty((rows, width) if with_output else 0, dtype=gate_up.dtype, device=grad.device)
