@@ -98,7 +98,7 @@ def devices() -> list[torch.device]:
 
 
 def info(check: bool) -> int:
-    """Print the versions to stdout; returns 1 where a requested version is not available or failed its self-check."""
+    """Print the versions to stdout; return 1 where a requested version is not available or failed its self-check."""
     kinds = (("ROCm", torch.version.hip), ("CUDA", torch.version.cuda), ("CPU", "only"))
     print(f"torch {torch.__version__} ({next(f'{kind} {version}' for kind, version in kinds if version)})")
     failed = 0
@@ -138,7 +138,7 @@ def info(check: bool) -> int:
 
 
 def under_conditions(operator: Operator, device: torch.device) -> bool:
-    """Compare the versions that run under the conditions of the device and prints what differs; returns whether any
+    """Compare the versions that run under the conditions of the device and print what differs; return whether any
     does.
     """
     wrong = [result for result in conditions.check(operator, device) if result.difference]
@@ -148,7 +148,7 @@ def under_conditions(operator: Operator, device: torch.device) -> bool:
 
 
 def scan(paths: list[Path]) -> int:
-    """Print the violations; returns 1 where there are any."""
+    """Print the violations; return 1 where there are any."""
     files = [file for path in paths for file in (hazards.files_in(path) if path.is_dir() else [path])]
     if not paths:
         print(f"Triton's cache: {hazards.triton_cache()}")

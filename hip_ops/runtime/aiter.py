@@ -93,7 +93,7 @@ class Function:
         return getattr(importlib.import_module(self.module), self.name)
 
     def problem(self) -> str | None:
-        """Import the module and returns why the function cannot be called with the arguments, or None."""
+        """Import the module and return why the function cannot be called with the arguments, or None."""
         try:
             function = getattr(importlib.import_module(self.module), self.name)
             inspect.signature(function).bind(**dict.fromkeys(self.arguments))

@@ -12,9 +12,9 @@ from pathlib import Path
 
 def cache_folder() -> Path:
     """Return HIP_OPS_CACHE, otherwise hip_ops in XDG_CACHE_HOME, otherwise ~/.cache/hip_ops."""
-    asked = os.environ.get("HIP_OPS_CACHE")
-    if asked:
-        return Path(asked).expanduser().absolute()
+    requested = os.environ.get("HIP_OPS_CACHE")
+    if requested:
+        return Path(requested).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "hip_ops"
 
 

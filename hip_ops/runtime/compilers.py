@@ -62,11 +62,11 @@ def check_target(target: str) -> str:
 def default_amd_target() -> str:
     """Return the AMD architecture to build for on a machine without a GPU: HIP_OPS_ARCH, otherwise the first of
     PYTORCH_ROCM_ARCH that the kernels support, otherwise gfx942."""
-    asked = os.environ.get("HIP_OPS_ARCH")
-    if asked:
-        if asked not in AMD_ARCHITECTURES:
-            raise mistake(f"HIP_OPS_ARCH={asked}", "no such architecture", ", ".join(AMD_ARCHITECTURES))
-        return asked
+    requested = os.environ.get("HIP_OPS_ARCH")
+    if requested:
+        if requested not in AMD_ARCHITECTURES:
+            raise mistake(f"HIP_OPS_ARCH={requested}", "no such architecture", ", ".join(AMD_ARCHITECTURES))
+        return requested
     listed = re.split(r"[;,\s]+", os.environ.get("PYTORCH_ROCM_ARCH", ""))
     return next((name for name in (entry.split(":")[0] for entry in listed) if name in AMD_ARCHITECTURES), "gfx942")
 

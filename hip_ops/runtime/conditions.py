@@ -81,7 +81,7 @@ def _on_a_late_stream(stream: torch.cuda.Stream, candidate: Callable, arguments:
     """Call the candidate on `stream`, which writes the arguments after the host has launched the calls. A kernel that
     is launched on another stream reads zeros.
     """
-    held = [copied(each) for each in arguments]
+    held = [copied(of_call) for of_call in arguments]
     assign(held)
     torch.cuda.synchronize(stream.device)
     with torch.cuda.stream(stream):
@@ -93,7 +93,7 @@ def _on_a_late_stream(stream: torch.cuda.Stream, candidate: Callable, arguments:
 
 
 def in_a_graph(candidate: Callable, arguments: list[tuple], capture: Callable) -> list[list]:
-    """Capture the second call with the same tensors, as training does, and replays it for each of `arguments`.
+    """Capture the second call with the same tensors, as training does, and replay it for each of `arguments`.
 
     capture(call) -> (result of the captured call, function that replays it and waits for the device).
     """
@@ -159,16 +159,16 @@ def _on_a_full_device(device: torch.device, candidate: Callable, arguments: list
     with torch.cuda.stream(streams[-1]):
         torch.mm(matrix, matrix)
     calls = []
-    for stream, each in zip(streams, arguments, strict=False):
+    for stream, of_call in zip(streams, arguments, strict=False):
         with torch.cuda.stream(stream):
-            calls += in_turn(candidate, [each])
+            calls += in_turn(candidate, [of_call])
     torch.cuda.synchronize(device)
     return calls
 
 
-def assign(held: Any, given: Any = None) -> None:
+def assign(held: Any, values: Any = None) -> None:
     """Write the tensors in `given` to those in `held`, or zeros."""
     mine = [tensor for _, tensor in tensors_of(held, "")]
-    theirs = [0] * len(mine) if given is None else [tensor for _, tensor in tensors_of(given, "")]
+    theirs = [0] * len(mine) if values is None else [tensor for _, tensor in tensors_of(values, "")]
     for to, value in zip(mine, theirs, strict=True):
-        to.fill_(0) if given is None else to.copy_(value)
+        to.fill_(0) if values is None else to.copy_(value)

@@ -119,14 +119,14 @@ class Declaration:
         """Raise ValueError for an argument. what: "has shape (3,)", for example."""
         raise mistake(f"hip_ops.{self.operator}", f"{name} {what}", allowed)
 
-    def _check(self, given: Mapping[str, Any]) -> None:
+    def _check(self, arguments: Mapping[str, Any]) -> None:
         """Check all tensors, with the sizes by name; the leading sizes are under "..."."""
         sizes = {
-            name: value for name, value in given.items() if isinstance(value, _INTS) and not isinstance(value, bool)
+            name: value for name, value in arguments.items() if isinstance(value, _INTS) and not isinstance(value, bool)
         }
         first = double = None
         for line in self.takes:
-            tensor = given[line.name]
+            tensor = arguments[line.name]
             if tensor is None:
                 if not line.optional:
                     self.fail(line.name, "is None", "a tensor")
@@ -137,18 +137,18 @@ class Declaration:
             self._shape(line, tensor, sizes)
             if double is None and tensor.is_floating_point():
                 double = tensor.dtype == torch.float64
-            allowed = self._dtypes(line.dtype, given, bool(double))
+            allowed = self._dtypes(line.dtype, arguments, bool(double))
             if tensor.dtype not in allowed:
                 like = f" like {line.dtype[1:]}" if line.dtype.startswith("=") else ""
                 either = not double and not like and "!" not in line.dtype and set(allowed) & set(FLOATS)
                 double_too = " (or all tensors torch.float64)" if either else ""
                 self.fail(line.name, f"is {tensor.dtype}", " or ".join(map(str, allowed)) + like + double_too)
-        wrong = self.rule({**given, **sizes}) if self.rule else None
+        wrong = self.rule({**arguments, **sizes}) if self.rule else None
         if wrong:
             raise mistake(f"hip_ops.{self.operator}", *wrong)
 
     def _shape(self, line: Line, tensor: Tensor, sizes: dict[str, Any]) -> None:
-        """Check one shape and stores the sizes that it names for the first time."""
+        """Check one shape and store the sizes that it names for the first time."""
         shape, count = tuple(tensor.shape), len(line.sizes)
         leading, tail = shape[: max(0, len(shape) - count)], shape[max(0, len(shape) - count) :]
         right = len(tail) == count and (sizes.setdefault("...", leading) == leading if line.leading else not leading)
@@ -173,13 +173,13 @@ class Declaration:
             declared if ">0" in declared else f"{(*sizes.get('...', ()), *tail) if line.leading else tail}, {declared}"
         )
 
-    def _dtypes(self, text: str, given: Mapping[str, Any], double: bool) -> tuple[torch.dtype, ...]:
+    def _dtypes(self, text: str, arguments: Mapping[str, Any], double: bool) -> tuple[torch.dtype, ...]:
         allowed = []
         for part in text.split("|"):
             if part.startswith("="):
-                allowed.append(given[part[1:]].dtype)
+                allowed.append(arguments[part[1:]].dtype)
             elif part.startswith("wide("):
-                allowed.append(wide(given[part[5:-1]].dtype))
+                allowed.append(wide(arguments[part[5:-1]].dtype))
             elif part.endswith("!"):
                 allowed.append(DTYPES[part[:-1]])
             else:

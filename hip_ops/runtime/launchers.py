@@ -61,7 +61,7 @@ def loadable(path: Path) -> str:
 
 
 def load(path: Path, *files: Path) -> ctypes.CDLL:
-    """Load the library at `path` and sets the types of the functions that `files` declare. Raises RuntimeError for
+    """Load the library at `path` and set the types of the functions that `files` declare. Raises RuntimeError for
     another ABI version.
     """
     loaded = ctypes.CDLL(loadable(path))

@@ -34,7 +34,7 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
 
 
 def handed_over(weight: Tensor) -> Tensor | None:
-    """Return the value that a backward function returns for a weight whose gradient was added to `main_grad`, and sets
+    """Return the value that a backward function returns for a weight whose gradient was added to `main_grad`, and set
     DDP's flag.
 
     It is None where a second use of the weight in the same graph has its gradient still to come (`zero_out_wgrad`,

@@ -191,7 +191,7 @@ class Operator:
         return tree_map(lambda result: first.new_empty(result.shape, dtype=result.dtype), results)
 
     def run(self, *arguments: Any) -> Any:
-        """Check the arguments and calls the first version that takes them, without gradients."""
+        """Check the arguments and call the first version that takes them, without gradients."""
         self.declaration.check(arguments)
         first = arguments[0] if isinstance(arguments[0], Tensor) else _first_tensor(arguments)
         if first.dtype == torch.float64:
@@ -344,8 +344,8 @@ class Operator:
         result_texts: list[str | None] = [None] * len(conditions)
         for example in (*self.examples, *self.more_examples.get(version, ())):
             places = [place for place, text in enumerate(result_texts) if text is None]
-            given = [conditions[place] for place in places]
-            texts = differences(candidate, self.reference, example, device, given, **options) if places else []
+            remaining = [conditions[place] for place in places]
+            texts = differences(candidate, self.reference, example, device, remaining, **options) if places else []
             for place, text in zip(places, texts, strict=True):
                 result_texts[place] = text
         return result_texts
@@ -391,7 +391,7 @@ def _first_tensor(values: Iterable) -> Tensor | None:
 
 
 def all_operators() -> list[Operator]:
-    """Import all operators of the package and returns them."""
+    """Import all operators of the package and return them."""
     for folder in VERSIONS:
         importlib.import_module(f"hip_ops.ops.{folder}")
     return list(OPERATORS.values())
@@ -411,7 +411,7 @@ def warm_up(device: torch.device | str, operators: Iterable[Operator] | None = N
 
 
 def running(device: torch.device | str) -> dict[str, tuple[str, ...]]:
-    """Check all operators and returns by operator the names of the versions that run, best first; and, where such a
+    """Check all operators and return by operator the names of the versions that run, best first; and, where such a
     version uses them, the library of the HIP kernels and the release of Triton.
 
     A compiled version behind another one is not compiled: `warm_up` and the first call that needs it do that.

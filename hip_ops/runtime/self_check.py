@@ -93,7 +93,7 @@ def differences(
 def _under(
     condition: Condition, candidate: Callable, arguments: tuple, want: list, compare, tolerance, repeats, written
 ) -> str | None:
-    """Call the candidate under one condition and returns the first difference, or None."""
+    """Call the candidate under one condition and return the first difference, or None."""
     try:
         calls = condition.run(candidate, [copied(arguments) for _ in range(condition.calls)])
     except Exception as error:
@@ -148,8 +148,8 @@ def _compare(got: list, want: list, tolerance: float | None) -> str | None:
     ]
     if [name for name, _ in pairs[0]] != [name for name, _ in pairs[1]]:
         return f"it gives {len(pairs[0])} tensors, torch {len(pairs[1])}"
-    said = (worst(name, mine, theirs, tolerance) for (name, mine), (_, theirs) in zip(*pairs, strict=True))
-    return next(filter(None, said), None)
+    texts = (worst(name, mine, theirs, tolerance) for (name, mine), (_, theirs) in zip(*pairs, strict=True))
+    return next(filter(None, texts), None)
 
 
 def worst_element(name: str, mine: torch.Tensor, theirs: torch.Tensor, allowed: float, floor: float) -> str | None:

@@ -76,9 +76,9 @@ def _fits(first: int) -> dict[str, Callable[..., bool]]:
     return {"hip": hip, "triton": lambda *arguments: arguments[first + 3].shape[1] in TRITON_HEAD_DIMS}
 
 
-def _rule(given: dict) -> tuple[str, str] | None:
-    channels, d, groups, delayed = (given[name] for name in ("C", "d", "query_groups", "delayed_channels"))
-    heads, chunks, rope = channels // d, given.get("k", 1), given["rope"]
+def _rule(values: dict) -> tuple[str, str] | None:
+    channels, d, groups, delayed = (values[name] for name in ("C", "d", "query_groups", "delayed_channels"))
+    heads, chunks, rope = channels // d, values.get("k", 1), values["rope"]
     if channels % d or groups < 1 or heads % groups or heads < 2 * groups:
         return f"query_groups is {groups}", (
             f"a divisor of the number of query heads, where the {channels} channels of depthwise_bias are query heads "
@@ -87,12 +87,12 @@ def _rule(given: dict) -> tuple[str, str] | None:
         )
     if not 0 <= delayed <= groups * d:
         return f"delayed_channels is {delayed}", f"from 0 to {groups * d}, the number of value channels"
-    if (given["halo"] is None) != (given["value_halo"] is None):
+    if (values["halo"] is None) != (values["value_halo"] is None):
         return "one of halo and value_halo is None", "both or neither"
-    if given["s"] % chunks:
-        return f"halo, value_halo and starts have {chunks} chunks", f"a divisor of the {given['s']} rows of projected"
-    if rope is not None and not (given["turns"] in (1, given["b"]) and 0 < given["r"] <= d and given["r"] % 2 == 0):
-        shape = f"[{given['s']}, 1 or {given['b']}, r] with an even r up to {d}"
+    if values["s"] % chunks:
+        return f"halo, value_halo and starts have {chunks} chunks", f"a divisor of the {values['s']} rows of projected"
+    if rope is not None and not (values["turns"] in (1, values["b"]) and 0 < values["r"] <= d and values["r"] % 2 == 0):
+        shape = f"[{values['s']}, 1 or {values['b']}, r] with an even r up to {d}"
         return f"rope has shape {tuple(rope.shape)}", shape
     return None
 
@@ -138,8 +138,8 @@ def _gradients(ctx, d_query, d_key, d_value, _):
     *inputs, query, key, inverse_norm = ctx.saved_tensors
     # The kernels always read all three gradients: zeros where a result was not used.
     upstream = [
-        torch.zeros(like.shape, dtype=like.dtype, device=like.device) if given is None else given
-        for given, like in ((d_query, query), (d_key, key), (d_value, key))
+        torch.zeros(like.shape, dtype=like.dtype, device=like.device) if gradient is None else gradient
+        for gradient, like in ((d_query, query), (d_key, key), (d_value, key))
     ]
     *of_inputs, d_halo, d_value_halo = _prologue_backward(
         *upstream, *inputs, query, key, inverse_norm, ctx.query_groups, ctx.delayed_channels

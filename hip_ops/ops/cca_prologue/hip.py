@@ -78,8 +78,8 @@ def cca_prologue_backward(
     """As reference.cca_prologue_backward."""
     parameters = (depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature)
     device, processors = projected.device, multiprocessors(projected.device)
-    given = (projected, *parameters, halo, value_halo)
-    gradients = empty_results(*given, like=projected)
+    inputs = (projected, *parameters, halo, value_halo)
+    gradients = empty_results(*inputs, like=projected)
     total, rows, b = _rows(projected, halo, value_halo, starts)
     if not total:
         return tuple(gradient.zero_() for gradient in gradients)

@@ -120,7 +120,7 @@ def cca_prologue_backward(
     by_chunk = d_z.view(padded[:, 2:].shape)
     by_chunk.addcmul_(du[:, 1:], a1)
     by_chunk[:, :-1].addcmul_(du_before[:, 2:], a0)
-    (to_queries, to_keys), (of_queries, of_keys) = (_by_group(each, query_groups) for each in (d_z, dx))
+    (to_queries, to_keys), (of_queries, of_keys) = (_by_group(tensor, query_groups) for tensor in (d_z, dx))
     to_queries.add_(of_keys, alpha=0.5 / to_queries.shape[3])
     to_keys.add_(of_queries.sum(3, keepdim=True), alpha=0.5)
     d_current, d_late = _values(d_value.flatten(2), chunks, delayed_channels)

@@ -255,8 +255,8 @@ def cca_prologue_backward(
     d, device, dtype = grouped_weight.shape[1], projected.device, projected.dtype
     parameters = (depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature)
     s, b = projected.shape[:2]
-    given = (projected, *parameters, halo, value_halo)
-    gradients = tuple(empty_results(*given, like=projected))
+    inputs = (projected, *parameters, halo, value_halo)
+    gradients = tuple(empty_results(*inputs, like=projected))
     if not s * b:
         return tuple(gradient.zero_() for gradient in gradients)
     plan = _plan(

@@ -66,7 +66,9 @@ def _few_experts(expert_ids: Tensor, num_experts: int) -> bool:
 _sort = Operator(
     reference.sort_by_expert,
     takes="expert_ids [n] int32|int64",
-    rule=lambda given: (f"num_experts is {given['num_experts']}", "at least 1") if given["num_experts"] < 1 else None,
+    rule=lambda values: (
+        (f"num_experts is {values['num_experts']}", "at least 1") if values["num_experts"] < 1 else None
+    ),
     example=lambda device: (_example_ids(device, 4080), 16),  # 16 tiles, the last one partly filled
     fits={"hip": _few_experts, "triton": _few_experts},
 )

@@ -80,15 +80,15 @@ def _compare(got: list, want: list, tolerance: float) -> str | None:
     return result or worst_element("row", got[1][0], want[1][0], allowed=2**-7, floor=1e-30)
 
 
-def _parts_fit(given: dict) -> tuple[str, str] | None:
-    if part_size(given["classes"], given["parts"]) > MAX_PART_CLASSES:
-        return f"{given['classes']} classes in {given['parts']} parts", f"at most {MAX_PART_CLASSES} classes a part"
+def _parts_fit(values: dict) -> tuple[str, str] | None:
+    if part_size(values["classes"], values["parts"]) > MAX_PART_CLASSES:
+        return f"{values['classes']} classes in {values['parts']} parts", f"at most {MAX_PART_CLASSES} classes a part"
     return None
 
 
-def _first_part_fits(given: dict) -> tuple[str, str] | None:
-    last = given["all"] - given["parts"]
-    return None if 0 <= given["first_part"] <= last else (f"first_part is {given['first_part']}", f"0 to {last}")
+def _first_part_fits(values: dict) -> tuple[str, str] | None:
+    last = values["all"] - values["parts"]
+    return None if 0 <= values["first_part"] <= last else (f"first_part is {values['first_part']}", f"0 to {last}")
 
 
 row_statistics = Operator(

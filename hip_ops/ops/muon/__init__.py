@@ -132,7 +132,7 @@ def muon_momentum_(
     found_inf: Tensor | None = None,
     square_sums: Tensor | None = None,
 ) -> None:
-    """Update `momenta` in place and writes the matrices for Newton-Schulz into `outputs`.
+    """Update `momenta` in place and write the matrices for Newton-Schulz into `outputs`.
 
     With g = gradient * grad_scale and b the momentum,
 

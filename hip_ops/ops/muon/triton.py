@@ -73,7 +73,7 @@ def _momentum_tile(
     g, b, o, mask, scale, momentum, gradient_weight,
     MOMENTUM: tl.constexpr, OUTPUT: tl.constexpr, NESTEROV: tl.constexpr, POLICY: tl.constexpr,
 ):
-    """Update the momenta at b and writes the outputs at o. Return the outputs as stored, in fp32."""
+    """Update the momenta at b and write the outputs at o. Return the outputs as stored, in fp32."""
     gradient = tl.load(g, mask=mask, eviction_policy=POLICY).to(tl.float32) * scale
     buffer = tl.load(b, mask=mask, eviction_policy=POLICY).to(tl.float32)
     new = _lerp(buffer, gradient, gradient_weight).to(MOMENTUM)

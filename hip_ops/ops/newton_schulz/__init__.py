@@ -27,8 +27,8 @@ LARGE_TILES = {(64, 200, 328): 128, (240, 72, 200): 128, (92, 392, 520): 256}
 DTYPES = (None, *HALF_TYPES, torch.float32, torch.float64)  # dtypes of the matrices in the iteration
 
 
-def _rule(given: dict) -> tuple[str, str] | None:
-    return None if given["dtype"] in DTYPES else (f"dtype is {given['dtype']}", ", ".join(map(str, DTYPES)))
+def _rule(values: dict) -> tuple[str, str] | None:
+    return None if values["dtype"] in DTYPES else (f"dtype is {values['dtype']}", ", ".join(map(str, DTYPES)))
 
 
 def _fits(x, square_sums, coefficients, form, restarts, dtype, eps) -> bool:

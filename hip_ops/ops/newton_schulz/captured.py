@@ -48,7 +48,7 @@ def worthwhile(x: Tensor) -> bool:
 
 
 def graphed(compute: Callable[[Tensor, Tensor | None, Plan, float], Tensor]) -> Callable:
-    """Wrap `compute` with the operator's arguments, and replays a graph where that is worthwhile."""
+    """Wrap `compute` with the operator's arguments, and replay a graph where that is worthwhile."""
 
     @functools.wraps(compute)
     def newton_schulz(x: Tensor, square_sums: Tensor | None, coefficients, form, restarts, dtype, eps: float) -> Tensor:

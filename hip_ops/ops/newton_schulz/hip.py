@@ -37,7 +37,7 @@ def _general(
     a: Tensor, b_transposed: Tensor, d: Tensor | None, alpha: float, beta: float, transposed: Tensor | None = None,
     dtype: torch.dtype | None = None, tile: int | None = None,
 ) -> Tensor:
-    """Return alpha a b + beta d from a [batch, m, k] and b's transpose [batch, n, k]; writes the transpose to
+    """Return alpha a b + beta d from a [batch, m, k] and b's transpose [batch, n, k]; write the transpose to
     `transposed` if it is given.
     """
     (batch, m, k), n = a.shape, b_transposed.shape[1]

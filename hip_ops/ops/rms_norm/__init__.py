@@ -45,8 +45,8 @@ TAKES = """
 VECTORS = ("output_bias", "output_scale", "residual_bias", "residual_scale")
 
 
-def _rule(given: dict) -> tuple[str, str] | None:
-    missing = [name for name in VECTORS if given[name] is None]
+def _rule(values: dict) -> tuple[str, str] | None:
+    missing = [name for name in VECTORS if values[name] is None]
     return (f"{missing[0]} is None", "all four vectors of the merge, or none") if 0 < len(missing) < 4 else None
 
 
@@ -129,8 +129,8 @@ def _gradients(ctx, dy, d_new_residual, *_):
     )
     if output is None and ctx.output_dtype == residual.dtype:
         d_output = d_residual
-    given = (*vectors, weight, mean)
-    of_vectors = (None if vector is None else d for d, vector in zip(of_vectors, given, strict=True))
+    inputs = (*vectors, weight, mean)
+    of_vectors = (None if vector is None else d for d, vector in zip(of_vectors, inputs, strict=True))
     return d_output, d_residual, *of_vectors, None
 
 

@@ -167,8 +167,8 @@ def empty_gradients(
     d_output = torch.empty(0 if once else residual.shape, dtype=output_dtype, device=dy.device)
     d_residual = torch.empty(residual.shape, dtype=residual.dtype, device=dy.device)
     allocate = torch.empty if dy.numel() else torch.zeros
-    given = (*vectors, weight, None if mean is None else weight)
-    sizes = (0 if vector is None else len(vector) for vector in given)
+    inputs = (*vectors, weight, None if mean is None else weight)
+    sizes = (0 if vector is None else len(vector) for vector in inputs)
     return d_output, d_residual, *(allocate(size, dtype=weight.dtype, device=dy.device) for size in sizes)
 
 

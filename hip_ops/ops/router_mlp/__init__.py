@@ -94,9 +94,9 @@ def _example(device: torch.device, first: bool = False, replay: bool = True) -> 
 
 def _backward_example(device: torch.device, first: bool = False, last: bool = False) -> tuple:
     """last: of the model's last layer, whose state has no gradient."""
-    given = _example(device, first)
-    _, previous, gamma, _, w_norm, w1, _, w2, _, w_out, _, _, eps, unweighted = given
-    state, weights, ids, hidden1, hidden2, logits, _ = reference.router_mlp(*given)
+    inputs = _example(device, first)
+    _, previous, gamma, _, w_norm, w1, _, w2, _, w_out, _, _, eps, unweighted = inputs
+    state, weights, ids, hidden1, hidden2, logits, _ = reference.router_mlp(*inputs)
     saved = (state, previous, gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out)
     return torch.randn_like(weights), None if last else torch.randn_like(state), *saved, eps, unweighted
 
@@ -120,9 +120,9 @@ def _compare(got: list, want: list, tolerance: float) -> str | None:
     }
     allowed = {"weights": tolerance, "logits": 2 * TOLERANCES[torch.bfloat16]}
     for name, (a, b) in pairs.items():
-        said = worst(name, a, b, allowed.get(name, TOLERANCES[mine.state.dtype]))
-        if said:
-            return said
+        text = worst(name, a, b, allowed.get(name, TOLERANCES[mine.state.dtype]))
+        if text:
+            return text
     return None
 
 
@@ -132,14 +132,14 @@ def _fits(w_out: Tensor) -> bool:
     return w_out.dtype in (torch.bfloat16, torch.float16) and width in TRITON_WIDTHS and classes <= MAX_CLASSES
 
 
-def _rule(given: dict) -> tuple[str, str] | None:
-    classes, columns = given["c"], router_columns(given["c"])
-    if (given["previous"] is None) != (given["gamma"] is None):
+def _rule(values: dict) -> tuple[str, str] | None:
+    classes, columns = values["c"], router_columns(values["c"])
+    if (values["previous"] is None) != (values["gamma"] is None):
         return "one of previous and gamma is None", "both or neither"
-    if not -1 <= given["unweighted"] < classes:
-        return f"unweighted is {given['unweighted']}", f"-1 or one of the {classes} classes"
-    if given.get("columns", columns) != columns:
-        return f"logits has {given['columns']} columns", f"{columns}, of which the first {classes} are classes"
+    if not -1 <= values["unweighted"] < classes:
+        return f"unweighted is {values['unweighted']}", f"-1 or one of the {classes} classes"
+    if values.get("columns", columns) != columns:
+        return f"logits has {values['columns']} columns", f"{columns}, of which the first {classes} are classes"
     return None
 
 

@@ -23,8 +23,8 @@ INPUTS = """
 """
 
 
-def _two_halves(given: dict) -> tuple[str, str] | None:
-    columns = given["columns"]
+def _two_halves(values: dict) -> tuple[str, str] | None:
+    columns = values["columns"]
     return (f"gate_up has {columns} columns", "[n, 2 f], gate and up") if columns % 2 else None
 
 
