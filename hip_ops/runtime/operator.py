@@ -125,9 +125,8 @@ class Operator:
         self._names: dict[tuple[torch.device, Request], list[str]] = {}
         self._chosen: dict[tuple[torch.device, Request], list[tuple[Callable | None, Callable]]] = {}
         self._compiled: Callable | None = None
-        self._unchecked: set[torch.device] = (
-            set()
-        )  # devices on which the compiled version is not compared before its first call
+        # devices on which the compiled version is not compared before its first call
+        self._unchecked: set[torch.device] = set()
         self._mutated = tuple(parameters.index(name) for name in mutates)
         schema = torch.library.infer_schema(reference, mutates_args=tuple(mutates))
         self.registered = torch.library.custom_op(

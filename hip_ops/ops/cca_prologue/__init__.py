@@ -170,16 +170,18 @@ def cca_prologue(
     formulas: reference).
 
     Args:
-        projected [s, b, C + g d]: queries, keys, current values, delayed values, C = (n + g) d; rows with any strides.
-        depthwise_weight [C, 1, 2], depthwise_bias [C], grouped_weight [C, d, 2], grouped_bias [C], as torch.nn.Conv1d
-        stores them. temperature [g], a factor of the keys, in the tensors' dtype or fp32.
-        rope [s, 1 or b, r], fp32 (or fp64 with fp64 tensors): cos then sin of the angles of channels 0 .. r/2 - 1
-        (`rope_table`); None: no rotation. No gradient. query_groups g. delayed_channels w: the number of last value
-        channels that are taken from the row before; None: half of them. halo [k, 2, b, C] and value_halo [k, b, w]: for
-            a sequence in k chunks of equal length, the last two rows of z and the last delayed values before each
-            chunk; both or neither. None: the sequence starts here.
-        starts bool [k, s / k + 1, b]: marks the first rows of documents, among the row before each chunk and the
-        chunk's own rows.
+        projected: [s, b, C + g d]: queries, keys, current values, delayed values, C = (n + g) d; rows with any strides.
+        depthwise_weight, depthwise_bias, grouped_weight, grouped_bias: [C, 1, 2], [C], [C, d, 2] and [C], as
+            torch.nn.Conv1d stores them.
+        temperature: [g], a factor of the keys, in the tensors' dtype or fp32.
+        rope: [s, 1 or b, r], fp32 (or fp64 with fp64 tensors): cos then sin of the angles of channels 0 .. r/2 - 1
+            (`rope_table`); None: no rotation. No gradient.
+        query_groups: g.
+        delayed_channels: w, the number of last value channels that are taken from the row before; None: half of them.
+        halo, value_halo: [k, 2, b, C] and [k, b, w]: for a sequence in k chunks of equal length, the last two rows of z
+            and the last delayed values before each chunk; both or neither. None: the sequence starts at the first row.
+        starts: bool [k, s / k + 1, b]: marks the first rows of documents, among the row before each chunk and the
+            chunk's own rows.
 
     All but rope, starts and temperature share one dtype: bf16, fp32, or fp64, which the reference computes.
     Raises ValueError on wrong shapes, dtypes, devices or values.

@@ -37,9 +37,8 @@ PART_ALIGNMENT = 16  # classes: every part starts at a multiple of 16 bytes
 ELEMENTS_AT_ONCE = {"cpu": 2**20, "cuda": 2**24, "meta": 2**24}  # of a block of rows; on a CPU it fits into the cache
 LEAST, MOST = -40.0, 40.0
 PERIOD = MOST - LEAST
-LARGE = (
-    2.0**24
-)  # from here on multiples of PERIOD are not exact enough in fp32, and the maximum itself is the reference
+# From here on multiples of PERIOD are not exact enough in fp32, and the maximum itself is the reference.
+LARGE = 2.0**24
 
 
 def part_size(classes: int, parts: int) -> int:

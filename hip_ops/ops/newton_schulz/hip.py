@@ -45,21 +45,7 @@ def _general(
     c = a.new_empty((batch, m, n), dtype=dtype)
     to_bf16 = int(c.dtype == torch.bfloat16)
     call(
-        "ho_general_product",
-        a,
-        b_transposed,
-        d,
-        c,
-        transposed,
-        batch,
-        m,
-        n,
-        k,
-        alpha,
-        beta,
-        _is_half(a),
-        to_bf16,
-        tile,
+        "ho_general_product", a, b_transposed, d, c, transposed, batch, m, n, k, alpha, beta, _is_half(a), to_bf16, tile,
         device=a.device,
     )
     return c

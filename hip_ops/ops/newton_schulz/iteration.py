@@ -44,8 +44,8 @@ class ProductsInOrientation(Products):
     """
 
     def gram(self, x: Tensor, alpha: float) -> Tensor:
-        wide = x.mT if self.tall else x
-        return self._symmetric(wide, wide, None, alpha, 0.0, "gram")
+        rows = x.mT if self.tall else x
+        return self._symmetric(rows, rows, None, alpha, 0.0, "gram")
 
     def symmetric(self, a: Tensor, b: Tensor, d: Tensor | None, alpha: float, beta: float) -> Tensor:
         return self._symmetric(a, b, d, alpha, beta, "square")

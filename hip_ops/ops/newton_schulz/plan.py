@@ -35,10 +35,9 @@ from hip_ops.runtime.compute_units import relative_time, tile_count
 HALF_TYPES = (torch.bfloat16, torch.float16)
 HALF_SCALES = (2.0**8, 2.0**10, 2.0**4)  # of X, R and Q
 LAST_STRETCH, STRETCH = 2, 3  # steps between restarts
-GRAM_SMALLEST = 384  # below, launches take longer than the products themselves
-GRAM_GAIN = (
-    0.9  # required share of the standard form's multiply-adds; reached from m/n = 1.27 for 5 steps and 1 restart
-)
+MIN_GRAM_SIDE = 384  # below, launches take longer than the products themselves
+# required share of the standard form's multiply-adds; reached from m/n = 1.27 for 5 steps and 1 restart
+GRAM_GAIN = 0.9
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def _choose_form(n: int, m: int, steps: int, dtype: torch.dtype) -> tuple[str, t
     restarts = default_restarts(steps)
     gram, standard = multiply_adds("gram", n, m, steps, len(restarts)), multiply_adds("standard", n, m, steps)
     # bfloat16 loses in R what the standard form reads from X: 1.4 times its error on Gaussian matrices.
-    if n >= GRAM_SMALLEST and dtype != torch.bfloat16 and gram <= GRAM_GAIN * standard:
+    if n >= MIN_GRAM_SIDE and dtype != torch.bfloat16 and gram <= GRAM_GAIN * standard:
         return "gram", restarts, gram
     return "standard", (), standard
 

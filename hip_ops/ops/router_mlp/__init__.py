@@ -167,9 +167,8 @@ _forward = Operator(
     more_examples={"triton": tuple(functools.partial(_example, first=first, replay=False) for first in (False, True))},
     compare=_compare,
     tolerance=2 * TOLERANCES[torch.bfloat16],  # of the weights, which follow the logits
-    tolerances={
-        "compiled": 4 * TOLERANCES[torch.bfloat16]
-    },  # torch.compile does not round the logits before the softmax
+    # torch.compile does not round the logits before the softmax
+    tolerances={"compiled": 4 * TOLERANCES[torch.bfloat16]},
     fits={"triton": lambda *arguments: _fits(arguments[9])},
 )
 _backward = Operator(
