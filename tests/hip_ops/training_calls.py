@@ -11,8 +11,7 @@ import torch
 from hip_ops.ops.linear_cross_entropy import passes
 from hip_ops.ops.newton_schulz import plan
 from hip_ops.ops.newton_schulz.coefficients import coefficient_triples
-from hip_ops.saved_bytes import router_columns
-from hip_ops.saved_bytes import chunk_for, parts_of_exponentials
+from hip_ops.saved_bytes import chunk_for, parts_of_exponentials, router_columns
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # (rows, columns) of the matrices that Muon updates, and how many of them a layer has (as in benchmarks/muon_step.py).
