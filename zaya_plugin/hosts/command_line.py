@@ -66,8 +66,11 @@ def command_line(values: Mapping[str, Any]) -> list[list[str]]:
             lines.append(words)
     if missing:
         problem = f"megatron.core {compat.core_version()} has no such argument"
-        told = (message(key_of(name), values[name], problem=problem, fix=f"remove {key_of(name)}") for name in missing)
-        raise ValueError("\n".join(told))
+        raise ValueError(
+            "\n".join(
+                message(key_of(name), values[name], problem=problem, fix=f"remove {key_of(name)}") for name in missing
+            )
+        )
     parsed = vars(parser.parse_args([word for words in lines for word in words]))
     for name, value in values.items():
         assert _plain(parsed[name]) == _plain(value), (name, parsed[name], value)

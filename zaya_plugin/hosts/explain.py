@@ -89,12 +89,12 @@ def rows(model: nn.Module, roles: dict[str, ParameterRole]) -> list[Row]:
     return [Row(*key, count) for key, count in counts.items()]
 
 
-def table(recipe: Recipe, found: Iterable[Row]) -> Iterable[str]:
+def table(recipe: Recipe, rows: list[Row]) -> Iterable[str]:
     """Yield the lines to print."""
-    optim, found = recipe.optim, list(found)
-    width = max(len(row.name) for row in found)
+    optim = recipe.optim
+    width = max(len(row.name) for row in rows)
     yield f"{'parameter':{width}}  {'count':>5}  {'shape':15}  {'optimizer':32}  {'lr':>9}  {'weight decay':>12}"
-    for row in found:
+    for row in rows:
         role = row.role
         what = role.optimizer
         if role.matrices is not None:
@@ -108,7 +108,7 @@ def table(recipe: Recipe, found: Iterable[Row]) -> Iterable[str]:
     yield ""
     momentum = 4 if optim.muon_momentum_dtype == "fp32" else 2
     for name, state in (("muon", momentum), ("adamw", 8)):
-        chosen = [row for row in found if row.role.optimizer == name]
+        chosen = [row for row in rows if row.role.optimizer == name]
         numel = sum(row.numel for row in chosen)
         master = 4 if recipe.cluster.dtype == "bf16" else 0
         yield (

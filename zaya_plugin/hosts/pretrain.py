@@ -278,11 +278,37 @@ class Trainer(Adapter):
         if kernels := kernel_lines(self.recipe):
             self.reporter.note([*kernels, checked])
 
+    @heartbeat.during("load")
+    def load(self, *positional, **named):
+        if self.args.load:
+            phases.begin("loading the checkpoint")
+        return super().load(*positional, **named)
+
     def datasets(self, num_samples, vp_stage=None) -> list:
         phases.begin("opening the data")
         return super().datasets(num_samples, vp_stage)
 
     datasets.is_distributed = True  # as the adapter's
+
+    def prepare_and_train(self, train, forward_step_func, model, optimizer, scheduler, *positional, **named):
+        """Validate before the first step of a stage, plan the checkpoints, then run Megatron's training loop."""
+        if self.handover.begins and self.recipe.stage.eval_at_start and self.args.do_valid:
+            _, valid_data, non_loss, config, *_ = positional
+            groups = {name: named.get(name) for name in ("pg_collection", "p2p_communicator")}
+            self.evaluate_and_report(None, "start", forward_step_func, valid_data, model, 0, non_loss, config, **groups)
+            for chunk in model:
+                chunk.train()
+        start_waits.over()
+        heartbeat.phase("warm_up", self.step)
+        phases.begin("first step; it may compile kernels")
+        self.scheduler = scheduler
+        if optimizer is not None:
+            self.lr = get_canonical_lr_for_logging(optimizer.param_groups)
+        # The profiler writes beside this folder. At the start Megatron would open event files in it, whose errors end it.
+        self.args.tensorboard_dir = str(Path(self.recipe.run_dir) / "tensorboard")
+        if self.args.save and optimizer is not None:
+            self.saved.prepare(model, optimizer, scheduler)
+        return train(forward_step_func, model, optimizer, scheduler, *positional, **named)
 
     def signal_handler(self, get_signal_handler: Callable) -> AgreedSignal:
         """Replaces Megatron's get_signal_handler."""
@@ -290,20 +316,6 @@ class Trainer(Adapter):
             spiked = (lambda: self.spiked) if self.rolls_back else None
             self.signal = AgreedSignal(get_signal_handler(), torch.cuda.current_device(), self.saved.saver, spiked)
         return self.signal
-
-    def ended_early(self) -> int:
-        """Return ENDED_EARLY if a signal ended the run before its last step, else 0; rank 0 names the step."""
-        step, last = self.step, self.args.train_iters
-        if self.signal is None or self.signal.since is None or step >= last:
-            return 0
-        # A launcher ends the other ranks when the first leaves with a code that is not 0.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if self.args.rank == 0:
-            completed = self.saved.saver.completed
-            kept = "no checkpoint of this start is complete" if completed is None else f"step {completed} is saved"
-            text = f"zaya: a signal ended the run early, at step {step} of {last}; {kept}. resume=auto continues"
-            print(text, file=sys.stderr, flush=True)
-        return ENDED_EARLY
 
     def finalize(self, *positional, **named):
         # The previous step has ended. A captured step does not come here: training_log polls too.
@@ -434,32 +446,6 @@ class Trainer(Adapter):
                 raise NonFiniteLossError(not_finite(mean, iteration, "validation loss"), iteration)
         self.clock.restart()
 
-    @heartbeat.during("load")
-    def load(self, *positional, **named):
-        if self.args.load:
-            phases.begin("loading the checkpoint")
-        return super().load(*positional, **named)
-
-    def prepare_and_train(self, train, forward_step_func, model, optimizer, scheduler, *positional, **named):
-        """Validate before the first step of a stage, plan the checkpoints, then run Megatron's training loop."""
-        if self.handover.begins and self.recipe.stage.eval_at_start and self.args.do_valid:
-            _, valid_data, non_loss, config, *_ = positional
-            groups = {name: named.get(name) for name in ("pg_collection", "p2p_communicator")}
-            self.evaluate_and_report(None, "start", forward_step_func, valid_data, model, 0, non_loss, config, **groups)
-            for chunk in model:
-                chunk.train()
-        start_waits.over()
-        heartbeat.phase("warm_up", self.step)
-        phases.begin("first step; it may compile kernels")
-        self.scheduler = scheduler
-        if optimizer is not None:
-            self.lr = get_canonical_lr_for_logging(optimizer.param_groups)
-        # The profiler writes beside this folder. At the start Megatron would open event files in it, whose errors end it.
-        self.args.tensorboard_dir = str(Path(self.recipe.run_dir) / "tensorboard")
-        if self.args.save and optimizer is not None:
-            self.saved.prepare(model, optimizer, scheduler)
-        return train(forward_step_func, model, optimizer, scheduler, *positional, **named)
-
     def skip_step(self, _, data_iterator) -> None:
         """Read the batches of a step of data.skip_steps and leave them out; replaces Megatron's dummy_train_step."""
         for iterator in data_iterator if isinstance(data_iterator, list) else [data_iterator]:
@@ -484,3 +470,17 @@ class Trainer(Adapter):
         if self.signal is not None and self.signal.since is not None:
             self.saved.end_is_near(self.signal.since)
         self.saved.save(iteration, model, optimizer, scheduler, flops, train_data_iterator)
+
+    def ended_early(self) -> int:
+        """Return ENDED_EARLY if a signal ended the run before its last step, else 0; rank 0 names the step."""
+        step, last = self.step, self.args.train_iters
+        if self.signal is None or self.signal.since is None or step >= last:
+            return 0
+        # A launcher ends the other ranks when the first leaves with a code that is not 0.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if self.args.rank == 0:
+            completed = self.saved.saver.completed
+            kept = "no checkpoint of this start is complete" if completed is None else f"step {completed} is saved"
+            text = f"zaya: a signal ended the run early, at step {step} of {last}; {kept}. resume=auto continues"
+            print(text, file=sys.stderr, flush=True)
+        return ENDED_EARLY

@@ -31,15 +31,15 @@ def check_published(source: str, args) -> None:
         published = open_source(source, download=False)
     except ValueError as error:  # names the source as the commands do
         raise ValueError(str(error).replace("SOURCE=", "handover.from_hf=", 1)) from error
-    here = Description.of_arguments(args)
-    if different := here.differences(published.model):
+    model = Description.of_arguments(args)
+    if different := model.differences(published.model):
         problem = f"holds another model (recipe and there): {different}"
-        raise mistake("handover.from_hf", source, problem=problem, fix=here.fix(published.model))
+        raise mistake("handover.from_hf", source, problem=problem, fix=model.fix(published.model))
     base = published.model.rotary_base
-    if here.rotary_base != base:
+    if model.rotary_base != base:
         raise mistake(
             "stage.rotary_base",
-            here.rotary_base,
+            model.rotary_base,
             problem=f"{source} was trained with another",
             allowed=str(base),
             fix=f"stage.rotary_base={base}; a stage after this one (handover.from_run) may have another",

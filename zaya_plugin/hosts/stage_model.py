@@ -23,7 +23,7 @@ from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.training.optimizer import assign_optimizers
 
 # With any of these Megatron makes folders or looks for a checkpoint while it validates its arguments.
-OF_A_RUN = ("save", "save_interval", "load", "exit_on_missing_checkpoint")
+RUN_ARGUMENTS = ("save", "save_interval", "load", "exit_on_missing_checkpoint")
 
 
 def parse_arguments(values: dict[str, Any]) -> argparse.Namespace:
@@ -44,11 +44,13 @@ def parse_arguments(values: dict[str, Any]) -> argparse.Namespace:
         if unknown := sorted(set(values) - known):
             allowed = "names of Megatron's command line with underscores (--moe-router-dtype is moe_router_dtype)"
             keys = {key_of(name): values[name] for name in unknown}
-            told = (
-                message(key, value, problem="Megatron has no such argument", allowed=allowed, fix=f"remove {key}")
-                for key, value in keys.items()
+            problem = "Megatron has no such argument"
+            raise ValueError(
+                "\n".join(
+                    message(key, value, problem=problem, allowed=allowed, fix=f"remove {key}")
+                    for key, value in keys.items()
+                )
             )
-            raise ValueError("\n".join(told))
         parser.set_defaults(**values)
         return parser
 
@@ -68,7 +70,7 @@ def parse_arguments(values: dict[str, Any]) -> argparse.Namespace:
 
 def arguments_of_model(values: dict[str, Any]) -> argparse.Namespace:
     """Return Megatron's arguments from those of a run (zaya_plugin.config.arguments), without the run's files."""
-    return parse_arguments({name: value for name, value in values.items() if name not in OF_A_RUN})
+    return parse_arguments({name: value for name, value in values.items() if name not in RUN_ARGUMENTS})
 
 
 def begin_alone(seed: int) -> None:

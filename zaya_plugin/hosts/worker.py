@@ -2,6 +2,10 @@
 """Run one rank: `python -m zaya_plugin.hosts.worker <recipe.yaml>`, started by torchrun, SLURM or `zaya train`.
 
 Expects RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in the environment.
+
+The way to the first step: here the ranks meet (start_waits.py); pretrain.py makes Megatron's arguments (stage_model.py)
+and the trainer, and calls Megatron's pretrain(); that calls, in this order, the trainer's model, optimizer, load,
+datasets and train (pretrain.py over adapter.py), and for each micro-batch `forward_step` (adapter.py).
 """
 
 from __future__ import annotations
@@ -80,18 +84,18 @@ def main(argv: list[str], work: Callable | None = None) -> int:
             return (work or _train)(recipe, rank, world_size, console) or 0
         except BaseException as error:
             if not isinstance(error, SystemExit):  # a run that exits on request may still have to write
-                _leave_for_certain()
+                _end_in_any_case()
             traceback.print_exc(file=log)
-            told = str(error) if isinstance(error, (ValueError, RunEndedError)) else None
-            if told is None and re.search(LOADER_KILLED, str(error)):
+            text = str(error) if isinstance(error, (ValueError, RunEndedError)) else None
+            if text is None and re.search(LOADER_KILLED, str(error)):
                 from zaya_plugin.data.sources import damaged_data
 
-                told = damaged_data(recipe)
-            if told is None and (told := of_the_machine(error, recipe.run_dir)) is not None:
-                told += f" Log: {logs / f'rank{rank}.log'}"
-            if told is None:
+                text = damaged_data(recipe)
+            if text is None and (text := of_the_machine(error, recipe.run_dir)) is not None:
+                text += f" Log: {logs / f'rank{rank}.log'}"
+            if text is None:
                 raise
-            print(f"zaya: {told}" if rank == 0 else f"zaya: rank {rank}: {told}", file=sys.stderr, flush=True)
+            print(f"zaya: {text}" if rank == 0 else f"zaya: rank {rank}: {text}", file=sys.stderr, flush=True)
             if os.environ.get("ZAYA_TRACEBACK") == "1":
                 traceback.print_exc()
             return 2 if isinstance(error, ValueError) else getattr(error, "exit_code", 1)
@@ -99,7 +103,7 @@ def main(argv: list[str], work: Callable | None = None) -> int:
             phases.show(None)
 
 
-def _leave_for_certain() -> None:
+def _end_in_any_case() -> None:
     """End this process in EXIT_SECONDS in any case.
 
     After an error the exit may wait for ever for ranks or a device that do not answer (NCCL's destructors did after a

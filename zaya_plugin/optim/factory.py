@@ -111,11 +111,11 @@ def _described(sharded_state_dict: Callable, model_state: dict, is_loading: bool
 
 def _config_overrides(config, model_chunks) -> dict:
     """Return Megatron's config_overrides: one parameter group for each pair of multipliers that is not (1, 1)."""
-    named = [each for chunk in model_chunks for each in chunk.named_parameters()]
-    for name, parameter in named:
+    parameters = [pair for chunk in model_chunks for pair in chunk.named_parameters()]
+    for name, parameter in parameters:
         assert role_of(parameter).optimizer is not None, f"{name} has no optimizer: call tag_parameters first"
     overrides = {}
-    for lr_mult, weight_decay_mult in dict.fromkeys(_multipliers(parameter) for _, parameter in named):
+    for lr_mult, weight_decay_mult in dict.fromkeys(_multipliers(parameter) for _, parameter in parameters):
         values = {}
         if lr_mult != 1:
             values.update(max_lr=config.lr * lr_mult, min_lr=(config.min_lr or 0.0) * lr_mult)
