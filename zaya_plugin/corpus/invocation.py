@@ -13,7 +13,7 @@ from zaya_plugin.config.option_numbers import number, real, whole
 from zaya_plugin.corpus.workspace import Workspace
 from zaya_plugin.errors import message, of_the_machine
 
-DATA_EXTRA = ("tokenizers", "zstandard", "pyarrow")  # of setup.py
+DATA_EXTRA = ("tokenizers", "zstandard", "pyarrow")  # of pyproject.toml
 USER_ERROR = 2  # as of every command of zaya
 
 
