@@ -47,6 +47,7 @@ class Patch(HostChange):
         """Make the change."""
         if self.enter is not None:
             return self.enter()
+        assert self.make is not None
         for symbol, make in {self.symbol: self.make, **self.also}.items():
             holder, name = holder_of(symbol)
             setattr(holder, name, make(getattr(holder, name)))

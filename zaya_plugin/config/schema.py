@@ -1100,7 +1100,7 @@ def get(recipe: Recipe, path: str) -> Any:
 
 # The mixin from which ZayaConfig has its options: a dataclass with the fields declared by `option`, of the same names,
 # types and defaults.
-ZayaOptions = make_dataclass(
+ZayaOptions: Any = make_dataclass(
     "ZayaOptions",
     [
         (f.name, f.type, field(default=f.default, metadata=f.metadata))

@@ -7,6 +7,7 @@ Field names are those of the recipe's keys. Imports no torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from zaya_plugin.config.schema import ModelConfig, StageConfig, get, leaves, megatron_argument
 from zaya_plugin.errors import as_typed
@@ -126,7 +127,7 @@ class Description:
                 values[argument] = getattr(self, name)
         return self._stated(values)
 
-    def config_fields(self) -> dict[str, object]:
+    def config_fields(self) -> dict[str, Any]:
         """Return the description as fields of ZayaConfig."""
         sizes = "num_layers hidden_size num_attention_heads num_query_groups kv_channels moe_ffn_hidden_size".split()
         options = (

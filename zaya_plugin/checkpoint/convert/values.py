@@ -20,11 +20,15 @@ PIECE = 16 * 2**20  # bytes read or written at once
 class Values(Protocol):
     """A tensor that is read by rows of its first dimension. A scalar has one row."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Return rows start .. stop - 1; [stop - start, ...]."""
+        ...
 
 
 @dataclass(frozen=True)
