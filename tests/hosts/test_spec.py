@@ -187,13 +187,13 @@ def test_a_recipe_of_another_version_is_refused(host, monkeypatch, tmp_path):
     monkeypatch.setattr("zaya_plugin.config.compose.__version__", "0.0.9")  # writes
     import zaya_plugin.config.compose as compose_module
 
-    check = compose_module.check_written_here
+    check = compose_module.check_own_version
 
     def installed(path, export):
         monkeypatch.setattr(compose_module, "__version__", "0.1.0")  # reads
         check(path, export)
 
-    monkeypatch.setattr(compose_module, "check_written_here", installed)
+    monkeypatch.setattr(compose_module, "check_own_version", installed)
     fix = f"Fix: zaya export megatron experiment=<name> run_dir={tmp_path / 'run'}"
     with pytest.raises(SystemExit, match=f"was written by zaya_plugin 0.0.9. Allowed: zaya_plugin 0.1.0.*{fix}"):
         host()

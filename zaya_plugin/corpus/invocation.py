@@ -127,8 +127,8 @@ def run_command(name: str, action: Callable[[], None], workspace: Workspace | No
     except BrokenPipeError:  # `zaya data inspect ... | head`
         raise
     except (OSError, MemoryError) as error:
-        told = of_the_machine(error, workspace.partial if workspace else ".", offline=True)
-        text = told or message(f"zaya data {name}", problem=str(error))
+        text = of_the_machine(error, workspace.partial if workspace else ".", offline=True)
+        text = text or message(f"zaya data {name}", problem=str(error))
         text += kept().replace("; ", " ", 1) + "." * bool(kept())
     except KeyboardInterrupt:
         print(f"interrupted{kept()}", file=sys.stderr)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is, apart from its weights: sizes, positions, and the choices that its forward pass depends on.
+"""The description of a model apart from its weights: sizes, positions, and the choices that its forward pass depends on.
 
 Field names are those of the recipe's keys. Imports no torch.
 """
@@ -18,7 +18,7 @@ KEYS = {path.rpartition(".")[2]: path for path, _ in leaves() if path.startswith
     "max_position_embeddings": "stage.seq_length",
 }
 # Fields that weights do not depend on: a table may grow, and the others belong to the run.
-BESIDE = {
+FREE_FIELDS = {
     "vocab_size",
     "rotary_base",
     "max_position_embeddings",
@@ -147,7 +147,7 @@ class Description:
         """Return the fields in which two models differ, so that weights of one do not fit the other."""
         mine, theirs = vars(self.simplified()), vars(other.simplified())
         either = {"skip_output"} if None in (self.skip_output, other.skip_output) else set()
-        return [name for name in mine if name not in BESIDE | either and mine[name] != theirs[name]]
+        return [name for name in mine if name not in FREE_FIELDS | either and mine[name] != theirs[name]]
 
     def differences(self, other: Description) -> str:
         """Return those fields with both values, as a text that is empty if there is none."""
@@ -159,6 +159,8 @@ class Description:
 
     def overrides(self) -> dict[str, object]:
         """Return the recipe's keys of the model, and of RoPE's base, with their values."""
-        found = {KEYS[f.name]: getattr(self, f.name) for f in fields(self) if f.name in KEYS}
-        del found["stage.seq_length"]  # the model's longest context, not a stage's
-        return {key: value for key, value in found.items() if value is not None or key == "model.router_norm_epsilon"}
+        overrides = {KEYS[f.name]: getattr(self, f.name) for f in fields(self) if f.name in KEYS}
+        del overrides["stage.seq_length"]  # the model's longest context, not a stage's
+        return {
+            key: value for key, value in overrides.items() if value is not None or key == "model.router_norm_epsilon"
+        }

@@ -208,28 +208,28 @@ def _on_all_ranks(step: Callable[[], T]) -> list[T]:
     except Exception as raised:
         error = raised
     mine = (result, None if error is None else (isinstance(error, ValueError), f"{error}", type(error).__name__))
-    found: list = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, mine)
+    outcomes: list = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(outcomes, mine)
     if error is not None:
         raise error
-    for rank, (_, failed) in enumerate(found):
+    for rank, (_, failed) in enumerate(outcomes):
         if failed is not None:
             of_user, text, kind = failed
             raise ValueError(text) if of_user else RuntimeError(f"rank {rank}: {kind}: {text}")
-    return [result for result, _ in found]
+    return [result for result, _ in outcomes]
 
 
 def _write_parts(path: Path, chunks: list[GPTModel]) -> list[_Part]:
     """Write the tensors of which this rank has the main copy, one behind another, and return where they are."""
-    found = []
+    parts = []
     with open(path, "wb") as file:
         for tensor in (tensor for chunk in chunks for tensor in chunk.sharded_state_dict().values()):
             if isinstance(tensor, ShardedTensor) and is_main_replica(tensor.replica_id):
                 values = tensor.data.detach().cpu()
                 region = Region(path, file.tell(), values.dtype, tuple(tensor.local_shape))
-                found.append(_Part(tensor.key, tuple(tensor.global_shape), tuple(tensor.global_offset), region))
+                parts.append(_Part(tensor.key, tuple(tensor.global_shape), tuple(tensor.global_offset), region))
                 file.write(as_bytes(values))
-    return found
+    return parts
 
 
 def _put_together(parts: Path, first: GPTModel, written: list[_Part]) -> exporting.Trained:
@@ -241,7 +241,7 @@ def _put_together(parts: Path, first: GPTModel, written: list[_Part]) -> exporti
     of_key: dict[str, list[_Part]] = {}
     for part in written:
         of_key.setdefault(part.key, []).append(part)
-    shapes = {key: found[0].shape for key, found in of_key.items()}
+    shapes = {key: parts_of_key[0].shape for key, parts_of_key in of_key.items()}
     described = replace(
         Description.of_config(first.config, shapes[EMBEDDING][0]),
         rotary_base=int(first.rotary_base),  # ty: ignore[invalid-argument-type]  # read from a configuration
