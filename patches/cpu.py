@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch and Megatron need on a machine without an accelerator, one row a symbol.
+"""The patches that torch and Megatron require on a machine without an accelerator, one row a symbol.
 
 Attributes are replaced where that is enough. Literal "cuda" devices, in some forty places of Megatron, are rewritten by
 a TorchFunctionMode for the thread that runs the loop; it costs about a microsecond a torch call.

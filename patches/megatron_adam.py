@@ -33,7 +33,7 @@ PATCH = Patch(
         "megatron.core.optimizer.distrib_optimizer.USING_APEX_OPTIMIZER": lambda _: True,
     },
     scope="always",
-    wanted=_torch_adam_is_used,
+    condition=_torch_adam_is_used,
     reason="without Transformer Engine and apex: the distributed optimizer cannot load the state of torch's AdamW back",
     upstream=MEGATRON + "core/optimizer/distrib_optimizer.py",
     until="the distributed optimizer saves and loads the steps of torch's AdamW",

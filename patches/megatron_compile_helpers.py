@@ -9,7 +9,7 @@ module that this Python can import and that is no older than its source is used 
 from zaya_plugin.patches.registry import MEGATRON, Patch
 
 
-def _compiled_already() -> bool:
+def _is_compiled() -> bool:
     import importlib.util
     from pathlib import Path
 
@@ -28,7 +28,7 @@ PATCH = Patch(
     symbol="megatron.core.datasets.utils.compile_helpers",
     make=lambda _: lambda: None,
     scope="always",
-    wanted=_compiled_already,
+    condition=_is_compiled,
     reason=(
         "runs make and exits the process when that fails, also where helpers_cpp is compiled already (the wheel has "
         "no Makefile)"

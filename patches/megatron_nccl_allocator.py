@@ -64,7 +64,7 @@ PATCH = Patch(
         "megatron.core.nccl_allocator.deregister_mem_pool": deregister,
     },
     scope="always",
-    wanted=lambda: compat.at_least("0.19.0rc0"),  # the names that are changed are those of 0.19
+    condition=lambda: compat.at_least("0.19.0rc0"),  # the names that are changed are those of 0.19
     reason=(
         "registered buffers: no extension is compiled at start, NCCL_NVLS_ENABLE keeps its value, and `zaya train` "
         "takes them back at its end"

@@ -31,7 +31,7 @@ PATCH = Patch(
     symbol="megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",
     make=in_this_process,
     scope="always",
-    wanted=lambda: compat.at_least("0.19"),
+    condition=lambda: compat.at_least("0.19"),
     reason=(
         "starts a manager process of 0.5 GB in each rank for saves inside the rank, and leaves it behind if the rank "
         "is killed"

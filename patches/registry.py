@@ -26,7 +26,7 @@ class Patch(HostChange):
             with its `make`.
         enter: makes the change where it is no attribute; replaces `make`.
         scope: "cpu": applied only without an accelerator; "always": on every machine.
-        wanted: a further condition, such as a missing Transformer Engine.
+        condition: has to hold too, such as a missing Transformer Engine.
     """
 
     until: str = "Megatron trains without an accelerator"
@@ -34,19 +34,20 @@ class Patch(HostChange):
     also: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     enter: Callable[[], None] | None = None
     scope: str = "cpu"
-    wanted: Callable[[], bool] = lambda: True
+    condition: Callable[[], bool] = lambda: True
 
     @property
     def applies(self) -> bool:
         """Whether this machine needs the patch."""
         if self.symbol.startswith("megatron.training.") and not compat.has_training():
             return False
-        return (self.scope == "always" or not has_accelerator()) and self.wanted()
+        return (self.scope == "always" or not has_accelerator()) and self.condition()
 
     def install(self) -> None:
         """Make the change."""
         if self.enter is not None:
             return self.enter()
+        assert self.make is not None
         for symbol, make in {self.symbol: self.make, **self.also}.items():
             holder, name = holder_of(symbol)
             setattr(holder, name, make(getattr(holder, name)))

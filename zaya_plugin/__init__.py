@@ -5,6 +5,22 @@ Importing this package loads neither torch nor Megatron and changes neither; a p
 """
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # EXPORTS, for editors and type checkers
+    from zaya_plugin.checkpoint.convert.distributed import config_from_hf as config_from_hf
+    from zaya_plugin.checkpoint.convert.distributed import load_hf as load_hf
+    from zaya_plugin.checkpoint.convert.distributed import save_hf as save_hf
+    from zaya_plugin.checkpoint.convert.distributed import zaya_from_hf as zaya_from_hf
+    from zaya_plugin.config.phases import quiet_hosts as quiet_hosts
+    from zaya_plugin.hosts.own_loop import balance_experts as balance_experts
+    from zaya_plugin.hosts.own_loop import muon_optimizer as muon_optimizer
+    from zaya_plugin.model.build import build_zaya_model as build_zaya_model
+    from zaya_plugin.model.config import ZayaConfig as ZayaConfig
+    from zaya_plugin.model.spec import zaya_block_spec as zaya_block_spec
+    from zaya_plugin.patches import apply as _apply
+
+    apply_patches = _apply
 
 __version__ = "0.1.0"
 
@@ -14,6 +30,7 @@ EXPORTS = {
     "build_zaya_model": "zaya_plugin.model.build.build_zaya_model",
     "muon_optimizer": "zaya_plugin.hosts.own_loop.muon_optimizer",
     "balance_experts": "zaya_plugin.hosts.own_loop.balance_experts",
+    "zaya_from_hf": "zaya_plugin.checkpoint.convert.distributed.zaya_from_hf",
     "config_from_hf": "zaya_plugin.checkpoint.convert.distributed.config_from_hf",
     "load_hf": "zaya_plugin.checkpoint.convert.distributed.load_hf",
     "save_hf": "zaya_plugin.checkpoint.convert.distributed.save_hf",

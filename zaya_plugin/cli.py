@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _dispatch(argv)
     except ValueError as error:
-        if _traceback_wanted():
+        if _shows_traceback():
             raise
         rank = os.environ.get("RANK", "0")
         print(f"zaya: {error}" if rank == "0" else f"zaya: rank {rank}: {error}", file=sys.stderr)
@@ -158,15 +158,15 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError):  # `zaya train --help | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        told = of_the_machine(error, ".", offline=argv[0] not in ("train", "curriculum"))
-        if told is None or _traceback_wanted():
+        text = of_the_machine(error, ".", offline=argv[0] not in ("train", "curriculum"))
+        if text is None or _shows_traceback():
             raise
-        print(f"zaya: {told}", file=sys.stderr)
+        print(f"zaya: {text}", file=sys.stderr)
         return USER_ERROR
     except ModuleNotFoundError as error:
         package = error.name or ""
         # A part of a package, or of this one, is missing where an import is wrong: that is no mistake of the user's.
-        if "." in package or package in ("", "zaya_plugin", "hip_ops") or _traceback_wanted():
+        if "." in package or package in ("", "zaya_plugin", "hip_ops") or _shows_traceback():
             raise
         problem = f"needs the package {package}, which is not installed"
         fix = f"an environment with it: pip install 'zaya_plugin[cpu]', or pip install {package}"
@@ -297,7 +297,7 @@ def train(argv: list[str]) -> int:
 
     overrides, rest = overrides_of(argv)
     compose.register()
-    traceback_wanted = _traceback_wanted()
+    shows_traceback = _shows_traceback()
     outcomes: list[int | ValueError] = []
 
     def job(config) -> None:
@@ -305,17 +305,17 @@ def train(argv: list[str]) -> int:
         try:
             outcomes.append(_run_job(config, overrides, verbose))
         except ValueError as error:
-            if traceback_wanted:
+            if shows_traceback:
                 raise
             outcomes.append(error)
         except BrokenPipeError:  # `zaya train dry_run=true | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             outcomes.append(0)
         except (OSError, MemoryError, RuntimeError) as error:
-            told = of_the_machine(error, ".")
-            if told is None or traceback_wanted:
+            text = of_the_machine(error, ".")
+            if text is None or shows_traceback:
                 raise
-            outcomes.append(ValueError(told))
+            outcomes.append(ValueError(text))
         code = outcomes[-1]
         if isinstance(code, int) and (code > 128 or code == ENDED_EARLY):  # stopped by a signal: no further jobs
             raise SystemExit(code)
@@ -364,7 +364,7 @@ def _in_utf8_mode() -> None:
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
 
 
-def _traceback_wanted() -> bool:
+def _shows_traceback() -> bool:
     return os.environ.get("ZAYA_TRACEBACK") == "1" or os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 

@@ -34,8 +34,8 @@ def core_version() -> Version | None:
 
 def at_least(release: str) -> bool:
     """Whether megatron.core is of `release` or later."""
-    found = core_version()
-    return found is not None and found >= Version(release)
+    installed = core_version()
+    return installed is not None and installed >= Version(release)
 
 
 @functools.cache

@@ -178,19 +178,19 @@ def _host_lines(hosts: list[dict[str, Any]]) -> list[str]:
     return [f"  {'can be   ' if host['possible'] else 'cannot be'} {host['name']:28}{host['detail']}" for host in hosts]
 
 
-def _problem_lines(found: list[dict[str, str]]) -> list[str]:
+def _problem_lines(problems: list[dict[str, str]]) -> list[str]:
     shown = (
         f"  {problem['severity']:8}{problem['name']}: {problem['found']}\n"
         f"          why   {problem['why']}\n          do    {problem['remedy']}"
-        for problem in found
+        for problem in problems
     )
     return [*shown] or ["  none found"]
 
 
 def _device_lines(devices: dict[str, Any]) -> list[str]:
     shown = (
-        f"  {each['index']}: {each['name']}, {each['memory_gib']} GiB, {each['arch']}"
-        for each in devices["accelerators"]
+        f"  {accelerator['index']}: {accelerator['name']}, {accelerator['memory_gib']} GiB, {accelerator['arch']}"
+        for accelerator in devices["accelerators"]
     )
     built = f"  torch is built for {devices['built_for']}; {devices['cpu_cores']} CPU cores"
     return [built, *([*shown] or ["  no accelerator: use cluster=cpu"])]
@@ -239,16 +239,16 @@ def _hosts() -> list[dict[str, Any]]:
     from zaya_plugin import compat
 
     core, training = compat.core_version(), compat.has_training()
-    found = (
+    core_text = (
         f"megatron.core {core}{' with' if training else ' without'} megatron.training" if core else "no megatron.core"
     )
     primus = compat.has_module("primus.core")
     return [
-        {"name": "zaya train", "possible": compat.zaya_train_fits(), "detail": found},
+        {"name": "zaya train", "possible": compat.zaya_train_fits(), "detail": core_text},
         {
             "name": "pretrain_gpt.py --spec",
             "possible": compat.zaya_train_fits(),
-            "detail": f"{found}; its script comes with a checkout",
+            "detail": f"{core_text}; its script comes with a checkout",
         },
         {
             "name": "Primus",
@@ -279,8 +279,8 @@ def _version(distribution: str, module: str) -> str | None:
     if module == "megatron.core":  # a checkout in front of a wheel has the wheel's metadata
         return str(compat.core_version())
     names = (distribution, module.replace("_", "-"), module)
-    found = (version for name in names if (version := _distribution_version(name)))
-    return next(found, "found, version unknown")  # a source checkout on PYTHONPATH
+    versions = (version for name in names if (version := _distribution_version(name)))
+    return next(versions, "found, version unknown")  # a source checkout on PYTHONPATH
 
 
 def _distribution_version(name: str) -> str | None:
@@ -340,19 +340,19 @@ def _kernels() -> list[dict[str, Any]]:
     from hip_ops.runtime.library import target_of
     from hip_ops.runtime.operator import report
 
-    found = []
+    devices = []
     for name in ["cpu"] + (["cuda"] if torch.cuda.is_available() else []):
         try:
-            found.append({"device": name, "versions": report(name, check=False)})
+            devices.append({"device": name, "versions": report(name, check=False)})
         except ValueError as error:
-            found.append({"device": name, "versions": [str(error)]})
+            devices.append({"device": name, "versions": [str(error)]})
     target = "gfx942"
     if torch.version.hip and torch.cuda.is_available():
         try:
             target = target_of(torch.device("cuda", 0))
         except ValueError:
-            return found  # the lines above name the architecture
-    return [*found, {"device": target, "versions": [f"library of hip: {library_note(target)}"]}]
+            return devices  # the lines above name the architecture
+    return [*devices, {"device": target, "versions": [f"library of hip: {library_note(target)}"]}]
 
 
 def _patches() -> list[dict[str, Any]]:

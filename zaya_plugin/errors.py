@@ -22,7 +22,7 @@ ROLL_BACK = 76
 # The signal by which Aegis asks a rank for the stacks of its threads. SIGUSR1 and SIGUSR2 are those of batch systems.
 STACKS_SIGNAL = signal.SIGRTMIN + 5
 
-_NOT_GIVEN = object()
+_NO_VALUE = object()
 LONGEST_SHOWN = 1000  # characters of key and value in a message
 
 
@@ -38,20 +38,20 @@ class NotFiniteError(RunEndedError):
     """A loss or gradients are infinite or NaN."""
 
 
-def message(key: str, value: object = _NOT_GIVEN, *, problem: str, allowed: str = "", fix: str = "") -> str:
+def message(key: str, value: object = _NO_VALUE, *, problem: str, allowed: str = "", fix: str = "") -> str:
     """Return `<key>=<value>: <problem>. Allowed: <allowed>. Fix: <fix>.`
 
     `key` is a recipe key, an option such as --output, or a file; without `value` it stands alone. `allowed` lists
     values or states the condition with its current values. `fix` is what to type. Parts that are empty are left out.
     """
-    given = key if value is _NOT_GIVEN else f"{key}={as_typed(value)}"
-    if len(given) > LONGEST_SHOWN:
-        given = f"{given[: LONGEST_SHOWN // 2]}... ({len(given):,} characters)"
-    parts = [f"{given}: {problem}", f"Allowed: {allowed}" if allowed else "", f"Fix: {fix}" if fix else ""]
+    subject = key if value is _NO_VALUE else f"{key}={as_typed(value)}"
+    if len(subject) > LONGEST_SHOWN:
+        subject = f"{subject[: LONGEST_SHOWN // 2]}... ({len(subject):,} characters)"
+    parts = [f"{subject}: {problem}", f"Allowed: {allowed}" if allowed else "", f"Fix: {fix}" if fix else ""]
     return " ".join(part if part.endswith("...") else f"{part.rstrip('.')}." for part in parts if part)
 
 
-def mistake(key: str, value: object = _NOT_GIVEN, *, problem: str, allowed: str = "", fix: str = "") -> ValueError:
+def mistake(key: str, value: object = _NO_VALUE, *, problem: str, allowed: str = "", fix: str = "") -> ValueError:
     """Return the ValueError with `message`'s text, for `raise mistake(...)`. Commands print the text without a
     traceback.
     """
@@ -108,8 +108,8 @@ def of_the_machine(error: BaseException, directory: str | os.PathLike, offline: 
 
     directory: of the run; it may be full where an error names no file. offline: the command is no run of ranks.
     """
-    if (told := _of_storage(error, directory, offline)) is not None:
-        return told
+    if (of_storage := _of_storage(error, directory, offline)) is not None:
+        return of_storage
     text = next(iter(str(error).strip().splitlines()), "")
     number, space = getattr(error, "errno", None), resource.getrlimit(resource.RLIMIT_AS)[0]
     thread = isinstance(error, RuntimeError) and "can't start new thread" in text
@@ -229,27 +229,27 @@ def free_space(path: str) -> str:
     """Return the free bytes and inodes of the file system of `path`, or of its nearest parent that can be asked."""
     while True:
         try:
-            found = os.statvfs(path)
+            file_system = os.statvfs(path)
         except OSError:
             if path == os.path.dirname(path):
                 return "free space unknown"
             path = os.path.dirname(path)
         else:
-            free = f"{found.f_bavail * found.f_frsize // 1024:,} KiB free"
-            return free + (f", {found.f_favail:,} inodes free" if found.f_files else "")
+            free = f"{file_system.f_bavail * file_system.f_frsize // 1024:,} KiB free"
+            return free + (f", {file_system.f_favail:,} inodes free" if file_system.f_files else "")
 
 
 def free_memory() -> int:
     """Return the bytes of memory that programs may still take here; the page cache counts as free. The limit of a
     container is the most.
     """
-    found = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    limits = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with contextlib.suppress(OSError), open("/proc/meminfo") as file:
-        found = [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")] or found
+        limits = [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")] or limits
     for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of cgroups 2 and 1
         with contextlib.suppress(OSError, ValueError), open(f"/sys/fs/cgroup/{limit}") as file:
-            found.append(int(file.read()))
-    return min(found)
+            limits.append(int(file.read()))
+    return min(limits)
 
 
 def check_space(directory: str | os.PathLike, needed: int) -> None:
@@ -259,8 +259,8 @@ def check_space(directory: str | os.PathLike, needed: int) -> None:
     place = os.path.abspath(directory)
     while not os.path.exists(place):
         place = os.path.dirname(place)
-    found = os.statvfs(place)
-    if found.f_bavail * found.f_frsize < needed:
+    file_system = os.statvfs(place)
+    if file_system.f_bavail * file_system.f_frsize < needed:
         raise OSError(errno.ENOSPC, f"No space left on device: {needed / 1e9:.2f} GB more are needed", str(directory))
 
 

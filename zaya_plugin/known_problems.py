@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Facts:
-    """What the rules of known problems read.
+    """The facts that the rules of known problems read.
 
     Attributes:
         versions: of distributions as pip knows them, None where absent. modules: by name, whether it can be imported.
@@ -82,8 +82,8 @@ def _wide_stores(facts: Facts) -> str | None:
     """The first Triton that is older than 3.8, on gfx942."""
     if not any(arch.startswith("gfx942") for arch in facts.archs):
         return None
-    found = ((name, facts.versions.get(name)) for name in TRITONS)
-    return next((f"{name} {version} on gfx942" for name, version in found if _before(version, "3.8")), None)
+    versions = ((name, facts.versions.get(name)) for name in TRITONS)
+    return next((f"{name} {version} on gfx942" for name, version in versions if _before(version, "3.8")), None)
 
 
 TRITONS = ("triton", "pytorch-triton-rocm", "triton-rocm")  # distributions that hold the module triton
@@ -265,9 +265,9 @@ RULES = (
 def problems(facts: Facts) -> list[dict[str, str]]:
     """Return the known problems that apply, errors first: name, severity, found, why, remedy."""
     named = ("name", "severity", "why", "remedy")
-    found = [
-        {**{name: getattr(rule, name) for name in named}, "found": found}
+    applying = [
+        {**{name: getattr(rule, name) for name in named}, "found": evidence}
         for rule in RULES
-        if (found := rule.find(facts))
+        if (evidence := rule.find(facts))
     ]
-    return sorted(found, key=lambda problem: problem["severity"] != "error")
+    return sorted(applying, key=lambda problem: problem["severity"] != "error")

@@ -51,12 +51,12 @@ def die_with_parent(number: int = signal.SIGTERM) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
-def adopt_orphans(wanted: bool = True) -> None:
+def adopt_orphans(adopts: bool = True) -> None:
     """Become, or cease to be, the parent of processes below this one whose own parent ends, so that this process can
     see them.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(wanted))
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopts))
 
 
 def adopt_children() -> None:

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.training import get_args
 
 from zaya_plugin import patches
-from zaya_plugin.config.compose import check_written_here, load_recipe
+from zaya_plugin.config.compose import check_own_version, load_recipe
 from zaya_plugin.errors import mistake
 from zaya_plugin.hosts.guest import Guest
 from zaya_plugin.model.layer import ZayaTransformerLayer
@@ -28,7 +28,7 @@ from zaya_plugin.model.spec import zaya_layer_submodules
 RECIPE_VARIABLE = "ZAYA_RECIPE"
 
 
-def recipe_beside_checkpoints(args) -> Path:
+def recipe_of_run(args) -> Path:
     """Return the path of the run's recipe: $ZAYA_RECIPE, else recipe.yaml in the directory that holds --save.
 
     Raises:
@@ -92,8 +92,8 @@ def move_in(args) -> Guest:
     recipe.
     """
     patches.apply()
-    path = recipe_beside_checkpoints(args)
-    check_written_here(path, f"zaya export megatron experiment=<name> run_dir={path.parent}, with the same overrides")
+    path = recipe_of_run(args)
+    check_own_version(path, f"zaya export megatron experiment=<name> run_dir={path.parent}, with the same overrides")
     guest = Guest(load_recipe(path), args)
     guest.check()
     guest.install()

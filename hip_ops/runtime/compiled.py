@@ -11,12 +11,16 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from hip_ops.runtime.availability import missing
 from hip_ops.runtime.selection import selection
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def compile_function(function: Callable) -> Callable:
@@ -40,7 +44,7 @@ def compile_function(function: Callable) -> Callable:
     return call
 
 
-def formula(function: Callable) -> Callable:
+def formula(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a differentiable function of plain torch: compiles it for tensors on an accelerator unless the
     reference is requested.
     """

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 def stock(state: dict, folder: str, **named) -> None:
     """Files as Megatron's save writes them."""
-    assert named["content_metadata"][on_disk.WRITTEN_HERE]
+    assert named["content_metadata"][on_disk.MANIFEST_MARK]
     for name in ("__0_0.distcp", "__0_1.distcp", ".metadata", "metadata.json"):
         (Path(folder) / name).write_text(f"{name} of {state['step']}")
 

@@ -153,10 +153,10 @@ def test_a_dry_check_of_a_directory_says_what_the_run_says_and_makes_nothing(tmp
     before = sorted(tmp_path.rglob("*"))
     for part in ("file", "file/x", "file/x/y", "loop/x", "nothing/x", "a" * 300 + "/x"):
         told = []
-        for check in (run_directory.check_can_be_made, make_writable):
+        for check in (run_directory.check_creatable, make_writable):
             with pytest.raises(ValueError, match="^run_dir=.*cannot be written") as caught:
                 check(tmp_path / part, "run_dir")
             told.append(str(caught.value))
         assert told[0] == told[1]
-    run_directory.check_can_be_made(tmp_path / "new" / "run", "run_dir")
+    run_directory.check_creatable(tmp_path / "new" / "run", "run_dir")
     assert sorted(tmp_path.rglob("*")) == before

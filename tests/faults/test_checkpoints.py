@@ -198,7 +198,7 @@ def test_a_checkpoint_of_an_earlier_version_is_loaded_with_a_warning_and_kept(tm
         "checkpoint.save_interval=2",
         "checkpoint.keep_last=1",
     )
-    unmarked = "from zaya_plugin.checkpoint import on_disk; on_disk.WRITTEN_HERE = 'another mark'"
+    unmarked = "from zaya_plugin.checkpoint import on_disk; on_disk.MANIFEST_MARK = 'another mark'"
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(f"import sys\nif '-m' in sys.orig_argv:\n    {unmarked}\n")
     environment = {"PYTHONPATH": os.pathsep.join((str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")))}

@@ -20,8 +20,8 @@ HOOKS = ("finalize_model_grads", "get_megatron_optimizer", "save_checkpoint", "l
 
 
 @pytest.fixture
-def host(monkeypatch, tmp_path):
-    """host(overrides) parses the exported words as pretrain_gpt.py does and imports the spec; everything is put back
+def move_in(monkeypatch):
+    """move_in(words) parses exported words as pretrain_gpt.py does and imports the spec; everything is put back
     afterwards.
     """
     from megatron.training import arguments, global_vars, training
@@ -32,6 +32,22 @@ def host(monkeypatch, tmp_path):
         arguments, "set_global_variables", lambda args: monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", args)
     )
 
+    def start(words, padded_vocab_size=192):
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words])
+        args = arguments.parse_and_validate_args()
+        args.padded_vocab_size = padded_vocab_size
+        monkeypatch.delitem(sys.modules, MODULE, raising=False)
+        spec = importlib.import_module(MODULE)
+        monkeypatch.delitem(sys.modules, MODULE)
+        return args, spec
+
+    return start
+
+
+@pytest.fixture
+def host(move_in, tmp_path):
+    """host(overrides) moves into the command that is exported for them."""
+
     def start(*overrides, recipe_file=True, words=()):
         from zaya_plugin.hosts.command_line import command_line
 
@@ -40,13 +56,7 @@ def host(monkeypatch, tmp_path):
         if recipe_file:
             save_recipe(recipe, tmp_path / "run" / "recipe.yaml")
         lines = [["--spec", *megatron_export.SPEC], *command_line(values(recipe)), list(words)]
-        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *(word for line in lines for word in line)])
-        args = arguments.parse_and_validate_args()
-        args.padded_vocab_size = 192
-        monkeypatch.delitem(sys.modules, MODULE, raising=False)
-        spec = importlib.import_module(MODULE)
-        monkeypatch.delitem(sys.modules, MODULE)
-        return args, spec
+        return move_in([word for line in lines for word in line])
 
     return start
 
@@ -177,13 +187,13 @@ def test_a_recipe_of_another_version_is_refused(host, monkeypatch, tmp_path):
     monkeypatch.setattr("zaya_plugin.config.compose.__version__", "0.0.9")  # writes
     import zaya_plugin.config.compose as compose_module
 
-    check = compose_module.check_written_here
+    check = compose_module.check_own_version
 
     def installed(path, export):
         monkeypatch.setattr(compose_module, "__version__", "0.1.0")  # reads
         check(path, export)
 
-    monkeypatch.setattr(compose_module, "check_written_here", installed)
+    monkeypatch.setattr(compose_module, "check_own_version", installed)
     fix = f"Fix: zaya export megatron experiment=<name> run_dir={tmp_path / 'run'}"
     with pytest.raises(SystemExit, match=f"was written by zaya_plugin 0.0.9. Allowed: zaya_plugin 0.1.0.*{fix}"):
         host()

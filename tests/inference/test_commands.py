@@ -375,7 +375,7 @@ def test_every_reader_compares_a_checkpoint_with_its_manifest(zaya, checkpoint, 
             file.write_bytes(whole)
     flip(shard, [shard.stat().st_size // 2])
     (copy / manifest.NAME).unlink()
-    monkeypatch.setattr(on_disk, "WRITTEN_HERE", "as in a checkpoint of another program")
+    monkeypatch.setattr(on_disk, "MANIFEST_MARK", "as in a checkpoint of another program")
     code, _, err = zaya(*readers[0])
     assert code == 0 and f"note: {copy} has no manifest.json, so its content was compared with nothing" in err
 

@@ -13,7 +13,7 @@ from tests.running import MICRO
 from zaya_plugin import cli
 from zaya_plugin.checkpoint import on_disk
 from zaya_plugin.checkpoint.convert import importing
-from zaya_plugin.checkpoint.convert.beside import copy_beside
+from zaya_plugin.checkpoint.convert.beside import copy_companions
 from zaya_plugin.checkpoint.convert.torch_dist import CheckpointWriter
 from zaya_plugin.config.compose import compose
 from zaya_plugin.training.lifecycle import Lifecycle
@@ -105,7 +105,7 @@ def test_what_a_tokenizer_saves_travels(tmp_path):
         "pytorch_model.bin",
     ):
         (source / name).write_text("{}")
-    copy_beside(source, target)
+    copy_companions(source, target)
     copied = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}
     assert copied == set(names)
 

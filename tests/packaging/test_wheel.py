@@ -82,6 +82,10 @@ def test_holds_every_module_and_recipe(names, project_files):
     assert {name for name in names if name.endswith((".py", ".yaml"))} - expected == set()
 
 
+def test_holds_the_marks_of_typed_packages(names):
+    assert {"hip_ops/py.typed", "zaya_plugin/py.typed"} <= names
+
+
 def test_holds_the_kernel_sources(names, project_files):
     sources = {str(file) for file in project_files if file.parts[0] == "hip_ops" and file.suffix in (".hip", ".h")}
     assert sources <= names

@@ -305,7 +305,7 @@ def test_the_plan_follows_nproc_the_cluster_and_the_outer_launcher():
     torchrun = rank_plan.make_plan(
         demo(), {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **STORE}
     )
-    assert (torchrun.world_size, torchrun.ranks_here, torchrun.rank, torchrun.command) == (4, 2, 3, None)
+    assert (torchrun.world_size, torchrun.local_ranks, torchrun.rank, torchrun.command) == (4, 2, 3, None)
     with pytest.raises(ValueError, match="cluster.num_nodes=2: .*torchrun --nnodes"):
         rank_plan.make_plan(demo("cluster.num_nodes=2"), {})
 

@@ -136,12 +136,12 @@ def test_the_folder_is_the_users_and_bounded(asked, tmp_path, monkeypatch):
 def test_what_was_not_checked_is_said(asked, monkeypatch):
     recipe = compose(["experiment=cpu_demo", "nproc=2"])
     plan = make_plan(recipe, {})
-    assert before_start.unchecked_here(recipe, plan) == []
+    assert before_start.unchecked_parts(recipe, plan) == []
     monkeypatch.setattr(compat, "zaya_train_fits", lambda: False)
     said = "not checked: Megatron's own validation of its arguments: "
-    assert before_start.unchecked_here(recipe, plan) == [said + "no torch or Megatron 0.19 here"]
+    assert before_start.unchecked_parts(recipe, plan) == [said + "no torch or Megatron 0.19 here"]
     monkeypatch.setenv("ZAYA_CHECK", "off")
-    assert before_start.unchecked_here(recipe, plan) == [said + "ZAYA_CHECK=off"]
+    assert before_start.unchecked_parts(recipe, plan) == [said + "ZAYA_CHECK=off"]
     check("nproc=3", "stage.global_batch_size=12")
     assert asked() == []
 

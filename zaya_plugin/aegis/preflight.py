@@ -28,7 +28,7 @@ from zaya_plugin.aegis.preflight_node import Node
 from zaya_plugin.aegis.preflight_verdict import SLOWER, judge, table
 from zaya_plugin.aegis.slurm import expand, write_failing
 from zaya_plugin.config.option_numbers import DAY, MOST_AMOUNT, real_number
-from zaya_plugin.config.run_directory import check_can_be_made
+from zaya_plugin.config.run_directory import check_creatable
 from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.errors import mistake
 from zaya_plugin.parent_death import die_with_parent
@@ -170,7 +170,7 @@ def main(argv: Sequence[str]) -> int:
         raise mistake("--slower", options.slower, problem="is no share", allowed="between 0 and 1", fix="--slower 0.1")
     output = options.output.absolute()
     folder, storage = output / "nodes", (options.storage or output).absolute()
-    check_can_be_made(output, "--output")
+    check_creatable(output, "--output")
     words = [str(folder), options.device, str(storage)]
     if launcher and any(shlex.quote(word) != word for word in words):
         allowed = "folders without blanks and quotes, because ssh and its like give them to a shell"

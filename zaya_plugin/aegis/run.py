@@ -28,7 +28,7 @@ from zaya_plugin.config.option_numbers import (
     real_number,
     whole_number,
 )
-from zaya_plugin.config.run_directory import check_can_be_made
+from zaya_plugin.config.run_directory import check_creatable
 from zaya_plugin.errors import mistake
 from zaya_plugin.run.rank_plan import first_host, port, whole_variable
 
@@ -190,7 +190,7 @@ def settings_of(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settin
         from zaya_plugin.config.run_directory import checkpoint_path
 
         checkpoints = checkpoint_path(recipe).absolute()
-    check_can_be_made(folder, "--dir")
+    check_creatable(folder, "--dir")
     _check_is_of_stage(folder, command)
     host, number = _decider(options, environ)
     Rules.load(options.rules)

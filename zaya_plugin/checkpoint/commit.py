@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from zaya_plugin.checkpoint import manifest
-from zaya_plugin.checkpoint.on_disk import WRITTEN_HERE
+from zaya_plugin.checkpoint.on_disk import MANIFEST_MARK
 from zaya_plugin.config.run_directory import is_checkpoint
 from zaya_plugin.errors import mistake
 
@@ -36,7 +36,7 @@ def save(stock: Callable, sharded_state_dict: dict, checkpoint_dir: str, *positi
         unfinished.mkdir(parents=True)
     torch.distributed.barrier()
     facts = getattr(sharded_state_dict.get("args"), "zaya", {})
-    named["content_metadata"] = {**(named.get("content_metadata") or {}), WRITTEN_HERE: True}
+    named["content_metadata"] = {**(named.get("content_metadata") or {}), MANIFEST_MARK: True}
     stock(sharded_state_dict, str(unfinished), *positional, **named)
     own = {path.name: _described(path) for path in unfinished.glob(f"__{rank}_*.distcp")}
     (unfinished / _part(rank)).write_text(json.dumps(own))

@@ -83,8 +83,8 @@ class DirectFiles:
                     flying.append(threads.submit(_write_at, descriptor, block[: filled + -filled % ALIGNMENT], size))
                     size += filled
                     progress(filled)
-                for each in flying:
-                    each.result()
+                for future in flying:
+                    future.result()
             os.ftruncate(descriptor, size)  # the last write was longer, by its alignment
             os.fsync(descriptor)
         finally:

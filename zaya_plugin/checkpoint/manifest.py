@@ -186,13 +186,13 @@ def problems(folder: Path, run_id: str | None = None) -> list[str]:
         return [str(error)]
     except OSError as error:
         return [f"{folder} cannot be read ({error.strerror})"]
-    found = []
+    texts = []
     for name, file in files.items():
         if name not in sizes:
-            found.append(f"{folder / name} is missing")
+            texts.append(f"{folder / name} is missing")
         elif sizes[name] != file["bytes"]:
-            found.append(f"{folder / name} has {sizes[name]} bytes, its manifest states {file['bytes']}")
-    return found
+            texts.append(f"{folder / name} has {sizes[name]} bytes, its manifest states {file['bytes']}")
+    return texts
 
 
 def damaged(

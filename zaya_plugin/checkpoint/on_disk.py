@@ -20,7 +20,7 @@ from zaya_plugin.errors import message, mistake
 TRACKER = "latest_checkpointed_iteration.txt"
 INDEX, FORMAT = ".metadata", "metadata.json"  # files of a checkpoint that are no shards, see index.py
 # In Megatron's record of a checkpoint's content: it was written by this version, so it has a manifest.
-WRITTEN_HERE = "zaya_manifest"
+MANIFEST_MARK = "zaya_manifest"
 
 # Options of ZAYA in which the model of a checkpoint must equal the model that loads it, each with its default.
 FIXED_OPTIONS = {field.name: field.default for _, field in leaves() if field.metadata["fixed"]}
@@ -69,9 +69,9 @@ def latest(directory: Path, below: int | None = None) -> tuple[int | None, list[
     for iteration in reversed(iterations(directory)):
         if below is not None and iteration >= below:
             continue
-        if not (found := problems(directory, iteration)):
+        if not (texts := problems(directory, iteration)):
             return iteration, skipped
-        skipped += found
+        skipped += texts
     if skipped or below is not None:
         raise mistake(
             str(directory),
@@ -143,10 +143,10 @@ def problems(directory: Path, iteration: int) -> list[str]:
             return [f"{path} does not exist"]
         if (path / manifest.NAME).exists():
             return manifest.problems(path, starts.read(directory).get("run_id"))
-        found = _problems_by_index(path)
+        texts = _problems_by_index(path)
     except OSError as error:
         return [f"{error.filename or path} cannot be read ({error.strerror})"]
-    return found or _missing_manifest(path)
+    return texts or _missing_manifest(path)
 
 
 def _missing_manifest(path: Path) -> list[str]:
@@ -157,11 +157,11 @@ def _missing_manifest(path: Path) -> list[str]:
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
-        written_here = (load_content_metadata(str(path)) or {}).get(WRITTEN_HERE)
+        is_ours = (load_content_metadata(str(path)) or {}).get(MANIFEST_MARK)
     except (Exception, CheckpointException) as broken:  # of damaged bytes come many types; torch's is no Exception
         *_, reason = str(broken).strip().splitlines() or [repr(broken)]  # behind a traceback
         return [f"{path}: its arguments and progress (common state) cannot be read ({reason})"]
-    return [f"{path / manifest.NAME} is missing"] if written_here else []
+    return [f"{path / manifest.NAME} is missing"] if is_ours else []
 
 
 def _problems_by_index(path: Path) -> list[str]:

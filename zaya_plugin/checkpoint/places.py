@@ -103,12 +103,12 @@ def upload(
     partial = target.with_name(f"{target.name}.{os.getpid()}{PARTIAL}")  # another process may upload the same
     try:
         with open(partial, "wb", buffering=0) as written:
-            found = manifest.describe(source, passed, pace.piece, written)
+            stored = manifest.describe(source, passed, pace.piece, written)
             os.fsync(written.fileno())
-        if found != expected:
-            raise ValueError(_differs(source, found, expected))
-        if (found := _stored(partial, passed, pace.piece)) != expected:
-            raise ValueError(_differs(target, found, expected))
+        if stored != expected:
+            raise ValueError(_differs(source, stored, expected))
+        if (stored := _stored(partial, passed, pace.piece)) != expected:
+            raise ValueError(_differs(target, stored, expected))
         os.replace(partial, target)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -149,8 +149,8 @@ def _drop_cached(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _differs(path: Path, found: Mapping, expected: Mapping) -> str:
+def _differs(path: Path, stored: Mapping, expected: Mapping) -> str:
     return (
-        f"{path} has {found['bytes']} bytes with the checksum {found['xxh3_128']}, its manifest states "
+        f"{path} has {stored['bytes']} bytes with the checksum {stored['xxh3_128']}, its manifest states "
         f"{expected['bytes']} and {expected['xxh3_128']}"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank writes of a checkpoint: the tensors and objects of which it is the owner, and their places in its file.
+"""The part of a checkpoint that one rank writes: the tensors and objects of which it is the owner, and their places in its file.
 
 The file is a file of torch's distributed checkpoints, made of slices of one buffer. The places are the same in every
 save: a tensor keeps its shape, and an object gets room to grow. So the index of the checkpoint is made once.
@@ -48,22 +48,22 @@ def contents(sharded_state_dict: ShardedStateDict) -> tuple[list[Box], dict[str,
     _, kept = extract_nonpersistent(sharded_state_dict)
     sharded, common = extract_sharded_base(kept)
     boxes, objects = [], defaultdict(list)
-    for each in nested_values(sharded):
-        if not is_main_replica(each.replica_id):
+    for value in nested_values(sharded):
+        if not is_main_replica(value.replica_id):
             continue
-        if isinstance(each, ShardedObject):
-            objects[each.unique_key].append(each.data)
-        elif each.data.numel():
-            boxes.append(_box(each))
+        if isinstance(value, ShardedObject):
+            objects[value.unique_key].append(value.data)
+        elif value.data.numel():
+            boxes.append(_box(value))
     return boxes, dict(objects), common
 
 
-def _box(each: ShardedTensor) -> Box:
-    assert each.flattened_range is None, f"{each.key}: a format that Megatron no longer reads"
-    sizes = (1,) * each.prepend_axis_num + tuple(each.local_shape)
-    values = each.data.detach()
-    assert values.is_contiguous(), f"{each.key} is not contiguous, so its copy would not follow it"
-    return Box(each.key, tuple(each.global_offset), sizes, tuple(each.global_shape), values.view(-1))
+def _box(tensor: ShardedTensor) -> Box:
+    assert tensor.flattened_range is None, f"{tensor.key}: a format that Megatron no longer reads"
+    sizes = (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
+    values = tensor.data.detach()
+    assert values.is_contiguous(), f"{tensor.key} is not contiguous, so its copy would not follow it"
+    return Box(tensor.key, tuple(tensor.global_offset), sizes, tuple(tensor.global_shape), values.view(-1))
 
 
 def without_derived(boxes: Iterable[Box], shapes: dict[str, tuple[int, ...]]) -> tuple[list[Box], list[str]]:

@@ -30,46 +30,46 @@ class Reading:
     lock: BinaryIO | None
 
 
-def folder_of(given: Path, step: int | None = None, key: str = "CKPT") -> Path:
+def folder_of(path: Path, step: int | None = None, key: str = "CKPT") -> Path:
     """Return the folder of one iteration.
 
     Args:
-        given: it, a run directory, or a directory of iterations; the value of `key`.
+        path: it, a run directory, or a directory of iterations; the value of `key`.
         step: None: the newest.
 
     Raises:
         ValueError: there is none.
     """
-    if is_checkpoint(given) and given.is_dir():
-        own = on_disk.iteration_of(given)
+    if is_checkpoint(path) and path.is_dir():
+        own = on_disk.iteration_of(path)
         if step not in (None, own):
-            raise mistake("--step", step, problem=f"{given} is the checkpoint of step {own}", allowed=str(own))
-        return given
-    directory = kept if (kept := checkpoints_of(given)).is_dir() else given
+            raise mistake("--step", step, problem=f"{path} is the checkpoint of step {own}", allowed=str(own))
+        return path
+    directory = kept if (kept := checkpoints_of(path)).is_dir() else path
     if not (steps := iterations(directory)):
-        raise _none_there(given, key)
+        raise _no_checkpoint(path, key)
     if step is not None and step not in steps:
         raise mistake("--step", step, problem=f"no such checkpoint in {directory}", allowed=", ".join(map(str, steps)))
     return on_disk.folder(directory, steps[-1] if step is None else step)
 
 
-def _none_there(given: Path, key: str) -> ValueError:
+def _no_checkpoint(place: Path, key: str) -> ValueError:
     allowed, fix = "a run directory with checkpoints, a directory of iter_* folders, or one of these", ""
     allowed += "; or a published model, a folder with safetensors files" if key == "MODEL" else ""
-    why = "it is a file" if given.is_file() else "the path does not exist"
-    if given.is_dir():
-        why = "it is empty" if not any(given.iterdir()) else "no iter_* folder is in it"
-        runs = [path.parent for path in given.glob(f"*/{RECIPE}") if iterations(checkpoints_of(path.parent))]
-        if (given / RECIPE).is_file():
-            why = f"the run has saved none in {checkpoints_of(given)}"
+    why = "it is a file" if place.is_file() else "the path does not exist"
+    if place.is_dir():
+        why = "it is empty" if not any(place.iterdir()) else "no iter_* folder is in it"
+        runs = [path.parent for path in place.glob(f"*/{RECIPE}") if iterations(checkpoints_of(path.parent))]
+        if (place / RECIPE).is_file():
+            why = f"the run has saved none in {checkpoints_of(place)}"
         elif runs:
             runs.sort(key=lambda run: checkpoints_of(run).stat().st_mtime)
-            why = "it is the folder of a curriculum" if (given / CURRICULUM).is_file() else "it is a folder of runs"
+            why = "it is the folder of a curriculum" if (place / CURRICULUM).is_file() else "it is a folder of runs"
             allowed, fix = ", ".join(map(str, runs)), str(runs[-1])
-    return mistake(key, given, problem=f"no such checkpoint: {why}", allowed=allowed, fix=fix)
+    return mistake(key, place, problem=f"no such checkpoint: {why}", allowed=allowed, fix=fix)
 
 
-def begin(given: Path, step: int | None = None, key: str = "CKPT", compare: bool = True) -> Reading:
+def begin(path: Path, step: int | None = None, key: str = "CKPT", compare: bool = True) -> Reading:
     """Choose a checkpoint as `folder_of` does, hold it, and compare its content with its manifest.
 
     compare: False leaves out the checksums, which are those of whole files, with a progress bar on stderr.
@@ -78,9 +78,9 @@ def begin(given: Path, step: int | None = None, key: str = "CKPT", compare: bool
         ValueError: there is none, or it is not complete or damaged.
     """
     for _ in range(TRIES):
-        folder = folder_of(given, step, key)
+        folder = folder_of(path, step, key)
         reading = Reading(folder, manifest.hold(folder))
-        if _is_there(reading):
+        if _exists(reading):
             break  # else the run has removed it meanwhile, and has a newer one
     directory, iteration = folder.parent, on_disk.iteration_of(folder)
     if not (broken := on_disk.problems(directory, iteration)):
@@ -94,7 +94,7 @@ def begin(given: Path, step: int | None = None, key: str = "CKPT", compare: bool
         older = on_disk.before(directory, iteration)
         raise mistake(
             key,
-            given,
+            path,
             problem=f"the checkpoint of step {iteration} is damaged: {'; '.join(broken)}",
             allowed="an intact checkpoint" + ("" if older is None else f", such as that of step {older}"),
             fix=f"zaya checkpoint list {directory}" if older is None else f"--step {older}",
@@ -102,7 +102,7 @@ def begin(given: Path, step: int | None = None, key: str = "CKPT", compare: bool
     return reading
 
 
-def _is_there(reading: Reading) -> bool:
+def _exists(reading: Reading) -> bool:
     if reading.lock is None:
         return reading.folder.is_dir()
     with contextlib.suppress(OSError):

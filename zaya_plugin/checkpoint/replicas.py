@@ -45,9 +45,9 @@ def check_replicas(model: Sequence[torch.nn.Module], optimizer=None) -> None:
             for key, value in state.items():
                 if torch.is_tensor(value):
                     tensors.setdefault(group, {})[f"{key} of parameter {order} of optimizer {index}"] = value
-    found = [text for group, named in tensors.items() for text in _differences(group, named)]
+    mine = [text for group, named in tensors.items() for text in _differences(group, named)]
     everyone: list = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, found)
+    torch.distributed.all_gather_object(everyone, mine)
     if texts := sorted({text for texts in everyone for text in texts}):
         raise RuntimeError(
             message(

@@ -53,8 +53,8 @@ class Tensor:
         for box in self.boxes:
             if (common := common_box((box.offset, box.sizes), (offset, sizes))) is None:
                 continue
-            if (found := box.place[0]) != self.dtype:
-                raise mistake(str(box.archive.path), problem=f"has {self.keys[0]} as {found}, elsewhere {self.dtype}")
+            if (dtype := box.place[0]) != self.dtype:
+                raise mistake(str(box.archive.path), problem=f"has {self.keys[0]} as {dtype}, elsewhere {self.dtype}")
             place = tuple(slice(a - b, a - b + n) for a, b, n in zip(common[0], offset, common[1], strict=True))
             whole[place] = box.values(*common)
             filled += math.prod(common[1])
@@ -68,7 +68,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Entry:
-    """What the target stores in one range of bytes: a piece of `tensor`, or an object's bytes as the source has them."""
+    """One range of the target's bytes: a piece of `tensor`, or an object's bytes as the source has them."""
 
     length: int
     index: MetadataIndex | None = None
@@ -111,12 +111,12 @@ def reshape(
         with _alone(unfinished):
             return _write(source, index, contents, unfinished, final, progress)
     except OSError as error:
-        there = next(folder for folder in final.parents if folder.is_dir())
+        parent = next(folder for folder in final.parents if folder.is_dir())
         named = f" ({error.filename})" if error.filename else ""
         raise mistake(
             "--output",
             final.parent,
-            problem=f"cannot be written: {error.strerror}{named}; {shutil.disk_usage(there).free / 1e9:.2f} GB are free",
+            problem=f"cannot be written: {error.strerror}{named}; {shutil.disk_usage(parent).free / 1e9:.2f} GB are free",
             fix="the same command again continues with the files that are not finished",
         ) from error
 
@@ -145,7 +145,7 @@ def entries(source: Path, index: Metadata) -> list[Entry]:
             )
         return Archive(source / stored.relative_path, stored.offset, stored.length)
 
-    found, shared = [], {}
+    results, shared = [], {}
     for key, described in index.state_dict_metadata.items():
         if isinstance(described, TensorStorageMetadata):
             boxes = tuple(
@@ -156,14 +156,14 @@ def entries(source: Path, index: Metadata) -> list[Entry]:
                 shared.setdefault((tuple(described.size), boxes), []).append(key)
     for of in sorted(index.storage_data, key=lambda of: of.fqn):
         if not isinstance(index.state_dict_metadata[of.fqn], TensorStorageMetadata):
-            here = archive(of)
-            found.append(Entry(here.length, of, here))
-    for (shape, boxes), keys in sorted(shared.items(), key=lambda each: _order(each[1][0])):
+            place = archive(of)
+            results.append(Entry(place.length, of, place))
+    for (shape, boxes), keys in sorted(shared.items(), key=lambda item: _order(item[1][0])):
         tensor = Tensor(tuple(keys), shape, boxes[0].place[0], boxes)
         for offset, sizes in pieces(shape, tensor.dtype.itemsize, PIECE):
             length = sum(map(len, around(tensor.dtype, sizes))) + math.prod(sizes) * tensor.dtype.itemsize
-            found.append(Entry(length, tensor=tensor, offset=offset, sizes=sizes))
-    return found
+            results.append(Entry(length, tensor=tensor, offset=offset, sizes=sizes))
+    return results
 
 
 def _order(key: str) -> tuple:
@@ -175,11 +175,11 @@ def _order(key: str) -> tuple:
 def layout(stored: list[Entry], files: int) -> list[list[Entry]]:
     """Return the entries of each file: neighbours stay neighbours, and files have about equal sizes."""
     total, before = sum(entry.length for entry in stored), 0
-    found: dict[int, list[Entry]] = {}
+    by_file: dict[int, list[Entry]] = {}
     for entry in stored:
-        found.setdefault((2 * before + entry.length) * files // (2 * total), []).append(entry)
+        by_file.setdefault((2 * before + entry.length) * files // (2 * total), []).append(entry)
         before += entry.length
-    return list(found.values())
+    return list(by_file.values())
 
 
 def _write(
@@ -220,28 +220,28 @@ def _write(
 
 def _index_of(source: Metadata, contents: list[list[Entry]]) -> Metadata:
     """Return the index of the target: that of the source with other boxes in other files."""
-    made = copy.copy(source)
-    made.__dict__.pop("all_local_plans", None)  # of the ranks that wrote the source
+    target = copy.copy(source)
+    target.__dict__.pop("all_local_plans", None)  # of the ranks that wrote the source
     stored = next(iter(source.storage_data.values()))
     boxes: dict[str, list[ChunkStorageMetadata]] = {}
-    made.storage_data = {}
+    target.storage_data = {}
     for number, content in enumerate(contents):
         at = 0
         for entry in content:
             place = replace(stored, relative_path=f"__{number}_0.distcp", offset=at, length=entry.length)
             at += entry.length
             if entry.tensor is None:
-                made.storage_data[entry.index] = place
+                target.storage_data[entry.index] = place
                 continue
             offset, sizes = torch.Size(entry.offset), torch.Size(entry.sizes)
             for key in entry.tensor.keys:
-                made.storage_data[MetadataIndex(key, offset)] = place
+                target.storage_data[MetadataIndex(key, offset)] = place
                 boxes.setdefault(key, []).append(ChunkStorageMetadata(offset, sizes))
-    made.state_dict_metadata = {
+    target.state_dict_metadata = {
         key: replace(described, chunks=boxes[key]) if key in boxes else described
         for key, described in source.state_dict_metadata.items()
     }
-    return made
+    return target
 
 
 @contextlib.contextmanager

@@ -41,17 +41,17 @@ def on_rank_0(work: Callable):
 
 def gathered(mine) -> list:
     """Return every rank's object."""
-    found: list = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, mine)
-    return found
+    values: list = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, mine)
+    return values
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of the run. ranks: of each node; here: this rank's node; local: its folder for checkpoints, or None."""
+    """The nodes of the run. ranks: of each node; own: this rank's node; local: its folder for checkpoints, or None."""
 
     ranks: tuple[tuple[int, ...], ...]
-    here: int
+    own: int
     local: Path | None
 
     @staticmethod
@@ -65,13 +65,13 @@ class Nodes:
     @property
     def place(self) -> int:
         """This rank's place among those of its node."""
-        return self.ranks[self.here].index(torch.distributed.get_rank())
+        return self.ranks[self.own].index(torch.distributed.get_rank())
 
     def gathered(self, of_node: Callable[[], object]) -> list:
         """Return what `of_node` returns on the first rank of every node, in the order of the nodes."""
         mine = of_node() if self.place == 0 else None
-        found = gathered(mine)
-        return [found[ranks[0]] for ranks in self.ranks]
+        values = gathered(mine)
+        return [values[ranks[0]] for ranks in self.ranks]
 
 
 def finish_uploads(directory: Path, nodes: Nodes) -> list[str]:
@@ -83,11 +83,11 @@ def finish_uploads(directory: Path, nodes: Nodes) -> list[str]:
     lines = []
     for iteration, folder in on_rank_0(lambda: _interrupted(directory)):
         files = on_rank_0(lambda folder=folder: manifest.read(folder)["files"])
-        there = set(on_rank_0(lambda folder=folder, files=files: _with_its_size(folder, files)))
+        complete_files = set(on_rank_0(lambda folder=folder, files=files: _with_its_size(folder, files)))
         local = [nodes.local / name for name in (on_disk.folder(directory, iteration).name, folder.name) if nodes.local]
         sources = {name: path / name for path in local for name in _with_its_size(path, files)}
         of_nodes = [set(names) for names in nodes.gathered(lambda sources=sources: list(sources))]
-        work, missing = _shared_out([name for name in files if name not in there], nodes, of_nodes)
+        work, missing = _shared_out([name for name in files if name not in complete_files], nodes, of_nodes)
         if missing:
             lines.append(
                 f"WARNING: the upload of step {iteration} was interrupted and cannot be finished: {', '.join(missing)} "
@@ -100,11 +100,11 @@ def finish_uploads(directory: Path, nodes: Nodes) -> list[str]:
                 places.upload(sources[name], folder / name, files[name])
             except (OSError, ValueError) as error:
                 errors.append(str(error))
-        if found := [text for texts in gathered(errors) for text in texts]:
-            lines.append(f"WARNING: the upload of step {iteration} cannot be finished: {'; '.join(found)}")
+        if failures := [text for texts in gathered(errors) for text in texts]:
+            lines.append(f"WARNING: the upload of step {iteration} cannot be finished: {'; '.join(failures)}")
             continue
         on_rank_0(lambda folder=folder, iteration=iteration: _complete(folder, directory, iteration))
-        if len(there) < len(files):
+        if len(complete_files) < len(files):
             return [*lines, f"the interrupted upload of step {iteration} was finished"]
         return [*lines, f"the checkpoint of step {iteration} was complete but for its folder's name, which it has now"]
     return lines
@@ -113,9 +113,9 @@ def finish_uploads(directory: Path, nodes: Nodes) -> list[str]:
 def _interrupted(directory: Path) -> list[tuple[int, Path]]:
     """Return the uploads of this run that are newer than its newest complete checkpoint, newest first."""
     complete = next((i for i in reversed(on_disk.iterations(directory)) if not on_disk.problems(directory, i)), 0)
-    found = [(iteration, folder) for iteration, folder in uploads(directory) if iteration > complete]
+    folders = [(iteration, folder) for iteration, folder in uploads(directory) if iteration > complete]
     run_id = starts.read(directory).get("run_id")
-    return [(iteration, folder) for iteration, folder in reversed(found) if manifest.is_of(folder, run_id)]
+    return [(iteration, folder) for iteration, folder in reversed(folders) if manifest.is_of(folder, run_id)]
 
 
 def _with_its_size(folder: Path, files: dict) -> list[str]:
@@ -188,14 +188,14 @@ def compare(directory: Path, iteration: int, nodes: Nodes | None = None) -> Comp
         return Compared([], [], [set() for _ in nodes.ranks], None)
     local = None if nodes.local is None else nodes.local / path.name
     has = nodes.gathered(lambda: _with_its_size(local, files) if local else [])
-    ranks = nodes.ranks[nodes.here]
-    mine = [name for name in sorted(has[nodes.here]) if _reader(name, list(ranks)) == torch.distributed.get_rank()]
+    ranks = nodes.ranks[nodes.own]
+    mine = [name for name in sorted(has[nodes.own]) if _reader(name, list(ranks)) == torch.distributed.get_rank()]
     wrong = gathered(_damaged(local, files, mine) if local else {})
-    notes = [text for found in wrong for text in found.values()]
+    notes = [text for of_rank in wrong for text in of_rank.values()]
     good = [set(names) - {name for rank in nodes.ranks[i] for name in wrong[rank]} for i, names in enumerate(has)]
     mine, _ = _shared_out(files, nodes, [set(files) - names for names in good])
     damaged = gathered(_damaged(path, files, mine))
-    texts = [text for found in damaged for text in found.values()]
+    texts = [text for of_rank in damaged for text in of_rank.values()]
     return Compared(texts, notes, good, files)
 
 
@@ -216,7 +216,7 @@ def origin(directory: Path, iteration: int, nodes: Nodes, compared: Compared) ->
 
 def link(directory: Path, iteration: int, nodes: Nodes, compared: Compared) -> Path:
     """Return the directory to load from on this node: of links that prefer local files, or the shared one."""
-    local = compared.local[nodes.here]
+    local = compared.local[nodes.own]
     if not local:
         gathered(None)
         return directory

@@ -98,8 +98,8 @@ class RunLock:
         """In rank 0: return the lock that the launcher took, kept alive by this process too; None without one."""
         if LOCKS not in os.environ:
             return None
-        told = json.loads(os.environ[LOCKS])
-        lock = cls([Path(file) for file in told["files"]], told["token"])
+        locks = json.loads(os.environ[LOCKS])
+        lock = cls([Path(file) for file in locks["files"]], locks["token"])
         lock.check(now=True)
         for file in lock.files:
             with open(file, "r+") as added:  # not "a", which would create a file that was removed
@@ -264,8 +264,8 @@ def _process() -> dict:
 
 
 def _newest(directory: Path) -> Path | None:
-    found = [path for path in directory.iterdir() if NAME.fullmatch(path.name)]
-    return max(found, key=lambda path: int(NAME.fullmatch(path.name)[1]), default=None)
+    locks = [path for path in directory.iterdir() if NAME.fullmatch(path.name)]
+    return max(locks, key=lambda path: int(NAME.fullmatch(path.name)[1]), default=None)
 
 
 def _silence(file: Path) -> float | None:
@@ -307,10 +307,10 @@ def _described(file: Path, owner: dict | None) -> str:
 
 
 def _refused(directory: Path, key: str, file: Path, owner: dict | None, silent: float) -> ValueError:
-    here = owner is not None and owner["machine"] == machine()
+    same_machine = owner is not None and owner["machine"] == machine()
     end = f"`kill {owner['pid']}` there, which saves first" if owner is not None else "end it"
-    wait = "" if here else f"; if its host is gone, wait until its last sign of life ({silent:.0f} s ago) is "
-    wait += "" if here else f"{EXPIRES:.0f} s old"
+    wait = "" if same_machine else f"; if its host is gone, wait until its last sign of life ({silent:.0f} s ago) is "
+    wait += "" if same_machine else f"{EXPIRES:.0f} s old"
     return mistake(
         key,
         directory,

@@ -156,17 +156,17 @@ class Saver:
         boxes, objects, common = contents(state)
         owned: list = [None] * self.world
         torch.distributed.all_gather_object(owned, main_weights(boxes))
-        boxes, derived = without_derived(boxes, {key: shape for each in owned for key, shape in each.items()})
+        boxes, derived = without_derived(boxes, {key: shape for shapes in owned for key, shape in shapes.items()})
         if self.rank == 0:
             objects[COMMON] = [common]
         self._file = RankFile.plan(f"__{self.rank}_0.distcp", boxes, objects)
-        made = b""
+        index_bytes = b""
         plans: list | None = [None] * self.world if self.rank == 0 else None
         torch.distributed.gather_object((self._file.entries, derived), plans, dst=0)
         error: list[str | None] = [None]
         if self.rank == 0:
             try:
-                made = index(
+                index_bytes = index(
                     (entry for entries, _ in plans for entry in entries), (key for _, keys in plans for key in keys)
                 )
             except ValueError as mismatch:
@@ -175,7 +175,9 @@ class Saver:
         if error[0]:
             raise ValueError(error[0])
         file = self._file
-        layout = dict(file=file.name, slices=file.slices, size=file.size, index=made.decode("latin-1"), format=FORMAT)
+        layout = dict(
+            file=file.name, slices=file.slices, size=file.size, index=index_bytes.decode("latin-1"), format=FORMAT
+        )
         self._layout = json.dumps(layout).encode()
         self._buffer.allocate(file.size + len(self._layout), pin)
         self._buffer.write(file.size, self._layout)
@@ -273,25 +275,25 @@ class Saver:
         elif now - self._heard > self.silence:
             self._lost(f"has not answered for {self.silence:g} s", hangs=True)
 
-    def _hear(self, told: dict) -> None:
+    def _hear(self, answer: dict) -> None:
         self._alive = time.monotonic()
-        if told["state"] == "alive":
+        if answer["state"] == "alive":
             return
         self._heard = self._alive
-        if self._save is None or told["number"] != self._save.number or self._state != BUSY:
+        if self._save is None or answer["number"] != self._save.number or self._state != BUSY:
             return  # about a save that has ended
-        if told["state"] in ("writing", "written"):
-            self._written = told["bytes"]
-        if told["state"] == "written":
-            self.rate = told["bytes"] / max(told["seconds"], 1e-9)
-        elif told["state"] == "uploading":
-            self._uploaded = told["bytes"]
-            self.upload_rate = told["bytes"] / max(told["seconds"], 1e-9)
-        elif told["state"] == "done":
+        if answer["state"] in ("writing", "written"):
+            self._written = answer["bytes"]
+        if answer["state"] == "written":
+            self.rate = answer["bytes"] / max(answer["seconds"], 1e-9)
+        elif answer["state"] == "uploading":
+            self._uploaded = answer["bytes"]
+            self.upload_rate = answer["bytes"] / max(answer["seconds"], 1e-9)
+        elif answer["state"] == "done":
             self._state = FREE
-        elif told["state"] == "described":
-            self._total = told["bytes"]
-        elif told["state"] == "complete":
+        elif answer["state"] == "described":
+            self._total = answer["bytes"]
+        elif answer["state"] == "complete":
             self.completed = self._save.iteration
             now = time.monotonic()
             seconds, waited = now - self._began, self.waited + (now - self._waits_since if self._waits_since else 0.0)
@@ -299,10 +301,10 @@ class Saver:
                 f"step {self._save.iteration}: checkpoint saved: {self._total / 1e9:.2f} GB in {seconds:.1f} s, of "
                 f"which training waited {waited:.3f} s"
             )
-        elif told["state"] == "abandoned":
+        elif answer["state"] == "abandoned":
             self._state = FREE
-        elif told["state"] == "failed":
-            self._fail(f"rank {self.rank}: {told['reason']}")
+        elif answer["state"] == "failed":
+            self._fail(f"rank {self.rank}: {answer['reason']}")
 
     def _lost(self, what: str, hangs: bool = False) -> None:
         was_busy = self._state == BUSY

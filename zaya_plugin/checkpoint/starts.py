@@ -88,16 +88,16 @@ def note_failure(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class History:
-    """What earlier starts from a checkpoint tell about it.
+    """The record of earlier starts from a checkpoint.
 
     Attributes:
         failed_at: the step at which the last one failed; None: it did not, or there was none.
-        again: whether the one before it had failed there too.
+        repeated: whether the one before it had failed there too.
         passed: the newer checkpoint that was put aside before.
     """
 
     failed_at: int | None = None
-    again: bool = False
+    repeated: bool = False
     passed: int | None = None
 
 

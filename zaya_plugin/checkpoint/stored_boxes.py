@@ -128,7 +128,7 @@ def values_of(archive: Archive, shape: Indices) -> tuple[torch.dtype, int]:
         with open(archive.path, "rb", buffering=0) as file:
             view = io.BufferedReader(_View(file.fileno(), archive.offset, archive.length))
             with zipfile.ZipFile(view) as names:
-                by_end = {each.filename.partition("/")[2]: each for each in names.infolist()}
+                by_end = {member.filename.partition("/")[2]: member for member in names.infolist()}
                 dtype, begin, stored, strides = _Description(io.BytesIO(names.read(by_end["data.pkl"]))).load()
                 record = by_end["data/0"]
             start = record_start(file.fileno(), archive.offset + record.header_offset)

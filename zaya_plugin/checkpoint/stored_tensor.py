@@ -32,7 +32,7 @@ def around(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
             torch.save(values, file)
         end = os.fstat(memory).st_size
         with zipfile.ZipFile(os.fdopen(os.dup(memory), "rb")) as archive:
-            record = next(each for each in archive.infolist() if each.filename.endswith("/data/0"))
+            record = next(member for member in archive.infolist() if member.filename.endswith("/data/0"))
         start = record_start(memory, record.header_offset)
         after = start + values.nbytes
         return os.pread(memory, start, 0), os.pread(memory, end - after, after)

@@ -130,7 +130,7 @@ class Writer:
 
     def take_layout(self, file: str, slices: list, size: int, index: str, format: str) -> None:
         """Take the plan of the rank's file. index: of the checkpoint, a character for each byte; "" but on rank 0."""
-        self.file, self.slices, self.format = file, [tuple(each) for each in slices], format
+        self.file, self.slices, self.format = file, [tuple(part) for part in slices], format
         self.memory = memoryview(mmap.mmap(self.descriptor, size, prot=mmap.PROT_READ))
         self.index = index.encode("latin-1")
 
@@ -274,8 +274,8 @@ class Writer:
         since = looked = time.monotonic()
         while True:
             with contextlib.suppress(FileNotFoundError):
-                if (found := path.read_bytes()) and content in (None, found):
-                    return found
+                if (data := path.read_bytes()) and content in (None, data):
+                    return data
             now = time.monotonic()
             if now - since > save.deadline:
                 raise OSError(f"{path} did not come within {save.deadline:g} s")
@@ -307,12 +307,12 @@ class Writer:
                     raise OSError(f"rank {rank}: {json.loads(save.note('failed', rank).read_text())}")
             if not missing:
                 return files
-            found = []
-            for each in sorted(os.scandir(save.folder), key=lambda entry: entry.name):
+            sizes = []
+            for file in sorted(os.scandir(save.folder), key=lambda entry: entry.name):
                 with contextlib.suppress(FileNotFoundError):  # a file that has just been given another name
-                    found.append((each.name, each.stat().st_size))
-            if found != seen:
-                seen, since = found, time.monotonic()
+                    sizes.append((file.name, file.stat().st_size))
+            if sizes != seen:
+                seen, since = sizes, time.monotonic()
             elif time.monotonic() - since > save.deadline:
                 ranks = ", ".join(map(str, sorted(missing)[:8]))
                 raise OSError(f"nothing came from rank {ranks} within {save.deadline:g} s")

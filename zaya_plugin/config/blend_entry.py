@@ -34,7 +34,7 @@ def parse_blend(blend: Blend | None, key: str = "blend", weighted: bool = False)
     """
     if blend is None or isinstance(blend, str | os.PathLike):
         return [] if blend is None else [BlendEntry(None, os.fspath(blend))]
-    entries = [_entry(given) for given in blend]
+    entries = [_entry(item) for item in blend]
     bad = [entry for entry in entries if entry.weight is not None and not 0 < entry.weight <= LARGEST]
     if bad:
         raise mistake(
@@ -51,10 +51,10 @@ def parse_blend(blend: Blend | None, key: str = "blend", weighted: bool = False)
     return entries
 
 
-def _entry(given: str | os.PathLike | tuple[float, str | os.PathLike]) -> BlendEntry:
-    if isinstance(given, tuple):
-        return BlendEntry(None if given[0] is None else float(given[0]), os.fspath(given[1]))
-    text = os.fspath(given).strip()
+def _entry(entry: str | os.PathLike | tuple[float, str | os.PathLike]) -> BlendEntry:
+    if isinstance(entry, tuple):
+        return BlendEntry(None if entry[0] is None else float(entry[0]), os.fspath(entry[1]))
+    text = os.fspath(entry).strip()
     weight, _, path = text.partition(" ")
     try:
         return BlendEntry(float(weight), path.strip()) if path else BlendEntry(None, text)

@@ -78,7 +78,7 @@ def open_overrides(overrides: list[str]) -> list[str]:
         else:
             check_override(item)
             _refuse_group(item)
-            opened.append(_as_typed_there(item, overrides))
+            opened.append(_with_quotes(item, overrides))
     all_operators = any(re.match(r"\+*cluster\.(kernels=|kernel_overrides=\{\s*\}$)", item) for item in overrides)
     return [*_without_kernel_overrides(), *opened] if all_operators else opened
 
@@ -87,12 +87,12 @@ def say_repeated(overrides: list[str]) -> None:
     """Print each key that the words of a command give twice with other values: the last one counts, so that a script's
     words can be followed by its user's.
     """
-    given: dict[str, str] = {}
+    values: dict[str, str] = {}
     for item in overrides:
         key, _, value = item.lstrip("+~").partition("=")
-        if given.setdefault(key, value) != value:
-            print(f"zaya: {key}={value}: was given before as {given[key]}; the last value counts", file=sys.stderr)
-            given[key] = value
+        if values.setdefault(key, value) != value:
+            print(f"zaya: {key}={value}: was given before as {values[key]}; the last value counts", file=sys.stderr)
+            values[key] = value
 
 
 def check_sweep(overrides: list[str]) -> None:
@@ -109,9 +109,9 @@ def check_sweep(overrides: list[str]) -> None:
             count = len(value.list) if isinstance(value, ChoiceSweep) else 1
         jobs *= max(1, count)
         if jobs > MOST_JOBS:
-            key, _, given = item.partition("=")
+            key, _, text = item.partition("=")
             problem = f"makes {jobs:,} jobs of one command"
-            raise mistake(key, given, problem=problem, allowed=f"at most {MOST_JOBS:,} jobs", fix="fewer values")
+            raise mistake(key, text, problem=problem, allowed=f"at most {MOST_JOBS:,} jobs", fix="fewer values")
 
 
 def _refuse_group(item: str) -> None:
@@ -126,7 +126,7 @@ def _refuse_group(item: str) -> None:
         )
 
 
-def _as_typed_there(item: str, overrides: list[str]) -> str:
+def _with_quotes(item: str, overrides: list[str]) -> str:
     """Return `item`, one of `overrides`, with its value in quotes if Hydra would read it as another type than that of the
     key.
     """
@@ -273,7 +273,7 @@ def save_recipe(recipe: Recipe, path: str | os.PathLike) -> None:
     write_whole(path, f"# Written by zaya_plugin {__version__}; `load_recipe` reads it back.\n{to_yaml(recipe)}")
 
 
-def check_written_here(path: str | os.PathLike, export: str) -> None:
+def check_own_version(path: str | os.PathLike, export: str) -> None:
     """Check that a recipe for a host was written by this version's `save_recipe`; files written by hand are accepted.
 
     Args:

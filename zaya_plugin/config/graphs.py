@@ -48,6 +48,6 @@ def with_graphs(recipe: Recipe) -> tuple[Recipe, str | None]:
     """
     if recipe.cluster.graphs != "auto":
         return recipe, None
-    found = next(obstacles(recipe), None)
-    cluster = replace(recipe.cluster, graphs="none" if found else "full_iteration")
-    return replace(recipe, cluster=cluster), f"no graph of a step: {found}" if found else None
+    obstacle = next(obstacles(recipe), None)
+    cluster = replace(recipe.cluster, graphs="none" if obstacle else "full_iteration")
+    return replace(recipe, cluster=cluster), f"no graph of a step: {obstacle}" if obstacle else None

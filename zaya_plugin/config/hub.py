@@ -18,12 +18,12 @@ def unreachable() -> str | None:
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):
             return f"{name}={os.environ[name]}"
-    endpoint, found = os.environ.get("HF_ENDPOINT") or ENDPOINT, []
+    endpoint, answers = os.environ.get("HF_ENDPOINT") or ENDPOINT, []
     # In a thread, since looking up a name has no time limit of its own.
-    thread = threading.Thread(target=lambda: found.append(_failure(endpoint)), name="hub", daemon=True)
+    thread = threading.Thread(target=lambda: answers.append(_failure(endpoint)), name="hub", daemon=True)
     thread.start()
     thread.join(SECONDS)
-    why = found[0] if found else f"no answer in {SECONDS:.0f} s"
+    why = answers[0] if answers else f"no answer in {SECONDS:.0f} s"
     return None if why is None else f"{endpoint} cannot be reached: {why}"
 
 

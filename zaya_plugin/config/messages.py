@@ -107,13 +107,13 @@ def require(holds: bool, key: str, value: object, **text: str) -> Iterator[str]:
         yield message(key, value, **text)
 
 
-def must_be(recipe: Recipe, key: str, wanted: object, condition: str, why: str) -> Iterator[str]:
+def must_be(recipe: Recipe, key: str, required: object, condition: str, why: str) -> Iterator[str]:
     """Yield a message if `key` has another value than `wanted`, the only one allowed under `condition`, such as
     cluster.device=cpu.
     """
-    value, typed = get(recipe, key), as_typed(wanted)
+    value, typed = get(recipe, key), as_typed(required)
     yield from require(
-        value == wanted, key, value, problem=why, allowed=f"{typed} with {condition}", fix=f"{key}={typed}"
+        value == required, key, value, problem=why, allowed=f"{typed} with {condition}", fix=f"{key}={typed}"
     )
 
 
@@ -133,8 +133,8 @@ def multiples(key: str, value: int, unit: int) -> dict[str, str]:
     `key`.
     """
     below = value // unit * unit
-    found = [below, below + unit] if below else [unit]
-    return {"allowed": " or ".join(map(str, found)), "fix": f"{key}={found[0]}"}
+    around = [below, below + unit] if below else [unit]
+    return {"allowed": " or ".join(map(str, around)), "fix": f"{key}={around[0]}"}
 
 
 def field_path(key: str) -> str:
@@ -183,10 +183,10 @@ def accepts(path: str, value: object) -> bool:
 
 def unknown_key(path: str, value: object = None) -> str:
     """Return the message for a key that is not in the schema."""
-    given = () if value is None else (value,)
+    values = () if value is None else (value,)
     if path in REPLACED:
         problem, fix = REPLACED[path]
-        return message(path, *given, problem=problem, fix=fix)
+        return message(path, *values, problem=problem, fix=fix)
     group = path.split(".", 1)[0]
     if group in groups() and "." in path:
         keys = f"keys of {group}: {', '.join(f.name for f in fields(groups()[group]))}"
@@ -201,7 +201,7 @@ def unknown_key(path: str, value: object = None) -> str:
     elif guess is not None:
         text = guess in schema() and str(schema()[guess].type) == "str" and not schema()[guess].metadata["choices"]
         fix = f"{guess}={as_typed(value) if text or accepts(guess, value) else '<value>'}"
-    return message(path, *given, problem="no such key", allowed=keys, fix=fix)
+    return message(path, *values, problem="no such key", allowed=keys, fix=fix)
 
 
 def missing_key(path: str) -> str:
@@ -235,10 +235,10 @@ def explain(error: BaseException, value_of: Callable[[str], object] | None = Non
         override = re.search(r"Could not override '([^']*)'(?:.*use \+[^=\s]+=(.*))?", text, re.DOTALL)
         return unknown_key(*override.groups()) if override else unknown_key(path, getattr(cause, "value", None))
     if option := re.search(r"Could not find '(.+)/(.+)'\n\nAvailable options in '[^']*':((?:\n\t\S+)+)", text):
-        group, wanted, available = option.groups()
-        close = nearest_name(wanted, available.split())
+        group, choice, available = option.groups()
+        close = nearest_name(choice, available.split())
         fix = f"{group}={close}" if close else ""
-        return message(group, wanted, problem="no such recipe", allowed=", ".join(available.split()), fix=fix)
+        return message(group, choice, problem="no such recipe", allowed=", ".join(available.split()), fix=fix)
     if several := re.search(r"Ambiguous value for argument '([^=]+)=([^']*)'", text):
         key, value = several.groups()
         a_list = f"{key}=[{value}] for a list, or " if key in schema() else ""

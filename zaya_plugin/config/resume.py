@@ -27,7 +27,7 @@ def _weights(entries: list[str]) -> list[float | None]:
 
 def _assignments(entries: list[str]) -> list[tuple]:
     parsed = (Override.parse(entry) for entry in entries)
-    return [(each.pattern, each.optimizer) for each in parsed if each.optimizer is not None]
+    return [(override.pattern, override.optimizer) for override in parsed if override.optimizer is not None]
 
 
 # Of these keys only a part is refused; a change of anything else warns, with this reason.
@@ -56,10 +56,10 @@ def values_in(run_dir: str | os.PathLike) -> dict[str, Any]:
         loaded = OmegaConf.load(path)
         if not isinstance(loaded, DictConfig):
             raise ValueError("no mapping")
-        found = {key: OmegaConf.select(loaded, key, default=loaded) for key, _ in leaves()}
+        values = {key: OmegaConf.select(loaded, key, default=loaded) for key, _ in leaves()}
         return {
             key: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-            for key, value in found.items()
+            for key, value in values.items()
             if value is not loaded
         }
     except FileNotFoundError:

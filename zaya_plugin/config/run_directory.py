@@ -60,8 +60,10 @@ def iterations(directory: str | os.PathLike) -> list[int]:
 
 def uploads(directory: str | os.PathLike) -> list[tuple[int, Path]]:
     """Return the iterations whose manifest is written, but not yet all files of it, each with its folder, ascending."""
-    found = _folders(Path(directory), UNFINISHED)
-    return sorted((int(UNFINISHED.fullmatch(path.name)[1]), path) for path in found if os.path.isfile(path / MANIFEST))
+    folders = _folders(Path(directory), UNFINISHED)
+    return sorted(
+        (int(UNFINISHED.fullmatch(path.name)[1]), path) for path in folders if os.path.isfile(path / MANIFEST)
+    )
 
 
 def has_checkpoint(directory: str | os.PathLike) -> bool:
@@ -76,7 +78,7 @@ def is_checkpoint(path: Path) -> bool:
 
 def _folders(directory: Path, name: re.Pattern) -> list[Path]:
     try:  # not glob(), which takes a directory that cannot be read for an empty one
-        found = [Path(entry.path) for entry in os.scandir(directory) if name.fullmatch(entry.name) and entry.is_dir()]
+        folders = [Path(entry.path) for entry in os.scandir(directory) if name.fullmatch(entry.name) and entry.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
@@ -86,7 +88,7 @@ def _folders(directory: Path, name: re.Pattern) -> list[Path]:
             allowed="a directory of checkpoints, or none",
             fix="make it readable again; nothing was started or changed",
         ) from error
-    return [path for path in found if _has_files(path)]
+    return [path for path in folders if _has_files(path)]
 
 
 def _has_files(folder: Path) -> bool:
@@ -142,7 +144,7 @@ def make_writable(run_dir: str | os.PathLike, key: str = "run_dir") -> None:
         ValueError: it cannot be written.
     """
     run_dir = Path(run_dir)
-    check_can_be_made(run_dir, key)
+    check_creatable(run_dir, key)
     probe = run_dir / f".probe-{os.uname().nodename}-{os.getpid()}"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -152,7 +154,7 @@ def make_writable(run_dir: str | os.PathLike, key: str = "run_dir") -> None:
         raise _not_writable(key, run_dir, error.strerror) from error
 
 
-def check_can_be_made(directory: str | os.PathLike, key: str) -> None:
+def check_creatable(directory: str | os.PathLike, key: str) -> None:
     """Check that `directory`, the value of `key`, is or can become a writable directory. Creates nothing, so that a dry
     run says what the run would say.
 

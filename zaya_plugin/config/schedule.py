@@ -145,24 +145,24 @@ def schedule_problems(recipe: Recipe, batch_unit: int) -> Iterator[str]:
 
 def _ramp_problems(recipe: Recipe, batch_unit: int) -> Iterator[str]:
     stage, end = recipe.stage, recipe.stage.global_batch_size
-    found = {}
+    problems = {}
     try:
         ramps = parse_ramp(stage.batch_size_ramp, stage.seq_length)
     except ValueError as error:
-        found[str(error)] = "'0:SEQUENCES TOKENS:SEQUENCES ...' with ascending tokens"
+        problems[str(error)] = "'0:SEQUENCES TOKENS:SEQUENCES ...' with ascending tokens"
     else:
         if ramps[-1].batch != end:
-            found[f"ends at {ramps[-1].batch} sequences"] = f"the end stage.global_batch_size={end}"
+            problems[f"ends at {ramps[-1].batch} sequences"] = f"the end stage.global_batch_size={end}"
         if ramps[-1].start >= stage.train_iters * end:
-            found["its last entry starts after the end of the stage"] = (
+            problems["its last entry starts after the end of the stage"] = (
                 f"fewer than the stage's {stage.train_iters * end * stage.seq_length} tokens"
             )
         for ramp in ramps:
             if ramp.batch % batch_unit:
-                found[f"{ramp.batch} sequences cannot be divided among micro-batches and data-parallel ranks"] = (
+                problems[f"{ramp.batch} sequences cannot be divided among micro-batches and data-parallel ranks"] = (
                     f"multiples of stage.micro_batch_size x data-parallel ranks = {batch_unit}"
                 )
-    for problem, allowed in found.items():
+    for problem, allowed in problems.items():
         yield message(
             "stage.batch_size_ramp",
             repr(stage.batch_size_ramp),

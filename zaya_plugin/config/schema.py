@@ -84,7 +84,7 @@ NOT_EMPTY = Limit("that is not empty", lambda value: bool(value.strip()))
 
 @dataclass(frozen=True)
 class OnResume:
-    """What a resume does when a key has another value than the run has had so far (zaya_plugin.config.resume).
+    """The action of a resume when a key has another value than the run has had so far (zaya_plugin.config.resume).
 
     Attributes:
         rule: "may change"; "warns", in one line; "refused"; "kept": the run keeps the value that it began with.
@@ -329,7 +329,7 @@ class StageConfig:
 
 @dataclass
 class DataConfig:
-    """What is trained on: the output of `zaya data prepare`, or bare Megatron .bin/.idx prefixes."""
+    """Training data: the output of `zaya data prepare`, or bare Megatron .bin/.idx prefixes."""
 
     path: str = own(
         MISSING,
@@ -891,7 +891,7 @@ class CheckpointConfig:
 
 @dataclass
 class HandoverConfig:
-    """What a stage takes over from the stage before. Steps, schedule and metrics start from 0; weights are not
+    """The hand-over from the stage before. Steps, schedule and metrics start from 0; weights are not
     changed.
     """
 
@@ -1100,7 +1100,7 @@ def get(recipe: Recipe, path: str) -> Any:
 
 # The mixin from which ZayaConfig has its options: a dataclass with the fields declared by `option`, of the same names,
 # types and defaults.
-ZayaOptions = make_dataclass(
+ZayaOptions: Any = make_dataclass(
     "ZayaOptions",
     [
         (f.name, f.type, field(default=f.default, metadata=f.metadata))

@@ -259,9 +259,9 @@ def _pipeline_parallel(recipe: Recipe, replicas: int) -> Iterator[str]:
         what, even = f"model.num_layers={layers}", "every stage has the same number of layers"
         yield from must_divide(key, ranks, layers, f"{what} ({_divisors(layers)})", even)
     else:
-        here = layers // ranks
-        what, even = f"the {here} layers of a pipeline rank", "every virtual stage has the same number of layers"
-        yield from must_divide(virtual_key, virtual, here, f"{what} ({_divisors(here)})", even)
+        rank_layers = layers // ranks
+        what, even = f"the {rank_layers} layers of a pipeline rank", "every virtual stage has the same number of layers"
+        yield from must_divide(virtual_key, virtual, rank_layers, f"{what} ({_divisors(rank_layers)})", even)
     micro_batches = stage.global_batch_size // (stage.micro_batch_size * replicas)
     fix = f"stage.global_batch_size={max(micro_batches // ranks, 1) * ranks * stage.micro_batch_size * replicas}"
     have = f"a step has {micro_batches} micro-batches on a data-parallel rank"
@@ -362,8 +362,8 @@ def _recompute(recipe: Recipe, world_size: int) -> Iterator[str]:
         ):
             key = f"parallel.recompute_{name}"
             needed = f"{condition} requires it"
-            given = get(recipe, key) is not None
-            yield from require(given, key, None, problem=needed, allowed=allowed, fix=f"{key}={value}")
+            is_set = get(recipe, key) is not None
+            yield from require(is_set, key, None, problem=needed, allowed=allowed, fix=f"{key}={value}")
         stages = parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_stages
         yield from require(
             (number or 1) <= layers // stages,
@@ -439,7 +439,7 @@ def _kernels(recipe: Recipe, world_size: int) -> Iterator[str]:
         "cluster.kernels",
         cluster.kernels,
         problem="requires an accelerator",
-        allowed=f"{', '.join(each for each in KERNELS if each in CPU_VERSIONS)} with cluster.device=cpu",
+        allowed=f"{', '.join(name for name in KERNELS if name in CPU_VERSIONS)} with cluster.device=cpu",
         fix="cluster.kernels=auto",
     )
     for operator, version in cluster.kernel_overrides.items():
@@ -448,7 +448,7 @@ def _kernels(recipe: Recipe, world_size: int) -> Iterator[str]:
         key, allowed = f"cluster.kernel_overrides.{operator}", ["auto", *VERSIONS[operator], "reference"]
         fix = f"{key}=auto"
         if on_cpu:
-            allowed = [each for each in allowed if each in CPU_VERSIONS]
+            allowed = [name for name in allowed if name in CPU_VERSIONS]
             if version not in allowed:
                 text = f"{', '.join(allowed)} with cluster.device=cpu"
                 yield message(key, version, problem="requires an accelerator", allowed=text, fix=fix)
@@ -456,7 +456,7 @@ def _kernels(recipe: Recipe, world_size: int) -> Iterator[str]:
         dtype_key, dtype = "cluster.dtype", cluster.dtype
         if operator == "newton_schulz":  # not called without Muon
             dtype_key, dtype = "optim.muon_dtype", recipe.optim.muon_dtype if _uses_muon(recipe) else None
-        wide = [each for each in allowed if each not in NO_FP32.get(operator, ()) or on_cpu and each == "grouped_mm"]
+        wide = [name for name in allowed if name not in NO_FP32.get(operator, ()) or on_cpu and name == "grouped_mm"]
         if dtype == "fp32" and version not in wide:
             why, text = "this version does not support fp32 matrices", f"{', '.join(wide)} with {dtype_key}=fp32"
             yield message(key, version, problem=why, allowed=text, fix=fix)

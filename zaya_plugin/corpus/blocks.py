@@ -96,7 +96,7 @@ class Piece:
 
 @dataclass
 class Block:
-    """What one worker tokenises at a time. taken: bytes."""
+    """The texts that one worker tokenises at a time. taken: bytes."""
 
     pieces: list[Piece] = field(default_factory=list)
     taken: int = 0
@@ -155,12 +155,12 @@ class BlockReader:
         try:
             records = self._records_at(file, at.offset)
             while block.taken + taken < self.block_bytes and not ended:
-                found = next(records, None)
-                over = found is not None and taken + found[1] > budget
-                ended = found is None or over
+                record = next(records, None)
+                over = record is not None and taken + record[1] > budget
+                ended = record is None or over
                 if not ended:
-                    piece.records.append(found[0])
-                    taken += found[1]
+                    piece.records.append(record[0])
+                    taken += record[1]
         except DAMAGE as error:
             raise LostFileError(file.path, at.line + len(piece.records), error) from error
         if piece.records:
@@ -170,7 +170,7 @@ class BlockReader:
             return Position(len(self.files), taken=at.taken + taken, disk=at.disk)
         if ended:
             return Position(at.file + 1, taken=at.taken + taken, disk=self._disk_before[at.file + 1])
-        _, _, offset, read = found
+        _, _, offset, read = record
         self._next = file.path, offset
         disk = self._disk_before[at.file] + read
         return Position(at.file, offset, at.line + len(piece.records), at.taken + taken, disk)
@@ -236,15 +236,17 @@ def _text_file(path: str, form: Format) -> Document | Rejected:
 def _record(path: str, number: int, record: bytes | tuple, form: Format) -> Document | Rejected | None:
     """Return what becomes of a line or row; None for a blank line."""
     if isinstance(record, tuple):
-        found = _of_row(*record, form)
+        result = _of_row(*record, form)
     else:
         record = record.removeprefix(BOM) if number == 1 else record
         if not record.strip():
             return None
-        found = _of_line(record, form)
-    if isinstance(found, Document):
-        return found._replace(file=path, line=number)
-    return Rejected(path, number, found, _excerpt(record) if isinstance(record, bytes) else (record[0] or "")[:EXCERPT])
+        result = _of_line(record, form)
+    if isinstance(result, Document):
+        return result._replace(file=path, line=number)
+    return Rejected(
+        path, number, result, _excerpt(record) if isinstance(record, bytes) else (record[0] or "")[:EXCERPT]
+    )
 
 
 def _of_row(text: str | None, name: object, form: Format) -> Document | str:

@@ -47,11 +47,11 @@ def chat_text(record: dict) -> str:
     if field is None:
         names = ", ".join(map(repr, list(record)[:8])) or "none"
         raise ValueError(f"no field 'messages' or 'conversations'; it has {names}")
-    found = record[field]
-    if not isinstance(found, list) or not found:
-        raise ValueError(f"field {field!r} is not a list with messages but {json.dumps(found)[:40]}")
+    value = record[field]
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"field {field!r} is not a list with messages but {json.dumps(value)[:40]}")
     messages, last = [], None
-    for number, message in enumerate(found):
+    for number, message in enumerate(value):
         message = _message(f"{field}[{number}]", message, shared=field == "conversations")
         if message["role"] not in AFTER[last]:
             raise ValueError(
@@ -176,14 +176,14 @@ class ChatEncoder:
     def _marked_by_template(
         self, messages: list, tools: list | None, answers: list[int]
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        found = self._apply(messages, tools, return_dict=True, return_assistant_tokens_mask=True)
-        stretches = runs(np.array(found["assistant_masks"], bool))
+        encoded = self._apply(messages, tools, return_dict=True, return_assistant_tokens_mask=True)
+        stretches = runs(np.array(encoded["assistant_masks"], bool))
         if len(stretches) != len(answers):
             raise ValueError(
                 f"the chat template's {{% generation %}} marks {len(stretches)} stretches of tokens, and the chat has "
                 f"{len(answers)} answers"
             )
-        return list(found["input_ids"]), stretches
+        return list(encoded["input_ids"]), stretches
 
     def _render(self, messages: list, tools: list | None, **options) -> list[int]:
         return list(self._apply(messages, tools, return_dict=False, **options))

@@ -79,13 +79,13 @@ class ChunkEncoder:
         remembered = self.remembered
         new = list(set().union(*chunked).difference(remembered))
         remembered.update(zip(new, self._tokenizer_alone(new), strict=True))
-        found = [b"".join(map(remembered.__getitem__, chunks)) for chunks in chunked]
+        documents = [b"".join(map(remembered.__getitem__, chunks)) for chunks in chunked]
         for chunk in new:
             if len(chunk) > LONGEST_REMEMBERED:
                 del remembered[chunk]
         if len(remembered) > MOST_REMEMBERED:
             remembered.clear()
-        return found
+        return documents
 
     def _tokenizer_alone(self, texts: list[str]) -> list[bytes]:
         encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -126,7 +126,8 @@ class Cut:
         across = re.compile(f"(?!{space}).{space}", re.DOTALL)
         added = description["added_tokens"]
         if any(
-            each["single_word"] or each["lstrip"] or each["rstrip"] or across.search(each["content"]) for each in added
+            token["single_word"] or token["lstrip"] or token["rstrip"] or across.search(token["content"])
+            for token in added
         ):
             return None
         marks = tuple(sorted({token["content"][:2] for token in added}))

@@ -120,7 +120,7 @@ def find_inputs(
         ValueError: an input does not exist, holds no file that matches, is of a kind that cannot be read, or comes
             twice.
     """
-    found: dict[tuple[int, int], InputFile] = {}
+    files: dict[tuple[int, int], InputFile] = {}
     for name in inputs:
         paths, left_out = _paths(name, globs, read)
         statuses = {path: _status(path) for path in sorted(paths, key=os.path.islink)}
@@ -131,17 +131,17 @@ def find_inputs(
             if names[identity] != path:
                 left_out["links to files that are read"] += 1
                 continue
-            if identity in found:
+            if identity in files:
                 raise mistake(
                     "--input",
                     path,
                     problem=f"is named twice, the second time by {name!r}; every document would count double",
                     fix="name it once",
                 )
-            found[identity] = InputFile(path, status.st_size, status.st_mtime_ns)
+            files[identity] = InputFile(path, status.st_size, status.st_mtime_ns)
         if left_out and name != STDLIB:
             tell(f"left out of {name}: {_listed(left_out)}")
-    return list(found.values())
+    return list(files.values())
 
 
 def _status(path: str) -> os.stat_result:
@@ -179,16 +179,18 @@ def _refuse_other_content(path: str, ending: str, packing: str) -> None:
     with open(path, "rb") as raw:
         first, line = raw.read(16), b""
         expected = PACKINGS.get(packing) or ("Parquet" if ending == PARQUET else "text")
-        found = next((kind for kind, bytes_ in FIRST_BYTES.items() if re.match(bytes_, first)), expected)
-        if found == expected and ending not in DEFAULT_ENDINGS:
+        content = next((kind for kind, bytes_ in FIRST_BYTES.items() if re.match(bytes_, first)), expected)
+        if content == expected and ending not in DEFAULT_ENDINGS:
             raw.seek(0)
             line = unpacked(path, raw).readline(1 << 24)
-    if found != expected:
+    if content != expected:
         stem = path[: len(path) - len(packing)] if ending != PARQUET else os.path.splitext(path)[0]
-        right = PARQUET if found == "Parquet" else next((end for end, kind in PACKINGS.items() if kind == found), None)
+        right = (
+            PARQUET if content == "Parquet" else next((end for end, kind in PACKINGS.items() if kind == content), None)
+        )
         fix = f"mv {shlex.quote(path)} {shlex.quote(stem + right)}" if right else "unpack it, and give the folder"
-        fix = "a name that says what the text is, such as .jsonl or .txt" if found == "text" else fix
-        raise _unreadable(path, f"its name says {expected}, and its first bytes are those of {found}", fix)
+        fix = "a name that says what the text is, such as .jsonl or .txt" if content == "text" else fix
+        raise _unreadable(path, f"its name says {expected}, and its first bytes are those of {content}", fix)
     try:
         json_lines = isinstance(json.loads(line.decode("utf-8-sig")), dict)
     except (ValueError, RecursionError):
@@ -256,10 +258,10 @@ def _walk(root: str, globs: list[str] | None, read: tuple[str, ...], skipped: se
             relative = os.path.relpath(os.path.join(folder, file), root)
             ending, packing = endings(file)
             if globs is None:
-                wanted = ending in read
+                included = ending in read
             else:
-                wanted = any(fnmatch.fnmatchcase(relative if "/" in pattern else file, pattern) for pattern in globs)
-            if wanted:
+                included = any(fnmatch.fnmatchcase(relative if "/" in pattern else file, pattern) for pattern in globs)
+            if included:
                 names.append(relative)
             else:
                 left_out[ending + packing or "files without an ending"] += 1

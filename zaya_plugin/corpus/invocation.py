@@ -13,7 +13,7 @@ from zaya_plugin.config.option_numbers import number, real, whole
 from zaya_plugin.corpus.workspace import Workspace
 from zaya_plugin.errors import message, of_the_machine
 
-DATA_EXTRA = ("tokenizers", "zstandard", "pyarrow")  # of setup.py
+DATA_EXTRA = ("tokenizers", "zstandard", "pyarrow")  # of pyproject.toml
 USER_ERROR = 2  # as of every command of zaya
 
 
@@ -127,8 +127,8 @@ def run_command(name: str, action: Callable[[], None], workspace: Workspace | No
     except BrokenPipeError:  # `zaya data inspect ... | head`
         raise
     except (OSError, MemoryError) as error:
-        told = of_the_machine(error, workspace.partial if workspace else ".", offline=True)
-        text = told or message(f"zaya data {name}", problem=str(error))
+        text = of_the_machine(error, workspace.partial if workspace else ".", offline=True)
+        text = text or message(f"zaya data {name}", problem=str(error))
         text += kept().replace("; ", " ", 1) + "." * bool(kept())
     except KeyboardInterrupt:
         print(f"interrupted{kept()}", file=sys.stderr)

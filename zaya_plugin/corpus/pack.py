@@ -270,8 +270,8 @@ def windows(
         pieces: list[Piece] = []
         for number in range(first, min(first + window, len(reader))):
             counts["documents"] += 1
-            found, reason = fit_document(reader, number, fitting, counts)
-            pieces += found
+            document, reason = fit_document(reader, number, fitting, counts)
+            pieces += document
             if reason is not None:
                 tokens = int(reader.lengths[number])
                 counts["dropped documents"] += 1

@@ -43,7 +43,7 @@ DAMAGED = (ValueError, KeyError, EOFError, zipfile.BadZipFile)  # by np.load, of
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker needs beside its block.
+    """The settings of a worker, which it needs beside its block.
 
     before, behind: token ids around each document; of chats `behind` alone. special: special tokens whose occurrences in
     the text are counted. dtype is the name of the token dtype;
@@ -161,10 +161,10 @@ def _plan(reader: BlockReader, directory: str) -> Iterator[tuple[str, Block | No
             at = done.end
             yield path, None, None, done
         else:
-            found = reader.read(at)
-            if found is None:
+            part = reader.read(at)
+            if part is None:
                 return
-            block, at = found
+            block, at = part
             yield path, block, at, None
         number += 1
 
@@ -266,5 +266,5 @@ def read_part(path: str) -> Part | None:
     except DAMAGED:
         os.unlink(path)
         return None
-    rejected = [Rejected(**each) for each in meta["rejected"]]
+    rejected = [Rejected(**entry) for entry in meta["rejected"]]
     return Part(path, Counter(meta["counts"]), rejected, meta["taken"], Position(**meta["end"]), resumed=True)

@@ -270,9 +270,9 @@ def prepare(args: argparse.Namespace, workspace: Workspace) -> None:
 
 def refuse_without_template(args: argparse.Namespace) -> None:
     """Raise ValueError if --chat comes with options that chats exclude, or without a tokenizer."""
-    for option, given in (("--train-bpe", args.train_bpe), ("--no-append-eod", not args.append_eod)):
-        if given:
-            raise mistake(option, given, problem="excludes --chat", fix=f"leave out --chat or {option}")
+    for option, value in (("--train-bpe", args.train_bpe), ("--no-append-eod", not args.append_eod)):
+        if value:
+            raise mistake(option, value, problem="excludes --chat", fix=f"leave out --chat or {option}")
     if STDLIB in args.input:
         raise mistake("--input", STDLIB, problem="holds no chats", fix="--input <.jsonl files of chats>")
     if args.tokenizer is None:
@@ -368,8 +368,8 @@ def _training_texts(reader: BlockReader, args: argparse.Namespace, rejected: lis
         rejected: gets the first document that cannot be used; all of them are reported when parts are made.
     """
     at = Position()
-    while (found := reader.read(at)) is not None:
-        block, at = found
+    while (part := reader.read(at)) is not None:
+        block, at = part
         for document in documents(block, replace(form_of(args), id_field=None), Counter()):
             if isinstance(document, Rejected):
                 rejected[:] = rejected or [str(document)]
@@ -479,7 +479,7 @@ def make_dataset(
     dtype, names = token_dtype(record.vocab_size), split_names(args.valid_fraction)
     kept = dict.fromkeys(names)
     if args.deduplicate:
-        kept, counts["duplicates"] = first_of_each(parts, names)
+        kept, counts["duplicates"] = first_of_key(parts, names)
     splits = {}
     for name in names:
         writer = BinWriter(os.path.join(workspace.final, name), dtype, record.vocab_size, args.chat)
@@ -491,7 +491,7 @@ def make_dataset(
                 if kept[name] is not None:
                     first = kept[name][number]
                     kept_tokens, part_lengths = np.repeat(first, part_lengths), part_lengths[first]
-                    tokens, marks = tokens[kept_tokens], [each[kept_tokens] for each in marks]
+                    tokens, marks = tokens[kept_tokens], [column[kept_tokens] for column in marks]
                 writer.write(tokens, *marks)
                 lengths.append(part_lengths)
             splits[name] = writer.finish(np.concatenate(lengths))
@@ -514,7 +514,7 @@ def make_dataset(
     ).write(workspace.final)
 
 
-def first_of_each(parts: list[Part], splits: tuple[str, ...]) -> tuple[dict[str, list[np.ndarray]], int]:
+def first_of_key(parts: list[Part], splits: tuple[str, ...]) -> tuple[dict[str, list[np.ndarray]], int]:
     """Take the first document of each key, over all splits and in order of the input, so workers make no difference.
 
     Keys are 128-bit hashes: among 10^12 documents two different ones are taken for equal with a chance of 10^-15.

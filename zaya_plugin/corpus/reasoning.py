@@ -91,10 +91,10 @@ class BlockFinder:
         Args:
             ids: int [tokens], the end-of-document token included.
         """
-        found = self._places(ids)
-        if found is None:
+        places = self._places(ids)
+        if places is None:
             return None
-        (begins, ends), blocks, last = found, [], len(ids) - 1
+        (begins, ends), blocks, last = places, [], len(ids) - 1
         for at, end, after in ends:
             opened = [begin for begin in begins if begin[0] < at]
             begins = begins[len(opened) :]
@@ -116,12 +116,12 @@ class BlockFinder:
             return None
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
-        def tokens(found: re.Match) -> tuple[int, int, int]:
+        def tokens(match: re.Match) -> tuple[int, int, int]:
             # A token that holds part of a marker belongs to it whole.
             first, behind = (
-                np.searchsorted(offsets[:, 1], found.start(), "right"),
-                np.searchsorted(offsets[:, 0], found.end()),
+                np.searchsorted(offsets[:, 1], match.start(), "right"),
+                np.searchsorted(offsets[:, 0], match.end()),
             )
-            return found.start(), skipped + int(first), skipped + int(behind)
+            return match.start(), skipped + int(first), skipped + int(behind)
 
         return [list(map(tokens, re.finditer(re.escape(marker), text))) for marker in (self.begin, self.end)]

@@ -80,32 +80,32 @@ def warm(args: argparse.Namespace, _: None) -> None:
     """
     recipe = recipe_of(args) if is_recipe(args) else None
     options = {"--steps": args.steps, "--from-step": args.from_step, "--node": args.node}
-    given = {option: value for option, value in options.items() if value is not None}
-    if given and (recipe is None or args.steps is None):
+    limits = {option: value for option, value in options.items() if value is not None}
+    if limits and (recipe is None or args.steps is None):
         raise mistake(
-            *next(iter(given.items())),
+            *next(iter(limits.items())),
             problem="the samples of steps follow from a recipe and --steps",
             allowed="with both of them",
             fix="zaya data warm experiment=<name> data.path=<dataset> --steps <n>",
         )
-    if given:
+    if limits:
         ranges = needed(recipe, args.from_step, args.steps, args.node)
     else:
         ranges = whole_files(args.sources if recipe is None else find_sources(recipe).train)
-    wanted = sum(end - begin for found in ranges.values() for begin, end in found)
+    total = sum(end - begin for spans in ranges.values() for begin, end in spans)
     limit = args.max_bytes or int(0.8 * free_memory())
     ranges, dropped = within(ranges, limit)
-    said = f"{(wanted - dropped) / 1e6:,.1f} MB of {len(ranges)} files in {sum(map(len, ranges.values())):,} reads"
+    text = f"{(total - dropped) / 1e6:,.1f} MB of {len(ranges)} files in {sum(map(len, ranges.values())):,} reads"
     if dropped:
-        said += f"; {dropped / 1e6:,.1f} MB more do not fit into {limit / 1e6:,.1f} MB (--max-bytes)"
+        text += f"; {dropped / 1e6:,.1f} MB more do not fit into {limit / 1e6:,.1f} MB (--max-bytes)"
     if args.dry_run:
-        print(f"would read {said}")
+        print(f"would read {text}")
         return
     begin = time.monotonic()
-    for path, found in ranges.items():
-        read(path, found)
+    for path, spans in ranges.items():
+        read(path, spans)
     seconds = max(time.monotonic() - begin, 1e-9)
-    print(f"read {said}: {seconds:.1f} s, {(wanted - dropped) / 1e6 / seconds:,.0f} MB/s")
+    print(f"read {text}: {seconds:.1f} s, {(total - dropped) / 1e6 / seconds:,.0f} MB/s")
 
 
 def whole_files(blend) -> dict[str, list[tuple[int, int]]]:
@@ -163,11 +163,11 @@ def needed(recipe: Recipe, from_step: int | None, steps: int, node: int | None) 
         raise mistake("--from-step", from_step, problem="is past the end of the run", allowed=f"0 to {len(sizes) - 1}")
     first = sum(sizes[:from_step])
     last = first + sum(sizes[from_step : from_step + steps])
-    dataset, found = training_samples(recipe), {}
+    dataset, reads = training_samples(recipe), {}
     for number in samples_of(first, last, recipe.stage.micro_batch_size, dealt):
         for path, begin, end in sample_ranges(dataset, recipe.handover.first_sample + number):
-            found.setdefault(path, []).append((begin, end))
-    return {path: joined(ranges) for path, ranges in sorted(found.items())}
+            reads.setdefault(path, []).append((begin, end))
+    return {path: joined(ranges) for path, ranges in sorted(reads.items())}
 
 
 def sample_ranges(dataset, number: int) -> list[tuple[str, int, int]]:
@@ -209,8 +209,8 @@ def joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 def within(ranges: dict[str, list[tuple[int, int]]], limit: int) -> tuple[dict[str, list[tuple[int, int]]], int]:
     """Return the ranges up to `limit` bytes, from the front, and how many bytes are left out."""
     kept, left, dropped = {}, limit, 0
-    for path, found in ranges.items():
-        for begin, end in found:
+    for path, spans in ranges.items():
+        for begin, end in spans:
             take = min(end - begin, left)
             if take:
                 kept.setdefault(path, []).append((begin, begin + take))

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from zaya_plugin.config.output_lock import locked
-from zaya_plugin.config.run_directory import check_can_be_made
+from zaya_plugin.config.run_directory import check_creatable
 from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.data.prepared import MANIFEST, Manifest, load_manifest
 from zaya_plugin.errors import mistake
@@ -60,11 +60,11 @@ class Workspace:
         manifest = self._complete(plan)
         if manifest is not None and not os.path.exists(self.partial):
             return manifest, True
-        check_can_be_made(os.path.dirname(self.output), "--output")
+        check_creatable(os.path.dirname(self.output), "--output")
         with self.locked():
-            if found := self._complete(plan):  # another process may have made it before this one got the lock
+            if dataset := self._complete(plan):  # another process may have made it before this one got the lock
                 self.discard()  # left by a run that was killed after the dataset got its name
-                return found, True
+                return dataset, True
             build()
             self.publish()
         return load_manifest(self.output), False
@@ -188,11 +188,11 @@ def _sync(path: str) -> None:
         os.close(descriptor)
 
 
-def _differences(made: dict, now: dict) -> str:
+def _differences(then: dict, now: dict) -> str:
     """Return the entries that differ, in words; entries that `now` does not have are not compared."""
     words = [
-        f"{key}: {FINGERPRINTS.get(key) or f'it was made with {made.get(key)!r}, now {now[key]!r}'}"
+        f"{key}: {FINGERPRINTS.get(key) or f'it was made with {then.get(key)!r}, now {now[key]!r}'}"
         for key in now
-        if made.get(key) != now[key]
+        if then.get(key) != now[key]
     ]
     return "; ".join(words)

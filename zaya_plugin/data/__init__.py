@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run reads. A batch goes from the recipe down: `sources` resolves paths, `dataset` builds Megatron's datasets.
+"""The data of a run. A batch goes from the recipe down: `sources` resolves paths, `dataset` builds Megatron's datasets.
 
 `dataset` uses `stream_dataset` for data.order=continuing; both read the tokens of `indexed_dataset`. On the way down
 lie `blend` (entries, prefixes, weights), `ledger` (the place in each source) and `prepared` (manifest and checks).

@@ -86,8 +86,8 @@ class BlendOrder:
 
 @dataclass(frozen=True)
 class SourceUse:
-    """What one stage reads of one source: its weight, tokens read before and after it, tokens of an epoch, samples
-    drawn.
+    """The part of one source that one stage reads: its weight, tokens read before and after it, tokens of an epoch,
+    samples drawn.
     """
 
     prefix: str

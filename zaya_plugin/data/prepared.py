@@ -34,7 +34,7 @@ SCANNED_BYTES = 256_000_000
 # turn with it. Tokens of filling are documents of their own.
 ANSWER, END = 1, 2
 NO_DATASET = "there is no dataset at this path"
-AGAIN = "prepare the dataset again with `zaya data prepare ... --overwrite`, or copy it again"
+REPAIR = "prepare the dataset again with `zaya data prepare ... --overwrite`, or copy it again"
 
 
 class DatasetWarning(UserWarning):
@@ -138,7 +138,7 @@ def load_manifest(path: str) -> Manifest:
         with open(file, encoding="utf-8") as stream:
             record = json.load(stream)
     except (ValueError, RecursionError) as error:
-        raise mistake(file, problem=f"is damaged: {error}", fix=AGAIN) from error
+        raise mistake(file, problem=f"is damaged: {error}", fix=REPAIR) from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise mistake(
             file,
@@ -156,7 +156,7 @@ def load_manifest(path: str) -> Manifest:
         )
     checksum = _checksum(record)
     if record.pop("checksum", checksum) != checksum:  # absent in datasets of earlier versions
-        raise mistake(file, problem="is damaged: it was changed after the dataset was made", fix=AGAIN)
+        raise mistake(file, problem="is damaged: it was changed after the dataset was made", fix=REPAIR)
     del record["format"], record["format_version"]
     try:
         record["tokenizer"] = TokenizerRecord(**record["tokenizer"])
@@ -165,7 +165,7 @@ def load_manifest(path: str) -> Manifest:
             record["packing"] = PackingRecord(**record["packing"])
         return Manifest(**record)
     except (KeyError, TypeError, AttributeError) as error:
-        raise mistake(file, problem=f"is damaged: {error}", fix=AGAIN) from error
+        raise mistake(file, problem=f"is damaged: {error}", fix=REPAIR) from error
 
 
 def file_sha256(path: str) -> str:
@@ -194,7 +194,7 @@ def locate(path: str | os.PathLike, key: str = "") -> tuple[Manifest | None, dic
     if path.endswith((".bin", ".idx")):
         path = path[:-4]
     path = path.rstrip("/") or path
-    given = (key, path) if key else (path,)
+    subject = (key, path) if key else (path,)
     allowed = f"a directory of `zaya data prepare`, or the prefix of a Megatron dataset ({path}.bin and {path}.idx)"
     is_prefix = os.path.exists(path + ".idx") or os.path.exists(path + ".bin")
     if os.path.isdir(path) and not is_prefix:
@@ -203,7 +203,7 @@ def locate(path: str | os.PathLike, key: str = "") -> tuple[Manifest | None, dic
             return manifest, {name: os.path.join(path, name) for name in manifest.splits}
         prefixes = sorted(os.path.join(path, name[:-4]) for name in os.listdir(path) if name.endswith(".idx"))
         raise mistake(
-            *given,
+            *subject,
             problem=f"is a directory without {MANIFEST}, so no dataset of `zaya data prepare`",
             allowed=allowed,
             fix=f"give one of its prefixes: {', '.join(prefixes)}"
@@ -220,7 +220,7 @@ def locate(path: str | os.PathLike, key: str = "") -> tuple[Manifest | None, dic
         if name == os.path.basename(DEMO_PATH):
             command = DEMO_DATA.replace(DEMO_PATH, path)
         raise mistake(
-            *given,
+            *subject,
             problem=NO_DATASET
             + (", but an unfinished one of `zaya data prepare`" if os.path.isdir(path + ".partial") else ""),
             allowed=allowed,
@@ -360,11 +360,11 @@ def check_dataset(
         largest = max(manifest.splits[name].max_token_id for name in prefixes)
         use = f"use the tokenizer that the dataset was made with: {tokenizer_of(path)[0]}"
         _check_vocabulary(path, largest, vocab_size, f"{use} ({manifest.tokenizer.vocab_size} entries)")
-        made_with = manifest.tokenizer.eod_id if manifest.arguments["append eod"] else None
-        if None not in (eod_id, made_with) and eod_id != made_with:
+        appended_eod = manifest.tokenizer.eod_id if manifest.arguments["append eod"] else None
+        if None not in (eod_id, appended_eod) and eod_id != appended_eod:
             raise mistake(
                 os.fspath(path),
-                problem=f"ends its documents with token {made_with}, and the tokenizer's end of document is {eod_id}",
+                problem=f"ends its documents with token {appended_eod}, and the tokenizer's end of document is {eod_id}",
                 fix=use,
             )
     return checked
@@ -372,15 +372,15 @@ def check_dataset(
 
 def _compare(indexed: IndexedFile, manifest: Manifest, record: SplitRecord, full: bool) -> None:
     sizes = (os.path.getsize(indexed.prefix + suffix) for suffix in (".bin", ".idx"))
-    found = (indexed.documents, indexed.tokens, indexed.dtype.name, *sizes)
+    measured = (indexed.documents, indexed.tokens, indexed.dtype.name, *sizes)
     recorded = (record.documents, record.tokens, manifest.dtype, record.bin_bytes, record.idx_bytes)
-    if found != recorded:
+    if measured != recorded:
         words = "{} documents and {} tokens of {}, {} and {} bytes"
-        one, other = (words.format(*facts) for facts in (found, recorded))
+        one, other = (words.format(*facts) for facts in (measured, recorded))
         raise mistake(
             indexed.prefix + ".idx",
             problem=f"describes {one}; the manifest describes {other}: they are not of the same run",
-            fix=AGAIN,
+            fix=REPAIR,
         )
     checksums = {".bin": record.bin_sha256, ".idx": record.idx_sha256}
     if record.marks_sha256 is not None:
@@ -388,28 +388,28 @@ def _compare(indexed: IndexedFile, manifest: Manifest, record: SplitRecord, full
         size = os.path.getsize(path) if os.path.isfile(path) else -1
         if size != indexed.tokens:
             how = "does not exist" if size < 0 else f"has {size} bytes"
-            raise mistake(path, problem=f"{how}; it marks the answers of {indexed.tokens} tokens", fix=AGAIN)
+            raise mistake(path, problem=f"{how}; it marks the answers of {indexed.tokens} tokens", fix=REPAIR)
     for suffix, sha256 in checksums.items() if full else ():
         if file_sha256(indexed.prefix + suffix) != sha256:
             raise mistake(
-                indexed.prefix + suffix, problem="is damaged: its sha256 is not the one in the manifest", fix=AGAIN
+                indexed.prefix + suffix, problem="is damaged: its sha256 is not the one in the manifest", fix=REPAIR
             )
     if record.fingerprint is not None and fingerprint(indexed.prefix) != record.fingerprint:
         raise mistake(
             indexed.prefix,
             problem="was changed after it was prepared: the fingerprint of its files is not the one in the manifest",
-            fix=AGAIN,
+            fix=REPAIR,
         )
     if full or record.fingerprint is None:
         largest, _ = largest_token(indexed, None if full else SCANNED_BYTES)
-        _check_vocabulary(indexed.prefix, largest, manifest.tokenizer.vocab_size, AGAIN)
+        _check_vocabulary(indexed.prefix, largest, manifest.tokenizer.vocab_size, REPAIR)
 
 
 def _check_tokenizer(directory: str, record: TokenizerRecord) -> None:
     """Raise ValueError if the tokenizer beside a dataset is not the one that it was made with; it may be missing."""
     file = os.path.join(directory, "tokenizer.json")
     if os.path.isfile(file) and file_sha256(file) != record.sha256:
-        raise mistake(file, problem="is not the tokenizer of the dataset: its sha256 differs", fix=AGAIN)
+        raise mistake(file, problem="is not the tokenizer of the dataset: its sha256 differs", fix=REPAIR)
 
 
 def _warn_about_bare(indexed: IndexedFile, vocab_size: int | None, full: bool) -> None:

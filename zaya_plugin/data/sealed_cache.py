@@ -26,13 +26,13 @@ class CacheWarning(UserWarning):
 
 
 @contextmanager
-def sealed(folder: str | os.PathLike, made_from: str, pattern: str) -> Iterator[None]:
+def sealed(folder: str | os.PathLike, data_fingerprint: str, pattern: str) -> Iterator[None]:
     """Remove the folder's files that do not fit, let the caller read or make files, and record what it has made.
 
     The folder is locked meanwhile: a second run waits, and does not remove a file that the first is writing.
 
     Args:
-        made_from: fingerprint of the data that the files are made from.
+        data_fingerprint: of the data that the files are made from.
         pattern: of the names of the caller's files. Names that differ only behind their last "-" are one cache.
 
     Raises:
@@ -51,34 +51,36 @@ def sealed(folder: str | os.PathLike, made_from: str, pattern: str) -> Iterator[
         ) from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        kept = _fitting(folder, made_from, pattern)
+        kept = _fitting(folder, data_fingerprint, pattern)
         yield
-        made = {path.name: _seal(path) for path in folder.glob(pattern) if path.name not in kept}
-        if made:
-            others = {name: seal for name, seal in _recorded(folder, made_from).items() if (folder / name).exists()}
-            files = {**others, **made}
-            write_whole(folder / RECORD, json.dumps({"made_from": made_from, "files": files}, indent=1) + "\n")
+        seals = {path.name: _seal(path) for path in folder.glob(pattern) if path.name not in kept}
+        if seals:
+            others = {
+                name: seal for name, seal in _recorded(folder, data_fingerprint).items() if (folder / name).exists()
+            }
+            files = {**others, **seals}
+            write_whole(folder / RECORD, json.dumps({"made_from": data_fingerprint, "files": files}, indent=1) + "\n")
 
 
 def _seal(path: Path) -> list:
     return [path.stat().st_size, file_xxh3(path)]
 
 
-def _recorded(folder: Path, made_from: str) -> dict[str, list]:
+def _recorded(folder: Path, data_fingerprint: str) -> dict[str, list]:
     """Return size and xxh3 of each recorded file; none if the record is damaged or of other data."""
     try:
         record = json.loads((folder / RECORD).read_text())
-        return record["files"] if record["made_from"] == made_from and isinstance(record["files"], dict) else {}
+        return record["files"] if record["made_from"] == data_fingerprint and isinstance(record["files"], dict) else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
 
-def _fitting(folder: Path, made_from: str, pattern: str) -> set[str]:
+def _fitting(folder: Path, data_fingerprint: str, pattern: str) -> set[str]:
     """Remove the caches of which a file does not fit its record; return the names of the files that stay."""
-    recorded, found = _recorded(folder, made_from), sorted(folder.glob(pattern))
-    bad = {path for path in found if recorded.get(path.name) != _seal(path)}
+    recorded, files = _recorded(folder, data_fingerprint), sorted(folder.glob(pattern))
+    bad = {path for path in files if recorded.get(path.name) != _seal(path)}
     caches = {_cache(path.name) for path in bad}
-    for path in found:
+    for path in files:
         if _cache(path.name) in caches:
             path.unlink(missing_ok=True)
     if bad:
@@ -89,7 +91,7 @@ def _fitting(folder: Path, made_from: str, pattern: str) -> set[str]:
             CacheWarning,
             stacklevel=4,
         )
-    return {path.name for path in found if _cache(path.name) not in caches}
+    return {path.name for path in files if _cache(path.name) not in caches}
 
 
 def _cache(name: str) -> str:

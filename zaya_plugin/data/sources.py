@@ -56,11 +56,11 @@ class DataSources:
         the texts of training got the tokens that the tokenizer adds (bos). None: of chats, in which the template decides, or not known.
         """
         splits = {"train": resolve_blend(self.train, "train"), "valid": resolve_blend(self.valid, "valid")}
-        found = {name: {path: fingerprint(path) for path in blend[0]} for name, blend in splits.items() if blend}
-        manifests = [locate(path)[0] for path in found["train"] if not holds_chats(path)]
+        fingerprints = {name: {path: fingerprint(path) for path in blend[0]} for name, blend in splits.items() if blend}
+        manifests = [locate(path)[0] for path in fingerprints["train"] if not holds_chats(path)]
         rules = [manifest.special_tokens for manifest in manifests if manifest is not None]
         special_tokens = any(rules) if rules else None
-        return {"tokenizer": tokenizer_digest(self.tokenizer), "special_tokens": special_tokens, **found}
+        return {"tokenizer": tokenizer_digest(self.tokenizer), "special_tokens": special_tokens, **fingerprints}
 
     def build(self, num_samples, sequence_length: int, seed: int, tokenizer, validation: int | None = None) -> list:
         """Build Megatron's [train, valid, test] datasets for `num_samples` of each; there is no test set.
@@ -107,15 +107,15 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return in which facts of the data two starts of a run differ; a dataset may have moved. A part that only one of
     them has is no difference.
     """
-    found = []
+    differences = []
     if before.get("tokenizer") != now.get("tokenizer"):
-        found.append(f"the tokenizer was {before.get('tokenizer')} and is {now.get('tokenizer')}")
+        differences.append(f"the tokenizer was {before.get('tokenizer')} and is {now.get('tokenizer')}")
     for name in ("train", "valid"):
         was, has = before.get(name), now.get(name)
         if was and has and list(was.values()) != list(has.values()):
             one, other = (", ".join(f"{path} ({value})" for path, value in part.items()) for part in (was, has))
-            found.append(f"the {name} data was {one} and is {other}")
-    return found + other_rule(before, now)
+            differences.append(f"the {name} data was {one} and is {other}")
+    return differences + other_rule(before, now)
 
 
 def other_rule(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

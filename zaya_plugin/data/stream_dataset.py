@@ -55,7 +55,7 @@ class TokenStream:
 
     def ranges(self, position: int, length: int) -> list[tuple[int, int]]:
         """Return where in .bin these tokens are, as (first, one past the last) in order."""
-        found = []
+        spans = []
         while length > 0:
             epoch, at = divmod(position, self.epoch_tokens)
             order, ends = self._epoch(epoch)
@@ -65,9 +65,9 @@ class TokenStream:
                 first = int(self.reader.starts[document + 1]) - (int(ends[rank]) - at)
                 take = min(length, int(ends[rank]) - at)
                 if take:
-                    found.append((first, first + take))
+                    spans.append((first, first + take))
                 at, position, length, rank = at + take, position + take, length - take, rank + 1
-        return found
+        return spans
 
     def _open_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the documents in order, and the tokens up to the end of each, int64 [documents]."""

@@ -192,8 +192,8 @@ def _of_transformers(name: str, key: str):
         return AutoTokenizer.from_pretrained(name, local_files_only=why is not None)
     # transformers raises OSError, ValueError, KeyError, ImportError and others for a bad name or directory
     except Exception as error:
-        said = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        problem = f"cannot be opened: {said}"
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        problem = f"cannot be opened: {reason}"
         if why is not None:
             problem = f"is no folder, and the local cache of the Hugging Face Hub does not hold it ({why})"
         raise mistake(

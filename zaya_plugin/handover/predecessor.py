@@ -147,21 +147,21 @@ def losses(run_dir: Path) -> dict[str, float | None]:
     `valid_last`.
     """
     rows = _rows(run_dir)
-    found = dict.fromkeys(("first", "last", "valid_first", "valid_last"))
+    ends = dict.fromkeys(("first", "last", "valid_first", "valid_last"))
     for key, name in (("loss", ""), ("valid_loss", "valid_")):
         if values := [row[key] for row in rows if row.get(key) is not None]:
-            found[f"{name}first"], found[f"{name}last"] = values[0], values[-1]
-    return found
+            ends[f"{name}first"], ends[f"{name}last"] = values[0], values[-1]
+    return ends
 
 
 def domain_losses(run_dir: Path) -> dict[str, tuple[float, float]]:
     """Return first and last validation loss of each domain in <run_dir>/metrics.jsonl."""
-    found: dict[str, tuple[float, float]] = {}
+    ends: dict[str, tuple[float, float]] = {}
     for key, value in chain.from_iterable(row.items() for row in _rows(run_dir)):
         if key.startswith("validation/") and key.endswith("/loss"):
             name = key.removeprefix("validation/").removesuffix("/loss")
-            found[name] = (found.get(name, (value,))[0], value)
-    return found
+            ends[name] = (ends.get(name, (value,))[0], value)
+    return ends
 
 
 def _rows(run_dir: Path) -> list[dict]:

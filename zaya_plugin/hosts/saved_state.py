@@ -18,7 +18,7 @@ from megatron.core.utils import unwrap_model
 from megatron.training import checkpointing, get_args
 from torch import Tensor
 
-from zaya_plugin.checkpoint.on_disk import WRITTEN_HERE
+from zaya_plugin.checkpoint.on_disk import MANIFEST_MARK
 from zaya_plugin.checkpoint.saver import BUSY, Saver
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.errors import RunEndedError, free_space, message
@@ -53,7 +53,7 @@ class SavedState:
         """Return Megatron's sharded state. model: [] for the state without model and optimizer's tensors."""
         args = get_args()
         metadata = checkpointing._build_sharded_state_dict_metadata(args)
-        content = {**checkpointing._clean_metadata_for_serialization(metadata), WRITTEN_HERE: True}
+        content = {**checkpointing._clean_metadata_for_serialization(metadata), MANIFEST_MARK: True}
         if not model:
             metadata[WITHOUT_TENSORS] = True
         state = checkpointing.generate_state_dict(

@@ -55,7 +55,7 @@ def build_zaya_model(
         )
     model = GPTModel(
         config,
-        zaya_block_spec(config, vp_stage),
+        zaya_block_spec(config, vp_stage),  # ty: ignore[invalid-argument-type]  # as Megatron's block accepts it too
         vocab_size=vocab_size,
         max_sequence_length=max_sequence_length,
         pre_process=pre_process,

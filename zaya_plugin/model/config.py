@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
@@ -87,6 +88,10 @@ class ZayaConfig(ZayaOptions, TransformerConfig):
 
     cca_time1: int = 2
     """Taps of the per-head grouped convolution over time. Only 2 is supported."""
+
+    if TYPE_CHECKING:  # the fields of ZayaOptions are made from the schema, which a type checker cannot see
+
+        def __init__(self, **fields: Any) -> None: ...
 
     @property
     def num_router_classes(self) -> int:

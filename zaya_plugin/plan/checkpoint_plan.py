@@ -128,7 +128,7 @@ def lines(recipe: Recipe, world_size: int, verbose: bool = True) -> list[str]:
             f"{recipe.checkpoint.save_interval:,})"
         ]
     tokens = recipe.stage.global_batch_size * recipe.stage.seq_length / world_size
-    found = [
+    report = [
         size,
         f"  {plan.rank / 1e9:8.2f} GB  of the fullest rank; {plan.node / 1e9:.1f} GB of host memory in a node for the "
         "buffers of asynchronous saves",
@@ -141,8 +141,8 @@ def lines(recipe: Recipe, world_size: int, verbose: bool = True) -> list[str]:
     ]
     for way, cost in plan.costs.items():
         seconds = plan.interval(cost)
-        found.append(
+        report.append(
             f"  {seconds:8.0f} s   {ceil(seconds / plan.least_step):,} steps, {way}: a cost of {cost:.2f} s a save gives "
             f"{best_interval(cost, plan.failures):.0f} s, the drain {plan.drain:.0f} s"
         )
-    return found
+    return report

@@ -80,7 +80,7 @@ def communication(
     rest of that pass; parameters are gathered bucket by bucket during the first forward pass. Without overlap, and
     where a layer waits for a collective, all of it is exposed.
     """
-    parts, found = count_parameters(shape), {}
+    parts, costs = count_parameters(shape), {}
     padded = padded_parameters(shape, layout, muon)
     sharded = layout.distributed_optimizer
     ranks_of = (layout.expert_shards, layout.shards) if sharded else (layout.expert_replicas, layout.replicas)
@@ -117,7 +117,7 @@ def communication(
             )
             hidden = min(seconds * (1 - late), window * share * (1 - 1 / buckets)) if overlapped else 0.0
             exposed += seconds - hidden
-        found[name] = {"ms": 1e3 * time, "exposed_ms": 1e3 * exposed}
+        costs[name] = {"ms": 1e3 * time, "exposed_ms": 1e3 * exposed}
     sent = sent_bytes(shape, layout, batch)
     for name, ranks, times in (
         ("key_values", layout.context, 2),
@@ -127,5 +127,5 @@ def communication(
         if ranks > 1:
             messages = times * batch.micro_batches * shape.num_layers
             seconds = collective_seconds(machine, ranks, sent[name], messages)
-            found[name] = {"ms": 1e3 * seconds, "exposed_ms": 1e3 * seconds}
-    return found
+            costs[name] = {"ms": 1e3 * seconds, "exposed_ms": 1e3 * seconds}
+    return costs

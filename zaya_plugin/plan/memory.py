@@ -83,35 +83,35 @@ def layer_tensors(
     whole = tokens * tp
     h, r = shape.hidden_size, shape.router_hidden_size
     q, k = shape.query_channels // tp, shape.key_channels // tp
-    norms_again, moe_again, core_again = (name in recompute for name in ("layernorm", "moe", "core_attn"))
+    recompute_norms, recompute_moe, recompute_core = (name in recompute for name in ("layernorm", "moe", "core_attn"))
 
     merge = saved_bytes.rms_norm(tokens, h, a, s, shape.norm_vectors > 1)
     yield Saved("norms", "stream into the layer", merge["residual"])
-    if not norms_again:
+    if not recompute_norms:
         yield Saved("norms", "statistics of both norms", 2 * merge["statistics"])
-    if tp > 1 or not norms_again:
+    if tp > 1 or not recompute_norms:
         yield Saved("projections", "normed input of attention" + (", gathered" if tp > 1 else ""), a * h * whole)
     yield Saved("projections", "joined matrix of the projections", a * h * (q + 2 * k))
     heads, groups = shape.num_attention_heads // tp, shape.num_query_groups // tp
     yield from _kept("prologue", saved_bytes.cca_prologue(whole, heads, groups, shape.kv_channels, a))
-    keys = k * whole * (1 if core_again else cp)  # of the whole sequence, where attention gathers them
-    if cp > 1 and not core_again:
+    keys = k * whole * (1 if recompute_core else cp)  # of the whole sequence, where attention gathers them
+    if cp > 1 and not recompute_core:
         yield Saved("attention", "keys of all context-parallel ranks", a * keys)
     yield Saved("attention", "values", a * keys)
     yield Saved("attention", "context", a * q * whole)
-    if not core_again:
+    if not recompute_core:
         yield Saved("attention", "logsumexp", FLOAT32 * shape.num_attention_heads // tp * whole)
         if cp > 1:  # without block_attention, as on AMD; with it this is the context itself
             yield Saved("attention", "context of each chunk", a * q * whole)
     yield Saved("norms", "output of attention", merge["output"])
     yield Saved("norms", "stream between attention and experts", merge["residual"])
-    if not norms_again:
+    if not recompute_norms:
         yield Saved("router", "normed input of the experts", a * h * tokens)
     yield Saved("router", "router state", a * r * tokens)
-    if not moe_again:
+    if not recompute_moe:
         yield from _moe_tensors(shape, layout, a, tokens, "permute" in recompute)
     yield Saved("norms", "output of the experts", merge["output"])
-    checkpoints = core_again + moe_again
+    checkpoints = recompute_core + recompute_moe
     if checkpoints:
         yield Saved("other", "random generators", checkpoints * RANDOM_STATE)
 
@@ -121,11 +121,11 @@ def _kept(part: str, sizes: dict[str, float]) -> Iterator[Saved]:
     return (Saved(part, name, size) for name, size in sizes.items())
 
 
-def _moe_tensors(shape: Shape, layout: ParallelSizes, a: int, tokens: int, rows_again: bool) -> Iterator[Saved]:
+def _moe_tensors(shape: Shape, layout: ParallelSizes, a: int, tokens: int, recompute_rows: bool) -> Iterator[Saved]:
     """Return the tensors of router and experts; with even loads and without the dispatcher's own copies."""
     yield from _kept("router", saved_bytes.router_mlp(tokens, shape.router_hidden_size, shape.num_experts + 1, a))
     yield from _kept("experts", saved_bytes.expert_permutation(tokens))
-    if not rows_again:
+    if not recompute_rows:
         yield from _kept("experts", saved_bytes.grouped_product(tokens, shape.hidden_size, a))
     experts = shape.num_experts // layout.expert
     yield from _kept("experts", saved_bytes.weighted_swiglu(tokens, shape.moe_ffn_hidden_size, experts, a))
@@ -145,8 +145,8 @@ def layers_bytes(
     """Return bytes that `layers` layers keep of one micro-batch. first: the model's first layer is among them; its
     input counts with the embedding.
     """
-    each = sum(saved.bytes for saved in layer_tensors(shape, layout, batch, recompute.modules))
-    kept = each * (layers - recompute.full_layers)
+    layer_bytes = sum(saved.bytes for saved in layer_tensors(shape, layout, batch, recompute.modules))
+    kept = layer_bytes * (layers - recompute.full_layers)
     if "moe" in recompute.modules and first:
         # a layer keeps the router state that it receives; the first receives none
         kept -= batch.dtype_bytes * shape.router_hidden_size * tokens_of_rank(layout, batch)
@@ -174,9 +174,9 @@ def ends_bytes(shape: Shape, layout: ParallelSizes, batch: Batch, first: bool = 
 def optimizer_bytes(shape: Shape, layout: ParallelSizes, optimizer: Optimizer, dtype_bytes: int) -> float:
     """Return bytes of the fp32 weights of a bf16 model and of the moments, on a rank of the first stage."""
     local = local_parameters(shape, layout)
-    here = {"experts": local["experts"] / layout.expert_shards, "rest": local["rest"] / layout.shards}
-    adamw = sum(here.values()) if not optimizer.muon else _adamw_elements(shape, layout) / layout.shards
-    muon = sum(here.values()) - adamw
+    owned = {"experts": local["experts"] / layout.expert_shards, "rest": local["rest"] / layout.shards}
+    adamw = sum(owned.values()) if not optimizer.muon else _adamw_elements(shape, layout) / layout.shards
+    muon = sum(owned.values()) - adamw
     master = FLOAT32 if dtype_bytes < FLOAT32 else 0
     return muon * (master + optimizer.momentum_bytes) + adamw * (master + 2 * FLOAT32)
 
@@ -201,13 +201,13 @@ def padded_parameters(shape: Shape, layout: ParallelSizes, muon: bool = True) ->
         2 * shape.moe_ffn_hidden_size * shape.hidden_size,
         shape.query_channels // layout.tensor * shape.hidden_size if muon else 1,
     )
-    found = {}
+    counts = {}
     for (name, elements), ranks, matrix in zip(
         local.items(), (layout.expert_shards, layout.shards), largest, strict=True
     ):
         unit = ranks * matrix if ranks > 1 else 1
-        found[name] = float(-(-elements // unit) * unit)
-    return found
+        counts[name] = float(-(-elements // unit) * unit)
+    return counts
 
 
 def in_flight(layout: ParallelSizes, micro_batches: int) -> float:
@@ -266,10 +266,10 @@ def _stage(
     classes = shape.vocab_size // layout.tensor
     head = saved_bytes.linear_cross_entropy_work(whole, h, classes, a, layout.tensor) if last else 0.0
     modules = frozenset() if recompute.full_layers else recompute.modules
-    again = layers_bytes(shape, layout, batch, Recompute(), 1) * (recompute.unit if recompute.full_layers else 1)
-    again -= layers_bytes(shape, layout, batch, Recompute(modules), 1) * (not recompute.full_layers)
+    recomputed = layers_bytes(shape, layout, batch, Recompute(), 1) * (recompute.unit if recompute.full_layers else 1)
+    recomputed -= layers_bytes(shape, layout, batch, Recompute(modules), 1) * (not recompute.full_layers)
     backward = whole / layout.tensor * (a * (2 * h + 4 * shape.moe_ffn_hidden_size) + batch.stream_bytes * h) + max(
-        0.0, again
+        0.0, recomputed
     )
     ends = ends_bytes(shape, layout, batch, first, last) * (flights if first else 1.0)
     step, update = kept + ends + max(head, backward), _optimizer_work(shape, layout, optimizer)

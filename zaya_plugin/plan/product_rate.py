@@ -92,7 +92,7 @@ PROCESSORS = {"MI300X": CDNA3, "MI325X": CDNA3, "H100": replace(H200, copy_bytes
 
 def processor_of(device: str | None) -> Processor | None:
     """Return the processor of a device by its name, None for one that is not known."""
-    return next((each for name, each in PROCESSORS.items() if name in (device or "")), None)
+    return next((processor for name, processor in PROCESSORS.items() if name in (device or "")), None)
 
 
 def rates_of_parts(device: str | None, shape: Shape, layout: ParallelSizes, batch: Batch) -> dict[str, float]:

@@ -117,7 +117,7 @@ def with_recompute(recipe: Recipe, world_size: int, vocabulary: int | None = Non
     allowed = tuple(
         name for name in RECOMPUTE_MODULES if name != "permute" or recipe.parallel.expert_model_parallel_size == 1
     )
-    found = choices(
+    candidates = choices(
         shape_of(recipe, vocabulary),
         layout_of(recipe, world_size),
         batch_of(recipe, world_size),
@@ -127,9 +127,9 @@ def with_recompute(recipe: Recipe, world_size: int, vocabulary: int | None = Non
         has_graph(recipe),
     )
     memory_gib = recipe.cluster.memory_gib
-    chosen = choose(found, memory_gib)
+    chosen = choose(candidates, memory_gib)
     if chosen is None:
-        least = min(found, key=lambda choice: choice.plan.total)
+        least = min(candidates, key=lambda choice: choice.plan.total)
         raise mistake(
             "parallel.recompute_granularity",
             "auto",
@@ -166,17 +166,17 @@ def lines(recipe: Recipe, world_size: int, verbose: bool = True) -> list[str]:
     of = "" if memory is None else f", of {memory:g} ({RESERVE:.0%} of them for libraries and allocator)"
     if memory is not None and plan.total > (1 - RESERVE) * memory * GIB:
         of += ": does not fit" if plan.total > memory * GIB else ": leaves less than that"
-    found = [f"memory plan  GiB of the fullest device (prediction); sum {plan.total / GIB:.2f}{of}"]
+    report = [f"memory plan  GiB of the fullest device (prediction); sum {plan.total / GIB:.2f}{of}"]
     if not verbose:
-        return found
-    found += [f"  {value / GIB:8.2f}  {name}" for name, value in plan.components.items()]
+        return report
+    report += [f"  {value / GIB:8.2f}  {name}" for name, value in plan.components.items()]
     if recompute_of(recipe).full_layers == 0:
-        found.append("  of a layer and micro-batch, MiB:")
+        report.append("  of a layer and micro-batch, MiB:")
         largest = sorted(plan.layer, key=lambda saved: -saved.bytes)
-        found += [
+        report += [
             f"  {saved.bytes / 2**20:8.1f}  {saved.name}" for saved in largest if saved.bytes > 0.01 * largest[0].bytes
         ]
-    return found
+    return report
 
 
 @dataclass(frozen=True)
@@ -204,16 +204,16 @@ def choices(
     graph: bool = False,
 ) -> list[Choice]:
     """Return all choices, cheapest first. graph: as in memory_plan."""
-    found = []
+    results = []
     for recompute in _candidates(shape.num_layers // layout.pipeline, allowed):
         plan = memory_plan(shape, layout, batch, recompute, optimizer, graph)
-        found.append(Choice(recompute, plan, 1e3 * added_seconds(shape, layout, batch, recompute, machine)))
-    return sorted(found, key=lambda choice: (choice.milliseconds, choice.plan.total))
+        results.append(Choice(recompute, plan, 1e3 * added_seconds(shape, layout, batch, recompute, machine)))
+    return sorted(results, key=lambda choice: (choice.milliseconds, choice.plan.total))
 
 
-def choose(found: list[Choice], memory_gib: float) -> Choice | None:
+def choose(candidates: list[Choice], memory_gib: float) -> Choice | None:
     """Return the cheapest choice that leaves RESERVE of `memory_gib` free, or None."""
-    return next((choice for choice in found if choice.plan.total <= (1 - RESERVE) * memory_gib * GIB), None)
+    return next((choice for choice in candidates if choice.plan.total <= (1 - RESERVE) * memory_gib * GIB), None)
 
 
 def table(plan: MemoryPlan) -> str:
@@ -249,7 +249,7 @@ def added_seconds(
         norm + (s + a) * h / copy
     )
     tokens = batch.micro_batches * batch.micro_batch_size * batch.seq_length / (layout.context * layout.tensor)
-    again = (
+    seconds = (
         sum(time[name] for name in recompute.modules) * (layers - recompute.full_layers) + whole * recompute.full_layers
     )
-    return tokens * again
+    return tokens * seconds

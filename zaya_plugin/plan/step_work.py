@@ -67,12 +67,12 @@ class OptimizerShare:
 
 def step_work(shape: Shape, seq_length: int, rank: Rank, optimizer: OptimizerShare | None = None) -> dict[str, Work]:
     """Return the work of forward, backward and the optimizer by part; optimizer None: a step without one."""
-    here = replace(shape, num_layers=rank.layers)
-    flops = {part: 3.0 * rank.tokens * value for part, value in forward_flops_by_part(here, seq_length).items()}
+    rank_shape = replace(shape, num_layers=rank.layers)
+    flops = {part: 3.0 * rank.tokens * value for part, value in forward_flops_by_part(rank_shape, seq_length).items()}
     if not rank.head:
         flops["head"] = 0.0
     moved = _activation_bytes(shape, rank)
-    for part, elements in _weights(here, rank).items():  # read forward and backward, their gradient written
+    for part, elements in _weights(rank_shape, rank).items():  # read forward and backward, their gradient written
         moved[part] += 3.0 * rank.activation_bytes * elements * rank.micro_batches
     # each micro-batch reads and writes the fp32 buffer once, where it adds
     for part, elements in rank.accumulated.items():
@@ -92,17 +92,17 @@ def step_work(shape: Shape, seq_length: int, rank: Rank, optimizer: OptimizerSha
     return {part: Work(flops.get(part, 0.0), moved.get(part, 0.0)) for part in {**flops, **moved}}
 
 
-def _weights(here: Shape, rank: Rank) -> dict[str, float]:
+def _weights(shape: Shape, rank: Rank) -> dict[str, float]:
     """Return elements of the weights that a micro-batch uses on this rank."""
-    parts = count_parameters(here)
-    h = here.hidden_size
-    projections = here.num_layers * h * (2 * here.query_channels + 2 * here.key_channels)
+    parts = count_parameters(shape)
+    h = shape.hidden_size
+    projections = shape.num_layers * h * (2 * shape.query_channels + 2 * shape.key_channels)
     # of matrices that tensor parallelism does not cut (values, convolutions) a rank reads the rows of its heads
     return {
         "projections": projections / rank.tensor,
         "prologue": (parts["attention"] - projections) / rank.tensor,
         "router": parts["router"],
-        "experts": parts["experts"] / here.num_experts * rank.experts,
+        "experts": parts["experts"] / shape.num_experts * rank.experts,
         "head": parts["embedding"] / rank.tensor if rank.head else 0.0,
     }
 

@@ -29,7 +29,7 @@ from zaya_plugin.config.graphs import with_graphs
 from zaya_plugin.config.megatron_review import unchecked_lines
 from zaya_plugin.config.resume import changes, values_in
 from zaya_plugin.config.run_directory import (
-    check_can_be_made,
+    check_creatable,
     check_kinds,
     check_resume,
     checkpoint_path,
@@ -189,7 +189,7 @@ def check_surroundings(recipe: Recipe, plan: Plan) -> None:
 def check_data(recipe: Recipe) -> None:
     """Raise ValueError if the data of the recipe cannot be used, or is not that of the run's checkpoint."""
     sources = find_sources(recipe)  # reads headers and sizes only
-    check_can_be_made(sources.cache_path, "data.cache_path")
+    check_creatable(sources.cache_path, "data.cache_path")
     if recipe.resume != "never" and has_checkpoint(directory := checkpoint_path(recipe)):
         checkpoint, facts = on_disk.newest_facts(directory)
         compare_data(facts.get("data"), sources.facts() if facts else None, checkpoint, recipe.data)
@@ -197,9 +197,9 @@ def check_data(recipe: Recipe) -> None:
 
 def check_directories(recipe: Recipe) -> None:
     """Raise ValueError if the run could not write its directories; creates nothing."""
-    check_can_be_made(recipe.run_dir, "run_dir")
+    check_creatable(recipe.run_dir, "run_dir")
     if Path(recipe.checkpoint.path).is_absolute():
-        check_can_be_made(checkpoint_path(recipe), "checkpoint.path")
+        check_creatable(checkpoint_path(recipe), "checkpoint.path")
     check_kinds(recipe)
 
 
@@ -242,11 +242,11 @@ def check_sizes(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> No
     """Raise ValueError if this machine has fewer devices than ranks, or `check_memory` does."""
     key = "cluster.gpus_per_node" if recipe.nproc is None else "nproc"
     on_cpu, devices = recipe.cluster.device == "cpu", device_count()
-    if plan.command is not None and not on_cpu and 0 < devices < plan.ranks_here:
+    if plan.command is not None and not on_cpu and 0 < devices < plan.local_ranks:
         problem = f"this machine has {devices} device{'s' if devices > 1 else ''}, and a rank needs one of its own"
-        raise mistake(key, plan.ranks_here, problem=problem, allowed=f"at most {devices}", fix=f"nproc={devices}")
+        raise mistake(key, plan.local_ranks, problem=problem, allowed=f"at most {devices}", fix=f"nproc={devices}")
     if plan.command is not None and not on_cpu:
-        _check_visible({**os.environ, **plan.environment}, key, plan.ranks_here)
+        _check_visible({**os.environ, **plan.environment}, key, plan.local_ranks)
     check_memory(recipe, plan, vocabulary)
 
 
@@ -257,14 +257,14 @@ def check_memory(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> N
     components = recipe_plan.plan_of(recipe, plan.world_size, vocabulary).components
     smaller = "a smaller model.num_layers, hidden_size, num_experts or moe_ffn_hidden_size"
     if recipe.cluster.device == "cpu":
-        needed = plan.ranks_here * sum(components[name] for name in ("weights", "gradients (fp32)", "optimizer"))
+        needed = plan.local_ranks * sum(components[name] for name in ("weights", "gradients (fp32)", "optimizer"))
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if needed > memory:
             raise mistake(
                 "model",
                 recipe.model.name,
                 problem=f"does not fit: weights, gradients and optimizer state need {needed / recipe_plan.GIB:,.1f} GiB "
-                f"for {plan.ranks_here} ranks on a machine with {memory / recipe_plan.GIB:,.1f} GiB of memory",
+                f"for {plan.local_ranks} ranks on a machine with {memory / recipe_plan.GIB:,.1f} GiB of memory",
                 allowed="a model that fits",
                 fix=f"{smaller}, or more ranks that share it (docs/parallelism.md)",
             )
@@ -311,9 +311,9 @@ def device_count() -> int:
 
 def crowded(recipe: Recipe, plan: Plan) -> str | None:
     """Return a line if ranks on the CPU outnumber its cores, or None."""
-    if recipe.cluster.device != "cpu" or plan.ranks_here <= (cores := core_count()):
+    if recipe.cluster.device != "cpu" or plan.local_ranks <= (cores := core_count()):
         return None
-    return f"zaya: {plan.ranks_here} ranks share the {cores} cores of this machine; nproc={cores} is the most without"
+    return f"zaya: {plan.local_ranks} ranks share the {cores} cores of this machine; nproc={cores} is the most without"
 
 
 def _check_port(key: str, port: int, allowed: str, fix: str) -> None:
@@ -330,11 +330,11 @@ def plan_of(recipe: Recipe, environ: Mapping[str, str]) -> Plan:
     check_environment(environ)
     if recipe.cluster.num_nodes == 1 or "RANK" in environ or slurm_variables(environ) is not None:
         return make_plan(recipe, environ)
-    nodes, here = recipe.cluster.num_nodes, recipe.cluster.gpus_per_node
-    words = ["torchrun", "--nnodes", str(nodes), "--nproc-per-node", str(here), "--rdzv-backend", "c10d"]
+    nodes, local_ranks = recipe.cluster.num_nodes, recipe.cluster.gpus_per_node
+    words = ["torchrun", "--nnodes", str(nodes), "--nproc-per-node", str(local_ranks), "--rdzv-backend", "c10d"]
     words += ["--rdzv-endpoint", "<first host>:29500", "-m", "zaya_plugin.cli", "train"]
-    variables = rank_environment(recipe, here, environ)
-    return Plan(nodes * here, here, 0, "torchrun on every node, or `zaya slurm`", words, variables)
+    variables = rank_environment(recipe, local_ranks, environ)
+    return Plan(nodes * local_ranks, local_ranks, 0, "torchrun on every node, or `zaya slurm`", words, variables)
 
 
 def dry_run(recipe: Recipe, plan: Plan, verbose: bool = False, vocabulary: int | None = None) -> tuple[str, list[str]]:
@@ -342,7 +342,7 @@ def dry_run(recipe: Recipe, plan: Plan, verbose: bool = False, vocabulary: int |
 
     verbose: as in `describe`; vocabulary: as in `stops`.
     """
-    problems, unchecked = stops(recipe, plan, vocabulary), unchecked_here(recipe, plan, vocabulary)
+    problems, unchecked = stops(recipe, plan, vocabulary), unchecked_parts(recipe, plan, vocabulary)
     lines = [
         verdict(problems, unchecked),
         *describe(recipe, plan, verbose=verbose),
@@ -377,7 +377,7 @@ def describe(recipe: Recipe, plan: Plan, overrides: Sequence[str] = (), *, verbo
     lines = [
         f"name         {recipe.name}",
         f"run_dir      {os.path.abspath(recipe.run_dir)}",
-        f"world size   {plan.world_size} ranks, {plan.ranks_here} on this machine, started by {plan.started_by}",
+        f"world size   {plan.world_size} ranks, {plan.local_ranks} on this machine, started by {plan.started_by}",
         f"steps        {step_count(recipe):,}, {token_count(recipe):,} tokens",
         f"batch        {recipe.stage.global_batch_size} sequences of {recipe.stage.seq_length} tokens a step: "
         f"{accumulation} micro-batches of {recipe.stage.micro_batch_size} a data-parallel rank",
@@ -426,17 +426,17 @@ def stops(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> list[str
         if vocabulary is None and missing_data(recipe) is None:
             checks.append(lambda: check_data(recipe))
     checks.append(lambda: megatron_check.check(chosen, plan))
-    found = []
+    texts = []
     for check in checks:
         try:
             check()
         except ValueError as error:
-            found.append(str(error))
+            texts.append(str(error))
         except OSError as error:
-            if (told := of_the_machine(error, recipe.run_dir)) is None:
+            if (text := of_the_machine(error, recipe.run_dir)) is None:
                 raise
-            found.append(told)
-    return list(dict.fromkeys(found))
+            texts.append(text)
+    return list(dict.fromkeys(texts))
 
 
 def several_nodes(plan: Plan) -> bool:
@@ -466,7 +466,7 @@ def missing_data(recipe: Recipe) -> str | None:
     return None
 
 
-def unchecked_here(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> list[str]:
+def unchecked_parts(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> list[str]:
     """Return lines about what a dry run on this machine does not check."""
     lines = []
     if is_elsewhere(recipe, plan):

@@ -52,10 +52,10 @@ LEFT = {
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; each refuses the options of others."""
-    made = argparse.ArgumentParser(
+    out = argparse.ArgumentParser(
         "zaya checkpoint", description=WHAT, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = made.add_subparsers(dest="command", required=True)
+    commands = out.add_subparsers(dest="command", required=True)
 
     def add(name: str, what: str) -> argparse.ArgumentParser:
         one = commands.add_parser(name, help=what, description=what)
@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--files", type=whole_number(0, MOST_RANKS), help="so many files; usually one for each rank that will load them"
     )
-    return made
+    return out
 
 
 def main(words: list[str]) -> int:
@@ -115,17 +115,17 @@ def list_(directory: Path, _: list[int], options: argparse.Namespace) -> int:
     broken = False
     for step in iterations(directory):
         folder = on_disk.folder(directory, step)
-        found = on_disk.problems(directory, step)
+        damage = on_disk.problems(directory, step)
         if not folder.is_dir():
             continue  # the run has removed it meanwhile
         state = (
-            "damaged: " + "; ".join(found)
-            if found
+            "damaged: " + "; ".join(damage)
+            if damage
             else "complete" + ", no manifest" * (not on_disk.has_manifest(folder))
         )
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
         print(f"{step:>9}  {_size(sum(file['bytes'] for file in _files(folder).values())):>9}  {when}  {state}")
-        broken |= bool(found)
+        broken |= bool(damage)
     for end, what in LEFT.items():
         for left in sorted(directory.glob(f"iter_*{end}")):
             print(f"{left.name}: {what}")
@@ -134,14 +134,14 @@ def list_(directory: Path, _: list[int], options: argparse.Namespace) -> int:
 
 def show(directory: Path, steps: list[int], options: argparse.Namespace) -> int:
     folder = on_disk.folder(directory, steps[0])
-    found = on_disk.problems(directory, steps[0])
+    damage = on_disk.problems(directory, steps[0])
     try:
         content = manifest.read(folder)
     except ValueError:  # without a manifest, or it is damaged, which `found` says
         content = {"files": _files(folder)}
     if options.json:
-        print(json.dumps({"folder": str(folder), "problems": found, **content}, indent=1))
-        return int(bool(found))
+        print(json.dumps({"folder": str(folder), "problems": damage, **content}, indent=1))
+        return int(bool(damage))
     files = content.pop("files")
     print(folder)
     for name, text in _rows(content):
@@ -150,8 +150,8 @@ def show(directory: Path, steps: list[int], options: argparse.Namespace) -> int:
     print(f"  {'files':19} {len(files)}, {_size(sum(sizes))}, the largest of {_size(max(sizes, default=0))}")
     for name, file in files.items() if len(files) <= MOST_FILES else ():
         print(f"  {_size(file['bytes']):>16} {file.get('xxh3_128', 'no checksum'):32}  {name}")
-    print("complete" if not found else "damaged: " + "; ".join(found))
-    return int(bool(found))
+    print("complete" if not damage else "damaged: " + "; ".join(damage))
+    return int(bool(damage))
 
 
 def _rows(content: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -173,14 +173,14 @@ def verify(directory: Path, steps: list[int], options: argparse.Namespace) -> in
         if not folder.is_dir():
             print(f"{folder.name}: was removed meanwhile")
             continue
-        found = _damage(directory, step, options.limit)
+        damage = _damage(directory, step, options.limit)
         intact = (
             "intact"
             if on_disk.has_manifest(folder)
             else "complete by its own index; without a manifest no content is checked"
         )
-        print(f"{folder.name}: {intact}" if not found else f"{folder.name}: damaged\n  " + "\n  ".join(found))
-        broken |= bool(found)
+        print(f"{folder.name}: {intact}" if not damage else f"{folder.name}: damaged\n  " + "\n  ".join(damage))
+        broken |= bool(damage)
     return int(broken)
 
 
@@ -201,16 +201,16 @@ def warm(directory: Path, steps: list[int], options: argparse.Namespace) -> int:
     folder = on_disk.folder(directory, step)
     if not on_disk.has_manifest(folder):
         raise mistake("RUN", options.run, problem=f"{folder} has no manifest", fix="zaya checkpoint adopt")
-    if found := on_disk.problems(directory, step):
-        print(f"{folder}: damaged\n  " + "\n  ".join(found))
+    if damage := on_disk.problems(directory, step):
+        print(f"{folder}: damaged\n  " + "\n  ".join(damage))
         return 1
     files, began = manifest.read(folder)["files"], time.monotonic()
-    found = _damaged(folder, files, options.limit)
+    damage = _damaged(folder, files, options.limit)
     seconds = max(time.monotonic() - began, 1e-3)
     size = sum(file["bytes"] for file in files.values())
     print(f"{folder.name}: read {_size(size)} in {seconds:.1f} s, {size / 1e9 / seconds:.2f} GB/s")
-    print(*(f"damaged: {text}" for text in found), sep="\n", end="\n" * bool(found))
-    return int(bool(found))
+    print(*(f"damaged: {text}" for text in damage), sep="\n", end="\n" * bool(damage))
+    return int(bool(damage))
 
 
 def prune(directory: Path, _: list[int], options: argparse.Namespace) -> int:
@@ -227,8 +227,8 @@ def prune(directory: Path, _: list[int], options: argparse.Namespace) -> int:
 
 def adopt(directory: Path, steps: list[int], options: argparse.Namespace) -> int:
     folder = on_disk.folder(directory, steps[0])
-    if found := on_disk.problems(directory, steps[0]):
-        print(f"{folder}: damaged\n  " + "\n  ".join(found))
+    if damage := on_disk.problems(directory, steps[0]):
+        print(f"{folder}: damaged\n  " + "\n  ".join(damage))
         return 1
     if on_disk.has_manifest(folder):
         print(f"{folder} has a manifest")
@@ -248,8 +248,8 @@ def reshape(directory: Path, steps: list[int], options: argparse.Namespace) -> i
 
     source = on_disk.folder(directory, steps[0])
     final = on_disk.folder(checkpoints_of(options.output), steps[0])
-    if found := _damage(directory, steps[0]):
-        print(f"{source}: damaged\n  " + "\n  ".join(found))
+    if damage := _damage(directory, steps[0]):
+        print(f"{source}: damaged\n  " + "\n  ".join(damage))
         return 1
     if not on_disk.has_manifest(source):
         print(f"{source} has no manifest: complete by its own index, its content is not checked")
@@ -275,10 +275,10 @@ COMMANDS = {
 def _damage(directory: Path, step: int, limit: float | None = None) -> list[str]:
     """Return what is wrong with a checkpoint; reads all files if it has a manifest."""
     folder = on_disk.folder(directory, step)
-    found = on_disk.problems(directory, step)
-    if not found and on_disk.has_manifest(folder):
-        found = _damaged(folder, manifest.read(folder)["files"], limit)
-    return found
+    texts = on_disk.problems(directory, step)
+    if not texts and on_disk.has_manifest(folder):
+        texts = _damaged(folder, manifest.read(folder)["files"], limit)
+    return texts
 
 
 def _files(folder: Path) -> dict[str, dict]:

@@ -35,14 +35,14 @@ LAYOUTS = ("native", "legacy")
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    out = argparse.ArgumentParser(
         "zaya convert", description=WHAT, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = made.add_subparsers(dest="command", required=True)
+    commands = out.add_subparsers(dest="command", required=True)
 
-    def add(name: str, what: str, given: str) -> argparse.ArgumentParser:
+    def add(name: str, what: str, metavar: str) -> argparse.ArgumentParser:
         one = commands.add_parser(name, help=what, description=what)
-        one.add_argument("given", metavar=given)
+        one.add_argument("given", metavar=metavar)
         return one
 
     def exports(one: argparse.ArgumentParser) -> None:
@@ -80,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--folder", type=Path, help="where the temporary folder is made; it takes twice the weights' bytes"
     )
-    return made
+    return out
 
 
 def main(words: list[str], prepare_torch: Callable[[], None] = lambda: None) -> int:
@@ -91,9 +91,9 @@ def main(words: list[str], prepare_torch: Callable[[], None] = lambda: None) -> 
     try:
         return COMMANDS[options.command](options, prepare_torch)
     except OSError as error:
-        if (told := of_the_machine(error, getattr(options, "output", None) or options.given, offline=True)) is None:
+        if (text := of_the_machine(error, getattr(options, "output", None) or options.given, offline=True)) is None:
             raise
-        raise ValueError(f"{told} The command continues behind the last whole file.") from error
+        raise ValueError(f"{text} The command continues behind the last whole file.") from error
 
 
 def import_(options: argparse.Namespace, prepare_torch: Callable[[], None]) -> int:
@@ -188,16 +188,16 @@ def _verify(planned, folder: Path) -> int:
     return 0
 
 
-def _tokenizer(given: str | None, trained) -> Path | None:
+def _tokenizer(option: str | None, trained) -> Path | None:
     """Return the folder of the tokenizer to copy; None for none."""
-    return None if given == "none" else _tokenizer_folder(given, given or trained.tokenizer)
+    return None if option == "none" else _tokenizer_folder(option, option or trained.tokenizer)
 
 
-def _tokenizer_folder(given: str | None, folder: str | None) -> Path:
+def _tokenizer_folder(option: str | None, folder: str | None) -> Path:
     if folder is None or not (Path(folder) / "tokenizer.json").is_file():
         raise mistake(
             "--tokenizer",
-            given,
+            option,
             problem=f"{folder} has no tokenizer.json" if folder else "the checkpoint names no tokenizer",
             allowed="a folder with tokenizer.json, or none",
             fix="--tokenizer FOLDER, or --tokenizer none",

@@ -154,7 +154,7 @@ def dry_run(curriculum: Curriculum, only: str | None = None, verbose: bool = Fal
             f"stage {number} of {len(curriculum.stages)}: {stage.name} ({state})",
             *("  " + line for line in text),
         ]
-        unchecked |= dict.fromkeys(before_start.unchecked_here(stage.recipe, plan))
+        unchecked |= dict.fromkeys(before_start.unchecked_parts(stage.recipe, plan))
         waits = before is not None and not before.finished
         for problem in before_start.stops(stage.recipe, plan):
             if not (waits and problem.startswith("handover.from_run")):
@@ -255,10 +255,10 @@ def domain_table(curriculum: Curriculum) -> str:
     """Return the validation loss of each domain of data.valid_blend before and after each stage; empty if no stage has
     domains.
     """
-    found = {stage.name: domain_losses(stage.run_dir) for stage in curriculum.stages}
-    names = list(dict.fromkeys(name for domains in found.values() for name in domains))
+    losses = {stage.name: domain_losses(stage.run_dir) for stage in curriculum.stages}
+    names = list(dict.fromkeys(name for domains in losses.values() for name in domains))
     rows = [("validation", *names)]
-    for stage, domains in found.items():
+    for stage, domains in losses.items():
         shown = (domains.get(name) for name in names)
         rows.append((stage, *("-" if pair is None else f"{pair[0]:.3f} -> {pair[1]:.3f}" for pair in shown)))
     return aligned(rows) if names else ""

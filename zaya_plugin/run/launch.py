@@ -85,7 +85,7 @@ def launch(recipe: Recipe, verbose: bool = False) -> int:
         if plan.rank != 0:
             phases.show(None)
         validate(recipe, plan.world_size)
-    chosen_here = recipe.cluster.graphs == "auto"
+    auto_graphs = recipe.cluster.graphs == "auto"
     recipe = before_start.with_choices(recipe, plan)
     if recipe.explain_optim:
         return become_rank(recipe, replace(plan, worker=(EXPLAIN,)))
@@ -104,20 +104,20 @@ def launch(recipe: Recipe, verbose: bool = False) -> int:
     if Path(recipe.checkpoint.path).is_absolute():
         make_writable(checkpoint_path(recipe), "checkpoint.path")
     if plan.rank != 0:
-        return _start(recipe, plan, chosen_here)
+        return _start(recipe, plan, auto_graphs)
     lock = RunLock.take(written_by(recipe))
     try:
         keep_recipe(recipe, recipe.run_dir)
         plan = replace(plan, environment={**plan.environment, LOCKS: lock.shared()})
-        return _start(recipe, plan, chosen_here)
+        return _start(recipe, plan, auto_graphs)
     finally:
         phases.end()
         lock.release()
 
 
-def _start(recipe: Recipe, plan: Plan, chosen_here: bool) -> int:
+def _start(recipe: Recipe, plan: Plan, auto_graphs: bool) -> int:
     """Join or start the ranks of `plan`, a second time without graphs where `auto` chose them and a capture failed."""
-    ranks = "this rank" if plan.command is None else f"{plan.ranks_here} ranks" if plan.ranks_here > 1 else "1 rank"
+    ranks = "this rank" if plan.command is None else f"{plan.local_ranks} ranks" if plan.local_ranks > 1 else "1 rank"
     phases.begin(f"starting {ranks}: importing torch and Megatron (log: {Path(recipe.run_dir) / 'logs'})")
     if plan.command is None:
         try:
@@ -129,9 +129,9 @@ def _start(recipe: Recipe, plan: Plan, chosen_here: bool) -> int:
     logs = Path(recipe.run_dir) / "logs"
     ended = run_ranks(plan, logs)
     # A file that was mapped is shorter now, or its disk fails.
-    if ended.code == 128 + signal.SIGBUS and (told := damaged_data(recipe)) is not None:
-        print(f"zaya: {told}", file=sys.stderr)
-    may_restart = ended.code and not ended.stopped and chosen_here and recipe.cluster.graphs != "none"
+    if ended.code == 128 + signal.SIGBUS and (damage := damaged_data(recipe)) is not None:
+        print(f"zaya: {damage}", file=sys.stderr)
+    may_restart = ended.code and not ended.stopped and auto_graphs and recipe.cluster.graphs != "none"
     if may_restart and ended.folder is not None and capture_failed(ended.folder):
         text = "zaya: cluster.graphs=auto: the step could not be captured as a graph; starting again kernel by kernel"
         print(text, file=sys.stderr, flush=True)
@@ -168,11 +168,11 @@ def without_graphs(recipe: Recipe, error: Exception) -> ValueError:
     """Return the message of a rank of torchrun or SLURM whose capture failed. It cannot start again kernel by kernel,
     since all ranks would have to, and their devices and communicators are in an unknown state.
     """
-    said = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    text = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return mistake(
         "cluster.graphs",
         recipe.cluster.graphs,
-        problem=f"the step could not be captured as a graph: {said}",
+        problem=f"the step could not be captured as a graph: {text}",
         allowed="none, or full_iteration where the capture works (`zaya verify --only graph_capture` tries one)",
         fix="cluster.graphs=none in the command of all ranks",
     )
@@ -276,7 +276,7 @@ def _pass_on(number: int, torchrun: int, received: dict[int, float]) -> None:
     received: when each signal came first.
     """
     first, now = not received, time.monotonic()
-    again = now - received.setdefault(number, now) > COPY_SECONDS
+    repeated = now - received.setdefault(number, now) > COPY_SECONDS
     ranks = _children(torchrun)
     if first:
         print(
@@ -286,7 +286,7 @@ def _pass_on(number: int, torchrun: int, received: dict[int, float]) -> None:
         )
     for pid in ranks or [torchrun]:
         try:
-            os.kill(pid, signal.SIGKILL if again else signal.SIGTERM)
+            os.kill(pid, signal.SIGKILL if repeated else signal.SIGTERM)
         except ProcessLookupError:
             pass
 
@@ -313,15 +313,15 @@ def early_ends(folder: Path) -> list[str]:
 
 def _children(parent: int) -> list[int]:
     """Return the processes whose parent is `parent`; none without /proc."""
-    found = []
+    children = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
         except OSError:  # the process has ended
             continue
         if int(fields[1]) == parent and fields[0] != "Z":
-            found.append(int(path.parent.name))
-    return found
+            children.append(int(path.parent.name))
+    return children
 
 
 @dataclass(frozen=True)
@@ -360,9 +360,9 @@ def first_failure(log_dir: Path, torchrun_log: Path) -> RankFailure | None:
     killed = [rank for rank, code in exit_codes.items() if code < 0 and -code not in FROM_TORCHRUN and rank in stderr]
     # A rank that leaves with a message for the user ends the others; their tracebacks are about the connection.
     mistaken = [rank for rank, code in exit_codes.items() if rank in stderr and _left_with_message(code, stderr[rank])]
-    told = [rank for rank, path in stderr.items() if "Traceback (most recent call last)" in _last_part(path)]
-    told.sort(key=lambda rank: stderr[rank].stat().st_mtime_ns)
-    rank = next(iter(mistaken + killed + told + [rank for rank in exit_codes if rank in stderr]), None)
+    with_traceback = [rank for rank, path in stderr.items() if "Traceback (most recent call last)" in _last_part(path)]
+    with_traceback.sort(key=lambda rank: stderr[rank].stat().st_mtime_ns)
+    rank = next(iter(mistaken + killed + with_traceback + [rank for rank in exit_codes if rank in stderr]), None)
     if rank is None:
         return None
     code = exit_codes.get(rank, 1)
@@ -381,8 +381,10 @@ def _left_with_message(code: int, stderr: Path) -> bool:
     ROLL_BACK).
     """
     text = _last_part(stderr)
-    said = max(text.rfind("\nzaya: "), 0 if text.startswith("zaya: ") else -1)
-    return code in (2, ROLL_BACK) and said >= 0 or code == 1 and said > text.rfind("Traceback (most recent call last)")
+    start = max(text.rfind("\nzaya: "), 0 if text.startswith("zaya: ") else -1)
+    return (
+        code in (2, ROLL_BACK) and start >= 0 or code == 1 and start > text.rfind("Traceback (most recent call last)")
+    )
 
 
 def _last_part(stderr: Path) -> str:
@@ -406,10 +408,10 @@ def _exit_codes(torchrun_log: Path) -> dict[int, int]:
     text = _read(torchrun_log)
     root = text.rfind("Root Cause")
     pattern = r"rank\s*: (\d+) \(local_rank: \d+\)\s*\n\s*exitcode\s*: (-?\d+)"
-    found: dict[int, int] = {}
+    codes: dict[int, int] = {}
     for rank, code in re.findall(pattern, text[max(root, 0) :]) + re.findall(pattern, text):
-        found.setdefault(int(rank), int(code))
-    return found
+        codes.setdefault(int(rank), int(code))
+    return codes
 
 
 def _signal_name(number: int) -> str:

@@ -181,15 +181,15 @@ def _command_line(values: dict[str, Any]) -> list[list[str]]:
 
 def instructions(recipe: Recipe, world_size: int, path: Path) -> str:
     """Return the commands that start what `export_megatron` wrote, and the settings that the host ignores."""
-    nodes, here = recipe.cluster.num_nodes, ranks_of_node(recipe, world_size)
+    nodes, local_ranks = recipe.cluster.num_nodes, ranks_of_node(recipe, world_size)
     several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint <first host>:29500 " if nodes > 1 else ""
-    variables = sorted(rank_environment(recipe, here, {}).items())
+    variables = sorted(rank_environment(recipe, local_ranks, {}).items())
     return "\n".join(
         (
             *written(path, left_out(recipe)),
             "# in a Megatron-LM checkout" + (", on every node:" if nodes > 1 else ":"),
             *(f"export {name}={shlex.quote(value)}" for name, value in variables),
-            f"xargs -a {shlex.quote(str(path))} torchrun {several}--nproc-per-node {here} pretrain_gpt.py",
+            f"xargs -a {shlex.quote(str(path))} torchrun {several}--nproc-per-node {local_ranks} pretrain_gpt.py",
         )
     )
 

@@ -51,13 +51,13 @@ NEEDED_VARIABLES = (
 )
 
 
-def experiment(recipe: Recipe, data: dict[str, Any], ranks_here: int, spec: bool = False) -> dict[str, Any]:
+def experiment(recipe: Recipe, data: dict[str, Any], local_ranks: int, spec: bool = False) -> dict[str, Any]:
     """Return the experiment.
 
     Args:
         recipe: placed (absolute run_dir).
         data: `host_arguments` with `spec`, else Megatron's arguments for the tokenizer.
-        ranks_here: ranks of one node.
+        local_ranks: ranks of one node.
         spec: for stock Primus: the plugin is installed by `spec`, and Primus reads the data.
 
     Raises:
@@ -72,11 +72,11 @@ def experiment(recipe: Recipe, data: dict[str, Any], ranks_here: int, spec: bool
             allowed="none, auto",
             fix="cluster.graphs=none",
         )
-    if found := [name for name in NOT_IN_PIN if name in values]:
+    if unsupported := [name for name in NOT_IN_PIN if name in values]:
         raise mistake(
             "stage.batch_size_ramp",
             recipe.stage.batch_size_ramp,
-            problem=f"{', '.join(found)} came with Megatron 0.17, and Primus pins 0.16",
+            problem=f"{', '.join(unsupported)} came with Megatron 0.17, and Primus pins 0.16",
             allowed="null",
             fix="stage.batch_size_ramp=null",
         )
@@ -108,7 +108,7 @@ def experiment(recipe: Recipe, data: dict[str, Any], ranks_here: int, spec: bool
         "exp_name": name,
         "workspace": str(Path(*workspace)),
         # Repeated in every file: Primus reads it from the experiment itself, not from files that it extends.
-        "env": environment(recipe, ranks_here),
+        "env": environment(recipe, local_ranks),
         "modules": {
             "pre_trainer": {
                 "framework": "megatron",
@@ -120,13 +120,13 @@ def experiment(recipe: Recipe, data: dict[str, Any], ranks_here: int, spec: bool
     }
 
 
-def environment(recipe: Recipe, ranks_here: int) -> dict[str, str]:
+def environment(recipe: Recipe, local_ranks: int) -> dict[str, str]:
     """Return the ranks' variables without those that Primus sets itself (threads, log prefixes).
 
     Raises:
         ValueError: a value contains ${...}, which Primus would expand.
     """
-    variables = rank_environment(recipe, ranks_here, {})
+    variables = rank_environment(recipe, local_ranks, {})
     kept = {
         name: value
         for name, value in variables.items()

@@ -30,14 +30,14 @@ class Plan:
     """One launch.
 
     Attributes:
-        ranks_here: ranks on this machine. rank: this process's, 0 where it starts the ranks.
+        local_ranks: ranks on this machine. rank: this process's, 0 where it starts the ranks.
         command: the torchrun command, None where an outer launcher has started the ranks.
         environment: variables that differ from this process's.
         worker: the ranks' module and its arguments after the recipe; empty for training.
     """
 
     world_size: int
-    ranks_here: int
+    local_ranks: int
     rank: int
     started_by: str
     command: list[str] | None
@@ -53,9 +53,13 @@ def make_plan(recipe: Recipe, environ: Mapping[str, str], worker: Sequence[str] 
     else:
         outer, started_by = slurm_variables(environ, recipe.master_port), "SLURM"
     if outer is not None:
-        here = int(outer.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_WORLD_SIZE") or recipe.cluster.gpus_per_node)
-        variables = {**rank_environment(recipe, here, environ), **outer}
-        return Plan(int(outer["WORLD_SIZE"]), here, int(outer["RANK"]), started_by, None, variables, tuple(worker))
+        local_ranks = int(
+            outer.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_WORLD_SIZE") or recipe.cluster.gpus_per_node
+        )
+        variables = {**rank_environment(recipe, local_ranks, environ), **outer}
+        return Plan(
+            int(outer["WORLD_SIZE"]), local_ranks, int(outer["RANK"]), started_by, None, variables, tuple(worker)
+        )
     if recipe.cluster.num_nodes > 1:
         raise mistake(
             "cluster.num_nodes",
@@ -96,20 +100,22 @@ def check_environment(environ: Mapping[str, str]) -> None:
         if all(name in environ for name in TORCHRUN_VARIABLES):
             ranks = whole_variable(environ, "WORLD_SIZE", 1)
             whole_variable(environ, "RANK", 0, ranks - 1, "WORLD_SIZE")
-            here = (
+            local_ranks = (
                 whole_variable(environ, "LOCAL_WORLD_SIZE", 1, ranks, "WORLD_SIZE")
                 if "LOCAL_WORLD_SIZE" in environ
                 else ranks
             )
-            whole_variable(environ, "LOCAL_RANK", 0, here - 1, "LOCAL_WORLD_SIZE" if here != ranks else "WORLD_SIZE")
+            whole_variable(
+                environ, "LOCAL_RANK", 0, local_ranks - 1, "LOCAL_WORLD_SIZE" if local_ranks != ranks else "WORLD_SIZE"
+            )
     if "MASTER_PORT" in environ:
         whole_variable(environ, "MASTER_PORT", 0, 65535)
 
 
 def _complete(environ: Mapping[str, str], names: Sequence[str], how: str) -> None:
-    given = [name for name in names if environ.get(name)]
+    present = [name for name in names if environ.get(name)]
     if missing := [name for name in names if not environ.get(name)]:
-        first = given[0] if given else next(name for name in names if name in environ)
+        first = present[0] if present else next(name for name in names if name in environ)
         raise mistake(
             first,
             environ[first],
@@ -163,13 +169,13 @@ def core_count() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def rank_environment(recipe: Recipe, ranks_here: int, environ: Mapping[str, str]) -> dict[str, str]:
+def rank_environment(recipe: Recipe, local_ranks: int, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of every rank that differ from `environ`; `cluster.environment` overrides all others."""
     variables = {"PYTHONUNBUFFERED": "1", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${role_name}"}
     if recipe.cluster.threads_per_rank is not None:
         variables["OMP_NUM_THREADS"] = str(recipe.cluster.threads_per_rank)
     elif "OMP_NUM_THREADS" not in environ:
-        variables["OMP_NUM_THREADS"] = str(max(1, core_count() // ranks_here))
+        variables["OMP_NUM_THREADS"] = str(max(1, core_count() // local_ranks))
     if recipe.cluster.device == "cpu":
         variables |= dict.fromkeys(HIDDEN_DEVICES, "")
         variables["TORCHDYNAMO_DISABLE"] = (
@@ -186,8 +192,8 @@ def rank_environment(recipe: Recipe, ranks_here: int, environ: Mapping[str, str]
         (recipe.parallel.nccl_ub, COPY_ENGINES),
         (recipe.cluster.transformer_impl == "transformer_engine" and recipe.cluster.dtype == "fp32", FULL_FP32),
     )
-    for wanted, values in conditions:
-        if wanted:  # read by the libraries when they start
+    for applies, values in conditions:
+        if applies:  # read by the libraries when they start
             variables |= {name: value for name, value in values.items() if name not in environ}
     if "WANDB_SILENT" not in environ:
         variables["WANDB_SILENT"] = "true"  # our own log names the W&B run

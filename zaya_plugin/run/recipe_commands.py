@@ -141,8 +141,8 @@ def slurm(argv: list[str]) -> int:
         resumed = overrides if any(item.startswith("resume=") for item in overrides) else [*overrides, "resume=auto"]
         recipe = compose(resumed)
         recipes, commands = [recipe], [["zaya", "train", *resumed]]
-    for each in recipes:
-        validate(each, each.cluster.num_nodes * each.cluster.gpus_per_node)
+    for stage_recipe in recipes:
+        validate(stage_recipe, stage_recipe.cluster.num_nodes * stage_recipe.cluster.gpus_per_node)
     recipe.cluster.sbatch = [*recipe.cluster.sbatch, *argv[end + 1 :]]
     sbatch.check_slurm(recipe)
     if options.submitit:

@@ -84,13 +84,13 @@ def of_data(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {
             name: REMOVED
-            if is_secret(str(name)) and (isinstance(each, str) or not is_plain(str(name), str(each)))
-            else of_data(each)
-            for name, each in value.items()
+            if is_secret(str(name)) and (isinstance(item, str) or not is_plain(str(name), str(item)))
+            else of_data(item)
+            for name, item in value.items()
         }
     if isinstance(value, (list, tuple)):
-        flags = [isinstance(each, str) and each.startswith("-") and is_secret(each) for each in value]
-        return [REMOVED if flag else of_data(each) for flag, each in zip([False, *flags], value, strict=False)]
+        flags = [isinstance(item, str) and item.startswith("-") and is_secret(item) for item in value]
+        return [REMOVED if flag else of_data(item) for flag, item in zip([False, *flags], value, strict=False)]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return cleaned(value) if isinstance(value, str) else value
@@ -116,15 +116,15 @@ def without_values(text: str) -> str:
     word (`NAME=value`, `--flag value`), of the line (`name: value`) or of the JSON value (`"name": value`).
     """
     parts, end = [], 0
-    for found in NAMED.finditer(text):
-        start, name = found.end(), found["name"] or found["flag"]
-        if found.start() < end or not is_secret(name) or is_plain(name, text, start):
+    for match in NAMED.finditer(text):
+        start, name = match.end(), match["name"] or match["flag"]
+        if match.start() < end or not is_secret(name) or is_plain(name, text, start):
             continue
-        bare = IN_JSON if found["quote"] else LINE if (found["sign"] or "=") != "=" else WORD
+        bare = IN_JSON if match["quote"] else LINE if (match["sign"] or "=") != "=" else WORD
         value = next(filter(None, (kind.match(text, start) for kind in (QUOTED, GROUP, ITEMS, bare))), None)
         if value is None:
             continue
-        quote = value[1] if value.re is QUOTED else '"' if found["quote"] or value.re is GROUP else ""
+        quote = value[1] if value.re is QUOTED else '"' if match["quote"] or value.re is GROUP else ""
         parts += text[end:start], quote, REMOVED, quote
         end = value.end()
     return "".join([*parts, text[end:]])

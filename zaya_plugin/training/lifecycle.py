@@ -157,13 +157,13 @@ class Lifecycle:
             tried = restore.finish_uploads(self.directory, having)
             lines += tried + self._choose_and_compare(nodes, tried)
         if self.upload_limit is not None:
-            self.upload_limit /= len(nodes.ranks[nodes.here])
+            self.upload_limit /= len(nodes.ranks[nodes.own])
         self.run_id, self.lineage, self.generation, locks, fork, told = restore.on_rank_0(self._begin)
         self.tracker_id = "-".join(filter(None, (self.run_id, fork)))
         lines += told
         if self.lock is None and locks is not None:
             self.lock = RunLock(*locks)
-        self.leads = nodes.ranks[nodes.here][0] == torch.distributed.get_rank()
+        self.leads = nodes.ranks[nodes.own][0] == torch.distributed.get_rank()
         if self.local is not None and self.leads:
             manifest.remove_leftovers(self.local, keep=self._uploads())
         self._args.zaya.update(run_id=self.run_id, lineage=self.lineage)
@@ -255,7 +255,7 @@ class Lifecycle:
         if past.failed_at is None or past.passed is not None or older is None or self.resume != "auto":
             return step, lines
         failed = f"from the checkpoint of step {step} failed at step {past.failed_at}"
-        if not past.again:
+        if not past.repeated:
             lines.append(
                 f"WARNING: the last start {failed}. If this one fails there too, the next one begins at step {older} "
                 "(not with resume=must)"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""load_hf and save_hf: on models split among ranks, and on one that holds another model."""
+"""zaya_from_hf, load_hf and save_hf: on models split among ranks, and on one that holds another model."""
 
 import subprocess
 import sys
@@ -50,12 +50,11 @@ def test_another_model_is_refused_before_a_weight_changes(tmp_path):
 
 
 def test_a_model_is_written_as_it_was_read_and_errors_leave_nothing(tmp_path):
-    from zaya_plugin import build_zaya_model, config_from_hf, load_hf, save_hf
+    from zaya_plugin import save_hf, zaya_from_hf
 
     folder = publish(tmp_path / "published")
-    config, rest = config_from_hf(folder, use_cpu_initialization=True, params_dtype=torch.bfloat16)
-    model = build_zaya_model(config, **rest)
-    load_hf(model, folder)
+    model = zaya_from_hf(folder, params_dtype=torch.bfloat16)
+    assert model.training and all(parameter.requires_grad for parameter in model.parameters())
     save_hf(model, tmp_path / "export")
     different = verification.differences(open_source(folder), open_source(tmp_path / "export"))
     assert [line for line in different if "balancing_biases: torch.bfloat16" not in line] == []

@@ -22,21 +22,16 @@ def main(layout: str, source: str, output: str) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    from zaya_plugin import build_zaya_model, config_from_hf, load_hf, save_hf
+    from zaya_plugin import save_hf, zaya_from_hf
 
     torch.distributed.init_process_group("gloo")
     sizes = {name: size for name, size in SIZES[layout].items() if name.endswith("size")}
     parallel_state.initialize_model_parallel(**sizes)
     model_parallel_cuda_manual_seed(1)
+    others = {name: value for name, value in SIZES[layout].items() if name not in sizes}
     pipeline = {"pipeline_dtype": torch.bfloat16} if layout == "pipeline" else {}
-    config, rest = config_from_hf(
-        source, params_dtype=torch.bfloat16, use_cpu_initialization=True, **SIZES[layout], **pipeline
-    )
-    ends = dict(
-        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage()
-    )
-    model = build_zaya_model(config, **rest, **ends)
-    load_hf(model, source)
+    model = zaya_from_hf(source, params_dtype=torch.bfloat16, use_cpu_initialization=True, **others, **pipeline)
+    assert all(getattr(model.config, name) == size for name, size in sizes.items())
     save_hf([model], output, layout="legacy")
     try:
         save_hf([model], output, layout="legacy")

@@ -18,7 +18,7 @@ CONFIG = "config.json"
 # Files beside the weights that belong to a model: what a tokenizer's `save_pretrained` writes, with the vocabulary in
 # the form of its class, its code and all chat templates; the settings of generation; the licence. A list, since a folder
 # may hold weights in other formats too.
-BESIDE = (
+COMPANION_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -66,7 +66,7 @@ def resolve(source: str, *, download: bool = True, key: str = "SOURCE") -> Path:
         folder = snapshot_download(
             name,
             revision=revision or None,
-            allow_patterns=["*.safetensors", "*.safetensors.index.json", CONFIG, *BESIDE],
+            allow_patterns=["*.safetensors", "*.safetensors.index.json", CONFIG, *COMPANION_FILES],
             local_files_only=not download or why is not None,
         )
     except Exception as error:  # of the Hub, of its connection, of the cache
@@ -85,12 +85,12 @@ def check_new(output: Path) -> None:
         raise mistake("--output", output, problem="exists", allowed="a folder that is new or empty")
 
 
-def copy_beside(source: Path, target: Path, special_tokens: bool = True) -> None:
+def copy_companions(source: Path, target: Path, special_tokens: bool = True) -> None:
     """Copy the files beside the weights from the folder `source` to the folder `target`, which is made if there are any.
 
     special_tokens: False takes from the tokenizer what adds tokens to every text.
     """
-    for path in (path for pattern in BESIDE for path in source.glob(pattern) if path.is_file()):
+    for path in (path for pattern in COMPANION_FILES for path in source.glob(pattern) if path.is_file()):
         copy = target / path.relative_to(source)
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, copy)
@@ -136,11 +136,11 @@ def json_object(text: str | bytes, where: str) -> dict[str, Any]:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)} comes twice")
-    return found
+    return values
 
 
 def tokenizer_entries(folder: Path) -> int | None:
@@ -154,17 +154,17 @@ def token_ids(folder: Path) -> dict[str, Any]:
     those that neither names.
     """
     stated, config, vocabulary = _json(folder / "generation_config.json"), _json(folder / "tokenizer_config.json"), None
-    found = {}
+    ids = {}
     for name in ("bos", "eos", "pad"):
         if stated.get(f"{name}_token_id") is not None:
-            found[name] = stated[f"{name}_token_id"]
+            ids[name] = stated[f"{name}_token_id"]
             continue
         token = config.get(f"{name}_token")
         token = token["content"] if isinstance(token, dict) else token  # written by transformers before 5
         vocabulary = _vocabulary(folder) if vocabulary is None else vocabulary
         if token in vocabulary:
-            found[name] = vocabulary[token]
-    return found
+            ids[name] = vocabulary[token]
+    return ids
 
 
 def _vocabulary(folder: Path) -> dict[str, int]:
@@ -173,10 +173,10 @@ def _vocabulary(folder: Path) -> dict[str, int]:
         entries = content.get("model", {}).get("vocab", {})
         if isinstance(entries, list):  # of a unigram model: pairs of token and score
             entries = {token: index for index, (token, _) in enumerate(entries)}
-        found = entries | {token["content"]: token["id"] for token in content.get("added_tokens", ())}
-        if wrong := next((token for token, index in found.items() if type(index) is not int or index < 0), None):
+        vocabulary = entries | {token["content"]: token["id"] for token in content.get("added_tokens", ())}
+        if wrong := next((token for token, index in vocabulary.items() if type(index) is not int or index < 0), None):
             raise ValueError(f"{wrong!r} has no number")
-        return found
+        return vocabulary
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise mistake(str(folder / "tokenizer.json"), problem=f"is no tokenizer's file ({error!r})") from error
 

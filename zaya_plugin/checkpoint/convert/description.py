@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is, apart from its weights: sizes, positions, and the choices that its forward pass depends on.
+"""The description of a model apart from its weights: sizes, positions, and the choices that its forward pass depends on.
 
 Field names are those of the recipe's keys. Imports no torch.
 """
@@ -7,6 +7,7 @@ Field names are those of the recipe's keys. Imports no torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from zaya_plugin.config.schema import ModelConfig, StageConfig, get, leaves, megatron_argument
 from zaya_plugin.errors import as_typed
@@ -17,7 +18,7 @@ KEYS = {path.rpartition(".")[2]: path for path, _ in leaves() if path.startswith
     "max_position_embeddings": "stage.seq_length",
 }
 # Fields that weights do not depend on: a table may grow, and the others belong to the run.
-BESIDE = {
+FREE_FIELDS = {
     "vocab_size",
     "rotary_base",
     "max_position_embeddings",
@@ -126,7 +127,7 @@ class Description:
                 values[argument] = getattr(self, name)
         return self._stated(values)
 
-    def config_fields(self) -> dict[str, object]:
+    def config_fields(self) -> dict[str, Any]:
         """Return the description as fields of ZayaConfig."""
         sizes = "num_layers hidden_size num_attention_heads num_query_groups kv_channels moe_ffn_hidden_size".split()
         options = (
@@ -146,7 +147,7 @@ class Description:
         """Return the fields in which two models differ, so that weights of one do not fit the other."""
         mine, theirs = vars(self.simplified()), vars(other.simplified())
         either = {"skip_output"} if None in (self.skip_output, other.skip_output) else set()
-        return [name for name in mine if name not in BESIDE | either and mine[name] != theirs[name]]
+        return [name for name in mine if name not in FREE_FIELDS | either and mine[name] != theirs[name]]
 
     def differences(self, other: Description) -> str:
         """Return those fields with both values, as a text that is empty if there is none."""
@@ -158,6 +159,8 @@ class Description:
 
     def overrides(self) -> dict[str, object]:
         """Return the recipe's keys of the model, and of RoPE's base, with their values."""
-        found = {KEYS[f.name]: getattr(self, f.name) for f in fields(self) if f.name in KEYS}
-        del found["stage.seq_length"]  # the model's longest context, not a stage's
-        return {key: value for key, value in found.items() if value is not None or key == "model.router_norm_epsilon"}
+        overrides = {KEYS[f.name]: getattr(self, f.name) for f in fields(self) if f.name in KEYS}
+        del overrides["stage.seq_length"]  # the model's longest context, not a stage's
+        return {
+            key: value for key, value in overrides.items() if value is not None or key == "model.router_norm_epsilon"
+        }

@@ -6,13 +6,15 @@ from __future__ import annotations
 import argparse
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
 from torch import nn
 
@@ -22,21 +24,54 @@ from zaya_plugin.checkpoint.convert.importing import Source, open_source
 from zaya_plugin.checkpoint.convert.tables import EMBEDDING
 from zaya_plugin.checkpoint.convert.values import Boxes, Region, as_bytes
 from zaya_plugin.errors import mistake
+from zaya_plugin.model.build import build_zaya_model, groups_of_one
 from zaya_plugin.model.config import ZayaConfig
 
 T = TypeVar("T")
 
 
-def config_from_hf(source: str | Path, **options) -> tuple[ZayaConfig, dict]:
-    """Return the configuration of a published model, and the further arguments of `build_zaya_model`.
+def zaya_from_hf(source: str | Path, **options) -> GPTModel:
+    """Return a model with published weights; of several ranks each holds its own part.
+
+    Megatron's groups decide the parallel sizes and the pipeline stage; without groups, those of one rank are started.
 
     Args:
         source: a folder, or a name on the Hugging Face Hub.
-        options: fields of ZayaConfig that the model does not decide, such as params_dtype or the parallel sizes.
+        options: fields of ZayaConfig that the model does not decide, such as params_dtype.
+
+    Raises:
+        ValueError: the source is not a ZAYA model, or a field has a value that the model does not support.
     """
-    model = open_source(source).model
-    config = ZayaConfig(**model.config_fields() | options)
-    return config, dict(
+    groups_of_one()
+    published = open_source(source)
+    groups = dict(
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
+        expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
+    )
+    config, sizes = _configuration(published, dict(groups, perform_initialization=False) | options)
+    stage = dict(
+        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage()
+    )
+    model = build_zaya_model(config, **sizes, **stage)
+    load_hf(model, published)
+    return model
+
+
+def config_from_hf(source: str | Path, **options) -> tuple[ZayaConfig, dict[str, Any]]:
+    """Return the configuration of a published model, and the further arguments of `build_zaya_model`.
+
+    Args:
+        source, options: as of `zaya_from_hf`.
+    """
+    return _configuration(open_source(source), options)
+
+
+def _configuration(published: Source, options: dict[str, Any]) -> tuple[ZayaConfig, dict[str, Any]]:
+    model = published.model
+    return ZayaConfig(**model.config_fields() | options), dict(
         vocab_size=model.vocab_size,
         max_sequence_length=model.max_position_embeddings,
         rotary_base=model.rotary_base,
@@ -68,10 +103,9 @@ def load_hf(model: nn.Module | Sequence[nn.Module], source: str | Path | Source)
     ]
     table = next((tensor.global_shape[0] for tensor in sharded if tensor.key == EMBEDDING), published.model.vocab_size)
     config = chunks[0].config
-    mine = Description.of_config(config, table)
     theirs = published.model
     share = getattr(chunks[0], "rotary_percent", theirs.rotary_percent)
-    mine = Description(**{**vars(mine), "rotary_percent": share})
+    mine = replace(Description.of_config(config, table), rotary_percent=share)
     if different := mine.differences(theirs):
         raise mistake(
             str(published.name),
@@ -174,31 +208,31 @@ def _on_all_ranks(step: Callable[[], T]) -> list[T]:
     except Exception as raised:
         error = raised
     mine = (result, None if error is None else (isinstance(error, ValueError), f"{error}", type(error).__name__))
-    found: list = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, mine)
+    outcomes: list = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(outcomes, mine)
     if error is not None:
         raise error
-    for rank, (_, failed) in enumerate(found):
+    for rank, (_, failed) in enumerate(outcomes):
         if failed is not None:
             of_user, text, kind = failed
             raise ValueError(text) if of_user else RuntimeError(f"rank {rank}: {kind}: {text}")
-    return [result for result, _ in found]
+    return [result for result, _ in outcomes]
 
 
-def _write_parts(path: Path, chunks: list[nn.Module]) -> list[_Part]:
+def _write_parts(path: Path, chunks: list[GPTModel]) -> list[_Part]:
     """Write the tensors of which this rank has the main copy, one behind another, and return where they are."""
-    found = []
+    parts = []
     with open(path, "wb") as file:
-        for tensor in (each for chunk in chunks for each in chunk.sharded_state_dict().values()):
+        for tensor in (tensor for chunk in chunks for tensor in chunk.sharded_state_dict().values()):
             if isinstance(tensor, ShardedTensor) and is_main_replica(tensor.replica_id):
                 values = tensor.data.detach().cpu()
                 region = Region(path, file.tell(), values.dtype, tuple(tensor.local_shape))
-                found.append(_Part(tensor.key, tuple(tensor.global_shape), tuple(tensor.global_offset), region))
+                parts.append(_Part(tensor.key, tuple(tensor.global_shape), tuple(tensor.global_offset), region))
                 file.write(as_bytes(values))
-    return found
+    return parts
 
 
-def _put_together(parts: Path, first: nn.Module, written: list[_Part]) -> exporting.Trained:
+def _put_together(parts: Path, first: GPTModel, written: list[_Part]) -> exporting.Trained:
     """Return the model that all ranks have written; first: a chunk of it.
 
     Raises:
@@ -207,9 +241,13 @@ def _put_together(parts: Path, first: nn.Module, written: list[_Part]) -> export
     of_key: dict[str, list[_Part]] = {}
     for part in written:
         of_key.setdefault(part.key, []).append(part)
-    shapes = {key: found[0].shape for key, found in of_key.items()}
-    described = Description.of_config(first.config, shapes[EMBEDDING][0])
-    described = Description(**{**vars(described), **_positions(first)})
+    shapes = {key: parts_of_key[0].shape for key, parts_of_key in of_key.items()}
+    described = replace(
+        Description.of_config(first.config, shapes[EMBEDDING][0]),
+        rotary_base=int(first.rotary_base),  # ty: ignore[invalid-argument-type]  # read from a configuration
+        rotary_percent=first.rotary_percent,
+        max_position_embeddings=first.max_sequence_length,
+    )
     arguments = described.arguments() | {"bf16": first.config.params_dtype == torch.bfloat16}
 
     def values(key: str) -> Boxes:
@@ -220,15 +258,6 @@ def _put_together(parts: Path, first: nn.Module, written: list[_Part]) -> export
     return exporting.checked(parts, argparse.Namespace(**arguments), shapes, values)
 
 
-def _positions(model: nn.Module) -> dict:
-    """Return RoPE's base and share, and the longest sequence, of a GPTModel."""
-    return dict(
-        rotary_base=int(model.rotary_base),
-        rotary_percent=model.rotary_percent,
-        max_position_embeddings=model.max_sequence_length,
-    )
-
-
-def _unwrapped(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+def _unwrapped(model: nn.Module | Sequence[nn.Module]) -> list[GPTModel]:
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     return [unwrap_model(chunk) for chunk in chunks]

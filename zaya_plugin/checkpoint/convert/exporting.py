@@ -23,7 +23,7 @@ from zaya_plugin.checkpoint.convert.beside import (
     CONFIG,
     adds_tokens,
     check_new,
-    copy_beside,
+    copy_companions,
     token_ids,
     tokenizer_entries,
 )
@@ -72,7 +72,7 @@ class Trained:
 
     @property
     def imported(self) -> dict:
-        """What the import of this checkpoint has noted; empty for a checkpoint of a run."""
+        """The notes of the import of this checkpoint; empty for a checkpoint of a run."""
         return getattr(self.arguments, "zaya", {}).get("imported") or {}
 
     @property
@@ -86,9 +86,9 @@ class Trained:
     @property
     def tokenizer(self) -> str | None:
         """Return the folder of the tokenizer: that beside an import, which may have been moved, else the run's."""
-        beside = self.folder.absolute().parent / TOKENIZER
-        if self.imported and (beside / "tokenizer.json").is_file():
-            return str(beside)
+        imported = self.folder.absolute().parent / TOKENIZER
+        if self.imported and (imported / "tokenizer.json").is_file():
+            return str(imported)
         return getattr(self.arguments, "tokenizer_model", None)
 
     def check_tokenizer(self, folder: Path, digest: str) -> None:
@@ -134,19 +134,19 @@ def checked(
     """
     model = Description.of_arguments(arguments)
     check_expressible(model)
-    wanted = {name: row.part for row in rows("native", model) for name in row.ours}
-    beside = {name: shape for name, _, shape in balancing_state(model)}
+    parts = {name: row.part for row in rows("native", model) for name in row.ours}
+    states = {name: shape for name, _, shape in balancing_state(model)}
     problems = []
-    for name, shape in (wanted | beside).items():
+    for name, shape in (parts | states).items():
         if name not in shapes:
             problems.append(f"{name} is missing")
         elif shapes[name] != shape:
             problems.append(f"{name} has the shape {list(shapes[name])}, and the model requires {list(shape)}")
-    unknown = (name for name in shapes if not OPTIMIZER.match(name) and name not in wanted | beside)
+    unknown = (name for name in shapes if not OPTIMIZER.match(name) and name not in parts | states)
     problems += [f"{name} is unknown" for name in unknown]
     if problems:
         raise mistake(str(folder), problem="holds other tensors than those of its model: " + "; ".join(problems[:40]))
-    return Trained(folder, model, {name: values(name) for name in wanted}, arguments)
+    return Trained(folder, model, {name: values(name) for name in parts}, arguments)
 
 
 def check_expressible(model: Description) -> None:
@@ -226,7 +226,7 @@ def check_skip(layout: str, trained: Trained, dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Export:
-    """What will be written, checked. changes: what was folded; skip: of the skip class; biases: their dtype's reason."""
+    """An export to write, checked. changes: what was folded; skip: of the skip class; biases: their dtype's reason."""
 
     trained: Trained
     layout: str
@@ -345,7 +345,7 @@ def export_model(
         safetensors_files.write_index(unfinished, groups, names)
         config = hf_config.write(export.layout, export.trained.model, export.dtype)
         _write_json(unfinished / CONFIG, config)
-        _copy_beside(export, unfinished)
+        _copy_companions(export, unfinished)
         checksums = {name: sum_ for file in names for name, sum_ in journal.files[file]["tensors"].items()}
         record = {
             "version": __version__,
@@ -369,9 +369,9 @@ def export_model(
         return output
 
 
-def _copy_beside(export: Export, folder: Path) -> None:
+def _copy_companions(export: Export, folder: Path) -> None:
     if export.tokenizer is not None:
-        copy_beside(export.tokenizer, folder, export.trained.special_tokens)
+        copy_companions(export.tokenizer, folder, export.trained.special_tokens)
     model = export.trained.model
     if not (folder / "generation_config.json").exists():
         ids = {f"{name}_token_id": getattr(model, name) for name in ("bos", "eos", "pad")}

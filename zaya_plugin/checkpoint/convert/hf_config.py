@@ -55,17 +55,17 @@ class _Fields:
         value = self.values.get(name)
         return default if value is None else value
 
-    def same(self, name: str, *wanted: Any) -> None:
+    def same(self, name: str, *allowed: Any) -> None:
         """Raise unless the field is absent, null or one of `wanted`."""
-        if self.get(name) is not None and self.values[name] not in wanted:
-            raise self.refuse(name, "the tensors' shapes show another value", " or ".join(map(str, wanted)))
+        if self.get(name) is not None and self.values[name] not in allowed:
+            raise self.refuse(name, "the tensors' shapes show another value", " or ".join(map(str, allowed)))
 
     def either(self, name: str, other: str) -> Any:
         """Return what one of two fields states, None if neither does; raise if they contradict each other."""
-        value, beside = self.get(name), self.get(other)
-        if None not in (value, beside) and value != beside:
-            raise self.refuse(name, f"contradicts {other}={as_typed(beside)}", "equal values, or one of the two fields")
-        return beside if value is None else value
+        value, second = self.get(name), self.get(other)
+        if None not in (value, second) and value != second:
+            raise self.refuse(name, f"contradicts {other}={as_typed(second)}", "equal values, or one of the two fields")
+        return second if value is None else value
 
     def number(self, name: str, default: float, most: float = math.inf) -> float:
         """Return a number above 0 and at most `most`, `default` if the field is absent or null; raise for others."""
@@ -94,20 +94,22 @@ class _Fields:
             )
         return value
 
-    def per_stage(self, name: str, wanted: list[tuple], why: str) -> None:
+    def per_stage(self, name: str, stages: list[tuple], why: str) -> None:
         """Raise unless the field is absent or a list that begins with `wanted`: for each stage the allowed values."""
-        found = self.get(name)
-        if found is None:
+        values = self.get(name)
+        if values is None:
             return
-        if not isinstance(found, list):
-            found = [found] * len(wanted)
-        if len(found) < len(wanted) or any(value not in allowed for value, allowed in zip(found, wanted, strict=False)):
-            raise self.refuse(name, why, str([allowed[0] for allowed in wanted[:2]]) + " for each pair of stages")
+        if not isinstance(values, list):
+            values = [values] * len(stages)
+        if len(values) < len(stages) or any(
+            value not in allowed for value, allowed in zip(values, stages, strict=False)
+        ):
+            raise self.refuse(name, why, str([allowed[0] for allowed in stages[:2]]) + " for each pair of stages")
 
     def constants(self) -> None:
-        for name, wanted in CONSTANTS.items():
-            if name in self.values and self.get(name) not in wanted and self.values[name] is not None:
-                allowed = " or ".join(as_typed(value) for value in wanted)
+        for name, values in CONSTANTS.items():
+            if name in self.values and self.get(name) not in values and self.values[name] is not None:
+                allowed = " or ".join(as_typed(value) for value in values)
                 raise self.refuse(name, "this model has no such part here", allowed)
 
     def rest(self) -> list[str]:
@@ -204,25 +206,27 @@ def _native(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     flat = {name: value for name, value in rope.items() if not isinstance(value, dict)}
     if unknown := sorted(set(rope) - set(flat) - {"hybrid", "hybrid_sliding"}):
         raise fields.refuse("rope_parameters", f"has entries of unknown layer types: {unknown}", "hybrid")
-    beside = fields.get("partial_rotary_factor")
-    if "hybrid" not in rope and beside is not None:  # read by vLLM's class alone
-        flat = {"partial_rotary_factor": beside} | flat
-    here = flat | rope.get("hybrid", {})
-    if here.get("partial_rotary_factor") is None:  # transformers then takes 1, vLLM's class the field beside it
-        problem = f"has no partial_rotary_factor; loaders do not agree what it is then (beside it: {as_typed(beside)})"
-        raise fields.refuse("rope_parameters", problem, "hybrid: {partial_rotary_factor: ...}")
-    if beside not in (None, here["partial_rotary_factor"]):
-        notes.append(
-            f"{fields.where}: partial_rotary_factor={beside!r} contradicts rope_parameters, whose "
-            f"{here['partial_rotary_factor']!r} is taken, as transformers does"
+    outer_share = fields.get("partial_rotary_factor")
+    if "hybrid" not in rope and outer_share is not None:  # read by vLLM's class alone
+        flat = {"partial_rotary_factor": outer_share} | flat
+    hybrid = flat | rope.get("hybrid", {})
+    if hybrid.get("partial_rotary_factor") is None:  # transformers then takes 1, vLLM's class the field beside it
+        problem = (
+            f"has no partial_rotary_factor; loaders do not agree what it is then (beside it: {as_typed(outer_share)})"
         )
-    if here.pop("rope_type", None) not in (None, "default"):
+        raise fields.refuse("rope_parameters", problem, "hybrid: {partial_rotary_factor: ...}")
+    if outer_share not in (None, hybrid["partial_rotary_factor"]):
+        notes.append(
+            f"{fields.where}: partial_rotary_factor={outer_share!r} contradicts rope_parameters, whose "
+            f"{hybrid['partial_rotary_factor']!r} is taken, as transformers does"
+        )
+    if hybrid.pop("rope_type", None) not in (None, "default"):
         raise fields.refuse("rope_parameters", "RoPE is scaled", "rope_type: default")
-    base, share = here.pop("rope_theta", None), here.pop("partial_rotary_factor")
-    if here or base is None:
+    base, share = hybrid.pop("rope_theta", None), hybrid.pop("partial_rotary_factor")
+    if hybrid or base is None:
         raise fields.refuse(
             "rope_parameters",
-            f"unknown: {sorted(here)}" if here else "has no rope_theta",
+            f"unknown: {sorted(hybrid)}" if hybrid else "has no rope_theta",
             "rope_theta, rope_type, partial_rotary_factor",
         )
     return {
@@ -238,12 +242,12 @@ def _legacy(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     heads, groups, experts = sizes["num_attention_heads"], sizes["num_query_groups"], sizes["num_experts"]
     pairs, width, notes = sizes["num_layers"], 2 * sizes["moe_ffn_hidden_size"], []
 
-    def each(attention: tuple, moe: tuple) -> list[tuple]:
+    def per_pair(attention: tuple, moe: tuple) -> list[tuple]:
         return [attention, moe] * pairs
 
     stale = "zaya_layers" in fields.values or "smoe_layers" in fields.values
     for name in ("zaya_layers", "smoe_layers"):
-        fields.per_stage(name, each(("a",), (experts,)), "does not fit the tensors")
+        fields.per_stage(name, per_pair(("a",), (experts,)), "does not fit the tensors")
     if get("num_hidden_layers", 2 * pairs) != 2 * pairs:
         if not stale:
             raise fields.refuse("num_hidden_layers", "the tensors show another value", str(2 * pairs))
@@ -255,13 +259,15 @@ def _legacy(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     fields.same("num_query_groups", groups)
     fields.same("kv_channels", sizes["kv_channels"])
     for name, of_attention in (("cca_num_q_heads", heads), ("num_query_groups_list", groups)):
-        fields.per_stage(name, each((of_attention,), (0, None, of_attention)), "does not fit the tensors")
-    fields.per_stage("ffn_hidden_size", each((0, None, width), (width,)), "the fused width of gate and up does not fit")
-    fields.per_stage("ffn_hidden_size_list", each((0, None, width), (width,)), "does not fit the tensors")
+        fields.per_stage(name, per_pair((of_attention,), (0, None, of_attention)), "does not fit the tensors")
+    fields.per_stage(
+        "ffn_hidden_size", per_pair((0, None, width), (width,)), "the fused width of gate and up does not fit"
+    )
+    fields.per_stage("ffn_hidden_size_list", per_pair((0, None, width), (width,)), "does not fit the tensors")
     for name in ("zaya_mlp_expansion", "smoe_mlp_expansion"):
         of_moe = (sizes["router_hidden_size"],)
-        fields.per_stage(name, each((0, None, *of_moe), of_moe), "does not fit the tensors")
-    fields.per_stage("swa_layers", each((0, None, False), (0, None, False)), "sliding windows are not supported")
+        fields.per_stage(name, per_pair((0, None, *of_moe), of_moe), "does not fit the tensors")
+    fields.per_stage("swa_layers", per_pair((0, None, False), (0, None, False)), "sliding windows are not supported")
     get("swa_rotary_base")  # of layers with a window
     for name, size in (("use_mod", "moe_skip_expert"), ("use_eda", "router_eda")):
         for family in ("zaya", "smoe"):

@@ -18,7 +18,7 @@ from zaya_plugin.checkpoint import manifest, on_disk
 from zaya_plugin.checkpoint.convert import hf_config, safetensors_files
 from zaya_plugin.checkpoint.convert.beside import (
     CONFIG,
-    copy_beside,
+    copy_companions,
     json_object,
     resolve,
     token_ids,
@@ -101,9 +101,9 @@ def open_source(
     folder = resolve(str(source), download=download)
     name = str(name or source)
     name = Path(name).resolve().name if Path(name).is_dir() else name
-    found = safetensors_files.tensors_of(folder)
-    layout = recognise(found)
-    shapes = {name: region.shape for name, region in found.items()}
+    regions = safetensors_files.tensors_of(folder)
+    layout = recognise(regions)
+    shapes = {name: region.shape for name, region in regions.items()}
     sizes = sizes_of(layout, shapes)
     path, notes = folder / CONFIG, []
     if path.is_file():
@@ -118,23 +118,23 @@ def open_source(
     else:
         model, notes = replace(fallback, **sizes), [f"{path} is missing; the recipe says what the tensors do not show"]
     rows = check_cover(layout, model, shapes)
-    if TIED_HEAD in found:
-        notes.append(_check_tied(found, rows[0].name))
+    if TIED_HEAD in regions:
+        notes.append(_check_tied(regions, rows[0].name))
     tensors: dict[str, Values] = {}
     for row in rows:
-        region = found[row.name]
+        region = regions[row.name]
         tensors |= {ours: region.part(i) if row.stacked else region for i, ours in enumerate(row.ours)}
     model = _with_skip_output(layout, model, tensors, notes)
     return Source(name, folder, layout, model, tensors, tuple(notes))
 
 
-def _check_tied(found: dict[str, Region], embedding: str) -> str:
+def _check_tied(regions: dict[str, Region], embedding: str) -> str:
     """Return a note that the file's head is the embedding.
 
     Raises:
         ValueError: it is another tensor.
     """
-    head, table = found[TIED_HEAD], found[embedding]
+    head, table = regions[TIED_HEAD], regions[embedding]
     same = head.shape == table.shape and all(
         one == other
         for one, other in zip(byte_blocks([head], torch.float32), byte_blocks([table], torch.float32), strict=True)
@@ -179,13 +179,13 @@ def import_model(
         if on_disk.folder(directory, 0).exists() or directory.is_dir() and iterations(directory):
             raise mistake("--output", directory, problem="contains a checkpoint", allowed="a directory without one")
         files = _files(source)
-        _check_beside(source)
+        _check_companions(source)
         size = sum(tensor.length for tensors in files for tensor in tensors)
         final = on_disk.folder(directory, 0)
         check_space(directory, size - bytes_in(final.with_name(final.name + manifest.UNFINISHED)))
         begins(size)
         directory.mkdir(parents=True, exist_ok=True)
-        copy_beside(source.folder, directory / TOKENIZER)
+        copy_companions(source.folder, directory / TOKENIZER)
         writer = CheckpointWriter(directory, _identity(source))
         for tensors in files:
             writer.write(tensors, progress)
@@ -233,7 +233,7 @@ def _identity(source: Source) -> str:
     return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
 
 
-def _check_beside(source: Source) -> None:
+def _check_companions(source: Source) -> None:
     """Raise ValueError if the files beside the weights are damaged, or the tokenizer is one of another model."""
     token_ids(source.folder)
     used = tokenizer_entries(source.folder)

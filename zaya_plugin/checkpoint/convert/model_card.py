@@ -54,10 +54,10 @@ def text(export, config: dict) -> str:
     return "\n".join([*lines, "", VERIFIED, "", NOTHING]) + "\n"
 
 
-def add_verified(folder: Path, found: list[str]) -> None:
+def add_verified(folder: Path, results: list[str]) -> None:
     """Write what a verification found into the card of `folder`."""
     path = folder / NAME
     write_whole(
         path,
-        path.read_text().partition(VERIFIED)[0] + "\n".join([VERIFIED, "", *(f"- {line}" for line in found)]) + "\n",
+        path.read_text().partition(VERIFIED)[0] + "\n".join([VERIFIED, "", *(f"- {line}" for line in results)]) + "\n",
     )

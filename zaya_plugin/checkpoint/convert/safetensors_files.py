@@ -61,17 +61,19 @@ def tensors_of(folder: Path) -> dict[str, Region]:
     if missing := [name for name in files if not (folder / name).is_file()]:
         problem = "is no file" if named is None else f"is missing, and {index.name} names it"
         raise _damaged(folder / missing[0], problem)
-    found = [(name, region) for file in files for name, region in header(folder / file).items()]
-    check_once(name for name, _ in found)
+    regions = [(name, region) for file in files for name, region in header(folder / file).items()]
+    check_once(name for name, _ in regions)
     if named is not None:
-        here = {name: region.path.name for name, region in found}
-        if wrong := sorted(name for name in named.keys() | here.keys() if named.get(name) != here.get(name)):
+        file_names = {name: region.path.name for name, region in regions}
+        if wrong := sorted(
+            name for name in named.keys() | file_names.keys() if named.get(name) != file_names.get(name)
+        ):
             raise _damaged(
                 wrong[0],
-                f"{index.name} places it in {named.get(wrong[0])}, and it lies in {here.get(wrong[0])} "
+                f"{index.name} places it in {named.get(wrong[0])}, and it lies in {file_names.get(wrong[0])} "
                 f"({len(wrong)} such tensors)",
             )
-    return dict(found)
+    return dict(regions)
 
 
 def _damaged(key: object, problem: str) -> ValueError:
@@ -91,19 +93,19 @@ def header(path: Path) -> dict[str, Region]:
             raise _damaged(path, f"is no safetensors file, or is cut off at {size} bytes")
         try:
             entries = json_object(file.read(length), "header")
-            found = {
+            regions = {
                 name: _region(path, name, entry, 8 + length) for name, entry in entries.items() if name != METADATA
             }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise _damaged(path, f"has a malformed header ({error})") from error
     end = 8 + length
-    for name, region in sorted(found.items(), key=lambda item: item[1].offset):
+    for name, region in sorted(regions.items(), key=lambda item: item[1].offset):
         if region.offset != end:
             raise _damaged(path, f"the values of {name} overlap with others, or leave a gap")
         end += prod(region.shape) * region.dtype.itemsize
     if end != size:
         raise _damaged(path, f"has {size} bytes, and its header states {end}")
-    return found
+    return regions
 
 
 METADATA = "__metadata__"

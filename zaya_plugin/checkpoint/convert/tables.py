@@ -28,9 +28,9 @@ _EXPERTS, _OLD_EXPERTS = _LAYER + "mlp.experts.", "model.layers.{m}.zaya_block.e
 
 def _merge(ours: str, native: str, legacy: str) -> Iterator[tuple[str, str, str, str]]:
     """Yield the four vectors of a merge: (output + bias) * scale + (stream + bias) * scale in every layout."""
-    for here, there in (("output", "hidden_states"), ("residual", "residual")):
+    for our_name, their_name in (("output", "hidden_states"), ("residual", "residual")):
         for part in ("scale", "bias"):
-            yield f"{ours}.{here}_{part}", f"{native}.{there}_{part}", f"{legacy}.{there}_{part}", "h"
+            yield f"{ours}.{our_name}_{part}", f"{native}.{their_name}_{part}", f"{legacy}.{their_name}_{part}", "h"
 
 
 # (here, native, legacy, shape of the tensor here). {l}: layer; {e}: expert, whose matrices native stacks; {a} and {m}:
@@ -146,7 +146,7 @@ WRITTEN = ("native", "legacy")
 SKIP_OUTPUT = {"native": "zero", "legacy": "identity", "smoe": "identity", "primus": "identity"}
 # What a file of a layout may hold beside the model: Primus' port gives the first MoE stage a scale that it does not use,
 # and stores its balancing optimizer.
-_BESIDE = {
+_EXTRA_TENSORS = {
     "primus": re.compile(
         r"decoder\.layers\.(1\.zaya_block\.router\.router_states_scale|\d+\.zaya_block\.router\.balance_(m|v|step))"
     )
@@ -240,9 +240,9 @@ def sizes_of(layout: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ob
     def shape(ours: str, dimensions: int) -> tuple[int, ...]:
         name = rename(next(entry[column] for entry in TABLE if entry[0] == ours).format(**stage))
         if len(shapes.get(name, ())) != dimensions or not all(shapes[name]):
-            found = f"has the shape {list(shapes[name])}" if name in shapes else "is missing"
+            state = f"has the shape {list(shapes[name])}" if name in shapes else "is missing"
             raise mistake(
-                name, problem=f"{found}; it shows the model's sizes", allowed=f"{dimensions} dimensions, none of them 0"
+                name, problem=f"{state}; it shows the model's sizes", allowed=f"{dimensions} dimensions, none of them 0"
             )
         return shapes[name]
 
@@ -259,8 +259,8 @@ def sizes_of(layout: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ob
     if layout == "native":
         experts = fc2[0]
     else:
-        found = [re.search(r"stage\.1\..*local_experts\.(\d+)\.", _stage(name)) for name in shapes]
-        experts = 1 + max(int(match[1]) for match in found if match)
+        matches = [re.search(r"stage\.1\..*local_experts\.(\d+)\.", _stage(name)) for name in shapes]
+        experts = 1 + max(int(match[1]) for match in matches if match)
         _check_number(layout, experts, "experts", shapes)
     gamma = rename(next(entry[column] for entry in TABLE if entry[0] == EDA_SCALE))
     of_second = rename(gamma).format(l=1, m=3)
@@ -307,18 +307,18 @@ def check_cover(layout: str, model: Description, shapes: Mapping[str, tuple[int,
     Raises:
         ValueError: a tensor is unknown, missing or has another shape; the message names all of them.
     """
-    wanted = {row.name: row for row in rows(layout, model)}
-    beside = _BESIDE.get(layout)
-    problems = [f"{name} is missing" for name in wanted if name not in shapes]
+    expected = {row.name: row for row in rows(layout, model)}
+    extra = _EXTRA_TENSORS.get(layout)
+    problems = [f"{name} is missing" for name in expected if name not in shapes]
     for name, shape in shapes.items():
-        if name in wanted and tuple(shape) != wanted[name].shape:
-            problems.append(f"{name} has the shape {list(shape)}, and the model requires {list(wanted[name].shape)}")
-        elif name not in wanted and name != TIED_HEAD and not (beside and beside.fullmatch(name)):
+        if name in expected and tuple(shape) != expected[name].shape:
+            problems.append(f"{name} has the shape {list(shape)}, and the model requires {list(expected[name].shape)}")
+        elif name not in expected and name != TIED_HEAD and not (extra and extra.fullmatch(name)):
             problems.append(f"{name} is unknown")
     if problems:
         shown = [*problems[:SHOWN], f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else problems
         raise mistake(f"{layout} tensors", problem=f"not those of the model: {'; '.join(shown)}")
-    return list(wanted.values())
+    return list(expected.values())
 
 
 SHOWN = 40

@@ -55,20 +55,20 @@ class CheckpointTensors:
     def values(self, key: str) -> Boxes:
         """Return a tensor's values. All parts have the dtype in which they are stored, whatever the index says."""
         entry, infos = self.index.state_dict_metadata[key], dict(self.parts[key])
-        found = []
+        boxes = []
         for chunk in entry.chunks:
             place, shape = tuple(chunk.offsets), tuple(chunk.sizes)
             info = infos.get(place) or infos[()]
             path = self.folder / info.relative_path
             dtype, start = values_of(Archive(path, info.offset, info.length), shape)
-            found.append((place, Region(path, start, dtype, shape)))
-        stored = sum(prod(region.shape) for _, region in found)
-        dtypes = {region.dtype for _, region in found}
+            boxes.append((place, Region(path, start, dtype, shape)))
+        stored = sum(prod(region.shape) for _, region in boxes)
+        dtypes = {region.dtype for _, region in boxes}
         if stored != prod(entry.size) or len(dtypes) != 1:
             raise mistake(
                 key, problem=f"its parts have {stored} elements of {prod(entry.size)}, in {len(dtypes)} dtypes"
             )
-        return Boxes(dtypes.pop(), tuple(entry.size), tuple(found))
+        return Boxes(dtypes.pop(), tuple(entry.size), tuple(boxes))
 
 
 @dataclass(frozen=True)
@@ -111,16 +111,16 @@ class CheckpointWriter:
     def write(self, tensors: list[Stored], progress: Callable[[int], None]) -> None:
         """Write the next file, unless an earlier import has."""
         name, length = f"__{len({entry.file for entry in self.entries})}_0.distcp", 0
-        for each in tensors:
-            place = (0,) * len(each.shape)
-            entry = Entry(each.key, name, length, each.length, each.dtype, place, each.shape, each.shape)
+        for tensor in tensors:
+            place = (0,) * len(tensor.shape)
+            entry = Entry(tensor.key, name, length, tensor.length, tensor.dtype, place, tensor.shape, tensor.shape)
             self.entries.append(entry)
-            length += each.length
+            length += tensor.length
         if name in self.journal.files:
             progress(length)
             return
         part = self.unfinished / (name + ".part")
-        written = self.direct.write_parts(part, (data for each in tensors for data in each.content()), progress)
+        written = self.direct.write_parts(part, (data for tensor in tensors for data in tensor.content()), progress)
         if written["bytes"] != length:
             raise ValueError(f"{part} has {written['bytes']} bytes, and {length} were to be written")
         part.rename(self.unfinished / name)
@@ -133,7 +133,7 @@ class CheckpointWriter:
             "checkpoint_version": 3.0,
             "iteration": 0,
             "num_floating_point_operations_so_far": 0.0,
-            "content_metadata": {"distrib_optim_sharding_type": "fully_reshardable", on_disk.WRITTEN_HERE: True},
+            "content_metadata": {"distrib_optim_sharding_type": "fully_reshardable", on_disk.MANIFEST_MARK: True},
         }
         name, data = f"__{len(self.journal.files)}_0.distcp", saved([common])
         self.entries.append(Entry(COMMON, name, 0, len(data)))

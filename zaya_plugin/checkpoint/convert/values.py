@@ -20,11 +20,15 @@ PIECE = 16 * 2**20  # bytes read or written at once
 class Values(Protocol):
     """A tensor that is read by rows of its first dimension. A scalar has one row."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Return rows start .. stop - 1; [stop - start, ...]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,10 @@ class Region:
 
     def rows(self, start: int, stop: int) -> Tensor:
         row = prod(self.shape[1:]) * self.dtype.itemsize
-        found = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
-        if found.numel():
-            read_into(self.path, self.offset + start * row, as_bytes(found))
-        return found
+        tensor = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
+        if tensor.numel():
+            read_into(self.path, self.offset + start * row, as_bytes(tensor))
+        return tensor
 
     def part(self, index: int) -> Region:
         """Return entry `index` of the first dimension."""
@@ -60,14 +64,14 @@ class Boxes:
     def rows(self, start: int, stop: int) -> Tensor:
         if not self.shape:
             return self.parts[0][1].rows(start, stop)
-        found = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
+        tensor = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
         for place, region in self.parts:
             first, last = max(start, place[0]), min(stop, place[0] + region.shape[0])
             if first < last:
                 columns = tuple(slice(at, at + size) for at, size in zip(place[1:], region.shape[1:], strict=True))
                 values = region.rows(first - place[0], last - place[0])
-                found[(slice(first - start, last - start), *columns)] = values
-        return found
+                tensor[(slice(first - start, last - start), *columns)] = values
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -113,9 +117,9 @@ class OfLength:
         return self.length, *self.of.shape[1:]
 
     def rows(self, start: int, stop: int) -> Tensor:
-        there = min(max(self.of.shape[0], start), stop)
-        grown = torch.zeros((stop - there, *self.of.shape[1:]), dtype=self.dtype)
-        return torch.cat([self.of.rows(start, there), grown]) if there > start else grown
+        end = min(max(self.of.shape[0], start), stop)
+        grown = torch.zeros((stop - end, *self.of.shape[1:]), dtype=self.dtype)
+        return torch.cat([self.of.rows(start, end), grown]) if end > start else grown
 
 
 def whole(values: Values) -> Tensor:

@@ -48,12 +48,12 @@ def verify(export: exporting.Export, folder: Path, progress: Callable[[int], Non
 
 def _bits(export: exporting.Export, folder: Path, progress: Callable[[int], None]) -> str:
     recorded = json.loads((folder / exporting.RECORD).read_text())["xxh3_128"]
-    found, count = safetensors_files.tensors_of(folder), 0
-    if wrong := sorted(found.keys() ^ {tensor.name for tensor in export.tensors}):
+    regions, count = safetensors_files.tensors_of(folder), 0
+    if wrong := sorted(regions.keys() ^ {tensor.name for tensor in export.tensors}):
         raise mistake(wrong[0], problem=f"the files in {folder} hold other tensors than the checkpoint")
     for tensor in export.tensors:
         stored, expected = xxhash.xxh3_128(), xxhash.xxh3_128()
-        for block in byte_blocks([found[tensor.name]], tensor.dtype):
+        for block in byte_blocks([regions[tensor.name]], tensor.dtype):
             stored.update(block)
         for block in tensor.blocks():
             expected.update(block)
@@ -66,15 +66,17 @@ def _bits(export: exporting.Export, folder: Path, progress: Callable[[int], None
 
 def differences(one: Source, other: Source) -> list[str]:
     """Return how two models differ: in their descriptions, and in which tensors; empty if they are equal bit by bit."""
-    found = [text] if (text := one.model.differences(other.model)) else []
-    found += [f"{name} is in one of the two" for name in sorted(one.tensors.keys() ^ other.tensors.keys())]
+    texts = [text] if (text := one.model.differences(other.model)) else []
+    texts += [f"{name} is in one of the two" for name in sorted(one.tensors.keys() ^ other.tensors.keys())]
     for name in one.tensors.keys() & other.tensors.keys():
         mine, theirs = one.tensors[name], other.tensors[name]
         if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
-            found.append(f"{name}: {mine.dtype} {mine.shape} and {theirs.dtype} {theirs.shape}")
-        elif any(a != b for a, b in zip(*(byte_blocks([each], each.dtype) for each in (mine, theirs)), strict=True)):
-            found.append(f"{name} has other values")
-    return found
+            texts.append(f"{name}: {mine.dtype} {mine.shape} and {theirs.dtype} {theirs.shape}")
+        elif any(
+            a != b for a, b in zip(*(byte_blocks([values], values.dtype) for values in (mine, theirs)), strict=True)
+        ):
+            texts.append(f"{name} has other values")
+    return texts
 
 
 class _Rounded:
@@ -95,10 +97,10 @@ def _logits(model: Description, tensors: Mapping[str, Values], folder: Path, rea
     generator = torch.Generator().manual_seed(1)
     length = min(TOKENS, model.max_position_embeddings)
     ids = [torch.randint(model.vocab_size, (1, length), generator=generator) for _ in range(TRIES)]
-    here = our_logits(model, tensors, ids)
+    ours = our_logits(model, tensors, ids)
     gc.collect()
-    name, there = reader(folder, ids)
-    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(here, there, strict=True)]
+    name, theirs = reader(folder, ids)
+    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(ours, theirs, strict=True)]
     worst = min(errors)
     if not worst < CLOSE:
         raise mistake(

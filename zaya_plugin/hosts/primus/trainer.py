@@ -15,7 +15,7 @@ from primus.core.backend.backend_registry import BackendRegistry
 from primus.core.utils.module_utils import log_rank_0
 
 from zaya_plugin import patches
-from zaya_plugin.config.compose import check_written_here, load_recipe, save_recipe
+from zaya_plugin.config.compose import check_own_version, load_recipe, save_recipe
 from zaya_plugin.handover.data_places import with_consumed
 from zaya_plugin.hosts.primus import traps
 from zaya_plugin.patches import hooks
@@ -48,7 +48,7 @@ class ZayaPretrainTrainer(MegatronPretrainTrainer):
         """
         args = self.backend_args
         path = traps.recipe_path(args)
-        check_written_here(path, f"zaya export primus experiment=<name> run_dir={path.parent}, with the same overrides")
+        check_own_version(path, f"zaya export primus experiment=<name> run_dir={path.parent}, with the same overrides")
         recipe = with_consumed(load_recipe(path))
         if self.rank == 0:  # with its position in the data, which the next stage reads
             save_recipe(recipe, path)
