@@ -231,7 +231,7 @@ def test_folders_and_the_command(tmp_path, capsys):
     assert command.main(["scan", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "1 files, 0 violations\n"
     of_another_rule = assemble(HEAD + f"  {SMALL}\n  v_mov_b32 v23, 0\n" + TAIL, "hazards")
-    assert len(wait_states.scan(of_another_rule)) == 1 and hazards.scan(of_another_rule) == []
+    assert len(wait_states.scan(of_another_rule)) == 2 and hazards.scan(of_another_rule) == []  # result and addend
     shutil.copy(bad, tmp_path / "a" / "bad.co")
     assert command.main(["scan", str(tmp_path)]) == 1
     assert "snippets: " in (text := capsys.readouterr().out) and "2 files, 1 violations" in text
