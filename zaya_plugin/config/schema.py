@@ -322,7 +322,7 @@ class StageConfig:
     eval_at_start: bool = own(
         False,
         "validate before the first step too, to compare losses around a hand-over",
-        "hosts.stage_handover",
+        "hosts.pretrain",
         resume=MAY_CHANGE,
     )
 
