@@ -64,36 +64,35 @@ def unobserved() -> bool:
     )
 
 
-class Operator:
-    """An operator, called with the arguments of its reference; the module's docstring explains it.
+class Versions:
+    """The versions of one computation: the choice among them on a device, their comparison with the reference, and the
+    report. `Operator` is the kind that torch knows; another kind defines `request` and `_function_of`.
 
     Args:
-        reference: the definition. Its arguments are positional, without defaults; the first is a tensor or a list of
-            tensors. Its module names the operator's folder, by which versions are chosen.
-        takes, rule: as `Declaration`.
-        mutates: names of the arguments that it writes to.
-        example: device -> arguments of a small call that passes through all of the kernel (tails, several tiles). It
-            may use torch's global random generator, which is seeded before and restored after. A tuple of functions
-            gives several calls.
+        name: in messages. folder: by which versions are chosen. versions: names, best first.
+        reference: the definition. example: device -> arguments of a small call that passes through all of the kernel
+            (tails, several tiles). It may use torch's global random generator, which is seeded before and restored
+            after. A tuple of functions gives several calls.
         compare, tolerance, written: as in `self_check.differences`.
         more_examples, tolerances: version -> further examples, and a tolerance of its own.
         fits: version -> function that returns whether the version takes these arguments; a version without one takes
-            all. Calls whose first tensor is fp64 run the reference.
+            all.
         prefers: version -> function that returns whether the version is also the fastest. Not used where it is
             requested by name.
         available: version -> function of the device that returns why the version is not available, or None; for
             optional packages.
-        without: versions of the folder that this operator does not have.
     """
+
+    last = "reference"  # the version that takes every call, for which the other versions need no function of `fits`
 
     def __init__(
         self,
-        reference: Callable,
+        name: str,
+        folder: str,
+        versions: Sequence[str],
         *,
+        reference: Callable,
         example: Callable[[torch.device], tuple] | tuple[Callable[[torch.device], tuple], ...],
-        takes: str = "",
-        rule: Rule | None = None,
-        mutates: Sequence[str] = (),
         compare: Callable[[list, list, float | None], str | None] | None = None,
         tolerance: float | None = None,
         written: Callable[[list], Any] | None = None,
@@ -102,31 +101,215 @@ class Operator:
         fits: dict[str, Callable[..., bool]] | None = None,
         prefers: dict[str, Callable[..., bool]] | None = None,
         available: dict[str, Callable[[torch.device], str | None]] | None = None,
-        without: Sequence[str] = (),
     ):
-        self.name = reference.__name__
-        assert self.name not in OPERATORS, f"there is an operator {self.name} already"
-        self.reference, self.module = reference, reference.__module__.rpartition(".")[0]
-        self.folder = self.module.rpartition(".")[2]
-        self.versions = tuple(name for name in VERSIONS[self.folder] if name not in without)
+        self.name, self.folder, self.versions, self.reference = name, folder, tuple(versions), reference
+        self.setting = f"kernel_overrides.{folder}"  # which requests a version
         self.examples = example if isinstance(example, tuple) else (example,)
         self.compare, self.tolerance, self.written = compare, tolerance, written
         self.more_examples, self.tolerances = more_examples or {}, tolerances or {}
         self.fits, self.prefers, self.available = fits or {}, prefers or {}, available or {}
         for by_version in (self.more_examples, self.tolerances, self.fits, self.prefers, self.available):
             assert by_version.keys() <= {*self.versions}, f"{self.name} has no versions {[*by_version]}"
+        self.results: dict[tuple[torch.device, str], str] = {}  # "passed", or the failure
+        self.choices: dict[tuple[torch.device, Request], str] = {}  # the chosen version and the reason
+        self._names: dict[tuple[torch.device, Request], list[str]] = {}
+        self._chosen: dict[tuple[torch.device, Request], list[tuple[Callable | None, Callable]]] = {}
+        # Devices on which the compiled version is not compared before its first call.
+        self._unchecked: set[torch.device] = set()
+
+    def request(self) -> Request:
+        """Return the version that is requested now."""
+        return selection().of(self.folder)
+
+    def _candidate(self, version: str) -> Callable:
+        """Return the function of `version` as the self-check calls it."""
+        return self._function_of(version)
+
+    def implementations(self, device: torch.device) -> list[tuple[Callable | None, Callable]]:
+        """Return the versions that run on `device` under the current selection, best first, each with its function of
+        `fits` or None.
+
+        The first call checks them and imports or builds what they need. Raises ValueError where a version requested by
+        name is not available, and RuntimeError while a graph is captured.
+        """
+        key = (device, self.request())
+        chosen = self._chosen.get(key)
+        if chosen is None:
+            with _checking:
+                chosen = self._chosen.get(key)
+                if chosen is None:
+                    versions, self.choices[key] = self._choose(*key, check=True)
+                    self._names[key] = versions
+                    chosen = [self._entry(name, *key) for name in versions]
+                    if versions[-1] == "reference":  # slower than the next version for these arguments
+                        slower = [name for name in versions if name in self.prefers and name != key[1].version]
+                        chosen[-1:-1] = [(self.fits[name], self._function_of(name)) for name in slower]
+                    self._chosen[key] = chosen
+                    logger.info("hip_ops: %s on %s: %s", self.name, device, self.choices[key])
+        return chosen
+
+    def _entry(self, version: str, device: torch.device, request: Request) -> tuple[Callable | None, Callable]:
+        takes = self.fits.get(version)
+        if version != request.version:
+            takes = self.prefers.get(version, takes)
+        if (device, version) in self.results or version != "compiled":
+            return takes, self._function_of(version)
+        self._unchecked.add(device)
+
+        def checked_at_first_call(*arguments):
+            with _checking:
+                failed = self._failure(version, device, check=True)
+            return (self.reference if failed else self._function_of(version))(*arguments)
+
+        return takes, checked_at_first_call
+
+    def choice(self, device: torch.device, check: bool = True) -> str:
+        """Say which version runs on `device` and why. check=False: without running, importing or building anything.
+
+        Raises ValueError where a version requested by name is not available.
+        """
+        key = (device, self.request())
+        if check:
+            self.implementations(device)
+            if device in self._unchecked:  # a compiled version behind another one: compared now, not at its first call
+                with _checking:
+                    self._failure("compiled", device, check=True)
+        return self.choices[key] if key in self.choices else self._choose(*key, check=False)[1]
+
+    def running(self, device: torch.device) -> tuple[str, ...]:
+        """Return the names of the versions that run on `device`, best first, as `implementations` has checked them.
+
+        A later one runs where the earlier ones do not take a call. Raises ValueError as `choice`.
+        """
+        self.implementations(device)
+        names = self._names[device, self.request()]
+        return tuple(dict.fromkeys(self.last if self._failure(name, device, check=False) else name for name in names))
+
+    def _choose(self, device: torch.device, request: Request, check: bool) -> tuple[list[str], str]:
+        """Return the versions up to the first that takes every call, and a text with their names and the reason."""
+        chosen, skipped, allowed = [], [], dict.fromkeys(("auto", *self.versions, self.last))
+        if request.version not in ("auto", *self.versions, self.last):
+            skipped.append(f"it has no version {request.version!r}")
+        for version in self._order(device, request):
+            named = version == request.version
+            # Compiling takes seconds per operator, so behind another version it waits for the first call that needs it.
+            checked = check and not (version == "compiled" and chosen)
+            missing = self._missing(version, device, named)
+            why_not = missing or self._failure(version, device, checked)
+            if why_not is None:
+                chosen.append(version)
+                if version not in self.fits:
+                    break
+            elif named and (missing or version not in NOT_RUN):
+                problem = f"version {version!r} of {self.name} is not available on {device}: {why_not}"
+                raise mistake(request.source, problem, f"{', '.join(allowed)}, where available", "request auto")
+            else:
+                skipped.append(f"no {version}: {why_not.splitlines()[0]}")
+        if not chosen:
+            problem = f"no version of {self.name} is available on {device}: {'; '.join(skipped)}"
+            raise mistake(request.source, problem, ", ".join(allowed), "request another version")
+        text = ", then ".join(name + " where it takes the arguments" * (name in self.fits) for name in chosen)
+        return chosen, f"{text} ({'; '.join([request.source, *skipped])})"
+
+    def _order(self, device: torch.device, request: Request) -> tuple[str, ...]:
+        run = (version for version in self.versions if version not in NOT_RUN)
+        auto = ("reference",) if device.type == "cpu" else (*run, "reference")
+        if request.version in self.versions or request.version == "reference":
+            return (request.version, *(version for version in auto if version != request.version))
+        return auto
+
+    def _missing(self, version: str, device: torch.device, named: bool) -> str | None:
+        reason = availability.missing(version, device, named)
+        if reason is None and version in self.available:
+            reason = self.available[version](device)
+        return reason
+
+    def _failure(self, version: str, device: torch.device, check: bool) -> str | None:
+        """Return the failure of the self-check of `version` on `device`, or None. The check runs once per process and
+        device.
+        """
+        if version == "reference" or not check and (device, version) not in self.results:
+            return None
+        result = self.results.get((device, version))
+        if result is None:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"hip_ops: {self.name} was first used on {device} while a graph is captured. It must be compared "
+                    "with its reference "
+                    f"before. Fix: call hip_ops.warm_up({str(device)!r}) before the capture"
+                )
+            result = self.results[device, version] = self._check(version, device)
+        return None if result == "passed" else f"it failed its self-check: {result}"
+
+    def difference(self, candidate: Callable, device: torch.device, version: str | None = None) -> str | None:
+        """Return None if `candidate` agrees with the reference on all examples of `version`, otherwise both numbers at
+        the worst place. Raises the candidate's errors.
+        """
+        return self.differences(candidate, device, (PLAIN_CALL,), version)[0]
+
+    def differences(
+        self, candidate: Callable, device: torch.device, conditions: Sequence[Condition], version: str | None = None
+    ) -> list[str | None]:
+        """Return for each condition what `difference` returns for the plain call."""
+        options = {"compare": self.compare, "tolerance": self.tolerances.get(version, self.tolerance)}
+        options |= {"written": self.written, "repeats": version not in ANY_ORDER}
+        result_texts: list[str | None] = [None] * len(conditions)
+        for example in (*self.examples, *self.more_examples.get(version, ())):
+            places = [place for place, text in enumerate(result_texts) if text is None]
+            remaining = [conditions[place] for place in places]
+            texts = differences(candidate, self.reference, example, device, remaining, **options) if places else []
+            for place, text in zip(places, texts, strict=True):
+                result_texts[place] = text
+        return result_texts
+
+    def _check(self, version: str, device: torch.device) -> str:
+        try:
+            problem = self.difference(self._candidate(version), device, version)
+        except Exception as error:  # a failed build, launch or compilation; other versions still work
+            problem = f"{type(error).__name__}: {error}"
+        if problem is None:
+            return "passed"
+        if (device, version, problem) not in _warnings:
+            _warnings.add((device, version, problem))
+            text = "hip_ops: version %s of %s failed its self-check on %s and is not used. %s"
+            logger.warning(text, version, self.name, device, problem)
+        return problem
+
+
+class Operator(Versions):
+    """An operator, called with the arguments of its reference; the module's docstring explains it.
+
+    Args:
+        reference: the definition. Its arguments are positional, without defaults; the first is a tensor or a list of
+            tensors. Its module names the operator's folder, by which versions are chosen.
+        takes, rule: as `Declaration`.
+        mutates: names of the arguments that it writes to.
+        choosing: example, compare, tolerance, written, more_examples, tolerances, fits, prefers and available, as
+            `Versions`. Calls whose first tensor is fp64 run the reference.
+        without: versions of the folder that this operator does not have.
+    """
+
+    def __init__(
+        self,
+        reference: Callable,
+        *,
+        takes: str = "",
+        rule: Rule | None = None,
+        mutates: Sequence[str] = (),
+        without: Sequence[str] = (),
+        **choosing: Any,
+    ):
+        assert reference.__name__ not in OPERATORS, f"there is an operator {reference.__name__} already"
+        self.module = reference.__module__.rpartition(".")[0]
+        folder = self.module.rpartition(".")[2]
+        versions = [version for version in VERSIONS[folder] if version not in without]
+        super().__init__(reference.__name__, folder, versions, reference=reference, **choosing)
         signature = inspect.signature(reference)
         # torch leaves out arguments that equal their default.
         assert all(p.default is p.empty for p in signature.parameters.values()), f"{self.name}: defaults"
         parameters = list(signature.parameters)
         self.declaration = Declaration(self.name, parameters, takes, rule)
-        self.results: dict[tuple[torch.device, str], str] = {}  # "passed", or the failure
-        self.choices: dict[tuple[torch.device, Request], str] = {}  # the chosen version and the reason
-        self._names: dict[tuple[torch.device, Request], list[str]] = {}
-        self._chosen: dict[tuple[torch.device, Request], list[tuple[Callable | None, Callable]]] = {}
         self._compiled: Callable | None = None
-        # devices on which the compiled version is not compared before its first call
-        self._unchecked: set[torch.device] = set()
         self._mutated = tuple(parameters.index(name) for name in mutates)
         schema = torch.library.infer_schema(reference, mutates_args=tuple(mutates))
         self.registered = torch.library.custom_op(
@@ -204,163 +387,12 @@ class Operator:
 
     def _warn_if_requested(self, first: Tensor) -> None:
         """Warn once if a version that was requested by name does not take a call. first: the call's first tensor."""
-        request = selection().of(self.folder)
+        request = self.request()
         key = (first.device, request.version, f"{self.name} of {request.source}")
         if request.version in self.versions and key not in _warnings:
             _warnings.add(key)
             text = "hip_ops: %s: this version of %s does not take %s %s; such calls run another version"
             logger.warning(text, request.source, self.name, str(first.dtype).removeprefix("torch."), tuple(first.shape))
-
-    def implementations(self, device: torch.device) -> list[tuple[Callable | None, Callable]]:
-        """Return the versions that run on `device` under the current selection, best first, each with its function of
-        `fits` or None.
-
-        The first call checks them and imports or builds what they need. Raises ValueError where a version requested by
-        name is not available, and RuntimeError while a graph is captured.
-        """
-        key = (device, selection().of(self.folder))
-        chosen = self._chosen.get(key)
-        if chosen is None:
-            with _checking:
-                chosen = self._chosen.get(key)
-                if chosen is None:
-                    versions, self.choices[key] = self._choose(*key, check=True)
-                    self._names[key] = versions
-                    chosen = [self._entry(name, *key) for name in versions]
-                    if versions[-1] == "reference":  # slower than the next version for these arguments
-                        slower = [name for name in versions if name in self.prefers and name != key[1].version]
-                        chosen[-1:-1] = [(self.fits[name], self._function_of(name)) for name in slower]
-                    self._chosen[key] = chosen
-                    logger.info("hip_ops: %s on %s: %s", self.name, device, self.choices[key])
-        return chosen
-
-    def _entry(self, version: str, device: torch.device, request: Request) -> tuple[Callable | None, Callable]:
-        takes = self.fits.get(version)
-        if version != request.version:
-            takes = self.prefers.get(version, takes)
-        if (device, version) in self.results or version != "compiled":
-            return takes, self._function_of(version)
-        self._unchecked.add(device)
-
-        def checked_at_first_call(*arguments):
-            with _checking:
-                failed = self._failure(version, device, check=True)
-            return (self.reference if failed else self._function_of(version))(*arguments)
-
-        return takes, checked_at_first_call
-
-    def choice(self, device: torch.device, check: bool = True) -> str:
-        """Say which version runs on `device` and why. check=False: without running, importing or building anything.
-
-        Raises ValueError where a version requested by name is not available.
-        """
-        key = (device, selection().of(self.folder))
-        if check:
-            self.implementations(device)
-            if device in self._unchecked:  # a compiled version behind another one: compared now, not at its first call
-                with _checking:
-                    self._failure("compiled", device, check=True)
-        return self.choices[key] if key in self.choices else self._choose(*key, check=False)[1]
-
-    def running(self, device: torch.device) -> tuple[str, ...]:
-        """Return the names of the versions that run on `device`, best first, as `implementations` has checked them.
-
-        A later one runs where the earlier ones do not take a call. Raises ValueError as `choice`.
-        """
-        self.implementations(device)
-        names = self._names[device, selection().of(self.folder)]
-        return tuple(dict.fromkeys("reference" if self._failure(name, device, check=False) else name for name in names))
-
-    def _choose(self, device: torch.device, request: Request, check: bool) -> tuple[list[str], str]:
-        """Return the versions up to the first that takes every call, and a text with their names and the reason."""
-        chosen, skipped = [], []
-        if request.version not in ("auto", *self.versions, "reference"):
-            skipped.append(f"it has no version {request.version!r}")
-        for version in self._order(device, request):
-            named = version == request.version
-            # Compiling takes seconds per operator, so behind another version it waits for the first call that needs it.
-            checked = check and not (version == "compiled" and chosen)
-            missing = self._missing(version, device, named)
-            why_not = missing or self._failure(version, device, checked)
-            if why_not is None:
-                chosen.append(version)
-                if version not in self.fits:
-                    break
-            elif named and (missing or version not in NOT_RUN):
-                raise mistake(
-                    request.source,
-                    f"version {version!r} of {self.name} is not available on {device}: {why_not}",
-                    f"auto, {', '.join(self.versions)}, reference, where available",
-                    "request auto",
-                )
-            else:
-                skipped.append(f"no {version}: {why_not.splitlines()[0]}")
-        text = ", then ".join(name + " where it takes the arguments" * (name in self.fits) for name in chosen)
-        return chosen, f"{text} ({'; '.join([request.source, *skipped])})"
-
-    def _order(self, device: torch.device, request: Request) -> tuple[str, ...]:
-        run = (version for version in self.versions if version not in NOT_RUN)
-        auto = ("reference",) if device.type == "cpu" else (*run, "reference")
-        if request.version in self.versions or request.version == "reference":
-            return (request.version, *(version for version in auto if version != request.version))
-        return auto
-
-    def _missing(self, version: str, device: torch.device, named: bool) -> str | None:
-        reason = availability.missing(version, device, named)
-        if reason is None and version in self.available:
-            reason = self.available[version](device)
-        return reason
-
-    def _failure(self, version: str, device: torch.device, check: bool) -> str | None:
-        """Return the failure of the self-check of `version` on `device`, or None. The check runs once per process and
-        device.
-        """
-        if version == "reference" or not check and (device, version) not in self.results:
-            return None
-        result = self.results.get((device, version))
-        if result is None:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    f"hip_ops: {self.name} was first used on {device} while a graph is captured. It must be compared "
-                    "with its reference "
-                    f"before. Fix: call hip_ops.warm_up({str(device)!r}) before the capture"
-                )
-            result = self.results[device, version] = self._check(version, device)
-        return None if result == "passed" else f"it failed its self-check: {result}"
-
-    def difference(self, candidate: Callable, device: torch.device, version: str | None = None) -> str | None:
-        """Return None if `candidate` agrees with the reference on all examples of `version`, otherwise both numbers at
-        the worst place. Raises the candidate's errors.
-        """
-        return self.differences(candidate, device, (PLAIN_CALL,), version)[0]
-
-    def differences(
-        self, candidate: Callable, device: torch.device, conditions: Sequence[Condition], version: str | None = None
-    ) -> list[str | None]:
-        """Return for each condition what `difference` returns for the plain call."""
-        options = {"compare": self.compare, "tolerance": self.tolerances.get(version, self.tolerance)}
-        options |= {"written": self.written, "repeats": version not in ANY_ORDER}
-        result_texts: list[str | None] = [None] * len(conditions)
-        for example in (*self.examples, *self.more_examples.get(version, ())):
-            places = [place for place, text in enumerate(result_texts) if text is None]
-            remaining = [conditions[place] for place in places]
-            texts = differences(candidate, self.reference, example, device, remaining, **options) if places else []
-            for place, text in zip(places, texts, strict=True):
-                result_texts[place] = text
-        return result_texts
-
-    def _check(self, version: str, device: torch.device) -> str:
-        try:
-            problem = self.difference(self._function_of(version), device, version)
-        except Exception as error:  # a failed build, launch or compilation; other versions still work
-            problem = f"{type(error).__name__}: {error}"
-        if problem is None:
-            return "passed"
-        if (device, version, problem) not in _warnings:
-            _warnings.add((device, version, problem))
-            text = "hip_ops: version %s of %s failed its self-check on %s and is not used. %s"
-            logger.warning(text, version, self.name, device, problem)
-        return problem
 
     def _function_of(self, version: str) -> Callable:
         if version == "reference":
@@ -396,7 +428,7 @@ def all_operators() -> list[Operator]:
     return list(OPERATORS.values())
 
 
-def warm_up(device: torch.device | str, operators: Iterable[Operator] | None = None) -> dict[str, str]:
+def warm_up(device: torch.device | str, operators: Iterable[Versions] | None = None) -> dict[str, str]:
     """Choose and checks the versions of all operators on `device` before their first use. Required before a graph is
     captured.
 
@@ -409,14 +441,14 @@ def warm_up(device: torch.device | str, operators: Iterable[Operator] | None = N
     }
 
 
-def running(device: torch.device | str) -> dict[str, tuple[str, ...]]:
-    """Check all operators and return by operator the names of the versions that run, best first; and, where such a
+def running(device: torch.device | str, others: Iterable[Versions] = ()) -> dict[str, tuple[str, ...]]:
+    """Check all operators, and `others`, and return by name the versions that run, best first; and, where such a
     version uses them, the library of the HIP kernels and the release of Triton.
 
     A compiled version behind another one is not compiled: `warm_up` and the first call that needs it do that.
     """
     device = _indexed(device)
-    chosen = {operator.name: operator.running(device) for operator in all_operators()}
+    chosen = {operator.name: operator.running(device) for operator in (*all_operators(), *others)}
     used = {version for versions in chosen.values() for version in versions}
     if "hip" in used and (loaded := identity(device)):
         chosen[LIBRARY] = (loaded,)
@@ -425,19 +457,19 @@ def running(device: torch.device | str) -> dict[str, tuple[str, ...]]:
     return chosen
 
 
-def report(device: torch.device | str, check: bool = True) -> list[str]:
-    """Return lines that say which version of each operator runs on `device` and why; `check` and errors as in
-    `Operator.choice`.
+def report(device: torch.device | str, check: bool = True, others: Iterable[Versions] = ()) -> list[str]:
+    """Return lines that say which version of each operator, and of `others`, runs on `device` and why; `check` and
+    errors as in `Versions.choice`.
     """
     device = _indexed(device)
-    return table({operator.name: operator.choice(device, check) for operator in all_operators()})
+    return table({operator.name: operator.choice(device, check) for operator in (*others, *all_operators())})
 
 
 def table(choices: dict[str, str]) -> list[str]:
     """Format `choices`: one line per folder whose operators agree, or one line if all operators agree."""
     folders: dict[str, dict[str, str]] = {}
     for name, choice in choices.items():
-        folder = OPERATORS[name].folder
+        folder = OPERATORS[name].folder if name in OPERATORS else name
         folders.setdefault(folder, {})[f"{folder}.{name}"] = choice
     rows = {}
     for folder, mine in folders.items():

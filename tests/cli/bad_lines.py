@@ -132,7 +132,7 @@ def excluded(rng: random.Random) -> Line:
     other, only, _ = rng.choice(others)
     choices = FIELDS[other].metadata["choices"]
     if choices:
-        wrong = rng.choice([choice for choice in choices if choice != only])
+        wrong = rng.choice([choice for choice in choices if choice not in (only, "auto")])
     else:
         wrong = (not only) if isinstance(only, bool) else 2 if isinstance(only, int) else 0.001
     if (key, other) == ("cluster.deterministic", "parallel.nccl_ub") or get(recipe, key) != value:

@@ -5,12 +5,14 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hip_ops.runtime.architecture import architecture
 from tests.no_waiting import no_waiting
-from zaya_plugin.model.block_attention import CudnnKernel, block_attention, block_kernel
+from zaya_plugin.model.block_attention import block_attention, takes_blocks
 from zaya_plugin.model.core_attention import (
+    MEASURED,
     VERSIONS,
+    attention_of,
     causal_attention,
-    checked_attention,
     core_attention,
     document_attention,
     lower_right_mask,
@@ -49,7 +51,7 @@ def compare(attend, mask, rows, keys):
 def skip_without_package(backend):
     """Skip if the package of `backend` is not installed."""
     try:
-        core_attention(backend)
+        core_attention(backend, "whole", torch.bfloat16, 8, 2, 128, False).choice(torch.device("cuda", 0), check=False)
     except ValueError as missing:
         pytest.skip(str(missing))
 
@@ -58,18 +60,31 @@ def skip_without_package(backend):
 @pytest.mark.parametrize("backend", VERSIONS)
 def test_queries_at_the_end_of_the_keys(backend, rows, keys):
     skip_without_package(backend)
-    attend = core_attention(backend)
+    attend = attention_of(backend)
     compare(lambda *qkv: attend(*qkv, SCALE), lower_right_mask(rows, keys, torch.device("cuda")), rows, keys)
 
 
 @pytest.mark.parametrize("backend", VERSIONS)
 def test_the_check_before_the_first_use_accepts_it(backend):
     skip_without_package(backend)
-    for rows in (256, 64):
-        assert checked_attention(backend, random(rows, 8, 1), random(256, 2, 2)) is core_attention(backend)
+    device = torch.device("cuda", torch.cuda.current_device())
+    for form in ("whole", "chunks"):
+        versions = core_attention(backend, form, torch.bfloat16, 8, 2, 128, False).running(device)
+        assert [version for version in versions if version != "blocks"] == [backend]
 
 
-@pytest.mark.parametrize("backend", [each for each in VERSIONS if each != "cudnn"])
+def test_auto_takes_the_fastest_that_was_measured():
+    device = torch.device("cuda", torch.cuda.current_device())
+    (version,) = core_attention("auto", "whole", torch.bfloat16, 8, 2, 128, False).running(device)
+    for faster in (*MEASURED.get(architecture(device), ()), "sdpa"):
+        if faster == version:
+            return
+        with pytest.raises(pytest.skip.Exception):
+            skip_without_package(faster)
+    raise AssertionError(version)
+
+
+@pytest.mark.parametrize("backend", [version for version in VERSIONS if version != "cudnn"])
 def test_deterministic_gradients_have_the_same_bits(backend):
     skip_without_package(backend)
     inputs = [random(2048, 8, 1), random(2048, 2, 2), random(2048, 2, 3)]
@@ -77,7 +92,7 @@ def test_deterministic_gradients_have_the_same_bits(backend):
     torch.use_deterministic_algorithms(True)
     try:
         first, *others = (
-            torch.autograd.grad((core_attention(backend)(*inputs, SCALE) * weights).sum(), inputs) for _ in range(4)
+            torch.autograd.grad((attention_of(backend)(*inputs, SCALE) * weights).sum(), inputs) for _ in range(4)
         )
     finally:
         torch.use_deterministic_algorithms(False)
@@ -102,18 +117,16 @@ def test_a_whole_sequence_with_each_kernel_of_torch(kernel):
 )
 @pytest.mark.parametrize("rows", [1024, 100])
 def test_chunks_in_blocks(shard, rows):
-    kernel = block_kernel(random(rows, 8, 1), random(2 * rows, 2, 2))
-    if kernel is None:
-        pytest.skip("cuDNN's attention cannot be had here")
-    assert isinstance(kernel, CudnnKernel)
+    if not takes_blocks(random(rows, 8, 1), random(2 * rows, 2, 2)):
+        pytest.skip("torch would not choose cuDNN's attention")
     mask = torch.arange(2 * rows, device="cuda") <= shard.positions(2 * rows, "cuda")[:, None]
-    compare(lambda *qkv: block_attention(*qkv, shard.starts(rows), SCALE, kernel), mask, rows, 2 * rows)
+    compare(lambda *qkv: block_attention(*qkv, SCALE, shard.starts(rows)), mask, rows, 2 * rows)
 
 
 def test_deterministic_algorithms_take_no_blocks():
     torch.use_deterministic_algorithms(True)
     try:
-        assert block_kernel(random(64, 8, 1), random(128, 2, 2)) is None
+        assert not takes_blocks(random(64, 8, 1), random(128, 2, 2))
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -84,7 +84,6 @@ def test_the_stand_in_shows_the_reported_defects(install):
 
 def test_what_cannot_be_used_is_refused(install, monkeypatch):
     install(stand_in.VERSIONS[-1])
-    start, end = "core_attention=aiter: ", "Fix: cluster.core_attention=sdpa."
     for version, reason in (
         (None, "AITER is not installed (package amd-aiter"),
         ("0.1.7.post2", "is older than 0.1.14"),
@@ -92,7 +91,7 @@ def test_what_cannot_be_used_is_refused(install, monkeypatch):
         monkeypatch.setattr(runtime_aiter, "installed", lambda version=version: version)
         with pytest.raises(ValueError) as raised:
             aiter_flash()
-        assert str(raised.value).startswith(start) and reason in str(raised.value) and str(raised.value).endswith(end)
+        assert reason in str(raised.value) and "(allowed: the releases 0.1.14.post1" in str(raised.value)
     monkeypatch.setattr(runtime_aiter, "installed", lambda: "0.1.20.post1")
     older = types.SimpleNamespace(flash_attn_func=lambda q, k, v, softmax_scale, causal: None)
     for module, reason in (
@@ -106,4 +105,4 @@ def test_what_cannot_be_used_is_refused(install, monkeypatch):
         monkeypatch.setitem(sys.modules, "aiter", module)
         with pytest.raises(ValueError) as raised:
             aiter_flash()
-        assert str(raised.value).startswith(start + reason) and str(raised.value).endswith(end)
+        assert str(raised.value).startswith(reason)

@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from zaya_plugin.model import block_attention as module
-from zaya_plugin.model.block_attention import CpuKernel, block_attention, block_kernel, joined
+from zaya_plugin.model.block_attention import CpuKernel, block_attention, joined
+from zaya_plugin.model.core_attention import core_attention
 from zaya_plugin.parallel.context_order import ContextShard
 
 SHARDS = [
@@ -41,7 +41,7 @@ def test_every_rank_and_order(shard, dtype, bound):
     given, exact = inputs(shard, dtype=dtype), inputs(shard, dtype=dtype)
     exact = [x.detach().double().requires_grad_() for x in exact]
     starts = shard.starts(len(given[0]))
-    got, expected = block_attention(*given, starts, 0.3, CpuKernel()), masked(*exact, shard)
+    got, expected = block_attention(*given, 0.3, starts), masked(*exact, shard)
     weights = torch.randn(got.shape, generator=torch.Generator().manual_seed(4))
     grads = torch.autograd.grad(got, given, weights.to(dtype))
     expected_grads = torch.autograd.grad(expected, exact, weights.double())
@@ -53,7 +53,7 @@ def test_every_rank_and_order(shard, dtype, bound):
 def test_keys_behind_the_last_chunk_get_no_gradient():
     shard = ContextShard("zigzag", 2, 1)  # chunks 1 and 2 of 4
     given = inputs(shard)
-    block_attention(*given, shard.starts(10), 0.3, CpuKernel()).sum().backward()
+    block_attention(*given, 0.3, shard.starts(10)).sum().backward()
     assert given[1].grad[15:].abs().sum() == 0 and given[2].grad[15:].abs().sum() == 0
     assert (given[2].grad[:15].abs().amin((1, 2, 3)) > 0).all()
 
@@ -68,15 +68,16 @@ def test_results_over_two_sets_of_keys_are_joined_without_overflow():
 
 
 def test_the_kernel_is_checked_before_its_first_use(monkeypatch, caplog):
-    query, key, value = inputs(ContextShard(), dtype=torch.float32)
-    assert isinstance(block_kernel(query, key), CpuKernel)
+    def versions():
+        core_attention.cache_clear()
+        return core_attention("sdpa", "chunks", torch.float32, 4, 2, 8, False).running(torch.device("cpu"))
+
+    assert versions() == ("blocks", "sdpa")
     forward = CpuKernel.forward
     monkeypatch.setattr(
         CpuKernel, "forward", lambda self, q, k, v, causal, scale: forward(self, q, k, v, causal, scale * 1.1)
     )
-    module._checked.cache_clear()
-    assert block_kernel(query, key) is None and "differs by" in caplog.text
+    assert versions() == ("sdpa",) and "the result differs by" in caplog.text
     monkeypatch.setattr(CpuKernel, "backward", lambda self, *tensors: None)  # as if torch had other arguments
-    module._checked.cache_clear()
-    assert block_kernel(query, key) is None and "TypeError" in caplog.text
-    module._checked.cache_clear()
+    assert versions() == ("sdpa",) and "TypeError" in caplog.text
+    core_attention.cache_clear()

@@ -13,16 +13,16 @@ import torch
 
 from tests.stand_ins import aiter as stand_in
 from zaya_plugin.model import core_attention as module
-from zaya_plugin.model.attention_check import check_attention
 from zaya_plugin.model.core_attention import (
+    attention_of,
     causal_attention,
-    checked_attention,
+    chunk_by_chunk,
     core_attention,
     lower_right_mask,
-    running,
 )
 
 TE_PATH = Path(__file__).parents[1] / "stand_ins" / "te_path"
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,11 @@ def nothing_is_kept():
     """Versions are made, and checked, anew in every test."""
     yield
     core_attention.cache_clear()
-    module._checked.cache_clear()
+    attention_of.cache_clear()
+
+
+def operator(version, form="whole", dtype=torch.float32, exact=False):
+    return core_attention(version, form, dtype, 4, 2, 8, exact)
 
 
 def qkv(rows, keys, heads=4, groups=2, d=8, dtype=torch.float32):
@@ -54,14 +58,11 @@ def test_queries_at_the_end_of_the_keys_see_what_they_see_in_the_whole_sequence(
 def test_a_version_without_its_package_is_named(name, blocked, monkeypatch):
     monkeypatch.setitem(sys.modules, blocked, None)
     monkeypatch.delitem(sys.modules, f"{blocked}.pytorch", raising=False)
-    with pytest.raises(ValueError, match=f"core_attention={name}: .*Fix: cluster.core_attention=sdpa"):
-        core_attention(name)
-
-
-def test_an_unknown_version_is_named():
-    allowed = "sdpa, cudnn, flash_attn, flash_attn_4, aiter, transformer_engine"
-    with pytest.raises(ValueError, match=f"core_attention=flash: no such version. Allowed: {allowed}"):
-        core_attention("flash")
+    message = (
+        f"cluster.core_attention={name}: version '{name}' of core_attention is not available on cpu: .*Allowed: auto, "
+    )
+    with pytest.raises(ValueError, match=message):
+        operator(name).choice(CPU, check=False)
 
 
 def flash_attn_func(query, key, value, softmax_scale, causal, deterministic):
@@ -105,13 +106,12 @@ def test_a_package_passes_the_check_and_gives_the_results_of_sdpa(package, deter
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     dtype, tolerance = (torch.bfloat16, 1e-2) if name == "aiter" else (torch.float32, 1e-6)
-    for rows in (5, 3):
+    for rows, form, starts in ((5, "whole", ()), (3, "chunks", ((2,),))):
         query, key, value = qkv(rows, 5, dtype=dtype)
-        attend = checked_attention(name, query, key)
-        assert attend is core_attention(name)
-        got, expected = attend(query, key, value, 0.3), causal_attention(query, key, value, 0.3)
+        attend = operator(name, form, dtype, deterministic)
+        assert attend.running(CPU) == (name,) and f"checking {name} for {form}" in caplog.text
+        got, expected = attend(query, key, value, 0.3, *starts), causal_attention(query, key, value, 0.3)
         torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
-    assert f"{name} for whole sequences" in caplog.text and f"{name} for queries at the end" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -123,14 +123,16 @@ def test_a_package_passes_the_check_and_gives_the_results_of_sdpa(package, deter
     ],
 )
 def test_a_reported_defect_of_aiter_makes_sdpa_the_version(defect, reason, monkeypatch, caplog):
+    """This project has not run AITER, so a request by name could not know the defect; the log says it."""
     stand_in.install(monkeypatch, stand_in.VERSIONS[-1], defect)
-    query, key, _ = qkv(5, 5, dtype=torch.bfloat16)
-    assert checked_attention("aiter", query, key) is causal_attention
-    assert re.search(f"core_attention=aiter is not used for whole sequences: .*{reason}", caplog.text), caplog.text
+    assert operator("aiter", dtype=torch.bfloat16).running(CPU) == ("sdpa",)
+    assert re.search(f"version aiter of core_attention failed its self-check on cpu .*{reason}", caplog.text), (
+        caplog.text
+    )
 
 
 @pytest.mark.parametrize("wrong", ["alignment", "scale", "constant", "beyond 256"])
-def test_wrong_results_of_a_version_make_sdpa_the_version(wrong, monkeypatch, caplog):
+def test_wrong_results_of_a_version_end_the_run_or_are_left_by_auto(wrong, monkeypatch, caplog):
     def attend(query, key, value, scale):
         if wrong == "alignment":  # a mask at the upper left
             return causal_attention(query, key[: len(query)], value[: len(query)], scale)
@@ -139,38 +141,57 @@ def test_wrong_results_of_a_version_make_sdpa_the_version(wrong, monkeypatch, ca
             out = torch.cat((out[:256], out[256:] * torch.inf))
         return out.detach() if wrong == "constant" else out
 
-    monkeypatch.setitem(module.VERSIONS, "cudnn", lambda name: attend)
-    query, key, _ = qkv(3, 5)
-    assert checked_attention("cudnn", query, key) is causal_attention
-    assert "core_attention=cudnn is not used for queries at the end of the keys" in caplog.text
-    whole = checked_attention("cudnn", key, key)
-    assert whole is (attend if wrong == "alignment" else causal_attention)
+    versions = {"flash_attn": attend, "sdpa": causal_attention}
+    monkeypatch.setattr(module, "attention_of", versions.__getitem__)
+    monkeypatch.setattr(module, "MEASURED", {"cpu": ("flash_attn",)})
+    form = "chunks" if wrong == "alignment" else "whole"
+    with pytest.raises(ValueError, match="cluster.core_attention=flash_attn: .* it failed its self-check: "):
+        operator("flash_attn", form).choice(CPU)
+    if form == "whole":
+        automatic = operator("auto", dtype=torch.bfloat16)
+        assert automatic.running(CPU) == ("sdpa",) and "no flash_attn: it failed its self-check" in automatic.choice(
+            CPU
+        )
+        assert "version flash_attn of core_attention failed its self-check on cpu" in caplog.text
 
 
-def test_the_names_of_what_runs(monkeypatch):
-    """They are known before a call, and the check of a call is the same one."""
-    sizes, checks = (torch.device("cpu"), torch.float32, 4, 2, 8), []
-
-    def check(*positional, **named):
-        checks.append(named["starts"])
-        return check_attention(*positional, **named)
-
-    def upper_left(query, key, value, scale):
-        return causal_attention(query, key[: len(query)], value[: len(query)], scale)
-
-    monkeypatch.setattr(module, "check_attention", check)
-    monkeypatch.setitem(module.VERSIONS, "flash_attn", lambda name: upper_left)
-    assert running("sdpa", *sizes, False) == ("sdpa",) and running("sdpa", *sizes, True) == ("sdpa in blocks",)
-    assert running("flash_attn", *sizes, False) == ("flash_attn",)
-    assert running("flash_attn", *sizes, True) == ("flash_attn", "sdpa")
-    before = len(checks)
-    assert checked_attention("flash_attn", *qkv(3, 5)[:2]) is causal_attention
-    assert checked_attention("flash_attn", *qkv(5, 5)[:2]) is upper_left and len(checks) == before
+def test_what_auto_takes(monkeypatch):
+    """The first that is installed of those measured on the architecture, in half precision; else torch's."""
+    monkeypatch.setattr(module, "MEASURED", {"cpu": ("flash_attn", "cudnn")})
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    choice = operator("auto", dtype=torch.bfloat16).choice(CPU)
+    assert choice.startswith("sdpa (cluster.core_attention=auto; no flash_attn: its package cannot be imported")
+    assert "no cudnn: this torch is not built with cuDNN" in choice
+    core_attention.cache_clear()
+    install(monkeypatch, "flash_attn")
+    whole = operator("auto", dtype=torch.bfloat16)
+    assert whole.choice(CPU) == "flash_attn (cluster.core_attention=auto)" and whole.running(CPU) == ("flash_attn",)
+    for other in (operator("auto"), operator("auto", dtype=torch.bfloat16, exact=True), operator("auto", "documents")):
+        assert other.choice(CPU) == "sdpa (cluster.core_attention=auto)"
+    chunks = operator("auto", "chunks", torch.bfloat16).choice(CPU)
+    assert chunks == "blocks where it takes the arguments, then sdpa (cluster.core_attention=auto)"
 
 
-def test_where_torch_itself_is_wrong_the_run_ends(monkeypatch):
-    monkeypatch.setitem(module.VERSIONS, "cudnn", lambda name: lambda query, key, value, scale: query.flatten(2))
-    monkeypatch.setitem(module.VERSIONS, "sdpa", lambda name: lambda query, key, value, scale: query.flatten(2))
-    query, key, _ = qkv(5, 5)
-    with pytest.raises(RuntimeError, match="core_attention=sdpa: torch's attention is wrong on cpu"):
-        checked_attention("cudnn", query, key)
+def test_chunks_of_torch_are_computed_in_blocks_or_chunk_by_chunk(monkeypatch):
+    query, key, value = qkv(6, 9)
+    expected = chunk_by_chunk(causal_attention, query, key, value, 0.3, (0, 6))
+    torch.testing.assert_close(operator("sdpa", "chunks")(query, key, value, 0.3, (0, 6)), expected, rtol=0, atol=1e-6)
+    core_attention.cache_clear()
+    monkeypatch.setattr(module, "takes_blocks", lambda *arguments: False)
+    choice, got = operator("sdpa", "chunks").choice(CPU), operator("sdpa", "chunks")(query, key, value, 0.3, (0, 6))
+    assert choice.startswith("sdpa (cluster.core_attention=sdpa; no blocks: ") and torch.equal(got, expected)
+
+
+def test_packed_documents_say_that_another_version_does_not_take_them(caplog):
+    documents = operator("flash_attn", "documents")
+    assert documents.running(CPU) == ("sdpa",) and "it has no version 'flash_attn'" in documents.choice(CPU)
+    assert "cluster.core_attention=flash_attn: this version takes no packed documents" in caplog.text
+
+
+def test_where_no_version_is_right_the_run_ends(monkeypatch):
+    monkeypatch.setattr(module.CoreAttention, "_failure", lambda self, *version: "it failed its self-check: x")
+    with pytest.raises(
+        ValueError, match="cluster.core_attention=auto: no version of core_attention is available on cpu"
+    ):
+        operator("auto").choice(CPU)

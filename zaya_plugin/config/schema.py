@@ -639,10 +639,10 @@ class ClusterConfig:
         resume=MAY_CHANGE,
     )
     core_attention: str = option(
-        "sdpa",
-        "softmax attention: sdpa (torch chooses), cudnn (through torch), or the package of that name. "
-        "docs/parallelism.md",
-        choices=("sdpa", "cudnn", "flash_attn", "flash_attn_4", "aiter", "transformer_engine"),
+        "auto",
+        "softmax attention: auto, the fastest that is installed, passes its check and was measured on the device; sdpa "
+        "(torch chooses), cudnn (through torch), or the package of that name. docs/parallelism.md",
+        choices=("auto", "sdpa", "cudnn", "flash_attn", "flash_attn_4", "aiter", "transformer_engine"),
         resume=MAY_CHANGE,
     )
     kernels: str = own(

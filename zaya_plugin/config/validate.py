@@ -117,7 +117,8 @@ def _exclusions(recipe: Recipe, world_size: int) -> Iterator[str]:
     for (key, value), excluded in EXCLUSIONS.items():
         if get(recipe, key) == value:
             for other, only, why in excluded:
-                yield from must_be(recipe, other, only, f"{key}={as_typed(value)}", why)
+                if get(recipe, other) != "auto":  # which takes what runs
+                    yield from must_be(recipe, other, only, f"{key}={as_typed(value)}", why)
     if recipe.handover.from_hf is not None:
         yield from must_be(
             recipe, "handover.from_run", None, "handover.from_hf", "the stage starts from published weights"

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from torch import Tensor
 
 from hip_ops.runtime import aiter
-from zaya_plugin.errors import mistake
 
 logger = logging.getLogger(__name__)
 FIRST = "0.1.14"
@@ -33,9 +32,7 @@ def aiter_flash() -> Callable[..., Tensor]:
     """
     problem = aiter.missing(FIRST) or FLASH.problem()
     if problem is not None:
-        raise mistake(
-            "core_attention", "aiter", problem=problem, allowed=aiter.RELEASES, fix="cluster.core_attention=sdpa"
-        )
+        raise ValueError(f"{problem} (allowed: {aiter.RELEASES})")
     logger.warning("core attention of aiter %s: this project has not run it on any device", aiter.installed())
     return _flash
 

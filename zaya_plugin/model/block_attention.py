@@ -11,50 +11,24 @@ log-sum-exp each block's backward pass gives its share of the gradients (FlashAt
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 import hip_ops
-from zaya_plugin.model.attention_check import check_attention
 
-logger = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 
-class BlockKernel(Protocol):
-    """Attention of queries [b, n, s, d] to keys and values [b, g, t, d]; causal: s = t, and each query sees the keys up
-    to its own.
-    """
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
-        """Return the result [b, n, s, d], the log-sum-exp of the scaled scores [b, n, s, 1], and further tensors that
-        `backward` needs.
-        """
-
-    def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        sums: Tensor,
-        *more: Tensor,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of query, key and value. out and sums cover all keys; key and value may be a part of
-        them.
-        """
-
-
 class CudnnKernel:
-    """cuDNN's attention through torch's operators."""
+    """cuDNN's attention of queries [b, n, s, d] to keys and values [b, g, t, d], through torch's operators. causal: s = t,
+    and each query sees the keys up to its own.
+
+    forward returns the result [b, n, s, d], the log-sum-exp of the scaled scores [b, n, s, 1], and further tensors that
+    backward needs. backward returns the gradients of query, key and value; out and sums cover all keys, of which key and
+    value may be a part.
+    """
 
     def forward(self, query, key, value, causal, scale):
         out, sums, _, _, _, _, *philox, _ = aten._scaled_dot_product_cudnn_attention(
@@ -70,7 +44,7 @@ class CudnnKernel:
 
 
 class CpuKernel:
-    """torch's attention for CPUs. It has no grouped heads, so keys and values are repeated for the heads that share
+    """The same by torch's attention for CPUs. It has no grouped heads, so keys and values are repeated for the heads that share
     them.
     """
 
@@ -106,7 +80,8 @@ class BlockAttention(torch.autograd.Function):
     """Autograd of `block_attention`. Saves the inputs, the result and the log-sum-exps."""
 
     @staticmethod
-    def forward(ctx, query, key, value, starts, scale, kernel):
+    def forward(ctx, query, key, value, scale, starts):
+        kernel = CudnnKernel() if query.is_cuda else CpuKernel()
         rows = len(query) // len(starts)
         context, sums, more = torch.empty_like(query), [], []
         for q, result, start in zip(query.split(rows), context.split(rows), starts, strict=True):
@@ -128,11 +103,11 @@ class BlockAttention(torch.autograd.Function):
         query, key, value, context, *kept = ctx.saved_tensors
         chunks = len(ctx.starts)
         rows, sums, rest = len(query) // chunks, kept[:chunks], kept[chunks:]
-        each = len(rest) // chunks
+        count = len(rest) // chunks  # of a chunk
         grad_query, grad_key, grad_value = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
         pieces = zip(*(x.split(rows) for x in (query, context, grad, grad_query)), strict=True)
         for chunk, (q, out, g, grad_q) in enumerate(pieces):
-            start, more = ctx.starts[chunk], rest[chunk * each : (chunk + 1) * each]
+            start, more = ctx.starts[chunk], rest[chunk * count : (chunk + 1) * count]
             for keys, causal in ((slice(start, start + rows), True), (slice(0, start), False)):
                 if keys.stop == 0:
                     continue
@@ -140,7 +115,7 @@ class BlockAttention(torch.autograd.Function):
                 shares = ctx.kernel.backward(g_, q_, k_, v_, out_, sums[chunk], *more, causal=causal, scale=ctx.scale)
                 for total, share in zip((grad_q, grad_key[keys], grad_value[keys]), shares, strict=True):
                     total += share.permute(2, 0, 1, 3)
-        return grad_query, grad_key, grad_value, None, None, None
+        return grad_query, grad_key, grad_value, None, None
 
 
 def heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -148,55 +123,25 @@ def heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.permute(1, 2, 0, 3) for x in tensors)
 
 
-def block_attention(
-    query: Tensor, key: Tensor, value: Tensor, starts: Sequence[int], scale: float, kernel: BlockKernel
-) -> Tensor:
+def block_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, starts: Sequence[int]) -> Tensor:
     """Compute softmax(scale * q k^T + causal mask) v of chunks of a sequence that begin at positions `starts`.
 
     Args: query [s, b, n, d], equal chunks one behind the other; key and value [t, b, g, d] of the sequence, at least up
     to the last chunk's end, n a multiple of g. Returns [s, b, n * d]. Not differentiable twice.
     """
-    return BlockAttention.apply(query, key, value, tuple(starts), scale, kernel).flatten(2)
+    return BlockAttention.apply(query, key, value, scale, tuple(starts)).flatten(2)
 
 
-def block_kernel(query: Tensor, key: Tensor) -> BlockKernel | None:
-    """Return the kernel for blocks of such queries [s, b, n, d] and keys [t, b, g, d], or None; logged at its first
-    use.
+def takes_blocks(query: Tensor, key: Tensor, *_) -> bool:
+    """Return whether `block_attention` takes such queries [s, b, n, d] and keys [t, b, g, d].
 
-    On a GPU this is cuDNN's kernel, if torch would choose it for a whole sequence. Its backward pass is not
-    deterministic, so the result is None under deterministic algorithms.
+    On a GPU it does where torch would choose cuDNN's kernel for a whole sequence. That kernel's backward pass is not
+    deterministic.
     """
     if not query.is_cuda:
-        return _checked("cpu", query.device, query.dtype, query.shape[-1])
+        return True
     if torch.are_deterministic_algorithms_enabled():
-        return None
+        return False
     query, key = heads_first(query, key)
-    usable = torch.backends.cuda.can_use_cudnn_attention(
-        torch.backends.cuda.SDPAParams(query, key, key, None, 0.0, True, True)
-    )
-    return _checked("cudnn", query.device, query.dtype, query.shape[-1]) if usable else None
-
-
-@functools.cache
-def _checked(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> BlockKernel | None:
-    """Return the kernel if its results are right here, else None; torch may change these operators without notice."""
-    kernel, starts = {"cudnn": CudnnKernel, "cpu": CpuKernel}[name](), (0, 48)
-    found = check_attention(
-        lambda query, key, value, scale: block_attention(query, key, value, starts, scale, kernel),
-        device=device,
-        dtype=dtype,
-        heads=4,
-        groups=2,
-        head_dim=head_dim,
-        rows=16,
-        starts=starts,
-    )
-    if found:
-        logger.warning(
-            "attention by blocks with %s is not used: %s. torch's other kernels are used for queries at the end of the keys",
-            name,
-            found,
-        )
-        return None
-    logger.info("core attention of chunks of a sequence: in blocks, %s", name)
-    return kernel
+    parameters = torch.backends.cuda.SDPAParams(query, key, key, None, 0.0, True, True)
+    return torch.backends.cuda.can_use_cudnn_attention(parameters)

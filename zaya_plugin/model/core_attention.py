@@ -2,11 +2,18 @@
 """Causal softmax attention with Megatron's core-attention interface, on context-parallel ranks and packed documents
 too.
 
-`config.core_attention` names one of `VERSIONS`. All have one interface: this rank's queries against the keys and values
-of the sequence up to the last query, the mask aligned at the end (lower right). At its first use on a device a version
-is compared with attention written out, gradients included; a version that fails is replaced by `sdpa` with a warning.
-`sdpa` and `cudnn` compute a context-parallel rank's chunks in blocks where that is faster (block_attention.py). Packed
-documents use torch's flex_attention on an accelerator and a mask of all pairs elsewhere, with any version.
+`config.core_attention` names a version of the operator `CoreAttention`, or `auto`. All versions have one interface: this
+rank's queries against the keys and values of the sequence up to the last query, the mask aligned at the end (lower
+right). At its first use on a device a version is compared with attention written out, gradients included; hip_ops'
+runtime chooses, compares and reports, as for every other operator. A call has one of three forms:
+
+    whole      all queries of a sequence: every version; `auto` takes the fastest that was measured (MEASURED)
+    chunks     a context-parallel rank's chunks of queries: with auto, sdpa and cudnn in blocks (block_attention.py)
+               where torch has a kernel for them, otherwise chunk by chunk by the version itself
+    documents  packed documents: by torch with every value of the key, flex_attention on an accelerator and a mask of all
+               pairs elsewhere; the log says so where another version is requested
+
+A version that is requested by name and is not available, or is wrong, raises; `auto` takes the next one.
 """
 
 from __future__ import annotations
@@ -26,10 +33,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from zaya_plugin.errors import mistake
+from hip_ops.runtime.architecture import architecture
+from hip_ops.runtime.operator import Versions
+from hip_ops.runtime.selection import Request
 from zaya_plugin.model.aiter_attention import aiter_flash
-from zaya_plugin.model.attention_check import check_attention
-from zaya_plugin.model.block_attention import block_attention, block_kernel
+from zaya_plugin.model.block_attention import block_attention, takes_blocks
 from zaya_plugin.parallel.context_order import ContextShard
 from zaya_plugin.parallel.key_value_gather import gather_key_value
 from zaya_plugin.parallel.packed_documents import PackedDocuments
@@ -37,6 +45,19 @@ from zaya_plugin.parallel.packed_documents import PackedDocuments
 logger = logging.getLogger(__name__)
 # (query [s, b, n, d], key and value [t, b, g, d], scale) -> [s, b, n * d]; the queries are the last s of t tokens
 Attention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+# The order of `auto` by architecture, in half precision: fastest first, as measured there in steps of ZAYA1-base
+# (docs/log.md, 2026-11-22: FlashAttention-4). sdpa follows, and is the only one elsewhere.
+MEASURED = {"sm_90": ("flash_attn_4", "cudnn")}
+# Modules with FlashAttention-2's function; flash_attn_4 is flash-attn-4, for Hopper and later.
+PACKAGES = {"flash_attn": "flash_attn", "flash_attn_4": "flash_attn.cute"}
+VERSIONS = ("cudnn", *PACKAGES, "aiter", "transformer_engine", "sdpa")
+FORMS = {"whole": VERSIONS, "chunks": ("blocks", *VERSIONS), "documents": ("sdpa",)}
+# Queries of the check, half as many a chunk. AITER's training kernel starts at 129 queries, another backward kernel at
+# 257 keys.
+ROWS = 320
+MAGNITUDES = (1.0, 6.0)  # of queries and keys: the second makes scores of about 36, where the softmax is nearly one-hot
+# Largest relative error (Frobenius norm) of the result and of each gradient; fp32 products may be TF32.
+TOLERANCES = {torch.float64: 1e-8, torch.float32: 5e-3, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -90,19 +111,6 @@ def _flex_attention() -> Callable:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def flash_package(name: str, module: str) -> Attention:
-    """Return attention by a module with FlashAttention-2's flash_attn_func.
-
-    Raises:
-        ValueError: it cannot be imported.
-    """
-    try:
-        flash = importlib.import_module(module).flash_attn_func
-    except Exception as missing:  # ImportError; OSError of a library that cannot be loaded; and others of a package
-        raise _unavailable(name, f"{module} with flash_attn_func cannot be imported here ({missing})") from missing
-    return folded(flash)
-
-
 def folded(flash: Callable) -> Attention:
     """Return attention by a function with FlashAttention-2's arguments: flash(q, k, v, *, softmax_scale, causal,
     deterministic).
@@ -123,17 +131,11 @@ def folded(flash: Callable) -> Attention:
     return attend
 
 
-def transformer_engine_attention(name: str) -> Attention:
+def transformer_engine_attention() -> Attention:
     """Return Transformer Engine's DotProductAttention, which chooses among cuDNN, FlashAttention and, on ROCm, CK and
     AITER itself.
-
-    Raises:
-        ValueError: it cannot be imported.
     """
-    try:
-        from transformer_engine.pytorch import DotProductAttention
-    except Exception as missing:  # ImportError; RuntimeError without its compiled part; OSError of a missing library
-        raise _unavailable(name, f"transformer_engine.pytorch cannot be imported here ({missing})") from missing
+    from transformer_engine.pytorch import DotProductAttention
 
     @functools.cache
     def module(heads: int, groups: int, head_dim: int, scale: float, exact: bool) -> nn.Module:
@@ -151,128 +153,180 @@ def transformer_engine_attention(name: str) -> Attention:
     return attend
 
 
-def torch_cudnn(name: str) -> Attention:
-    """Return `cudnn_attention`. Raises ValueError where torch has no cuDNN."""
-    if torch.version.cuda is None:
-        raise _unavailable(name, "this torch is not built with cuDNN")
-    return cudnn_attention
-
-
-def _unavailable(name: str, problem: str) -> ValueError:
-    return mistake(
-        "core_attention", name, problem=problem, allowed="sdpa without that package", fix="cluster.core_attention=sdpa"
-    )
-
-
-# Modules with FlashAttention-2's function; flash_attn_4 is flash-attn-4, for Hopper and later.
-PACKAGES = {"flash_attn": "flash_attn", "flash_attn_4": "flash_attn.cute"}
-# The values of cluster.core_attention, and the function that makes the version of that name.
-VERSIONS: dict[str, Callable[[str], Attention]] = {
-    "sdpa": lambda name: causal_attention,
-    "cudnn": torch_cudnn,
-    **{name: functools.partial(flash_package, module=module) for name, module in PACKAGES.items()},
-    "aiter": lambda name: folded(aiter_flash()),
-    "transformer_engine": transformer_engine_attention,
-}
-# Queries of the check. AITER's training kernel starts at 129 queries, another backward kernel at 257 keys.
-ROWS = 320
-IN_BLOCKS = (causal_attention, cudnn_attention)  # chunks of a sequence: by block_attention, where it has a kernel
-
-
 @functools.cache
-def core_attention(name: str) -> Attention:
-    """Return the version called `name`, unchecked.
+def attention_of(version: str) -> Attention:
+    """Return the version of that name for whole sequences, or queries at the end of the keys, unchecked.
 
-    Raises:
-        ValueError: there is no such version, or its package cannot be imported.
+    Raises the error of a package that cannot be imported, and ValueError for one that does not fit.
     """
-    if name not in VERSIONS:
-        raise mistake(
-            "core_attention",
-            name,
-            problem="no such version",
-            allowed=", ".join(VERSIONS),
-            fix="cluster.core_attention=sdpa",
-        )
-    return VERSIONS[name](name)
+    if version in PACKAGES:
+        return folded(importlib.import_module(PACKAGES[version]).flash_attn_func)
+    if version == "aiter":
+        return folded(aiter_flash())
+    if version == "transformer_engine":
+        return transformer_engine_attention()
+    if version == "cudnn" and torch.version.cuda is None:
+        raise ValueError("this torch is not built with cuDNN")
+    return cudnn_attention if version == "cudnn" else causal_attention
 
 
-def checked_attention(name: str, query: Tensor, key: Tensor) -> Attention:
-    """Return the version called `name` for queries [s, b, n, d] and keys [t, b, g, d], or sdpa if it fails the check.
-
-    Raises:
-        RuntimeError: sdpa itself fails.
-    """
-    sizes = (query.shape[2], key.shape[2], query.shape[3])
-    return _attention_for(name, query.device, query.dtype, *sizes, len(query) == len(key))
-
-
-def _attention_for(
-    name: str, device: torch.device, dtype: torch.dtype, heads: int, groups: int, head_dim: int, square: bool
-) -> Attention:
-    if name == "sdpa" and device.type != "cuda":  # torch's plain attention
-        return causal_attention
-    exact = torch.are_deterministic_algorithms_enabled()
-    return _checked(name, device, dtype, heads, groups, head_dim, square, exact)
-
-
-def running(
-    name: str, device: torch.device, dtype: torch.dtype, heads: int, groups: int, head_dim: int, in_chunks: bool
-) -> tuple[str, ...]:
-    """Check what the version called `name` runs for these heads of a rank, and return the names: for whole sequences,
-    and with `in_chunks` for a context-parallel rank's chunks.
-
-    Raises:
-        ValueError, RuntimeError: see `core_attention` and `checked_attention`.
-    """
-    if in_chunks and core_attention(name) in IN_BLOCKS:
-        query, key = (torch.empty(128, 1, count, head_dim, dtype=dtype, device=device) for count in (heads, groups))
-        if block_kernel(query, key) is not None:
-            return (f"{name} in blocks",)
-    found = (
-        _attention_for(name, device, dtype, heads, groups, head_dim, square)
-        for square in ((True, False) if in_chunks else (True,))
-    )
-    return tuple(name if attend is core_attention(name) else "sdpa" for attend in found)
-
-
-@functools.cache
-def _checked(
-    name: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    heads: int,
-    groups: int,
-    head_dim: int,
-    square: bool,
-    exact: bool,  # deterministic algorithms choose another kernel
-) -> Attention:
-    attend, start = core_attention(name), 0 if square else ROWS
-    queries = "whole sequences" if square else "queries at the end of the keys"
-    # Before the check: should a kernel end the process, the log names it.
-    logger.info("core attention: checking %s for %s of %d and %d heads in %s", name, queries, heads, groups, dtype)
-    found = check_attention(
-        attend, device=device, dtype=dtype, heads=heads, groups=groups, head_dim=head_dim, rows=ROWS, starts=(start,)
-    )
-    if not found:
-        logger.info("core attention: %s for %s", name, queries)
-        return attend
-    if name == "sdpa":
-        raise RuntimeError(
-            f"core_attention=sdpa: torch's attention is wrong on {device} for {queries} in {dtype}: {found}. "
-            f"Allowed: another version here, of {', '.join(VERSIONS)}. Fix: cluster.core_attention=flash_attn"
-        )
-    logger.warning("core_attention=%s is not used for %s: %s. sdpa is used.", name, queries, found)
-    return _checked("sdpa", device, dtype, heads, groups, head_dim, square, exact)
+def _missing(version: str, _: torch.device) -> str | None:
+    """Return why the package of `version` cannot be used, or None."""
+    try:
+        attention_of(version)
+    except ValueError as error:
+        return str(error)
+    except Exception as error:  # ImportError; OSError of a library that cannot be loaded; and others of a package
+        return f"its package cannot be imported ({error})"
+    return None
 
 
 def chunk_by_chunk(
-    attend: Attention, query: Tensor, key: Tensor, value: Tensor, starts: Sequence[int], scale: float
+    attend: Attention, query: Tensor, key: Tensor, value: Tensor, scale: float, starts: Sequence[int]
 ) -> Tensor:
     """Compute attention of each chunk of queries to the keys up to the chunk's end."""
     parts = query.chunk(len(starts))
     ends = [start + len(parts[0]) for start in starts]
     return torch.cat([attend(part, key[:end], value[:end], scale) for part, end in zip(parts, ends, strict=True)])
+
+
+def attention_written_out(query: Tensor, key: Tensor, value: Tensor, scale: float, *starts: Sequence[int]) -> Tensor:
+    """Compute causal attention in fp64 with every score in memory. starts: of chunks of queries; else they are whole."""
+    query, key, value = (x.double().permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    starts = starts[0] if starts else (0,)
+    rows = query.shape[2] // len(starts)
+    positions = torch.cat([torch.arange(start, start + rows, device=query.device) for start in starts])
+    hidden = torch.arange(key.shape[2], device=query.device) > positions[:, None]
+    scores = (query @ key.mT * scale).masked_fill(hidden, float("-inf"))
+    return (scores.softmax(-1) @ value).permute(2, 0, 1, 3).flatten(2)
+
+
+def with_gradients(attend: Callable) -> Callable:
+    """Return a function of `attend`'s arguments and the gradient of its result, which returns the result and the
+    gradients of query, key and value. The check runs it: a kernel is chosen inside no_grad too.
+    """
+
+    def call(weights: Tensor, query: Tensor, key: Tensor, value: Tensor, *more) -> list[Tensor | None]:
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in (query, key, value)]
+            out = attend(*inputs, *more)
+            return [out.detach(), *torch.autograd.grad(out, inputs, weights.to(out.dtype), allow_unused=True)]
+
+    return call
+
+
+def written_out(*arguments) -> list[Tensor]:
+    """Return what `with_gradients` returns of attention written out, with fp64 inputs, so that gradients stay fp64."""
+    exact = (x.double() if isinstance(x, Tensor) else x for x in arguments)
+    return with_gradients(attention_written_out)(*exact)
+
+
+def _compare(got: list, want: list, tolerance: float | None) -> str | None:
+    names = ("the result", *(f"the gradient of {name}" for name in ("query", "key", "value")))
+    for name, mine, theirs in zip(names, got[0], want[0], strict=True):
+        if mine is None:
+            return f"{name} is missing"
+        if not mine.isfinite().all():
+            return f"{name} is not finite"
+        error = ((mine.double() - theirs).norm() / theirs.norm()).item()
+        if not error < tolerance:
+            return f"{name} differs by {error:.2g} from attention written out (allowed: {tolerance:.2g})"
+    return None
+
+
+class CoreAttention(Versions):
+    """Core attention of one form for the heads of a rank: (query, key, value, scale) -> [s, b, n * d], with the starts
+    of the chunks or the PackedDocuments behind. `core_attention` returns the one for a call.
+
+    exact: whether torch's deterministic algorithms are on, which choose other kernels.
+    """
+
+    last = "sdpa"
+
+    def __init__(
+        self, requested: str, form: str, dtype: torch.dtype, heads: int, groups: int, head_dim: int, exact: bool
+    ):
+        self.form, self.dtype, self.exact = form, dtype, exact
+        self.half = dtype in (torch.bfloat16, torch.float16)
+        self.heads, self.groups, self.head_dim = heads, groups, head_dim
+        self.requested = Request(requested, f"cluster.core_attention={requested}")
+        rows, *starts = (ROWS,) if form == "whole" else (ROWS // 2, (0, ROWS))
+        keys, queries = rows + (starts[0][-1] if starts else 0), rows * (2 if starts else 1)
+
+        def example(magnitude: float, device: torch.device) -> tuple:
+            query, key, value = (
+                torch.randn(shape) for shape in ((queries, 2, heads, head_dim), *((keys, 2, groups, head_dim),) * 2)
+            )
+            tensors = torch.randn(queries, 2, heads * head_dim), query * magnitude, key * magnitude, value
+            return *(x.to(device, dtype) for x in tensors), head_dim**-0.5, *starts
+
+        super().__init__(
+            "core_attention",
+            "core_attention",
+            FORMS[form],
+            reference=written_out,
+            example=tuple(functools.partial(example, magnitude) for magnitude in MAGNITUDES),
+            compare=_compare,
+            tolerance=TOLERANCES[dtype],
+            fits={"blocks": takes_blocks} if form == "chunks" else {},
+            available={
+                version: self._blocks_missing if version == "blocks" else functools.partial(_missing, version)
+                for version in FORMS[form]
+            },
+        )
+        self.setting = "core_attention"
+        if requested not in ("auto", *self.versions):
+            text = "cluster.core_attention=%s: this version takes no packed documents; torch's attention computes them"
+            logger.warning(text, requested)
+
+    def request(self) -> Request:
+        return self.requested
+
+    def __call__(self, query: Tensor, *arguments) -> Tensor:
+        for takes, attend in self.implementations(query.device):
+            if takes is None or takes(query, *arguments):
+                return attend(query, *arguments)
+        raise AssertionError("the last version takes every call")
+
+    def _order(self, device: torch.device, request: Request) -> tuple[str, ...]:
+        order = () if request.version == "auto" else (request.version,)
+        if request.version == "auto" and self.form == "whole" and self.half and not self.exact:
+            order = MEASURED.get(architecture(device), ())
+        if self.form == "chunks" and request.version in ("auto", "sdpa", "cudnn"):
+            order = ("blocks", *order)
+        return tuple(dict.fromkeys(version for version in (*order, "sdpa") if version in self.versions))
+
+    def _blocks_missing(self, device: torch.device) -> str | None:
+        sizes, options = (self.heads, self.groups), dict(dtype=self.dtype, device=device)
+        query, key = (torch.empty(128, 1, count, self.head_dim, **options) for count in sizes)
+        return None if takes_blocks(query, key) else "torch would not choose cuDNN's kernel"
+
+    def _failure(self, version: str, device: torch.device, check: bool) -> str | None:
+        if version == "sdpa" and (device.type == "cpu" or self.form == "documents"):  # torch's plain attention
+            return None
+        if check and (device, version) not in self.results:
+            # Before the check: should a kernel end the process, the log names it.
+            logger.info("core attention: checking %s for %s on %s", version, self.form, device)
+        return super()._failure(version, device, check)
+
+    def _candidate(self, version: str) -> Callable:
+        return with_gradients(self._function_of(version))
+
+    def _function_of(self, version: str) -> Callable:
+        if self.form == "documents":
+            return document_attention
+        if version == "blocks":
+            return block_attention
+        attend = attention_of(version)
+        return functools.partial(chunk_by_chunk, attend) if self.form == "chunks" else attend
+
+
+@functools.cache
+def core_attention(*arguments) -> CoreAttention:
+    """Return the operator for the arguments of `CoreAttention`; one for all layers."""
+    return CoreAttention(*arguments)
 
 
 class ZayaCoreAttention(nn.Module):
@@ -301,7 +355,10 @@ class ZayaCoreAttention(nn.Module):
         self.context_group = pg_collection.cp
         self.shard = ContextShard.of(self.context_group, config.context_parallel_order)
         self.name = config.core_attention
-        core_attention(self.name)  # a missing package ends the run here, not in the first step
+        sizes = config.num_attention_heads, config.num_query_groups, config.kv_channels
+        # A missing package ends the run here, not in the first step.
+        device = torch.device("cpu" if config.use_cpu_initialization else "cuda")
+        core_attention(self.name, "whole", config.params_dtype, *sizes, False).choice(device, check=False)
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
 
     def forward(
@@ -316,17 +373,14 @@ class ZayaCoreAttention(nn.Module):
     ) -> Tensor:
         """query [s, b, n, d], key and value [s, b, g, d], this rank's rows of the sequence -> [s, b, n * d]."""
         assert attention_bias is None
+        form, where = "whole", ()
         if self.shard.size > 1:
             key, value = gather_key_value(key, value, self.shard, self.context_group)
+            form, where = "chunks", (self.shard.starts(len(query)),)
         if packed_seq_params is not None:
-            return document_attention(query, key, value, self.softmax_scale, packed_seq_params)
-        if self.shard.size == 1:
-            return self._attend(query, key, value, self.softmax_scale)
-        starts = self.shard.starts(len(query))
-        kernel = block_kernel(query, key) if core_attention(self.name) in IN_BLOCKS else None
-        if kernel is not None:
-            return block_attention(query, key, value, starts, self.softmax_scale, kernel)
-        return chunk_by_chunk(self._attend, query, key, value, starts, self.softmax_scale)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        return checked_attention(self.name, query, key)(query, key, value, scale)
+            form, where = "documents", (packed_seq_params,)
+        exact = torch.are_deterministic_algorithms_enabled()
+        sizes = (query.shape[2], key.shape[2], query.shape[3])
+        return core_attention(self.name, form, query.dtype, *sizes, exact)(
+            query, key, value, self.softmax_scale, *where
+        )

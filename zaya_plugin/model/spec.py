@@ -83,7 +83,7 @@ def linear_classes(config: ZayaConfig) -> tuple[type, type]:
         ValueError: Transformer Engine is requested and not installed.
     """
     if config.transformer_impl == "local":
-        return tuple(_derived(each, WithoutExtraState) for each in (ColumnParallelLinear, RowParallelLinear))
+        return tuple(_derived(linear, WithoutExtraState) for linear in (ColumnParallelLinear, RowParallelLinear))
     from megatron.core.extensions import transformer_engine as te
 
     if not te.HAVE_TE:
@@ -95,7 +95,7 @@ def linear_classes(config: ZayaConfig) -> tuple[type, type]:
             fix="cluster.transformer_impl=local",
         )
     bases = AddsToMainGrad, WithoutExtraState
-    return tuple(_derived(each, *bases) for each in (te.TEColumnParallelLinear, te.TERowParallelLinear))
+    return tuple(_derived(linear, *bases) for linear in (te.TEColumnParallelLinear, te.TERowParallelLinear))
 
 
 def zaya_layer_submodules(config: ZayaConfig) -> ZayaLayerSubmodules:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The versions of the operators and of core attention that a recipe selects: they are chosen and checked before the
-first step, compared among the ranks, and listed.
+"""The versions of the operators that a recipe selects, core attention among them: they are chosen and checked before
+the first step, compared among the ranks, and listed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from zaya_plugin.errors import mistake
 
 logger = logging.getLogger(__name__)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # of cluster.dtype
-ATTENTION = "core_attention"
 # Where ranks have different HIP libraries, cluster.kernels=triton makes them equal: Triton's versions do not use the
 # library. Where they have different releases of Triton, cluster.kernels=reference does.
 SAME = {operator.LIBRARY: "triton", operator.TRITON: "reference"}
-Choices = dict[str, tuple[str, ...]]  # by operator, and of core attention: the versions that run, best first
+Choices = dict[str, tuple[str, ...]]  # by operator: the versions that run, best first
 
 
 def select_kernels(recipe: Recipe) -> None:
@@ -53,26 +52,33 @@ def warm_up_kernels(recipe: Recipe) -> str:
     for rank, (_, text, _) in enumerate(everyone):
         if text:
             raise ValueError(f"on rank {rank}: {text}" if len(everyone) > 1 else text)
-    check_agreement([each for each, _, _ in everyone], recipe)
-    line = f"kernels checked in {max(each for _, _, each in everyone):.1f} s"
+    check_agreement([choices for choices, _, _ in everyone], recipe)
+    line = f"kernels checked in {max(duration for _, _, duration in everyone):.1f} s"
     line += f", equal on {len(everyone)} ranks" if len(everyone) > 1 else ""
     logger.info("%s; on this rank in %.1f s", line, seconds)
     return line
 
 
 def _choices(recipe: Recipe) -> Choices:
-    from zaya_plugin.model import core_attention  # imports Megatron, which a rank must patch before
-
-    cluster, model, parallel = recipe.cluster, recipe.model, recipe.parallel
     device = _device(recipe)
-    ranks = parallel.tensor_model_parallel_size
-    heads, groups = model.num_attention_heads // ranks, model.num_query_groups // ranks
-    sizes = (heads, groups, model.kv_channels, parallel.context_parallel_size > 1)
-    chosen = operator.running(device)
-    chosen[ATTENTION] = core_attention.running(cluster.core_attention, device, DTYPES[cluster.dtype], *sizes)
+    chosen = operator.running(device, [attention(recipe)])
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the examples' memory, before the model is built
     return chosen
+
+
+def attention(recipe: Recipe) -> operator.Versions:
+    """Return core attention as the recipe's steps call it, for the heads of one rank."""
+    from zaya_plugin.model.core_attention import core_attention  # imports Megatron, which a rank must patch before
+
+    cluster, model, parallel = recipe.cluster, recipe.model, recipe.parallel
+    form = "chunks" if parallel.context_parallel_size > 1 else "whole"
+    if recipe.data.packing == "documents":
+        form = "documents"
+    ranks = parallel.tensor_model_parallel_size
+    sizes = (model.num_attention_heads // ranks, model.num_query_groups // ranks, model.kv_channels)
+    exact = torch.are_deterministic_algorithms_enabled()
+    return core_attention(cluster.core_attention, form, DTYPES[cluster.dtype], *sizes, exact)
 
 
 def _of_all_ranks(mine: object) -> list:
@@ -89,53 +95,48 @@ def check_agreement(everyone: Sequence[Choices], recipe: Recipe) -> None:
     Raises:
         ValueError: they differ.
     """
-    cluster, found, fixes = recipe.cluster, [], {}
-    for name in dict.fromkeys(name for each in everyone for name in each):
+    cluster, differences, fixes = recipe.cluster, [], {}
+    operators = {**OPERATORS, "core_attention": attention(recipe)}
+    for name in dict.fromkeys(name for choices in everyone for name in choices):
         ranks: dict[tuple[str, ...], list[int]] = {}
-        for rank, each in enumerate(everyone):
-            if name in each:
-                ranks.setdefault(each[name], []).append(rank)
+        for rank, choices in enumerate(everyone):
+            if name in choices:
+                ranks.setdefault(choices[name], []).append(rank)
         if len(ranks) == 1:
             continue
-        found.append(f"{name} ({'; '.join(f'{_versions(each)} on {_ranks(of)}' for each, of in ranks.items())})")
-        if name == ATTENTION:
-            fixes["cluster.core_attention"] = "sdpa"
-        elif name in SAME:
+        texts = (f"{', then '.join(versions)} on {_ranks(of)}" for versions, of in ranks.items())
+        differences.append(f"{name} ({'; '.join(texts)})")
+        if name in SAME:
             fixes["cluster.kernels"] = SAME[name]
         else:
-            key = f"cluster.kernel_overrides.{OPERATORS[name].folder}"
-            fixes[key] = _equal_version(name, ranks, fixes.get(key))
-    if not found:
+            key = f"cluster.{operators[name].setting}"
+            fixes[key] = _equal_version(operators[name], ranks, fixes.get(key))
+    if not differences:
         return
-    attention_only = fixes.keys() == {"cluster.core_attention"}
-    key, value = ("core_attention", cluster.core_attention) if attention_only else ("kernels", cluster.kernels)
+    key = "core_attention" if fixes.keys() == {"cluster.core_attention"} else "kernels"
     install = "the same packages on all ranks, or " if "cluster.kernels" in fixes else ""
     raise mistake(
         f"cluster.{key}",
-        value,
-        problem=f"ranks chose different versions: {', '.join(found)}. The logs of these ranks say why",
+        getattr(cluster, key),
+        problem=f"ranks chose different versions: {', '.join(differences)}. The logs of these ranks say why",
         allowed="the same versions on all ranks",
         fix=install + " ".join(f"{key}={version}" for key, version in fixes.items()),
     )
 
 
-def _equal_version(name: str, chosen: Iterable[tuple[str, ...]], other: str | None) -> str:
-    """Return the version to request for the folder of operator `name`, so that the ranks run the same: at the first
+def _equal_version(own: operator.Versions, chosen: Iterable[tuple[str, ...]], other: str | None) -> str:
+    """Return the version to request for the folder of operator `own`, so that the ranks run the same: at the first
     place where they differ, the last in the operator's order.
 
     It is the reference where that version does not take every call, since other versions then follow it, which may
     differ again; and where `other`, the version for another operator of the folder, is not one of this operator's.
     """
-    own, differing = OPERATORS[name], next(each for each in zip_longest(*chosen) if len(set(each)) > 1)
-    order = (*own.versions, "reference")
-    wanted = {*differing, other} - {None}
-    last = max(wanted & {*order}, key=order.index)
-    in_folder = [each for each in OPERATORS.values() if each.folder == own.folder]
-    return last if wanted <= {*order} and all(last not in each.fits for each in in_folder) else "reference"
-
-
-def _versions(names: Iterable[str]) -> str:
-    return ", then ".join(names)
+    differing = next(versions for versions in zip_longest(*chosen) if len(set(versions)) > 1)
+    order = tuple(dict.fromkeys((*own.versions, own.last)))
+    candidates = {*differing, other} - {None}
+    last = max(candidates & {*order}, key=order.index)
+    fits = [one.fits for one in (own, *OPERATORS.values()) if one.folder == own.folder]
+    return last if candidates <= {*order} and not any(last in by_version for by_version in fits) else own.last
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -155,17 +156,16 @@ def _device(recipe: Recipe) -> torch.device:
 
 
 def kernel_lines(recipe: Recipe) -> list[str]:
-    """Return a line for each operator: its version on this rank's device, and why; and the version of core attention.
-    Empty on a CPU, where all versions are references.
+    """Return a line for each operator: its version on this rank's device, and why. Empty on a CPU, where all versions
+    are references.
 
     It builds and compares nothing, which `warm_up_kernels` does. A version that fails there is replaced with a warning.
     """
     if recipe.cluster.device == "cpu":
         return []
-    versions = report(_device(recipe), check=False)
-    lines = [f"core_attention: {recipe.cluster.core_attention} (cluster.core_attention)", *versions]
+    lines = report(_device(recipe), check=False, others=[attention(recipe)])
     lines = ["kernels, each compared with its reference before the first step", *(f"  {line}" for line in lines)]
-    if torch.version.cuda and recipe.cluster.core_attention == "sdpa":
+    if torch.version.cuda and recipe.cluster.core_attention in ("auto", "sdpa"):
         try:
             torch.backends.cudnn.version()
         except RuntimeError as error:
