@@ -66,7 +66,7 @@ def test_in_a_recipe_of_an_earlier_run(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(earlier))
     same = ("optim=adamw", "optim.lr=2e-3", "optim.lr_warmup_iters=20", "checkpoint.save_interval=45")
-    same += ("stage.train_iters=90", "stage.eval_interval=30")
+    same += ("stage.train_iters=90", "stage.eval_interval=30", "cluster.core_attention=sdpa")
     assert to_yaml(load_recipe(path)) == to_yaml(compose([DEMO, *same]))
 
 
