@@ -147,8 +147,8 @@ def test_copy_engines_take_nothing_from_the_kernels_beside_them():
         and before - found["step"]["ms"] > 9
     )
     assert (
-        30 < copies["hidden_communication_ms"] - expect.hidden_beside_kernels(copies) < 40
-        and expect.hidden_beside_kernels(rings) == rings["hidden_communication_ms"]
+        30 < copies["hidden_communication_ms"] - expect.hidden_behind_kernels(copies) < 40
+        and expect.hidden_behind_kernels(rings) == rings["hidden_communication_ms"]
     )
     for without in ({"parallel": {"nccl_ub": False}}, {"cluster": {"environment": {"NCCL_CTA_POLICY": "0"}}}):
         recipe = expect.recorded_recipe(copies)
@@ -164,7 +164,7 @@ def test_copy_engines_take_nothing_from_the_kernels_beside_them():
 def test_copies_of_a_record_are_no_kernels_that_slow_others_down():
     def hidden(*rows):
         longest = [{"name": name, "count": 1, "ms": ms} for name, ms in rows]
-        return expect.hidden_beside_kernels(
+        return expect.hidden_behind_kernels(
             {"parts": [{"part": "communication", "longest": longest}], "hidden_communication_ms": 10.0}
         )
 

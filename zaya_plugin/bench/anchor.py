@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
         torch.cuda.set_device(device)
     torch.distributed.init_process_group(recipe.cluster.distributed_backend, device_id=None if on_cpu else device)
     try:
-        found = measure(recipe, options, vocabulary, device)
+        result = measure(recipe, options, vocabulary, device)
     except torch.OutOfMemoryError as error:
         write(
             recipe,
@@ -46,13 +46,13 @@ def main(argv: list[str]) -> int:
         )
         return OUT_OF_MEMORY
     if torch.distributed.get_rank() == 0:
-        write(recipe, found)
+        write(recipe, result)
     torch.distributed.destroy_process_group()
     return 0
 
 
-def write(recipe, found: dict) -> None:
-    (Path(recipe.run_dir) / ANCHOR).write_text(json.dumps(found, indent=1) + "\n")
+def write(recipe, result: dict) -> None:
+    (Path(recipe.run_dir) / ANCHOR).write_text(json.dumps(result, indent=1) + "\n")
 
 
 def described(recipe, options: Options, device) -> str:

@@ -81,20 +81,20 @@ class Attribution:
             index = self.trace.hosts[index].parent
         part, backward = self.known[index]
         for inner in reversed(chain):
-            here = self.trace.hosts[inner]
-            backward = backward or here.name.startswith(BACKWARD) or here.forward >= 0
-            part = self._own(here) or part
+            host = self.trace.hosts[inner]
+            backward = backward or host.name.startswith(BACKWARD) or host.forward >= 0
+            part = self._own(host) or part
             self.known[inner] = part, backward
         return part, backward
 
-    def _own(self, here: HostRange) -> str | None:
-        if here.annotation and here.name.startswith(RANGE):
-            part = here.name.removeprefix(RANGE)
-            assert part in PARTS, here.name
+    def _own(self, host: HostRange) -> str | None:
+        if host.annotation and host.name.startswith(RANGE):
+            part = host.name.removeprefix(RANGE)
+            assert part in PARTS, host.name
             return part
-        if (told := _by_name(here.name, OPERATOR_NAMES)) is not None:
-            return told
-        return self.of(here.forward)[0] if here.forward >= 0 else None
+        if (by_name := _by_name(host.name, OPERATOR_NAMES)) is not None:
+            return by_name
+        return self.of(host.forward)[0] if host.forward >= 0 else None
 
 
 def _by_name(name: str, table) -> str | None:
@@ -109,7 +109,7 @@ def device_activities(
     learned: the result of `learn` for a trace of the same step; used for kernels that a graph launched. A graph
     launches them in the order in which they were launched one by one, so the n-th kernel of a name is the n-th there.
     """
-    attribution, found = Attribution(trace), []
+    attribution, activities = Attribution(trace), []
     within = [
         kernel
         for kernel in sorted(trace.device, key=lambda kernel: kernel.start)
@@ -119,20 +119,20 @@ def device_activities(
     totals, seen = Counter(kernel.name for kernel in replayed), Counter()
     from_graph = set(map(id, replayed)) if learned else set()
     for kernel in within:
-        told = learned.get(kernel.name) if id(kernel) in from_graph else None
-        if told:
+        known = learned.get(kernel.name) if id(kernel) in from_graph else None
+        if known:
             # in proportion, if the two numbers differ by a few
-            part, backward = told[seen[kernel.name] * len(told) // totals[kernel.name]]
+            part, backward = known[seen[kernel.name] * len(known) // totals[kernel.name]]
             seen[kernel.name] += 1
         else:
             call = trace.calls.get(kernel.launch)
             part, backward = attribution.of(call.parent) if call is not None else (None, False)
         part = part or _by_name(kernel.name, KERNEL_NAMES) or "other"
         communicates = COMMUNICATION.search(kernel.name) is not None
-        found.append(
+        activities.append(
             Activity(kernel.name, max(kernel.start, start), min(kernel.end, end), part, backward, communicates)
         )
-    return found
+    return activities
 
 
 def learn(trace: Trace, window: str) -> dict[str, list[tuple[str, bool]]]:
@@ -140,35 +140,35 @@ def learn(trace: Trace, window: str) -> dict[str, list[tuple[str, bool]]]:
     start, end = trace.window(window)
     launched = {number for number, call in trace.calls.items() if start <= call.start < end}
     inside = replace(trace, device=[kernel for kernel in trace.device if kernel.launch in launched])
-    found: dict[str, list[tuple[str, bool]]] = {}
+    by_name: dict[str, list[tuple[str, bool]]] = {}
     for activity in device_activities(inside, -inf, inf):
-        found.setdefault(activity.name, []).append((activity.part, activity.backward))
-    return found
+        by_name.setdefault(activity.name, []).append((activity.part, activity.backward))
+    return by_name
 
 
 def operator_activities(trace: Trace, start: float, end: float) -> list[Activity]:
     """Return the operators on the host between two times: one activity for each stretch in which an operator is the
     innermost range.
     """
-    attribution, found = Attribution(trace), []
+    attribution, activities = Attribution(trace), []
     children: dict[int, list[int]] = {}
-    for index, here in enumerate(trace.hosts):
-        children.setdefault(here.parent, []).append(index)
-    for index, here in enumerate(trace.hosts):
-        if (here.annotation and not COMMUNICATION.search(here.name)) or here.name.startswith(BACKWARD):
+    for index, host in enumerate(trace.hosts):
+        children.setdefault(host.parent, []).append(index)
+    for index, host in enumerate(trace.hosts):
+        if (host.annotation and not COMMUNICATION.search(host.name)) or host.name.startswith(BACKWARD):
             continue
         part, backward = attribution.of(index)
         communicates = _communicates(trace, index)
-        begins, first = here.start, 1
+        begins, first = host.start, 1
         for inner in (*children.get(index, ()), None):
-            ends = here.end if inner is None else trace.hosts[inner].start
+            ends = host.end if inner is None else trace.hosts[inner].start
             left, right = max(begins, start), min(ends, end)
             if right > left:
-                found.append(Activity(here.name, left, right, part or "other", backward, communicates, first))
+                activities.append(Activity(host.name, left, right, part or "other", backward, communicates, first))
                 first = 0
             if inner is not None:
                 begins = max(begins, trace.hosts[inner].end)
-    return found
+    return activities
 
 
 def _communicates(trace: Trace, index: int) -> bool:
@@ -224,8 +224,8 @@ def resolve(activities: Iterable[Activity], start: float, end: float) -> Moments
             computing = sum(running.values())
             if computing:
                 hidden += passed * (communicating > 0)
-                for each, count in running.items():
-                    times[each] = times.get(each, 0.0) + passed * count / computing
+                for candidate, count in running.items():
+                    times[candidate] = times.get(candidate, 0.0) + passed * count / computing
             else:
                 alone = ("communication" if communicating else "idle", False)
                 times[alone] = times.get(alone, 0.0) + passed
@@ -246,24 +246,29 @@ def resolve(activities: Iterable[Activity], start: float, end: float) -> Moments
 def stretches(activities: Iterable[Activity], start: float, end: float) -> list[Stretch]:
     """Return the times between `start` and `end` in which nothing computes."""
     computing = sorted(
-        (each for each in activities if not each.communicates and each.end > each.start), key=lambda each: each.start
+        (activity for activity in activities if not activity.communicates and activity.end > activity.start),
+        key=lambda activity: activity.start,
     )
     gaps, last, reached = [], None, start
-    for each in (*computing, None):
-        begins = end if each is None else each.start
+    for activity in (*computing, None):
+        begins = end if activity is None else activity.start
         if begins > reached:
-            gaps.append((reached, begins, last, each))
-        if each is not None and each.end > reached:
-            last, reached = each, each.end
-    others = deque(sorted((each for each in activities if each.communicates), key=lambda each: each.start))
-    found, running = [], []  # running: begun before the end of the gap, in the order of their starts
+            gaps.append((reached, begins, last, activity))
+        if activity is not None and activity.end > reached:
+            last, reached = activity, activity.end
+    others = deque(
+        sorted((activity for activity in activities if activity.communicates), key=lambda activity: activity.start)
+    )
+    results, running = [], []  # running: begun before the end of the gap, in the order of their starts
     for begins, ends, before, after in gaps:
         while others and others[0].start < ends:
             running.append(others.popleft())
-        running = [each for each in running if each.end > begins]
+        running = [activity for activity in running if activity.end > begins]
         covered, until = 0.0, begins
-        for each in running:
-            covered += max(0.0, min(each.end, ends) - max(each.start, until))
-            until = max(until, min(each.end, ends))
-        found.append(Stretch(begins, ends, covered, before, after, tuple(dict.fromkeys(each.name for each in running))))
-    return found
+        for activity in running:
+            covered += max(0.0, min(activity.end, ends) - max(activity.start, until))
+            until = max(until, min(activity.end, ends))
+        results.append(
+            Stretch(begins, ends, covered, before, after, tuple(dict.fromkeys(activity.name for activity in running)))
+        )
+    return results

@@ -33,7 +33,7 @@ NOT_CARRIED = ("communication", "idle")
 # expected time. Measured in two steps on four H200s, of one and of four micro-batches (docs/log.md); the same value is
 # assumed for other devices.
 SLOWED = 0.26
-NOT_BESIDE = ("optimizer", "gradients")  # parts during which no collective runs
+PARTS_WITHOUT_COLLECTIVES = ("optimizer", "gradients")  # parts during which no collective runs
 DESCRIPTION = """\
 Predicts a step from the step.json of `zaya bench step`.
 
@@ -65,10 +65,10 @@ def main(argv: list[str]) -> int:
     recipe = compose(with_data_path(options.overrides)) if options.overrides else recorded_recipe(record)
     world = recipe.nproc or recipe.cluster.num_nodes * recipe.cluster.gpus_per_node
     validate(recipe, world)
-    found = expect(record, recipe, world)
-    print(text(found))
+    result = expect(record, recipe, world)
+    print(text(result))
     if options.output:
-        options.output.write_text(json.dumps(found, indent=1) + "\n")
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 
@@ -100,11 +100,11 @@ def recorded_recipe(record: dict) -> Recipe:
     from zaya_plugin.config.train_help import options
 
     def filled(target, values: dict):
-        for each in fields(target):
-            if each.name in values:
-                value = getattr(target, each.name)
+        for item in fields(target):
+            if item.name in values:
+                value = getattr(target, item.name)
                 setattr(
-                    target, each.name, filled(value, values[each.name]) if is_dataclass(value) else values[each.name]
+                    target, item.name, filled(value, values[item.name]) if is_dataclass(value) else values[item.name]
                 )
         return target
 
@@ -139,9 +139,9 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
             fix="parallel.pipeline_model_parallel_size=1",
         )
     machine = recipe.machine if recipe.machine.name else None
-    here = measured["gemm_tflops"] * 1e12, measured["copy_tb_per_s"] * 1e12
+    speeds = measured["gemm_tflops"] * 1e12, measured["copy_tb_per_s"] * 1e12
     same = machine is None or machine.name in record["device"]
-    rates = here if same else (machine.gemm_tflops * 1e12, machine.copy_tb_per_s * 1e12)
+    rates = speeds if same else (machine.gemm_tflops * 1e12, machine.copy_tb_per_s * 1e12)
     vocabulary = record["model"]["vocab_size"]
     recipe, _ = recipe_plan.with_recompute(recipe, world, vocabulary)
     recompute, recomputed = recipe_plan.recompute_of(recipe), recipe_plan.recompute_of(before)
@@ -166,11 +166,11 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
     scale = rates_of_parts(device, shape, layout, batch)
     old_scale = rates_of_parts(record["device"], recipe_plan.shape_of(before, vocabulary), old_layout, old_batch)
     alone = 1.0
-    if machine and (hidden := hidden_beside_kernels(record)):
+    if machine and (hidden := hidden_behind_kernels(record)):
         alone -= (
             SLOWED
             * hidden
-            / sum(row["ms"] for row in record["parts"] if row["part"] not in (*NOT_CARRIED, *NOT_BESIDE))
+            / sum(row["ms"] for row in record["parts"] if row["part"] not in (*NOT_CARRIED, *PARTS_WITHOUT_COLLECTIVES))
         )
     parts, passes, no_work = [], [0.0, 0.0], {"tflop": 0.0, "gb": 0.0, "roofline": None}
     for row in record["parts"]:
@@ -178,10 +178,10 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
             continue
         if row["part"] in old:
             factor = limit(new[row["part"]], rates[0] * scale.get(row["part"], 1.0), rates[1])
-            factor /= limit(old[row["part"]], here[0] * old_scale.get(row["part"], 1.0), here[1])
+            factor /= limit(old[row["part"]], speeds[0] * old_scale.get(row["part"], 1.0), speeds[1])
         else:  # a part without work of its own is proportional to tokens and layers
             factor = tokens * shape.num_layers / (old_tokens * before.model.num_layers)
-        if row["part"] not in NOT_BESIDE:
+        if row["part"] not in PARTS_WITHOUT_COLLECTIVES:
             factor *= alone
         done = new.get(row["part"], Work())
         parts.append(
@@ -194,13 +194,13 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
                 "roofline": row["roofline"],
             }
         )
-        if row["part"] not in NOT_BESIDE:
+        if row["part"] not in PARTS_WITHOUT_COLLECTIVES:
             passes = [passes[0] + row["forward_ms"] * factor, passes[1] + row["backward_ms"] * factor]
     if recompute != recomputed:
-        again = recipe_plan.added_seconds(shape, layout, batch, recompute, recipe.machine)
-        parts.append({"part": "recomputation", "title": "recomputation", "ms": 1e3 * again, **no_work})
-        passes[1] += 1e3 * again
-    forward, backward = (each / batch.micro_batches for each in passes)
+        recompute_seconds = recipe_plan.added_seconds(shape, layout, batch, recompute, recipe.machine)
+        parts.append({"part": "recomputation", "title": "recomputation", "ms": 1e3 * recompute_seconds, **no_work})
+        passes[1] += 1e3 * recompute_seconds
+    forward, backward = (seconds / batch.micro_batches for seconds in passes)
     overlap = Overlap(
         recipe.parallel.overlap_grad_reduce, recipe.parallel.overlap_param_gather, recipe.parallel.ddp_bucket_size
     )
@@ -208,9 +208,9 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
     links = (
         communication(shape, layout, batch, machine, overlap, forward / 1e3, backward / 1e3, muon) if machine else {}
     )
-    exposed = sum(each["exposed_ms"] for each in links.values())
+    exposed = sum(link["exposed_ms"] for link in links.values())
     copied = {"parameters"} if copies_parameters(recipe, world, machine) else set()
-    if slowed := SLOWED * sum(each["ms"] - each["exposed_ms"] for name, each in links.items() if name not in copied):
+    if slowed := SLOWED * sum(link["ms"] - link["exposed_ms"] for name, link in links.items() if name not in copied):
         parts.append({"part": "slowed", "title": "slowed by collectives", "ms": slowed, **no_work})
     plan = recipe_plan.plan_of(recipe, world, vocabulary)
     computing = sum(row["ms"] for row in parts)
@@ -246,12 +246,12 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
     }
 
 
-def hidden_beside_kernels(record: dict) -> float:
+def hidden_behind_kernels(record: dict) -> float:
     """Return milliseconds of the record's collectives that ran beside kernels on the same processors; copy engines are
     others.
     """
-    rows = [each for row in record["parts"] if row["part"] == "communication" for each in row["longest"]]
-    copies = sum(each["ms"] for each in rows if each["name"].startswith("Memcpy"))
+    rows = [kernel for row in record["parts"] if row["part"] == "communication" for kernel in row["longest"]]
+    copies = sum(kernel["ms"] for kernel in rows if kernel["name"].startswith("Memcpy"))
     return max(record.get("hidden_communication_ms", 0.0) - copies, 0.0)
 
 
@@ -341,13 +341,13 @@ def optimizer_share(shape: Shape, layout: ParallelSizes, recipe: Recipe) -> Opti
     return OptimizerShare(muon, (everything - elements) / ranks[1], momentum, operations)
 
 
-def text(found: dict) -> str:
+def text(result: dict) -> str:
     """Return the prediction as a table."""
-    step, on = found["step"], found["on"]
+    step, on = result["step"], result["on"]
     lines = [
         "",
-        f"PREDICTION, not measured on {on['cluster']}: from {found['from']['device']}, commit "
-        f"{found['from']['commit']}",
+        f"PREDICTION, not measured on {on['cluster']}: from {result['from']['device']}, commit "
+        f"{result['from']['commit']}",
         f"{on['devices']} devices, {on['gemm_tflops']:.4g} TFLOP/s in a matrix product, {on['copy_tb_per_s']:.3g} TB/s "
         f"in a copy ({on['sources']})",
         f"a step of {step['tokens']} tokens in {step['micro_batches']} "
@@ -357,20 +357,20 @@ def text(found: dict) -> str:
         f"memory plan {step['planned_gib']:.1f} GiB",
         f"  {'part':22}{'ms':>9}{'share':>8}{'TFLOP':>10}{'GB':>10}{'roofline':>9}",
     ]
-    for row in found["parts"]:
+    for row in result["parts"]:
         roofline = "" if row["roofline"] is None else f"{row['roofline']:.0%}"
         lines.append(
             "  "
             f"{row['title']:22}{row['ms']:9.2f}{row['ms'] / step['ms']:8.1%}"
             f"{row['tflop']:10.3g}{row['gb']:10.3g}{roofline:>9}"
         )
-    for name, each in found["communication"].items():
+    for name, link in result["communication"].items():
         lines.append(
-            f"  {'exposed ' + name:22}{each['exposed_ms']:9.2f}{each['exposed_ms'] / step['ms']:8.1%}   of "
-            f"{each['ms']:.1f} ms"
+            f"  {'exposed ' + name:22}{link['exposed_ms']:9.2f}{link['exposed_ms'] / step['ms']:8.1%}   of "
+            f"{link['ms']:.1f} ms"
         )
     lines.append(
-        f"Not included: the record's idle time, {found['idle_of_the_record_ms']:.1f} ms of its traced step, which is "
+        f"Not included: the record's idle time, {result['idle_of_the_record_ms']:.1f} ms of its traced step, which is "
         "its host's."
     )
     return "\n".join(lines)

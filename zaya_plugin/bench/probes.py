@@ -98,18 +98,18 @@ def all_reduce(sizes, device, calls: int) -> list[dict]:
     import torch
     import torch.distributed as distributed
 
-    ranks, found = distributed.get_world_size(), []
+    ranks, results = distributed.get_world_size(), []
     for size in sizes:
-        given, wanted = numbers_and_sum(max(1, size // 4), device, distributed.get_rank(), ranks)
-        total = given.clone()
+        numbers, expected = numbers_and_sum(max(1, size // 4), device, distributed.get_rank(), ranks)
+        total = numbers.clone()
         distributed.all_reduce(total)
-        right = (total == wanted).all().to(torch.float32)
+        right = (total == expected).all().to(torch.float32)
         distributed.barrier()
-        mean = seconds(lambda given=given: distributed.all_reduce(given), device, calls)
+        mean = seconds(lambda numbers=numbers: distributed.all_reduce(numbers), device, calls)
         worst = torch.tensor([mean, -right], device=device)
         distributed.all_reduce(worst, distributed.ReduceOp.MAX)
         slowest, wrong = worst.tolist()
-        sent = 2 * (ranks - 1) / ranks * given.nbytes
-        row = {"bytes": given.nbytes, "ms": 1e3 * slowest, "gb_per_s": sent / slowest / 1e9, "right": wrong == -1.0}
-        found.append(row)
-    return found
+        sent = 2 * (ranks - 1) / ranks * numbers.nbytes
+        row = {"bytes": numbers.nbytes, "ms": 1e3 * slowest, "gb_per_s": sent / slowest / 1e9, "right": wrong == -1.0}
+        results.append(row)
+    return results

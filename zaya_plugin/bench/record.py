@@ -60,7 +60,7 @@ def of_rank(session, recipe, options: Options, rates: Rates, device) -> dict:
             "steps": options.steps,
             "ms": 1e3 * seconds,
             "ms_median": 1e3 * measured.median_seconds,
-            "ms_all": [1e3 * each for each in measured.seconds],
+            "ms_all": [1e3 * duration for duration in measured.seconds],
             "tokens": tokens,
             "micro_batches": args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
             "tokens_per_s": tokens / seconds,
@@ -146,11 +146,11 @@ def breakdown(activities, start: float, end: float, work: dict, gemm: float, cop
                 ],
             }
         )
-    longest = sorted(moments.stretches, key=lambda each: each.start - each.end)[:STRETCHES_SHOWN]
+    longest = sorted(moments.stretches, key=lambda stretch: stretch.start - stretch.end)[:STRETCHES_SHOWN]
     return {
         "parts": rows,
         "hidden_communication_ms": moments.hidden_communication / 1e3,
-        "not_computing": [stretch_of(each, start) for each in longest],
+        "not_computing": [stretch_of(stretch, start) for stretch in longest],
     }
 
 
@@ -158,8 +158,8 @@ def stretch_of(stretch: Stretch, start: float) -> dict:
     """Return one stretch for the record; times are milliseconds from `start`, the beginning of the step."""
     sides = {"before": stretch.before, "after": stretch.after}
     ends = {
-        name: each and {"part": each.part, "backward": each.backward, "name": each.name[:160]}
-        for name, each in sides.items()
+        name: side and {"part": side.part, "backward": side.backward, "name": side.name[:160]}
+        for name, side in sides.items()
     }
     return {
         "at_ms": (stretch.start - start) / 1e3,
@@ -251,8 +251,8 @@ def _optimizer_share(parts, args, optim):
     return OptimizerShare(muon, adamw, 2 if optim.muon_momentum_dtype == "bf16" else 4, operations)
 
 
-def surroundings(device, command: str, given: str | None) -> dict:
-    """Return device, date, command, commit and versions. given: the commit from the command line."""
+def surroundings(device, command: str, commit_name: str | None) -> dict:
+    """Return device, date, command, commit and versions. commit_name: from the command line."""
     from importlib import metadata
 
     import torch
@@ -279,7 +279,7 @@ def surroundings(device, command: str, given: str | None) -> dict:
         "device": name,
         "date": now,
         "command": command,
-        "commit": given or commit(),
+        "commit": commit_name or commit(),
         "versions": {"zaya_plugin": __version__, **versions},
     }
 
@@ -289,14 +289,14 @@ def commit() -> str | None:
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
-    found = subprocess.run(
+    answer = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         cwd=root,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
     )
-    return found.stdout.strip() or None
+    return answer.stdout.strip() or None
 
 
 def write(path: Path, record: dict) -> None:

@@ -59,7 +59,7 @@ def text(record: dict, width: int | None = None) -> str:
     if record.get("not_computing"):
         without = sum(row["ms"] for row in record["parts"] if row["part"] in ("communication", "idle"))
         lines.append(f"Longest without computation, of {without:.1f} ms:")
-        lines += [_stretch(each) for each in record["not_computing"][:STRETCHES]]
+        lines += [_stretch(stretch) for stretch in record["not_computing"][:STRETCHES]]
     lines.append(
         "GEMM and copy: operations and least bytes against the measured rates; roofline: the larger of the two."
     )
@@ -84,8 +84,8 @@ def _step(record: dict) -> list[str]:
 
 
 def _stretch(stretch: dict) -> str:
-    def end(there: dict | None, otherwise: str) -> str:
-        return otherwise if there is None else f"{there['part']}{' backward' if there['backward'] else ''}"
+    def end(side: dict | None, otherwise: str) -> str:
+        return otherwise if side is None else f"{side['part']}{' backward' if side['backward'] else ''}"
 
     names = ", ".join(name.split("(")[0][:60] for name in stretch["communication"][:3])
     return (

@@ -111,13 +111,13 @@ class Session:
 
         import torch
 
-        found = self.measured
-        found.seconds = [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
-        found.mean_seconds = (self.times[-1] - self.times[0]) / self.options.steps
-        found.resident_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        measured = self.measured
+        measured.seconds = [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+        measured.mean_seconds = (self.times[-1] - self.times[0]) / self.options.steps
+        measured.resident_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         if self.device_type != "cpu":
-            found.allocated_gib = torch.cuda.max_memory_allocated() / 2**30
-            found.reserved_gib = torch.cuda.max_memory_reserved() / 2**30
+            measured.allocated_gib = torch.cuda.max_memory_allocated() / 2**30
+            measured.reserved_gib = torch.cuda.max_memory_reserved() / 2**30
 
     def _attach(self, path: Path, wait: int) -> None:
         """Start a profiler that warms up for `wait` steps, traces one and writes it to `path`."""

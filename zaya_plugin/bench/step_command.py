@@ -108,9 +108,9 @@ def parse(argv: list[str]) -> tuple[Options, str | None, list[str]] | None:
     words = [f"{word}={VOCABULARY}" if word == "--random-tokens" else word for word in argv]
     if (options := parser.read(words)) is None:
         return None
-    found = vars(options)
-    output, overrides, _ = (found.pop(name) for name in ("output", "overrides", "config_dir"))
-    return Options(**found, command=shlex.join(["zaya", "bench", "step", *argv])), output, overrides
+    values = vars(options)
+    output, overrides, _ = (values.pop(name) for name in ("output", "overrides", "config_dir"))
+    return Options(**values, command=shlex.join(["zaya", "bench", "step", *argv])), output, overrides
 
 
 def recipe_of(options: Options, output: str | None, overrides: list[str]) -> Recipe:
@@ -231,12 +231,12 @@ def own_process(recipe: Recipe, plan: Plan, port: int) -> int:
 
 def add_anchor(run_dir: Path) -> dict:
     """Add the anchor's figures and the ratio of tokens per second and device to the record on disk, and return it."""
-    found, anchor = (json.loads((run_dir / name).read_text()) for name in (RECORD, ANCHOR))
+    result, anchor = (json.loads((run_dir / name).read_text()) for name in (RECORD, ANCHOR))
     if "error" not in anchor:
-        step = found["step"]
+        step = result["step"]
         flops_a_token = step["tflops_per_device"] / step["tokens_per_s_per_device"]
         anchor["tflops_per_device"] = flops_a_token * anchor["tokens_per_s_per_device"]
         anchor["ratio"] = step["tokens_per_s_per_device"] / anchor["tokens_per_s_per_device"]
-    found["anchor"] = anchor
-    write(run_dir / RECORD, found)
-    return found
+    result["anchor"] = anchor
+    write(run_dir / RECORD, result)
+    return result

@@ -134,7 +134,7 @@ def accumulated(model) -> dict[str, int]:
     model: Megatron's chunks after a backward pass that Python ran, before buffers are zeroed again; the replay of a
     graph sets no flags.
     """
-    found: dict[str, int] = {}
+    elements: dict[str, int] = {}
     for chunk in model:
         for name, parameter in chunk.named_parameters():
             inside = getattr(parameter, "grad_added_to_main_grad", False)
@@ -143,8 +143,8 @@ def accumulated(model) -> dict[str, int]:
                 if inside
                 else "gradients"
             )
-            found[part] = found.get(part, 0) + parameter.numel()
-    return found
+            elements[part] = elements.get(part, 0) + parameter.numel()
+    return elements
 
 
 def written_first(model) -> frozenset[str]:

@@ -68,13 +68,13 @@ def measure(options: Options, recipe, rank: int, world_size: int, console) -> No
         say(f"building the model; {options.warmup} steps of warm-up")
         reporter = StepLines(recipe, rank, world_size, console)
         pretrain.run(recipe, sources, Lifecycle(recipe), reporter, None if options.optimizer else NoOptimizer)
-        found = record.of_rank(session, recipe, options, rates, device)
+        result = record.of_rank(session, recipe, options, rates, device)
         if rank == 0:
             say("reading the trace")
-            found = record.with_breakdown(found, session, recipe, trace if options.trace else None)
-            record.write(run_dir / RECORD, found)
-            (run_dir / PICTURE).write_text(report.picture(found))
-            print(report.text(found), file=console, flush=True)
+            result = record.with_breakdown(result, session, recipe, trace if options.trace else None)
+            record.write(run_dir / RECORD, result)
+            (run_dir / PICTURE).write_text(report.picture(result))
+            print(report.text(result), file=console, flush=True)
             print(
                 f"written to {run_dir}: {RECORD}, {PICTURE}" + (f", {TRACE}" if options.trace else ""),
                 file=console,

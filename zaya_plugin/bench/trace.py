@@ -68,10 +68,10 @@ class Trace:
 
     def window(self, name: str) -> tuple[float, float]:
         """Return start and end of the annotation `name`; raises ValueError unless there is exactly one."""
-        found = [r for r in self.hosts if r.annotation and r.name == name]
-        if len(found) != 1:
-            raise mistake("trace", problem=f"has {len(found)} ranges called {name!r}", allowed="1")
-        return found[0].start, found[0].end
+        ranges = [r for r in self.hosts if r.annotation and r.name == name]
+        if len(ranges) != 1:
+            raise mistake("trace", problem=f"has {len(ranges)} ranges called {name!r}", allowed="1")
+        return ranges[0].start, ranges[0].end
 
 
 def read(path: str | Path) -> Trace:
@@ -115,19 +115,19 @@ def parse(events: Iterable[dict]) -> Trace:
 def _nest(hosts: list[HostRange]) -> None:
     """Set every range's parent on its thread."""
     stack: list[int] = []
-    for index, here in enumerate(hosts):
-        while stack and (hosts[stack[-1]].thread != here.thread or hosts[stack[-1]].end <= here.start):
+    for index, host in enumerate(hosts):
+        while stack and (hosts[stack[-1]].thread != host.thread or hosts[stack[-1]].end <= host.start):
             stack.pop()
-        here.parent = stack[-1] if stack else -1
+        host.parent = stack[-1] if stack else -1
         stack.append(index)
 
 
 def _link(hosts: list[HostRange], flows: list[dict]) -> None:
     """Link backward ranges to forward ones by the profiler's arrows (from (thread, start) to (thread, start))."""
     at: dict[tuple, int] = {}
-    for index, here in enumerate(hosts):
-        if not here.annotation:
-            at[here.thread, here.start] = index
+    for index, host in enumerate(hosts):
+        if not host.annotation:
+            at[host.thread, host.start] = index
     begins = {flow["id"]: at.get((flow.get("tid"), float(flow["ts"]))) for flow in flows if flow.get("ph") == "s"}
     for flow in flows:
         if flow.get("ph") != "f":

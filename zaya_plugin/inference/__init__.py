@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trained model says: `zaya generate`, `zaya eval`."""
+"""Answers and scores of a trained model: `zaya generate`, `zaya eval`."""

@@ -14,12 +14,12 @@ from pathlib import Path
 from zaya_plugin import __version__
 from zaya_plugin.config.option_numbers import MOST_AMOUNT, whole_number
 from zaya_plugin.errors import mistake
-from zaya_plugin.inference.opening import GIVEN, Opened, add_options, find_model, open_model
+from zaya_plugin.inference.opening import SOURCES, Opened, add_options, find_model, open_model
 
 WHAT = f"""\
 Measures a model: --tasks runs tasks of lm-evaluation-harness, --data computes the perplexity of prepared datasets.
 
-{GIVEN}
+{SOURCES}
 
 --tasks requires the package lm_eval (pip install 'zaya_plugin[eval]'). A task is a name of that package, or of a
 .yaml file in the folder --include. Tasks on the Hugging Face Hub download their data.
@@ -119,7 +119,7 @@ def _datasets(options: argparse.Namespace) -> dict[str, str]:
     return dict(zip(domain_names(paths), paths, strict=True))
 
 
-def _of_recipe(given: Path) -> list[str]:
+def _of_recipe(start: Path) -> list[str]:
     """Return the validation data of a run: its domains, else the one dataset, and each source of the blend that holds
     out a part.
     """
@@ -129,10 +129,10 @@ def _of_recipe(given: Path) -> list[str]:
     from zaya_plugin.data.prepared import locate
 
     file = next(
-        (folder / RECIPE for folder in (given, *given.absolute().parents[:2]) if (folder / RECIPE).is_file()), None
+        (folder / RECIPE for folder in (start, *start.absolute().parents[:2]) if (folder / RECIPE).is_file()), None
     )
     if file is None:
-        raise mistake("--data", problem=f"there is no {RECIPE} at {given}", fix="--data PATH")
+        raise mistake("--data", problem=f"there is no {RECIPE} at {start}", fix="--data PATH")
     data = load_recipe(file).data
     if data.valid_blend:
         return [entry.path for entry in parse_blend(data.valid_blend, "data.valid_blend", weighted=True)]
@@ -161,7 +161,7 @@ def tasks(opened: Opened, options: argparse.Namespace) -> dict[str, dict[str, fl
             "--tasks", ",".join(unknown), problem="no such task", allowed="a task of lm_eval, or of --include FOLDER"
         )
     with contextlib.redirect_stdout(sys.stderr):  # of the package; our stdout is the table
-        found = simple_evaluate(
+        scores = simple_evaluate(
             model=ZayaLM(opened, options.batch_size),
             tasks=names,
             task_manager=manager,
@@ -169,17 +169,17 @@ def tasks(opened: Opened, options: argparse.Namespace) -> dict[str, dict[str, fl
             limit=options.limit,
             log_samples=False,
         )["results"]
-    return {name: _figures(values) for name, values in found.items()}
+    return {name: _figures(values) for name, values in scores.items()}
 
 
 def _figures(values: dict) -> dict[str, float]:
     """`acc,none` -> acc; a filter other than none stays in the name."""
-    found = {}
+    figures = {}
     for key, value in values.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool) and "," in key:
             metric, _, filter_ = key.partition(",")
-            found[metric if filter_ == "none" else f"{metric} ({filter_})"] = value
-    return found
+            figures[metric if filter_ == "none" else f"{metric} ({filter_})"] = value
+    return figures
 
 
 def table(results: dict[str, dict[str, float]]) -> list[str]:
@@ -218,7 +218,7 @@ def _log(project: str, opened: Opened, record: dict) -> None:
     )
     sink.log(
         {"step": opened.step or 0}
-        | {f"eval/{n}/{k}": v for n, each in record["results"].items() for k, v in each.items()}
+        | {f"eval/{n}/{k}": v for n, values in record["results"].items() for k, v in values.items()}
     )
     sink.close()
     print(f"W&B: {sink.where}", file=sys.stderr)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from zaya_plugin.config.option_numbers import INT32, MOST_SEED, MOST_TOKENS, real_number, whole_number
 from zaya_plugin.errors import check_utf8, mistake
-from zaya_plugin.inference.opening import GIVEN, add_options, check_room, find_model, open_model
+from zaya_plugin.inference.opening import SOURCES, add_options, check_room, find_model, open_model
 from zaya_plugin.inference.sampling_options import Sampling
 
 WHAT = f"""\
 Continues prompts with a model, greedy or sampled.
 
-{GIVEN}
+{SOURCES}
 
 The text of a single prompt appears token by token; texts of several appear one after another, each when its batch is
 done. A text ends at the tokenizer's end token or after --max-new-tokens. Prompts are continued as they are: no chat
@@ -89,15 +89,13 @@ def main(argv: list[str], prepare_torch: Callable[[], None] = lambda: None) -> i
     return 0
 
 
-def _lines(given: str | None) -> list[str]:
-    if given is None:
+def _lines(path: str | None) -> list[str]:
+    if path is None:
         return []
     try:
-        text = (sys.stdin.buffer.read() if given == "-" else Path(given).read_bytes()).decode("utf-8")
+        text = (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise mistake(
-            "--prompts", given, problem=f"cannot be read ({error})", allowed="a text file in UTF-8"
-        ) from error
+        raise mistake("--prompts", path, problem=f"cannot be read ({error})", allowed="a text file in UTF-8") from error
     return [line for line in text.splitlines() if line.strip()]
 
 
@@ -120,21 +118,21 @@ def _run(opened, texts, prompts, options, sampling, alone: bool) -> None:
     from zaya_plugin.inference.sampling import continued
 
     streams = alone and not options.json
-    decoded, found, shown = DecodeStream(skip_special_tokens=True), [[] for _ in prompts], ""
+    decoded, answers, shown = DecodeStream(skip_special_tokens=True), [[] for _ in prompts], ""
     if streams:
         print(texts[0], end="", flush=True)
     limit, stop = options.max_new_tokens, set(opened.stop)
     for tokens in continued(opened.decoder, prompts, limit, sampling, lambda _, token: token in stop):
-        for each, token in zip(found, tokens, strict=True):
-            each.extend([] if token is None else [token])
+        for answer, token in zip(answers, tokens, strict=True):
+            answer.extend([] if token is None else [token])
         if streams and (piece := decoded.step(opened.tokenizer, tokens[0])):
             print(piece, end="", flush=True)
             shown += piece
     if streams:
         # The stream withholds a character whose bytes are not complete; as in transformers it is U+FFFD at the end.
-        print(opened.text_of(found[0])[len(shown) :])
+        print(opened.text_of(answers[0])[len(shown) :])
         return
-    for text, new in zip(texts, found, strict=True):
+    for text, new in zip(texts, answers, strict=True):
         if options.json:
             row = {"prompt": text, "text": opened.text_of(new), "tokens": new, "ended": new[-1] in stop}
             print(json.dumps(row, ensure_ascii=False), flush=True)

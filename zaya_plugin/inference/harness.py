@@ -48,7 +48,7 @@ class ZayaLM(TemplateLM):
     @torch.no_grad()
     def _loglikelihood_tokens(self, requests, **_) -> list[tuple[float, bool]]:
         order = sorted(range(len(requests)), key=lambda place: -len(requests[place][1]) - len(requests[place][2]))
-        found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         with bar("log-likelihoods", len(order), " requests") as shown:
             for begin in range(0, len(order), self.batch_size):
                 places = order[begin : begin + self.batch_size]
@@ -58,16 +58,16 @@ class ZayaLM(TemplateLM):
                 padded = torch.tensor([[*row[:-1], *[0] * (longest - len(row) + 1)] for row in rows])
                 hidden = self.decoder.hidden_states(padded.to(self.decoder.device))
                 for column, (place, row) in enumerate(zip(places, rows, strict=True)):
-                    wanted = torch.tensor(requests[place][2][-len(row) + 1 :], device=self.decoder.device)
+                    targets = torch.tensor(requests[place][2][-len(row) + 1 :], device=self.decoder.device)
                     end = len(row) - 1
-                    logits = self.decoder.logits(hidden[end - len(wanted) : end, column]).float()
-                    chosen = logits.log_softmax(-1).gather(1, wanted.unsqueeze(1))
-                    found[place] = (chosen.sum().item(), bool((logits.argmax(-1) == wanted).all()))
+                    logits = self.decoder.logits(hidden[end - len(targets) : end, column]).float()
+                    chosen = logits.log_softmax(-1).gather(1, targets.unsqueeze(1))
+                    results[place] = (chosen.sum().item(), bool((logits.argmax(-1) == targets).all()))
                 shown.update(len(places))
-        return found
+        return results
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-        found = []
+        results = []
         for (text,) in (request.args for request in requests):
             windows = utils.get_rolling_token_windows(
                 token_list=self.tok_encode(text),
@@ -76,14 +76,14 @@ class ZayaLM(TemplateLM):
                 context_len=1,
             )
             parts = [(None, *utils.make_disjoint_window(window)) for window in windows]
-            found.append(sum(value for value, _ in self._loglikelihood_tokens(parts)))
-        return found
+            results.append(sum(value for value, _ in self._loglikelihood_tokens(parts)))
+        return results
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         groups: dict[str, list[int]] = {}
         for place, request in enumerate(requests):
             groups.setdefault(repr(request.args[1]), []).append(place)
-        found = [""] * len(requests)
+        results = [""] * len(requests)
         with bar("texts", len(requests), " requests") as shown:
             for places in groups.values():
                 places.sort(key=lambda place: -len(requests[place].args[0]))
@@ -91,9 +91,9 @@ class ZayaLM(TemplateLM):
                     part = places[begin : begin + self.batch_size]
                     texts = self._until([requests[place].args[0] for place in part], requests[part[0]].args[1])
                     for place, text in zip(part, texts, strict=True):
-                        found[place] = text
+                        results[place] = text
                     shown.update(len(part))
-        return found
+        return results
 
     def _until(self, contexts: list[str], options: dict) -> list[str]:
         until = options.get("until") or []

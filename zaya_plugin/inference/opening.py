@@ -20,7 +20,7 @@ from zaya_plugin.data.tokenizer import added_tokens
 from zaya_plugin.errors import free_memory, mistake
 
 GIB = 2**30
-GIVEN = """\
+SOURCES = """\
 MODEL is a run directory, a directory of iter_* folders, or one of these; or a published model: a folder with
 safetensors files (native, legacy or smoe layout), or a name on the Hugging Face Hub. It runs in this process, without
 ranks, on the GPU if there is one."""
@@ -101,7 +101,9 @@ class Opened:
 
     @cached_property
     def leading_tokens(self) -> list[int]:
-        """What the tokenizer puts before a text (bos). What it puts behind one would end the text that is continued."""
+        """The tokens that the tokenizer puts before a text (bos). Those that it puts behind one would end the text that
+        is continued.
+        """
         return added_tokens(self.tokenizer)[0] if self.special_tokens else []
 
     @property
@@ -120,20 +122,20 @@ def find_model(options: argparse.Namespace) -> Path | Reading:
     Raises:
         ValueError: there is none, or it is damaged; --tokenizer is no tokenizer's folder.
     """
-    given = options.given
+    name = options.given
     if options.tokenizer and not (Path(options.tokenizer) / "tokenizer.json").is_file():
         raise _no_tokenizer(options.tokenizer, options.tokenizer)
-    if not _is_published(given):
-        return begin(Path(given), options.step, "MODEL", options.verify)
+    if not _is_published(name):
+        return begin(Path(name), options.step, "MODEL", options.verify)
     if options.step is not None:
-        raise mistake("--step", options.step, problem=f"{given} is a published model", allowed="a run's checkpoint")
-    return resolve(given, key="MODEL")
+        raise mistake("--step", options.step, problem=f"{name} is a published model", allowed="a run's checkpoint")
+    return resolve(name, key="MODEL")
 
 
-def _no_tokenizer(given: str | None, home: str | Path) -> ValueError:
+def _no_tokenizer(name: str | None, home: str | Path) -> ValueError:
     return mistake(
         "--tokenizer",
-        given,
+        name,
         problem=f"{home} has no tokenizer.json",
         allowed="a folder with tokenizer.json",
         fix="--tokenizer FOLDER",
@@ -173,7 +175,7 @@ def open_model(options: argparse.Namespace, model: Path | Reading, needs_tokeniz
         home, imported = trained.tokenizer, trained.imported
         dtype = "bf16" if getattr(arguments, "bf16", False) else "fp32"
     home = Path(options.tokenizer or home or ".")
-    tokenizer, ids = None, {each: getattr(described, each) for each in ("bos", "eos")}
+    tokenizer, ids = None, {token: getattr(described, token) for token in ("bos", "eos")}
     if (home / "tokenizer.json").is_file() and (options.tokenizer or str(home) != "."):
         try:
             tokenizer, ids = open_tokenizer(str(home)), ids | token_ids(home)
@@ -181,7 +183,7 @@ def open_model(options: argparse.Namespace, model: Path | Reading, needs_tokeniz
             raise mistake("--tokenizer", home, problem=f"cannot be opened ({error})") from error
     elif needs_tokenizer:
         raise _no_tokenizer(options.tokenizer, home)
-    ids |= {each: imported[each] for each in ids if imported.get(each) is not None}
+    ids |= {token: imported[token] for token in ids if imported.get(token) is not None}
     eos = ids["eos"]
     if trained is not None and tokenizer is not None:
         trained.check_tokenizer(home, tokenizer_digest(str(home)))
@@ -214,25 +216,25 @@ def check_room(opened: Opened, batch: int, prompt: int, new_tokens: int) -> None
         width = 2 * described.num_query_groups * described.kv_channels * opened.dtype.itemsize
         return batch * room_for(tokens) * described.num_layers * width
 
-    described, free, beside = opened.described, opened.free_memory(), opened.bytes_of_pass(batch, prompt)
+    described, free, pass_bytes = opened.described, opened.free_memory(), opened.bytes_of_pass(batch, prompt)
     needed, most = keys_and_values(prompt + new_tokens), ROOM
-    if beside + needed <= free:
+    if pass_bytes + needed <= free:
         return
-    while beside + keys_and_values(2 * most) <= free:
+    while pass_bytes + keys_and_values(2 * most) <= free:
         most *= 2
-    fits = beside + keys_and_values(most) <= free and most > prompt
+    fits = pass_bytes + keys_and_values(most) <= free and most > prompt
     raise mistake(
         "--max-new-tokens",
         new_tokens,
         problem=f"the keys and values of {batch} sequences of {prompt + new_tokens:,} tokens need {needed / GIB:,.2f} GiB "
-        f"and the weights and a prompt's pass {beside / GIB:,.2f} GiB, and {free / GIB:,.2f} GiB of memory are free",
+        f"and the weights and a prompt's pass {pass_bytes / GIB:,.2f} GiB, and {free / GIB:,.2f} GiB of memory are free",
         allowed=f"at most {most - prompt:,} with {batch} sequences at once" if fits else "a model and prompts that fit",
         fix=f"--max-new-tokens {most - prompt}, or a smaller --batch-size" if fits else "a smaller --batch-size",
     )
 
 
-def _is_published(given: str) -> bool:
-    folder = Path(given)
+def _is_published(name: str) -> bool:
+    folder = Path(name)
     if folder.exists():
         return any(folder.glob("*.safetensors")) if folder.is_dir() else False
-    return given.partition("@")[0].count("/") == 1 and not given.startswith((".", "/")) and not folder.parent.exists()
+    return name.partition("@")[0].count("/") == 1 and not name.startswith((".", "/")) and not folder.parent.exists()

@@ -71,8 +71,8 @@ def generate(
     stop: Sequence[int] = (),
 ) -> list[list[int]]:
     """Return the new tokens of each prompt. stop: tokens that end one; they are part of the result."""
-    found: list[list[int]] = [[] for _ in prompts]
+    answers: list[list[int]] = [[] for _ in prompts]
     for tokens in continued(decoder, prompts, max_new_tokens, sampling, lambda _, token: token in stop):
-        for each, token in zip(found, tokens, strict=True):
-            each.extend([] if token is None else [token])
-    return found
+        for answer, token in zip(answers, tokens, strict=True):
+            answer.extend([] if token is None else [token])
+    return answers

@@ -41,11 +41,11 @@ def bundle(run_dir: Path, record: Path) -> Path:
     target = record.resolve().parent / f"support-{run_dir.resolve().name}.tar.gz"
     left, notes = OF_ALL, []
     with tarfile.open(target, "w:gz") as archive:
-        for name, found in contents(run_dir, record):
-            if isinstance(found, OSError):
-                notes.append(f"not readable: {name} ({found.strerror})")
+        for name, data in contents(run_dir, record):
+            if isinstance(data, OSError):
+                notes.append(f"not readable: {name} ({data.strerror})")
                 continue
-            content = found.encode()[-OF_A_FILE:]
+            content = data.encode()[-OF_A_FILE:]
             if len(content) > left:
                 notes.append(f"left out: {name}")
                 continue

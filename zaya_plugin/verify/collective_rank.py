@@ -36,10 +36,10 @@ def graph_capture(device: torch.device) -> dict:
     """
     ranks, rank = distributed.get_world_size(), distributed.get_rank()
     numbers, total = probes.numbers_and_sum(2**20, device, rank, ranks)
-    given, held = torch.zeros_like(numbers), torch.zeros_like(numbers)
+    source, held = torch.zeros_like(numbers), torch.zeros_like(numbers)
 
     def work() -> None:
-        held.copy_(given)
+        held.copy_(source)
         held.mul_(2)
         distributed.all_reduce(held)
         held.add_(1)
@@ -55,13 +55,13 @@ def graph_capture(device: torch.device) -> dict:
         work = graph.replay
     wrong = []
     for value in range(1, REPLAYS + 1):
-        torch.mul(numbers, value, out=given)
+        torch.mul(numbers, value, out=source)
         work()
-        wanted = 2 * value * total + 1
-        differing = (held != wanted).nonzero()
+        expected = 2 * value * total + 1
+        differing = (held != expected).nonzero()
         if differing.numel():
             first = differing[0].item()
-            wrong.append(f"replay {value}: {held[first].item()} for {wanted[first].item()} at element {first:,}")
+            wrong.append(f"replay {value}: {held[first].item()} for {expected[first].item()} at element {first:,}")
     if device.type == "cuda":
         torch.cuda.synchronize()
         time.sleep(WATCHDOG_S / 2)
@@ -86,9 +86,9 @@ def main(argv: list[str]) -> int:
         world_size=ranks,
         timeout=datetime.timedelta(seconds=60),
     )
-    found = {"graph_capture": graph_capture, "all_reduce": all_reduce}[what](device)
+    result = {"graph_capture": graph_capture, "all_reduce": all_reduce}[what](device)
     if rank == 0:
-        (folder / RESULT).write_text(json.dumps(found))
+        (folder / RESULT).write_text(json.dumps(result))
     distributed.barrier()
     distributed.destroy_process_group()
     return 0

@@ -63,7 +63,7 @@ def run_ranks(what: str, setting: Setting, ranks: int, limit_s: float) -> dict[s
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
         codes = [ended(process) for process in started]
-    for rank, code in sorted(enumerate(codes), key=lambda each: each[1] == -signal.SIGKILL):  # those killed here last
+    for rank, code in sorted(enumerate(codes), key=lambda item: item[1] == -signal.SIGKILL):  # those killed here last
         if code:
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
             log = end_of(logs[rank])
@@ -83,11 +83,11 @@ def variables(setting: Setting, ranks: int) -> dict[str, str]:
     """Return the environment of a rank: that of the machine's cluster recipe, as in training."""
     from zaya_plugin.config.compose import compose
 
-    given = dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
     if setting.on_cpu:
-        return given
+        return environment
     cluster = "mi300x_8" if "MI300X" in setting.name else "h100_8"
-    return given | compose([f"cluster={cluster}", "data.path=none"]).cluster.environment
+    return environment | compose([f"cluster={cluster}", "data.path=none"]).cluster.environment
 
 
 def end_of(log: Path) -> str:
@@ -108,13 +108,13 @@ def graph_capture(setting: Setting) -> Outcome:
     none = {} if setting.on_cpu else {GRAPHS: "none"}
     expected = {"known_problem": "pytorch/pytorch#175377, #176942; ROCm/rccl#2022"}
     try:
-        found = run_ranks("graph_capture", setting, ranks, START_S + CAPTURE_S)
+        result = run_ranks("graph_capture", setting, ranks, START_S + CAPTURE_S)
     except RanksFailed as error:
         return Outcome("wrong", f"{error}{instead(none)}", {}, expected, none, error.log)
-    if found["wrong"]:
-        return Outcome("wrong", f"{found['wrong'][0]}{instead(none)}", found, expected, none)
+    if result["wrong"]:
+        return Outcome("wrong", f"{result['wrong'][0]}{instead(none)}", result, expected, none)
     text = "a CPU has no graphs; the same calls without one" if setting.on_cpu else "captured and replayed"
-    return Outcome("pass", f"{text}, {ranks} rank{'s' if ranks > 1 else ''}", found, expected)
+    return Outcome("pass", f"{text}, {ranks} rank{'s' if ranks > 1 else ''}", result, expected)
 
 
 def instead(overrides: dict[str, str]) -> str:
@@ -127,26 +127,26 @@ def all_reduce(setting: Setting) -> Outcome:
     if ranks < 2:
         return Outcome("skipped", "one device")
     try:
-        found = run_ranks("all_reduce", setting, ranks, START_S + SWEEP_S)
+        result = run_ranks("all_reduce", setting, ranks, START_S + SWEEP_S)
     except RanksFailed as error:
         return Outcome("wrong", str(error), traceback=error.log)
-    return judged(found, machine_of(setting.name), ranks, setting)
+    return judged(result, machine_of(setting.name), ranks, setting)
 
 
-def judged(found: dict[str, Any], machine, ranks: int, setting: Setting) -> Outcome:
+def judged(measured: dict[str, Any], machine, ranks: int, setting: Setting) -> Outcome:
     """Judge the sweep: exact sums, and the rate of the largest size."""
-    wrong = [row["bytes"] for row in found["sizes"] if not row["right"]]
+    wrong = [row["bytes"] for row in measured["sizes"] if not row["right"]]
     if wrong:
-        return Outcome("wrong", f"wrong sums at {', '.join(f'{size:,}' for size in wrong)} bytes", found)
-    rate = found["sizes"][-1]["gb_per_s"]
-    text = f"{rate:.3g} GB/s a device at {found['sizes'][-1]['bytes'] / 2**20:.0f} MiB, "
-    text += f"{1e3 * found['sizes'][0]['ms']:.0f} us at {found['sizes'][0]['bytes']} bytes, {ranks} ranks"
+        return Outcome("wrong", f"wrong sums at {', '.join(f'{size:,}' for size in wrong)} bytes", measured)
+    rate = measured["sizes"][-1]["gb_per_s"]
+    text = f"{rate:.3g} GB/s a device at {measured['sizes'][-1]['bytes'] / 2**20:.0f} MiB, "
+    text += f"{1e3 * measured['sizes'][0]['ms']:.0f} us at {measured['sizes'][0]['bytes']} bytes, {ranks} ranks"
     if machine is None:
-        return Outcome("pass", f"{text}; no expectation for this device", found, described(None))
-    wanted = machine.link_gb_per_s
+        return Outcome("pass", f"{text}; no expectation for this device", measured, described(None))
+    required = machine.link_gb_per_s
     if "MI300X" in setting.name:  # xGMI: a link to each other device, so fewer devices have fewer links
-        wanted *= (ranks - 1) / (machine.devices_per_node - 1)
-    slow = rate < SLOW_BELOW * wanted
-    text += f"; expected {wanted:.3g} GB/s" if slow else ""
-    expected = described(machine, link_gb_per_s=wanted, latency_us=None if machine is CPU else machine.latency_us)
-    return Outcome("slow" if slow else "pass", text, found, expected)
+        required *= (ranks - 1) / (machine.devices_per_node - 1)
+    slow = rate < SLOW_BELOW * required
+    text += f"; expected {required:.3g} GB/s" if slow else ""
+    expected = described(machine, link_gb_per_s=required, latency_us=None if machine is CPU else machine.latency_us)
+    return Outcome("slow" if slow else "pass", text, measured, expected)

@@ -91,7 +91,7 @@ def main(argv: list[str]) -> int:
     with ended_by_signals():
         record = run(lines, options.device, options.out, shlex.join(["zaya", "verify", *argv]))
     print("\n".join(summary(record, options.out)))
-    return int(any(each["state"] == "wrong" for each in record["lines"]))
+    return int(any(line["state"] == "wrong" for line in record["lines"]))
 
 
 def check_out(out: Path) -> None:
@@ -156,8 +156,8 @@ def run(lines: list[Line], device: str, out: Path, command: str) -> dict[str, An
                 outcome = worker.run(line)
                 seconds = time.monotonic() - start
                 record["machine"] = worker.machine or record["machine"]
-                found = secrets.of_data(asdict(outcome))
-                record["lines"].append({"line": line.name, "seconds": round(seconds, 1), **found})
+                result = secrets.of_data(asdict(outcome))
+                record["lines"].append({"line": line.name, "seconds": round(seconds, 1), **result})
                 write(out, record)
                 tqdm.write(row(record["lines"][-1]))
                 bar.update()
@@ -177,7 +177,7 @@ def ended_by_signals():
     def leave(number: int, frame) -> None:
         raise SystemExit(128 + number)
 
-    handled = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) == signal.SIG_DFL]
+    handled = [signum for signum in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(signum) == signal.SIG_DFL]
     for number in handled:  # not one that nohup ignores
         signal.signal(number, leave)
     try:

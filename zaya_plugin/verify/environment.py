@@ -71,8 +71,8 @@ def environment(setting: Setting) -> Outcome:
     if setting.device == "cuda" and torch.version.hip:
         figures["loaded"] = answer(load_library)
     figures["hip_runtimes"] = [str(path) for path in mapped_runtimes(own_maps())]
-    found = devices_problem(setting), runtime_problem(torch.version.hip, own_maps()), library_problem()
-    problems = [*filter(None, found)]
+    failures = devices_problem(setting), runtime_problem(torch.version.hip, own_maps()), library_problem()
+    problems = [*filter(None, failures)]
     text = f"{figures['doctor']['devices']['built_for']}, torch {torch.__version__}, library {TARGET} "
     text += "built from source" if os.environ.get(SWITCH) == "source" else "as shipped"
     return Outcome("wrong" if problems else "pass", "; ".join(problems) or text, figures)
@@ -96,10 +96,10 @@ def devices_problem(setting: Setting) -> str | None:
     if (machine := machine_of(setting.name)) is None:
         return None
     visible = [len(os.environ[name].split(",")) for name in VISIBLE if os.environ.get(name)]
-    if setting.devices >= (wanted := min([machine.devices_per_node, *visible])):
+    if setting.devices >= (required := min([machine.devices_per_node, *visible])):
         return None
     variable = VISIBLE[0] if torch.version.hip else VISIBLE[2]
-    text = f"{setting.devices} of {wanted} devices found ({machine.name}). To examine these alone: "
+    text = f"{setting.devices} of {required} devices found ({machine.name}). To examine these alone: "
     return text + f"{variable}={','.join(map(str, range(setting.devices)))} zaya verify"
 
 
@@ -190,9 +190,11 @@ def known_problems(setting: Setting) -> Outcome:
     from zaya_plugin import doctor
 
     report = doctor_report()
-    missing = [each["name"] for each in report["packages"] if each["version"] is None and each["use"][:6] == "needed"]
-    found = [f"{each['severity']}: {each['name']} ({each['found']})" for each in report["problems"]]
-    text = "; ".join([*found, *(f"not installed: {name}" for name in missing)]) or "none found"
+    missing = [
+        entry["name"] for entry in report["packages"] if entry["version"] is None and entry["use"][:6] == "needed"
+    ]
+    texts = [f"{entry['severity']}: {entry['name']} ({entry['found']})" for entry in report["problems"]]
+    text = "; ".join([*texts, *(f"not installed: {name}" for name in missing)]) or "none found"
     return Outcome("wrong" if doctor.exit_status(report) else "pass", text, {"problems": report["problems"]})
 
 
@@ -208,7 +210,7 @@ def scan(setting: Setting) -> Outcome:
         setting.say(f"{number} of {len(files)} files")
         try:
             if violations := hazards.scan(path):
-                figures["violations"][str(path)] = [str(each) for each in violations]
+                figures["violations"][str(path)] = [str(violation) for violation in violations]
         except hazards.ToolNotFound as error:
             return Outcome("skipped", str(error))
         except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:

@@ -39,12 +39,12 @@ def end_marked(mark: str) -> None:
 
 def marked(mark: str) -> list[int]:
     """Return the processes in whose first environment a variable starts with `mark`; none without /proc."""
-    found = []
+    places = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # another user's process, or one that has ended
             if b"\0" + mark.encode() in b"\0" + path.read_bytes():
-                found.append(int(path.parent.name))
-    return found
+                places.append(int(path.parent.name))
+    return places
 
 
 def main(argv: list[str]) -> int:

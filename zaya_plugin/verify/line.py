@@ -13,7 +13,7 @@ STATES = ("pass", "slow", "wrong", "skipped")
 
 @dataclass
 class Outcome:
-    """What a line found.
+    """The result of a line.
 
     Attributes:
         state: one of STATES. reason: one sentence for the page. figures: what was measured.

@@ -4,7 +4,7 @@
 from hip_ops.versions import VERSIONS
 from zaya_plugin.verify.line import Line
 
-HERE = "zaya_plugin.verify."
+PACKAGE = "zaya_plugin.verify."
 BASE = "shapes of ZAYA1-base, 16,384 tokens"
 
 LINES = {
@@ -15,7 +15,7 @@ LINES = {
             "versions, firmware, number of devices, mapped HIP runtimes, and the hash of the kernels' library",
             "the same",
             "the same",
-            HERE + "environment:environment",
+            PACKAGE + "environment:environment",
             120,
         ),
         Line(
@@ -23,7 +23,7 @@ LINES = {
             "the rules of `zaya doctor`",
             "the same",
             "the same",
-            HERE + "environment:known_problems",
+            PACKAGE + "environment:known_problems",
             120,
         ),
         Line(
@@ -31,7 +31,7 @@ LINES = {
             "a copy and a large matrix product on every device",
             "32 MiB, 512 x 512 in fp32",
             "1 GiB, 8192 x 8192 in bf16",
-            HERE + "rates:rates",
+            PACKAGE + "rates:rates",
             120,
         ),
         *(
@@ -41,7 +41,7 @@ LINES = {
                 "matrix product",
                 "the reference, small shapes",
                 BASE,
-                HERE + "operators:operators",
+                PACKAGE + "operators:operators",
                 240,
                 folder,
             )
@@ -52,7 +52,7 @@ LINES = {
             "the kernels that run, on two streams, in a captured graph and on a full device, twice with equal bits",
             "a plain call of the versions that a CPU has",
             "the self-check's examples on the first device",
-            HERE + "operators:conditions",
+            PACKAGE + "operators:conditions",
             420,
         ),
         Line(
@@ -60,7 +60,7 @@ LINES = {
             "a sweep of all-reduces: exact sums, and the links' rate",
             "two processes over gloo, 1 KiB to 4 MiB",
             "all devices, 4 KiB to 1 GiB",
-            HERE + "collectives:all_reduce",
+            PACKAGE + "collectives:all_reduce",
             240,
         ),
         Line(
@@ -68,7 +68,7 @@ LINES = {
             "a graph with a collective in it, captured and replayed; where it fails cluster.graphs=none is needed",
             "two processes, without a graph",
             "one or two devices, 30 s",
-            HERE + "collectives:graph_capture",
+            PACKAGE + "collectives:graph_capture",
             120,
         ),
         Line(
@@ -76,7 +76,7 @@ LINES = {
             "10 steps of the demo in fp32 against stored losses, within 1e-5",
             "one process",
             "the same numbers, on one device",
-            HERE + "training:losses",
+            PACKAGE + "training:losses",
             240,
         ),
         Line(
@@ -84,7 +84,7 @@ LINES = {
             "a short step by `zaya bench step`: losses, and the share of the matrix-product rate",
             "a small ZAYA, one process",
             "as many of the 40 layers as fit, all devices, 16,384 random tokens on each",
-            HERE + "training:step",
+            PACKAGE + "training:step",
             420,
         ),
         Line(
@@ -92,7 +92,7 @@ LINES = {
             "missing wait states in the shipped library and in the gfx942 objects of Triton's cache",
             "the same",
             "the same",
-            HERE + "environment:scan",
+            PACKAGE + "environment:scan",
             240,
         ),
     )

@@ -83,10 +83,10 @@ def _norm(scaled: bool, backward: bool, centered: bool) -> Callable:
         output, residual = _normal(device, *shape), _normal(device, *shape, dtype=of_stream)
         *merge, weight = (_normal(device, h, scale=0.3, mean=mean) for mean in (0, 1, 0, 1, 1))
         vectors = (*(merge if scaled else [None] * 4), weight)
-        given = (output, residual, *vectors, _normal(device, h) if centered else None, 1e-5)
+        inputs = (output, residual, *vectors, _normal(device, h) if centered else None, 1e-5)
         if not backward:
-            return given
-        _, new_residual, mean, rstd = _reference("rms_norm", "merge_norm", *given)
+            return inputs
+        _, new_residual, mean, rstd = _reference("rms_norm", "merge_norm", *inputs)
         upstream = _normal(device, *shape), _normal(device, *shape, dtype=of_stream)
         rows = (output, residual) if scaled else (None, new_residual)
         return *upstream, *rows, mean if centered else None, rstd, *vectors, BF16
@@ -113,7 +113,7 @@ def _prologue(backward: bool) -> Callable:
         if not backward:
             return *inputs, *sizes_of
         query, key, value, inverse_norm = _reference("cca_prologue", "cca_prologue", *inputs, *sizes_of)
-        upstream = (_normal(device, *each.shape) for each in (query, key, value))
+        upstream = (_normal(device, *tensor.shape) for tensor in (query, key, value))
         return *upstream, *inputs, query, key, inverse_norm, *sizes_of
 
     return make
@@ -127,10 +127,10 @@ def _router(backward: bool) -> Callable:
         w1, w2 = (_normal(device, r, r, scale=r**-0.5) for _ in range(2))
         b1, b2 = (_normal(device, r, scale=0.25) for _ in range(2))
         w_out, biases = _normal(device, c, r, scale=0.5), _normal(device, c, scale=1 / 16, dtype=FP32)
-        given = (projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, None, 1e-5, c - 1)
+        inputs = (projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, None, 1e-5, c - 1)
         if not backward:
-            return given
-        state, weights, ids, hidden1, hidden2, logits, _ = _reference("router_mlp", "router_mlp", *given)
+            return inputs
+        state, weights, ids, hidden1, hidden2, logits, _ = _reference("router_mlp", "router_mlp", *inputs)
         saved = (state, previous, gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out)
         return torch.randn_like(weights), torch.randn_like(state), *saved, 1e-5, c - 1
 
@@ -155,8 +155,8 @@ def _offsets(sizes: Sizes, device: torch.device, skipping: bool) -> Tensor:
 def _swiglu(backward: bool) -> Callable:
     def make(sizes: Sizes, device: torch.device) -> tuple:
         n, f = sizes.tokens, sizes.ffn
-        given = _normal(device, n, 2 * f), torch.rand(n, device=device), _offsets(sizes, device, True)
-        return (_normal(device, n, f), *given, True) if backward else given
+        inputs = _normal(device, n, 2 * f), torch.rand(n, device=device), _offsets(sizes, device, True)
+        return (_normal(device, n, f), *inputs, True) if backward else inputs
 
     return make
 

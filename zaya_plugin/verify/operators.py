@@ -42,7 +42,7 @@ def operators(setting: Setting, folder: str, sizes: Sizes | None = None) -> Outc
     """Measure the operators of one folder."""
     device = torch.device("cpu") if setting.on_cpu else torch.device("cuda", 0)
     sizes = sizes or (SMALL if setting.on_cpu else ZAYA1_BASE)
-    mine = [each for each in all_operators() if each.folder == folder]
+    mine = [candidate for candidate in all_operators() if candidate.folder == folder]
     figures: dict[str, Any] = {}
     for operator in mine:
         for name, case in cases_of(operator.name).items():
@@ -63,11 +63,11 @@ def conditions(setting: Setting) -> Outcome:
         setting.say(operator.name)
         present = [v for v, missing in versions_of(operator, device).items() if missing is None]
         present = [v for v in present if v not in ("auto", "reference")] if setting.on_cpu else None
-        found = self_check_conditions.check(operator, device, present)
-        for each in found:
-            compared.append(f"{each.operator}, {each.version}, {each.condition}")
-            wrong += [f"{compared[-1]}: {each.difference}"] if each.difference else []
-        skipped += [] if found else [operator.name]
+        comparisons = self_check_conditions.check(operator, device, present)
+        for comparison in comparisons:
+            compared.append(f"{comparison.operator}, {comparison.version}, {comparison.condition}")
+            wrong += [f"{compared[-1]}: {comparison.difference}"] if comparison.difference else []
+        skipped += [] if comparisons else [operator.name]
     figures = {"compared": compared, "wrong": wrong, "reference_alone": skipped}
     text = wrong[0].splitlines()[0] if wrong else f"{len(compared)} comparisons"
     return Outcome("wrong" if wrong else "pass", text, figures)
@@ -75,15 +75,15 @@ def conditions(setting: Setting) -> Outcome:
 
 def versions_of(operator: Operator, device: torch.device) -> dict[str, str | None]:
     """Return by version why it does not run here, or None; "auto" first, the reference last."""
-    found: dict[str, str | None] = {"auto": None}
+    versions: dict[str, str | None] = {"auto": None}
     for version in operator.versions:
         if version in NOT_RUN:
-            found[version] = "only by name: this project has not run it on any device"
+            versions[version] = "only by name: this project has not run it on any device"
         else:
             missing = availability.missing(version, device, named=False)
             available = operator.available.get(version, lambda device: None)
-            found[version] = missing or available(device)
-    return {**found, "reference": None}
+            versions[version] = missing or available(device)
+    return {**versions, "reference": None}
 
 
 def measured(operator: Operator, case: Case, sizes: Sizes, device: torch.device, say: Callable) -> dict[str, Any]:
@@ -93,19 +93,19 @@ def measured(operator: Operator, case: Case, sizes: Sizes, device: torch.device,
     oracle = called(operator.reference, wide(arguments))
     want = called(operator.reference, copied(arguments))
     moved = case.traffic(sizes) if case.traffic else traffic(arguments, flat(want))
-    found: dict[str, Any] = {"bytes": moved, "flops": case.flops(sizes) if case.flops else None, "versions": {}}
-    found["beside_ms"] = beside(case, sizes, moved, device)
+    figures: dict[str, Any] = {"bytes": moved, "flops": case.flops(sizes) if case.flops else None, "versions": {}}
+    figures["beside_ms"] = product_or_copy_ms(case, sizes, moved, device)
     for version, missing in versions_of(operator, device).items():
         say(f"{operator.name}, {version}")
         if missing is None:
             try:
                 row = one_version(operator, version, case, arguments, oracle, want)
-                found["versions"][version] = with_rate(row, moved, found["flops"])
+                figures["versions"][version] = with_rate(row, moved, figures["flops"])
             except ValueError as error:  # not available, or its self-check failed
-                found["versions"][version] = {"wrong": str(error)}
+                figures["versions"][version] = {"wrong": str(error)}
         else:
-            found["versions"][version] = {"missing": missing}
-    return found
+            figures["versions"][version] = {"missing": missing}
+    return figures
 
 
 def one_version(operator: Operator, version: str, case: Case, arguments, oracle, want) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def one_version(operator: Operator, version: str, case: Case, arguments, oracle,
         takes = operator.fits.get(version)
         if takes is not None and not takes(*arguments):
             return {"missing": "it does not take these arguments"}
-        got = called(operator.run, given := copied(arguments))
+        got = called(operator.run, inputs := copied(arguments))
         tolerance = operator.tolerances.get(version, operator.tolerance)
         if case.chooses:
             row["lost"], mine = routed(got, oracle, arguments)
@@ -132,7 +132,7 @@ def one_version(operator: Operator, version: str, case: Case, arguments, oracle,
         row["wrong"] = row.get("wrong") or too_large(row["ulps"], errors(theirs, exact), tolerance, mine, theirs)
         if row["wrong"] is None and version == "reference" and in_bf16(row) > case.ulps:
             row["wrong"] = f"it errs by {in_bf16(row):.3g} ULP of bf16 against itself in fp64, allowed {case.ulps:g}"
-        row["ms"] = 1e3 * probes.seconds(lambda: operator.run(*given), device, CALLS[device.type])
+        row["ms"] = 1e3 * probes.seconds(lambda: operator.run(*inputs), device, CALLS[device.type])
     return row
 
 
@@ -147,8 +147,8 @@ def judged(folder: str, figures: dict[str, Any], on_cpu: bool) -> Outcome:
     """Return the outcome of a folder's operators."""
     wrong = [
         f"{name}, {version}: {row['wrong']}"
-        for name, found in figures.items()
-        for version, row in found["versions"].items()
+        for name, figure in figures.items()
+        for version, row in figure["versions"].items()
         if row.get("wrong")
     ]
     totals = total_ms(figures)
@@ -160,7 +160,7 @@ def judged(folder: str, figures: dict[str, Any], on_cpu: bool) -> Outcome:
     text = f"{chosen}, {totals['auto']:.3g} ms, error {ulps:.2g} ULP of bf16"
     if on_cpu:
         return Outcome("pass", text, figures, expected)
-    share = sum(found["beside_ms"] for found in figures.values()) / totals["auto"]
+    share = sum(figure["beside_ms"] for figure in figures.values()) / totals["auto"]
     text += f", {share:.0%} of a {'product' if any(f['flops'] for f in figures.values()) else 'copy'}"
     overrides, slow = {}, []
     best = min(totals, key=totals.get)
@@ -175,7 +175,7 @@ def judged(folder: str, figures: dict[str, Any], on_cpu: bool) -> Outcome:
 
 
 def rows_of(figures: dict[str, Any], version: str) -> Iterator[dict[str, Any]]:
-    return (found["versions"][version] for found in figures.values())
+    return (figure["versions"][version] for figure in figures.values())
 
 
 def total_ms(figures: dict[str, Any]) -> dict[str, float]:
@@ -188,7 +188,7 @@ def total_ms(figures: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def beside(case: Case, sizes: Sizes, moved: float, device: torch.device) -> float:
+def product_or_copy_ms(case: Case, sizes: Sizes, moved: float, device: torch.device) -> float:
     """Return milliseconds of a matrix product of as many operations, or of a copy that moves as many bytes."""
     calls = CALLS[device.type]
     if case.flops is None:
@@ -241,21 +241,21 @@ def traffic(arguments: tuple, after: list[tuple[str, Tensor]]) -> float:
 
 def errors(got: list[tuple[str, Tensor]], oracle: list[tuple[str, Tensor]]) -> dict[str, dict[str, Any]]:
     """Return by result its dtype and its largest error in ULP of that; arguments that stay exact are left out."""
-    found = {}
+    by_result = {}
     first = next(exact for _, exact in oracle if exact.numel())
     for (name, mine), (_, exact) in zip(got, oracle, strict=True):
         if mine.is_floating_point() and mine.numel():
             # of two gradients that differ only by their dtype, the fp64 reference returns one alone
             ulps = worst_ulps(mine, exact if exact.numel() else first)
             if ulps or name.startswith("result"):
-                found[name] = {"ulps": ulps, "dtype": str(mine.dtype).removeprefix("torch.")}
-    return found
+                by_result[name] = {"ulps": ulps, "dtype": str(mine.dtype).removeprefix("torch.")}
+    return by_result
 
 
 def in_bf16(row: dict[str, Any]) -> float:
     """Return the largest error of a row's results, those of fp32 included, in ULP of bf16."""
     scales = {"bfloat16": 1.0, "float16": 2.0**-3, "float32": 2.0**-16}
-    return max((each["ulps"] * scales[each["dtype"]] for each in row.get("ulps", {}).values()), default=0.0)
+    return max((error["ulps"] * scales[error["dtype"]] for error in row.get("ulps", {}).values()), default=0.0)
 
 
 def worst_ulps(mine: Tensor, exact: Tensor) -> float:

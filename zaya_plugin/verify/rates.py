@@ -26,27 +26,27 @@ def rates(setting: Setting) -> Outcome:
 
     dtype = torch.float32 if setting.on_cpu else torch.bfloat16
     devices = [torch.device("cpu")] if setting.on_cpu else [torch.device("cuda", i) for i in range(setting.devices)]
-    found = {}
+    by_device = {}
     for device in devices:
         setting.say(str(device))
         measured = probes.measure(device, dtype)
-        found[str(device)] = {"gemm_tflops": measured.gemm / 1e12, "copy_tb_per_s": measured.copy / 1e12}
-        found[str(device)]["wrong"] = wrong_numbers(device, dtype)
-    wrong = [f"{device}: {text}" for device, each in found.items() for text in each["wrong"]]
+        by_device[str(device)] = {"gemm_tflops": measured.gemm / 1e12, "copy_tb_per_s": measured.copy / 1e12}
+        by_device[str(device)]["wrong"] = wrong_numbers(device, dtype)
+    wrong = [f"{device}: {text}" for device, entry in by_device.items() for text in entry["wrong"]]
     if wrong:
-        return Outcome("wrong", "; ".join(wrong), found)
+        return Outcome("wrong", "; ".join(wrong), by_device)
     machine = machine_of(setting.name)
-    slow, wanted = [], {}
+    slow, expected = [], {}
     if machine is not None:
-        wanted = {"gemm_tflops": machine.gemm_tflops, "copy_tb_per_s": machine.copy_tb_per_s}
+        expected = {"gemm_tflops": machine.gemm_tflops, "copy_tb_per_s": machine.copy_tb_per_s}
         slow = [
-            f"{device}: {key} {each[key]:.3g}, expected {rate:.3g}"
-            for device, each in found.items()
-            for key, rate in wanted.items()
-            if each[key] < SLOW_BELOW * rate
+            f"{device}: {key} {entry[key]:.3g}, expected {rate:.3g}"
+            for device, entry in by_device.items()
+            for key, rate in expected.items()
+            if entry[key] < SLOW_BELOW * rate
         ]
-    worst = {key: min(each[key] for each in found.values()) for key in ("gemm_tflops", "copy_tb_per_s")}
+    worst = {key: min(entry[key] for entry in by_device.values()) for key in ("gemm_tflops", "copy_tb_per_s")}
     text = f"copy {worst['copy_tb_per_s']:.3g} TB/s, matrix product {worst['gemm_tflops']:.4g} TFLOP/s"
     text += f", the slowest of {len(devices)} devices" if len(devices) > 1 else ""
     text += "" if machine else "; no expectation for this device"
-    return Outcome("slow" if slow else "pass", "; ".join(slow) or text, found, described(machine, **wanted))
+    return Outcome("slow" if slow else "pass", "; ".join(slow) or text, by_device, described(machine, **expected))

@@ -57,9 +57,9 @@ def losses_of(setting: Setting, run_dir: Path) -> tuple[int, list[float], str]:
     before_start.check_machine(recipe, plan)
     make_writable(recipe.run_dir)
     keep_recipe(recipe, recipe.run_dir)
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
         code = launch.run_ranks(plan, run_dir / "logs").code
-    return code, read_losses(run_dir), said.getvalue()
+    return code, read_losses(run_dir), errors.getvalue()
 
 
 def read_losses(run_dir: Path) -> list[float]:
@@ -84,19 +84,21 @@ def losses(setting: Setting) -> Outcome:
     """Compare the losses of 10 steps in fp32 with the stored ones."""
     if why_not := without_megatron():
         return Outcome("skipped", why_not)
-    code, found, said = losses_of(setting, setting.folder / "demo_losses")
+    code, measured, errors = losses_of(setting, setting.folder / "demo_losses")
     stored = list(demo_losses.LOSSES)
-    expected = {"losses": stored, "tolerance": demo_losses.TOLERANCE, "made_with": demo_losses.MADE_WITH}
-    if code or len(found) != len(stored):
-        text = f"{len(found)} of {len(stored)} steps, exit code {code}: {last_line(said)}"
-        return Outcome("wrong", text, {"losses": found}, expected, traceback=said)
-    differences = [abs(mine - theirs) / theirs for mine, theirs in zip(found, stored, strict=True)]
-    worst = max(range(len(found)), key=lambda step: differences[step] if found[step] == found[step] else math.inf)
+    expected = {"losses": stored, "tolerance": demo_losses.TOLERANCE, "made_with": demo_losses.RECORDED_WITH}
+    if code or len(measured) != len(stored):
+        text = f"{len(measured)} of {len(stored)} steps, exit code {code}: {last_line(errors)}"
+        return Outcome("wrong", text, {"losses": measured}, expected, traceback=errors)
+    differences = [abs(mine - theirs) / theirs for mine, theirs in zip(measured, stored, strict=True)]
+    worst = max(
+        range(len(measured)), key=lambda step: differences[step] if measured[step] == measured[step] else math.inf
+    )
     right = differences[worst] <= demo_losses.TOLERANCE
-    text = f"{found[0]:.4f} to {found[-1]:.4f}, at most {differences[worst]:.1e} from the stored losses"
+    text = f"{measured[0]:.4f} to {measured[-1]:.4f}, at most {differences[worst]:.1e} from the stored losses"
     if not right:
-        text = f"step {worst + 1}: loss {found[worst]:.7g}, stored {stored[worst]:.7g}"
-    return Outcome("pass" if right else "wrong", text, {"losses": found, "differences": differences}, expected)
+        text = f"step {worst + 1}: loss {measured[worst]:.7g}, stored {stored[worst]:.7g}"
+    return Outcome("pass" if right else "wrong", text, {"losses": measured, "differences": differences}, expected)
 
 
 def last_line(text: str) -> str:

@@ -169,9 +169,11 @@ def setting_of(device: str, folder: Path, say: Callable[[str], None]) -> Setting
     devices = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     if not devices:
         return Setting("cpu", 0, f"CPU {platform.processor() or platform.machine()}", folder, say, device)
-    found = torch.cuda.get_device_properties(0)
-    architecture = getattr(found, "gcnArchName", "")  # of ROCm
-    name = expected.named(found.name, architecture, found.multi_processor_count, found.total_memory / 2**30)
+    properties = torch.cuda.get_device_properties(0)
+    architecture = getattr(properties, "gcnArchName", "")  # of ROCm
+    name = expected.named(
+        properties.name, architecture, properties.multi_processor_count, properties.total_memory / 2**30
+    )
     return Setting("cuda", devices, name, folder, say, device)
 
 
