@@ -3,6 +3,8 @@
 available.
 """
 
+import functools
+
 import pytest
 import torch
 
@@ -60,6 +62,26 @@ def test_a_formula_within_a_compiled_graph_is_a_part_of_it():
     double = compiled.formula(lambda x: x * 2)
     x = torch.ones(2)
     assert torch.equal(torch.compile(lambda x: double(x) + 1, fullgraph=True, backend="eager")(x), 2 * x + 1)
+
+
+def test_each_choice_of_absent_arguments_has_versions_of_its_own(monkeypatch):
+    """torch.compile keeps a limited number of them for a function, and one operator stands for several forms."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    def scale(x, factor):
+        return x * 2 if factor is None else x * factor
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    made = compiled.compile_function(scale)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for factor in (None, torch.tensor(3.0)):
+            for size in (2, 3):
+                assert made(torch.ones(size), factor).tolist() == [2.0 if factor is None else 3.0] * size
+    assert len(graphs) == 4
 
 
 @pytest.mark.slow
