@@ -8,6 +8,7 @@ the run.
 
 from __future__ import annotations
 
+import functools
 import re
 
 from primus.backends.megatron.megatron_pretrain_trainer import MegatronPretrainTrainer
@@ -86,5 +87,7 @@ class ZayaPretrainTrainer(MegatronPretrainTrainer):
         return forward_step
 
     def get_datasets_provider(self):
-        """Called by Primus."""
-        return self.guest.datasets
+        """Called by Primus, which may set attributes of the function."""
+        provide = functools.partial(self.guest.datasets)
+        provide.is_distributed = True  # as the adapter's
+        return provide
