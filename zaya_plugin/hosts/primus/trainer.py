@@ -31,8 +31,8 @@ def register() -> None:
     BackendRegistry.register_trainer_class(ZayaPretrainTrainer, "megatron", STAGE)
 
     def note_and_report(report, message, *positional, **named):
-        if found := re.search(r"Patch '([^']+)' failed", str(message)):
-            failed_patches.append(found[1])
+        if patch := re.search(r"Patch '([^']+)' failed", str(message)):
+            failed_patches.append(patch[1])
         return report(message, *positional, **named)
 
     hooks.install([("primus.core.patches.patch_runner.error_rank_0", note_and_report)])
