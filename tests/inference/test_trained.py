@@ -16,7 +16,7 @@ from zaya_plugin.data.indexed_dataset import IndexedReader
 from zaya_plugin.data.prepared import marks_of
 from zaya_plugin.data.sources import find_sources
 from zaya_plugin.data.tokenizer import train_bpe
-from zaya_plugin.inference.perplexity import Rows, summed_loss
+from zaya_plugin.inference.perplexity import Rows, losses_by_position, summed_loss
 
 
 @pytest.mark.slow
@@ -51,6 +51,8 @@ def test_perplexity_is_what_the_run_logged(tmp_path):
     total, tokens = summed_loss(opened.decoder.model, windows)
     (loss,) = logged
     assert abs(math.exp(total / tokens) / math.exp(loss) - 1) < 1e-5
+    by_position = losses_by_position(run.run_dir, recipe, windows)
+    assert by_position.shape == (count * batch, length) and by_position.mean().item() == pytest.approx(loss, rel=1e-5)
 
     out = tmp_path / "found.json"
     done = zaya("eval", str(run.run_dir), "--data", "--out", str(out))

@@ -421,7 +421,7 @@ class Trainer(Adapter):
         if iteration == self.validated:
             return
         groups = {name: named.get(name) for name in ("pg_collection", "p2p_communicator", "non_loss_data_func")}
-        domains, found, tokens = self.sources.domains or {"": 1.0}, {}, 0.0
+        domains, mean_losses, tokens = self.sources.domains or {"": 1.0}, {}, 0.0
         iterations = self.args.eval_iters // len(domains)
         for domain in domains:
             losses, _, timed_out = training.evaluate(
@@ -436,12 +436,12 @@ class Trainer(Adapter):
             if timed_out:
                 return
             if losses:
-                found[domain] = losses["lm loss"].item()
+                mean_losses[domain] = losses["lm loss"].item()
                 tokens += losses["tokens"].item() * iterations * self.args.eval_global_batch_size
         self.validated = iteration
-        if found:
-            mean = mean_loss(found, domains)
-            self.reporter.validation(iteration, mean, round(tokens), found if self.sources.domains else {})
+        if mean_losses:
+            mean = mean_loss(mean_losses, domains)
+            self.reporter.validation(iteration, mean, round(tokens), mean_losses if self.sources.domains else {})
             if not math.isfinite(mean):  # after the report, and before the save of this step
                 raise NonFiniteLossError(not_finite(mean, iteration, "validation loss"), iteration)
         self.clock.restart()

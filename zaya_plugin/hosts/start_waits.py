@@ -24,7 +24,7 @@ from torch.distributed import DistError, PrefixStore, TCPStore
 from zaya_plugin.errors import RunEndedError, message
 from zaya_plugin.parent_death import END_SIGNALS, on_end_signals
 
-SAY_SECONDS, AGAIN_SECONDS = 15.0, 60.0
+SAY_SECONDS, REPEAT_SECONDS = 15.0, 60.0
 LOOK_SECONDS = 5.0  # between two notes of a rank about where it is
 DISTRIBUTED = (
     "torch/distributed/distributed_c10d.py",
@@ -100,7 +100,7 @@ class Start:
             fix = "start all ranks with one MASTER_ADDR and MASTER_PORT, or unset the launcher's variables to start them here"
             raise RunEndedError(message("WORLD_SIZE", self.world_size, problem=problem, fix=fix))
         if now > say:
-            say = now + AGAIN_SECONDS
+            say = now + REPEAT_SECONDS
             if self._speaks():
                 self._say(f"waits for {self._absent()}, of {self.world_size} ranks")
         time.sleep(0.1 if self.world_size < 64 else 1.0)
@@ -149,7 +149,7 @@ class Start:
             late += [rank for rank, (waits, *_) in enumerate(notes) if not waits and rank not in late]
             first = next((rank for rank in self.order if rank not in late), self.rank)
             if now - began > SAY_SECONDS and now > say and first == self.rank:  # one of those that wait says it
-                say = now + AGAIN_SECONDS
+                say = now + REPEAT_SECONDS
                 for rank in late[:4]:
                     self._say(f"waits for rank {rank} on {notes[rank][2]}, which was last seen in {notes[rank][1]}")
                 if not late:

@@ -63,7 +63,7 @@ class ChainedMuonAdamW(ChainedOptimizer):
     @property
     def parts(self) -> list[MegatronOptimizer]:
         """The optimizers with parameters on this rank."""
-        return [each for each in self.chained_optimizers if not getattr(each, "is_stub_optimizer", False)]
+        return [part for part in self.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]
 
     def announce_changes(self, before_change: Callable[[Iterable[Tensor]], None]) -> None:
         """Create all state; from now on each step calls `before_change` with the tensors that it changes next."""

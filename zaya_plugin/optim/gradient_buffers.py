@@ -50,7 +50,7 @@ def group_layers(model_chunks: Iterable) -> None:
         hooks.set_attribute(
             "DistributedDataParallel().param_to_bucket_group", chunk, chunk.param_to_bucket_group | joined
         )
-        if any(each.next_param_gather_bucket_group is not None for each in old):
+        if any(group.next_param_gather_bucket_group is not None for group in old):
             for before, after in pairwise(new):  # as DDP links its own groups, in the order of the backward pass
                 hooks.set_attribute("_ParamAndGradBucketGroup().next_param_gather_bucket_group", after, before)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a parameter is to the optimizer and to the layout of DDP's buffers: one object, attached to the parameter.
+"""The role of a parameter for the optimizer and for the layout of DDP's buffers: one object, attached to the parameter.
 
 The model sets `ParameterRole.block` when it builds its experts; `zaya_plugin.optim.grouping` sets the other fields by
 rule and recipe.

@@ -8,6 +8,7 @@ the run.
 
 from __future__ import annotations
 
+import functools
 import re
 
 from primus.backends.megatron.megatron_pretrain_trainer import MegatronPretrainTrainer
@@ -30,8 +31,8 @@ def register() -> None:
     BackendRegistry.register_trainer_class(ZayaPretrainTrainer, "megatron", STAGE)
 
     def note_and_report(report, message, *positional, **named):
-        if found := re.search(r"Patch '([^']+)' failed", str(message)):
-            failed_patches.append(found[1])
+        if patch := re.search(r"Patch '([^']+)' failed", str(message)):
+            failed_patches.append(patch[1])
         return report(message, *positional, **named)
 
     hooks.install([("primus.core.patches.patch_runner.error_rank_0", note_and_report)])
@@ -86,5 +87,7 @@ class ZayaPretrainTrainer(MegatronPretrainTrainer):
         return forward_step
 
     def get_datasets_provider(self):
-        """Called by Primus."""
-        return self.guest.datasets
+        """Called by Primus, which may set attributes of the function."""
+        provide = functools.partial(self.guest.datasets)
+        provide.is_distributed = True  # as the adapter's
+        return provide

@@ -68,8 +68,8 @@ def known_keys() -> set[str]:
     from primus.core.config.preset_loader import PresetLoader
 
     presets = [("pre_trainer.yaml", "modules"), ("language_model.yaml", "models")]
-    found = {key for name, kind in presets for key in PresetLoader.load(name, "megatron", kind)}
-    return found | set(_load_megatron_defaults()) | OUR_KEYS
+    keys = {key for name, kind in presets for key in PresetLoader.load(name, "megatron", kind)}
+    return keys | set(_load_megatron_defaults()) | OUR_KEYS
 
 
 def check(args, recipe: Recipe, known: Collection[str], failed_patches: Collection[str]) -> None:
@@ -130,8 +130,8 @@ def places(args, recipe: Recipe) -> list[str]:
     """Return a message if `save` is not the recipe's; Primus makes
     <workspace>/<work_group>/<user_name>/<exp_name>/checkpoints of four keys.
     """
-    wanted = os.path.abspath(checkpoint_path(recipe))
-    if args.save is None or os.path.abspath(args.save) != wanted:
+    save = os.path.abspath(checkpoint_path(recipe))
+    if args.save is None or os.path.abspath(args.save) != save:
         return [
             message(
                 "save",
@@ -140,7 +140,7 @@ def places(args, recipe: Recipe) -> list[str]:
                     "the recipe's run is in another directory; Primus makes `save` of workspace, work_group, "
                     "user_name and exp_name"
                 ),
-                allowed=wanted,
+                allowed=save,
                 fix="keep these keys as exported, or export with another run_dir",
             )
         ]
@@ -169,9 +169,9 @@ def check_assignments(model, recipe: Recipe) -> None:
         return
     from zaya_plugin.optim.parameter_role import role_of
 
-    given_away = any("optimizer=adamw" in entry.split() for entry in recipe.optim.overrides)
+    by_adamw = any("optimizer=adamw" in entry.split() for entry in recipe.optim.overrides)
     for name, parameter in model.named_parameters():
-        if ".experts." in name and parameter.dim() > 1 and role_of(parameter).matrices is None and not given_away:
+        if ".experts." in name and parameter.dim() > 1 and role_of(parameter).matrices is None and not by_adamw:
             raise mistake(
                 "optim.name",
                 "muon",

@@ -49,14 +49,14 @@ def sharded_boxes(
         param: Megatron's description of the whole local parameter.
         values: flat; the parameter's elements from `start` on.
     """
-    found, end = [], start + values.numel()
+    parts, end = [], start + values.numel()
     for whole, first in _contiguous_parts(replace(param, key=key)):
         low, high = max(start, first), min(end, first + math.prod(whole.local_shape))
         for offset, sizes in boxes(whole.local_shape, low - first, high - first) if low < high else ():
             data = values[low - start :][: math.prod(sizes)].view(sizes)
             low += data.numel()
             inside = (0,) * whole.prepend_axis_num + offset
-            found.append(
+            parts.append(
                 replace(
                     whole,
                     data=data,
@@ -67,7 +67,7 @@ def sharded_boxes(
                     replica_id=replica_id,
                 )
             )
-    return found
+    return parts
 
 
 def _contiguous_parts(param: ShardedTensor | ShardedTensorFactory) -> list[tuple[ShardedTensor, int]]:

@@ -141,7 +141,7 @@ class MuonDistributedOptimizer(DistributedOptimizer):
         Megatron's own method gathers the whole state on every rank. Keys, shapes and values of the files are the same.
         """
         sharded, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
-        by_param = {each.data: each for each in nested_values(sharded)}
+        by_param = {tensor.data: tensor for tensor in nested_values(sharded)}
         return {number: self._boxes(param, by_param[param]) for number, (param, _) in enumerate(self._pairs())}
 
     def _boxes(self, model_param: Tensor, described: ShardedTensor | ShardedTensorFactory) -> dict[str, list]:

@@ -129,12 +129,12 @@ class CutMatrix:
 
 def cut_matrices(buffers, shards: int) -> dict[Parameter, CutMatrix]:
     """Return the Muon parameters of DDP's `buffers` that several ranks share; the same on every rank."""
-    found = {}
+    cut = {}
     for described in (BufferLayout.of(buffer, shards) for buffer in buffers):
         for param in described.places:
             if role_of(param).matrices is not None and len(pieces := described.pieces(param)) > 1:
-                found[param] = CutMatrix(len(found), pieces)
-    return found
+                cut[param] = CutMatrix(len(cut), pieces)
+    return cut
 
 
 class MatrixExchange:
@@ -156,7 +156,7 @@ class MatrixExchange:
 
     def give_back(self, params: Sequence[Tensor], whole: dict[int, Tensor], like: Sequence[Tensor]) -> list[Tensor]:
         """Return this rank's part of each of `params`. whole: as from `collect`; like: gives dtypes and sizes."""
-        parts = [torch.empty_like(each) for each in like]
+        parts = [torch.empty_like(part) for part in like]
         self._exchange(params, parts, whole, to_owner=False)
         return parts
 
