@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.lab.hooks import SITE, VARIABLE
+from tests.lab.stand import LINK, Stand
 from zaya_plugin.aegis import journal
-from zaya_plugin.aegis.lab.hooks import SITE, VARIABLE
-from zaya_plugin.aegis.lab.stand import LINK, Stand
 
 STEPS, SAVE = 40, 8
 PATIENCE = 600.0  # seconds of the lab for what is no part of a fault: the journal has the times that are judged
@@ -109,7 +109,7 @@ class Run:
         site = self.folder / "site"
         site.mkdir(parents=True)
         (site / "sitecustomize.py").write_text(SITE)
-        project = str(Path(__file__).resolve().parents[3])
+        project = str(Path(__file__).resolve().parents[2])
         paths = [str(site), project, *filter(None, [os.environ.get("PYTHONPATH")])]
         common = {
             **os.environ,

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from zaya_plugin import cli
-from zaya_plugin.aegis import lab
-from zaya_plugin.aegis.lab import endurance, hooks, machine, results, slurm, stand, training
-from zaya_plugin.aegis.lab.faults import FAULTS
+from tests.lab import __main__ as lab
+from tests.lab import endurance, hooks, machine, results, stand
+from tests.lab import slurm_faults as slurm
+from tests.lab import supervised_run as training
+from tests.lab.faults import FAULTS
 from zaya_plugin.aegis.rules import Rules
 
 SIGKILL = [
@@ -128,7 +129,7 @@ def test_a_means_that_is_absent_has_a_reason(monkeypatch, tmp_path, capsys):
         raise machine.Absent("no such kernel")
 
     monkeypatch.setattr(machine, "PROBES", {name: absent for name in machine.PROBES})
-    assert cli.main(["aegis", "lab", "--list", "--cache", str(tmp_path)]) == 0
+    assert lab.main(["--list", "--cache", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "not on this machine: packet loss by nft (no such kernel)" in out
     assert "[left out: network: no such kernel; nft: no such kernel]" in out
@@ -153,10 +154,10 @@ def test_a_fault_inside_a_rank_comes_once(tmp_path):
 def test_a_hook_changes_a_module_after_its_import(tmp_path):
     (tmp_path / "made.py").write_text("value = 1\n")
     code = (
-        "from zaya_plugin.aegis.lab import hooks\n"
+        "from tests.lab import hooks\n"
         "hooks.after_import('made', lambda module: setattr(module, 'value', 2))\nimport made\nprint(made.value)"
     )
-    paths = os.pathsep.join([str(tmp_path), str(Path(lab.__file__).parents[3])])
+    paths = os.pathsep.join([str(tmp_path), str(Path(lab.__file__).parents[2])])
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}, capture_output=True)
     assert done.stdout == b"2\n", done.stderr
 
@@ -175,7 +176,7 @@ def test_everything_that_a_lab_started_is_ended(tmp_path):
 def test_three_faults_are_recovered(tmp_path):
     """The lab itself, with the times of a busy machine: the classes, actions and losses are compared, not the seconds."""
     words = ["--only", "sigkill_rank,near_misses,corrupt_checkpoint", "--output", str(tmp_path), "--no-download"]
-    cli.main(["aegis", "lab", "--cache", str(tmp_path / "cache"), *words])
+    lab.main(["--cache", str(tmp_path / "cache"), *words])
     found = json.loads((tmp_path / "results.json").read_text())["results"]
     wrong = {each["name"]: [text for text in each["wrong"] if " after " not in text] for each in found}
     assert wrong == {"sigkill_rank": [], "near_misses": [], "corrupt_checkpoint": []}

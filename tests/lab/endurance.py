@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.lab.faults import hit
+from tests.lab.machine import Machine
+from tests.lab.stand import Stand
+from tests.lab.supervised_run import Run, make_data
 from zaya_plugin.aegis.account import account
-from zaya_plugin.aegis.lab.faults import hit
-from zaya_plugin.aegis.lab.machine import Machine
-from zaya_plugin.aegis.lab.stand import Stand
-from zaya_plugin.aegis.lab.training import Run, make_data
 
 NODES = ("n1", "n2", "n3")
 MANY = (*NODES, "n4", "n5", "n6")

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.aegis.lab.machine import Machine, run
-from zaya_plugin.aegis.lab.stand import Stand
-from zaya_plugin.aegis.lab.training import PATIENCE, SAVE, Run
+from tests.lab.machine import Machine, run
+from tests.lab.stand import Stand
+from tests.lab.supervised_run import PATIENCE, SAVE, Run
 
 BREAK_AT = SAVE + 3  # the step from which on something is broken: a checkpoint is there
 CRASH, SOON, LOST, HANG = 1.0, 5.0, 10.0, 10.0  # seconds to detect; HANG: twice the step's budget of 5 s

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from zaya_plugin.aegis.lab.packages import NFT, SLURM, Unpacked, unpack
+from tests.lab.packages import NFT, SLURM, Unpacked, unpack
 
 CGROUP = Path("/sys/fs/cgroup")
 

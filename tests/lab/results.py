@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from zaya_plugin.aegis.lab.faults import Fault
+from tests.lab.faults import Fault
 
 BACK = 30.0  # seconds from a fault to training again, beside the time that a start takes
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "ZAYA_LAB_FAULT"
-SITE = "from zaya_plugin.aegis.lab import hooks\n\nhooks.install()\n"
+SITE = "from tests.lab import hooks\n\nhooks.install()\n"
 KEPT: list[Any] = []  # what must live as long as the process
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from zaya_plugin.aegis.lab.machine import CGROUP, Absent, run
+from tests.lab.machine import CGROUP, Absent, run
 
 MARK = "ZAYA_LAB"  # in the environment of everything that a lab starts
 PREFIX = "zlab"

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.lab.faults import LOST, SOON, Fault
+from tests.lab.packages import SLURM, Unpacked, unpack
+from tests.lab.results import Result, judge
+from tests.lab.stand import Stand, marked
+from tests.lab.supervised_run import PORT, Run, difference, rows, zaya
 from zaya_plugin.aegis import slurm as ours
-from zaya_plugin.aegis.lab.faults import LOST, SOON, Fault
-from zaya_plugin.aegis.lab.packages import SLURM, Unpacked, unpack
-from zaya_plugin.aegis.lab.results import Result, judge
-from zaya_plugin.aegis.lab.stand import Stand, marked
-from zaya_plugin.aegis.lab.training import PORT, Run, difference, rows, zaya
 
 NODES = ("n1", "n2", "n3")
 ON_NODE = "ZAYA_LAB_NODE"
@@ -195,7 +195,7 @@ class SlurmRun(Run):
         srun = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", *step]
         aegis = zaya("aegis", "run", "--decider", f"127.0.0.1:{PORT}", "--kernel-log", self.folder / "kernel", *options)
         (self.folder / "kernel").touch()
-        project = str(Path(__file__).resolve().parents[3])
+        project = str(Path(__file__).resolve().parents[2])
         paths = os.pathsep.join(filter(None, [project, os.environ.get("PYTHONPATH")]))
         environment = cluster.environment(PYTHONPATH=paths, OMP_NUM_THREADS="1")
         # All nodes have this machine's address; the decision maker is to be on the first one, as in a real job.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya aegis lab`: breaks a small supervised run in many ways on this machine, and checks that it recovers.
+"""`python -m tests.lab`: breaks a small supervised run in many ways on this machine, and checks that it recovers.
 
 Leg 1 runs two nodes and a spare as network namespaces (without root as groups of processes), leg 2 a real SLURM. Each
 run's losses must be those of the undisturbed run.
@@ -26,12 +26,12 @@ NODES = ("n1", "n2", "n3")
 END_SECONDS = 900.0  # for a run after its fault; a machine may be busy with other work
 EXAMPLES = """\
 examples:
-  zaya aegis lab                                 all faults that this machine can make, some 25 minutes
-  zaya aegis lab --list                          the faults, and what is left out here and why
-  zaya aegis lab --only sigkill_rank,link_flap
-  zaya aegis lab --markdown table.md --output results
-  zaya aegis lab --soak 30                       no fault: nothing may be decided
-  zaya aegis lab --hour                          a fault every 3 minutes: effective training time
+  python -m tests.lab                                 all faults that this machine can make, some 25 minutes
+  python -m tests.lab --list                          the faults, and what is left out here and why
+  python -m tests.lab --only sigkill_rank,link_flap
+  python -m tests.lab --markdown table.md --output results
+  python -m tests.lab --soak 30                       no fault: nothing may be decided
+  python -m tests.lab --hour                          a fault every 3 minutes: effective training time
 
 Exit codes: 0 all faults that were tried are recovered, 1 one is not, 2 a mistake on the command line."""
 
@@ -39,7 +39,7 @@ Exit codes: 0 all faults that were tried are recovered, 1 one is not, 2 a mistak
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     found = argparse.ArgumentParser(
-        "zaya aegis lab",
+        "python -m tests.lab",
         description="Break a small supervised run in many ways on this machine, and check that it recovers.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the lab and return its exit code."""
-    from zaya_plugin.aegis.lab.machine import MEANS, Machine
+    from tests.lab.machine import MEANS, Machine
 
     options = parser().parse_args(argv)
     faults = chosen(options.only)
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
         output = options.output.absolute() if options.output else Path(temporary) / "results"
         output.mkdir(parents=True, exist_ok=True)
         if options.soak or options.hour:
-            from zaya_plugin.aegis.lab.endurance import hour, soak
+            from tests.lab.endurance import hour, soak
 
             found = (
                 soak(machine, output, options.soak, say) if options.soak else hour(machine, output, options.hour, say)
@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
             print(json.dumps(found, indent=1))
             return 0 if found["ok"] else 1
         results = try_all(faults, machine, output, say)
-    from zaya_plugin.aegis.lab.results import table, to_json
+    from tests.lab.results import table, to_json
 
     found = {**origin(argv), "results": to_json(results)}
     if options.output:
@@ -116,8 +116,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def chosen(only: str | None) -> dict:
     """Return the faults that were asked for, by name. Raises ValueError for an unknown name."""
-    from zaya_plugin.aegis.lab import slurm
-    from zaya_plugin.aegis.lab.faults import FAULTS
+    from tests.lab import slurm_faults as slurm
+    from tests.lab.faults import FAULTS
 
     every = {**FAULTS, **slurm.FAULTS}
     if only is None:
@@ -125,15 +125,15 @@ def chosen(only: str | None) -> dict:
     names = [name for name in only.split(",") if name]
     if unknown := [name for name in names if name not in every] or (None if names else [only]):
         raise mistake(
-            "--only", unknown[0], problem="no such fault", allowed=", ".join(every), fix="zaya aegis lab --list"
+            "--only", unknown[0], problem="no such fault", allowed=", ".join(every), fix="python -m tests.lab --list"
         )
     return {name: every[name] for name in names}
 
 
 def try_all(faults: dict, machine, output: Path, say) -> list:
     """Try each fault, and return the results."""
-    from zaya_plugin.aegis.lab import training
-    from zaya_plugin.aegis.lab.results import Result, line
+    from tests.lab import supervised_run as training
+    from tests.lab.results import Result, line
 
     data = training.make_data(machine.cache)
     results, undisturbed = [], None
@@ -151,8 +151,8 @@ def try_all(faults: dict, machine, output: Path, say) -> list:
 
 def _undisturbed(machine, folder: Path, data: Path) -> tuple[dict, float]:
     """Return the steps of a run without a fault, and the seconds from its start to its first step."""
-    from zaya_plugin.aegis.lab import training
-    from zaya_plugin.aegis.lab.stand import Stand, remove
+    from tests.lab import supervised_run as training
+    from tests.lab.stand import Stand, remove
 
     remove(folder)
     with Stand(folder, NODES, machine.why["network"] is None) as stand:
@@ -172,10 +172,11 @@ def seconds_to_first_step(journal: list[dict]) -> float:
 
 
 def _try(fault, machine, folder: Path, data: Path, reference: dict, start: float):
-    from zaya_plugin.aegis.lab import slurm, training
-    from zaya_plugin.aegis.lab.faults import Trial
-    from zaya_plugin.aegis.lab.results import Result, judge
-    from zaya_plugin.aegis.lab.stand import Stand, remove
+    from tests.lab import slurm_faults as slurm
+    from tests.lab import supervised_run as training
+    from tests.lab.faults import Trial
+    from tests.lab.results import Result, judge
+    from tests.lab.stand import Stand, remove
 
     remove(folder)
     folder.mkdir(parents=True)
@@ -202,11 +203,15 @@ def _try(fault, machine, folder: Path, data: Path, reference: dict, start: float
 
 def origin(argv: list[str] | None) -> dict[str, str]:
     """Return the command, the commit and the date of results."""
-    here = Path(__file__).resolve().parents[3]
+    here = Path(__file__).resolve().parents[2]
     done = subprocess.run(["git", "-C", str(here), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    command = shlex.join(["zaya", "aegis", "lab", *(sys.argv[3:] if argv is None else argv)])
+    command = shlex.join(["python", "-m", "tests.lab", *(sys.argv[1:] if argv is None else argv)])
     return {"command": command, "commit": done.stdout.strip() or __version__, "date": time.strftime("%Y-%m-%d")}
 
 
 def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())
