@@ -125,7 +125,7 @@ def unknown(command: str, name: str, known: Iterable[str]) -> ValueError:
     elsewhere |= {top: f"zaya {top}" for top in COMMANDS}
     fix = f"{command} --help"
     if f"{command} {name}" == "zaya aegis lab":
-        fix = "python -m tests.lab, in a checkout of the repository"
+        fix = "make lab, in a checkout of the repository"
     elif name in elsewhere:
         fix = elsewhere[name]
     elif close := nearest_name(name, known):

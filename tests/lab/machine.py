@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine allows: each means of the lab is tried, not guessed, and what is absent has a reason."""
+"""The means of the lab on this machine: each is tried, not guessed, and an absent one has a reason."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.lab.packages import NFT, SLURM, Unpacked, unpack
@@ -21,33 +22,49 @@ class Absent(Exception):
 
 
 class Machine:
-    """The means that were tried: `why[name]` is the reason for an absent one, None for a present one."""
+    """The means that were tried: `reasons[name]` is why one is absent, None for a present one."""
 
     def __init__(self, cache: Path, download: bool = True):
         self.cache, self.download = cache, download
-        self.why: dict[str, str | None] = {}
+        self.reasons: dict[str, str | None] = {}
         self.nft: Unpacked | None = None
-        for name, probe in PROBES.items():
+        for name, (_, probe) in MEANS.items():
             try:
                 probe(self)
-                self.why[name] = None
+                self.reasons[name] = None
             except (Absent, OSError, subprocess.SubprocessError) as error:
-                self.why[name] = str(error)
+                self.reasons[name] = str(error)
+
+    @property
+    def network(self) -> bool:
+        """Whether nodes can be network namespaces."""
+        return self.reasons["network"] is None
 
     def lacks(self, needs: tuple[str, ...]) -> list[str]:
         """Return the reasons for which something that needs `needs` cannot run."""
-        return [f"{name}: {self.why[name]}" for name in needs if self.why[name] is not None]
+        return [f"{name}: {self.reasons[name]}" for name in needs if self.reasons[name] is not None]
 
 
-def run(*words: str | Path, **options) -> subprocess.CompletedProcess:
+def execute(*words: str | Path, **options) -> subprocess.CompletedProcess:
     """Run a program of the system and return its result. Raises Absent if it fails."""
     try:
-        done = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=60, **options)
+        result = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=60, **options)
     except FileNotFoundError:
         raise Absent(f"{words[0]} is not installed") from None
-    if done.returncode:
-        raise Absent(f"{' '.join(map(str, words))}: {(done.stderr or done.stdout).strip() or done.returncode}")
-    return done
+    if result.returncode:
+        raise Absent(f"{' '.join(map(str, words))}: {(result.stderr or result.stdout).strip() or result.returncode}")
+    return result
+
+
+@contextlib.contextmanager
+def _namespace() -> Iterator[str]:
+    """Make a network namespace and yield its name."""
+    name = f"zlab{os.getpid()}-t"
+    execute("ip", "netns", "add", name)
+    try:
+        yield name
+    finally:
+        execute("ip", "netns", "del", name)
 
 
 def _root(machine: Machine) -> None:
@@ -62,25 +79,17 @@ def _linux(machine: Machine) -> None:
 
 def _network(machine: Machine) -> None:
     _root(machine)
-    name = f"zlab{os.getpid()}-t"
-    run("ip", "netns", "add", name)
-    try:
-        run("ip", "-n", name, "link", "add", "name", "bridge", "type", "bridge")
-        run("ip", "-n", name, "link", "add", "name", "v0", "type", "veth", "peer", "name", "v1")
-    finally:
-        run("ip", "netns", "del", name)
+    with _namespace() as name:
+        execute("ip", "-n", name, "link", "add", "name", "bridge", "type", "bridge")
+        execute("ip", "-n", name, "link", "add", "name", "v0", "type", "veth", "peer", "name", "v1")
 
 
 def _nft(machine: Machine) -> None:
-    if machine.why.get("network") is not None:
+    if not machine.network:
         raise Absent("needs network namespaces")
     machine.nft = unpack(machine.cache, NFT, "nft", machine.download)
-    name = f"zlab{os.getpid()}-t"
-    run("ip", "netns", "add", name)
-    try:
+    with _namespace() as name:
         machine.nft.run("ip", "netns", "exec", name, machine.nft.program("nft"), "add", "table", "inet", "lab")
-    finally:
-        run("ip", "netns", "del", name)
 
 
 def _cgroup(controller: str, file: str) -> Callable[[Machine], None]:
@@ -89,13 +98,13 @@ def _cgroup(controller: str, file: str) -> Callable[[Machine], None]:
         folder = CGROUP / controller
         if not folder.is_dir():
             raise Absent(f"no cgroup v1 controller {controller}")
-        made = folder / f"zlab{os.getpid()}"
-        made.mkdir()
+        group = folder / f"zlab{os.getpid()}"
+        group.mkdir()
         try:
-            if not (made / file).exists():
+            if not (group / file).exists():
                 raise Absent(f"the cgroup controller {controller} has no {file}")
         finally:
-            made.rmdir()
+            group.rmdir()
 
     return probe
 
@@ -103,8 +112,8 @@ def _cgroup(controller: str, file: str) -> Callable[[Machine], None]:
 def _tmpfs(machine: Machine) -> None:
     _root(machine)
     with tempfile.TemporaryDirectory() as folder:
-        run("mount", "-t", "tmpfs", "-o", "size=64k", "zlab", folder)
-        run("umount", folder)
+        execute("mount", "-t", "tmpfs", "-o", "size=64k", "zlab", folder)
+        execute("umount", folder)
 
 
 def _freeze(machine: Machine) -> None:
@@ -117,13 +126,13 @@ def _freeze(machine: Machine) -> None:
         point.mkdir()
         with open(image, "wb") as file:
             file.truncate(8 << 20)
-        run("mkfs.ext4", "-q", image)
-        run("mount", "-o", "loop", image, point)
+        execute("mkfs.ext4", "-q", image)
+        execute("mount", "-o", "loop", image, point)
         try:
-            run("fsfreeze", "-f", point)
-            run("fsfreeze", "-u", point)
+            execute("fsfreeze", "-f", point)
+            execute("fsfreeze", "-u", point)
         finally:
-            run("umount", point)
+            execute("umount", point)
 
 
 def _compiler(machine: Machine) -> None:
@@ -141,32 +150,18 @@ def _slurm(machine: Machine) -> None:
     unpack(machine.cache, SLURM, "slurmctld-wlm", machine.download)
 
 
-# name -> how it is tried; a probe raises Absent or OSError
-PROBES: dict[str, Callable[[Machine], None]] = {
-    "linux": _linux,
-    "root": _root,
-    "network": _network,
-    "nft": _nft,
-    "freezer": _cgroup("freezer", "freezer.state"),
-    "memory": _cgroup("memory", "memory.limit_in_bytes"),
-    "cpu": _cgroup("cpu", "cpu.cfs_quota_us"),
-    "tmpfs": _tmpfs,
-    "freeze": _freeze,
-    "compiler": _compiler,
-    "kernel_log": _kernel_log,
-    "slurm": _slurm,
-}
-MEANS = {
-    "linux": "Linux: /proc, signals",
-    "root": "the rights of root",
-    "network": "network namespaces with veth links on a bridge",
-    "nft": "packet loss by nft",
-    "freezer": "cgroup v1 freezer: a process that SIGKILL does not end",
-    "memory": "cgroup v1 memory limit: a real out-of-memory kill",
-    "cpu": "cgroup v1 CPU quota: a slow rank",
-    "tmpfs": "tmpfs with a size: a full disk",
-    "freeze": "ext4 on a loop device, frozen by fsfreeze: a mount that does not answer",
-    "compiler": "a C compiler: EIO by a preloaded library",
-    "kernel_log": "/dev/kmsg: the kernel's own messages",
-    "slurm": "SLURM from Debian's packages, unpacked",
+# name -> what it is, and its probe, which raises Absent or OSError
+MEANS: dict[str, tuple[str, Callable[[Machine], None]]] = {
+    "linux": ("Linux: /proc, signals", _linux),
+    "root": ("the rights of root", _root),
+    "network": ("network namespaces with veth links on a bridge", _network),
+    "nft": ("packet loss by nft", _nft),
+    "freezer": ("cgroup v1 freezer: a process that SIGKILL does not end", _cgroup("freezer", "freezer.state")),
+    "memory": ("cgroup v1 memory limit: a real out-of-memory kill", _cgroup("memory", "memory.limit_in_bytes")),
+    "cpu": ("cgroup v1 CPU quota: a slow rank", _cgroup("cpu", "cpu.cfs_quota_us")),
+    "tmpfs": ("tmpfs with a size: a full disk", _tmpfs),
+    "freeze": ("ext4 on a loop device, frozen by fsfreeze: a mount that does not answer", _freeze),
+    "compiler": ("a C compiler: EIO by a preloaded library", _compiler),
+    "kernel_log": ("/dev/kmsg: the kernel's own messages", _kernel_log),
+    "slurm": ("SLURM from Debian's packages, unpacked", _slurm),
 }

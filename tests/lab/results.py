@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What came of a fault, by the journal and the losses, compared with what must come of it; and the tables."""
+"""The result of a fault, from the journal and the losses, compared with the expected one; and the tables."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tests.lab.faults import Fault
 
-BACK = 30.0  # seconds from a fault to training again, beside the time that a start takes
+RECOVERY_SECONDS = 30.0  # from a fault to the next new step, without the time of a start
 
 
 @dataclass
 class Result:
-    """One fault. seconds are since the fault; wrong: what did not come as it must; left_out: why it was not tried."""
+    """One fault. Seconds are since the fault; wrong: differences from the expected result; left_out: why it was skipped."""
 
     name: str
     text: str
@@ -32,7 +32,7 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether all came as it must; of a fault that was left out, nothing is known."""
+        """Return whether the result is the expected one; False for a fault that was left out."""
         return not self.wrong and not self.left_out
 
 
@@ -46,58 +46,61 @@ def judge(
 ) -> Result:
     """Return the result of a fault.
 
-    journal: of the whole run. injected: when. code: of the run. difference: of its losses. start: seconds from an
+    journal: of the whole run. injected: time of the fault. code: of the run. difference: of its losses. start: seconds from an
     attempt to its first step in the undisturbed run.
     """
     after = [row for row in journal if row["time"] >= injected - 0.05]
     before = max((row["generation"] for row in journal if row["time"] < injected), default=0)
-    found = Result(fault.name, fault.text, start=start, code=code)
-    # A journal begins with rows about the start, and a node that trains again is news as well.
+    result = Result(fault.name, fault.text, start=start, code=code)
+    # rows about the start, and about a node that trains again, are no signs
     first = next((row for row in after if row["kind"] in ("symptom", "diagnosis", "decision")), None)
     others = (row for row in after if row["kind"] == "node" and row["state"] == "lost" or row["kind"] == "decider")
     signs = [row["time"] for row in (first, next(others, first)) if row is not None]
-    found.detected = round(min(signs) - injected, 2) if signs else None
+    result.detected = round(min(signs) - injected, 2) if signs else None
     diagnoses = [row for row in after if row["kind"] == "diagnosis"]
     decisions = [row for row in after if row["kind"] == "decision"]
     if diagnoses:
-        found.cause, found.node = diagnoses[0]["cause"], diagnoses[0]["node"] or ""
+        result.cause, result.node = diagnoses[0]["cause"], diagnoses[0]["node"] or ""
     elif first is not None and first["kind"] == "symptom":
-        found.cause, found.node = first["evidence"].get("rule") or "", first["evidence"]["node"]
-    found.actions = [row["action"] for row in decisions]
-    found.attempts = max((row["generation"] for row in journal if row["kind"] == "attempt"), default=0)
-    again = next((row for row in after if row["kind"] == "first_step" and row["generation"] > max(before, 1)), None)
-    if again is not None:
-        found.back = round(again["time"] - injected, 1)
-    found.losses = difference or "same"
-    found.wrong = list(_wrong(fault, found, again is not None))
-    return found
+        result.cause, result.node = first["evidence"].get("rule") or "", first["evidence"]["node"]
+    result.actions = [row["action"] for row in decisions]
+    result.attempts = max((row["generation"] for row in journal if row["kind"] == "attempt"), default=0)
+    later = max(before, 1)
+    restart = next((row for row in after if row["kind"] == "first_step" and row["generation"] > later), None)
+    if restart is not None:
+        result.back = round(restart["time"] - injected, 1)
+    result.losses = difference or "same"
+    result.wrong = list(_wrong(fault, result))
+    return result
 
 
-def _wrong(fault: Fault, found: Result, again: bool):
-    active = [action for action in found.actions if action != "watch"]
-    if found.code != fault.code:
-        yield f"exit code {found.code}, not {fault.code}" if found.code is not None else "the run did not end"
+def _wrong(fault: Fault, result: Result) -> Iterator[str]:
+    """Yield the differences from the expected result."""
+    active = [action for action in result.actions if action != "watch"]
+    if result.code != fault.code:
+        yield f"exit code {result.code}, not {fault.code}" if result.code is not None else "the run did not end"
     if fault.quiet:
         if active:
             yield f"a decision where none was needed: {', '.join(active)}"
-        if found.attempts != 1:
-            yield f"{found.attempts} attempts, not 1"
+        if result.attempts != 1:
+            yield f"{result.attempts} attempts, not 1"
     if fault.within is not None:
-        if found.detected is None:
+        if result.detected is None:
             yield "not detected"
-        elif found.detected > fault.within and fault.code != 2:
-            yield f"detected after {found.detected:.1f} s, not {fault.within:.0f} s"
-        if fault.causes and found.cause not in fault.causes:
-            yield f"cause {found.cause or 'unnamed'}, not {' or '.join(fault.causes)}"
+        elif result.detected > fault.within and fault.code != 2:
+            yield f"detected after {result.detected:.1f} s, not {fault.within:.0f} s"
+        if fault.causes and result.cause not in fault.causes:
+            yield f"cause {result.cause or 'unnamed'}, not {' or '.join(fault.causes)}"
     if not fault.quiet:
         if active and active[0] not in fault.actions or not active and "watch" not in fault.actions:
             yield f"decided {', '.join(active) or 'nothing'}, not {' or '.join(fault.actions)}"
-        if fault.attempts is not None and found.attempts != fault.attempts:
-            yield f"{found.attempts} attempts, not {fault.attempts}"
-    if again and found.start is not None and found.back > BACK + found.start:
-        yield f"training again after {found.back:.0f} s, not {BACK:.0f} s and the start of {found.start:.0f} s"
-    if fault.code == 0 and found.losses != "same":
-        yield f"losses: {found.losses}"
+        if fault.attempts is not None and result.attempts != fault.attempts:
+            yield f"{result.attempts} attempts, not {fault.attempts}"
+    if None not in (result.back, result.start) and result.back > RECOVERY_SECONDS + result.start:
+        limit = f"{RECOVERY_SECONDS:.0f} s and the start of {result.start:.0f} s"
+        yield f"training again after {result.back:.0f} s, not {limit}"
+    if fault.code == 0 and result.losses != "same":
+        yield f"losses: {result.losses}"
 
 
 def to_json(results: Sequence[Result]) -> list[dict[str, Any]]:
@@ -111,16 +114,16 @@ def table(results: Sequence[Result]) -> str:
         "| Fault | Detected | Cause | Decision | Training again | Losses | Result |",
         "|---|---|---|---|---|---|---|",
     ]
-    for each in results:
-        if each.left_out:
-            lines.append(f"| {each.text} (`{each.name}`) | | | | | | left out: {each.left_out} |")
+    for result in results:
+        if result.left_out:
+            lines.append(f"| {result.text} (`{result.name}`) | | | | | | left out: {result.left_out} |")
             continue
-        detected = "-" if each.detected is None else f"{each.detected:.1f} s"
-        back = "-" if each.back is None else f"{each.back:.1f} s"
-        result = "ok" if each.ok else "; ".join(each.wrong)
-        cells = (detected, each.cause or "-", ", ".join(each.actions) or "-", back, each.losses or "-", result)
+        detected = "-" if result.detected is None else f"{result.detected:.1f} s"
+        back = "-" if result.back is None else f"{result.back:.1f} s"
+        verdict = "ok" if result.ok else "; ".join(result.wrong)
+        cells = (detected, result.cause or "-", ", ".join(result.actions) or "-", back, result.losses or "-", verdict)
         lines.append(
-            f"| {each.text} (`{each.name}`) | " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+            f"| {result.text} (`{result.name}`) | " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
         )
     return "\n".join(lines) + "\n"
 
@@ -131,7 +134,7 @@ def line(result: Result) -> str:
         return f"left out  {result.name}: {result.left_out}"
     detected = "not detected" if result.detected is None else f"detected {result.detected:.1f} s"
     back = "" if result.back is None else f", training again {result.back:.1f} s"
-    what = f"{detected}, {result.cause or 'no cause'}, {'+'.join(result.actions) or 'no decision'}{back}"
-    return f"{'ok  ' if result.ok else 'WRONG'}  {result.name}: {what}" + "".join(
-        f"\n       {each}" for each in result.wrong
+    text = f"{detected}, {result.cause or 'no cause'}, {'+'.join(result.actions) or 'no decision'}{back}"
+    return f"{'ok  ' if result.ok else 'WRONG'}  {result.name}: {text}" + "".join(
+        f"\n       {reason}" for reason in result.wrong
     )
