@@ -91,7 +91,6 @@ AEGIS_COMMANDS = {
     "report": "effective training time, failures and their cost, in the terminal and as one HTML page",
     "preflight": "examine the nodes before a start, and write which pass and which fail",
     "explain": "read a folder of logs and say what happened and what would have been done",
-    "lab": "break a small run in many ways on this machine, and check that it recovers",
 }
 # Command -> its commands.
 BELOW = {
@@ -125,7 +124,9 @@ def unknown(command: str, name: str, known: Iterable[str]) -> ValueError:
     elsewhere = {below: f"zaya {above} {below}" for above, names in BELOW.items() for below in names}
     elsewhere |= {top: f"zaya {top}" for top in COMMANDS}
     fix = f"{command} --help"
-    if name in elsewhere:
+    if f"{command} {name}" == "zaya aegis lab":
+        fix = "make lab, in a checkout of the repository"
+    elif name in elsewhere:
         fix = elsewhere[name]
     elif close := nearest_name(name, known):
         fix = f"{command} {close}"

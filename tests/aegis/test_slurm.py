@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of SLURM, with programs that write down their words; `zaya aegis lab` asks a real one."""
+"""What is asked of SLURM, with programs that write down their words; `make lab` asks a real one."""
 
 from zaya_plugin.aegis import slurm
 

@@ -7,6 +7,7 @@ from tests.aegis.decision_maker import peer_of, rows
 from zaya_plugin.aegis.cluster import Cluster
 from zaya_plugin.aegis.evidence import Evidence
 from zaya_plugin.aegis.journal import read
+from zaya_plugin.aegis.steps import slow_ranks
 
 
 def beat(maker, node, step, busy):
@@ -42,6 +43,11 @@ def test_a_rank_that_is_slow_now_and_then_or_for_few_steps_is_not_named(maker, m
     now[0] += 20.0
     beat(maker, "n2", 53, 0.5)
     assert [row["cause"] for row in rows(maker, "diagnosis")] == ["slow_rank"]
+
+
+def test_the_factor_of_a_slow_rank_is_against_the_median_of_the_others():
+    assert slow_ranks({0: 0.5, 1: 0.5, 2: 0.55, 3: 2.5}) == {3: 5.0}
+    assert slow_ranks({0: 1.0, 1: 1.4}) == {} and slow_ranks({0: 1.0}) == {} and slow_ranks({}) == {}
 
 
 def stage_beats(maker, stage, step, seconds=0.2, phase="train", nodes=("n1", "n2")):

@@ -229,7 +229,6 @@ def _supervised(rng: random.Random) -> Line:
         (
             (("aegis", "preflight", "--output", "out", "--dry-run"), PREFLIGHT),
             (("aegis", "run", "--dry-run"), SUPERVISOR),
-            (("aegis", "lab", "--list"), ("--soak=nan", "--soak=0", "--hour=-1", "--hour=1e30", "--only=nothing")),
             (("aegis", "report"), ("/dev/null/x", "/proc", "/proc/version")),
             (("aegis", "status"), ("/dev/null/x", "/proc", "/proc/version")),
             (("verify",), ("--only=", "--only=nothing", "--device=gpu", "--bundle=/proc/version")),

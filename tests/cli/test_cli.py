@@ -111,6 +111,7 @@ def test_mistakes_end_with_one_message_and_code_2(zaya, arguments, code, message
         ("data prepaer", "zaya data prepare"),
         ("data doctor", "zaya doctor"),
         ("aegis statu", "zaya aegis status"),
+        ("aegis lab --list", "make lab, in a checkout of the repository"),
         ("bench stp", "zaya bench step"),
         ("checkpoint lst", "zaya checkpoint list"),
         ("convert exprt", "zaya convert export"),

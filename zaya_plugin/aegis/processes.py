@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of a node's ranks: they are found by their environment, also after their agent was killed."""
+"""The processes of a node's ranks, known by a variable of their environment, also after their agent was killed."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 FOLDER = "ZAYA_AEGIS_DIR"  # the agent's folder on this node, in the environment of every rank and of what it starts
@@ -15,15 +15,19 @@ POLL = 0.02
 
 def below(folder: Path) -> list[int]:
     """Return the living processes that were started with `folder` in their environment, of this user."""
-    marker = f"{FOLDER}={folder}".encode()
-    found = []
+    return started_with(f"{FOLDER}={folder}")
+
+
+def started_with(variable: str) -> list[int]:
+    """Return the living processes that were started with `variable` (NAME=value), of this user."""
+    pids = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            if marker in (path / "environ").read_bytes().split(b"\0"):
-                found.append(int(path.name))
+            if variable.encode() in (path / "environ").read_bytes().split(b"\0"):
+                pids.append(int(path.name))
         except OSError:  # it has ended, or is another user's
             continue
-    return [pid for pid in found if state(pid) not in ("", "Z", "X")]
+    return [pid for pid in pids if state(pid) not in ("", "Z", "X")]
 
 
 def state(pid: int) -> str:
@@ -34,7 +38,7 @@ def state(pid: int) -> str:
         return ""
 
 
-def send(pids: list[int], number: int) -> None:
+def send(pids: Iterable[int], number: int) -> None:
     """Send a signal to each process that still exists."""
     for pid in pids:
         try:

@@ -37,9 +37,10 @@ TAIL = 65536  # bytes of metrics.jsonl
 
 @dataclass
 class Now:
-    """The rows of a journal that say how the run stands at present, and what they say.
+    """The present state of a run, from the rows of its journal: clocks and phases, which Cluster and Account do not hold.
 
-    last: time of the latest row. progress: when the last step was seen. node: name -> state. said, decision: the latest.
+    last: time of the latest row. since: start of the phase. progress: time of the last step. wanted: number of nodes.
+    attempt, diagnosis, decision: the latest row. nodes: name -> state.
     """
 
     last: float | None = None
@@ -50,10 +51,9 @@ class Now:
     stage: str | None = None
     phase: str = "waits for nodes"
     wanted: int | None = None
-    spares: int | None = None
     attempt: dict[str, Any] = field(default_factory=dict)
     nodes: dict[str, str] = field(default_factory=dict)
-    said: dict[str, Any] | None = None
+    diagnosis: dict[str, Any] | None = None
     decision: dict[str, Any] | None = None
 
     def take(self, row: dict[str, Any]) -> None:
@@ -63,7 +63,7 @@ class Now:
             return
         self.last = clock
         if kind == "begin":
-            self.__init__(last=clock, wanted=row.get("nodes"), spares=row.get("spares"), since=clock)
+            self.__init__(last=clock, wanted=row.get("nodes"), since=clock)
         elif kind == "node" and isinstance(row.get("node"), str):
             self.nodes[row["node"]] = str(row.get("state"))
         elif kind == "attempt":
@@ -76,7 +76,7 @@ class Now:
         elif kind == "symptom" and self.phase in ("trains", "starts"):
             self.since = clock
         elif kind == "diagnosis":
-            self.said = row
+            self.diagnosis = row
         elif kind == "decision":
             self.decision, self.since = row, clock
             if row.get("action") in ENDING:
@@ -185,12 +185,12 @@ def _nodes(at: Now) -> str:
 
 
 def _failure(at: Now, now: float) -> str:
-    if at.said is None:
+    if at.diagnosis is None:
         return ""
-    where = f" on {at.said['node']}" if at.said.get("node") else ""
-    where += f", rank {at.said['rank']}" if at.said.get("rank") is not None else ""
-    text = first_text(at.said)[:200]
-    return f"{at.said.get('cause')}{where}, {_ago(at.said['time'], now, '')}" + (f": {text}" if text else "")
+    where = f" on {at.diagnosis['node']}" if at.diagnosis.get("node") else ""
+    where += f", rank {at.diagnosis['rank']}" if at.diagnosis.get("rank") is not None else ""
+    text = first_text(at.diagnosis)[:200]
+    return f"{at.diagnosis.get('cause')}{where}, {_ago(at.diagnosis['time'], now, '')}" + (f": {text}" if text else "")
 
 
 def _decision(at: Now) -> str:

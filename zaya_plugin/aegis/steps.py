@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from statistics import median
 from typing import Any
 
-from zaya_plugin.aegis.collectors.progress import slow_ranks
 from zaya_plugin.aegis.evidence import Evidence, say
 from zaya_plugin.aegis.record import Record
 
 PROGRESS_SECONDS = 60.0  # between two lines of progress in the journal
-# A rank is slow if it is slower than its peers in each comparison of so many steps and seconds; heartbeats come every 2 s.
-SLOW_STEPS, SLOW_SECONDS = 5, 6.0
+# A rank is slow if it needs this many times its peers' median, for so many steps and seconds; heartbeats come every 2 s.
+SLOW_FACTOR, SLOW_STEPS, SLOW_SECONDS = 1.5, 5, 6.0
 
 
 class Steps:
@@ -68,7 +68,7 @@ class Steps:
         self.record.note("progress", step=self.cluster.step, step_seconds=seconds, at=self.stepped, **stage)
 
     def slow(self, beats: Mapping[int, dict[str, Any]], ranks_per_node: int) -> list[Evidence]:
-        """Return the ranks that compute longer than their peers; a node alone may have no second rank to compare with."""
+        """Return evidence of the ranks that compute longer than their peers on all nodes."""
         slow = slow_ranks({rank: beat["busy_seconds"] for rank, beat in beats.items() if beat.get("busy_seconds")})
         for rank in self._slow.keys() - slow.keys():
             del self._slow[rank]
@@ -94,3 +94,16 @@ class Steps:
             text = f"training goes on at step {step}, the newest checkpoint is of step {expected}"
             say(f"WARNING: {text}")
             self.record.note("symptom", evidence=Evidence(time.time(), "", "agent", text).to_json())
+
+
+def slow_ranks(busy: Mapping[int, float]) -> dict[int, float]:
+    """Return the ranks that compute more than SLOW_FACTOR times as long as the median of the others, with the factor.
+
+    busy: seconds of one step until a rank's own gradients are there.
+    """
+    factors = {}
+    for rank, seconds in busy.items():
+        others = [value for other, value in busy.items() if other != rank]
+        if others and seconds > SLOW_FACTOR * median(others) > 0:
+            factors[rank] = seconds / median(others)
+    return factors

@@ -14,7 +14,7 @@ from zaya_plugin.aegis.collectors.host import Host
 from zaya_plugin.aegis.collectors.kernel_log import DEVICE, KernelLog
 from zaya_plugin.aegis.collectors.links import Links
 from zaya_plugin.aegis.collectors.packets import Packets
-from zaya_plugin.aegis.collectors.progress import FLOOR, Progress
+from zaya_plugin.aegis.collectors.progress import Progress
 from zaya_plugin.aegis.collectors.rdma import Rdma
 from zaya_plugin.aegis.collectors.runner import Collectors
 from zaya_plugin.aegis.collectors.storage import Storage
@@ -29,7 +29,6 @@ class NodeCollectors(Collectors):
         checkpoints: directory to look for manifests in; None: another agent does that.
         kernel: the kernel's log, or a file or pipe in its place.
         interfaces: links to watch; () for all with a device.
-        floor: least seconds of a step's budget.
         root: of the system, or of a recorded one.
     """
 
@@ -41,12 +40,11 @@ class NodeCollectors(Collectors):
         checkpoints: Path | None = None,
         kernel: Path = DEVICE,
         interfaces: Collection[str] = (),
-        floor: float = FLOOR,
         root: Path = Path("/"),
     ):
         self.kernel = KernelLog(node, kernel)
         self.storage = [Storage(node, path) for path in storage]
-        self.progress = Progress(node, stalled=self.stalled, floor=floor)
+        self.progress = Progress(node, stalled=self.stalled)
         self.guards, self.flight_recorder = Guards(node), FlightRecorder(node)
         others = [Host(node, root), GpuSysfs(node, root), AmdSmi(node), Links(node, interfaces, root), Rdma(node, root)]
         others.append(Packets(node, root))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The heartbeats of this node's ranks (zaya_plugin.training.heartbeat): a rank without progress, a slow rank.
+"""The heartbeats of this node's ranks (zaya_plugin.training.heartbeat): a rank without progress.
 
-The budget of a step is three times the slowest of the last steps, at least `floor`. Nodes whose ranks finish no step for
+The budget of a step is three times the slowest of the last steps, at least FLOOR. Nodes whose ranks finish no step for
 1.5 budgets hang. All ranks of a job stop together when one does, so the evidence names the ranks that differ: stopped
 or in state D, or behind by a step. Outside of training (imports, compilation, loading, saving) the limits are minutes,
 but for a process that was stopped (SIGSTOP).
@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 from zaya_plugin.aegis.collectors.runner import Collector
 from zaya_plugin.aegis.evidence import Evidence, parsed
@@ -24,22 +23,20 @@ STEPS = 20  # from which the budget is learnt
 BUDGET, WITHOUT = 3.0, 1.5  # budget: x slowest step; a hang: x budget
 FLOOR = 5.0  # seconds
 HOLD = 900.0  # seconds for which a stall of storage excuses ranks without progress
-SLOW, SLOW_STEPS = 1.5, 10  # x the median of the other ranks, in so many steps in a row
 LARGEST = 1e15  # of a number in a heartbeat
 LONGEST = 5.0  # seconds between two polls that count: the agent itself may have been stopped
 
 
 @dataclass
 class Rank:
-    """What is known of one rank: its last heartbeat, seconds without news, steps in a row in which it was slow."""
+    """One rank: its last heartbeat, and seconds without news."""
 
     beat: dict
     idle: float = 0.0
-    slow: int = 0
 
 
 class Progress(Collector):
-    """Compares the heartbeats with the budget of a step and with each other.
+    """Compares the heartbeats with the budget of a step.
 
     stalled: whether storage of this node does not answer at present; a hang is then held back, for HOLD at most.
     """
@@ -52,12 +49,10 @@ class Progress(Collector):
         folder: Path | None = None,
         expected: Collection[int] = (),
         stalled: Callable[[], bool] = lambda: False,
-        floor: float = FLOOR,
-        limits: Mapping[str, float] = LIMITS,
         proc: Path = Path("/proc"),
     ):
         super().__init__(node)
-        self.stalled, self.floor, self.limits, self.proc = stalled, floor, {**LIMITS, **limits}, proc
+        self.stalled, self.proc = stalled, proc
         self.watch(folder, expected)
 
     def watch(self, folder: Path | None, expected: Collection[int] = ()) -> None:
@@ -69,19 +64,15 @@ class Progress(Collector):
         self._told, self._held = False, 0.0
         self._folder = folder  # last: the thread that polls may be between two lines
 
-    def beats(self) -> dict[int, dict]:
-        """Return the last heartbeat of each rank, for messages to the decision maker."""
-        return {rank: each.beat for rank, each in self._ranks.items()}
-
     def budget(self) -> float:
-        """Seconds that a step may take."""
-        return max(self.floor, BUDGET * max(self._seconds, default=0.0))
+        """Return the seconds that a step may take."""
+        return max(FLOOR, BUDGET * max(self._seconds, default=0.0))
 
     def poll(self, now: float) -> list[Evidence]:
         ranks, folder = self._ranks, self._folder
         passed = 0.0 if self._before is None else min(max(0.0, now - self._before), LONGEST)
         self._before = now
-        fresh, stepped = set(), set()
+        fresh = set()
         for rank, beat in read_beats(folder).items() if folder is not None else ():
             known = ranks.setdefault(rank, Rank({}))
             if beat == known.beat:
@@ -93,11 +84,10 @@ class Progress(Collector):
                 beat["step"] != known.beat.get("step")
                 and beat["phase"] == "train"
                 and known.beat.get("phase") == "train"
+                and beat["step"] > self._newest  # other ranks report the same step
             ):
-                stepped.add(rank)
-                if beat["step"] > self._newest:  # the same step of another rank says the same
-                    self._newest = beat["step"]
-                    self._seconds.append(float(beat.get("step_seconds") or 0.0))
+                self._newest = beat["step"]
+                self._seconds.append(float(beat.get("step_seconds") or 0.0))
             known.beat, known.idle = beat, 0.0
             fresh.add(rank)
         stalled = self.stalled()
@@ -105,18 +95,18 @@ class Progress(Collector):
         if not stalled or self._held > HOLD:
             for rank in ranks.keys() - fresh:
                 ranks[rank].idle += passed
-        return [*self._hang(now, ranks), *self._slow(now, ranks, stepped)]
+        return self._hang(now, ranks)
 
     def _limit(self, beat: Mapping) -> float:
         if beat["phase"] != "train":
-            return self.limits.get(beat["phase"], self.limits["warm_up"])
+            return LIMITS.get(beat["phase"], LIMITS["warm_up"])
         # Before a second step the first one, which compiles too, is the only measure.
         first = 0.0 if self._seconds else BUDGET * float(beat.get("step_seconds") or 0.0)
         return WITHOUT * max(first, self.budget())
 
     def _is_late(self, rank: Rank) -> bool:
         # A stopped process does not go on by itself, in any phase.
-        stopped = rank.idle > WITHOUT * self.floor and self._state(rank.beat.get("pid")) == "T"
+        stopped = rank.idle > WITHOUT * FLOOR and self._state(rank.beat.get("pid")) == "T"
         return stopped or rank.idle > self._limit(rank.beat)
 
     def _hang(self, now: float, ranks: Mapping[int, Rank]) -> list[Evidence]:
@@ -153,37 +143,12 @@ class Progress(Collector):
             )
         ]
 
-    def _slow(self, now: float, ranks: Mapping[int, Rank], stepped: set[int]) -> list[Evidence]:
-        busy = {
-            rank: each.beat.get("busy_seconds") for rank, each in ranks.items() if each.beat.get("phase") == "train"
-        }
-        slow, found = slow_ranks({rank: value for rank, value in busy.items() if value}), []
-        for rank in stepped:
-            ranks[rank].slow = ranks[rank].slow + 1 if rank in slow else 0
-            if ranks[rank].slow == SLOW_STEPS:
-                text = f"rank {rank} computes for {busy[rank]:.3g} s a step, {slow[rank]:.1f} times its peers' median"
-                found.append(self.found(now, "slow_rank", text, rank, factor=slow[rank], busy_seconds=busy[rank]))
-        return found
-
     def _state(self, pid: object) -> str:
         """Return the kernel's letter for a process: T stopped, D in the kernel, X gone."""
         try:
             return (self.proc / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
         except (OSError, IndexError):
             return "X"
-
-
-def slow_ranks(busy: Mapping[int, float]) -> dict[int, float]:
-    """Return the ranks that compute more than SLOW times as long as the median of the others, with that factor.
-
-    busy: seconds of one step until a rank's own gradients are there. Across nodes it is the decision maker's to call.
-    """
-    found = {}
-    for rank, seconds in busy.items():
-        others = [value for other, value in busy.items() if other != rank]
-        if others and seconds > SLOW * median(others) > 0:
-            found[rank] = seconds / median(others)
-    return found
 
 
 def read_beats(folder: Path) -> dict[int, dict]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lab's nodes, mounts and cgroups. All of it is taken down at the end, also after Ctrl-C."""
+"""The nodes, mounts and cgroups of the lab. All of them are removed at the end, also after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from zaya_plugin.aegis.lab.machine import CGROUP, Absent, run
+from tests.lab.machine import CGROUP, Absent, execute
+from zaya_plugin.aegis import processes
 
 MARK = "ZAYA_LAB"  # in the environment of everything that a lab starts
 PREFIX = "zlab"
 LINK = "eth0"
+NODES = ("n1", "n2", "n3")
 
 
 class Stand:
@@ -40,8 +42,8 @@ class Stand:
                 remove_leftovers()
                 self._namespaces()
             # short, since sockets are made in it; removed after the processes have ended
-            made = tempfile.TemporaryDirectory(prefix="zaya_lab_", ignore_cleanup_errors=True)
-            self.temporary = Path(self.stack.enter_context(made))
+            temporary = tempfile.TemporaryDirectory(prefix="zaya_lab_", ignore_cleanup_errors=True)
+            self.temporary = Path(self.stack.enter_context(temporary))
             self.stack.callback(self.kill)
         except BaseException:
             self.stack.close()
@@ -65,42 +67,43 @@ class Stand:
 
     def environment(self) -> dict[str, str]:
         """Return what the lab adds to the environment of a node's programs."""
-        added = {MARK: str(self.folder), "TMPDIR": str(self.temporary), "XDG_STATE_HOME": str(self.folder / "state")}
-        return added | ({"GLOO_SOCKET_IFNAME": LINK} if self.network else {})
+        network = {"GLOO_SOCKET_IFNAME": LINK} if self.network else {}
+        state = str(self.folder / "state")
+        return {MARK: str(self.folder), "TMPDIR": str(self.temporary), "XDG_STATE_HOME": state, **network}
 
     def _namespaces(self) -> None:
         switch = f"{self.base}-switch"
         for name in (switch, *map(self.namespace, self.names)):
-            run("ip", "netns", "add", name)
+            execute("ip", "netns", "add", name)
             self.stack.callback(subprocess.run, ["ip", "netns", "del", name], capture_output=True)
-        run("ip", "-n", switch, "link", "add", "name", "bridge", "type", "bridge")
-        run("ip", "-n", switch, "link", "set", "bridge", "up")
+        execute("ip", "-n", switch, "link", "add", "name", "bridge", "type", "bridge")
+        execute("ip", "-n", switch, "link", "set", "bridge", "up")
         for node in self.names:
             inside = self.namespace(node)
-            run("ip", "-n", switch, "link", "add", "name", node, "type", "veth", "peer", "name", LINK, "netns", inside)
-            run("ip", "-n", switch, "link", "set", node, "master", "bridge")
-            run("ip", "-n", switch, "link", "set", node, "up")
-            run("ip", "-n", inside, "addr", "add", f"{self.address(node)}/24", "dev", LINK)
-            run("ip", "-n", inside, "link", "set", "lo", "up")
+            execute(
+                "ip", "-n", switch, "link", "add", "name", node, "type", "veth", "peer", "name", LINK, "netns", inside
+            )
+            execute("ip", "-n", switch, "link", "set", node, "master", "bridge")
+            execute("ip", "-n", switch, "link", "set", node, "up")
+            execute("ip", "-n", inside, "addr", "add", f"{self.address(node)}/24", "dev", LINK)
+            execute("ip", "-n", inside, "link", "set", "lo", "up")
             self.link(node, up=True)
 
     def link(self, node: str, up: bool) -> None:
         """Set the link of a node up or down, on the node's side."""
-        run("ip", "-n", self.namespace(node), "link", "set", LINK, "up" if up else "down")
+        execute("ip", "-n", self.namespace(node), "link", "set", LINK, "up" if up else "down")
 
     def processes(self) -> list[int]:
         """Return the living processes that this lab has started."""
-        return marked(f"{MARK}={self.folder}")
+        return processes.started_with(f"{MARK}={self.folder}")
 
     def kill(self) -> None:
-        """End all of them; those that a freezer holds are thawed first."""
+        """End all processes of the lab; frozen ones are thawed first."""
         for path in (CGROUP / "freezer").glob(f"{self.base}-*/freezer.state"):
             path.write_text("THAWED")
         deadline = time.monotonic() + 20
         while (left := self.processes()) and time.monotonic() < deadline:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            processes.send(left, signal.SIGKILL)
             time.sleep(0.1)
 
     @contextlib.contextmanager
@@ -130,7 +133,7 @@ class Stand:
     def tmpfs(self, point: Path, options: str) -> Iterator[Path]:
         """Mount a tmpfs with `options`, such as size=8m."""
         point.mkdir(parents=True)
-        run("mount", "-t", "tmpfs", "-o", options, f"{self.base}", point)
+        execute("mount", "-t", "tmpfs", "-o", options, f"{self.base}", point)
         try:
             yield point
         finally:
@@ -143,8 +146,8 @@ class Stand:
         image = point.with_suffix(".image")
         with open(image, "wb") as file:
             file.truncate(megabytes << 20)
-        run("mkfs.ext4", "-q", image)
-        run("mount", "-o", "loop", image, point)
+        execute("mkfs.ext4", "-q", image)
+        execute("mount", "-o", "loop", image, point)
         try:
             yield point
         finally:
@@ -161,39 +164,30 @@ class Stand:
         subprocess.run(["umount", "--lazy", str(point)], capture_output=True)
 
 
-def marked(variable: str) -> list[int]:
-    """Return the living processes with `variable` (NAME=value) in their environment."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if variable.encode() in (path / "environ").read_bytes().split(b"\0"):
-                found.append(int(path.name))
-        except OSError:
-            continue
-    return found
-
-
 def remove_leftovers() -> None:
     """Remove the namespaces, cgroups and mounts of labs that were killed."""
     with contextlib.suppress(Absent):
-        for line in run("ip", "netns", "list").stdout.splitlines():
-            if _is_of_the_dead(name := line.split()[0]):
+        for line in execute("ip", "netns", "list").stdout.splitlines():
+            if _has_no_owner(name := line.split()[0]):
                 subprocess.run(["ip", "netns", "del", name], capture_output=True)
     for group in CGROUP.glob(f"*/{PREFIX}*"):
-        if _is_of_the_dead(group.name):
+        if _has_no_owner(group.name):
             with contextlib.suppress(OSError):
                 group.rmdir()
     for line in Path("/proc/mounts").read_text().splitlines():
         device, point = line.split()[:2]
-        if _is_of_the_dead(device):
+        if _has_no_owner(device):
             subprocess.run(["umount", "--lazy", point], capture_output=True)
 
 
-def _is_of_the_dead(name: str) -> bool:
+def _has_no_owner(name: str) -> bool:
+    """Return whether the lab that made `name` has ended."""
     pid = name.removeprefix(PREFIX).partition("-")[0]
     return name.startswith(PREFIX) and pid.isdigit() and not os.path.exists(f"/proc/{pid}")
 
 
-def remove(folder: Path) -> None:
-    """Delete a folder of the lab."""
+def new_folder(folder: Path) -> Path:
+    """Make an empty folder, in place of an earlier one, and return it."""
     shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from zaya_plugin import cli
-from zaya_plugin.aegis import lab
-from zaya_plugin.aegis.lab import endurance, hooks, machine, results, slurm, stand, training
-from zaya_plugin.aegis.lab.faults import FAULTS
+from tests.lab import __main__ as lab
+from tests.lab import endurance, hooks, machine, results, stand
+from tests.lab.supervised_run import PROJECT, Reference, rows
 from zaya_plugin.aegis.rules import Rules
 
 SIGKILL = [
@@ -28,7 +27,7 @@ SIGKILL = [
 
 
 def judged(name="sigkill_rank", journal=SIGKILL, injected=110.0, code=0, difference=None, start=8.0):
-    return results.judge(FAULTS[name], journal, injected, code, difference, start)
+    return results.judge(lab.FAULTS[name], journal, injected, code, difference, start)
 
 
 def without(*kinds):
@@ -39,14 +38,14 @@ def changed(kind, **values):
     return [{**row, **values} if row["kind"] == kind else row for row in SIGKILL]
 
 
-def test_a_fault_that_came_as_it_must():
-    found = judged()
-    assert found.ok and (found.detected, found.cause, found.node) == (0.2, "sigkill", "n2")
-    assert (found.actions, found.back, found.attempts, found.losses) == (["restart"], 9.5, 2, "same")
+def test_the_expected_result_is_ok():
+    result = judged()
+    assert result.ok and (result.detected, result.cause, result.node) == (0.2, "sigkill", "n2")
+    assert (result.actions, result.back, result.attempts, result.losses) == (["restart"], 9.5, 2, "same")
 
 
 @pytest.mark.parametrize(
-    "options, told",
+    "options, difference",
     [
         ({"code": 1}, "exit code 1, not 0"),
         ({"code": None}, "the run did not end"),
@@ -60,9 +59,9 @@ def test_a_fault_that_came_as_it_must():
         ({"name": "near_misses"}, "a decision where none was needed: restart"),
     ],
 )
-def test_what_did_not_come_as_it_must_is_named(options, told):
-    found = judged(**options)
-    assert not found.ok and told in "; ".join(found.wrong)
+def test_a_difference_from_the_expected_result_is_named(options, difference):
+    result = judged(**options)
+    assert not result.ok and difference in "; ".join(result.wrong)
 
 
 def test_a_quiet_fault_needs_no_sign():
@@ -84,15 +83,14 @@ def test_losses_are_compared_to_the_bit(tmp_path):
     steps = [
         {"step": step, "loss": 6.0 / step, "grad_norm": 1.0, "lr": 1e-3, "consumed_samples": step} for step in (1, 2)
     ]
-    again = {**steps[1], "loss": steps[1]["loss"] + 2**-50}
-    text = "".join(json.dumps(row) + "\n" for row in [*steps, again, {"step": 2, "valid_loss": 5.0}])
+    repeated = {**steps[1], "loss": steps[1]["loss"] + 2**-50}
+    text = "".join(json.dumps(row) + "\n" for row in [*steps, repeated, {"step": 2, "valid_loss": 5.0}])
     (tmp_path / "metrics.jsonl").write_text(text + '{"step": 3, "lo')
-    found = training.rows(tmp_path)
-    reference = {row["step"]: row for row in steps}
-    assert training.difference(reference, reference) is None
-    assert training.difference(found, reference).startswith("step 2: loss is 3.0000")
-    assert training.difference({1: steps[0]}, reference) == "step 2 is missing"
-    assert training.rows(tmp_path / "none") == {}
+    reference = Reference(tmp_path, {row["step"]: row for row in steps}, 8.0)
+    assert reference.difference(reference.steps) is None
+    assert reference.difference(rows(tmp_path)).startswith("step 2: loss is 3.0000")
+    assert reference.difference({1: steps[0]}) == "step 2 is missing"
+    assert rows(tmp_path / "none") == {}
 
 
 def test_the_ratio_subtracts_the_start_of_each_restart_and_nothing_else():
@@ -103,32 +101,44 @@ def test_the_ratio_subtracts_the_start_of_each_restart_and_nothing_else():
         *SIGKILL[3:7],
         {**SIGKILL[7], "time": 208.0},
     ]
-    found = endurance.ratios(journal, 8.0)
-    assert (found["wall_seconds"], found["lost_seconds"], found["restarts"]) == (100.0, 9.5, 1)
-    assert found["effective_raw"] == 0.905 and found["effective"] == round(1 - 1.5 / 92, 4)
+    figures = endurance.ratios(journal, 8.0)
+    assert (figures["wall_seconds"], figures["lost_seconds"], figures["restarts"]) == (100.0, 9.5, 1)
+    assert figures["effective_raw"] == 0.905 and figures["effective"] == round(1 - 1.5 / 92, 4)
 
 
-def test_every_expected_cause_is_a_rule():
-    rules = Rules.load()
-    assert not [cause for fault in FAULTS.values() for cause in fault.causes if cause not in rules]
-    assert all(need in machine.PROBES for fault in [*FAULTS.values(), *slurm.FAULTS.values()] for need in fault.needs)
-    assert machine.PROBES.keys() == machine.MEANS.keys()
+def test_every_expected_cause_is_a_rule_and_every_need_is_a_means():
+    rules, faults = Rules.load(), lab.FAULTS.values()
+    assert not [cause for fault in faults for cause in fault.causes if cause not in rules]
+    assert {need for fault in faults for need in fault.needs} <= machine.MEANS.keys()
 
 
-def test_only_names_faults():
-    assert [*lab.chosen("link_flap,slurm_requeue")] == ["link_flap", "slurm_requeue"]
-    with pytest.raises(ValueError, match="--only=nothing: no such fault. Allowed: sigkill_rank"):
-        lab.chosen("sigkill_rank,nothing")
-    with pytest.raises(ValueError, match="no such fault"):
-        lab.chosen(",")
+def test_the_table_of_the_docs_has_every_fault():
+    text = Path(PROJECT, "docs/aegis.md").read_text()
+    heads = [f"| {fault.text} (`{fault.name}`) |" for fault in lab.FAULTS.values()]
+    assert len(heads) == 34 and [head for head in heads if text.count(head) != 1] == []
 
 
-def test_a_means_that_is_absent_has_a_reason(monkeypatch, tmp_path, capsys):
+def test_options_of_the_command(capsys):
+    assert lab.parser().parse_args([]).fault == [*lab.FAULTS]
+    assert lab.parser().parse_args(["--fault", "link_flap", "slurm_requeue"]).fault == ["link_flap", "slurm_requeue"]
+    for words in (
+        ["--fault", "nothing"],
+        ["--fault"],
+        ["--hour", "-1"],
+        ["--soak", "nan"],
+        ["--soak", "1", "--hour", "1"],
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            lab.parser().parse_args(words)
+    assert "invalid choice: 'nothing' (choose from" in capsys.readouterr().err
+
+
+def test_an_absent_means_has_a_reason(monkeypatch, capsys):
     def absent(tried):
         raise machine.Absent("no such kernel")
 
-    monkeypatch.setattr(machine, "PROBES", {name: absent for name in machine.PROBES})
-    assert cli.main(["aegis", "lab", "--list", "--cache", str(tmp_path)]) == 0
+    monkeypatch.setattr(machine, "MEANS", {name: (text, absent) for name, (text, _) in machine.MEANS.items()})
+    assert lab.main(["--list"]) == 0
     out = capsys.readouterr().out
     assert "not on this machine: packet loss by nft (no such kernel)" in out
     assert "[left out: network: no such kernel; nft: no such kernel]" in out
@@ -139,44 +149,48 @@ def test_packages_are_downloaded_only_if_that_is_allowed(tmp_path):
         machine.unpack(tmp_path, ["nftables"], "nft", download=False)
     (tmp_path / "root/usr/sbin").mkdir(parents=True)
     (tmp_path / "root/usr/sbin/nft").touch()
-    found = machine.unpack(tmp_path, ["nftables"], "nft", download=False)
-    assert found.program("nft") == tmp_path / "root/usr/sbin/nft"
+    unpacked = machine.unpack(tmp_path, ["nftables"], "nft", download=False)
+    assert unpacked.program("nft") == tmp_path / "root/usr/sbin/nft"
 
 
-def test_a_fault_inside_a_rank_comes_once(tmp_path):
-    fault = {"once": str(tmp_path / "fault")}
+def test_a_fault_inside_a_rank_happens_once(tmp_path):
+    fault = {"marker": str(tmp_path / "fault")}
     assert hooks.is_mine(fault) and hooks.first_time(fault) and not hooks.first_time(fault) and hooks.is_mine(fault)
-    Path(fault["once"]).write_text(json.dumps({"pid": 0, "time": 0.0}))
+    Path(fault["marker"]).write_text(json.dumps({"pid": 0, "time": 0.0}))
     assert not hooks.is_mine(fault)
 
 
 def test_a_hook_changes_a_module_after_its_import(tmp_path):
-    (tmp_path / "made.py").write_text("value = 1\n")
+    (tmp_path / "sample.py").write_text("value = 1\n")
     code = (
-        "from zaya_plugin.aegis.lab import hooks\n"
-        "hooks.after_import('made', lambda module: setattr(module, 'value', 2))\nimport made\nprint(made.value)"
+        "from tests.lab import hooks\n"
+        "hooks.after_import('sample', lambda module: setattr(module, 'value', 2))\nimport sample\nprint(sample.value)"
     )
-    paths = os.pathsep.join([str(tmp_path), str(Path(lab.__file__).parents[3])])
+    paths = os.pathsep.join([str(tmp_path), PROJECT])
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}, capture_output=True)
     assert done.stdout == b"2\n", done.stderr
 
 
 def test_everything_that_a_lab_started_is_ended(tmp_path):
-    with stand.Stand(tmp_path, ("n1",), network=False) as made:
-        environment = {**os.environ, **made.environment()}
+    with stand.Stand(tmp_path, ("n1",), network=False) as nodes:
+        environment = {**os.environ, **nodes.environment()}
         words = ["sh", "-c", "trap '' TERM; sleep 600 & wait"]
         process = subprocess.Popen(words, env=environment, start_new_session=True)
-        while len(made.processes()) < 2:
+        while len(nodes.processes()) < 2:
             pass
-    assert process.wait(60) == -9 and not made.processes()
+    assert process.wait(60) == -9 and not nodes.processes()
 
 
 @pytest.mark.slow
-def test_three_faults_are_recovered(tmp_path):
+def test_three_faults_are_recovered(tmp_path, monkeypatch):
     """The lab itself, with the times of a busy machine: the classes, actions and losses are compared, not the seconds."""
-    words = ["--only", "sigkill_rank,near_misses,corrupt_checkpoint", "--output", str(tmp_path), "--no-download"]
-    cli.main(["aegis", "lab", "--cache", str(tmp_path / "cache"), *words])
-    found = json.loads((tmp_path / "results.json").read_text())["results"]
-    wrong = {each["name"]: [text for text in each["wrong"] if " after " not in text] for each in found}
-    assert wrong == {"sigkill_rank": [], "near_misses": [], "corrupt_checkpoint": []}
-    assert [each["left_out"] for each in found] == ["", "", ""]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    names = ["sigkill_rank", "near_misses", "corrupt_checkpoint"]
+    lab.main(["--fault", *names, "--output", str(tmp_path), "--no-download"])
+    trials = json.loads((tmp_path / "results.json").read_text())["results"]
+    wrong = {trial["name"]: [text for text in trial["wrong"] if " after " not in text] for trial in trials}
+    assert wrong == dict.fromkeys(names, [])
+    assert [trial["left_out"] for trial in trials] == ["", "", ""]
+    assert (
+        (tmp_path / "table.md").read_text().startswith("Made by `python -m tests.lab --fault sigkill_rank near_misses")
+    )

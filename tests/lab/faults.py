@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The faults of the lab, one function each: it starts a run, breaks something, and returns when it did."""
+"""The faults of the lab, one function each: it starts a run, breaks something, and returns the time of it."""
 
 from __future__ import annotations
 
@@ -13,29 +13,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.aegis.lab.machine import Machine, run
-from zaya_plugin.aegis.lab.stand import Stand
-from zaya_plugin.aegis.lab.training import PATIENCE, SAVE, Run
+from tests.lab.machine import Machine, execute
+from tests.lab.stand import Stand
+from tests.lab.supervised_run import PATIENCE, SAVE, Run
 
-BREAK_AT = SAVE + 3  # the step from which on something is broken: a checkpoint is there
+BREAK_AT = SAVE + 3  # step of a fault: a checkpoint is complete
 CRASH, SOON, LOST, HANG = 1.0, 5.0, 10.0, 10.0  # seconds to detect; HANG: twice the step's budget of 5 s
 STEPS_LATER = 2 * SAVE
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault and what must come of it.
+    """One fault and its expected result.
 
-    text: what is broken. inject: as in the module's first line; None: one of SLURM's, which have functions of another
-    form. needs: means of the machine. causes: names of rules, one of which the diagnosis must name. actions: what may
-    be decided, in this order of lines. within: seconds to detect, None: there is nothing to detect. code: exit code of
-    the run. quiet: no rank may be ended, and no attempt may begin. attempts: starts of the ranks. changed: whether the
-    losses after the fault may differ.
+    text: the fault in words. inject: makes it; takes a Trial and returns the time (slurm_faults.py has another form).
+    needs: means of the machine. causes: names of rules, one of which the diagnosis must name. actions: allowed first
+    decisions. within: seconds to detect, None: there is nothing to detect. code: exit code of the run. quiet: no rank
+    may be ended, and no attempt may begin. attempts: starts of the ranks.
     """
 
     name: str
     text: str
-    inject: Callable[[Trial], float] | None = None
+    inject: Callable[..., Any]
     needs: tuple[str, ...] = ()
     causes: tuple[str, ...] = ()
     actions: tuple[str, ...] = ()
@@ -43,50 +42,40 @@ class Fault:
     code: int = 0
     quiet: bool = False
     attempts: int | None = None
-    changed: bool = False
 
 
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(text: str, **expected: Any) -> Callable:
-    """Enter a function into FAULTS."""
+def fault(text: str, table: dict[str, Fault] = FAULTS, **expected: Any) -> Callable:
+    """Enter a function into a table."""
 
-    def enter(function: Callable[[Trial], float]) -> Callable[[Trial], float]:
-        name = function.__name__
-        FAULTS[name] = Fault(name, text, function, **{"needs": (), **expected})
+    def enter(function: Callable) -> Callable:
+        table[function.__name__] = Fault(function.__name__, text, function, **expected)
         return function
 
     return enter
 
 
 class Trial:
-    """One run with one fault. later: what is taken down after it."""
+    """One run with one fault. cleanup: is closed after it."""
 
     def __init__(self, stand: Stand, folder: Path, data: Path, machine: Machine):
         self.stand, self.folder, self.data, self.machine = stand, folder, data, machine
-        self.later = contextlib.ExitStack()
+        self.cleanup = contextlib.ExitStack()
         self.run: Run | None = None
 
     def start(self, step: int | None = BREAK_AT, environments: dict | None = None, **options: Any) -> Run:
-        """Start a run, and wait for a step of it."""
+        """Start a run, wait for a step of it, and return it."""
         self.run = Run(self.stand, self.folder, options.pop("data", self.data), **options)
         self.run.start(environments)
         if step is not None:
             self.run.wait_step(step)
         return self.run
 
-    def decided(self, *actions: str, seconds: float = 60.0) -> None:
-        """Wait until one of `actions` was decided."""
-        self.run.wait(
-            lambda: any(row["kind"] == "decision" and row["action"] in actions for row in self.run.journal()),
-            seconds,
-            f"decision {' or '.join(actions)}",
-        )
 
-
-def hit(pid: int, number: int = signal.SIGKILL) -> float:
-    """Send a signal to a process; return when."""
+def send_signal(pid: int, number: int = signal.SIGKILL) -> float:
+    """Send a signal to a process; return the time."""
     now = time.time()
     os.kill(pid, number)
     return now
@@ -97,7 +86,7 @@ def hit(pid: int, number: int = signal.SIGKILL) -> float:
 
 @fault("SIGKILL of a rank", causes=("sigkill",), actions=("restart",), within=CRASH, attempts=2)
 def sigkill_rank(trial: Trial) -> float:
-    return hit(trial.start().rank_pid("n2"))
+    return send_signal(trial.start().rank_pid("n2"))
 
 
 @fault(
@@ -108,40 +97,40 @@ def sigkill_rank(trial: Trial) -> float:
     attempts=2,
 )
 def sigkill_loader(trial: Trial) -> float:
-    return hit(trial.start().loader_pid("n2"))
+    return send_signal(trial.start().loader_pid("n2"))
 
 
 @fault("SIGKILL of an agent", causes=("agent_lost",), actions=("restart", "exchange"), within=LOST, attempts=2)
 def sigkill_agent(trial: Trial) -> float:
-    return hit(trial.start().agent_pid("n2"))
+    return send_signal(trial.start().agent_pid("n2"))
 
 
 @fault("SIGKILL of the decision maker", quiet=True)
 def sigkill_decider(trial: Trial) -> float:
-    run_ = trial.start()
-    now = hit(run_.decider_pid())
-    run_.wait(lambda: len([row for row in run_.journal() if row["kind"] == "decider"]) > 1, 20, "new decision maker")
+    run = trial.start()
+    now = send_signal(run.decider_pid())
+    run.wait(lambda: len([row for row in run.journal() if row["kind"] == "decider"]) > 1, 20, "new decision maker")
     return now
 
 
 @fault("SIGKILL of a rank and of the decision maker at once", causes=("sigkill",), actions=("restart",), attempts=2)
 def sigkill_rank_and_decider(trial: Trial) -> float:
-    run_ = trial.start()
-    hit(run_.decider_pid())
-    return hit(run_.rank_pid("n2"))
+    run = trial.start()
+    send_signal(run.decider_pid())
+    return send_signal(run.rank_pid("n2"))
 
 
 @fault("SIGKILL of all processes of a node", causes=("node_lost",), actions=("exchange",), within=LOST, attempts=2)
 def sigkill_node(trial: Trial) -> float:
-    run_ = trial.start()
+    run = trial.start()
     now = time.time()
-    run_.kill_node("n2")
+    run.kill_node("n2")
     return now
 
 
 @fault("SIGSTOP of a rank", causes=("hang",), actions=("restart",), within=HANG, attempts=2)
 def sigstop_rank(trial: Trial) -> float:
-    return hit(trial.start().rank_pid("n2"), signal.SIGSTOP)
+    return send_signal(trial.start().rank_pid("n2"), signal.SIGSTOP)
 
 
 @fault(
@@ -153,8 +142,8 @@ def sigstop_rank(trial: Trial) -> float:
     attempts=2,
 )
 def unkillable_rank(trial: Trial) -> float:
-    run_ = trial.start()
-    group = trial.later.enter_context(trial.stand.cgroup("freezer", run_.rank_pid("n2")))
+    run = trial.start()
+    group = trial.cleanup.enter_context(trial.stand.cgroup("freezer", run.rank_pid("n2")))
     now = time.time()
     (group / "freezer.state").write_text("FROZEN")
     return now
@@ -169,10 +158,10 @@ def unkillable_rank(trial: Trial) -> float:
     attempts=2,
 )
 def out_of_memory(trial: Trial) -> float:
-    run_ = trial.start(kernel_log=Path("/dev/kmsg"))
-    group = trial.later.enter_context(trial.stand.cgroup("memory", run_.rank_pid("n2")))
+    run = trial.start(kernel_log=Path("/dev/kmsg"))
+    group = trial.cleanup.enter_context(trial.stand.cgroup("memory", run.rank_pid("n2")))
     now = time.time()
-    # What the rank holds already is charged elsewhere; what it needs next has no room.
+    # memory of the rank is charged to its former group; new memory is refused
     (group / "memory.limit_in_bytes").write_text("64k")
     return now
 
@@ -180,8 +169,8 @@ def out_of_memory(trial: Trial) -> float:
 @fault("the port of the ranks' store is taken", causes=("port_in_use",), actions=("restart",), within=15.0, attempts=2)
 def port_taken(trial: Trial) -> float:
     trial.start(step=None, hook={"kind": "port"})
-    trial.run.wait(trial.run.once.exists, 60, "taken port")
-    return trial.run.once.stat().st_mtime
+    trial.run.wait(trial.run.marker.exists, 60, "taken port")
+    return trial.run.marker.stat().st_mtime
 
 
 # Network
@@ -209,7 +198,7 @@ def link_loss(trial: Trial) -> float:
     trial.start()
     now = time.time()
     trial.stand.link("n2", up=False)
-    trial.later.callback(trial.stand.link, "n2", up=True)
+    trial.cleanup.callback(trial.stand.link, "n2", up=True)
     return now
 
 
@@ -228,9 +217,9 @@ def packet_loss(trial: Trial) -> float:
 
 @fault("a rank with a fifth of a core", needs=("cpu",), causes=("slow_rank",), within=HANG, quiet=True)
 def slow_rank(trial: Trial) -> float:
-    run_ = trial.start()
+    run = trial.start()
     now = time.time()
-    with trial.stand.cgroup("cpu", run_.rank_pid("n2"), cfs_period_us=100_000, cfs_quota_us=20_000):
+    with trial.stand.cgroup("cpu", run.rank_pid("n2"), cfs_period_us=100_000, cfs_quota_us=20_000):
         time.sleep(12.0)
     return now
 
@@ -240,9 +229,9 @@ def slow_rank(trial: Trial) -> float:
 
 def feed(trial: Trial, *lines: str) -> float:
     """Start a run, and add lines to the kernel's messages of its second node."""
-    run_ = trial.start()
+    run = trial.start()
     now = time.time()
-    run_.kernel("n2", *lines)
+    run.kernel("n2", *lines)
     return now
 
 
@@ -287,7 +276,7 @@ def kernel_ring(trial: Trial) -> float:
     line = "[drm:amdgpu_job_timedout [amdgpu]] *ERROR* ring sdma0 timeout, signaled seq=16060, emitted seq=16062"
     feed(trial, line)
     time.sleep(1.0)
-    return hit(trial.run.rank_pid("n2"), signal.SIGABRT)
+    return send_signal(trial.run.rank_pid("n2"), signal.SIGABRT)
 
 
 @fault("kernel: lines that look like failures and are none", within=None, quiet=True)
@@ -316,12 +305,12 @@ def checkpoints_at(trial: Trial, point: Path, **options: Any) -> Run:
 
 
 def full(trial: Trial, options: str, fill: Callable[[Path], Path]) -> float:
-    """Fill the file system of the checkpoints, and free it when a person would have been told."""
-    point = trial.later.enter_context(trial.stand.tmpfs(trial.folder / "mount", options))
-    run_ = checkpoints_at(trial, point)
+    """Fill the file system of the checkpoints, and free it after the first symptom or alert."""
+    point = trial.cleanup.enter_context(trial.stand.tmpfs(trial.folder / "mount", options))
+    run = checkpoints_at(trial, point)
     ballast = fill(point)
     now = time.time()
-    run_.wait(lambda: any(row["kind"] in ("symptom", "alert") for row in run_.journal(now)), 40, "symptom")
+    run.wait(lambda: any(row["kind"] in ("symptom", "alert") for row in run.journal(now)), 40, "symptom")
     time.sleep(1.0)
     shutil.rmtree(ballast)
     return now
@@ -411,7 +400,7 @@ def eio(trial: Trial) -> float:
     trial.folder.mkdir(parents=True)
     source, shim, flag = trial.folder / "eio.c", trial.folder / "eio.so", trial.folder / "broken"
     source.write_text(SHIM)
-    run("cc", "-shared", "-fPIC", "-O1", "-o", shim, source, "-ldl")
+    execute("cc", "-shared", "-fPIC", "-O1", "-o", shim, source, "-ldl")
     point = trial.folder / "disk"
     variables = {"LD_PRELOAD": str(shim), "ZAYA_LAB_EIO": str(flag), "ZAYA_LAB_EIO_BELOW": str(point)}
     checkpoints_at(trial, point, environments={"n2": variables})
@@ -428,12 +417,12 @@ def eio(trial: Trial) -> float:
     attempts=1,
 )
 def hanging_mount(trial: Trial) -> float:
-    point = trial.later.enter_context(trial.stand.disk(trial.folder / "mount", 256))
+    point = trial.cleanup.enter_context(trial.stand.disk(trial.folder / "mount", 256))
     checkpoints_at(trial, point)
     now = time.time()
-    run("fsfreeze", "-f", point)
+    execute("fsfreeze", "-f", point)
     time.sleep(20.0)
-    run("fsfreeze", "-u", point)
+    execute("fsfreeze", "-u", point)
     return now
 
 
@@ -445,16 +434,14 @@ def hanging_mount(trial: Trial) -> float:
     attempts=2,
 )
 def corrupt_checkpoint(trial: Trial) -> float:
-    run_ = trial.start(step=STEPS_LATER + 2)
+    run = trial.start(step=STEPS_LATER + 2)
     first = f"iter_{STEPS_LATER:07d}"  # or a later one: a busy machine may not let the lab look in time
-    run_.wait(lambda: run_.checkpoint() and run_.checkpoint().name >= first, PATIENCE, "checkpoint")
-    largest = max(
-        (path for path in run_.checkpoint().iterdir() if path.is_file()), key=lambda path: path.stat().st_size
-    )
+    run.wait(lambda: run.checkpoint() and run.checkpoint().name >= first, PATIENCE, "checkpoint")
+    largest = max((path for path in run.checkpoint().iterdir() if path.is_file()), key=lambda path: path.stat().st_size)
     with open(largest, "r+b") as file:
         file.seek(largest.stat().st_size // 2)
         file.write(b"damaged " * 64)
-    return hit(run_.rank_pid("n2"))
+    return send_signal(run.rank_pid("n2"))
 
 
 # The run itself
@@ -472,15 +459,15 @@ def loss_spike(trial: Trial) -> float:
 
 def changed_loss(trial: Trial, factor: str, words: Sequence[str], step: int = BREAK_AT) -> float:
     trial.start(step=None, words=words, hook={"kind": "loss", "factor": factor, "step": step})
-    trial.run.wait(trial.run.once.exists, 120, "fault")
-    return trial.run.once.stat().st_mtime
+    trial.run.wait(trial.run.marker.exists, 120, "fault")
+    return trial.run.marker.stat().st_mtime
 
 
 @fault("a recipe with a value that only the ranks can refuse", causes=("user_error", "data"), actions=("stop",), code=2)
 def bad_recipe(trial: Trial) -> float:
     trial.start(step=None, data=trial.folder / "no_such_data")
     trial.run.wait(trial.run.journal, 30, "journal")
-    return trial.run.began
+    return trial.run.start_time
 
 
 @fault("a broken shard of the data", causes=("data", "user_error"), actions=("stop",), code=2)
@@ -491,10 +478,10 @@ def broken_shard(trial: Trial) -> float:
         file.truncate((copy / "train.bin").stat().st_size // 2)
     trial.start(step=None, data=copy)
     trial.run.wait(trial.run.journal, 30, "journal")
-    return trial.run.began
+    return trial.run.start_time
 
 
 @fault("SIGTERM to the supervisor: the ranks save and leave", causes=("ended_early",), actions=("done",), code=75)
 def sigterm(trial: Trial) -> float:
-    run_ = trial.start()
-    return hit(run_.agents["n1"].pid, signal.SIGTERM)
+    run = trial.start()
+    return send_signal(run.agents["n1"].pid, signal.SIGTERM)

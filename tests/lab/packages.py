@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs of Debian's packages, downloaded by name and unpacked into a folder of the lab; nothing is installed."""
+"""Programs of Debian packages, downloaded by name and unpacked into the cache of the lab; nothing is installed."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Unpacked:
         }
 
     def run(self, *words: str | Path) -> str:
-        """Run a program with them; return its output. Raises OSError if it fails."""
-        done = subprocess.run(
+        """Run a program with this environment and return its output. Raises OSError if it fails."""
+        result = subprocess.run(
             [str(word) for word in words], env=self.environment(), capture_output=True, text=True, timeout=60
         )
-        if done.returncode:
-            raise OSError(f"{' '.join(map(str, words))}: {(done.stderr or done.stdout).strip()}")
-        return done.stdout
+        if result.returncode:
+            raise OSError(f"{' '.join(map(str, words))}: {(result.stderr or result.stdout).strip()}")
+        return result.stdout
 
 
 def unpack(cache: Path, names: Sequence[str], program: str, download: bool = True) -> Unpacked:
@@ -53,11 +53,11 @@ def unpack(cache: Path, names: Sequence[str], program: str, download: bool = Tru
         # as root, apt changes to a user that cannot write here
         words = ["apt-get", "-o", "APT::Sandbox::User=root", "download", *names]
         try:
-            done = subprocess.run(words, cwd=files, capture_output=True, text=True, timeout=180)
+            result = subprocess.run(words, cwd=files, capture_output=True, text=True, timeout=180)
         except (FileNotFoundError, subprocess.TimeoutExpired) as error:
             raise OSError(f"the packages of {program} cannot be downloaded ({error})") from None
-        if done.returncode:
-            raise OSError(f"the packages of {program} cannot be downloaded: {done.stderr.strip().splitlines()[-1]}")
+        if result.returncode:
+            raise OSError(f"the packages of {program} cannot be downloaded: {result.stderr.strip().splitlines()[-1]}")
         for name in names:
             for path in sorted(files.glob(f"{name}_*.deb")):
                 subprocess.run(["dpkg", "-x", str(path), str(root)], check=True, capture_output=True)

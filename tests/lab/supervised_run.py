@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lab's training: a tiny data set, a tiny recipe of two ranks, a supervised run, and the comparison of its losses
+"""Training in the lab: a tiny data set, a tiny recipe of two ranks, a supervised run, and the comparison of its losses
 with those of the undisturbed run.
 """
 
@@ -12,16 +12,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.lab.hooks import SITE, VARIABLE
+from tests.lab.stand import LINK, Stand
 from zaya_plugin.aegis import journal
-from zaya_plugin.aegis.lab.hooks import SITE, VARIABLE
-from zaya_plugin.aegis.lab.stand import LINK, Stand
 
+PROJECT = str(Path(__file__).resolve().parents[2])
 STEPS, SAVE = 40, 8
-PATIENCE = 600.0  # seconds of the lab for what is no part of a fault: the journal has the times that are judged
+TRAINING_NODES = 2  # all other nodes of a stand are spares
+PATIENCE = 600.0  # seconds to wait for a step; the times that are judged are in the journal
 PORT = 29400
 RECIPE = (
     "experiment=cpu_demo",
@@ -43,11 +46,11 @@ RECIPE = (
     "cluster.distributed_timeout_minutes=2",
     "data.num_workers=1",  # a process of its own, as in the recipes for GPUs
 )
-COMPARED = ("loss", "grad_norm", "lr", "consumed_samples")
+COMPARED_KEYS = ("loss", "grad_norm", "lr", "consumed_samples")
 
 
 def make_data(folder: Path) -> Path:
-    """Make the data set, 600 documents of made-up words, and return its folder."""
+    """Make the data set, 600 documents of random words, and return its folder."""
     if (folder / "data" / "manifest.json").exists():
         return folder / "data"
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,6 +69,11 @@ def zaya(*words: object) -> list[str]:
     return [sys.executable, "-m", "zaya_plugin.cli", *map(str, words)]
 
 
+def python_path(*folders: str) -> str:
+    """Return PYTHONPATH with these folders and the project before those of this process."""
+    return os.pathsep.join([*folders, PROJECT, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 class Run:
     """One supervised run on the nodes of a stand.
 
@@ -74,10 +82,8 @@ class Run:
         folder: of this run.
         data: the data set.
         words: further words of the recipe.
-        nodes: that train; all other nodes of the stand are spares.
-        options: further options of `zaya aegis run`.
         kernel_log: the kernel's messages; None: a file a node, which `kernel` feeds.
-        hook: a fault inside a rank (hooks.py), without its `once`.
+        hook: a fault inside a rank (hooks.py), without its `marker`.
     """
 
     def __init__(
@@ -86,49 +92,40 @@ class Run:
         folder: Path,
         data: Path,
         words: Sequence[str] = (),
-        nodes: int = 2,
-        options: Sequence[str] = (),
         kernel_log: Path | None = None,
         hook: Mapping[str, Any] | None = None,
         steps: int = STEPS,
         save: int = SAVE,
     ):
-        self.stand, self.folder, self.nodes = stand, folder, nodes
-        self.run_dir = folder / "run"
-        self.options, self.kernel_log = list(options), kernel_log
+        self.stand, self.folder, self.run_dir = stand, folder, folder / "run"
+        self.kernel_log = kernel_log
         sizes = (f"stage.train_iters={steps}", f"checkpoint.save_interval={save}")
         self.command = ["zaya", "train", *RECIPE, *sizes, f"data.path={data}", f"run_dir={self.run_dir}", *words]
         self.agents: dict[str, subprocess.Popen] = {}
         self.environments: dict[str, dict[str, str]] = {}
-        self.began = 0.0
-        self.once = folder / "fault"
-        self.hook = {**hook, "once": str(self.once)} if hook is not None else None
+        self.start_time = 0.0
+        self.marker = folder / "fault"
+        self.hook = {**hook, "marker": str(self.marker)} if hook is not None else None
 
     def start(self, environments: Mapping[str, Mapping[str, str]] | None = None) -> None:
         """Start the agents. environments: of a node, beside the common one."""
         site = self.folder / "site"
         site.mkdir(parents=True)
         (site / "sitecustomize.py").write_text(SITE)
-        project = str(Path(__file__).resolve().parents[3])
-        paths = [str(site), project, *filter(None, [os.environ.get("PYTHONPATH")])]
-        common = {
-            **os.environ,
-            **self.stand.environment(),
-            "PYTHONPATH": os.pathsep.join(paths),
-            "OMP_NUM_THREADS": "1",
-        }
+        paths = {"PYTHONPATH": python_path(str(site)), "OMP_NUM_THREADS": "1"}
+        common = {**os.environ, **self.stand.environment(), **paths}
         if self.hook is not None:
             common[VARIABLE] = json.dumps(self.hook)
-        self.began = time.time()
+        self.start_time = time.time()
         self.environments = {node: common | dict((environments or {}).get(node, {})) for node in self.stand.names}
-        for node in self.stand.names[: self.nodes]:
-            self.again(node)
+        for node in self.stand.names[:TRAINING_NODES]:
+            self.start_agent(node)
         # The spares join later, so that the attempt is of the first nodes.
         self.wait(lambda: any(row["kind"] in ("attempt", "end") for row in self.journal()), PATIENCE, "attempt")
-        for node in self.stand.names[self.nodes :]:
-            self.again(node)
+        for node in self.stand.names[TRAINING_NODES:]:
+            self.start_agent(node)
 
-    def again(self, node: str) -> None:
+    def start_agent(self, node: str) -> None:
         """Start the agent of a node, for the first time or again."""
         log = self.kernel_log or self._kernel(node)
         if self.kernel_log is None:
@@ -145,11 +142,20 @@ class Run:
             )
 
     def _options(self, kernel_log: Path) -> list[str]:
-        spares = len(self.stand.names) - self.nodes
+        spares = len(self.stand.names) - TRAINING_NODES
         first = self.stand.address(self.stand.names[0])
         links = ["--links", LINK] if self.stand.network else []
-        words = ["--nodes", self.nodes, "--spares", spares, "--decider", f"{first}:{PORT}", "--kernel-log", kernel_log]
-        return [*map(str, words), *links, *self.options]
+        words = [
+            "--nodes",
+            TRAINING_NODES,
+            "--spares",
+            spares,
+            "--decider",
+            f"{first}:{PORT}",
+            "--kernel-log",
+            kernel_log,
+        ]
+        return [*map(str, words), *links]
 
     def _kernel(self, node: str) -> Path:
         return self.folder / f"kernel_{node}"
@@ -171,20 +177,19 @@ class Run:
 
     def checkpoint(self) -> Path | None:
         """Return the newest complete checkpoint."""
-        found = sorted(path.parent for path in self.run_dir.glob("checkpoints/iter_*/manifest.json"))
-        return found[-1] if found else None
+        return max((path.parent for path in self.run_dir.glob("checkpoints/iter_*/manifest.json")), default=None)
 
-    def wait(self, condition: Callable[[], Any], seconds: float, what: str) -> Any:
-        """Wait until `condition` returns something true. Raises TimeoutError, also if the run has ended before."""
+    def wait(self, condition: Callable[[], Any], seconds: float, event: str) -> Any:
+        """Wait until `condition` is true and return its value. Raises TimeoutError, also if the run ends before."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            ended = all(agent.poll() is not None for agent in self.agents.values())
+            ended = self.agents and all(agent.poll() is not None for agent in self.agents.values())
             if value := condition():
                 return value
             if ended:
-                raise TimeoutError(f"the run ended before {what}")
+                raise TimeoutError(f"the run ended before {event}")
             time.sleep(0.05)
-        raise TimeoutError(f"no {what} within {seconds:.0f} s")
+        raise TimeoutError(f"no {event} within {seconds:.0f} s")
 
     def wait_step(self, step: int, seconds: float = PATIENCE) -> None:
         """Wait for a step of the run."""
@@ -250,7 +255,7 @@ class Run:
 
 def rows(run_dir: Path) -> dict[int, dict[str, Any]]:
     """Return the training steps in metrics.jsonl; of two rows of one step the later one."""
-    found = {}
+    steps = {}
     try:
         lines = (run_dir / "metrics.jsonl").read_text(errors="replace").splitlines()
     except OSError:
@@ -261,21 +266,30 @@ def rows(run_dir: Path) -> dict[int, dict[str, Any]]:
         except ValueError:  # being written
             continue
         if "loss" in row:
-            found[row["step"]] = row
-    return found
+            steps[row["step"]] = row
+    return steps
 
 
-def difference(
-    run: Mapping[int, Mapping[str, Any]], reference: Mapping[int, Mapping[str, Any]], without: Iterable[int] = ()
-) -> str | None:
-    """Compare the steps of a run with the undisturbed ones, to the bit; return the first difference, None if all agree.
+def seconds_to_first_step(journal: Sequence[Mapping[str, Any]]) -> float:
+    """Return the seconds from the first attempt of a journal to its first step."""
+    times = {row["kind"]: row["time"] for row in reversed(journal)}
+    return times["first_step"] - times["attempt"]
 
-    without: steps that are not compared.
-    """
-    if missing := sorted(reference.keys() - run.keys()):
-        return f"step {missing[0]} is missing"
-    for step in sorted(reference.keys() - {*without}):
-        for name in COMPARED:
-            if run[step].get(name) != reference[step].get(name):
-                return f"step {step}: {name} is {run[step].get(name)}, undisturbed {reference[step].get(name)}"
-    return None
+
+@dataclass(frozen=True)
+class Reference:
+    """The undisturbed run: its data set, its training steps by number, and the seconds from start to first step."""
+
+    data: Path
+    steps: Mapping[int, Mapping[str, Any]]
+    start: float
+
+    def difference(self, steps: Mapping[int, Mapping[str, Any]]) -> str | None:
+        """Return the first difference of a run's steps from the undisturbed ones, to the bit; None if all agree."""
+        if missing := sorted(self.steps.keys() - steps.keys()):
+            return f"step {missing[0]} is missing"
+        for number, expected in sorted(self.steps.items()):
+            for name in COMPARED_KEYS:
+                if steps[number].get(name) != expected.get(name):
+                    return f"step {number}: {name} is {steps[number].get(name)}, undisturbed {expected.get(name)}"
+        return None

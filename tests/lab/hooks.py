@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults inside a rank, for the lab alone: Python loads this through a sitecustomize.py that the lab writes, and ranks
-of other runs never do. Each fault comes once: a file of the lab says that it was.
+"""Faults inside a rank: Python loads this file through a sitecustomize.py that the lab writes. Each fault happens once: the
+rank that makes it writes a marker file.
 
-ZAYA_LAB_FAULT: {"kind": ..., "step": the last finished step from which on, "once": the file}.
+ZAYA_LAB_FAULT: {"kind": ..., "step": the loss changes after this step, "marker": the file}.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "ZAYA_LAB_FAULT"
-SITE = "from zaya_plugin.aegis.lab import hooks\n\nhooks.install()\n"
-KEPT: list[Any] = []  # what must live as long as the process
+SITE = "from tests.lab import hooks\n\nhooks.install()\n"
+OPEN_SOCKETS: list[socket.socket] = []  # until the process ends
 
 
 def install() -> None:
@@ -31,33 +31,33 @@ def install() -> None:
 
 
 def first_time(fault: dict[str, Any]) -> bool:
-    """Whether the fault did not come yet; this process is then the one that makes it."""
+    """Return whether no process has made the fault yet; this process then makes it, and writes the marker."""
     try:
-        os.close(os.open(fault["once"], os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        os.close(os.open(fault["marker"], os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     except FileExistsError:
         return False
-    Path(fault["once"]).write_text(json.dumps({"pid": os.getpid(), "time": time.time()}))
+    Path(fault["marker"]).write_text(json.dumps({"pid": os.getpid(), "time": time.time()}))
     return True
 
 
 def is_mine(fault: dict[str, Any]) -> bool:
-    """Whether this process makes the fault."""
-    return not os.path.exists(fault["once"]) or str(os.getpid()) in Path(fault["once"]).read_text()
+    """Return whether no other process has made the fault."""
+    return not os.path.exists(fault["marker"]) or str(os.getpid()) in Path(fault["marker"]).read_text()
 
 
 def take_port(fault: dict[str, Any]) -> None:
     """Listen on the port of rank 0's store before it does."""
     if os.environ["RANK"] == "0" and first_time(fault):
-        taken = socket.socket()
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind(("0.0.0.0", int(os.environ["MASTER_PORT"])))
-        taken.listen(1)
-        KEPT.append(taken)
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("0.0.0.0", int(os.environ["MASTER_PORT"])))
+        listener.listen(1)
+        OPEN_SOCKETS.append(listener)
 
 
 def change_loss(fault: dict[str, Any]) -> None:
-    """Multiply the losses: by NaN for one step, or for a spike until the process ends. Their gradient stays what the
-    kernel of the loss was promised.
+    """Multiply the losses: by NaN for one step, or for a spike until the process ends. Their gradient stays the
+    one that the kernel of the loss relies on.
     """
 
     def wrap(module) -> None:
@@ -78,11 +78,11 @@ def change_loss(fault: dict[str, Any]) -> None:
 
 
 def after_import(name: str, change: Callable[[Any], None]) -> None:
-    """Call `change` with the module `name` once it was imported."""
+    """Call `change` with the module `name` after its import."""
 
     class Finder(importlib.abc.MetaPathFinder):
-        def find_spec(self, wanted, path, target=None):
-            if wanted != name:
+        def find_spec(self, module_name, path, target=None):
+            if module_name != name:
                 return None
             sys.meta_path.remove(self)
             spec = importlib.util.find_spec(name)

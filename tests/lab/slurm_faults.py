@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leg 2: a real SLURM of three nodes on this machine, from Debian's packages, and what Aegis does in its jobs.
+"""Leg 2: a real SLURM of three nodes on this machine, from Debian packages, and faults of supervised jobs in it.
 
 Authentication is off (auth/none), processes are groups (proctrack/pgid), and a silent slurmd is noticed after 10 s.
 """
@@ -15,21 +15,21 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.aegis import slurm as ours
-from zaya_plugin.aegis.lab.faults import LOST, SOON, Fault
-from zaya_plugin.aegis.lab.packages import SLURM, Unpacked, unpack
-from zaya_plugin.aegis.lab.results import Result, judge
-from zaya_plugin.aegis.lab.stand import Stand, marked
-from zaya_plugin.aegis.lab.training import PORT, Run, difference, rows, zaya
+from tests.lab.faults import BREAK_AT, LOST, Fault
+from tests.lab.faults import fault as enter_fault
+from tests.lab.packages import SLURM, Unpacked, unpack
+from tests.lab.results import Result, judge
+from tests.lab.stand import NODES, Stand
+from tests.lab.supervised_run import PORT, Reference, Run, python_path, rows, zaya
+from zaya_plugin.aegis import processes
+from zaya_plugin.aegis import slurm as aegis_slurm
 
-NODES = ("n1", "n2", "n3")
-ON_NODE = "ZAYA_LAB_NODE"
+NODE_VARIABLE = "ZAYA_LAB_NODE"
 FIRST_PORT = 26817
-NOBODY = 65534
+USER_WITHOUT_RIGHTS = 65534
 UP_SECONDS, END_SECONDS = 20.0, 300.0
 REQUEUE_SECONDS = 60.0  # SLURM itself waits for 121 s, and ends a job's processes within 30
 CONFIGURATION = """\
@@ -87,7 +87,7 @@ class Cluster:
         self._daemon("slurmctld", "slurmctld-wlm")
         for node in NODES:
             step = str(self.unpacked.program("slurmstepd-wlm"))
-            self._daemon(node, "slurmd-wlm", "-d", step, "-N", node, **{ON_NODE: node})
+            self._daemon(node, "slurmd-wlm", "-d", step, "-N", node, **{NODE_VARIABLE: node})
         deadline = time.monotonic() + UP_SECONDS
         while self.call("sinfo", "-h", "-o", "%T %D") != f"idle {len(NODES)}":
             if time.monotonic() > deadline:
@@ -109,8 +109,8 @@ class Cluster:
 
     def environment(self, **more: str) -> dict[str, str]:
         """Return the environment of SLURM's programs."""
-        given = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-        common = {**given, **self.stand.environment(), "SLURM_CONF": str(self.file), **more}
+        own = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+        common = {**own, **self.stand.environment(), "SLURM_CONF": str(self.file), **more}
         return self.unpacked.environment(common)
 
     def _daemon(self, name: str, program: str, *words: str, **more: str) -> None:
@@ -175,13 +175,14 @@ class Cluster:
             os.environ.update(before)
 
     def kill_node(self, node: str) -> float:
-        """Kill slurmd and everything else of a node; return when."""
+        """Kill slurmd and everything else of a node; return the time."""
         now = time.time()
-        # All stand still first: else a process that is still alive starts its killed child again.
+        # All are stopped first: a live process would start its killed child again.
         for number in (signal.SIGSTOP, signal.SIGSTOP, signal.SIGKILL):
-            for pid in {self.daemons[node].pid, *marked(f"{ON_NODE}={node}"), *marked(f"SLURMD_NODENAME={node}")}:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
+            pids = {self.daemons[node].pid}
+            for variable in (NODE_VARIABLE, "SLURMD_NODENAME"):
+                pids.update(processes.started_with(f"{variable}={node}"))
+            processes.send(pids, number)
         return now
 
 
@@ -191,13 +192,11 @@ class SlurmRun(Run):
     def submit(self, cluster: Cluster, *words: str, options: tuple[str, ...] = (), step: tuple[str, ...] = ()) -> str:
         """Submit the job and return its id. options: of `zaya aegis run`. step: of srun."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.began = time.time()
+        self.start_time = time.time()
         srun = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", *step]
         aegis = zaya("aegis", "run", "--decider", f"127.0.0.1:{PORT}", "--kernel-log", self.folder / "kernel", *options)
         (self.folder / "kernel").touch()
-        project = str(Path(__file__).resolve().parents[3])
-        paths = os.pathsep.join(filter(None, [project, os.environ.get("PYTHONPATH")]))
-        environment = cluster.environment(PYTHONPATH=paths, OMP_NUM_THREADS="1")
+        environment = cluster.environment(PYTHONPATH=python_path(), OMP_NUM_THREADS="1")
         # All nodes have this machine's address; the decision maker is to be on the first one, as in a real job.
         later = ["sh", "-c", '[ "$SLURM_NODEID" = 0 ] || sleep 2; exec "$@"', "sh"]
         script = shlex.join([*srun, *later, *aegis, "--", *self.command])
@@ -208,36 +207,121 @@ class SlurmRun(Run):
         nodes = [row["nodes"] for row in self.journal() if row["kind"] == "attempt"][-1]
         return next(node for node in nodes if node != NODES[0])
 
-    def wait(self, condition: Callable[[], Any], seconds: float, what: str) -> Any:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if value := condition():
-                return value
-            time.sleep(0.05)
-        raise TimeoutError(f"no {what} within {seconds:.0f} s")
+    def exit_codes(self) -> list[int]:
+        """Return the exit codes in the journal: one, unless something is wrong."""
+        return [row["code"] for row in self.journal() if row["kind"] == "end"]
+
+    def judged(self, name: str, injected: float, reference: Reference, start: float) -> Result:
+        """Return the result of the fault `name`, whose run trains to its end."""
+        code = next(iter(self.exit_codes()), None)
+        difference = reference.difference(rows(self.run_dir))
+        return judge(FAULTS[name], self.journal(), injected, code, difference, start)
 
 
-@dataclass(frozen=True)
-class SlurmFault:
-    """A fault of leg 2. tried: makes it in a cluster, and returns its result."""
-
-    name: str
-    text: str
-    tried: Callable[[Cluster, Path, Path, dict, float], Result]
-    needs: tuple[str, ...] = ("slurm",)
+# name -> a fault; inject takes the cluster, a folder and the undisturbed run, and returns the result
+FAULTS: dict[str, Fault] = {}
 
 
-FAULTS: dict[str, SlurmFault] = {}
-
-
-def fault(text: str) -> Callable:
+def fault(text: str, **expected: Any) -> Callable:
     """Enter a function into FAULTS."""
+    return enter_fault(f"SLURM: {text}", FAULTS, needs=("slurm",), **expected)
 
-    def enter(function):
-        FAULTS[function.__name__] = SlurmFault(function.__name__, text, function)
-        return function
 
-    return enter
+@fault(
+    "a node of the job is lost; a spare of the allocation takes over (--no-kill)",
+    causes=("node_lost",),
+    actions=("exchange",),
+    within=LOST,
+)
+def slurm_node_lost(cluster: Cluster, folder: Path, reference: Reference) -> Result:
+    run = SlurmRun(cluster.stand, folder / "trial", reference.data)
+    options = ("--nodes", "2", "--spares", "1")
+    job = run.submit(cluster, "--nodes=3", "--no-kill", options=options, step=("--no-kill",))
+    run.wait_step(BREAK_AT)
+    injected = cluster.kill_node(run.victim())
+    fields = _ended(cluster, job)
+    result = run.judged("slurm_node_lost", injected, reference, reference.start)
+    if fields.get("Restarts") not in (None, "0"):
+        result.wrong.append(f"SLURM started the job again ({fields['Restarts']} times)")
+    return result
+
+
+@fault(
+    "a node of the job is lost and there is no spare: requeue, at once and without the node",
+    causes=("node_lost",),
+    actions=("requeue",),
+    within=LOST,
+)
+def slurm_requeue(cluster: Cluster, folder: Path, reference: Reference) -> Result:
+    run = SlurmRun(cluster.stand, folder / "trial", reference.data)
+    job = run.submit(cluster, "--nodes=2", "--no-kill", "--requeue", options=("--requeue",), step=("--no-kill",))
+    run.wait_step(BREAK_AT)
+    lost = run.victim()
+    injected = cluster.kill_node(lost)
+    run.wait(lambda: any(row["kind"] == "decision" for row in run.journal(injected)), 60, "decision")
+    attempts = run.wait(
+        lambda: [row for row in run.journal(injected) if row["kind"] == "attempt"], 2 * REQUEUE_SECONDS, "new attempt"
+    )
+    fields = _ended(cluster, job)
+    # the processes of the first start end within SLURM's KillWait before the second one can begin
+    result = run.judged("slurm_requeue", injected, reference, reference.start + REQUEUE_SECONDS)
+    seconds = attempts[0]["time"] - injected
+    if seconds > REQUEUE_SECONDS:
+        result.wrong.append(f"the job ran again after {seconds:.0f} s, not {REQUEUE_SECONDS:.0f} s")
+    if lost in attempts[0]["nodes"]:
+        result.wrong.append("the job ran again on the lost node")
+    if fields.get("Restarts") != "1":
+        result.wrong.append(f"SLURM counts {fields.get('Restarts')} restarts, not 1")
+    return result
+
+
+@fault("requeue, exclude and drain with the rights of a user; SLURM refuses the last one")
+def slurm_no_rights(cluster: Cluster, folder: Path, reference: Reference) -> Result:
+    result = Result("slurm_no_rights", FAULTS["slurm_no_rights"].text, actions=["requeue"], code=0)
+    user, words = USER_WITHOUT_RIGHTS, ("--nodes=2", "--requeue", "--chdir=/", "--output=/dev/null")
+    job = cluster.submit(*words, script="sleep 300", user=user)
+    first = _nodes(cluster, _running(cluster, job, 20))
+    with cluster.with_rights_of(user):
+        drains = aegis_slurm.Drains()
+        drains.start("n3", "lab")
+        start_time = time.time()
+        accepted, problem = aegis_slurm.requeue(job, ["n2"])
+        while not drains.refused and time.time() - start_time < 10:
+            drains.poll()
+            time.sleep(0.1)
+    fields = _running(cluster, job, start_time + REQUEUE_SECONDS - time.time())
+    result.back = round(time.time() - start_time, 1)
+    second = _nodes(cluster, fields)
+    cluster.call("scancel", job)
+    if not accepted or problem:
+        result.wrong.append(f"requeue: {problem}")
+    if fields.get("JobState") != "RUNNING":
+        result.wrong.append(f"the job is {fields.get('JobState')} after {REQUEUE_SECONDS:.0f} s")
+    if "n2" not in first or "n2" in second or not second:
+        result.wrong.append(f"the job ran on {', '.join(first)}, then on {', '.join(second)}; n2 was excluded")
+    if not drains.refused:
+        result.wrong.append("SLURM did not refuse to drain a node, though the user is no operator")
+    if "DRAIN" in cluster.call("sinfo", "-h", "-n", "n3", "-o", "%T").upper():
+        result.wrong.append("n3 was drained by a user without rights")
+    return result
+
+
+@fault(
+    "the exit code of a mistake reaches the job, and the journal keeps it",
+    causes=("user_error", "data"),
+    actions=("stop",),
+    code=2,
+)
+def slurm_exit_code(cluster: Cluster, folder: Path, reference: Reference) -> Result:
+    run = SlurmRun(cluster.stand, folder / "trial", folder / "no_such_data")
+    job = run.submit(cluster, "--nodes=2", options=("--nodes", "2"))
+    fields = _ended(cluster, job, 120)
+    code = int(fields.get("ExitCode", "-1:0").partition(":")[0])
+    result = judge(FAULTS["slurm_exit_code"], run.journal(), run.start_time, code, None, None)
+    result.losses = ""
+    if run.exit_codes() != [2]:
+        result.wrong.append(f"the exit codes in the journal are {run.exit_codes()}, not [2]")
+    return result
 
 
 def _ended(cluster: Cluster, job: str, seconds: float = END_SECONDS) -> dict[str, str]:
@@ -251,104 +335,14 @@ def _ended(cluster: Cluster, job: str, seconds: float = END_SECONDS) -> dict[str
     return fields
 
 
-def _expected(name: str, **expected: Any) -> Fault:
-    """What must come of a fault of this module, as `judge` takes it."""
-    return Fault(name, FAULTS[name].text, **expected)
-
-
-def _code(fields: dict[str, str]) -> int:
-    return int(fields.get("ExitCode", "-1:0").partition(":")[0])
-
-
-@fault("SLURM: a node of the job is lost; a spare of the allocation takes over (--no-kill)")
-def slurm_node_lost(cluster: Cluster, folder: Path, data: Path, reference: dict, start: float) -> Result:
-    run = SlurmRun(cluster.stand, folder / "trial", data)
-    options = ("--nodes", "2", "--spares", "1")
-    job = run.submit(cluster, "--nodes=3", "--no-kill", options=options, step=("--no-kill",))
-    run.wait_step(11)
-    lost = run.victim()
-    injected = cluster.kill_node(lost)
-    fields = _ended(cluster, job)
-    expected = _expected("slurm_node_lost", causes=("node_lost",), actions=("exchange",), within=LOST)
-    code = next((row["code"] for row in run.journal() if row["kind"] == "end"), None)
-    found = judge(expected, run.journal(), injected, code, difference(rows(run.run_dir), reference), start)
-    if fields.get("Restarts") not in (None, "0"):
-        found.wrong.append(f"SLURM has started the job again ({fields['Restarts']} times)")
-    return found
-
-
-@fault("SLURM: a node of the job is lost and there is no spare: requeue, at once and without the node")
-def slurm_requeue(cluster: Cluster, folder: Path, data: Path, reference: dict, start: float) -> Result:
-    run = SlurmRun(cluster.stand, folder / "trial", data)
-    job = run.submit(cluster, "--nodes=2", "--no-kill", "--requeue", options=("--requeue",), step=("--no-kill",))
-    run.wait_step(11)
-    lost = run.victim()
-    injected = cluster.kill_node(lost)
-    run.wait(lambda: any(row["kind"] == "decision" for row in run.journal(injected)), 60, "decision")
-    begun = run.wait(
-        lambda: [row for row in run.journal(injected) if row["kind"] == "attempt"], 2 * REQUEUE_SECONDS, "new attempt"
-    )
-    fields = _ended(cluster, job)
-    expected = _expected("slurm_requeue", causes=("node_lost",), actions=("requeue",), within=LOST)
-    code = next((row["code"] for row in run.journal() if row["kind"] == "end"), None)
-    # the processes of the first start end within SLURM's KillWait before the second one can begin
-    found = judge(
-        expected, run.journal(), injected, code, difference(rows(run.run_dir), reference), start + REQUEUE_SECONDS
-    )
-    waited = begun[0]["time"] - injected
-    if waited > REQUEUE_SECONDS:
-        found.wrong.append(f"the job ran again after {waited:.0f} s, not {REQUEUE_SECONDS:.0f} s")
-    if lost in begun[0]["nodes"]:
-        found.wrong.append("the job ran again on the lost node")
-    if fields.get("Restarts") != "1":
-        found.wrong.append(f"SLURM counts {fields.get('Restarts')} restarts, not 1")
-    return found
-
-
-@fault("SLURM: requeue, exclude and drain with the rights of a user; SLURM refuses the last one")
-def slurm_no_rights(cluster: Cluster, folder: Path, data: Path, reference: dict, start: float) -> Result:
-    found = Result("slurm_no_rights", FAULTS["slurm_no_rights"].text)
-    job = cluster.submit("--nodes=2", "--requeue", "--chdir=/", "--output=/dev/null", script="sleep 300", user=NOBODY)
-    deadline = time.monotonic() + 20
+def _running(cluster: Cluster, job: str, seconds: float) -> dict[str, str]:
+    """Wait until a job runs, or for `seconds`, and return its fields."""
+    deadline = time.monotonic() + seconds
     while (fields := cluster.job(job)).get("JobState") != "RUNNING" and time.monotonic() < deadline:
         time.sleep(0.2)
-    first = cluster.call("scontrol", "show", "hostnames", fields.get("NodeList", "")).split()
-    with cluster.with_rights_of(NOBODY):
-        drains = ours.Drains()
-        drains.start("n3", "lab")
-        began = time.time()
-        taken, said = ours.requeue(job, ["n2"])
-        while not drains.refused and time.time() - began < 10:
-            drains.poll()
-            time.sleep(0.1)
-    while (fields := cluster.job(job)).get("JobState") != "RUNNING" and time.time() - began < REQUEUE_SECONDS:
-        time.sleep(0.2)
-    found.back = round(time.time() - began, 1)
-    second = cluster.call("scontrol", "show", "hostnames", fields.get("NodeList", "")).split()
-    cluster.call("scancel", job)
-    found.actions, found.losses, found.code = ["requeue"], "", 0
-    if not taken or said:
-        found.wrong.append(f"requeue: {said}")
-    if fields.get("JobState") != "RUNNING":
-        found.wrong.append(f"the job is {fields.get('JobState')} after {REQUEUE_SECONDS:.0f} s")
-    if "n2" not in first or "n2" in second or not second:
-        found.wrong.append(f"the job ran on {', '.join(first)}, then on {', '.join(second)}; n2 was excluded")
-    if not drains.refused:
-        found.wrong.append("SLURM did not refuse to drain a node, though the user is no operator")
-    if "DRAIN" in cluster.call("sinfo", "-h", "-n", "n3", "-o", "%T").upper():
-        found.wrong.append("n3 was drained by a user without rights")
-    return found
+    return fields
 
 
-@fault("SLURM: the exit code of a mistake reaches the job, and the journal keeps it")
-def slurm_exit_code(cluster: Cluster, folder: Path, data: Path, reference: dict, start: float) -> Result:
-    run = SlurmRun(cluster.stand, folder / "trial", folder / "no_such_data")
-    job = run.submit(cluster, "--nodes=2", options=("--nodes", "2"))
-    fields = _ended(cluster, job, 120)
-    expected = _expected("slurm_exit_code", causes=("user_error", "data"), actions=("stop",), within=SOON, code=2)
-    found = judge(expected, run.journal(), run.began, _code(fields), None, None)
-    kept = [row["code"] for row in run.journal() if row["kind"] == "end"]
-    if kept != [2]:
-        found.wrong.append(f"the journal's exit code is {kept}, not 2")
-    found.losses = ""
-    return found
+def _nodes(cluster: Cluster, fields: dict[str, str]) -> list[str]:
+    """Return the nodes of a job."""
+    return cluster.call("scontrol", "show", "hostnames", fields.get("NodeList", "")).split()
