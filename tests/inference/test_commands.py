@@ -94,6 +94,8 @@ def test_json_of_a_file_in_batches(zaya, published, tmp_path):
     ("words", "says"),
     [
         (["MODEL"], "--prompt: was not given"),
+        (["MODEL", "def main():"], "^zaya: def main\\(\\):: one word too many. Fix: --prompt 'def main\\(\\):'.$"),
+        (["MODEL", "--max-tokens", "60"], "^zaya: --max-tokens: no such option. .* Fix: --max-new-tokens.$"),
         (["MODEL", "--prompt", ""], "--prompt=: has no token"),
         (
             ["nothing/here/at/all", "--prompt", "a"],
@@ -229,7 +231,9 @@ def test_a_limit_is_spread_evenly(zaya, published, corpus, tmp_path):
 
 def test_mistakes_of_eval(zaya, published, corpus, tmp_path, monkeypatch):
     for words, says in (
-        ((), "neither --tasks nor --data"),
+        ((), f"neither --tasks nor --data was given. Fix: zaya eval {published} --data."),
+        (("--output=file",), "--output: no such option. Allowed: --batch-size, --data, "),
+        (("--data", "--output=file"), "Fix: --out=file."),
         (("--data",), "there is no recipe.yaml"),
         (("--data", tmp_path / "none"), "there is no dataset at this path"),
         (("--data", corpus, "--out", tmp_path / "no" / "file"), "its folder does not exist"),

@@ -28,6 +28,14 @@ TYPE_NAMES = {
 }
 
 SIMILAR = 0.6  # of difflib; names that differ more are not suggested
+# Names that other tools have for a key -> the key, or the group whose option is meant (optimizer=adamw).
+OTHER_NAMES = {
+    "learning_rate": "optim.lr",
+    "max_steps": "stage.train_iters",
+    "optimizer": "optim",
+    "steps": "stage.train_iters",
+}
+TO_CONTINUE = "auto"  # what `resume=true` means
 # Keys of earlier versions -> (what became of them, what to type instead).
 _OVERRIDE = "this key was replaced by cluster.kernel_overrides, or cluster.kernels for all operators (docs/kernels.md)"
 _REMOVED = "this key was removed: "
@@ -95,6 +103,7 @@ def refusal(key: str, field: Field, value: object, value_of: Callable[[str], obj
     """
     default = field.default if field.default is not MISSING else field.default_factory()
     default = default if value_of is None else value_of(field_path(key))
+    default = TO_CONTINUE if key == "resume" and as_typed(value) == "true" else default
     typed = "<value>" if default == "???" else as_typed(default)
     return message(
         key, value, problem="this value is not allowed", allowed=allowed(field), fix=f"{field_path(key)}={typed}"
@@ -147,6 +156,9 @@ def nearest(path: str, value: object = None) -> str | None:
     `value`.
     """
     group, _, name = path.lower().rpartition(".")
+    other = OTHER_NAMES.get(name)
+    if other is not None and group in ("", other.partition(".")[0]):
+        return other
     names = [*schema(), *(() if group else groups())]
     same = [known_path for known_path in names if known_path.rsplit(".", 1)[-1] == name]
     siblings = [known_path for known_path in schema() if group and known_path.startswith(f"{group.split('.')[0]}.")]
@@ -198,6 +210,8 @@ def unknown_key(path: str, value: object = None) -> str:
         fix = f"{group}.<one of these keys>=<value>, or {fix}"
     elif guess is not None and value in (None, "{...}"):
         fix = guess
+    elif guess in OTHER_NAMES.values() and guess not in schema():
+        fix = f"{guess}={as_typed(value)}"
     elif guess is not None:
         text = guess in schema() and str(schema()[guess].type) == "str" and not schema()[guess].metadata["choices"]
         fix = f"{guess}={as_typed(value) if text or accepts(guess, value) else '<value>'}"

@@ -4,7 +4,7 @@
 import re
 from collections.abc import Collection, Sequence
 
-from zaya_plugin.config.messages import groups, nearest, schema
+from zaya_plugin.config.messages import OTHER_NAMES, TO_CONTINUE, groups, nearest, schema
 from zaya_plugin.config.train_help import GROUPS, options
 from zaya_plugin.errors import check_utf8, mistake, nearest_name
 
@@ -49,11 +49,12 @@ def check_flag(word: str, following: Sequence[str] = (), flags: Collection[str] 
     if not word.startswith("--") or option in flags:
         return
     name = option.lstrip("-").replace("-", "_")
-    value = (value if equals else next(iter(following), "<value>")).lstrip("-")
+    default = TO_CONTINUE if name == "resume" else "<value>"
+    value = (value if equals else next(iter(following), default)).lstrip("-")
     if name in schema() or name in groups() or name in GROUPS:
         raise mistake(word, problem="keys of recipes have no dashes", allowed="key=value", fix=f"{name}={value}")
     key = nearest(name)
-    is_key = key is not None and key.rpartition(".")[2] == name
+    is_key = key is not None and (key.rpartition(".")[2] == name or name in OTHER_NAMES)
     fix = f"{key}={value}" if is_key else nearest_name(option, flags) or "--help"
     raise mistake(word, problem="no such option", allowed=f"key=value, {', '.join(sorted(flags))}", fix=fix)
 

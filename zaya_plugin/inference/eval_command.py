@@ -13,6 +13,7 @@ from pathlib import Path
 
 from zaya_plugin import __version__
 from zaya_plugin.config.option_numbers import MOST_AMOUNT, whole_number
+from zaya_plugin.config.option_parser import OptionParser
 from zaya_plugin.errors import mistake
 from zaya_plugin.inference.opening import SOURCES, Opened, add_options, find_model, open_model
 
@@ -39,7 +40,7 @@ Exit codes: 0, 2 a mistake on the command line or in the files."""
 
 def main(argv: list[str], prepare_torch: Callable[[], None] = lambda: None) -> int:
     """Run `zaya eval`; raises ValueError for a user's mistake. prepare_torch: called before torch is imported."""
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         "zaya eval", description=WHAT, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(parser)
@@ -65,7 +66,9 @@ def main(argv: list[str], prepare_torch: Callable[[], None] = lambda: None) -> i
     parser.add_argument("--wandb", metavar="PROJECT", help="log the results to a new run of this W&B project")
     options = parser.parse_args(argv)
     if options.tasks is None and options.data is None:
-        raise mistake("zaya eval", problem="neither --tasks nor --data was given", fix="zaya eval --help")
+        raise mistake(
+            "zaya eval", problem="neither --tasks nor --data was given", fix=f"zaya eval {options.given} --data"
+        )
     for name in ("include", "num_fewshot"):
         if options.tasks is None and (value := getattr(options, name)) is not None:
             option = f"--{name.replace('_', '-')}"

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zaya_plugin.config.option_numbers import INT32, MOST_SEED, MOST_TOKENS, real_number, whole_number
+from zaya_plugin.config.option_parser import OptionParser
 from zaya_plugin.errors import check_utf8, mistake
 from zaya_plugin.inference.opening import SOURCES, add_options, check_room, find_model, open_model
 from zaya_plugin.inference.sampling_options import Sampling
@@ -34,8 +35,12 @@ Exit codes: 0, 2 a mistake on the command line or in the files."""
 
 def main(argv: list[str], prepare_torch: Callable[[], None] = lambda: None) -> int:
     """Run `zaya generate`; raises ValueError for a user's mistake. prepare_torch: called before torch is imported."""
-    parser = argparse.ArgumentParser(
-        "zaya generate", description=WHAT, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = OptionParser(
+        "zaya generate",
+        description=WHAT,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        word_option="--prompt",
     )
     add_options(parser)
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")

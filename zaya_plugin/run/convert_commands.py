@@ -14,6 +14,7 @@ from pathlib import Path
 from zaya_plugin.checkpoint import progress, reading
 from zaya_plugin.checkpoint.convert.beside import check_new, resolve
 from zaya_plugin.config.option_numbers import INT32, MOST_STEPS, whole_number
+from zaya_plugin.config.option_parser import OptionParser
 from zaya_plugin.errors import mistake, of_the_machine
 
 WHAT = """\
@@ -35,7 +36,7 @@ LAYOUTS = ("native", "legacy")
 
 
 def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(
+    out = OptionParser(
         "zaya convert", description=WHAT, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = out.add_subparsers(dest="command", required=True)
