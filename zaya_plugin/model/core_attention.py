@@ -357,7 +357,8 @@ class ZayaCoreAttention(nn.Module):
         self.name = config.core_attention
         sizes = config.num_attention_heads, config.num_query_groups, config.kv_channels
         # A missing package ends the run here, not in the first step.
-        device = torch.device("cpu" if config.use_cpu_initialization else "cuda")
+        on_cpu = config.use_cpu_initialization or not torch.cuda.is_available()
+        device = torch.device("cpu" if on_cpu else "cuda")
         core_attention(self.name, "whole", config.params_dtype, *sizes, False).choice(device, check=False)
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
 
