@@ -72,7 +72,14 @@ def test_the_figures_of_the_documents_are_those_of_the_rows():
 
 def test_every_name_that_the_code_gives_has_a_row():
     given = {code.rule for code in [*exit_codes.CODES.values(), *exit_codes.SIGNALS.values()] if code.rule}
-    given |= {*decide.LINKS, *decide.OF_STATE, *decide.GONE, decide.ENDED_BY_REQUEST, *decider.RETURN, *sightings.TOLD}
+    given |= {
+        *decide.LINKS,
+        *decide.OF_STATE,
+        *decide.GONE,
+        decide.ENDED_BY_REQUEST,
+        *decider.RETURN,
+        *sightings.LISTED_RULES,
+    }
     given |= {*diagnose.TIME_OUTS, *diagnose.NAMES_LAGGARD, *storage.RULES.values(), "loss_spike", "non_finite"}
     for path in Path(decide.__file__).parent.rglob("*.py"):
         given |= given_names(path)

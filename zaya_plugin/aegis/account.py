@@ -28,10 +28,10 @@ def account(rows: Iterable[dict[str, Any]]) -> Account:
     read = _Reading()
     for row in rows:
         read.take(sound(row))
-    found = read.finish()
-    _spend(found, read.sessions)
-    _times(found)
-    return found
+    result = read.finish()
+    _spend(result, read.sessions)
+    _times(result)
+    return result
 
 
 class _Reading:
@@ -135,8 +135,8 @@ class _Reading:
             if stage is not None and points and stage is not self.stage and stage.before + row["step"] <= points[-1][1]:
                 stage.before = done  # the one before it was made longer
         else:
-            again = points and self.stage.before + row["step"] < points[-1][1]
-            stage = None if again and not is_train(self.found.command or ["zaya", "train"]) else self.stage
+            repeated = points and self.stage.before + row["step"] < points[-1][1]
+            stage = None if repeated and not is_train(self.found.command or ["zaya", "train"]) else self.stage
         if stage is None:
             stage = Stage(name, done)
             self.found.stages.append(stage)
@@ -154,19 +154,21 @@ class _Reading:
         self.said = row
 
     def _on_decision(self, row: dict[str, Any]) -> None:
-        action, said, self.said = row.get("action", ""), self.said, {}
-        cause, node, reason = said.get("cause", "unknown"), said.get("node"), row.get("reason", "")
+        action, diagnosis, self.said = row.get("action", ""), self.said, {}
+        cause, node, reason = diagnosis.get("cause", "unknown"), diagnosis.get("node"), row.get("reason", "")
         self.found.decisions[action] = self.found.decisions.get(action, 0) + 1
         if action == "ride":
             self.found.rides.append({"time": self.now, "cause": cause, "node": node, "reason": reason})
         if action not in ENDING or self.attempt is None or self.attempt.failure is not None:
             return
-        seen = [each for each in self.symptoms if self.now - each[0] <= SETTLE_SECONDS][:1] or self.symptoms[-1:]
+        seen = [symptom for symptom in self.symptoms if self.now - symptom[0] <= SETTLE_SECONDS][:1] or self.symptoms[
+            -1:
+        ]
         time, at, evidence = seen[0] if seen else (self.now, self.last_clock, {})
-        text = first_text(said) or evidence.get("text", "")
+        text = first_text(diagnosis) or evidence.get("text", "")
         detect = max(0.0, at - evidence["time"]) if "time" in evidence else None
         failure = Failure(
-            self.attempt.generation, cause, time, at, action, reason, node, said.get("rank"), text, detect
+            self.attempt.generation, cause, time, at, action, reason, node, diagnosis.get("rank"), text, detect
         )
         self._fail(failure)
         self.symptoms = []
@@ -194,25 +196,25 @@ class _Reading:
         self.attempt = None
 
     def finish(self) -> Account:
-        found = self.found
-        found.seconds = self.now
+        account = self.found
+        account.seconds = self.now
         if self.sessions:
             self.sessions[-1][1] = self.now
-        for one in found.attempts:
+        for one in account.attempts:
             one.end = self.now if one.end is None else one.end
-        found.step_seconds = median(seconds for _, seconds in self.step_seconds) if self.step_seconds else None
-        for stage in found.stages:
-            seconds = [each for of, each in self.step_seconds if of is stage]
+        account.step_seconds = median(seconds for _, seconds in self.step_seconds) if self.step_seconds else None
+        for stage in account.stages:
+            seconds = [value for of, value in self.step_seconds if of is stage]
             stage.step_seconds = median(seconds) if seconds else None
-        for one in found.attempts:
+        for one in account.attempts:
             if one.points:
-                _add_base(one, found.stage_at(one.points[0][1]).step_seconds or found.step_seconds or 0.0)
-        return found
+                _add_base(one, account.stage_at(one.points[0][1]).step_seconds or account.step_seconds or 0.0)
+        return account
 
 
-def first_text(said: dict[str, Any]) -> str:
+def first_text(row: dict[str, Any]) -> str:
     """Return the text of a diagnosis' first evidence."""
-    evidence = said.get("evidence")
+    evidence = row.get("evidence")
     first = evidence[0] if isinstance(evidence, list) and evidence else None
     return str(first.get("text", "")) if isinstance(first, dict) else ""
 
@@ -229,16 +231,16 @@ def _add_base(one: Attempt, step_seconds: float) -> None:
     elif one.resume_step is not None and one.resume_step < first:
         base = float(one.resume_step)
     else:
-        all_made = one.resume_step is None and (first - one.before) * step_seconds <= time - one.start
-        base = one.before if all_made else first - 1
+        all_computed = one.resume_step is None and (first - one.before) * step_seconds <= time - one.start
+        base = one.before if all_computed else first - 1
     one.points.insert(0, (max(one.start, time - (first - base) * step_seconds), base))
     one.kept = one.last_step
 
 
-def _spend(found: Account, sessions: Sequence[Sequence[float]]) -> None:
+def _spend(account: Account, sessions: Sequence[Sequence[float]]) -> None:
     """The second pass: give every second to a use, and every step that was made again to the failure."""
     spans: list[Span] = []
-    now, use, world = 0.0, START, found.attempts[0].world_size if found.attempts else 0
+    now, use, world = 0.0, START, account.attempts[0].world_size if account.attempts else 0
 
     def until(time: float) -> None:
         nonlocal now
@@ -247,7 +249,7 @@ def _spend(found: Account, sessions: Sequence[Sequence[float]]) -> None:
             now = time
 
     session, blamed = 0, None
-    for one in found.attempts:
+    for one in account.attempts:
         while session < one.session:
             until(sessions[session][1])
             session, use = session + 1, START
@@ -257,7 +259,7 @@ def _spend(found: Account, sessions: Sequence[Sequence[float]]) -> None:
         world = one.world_size
         if one.points:
             until(one.points[0][0])
-            spans = _give_up(found, spans, one, blamed or use)
+            spans = _give_up(account, spans, one, blamed or use)
             use = TRAINING
             for last, begin in one.starts:
                 until(last)
@@ -274,16 +276,16 @@ def _spend(found: Account, sessions: Sequence[Sequence[float]]) -> None:
     while session < len(sessions):
         until(sessions[session][1])
         session, use = session + 1, START
-    found.spans = spans
+    account.spans = spans
     for span in spans:
         if isinstance(span.use, Failure):
             span.use.seconds += span.end - span.begin
             span.use.gpu_hours += span.gpu_hours
 
 
-def _give_up(found: Account, spans: list[Span], following: Attempt, use: str | Failure) -> list[Span]:
+def _give_up(account: Account, spans: list[Span], following: Attempt, use: str | Failure) -> list[Span]:
     """Return `spans` without the training that `following` makes again: it starts from an earlier step."""
-    for one in found.attempts[: found.attempts.index(following)]:
+    for one in account.attempts[: account.attempts.index(following)]:
         if not one.points or one.kept <= following.base:
             continue
         kept = max(one.base, following.base)
@@ -298,16 +300,16 @@ def _give_up(found: Account, spans: list[Span], following: Attempt, use: str | F
                 cut.append(span)
                 continue
             parts = ((span.begin, left, TRAINING), (left, right, use), (right, span.end, TRAINING))
-            cut += [Span(a, b, each, span.world_size) for a, b, each in parts if b > a]
+            cut += [Span(a, b, share, span.world_size) for a, b, share in parts if b > a]
         spans = cut
     return spans
 
 
-def _times(found: Account) -> None:
+def _times(account: Account) -> None:
     """Fill in how long the failures took to recover."""
-    for number, one in enumerate(found.attempts):
+    for number, one in enumerate(account.attempts):
         if (failure := one.failure) is None:
             continue
-        later = [each for each in found.attempts[number + 1 :] if each.points]
+        later = [attempt for attempt in account.attempts[number + 1 :] if attempt.points]
         if later:
             failure.recover = max(0.0, later[0].first_seen - failure.time)

@@ -234,8 +234,8 @@ class Agent:
             self.ranks.start(message)
         except OSError as error:
             self._cannot_start(runnable(message["command"]), self.ranks.numbers(message)[0], error)
-        each = self.settings.each == "rank" and is_train(self.settings.command)
-        self.collectors.watch(self.folder, self.ranks.numbers(message) if each else ())
+        per_rank = self.settings.each == "rank" and is_train(self.settings.command)
+        self.collectors.watch(self.folder, self.ranks.numbers(message) if per_rank else ())
         self._say(f"attempt {self.generation}: {len(self.ranks.processes)} started")
         pids = [process.popen.pid for process in self.ranks.processes]
         self._send("started", generation=self.generation, pids=pids)
@@ -245,8 +245,8 @@ class Agent:
         now, text = time.time(), f"{command[0]} cannot be started: {error}"
         wrong = error.filename == command[0] and error.errno in WRONG_COMMAND
         code = (127 if isinstance(error, FileNotFoundError) else 126) if wrong else 1
-        for found in [] if wrong else Reader(self.rules, "rank", self.settings.node).read(text, now):
-            self._tell(found)
+        for evidence in [] if wrong else Reader(self.rules, "rank", self.settings.node).read(text, now):
+            self._tell(evidence)
         self._tell(Evidence(now, self.settings.node, "exit", text, rank, None, {"exit_code": code}))
         self._send_evidence()
         self._send_exit(rank, code, now)
@@ -290,12 +290,12 @@ class Agent:
             self._send("evidence", generation=self.generation, offset=self.clock.offset, rows=rows)
 
     def _collect(self) -> None:
-        for each in self.collectors.drain():
-            if each.rule is None and each.source == "kernel":
-                for found in self._kernel.read(each.text, each.time):
-                    self._tell(found)
-            elif each.rule is not None:
-                self._tell(each)
+        for item in self.collectors.drain():
+            if item.rule is None and item.source == "kernel":
+                for evidence in self._kernel.read(item.text, item.time):
+                    self._tell(evidence)
+            elif item.rule is not None:
+                self._tell(item)
         self._send_evidence()
         if self._survivors and not any(processes.state(pid) for pid in self._survivors):
             self._survivors = []

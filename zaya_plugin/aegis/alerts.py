@@ -187,9 +187,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, str):
         return printable(without_secrets(value))
     if isinstance(value, Mapping):
-        return {printable(str(name)): _plain(each) for name, each in list(value.items())[:50]}
+        return {printable(str(name)): _plain(item) for name, item in list(value.items())[:50]}
     if isinstance(value, (list, tuple, set)):
-        return [_plain(each) for each in list(value)[:50]]
+        return [_plain(item) for item in list(value)[:50]]
     return value if isinstance(value, (bool, int, float, type(None))) else printable(str(value))
 
 
@@ -201,8 +201,8 @@ def online_run(run_dir: Path | None) -> dict[str, Any] | None:
     if run_dir is None:
         return None
     try:
-        found = [*run_dir.glob("wandb/run-*"), *run_dir.glob("*/wandb/run-*")]
-        newest = max(found, key=lambda path: path.stat().st_mtime, default=None)
+        folders = [*run_dir.glob("wandb/run-*"), *run_dir.glob("*/wandb/run-*")]
+        newest = max(folders, key=lambda path: path.stat().st_mtime, default=None)
         if newest is None or (name := ONLINE.fullmatch(newest.name)) is None:
             return None
         logger = _logger(newest.parents[1] / "recipe.yaml")
@@ -221,10 +221,10 @@ def _logger(recipe: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        found = yaml.safe_load(recipe.read_text()).get("logger")
+        logger = yaml.safe_load(recipe.read_text()).get("logger")
     except (OSError, AttributeError, yaml.YAMLError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return logger if isinstance(logger, dict) else {}
 
 
 def main() -> int:

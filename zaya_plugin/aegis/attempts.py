@@ -125,7 +125,7 @@ class Span:
 
 @dataclass
 class Account:
-    """What the journal says. seconds: supervised so far. spans: all of them, without a gap.
+    """The account of a journal. seconds: supervised so far. spans: all of them, without a gap.
 
     rides: decisions to wait. decisions: action -> how many. pauses: when a person has started the run again.
     step_seconds: the median of the journal. stages: in their order, with their own medians.
@@ -183,13 +183,15 @@ class Account:
 
     def kept_in(self, stage: Stage) -> float:
         """Return the steps of a stage that were kept."""
-        end = min((each.before for each in self.stages if each.before > stage.before), default=float("inf"))
+        end = min((other.before for other in self.stages if other.before > stage.before), default=float("inf"))
         return sum(max(0.0, min(one.kept, end) - max(one.base, stage.before)) for one in self.attempts if one.points)
 
     def stage_at(self, step: float) -> Stage:
         """Return the stage of a step of the run."""
         return max(
-            (each for each in self.stages if each.before < step), key=lambda each: each.before, default=self.stages[0]
+            (stage for stage in self.stages if stage.before < step),
+            key=lambda stage: stage.before,
+            default=self.stages[0],
         )
 
     @property
@@ -212,12 +214,12 @@ class Account:
 
     def by_cause(self) -> list[dict[str, Any]]:
         """Return one row a cause with its failures, steps, seconds and GPU hours lost, the costliest first."""
-        found: dict[str, dict[str, Any]] = {}
+        causes: dict[str, dict[str, Any]] = {}
         for one in self.failures:
-            row = found.setdefault(
+            row = causes.setdefault(
                 one.cause, {"cause": one.cause, "failures": 0, "lost_steps": 0.0, "seconds": 0.0, "gpu_hours": 0.0}
             )
             row["failures"] += 1
             for name in ("lost_steps", "seconds", "gpu_hours"):
                 row[name] += getattr(one, name)
-        return sorted(found.values(), key=lambda row: (-row["gpu_hours"], -row["seconds"], row["cause"]))
+        return sorted(causes.values(), key=lambda row: (-row["gpu_hours"], -row["seconds"], row["cause"]))

@@ -39,7 +39,7 @@ class Failure:
 
 @dataclass
 class Cluster:
-    """What has happened so far.
+    """The state of the run, from its journal.
 
     wanted, sizes: numbers of nodes, asked for and possible (the largest first). group: nodes that hold one copy of the
     model. restarts: failures in a row without a new step after which the run stops.
@@ -103,12 +103,12 @@ class Cluster:
     @property
     def barren(self) -> list[Failure]:
         """The failures since the last new step of the run, the latest last."""
-        found = [failure for failure in self.failures if failure.best >= (self.stage, self.best)]
+        failures = [failure for failure in self.failures if failure.best >= (self.stage, self.best)]
         # The steps of another program may be those of its next stage, or not be told.
         last = max(
-            (i for i, one in enumerate(found) if one.seconds > LONG and (self.stages or one.step is None)), default=0
+            (i for i, one in enumerate(failures) if one.seconds > LONG and (self.stages or one.step is None)), default=0
         )
-        return found[last:]
+        return failures[last:]
 
     def node_of(self, rank: int, ranks_per_node: int) -> str:
         """Return the node of a rank, "" for one that the attempt should not have."""
@@ -125,7 +125,7 @@ class Cluster:
 
     def before(self, step: int | None) -> int | None:
         """Return the newest checkpoint before `step`; None: the start, or the checkpoints are not known."""
-        return max((each for each in self.checkpoints if step is None or each < step), default=None)
+        return max((checkpoint for checkpoint in self.checkpoints if step is None or checkpoint < step), default=None)
 
     def _on_begin(self, row: dict[str, Any]) -> None:
         # A person has started the command again: earlier failures, and nodes that were taken out, do not count.
@@ -170,28 +170,28 @@ class Cluster:
         self._diagnosis = row
 
     def _on_decision(self, row: dict[str, Any]) -> None:
-        said, self._diagnosis = self._diagnosis, None
-        if row["action"] == "watch" or said is None:
+        diagnosis, self._diagnosis = self._diagnosis, None
+        if row["action"] == "watch" or diagnosis is None:
             return
         if row["action"] == "ride":
-            self.links.append((row["time"], str(said["node"])))
+            self.links.append((row["time"], str(diagnosis["node"])))
             return
         self.failures.append(
             Failure(
                 row["time"],
                 row["generation"],
-                said["cause"],
-                said["node"],
-                said["rank"],
-                said["fingerprint"],
+                diagnosis["cause"],
+                diagnosis["node"],
+                diagnosis["rank"],
+                diagnosis["fingerprint"],
                 self.step,
                 (self.stage, self.best),
                 row["time"] - self.since,
             )
         )
         self.pending, self.running = row, False
-        self.out |= dict.fromkeys(row.get("nodes_out") or (), said["cause"])
-        self.turns += said["cause"] == "rerun_other_gpu"
+        self.out |= dict.fromkeys(row.get("nodes_out") or (), diagnosis["cause"])
+        self.turns += diagnosis["cause"] == "rerun_other_gpu"
         if row.get("skip") and tuple(row["skip"]) not in self.skips:
             self.skips.append(tuple(row["skip"]))
         if row["action"] == "rollback":

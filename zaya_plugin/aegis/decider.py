@@ -176,10 +176,10 @@ class Decider:
 
     def on_evidence(self, peer: Peer, message: dict[str, Any]) -> None:
         for row in message["rows"]:
-            each = Evidence.from_json({**row, "time": row["time"] + message["offset"]})
-            if each.rule != "checkpoint_saved":
-                self.see(each, message["generation"])
-            elif (step := int(each.values["step"])) not in self.cluster.checkpoints:
+            evidence = Evidence.from_json({**row, "time": row["time"] + message["offset"]})
+            if evidence.rule != "checkpoint_saved":
+                self.see(evidence, message["generation"])
+            elif (step := int(evidence.values["step"])) not in self.cluster.checkpoints:
                 self.note("checkpoint", step=step)
 
     def on_dumped(self, peer: Peer, message: dict[str, Any]) -> None:
@@ -250,17 +250,17 @@ class Decider:
 
     def in_adopt(self) -> None:
         """After a crash of this process: wait for the agents, whose ranks go on."""
-        there = self.active()
-        if len(there) < len(self.cluster.nodes) and self.phase.seconds < LOST_SECONDS:
+        active = self.active()
+        if len(active) < len(self.cluster.nodes) and self.phase.seconds < LOST_SECONDS:
             return
         if self.cluster.pending is not None:
             self.launcher.begin_stop()
-        elif any(peer.generation == self.cluster.generation for peer in there):
+        elif any(peer.generation == self.cluster.generation for peer in active):
             self.steps.stepped = time.time()
             self.phase.to("run")
             for node in [node for node in self.cluster.nodes if node not in self.peers.by_node]:
                 self.see(Evidence(time.time(), node, "agent", "the agent has not come back", rule="node_lost"))
-            for peer in there:
+            for peer in active:
                 self.take_over(peer)
         else:
             self.cluster.running = False  # all nodes are new: a job that SLURM has started again
@@ -270,9 +270,9 @@ class Decider:
         self.launcher.note_spares(self.cluster.nodes)
         if (evidence := self.sightings.due()) is not None:
             return self.look(evidence)
-        there = self.active()
-        if len(there) == len(self.cluster.nodes) and not any(peer.running for peer in there):
-            if {code for peer in there for code in peer.codes.values()} == {0}:
+        active = self.active()
+        if len(active) == len(self.cluster.nodes) and not any(peer.running for peer in active):
+            if {code for peer in active for code in peer.codes.values()} == {0}:
                 self.finish(0, "all ranks have ended with exit code 0")
         return None
 
@@ -321,16 +321,20 @@ class Decider:
             self.launcher.remember(said.node, said.cause)  # no other node was there to take over
         self.launcher.begin_stop()
 
-    def is_nodes_fault(self, said: Diagnosis) -> bool:
+    def is_nodes_fault(self, diagnosis: Diagnosis) -> bool:
         """Whether a diagnosis is a reason to take another node."""
-        if said.cause in GONE:
-            return not (said.evidence and said.evidence[0].values.get("back"))
-        return said.cause in self.rules and self.rules[said.cause].action == "exchange" and said.confidence != "weak"
+        if diagnosis.cause in GONE:
+            return not (diagnosis.evidence and diagnosis.evidence[0].values.get("back"))
+        return (
+            diagnosis.cause in self.rules
+            and self.rules[diagnosis.cause].action == "exchange"
+            and diagnosis.confidence != "weak"
+        )
 
     def alert(self, text: str, level: str, said: Diagnosis, decision: dict[str, Any]) -> None:
         """Tell a decision to the user's hook and to W&B."""
-        found = said.to_json()
-        facts = {name: found.get(name) for name in ("cause", "node", "rank", "severity", "confidence", "evidence")}
+        values = said.to_json()
+        facts = {name: values.get(name) for name in ("cause", "node", "rank", "severity", "confidence", "evidence")}
         where = {"generation": self.cluster.generation, "step": self.cluster.step, "run": str(self.settings.folder)}
         safe_code = self.rules[said.cause].safe_code if said.cause in self.rules else ""
         self.alerts.send(text, level, **where, **facts, **decision, safe_code=safe_code)

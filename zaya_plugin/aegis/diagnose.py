@@ -49,13 +49,13 @@ class Diagnosis:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields of a line of the journal."""
-        return asdict(self) | {"evidence": [each.to_json() for each in self.evidence]}
+        return asdict(self) | {"evidence": [item.to_json() for item in self.evidence]}
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Diagnosis:
         """Return the diagnosis of a line of the journal; its other fields are left out."""
         values = {name: row[name] for name in cls.__dataclass_fields__ if name in row}
-        return cls(**values | {"evidence": [Evidence.from_json(each) for each in values.get("evidence", [])]})
+        return cls(**values | {"evidence": [Evidence.from_json(item) for item in values.get("evidence", [])]})
 
 
 def diagnosis(evidence: Sequence[Evidence], rules: Rules) -> Diagnosis:
@@ -64,17 +64,17 @@ def diagnosis(evidence: Sequence[Evidence], rules: Rules) -> Diagnosis:
     Evidence of the source "progress" without a rule says that the run still made steps at that time: faults of more
     than SURVIVED seconds before did not end it.
     """
-    survived = max((each.time for each in evidence if _is_progress(each)), default=float("-inf")) - SURVIVED
+    survived = max((item.time for item in evidence if _is_progress(item)), default=float("-inf")) - SURVIVED
     seen = sorted(
-        ((each, rules[name]) for each in evidence if (name := _name(each)) in rules), key=lambda pair: pair[0].time
+        ((item, rules[name]) for item in evidence if (name := _name(item)) in rules), key=lambda pair: pair[0].time
     )
-    over = {id(each) for each, rule in seen if _is_over(each, rule, seen)}
-    codes = {(each.node, each.rank): each.values.get("exit_code") for each, _ in seen if each.source == "exit"}
+    over = {id(item) for item, rule in seen if _is_over(item, rule, seen)}
+    codes = {(item.node, item.rank): item.values.get("exit_code") for item, _ in seen if item.source == "exit"}
     # A message may look like one about a mistake; the exit code of the same rank says whether it was one.
-    spoken = [(each, rule) for each, rule in seen if not _is_denied(each, rule, codes)]
-    named = [(each, rule) for each, rule in spoken if not each.values.get("recovered")]
-    roots = [(each, rule) for each, rule in named if rule.role == "root" and _is_frequent(each, rule, named)]
-    consequences = [each.time for each, rule in named if rule.role == "cascade" or each.source in ("exit", "progress")]
+    spoken = [(item, rule) for item, rule in seen if not _is_denied(item, rule, codes)]
+    named = [(item, rule) for item, rule in spoken if not item.values.get("recovered")]
+    roots = [(item, rule) for item, rule in named if rule.role == "root" and _is_frequent(item, rule, named)]
+    consequences = [item.time for item, rule in named if rule.role == "cascade" or item.source in ("exit", "progress")]
     since = min(consequences, default=float("inf")) - LOOKBACK
     roots = [pair for pair in roots if since <= pair[0].time] or roots
     chosen = max(roots, key=lambda pair: (_weight(*pair, over, survived), -pair[0].time), default=None)
@@ -82,51 +82,51 @@ def diagnosis(evidence: Sequence[Evidence], rules: Rules) -> Diagnosis:
     if chosen is None:
         chosen = _without_root(named, laggard, rules)
     if chosen is None:
-        first = [each for each, _ in named[:1]]
+        first = [item for item, _ in named[:1]]
         return Diagnosis(first=first[0].time if first else None, evidence=first, cascades=_count(named))
     return _result(*chosen, named, laggard)
 
 
-def _name(each: Evidence) -> str | None:
-    if each.rule is None and each.source == "exit":
-        return meaning(int(each.values.get("exit_code", 1))).rule
-    return each.rule
+def _name(evidence: Evidence) -> str | None:
+    if evidence.rule is None and evidence.source == "exit":
+        return meaning(int(evidence.values.get("exit_code", 1))).rule
+    return evidence.rule
 
 
-def _is_denied(each: Evidence, rule: Rule, codes: Mapping[tuple[str, int | None], Any]) -> bool:
-    return rule.name == "user_error" and each.source == "rank" and codes.get((each.node, each.rank), 2) != 2
+def _is_denied(evidence: Evidence, rule: Rule, codes: Mapping[tuple[str, int | None], Any]) -> bool:
+    return rule.name == "user_error" and evidence.source == "rank" and codes.get((evidence.node, evidence.rank), 2) != 2
 
 
-def _is_progress(each: Evidence) -> bool:
-    return each.source == "progress" and each.rule is None
+def _is_progress(evidence: Evidence) -> bool:
+    return evidence.source == "progress" and evidence.rule is None
 
 
-def _is_over(each: Evidence, rule: Rule, seen: Sequence[tuple[Evidence, Rule]]) -> bool:
+def _is_over(evidence: Evidence, rule: Rule, seen: Sequence[tuple[Evidence, Rule]]) -> bool:
     """Whether a fault that ends by itself, such as a link that flaps, has ended within the time that it may last."""
     return rule.ride > 0 and any(
-        other.rule == each.rule
+        other.rule == evidence.rule
         and other.values.get("recovered")
-        and other.node == each.node
-        and other.values.get("device") in (None, each.values.get("device"))
-        and 0 <= other.time - each.time <= rule.ride
+        and other.node == evidence.node
+        and other.values.get("device") in (None, evidence.values.get("device"))
+        and 0 <= other.time - evidence.time <= rule.ride
         for other, _ in seen
     )
 
 
-def _is_frequent(each: Evidence, rule: Rule, named: Sequence[tuple[Evidence, Rule]]) -> bool:
+def _is_frequent(evidence: Evidence, rule: Rule, named: Sequence[tuple[Evidence, Rule]]) -> bool:
     """Whether the row's count is reached on this node, in the seconds before the line or after it."""
     if rule.count <= 1:
         return True
-    times = [other.time for other, same in named if same.name == rule.name and other.node == each.node]
+    times = [other.time for other, same in named if same.name == rule.name and other.node == evidence.node]
     return any(
-        last - first <= rule.within and first <= each.time <= last
+        last - first <= rule.within and first <= evidence.time <= last
         for first, last in zip(times, times[rule.count - 1 :], strict=False)
     )
 
 
-def _weight(each: Evidence, rule: Rule, over: set[int], survived: float) -> int:
+def _weight(evidence: Evidence, rule: Rule, over: set[int], survived: float) -> int:
     """How sure it is that this is the cause. What may end by itself weighs less than what cannot."""
-    if id(each) in over or each.time < survived:
+    if id(evidence) in over or evidence.time < survived:
         return 0
     weight = WEIGHT[rule.confidence]
     return min(weight - 1, WEIGHT["weak"]) if rule.action == "ride" else weight
@@ -134,15 +134,15 @@ def _weight(each: Evidence, rule: Rule, over: set[int], survived: float) -> int:
 
 def _laggard(named: Sequence[tuple[Evidence, Rule]]) -> Evidence | None:
     """Return the line of the rank that did not arrive: the lowest last enqueued number, if one is lower than others."""
-    told = next((each for each, rule in named if rule.name == "missing_rank"), None)
-    if told is not None:
-        return told
+    missing = next((item for item, rule in named if rule.name == "missing_rank"), None)
+    if missing is not None:
+        return missing
     numbers = {
-        each.rank: each for each, rule in reversed(named) if "enqueued" in each.values
+        item.rank: item for item, rule in reversed(named) if "enqueued" in item.values
     }  # the first line of each rank
-    if len({each.values["enqueued"] for each in numbers.values()}) < 2:
+    if len({item.values["enqueued"] for item in numbers.values()}) < 2:
         return None
-    return min(numbers.values(), key=lambda each: (each.values["enqueued"], each.time))
+    return min(numbers.values(), key=lambda item: (item.values["enqueued"], item.time))
 
 
 def _without_root(
@@ -150,7 +150,7 @@ def _without_root(
 ) -> tuple[Evidence, Rule] | None:
     """Of evidence without a possible cause: a hang if something timed out, then a confirmation, then what is watched."""
     if laggard is not None or any(rule.name in TIME_OUTS for _, rule in named):
-        first = laggard or next(each for each, rule in named if rule.name in TIME_OUTS)
+        first = laggard or next(item for item, rule in named if rule.name in TIME_OUTS)
         return (first, rules["hang"]) if "hang" in rules else None
     is_cascade = any(rule.role == "cascade" for _, rule in named)
     confirmations = [
@@ -161,30 +161,30 @@ def _without_root(
 
 
 def _result(root: Evidence, rule: Rule, named: Sequence[tuple[Evidence, Rule]], laggard: Evidence | None) -> Diagnosis:
-    told = root
+    shown = root
     if root.source == "slurm" and "host" not in root.values:  # several lines about one event, and one names the node
-        same = (each for each, other in named if other is rule and abs(each.time - root.time) <= JOIN)
-        told = next((each for each in same if "host" in each.values), root)
-    node, rank, joined = told.node, told.rank, [] if told is root else [told]
+        same = (item for item, other in named if other is rule and abs(item.time - root.time) <= JOIN)
+        shown = next((item for item in same if "host" in item.values), root)
+    node, rank, joined = shown.node, shown.rank, [] if shown is root else [shown]
     if rule.name == "hang":
         # The rank that reports a time-out is not the one that hangs.
         timed_out = root.rule in TIME_OUTS
         node, rank = (laggard.node, laggard.rank) if laggard else (None, None) if timed_out else (node, rank)
         joined = [laggard] if laggard and laggard is not root else []
-    if rule.severity == "policy" and "host" not in told.values and root.source != "exit":
+    if rule.severity == "policy" and "host" not in shown.values and root.source != "exit":
         node = None  # SLURM names the node that wrote the line
     node = node or None
-    for each, other in named:
-        if each is root or each in joined or other.name in NAMES_LAGGARD:
+    for item, other in named:
+        if item is root or item in joined or other.name in NAMES_LAGGARD:
             continue
-        same_process = root.values.get("pid") is not None and each.values.get("pid") == root.values["pid"]
-        if same_process and each.node == root.node and rank is None:
-            rank = each.rank
-        near = abs(each.time - root.time) <= JOIN and each.node == root.node
-        own = each.rank is not None and each.rank == rank and (each.source == "exit" or other is rule)
-        if near and other.role == "confirmation" and each.rank in (None, rank) or own or same_process:
-            joined.append(each)
-    kept = {id(each) for each in (root, *joined)}
+        same_process = root.values.get("pid") is not None and item.values.get("pid") == root.values["pid"]
+        if same_process and item.node == root.node and rank is None:
+            rank = item.rank
+        near = abs(item.time - root.time) <= JOIN and item.node == root.node
+        own = item.rank is not None and item.rank == rank and (item.source == "exit" or other is rule)
+        if near and other.role == "confirmation" and item.rank in (None, rank) or own or same_process:
+            joined.append(item)
+    kept = {id(item) for item in (root, *joined)}
     return Diagnosis(
         cause=rule.name,
         node=node,
@@ -210,6 +210,6 @@ def _fingerprint(root: Evidence, rule: Rule, node: str | None, rank: int | None)
     if rule.repeats == "rank":
         return f"{rule.name} of rank {rank}"
     if rule.repeats == "frame":
-        said = without_secrets(str(root.values.get("exception", root.text[:80])))  # it goes into the journal
-        return f"{rule.name} {said} at {root.values.get('frame', '?')}"
+        text = without_secrets(str(root.values.get("exception", root.text[:80])))  # it goes into the journal
+        return f"{rule.name} {text} at {root.values.get('frame', '?')}"
     return rule.name

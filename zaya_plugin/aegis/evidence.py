@@ -13,7 +13,7 @@ TEXT = 500  # characters of a line that are kept
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was seen, where and when.
+    """An observation, with its place and time.
 
     time: seconds since 1970, by the node's clock until the decision maker has converted it to its own.
     source: kernel, rank, exit, progress, counter, link, host, storage, checkpoint, agent or slurm.
@@ -37,12 +37,12 @@ class Evidence:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Evidence:
         """Return the evidence that `to_json` described. Raises TypeError for an unknown, missing or wrong field."""
-        found = cls(**values)
-        texts = (found.node, found.source, found.text, found.rule or "")
-        sound = all(isinstance(each, str) for each in texts) and isinstance(found.values, dict)
-        if not sound or not isinstance(found.time, (int, float)) or not isinstance(found.rank, (int, type(None))):
+        evidence = cls(**values)
+        texts = (evidence.node, evidence.source, evidence.text, evidence.rule or "")
+        sound = all(isinstance(text, str) for text in texts) and isinstance(evidence.values, dict)
+        if not sound or not isinstance(evidence.time, (int, float)) or not isinstance(evidence.rank, (int, type(None))):
             raise TypeError("a field of evidence is of another kind")
-        return found
+        return evidence
 
 
 def parsed(text: str | bytes) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the exit code of a rank or of a launcher means, and which row of rules.yaml it is evidence of."""
+"""The meaning of exit codes of ranks and launchers, and the row of rules.yaml that each is evidence of."""
 
 from __future__ import annotations
 

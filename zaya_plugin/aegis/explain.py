@@ -95,9 +95,9 @@ def read_logs(folder: Path, rules: Rules) -> list[Log]:
         # The times of copied files say nothing: those that do not fit to the others become the end of the logs.
         changed = log.changed if end is None or begin <= log.changed <= end + 3600 else end
         if log.by_boot:
-            log.evidence = [dataclasses.replace(each, time=each.time + changed - log.last) for each in log.evidence]
+            log.evidence = [dataclasses.replace(item, time=item.time + changed - log.last) for item in log.evidence]
         elif log.first is None:
-            log.evidence = [dataclasses.replace(each, time=changed) for each in log.evidence]
+            log.evidence = [dataclasses.replace(item, time=changed) for item in log.evidence]
     return logs
 
 
@@ -118,7 +118,7 @@ def _open(folder: Path, path: Path) -> Log | None:
         source = "slurm"
     elif "torchrun" in path.name:
         source = "agent"
-    told = RANK.search(name) or LOCAL_RANK.search(name)
+    match = RANK.search(name) or LOCAL_RANK.search(name)
     attempt = ATTEMPT.search(name)
     parts = [NO_HOST.sub("", part).strip("-_.") for part in reversed(name.split("/"))]
     hosts = [part for part in parts if HOST.fullmatch(part)]
@@ -127,7 +127,7 @@ def _open(folder: Path, path: Path) -> Log | None:
         name[1:],
         source,
         hosts[0] if hosts else "",
-        int(told[1]) if told and source == "rank" else None,
+        int(match[1]) if match and source == "rank" else None,
         int(attempt[1]) if attempt else None,
         changed,
     )
@@ -145,12 +145,12 @@ def _read(log: Log, rules: Rules) -> None:
                 now = stated
                 if log.first is None:
                     log.first = stated
-                    log.evidence = [dataclasses.replace(each, time=stated) for each in log.evidence]
+                    log.evidence = [dataclasses.replace(item, time=stated) for item in log.evidence]
                 log.last = stated
-            found = reader.read(text, now)
-            if found and log.source == KERNEL and (host := SYSLOG_HOST.match(text)):
-                found = [dataclasses.replace(each, node=host[1]) for each in found]
-            log.evidence += found
+            evidence = reader.read(text, now)
+            if evidence and log.source == KERNEL and (host := SYSLOG_HOST.match(text)):
+                evidence = [dataclasses.replace(item, node=host[1]) for item in evidence]
+            log.evidence += evidence
     if reader.progress is not None and log.first is not None:
         log.evidence.append(
             Evidence(
@@ -213,16 +213,16 @@ def explain(folder: Path, rules: Rules) -> list[Attempt]:
     attempts, begin = [], float("-inf")
     for number in numbers or [None]:
         own = [log for log in logs if log.attempt == number]
-        times = [log.last for log in own if log.last is not None] + [each.time for log in own for each in log.evidence]
+        times = [log.last for log in own if log.last is not None] + [item.time for log in own for item in log.evidence]
         end = float("inf") if not numbers or number == numbers[-1] else max(times, default=begin) + 30
         # Kernels and SLURM write one log for all attempts.
         common = [log for log in logs if log.attempt is None and numbers]
-        evidence = [each for log in own for each in log.evidence]
-        evidence += [each for log in common for each in log.evidence if begin < each.time <= end]
-        steps = [each.values["step"] for each in evidence if each.source == "progress" and "step" in each.values]
-        nodes = tuple(sorted({log.node for log in logs if log.node} | {each.node for each in evidence if each.node}))
-        found = journal[number][0] if number in journal else diagnosis(evidence, rules)
-        attempts.append(Attempt(number, found, nodes, max(steps, default=None)))
+        evidence = [item for log in own for item in log.evidence]
+        evidence += [item for log in common for item in log.evidence if begin < item.time <= end]
+        steps = [item.values["step"] for item in evidence if item.source == "progress" and "step" in item.values]
+        nodes = tuple(sorted({log.node for log in logs if log.node} | {item.node for item in evidence if item.node}))
+        result = journal[number][0] if number in journal else diagnosis(evidence, rules)
+        attempts.append(Attempt(number, result, nodes, max(steps, default=None)))
         begin = end
     _decide(attempts, rules)
     for one in attempts:
@@ -264,35 +264,37 @@ def _decide(attempts: list[Attempt], rules: Rules) -> None:
             cluster.apply(row | {"kind": "first_step", "step": one.step})
         rule = rules[one.found.cause] if one.found.cause in rules else None
         if one.found.evidence:
-            said = decide(one.found, cluster, rule, alive=_goes_on(one.found, rules))
-            one.action, one.reason = said.action, said.reason
+            decision = decide(one.found, cluster, rule, alive=_goes_on(one.found, rules))
+            one.action, one.reason = decision.action, decision.reason
             cluster.apply(row | {"kind": "diagnosis", **one.found.to_json()})
-            cluster.apply(row | {"kind": "decision", **said.to_json()})
+            cluster.apply(row | {"kind": "decision", **decision.to_json()})
 
 
-def _goes_on(found: Diagnosis, rules: Rules) -> bool:
+def _goes_on(diagnosis: Diagnosis, rules: Rules) -> bool:
     """Whether the run has not failed as far as the logs show: nothing but what may end by itself, or is only counted."""
-    others = [rules[name] for name in (found.cause, *found.cascades) if name in rules]
+    others = [rules[name] for name in (diagnosis.cause, *diagnosis.cascades) if name in rules]
     return all(rule.role != "cascade" and rule.action in ("ride", "watch") for rule in others)
 
 
 def show(attempt: Attempt, rules: Rules) -> str:
     """Return an attempt as text for a person."""
-    found, head = attempt.found, "" if attempt.number is None else f"attempt {attempt.number}: "
-    if not found.evidence:
+    result, head = attempt.found, "" if attempt.number is None else f"attempt {attempt.number}: "
+    if not result.evidence:
         return f"{head}no row of the rules names a line"
-    where = " ".join([f"on {found.node}" * bool(found.node), f"rank {found.rank}" * (found.rank is not None)]).strip()
-    lines = [f"{head}{found.cause} {where}".rstrip() + f" ({found.confidence}, {found.severity})"]
-    rule = rules[found.cause] if found.cause in rules else None
+    where = " ".join(
+        [f"on {result.node}" * bool(result.node), f"rank {result.rank}" * (result.rank is not None)]
+    ).strip()
+    lines = [f"{head}{result.cause} {where}".rstrip() + f" ({result.confidence}, {result.severity})"]
+    rule = rules[result.cause] if result.cause in rules else None
     text = rule.explain if rule else "Only signs that something else had failed before were found."
     lines += textwrap.wrap(text, 100, initial_indent="  ", subsequent_indent="  ")
     lines.append("  evidence:")
-    for each in found.evidence:
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(each.time)) + f"{each.time % 1:.3f}"[1:]
-        origin = " ".join(filter(None, [each.node, each.source, "" if each.rank is None else str(each.rank)]))
-        lines.append(f"    {stamp}  {origin}  {each.text[:160]}")
-    if found.cascades:
-        lines.append("  followed by: " + ", ".join(f"{number} {name}" for name, number in found.cascades.items()))
+    for item in result.evidence:
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(item.time)) + f"{item.time % 1:.3f}"[1:]
+        origin = " ".join(filter(None, [item.node, item.source, "" if item.rank is None else str(item.rank)]))
+        lines.append(f"    {stamp}  {origin}  {item.text[:160]}")
+    if result.cascades:
+        lines.append("  followed by: " + ", ".join(f"{number} {name}" for name, number in result.cascades.items()))
     lines.append(f"  the supervisor: {attempt.action}: {attempt.reason}")
     if rule and rule.fix:
         lines += textwrap.wrap(f"a person: {rule.fix}", 100, initial_indent="  ", subsequent_indent="    ")
@@ -317,40 +319,41 @@ def show_rule(rule: Rule) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    out = argparse.ArgumentParser(
         "zaya aegis explain", description=WHAT, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="a folder of logs")
-    made.add_argument("--rules", action="append", type=Path, default=[], metavar="FILE", help="rows of your own (YAML)")
-    made.add_argument("--rule", metavar="NAME", help="print what a class means instead")
-    made.add_argument("--json", action="store_true", help="print one JSON list, an element for each attempt")
-    return made
+    out.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="a folder of logs")
+    out.add_argument("--rules", action="append", type=Path, default=[], metavar="FILE", help="rows of your own (YAML)")
+    out.add_argument("--rule", metavar="NAME", help="print what a class means instead")
+    out.add_argument("--json", action="store_true", help="print one JSON list, an element for each attempt")
+    return out
 
 
 def main(argv: list[str]) -> int:
     """Run `zaya aegis explain` with the words `argv`."""
-    given = parser().parse_args(argv)
-    rules = Rules.load(given.rules)
-    if given.rule is not None:
-        if given.rule not in rules:
+    options = parser().parse_args(argv)
+    rules = Rules.load(options.rules)
+    if options.rule is not None:
+        if options.rule not in rules:
             fix = "zaya aegis explain prints all names"
-            raise mistake("--rule", given.rule, problem="no such class of failures", fix=fix)
-        print(json.dumps(dataclasses.asdict(rules[given.rule])) if given.json else show_rule(rules[given.rule]))
+            raise mistake("--rule", options.rule, problem="no such class of failures", fix=fix)
+        print(json.dumps(dataclasses.asdict(rules[options.rule])) if options.json else show_rule(rules[options.rule]))
         return 0
-    if given.folder is None:
+    if options.folder is None:
         width = max(len(rule.name) for rule in rules)
         print("\n".join(f"{rule.name:{width}}  {rule.role:12} {rule.action:8}  {rule.explain}" for rule in rules))
         return 0
-    if not given.folder.is_dir():
-        problem = "is a file" if given.folder.exists() else "does not exist"
-        raise mistake("DIR", os.fspath(given.folder), problem=problem, fix="name a folder of logs")
-    found = explain(given.folder, rules)
-    if given.json:
+    if not options.folder.is_dir():
+        problem = "is a file" if options.folder.exists() else "does not exist"
+        raise mistake("DIR", os.fspath(options.folder), problem=problem, fix="name a folder of logs")
+    attempts = explain(options.folder, rules)
+    if options.json:
         rows = [
-            {"attempt": one.number, **one.found.to_json(), "action": one.action, "reason": one.reason} for one in found
+            {"attempt": one.number, **one.found.to_json(), "action": one.action, "reason": one.reason}
+            for one in attempts
         ]
         print(json.dumps(rows, indent=1))
     else:
-        print("\n\n".join(show(one, rules) for one in found))
+        print("\n\n".join(show(one, rules) for one in attempts))
     sys.stdout.flush()
     return 0

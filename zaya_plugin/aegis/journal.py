@@ -105,11 +105,11 @@ def _clean(value: Any) -> Any:
     if isinstance(value, str):
         return without_secrets(value)
     if isinstance(value, dict):
-        hidden = {name for name, each in value.items() if isinstance(each, str) and is_secret(str(name))}
-        return {name: REMOVED if name in hidden else _clean(each) for name, each in value.items()}
+        hidden = {name for name, item in value.items() if isinstance(item, str) and is_secret(str(name))}
+        return {name: REMOVED if name in hidden else _clean(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):  # the words of a command: a value may follow its flag
-        flags = [isinstance(each, str) and each.startswith("-") and is_secret(each) for each in value]
-        return [REMOVED if flag else _clean(each) for flag, each in zip([False, *flags], value, strict=False)]
+        flags = [isinstance(item, str) and item.startswith("-") and is_secret(item) for item in value]
+        return [REMOVED if flag else _clean(item) for flag, item in zip([False, *flags], value, strict=False)]
     return value
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `zaya aegis run` keeps on a node: the locks against a second supervisor, the decision maker's socket, and the
+"""The parts of `zaya aegis run` on a node: the locks against a second supervisor, the decision maker's socket, and the
 agent and the decision maker themselves, which are started again when they are killed.
 """
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the decision maker does to nodes: waits for them, starts an attempt on them, ends it, leaves nodes out, and gives
-the job back to SLURM.
+"""The actions of the decision maker on nodes: it waits for them, starts an attempt on them, ends it, leaves nodes out,
+and gives the job back to SLURM.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REQUEUED = 0  # the exit code of processes of a job that SLURM starts again
 
 
 class Phase:
-    """What the decision maker is at: adopt, wait, port, run, settle, stop or delay."""
+    """The phase of the decision maker: adopt, wait, port, run, settle, stop or delay."""
 
     def __init__(self) -> None:
         self.to("wait")
@@ -81,28 +81,30 @@ class Launcher:
 
     def in_wait(self) -> None:
         """Wait for enough nodes, then ask the first one for a port."""
-        there, wanted = self.available(), self.settings.nodes
-        enough = len(there) >= wanted
-        all_joined = len(self.peers.by_node) >= wanted + self.settings.spares
+        available, required = self.available(), self.settings.nodes
+        enough = len(available) >= required
+        all_joined = len(self.peers.by_node) >= required + self.settings.spares
         if enough and not all_joined and self.phase.seconds < BETTER_SECONDS:
-            if worse := quarantined(there, wanted, self.cluster, self.history):
+            if worse := quarantined(available, required, self.cluster, self.history):
                 return self._say(f"waits for other nodes than {', '.join(worse)}: they failed in earlier runs")
         if not enough and self.phase.seconds > self.patience:
-            size = next((size for size in self.cluster.sizes if size <= len(there)), None)
+            size = next((size for size in self.cluster.sizes if size <= len(available)), None)
             if size is None and self.settings.requeue and self.patience < JOIN_SECONDS:  # an attempt went before
-                reason = f"{len(there)} nodes have come back, too few; SLURM starts the job again"
-                said = Decision("requeue", reason).to_json()
-                self.record.note("decision", **said, start=slurm.start_of_job())
+                reason = f"{len(available)} nodes have come back, too few; SLURM starts the job again"
+                decision = Decision("requeue", reason).to_json()
+                self.record.note("decision", **decision, start=slurm.start_of_job())
                 return self._requeue()
             if size is None and self.phase.seconds > JOIN_SECONDS:
-                return self.finish(1, f"{len(there)} of {wanted} nodes are there after {JOIN_SECONDS:.0f} s", True)
+                return self.finish(
+                    1, f"{len(available)} of {required} nodes are there after {JOIN_SECONDS:.0f} s", True
+                )
             enough = size is not None
         if not enough:
             if self.phase.seconds > 5:
-                self._say(f"waits for nodes: {len(there)} of {wanted} ({', '.join(there[:20])})")
+                self._say(f"waits for nodes: {len(available)} of {required} ({', '.join(available[:20])})")
             return None
-        size = next(size for size in (wanted, *self.cluster.sizes) if size <= len(there))
-        self.order = in_order(there, size, self.cluster)
+        size = next(size for size in (required, *self.cluster.sizes) if size <= len(available))
+        self.order = in_order(available, size, self.cluster)
         self.peers.tell(self.peers.by_node[self.order[0]], "port", generation=self.cluster.generation + 1)
         return self.phase.to("port")
 
@@ -117,25 +119,27 @@ class Launcher:
 
     def start(self, port: int) -> None:
         """Start an attempt on the nodes of `order`."""
-        here = self.settings.ranks_per_node
+        local_ranks = self.settings.ranks_per_node
         self.record.look_for_checkpoints(not self.sightings.rides())
-        again = self.cluster.trained
-        resume = self.cluster.before(None) if again else None
+        restarts = self.cluster.trained
+        resume = self.cluster.before(None) if restarts else None
         self.cluster.generation += 1
         self.sightings.begin_attempt()
         self.note_spares(self.order)
-        self.record.note("attempt", nodes=list(self.order), world_size=len(self.order) * here, resume_step=resume)
+        self.record.note(
+            "attempt", nodes=list(self.order), world_size=len(self.order) * local_ranks, resume_step=resume
+        )
         first = self.peers.by_node[self.order[0]]
-        command = resumed(self.settings, self.cluster.skips) if again else list(self.settings.command)
+        command = resumed(self.settings, self.cluster.skips) if restarts else list(self.settings.command)
         for position, peer in enumerate(self.peers.of(self.order)):
-            ranks = range(position * here, position * here + here)
+            ranks = range(position * local_ranks, position * local_ranks + local_ranks)
             peer.ranks, peer.codes = {}, {}
             peer.running = set(ranks) if self.settings.each == "rank" else {position}
             self.peers.tell(
                 peer,
                 "start",
                 generation=self.cluster.generation,
-                first_rank=position * here,
+                first_rank=position * local_ranks,
                 node_rank=position,
                 nodes=len(self.order),
                 address=first.address,
@@ -207,8 +211,8 @@ class Launcher:
 
     def _requeue(self) -> None:
         """Give the job back to SLURM. The journal stays open, so that the next start of the job knows what was."""
-        taken, said = slurm.requeue(str(slurm.job()), self.cluster.out)
-        say(f"the job was requeued {said}" if taken else f"SLURM refuses to requeue the job: {said}")
+        taken, answer = slurm.requeue(str(slurm.job()), self.cluster.out)
+        say(f"the job was requeued {answer}" if taken else f"SLURM refuses to requeue the job: {answer}")
         if taken:
             return self.finish(REQUEUED, "", False)
-        return self.finish(1, f"too few nodes are left, and SLURM refuses to requeue the job: {said}", True)
+        return self.finish(1, f"too few nodes are left, and SLURM refuses to requeue the job: {answer}", True)

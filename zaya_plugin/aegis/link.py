@@ -146,17 +146,17 @@ class Link:
                 closed = "closed"
                 break
             self._in += data
-        found = []
+        messages = []
         while (end := self._in.find(b"\n")) >= 0:
             line = bytes(self._in[:end])
             del self._in[: end + 1]
             if (body := self._line(line)) is not None:
-                found.append(body)
+                messages.append(body)
         if len(self._in) > (LINE_BYTES if self.ready else HELLO_BYTES if self._key is None else FIRST_BYTES):
             raise LinkError("sent a line that is too long")
-        if closed and not found:
+        if closed and not messages:
             raise LinkError(closed)
-        return found
+        return messages
 
     def refuse(self, reason: str) -> None:
         """Tell the peer why it is refused, and close. The peer cannot check who says so."""

@@ -57,10 +57,10 @@ def text(value: Any) -> str:
 class Timeline:
     """The drawing. Its x axis has the seconds of the account."""
 
-    def __init__(self, found: Account):
-        self.found = found
-        self.seconds = max(found.seconds, 1.0)
-        causes = [row["cause"] for row in found.by_cause()]
+    def __init__(self, account: Account):
+        self.found = account
+        self.seconds = max(account.seconds, 1.0)
+        causes = [row["cause"] for row in account.by_cause()]
         self.colours = {cause: f"c{min(number, COLOURS - 1)}" for number, cause in enumerate(causes)}
 
     def x(self, time: float) -> float:
@@ -95,7 +95,7 @@ class Timeline:
         return "\n".join(parts)
 
     def axis(self) -> Iterable[str]:
-        step = next((each for each in TICKS if self.seconds / each <= 10), self.seconds)
+        step = next((tick for tick in TICKS if self.seconds / tick <= 10), self.seconds)
         for number in range(int(self.seconds // step) + 1):
             x = self.x(number * step)
             yield f'<line class="grid" x1="{x}" x2="{x}" y1="{USE_Y}" y2="{AXIS_Y}"/>'
@@ -151,8 +151,8 @@ class Timeline:
             kept = max(min(one.kept, one.last_step), one.base)
             edge = (one.time_at(kept), kept)
             for kind, points in (
-                ("steps lost", [edge, *(each for each in one.points if each[1] > kept)]),
-                ("steps", [*(each for each in one.points if each[1] < kept), edge]),
+                ("steps lost", [edge, *(point for point in one.points if point[1] > kept)]),
+                ("steps", [*(point for point in one.points if point[1] < kept), edge]),
             ):
                 if len(points) > 1:
                     dots = " ".join(
@@ -190,27 +190,29 @@ def _bar(left: float, right: float, y: int, kind: str, title: str) -> str:
 
 def _joined(spans: Sequence[Span], narrow: float) -> list[tuple[float, float, str | Failure]]:
     """Return the spans with neighbours of one use joined, and those that are too narrow to see with the one before."""
-    found: list[tuple[float, float, str | Failure]] = []
+    points: list[tuple[float, float, str | Failure]] = []
     for span in spans:
-        if found and (found[-1][2] is span.use or found[-1][2] == span.use or span.end - span.begin < narrow):
-            found[-1] = (found[-1][0], span.end, found[-1][2])
+        if points and (points[-1][2] is span.use or points[-1][2] == span.use or span.end - span.begin < narrow):
+            points[-1] = (points[-1][0], span.end, points[-1][2])
         else:
-            found.append((span.begin, span.end, span.use))
-    return found
+            points.append((span.begin, span.end, span.use))
+    return points
 
 
 def _thinned(points: Sequence[tuple[float, float]], narrow: float) -> list[tuple[float, float]]:
     """Return the points that are far enough from each other, and the last one."""
-    found = [points[0]]
+    kept = [points[0]]
     for point in points[1:-1]:
-        if point[0] - found[-1][0] >= narrow:
-            found.append(point)
-    return [*found, points[-1]]
+        if point[0] - kept[-1][0] >= narrow:
+            kept.append(point)
+    return [*kept, points[-1]]
 
 
-def page(found: Account, name: str, state: str, figures: Sequence[tuple[str, str, str]], tables: Sequence[Any]) -> str:
+def page(
+    account: Account, name: str, state: str, figures: Sequence[tuple[str, str, str]], tables: Sequence[Any]
+) -> str:
     """Return the page. name: of the run. tables: with title, columns, rows and note."""
-    timeline = Timeline(found)
+    timeline = Timeline(account)
     boxes = "".join(
         f"<div><dt>{text(what)}</dt><dd><b>{text(value)}</b><span>{text(meaning)}</span></dd></div>"
         for what, value, meaning in figures
@@ -221,7 +223,7 @@ def page(found: Account, name: str, state: str, figures: Sequence[tuple[str, str
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{text(name)}: zaya aegis</title><style>{STYLE}</style></head><body>",
-        f"<h1>{text(name)}</h1><p>{text(state)}</p><p><code>{text(' '.join(found.command))}</code></p>",
+        f"<h1>{text(name)}</h1><p>{text(state)}</p><p><code>{text(' '.join(account.command))}</code></p>",
         f"<dl>{boxes}</dl><h2>Timeline</h2>",
         f'<div class="wide">{timeline.svg()}</div><div class="legend">{timeline.legend()}</div>',
     ]

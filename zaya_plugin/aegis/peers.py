@@ -95,29 +95,29 @@ class Peers:
 
     def exchange(self, timeout: float, handle: Callable[[link.Link, dict[str, Any]], None]) -> None:
         """Wait for messages and handle all that have arrived."""
-        writes = [each for each in self.links if each.wants_write]
+        writes = [peer for peer in self.links if peer.wants_write]
         poll = select.poll()  # select() ends at 1,024 files
-        files = {each.fileno(): each for each in self.links}
+        files = {peer.fileno(): peer for peer in self.links}
         poll.register(self.listening, select.POLLIN)
-        for number, each in files.items():
-            poll.register(number, select.POLLIN | (select.POLLOUT if each in writes else 0))
+        for number, peer in files.items():
+            poll.register(number, select.POLLIN | (select.POLLOUT if peer in writes else 0))
         for number, _ in poll.poll(timeout * 1000):
             if number == self.listening.fileno():
                 self._accept()
                 continue
-            each = files[number]
-            if each not in self.links:
+            peer = files[number]
+            if peer not in self.links:
                 continue
             try:
-                each.flush()
-                for message in each.receive():
-                    handle(each, message)
+                peer.flush()
+                for message in peer.receive():
+                    handle(peer, message)
             except link.LinkError as error:
-                self._drop(each, str(error))
+                self._drop(peer, str(error))
             except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-                self._drop(each, f"a message of another version ({type(error).__name__}: {error})")
-        for each in [each for each in self.links if each.late]:
-            self._drop(each, "no proof that it holds the secret")
+                self._drop(peer, f"a message of another version ({type(error).__name__}: {error})")
+        for peer in [peer for peer in self.links if peer.late]:
+            self._drop(peer, "no proof that it holds the secret")
 
     def _accept(self) -> None:
         while len(self.links) < MOST:

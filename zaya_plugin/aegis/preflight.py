@@ -68,15 +68,15 @@ def start_all(commands: Mapping[str, list[list[str]]], logs: Path, seconds: floa
         for node, words in commands.items():
             with open(logs / f"{node}.log", "ab") as log:
                 pipes = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-                for each in words:
-                    process = subprocess.Popen(each, **pipes, start_new_session=True, preexec_fn=die_with_parent)
+                for command in words:
+                    process = subprocess.Popen(command, **pipes, start_new_session=True, preexec_fn=die_with_parent)
                     started[node].append(process)
-        for process in (process for each in started.values() for process in each):
+        for process in (process for of_node in started.values() for process in of_node):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
-        return {node: [process.poll() for process in each] for node, each in started.items()}
+        return {node: [process.poll() for process in of_node] for node, of_node in started.items()}
     finally:
-        for process in (process for each in started.values() for process in each):
+        for process in (process for of_node in started.values() for process in of_node):
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -105,21 +105,21 @@ def run_pairs(nodes: Mapping[str, Node], launcher: Sequence[str], folder: Path, 
             for file in place.iterdir():  # of an earlier start
                 file.unlink()
             kind = "cpu" if device == "cpu" or nodes[pair[0]].name.startswith("CPU") else "cuda"
-            here = len(nodes[pair[0]].figures.get("gemm_tflops", ())) or 1
+            devices = len(nodes[pair[0]].figures.get("gemm_tflops", ())) or 1
             places[pair] = place / "result.json"
             for side, name in enumerate(pair):
                 words = [
-                    [*RANK, kind, str(side * here + local), str(2 * here), str(place), str(local)]
-                    for local in range(here)
+                    [*RANK, kind, str(side * devices + local), str(2 * devices), str(place), str(local)]
+                    for local in range(devices)
                 ]
-                commands[name] = [on(launcher, name) + each for each in words]
+                commands[name] = [on(launcher, name) + row for row in words]
         codes = start_all(commands, folder, PAIR_SECONDS)
         for (one, other), result in places.items():
             rate = None
             if not any(codes[one] + codes[other]) and None not in codes[one] + codes[other]:
                 with contextlib.suppress(OSError, ValueError):
                     sizes = json.loads(result.read_text())["sizes"]
-                    rate = sizes[-1]["gb_per_s"] if all(each["right"] for each in sizes) else None
+                    rate = sizes[-1]["gb_per_s"] if all(row["right"] for row in sizes) else None
             nodes[one].pairs[other] = nodes[other].pairs[one] = rate
 
 
@@ -129,14 +129,14 @@ def on(launcher: Sequence[str], node: str) -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    out = argparse.ArgumentParser(
         "zaya aegis preflight",
         description=WHAT,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = made.add_argument
+    add = out.add_argument
     add("--output", type=Path, required=True, metavar="DIR", help="a folder that all nodes share")
     add("--nodes", metavar="A,B", help="default: those of the SLURM job, else this machine")
     add("--launcher", metavar="COMMAND", help=f"starts a program on {{node}} (default in a SLURM job: {SRUN})")
@@ -158,7 +158,7 @@ def parser() -> argparse.ArgumentParser:
         help=f"for one node's checks (default: {SECONDS:.0f})",
     )
     add("--dry-run", action="store_true", help="print what would be started, and stop")
-    return made
+    return out
 
 
 def main(argv: Sequence[str]) -> int:
@@ -178,7 +178,7 @@ def main(argv: Sequence[str]) -> int:
     program = [sys.executable, "-m", "zaya_plugin.aegis.preflight_node"]
     commands = {name: [on(launcher, name) + [*program, name, *words]] for name in names}
     if options.dry_run:
-        print("\n".join(shlex.join(each[0]) for each in commands.values()))
+        print("\n".join(shlex.join(command[0]) for command in commands.values()))
         for number, pairs in enumerate(rounds(sorted(names)), 1):
             print(f"pairs, round {number}: " + ", ".join(f"{one} with {other}" for one, other in pairs))
         return 0
@@ -211,12 +211,12 @@ def _report(folder: Path, name: str, code: int | None) -> Node:
 
 def _nodes(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """Return the names of the nodes and the words of the launcher, none for this machine alone."""
-    given = options.nodes if options.nodes is not None else environ.get("SLURM_JOB_NODELIST", socket.gethostname())
+    listed = options.nodes if options.nodes is not None else environ.get("SLURM_JOB_NODELIST", socket.gethostname())
     launcher = options.launcher or (SRUN if "SLURM_JOB_NODELIST" in environ else "")
     try:
-        names, words = sorted(set(expand(given))), shlex.split(launcher)
+        names, words = sorted(set(expand(listed))), shlex.split(launcher)
     except ValueError as error:
-        key, value = ("--launcher", launcher) if "quotation" in str(error) else ("--nodes", given)
+        key, value = ("--launcher", launcher) if "quotation" in str(error) else ("--nodes", listed)
         raise mistake(key, value, problem=f"is not clear ({error})", allowed="n[1-3,08],m1") from None
     for name in names:
         if NAME.fullmatch(name) is None:
@@ -230,15 +230,15 @@ def _nodes(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[lis
     return names, words
 
 
-def _thresholds(given: Sequence[str]) -> dict[str, float]:
-    found = {}
-    for each in given:
-        name, _, value = each.partition("=")
+def _thresholds(words: Sequence[str]) -> dict[str, float]:
+    thresholds = {}
+    for word in words:
+        name, _, value = word.partition("=")
         try:
-            found[name] = real_number(0, MOST_AMOUNT)(value)
+            thresholds[name] = real_number(0, MOST_AMOUNT)(value)
         except argparse.ArgumentTypeError as error:
             problem = f"is no threshold: {error}"
-            raise mistake("--min", each, problem=problem, fix="--min gemm_tflops=600") from None
+            raise mistake("--min", word, problem=problem, fix="--min gemm_tflops=600") from None
         if name not in FIGURES:
-            raise mistake("--min", each, problem="there is no such figure", allowed=", ".join(FIGURES))
-    return found
+            raise mistake("--min", word, problem="there is no such figure", allowed=", ".join(FIGURES))
+    return thresholds

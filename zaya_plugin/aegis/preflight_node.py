@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one node measures in a preflight, by a program that its launcher starts there:
+"""The measurements of one node in a preflight, by a program that its launcher starts there:
 
 python -m zaya_plugin.aegis.preflight_node NODE OUTPUT DEVICE STORAGE
 """
@@ -31,7 +31,7 @@ CODES = {"devices": "004", "ras": "008", "pcie": "308", "port": "201", "ethernet
 
 @dataclass
 class Node:
-    """What one node has found. doing: what it had not ended. failures: [AMD's code or "", reason].
+    """The findings of one node. doing: what it had not ended. failures: [AMD's code or "", reason].
 
     name: of its devices. figures: name -> device or "" -> value. pairs: partner -> GB/s, None: it failed.
     """
@@ -81,18 +81,18 @@ def take_verify(node: Node, record: Mapping[str, Any]) -> None:
     if not record["complete"]:
         node.fail("zaya verify did not come to its end")
     for line in record["lines"]:
-        name, reason, found = line["line"], line["reason"], line["figures"]
+        name, reason, figures = line["line"], line["reason"], line["figures"]
         if line["state"] == "wrong":
             missing = name == "environment" and re.search(r"\d+ of \d+ devices|finds no device", reason)
             node.fail(f"{name}: {reason}", "devices" if missing else "")
         elif line["state"] == "slow":  # the expected rates of some devices are predictions
             node.notes.append(printable(f"{name}: {reason}"))
         if name == "rates":
-            for device, rates in found.items():
+            for device, rates in figures.items():
                 for figure in ("gemm_tflops", "copy_tb_per_s"):
                     node.keep(figure, rates.get(figure), device)
-        elif name == "all_reduce" and found.get("sizes"):
-            node.keep("all_reduce_gb_per_s", found["sizes"][-1]["gb_per_s"])
+        elif name == "all_reduce" and figures.get("sizes"):
+            node.keep("all_reduce_gb_per_s", figures["sizes"][-1]["gb_per_s"])
 
 
 def read(path: Path) -> str:
@@ -127,9 +127,9 @@ def look_at_links(node: Node, root: Path) -> set[str]:
         if width.isdecimal() and most.isdecimal() and 0 < int(width) < int(most):
             node.fail(f"{device.parent.name}: PCIe link of width {width} of {most}", "pcie")
         for counter in sorted((device / "ras").glob("*_err_count")):
-            if (found := re.search(r"ue: *(\d+)", read(counter))) and int(found[1]):
+            if (match := re.search(r"ue: *(\d+)", read(counter))) and int(match[1]):
                 block = counter.name.removesuffix("_err_count")
-                node.fail(f"{device.parent.name}: {found[1]} uncorrectable errors in {block}", "ras")
+                node.fail(f"{device.parent.name}: {match[1]} uncorrectable errors in {block}", "ras")
     return rails
 
 
@@ -159,25 +159,25 @@ def look_at_storage(node: Node, folder: Path, rails: set[str], root: Path) -> No
 
 def mount_of(path: Path, root: Path) -> tuple[str, str, str]:
     """Return type, source and options of the mount that holds `path`."""
-    found = ("", "", "")
+    mount = ("", "", "")
     best = -1
     for line in read(root / "proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
         point, after = left.split()[4].replace("\\040", " "), right.split()
         if len(after) == 3 and path.is_relative_to(point) and len(point) >= best:
-            best, found = len(point), (after[0], after[1], after[2])
-    return found
+            best, mount = len(point), (after[0], after[1], after[2])
+    return mount
 
 
 def interface_of(address: str, root: Path) -> str | None:
     """Return the interface of the route to an IPv4 address."""
     try:
-        wanted = int.from_bytes(socket.inet_aton(address), "little")
+        number = int.from_bytes(socket.inet_aton(address), "little")
     except OSError:
         return None
     routes = [line.split() for line in read(root / "proc/net/route").splitlines()[1:]]
-    fitting = [(int(words[7], 16), words[0]) for words in routes if wanted & int(words[7], 16) == int(words[1], 16)]
-    return max(fitting, key=lambda each: each[0].bit_count(), default=(0, None))[1]
+    fitting = [(int(words[7], 16), words[0]) for words in routes if number & int(words[7], 16) == int(words[1], 16)]
+    return max(fitting, key=lambda entry: entry[0].bit_count(), default=(0, None))[1]
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ def judge(nodes: Sequence[Node], least: Mapping[str, float], slower: float) -> N
     for node in nodes:
         if node.doing:
             node.fail(f"it did not end: {node.doing}")
-        floors = next((each for name, each in FLOORS.items() if name in node.name), {}) | least
-        for name in sorted(set().union(*(each.figures for each in nodes)) | (set(least) - {"pair_gb_per_s"})):
-            peers = [value for each in nodes if each is not node for value in each.figures.get(name, {}).values()]
+        floors = next((floor for name, floor in FLOORS.items() if name in node.name), {}) | least
+        for name in sorted(set().union(*(other.figures for other in nodes)) | (set(least) - {"pair_gb_per_s"})):
+            peers = [value for other in nodes if other is not node for value in other.figures.get(name, {}).values()]
             middle = statistics.median(peers) if peers else 0.0
             own, share = (
                 node.figures.get(name, {}),
@@ -41,9 +41,9 @@ def judge(nodes: Sequence[Node], least: Mapping[str, float], slower: float) -> N
     def bad(node: Node) -> bool:
         return bool(node.pairs) and all(rate is None or rate < limit for rate in node.pairs.values())
 
-    for node in [each for each in nodes if bad(each)]:
-        told = ", ".join(f"{name} {'failed' if rate is None else f'{rate:.3g}'}" for name, rate in node.pairs.items())
-        node.fail(f"the all-reduce is slow or fails with each partner (GB/s: {told})")
+    for node in [other for other in nodes if bad(other)]:
+        pairs = ", ".join(f"{name} {'failed' if rate is None else f'{rate:.3g}'}" for name, rate in node.pairs.items())
+        node.fail(f"the all-reduce is slow or fails with each partner (GB/s: {pairs})")
 
 
 def table(nodes: Sequence[Node]) -> str:

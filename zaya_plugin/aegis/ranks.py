@@ -103,7 +103,7 @@ class Ranks:
         return [*range(message["first_rank"], message["first_rank"] + self.settings.ranks_per_node)]
 
     def environment(self, message: dict[str, Any], local: int, number: int) -> dict[str, str]:
-        here = self.settings.ranks_per_node
+        local_ranks = self.settings.ranks_per_node
         variables = {name: value for name, value in os.environ.items() if name not in OUTER}
         variables |= {
             "MASTER_ADDR": message["address"],
@@ -115,15 +115,15 @@ class Ranks:
             GRACE: variables.get(GRACE, "inf"),
         }
         if self.settings.each == "rank":
-            world = message["nodes"] * here
+            world = message["nodes"] * local_ranks
             variables |= {"RANK": str(number), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local)}
-            variables |= {"LOCAL_WORLD_SIZE": str(here), LAUNCHER_PID: str(os.getpid())}
+            variables |= {"LOCAL_WORLD_SIZE": str(local_ranks), LAUNCHER_PID: str(os.getpid())}
         else:
-            variables |= {"NNODES": str(message["nodes"]), "NODE_RANK": str(number), "GPUS_PER_NODE": str(here)}
+            variables |= {"NNODES": str(message["nodes"]), "NODE_RANK": str(number), "GPUS_PER_NODE": str(local_ranks)}
         if message.get("turn"):
             for name in VISIBLE:
-                given = [item for item in variables.get(name, "").split(",") if item]
-                devices = given or [str(device) for device in range(here)]
+                visible = [item for item in variables.get(name, "").split(",") if item]
+                devices = visible or [str(device) for device in range(local_ranks)]
                 turn = message["turn"] % len(devices)
                 variables[name] = ",".join(devices[turn:] + devices[:turn])
         return variables
@@ -171,7 +171,7 @@ class Ranks:
                 process, data, last = self._logs.get_nowait()
             except queue.Empty:
                 return
-            if not any(process is each for each in self.processes):  # of the attempt before
+            if not any(process is item for item in self.processes):  # of the attempt before
                 continue
             process.whole |= last
             if process.rank == 0 and data:
@@ -180,10 +180,10 @@ class Ranks:
             process.part = b"" if last else lines.pop()[-LOG_BYTES:]
             now = time.time()
             for line in lines:
-                if found := process.reader.read(line, now):
+                if evidence := process.reader.read(line, now):
                     at = stamp(line[:200].decode(errors="replace"), now)
-                    for each in found:
-                        self.tell(replace(each, time=at))
+                    for item in evidence:
+                        self.tell(replace(item, time=at))
 
 
 def end_with_agent() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the decision maker remembers: the journal, and the state of the run that follows from it. After a crash of the
+"""The memory of the decision maker: the journal, and the state of the run that follows from it. After a crash of the
 decision maker, or a new start of the job, it is read from there.
 """
 
@@ -77,14 +77,14 @@ class Record:
         if folder is None or not answers:
             return
         with contextlib.suppress(OSError):
-            there = {
-                int(found[1]): entry
+            steps = {
+                int(match[1]): entry
                 for entry in os.scandir(folder)
-                if (found := COMPLETE.fullmatch(entry.name))
+                if (match := COMPLETE.fullmatch(entry.name))
                 and os.path.exists(os.path.join(entry.path, "manifest.json"))
             }
-            self.cluster.checkpoints = [step for step in self.cluster.checkpoints if step in there]
-            for step in sorted(set(there) - set(self.cluster.checkpoints)):
+            self.cluster.checkpoints = [step for step in self.cluster.checkpoints if step in steps]
+            for step in sorted(set(steps) - set(self.cluster.checkpoints)):
                 self.note("checkpoint", step=step)
 
     def put_aside(self, to_step: int) -> None:

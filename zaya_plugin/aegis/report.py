@@ -67,51 +67,51 @@ def moment(clock: float | None) -> str:
         return "-"
 
 
-def state(found: Account) -> str:
+def state(account: Account) -> str:
     """Say how the run stands."""
-    if found.begin is None:
+    if account.begin is None:
         return "the journal is empty"
-    if not found.ended:
+    if not account.ended:
         return "no end in the journal; figures up to its last line"
-    code = "no exit code" if found.code is None else f"exit code {found.code}"
-    return f"ended, {code}: {found.reason}"
+    code = "no exit code" if account.code is None else f"exit code {account.code}"
+    return f"ended, {code}: {account.reason}"
 
 
-def figures(found: Account) -> list[tuple[str, str, str]]:
+def figures(account: Account) -> list[tuple[str, str, str]]:
     """Return name, value and meaning of the figures of a run."""
-    detect, recover = found.mean("detect"), found.mean("recover")
-    lost = sum(one.gpu_hours for one in found.failures)
-    kinds = ", ".join(f"{number} {action}" for action, number in sorted(found.decisions.items())) or "none"
+    detect, recover = account.mean("detect"), account.mean("recover")
+    lost = sum(one.gpu_hours for one in account.failures)
+    kinds = ", ".join(f"{number} {action}" for action, number in sorted(account.decisions.items())) or "none"
     return [
-        ("supervised", duration(found.seconds), f"since {moment(found.begin)}, pauses between runs left out"),
-        ("effective training time", percent(found.ettr), "training that was kept / time (ETTR)"),
-        ("goodput", percent(found.goodput), "kept steps x median step time / time"),
-        ("uptime", percent(found.uptime), "time in which ranks were running / time"),
-        ("steps kept", f"{found.kept_steps:,.0f}", f"{found.step_seconds or 0:.3g} s a step (median)"),
-        ("steps lost", f"{found.lost_steps:,.0f}", "made, and made again after a failure"),
-        ("GPU hours", f"{found.gpu_hours:,.2f}", f"{lost:,.2f} of them lost to failures"),
-        ("attempts", f"{len(found.attempts):,}", f"{len(found.failures)} ended by a failure"),
-        ("decisions", f"{sum(found.decisions.values()):,}", kinds),
+        ("supervised", duration(account.seconds), f"since {moment(account.begin)}, pauses between runs left out"),
+        ("effective training time", percent(account.ettr), "training that was kept / time (ETTR)"),
+        ("goodput", percent(account.goodput), "kept steps x median step time / time"),
+        ("uptime", percent(account.uptime), "time in which ranks were running / time"),
+        ("steps kept", f"{account.kept_steps:,.0f}", f"{account.step_seconds or 0:.3g} s a step (median)"),
+        ("steps lost", f"{account.lost_steps:,.0f}", "made, and made again after a failure"),
+        ("GPU hours", f"{account.gpu_hours:,.2f}", f"{lost:,.2f} of them lost to failures"),
+        ("attempts", f"{len(account.attempts):,}", f"{len(account.failures)} ended by a failure"),
+        ("decisions", f"{sum(account.decisions.values()):,}", kinds),
         ("mean time to detect", duration(detect), "from the evidence on its node to the symptom"),
         ("mean time to recover", duration(recover), "from the symptom to the next attempt's first step"),
     ]
 
 
-def place(found: Account, step: float | None) -> str:
+def place(account: Account, step: float | None) -> str:
     """Return a step of the run for a person: that of its stage, where there are several."""
     if step is None:
         return "-"
-    if len(found.stages) < 2:
+    if len(account.stages) < 2:
         return f"{step:,.0f}"
-    stage = found.stage_at(step)
-    return f"{step - stage.before:,.0f} of {name_of(found, stage)}"
+    stage = account.stage_at(step)
+    return f"{step - stage.before:,.0f} of {name_of(account, stage)}"
 
 
-def name_of(found: Account, stage: Stage) -> str:
-    return stage.name or f"stage {found.stages.index(stage) + 1}"
+def name_of(account: Account, stage: Stage) -> str:
+    return stage.name or f"stage {account.stages.index(stage) + 1}"
 
 
-def tables(found: Account) -> list[Table]:
+def tables(account: Account) -> list[Table]:
     """Return the tables of a run."""
     causes = [
         (
@@ -121,7 +121,7 @@ def tables(found: Account) -> list[Table]:
             duration(row["seconds"]),
             f"{row['gpu_hours']:,.2f}",
         )
-        for row in found.by_cause()
+        for row in account.by_cause()
     ]
     failures = [
         (
@@ -137,7 +137,7 @@ def tables(found: Account) -> list[Table]:
             f"{one.lost_steps:,.0f}",
             f"{one.gpu_hours:,.2f}",
         )
-        for number, one in enumerate(found.failures, 1)
+        for number, one in enumerate(account.failures, 1)
     ]
     attempts = [
         (
@@ -145,26 +145,26 @@ def tables(found: Account) -> list[Table]:
             moment(one.clock),
             duration(one.end - one.start),
             str(one.world_size),
-            place(found, one.base if len(found.stages) > 1 else one.resume_step),
-            place(found, one.last_step),
+            place(account, one.base if len(account.stages) > 1 else one.resume_step),
+            place(account, one.last_step),
             "-" if one.failure is None else one.failure.cause,
             " ".join(one.nodes[:4]) + (f" and {len(one.nodes) - 4} more" if len(one.nodes) > 4 else ""),
         )
-        for one in found.attempts
+        for one in account.attempts
     ]
     why = [
         (str(number), one.action or "-", one.reason or "-", one.text or "-")
-        for number, one in enumerate(found.failures, 1)
+        for number, one in enumerate(account.failures, 1)
     ]
     stages = [
         (
-            name_of(found, each),
-            f"{found.kept_in(each):,.0f}",
-            "-" if each.step_seconds is None else f"{each.step_seconds:.3g} s",
+            name_of(account, stage),
+            f"{account.kept_in(stage):,.0f}",
+            "-" if stage.step_seconds is None else f"{stage.step_seconds:.3g} s",
         )
-        for each in found.stages
+        for stage in account.stages
     ]
-    made = [
+    parts = [
         Table("Stages", ("stage", "steps kept", "a step (median)"), stages if len(stages) > 1 else []),
         Table("Lost by cause", ("cause", "failures", "steps", "time", "GPU hours"), causes),
         Table(
@@ -176,14 +176,14 @@ def tables(found: Account) -> list[Table]:
         Table(
             "Waited for",
             ("after", "cause", "node", "reason"),
-            [(duration(one["time"]), one["cause"], one["node"] or "-", one["reason"]) for one in found.rides],
+            [(duration(one["time"]), one["cause"], one["node"] or "-", one["reason"]) for one in account.rides],
         ),
         Table(
             "Attempts", ("attempt", "start", "time", "ranks", "from step", "last step", "ended by", "nodes"), attempts
         ),
-        Table("Nodes left out", ("node", "reason"), sorted(found.nodes_out.items())),
+        Table("Nodes left out", ("node", "reason"), sorted(account.nodes_out.items())),
     ]
-    return [_shortened(table) for table in made if table.rows]
+    return [_shortened(table) for table in parts if table.rows]
 
 
 def _shortened(table: Table) -> Table:
@@ -192,12 +192,12 @@ def _shortened(table: Table) -> Table:
     return Table(table.title, table.columns, rows[-SHOWN:], note)
 
 
-def as_text(found: Account) -> str:
+def as_text(account: Account) -> str:
     """Return the report for a terminal."""
-    parts = [f"command  {printable(shlex.join(found.command))}", f"state    {printable(state(found))}", ""]
-    given = figures(found)
-    parts += [printable(f"{name:24}{value:>14}   {meaning}") for name, value, meaning in given]
-    for table in tables(found):
+    parts = [f"command  {printable(shlex.join(account.command))}", f"state    {printable(state(account))}", ""]
+    rows = figures(account)
+    parts += [printable(f"{name:24}{value:>14}   {meaning}") for name, value, meaning in rows]
+    for table in tables(account):
         parts += ["", table.title + (f" ({table.note})" if table.note else ""), *_lined_up(table)]
     return "\n".join(parts)
 
@@ -210,38 +210,38 @@ def _lined_up(table: Table) -> list[str]:
     ]
 
 
-def as_json(found: Account) -> dict[str, Any]:
+def as_json(account: Account) -> dict[str, Any]:
     """Return the figures, failures and attempts as plain data."""
     names = "command ended code reason begin seconds ettr goodput uptime training step_seconds kept_steps lost_steps"
-    one_by_one = {"attempts": found.attempts, "failures": found.failures, "stages": found.stages}
+    one_by_one = {"attempts": account.attempts, "failures": account.failures, "stages": account.stages}
     return {
-        **{name: getattr(found, name) for name in f"{names} gpu_hours decisions nodes_out".split()},
-        "mean_detect": found.mean("detect"),
-        "mean_recover": found.mean("recover"),
-        "by_cause": found.by_cause(),
-        **{name: [asdict(each) for each in rows] for name, rows in one_by_one.items()},
+        **{name: getattr(account, name) for name in f"{names} gpu_hours decisions nodes_out".split()},
+        "mean_detect": account.mean("detect"),
+        "mean_recover": account.mean("recover"),
+        "by_cause": account.by_cause(),
+        **{name: [asdict(row) for row in rows] for name, rows in one_by_one.items()},
     }
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    out = argparse.ArgumentParser(
         "zaya aegis report",
         description=WHAT,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    made.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, or its folder aegis")
-    made.add_argument("--html", type=Path, metavar="FILE", help="write a page with a timeline")
-    made.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    return made
+    out.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, or its folder aegis")
+    out.add_argument("--html", type=Path, metavar="FILE", help="write a page with a timeline")
+    out.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    return out
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `zaya aegis report` with the words `argv`."""
     options = parser().parse_args(argv)
     journal = find(options.run_dir)
-    found = account(read(journal))
+    result = account(read(journal))
     if options.html is not None:
         from zaya_plugin.aegis.page import page
         from zaya_plugin.config.whole_file import write_whole
@@ -250,6 +250,6 @@ def main(argv: Sequence[str]) -> int:
             raise mistake("--html", options.html, problem="its folder does not exist", fix="--html report.html")
         title = journal.resolve().parent
         name = title.parent.name if title.name == "aegis" else title.name
-        write_whole(options.html, page(found, name, state(found), figures(found), tables(found)))
-    print(json.dumps(as_json(found), indent=1) if options.json else as_text(found))
+        write_whole(options.html, page(result, name, state(result), figures(result), tables(result)))
+    print(json.dumps(as_json(result), indent=1) if options.json else as_text(result))
     return 0

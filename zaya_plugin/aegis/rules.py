@@ -132,7 +132,7 @@ class Rules:
 
     def match(self, source: str, line: str | bytes) -> list[Rule]:
         """Return the rows that name `line` as a fault. source: kernel, or rank, agent or slurm, which are the same."""
-        return [found.rule for found in self.find(source, line) if not found.recovered]
+        return [match.rule for match in self.find(source, line) if not match.recovered]
 
     def find(self, source: str, line: str | bytes) -> list[Found]:
         """Return the rows that name `line` as a fault, or as the end of one."""
@@ -167,14 +167,14 @@ class _Family:
     def find(self, line: str) -> list[Found]:
         lowered = line.lower()
         tests = self.tests if self.any_word.search(lowered) else self.wordless
-        found: dict[str, Found] = {}
+        by_name: dict[str, Found] = {}
         for word, pattern, rule, excluded, recovered in tests:
-            if word in lowered and rule.name not in found and (read := pattern.search(line)):
+            if word in lowered and rule.name not in by_name and (read := pattern.search(line)):
                 if not any(other.search(line) for other in excluded):
-                    found[rule.name] = Found(rule, _values(read), recovered)
-        if any(not one.rule.fallback for one in found.values()):
-            return [one for one in found.values() if not one.rule.fallback]
-        return list(found.values())
+                    by_name[rule.name] = Found(rule, _values(read), recovered)
+        if any(not one.rule.fallback for one in by_name.values()):
+            return [one for one in by_name.values() if not one.rule.fallback]
+        return list(by_name.values())
 
 
 class Reader:
@@ -205,8 +205,8 @@ class Reader:
         line = line[:LINE]
         if self.source != KERNEL:
             self._follow(line, time)
-        found = self.rules.find(self.source, line)
-        return [self._evidence(one, line, time) for one in found if self._is_new(one.rule, time)] if found else []
+        matches = self.rules.find(self.source, line)
+        return [self._evidence(one, line, time) for one in matches if self._is_new(one.rule, time)] if matches else []
 
     def _is_new(self, rule: Rule, time: float) -> bool:
         """Whether the row was not yet named A_MINUTE times in this minute: one bad rank may write a line a million times."""
@@ -234,9 +234,9 @@ class Reader:
             return int(next(number for number in read.groups() if number is not None))
         return self.rank
 
-    def _evidence(self, found: Found, line: str, time: float) -> Evidence:
-        rule, values, rank, source = found.rule, dict(found.values), self._rank_of(line), self.source
-        if found.recovered:
+    def _evidence(self, match: Found, line: str, time: float) -> Evidence:
+        rule, values, rank, source = match.rule, dict(match.values), self._rank_of(line), self.source
+        if match.recovered:
             values["recovered"] = True
         node = str(values.get("host", self.node))
         if "exit_code" in values:
@@ -254,19 +254,21 @@ class Reader:
 
 def _values(read: re.Match) -> dict[str, Any]:
     """Return the named groups that took part, numbers as numbers."""
-    given = {name: value for name, value in read.groupdict().items() if value is not None}
-    found = {
+    groups = {name: value for name, value in read.groupdict().items() if value is not None}
+    values = {
         name: int(value) if re.fullmatch(r"-?\d{1,18}", value) and value.isascii() else value
-        for name, value in given.items()
+        for name, value in groups.items()
     }
     # `\d` takes digits of all scripts, and a line may hold a hundred of them: no exit code and no rank.
-    return {name: value for name, value in found.items() if name not in ("exit_code", "task") or isinstance(value, int)}
+    return {
+        name: value for name, value in values.items() if name not in ("exit_code", "task") or isinstance(value, int)
+    }
 
 
 def words(pattern: str) -> list[str] | None:
     """Return words, in lower case, one of which every match of `pattern` holds; None if there are none of 3 letters."""
-    found = _words(sre_parser.parse(pattern))
-    return found if found and min(map(len, found)) >= 3 else None
+    groups = _words(sre_parser.parse(pattern))
+    return groups if groups and min(map(len, groups)) >= 3 else None
 
 
 def _words(parsed: Iterable) -> list[str] | None:
@@ -303,11 +305,11 @@ def read(path: Path) -> list[Rule]:
         raise mistake("--rules", path, problem=f"is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(rows, list):
         raise mistake("--rules", path, problem="holds no list of rows", fix="begin each row with `- name: ...`")
-    found = [_rule(path, number, row) for number, row in enumerate(rows, 1)]
-    for rule in found:
-        if sum(other.name == rule.name for other in found) > 1:
+    rules = [_rule(path, number, row) for number, row in enumerate(rows, 1)]
+    for rule in rules:
+        if sum(other.name == rule.name for other in rules) > 1:
             raise mistake(str(path), problem=f"the row {rule.name} comes twice", fix="remove or rename one of them")
-    return found
+    return rules
 
 
 def _rule(path: Path, number: int, row: Any) -> Rule:

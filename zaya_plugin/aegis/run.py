@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> Parser:
     """Return the parser of the options before `--`."""
-    found = Parser(
+    out = Parser(
         "zaya aegis run",
         usage="zaya aegis run [options] -- COMMAND ...",
         description=WHAT,
@@ -72,7 +72,7 @@ def parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = found.add_argument
+    add = out.add_argument
     add(
         "--nodes",
         type=whole_number(1, MOST_RANKS),
@@ -127,7 +127,7 @@ def parser() -> Parser:
     add("--hook", default="", metavar="COMMAND", help="a program of yours for alerts; it reads JSON from its input")
     add("--requeue", action="store_true", help="give the job back to SLURM when too few nodes are left")
     add("--dry-run", action="store_true", help="print what would be started, and stop")
-    return found
+    return out
 
 
 def settings_of(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settings, argparse.Namespace]:
@@ -148,7 +148,7 @@ def settings_of(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settin
             fix="zaya aegis run [options] -- zaya train ...",
         )
     recipe = _recipe(command) if is_train(command) else None
-    each = options.start or ("rank" if recipe else "node")
+    start = options.start or ("rank" if recipe else "node")
     counted = next((name for name in ("SLURM_NNODES", "SLURM_JOB_NUM_NODES") if environ.get(name)), None)
     in_job = whole_variable(environ, counted, 1) if counted else 0
     if options.nodes is None:
@@ -209,7 +209,7 @@ def settings_of(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settin
         raise mistake("--node", node, problem="is no name", allowed="letters, digits, - _ and .")
     settings = Settings(
         command=command,
-        each=each,
+        each=start,
         node=node,
         nodes=options.nodes,
         spares=options.spares,
@@ -245,7 +245,7 @@ def _recipe(command: Sequence[str]):
     overrides = [word for word in words if "=" in word and not word.startswith("-")]
     if stage is None:
         return compose(overrides)
-    stages = {each.name: each.recipe for each in compose_curriculum(overrides).stages}
+    stages = {one.name: one.recipe for one in compose_curriculum(overrides).stages}
     if stage not in stages:
         raise mistake("--only", stage, problem="no such stage", allowed=", ".join(stages))
     return stages[stage]
@@ -257,7 +257,9 @@ def _check_is_of_stage(folder: Path, command: Sequence[str]) -> None:
     """
     rows = read(folder / NAME) if (folder / NAME).exists() else ()
     begins = (row.get("command") for row in rows if row["kind"] == "begin")
-    before = next((found for found in begins if isinstance(found, list) and found), command)  # a disk may damage lines
+    before = next(
+        (candidate for candidate in begins if isinstance(candidate, list) and candidate), command
+    )  # a disk may damage lines
     words = [str(word) for word in before]
     if only(words) != only(command):
         raise mistake(
@@ -274,14 +276,14 @@ def _sizes(recipe, nodes: int, least: int, ranks: int) -> tuple[int, ...]:
     from zaya_plugin.config.validate import validate
 
     validate(recipe, nodes * ranks)
-    found = [nodes]
+    sizes = [nodes]
     for number in range(nodes - 1, least - 1, -1):
         try:
             validate(recipe, number * ranks)
         except ValueError:
             continue
-        found.append(number)
-    return tuple(found)
+        sizes.append(number)
+    return tuple(sizes)
 
 
 def _decider(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[str, int]:
@@ -315,14 +317,18 @@ def accelerators() -> int:
 
 def describe(settings: Settings) -> str:
     """Return what would be started."""
-    here = settings.ranks_per_node
-    once = f"{settings.nodes * here} ranks" if settings.each == "rank" else f"once on each node, for {here} ranks"
+    local_ranks = settings.ranks_per_node
+    once = (
+        f"{settings.nodes * local_ranks} ranks"
+        if settings.each == "rank"
+        else f"once on each node, for {local_ranks} ranks"
+    )
     sizes = f", or {', '.join(map(str, settings.sizes[1:]))}" if settings.sizes[1:] else ""
     return "\n".join(
         (
             f"command:   {shlex.join(settings.command)}",
             f"started:   {once}",
-            f"nodes:     {settings.nodes} of {here} ranks{sizes}; spares: {settings.spares}; this one: {settings.node}",
+            f"nodes:     {settings.nodes} of {local_ranks} ranks{sizes}; spares: {settings.spares}; this one: {settings.node}",
             f"decider:   {settings.host}:{settings.port or 'a free port'}",
             f"journal:   {settings.journal}",
             f"restarts:  {settings.restarts} in a row without a new step",

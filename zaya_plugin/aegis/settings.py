@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `zaya aegis run` tells the agent and the decision maker that it starts, as one word of JSON."""
+"""The settings that `zaya aegis run` passes to the agent and the decision maker, as one word of JSON."""
 
 from __future__ import annotations
 

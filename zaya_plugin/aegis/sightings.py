@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the decision maker has seen: evidence of all nodes, what a new piece calls for, and what all of it says."""
+"""Collect evidence from all nodes, classify each new item, and request a diagnosis."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zaya_plugin.aegis.rules import Rules
 
 KEPT = 20_000  # pieces of evidence
 PROBE_SECONDS = 3.0  # in which the storage probes of other nodes tell a broken disk or mount from a broken file server
-TOLD = ("slow_rank", "packets_lost")  # watched, and worth a line of the journal
+LISTED_RULES = ("slow_rank", "packets_lost")  # watched, and worth a line of the journal
 # What a piece of evidence calls for: a decision while the ranks run, a look for the cause of a failure, or a line.
 JUDGE, LOOK, NOTE = "judge", "look", "note"
 
@@ -36,7 +36,7 @@ class Sightings:
     def begin_attempt(self) -> None:
         """Forget the attempt before; what kernels have said lately may explain a failure of the next one too."""
         since = time.time() - LOOKBACK
-        self.evidence = deque((each for each in self.evidence if each.time > since and each.source == "kernel"), KEPT)
+        self.evidence = deque((item for item in self.evidence if item.time > since and item.source == "kernel"), KEPT)
         self.symptom: Evidence | None = None
         self.hanging: Evidence | None = None
         self.doubted: Evidence | None = None
@@ -53,22 +53,22 @@ class Sightings:
             return None
         if rule.role != "root":
             key = (rule.name, evidence.node, evidence.rank)
-            if rule.name not in TOLD or key in self._told:
+            if rule.name not in LISTED_RULES or key in self._told:
                 return None
             self._told.add(key)
             return JUDGE
-        here = (rule.name, evidence.node)
+        place = (rule.name, evidence.node)
         if evidence.values.get("recovered"):
-            self._ridden.discard(here)
+            self._ridden.discard(place)
         elif rule.name == "hang" and self.rides():
             self.hanging = evidence
         elif self._ends_now(evidence):
             return LOOK
-        elif rule.action == "ride" and here not in self._ridden:
-            self._ridden.add(here)
+        elif rule.action == "ride" and place not in self._ridden:
+            self._ridden.add(place)
             return JUDGE
-        elif rule.severity in ("fatal", "high") and here not in self._ridden:
-            self._ridden.add(here)  # kept: it may explain a failure that follows
+        elif rule.severity in ("fatal", "high") and place not in self._ridden:
+            self._ridden.add(place)  # kept: it may explain a failure that follows
             if rule.action == "exchange" and evidence.source == "storage":
                 self.doubted = evidence
             return NOTE
@@ -91,32 +91,32 @@ class Sightings:
     def _is_alone(self, evidence: Evidence) -> bool:
         """Whether no other node says the same: then the fault is the node's, not the file server's."""
         return not any(
-            each.rule == evidence.rule and each.source == evidence.source and each.node != evidence.node
-            for each in self.evidence
+            item.rule == evidence.rule and item.source == evidence.source and item.node != evidence.node
+            for item in self.evidence
         )
 
     def rides(self) -> bool:
         """Whether something is waited for that may end by itself, such as a file server that does not respond."""
-        over = {(each.rule, each.node): each.time for each in self.evidence if each.values.get("recovered")}
+        over = {(item.rule, item.node): item.time for item in self.evidence if item.values.get("recovered")}
         return any(
-            each.rule in self.rules
-            and self.rules[each.rule].action == "ride"
-            and self.rules[each.rule].role == "root"
-            and not each.values.get("recovered")
-            and over.get((each.rule, each.node), 0) < each.time
-            and time.time() - each.time < self.rules[each.rule].ride
-            for each in self.evidence
+            item.rule in self.rules
+            and self.rules[item.rule].action == "ride"
+            and self.rules[item.rule].role == "root"
+            and not item.values.get("recovered")
+            and over.get((item.rule, item.node), 0) < item.time
+            and time.time() - item.time < self.rules[item.rule].ride
+            for item in self.evidence
         )
 
     def has_exit(self, node: str, rank: int) -> bool:
         """Whether the agent of `node` has told why this rank has ended."""
-        return any(each.source == "exit" and each.node == node and each.rank == rank for each in self.evidence)
+        return any(item.source == "exit" and item.node == node and item.rank == rank for item in self.evidence)
 
     def name_missing(self, world: Collection[int], ranks_per_node: int) -> None:
         """Of the flight recorders' dumps after a hang: add the rank that did not arrive."""
-        if any(each.rule == "missing_rank" for each in self.evidence):
+        if any(item.rule == "missing_rank" for item in self.evidence):
             return
-        dumps = {each.rank: each.values for each in self.evidence if each.rule == "flight_record"}
+        dumps = {item.rank: item.values for item in self.evidence if item.rule == "flight_record"}
         ranks, why = missing(dumps, world)
         for rank in ranks:
             node = self.cluster.node_of(rank, ranks_per_node)
@@ -129,20 +129,20 @@ class Sightings:
             at = min(stepped, self.symptom.time)
             progress = [Evidence(at, "", "progress", "made a step", values={"step": self.cluster.step})]
         since = time.time() - LOOKBACK
-        here = (*self.cluster.nodes, "")  # what happens on a spare explains nothing
-        found = [
-            each for each in self.evidence if each is self.symptom or each.time > since and each.node in here
+        nodes = (*self.cluster.nodes, "")  # what happens on a spare explains nothing
+        relevant = [
+            item for item in self.evidence if item is self.symptom or item.time > since and item.node in nodes
         ]  # the symptom counts whatever its clock says
-        return diagnosis(found + progress, self.rules)
+        return diagnosis(relevant + progress, self.rules)
 
     def unkillable(self) -> set[str]:
         """Return the nodes of the attempt on which processes have survived SIGKILL."""
-        return {each.node for each in self.evidence if each.rule == "unkillable" and each.node in self.cluster.nodes}
+        return {item.node for item in self.evidence if item.rule == "unkillable" and item.node in self.cluster.nodes}
 
     def failed_code(self) -> int:
         """Return the exit code of the first rank that failed, as a shell shows it."""
-        exits = sorted((each for each in self.evidence if each.source == "exit"), key=lambda each: each.time)
-        told = [int(each.values.get("exit_code", 1)) for each in exits]
+        exits = sorted((item for item in self.evidence if item.source == "exit"), key=lambda item: item.time)
+        codes = [int(item.values.get("exit_code", 1)) for item in exits]
         last = self.cluster.failures[-1].cause if self.cluster.failures else ""
-        code = next((code for code in told if code == 2), told[0] if told else HANG if last == "hang" else 1)
+        code = next((code for code in codes if code == 2), codes[0] if codes else HANG if last == "hang" else 1)
         return 128 - code if code < 0 else code or 1

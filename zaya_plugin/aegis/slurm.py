@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a supervised run asks of SLURM: start the job again, without the nodes that failed, and keep others off them.
+"""The requests of a supervised run to SLURM: start the job again without the nodes that failed, and keep others off.
 
 Every call is a list of words with a deadline; SLURM's controller may be busy or gone, and the run goes on without it.
 """
@@ -68,17 +68,17 @@ def requeue(job_id: str, nodes_out: Iterable[str] = ()) -> tuple[bool, str]:
     set its start to now. This process does not live that long, so a job of its own does it. If SLURM does not take that
     job the two minutes pass. The list of excluded nodes is kept. None of it needs the rights of an operator.
     """
-    taken, said = call("scontrol", "requeue", job_id)
+    taken, answer = call("scontrol", "requeue", job_id)
     if not taken:
-        return False, said
-    wrong, given = [], {name: os.environ.get(f"SLURM_JOB_{name.upper()}") for name in ("partition", "account", "qos")}
+        return False, answer
+    wrong, options = [], {name: os.environ.get(f"SLURM_JOB_{name.upper()}") for name in ("partition", "account", "qos")}
     if out := ",".join(sorted(nodes_out)):
-        done, said = call("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={out}")
-        wrong += [] if done else [f"the nodes are not excluded: {said}"]
-        given["exclude"] = out
-    words = [f"--{name}={value}" for name, value in given.items() if value]
-    done, said = call(*HELPER, *words, f"--wrap={START_NOW} {job_id}")
-    wrong += [] if done else [f"it waits for two minutes: {said}"]
+        done, answer = call("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={out}")
+        wrong += [] if done else [f"the nodes are not excluded: {answer}"]
+        options["exclude"] = out
+    words = [f"--{name}={value}" for name, value in options.items() if value]
+    done, answer = call(*HELPER, *words, f"--wrap={START_NOW} {job_id}")
+    wrong += [] if done else [f"it waits for two minutes: {answer}"]
     return True, "; ".join(wrong)
 
 
@@ -122,15 +122,15 @@ def expand(hosts: str) -> list[str]:
     """Return the names of a SLURM node list such as n[1-3,08],m1; raises ValueError for other text."""
     if not re.fullmatch(rf"{_ONE_HOST}(,{_ONE_HOST})*", hosts):
         raise ValueError("no node list such as n[1-3,08],m1")
-    found = []
+    names = []
     for name in re.findall(_ONE_HOST, hosts):
         if (inner := re.search(r"\[([^\]]*)\]", name)) is None:
-            found.append(name)
+            names.append(name)
             continue
         for part in inner[1].split(","):
             low, _, high = part.partition("-")
             if not 0 <= int(high or low) - int(low) < MOST_RANKS:
                 raise ValueError(f"{part}: a range of 1 to {MOST_RANKS:,} nodes")
             for number in range(int(low), int(high or low) + 1):
-                found += expand(f"{name[: inner.start()]}{number:0{len(low)}d}{name[inner.end() :]}")
-    return found
+                names += expand(f"{name[: inner.start()]}{number:0{len(low)}d}{name[inner.end() :]}")
+    return names

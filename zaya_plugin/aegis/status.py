@@ -111,31 +111,34 @@ def status(
 ) -> tuple[list[str], int]:
     """Return the lines for a person, and the exit code."""
     rows = [sound(row) for row in rows]
-    found, at = account(rows), Now()
+    result, at = account(rows), Now()
     for row in rows:
         at.take(row)
     if at.last is None:
         return ["the journal is empty: the decision maker has not started"], 1
     if metrics is not None and at.phase in ("trains", "starts") and metrics[1] >= at.attempt["time"]:
         at.step, at.progress, at.phase = metrics[0]["step"], max(at.progress or 0, metrics[1]), "trains"
-    trouble = _trouble(found, at, now)
+    trouble = _trouble(result, at, now)
     lines = [
-        ("state", at.phase + (f", exit code {found.code}" if found.ended else "") + _ago(at.since, now)),
+        ("state", at.phase + (f", exit code {result.code}" if result.ended else "") + _ago(at.since, now)),
         ("trouble", trouble),
         ("step", _step(at, metrics)),
         ("last progress", _ago(at.progress, now, "")),
-        ("attempt", _attempt(found, at)),
+        ("attempt", _attempt(result, at)),
         ("nodes", _nodes(at)),
         ("last failure", _failure(at, now)),
         ("decision", _decision(at)),
-        ("training", f"{percent(found.ettr)} of {duration(found.seconds)}, {found.lost_steps:,.0f} steps made again"),
+        (
+            "training",
+            f"{percent(result.ettr)} of {duration(result.seconds)}, {result.lost_steps:,.0f} steps made again",
+        ),
     ]
     return [f"{name:15}{printable(text)}" for name, text in lines if text], int(bool(trouble))
 
 
-def _trouble(found: Account, at: Now, now: float) -> str:
-    if found.ended:
-        return "" if found.code in (0, ENDED_EARLY) else found.reason or "it ended with an error"
+def _trouble(account: Account, at: Now, now: float) -> str:
+    if account.ended:
+        return "" if account.code in (0, ENDED_EARLY) else account.reason or "it ended with an error"
     if at.phase.startswith("down"):
         return "a failure has ended the attempt"
     heard = max(at.last, at.progress or 0)
@@ -162,11 +165,11 @@ def _step(at: Now, metrics: tuple[dict[str, Any], float] | None) -> str:
     return text + (f", loss {loss:.4f}" if isinstance(loss, float) else "")
 
 
-def _attempt(found: Account, at: Now) -> str:
+def _attempt(account: Account, at: Now) -> str:
     if not at.attempt:
         return ""
     resume = at.attempt.get("resume_step")
-    failures = f"{len(found.failures)} failures so far" if len(found.failures) != 1 else "1 failure so far"
+    failures = f"{len(account.failures)} failures so far" if len(account.failures) != 1 else "1 failure so far"
     origin = "the start" if resume is None else f"step {resume:,.0f}"
     return f"{at.attempt.get('generation')}, {at.attempt.get('world_size')} ranks, from {origin}; {failures}"
 
@@ -174,11 +177,11 @@ def _attempt(found: Account, at: Now) -> str:
 def _nodes(at: Now) -> str:
     names = at.attempt.get("nodes")
     names = [str(name) for name in names] if isinstance(names, list) else []
-    there = [name for name, state in at.nodes.items() if state in ("joined", "back") and name not in names]
+    joined = [name for name, state in at.nodes.items() if state in ("joined", "back") and name not in names]
     away = [f"{name} ({state})" for name, state in at.nodes.items() if state in ("lost", "out")]
-    parts = [f"{len(names)} of {at.wanted} train" if names else f"{len(there)} of {at.wanted} are there"]
+    parts = [f"{len(names)} of {at.wanted} train" if names else f"{len(joined)} of {at.wanted} are there"]
     if names:
-        parts.append(f"{len(there)} spare" + (f": {' '.join(sorted(there)[:8])}" if there else ""))
+        parts.append(f"{len(joined)} spare" + (f": {' '.join(sorted(joined)[:8])}" if joined else ""))
     if away:
         parts.append(f"away: {' '.join(away[:8])}" + (f" and {len(away) - 8} more" if len(away) > 8 else ""))
     return ", ".join(parts)
@@ -200,16 +203,16 @@ def _decision(at: Now) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    out = argparse.ArgumentParser(
         "zaya aegis status",
         description=WHAT,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    made.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, or its folder aegis")
-    made.add_argument("--watch", action="store_true", help="show it again every two seconds")
-    return made
+    out.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, or its folder aegis")
+    out.add_argument("--watch", action="store_true", help="show it again every two seconds")
+    return out
 
 
 def main(argv: Sequence[str]) -> int:

@@ -46,17 +46,17 @@ class Steps:
         if begins and self.cluster.step is not None:
             self.note_last()  # of the stage before
         self.stepped, self.slowest = time.time(), max(0.98 * self.slowest, seconds)
-        told = {"stage": stage} if stage else {}
+        values = {"stage": stage} if stage else {}
         if self.cluster.first_step is None:
-            self.record.note("first_step", step=step, **told, **self._continued())
+            self.record.note("first_step", step=step, **values, **self._continued())
             self._check_resumed(step)
         elif begins:
-            self.record.note("progress", step=step, step_seconds=round(seconds, 4), **told, **self._continued())
+            self.record.note("progress", step=step, step_seconds=round(seconds, 4), **values, **self._continued())
         elif time.monotonic() > self._next_progress:
             self._next_progress = time.monotonic() + PROGRESS_SECONDS
-            self.record.note("progress", step=step, step_seconds=round(seconds, 4), **told)
+            self.record.note("progress", step=step, step_seconds=round(seconds, 4), **values)
         else:
-            self.cluster.apply({"kind": "progress", "step": step, "step_seconds": seconds, **told})
+            self.cluster.apply({"kind": "progress", "step": step, "step_seconds": seconds, **values})
         return True
 
     def note_last(self) -> None:
@@ -72,7 +72,7 @@ class Steps:
         slow = slow_ranks({rank: beat["busy_seconds"] for rank, beat in beats.items() if beat.get("busy_seconds")})
         for rank in self._slow.keys() - slow.keys():
             del self._slow[rank]
-        found = []
+        evidence = []
         for rank, factor in slow.items():
             step, now = beats[rank]["step"], time.monotonic()
             first, since = self._slow.setdefault(rank, (step, now))
@@ -80,8 +80,8 @@ class Steps:
                 busy, node = beats[rank]["busy_seconds"], self.cluster.node_of(rank, ranks_per_node)
                 text = f"rank {rank} computes for {busy:.3g} s a step, {factor:.1f} times its peers' median"
                 values = {"factor": round(factor, 2), "busy_seconds": busy}
-                found.append(Evidence(time.time(), node, "agent", text, rank, "slow_rank", values))
-        return found
+                evidence.append(Evidence(time.time(), node, "agent", text, rank, "slow_rank", values))
+        return evidence
 
     def _continued(self) -> dict[str, int]:
         """Return the step that the ranks continue from, where they were heard before their first step."""

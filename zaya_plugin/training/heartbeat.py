@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank tells the supervisor of its node: its phase, every finished step, and on request where it waits.
+"""The messages of a rank to the supervisor of its node: its phase, every finished step, and on request where it waits.
 
 `zaya aegis run` sets ZAYA_AEGIS_DIR, a folder of the node; without it every function here returns at once. In it:
 

@@ -35,8 +35,8 @@ class Checkpoints(Collector):
         complete = {step for step in on_disk.iterations(self.directory) if self._is_complete(step)}
         new, first = complete - (self._known or set()), self._known is None
         self._known = complete
-        found = [self._saved(step, now) for step in sorted(new) if not first]
-        return found + self._late(now)
+        evidence = [self._saved(step, now) for step in sorted(new) if not first]
+        return evidence + self._late(now)
 
     def _is_complete(self, step: int) -> bool:
         return bool(self._known and step in self._known) or (self._folder(step) / manifest.NAME).is_file()
@@ -56,10 +56,10 @@ class Checkpoints(Collector):
         except OSError:
             names = []
         self._begun = {name: self._begun.get(name, now) for name in names}
-        found = []
+        evidence = []
         for name, begun in self._begun.items():
             if now - begun > self.late and name not in self._told:
                 self._told.add(name)
                 text = f"{name} is not complete after {now - begun:.0f} s"
-                found.append(self.found(now, "ckpt_late", text, seconds=now - begun))
-        return found
+                evidence.append(self.found(now, "ckpt_late", text, seconds=now - begun))
+        return evidence

@@ -39,7 +39,7 @@ class FlightRecorder(Collector):
         path.write_text(str(before + 1))
 
     def poll(self, now: float) -> list[Evidence]:
-        found = []
+        evidence = []
         for path in sorted(self._folder.glob("rank*.flight.json")) if self._folder is not None else ():
             try:
                 dump = parsed(path.read_text())
@@ -58,8 +58,10 @@ class FlightRecorder(Collector):
                 continue
             last = values["last"]
             text = f"rank {rank} has enqueued {last['operation']} {last['number']} of {last['group']} last"
-            found.append(self.found(now, "flight_record", text if last["group"] else "no collective", rank, **values))
-        return found
+            evidence.append(
+                self.found(now, "flight_record", text if last["group"] else "no collective", rank, **values)
+            )
+        return evidence
 
 
 def summary(dump: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,8 +88,8 @@ def missing(by_rank: Mapping[int, Mapping[str, Any]], world: Collection[int] = (
     if silent := sorted(set(world) - by_rank.keys()) if by_rank else []:
         return silent, f"{_ranks(silent)} wrote no dump, and {len(by_rank)} other(s) did"
     groups: dict[str, dict[int, int]] = {}
-    for rank, each in by_rank.items():
-        for name, number in each["enqueued"].items():
+    for rank, record in by_rank.items():
+        for name, number in record["enqueued"].items():
             groups.setdefault(name, {})[rank] = number
     behind: dict[int, tuple[str, int, int]] = {}  # rank -> group, its number, the others' number
     waiting = set()

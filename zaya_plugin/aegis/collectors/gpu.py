@@ -48,10 +48,10 @@ class GpuSysfs(Collector):
     def poll(self, now: float) -> list[Evidence]:
         cards = {path.name: path for path in (self.root / "sys/class/drm").glob("card*") if path.name[4:].isdecimal()}
         cards = {name: path for name, path in cards.items() if read(path / "device/vendor").strip() == AMD}
-        found = []
+        evidence = []
         for name in sorted(self._cards - cards.keys()):
             text = f"{name} is gone; {len(cards)} of {len(self._cards)} GPUs are left"
-            found.append(self.found(now, "gpu_missing", text, gpu=name, left=len(cards)))
+            evidence.append(self.found(now, "gpu_missing", text, gpu=name, left=len(cards)))
         self._cards = set(cards)
         for name, path in sorted(cards.items()):
             for file in sorted((path / "device/ras").glob("*_err_count")):
@@ -61,8 +61,8 @@ class GpuSysfs(Collector):
                     rule = "counter_xgmi" if LINKS in block else rule
                     if grown := self._counts.grown((name, block, kind), int(value), least):
                         text = f"{name}: {kind} errors of block {block} have grown by {grown} to {value}"
-                        found.append(self.found(now, rule, text, gpu=name, block=block, kind=kind, growth=grown))
-        return found
+                        evidence.append(self.found(now, rule, text, gpu=name, block=block, kind=kind, growth=grown))
+        return evidence
 
 
 class AmdSmi(Collector):
@@ -82,18 +82,18 @@ class AmdSmi(Collector):
             pages = self._tool.output(self.command, "bad-pages", "--json")
         except TimeoutError as error:
             return [self.found(now, "collector_late", str(error), collector=self.name)]
-        found = []
+        evidence = []
         for gpu, path, value in numbers(metric):
             for pattern, rule, least in FIELDS:
                 if pattern.fullmatch(path) and (grown := self._counts.grown((gpu, path), value, least)):
                     text = f"GPU {gpu}: {path} has grown by {grown} to {value}"
-                    found.append(self.found(now, rule, text, gpu=gpu, field=path, growth=grown))
+                    evidence.append(self.found(now, rule, text, gpu=gpu, field=path, growth=grown))
         none = {gpu.get("gpu", at): 0 for at, gpu in enumerate(gpus(metric))} if pages is not None else {}
         for gpu, count in (none | bad_pages(parsed(pages))).items():
             if grown := self._counts.grown((gpu, "bad pages"), count, 1):
                 text = f"GPU {gpu}: {grown} more memory page(s) are out of use, {count} in all"
-                found.append(self.found(now, "counter_bad_pages", text, gpu=gpu, growth=grown, count=count))
-        return found
+                evidence.append(self.found(now, "counter_bad_pages", text, gpu=gpu, growth=grown, count=count))
+        return evidence
 
 
 class Counts:
@@ -129,11 +129,11 @@ def numbers(metric: Any) -> Iterator[tuple[int, str, int]]:
         yield from ((gpu.get("gpu", at), path, value) for path, value in leaves(gpu))
 
 
-def gpus(found: Any) -> list[dict]:
+def gpus(answer: Any) -> list[dict]:
     """Return the objects of the GPUs."""
-    if isinstance(found, dict):
-        found = next((value for value in found.values() if isinstance(value, list)), [found])
-    return [gpu for gpu in found or [] if isinstance(gpu, dict)]
+    if isinstance(answer, dict):
+        answer = next((value for value in answer.values() if isinstance(value, list)), [answer])
+    return [gpu for gpu in answer or [] if isinstance(gpu, dict)]
 
 
 def leaves(values: Any, path: str = "") -> Iterator[tuple[str, int]]:
@@ -147,10 +147,10 @@ def leaves(values: Any, path: str = "") -> Iterator[tuple[str, int]]:
         yield path, int(values)
 
 
-def bad_pages(found: Any) -> dict[int, int]:
+def bad_pages(answer: Any) -> dict[int, int]:
     """Return the pages out of use of each GPU; `amd-smi bad-pages` says "No bad pages found." for none."""
     counts = {}
-    for at, gpu in enumerate(gpus(found)):
+    for at, gpu in enumerate(gpus(answer)):
         pages = next((value for name, value in gpu.items() if name != "gpu"), None)
         counts[gpu.get("gpu", at)] = len(pages) if isinstance(pages, list) else 0
     return counts

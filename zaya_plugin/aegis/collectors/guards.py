@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What guards inside the run left before a rank ended: rank<N>.guard.json (zaya_plugin.training.heartbeat.guard)."""
+"""Evidence by guards inside the run before a rank ended: rank<N>.guard.json (zaya_plugin.training.heartbeat.guard)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Guards(Collector):
         self._folder = folder
 
     def poll(self, now: float) -> list[Evidence]:
-        found = []
+        evidence = []
         for path in sorted(self._folder.glob("rank*.guard.json")) if self._folder is not None else ():
             if path in self._seen:
                 continue
@@ -35,5 +35,5 @@ class Guards(Collector):
             except (OSError, ValueError, TypeError, KeyError, OverflowError):
                 continue
             self._seen.add(path)
-            found.append(Evidence(at, self.node, self.source, printable(str(text)), rank, str(kind), values))
-        return found
+            evidence.append(Evidence(at, self.node, self.source, printable(str(text)), rank, str(kind), values))
+        return evidence

@@ -47,15 +47,15 @@ class Host(Collector):
 
     def _cgroup_files(self) -> list[tuple[str, Path]]:
         """Return the files that count kills in this process's memory cgroup: of version 2, or of version 1."""
-        found = []
+        files = []
         for line in read(self.root / "proc/self/cgroup").splitlines():
             number, _, rest = line.partition(":")
             controllers, _, path = rest.partition(":")
             if number == "0":
-                found.append(self.root / "sys/fs/cgroup" / path.lstrip("/") / "memory.events")
+                files.append(self.root / "sys/fs/cgroup" / path.lstrip("/") / "memory.events")
             elif "memory" in controllers.split(","):
-                found.append(self.root / "sys/fs/cgroup/memory" / path.lstrip("/") / "memory.oom_control")
-        return [("its memory cgroup", path) for path in found if path.exists()]
+                files.append(self.root / "sys/fs/cgroup/memory" / path.lstrip("/") / "memory.oom_control")
+        return [("its memory cgroup", path) for path in files if path.exists()]
 
     def _memory(self, now: float) -> list[Evidence]:
         info = self.root / "proc/meminfo"
@@ -65,16 +65,16 @@ class Host(Collector):
         return self._once(now, "memory", low, "memory_low", text, available=free, total=total)
 
     def _pressure(self, now: float) -> list[Evidence]:
-        found = []
+        evidence = []
         for resource, limit in PRESSURE.items():
             match = re.search(r"^full avg10=([\d.]+)", read(self.root / "proc/pressure" / resource), re.MULTILINE)
             share = float(match[1]) if match else 0.0
             text = f"all processes waited for {resource} in {share:.0f} % of the last 10 s"
-            found += self._once(now, f"pressure {resource}", share > limit, "pressure", text, resource=resource)
-        return found
+            evidence += self._once(now, f"pressure {resource}", share > limit, "pressure", text, resource=resource)
+        return evidence
 
     def _space(self, now: float) -> list[Evidence]:
-        found = []
+        evidence = []
         for name in LOCAL:
             try:
                 space = os.statvfs(self.root / name)
@@ -83,8 +83,8 @@ class Host(Collector):
             low = space.f_blocks > 0 and space.f_bavail < LEAST_SPACE * space.f_blocks
             low = low or space.f_files > 0 and space.f_favail < LEAST_SPACE * space.f_files
             text = f"/{name}: {space.f_bavail * space.f_frsize / 2**30:.2f} GiB and {space.f_favail} inodes are free"
-            found += self._once(now, str(name), low, "disk_low", text, path=f"/{name}")
-        return found
+            evidence += self._once(now, str(name), low, "disk_low", text, path=f"/{name}")
+        return evidence
 
     def _once(self, now: float, key: str, holds: bool, rule: str, text: str, **values) -> list[Evidence]:
         """Return evidence when a state begins, and nothing while it lasts."""

@@ -59,7 +59,7 @@ class KernelLog(Collector):
 
     def poll(self, now: float) -> list[Evidence]:
         boot = time.time() - time.monotonic()  # anew each time: the wall clock may have been set
-        found = []
+        evidence = []
         for line in self._lines():
             match = RECORD.match(line)
             text, at = line, now
@@ -68,8 +68,8 @@ class KernelLog(Collector):
                 at = boot + (float(match["seconds"]) if match["seconds"] else float(match["micro"]) / 1e6)
                 at = at if now - OLD < at <= now + 1 else now
             self._note(text)
-            found.append(self.found(at, None, text))
-        return found
+            evidence.append(self.found(at, None, text))
+        return evidence
 
     def _lines(self) -> Iterator[str]:
         if self._tail is not None:

@@ -31,20 +31,20 @@ class Links(Collector):
 
     def poll(self, now: float) -> list[Evidence]:
         net = self.root / "sys/class/net"
-        found, watched = [], set()
+        evidence, watched = [], set()
         for folder in sorted(net.glob("*")):
             if folder.name in self.interfaces or not self.interfaces and (folder / "device").exists():
                 watched.add(folder.name)
                 up, downs = read(folder / "operstate").strip() == "up", carrier_downs(folder)
-                found += self._compare(now, folder.name, up, downs)
+                evidence += self._compare(now, folder.name, up, downs)
         for name in [name for name in self._up if "/" not in name and name not in watched]:
-            found += self._compare(now, name, False, None)  # the interface is gone, as when its card was reset
+            evidence += self._compare(now, name, False, None)  # the interface is gone, as when its card was reset
         for port in sorted((self.root / "sys/class/infiniband").glob("*/ports/*")):
             # A RoCE port has the link of its interface, and its state may stay ACTIVE when the carrier flaps.
             if read(port / "gid_attrs/ndevs/0").strip() not in watched:
                 up = "ACTIVE" in read(port / "state")
-                found += self._compare(now, f"{port.parent.parent.name}/{port.name}", up, None)
-        return found
+                evidence += self._compare(now, f"{port.parent.parent.name}/{port.name}", up, None)
+        return evidence
 
     def _compare(self, now: float, name: str, up: bool, downs: int | None) -> list[Evidence]:
         before = self._downs.get(name, downs)

@@ -55,7 +55,7 @@ class NodeCollectors(Collectors):
 
     def stalled(self) -> bool:
         """Whether storage does not answer at present, by the kernel or by the probes."""
-        return self.kernel.stalled or any(each.hanging for each in self.storage)
+        return self.kernel.stalled or any(storage.hanging for storage in self.storage)
 
     def watch(self, folder: Path, expected: Collection[int] = ()) -> None:
         """Follow the ranks of a new attempt.
@@ -68,5 +68,5 @@ class NodeCollectors(Collectors):
 
     def close(self) -> None:
         super().close()
-        for each in self.storage:
-            each.close()
+        for storage in self.storage:
+            storage.close()

@@ -33,12 +33,14 @@ class Packets(Collector):
             return []
         newest = int(values["OutSegs"]), int(values["RetransSegs"])
         self._before.append(newest)
-        sent, again = (new - old for new, old in zip(newest, self._before[0], strict=True))
+        sent, repeated = (new - old for new, old in zip(newest, self._before[0], strict=True))
         del self._before[:-2]
-        many = again >= LEAST and again > SHARE * sent
-        told, self._told = self._told, many
-        if told or not many:
+        many = repeated >= LEAST and repeated > SHARE * sent
+        reported, self._told = self._told, many
+        if reported or not many:
             return []
         return [
-            self.found(now, "packets_lost", f"{again} of {sent} TCP segments were sent again", sent=sent, again=again)
+            self.found(
+                now, "packets_lost", f"{repeated} of {sent} TCP segments were sent again", sent=sent, again=repeated
+            )
         ]

@@ -110,20 +110,20 @@ class Progress(Collector):
         return stopped or rank.idle > self._limit(rank.beat)
 
     def _hang(self, now: float, ranks: Mapping[int, Rank]) -> list[Evidence]:
-        late = {rank: each for rank, each in ranks.items() if self._is_late(each)}
+        late = {rank: known for rank, known in ranks.items() if self._is_late(known)}
         if not late or self._told:
             self._told = bool(late)
             return []
         self._told = True
-        states = {rank: self._state(each.beat.get("pid")) for rank, each in late.items()}
+        states = {rank: self._state(known.beat.get("pid")) for rank, known in late.items()}
         halted = [rank for rank, state in states.items() if state in "TtD"]
-        steps = {rank: each.beat["step"] for rank, each in ranks.items()}
+        steps = {rank: known.beat["step"] for rank, known in ranks.items()}
         behind = [rank for rank in late if steps[rank] < max(steps.values())]
         suspects = halted if 0 < len(halted) < len(ranks) or len(ranks) == 1 else behind
         # Evidence is of one rank or of the node.
         rank = suspects[0] if len(suspects) == 1 else None
         first = late[min(late)] if rank is None else late[rank]
-        idle = max(each.idle for each in late.values())
+        idle = max(known.idle for known in late.values())
         text = f"no step for {idle:.0f} s in phase {first.beat['phase']} after step {first.beat['step']}"
         if suspects:
             text += f"; ranks {sorted(suspects)} differ (state {', '.join(sorted({states[s] for s in suspects}))})"
@@ -153,16 +153,16 @@ class Progress(Collector):
 
 def read_beats(folder: Path) -> dict[int, dict]:
     """Return the heartbeats in a folder, rank -> fields; a line that cannot be read is left out."""
-    found = {}
+    beats = {}
     for path in folder.glob("rank*.json"):
         number = path.name[len("rank") : -len(".json")]
         if not number.isdecimal():  # rank<N>.flight.json, rank<N>.guard.json
             continue
         try:
-            found[int(number)] = sound_beat(parsed(path.read_text()))
+            beats[int(number)] = sound_beat(parsed(path.read_text()))
         except (OSError, ValueError):
             continue
-    return found
+    return beats
 
 
 def sound_beat(beat: object) -> dict:

@@ -48,18 +48,18 @@ class Rdma(Collector):
         grown: dict[str, dict[str, int]] = {}  # counter -> port -> growth
         for port, name, value in self._counters():
             grown.setdefault(name, {})[port] = self._growth.of((port, name), value)
-        found = []
+        evidence = []
         for name, by_port in grown.items():
             for port, growth in by_port.items():
                 peers = [value for other, value in by_port.items() if other != port]
                 values = {"port": port, "counter": name, "growth": growth}
                 text = f"{port}: {name} has grown by {growth} in {self.interval:g} s"
                 if name in FATAL and growth:
-                    found.append(self.found(now, "counter_rdma_fatal", text, **values))
+                    evidence.append(self.found(now, "counter_rdma_fatal", text, **values))
                 elif growth >= LEAST and growth > FASTER * median(peers or [0]):
                     text += f"; the median of its peers is {median(peers or [0]):g}"
-                    found.append(self.found(now, "counter_rdma", text, **values))
-        return found
+                    evidence.append(self.found(now, "counter_rdma", text, **values))
+        return evidence
 
     def _counters(self) -> Iterator[tuple[str, str, int]]:
         """Yield port, counter and value."""

@@ -51,23 +51,25 @@ class Collectors:
         self._late: set[str] = set()
         self._failed: set[str] = set()
         self.lost = 0
-        for each in self.collectors:
-            threading.Thread(target=self._run, args=(each,), name=f"collector {each.name}", daemon=True).start()
+        for collector in self.collectors:
+            threading.Thread(
+                target=self._run, args=(collector,), name=f"collector {collector.name}", daemon=True
+            ).start()
 
     def _run(self, collector: Collector) -> None:
         while not self._ended.is_set():
             self._busy[collector.name] = time.monotonic()
             try:
-                found = collector.poll(self.clock())
+                evidence = collector.poll(self.clock())
             except Exception as error:  # a source in an unknown form must not end the watch over it
-                found = []
+                evidence = []
                 if collector.name not in self._failed:
                     self._failed.add(collector.name)
-                    found = [self._about(collector, f"has failed: {type(error).__name__}: {error}")]
+                    evidence = [self._about(collector, f"has failed: {type(error).__name__}: {error}")]
             self._busy.pop(collector.name, None)
             self._late.discard(collector.name)
-            for each in found:
-                self._put(each)
+            for item in evidence:
+                self._put(item)
             self._ended.wait(collector.interval)
 
     def _about(self, collector: Collector, what: str) -> Evidence:
@@ -82,17 +84,17 @@ class Collectors:
 
     def drain(self) -> list[Evidence]:
         """Return the evidence since the last call, in the order in which it was found."""
-        for each in self.collectors:
-            begun = self._busy.get(each.name)
-            if begun is not None and time.monotonic() - begun > each.deadline and each.name not in self._late:
-                self._late.add(each.name)
-                self._put(self._about(each, f"does not answer for {each.deadline:g} s"))
-        found = []
+        for collector in self.collectors:
+            begun = self._busy.get(collector.name)
+            if begun is not None and time.monotonic() - begun > collector.deadline and collector.name not in self._late:
+                self._late.add(collector.name)
+                self._put(self._about(collector, f"does not answer for {collector.deadline:g} s"))
+        evidence = []
         while True:
             try:
-                found.append(self._found.get_nowait())
+                evidence.append(self._found.get_nowait())
             except queue.Empty:
-                return found
+                return evidence
 
     def close(self) -> None:
         """Stop polling. A collector that blocks is left alone: its thread ends with the process."""

@@ -44,9 +44,9 @@ class Tail:
     def _open(self) -> bool:
         """Open the file that has the name now; return whether it is another one than before, with content."""
         try:
-            found = os.stat(self.path)
-            identity = found.st_dev, found.st_ino
-            empty = stat.S_ISREG(found.st_mode) and not found.st_size  # its writer may still write to the one before
+            status = os.stat(self.path)
+            identity = status.st_dev, status.st_ino
+            empty = stat.S_ISREG(status.st_mode) and not status.st_size  # its writer may still write to the one before
             if identity == self._identity or empty:
                 return False
             file = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would wait here
