@@ -42,6 +42,14 @@ def test_a_checkpoint_that_is_removed_before_it_is_held_is_replaced_by_the_next(
     assert chosen == ["iter_0000003", "iter_0000004", "iter_0000005"]
 
 
+def test_a_path_that_does_not_exist_suggests_the_folder_that_was_meant(tmp_path):
+    (tmp_path / "cpu_demo").mkdir()
+    with pytest.raises(ValueError, match=f"the path does not exist. .* Fix: {tmp_path}/cpu_demo.$"):
+        reading.folder_of(tmp_path / "demo")
+    with pytest.raises(ValueError, match="the path does not exist. Allowed: [^:]*$"):
+        reading.folder_of(tmp_path / "other" / "demo")
+
+
 def test_an_incomplete_checkpoint_is_named_with_the_one_before(directory):
     manifest.write(on_disk.folder(directory, 3), 3, {"__0_0.distcp": {"bytes": 7, "xxh3_128": "0"}})
     with pytest.raises(ValueError, match="__0_0.distcp is missing. Allowed: .* that of step 2. Fix: --step 2"):

@@ -9,7 +9,9 @@ import pytest
 
 from tests.checkpoint_files import pretend_checkpoint
 from zaya_plugin.config.compose import compose, save_recipe
+from zaya_plugin.errors import ENDED_EARLY
 from zaya_plugin.handover.predecessor import predecessor, saved_step
+from zaya_plugin.run import curriculum_run
 from zaya_plugin.run.curriculum import Curriculum, compose_curriculum
 from zaya_plugin.run.curriculum_run import check, domain_table, read_state, table, write_state
 from zaya_plugin.run.recipe_commands import curriculum as command
@@ -168,6 +170,19 @@ def test_domains_have_losses_of_their_own(tmp_path):
     cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
     assert cells[:2] == [["validation", "web", "code"], ["demo_1", "8.500 -> 5.250", "7.500 -> 4.750"]]
     assert cells[2:] == [["demo_2", "-", "-"], ["demo_3", "-", "-"]]
+
+
+def test_a_mistake_in_the_last_stage_is_named_before_the_first_one_trains(tmp_path, monkeypatch):
+    monkeypatch.setattr(curriculum_run, "launch", lambda recipe: pytest.fail("a stage has started"))
+    with pytest.raises(ValueError, match=r"optim.lr_warmup_init=0.0008: .* Fix: optim.lr_warmup_init=0.0\."):
+        curriculum_run.run_curriculum(made(tmp_path, "optim.lr_warmup_iters=0"))
+    assert not (tmp_path / "demo_1").exists()
+
+
+def test_a_signal_leaves_with_the_way_to_continue(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(curriculum_run, "launch", lambda recipe: ENDED_EARLY)
+    assert curriculum_run.run_curriculum(made(tmp_path)) == ENDED_EARLY
+    assert capsys.readouterr().err == "zaya: the same command continues the curriculum in stage demo_1\n"
 
 
 def test_a_dry_run_creates_nothing(tmp_path, capsys):

@@ -16,7 +16,7 @@ from typing import BinaryIO
 from zaya_plugin.checkpoint import manifest, on_disk
 from zaya_plugin.checkpoint.progress import bar
 from zaya_plugin.config.run_directory import RECIPE, checkpoints_of, is_checkpoint, iterations
-from zaya_plugin.errors import mistake
+from zaya_plugin.errors import mistake, nearest_name
 
 TRIES = 100  # a run that removes each checkpoint before it can be opened, or a file system without stable inodes
 CURRICULUM = "curriculum.json"  # written by zaya_plugin/run/curriculum_run.py
@@ -57,6 +57,9 @@ def _no_checkpoint(place: Path, key: str) -> ValueError:
     allowed, fix = "a run directory with checkpoints, a directory of iter_* folders, or one of these", ""
     allowed += "; or a published model, a folder with safetensors files" if key == "MODEL" else ""
     why = "it is a file" if place.is_file() else "the path does not exist"
+    if not place.exists():
+        close = nearest_name(place.name, [path.name for path in place.parent.glob("*") if path.is_dir()])
+        fix = str(place.parent / close) if close else ""
     if place.is_dir():
         why = "it is empty" if not any(place.iterdir()) else "no iter_* folder is in it"
         runs = [path.parent for path in place.glob(f"*/{RECIPE}") if iterations(checkpoints_of(path.parent))]

@@ -43,9 +43,9 @@ EXAMPLES
   zaya train experiment=cpu_demo --dry-run                     whether it can start, what would run (--verbose: all)
   zaya train experiment=zaya1_base explain_optim=true          every parameter's optimizer, learning rate and decay
   zaya train experiment=cpu_demo --cfg job                     the composed recipe
-  zaya train experiment=cpu_demo optim.lr=1e-3 name=slower     other values, another run directory
+  zaya train experiment=cpu_demo optim.lr=8e-3 name=slower     other values, another run directory
   zaya train experiment=cpu_demo resume=auto                   continue from the last checkpoint, if there is one
-  zaya train experiment=cpu_demo optim.lr=1e-3,3e-3 -m         one run after the other, in <run_dir>/0 and <run_dir>/1
+  zaya train experiment=cpu_demo optim.lr=8e-3,1.6e-2 -m       one run after the other, in <run_dir>/0 and <run_dir>/1
   zaya train experiment=mine --config-dir my_recipes           your own recipes: my_recipes/experiment/mine.yaml
   torchrun --nnodes 2 ... -m zaya_plugin.cli train ...         several nodes; or: srun zaya train ...
 

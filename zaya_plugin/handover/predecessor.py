@@ -97,7 +97,10 @@ def finished_stage(run_dir: Path) -> Predecessor:
     """
     if not (run_dir / "recipe.yaml").is_file():
         raise mistake(
-            "handover.from_run", run_dir, problem="holds no run (no recipe.yaml)", allowed="run_dir of a finished stage"
+            "handover.from_run",
+            run_dir,
+            problem="holds no run (no recipe.yaml)",
+            allowed="run_dir of a finished stage; handover.from_hf takes published weights",
         )
     before = load_recipe(run_dir / "recipe.yaml")
     saved, steps = saved_step(run_dir), step_count(before)

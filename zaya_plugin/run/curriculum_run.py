@@ -20,7 +20,7 @@ from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import validate
 from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.data.ledger import report
-from zaya_plugin.errors import mistake, nearest_name
+from zaya_plugin.errors import ENDED_EARLY, mistake, nearest_name
 from zaya_plugin.handover.data_places import source_uses, with_consumed
 from zaya_plugin.handover.predecessor import domain_losses, finished_stage, losses
 from zaya_plugin.run import before_start
@@ -61,12 +61,18 @@ def run_curriculum(curriculum: Curriculum, only: str | None = None) -> int:
             fix="--only <stage>; `zaya slurm --curriculum` writes a script that runs all of them",
         )
     first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    if only is None:  # a mistake in the last stage's recipe is named before the first one trains
+        for stage in chosen:
+            if not stage.finished:
+                validate(stage.recipe, before_start.plan_of(stage.recipe, os.environ).world_size)
     for stage in chosen:
         if stage.finished:
             if first:
                 print(f"zaya: stage {stage.name} is finished ({stage.done} steps)", flush=True)
             continue
         code = _run_stage(curriculum, stage, first)
+        if code == ENDED_EARLY and first:
+            print(f"zaya: the same command continues the curriculum in stage {stage.name}", file=sys.stderr, flush=True)
         if code or not stage.finished:
             return code
     if only is None:

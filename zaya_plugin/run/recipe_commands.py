@@ -4,8 +4,10 @@ share. No torch import.
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 
+from zaya_plugin.config import phases
 from zaya_plugin.config.compose import compose, open_overrides, say_repeated
 from zaya_plugin.config.config_dir import OPTIONS, with_search_path
 from zaya_plugin.config.train_help import DEMO_DATA
@@ -114,7 +116,9 @@ def curriculum(argv: list[str]) -> int:
         return 2
     whole = compose_curriculum(options.overrides)
     if options.dry_run or whole.recipe.dry_run:
+        phases.show(sys.stderr)
         text, problems = dry_run(whole, options.only, options.verbose)
+        phases.show(None)
         print(text, flush=True)
         if problems:
             raise ValueError("\n".join(problems))

@@ -53,6 +53,8 @@ def resolve(source: str, *, download: bool = True, key: str = "SOURCE") -> Path:
         ValueError: it is neither, or the Hub does not give it.
     """
     if Path(source).is_dir():
+        if not any(Path(source).glob("*.safetensors*")):
+            raise without_weights(Path(source), key)
         return Path(source)
     name, _, revision = source.partition("@")
     if name.count("/") != 1 or name.startswith((".", "/")):
@@ -77,6 +79,15 @@ def resolve(source: str, *, download: bool = True, key: str = "SOURCE") -> Path:
             allowed="a folder, or a name on the Hub that this machine can reach or has in its cache",
         ) from error
     return Path(folder)
+
+
+def without_weights(folder: Path, key: str) -> ValueError:
+    """Return the error of a source without safetensors files, often a checkpoint. key: as in `resolve`."""
+    fix = "a checkpoint of a run needs no import: `zaya generate`, `zaya eval` and `zaya convert export` read it"
+    if key == "handover.from_hf":
+        fix = f"of an import what it was made from; of a run `zaya convert export {folder} --output DIR`, and DIR here"
+    allowed = "the folder of a published model, or its name on the Hub"
+    return mistake(key, folder, problem="holds no *.safetensors files", allowed=allowed, fix=fix)
 
 
 def check_new(output: Path) -> None:

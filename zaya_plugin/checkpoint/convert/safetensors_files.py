@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from zaya_plugin.checkpoint.convert.beside import json_object
+from zaya_plugin.checkpoint.convert.beside import json_object, without_weights
 from zaya_plugin.checkpoint.convert.tables import check_once
 from zaya_plugin.checkpoint.convert.values import Region
 from zaya_plugin.checkpoint.direct_file import DirectFiles
@@ -51,13 +51,7 @@ def tensors_of(folder: Path) -> dict[str, Region]:
     else:
         named, files = None, sorted(path.name for path in folder.glob("*.safetensors"))
     if not files:
-        raise mistake(
-            "SOURCE",
-            folder,
-            problem="holds no *.safetensors files",
-            allowed="the folder of a published model, or its name on the Hub",
-            fix="a checkpoint of a run needs no import: `zaya generate`, `zaya eval` and `zaya convert export` read it",
-        )
+        raise without_weights(folder, "SOURCE")
     if missing := [name for name in files if not (folder / name).is_file()]:
         problem = "is no file" if named is None else f"is missing, and {index.name} names it"
         raise _damaged(folder / missing[0], problem)
