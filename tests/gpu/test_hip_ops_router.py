@@ -91,7 +91,7 @@ def model_step(case: Router, version: str) -> list[torch.Tensor]:
     forced = torch.randint(0, case.classes, (case.rows,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
     leaves = [None if t is None else t.clone().requires_grad_() for t in arguments[:10]]
     with use_kernels(version):
-        state, weights, *_ = RouterMLP.apply(*leaves, arguments[10], forced, *arguments[12:])
+        state, weights, *_ = RouterMLP.apply(*leaves[:2], forced, *arguments[12:], *leaves[2:], arguments[10])
         torch.autograd.backward([weights, state], case.upstream(DEVICE))
     return [weights.detach(), state.detach(), *(leaf.grad for leaf in leaves if leaf is not None)]
 
