@@ -23,7 +23,7 @@ DEMO_TRAIN = $(BIN)/zaya train experiment=cpu_demo run_dir=$(RUN_DIR)
 # `make check`: what a change of a formula, a key or a message breaks first.
 CHECK_TESTS := tests/model tests/optim tests/config tests/cli tests/packaging/test_import_rules.py tests/packaging/test_project_text.py
 
-.PHONY: help setup tools demo check test test-all test-core16 test-gpu lint clean distclean
+.PHONY: help setup tools demo check test test-all test-core16 test-gpu lab lint clean distclean
 
 help: ## Show this
 	@echo "ZAYA1 as a Megatron-core plugin. Needs GNU make and Python 3.12 or 3.13, which it finds by itself."
@@ -69,9 +69,13 @@ test-core16: setup ## Run the tests of the model, parity, optimizers, parallelis
 test-gpu: ## Run the tests that need an accelerator, with GPU_PYTHON (default: python3); on a new machine `zaya verify` first (docs/mi300x.md)
 	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
 
-lint: setup ## Check the code and its layout with ruff (`.venv/bin/ruff format .` formats it); list evidence older than the code
+lab: setup ## Break small supervised runs in 34 ways and check that they recover (25 minutes; 13 faults need root): FAULT=name, HOUR=60 or SOAK=30
+	$(BIN)/python -m tests.lab $(if $(FAULT),--fault $(FAULT)) $(if $(HOUR),--hour $(HOUR)) $(if $(SOAK),--soak $(SOAK)) $(LAB_ARGS)
+
+lint: setup ## Check the code and its layout with ruff (`.venv/bin/ruff format .` formats it) and public names with ty; list evidence older than the code
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
+	$(BIN)/ty check --python .venv
 	$(BIN)/python tools/verification.py --check-age
 
 clean: ## Remove caches and build products; keep .venv, data and runs
