@@ -94,6 +94,12 @@ def test_the_recipe_keeps_the_step_and_drops_what_surrounds_it(experiment):
     validate(recipe, recipe.parallel.context_parallel_size)
 
 
+def test_without_an_optimizer_the_memory_plan_which_counts_it_is_not_checked():
+    overrides = ["experiment=zaya1_base", "data.path=none"]
+    recipes = (step_command.recipe_of(Options(optimizer=whole), None, overrides) for whole in (True, False))
+    assert [recipe.cluster.memory_gib for recipe in recipes] == [192, None]
+
+
 def test_help_needs_no_torch():
     program = (
         "import sys; from zaya_plugin.cli import main; code = main(['bench', 'step', '--help']); assert 'torch' not in "

@@ -52,8 +52,11 @@ def measured_recipe(recipe: Recipe, options: Options, output: str | None) -> Rec
     logger = recipe.logger
     # The run ends before the last step: two steps are the profiler's, and a graph is captured before them.
     steps = options.warmup + options.steps + 3 + (GRAPH_STEPS if recipe.cluster.graphs != "none" else 0)
+    # The memory plan counts the optimizer, which is left out.
+    cluster = recipe.cluster if options.optimizer else replace(recipe.cluster, memory_gib=None)
     return replace(
         recipe,
+        cluster=cluster,
         run_dir=output or str(Path(recipe.run_dir) / "bench"),
         stage=replace(recipe.stage, train_iters=steps, eval_iters=0, eval_at_start=False, batch_size_ramp=None),
         data=replace(recipe.data, valid_path=None, valid_blend=[]),
