@@ -21,6 +21,7 @@ SMALL = (
         "optim.lr_warmup_iters=0",
         "optim.lr_warmup_init=0",
         "optim.lr=1e-3",
+        "optim.min_lr=1e-4",
     ),
     *("checkpoint.keep_last=0", "logger.wandb=false", "logger.tensorboard=false", "cluster.threads_per_rank=1"),
     *("parallel.context_parallel_size=1", "checkpoint.save_interval=2"),

@@ -41,7 +41,7 @@ WARNING = {
     "data.tokenizer": ("{copy}/tokenizer",),
     "data.skip_steps": ("['4']",),
     "optim.lr": ("5e-4",),
-    "optim.min_lr": ("1e-4",),
+    "optim.min_lr": ("3e-4",),
     "optim.lr_decay_style": ("linear",),
     "optim.lr_warmup_iters": ("5",),
     "optim.lr_warmup_init": ("1e-4", "optim.lr_warmup_iters=5"),

@@ -13,7 +13,7 @@ from tests.faults.micro_curriculum import SMALL
 from zaya_plugin.checkpoint import manifest, on_disk, places, starts
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-TRAIN = ("train", "experiment=cpu_demo", *SMALL, "resume=auto")
+TRAIN = ("train", "experiment=cpu_demo", "optim=adamw", *SMALL, "resume=auto")
 
 
 @pytest.fixture(scope="module")
