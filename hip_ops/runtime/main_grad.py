@@ -34,8 +34,8 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
 
 
 def handed_over(weight: Tensor) -> Tensor | None:
-    """Return the value that a backward function returns for a weight whose gradient was added to `main_grad`, and set
-    DDP's flag.
+    """Set DDP's flag on a weight whose gradient was added to `main_grad`. Return the value that its backward function
+    returns: a view of the weight as a placeholder, which DDP does not read.
 
     It is None where a second use of the weight in the same graph has its gradient still to come (`zero_out_wgrad`,
     which Megatron sets on an embedding that is also the head's matrix): that gradient runs DDP's hook, and DDP adds it.

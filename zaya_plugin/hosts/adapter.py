@@ -128,6 +128,10 @@ class Adapter:
     datasets.is_distributed = True
 
     def finalize(self, finalize_model_grads, model, *positional, **named):
-        """Run Megatron's finalize_model_grads and balance the experts, after the backward passes of a step."""
+        """Run Megatron's finalize_model_grads and balance the experts, after the backward passes of a step.
+
+        finalize_model_grads completes the gradients' reduction among ranks and calls each buffer's `scale_gradients`
+        (`zaya_plugin.optim.gradient_buffers.DeferredScale`) with 1 / number of tokens.
+        """
         finalize_model_grads(model, *positional, **named)
         self.balancer.balance(model)

@@ -45,8 +45,8 @@ def as_block(weights: Sequence[Tensor]) -> Tensor:
 def weight_gradients(
     matrices: Sequence[Tensor], block: Tensor, a: Tensor, b: Tensor, offsets: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """a[rows of e]^T b[rows of e] for every expert, as autograd wants the gradients of the experts' matrices [out, in]:
-    one a matrix.
+    """Add a[rows of e]^T b[rows of e] to the main gradient of every expert's matrix [out, in]. Return what the backward
+    function returns for the matrices: `handed_over_block`, or the products where the main gradients form no block.
 
     block: `as_block` of the matrices. Under Megatron's DDP the parameters' fp32 gradients (`main_grad`) form one block
     too. The products are added to it here, and `grad_added_to_main_grad` is set for DDP. If the block's
@@ -56,10 +56,10 @@ def weight_gradients(
     unwritten = expert_block is not None and expert_block.gradient_is_unwritten
     if unwritten:
         expert_block.gradient_is_unwritten = False
-    if not any(total is None for total in main_grads):
-        total = as_block(main_grads)
-        if total.data_ptr() == main_grads[0].data_ptr():
-            hip_ops.grouped_outer_(total, a, b, offsets, not unwritten)
+    if not any(main_grad is None for main_grad in main_grads):
+        main_grad_block = as_block(main_grads)
+        if main_grad_block.data_ptr() == main_grads[0].data_ptr():
+            hip_ops.grouped_outer_(main_grad_block, a, b, offsets, not unwritten)
             return handed_over_block(matrices, block)
     assert not unwritten, "the main gradients of a block that writes first lie apart"
     return hip_ops.grouped_outer_(torch.empty_like(block), a, b, offsets, False).unbind()

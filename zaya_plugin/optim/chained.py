@@ -39,7 +39,7 @@ class ChainedMuonAdamW(ChainedOptimizer):
         max_non_finite: with "skip": so many such steps in a row raise too; None: any number is skipped.
 
     Attributes:
-        deferred: the factor by which the gradients in DDP's buffers must still be multiplied.
+        deferred: the factor, 1 / number of tokens, by which the gradients in DDP's buffers must still be multiplied.
     """
 
     def __init__(
@@ -89,29 +89,32 @@ class ChainedMuonAdamW(ChainedOptimizer):
         torch's fused AdamW leaves its gradients scaled, and Muon leaves them unscaled.
         """
         self.grad_norms_by_group = {}
-        if self.prepare_grads():  # True under fp16's loss scaling only
+        # Sets `grad` of the fp32 weights. True only if fp16's loss scaling has found a gradient that is not finite.
+        if self.prepare_grads():
             return False, None, None
-        square_sum, broken = self._measure()
+        square_sum, non_finite_count = self._measure()
         norm = square_sum.sqrt() * self.deferred.factor
-        report = HostCopy([torch.stack((norm, broken))])
+        host_copy = HostCopy([torch.stack((norm, non_finite_count))])
         zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
 
-        largest = getattr(self.config, "grad_norm_skip_threshold", math.inf)
+        skip_threshold = getattr(self.config, "grad_norm_skip_threshold", math.inf)
         skip = None
-        if self.non_finite or math.isfinite(largest):
-            skip = ((broken > 0) & (self.non_finite is not None) | (norm > largest)).float()
+        if self.non_finite or math.isfinite(skip_threshold):
+            skip = ((non_finite_count > 0) & (self.non_finite is not None) | (norm > skip_threshold)).float()
         scale = (self._clipping(norm) * self.deferred.factor).float()
         for part in self.parts:
             # Of a MuonDistributedOptimizer; without shards there are no pieces, and Megatron copies the weights.
             exchange, targets = getattr(part, "exchange", None), getattr(part, "targets", {})
             part.optimizer.begin_step(StepContext(scale, skip, exchange, targets, self._before_change))
+        # Megatron's: each inner optimizer's step, the copy of AdamW's weights to the model's dtype, and, unless
+        # overlap_param_gather is set, the all-gather.
         success = self.step_with_ready_grads()
         self.deferred.reset()
 
-        reported, broken = report.read()[0].tolist()
-        refused = self.non_finite and broken
+        reported_norm, non_finite_count = host_copy.read()[0].tolist()
+        refused = self.non_finite and non_finite_count
         self._refused_in_a_row = self._refused_in_a_row + 1 if refused else 0
-        if refused or reported > largest:
+        if refused or reported_norm > skip_threshold:
             for part in self.parts:
                 part.optimizer.take_back_step()
             if refused and self.non_finite == "stop":
@@ -119,8 +122,8 @@ class ChainedMuonAdamW(ChainedOptimizer):
                     message(
                         "optim.non_finite_gradients",
                         "stop",
-                        problem=f"{int(broken)} gradients (of all ranks) hold an infinity or NaN. Weights and "
-                        "optimizer state are as before this step",
+                        problem=f"{int(non_finite_count)} gradients (of all ranks) hold an infinity or NaN. Weights "
+                        "and optimizer state are as before this step",
                         fix="optim.non_finite_gradients=skip, which skips such steps and continues",
                     )
                 )
@@ -135,8 +138,8 @@ class ChainedMuonAdamW(ChainedOptimizer):
                         "with resume=auto may pass them",
                     )
                 )
-            return (False, None, None) if refused else (False, reported, zeros)
-        return success, reported, zeros
+            return (False, None, None) if refused else (False, reported_norm, zeros)
+        return success, reported_norm, zeros
 
     def _clipping(self, norm: Tensor) -> Tensor:
         """Return the clipping coefficient for gradients of `norm`, as clip_grad_by_total_norm_fp32 does: 1 if the norm
@@ -151,20 +154,20 @@ class ChainedMuonAdamW(ChainedOptimizer):
         """Return, over all ranks, fp64 [2]: the sum of squares of all unscaled gradients, and the number of tensors
         that are not finite.
         """
-        together = self.grads_states_parallel_group_is_shared()
+        shares_one_group = self.grads_states_parallel_group_is_shared()
         total = torch.zeros(2, dtype=torch.float64, device=self.deferred.factor.device)
         for optimizer in self.chained_optimizers:
             sums = self._local_sums(optimizer)
-            if not together:
+            if not shares_one_group:
                 torch.distributed.all_reduce(sums, group=optimizer.get_grad_stats_parallel_group())
             total += sums
-        if together:
+        if shares_one_group:
             torch.distributed.all_reduce(total, group=self.get_grad_stats_parallel_group())
         return total
 
     def _local_sums(self, optimizer: MegatronOptimizer) -> Tensor:
-        """Return `_measure` of one optimizer's gradients on this rank. Sums are fp64, so finite gradients give no
-        infinity.
+        """Return the two numbers of `_measure` for one optimizer on this rank. Sums are fp64, so finite gradients give
+        no infinity.
         """
         counted, others = self._params(optimizer)
         grads = [p.grad for p in (*counted, *others)]
@@ -178,11 +181,11 @@ class ChainedMuonAdamW(ChainedOptimizer):
         is cached.
         """
         params = [p for p in optimizer.get_parameters() if p.grad is not None]
-        known = self._counted.get(id(optimizer))
-        if known is None or len(params) != len(known[0]) + len(known[1]):
+        cached = self._counted.get(id(optimizer))
+        if cached is None or len(params) != len(cached[0]) + len(cached[1]):
             grads = compat.grads_for_norm(optimizer)
             counting = {id(grad) for grad in grads}
-            known = ([p for p in params if id(p.grad) in counting], [p for p in params if id(p.grad) not in counting])
-            assert len(known[0]) == len(grads)
-            self._counted[id(optimizer)] = known
-        return known
+            cached = ([p for p in params if id(p.grad) in counting], [p for p in params if id(p.grad) not in counting])
+            assert len(cached[0]) == len(grads)
+            self._counted[id(optimizer)] = cached
+        return cached

@@ -152,8 +152,8 @@ class DeferredScale:
     """Replacement of `scale_gradients` of DDP's gradient buffers: it stores the factor, and the optimizer multiplies by
     it.
 
-    factor: fp32 scalar on the device, 1 after `reset`. No call reads it on the host, so it works inside a CUDA graph
-        too.
+    factor: fp32 scalar on the device, 1 after `reset`. `ChainedMuonAdamW.step` multiplies it into `StepContext.scale`.
+        No call reads it on the host, so it works inside a CUDA graph too.
 
     Megatron's finalize_model_grads multiplies the whole of every gradient buffer by 1 / num_tokens in a pass of its
     own. With ZeRO-1 over N ranks that is N times what a rank reads.
@@ -161,6 +161,7 @@ class DeferredScale:
 
     def __init__(self, buffers: Iterable, device: torch.device | str):
         self.factor = torch.ones((), dtype=torch.float32, device=device)
+        # During one call of finalize_model_grads: the buffers that it has scaled, and by which number.
         self._scaled: set[int] = set()
         self._by: Tensor | float | None = None
         self._buffers = list(buffers)

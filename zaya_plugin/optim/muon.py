@@ -8,25 +8,30 @@ that both share one learning rate and one weight decay. ZAYA1 was trained with t
 section III).
 
 A parameter may be flat, as Megatron's distributed optimizer keeps its share: its role (parameter_role.py) has the shape
-of its matrices. Matrices of one shape, of all layers and experts, go through Newton-Schulz in one batch.
+of its matrices. In one round (`MuonSettings.elements_at_once`), matrices of one shape, of all layers and experts, go
+through Newton-Schulz in one batch.
 
-The path of an expert's gradient to its new weight, in order:
+The path of a matrix's gradient to its new weight under the distributed optimizer, in order:
 
-    model/experts.py            `weight_gradients` finds the block of the layer's main gradients
-    hip_ops.runtime.main_grad   finds `main_grad` and sets DDP's `grad_added_to_main_grad`
-    hip_ops.grouped_outer_      writes the products to the block, or adds them
-    gradient_buffers.py         decides between writing and adding, joins the layer's buckets for the reduce-scatter,
-                                defers the division by the number of tokens
-    chained.py                  computes norm and clipping coefficient, and begins each optimizer's step (`StepContext`)
-    sharding/distributed.py     gives the shard of the gradient to the fp32 weight of its owner
-    muon.py                     `MuonAdamW.step`: momentum, Newton-Schulz and update in rounds
-    hip_ops.MatrixBatches       batches of matrices of one shape
-    hip_ops.muon_momentum_      the momentum, scaled as the gradient is read
-    hip_ops.newton_schulz       orthogonalises a batch
-    hip_ops.muon_update_        writes the fp32 weight and the model's dtype
+    model/experts.py            `weight_gradients`: experts, one product for all matrices of a block
+      hip_ops.grouped_outer_    writes the products to the block's main gradients, or adds them (`ExpertBlock`)
+    hip_ops.runtime.main_grad   `add_product(s_)`: all other matrices, added to `main_grad`; `handed_over` sets DDP's
+                                `grad_added_to_main_grad`
+    Megatron's DDP              reduce-scatter of a bucket group. gradient_buffers.py joins the groups of a layer's
+                                experts, and replaces the division by the number of tokens by a factor (`DeferredScale`)
+    sharding/distributed.py     `_copy_model_grads_to_main_grads`: this rank's part becomes `grad` of its fp32 weight
+    chained.py                  `step`: norm, clipping coefficient and decision to skip, as a `StepContext`
+    muon.py                     `MuonAdamW.update`: whole matrices in rounds (`update_matrices`), cut ones together
+                                (`update_pieces`)
+      hip_ops.MatrixBatches     batches of matrices of one shape
+      hip_ops.muon_momentum_    multiplies the gradient by the scale and updates the momentum
+      hip_ops.newton_schulz     orthogonalises a batch
+      hip_ops.muon_update_      writes the fp32 weight and this rank's part of DDP's parameter buffer
+    Megatron's DDP              all-gather of the parameter buffer; model/parameter_gather.py waits for it in modules
+                                that are not called
 
-sharding/layout.py has planned the buffers before: it says who owns a matrix, and its `MatrixExchange` collects those
-that several ranks share.
+The owner of a matrix is planned before, when DDP lays out its buffers: by sharding/placement.py, for
+sharding/layout.py. Where a layout cuts a matrix between ranks, layout.py's `MatrixExchange` collects it at its owner.
 """
 
 from __future__ import annotations
@@ -74,27 +79,30 @@ class MuonSettings:
 class PieceExchange(Protocol):
     """Exchange of matrices that several ranks share (`zaya_plugin.optim.sharding.layout.MatrixExchange`).
 
-    cut: this rank's tensors that are pieces of a matrix; the values have the matrix's `index`, equal on all ranks.
+    cut: fp32 weight of which this rank has only a piece -> an object with the `index` of the whole parameter, equal on
+        all ranks (`CutMatrix`).
     """
 
     cut: Mapping[Tensor, object]
 
     def collect(self, params: Sequence[Tensor], pieces: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Return the matrices that this rank owns, flat, by index."""
+        """Send `pieces` to the owners; return the parameters that this rank owns, flat and whole, by index."""
 
     def give_back(self, params: Sequence[Tensor], whole: dict[int, Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """Return this rank's piece of each of `params`."""
+        """Send the owners' `whole` parameters back in pieces; return this rank's piece of each of `params`."""
 
 
 @dataclass(frozen=True)
 class StepContext:
     """All that one step needs besides parameters, gradients and state; `ChainedMuonAdamW.step` makes it.
 
-    scale: None, or an fp32 scalar on the parameters' device; every gradient is multiplied by it when it is read.
+    scale: None, or an fp32 scalar on the parameters' device; every gradient is multiplied by it when it is read. It is
+        the clipping coefficient times `DeferredScale.factor` (1 / number of tokens).
     skip: None, or an fp32 scalar on that device; unless it is 0, the step changes no tensor. On a GPU the kernels check
         it, so the step is counted in `param_groups`, and `take_back_step` must be called.
     exchange: collects the matrices of which this rank has only a piece (the parameters in `exchange.cut`).
-    targets: Muon parameter -> a flat tensor of as many elements that gets the new value too, in its own dtype.
+    targets: fp32 weight under Muon -> this rank's flat part of the same weight in DDP's parameter buffer, in the
+        model's dtype; both get the new value.
     before_change: called with parameters and state before the kernels that change them are launched.
     """
 
@@ -239,16 +247,17 @@ class MuonAdamW(GroupStepAdamW):
         super().__init__(params, **adam)
 
     def update(self, context: StepContext, group: dict, params: list[Tensor]) -> None:
+        """Update `params` of one group: AdamW, then whole matrices in rounds, then pieces of matrices."""
         cut = context.exchange.cut if context.exchange is not None else {}
-        whole, pieces, others = [], [], []
+        whole_params, cut_params, adamw_params = [], [], []
         for p in params:
-            (others if role_of(p).matrices is None else pieces if p in cut else whole).append(p)
-        if others:
-            super().update(context, group, others)
-        for matrices in _rounds(whole, self.muon.elements_at_once):
-            self.update_matrices(context, group, matrices)
-        if pieces:
-            self.update_pieces(context, group, pieces)
+            (adamw_params if role_of(p).matrices is None else cut_params if p in cut else whole_params).append(p)
+        if adamw_params:
+            super().update(context, group, adamw_params)
+        for round_params in _rounds(whole_params, self.muon.elements_at_once):
+            self.update_matrices(context, group, round_params)
+        if cut_params:
+            self.update_pieces(context, group, cut_params)
 
     def update_matrices(self, context: StepContext, group: dict, params: Sequence[Tensor]) -> None:
         """Update `params`, whole matrices, in one round: momentum, Newton-Schulz by shape, weights."""
@@ -275,27 +284,32 @@ class MuonAdamW(GroupStepAdamW):
         self.apply(context, group, updates, weights, None if targets is None else _matrices(params, targets), shapes)
 
     def update_pieces(self, context: StepContext, group: dict, params: Sequence[Tensor]) -> None:
-        """Update `params`, pieces of matrices: as `update_matrices`, with an exchange before and after
+        """Update `params`, of which this rank has pieces: as `update_matrices`, with an exchange before and after
         Newton-Schulz.
         """
         self._announce(context, params)
-        pieces = [torch.empty_like(p, dtype=self.update_dtype) for p in params]
+        # The momentum is computed element by element, so each rank updates its own piece before the exchange.
+        momentum_pieces = [torch.empty_like(p, dtype=self.update_dtype) for p in params]
         muon_momentum_(
             [p.grad for p in params],
             [self.state[p]["exp_avg"] for p in params],
-            pieces,
+            momentum_pieces,
             momentum=self.muon.momentum,
             nesterov=self.muon.nesterov,
             grad_scale=context.scale,
             found_inf=context.skip,
         )
-        mine = context.exchange.collect(params, pieces)
-        matrices = {context.exchange.cut[p].index: _shape(p) for p in params}
-        updates = {index: self.orthogonalise(flat.view(matrices[index])).reshape(-1) for index, flat in mine.items()}
-        updates = {index: update.to(self.update_dtype) for index, update in updates.items()}
-        parts = context.exchange.give_back(params, updates, pieces)
+        # Whole parameters, by index, on their owners only; a parameter may hold several matrices.
+        owned_momenta = context.exchange.collect(params, momentum_pieces)
+        shapes_by_index = {context.exchange.cut[p].index: _shape(p) for p in params}
+        owned_updates = {
+            index: self.orthogonalise(flat.view(shapes_by_index[index])).reshape(-1)
+            for index, flat in owned_momenta.items()
+        }
+        owned_updates = {index: update.to(self.update_dtype) for index, update in owned_updates.items()}
+        update_pieces = context.exchange.give_back(params, owned_updates, momentum_pieces)
         shapes = [_shape(p)[1:] for p in params]
-        self.apply(context, group, parts, [p.detach() for p in params], _targets(context, params), shapes)
+        self.apply(context, group, update_pieces, [p.detach() for p in params], _targets(context, params), shapes)
 
     def apply(
         self,
@@ -306,8 +320,9 @@ class MuonAdamW(GroupStepAdamW):
         targets: list[Tensor] | None,
         shapes: list,
     ) -> None:
-        """Decay `weights` and subtract the scaled `updates`. targets: tensors of the model's dtype whose fp32 copies
-        are `weights`.
+        """Decay `weights` and subtract the scaled `updates`, one entry a matrix or piece.
+
+        targets: tensors of the model's dtype that also get the new values. None: only `weights` are written.
         """
         muon_update_(
             updates,
@@ -321,8 +336,8 @@ class MuonAdamW(GroupStepAdamW):
 
     @property
     def update_dtype(self) -> torch.dtype:
-        """The dtype of the tensors between momentum and Newton-Schulz. Only the iterations run in fp16, because they keep
-        its range.
+        """The dtype of Newton-Schulz's input and result. With dtype="fp16" both are bf16: only the iteration scales
+        its matrices into fp16's range.
         """
         return torch.float32 if self.muon.dtype == "fp32" else torch.bfloat16
 
@@ -352,7 +367,9 @@ def _matrices(params: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tenso
 
 
 def _targets(context: StepContext, params: Sequence[Tensor]) -> list[Tensor] | None:
-    """Return the targets of `params`, or None if they have none."""
+    """Return the tensors of `StepContext.targets` for `params`, or None if there are none: in an fp32
+    model, or without the distributed optimizer.
+    """
     targets = [context.targets[p] for p in params if p in context.targets]
     assert len(targets) in (0, len(params)), "all parameters of a buffer have one dtype"
     return targets or None
@@ -364,13 +381,15 @@ def _shape(parameter: Tensor) -> tuple[int, int, int]:
 
 
 def _rounds(params: Sequence[Tensor], elements: int) -> Iterator[list[Tensor]]:
-    """Divide `params` into rounds of at most `elements`, or of one parameter; equal shapes stay together."""
-    matrices, count = [], 0
+    """Yield rounds of `params` of at most `elements`, or of one larger parameter; sorted, so that equal shapes are
+    adjacent.
+    """
+    round_params, elements_in_round = [], 0
     for p in sorted(params, key=lambda p: _shape(p)[1:]):
-        if matrices and count + p.numel() > elements:
-            yield matrices
-            matrices, count = [], 0
-        matrices.append(p)
-        count += p.numel()
-    if matrices:
-        yield matrices
+        if round_params and elements_in_round + p.numel() > elements:
+            yield round_params
+            round_params, elements_in_round = [], 0
+        round_params.append(p)
+        elements_in_round += p.numel()
+    if round_params:
+        yield round_params

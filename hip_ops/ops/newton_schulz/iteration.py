@@ -18,7 +18,10 @@ from hip_ops.runtime.declaration import wide
 
 
 class Products:
-    """tall: whether the caller's matrices are; dtype: the caller's."""
+    """The four products of an iteration, which each version implements.
+
+    tall: whether the caller's matrices have more rows than columns. dtype: of the caller's matrices.
+    """
 
     def __init__(self, tall: bool, dtype: torch.dtype):
         self.tall, self.dtype = tall, dtype

@@ -35,16 +35,20 @@ class MuonDistributedOptimizer(DistributedOptimizer):
     every rank writes and reads its own parts.
 
     Attributes:
-        exchange, targets: of the inner optimizer's steps (`StepContext`).
+        exchange: exchanges the matrices that the layout cuts; None if it cuts none.
+        targets: fp32 weight under Muon -> this rank's flat part of it in DDP's parameter buffer (`StepContext`). Empty
+            for an fp32 model, whose weights are updated in the buffer.
     """
 
     def __init__(self, optimizer: MuonAdamW, *positional, **named):
         super().__init__(optimizer, *positional, **named)
         cut = cut_matrices(self.buffers, self.data_parallel_group.size())
-        pieces = {main: cut[model] for model, main in self._pairs() if model in cut}
-        self.exchange = MatrixExchange(self.data_parallel_group, pieces) if cut else None
+        cut_by_main_param = {main: cut[model] for model, main in self._pairs() if model in cut}
+        self.exchange = MatrixExchange(self.data_parallel_group, cut_by_main_param) if cut else None
         self.targets: dict[Tensor, Tensor] = {}
-        self._copies: dict[Tensor, Tensor] = {}  # AdamW's, of the model's dtype -> fp32
+        # For AdamW's parameters: this rank's part of the parameter buffer -> the fp32 weight that is copied to it.
+        self._copies: dict[Tensor, Tensor] = {}
+        # fp32 weight -> the model parameter's whole main_grad, and this rank's part of that.
         self._gradients: dict[Tensor, tuple[Tensor, Tensor]] = {}
         for model_param, main_param in self._pairs():
             main_param.zaya_role = role_of(model_param)
@@ -57,8 +61,8 @@ class MuonDistributedOptimizer(DistributedOptimizer):
                 self._copies[share] = main_param
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the model's parameters with a part on this rank, each with the fp32 tensor that the inner optimizer
-        updates.
+        """Return (model parameter, fp32 weight) for each parameter with a part on this rank. The fp32 weight holds that
+        part only, and the inner optimizer updates it.
         """
         groups = (
             (self.model_float16_groups, self.shard_fp32_from_float16_groups),
@@ -74,25 +78,28 @@ class MuonDistributedOptimizer(DistributedOptimizer):
     def _share_of_buffer(self, model_param: Tensor) -> Tensor:
         """Return the flat part of DDP's parameter buffer that this rank writes and the other ranks gather."""
         buffer, _, bucket = self.model_param_gbuf_map[model_param]
-        place = self._get_model_param_range_map(model_param)["gbuf_world_in_bucket"]
-        return self.buffers[buffer].buckets[bucket].param_data.view(-1)[place.start : place.end]
+        bucket_range = self._get_model_param_range_map(model_param)["gbuf_world_in_bucket"]
+        return self.buffers[buffer].buckets[bucket].param_data.view(-1)[bucket_range.start : bucket_range.end]
 
     def _copy_main_params_to_model_params(self) -> None:
-        # Only AdamW's: Muon's update kernel has written its targets in the model's dtype.
+        """Copy AdamW's fp32 weights to the parameter buffer. Muon's update kernel has written its `targets` already."""
         if self._copies:
             torch._foreach_copy_(list(self._copies), list(self._copies.values()))
 
     def _copy_model_grads_to_main_grads(self) -> None:
-        """Set the gradients of the fp32 weights. fp32 gradients are views into DDP's buffers, which are made once."""
+        """Set `grad` of the fp32 weights to this rank's part of each main_grad, which the reduce-scatter has summed.
+
+        fp32 gradients are views into DDP's buffers; the views are made once.
+        """
         if self.is_stub_optimizer or self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
             return super()._copy_model_grads_to_main_grads()
         for model_param, main_param in self._pairs():
-            whole, view = self._gradients.get(main_param, (None, None))
-            if whole is not model_param.main_grad:
-                whole = model_param.main_grad
-                place = self._get_model_param_range_map(model_param)["param"]
-                view = whole.view(-1)[place.start : place.end]
-                self._gradients[main_param] = whole, view
+            main_grad, view = self._gradients.get(main_param, (None, None))
+            if main_grad is not model_param.main_grad:
+                main_grad = model_param.main_grad
+                param_range = self._get_model_param_range_map(model_param)["param"]
+                view = main_grad.view(-1)[param_range.start : param_range.end]
+                self._gradients[main_param] = main_grad, view
             main_param.grad = view.float()
 
     def start_param_sync_for_bucket_group_subset(self) -> None:

@@ -7,7 +7,8 @@ shard borders may lie inside a parameter. `layout` plans buffers in which
 
 * the matrices of an expert block (e.g. the 16 gate+up matrices of a layer) are neighbours in ascending order, so that
   the grouped GEMM reads them in place as one [E, out, in] tensor; shard borders lie only between them;
-* a parameter that Muon updates lies whole in one shard, that of its owner, and owners have equal work over all buckets;
+* a parameter that Muon updates lies whole in one shard; the rank of that shard is its owner and alone keeps its
+  momentum and updates it; owners have about equal work over all buckets;
 * every other parameter fills the gaps and may be cut, because AdamW works element by element.
 
 `BufferLayout.of` describes a buffer as it is, whichever layout it has. megatron-core before 0.19, hence Primus, has its
@@ -108,7 +109,7 @@ def compute_expert_block_layout(
 
 @dataclass(frozen=True)
 class CutMatrix:
-    """A Muon parameter that several ranks share.
+    """A Muon parameter that several ranks share: one matrix, or several if its role says so.
 
     index: its number among all cut parameters, the same on every rank.
     pieces: as `BufferLayout.pieces`.
@@ -119,7 +120,7 @@ class CutMatrix:
 
     @property
     def owner(self) -> int:
-        """The rank that orthogonalises it: the one with the largest piece."""
+        """The rank that orthogonalises it: the one with the largest piece, the lowest of several."""
         return max(self.pieces, key=lambda piece: (piece[2] - piece[1], -piece[0]))[0]
 
     @property
@@ -130,9 +131,9 @@ class CutMatrix:
 def cut_matrices(buffers, shards: int) -> dict[Parameter, CutMatrix]:
     """Return the Muon parameters of DDP's `buffers` that several ranks share; the same on every rank."""
     cut = {}
-    for described in (BufferLayout.of(buffer, shards) for buffer in buffers):
-        for param in described.places:
-            if role_of(param).matrices is not None and len(pieces := described.pieces(param)) > 1:
+    for buffer_layout in (BufferLayout.of(buffer, shards) for buffer in buffers):
+        for param in buffer_layout.places:
+            if role_of(param).matrices is not None and len(pieces := buffer_layout.pieces(param)) > 1:
                 cut[param] = CutMatrix(len(cut), pieces)
     return cut
 
@@ -140,7 +141,8 @@ def cut_matrices(buffers, shards: int) -> dict[Parameter, CutMatrix]:
 class MatrixExchange:
     """Sends pieces of matrices to their owners and back, over the data-parallel group.
 
-    cut: the tensors of this rank that are pieces of a parameter -> its CutMatrix. State is not exchanged.
+    cut: fp32 weight of which this rank has only a piece -> the CutMatrix of the whole parameter. State is not
+        exchanged: momentum and weight of a piece stay on its rank.
     """
 
     def __init__(self, group: ProcessGroup, cut: Mapping[Tensor, CutMatrix]):
@@ -148,9 +150,11 @@ class MatrixExchange:
         self.rank = group.rank()
 
     def collect(self, params: Sequence[Tensor], pieces: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Return the matrices that this rank owns, flat, by index. pieces: this rank's part of each of `params`."""
-        own = ((self.cut[param], piece) for param, piece in zip(params, pieces, strict=True))
-        whole = {matrix.index: piece.new_empty(matrix.numel) for matrix, piece in own if matrix.owner == self.rank}
+        """Return the parameters that this rank owns, flat and whole, by index. pieces: this rank's part of each of
+        `params`.
+        """
+        shared = ((self.cut[param], piece) for param, piece in zip(params, pieces, strict=True))
+        whole = {matrix.index: piece.new_empty(matrix.numel) for matrix, piece in shared if matrix.owner == self.rank}
         self._exchange(params, pieces, whole, to_owner=True)
         return whole
 
@@ -162,20 +166,20 @@ class MatrixExchange:
 
     def _exchange(self, params: Sequence[Tensor], parts: Sequence[Tensor], whole: dict[int, Tensor], to_owner: bool):
         """Copy this rank's `parts` into the owners' matrices, or the owners' matrices into `parts`."""
-        to, back = (isend, irecv) if to_owner else (irecv, isend)
+        non_owner_op, owner_op = (isend, irecv) if to_owner else (irecv, isend)
         pairs = [(self.cut[param], part) for param, part in zip(params, parts, strict=True)]
-        moves = []
+        operations = []
         for matrix, part in sorted(pairs, key=lambda pair: pair[0].index):  # all ranks send in this order
             if matrix.owner != self.rank:
-                moves.append(P2POp(to, part, get_global_rank(self.group, matrix.owner), self.group))
+                operations.append(P2POp(non_owner_op, part, get_global_rank(self.group, matrix.owner), self.group))
                 continue
             for rank, start, end in matrix.pieces:
-                place = whole[matrix.index][start:end]
+                segment = whole[matrix.index][start:end]
                 if rank != self.rank:
-                    moves.append(P2POp(back, place, get_global_rank(self.group, rank), self.group))
+                    operations.append(P2POp(owner_op, segment, get_global_rank(self.group, rank), self.group))
                 elif to_owner:
-                    place.copy_(part)
+                    segment.copy_(part)
                 else:
-                    part.copy_(place)
-        for request in batch_isend_irecv(moves) if moves else ():
+                    part.copy_(segment)
+        for request in batch_isend_irecv(operations) if operations else ():
             request.wait()

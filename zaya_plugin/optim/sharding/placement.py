@@ -25,11 +25,11 @@ from torch.nn import Parameter
 from hip_ops.ops.newton_schulz.plan import newton_schulz_flops
 from zaya_plugin.optim.parameter_role import role_of
 
-# FLOPs of Newton-Schulz in the time of reading and writing an element's gradient, momentum and weight. For all of
-# ZAYA1-base these passes take 60 of 596 ms on one H200 (benchmarks/results/optimizer_step-h200.json), where
+# Cost of reading and writing an element's gradient, momentum and weight, as FLOPs of Newton-Schulz that take as long.
+# For all of ZAYA1-base these passes take 60 of 596 ms on one H200 (benchmarks/results/optimizer_step-h200.json), where
 # Newton-Schulz ran at 470 TFLOP/s.
 FLOPS_PER_ELEMENT = 3_000
-# Factors of the requested bucket size that are tried: larger buckets leave less padding.
+# Factors of the requested bucket size that `placed_buckets` tries: larger buckets leave less padding.
 SIZES = (1, 2, 4)
 # A parameter that may be cut, such as the embedding, gets its own bucket unless that adds more padding than this share.
 MAX_PADDING = 0.10
@@ -47,18 +47,19 @@ HIDDEN = 2
 def placed_buckets(
     params: Sequence[Parameter], bucket_size: int | None, shards: int, divisor: int
 ) -> list[tuple[dict[Parameter, int], int]]:
-    """Return offsets of its parameters and length of each bucket. Arguments as for
+    """Return, of each bucket, the offsets of its parameters and its length. Arguments as for
     `zaya_plugin.optim.sharding.layout.layout`.
     """
-    of = Shards(shards, divisor)
+    bucket_shards = Shards(shards, divisor)
     units = units_of(reversed(params))
-    tried = [
-        balanced(cut_into_buckets(units, bucket_size and times * bucket_size, of), of)
+    candidates = [
+        balanced(cut_into_buckets(units, bucket_size and times * bucket_size, bucket_shards), bucket_shards)
         for times in (SIZES if bucket_size is not None and shards > 1 else (1,))
     ]
     # An element of a bucket costs about as much on the links as its owner's passes over it.
     chosen, _ = min(
-        tried, key=lambda layout: layout[1] + FLOPS_PER_ELEMENT * cost_of_buckets([numel for _, numel in layout[0]])
+        candidates,
+        key=lambda layout: layout[1] + FLOPS_PER_ELEMENT * cost_of_buckets([numel for _, numel in layout[0]]),
     )
     return [(offsets(placed), numel) for placed, numel in chosen]
 
