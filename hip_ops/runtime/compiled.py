@@ -47,6 +47,9 @@ def compile_function(function: Callable) -> Callable:
 def formula(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a differentiable function of plain torch: compiles it for tensors on an accelerator unless the
     reference is requested.
+
+    The function is no operator: it has no other versions and no self-check. Where hip or triton is requested it is
+    compiled too.
     """
     folder = function.__module__.rpartition(".")[0].rpartition(".")[2]
 

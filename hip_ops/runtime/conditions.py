@@ -167,7 +167,7 @@ def _on_a_full_device(device: torch.device, candidate: Callable, arguments: list
 
 
 def assign(held: Any, values: Any = None) -> None:
-    """Write the tensors in `given` to those in `held`, or zeros."""
+    """Write the tensors in `values` to those in `held`; without `values` zeros."""
     mine = [tensor for _, tensor in tensors_of(held, "")]
     theirs = [0] * len(mine) if values is None else [tensor for _, tensor in tensors_of(values, "")]
     for to, value in zip(mine, theirs, strict=True):

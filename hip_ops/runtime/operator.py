@@ -11,7 +11,11 @@
 `reference` is the definition, in `hip_ops/ops/<operator>/reference.py`; its annotations are the schema of the torch
 operator `hip_ops::scale`, and on meta tensors it gives the shapes and dtypes of fake results. The other versions are
 the functions of the same name in hip.py, triton.py, ... beside it, as hip_ops/versions.py lists them. Each is compared
-with the reference before its first use on a device; one that fails is skipped with a warning.
+with the reference before its first use on a device. One that fails is skipped with a warning; one that was requested by
+name raises ValueError, unless it is in NOT_RUN.
+
+The way of a call: `Operator.__call__`, `Operator.run`, `Versions.implementations` (at the first call: `_choose`, which
+runs the self-checks), the first version whose function of `fits` accepts the arguments.
 
 A call bypasses torch's dispatcher where nothing can observe it: the dispatcher costs the host more than the kernels
 take on the device. The registered operator is called where something may observe or replace operators by name:
@@ -66,10 +70,13 @@ def unobserved() -> bool:
 
 class Versions:
     """The versions of one computation: the choice among them on a device, their comparison with the reference, and the
-    report. `Operator` is the kind that torch knows; another kind defines `request` and `_function_of`.
+    report. This class does not call them. `Operator` does, and is registered with torch; CoreAttention of zaya_plugin
+    is the other subclass. A subclass defines `__call__` and `_function_of`, and may replace `request`, `_order`,
+    `_failure`, `_candidate` and `last`.
 
     Args:
-        name: in messages. folder: by which versions are chosen. versions: names, best first.
+        name: in messages. folder: the key of `kernel_overrides` that requests a version; operators of one folder share
+            it. versions: names, best first.
         reference: the definition. example: device -> arguments of a small call that passes through all of the kernel
             (tails, several tiles). It may use torch's global random generator, which is seeded before and restored
             after. A tuple of functions gives several calls.
@@ -126,34 +133,41 @@ class Versions:
         return self._function_of(version)
 
     def implementations(self, device: torch.device) -> list[tuple[Callable | None, Callable]]:
-        """Return the versions that run on `device` under the current selection, best first, each with its function of
-        `fits` or None.
+        """Return the functions of the versions that run on `device` under the current selection, best first, each after
+        a function that returns whether the version gets a call, or None where it gets every call.
 
         The first call checks them and imports or builds what they need. Raises ValueError where a version requested by
-        name is not available, and RuntimeError while a graph is captured.
+        name is not available or fails its self-check, and RuntimeError while a graph is captured.
         """
         key = (device, self.request())
-        chosen = self._chosen.get(key)
-        if chosen is None:
+        entries = self._chosen.get(key)
+        if entries is None:
             with _checking:
-                chosen = self._chosen.get(key)
-                if chosen is None:
-                    versions, self.choices[key] = self._choose(*key, check=True)
-                    self._names[key] = versions
-                    chosen = [self._entry(name, *key) for name in versions]
-                    if versions[-1] == "reference":  # slower than the next version for these arguments
-                        slower = [name for name in versions if name in self.prefers and name != key[1].version]
-                        chosen[-1:-1] = [(self.fits[name], self._function_of(name)) for name in slower]
-                    self._chosen[key] = chosen
+                entries = self._chosen.get(key)
+                if entries is None:
+                    names, self.choices[key] = self._choose(*key, check=True)
+                    self._names[key] = names
+                    entries = [self._entry(name, *key) for name in names]
+                    if names[-1] == "reference":
+                        # A version whose function of `prefers` declines a call is still faster than the reference. So
+                        # it is asked a second time, right before the reference, with its function of `fits`.
+                        slower = [name for name in names if name in self.prefers and name != key[1].version]
+                        entries[-1:-1] = [(self.fits[name], self._function_of(name)) for name in slower]
+                    self._chosen[key] = entries
                     logger.info("hip_ops: %s on %s: %s", self.name, device, self.choices[key])
-        return chosen
+        return entries
 
     def _entry(self, version: str, device: torch.device, request: Request) -> tuple[Callable | None, Callable]:
-        takes = self.fits.get(version)
+        """Return one entry of `implementations`: the function of `prefers` or `fits`, or None, and that of the version.
+
+        A compiled version that `_choose` has not compared is compared at its first call; if it fails, the reference
+        runs.
+        """
+        fits = self.fits.get(version)
         if version != request.version:
-            takes = self.prefers.get(version, takes)
+            fits = self.prefers.get(version, fits)
         if (device, version) in self.results or version != "compiled":
-            return takes, self._function_of(version)
+            return fits, self._function_of(version)
         self._unchecked.add(device)
 
         def checked_at_first_call(*arguments):
@@ -161,7 +175,7 @@ class Versions:
                 failed = self._failure(version, device, check=True)
             return (self.reference if failed else self._function_of(version))(*arguments)
 
-        return takes, checked_at_first_call
+        return fits, checked_at_first_call
 
     def choice(self, device: torch.device, check: bool = True) -> str:
         """Say which version runs on `device` and why. check=False: without running, importing or building anything.
@@ -186,7 +200,12 @@ class Versions:
         return tuple(dict.fromkeys(self.last if self._failure(name, device, check=False) else name for name in names))
 
     def _choose(self, device: torch.device, request: Request, check: bool) -> tuple[list[str], str]:
-        """Return the versions up to the first that takes every call, and a text with their names and the reason."""
+        """Return the names of the available versions up to the first that takes every call, and a text with them and
+        the reason.
+
+        check: compare each with the reference first. A version requested by name that is not available or fails raises
+        ValueError; one in NOT_RUN that fails is skipped.
+        """
         chosen, skipped, allowed = [], [], dict.fromkeys(("auto", *self.versions, self.last))
         if request.version not in ("auto", *self.versions, self.last):
             skipped.append(f"it has no version {request.version!r}")
@@ -212,6 +231,9 @@ class Versions:
         return chosen, f"{text} ({'; '.join([request.source, *skipped])})"
 
     def _order(self, device: torch.device, request: Request) -> tuple[str, ...]:
+        """Return the names of the versions in the order in which they are tried: the requested one, then those of
+        auto. On a CPU auto is the reference alone.
+        """
         run = (version for version in self.versions if version not in NOT_RUN)
         auto = ("reference",) if device.type == "cpu" else (*run, "reference")
         if request.version in self.versions or request.version == "reference":
@@ -226,7 +248,7 @@ class Versions:
 
     def _failure(self, version: str, device: torch.device, check: bool) -> str | None:
         """Return the failure of the self-check of `version` on `device`, or None. The check runs once per process and
-        device.
+        device; check=False reads the result of an earlier check and runs none.
         """
         if version == "reference" or not check and (device, version) not in self.results:
             return None
@@ -316,6 +338,7 @@ class Operator(Versions):
             f"hip_ops::{self.name}", self.run, mutates_args=tuple(mutates), schema=schema
         )
         self.registered.register_fake(self._fake)
+        # The autograd function that `register_autograd` makes, for calls past torch's dispatcher.
         self._function: type[torch.autograd.Function] | None = None
         OPERATORS[self.name] = self
 
@@ -337,6 +360,9 @@ class Operator(Versions):
         self._function = type(f"hip_ops_{self.name}", (torch.autograd.Function,), methods)
 
     def __call__(self, *arguments: Any) -> Any:
+        """Call `run`: through torch's registered operator where something may observe the call, through the autograd
+        function where a gradient is recorded, otherwise directly.
+        """
         if not unobserved():
             return self.registered(*arguments)
         differentiated = listed = False
@@ -373,16 +399,18 @@ class Operator(Versions):
         return tree_map(lambda result: first.new_empty(result.shape, dtype=result.dtype), results)
 
     def run(self, *arguments: Any) -> Any:
-        """Check the arguments and call the first version that takes them, without gradients."""
+        """Check the arguments and call the first version that takes them, without gradients; fp64 calls the
+        reference.
+        """
         self.declaration.check(arguments)
         first = arguments[0] if isinstance(arguments[0], Tensor) else _first_tensor(arguments)
         if first.dtype == torch.float64:
             return self.reference(*arguments)
-        for place, (takes, version) in enumerate(self.implementations(first.device)):
-            if takes is None or takes(*arguments):
+        for place, (fits, function) in enumerate(self.implementations(first.device)):
+            if fits is None or fits(*arguments):
                 if place:
                     self._warn_if_requested(first)
-                return version(*arguments)
+                return function(*arguments)
         raise AssertionError("the last version takes every call")
 
     def _warn_if_requested(self, first: Tensor) -> None:
@@ -395,6 +423,9 @@ class Operator(Versions):
             logger.warning(text, request.source, self.name, str(first.dtype).removeprefix("torch."), tuple(first.shape))
 
     def _function_of(self, version: str) -> Callable:
+        """Return the function of `version`: `<operator>` of hip_ops/ops/<folder>/<version>.py, imported here. compiled
+        is made from the reference.
+        """
         if version == "reference":
             return self.reference
         if version == "compiled":
@@ -429,7 +460,7 @@ def all_operators() -> list[Operator]:
 
 
 def warm_up(device: torch.device | str, operators: Iterable[Versions] | None = None) -> dict[str, str]:
-    """Choose and checks the versions of all operators on `device` before their first use. Required before a graph is
+    """Choose and check the versions of all operators on `device` before their first use. Required before a graph is
     captured.
 
     Return by operator which version runs and why. Raises ValueError where a version requested by name is not

@@ -5,8 +5,9 @@
                      reference. On a CPU the reference.
     hip, triton, compiled, reference    that version of every operator that has it; the others as with auto
 
-An override requests one operator's version by name, optional packages included (quack, grouped_mm). A version that is
-requested by name and is not available raises ValueError. `set_kernels` and `use_kernels` in code take precedence over
+An override requests a version for the operators of one folder of hip_ops/ops by name, optional packages included
+(quack, grouped_mm). A version that is requested by name, in either way, and is not available or fails its self-check
+raises ValueError (not one in versions.NOT_RUN that fails). `set_kernels` and `use_kernels` in code take precedence over
 HIP_OPS_KERNELS, which is "triton" or "auto,router_mlp=compiled", for example.
 """
 

@@ -2,10 +2,16 @@
 """Causal softmax attention with Megatron's core-attention interface, on context-parallel ranks and packed documents
 too.
 
-`config.core_attention` names a version of the operator `CoreAttention`, or `auto`. All versions have one interface: this
-rank's queries against the keys and values of the sequence up to the last query, the mask aligned at the end (lower
-right). At its first use on a device a version is compared with attention written out, gradients included; hip_ops'
-runtime chooses, compares and reports, as for every other operator. A call has one of three forms:
+`config.core_attention` names a version of `CoreAttention`, or `auto`. All versions have one interface: this rank's
+queries against the keys and values of the sequence up to the last query, the mask aligned at the end (lower right). At
+its first use on a device a version is compared with attention written out, gradients included, except torch's own on a
+CPU and for documents. hip_ops' class `Versions` chooses, compares and reports, as for its own operators. CoreAttention
+is no `Operator`: it is not registered with torch, does not check its arguments, and records gradients by the versions'
+own autograd. cluster.kernels and HIP_OPS_KERNELS do not select its version, and no version is a kernel of hip_ops.
+
+The way of a call: `ZayaCoreAttention.forward`, `core_attention` (one CoreAttention for all layers),
+`CoreAttention.__call__`, `Versions.implementations`, the function of `CoreAttention._function_of`. A call has one of
+three forms:
 
     whole      all queries of a sequence: every version; `auto` takes the fastest that was measured (MEASURED)
     chunks     a context-parallel rank's chunks of queries: with auto, sdpa and cudnn in blocks (block_attention.py)
@@ -171,7 +177,9 @@ def attention_of(version: str) -> Attention:
 
 
 def _missing(version: str, _: torch.device) -> str | None:
-    """Return why the package of `version` cannot be used, or None."""
+    """Return why the package of `version` cannot be used, or None: a function of `available`, which `Versions._missing`
+    calls.
+    """
     try:
         attention_of(version)
     except ValueError as error:
@@ -204,15 +212,15 @@ def attention_written_out(query: Tensor, key: Tensor, value: Tensor, scale: floa
 
 
 def with_gradients(attend: Callable) -> Callable:
-    """Return a function of `attend`'s arguments and the gradient of its result, which returns the result and the
-    gradients of query, key and value. The check runs it: a kernel is chosen inside no_grad too.
+    """Return a function of the gradient of `attend`'s result and `attend`'s arguments, which returns the result and the
+    gradients of query, key and value. The check runs it; gradients are on, since the first call may be inside no_grad.
     """
 
-    def call(weights: Tensor, query: Tensor, key: Tensor, value: Tensor, *more) -> list[Tensor | None]:
+    def call(d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *more) -> list[Tensor | None]:
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in (query, key, value)]
             out = attend(*inputs, *more)
-            return [out.detach(), *torch.autograd.grad(out, inputs, weights.to(out.dtype), allow_unused=True)]
+            return [out.detach(), *torch.autograd.grad(out, inputs, d_out.to(out.dtype), allow_unused=True)]
 
     return call
 
@@ -256,6 +264,7 @@ class CoreAttention(Versions):
         keys, queries = rows + (starts[0][-1] if starts else 0), rows * (2 if starts else 1)
 
         def example(magnitude: float, device: torch.device) -> tuple:
+            """Make arguments of `with_gradients`: the gradient of the result, query, key, value, scale and starts."""
             query, key, value = (
                 torch.randn(shape) for shape in ((queries, 2, heads, head_dim), *((keys, 2, groups, head_dim),) * 2)
             )
@@ -285,12 +294,15 @@ class CoreAttention(Versions):
         return self.requested
 
     def __call__(self, query: Tensor, *arguments) -> Tensor:
-        for takes, attend in self.implementations(query.device):
-            if takes is None or takes(query, *arguments):
+        for fits, attend in self.implementations(query.device):
+            if fits is None or fits(query, *arguments):
                 return attend(query, *arguments)
         raise AssertionError("the last version takes every call")
 
     def _order(self, device: torch.device, request: Request) -> tuple[str, ...]:
+        """Return the requested version, or with auto the fastest measured ones, then sdpa. For chunks `blocks` is before
+        them with auto, sdpa and cudnn.
+        """
         order = () if request.version == "auto" else (request.version,)
         if request.version == "auto" and self.form == "whole" and self.half and not self.exact:
             order = MEASURED.get(architecture(device), ())
@@ -312,6 +324,7 @@ class CoreAttention(Versions):
         return super()._failure(version, device, check)
 
     def _candidate(self, version: str) -> Callable:
+        """Return the version with its gradients, which the self-check compares too."""
         return with_gradients(self._function_of(version))
 
     def _function_of(self, version: str) -> Callable:
@@ -372,16 +385,17 @@ class ZayaCoreAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedDocuments | None = None,
     ) -> Tensor:
-        """query [s, b, n, d], key and value [s, b, g, d], this rank's rows of the sequence -> [s, b, n * d]."""
+        """Call the `CoreAttention` of this form, dtype and sizes: query [s, b, n, d], key and value [s, b, g, d], this
+        rank's rows of the sequence -> [s, b, n * d].
+        """
         assert attention_bias is None
-        form, where = "whole", ()
+        form, positions = "whole", ()
         if self.shard.size > 1:
             key, value = gather_key_value(key, value, self.shard, self.context_group)
-            form, where = "chunks", (self.shard.starts(len(query)),)
+            form, positions = "chunks", (self.shard.starts(len(query)),)
         if packed_seq_params is not None:
-            form, where = "documents", (packed_seq_params,)
+            form, positions = "documents", (packed_seq_params,)
         exact = torch.are_deterministic_algorithms_enabled()
         sizes = (query.shape[2], key.shape[2], query.shape[3])
-        return core_attention(self.name, form, query.dtype, *sizes, exact)(
-            query, key, value, self.softmax_scale, *where
-        )
+        attend = core_attention(self.name, form, query.dtype, *sizes, exact)
+        return attend(query, key, value, self.softmax_scale, *positions)

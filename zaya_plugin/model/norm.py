@@ -33,13 +33,13 @@ class ZayaRMSNorm(nn.Module):
         return hip_ops.rms_norm(x, *self.vectors(), self.eps)
 
     def merge_then_norm(self, output: Tensor, residual: Tensor, *vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norm and the new stream of a merge. vectors: the merge's, then this norm's."""
+        """Return the normed stream and the new stream of a merge. vectors: the merge's, then this norm's."""
         return hip_ops.scaled_residual_rms_norm(output, residual, *vectors, self.eps)
 
     def affine_then_norm(
         self, embedding: Tensor, bias: Tensor, scale: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Return the norm, and the affine of the embedding in `dtype`."""
+        """Return the normed stream, and the stream: the affine of the embedding in `dtype`."""
         return hip_ops.affine_rms_norm(embedding, bias, scale, *self.vectors(), self.eps, dtype)
 
     def extra_repr(self) -> str:

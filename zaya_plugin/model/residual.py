@@ -34,15 +34,19 @@ class ResidualScaling(nn.Module):
         return self.output_bias, self.output_scale, self.residual_bias, self.residual_scale
 
     def forward(self, output: Tensor, residual: Tensor, view: ParameterView = direct) -> Tensor:
-        """output [s, b, h], residual [s, b, h] -> new stream [s, b, h] in residual's dtype. Parameters are used through
-        `view`.
+        """Merge without a norm: output and residual [s, b, h] -> new stream [s, b, h] in residual's dtype. Parameters
+        are used through `view`.
         """
         return hip_ops.scale_residual(output, residual, *map(view, self.vectors()))
 
     def merge_and_norm(
         self, output: Tensor, residual: Tensor, norm: ZayaRMSNorm, view: ParameterView = direct
     ) -> tuple[Tensor, Tensor]:
-        """Return the norm and the new stream. Neither module is called, so both are gathered here."""
+        """Return the normed stream and the new stream, by one operator.
+
+        The forward of neither module is called, so `gathered` waits here for the parameters of both
+        (parameter_gather.py).
+        """
         gathered(self)
         gathered(norm)
         return norm.merge_then_norm(output, residual, *map(view, (*self.vectors(), *norm.vectors())))
@@ -62,7 +66,7 @@ class InputAffine(nn.Module):
         return hip_ops.affine(embedding, self.bias, self.scale, self._dtype(embedding))
 
     def affine_and_norm(self, embedding: Tensor, norm: ZayaRMSNorm) -> tuple[Tensor, Tensor]:
-        """Return the norm and the same stream. Neither module is called, so both are gathered here."""
+        """Return the normed stream and the stream, otherwise as merge_and_norm."""
         gathered(self)
         gathered(norm)
         return norm.affine_then_norm(embedding, self.bias, self.scale, self._dtype(embedding))

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The residual stream of a layer: its merges and norms, and its way in and out of the layer with the router state.
 
-This file alone knows how the norms are computed, what activation recomputation frees, and what passes between layers:
+This file alone decides where the norms are computed, what activation recomputation frees, and what passes between
+layers:
 
-* A merge and the norm behind it are one operator, also across two layers of a stage (`link_layers`): 83 instead of 123
-  ms of the norms of 40 layers on an H200 (docs/log.md, 2026-11-21). With `layernorm` among recompute_modules a norm is
-  computed by itself instead; its result is freed behind the module that read it, and the backward pass computes it again.
+* A merge and the norm behind it are one operator (hip_ops/ops/rms_norm, which `ResidualScaling.merge_and_norm` calls
+  through the norm), also across two layers of a stage (`link_layers`): 83 instead of 123 ms of the norms of 40 layers
+  on an H200 (docs/log.md, 2026-11-21). With `layernorm` among recompute_modules a norm is computed by itself instead;
+  its result is freed behind the module that read it, and the backward pass computes it again.
 * Megatron's transformer block passes a `context` from layer to layer, for cross-attention. Here it is the router state,
   which is a tensor, so that it may also cross the border of a recomputed part; between linked layers it is a
   `LinkedContext`, which holds the normed stream too.
@@ -50,7 +52,7 @@ class Stream:
 
     def __init__(self, layer: TransformerLayer, value: Tensor, normed: Tensor | None):
         self.layer, self.value, self.view = layer, value, view_together(layer.vectors())
-        self._normed = normed  # the next norm, where the last merge has computed it
+        self._normed = normed  # the stream after the next norm, where it is computed and not yet read
         self._free: Callable[[Tensor], None] | None = None  # frees the last norm, once a module has read it
 
     @classmethod
@@ -78,7 +80,9 @@ class Stream:
             self._normed, self.value = affine.affine_and_norm(self.value, norm)
 
     def norm(self, norm: ZayaRMSNorm) -> Tensor:
-        """Return the norm of the stream [s, b, h] in the parameters' dtype."""
+        """Return the norm of the stream [s, b, h] in the parameters' dtype: the result that `start`, `merge` or the
+        previous layer has computed with the same `norm`, if there is one, otherwise `norm` is called now.
+        """
         if self._normed is not None:
             normed, self._normed = self._normed, None
             return normed
@@ -90,8 +94,10 @@ class Stream:
         return checkpoint.checkpoint(norm, self.value)
 
     def merge(self, output: Tensor, scaling: ResidualScaling, norm: ZayaRMSNorm | None = None) -> None:
-        """Merge `output` [s, b, h] of the module that read the last norm, and compute `norm`, the next one, with it
-        unless that is recomputed.
+        """Merge `output` [s, b, h] of the module that read the last norm into the stream.
+
+        norm: the one that reads the stream next. The same operator computes it, and it is kept for the next call of
+        `self.norm`. Without it, or where it is recomputed, the merge is computed by itself and has no kernel.
         """
         if self._free is not None:
             self._free(output)

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Residual merge + RMSNorm or LayerNorm in one pass over the stream: a torch operator with gradients of all arguments.
 
-The operator is `merge_norm`, with optional vectors of the merge and an optional bias, which makes the norm a LayerNorm.
+`_forward` is the operator `merge_norm`, with optional vectors of the merge and an optional bias, which makes the norm a
+LayerNorm. `_backward` is the operator `merge_norm_backward`, which autograd calls through `_gradients`. Each is checked
+and chosen by itself, so that they may run different versions. The functions below call `_forward`. reference.py,
+hip.py, triton.py and aiter.py define both; `kernel_overrides.rms_norm` requests a version of both.
 
 The gradient of a merge reaches its inputs through both results: through y by the norm, and through new_residual, which
 the next merge reads. reference.py defines the statistics and the roundings. Saved for the backward pass: rstd, and
-LayerNorm's mean; new_residual in the plain form, output and residual in ZAYA's. Single norms and merges have no
-kernels: torch.compile fuses their formulas on an accelerator.
+LayerNorm's mean; new_residual in the plain form, output and residual in ZAYA's.
+
+A norm or a merge by itself (`rms_norm`, `scale_residual`) is no operator and has no kernel. On an accelerator `formula`
+compiles it, without a self-check, also where hip or triton is requested (runtime/compiled.py).
 """
 
 from __future__ import annotations
@@ -111,27 +116,31 @@ _backward = Operator(reference.merge_norm_backward, fits=_fits(3, 4), available=
 
 
 def _save(ctx, inputs, output) -> None:
+    """Save the arguments of `_backward`. In the plain form new_residual takes the place of output and residual."""
     of_layer, residual, *vectors, weight, bias, _ = inputs
     _, new_residual, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
     ctx.set_materialize_grads(False)
-    merged = (None, new_residual) if vectors[0] is None else (of_layer, residual)
-    ctx.save_for_backward(*merged, None if bias is None else mean, rstd, *vectors, weight)
+    operands = (None, new_residual) if vectors[0] is None else (of_layer, residual)
+    ctx.save_for_backward(*operands, None if bias is None else mean, rstd, *vectors, weight)
     ctx.output_dtype = of_layer.dtype
 
 
 def _gradients(ctx, dy, d_new_residual, *_):
+    """Return the gradients of merge_norm's arguments by one call of `_backward`, whose results have the order of the
+    arguments; those of arguments that are None are replaced by None.
+    """
     output, residual, mean, rstd, *vectors, weight = ctx.saved_tensors
-    if dy is None:  # the kernels always read it; without new_residual's gradient they read nothing
+    if dy is None:  # y is not used. All versions read dy; they take None only for d_new_residual.
         dy = torch.zeros(residual.shape, dtype=weight.dtype, device=residual.device)
-    d_output, d_residual, *of_vectors = _backward(
+    d_output, d_residual, *d_parameters = _backward(
         dy, d_new_residual, output, residual, mean, rstd, *vectors, weight, ctx.output_dtype
     )
     if output is None and ctx.output_dtype == residual.dtype:
         d_output = d_residual
-    inputs = (*vectors, weight, mean)
-    of_vectors = (None if vector is None else d for d, vector in zip(of_vectors, inputs, strict=True))
-    return d_output, d_residual, *of_vectors, None
+    parameters = (*vectors, weight, mean)  # mean in the place of bias, which is not saved: both are None or neither
+    d_parameters = (None if p is None else d for d, p in zip(d_parameters, parameters, strict=True))
+    return d_output, d_residual, *d_parameters, None
 
 
 _forward.register_autograd(_gradients, setup_context=_save)

@@ -3,7 +3,14 @@
 reference.py.
 
 The sources choose the kernel: one that keeps a row in registers where hidden size and dtypes are in the table of
-rms_norm.h and all rows are 16-byte aligned, else the generic one.
+rms_norm.h and all rows are 16-byte aligned, else the generic one. Launchers and kernels, whose names macros join (H is
+the hidden size; x is the layer's output, residual the stream):
+
+    ho_rms_norm_forward       rms_norm.hip           ho_scaled_residual_rms_norm_H or ho_rms_norm_any
+    ho_rms_norm_backward      rms_norm_backward.hip  ho_scaled_residual_rms_norm_backward_H or ho_rms_norm_backward_any
+    ho_rms_norm_backward_sum  rms_norm_sum.hip       ho_rms_norm_sum_vectors
+
+The plain form's kernels begin with ho_add_ and LayerNorm's have layer_norm in their names.
 """
 
 from __future__ import annotations
@@ -42,10 +49,10 @@ def merge_norm(
     if output.numel():
         output, residual = as_rows(output), as_rows(residual)
         vectors = contiguous(output_bias, output_scale, residual_bias, residual_scale, weight, bias)
-        rows = (output, residual, *vectors, y.view(-1, hidden), new_residual.view(-1, hidden))
+        accessed = (output, residual, *vectors, y.view(-1, hidden), new_residual.view(-1, hidden))
         call(
             "ho_rms_norm_forward", output, residual, *vectors, y, new_residual, None if bias is None else mean, rstd,
-            len(output), hidden, output.stride(0), residual.stride(0), _types(output.dtype, residual, weight, rows),
+            len(output), hidden, output.stride(0), residual.stride(0), _types(output.dtype, residual, weight, accessed),
             multiprocessors(device), eps, device=device,
         )
     return y, new_residual, mean, rstd
@@ -63,15 +70,15 @@ def merge_norm_backward(
     if not dy.numel():
         return results
     dy, residual, (mean, rstd, weight) = as_rows(dy), as_rows(residual), contiguous(mean, rstd, weight)
-    output, upstream = (None if t is None else as_rows(t) for t in (output, d_new_residual))
-    rows = (dy, upstream, output, residual, weight, *vectors, d_residual.view(-1, hidden))
-    types = _types(output_dtype, residual, weight, rows)
-    count = library(target_of(device)).ho_rms_norm_backward_blocks
-    blocks = count(len(dy), hidden, types, scaled, centered, multiprocessors(device))
+    output, d_new_residual = (None if t is None else as_rows(t) for t in (output, d_new_residual))
+    accessed = (dy, d_new_residual, output, residual, weight, *vectors, d_residual.view(-1, hidden))
+    types = _types(output_dtype, residual, weight, accessed)
+    count_blocks = library(target_of(device)).ho_rms_norm_backward_blocks
+    blocks = count_blocks(len(dy), hidden, types, scaled, centered, multiprocessors(device))
     partial = torch.empty((blocks, (4 if scaled else 1) + centered, hidden), dtype=torch.float32, device=device)
     call(
-        "ho_rms_norm_backward", dy, upstream, output, residual, mean, rstd, *vectors, weight, d_output, d_residual,
-        partial, len(dy), hidden, dy.stride(0), 0 if upstream is None else upstream.stride(0),
+        "ho_rms_norm_backward", dy, d_new_residual, output, residual, mean, rstd, *vectors, weight, d_output,
+        d_residual, partial, len(dy), hidden, dy.stride(0), 0 if d_new_residual is None else d_new_residual.stride(0),
         0 if output is None else output.stride(0), residual.stride(0), types, blocks, device=device,
     )
     sums = (gradient if gradient.numel() else None for gradient in gradients)
