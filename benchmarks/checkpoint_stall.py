@@ -308,7 +308,7 @@ def trainer_class(choices: Choices, recipe, console):
             if not self.saved.saver.prepared:
                 self.prepare(model, optimizer, rest[0])
             own = super().save
-            self.begin(
+            self.begin_save(
                 step,
                 lambda: own(stock, iteration, model, optimizer, *rest, **named),
                 lambda: stock(iteration, model, optimizer, *rest, **named),
@@ -339,7 +339,7 @@ def trainer_class(choices: Choices, recipe, console):
                 self.staging = None
             self.saved.saver.before_change(tensors)
 
-        def begin(self, step: int, own: Callable[[], None], stock: Callable[[], None]) -> None:
+        def begin_save(self, step: int, own: Callable[[], None], stock: Callable[[], None]) -> None:
             """Begin the next save of the schedule."""
             round, kind = self.schedule.pop(0)
             if round == 0:

@@ -151,6 +151,7 @@ def test_a_fresh_optimizer_keeps_the_weights(tmp_path, corpus, ranks, straight):
     words = (
         "train",
         "experiment=cpu_demo_stage2",
+        "optim=adamw",  # the factors of its momenta
         *SMALL,
         "stage.train_iters=4",
         "handover.continuous_lr=false",

@@ -52,7 +52,6 @@ HOST_STATE = {
     "torch.utils.hooks.RemovableHandle.next_id": "a counter of hooks",
     "*.__warningregistry__": "Python's record of warnings",
     "*.__slotnames__": "Python's cache for pickling a class",
-    "torch._subclasses.fake_tensor.FakeTensorMode.cache": "torch's memory of the shapes that operators give",
     "GPTModel().model_type": "set by get_model",
     "Parameter().main_grad": "DDP's gradient",
     "Parameter().grad_added_to_main_grad": "DDP's mark",

@@ -170,7 +170,7 @@ def test_a_small_step_on_this_machine(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("lr", "reason"), [("1e30", "optim.non_finite_grad"), ("1", "from random tokens")], ids=["overflow", "divergence"]
+    ("lr", "reason"), [("100", "optim.non_finite_grad"), ("1", "from random tokens")], ids=["overflow", "divergence"]
 )
 def test_a_learning_rate_that_diverges_is_found(tmp_path, monkeypatch, lr, reason):
     monkeypatch.setattr(training, "ON_CPU", (*training.ON_CPU, f"optim.lr={lr}", "optim.lr_warmup_iters=0"))
@@ -185,7 +185,7 @@ def test_a_wrong_operator_is_found(tmp_path, monkeypatch, kept, share):
     the fault.
     """
     copied = shutil.copytree(ROOT / "hip_ops", tmp_path / "hip_ops", ignore=shutil.ignore_patterns("shipped"))
-    file = copied / "linear_cross_entropy" / "reference.py"
+    file = copied / "ops" / "linear_cross_entropy" / "reference.py"
     text, count = re.subn(r"(found\[part, 1, rows\] = .*)\.sum\(-1\)", rf"\1[..., {kept}].sum(-1)", file.read_text())
     assert count == 2, "one pass and two passes over the logits"
     file.write_text(text)

@@ -131,6 +131,8 @@ def _equal_version(own: operator.Versions, chosen: Iterable[tuple[str, ...]], ot
     It is the reference where that version does not take every call, since other versions then follow it, which may
     differ again; and where `other`, the version for another operator of the folder, is not one of this operator's.
     """
+    if own.setting == "core_attention":  # its versions stand in no order, and any may be missing on the other ranks
+        return own.last
     differing = next(versions for versions in zip_longest(*chosen) if len(set(versions)) > 1)
     order = tuple(dict.fromkeys((*own.versions, own.last)))
     candidates = {*differing, other} - {None}

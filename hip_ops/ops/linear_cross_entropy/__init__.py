@@ -153,7 +153,7 @@ def _scan(head: _Head, hidden: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Promised(torch.autograd.Function):
-    """Makes the gradients in the forward pass."""
+    """Make the gradients in the forward pass."""
 
     @staticmethod
     def forward(ctx, hidden, weight, head, promised, main_grad):
@@ -181,7 +181,7 @@ class _Promised(torch.autograd.Function):
 
 
 class _Recomputed(torch.autograd.Function):
-    """Makes the logits again in the backward pass."""
+    """Make the logits again in the backward pass."""
 
     @staticmethod
     def forward(ctx, hidden, weight, head, main_grad):
