@@ -92,7 +92,7 @@ def test_the_snippet_of_the_page_runs(tmp_path):
     train_bpe(["a few words"] * 3, 300, str(tmp_path / "tokenizer"))
     (tmp_path / "tokenizer" / "tokenizer.json").unlink()  # TINY has fewer rows than any
     text = (Path(__file__).parents[3] / "docs" / "weights.md").read_text()
-    snippet = text.partition("```python\n")[2].partition("```")[0]
+    snippet = text.partition("```python network\n")[2].partition("```")[0]
     for name, path in (("Zyphra/ZAYA1-base", folder), ("data/mine/tokenizer", tmp_path / "tokenizer")):
         assert name in snippet
         snippet = snippet.replace(name, str(path))
