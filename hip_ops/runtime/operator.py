@@ -178,7 +178,8 @@ class Versions:
         return fits, checked_at_first_call
 
     def choice(self, device: torch.device, check: bool = True) -> str:
-        """Say which version runs on `device` and why. check=False: without running, importing or building anything.
+        """Say which version runs on `device` and why. check=False: without running or building
+        anything; an operator whose versions are packages imports them.
 
         Raises ValueError where a version requested by name is not available.
         """

@@ -19,7 +19,8 @@ three forms:
     documents  packed documents: by torch with every value of the key, flex_attention on an accelerator and a mask of all
                pairs elsewhere; the log says so where another version is requested
 
-A version that is requested by name and is not available, or is wrong, raises; `auto` takes the next one.
+A version that is requested by name and is not available, or is wrong, raises; `auto` takes the next one. AITER, which was
+not run by this project, is left out with a warning where its check fails.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from zaya_plugin.config.schema import Recipe
 from zaya_plugin.errors import ROLL_BACK, RunEndedError, message
 
 NORMAL = 1.4826  # standard deviations of a normal distribution in one MAD
-LEAST = 1e-3  # of the median: the least deviation, for losses that hardly vary
+MIN_DEVIATION = 1e-3  # of the median: the least deviation, for losses that hardly vary
 
 
 class RollBackError(RunEndedError):
@@ -114,7 +114,7 @@ def robust_z(value: float, values: list[float]) -> float:
         return 0.0
     middle = median(values)
     deviation = NORMAL * median(abs(each - middle) for each in values)
-    return (value - middle) / max(deviation, LEAST * abs(middle), 1e-12)
+    return (value - middle) / max(deviation, MIN_DEVIATION * abs(middle), 1e-12)
 
 
 def make_guard(recipe: Recipe, resumed_at: int) -> LossGuard | None:
