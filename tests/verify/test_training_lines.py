@@ -186,7 +186,9 @@ def test_a_wrong_operator_is_found(tmp_path, monkeypatch, kept, share):
     """
     copied = shutil.copytree(ROOT / "hip_ops", tmp_path / "hip_ops", ignore=shutil.ignore_patterns("shipped"))
     file = copied / "ops" / "linear_cross_entropy" / "reference.py"
-    text, count = re.subn(r"(statistics\[part, 1, rows\] = .*)\.sum\(-1\)", rf"\1[..., {kept}].sum(-1)", file.read_text())
+    text, count = re.subn(
+        r"(statistics\[part, 1, rows\] = .*)\.sum\(-1\)", rf"\1[..., {kept}].sum(-1)", file.read_text()
+    )
     assert count == 2, "one pass and two passes over the logits"
     file.write_text(text)
     monkeypatch.chdir(tmp_path)  # the first place of `python -m`
