@@ -291,6 +291,18 @@ def test_a_late_rank_of_a_failed_save_leaves_nothing_on_a_full_disk(start, tmp_p
         pair[0].hear("abandoned")
 
 
+def test_a_later_save_that_a_rank_has_begun_stays_while_rank_0_is_late(start, tmp_path):
+    """A rank is done with a save once its own part is written, and rank 0's writer may have been started anew."""
+    pair = start(0), start(1)
+    for step, number in ((10, 1), (20, 2)):
+        pair[1].save(tmp_path, step, number, world=2)
+        pair[1].hear("done")
+    for step, number in ((10, 1), (20, 2)):
+        pair[0].save(tmp_path, step, number, world=2)
+        pair[0].hear("done")
+        assert on_disk.latest(tmp_path) == (step, []) and not manifest.damaged(tmp_path / f"iter_{step:07d}")
+
+
 def test_the_end_of_the_rank_during_an_upload_is_no_failed_save(start, tmp_path):
     """A closed socket with unread messages is an error for its other end, which took it for one of the disk."""
     writer = start()

@@ -38,14 +38,7 @@ from zaya_plugin.checkpoint import manifest, on_disk, places
 
 STEPS = 6
 VICTIMS = ("rank", "writer", "rank and writer", "other rank", "all")
-RUN = (
-    "experiment=cpu_demo",
-    "optim=adamw",
-    *SMALL,
-    f"stage.train_iters={STEPS}",
-    "checkpoint.keep_last=1",
-    "resume=auto",
-)
+RUN = ("experiment=cpu_demo", *SMALL, f"stage.train_iters={STEPS}", "checkpoint.keep_last=1", "resume=auto")
 LAUNCHER_SECONDS = 10.0  # from the end of a rank that failed to SIGKILL for the others
 PATIENCE = 120.0  # seconds for a run, and for its processes to end
 

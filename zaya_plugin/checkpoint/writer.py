@@ -170,13 +170,15 @@ class Writer:
     @staticmethod
     def sweep(save: Save) -> None:
         """Remove what earlier saves of this start that have failed have left: a rank that began late has made the folder
-        again, with its file, and a full disk stays full. Not what a start can upload.
+        again, with its file, and a full disk stays full. Not what a start can upload, nor a later save, which a rank may
+        have begun already while rank 0 is late with this one.
         """
         folders = [save.folder] if save.rank == 0 else []
         folders += [Path(save.local)] if save.local and save.leads else []
         for folder in folders:
             for left in folder.parent.glob(f"iter_*.{save.facts.get('generation')}_*{manifest.UNFINISHED}"):
-                if left.name != folder.name and not (save.folder.with_name(left.name) / manifest.NAME).exists():
+                number = int(left.name.removesuffix(manifest.UNFINISHED).rpartition("_")[2])
+                if number < save.number and not (save.folder.with_name(left.name) / manifest.NAME).exists():
                     shutil.rmtree(left, ignore_errors=True)
 
     def fail(self, save: Save, reason: str) -> None:
