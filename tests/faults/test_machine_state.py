@@ -41,7 +41,7 @@ STATES = {
     "folder read-only": State(shell="cd /proc"),
     "user without a name": State({"USER": None, "LOGNAME": None}, words=("unshare", "--user", "--map-user=4242")),
     "umask 077": State(shell="umask 077"),
-    "few files": State(shell="ulimit -n 160"),
+    "few files": State(shell="ulimit -n 128", told={"train": "ulimit -n=128: "}),
     "small stack": State(shell="ulimit -s 1024"),
     "small files": State(shell="ulimit -f 100", told=dict.fromkeys(COMMANDS[:3], "ulimit -f")),
     "no /dev/shm": State(

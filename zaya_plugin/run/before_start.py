@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import resource
 import shlex
 import socket
 import sys
@@ -59,6 +60,7 @@ from zaya_plugin.run.rank_plan import (
 
 OF_THE_SCHEDULE = {path for path, field in leaves() if field.metadata["resume"] in (LENGTH, SCHEDULE, STEPS_TO_TRAIN)}
 DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # NVIDIA, ROCm, WSL
+OPEN_FILES = 256  # least limit; a rank with one data loader and no other rank has about 140 files open
 TOKENIZER_UNKNOWN = "of the data set, which is not on this machine"
 # NCCL's watchdog ends a rank from C++, and `launch.without_graphs` is then not reached
 IF_ABORTED = (
@@ -227,6 +229,10 @@ def check_machine(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> 
             allowed="cpu",
             fix="cluster=cpu",
         )
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if 0 <= files < OPEN_FILES:
+        problem = "a rank and its data loaders keep more files open, and wait for ever for one that they cannot open"
+        raise mistake("ulimit -n", files, problem=problem, allowed=f"at least {OPEN_FILES}", fix="ulimit -n 1024")
     check_sizes(recipe, plan, vocabulary)
     if plan.command is not None and recipe.master_port is not None:
         _check_port("master_port", recipe.master_port, "a free port, or null for any free port", "master_port=null")
