@@ -114,9 +114,13 @@ class Adapter:
         same; replaces Megatron's load_checkpoint.
         """
         loaded = self.handover.load(load_checkpoint, model, optimizer, *positional, **named)
+        self.check_loaded(loaded[0])
         if self.args.load:
             check_replicas(model, optimizer)
         return loaded
+
+    def check_loaded(self, iteration: int) -> None:
+        """Check the step that the host has loaded; a guest's host may have failed without an error."""
 
     def datasets(self, num_samples, vp_stage=None) -> list:
         """Build the training, validation and test sets for Megatron's numbers of samples."""

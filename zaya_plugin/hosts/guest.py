@@ -125,9 +125,11 @@ class Guest(Adapter):
                 allowed="a checkpoint of this host",
                 fix="train the previous stage in this host too, or continue with `zaya train`",
             )
-        super().check()
-        for line in self.lifecycle.changed:
-            print(f"zaya: {line}", flush=True)
+        try:
+            super().check()
+        finally:  # what has changed may be the cause of an error
+            for line in self.lifecycle.changed:
+                print(f"zaya: {line}", flush=True)
 
     def share_config(self, host) -> None:
         """Copy the fields that the host reads into its own configuration; may be called again."""
@@ -178,11 +180,13 @@ class Guest(Adapter):
 
     @heartbeat.during("load")
     def load(self, load_checkpoint, model, optimizer, *positional, **named):
-        """Load, and stop a host that starts from step 0 although a checkpoint exists, or from a damaged one."""
+        """Load, unless the checkpoint is damaged."""
         if self.resumed_at and (damaged := restore.compare(self.lifecycle.directory, self.resumed_at).damaged):
             raise SystemExit("zaya: " + damage(self.lifecycle.directory, damaged))
-        loaded = super().load(load_checkpoint, model, optimizer, *positional, **named)
-        iteration = loaded[0]
+        return super().load(load_checkpoint, model, optimizer, *positional, **named)
+
+    def check_loaded(self, iteration: int) -> None:
+        """Stop a host that starts from step 0 although a checkpoint exists."""
         if iteration != self.resumed_at:
             raise SystemExit(
                 "zaya: "
@@ -194,7 +198,6 @@ class Guest(Adapter):
                     fix="see the host's messages above this one",
                 )
             )
-        return loaded
 
     @heartbeat.during("save")
     def save_and_prune(self, save_checkpoint, iteration, *positional, **named):
