@@ -25,7 +25,7 @@ REFUSED = [
     ("foo.bar=1", ["foo.bar=1: no such key"]),
     ("+foo.bar=1", ["foo={...}: no such key"]),
     ("hydra.foo=1", ["hydra.foo=1: no such key"]),
-    ("optim.lr=abc", ["optim.lr=abc: ", "Allowed: a number above 0, at most 100.0 (", "). Fix: optim.lr=0.016."]),
+    ("optim.lr=abc", ["optim.lr=abc: ", "Allowed: a number above 0, at most 100.0 (", "). Fix: optim.lr=0.01."]),
     ("++optim.lr=abc", ["optim.lr=abc: ", "Allowed: a number above 0, at most 100.0 ("]),
     ("optim.lr=true", ["optim.lr=true: ", "Allowed: a number above 0, at most 100.0 ("]),
     ("optim.lr=null", ["optim.lr=null: ", "Allowed: a number above 0, at most 100.0 ("]),
@@ -74,7 +74,7 @@ REFUSED = [
     ("batch_size=8", ["Fix: stage.micro_batch_size=8."]),
     ("run_dri=5", ["Fix: run_dir=5."]),
     ("OPTIM.LR=1", ["Fix: optim.lr=1."]),
-    ("optim.lr=200", ["Fix: optim.lr=0.016."]),
+    ("optim.lr=200", ["Fix: optim.lr=0.01."]),
     ("nproc=", ["Fix: nproc=2."]),
     ("cluster=1", ["cluster=1: ", "Allowed: cpu, gpu, ", "Fix: cluster=cpu."]),
     ("cluster=null", ["cluster=null: ", "Fix: cluster=cpu."]),
@@ -127,7 +127,7 @@ def test_the_demo_is_a_small_zaya_on_the_cpu():
 
 
 def test_an_experiment_wins_over_the_groups_and_the_command_line_over_both():
-    assert compose([DEMO]).optim.lr == 1.6e-2
+    assert compose([DEMO]).optim.lr == 1e-2
     assert compose([DEMO, "optim.lr=1e-4"]).optim.lr == 1e-4
     assert compose([DEMO, "cluster=gpu"]).cluster.device == "cuda"
 

@@ -144,8 +144,8 @@ def test_a_resume_with_another_optimizer_is_refused_before_the_start(tmp_path, c
     before_start.check_changed_keys(fast, make_plan(fast, {}))
     told = capsys.readouterr().err
     changed, rate = told.splitlines()
-    assert changed.startswith("zaya: resume: optim.lr: was 0.016, is 0.005; the learning rates")
-    assert rate.startswith("zaya: resume: the learning rate of step 41 is 0.001858; the recipe before had 0.005659")
+    assert changed.startswith("zaya: resume: optim.lr: was 0.01, is 0.005; the learning rates")
+    assert rate.startswith("zaya: resume: the learning rate of step 41 is 0.001858; the recipe before had 0.003586")
 
 
 def test_the_recipe_in_the_checkpoint_counts_more_than_that_of_a_start_that_failed(tmp_path):

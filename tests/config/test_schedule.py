@@ -107,7 +107,7 @@ def test_without_a_ramp_the_counts_are_plain():
         (["optim.lr_warmup_init=1e-4"], "Allowed: 0.0 with optim.lr_warmup_iters=0. Fix: optim.lr_warmup_init=0.0"),
         (
             ["optim.lr_warmup_init=1", "optim.lr_warmup_iters=1"],
-            "Allowed: at most optim.lr=0.016. Fix: optim.lr_warmup_init=0.016",
+            "Allowed: at most optim.lr=0.01. Fix: optim.lr_warmup_init=0.01",
         ),
         (["stage.batch_size_ramp='0:4 10K'"], "'10K' is not TOKENS:SEQUENCES"),
         (["stage.batch_size_ramp='1K:8 10K:16'"], "its first entry does not start at 0 tokens"),

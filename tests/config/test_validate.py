@@ -214,7 +214,7 @@ IMPOSSIBLE = [
     ),
     (["optim.lr_warmup_iters=150"], 2, ["optim.lr_warmup_iters=150", "less than stage.train_iters=60"]),
     (["optim.lr_decay_iters=10"], 2, ["optim.lr_decay_iters=10", "more than optim.lr_warmup_iters=10"]),
-    (["optim.min_lr=1"], 2, ["optim.min_lr=1.0", "at most optim.lr=0.016"]),
+    (["optim.min_lr=1"], 2, ["optim.min_lr=1.0", "at most optim.lr=0.01"]),
     (["optim.lr=0"], 2, ["optim.lr=0.0", "above 0"]),
     (["optim.adam_beta2=1"], 2, ["optim.adam_beta2=1.0", "below 1"]),
     (["parallel.recompute_granularity=full"], 2, ["parallel.recompute_method=null", "uniform, block"]),
