@@ -278,7 +278,7 @@ def sweep(i: Inputs, device: torch.device, options) -> dict:
     ):
         if not 1 <= lanes // (32 * warps) <= 4:
             continue
-        launch = kernels.Launch(lanes, 8, warps)
+        launch = kernels.StepTile(lanes, 8, warps)
         with (
             mock.patch.object(kernels, "launch", lambda *_, launch=launch: launch),
             mock.patch.object(kernels, "parts_of_gradient", lambda _, number=number: number),

@@ -137,6 +137,6 @@ def step(number: int, seconds: float, busy: float | None = None, loss: float | N
 def guard(kind: str, text: str, **values) -> None:
     """Leave the reason for which a guard ends the run: rank<N>.guard.json, once."""
     if _beat is not None:
-        found = {"kind": kind, "rank": _beat.rank, "time": time.time(), "text": text, **values}
+        reason = {"kind": kind, "rank": _beat.rank, "time": time.time(), "text": text, **values}
         with contextlib.suppress(OSError):
-            write_whole(_beat.folder / f"rank{_beat.rank}.guard.json", json.dumps(found))
+            write_whole(_beat.folder / f"rank{_beat.rank}.guard.json", json.dumps(reason))

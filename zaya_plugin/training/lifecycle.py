@@ -132,8 +132,8 @@ class Lifecycle:
 
     def _compare_data(self, before: dict | None, checkpoint: Path) -> None:
         """Compare the data with that of a checkpoint; raises ValueError as `compare_data` does."""
-        if told := compare_data(before, self.data, checkpoint, self.recipe.data):
-            self.changed = [told]
+        if line := compare_data(before, self.data, checkpoint, self.recipe.data):
+            self.changed = [line]
 
     def _skip(self, problems: list[str]) -> list[str]:
         """Return lines about why a newer checkpoint is skipped; raise ValueError with resume=must."""
@@ -158,9 +158,9 @@ class Lifecycle:
             lines += tried + self._choose_and_compare(nodes, tried)
         if self.upload_limit is not None:
             self.upload_limit /= len(nodes.ranks[nodes.own])
-        self.run_id, self.lineage, self.generation, locks, fork, told = restore.on_rank_0(self._begin)
+        self.run_id, self.lineage, self.generation, locks, fork, copy_lines = restore.on_rank_0(self._begin)
         self.tracker_id = "-".join(filter(None, (self.run_id, fork)))
-        lines += told
+        lines += copy_lines
         if self.lock is None and locks is not None:
             self.lock = RunLock(*locks)
         self.leads = nodes.ranks[nodes.own][0] == torch.distributed.get_rank()

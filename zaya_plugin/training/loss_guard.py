@@ -101,11 +101,11 @@ class LossGuard:
             self._first = step
         self._spiked.append((loss, norm))
         count = len(self._spiked)
-        found = Spike(step, self._first, count, count == self.patience, loss, loss_z, norm_z, median(losses))
+        spike = Spike(step, self._first, count, count == self.patience, loss, loss_z, norm_z, median(losses))
         if count == self.window:  # the loss stays there, as with other data: it is the usual one now
             self._usual.extend(self._spiked)
             self._spiked.clear()
-        return found
+        return spike
 
 
 def robust_z(value: float, values: list[float]) -> float:
@@ -113,7 +113,7 @@ def robust_z(value: float, values: list[float]) -> float:
     if not values:
         return 0.0
     middle = median(values)
-    deviation = NORMAL * median(abs(each - middle) for each in values)
+    deviation = NORMAL * median(abs(other - middle) for other in values)
     return (value - middle) / max(deviation, MIN_DEVIATION * abs(middle), 1e-12)
 
 
@@ -122,10 +122,10 @@ def make_guard(recipe: Recipe, resumed_at: int) -> LossGuard | None:
     guard = recipe.guard
     if guard.loss_spike == "off":
         return None
-    made = LossGuard(guard.window, guard.threshold, guard.patience)
+    loss_guard = LossGuard(guard.window, guard.threshold, guard.patience)
     if resumed_at:
-        made.fill(_last_rows(Path(recipe.run_dir) / "metrics.jsonl", resumed_at, guard.window))
-    return made
+        loss_guard.fill(_last_rows(Path(recipe.run_dir) / "metrics.jsonl", resumed_at, guard.window))
+    return loss_guard
 
 
 def _last_rows(path: Path, until: int, count: int) -> list[dict]:

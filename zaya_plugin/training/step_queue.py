@@ -153,7 +153,7 @@ class AgreedSignal:
         load, saves = (0, 0) if self.saver is None else (self.saver.load, self.saver.count)
         wish = [] if self.spiked is None else [self.spiked()]
         flags = torch.cat(  # filled on the device: a copy from the host would wait
-            [torch.full((1,), each, dtype=torch.int32, device=self.device) for each in (own, load, *wish)]
+            [torch.full((1,), flag, dtype=torch.int32, device=self.device) for flag in (own, load, *wish)]
         )
         torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
         now = HostCopy([flags]), saves

@@ -146,7 +146,7 @@ def finish_gradient_kernel(
 
 
 @dataclass(frozen=True)
-class Launch:
+class StepTile:
     """The tile of a step, lanes x width logits, and its warps."""
 
     lanes: int
@@ -154,12 +154,12 @@ class Launch:
     num_warps: int
 
 
-def launch(element_bytes: int, warp_size: int | None = None) -> Launch:
+def launch(element_bytes: int, warp_size: int | None = None) -> StepTile:
     """Choose the tile of row_statistics_kernel and row_gradient_kernel: 16 bytes per lane, twice a step. warp_size
     None: of this torch's devices.
     """
     warp_size = warp_size or default_warp_size()
-    return Launch(2 * 256, 16 // element_bytes, 256 // warp_size)
+    return StepTile(2 * 256, 16 // element_bytes, 256 // warp_size)
 
 
 def parts_of_gradient(classes: int) -> int:
