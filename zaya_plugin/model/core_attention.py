@@ -15,7 +15,7 @@ three forms:
 
     whole      all queries of a sequence: every version; `auto` takes the fastest that was measured (MEASURED)
     chunks     a context-parallel rank's chunks of queries: with auto, sdpa and cudnn in blocks (block_attention.py)
-               where torch has a kernel for them, otherwise chunk by chunk by the version itself
+               where torch has a kernel for them, otherwise chunk by chunk by the version itself (cudnn: by sdpa)
     documents  packed documents: by torch with every value of the key, flex_attention on an accelerator and a mask of all
                pairs elsewhere; the log says so where another version is requested
 
@@ -58,7 +58,13 @@ MEASURED = {"sm_90": ("flash_attn_4", "cudnn")}
 # Modules with FlashAttention-2's function; flash_attn_4 is flash-attn-4, for Hopper and later.
 PACKAGES = {"flash_attn": "flash_attn", "flash_attn_4": "flash_attn.cute"}
 VERSIONS = ("cudnn", *PACKAGES, "aiter", "transformer_engine", "sdpa")
-FORMS = {"whole": VERSIONS, "chunks": ("blocks", *VERSIONS), "documents": ("sdpa",)}
+FORMS = {
+    "whole": VERSIONS,
+    "chunks": ("blocks", *(version for version in VERSIONS if version != "cudnn")),  # blocks are cuDNN's kernel
+    "documents": ("sdpa",),
+}
+# What a version that a form lacks does not compute.
+NOT_TAKEN = {"chunks": "chunks of a sequence other than in blocks", "documents": "packed documents"}
 # Queries of the check, half as many a chunk. AITER's training kernel starts at 129 queries, another backward kernel at
 # 257 keys.
 ROWS = 320
@@ -288,8 +294,8 @@ class CoreAttention(Versions):
         )
         self.setting = "core_attention"
         if requested not in ("auto", *self.versions):
-            text = "cluster.core_attention=%s: this version takes no packed documents; torch's attention computes them"
-            logger.warning(text, requested)
+            text = "cluster.core_attention=%s: this version takes no %s; torch's attention computes them"
+            logger.warning(text, requested, NOT_TAKEN[form])
 
     def request(self) -> Request:
         return self.requested
