@@ -57,8 +57,8 @@ def attention_of_the_model(
     from megatron.core.transformer.spec_utils import build_module
 
     from zaya_plugin.model.config import ZayaConfig
+    from zaya_plugin.model.layer_specs import zaya_layer_submodules
     from zaya_plugin.model.rotary import ZayaRotaryEmbedding
-    from zaya_plugin.model.spec import zaya_layer_submodules
 
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

@@ -47,7 +47,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from unittest import mock
 
-from zaya_plugin.parent_death import adopt_children
+from zaya_plugin.ground.parent_death import adopt_children
 
 MODULE = "benchmarks.checkpoint_stall"
 KINDS = ("async", "sync", "stock", "stock_boxes", "torch", "nvrx", "plain", "none")

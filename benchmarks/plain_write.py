@@ -18,7 +18,7 @@ import xxhash
 
 from zaya_plugin.checkpoint.manifest import PIECE
 from zaya_plugin.checkpoint.writer import NICE
-from zaya_plugin.parent_death import follow_rank
+from zaya_plugin.ground.parent_death import follow_rank
 
 
 def main(argv: list[str]) -> None:

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from zaya_plugin.checkpoint import manifest, on_disk
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 from zaya_plugin.optim.sharding.boxes import boxes
 from zaya_plugin.plan.flops import Shape, count_parameters
 

@@ -26,7 +26,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from zaya_plugin import compat
-from zaya_plugin.errors import message
+from zaya_plugin.ground.errors import message
 
 TRAINING = "megatron.training.training."
 SAVE = "megatron.core.dist_checkpointing.save"

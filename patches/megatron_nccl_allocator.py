@@ -10,7 +10,7 @@ and takes them back.
 """
 
 from zaya_plugin import compat
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 from zaya_plugin.patches.registry import MEGATRON, Patch
 
 

@@ -38,7 +38,7 @@ MICRO = (
 )
 
 
-# What a start is doing, by zaya_plugin/config/phases.py: lines that only a slow or busy machine prints.
+# What a start is doing, by zaya_plugin/ground/phases.py: lines that only a slow or busy machine prints.
 PHASES = re.compile(
     r"^zaya: (loading torch|composing the recipe|importing Megatron|connecting \d+ ranks|setting up Megatron|building "
     r"the model|opening the data|loading the checkpoint|first step; it|checking directories|starting [^\n]*: importing|"

@@ -82,8 +82,8 @@ WORKER = """
     import os, signal, sys, time
     from pathlib import Path
     from zaya_plugin.config.compose import load_recipe
-    from zaya_plugin.errors import ENDED_EARLY
-    from zaya_plugin.parent_death import follow_launcher
+    from zaya_plugin.ground.errors import ENDED_EARLY
+    from zaya_plugin.ground.parent_death import follow_launcher
 
     def main(rank, mode, recipe):
         print(f"rank {rank} of {os.environ['WORLD_SIZE']} runs {recipe.name}", flush=True)

@@ -12,12 +12,12 @@ if TYPE_CHECKING:  # EXPORTS, for editors and type checkers
     from zaya_plugin.checkpoint.convert.distributed import load_hf as load_hf
     from zaya_plugin.checkpoint.convert.distributed import save_hf as save_hf
     from zaya_plugin.checkpoint.convert.distributed import zaya_from_hf as zaya_from_hf
-    from zaya_plugin.config.phases import quiet_hosts as quiet_hosts
+    from zaya_plugin.ground.phases import quiet_hosts as quiet_hosts
     from zaya_plugin.hosts.own_loop import balance_experts as balance_experts
     from zaya_plugin.hosts.own_loop import muon_optimizer as muon_optimizer
     from zaya_plugin.model.build import build_zaya_model as build_zaya_model
     from zaya_plugin.model.config import ZayaConfig as ZayaConfig
-    from zaya_plugin.model.spec import zaya_block_spec as zaya_block_spec
+    from zaya_plugin.model.layer_specs import zaya_block_spec as zaya_block_spec
     from zaya_plugin.patches import apply as _apply
 
     apply_patches = _apply
@@ -26,7 +26,7 @@ __version__ = "0.1.0"
 
 EXPORTS = {
     "ZayaConfig": "zaya_plugin.model.config.ZayaConfig",
-    "zaya_block_spec": "zaya_plugin.model.spec.zaya_block_spec",
+    "zaya_block_spec": "zaya_plugin.model.layer_specs.zaya_block_spec",
     "build_zaya_model": "zaya_plugin.model.build.build_zaya_model",
     "muon_optimizer": "zaya_plugin.hosts.own_loop.muon_optimizer",
     "balance_experts": "zaya_plugin.hosts.own_loop.balance_experts",
@@ -35,7 +35,7 @@ EXPORTS = {
     "load_hf": "zaya_plugin.checkpoint.convert.distributed.load_hf",
     "save_hf": "zaya_plugin.checkpoint.convert.distributed.save_hf",
     "apply_patches": "zaya_plugin.patches.apply",
-    "quiet_hosts": "zaya_plugin.config.phases.quiet_hosts",
+    "quiet_hosts": "zaya_plugin.ground.phases.quiet_hosts",
 }
 
 

@@ -40,7 +40,7 @@ import tempfile
 from collections.abc import Iterable
 
 from zaya_plugin import __version__
-from zaya_plugin.errors import ENDED_EARLY, message, mistake, nearest_name, of_the_machine, replace_unprintable
+from zaya_plugin.ground.errors import ENDED_EARLY, message, mistake, nearest_name, of_the_machine, replace_unprintable
 
 # Command -> module and function, and what the command does. Each function takes the words after the command and returns
 # the exit code.
@@ -198,7 +198,7 @@ def _dispatch(argv: list[str]) -> int:
     if argv[0] in BELOW and argv[1:] and argv[1] not in (*BELOW[argv[0]], "-h", "--help", "--explain"):
         raise unknown(f"zaya {argv[0]}", argv[1], BELOW[argv[0]])
     if argv[0] not in ("train", "curriculum"):  # which may become a rank, whose log has the warnings
-        from zaya_plugin.config import phases
+        from zaya_plugin.ground import phases
 
         phases.quiet_hosts()
         phases.show(sys.stderr)
@@ -268,7 +268,7 @@ def evaluate(argv: list[str]) -> int:
 def _prepare_torch() -> None:
     """Let a command that builds models run on machines without a device too."""
     from zaya_plugin import patches
-    from zaya_plugin.config import phases
+    from zaya_plugin.ground import phases
 
     phases.begin("loading torch and Megatron")
     patches.apply_torch()
@@ -287,7 +287,7 @@ def train(argv: list[str]) -> int:
 
         print(train_help(), end="")
         return 0
-    from zaya_plugin.config import phases
+    from zaya_plugin.ground import phases
 
     phases.show(sys.stderr if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0" else None)
     phases.begin("composing the recipe")

@@ -19,11 +19,11 @@ from megatron.training import get_args
 
 from zaya_plugin import patches
 from zaya_plugin.config.compose import check_own_version, load_recipe
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 from zaya_plugin.hosts.guest import Guest
 from zaya_plugin.model.layer import ZayaTransformerLayer
+from zaya_plugin.model.layer_specs import zaya_layer_submodules
 from zaya_plugin.model.norm import norm_class
-from zaya_plugin.model.spec import zaya_layer_submodules
 
 RECIPE_VARIABLE = "ZAYA_RECIPE"
 

@@ -24,7 +24,7 @@ from zaya_plugin.cli import main
 sys.exit(main())
 """
 TRAIN = "train experiment=cpu_demo"
-QUICK = [("import zaya_plugin.errors", TRAIN), ("open train.yaml", TRAIN)]
+QUICK = [("import zaya_plugin.ground.errors", TRAIN), ("open train.yaml", TRAIN)]
 SLOW = [
     *((f"import {name}", TRAIN) for name in ("tempfile", "hydra", "omegaconf", "antlr4", "zaya_plugin.run.launch")),
     *((f"open {name}", TRAIN) for name in ("cpu_demo.yaml", "zaya_tiny.yaml")),

@@ -11,7 +11,7 @@ import yaml
 from hip_ops.versions import VERSIONS
 from zaya_plugin.config.compose import compose, load_recipe, to_yaml
 from zaya_plugin.config.messages import REPLACED, known
-from zaya_plugin.errors import as_typed
+from zaya_plugin.ground.errors import as_typed
 
 DEMO = "experiment=cpu_demo"
 EARLIER = Path(__file__).with_name("earlier_recipe.yaml")

@@ -5,6 +5,7 @@ Refused changes never start a rank (tests/config/test_resume.py). A changed lear
 tests/hosts/test_own_loop.py.
 """
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -93,6 +94,7 @@ def resume(tmp_path_factory, corpus, ranks):
     copy = shutil.copytree(corpus, folder / "copy")
     saved: dict[tuple, Path] = {}
 
+    @functools.cache  # most tests compare with the same unchanged run
     def resumed(words: tuple, changes: tuple = ()) -> dict[int, float]:
         where = f"data.path={corpus}", f"checkpoint.path={folder / 'run/checkpoints'}"
         if words not in saved:

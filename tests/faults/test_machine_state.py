@@ -3,7 +3,7 @@
 
 A command works, or ends with one message that names the limit. `tests/faults/README.md` has the reports.
 Left out: few processes (`ulimit -u`), since root is exempt, and a small address space (`ulimit -v`), in which the
-libraries below Python abort by themselves. tests/test_errors.py has the messages of both.
+libraries below Python abort by themselves. tests/ground/test_errors.py has the messages of both.
 """
 
 import os

@@ -15,10 +15,10 @@ import pytest
 
 from tests.running import MICRO, command, descendants
 from tests.stand_in_worker import environment, worker_program  # noqa: F401
-from zaya_plugin import parent_death
 from zaya_plugin.checkpoint import run_lock
 from zaya_plugin.config.compose import compose, save_recipe
-from zaya_plugin.errors import ENDED_EARLY
+from zaya_plugin.ground import parent_death
+from zaya_plugin.ground.errors import ENDED_EARLY
 
 SECONDS = 120  # of a slow and busy machine; the ranks need 0.5 s for their save
 

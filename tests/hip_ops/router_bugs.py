@@ -24,7 +24,7 @@ CASES = (
 # name: (right, wrong)
 BUGS = {
     "state_without_bias": (" + tl.load(b_down + part).to(tl.float32)[None, :]", ""),
-    "gamma_forgotten": (" * tl.load(gamma + part).to(tl.float32)[None, :]\n        y", "\n        y"),
+    "gamma_forgotten": ("                * tl.load(gamma + part).to(tl.float32)[None, :]\n", ""),
     "norm_of_one_part": ("squares += tl.sum(y.to", "squares = tl.sum(y.to"),
     "eps_inside_the_mean": (
         "inverse = tl.rsqrt(squares / R + eps)[:, None]",

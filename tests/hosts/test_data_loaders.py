@@ -12,8 +12,8 @@ import time
 import pytest
 from torch.utils.data import _utils
 
+from zaya_plugin.ground.parent_death import started
 from zaya_plugin.hosts import data_loaders
-from zaya_plugin.parent_death import started
 
 
 @pytest.fixture

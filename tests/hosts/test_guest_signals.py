@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
+from zaya_plugin.ground.parent_death import BATCH_SIGNALS
 from zaya_plugin.hosts.guest import relay_batch_signals
-from zaya_plugin.parent_death import BATCH_SIGNALS
 
 
 @pytest.mark.parametrize("known", [signal.SIGTERM, signal.SIGUSR1])

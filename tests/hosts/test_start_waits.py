@@ -14,7 +14,7 @@ import types
 import pytest
 import torch
 
-from zaya_plugin.errors import RunEndedError
+from zaya_plugin.ground.errors import RunEndedError
 from zaya_plugin.hosts import start_waits
 from zaya_plugin.hosts.start_waits import Start
 

@@ -38,7 +38,7 @@ def test_a_failed_rank_that_cannot_leave_is_ended(tmp_path):
 FAULTS = """
 import os, pickle, sys
 import torch
-from zaya_plugin.errors import RunEndedError
+from zaya_plugin.ground.errors import RunEndedError
 from zaya_plugin.hosts import worker
 
 def full(*of_rank):

@@ -27,7 +27,7 @@ from tests.lab.machine import MEANS, Machine
 from tests.lab.results import Result, judge, line, table, to_json
 from tests.lab.stand import NODES, Stand, new_folder
 from tests.lab.supervised_run import PROJECT, Reference, Run, make_data, rows, seconds_to_first_step
-from zaya_plugin.config.option_numbers import DAY, real_number
+from zaya_plugin.ground.option_numbers import DAY, real_number
 
 FAULTS: dict[str, Fault] = {**PROCESS_FAULTS, **slurm_faults.FAULTS}
 END_SECONDS = 900.0  # for a run after its fault; a machine may be busy with other work

@@ -185,7 +185,9 @@ def test_chunks_of_torch_are_computed_in_blocks_or_chunk_by_chunk(monkeypatch):
 
 def test_calls_that_the_requested_version_does_not_take_are_named(caplog):
     assert operator("cudnn", "chunks").choice(CPU).startswith("blocks where it takes the arguments, then sdpa (")
-    assert "cluster.core_attention=cudnn: this version takes no chunks of a sequence other than in blocks" in caplog.text
+    assert (
+        "cluster.core_attention=cudnn: this version takes no chunks of a sequence other than in blocks" in caplog.text
+    )
     documents = operator("flash_attn", "documents")
     assert documents.running(CPU) == ("sdpa",) and "it has no version 'flash_attn'" in documents.choice(CPU)
     assert "cluster.core_attention=flash_attn: this version takes no packed documents" in caplog.text

@@ -203,7 +203,7 @@ def test_handing_over_across_the_border_of_what_is_recomputed_is_an_error(make_m
 def test_checkpoints_do_not_know_of_it(make_model):
     from megatron.core.models.gpt import GPTModel
 
-    from zaya_plugin.model.spec import zaya_block_spec
+    from zaya_plugin.model.layer_specs import zaya_block_spec
 
     ours, plain = make_model(), make_model()
     assert linked(ours) == linked(plain) == [0, 1, 2]

@@ -26,7 +26,7 @@ from zaya_plugin.checkpoint.convert.tables import (
     rows,
 )
 from zaya_plugin.config.messages import check_transformers_has
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 
 def to_hf(state_dict: Mapping[str, Tensor], config, layout: str = "native") -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.checkpoint_files import pretend_checkpoint
 from zaya_plugin.config.compose import compose, save_recipe
-from zaya_plugin.errors import ENDED_EARLY
+from zaya_plugin.ground.errors import ENDED_EARLY
 from zaya_plugin.handover.predecessor import predecessor, saved_step
 from zaya_plugin.run import curriculum_run
 from zaya_plugin.run.curriculum import Curriculum, compose_curriculum

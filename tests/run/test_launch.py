@@ -15,7 +15,7 @@ import pytest
 from tests.checkpoint_files import pretend_checkpoint
 from zaya_plugin import cli
 from zaya_plugin.config.compose import compose
-from zaya_plugin.errors import ENDED_EARLY
+from zaya_plugin.ground.errors import ENDED_EARLY
 from zaya_plugin.run import before_start, launch, rank_plan
 from zaya_plugin.run.launch import Ended, capture_failed, first_failure, last_words
 

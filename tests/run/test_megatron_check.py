@@ -10,7 +10,7 @@ import pytest
 
 from zaya_plugin import compat
 from zaya_plugin.config.compose import compose
-from zaya_plugin.parent_death import started
+from zaya_plugin.ground.parent_death import started
 from zaya_plugin.run import before_start, launch, megatron_check
 from zaya_plugin.run.rank_plan import make_plan
 

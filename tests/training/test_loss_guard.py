@@ -19,7 +19,7 @@ from zaya_plugin.aegis.collectors.guards import Guards
 from zaya_plugin.aegis.collectors.progress import read_beats
 from zaya_plugin.config.compose import compose, save_recipe
 from zaya_plugin.config.validate import validate
-from zaya_plugin.errors import ROLL_BACK
+from zaya_plugin.ground.errors import ROLL_BACK
 from zaya_plugin.training.loss_guard import LossGuard, make_guard, robust_z
 
 

@@ -31,7 +31,7 @@ from zaya_plugin.aegis.exit_codes import meaning
 from zaya_plugin.aegis.ranks import Process, Ranks, runnable
 from zaya_plugin.aegis.rules import Reader, Rules
 from zaya_plugin.aegis.settings import Settings, is_train
-from zaya_plugin.parent_death import COPY_SECONDS, adopt_orphans, die_with_parent, on_end_signals
+from zaya_plugin.ground.parent_death import COPY_SECONDS, adopt_orphans, die_with_parent, on_end_signals
 
 POLL_SECONDS = 0.1  # exit codes and logs
 BEAT_SECONDS = 2.0

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from zaya_plugin.aegis.evidence import printable, say
-from zaya_plugin.parent_death import die_with_parent
-from zaya_plugin.run.secrets import without_secrets
+from zaya_plugin.ground.parent_death import die_with_parent
+from zaya_plugin.ground.secrets import without_secrets
 
 HOOK_SECONDS, WANDB_SECONDS = 10.0, 60.0
 AT_ONCE, WAITING = 4, 64  # programs, and alerts that wait for one to end

@@ -31,8 +31,8 @@ from zaya_plugin.aegis.rules import Rules
 from zaya_plugin.aegis.settings import Settings
 from zaya_plugin.aegis.sightings import JUDGE, LOOK, NOTE, Sightings
 from zaya_plugin.aegis.steps import Steps
-from zaya_plugin.errors import ENDED_EARLY
-from zaya_plugin.parent_death import die_with_parent, on_end_signals
+from zaya_plugin.ground.errors import ENDED_EARLY
+from zaya_plugin.ground.parent_death import die_with_parent, on_end_signals
 
 SETTLE_SECONDS = 0.5  # evidence of the same failure arrives from other nodes
 EXPLAIN_SECONDS = 8.0  # ranks that lost their peer are explained by a node that is found lost later

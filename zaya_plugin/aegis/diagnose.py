@@ -16,7 +16,7 @@ from typing import Any
 from zaya_plugin.aegis.evidence import Evidence
 from zaya_plugin.aegis.exit_codes import meaning
 from zaya_plugin.aegis.rules import Rule, Rules
-from zaya_plugin.run.secrets import without_secrets
+from zaya_plugin.ground.secrets import without_secrets
 
 LOOKBACK = 900.0  # seconds before the first sign of a failure: a collective's time-out of 10 minutes and a margin
 JOIN = 60.0  # seconds before and after a cause in which confirmations of its node belong to it

@@ -12,7 +12,7 @@ from pathlib import Path
 from zaya_plugin.aegis import processes
 from zaya_plugin.aegis.collectors.flight_recorder import FlightRecorder
 from zaya_plugin.aegis.collectors.progress import read_beats
-from zaya_plugin.errors import STACKS_SIGNAL
+from zaya_plugin.ground.errors import STACKS_SIGNAL
 
 DUMP_SECONDS = 2.0  # for stacks and flight recorders
 

@@ -21,7 +21,7 @@ from zaya_plugin.aegis.diagnose import Diagnosis, diagnosis
 from zaya_plugin.aegis.evidence import Evidence
 from zaya_plugin.aegis.journal import NAME, read
 from zaya_plugin.aegis.rules import KERNEL, Reader, Rule, Rules
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 WHAT = """\
 Reads the logs below DIR (of ranks, kernels, torchrun and SLURM), names the first cause of the failure with its evidence,

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from zaya_plugin.aegis.evidence import parsed, say
-from zaya_plugin.errors import mistake
-from zaya_plugin.run.secrets import REMOVED, is_secret, without_secrets
+from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.secrets import REMOVED, is_secret, without_secrets
 
 NAME = "journal.jsonl"
 # kind -> fields beside time, kind and generation (the number of the attempt, 0 before the first)

@@ -21,8 +21,8 @@ from typing import IO
 from zaya_plugin.aegis import link
 from zaya_plugin.aegis.evidence import printable, say
 from zaya_plugin.aegis.settings import Settings
-from zaya_plugin.errors import mistake
-from zaya_plugin.parent_death import on_end_signals
+from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.parent_death import on_end_signals
 
 QUICK_SECONDS, QUICK_DEATHS = 60.0, 5  # an agent that dies so often in so long is not started again
 LOCK_SECONDS = 120.0  # for the lock of a host that is lost

@@ -21,7 +21,7 @@ from zaya_plugin.aegis.record import Record
 from zaya_plugin.aegis.settings import Settings, resumed
 from zaya_plugin.aegis.sightings import Sightings
 from zaya_plugin.aegis.steps import Steps
-from zaya_plugin.errors import ENDED_EARLY
+from zaya_plugin.ground.errors import ENDED_EARLY
 
 STOP_SECONDS = 9.0  # the agents' 5 s and the way, after the grace
 JOIN_SECONDS = 600.0  # until the nodes of the first attempt must be there

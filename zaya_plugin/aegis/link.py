@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_plugin.aegis.evidence import parsed, printable
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 HELLO, REFUSED = b"zaya-aegis-1 ", b"refused "
 HELLO_BYTES = 200  # the longest first line

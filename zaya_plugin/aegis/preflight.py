@@ -27,11 +27,11 @@ from pathlib import Path
 from zaya_plugin.aegis.preflight_node import Node
 from zaya_plugin.aegis.preflight_verdict import SLOWER, judge, table
 from zaya_plugin.aegis.slurm import expand, write_failing
-from zaya_plugin.config.option_numbers import DAY, MOST_AMOUNT, real_number
 from zaya_plugin.config.run_directory import check_creatable
-from zaya_plugin.config.whole_file import write_whole
-from zaya_plugin.errors import mistake
-from zaya_plugin.parent_death import die_with_parent
+from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.option_numbers import DAY, MOST_AMOUNT, real_number
+from zaya_plugin.ground.parent_death import die_with_parent
+from zaya_plugin.ground.whole_file import write_whole
 
 WHAT = """\
 Runs `zaya verify` (environment, matrix products, memory bandwidth, an all-reduce) on every node, reads the state of its

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from zaya_plugin.aegis.evidence import printable
-from zaya_plugin.config.whole_file import write_whole
-from zaya_plugin.parent_death import die_with_parent
+from zaya_plugin.ground.parent_death import die_with_parent
+from zaya_plugin.ground.whole_file import write_whole
 
 VERIFY = (sys.executable, "-m", "zaya_plugin.cli", "verify", "--only", "environment,rates,all_reduce")
 STORAGE_MIB = 64

@@ -24,7 +24,7 @@ from zaya_plugin.aegis.evidence import Evidence
 from zaya_plugin.aegis.rules import Reader, Rules
 from zaya_plugin.aegis.settings import Settings
 from zaya_plugin.checkpoint.run_lock import AEGIS_GENERATION, AEGIS_RUN
-from zaya_plugin.parent_death import GRACE, LAUNCHER_PID, PR_SET_PDEATHSIG
+from zaya_plugin.ground.parent_death import GRACE, LAUNCHER_PID, PR_SET_PDEATHSIG
 
 LOG_SECONDS = 0.1  # between two looks at the logs
 LOG_BYTES = 2**20  # of a line without its end that are kept

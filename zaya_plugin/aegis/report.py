@@ -16,7 +16,7 @@ from zaya_plugin.aegis.account import account
 from zaya_plugin.aegis.attempts import Account, Stage
 from zaya_plugin.aegis.evidence import printable
 from zaya_plugin.aegis.journal import find, read
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 WHAT = """\
 Reads the journal of a run that `zaya aegis run` supervises or has supervised, and says how much of the time was
@@ -244,7 +244,7 @@ def main(argv: Sequence[str]) -> int:
     result = account(read(journal))
     if options.html is not None:
         from zaya_plugin.aegis.page import page
-        from zaya_plugin.config.whole_file import write_whole
+        from zaya_plugin.ground.whole_file import write_whole
 
         if not options.html.resolve().parent.is_dir():
             raise mistake("--html", options.html, problem="its folder does not exist", fix="--html report.html")

@@ -21,7 +21,7 @@ import yaml
 
 from zaya_plugin.aegis.evidence import Evidence, printable
 from zaya_plugin.aegis.exit_codes import meaning
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 try:
     from re import _constants as sre

@@ -20,7 +20,9 @@ from zaya_plugin.aegis.keeper import Keeper, journal_lock, listen, node_lock
 from zaya_plugin.aegis.rules import Rules
 from zaya_plugin.aegis.settings import Settings, is_train, only, words_of
 from zaya_plugin.config.config_dir import with_search_path
-from zaya_plugin.config.option_numbers import (
+from zaya_plugin.config.run_directory import check_creatable
+from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.option_numbers import (
     DAY,
     MOST_RANKS,
     MOST_RANKS_OF_A_MACHINE,
@@ -28,8 +30,6 @@ from zaya_plugin.config.option_numbers import (
     real_number,
     whole_number,
 )
-from zaya_plugin.config.run_directory import check_creatable
-from zaya_plugin.errors import mistake
 from zaya_plugin.run.rank_plan import first_host, port, whole_variable
 
 WHAT = """\

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from zaya_plugin.aegis.evidence import printable
-from zaya_plugin.config.option_numbers import MOST_RANKS
-from zaya_plugin.config.whole_file import write_whole
+from zaya_plugin.ground.option_numbers import MOST_RANKS
+from zaya_plugin.ground.whole_file import write_whole
 
 CALL_SECONDS = 10.0
 HELPER = (

@@ -19,7 +19,7 @@ from zaya_plugin.aegis.attempts import Account
 from zaya_plugin.aegis.evidence import parsed, printable
 from zaya_plugin.aegis.journal import find, read, sound
 from zaya_plugin.aegis.report import duration, percent
-from zaya_plugin.errors import ENDED_EARLY
+from zaya_plugin.ground.errors import ENDED_EARLY
 
 WHAT = "Shows how a run under `zaya aegis run` stands: phase, step, nodes, the last failure and what was decided."
 EXAMPLES = """\

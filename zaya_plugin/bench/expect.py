@@ -19,7 +19,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 if TYPE_CHECKING:
     from zaya_plugin.config.schema import MachineConfig, Recipe

@@ -301,6 +301,6 @@ def commit() -> str | None:
 
 def write(path: Path, record: dict) -> None:
     """Write `record` as JSON, atomically."""
-    from zaya_plugin.config.whole_file import write_whole
+    from zaya_plugin.ground.whole_file import write_whole
 
     write_whole(path, json.dumps(record, indent=1) + "\n")

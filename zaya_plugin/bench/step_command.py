@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from zaya_plugin.bench import report
 from zaya_plugin.bench.options import ANCHOR, ANCHORS, RECORD, VOCABULARY, Options, measured_recipe, with_data_path
 from zaya_plugin.bench.record import write
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 if TYPE_CHECKING:
     from zaya_plugin.config.schema import Recipe
@@ -63,8 +63,8 @@ def main(argv: list[str]) -> int:
 
 def parse(argv: list[str]) -> tuple[Options, str | None, list[str]] | None:
     """Return the options, --output, and the overrides; None without words, after printing the help."""
-    from zaya_plugin.config.option_numbers import INT32, MOST_STEPS, whole_number
     from zaya_plugin.config.train_help import DEMO_DATA
+    from zaya_plugin.ground.option_numbers import INT32, MOST_STEPS, whole_number
     from zaya_plugin.run.recipe_commands import Parser
 
     parser = Parser("bench step", STEP, STEP_EXAMPLES.format(DEMO_DATA=DEMO_DATA))

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 HOST = ("cpu_op", "user_annotation", "python_function")
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")

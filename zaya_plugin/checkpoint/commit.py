@@ -16,7 +16,7 @@ import torch
 from zaya_plugin.checkpoint import manifest
 from zaya_plugin.checkpoint.on_disk import MANIFEST_MARK
 from zaya_plugin.config.run_directory import is_checkpoint
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 
 def save(stock: Callable, sharded_state_dict: dict, checkpoint_dir: str, *positional, **named) -> None:

@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 import xxhash
 
-from zaya_plugin.config.whole_file import write_whole
+from zaya_plugin.ground.whole_file import write_whole
 
 NAME = "manifest.json"
 FORMAT = "zaya checkpoint/1"

@@ -14,8 +14,8 @@ from pathlib import Path
 from zaya_plugin.checkpoint import manifest, starts
 from zaya_plugin.config.run_directory import iterations, uploads
 from zaya_plugin.config.schema import leaves
-from zaya_plugin.config.whole_file import write_whole
-from zaya_plugin.errors import message, mistake
+from zaya_plugin.ground.errors import message, mistake
+from zaya_plugin.ground.whole_file import write_whole
 
 TRACKER = "latest_checkpointed_iteration.txt"
 INDEX, FORMAT = ".metadata", "metadata.json"  # files of a checkpoint that are no shards, see index.py

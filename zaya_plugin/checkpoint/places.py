@@ -17,7 +17,7 @@ from pathlib import Path
 import xxhash
 
 from zaya_plugin.checkpoint import manifest
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 PARTIAL = ".partial"  # end of the name of a file that is being uploaded
 # Reads the manifests of a directory. What is not there is an answer too.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 
-from zaya_plugin.config import phases
+from zaya_plugin.ground import phases
 
 
 def bar(title: str, total: int | None = None, unit: str = "B"):

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zaya_plugin.errors import message
+from zaya_plugin.ground.errors import message
 
 PIECE = 2**24  # elements hashed at once, for which 8 bytes each are taken
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from zaya_plugin.checkpoint import manifest, on_disk
 from zaya_plugin.checkpoint.stored_boxes import Archive, Box, Indices, common_box, elements, pieces
 from zaya_plugin.checkpoint.stored_tensor import around
-from zaya_plugin.config.whole_file import write_whole
-from zaya_plugin.errors import check_space, mistake
+from zaya_plugin.ground.errors import check_space, mistake
+from zaya_plugin.ground.whole_file import write_whole
 
 PIECE = 32 * 2**20  # bytes: one of ZAYA1-base's gate+up matrices in fp32, so that Muon's matrices stay whole
 # In an unfinished folder: the files that are finished; held while it is written.

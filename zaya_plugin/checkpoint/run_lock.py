@@ -27,8 +27,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.errors import mistake
-from zaya_plugin.parent_death import started
+from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.parent_death import started
 
 NAME = re.compile(r"run\.lock\.(\d+)")
 BEAT_SECONDS = 10.0

@@ -19,7 +19,7 @@ import xxhash
 
 from zaya_plugin.config.compose import to_yaml
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.config.whole_file import write_whole
+from zaya_plugin.ground.whole_file import write_whole
 
 NAME = "last_start.json"
 FAILED = "last_start.failed"  # exists if an error ended it

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from zaya_plugin.checkpoint.stored_tensor import record_start
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 Indices = tuple[int, ...]
 _STORAGES = {

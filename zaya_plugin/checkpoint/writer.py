@@ -26,8 +26,8 @@ from pathlib import Path
 from zaya_plugin.checkpoint import manifest, on_disk, places, starts
 from zaya_plugin.checkpoint.direct_file import DirectFiles
 from zaya_plugin.config.run_directory import iterations
-from zaya_plugin.config.whole_file import write_whole
-from zaya_plugin.parent_death import follow_rank, on_end_signals
+from zaya_plugin.ground.parent_death import follow_rank, on_end_signals
+from zaya_plugin.ground.whole_file import write_whole
 
 NICE = 10
 POLL_SECONDS = 0.05

@@ -13,7 +13,7 @@ from typing import Any
 from zaya_plugin.config.megatron_review import review_problems
 from zaya_plugin.config.run_directory import checkpoint_path, checkpoints_of, has_checkpoint
 from zaya_plugin.config.schema import Recipe, get, leaves, megatron_argument
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 # What ZAYA adds to Megatron's arguments: declared by `option` in the schema.
 OWN_ARGUMENTS = tuple(field.name for _, field in leaves() if field.metadata["adds"])

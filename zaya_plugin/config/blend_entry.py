@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 LARGEST = 1e12  # such as a number of tokens
 WEIGHTS = f"weights above 0, at most {LARGEST:g}, for every dataset or for none, as in ['0.7 data/web','0.3 data/code']"

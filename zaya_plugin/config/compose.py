@@ -31,9 +31,9 @@ from zaya_plugin.config.messages import explain, groups, known, missing_key, ref
 from zaya_plugin.config.paths import BLENDS, PATHS, expanded, expanded_entry
 from zaya_plugin.config.schema import Recipe, get, leaves
 from zaya_plugin.config.train_help import options
-from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.config.words import check_override
-from zaya_plugin.errors import message, mistake
+from zaya_plugin.ground.errors import message, mistake
+from zaya_plugin.ground.whole_file import write_whole
 
 RECIPES = "zaya_plugin.recipes"
 PRIMARY = "train"

@@ -4,7 +4,7 @@
 import os
 from collections.abc import Iterable
 
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 OPTIONS = ("--config-dir", "-cd")  # Hydra's names
 

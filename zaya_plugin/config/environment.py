@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from hip_ops.runtime.compilers import AMD_ARCHITECTURES
 from hip_ops.versions import KERNELS, read_selection
-from zaya_plugin.errors import message
+from zaya_plugin.ground.errors import message
 
 
 def _matches(pattern: str) -> Callable[[str], bool]:

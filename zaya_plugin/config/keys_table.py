@@ -10,7 +10,7 @@ from dataclasses import MISSING
 from pathlib import Path
 
 from zaya_plugin.config.schema import OnResume, leaves, megatron_argument
-from zaya_plugin.errors import as_typed
+from zaya_plugin.ground.errors import as_typed
 
 RESUME = "<!-- resume: made by zaya_plugin.config.keys_table -->\n"
 BEGIN, END = "<!-- keys: made by zaya_plugin.config.keys_table -->\n", "<!-- end of keys -->\n"

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from zaya_plugin.config.schema import Recipe, leaves, megatron_argument
-from zaya_plugin.errors import as_typed, message
+from zaya_plugin.ground.errors import as_typed, message
 
 # Recipe key -> the arguments that it decides, beside the one that its field names.
 OWNED_BY_KEY = {

@@ -14,7 +14,7 @@ from typing import get_type_hints
 from omegaconf.errors import OmegaConfBaseException
 
 from zaya_plugin.config.schema import Recipe, get, leaves
-from zaya_plugin.errors import as_typed, message, mistake, nearest_name
+from zaya_plugin.ground.errors import as_typed, message, mistake, nearest_name
 
 TYPE_NAMES = {
     "int": "a whole number",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 OPTIMIZERS = ("muon", "adamw")
 LARGEST = 1e6  # a larger factor is a mistake of typing

@@ -5,7 +5,7 @@ import argparse
 import re
 from collections.abc import Iterator
 
-from zaya_plugin.errors import mistake, nearest_name
+from zaya_plugin.ground.errors import mistake, nearest_name
 
 
 class OptionParser(argparse.ArgumentParser):

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 PATHS = (
     *("run_dir", "checkpoint.path", "checkpoint.local_path", "data.path", "data.valid_path", "data.cache_path"),

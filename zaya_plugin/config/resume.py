@@ -18,7 +18,7 @@ from zaya_plugin.config.blend_entry import parse_blend
 from zaya_plugin.config.optimizer_override import Override
 from zaya_plugin.config.run_directory import RECIPE
 from zaya_plugin.config.schema import Recipe, get, leaves
-from zaya_plugin.errors import as_typed, message, mistake
+from zaya_plugin.ground.errors import as_typed, message, mistake
 
 
 def _weights(entries: list[str]) -> list[float | None]:

@@ -11,7 +11,7 @@ import yaml
 
 from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.schema import CheckpointConfig, Recipe
-from zaya_plugin.errors import free_space, mistake
+from zaya_plugin.ground.errors import free_space, mistake
 
 RECIPE, MANIFEST = "recipe.yaml", "manifest.json"
 # The folder of a checkpoint, and that of one that is being written, with the identity of the start that writes it.

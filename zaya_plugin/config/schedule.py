@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from zaya_plugin.config.messages import must_be, require
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.errors import message
+from zaya_plugin.ground.errors import message
 
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 

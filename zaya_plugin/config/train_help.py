@@ -5,7 +5,7 @@ import re
 from importlib import resources
 
 from zaya_plugin.config.messages import schema
-from zaya_plugin.errors import as_typed
+from zaya_plugin.ground.errors import as_typed
 
 # The data of the CPU demo: also in the Makefile, README.md and docs/, which a test compares with it.
 DEMO_PATH = "data/stdlib"  # recipes/data/stdlib.yaml

@@ -20,7 +20,7 @@ from zaya_plugin.config.optimizer_override import Override
 from zaya_plugin.config.paths import PATHS
 from zaya_plugin.config.schedule import schedule_problems
 from zaya_plugin.config.schema import RECOMPUTE_MODULES, Recipe, get
-from zaya_plugin.errors import as_typed, message
+from zaya_plugin.ground.errors import as_typed, message
 
 CPU_VERSIONS = ("auto", "reference", "hip", "grouped_mm")  # hip: built by g++, to verify the kernels
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from zaya_plugin.config.messages import OTHER_NAMES, TO_CONTINUE, groups, nearest, schema
 from zaya_plugin.config.train_help import GROUPS, options
-from zaya_plugin.errors import check_utf8, mistake, nearest_name
+from zaya_plugin.ground.errors import check_utf8, mistake, nearest_name
 
 # Hydra's flags whose value is a word of its own.
 WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")

@@ -9,7 +9,7 @@ import numpy as np
 from zaya_plugin.data.fingerprint import MARKS, fingerprint
 from zaya_plugin.data.indexed_dataset import write_index
 from zaya_plugin.data.prepared import SplitRecord, file_sha256
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 
 class BinWriter:

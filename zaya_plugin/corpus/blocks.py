@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from zaya_plugin.corpus.chats import chat_text
 from zaya_plugin.corpus.inputs import DAMAGE, PACKINGS, InputFile, Record, endings, lines, rows, unpacked
-from zaya_plugin.errors import message
+from zaya_plugin.ground.errors import message
 
 BOM = b"\xef\xbb\xbf"
 EXCERPT = 200  # characters of a rejected record that are kept

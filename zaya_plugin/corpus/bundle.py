@@ -16,13 +16,13 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from zaya_plugin.config.option_numbers import INT32, MOST_AMOUNT, MOST_TOKENS, YEAR, real_number, whole_number
 from zaya_plugin.corpus.bin_writer import BinWriter
 from zaya_plugin.corpus.invocation import command, command_parser
 from zaya_plugin.corpus.workspace import Workspace
 from zaya_plugin.data.indexed_dataset import IndexedReader
 from zaya_plugin.data.prepared import Manifest, PackingRecord, locate, marks_of
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.option_numbers import INT32, MOST_AMOUNT, MOST_TOKENS, YEAR, real_number, whole_number
 
 COPIED_TOKENS = 4_000_000  # at a time
 

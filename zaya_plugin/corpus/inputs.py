@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 STDLIB = "stdlib"
 STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}

@@ -13,7 +13,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from zaya_plugin.config.option_numbers import MOST_AMOUNT, whole_number
 from zaya_plugin.config.schedule import sample_count
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.corpus.invocation import add_recipe_options, command, command_parser, is_recipe, recipe_of
@@ -32,7 +31,8 @@ from zaya_plugin.data.prepared import (
 )
 from zaya_plugin.data.sources import find_sources, training_samples
 from zaya_plugin.data.tokenizer import describe, open_tokenizer
-from zaya_plugin.errors import as_typed, mistake
+from zaya_plugin.ground.errors import as_typed, mistake
+from zaya_plugin.ground.option_numbers import MOST_AMOUNT, whole_number
 
 DESCRIPTION = """\
 Show decoded samples with their source, length and loss mask: the documents of a dataset, the bins of a packed one, or

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 
 from zaya_plugin.config.config_dir import OPTIONS, search_path
-from zaya_plugin.config.option_numbers import number, real, whole
 from zaya_plugin.corpus.workspace import Workspace
-from zaya_plugin.errors import message, of_the_machine
+from zaya_plugin.ground.errors import message, of_the_machine
+from zaya_plugin.ground.option_numbers import number, real, whole
 
 DATA_EXTRA = ("tokenizers", "zstandard", "pyarrow")  # of pyproject.toml
 USER_ERROR = 2  # as of every command of zaya

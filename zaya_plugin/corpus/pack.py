@@ -17,7 +17,6 @@ from typing import TextIO
 
 import numpy as np
 
-from zaya_plugin.config.option_numbers import MOST_TOKENS, whole_number
 from zaya_plugin.corpus.bin_writer import BinWriter
 from zaya_plugin.corpus.invocation import command, command_parser
 from zaya_plugin.corpus.reasoning import (
@@ -44,7 +43,8 @@ from zaya_plugin.data.prepared import (
     tokenizer_of,
 )
 from zaya_plugin.data.tokenizer import open_tokenizer
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.option_numbers import MOST_TOKENS, whole_number
 
 COUNTS = (
     "documents",

@@ -24,13 +24,13 @@ from multiprocessing.connection import wait
 
 import numpy as np
 
-from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.corpus.blocks import Block, BlockReader, Format, Position, Rejected, documents
 from zaya_plugin.corpus.chats import ChatEncoder
 from zaya_plugin.corpus.chunk_encoder import ChunkEncoder
 from zaya_plugin.data.prepared import END
 from zaya_plugin.data.tokenizer import open_tokenizer
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.whole_file import write_whole
 
 # Text given to the tokenizer at once. Its encodings take about 120 bytes for each byte of text until they are arrays.
 BATCH_CHARACTERS = 1_000_000

@@ -18,7 +18,6 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
-from zaya_plugin.config.option_numbers import MOST_AMOUNT, whole_number
 from zaya_plugin.corpus.bin_writer import BinWriter
 from zaya_plugin.corpus.blocks import BlockReader, Format, LostFileError, Position, Rejected, documents
 from zaya_plugin.corpus.inputs import DEFAULT_ENDINGS, LINES, PACKINGS, STDLIB, InputFile, find_inputs, fingerprint
@@ -39,7 +38,8 @@ from zaya_plugin.data import tokenizer
 from zaya_plugin.data.indexed_dataset import token_dtype
 from zaya_plugin.data.prepared import Manifest, file_sha256
 from zaya_plugin.data.tokenizer import SMALLEST_BPE, TokenizerRecord, added_tokens, open_tokenizer, special_tokens
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.option_numbers import MOST_AMOUNT, whole_number
 
 DEFAULT_BPE = 4096
 # Enough for a demo that trains for minutes, and prepared in seconds.

@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 
 from zaya_plugin.config.blend_entry import parse_blend
-from zaya_plugin.config.option_numbers import MOST_RANKS, MOST_STEPS, whole_number
 from zaya_plugin.config.schedule import batches
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.corpus.invocation import add_recipe_options, command, command_parser, is_recipe, recipe_of, size
 from zaya_plugin.data.prepared import prefix_of
 from zaya_plugin.data.sources import find_sources, training_samples
-from zaya_plugin.errors import free_memory, mistake
+from zaya_plugin.ground.errors import free_memory, mistake
+from zaya_plugin.ground.option_numbers import MOST_RANKS, MOST_STEPS, whole_number
 from zaya_plugin.handover.predecessor import saved_step
 
 READ_BYTES = 16 << 20

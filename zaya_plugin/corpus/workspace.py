@@ -17,11 +17,11 @@ import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from zaya_plugin.config.output_lock import locked
 from zaya_plugin.config.run_directory import check_creatable
-from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.data.prepared import MANIFEST, Manifest, load_manifest
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.output_lock import locked
+from zaya_plugin.ground.whole_file import write_whole
 
 INPUT_FILES = "input files"
 INPUT_TIMES = "modification times of the input files"

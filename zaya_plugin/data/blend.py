@@ -10,7 +10,7 @@ from pathlib import Path
 from zaya_plugin.config.blend_entry import Blend, parse_blend
 from zaya_plugin.data.indexed_dataset import stored_tokens
 from zaya_plugin.data.prepared import locate, prefix_of
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 
 def resolve_blend(blend: Blend | None, split: str) -> tuple[list[str], list[float] | None] | None:

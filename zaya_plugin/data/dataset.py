@@ -27,7 +27,7 @@ from zaya_plugin.data.prepared import (
 )
 from zaya_plugin.data.sealed_cache import sealed
 from zaya_plugin.data.stream_dataset import StreamDataset
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 
 class BinGPTDataset(GPTDataset):

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

@@ -21,7 +21,7 @@ from zaya_plugin.config.blend_entry import Blend
 from zaya_plugin.data.blend import resolve_blend
 from zaya_plugin.data.indexed_dataset import read_index
 from zaya_plugin.data.prepared import prefix_of
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 LEAST_BLOCK = 1024
 

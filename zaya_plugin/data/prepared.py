@@ -22,7 +22,7 @@ from zaya_plugin.config.train_help import DEMO_DATA, DEMO_PATH
 from zaya_plugin.data.fingerprint import MARKS, fingerprint
 from zaya_plugin.data.indexed_dataset import IndexedFile, largest_token, read_index
 from zaya_plugin.data.tokenizer import TokenizerRecord
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 MANIFEST = "manifest.json"
 FORMAT = "zaya_plugin.data"

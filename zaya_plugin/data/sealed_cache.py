@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.data.fingerprint import file_xxh3
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.whole_file import write_whole
 
 RECORD, LOCK = "checksums.json", "lock"
 

@@ -24,7 +24,7 @@ from zaya_plugin.data.prepared import (
     tokenizer_of,
 )
 from zaya_plugin.data.tokenizer import check_name, tokenizer_digest, vocabulary_size
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 # Rows of ZAYA1-base's table, for recipes whose data does not exist yet.
 DEFAULT_VOCABULARY = 262_272

@@ -21,7 +21,7 @@ from zaya_plugin.data.indexed_dataset import IndexedReader
 from zaya_plugin.data.ledger import BlendOrder, SourceUse
 from zaya_plugin.data.prepared import document_ends, marks_of, packed_length, packed_loss_mask, refuse_other_length
 from zaya_plugin.data.sealed_cache import sealed
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 # Samples shuffled with each other. Documents are in random order already; this parts the samples of one long document.
 WINDOW = 1 << 16

@@ -15,8 +15,8 @@ from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 
-from zaya_plugin.config.hub import unreachable
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.hub import unreachable
 
 END_OF_TEXT = "<|endoftext|>"
 # Without a padding token of its own Megatron's `tokenizer.pad` is None, or the id of a token that occurs in the data.

@@ -14,7 +14,7 @@ from zaya_plugin.config.compose import get, load_recipe
 from zaya_plugin.config.schedule import sample_count
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.ledger import SourceUse, after, parse_ledger, stage_use
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 from zaya_plugin.handover.predecessor import saved_step
 
 # Keys that decide which samples a stage reads, and in which order.

@@ -13,7 +13,7 @@ from zaya_plugin.config.compose import load_recipe
 from zaya_plugin.config.run_directory import checkpoints_of
 from zaya_plugin.config.schedule import first_learning_rate, last_learning_rate, sample_count, step_count, token_count
 from zaya_plugin.config.schema import NETWORK, Recipe, get, leaves
-from zaya_plugin.errors import as_typed, mistake
+from zaya_plugin.ground.errors import as_typed, mistake
 
 CONTINUOUS = 1e-6  # relative difference of learning rates that counts as none
 

@@ -20,7 +20,7 @@ from megatron.training.arguments import add_megatron_arguments
 
 from zaya_plugin import compat
 from zaya_plugin.config.megatron_review import key_of
-from zaya_plugin.errors import message, mistake
+from zaya_plugin.ground.errors import message, mistake
 
 
 def main() -> int:

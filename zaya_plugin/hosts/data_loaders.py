@@ -16,8 +16,8 @@ from multiprocessing.connection import Listener
 
 from torch.utils.data import _utils
 
-from zaya_plugin.errors import mistake
-from zaya_plugin.parent_death import PR_SET_PDEATHSIG
+from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.parent_death import PR_SET_PDEATHSIG
 
 DEVICES = ("/dev/kfd", "/dev/dri/")  # of AMD; Megatron closes NVIDIA's itself (its worker_init_fn)
 END_SECONDS = 5.0

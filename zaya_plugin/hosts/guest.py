@@ -25,12 +25,12 @@ from zaya_plugin.config.arguments import DECIDED_AT_START, OWN_ARGUMENTS, megatr
 from zaya_plugin.config.run_directory import written_by
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import DataSources
-from zaya_plugin.errors import message, mistake
+from zaya_plugin.ground.errors import message, mistake
+from zaya_plugin.ground.parent_death import BATCH_SIGNALS
 from zaya_plugin.hosts import data_loaders
 from zaya_plugin.hosts.adapter import Adapter
 from zaya_plugin.hosts.measured_steps import graph_warm_up
 from zaya_plugin.model.loss import ZayaGPTModel
-from zaya_plugin.parent_death import BATCH_SIGNALS
 from zaya_plugin.patches import hooks
 from zaya_plugin.patches.hooks import SAVE, TRAINING
 from zaya_plugin.training import heartbeat

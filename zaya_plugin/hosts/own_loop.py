@@ -13,7 +13,7 @@ from megatron.core.utils import unwrap_model
 from torch import nn
 
 from zaya_plugin.config.optimizer_override import Override
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 from zaya_plugin.optim.balancing import RouterStatistics
 from zaya_plugin.optim.chained import ChainedMuonAdamW
 from zaya_plugin.optim.factory import muon_factory, tag_parameters

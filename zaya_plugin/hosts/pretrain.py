@@ -28,12 +28,12 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
 from zaya_plugin.checkpoint import restore, starts
 from zaya_plugin.checkpoint.saver import Saver
-from zaya_plugin.config import phases
 from zaya_plugin.config.arguments import megatron_arguments
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.dataset import mean_loss
 from zaya_plugin.data.sources import DataSources
-from zaya_plugin.errors import ENDED_EARLY, ROLL_BACK, NotFiniteError, RunEndedError, message
+from zaya_plugin.ground import phases
+from zaya_plugin.ground.errors import ENDED_EARLY, ROLL_BACK, NotFiniteError, RunEndedError, message
 from zaya_plugin.hosts import data_loaders, start_waits
 from zaya_plugin.hosts.adapter import Adapter, forward_step
 from zaya_plugin.hosts.measured_steps import graph_warm_up

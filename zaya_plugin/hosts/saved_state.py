@@ -21,9 +21,9 @@ from torch import Tensor
 from zaya_plugin.checkpoint.on_disk import MANIFEST_MARK
 from zaya_plugin.checkpoint.saver import BUSY, Saver
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.errors import RunEndedError, free_space, message
+from zaya_plugin.ground.errors import RunEndedError, free_space, message
+from zaya_plugin.ground.parent_death import GRACE, GRACE_SECONDS
 from zaya_plugin.optim.sharding.distributed import WITHOUT_TENSORS, MuonDistributedOptimizer
-from zaya_plugin.parent_death import GRACE, GRACE_SECONDS
 
 
 class SavedState:

@@ -21,7 +21,7 @@ from zaya_plugin.checkpoint.convert.importing import open_source
 from zaya_plugin.config.schedule import sample_count
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import DataSources
-from zaya_plugin.errors import message, mistake
+from zaya_plugin.ground.errors import message, mistake
 from zaya_plugin.handover.predecessor import Predecessor
 
 

@@ -17,7 +17,7 @@ from megatron.training.arguments import core_transformer_config_from_args
 from zaya_plugin.config.arguments import OWN_ARGUMENTS
 from zaya_plugin.config.megatron_review import key_of
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.errors import message, mistake
+from zaya_plugin.ground.errors import message, mistake
 from zaya_plugin.model.build import build_zaya_model, groups_of_one
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.training.optimizer import assign_optimizers

@@ -21,8 +21,8 @@ from typing import TextIO
 
 from torch.distributed import DistError, PrefixStore, TCPStore
 
-from zaya_plugin.errors import RunEndedError, message
-from zaya_plugin.parent_death import END_SIGNALS, on_end_signals
+from zaya_plugin.ground.errors import RunEndedError, message
+from zaya_plugin.ground.parent_death import END_SIGNALS, on_end_signals
 
 SAY_SECONDS, REPEAT_SECONDS = 15.0, 60.0
 LOOK_SECONDS = 5.0  # between two notes of a rank about where it is

@@ -22,9 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zaya_plugin import patches
-from zaya_plugin.config import phases
-from zaya_plugin.errors import LOADER_KILLED, RunEndedError, of_the_machine, replace_unprintable
-from zaya_plugin.parent_death import adopt_children, follow_launcher, follow_rank
+from zaya_plugin.ground import phases
+from zaya_plugin.ground.errors import LOADER_KILLED, RunEndedError, of_the_machine, replace_unprintable
+from zaya_plugin.ground.parent_death import adopt_children, follow_launcher, follow_rank
 from zaya_plugin.training import heartbeat
 
 # At import and not in main(): processes that write checkpoints are spawned and import this module again.

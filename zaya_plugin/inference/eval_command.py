@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zaya_plugin import __version__
-from zaya_plugin.config.option_numbers import MOST_AMOUNT, whole_number
 from zaya_plugin.config.option_parser import OptionParser
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.option_numbers import MOST_AMOUNT, whole_number
 from zaya_plugin.inference.opening import SOURCES, Opened, add_options, find_model, open_model
 
 WHAT = f"""\

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from zaya_plugin.config.option_numbers import INT32, MOST_SEED, MOST_TOKENS, real_number, whole_number
 from zaya_plugin.config.option_parser import OptionParser
-from zaya_plugin.errors import check_utf8, mistake
+from zaya_plugin.ground.errors import check_utf8, mistake
+from zaya_plugin.ground.option_numbers import INT32, MOST_SEED, MOST_TOKENS, real_number, whole_number
 from zaya_plugin.inference.opening import SOURCES, add_options, check_room, find_model, open_model
 from zaya_plugin.inference.sampling_options import Sampling
 

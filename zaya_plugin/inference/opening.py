@@ -15,9 +15,9 @@ from typing import Any
 from zaya_plugin.checkpoint.convert.beside import resolve
 from zaya_plugin.checkpoint.progress import bar
 from zaya_plugin.checkpoint.reading import Reading, begin
-from zaya_plugin.config.option_numbers import MOST_STEPS, whole_number
 from zaya_plugin.data.tokenizer import added_tokens
-from zaya_plugin.errors import free_memory, mistake
+from zaya_plugin.ground.errors import free_memory, mistake
+from zaya_plugin.ground.option_numbers import MOST_STEPS, whole_number
 
 GIB = 2**30
 SOURCES = """\

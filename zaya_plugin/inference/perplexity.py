@@ -41,7 +41,7 @@ from zaya_plugin.data.prepared import (
 )
 from zaya_plugin.data.sources import find_sources
 from zaya_plugin.data.tokenizer import added_tokens
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 from zaya_plugin.inference.opening import GIB, Opened, find_model, open_model
 from zaya_plugin.parallel.packed_documents import PackedDocuments
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 WARM = "0 (greedy) or more; the least above 0 is 0.001"
 

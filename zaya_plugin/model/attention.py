@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import hip_ops
 from hip_ops.runtime.main_grad import main_grad_linear
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 from zaya_plugin.model.cca import key_scale, rope_table
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.decode_state import DecodeState

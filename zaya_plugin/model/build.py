@@ -7,10 +7,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 from zaya_plugin.model.config import ZayaConfig
+from zaya_plugin.model.layer_specs import zaya_block_spec
 from zaya_plugin.model.loss import ZayaGPTModel
-from zaya_plugin.model.spec import zaya_block_spec
 from zaya_plugin.optim.factory import tag_parameters
 
 

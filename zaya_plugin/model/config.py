@@ -19,7 +19,7 @@ from zaya_plugin.config.schema import (
     leaves,
     megatron_argument,
 )
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 _OWN_RECOMPUTE_MODULES = {"permute"}
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import hip_ops
 from hip_ops.ops.router_mlp import Routed, RouterParameters
 from hip_ops.runtime.main_grad import add_gradients, add_product, main_grad_linear
-from zaya_plugin.errors import message
+from zaya_plugin.ground.errors import message
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.float32_buffers import Float32BuffersMixin
 from zaya_plugin.model.initialization import constant_parameter, initial_device, random_parameter

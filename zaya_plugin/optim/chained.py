@@ -19,7 +19,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from torch import Tensor
 
 from zaya_plugin import compat
-from zaya_plugin.errors import NotFiniteError, message
+from zaya_plugin.ground.errors import NotFiniteError, message
 from zaya_plugin.optim.gradient_buffers import DeferredScale
 from zaya_plugin.optim.host_copy import HostCopy
 from zaya_plugin.optim.muon import StepContext

@@ -47,7 +47,7 @@ from torch.optim.adamw import adamw
 
 from hip_ops import muon_momentum_, muon_update_, newton_schulz
 from hip_ops.ops.muon.matrix_batches import MatrixBatches
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 from zaya_plugin.optim.parameter_role import role_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 ORDERS = ("zigzag", "contiguous")
 

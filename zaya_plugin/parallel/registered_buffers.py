@@ -13,7 +13,7 @@ import logging
 
 import torch
 
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 logger = logging.getLogger(__name__)
 _registered: list[tuple] = []  # (memory pool, process group)

@@ -42,7 +42,7 @@ from zaya_plugin.config.schema import LENGTH, SCHEDULE, STEPS_TO_TRAIN, Recipe, 
 from zaya_plugin.config.validate import data_parallel_size, unused_kernels
 from zaya_plugin.data.prepared import NO_DATASET, locate
 from zaya_plugin.data.sources import compare_data, find_sources, named_datasets
-from zaya_plugin.errors import mistake, of_the_machine
+from zaya_plugin.ground.errors import mistake, of_the_machine
 from zaya_plugin.handover.data_places import with_consumed
 from zaya_plugin.handover.predecessor import predecessor, saved_step
 from zaya_plugin.plan import checkpoint_plan, recipe_plan

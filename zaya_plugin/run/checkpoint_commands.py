@@ -16,9 +16,9 @@ from pathlib import Path
 from zaya_plugin.checkpoint import manifest, on_disk, places
 from zaya_plugin.checkpoint.progress import bar
 from zaya_plugin.checkpoint.reading import folder_of
-from zaya_plugin.config.option_numbers import MOST_RANKS, MOST_STEPS, real_number, whole_number
 from zaya_plugin.config.run_directory import checkpoints_of, iterations
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.option_numbers import MOST_RANKS, MOST_STEPS, real_number, whole_number
 
 WHAT = """\
 Looks at the checkpoints of a run. RUN is a run directory, or a directory of iter_* folders.

@@ -10,7 +10,7 @@ from pathlib import Path
 from zaya_plugin.config.compose import compose, load_recipe
 from zaya_plugin.config.schedule import sample_count, step_count
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 from zaya_plugin.handover.predecessor import same_order, saved_step
 
 # Keys that each stage has for itself; they are set from the curriculum's.

@@ -24,14 +24,14 @@ from pathlib import Path
 
 from zaya_plugin.checkpoint import places
 from zaya_plugin.checkpoint.run_lock import LOCKS, RunLock
-from zaya_plugin.config import phases
 from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.run_directory import check_resume, checkpoint_path, keep_recipe, make_writable, written_by
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import validate
 from zaya_plugin.data.sources import damaged_data
-from zaya_plugin.errors import ENDED_EARLY, FULL_DISK, ROLL_BACK, free_space, message, mistake
-from zaya_plugin.parent_death import (
+from zaya_plugin.ground import phases
+from zaya_plugin.ground.errors import ENDED_EARLY, FULL_DISK, ROLL_BACK, free_space, message, mistake
+from zaya_plugin.ground.parent_death import (
     BATCH_SIGNALS,
     COPY_SECONDS,
     GRACE,

@@ -23,11 +23,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from zaya_plugin import compat
-from zaya_plugin.config import phases
 from zaya_plugin.config.compose import save_recipe, to_yaml
 from zaya_plugin.config.schema import LoggerConfig, MachineConfig, Recipe
 from zaya_plugin.data.sources import vocabulary_of
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground import phases
+from zaya_plugin.ground.errors import mistake
 from zaya_plugin.handover.predecessor import saved_step
 from zaya_plugin.run.rank_plan import HIDDEN_DEVICES, Plan
 

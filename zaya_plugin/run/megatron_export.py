@@ -22,7 +22,7 @@ from zaya_plugin.config.run_directory import keep_recipe, make_writable
 from zaya_plugin.config.schema import CheckpointConfig, Recipe
 from zaya_plugin.data.ledger import parse_ledger
 from zaya_plugin.data.sources import DataSources, find_sources
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 from zaya_plugin.run.rank_plan import rank_environment
 
 SPEC = ("zaya_plugin.spec", "zaya_block")

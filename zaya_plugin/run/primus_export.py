@@ -15,7 +15,7 @@ import yaml
 from zaya_plugin.config.arguments import DECIDED_AT_START, OWN_ARGUMENTS, arguments_with_event_files
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import find_sources
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 from zaya_plugin.plan.recipe_plan import with_recompute
 from zaya_plugin.run.before_start import tokenizer_arguments
 from zaya_plugin.run.megatron_export import SPEC, host_arguments, left_out, placed, ranks_of_node, write, written

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from zaya_plugin.config.environment import variable_problems
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 WORKER = "zaya_plugin.hosts.worker"
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")

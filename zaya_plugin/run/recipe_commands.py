@@ -7,13 +7,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from zaya_plugin.config import phases
 from zaya_plugin.config.compose import compose, open_overrides, say_repeated
 from zaya_plugin.config.config_dir import OPTIONS, with_search_path
 from zaya_plugin.config.train_help import DEMO_DATA
 from zaya_plugin.config.validate import validate
 from zaya_plugin.config.words import check_flag, check_override
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground import phases
+from zaya_plugin.ground.errors import mistake
 from zaya_plugin.run import megatron_export, primus_export, sbatch
 from zaya_plugin.run.curriculum import compose_curriculum
 from zaya_plugin.run.curriculum_run import dry_run, run_curriculum

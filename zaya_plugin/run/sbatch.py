@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.errors import mistake
-from zaya_plugin.parent_death import GRACE
+from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.parent_death import GRACE
 from zaya_plugin.run.rank_plan import rank_environment
 
 MINUTES_TO_SAVE = 10  # SLURM sends SIGTERM so long before the time limit; the ranks then save and leave

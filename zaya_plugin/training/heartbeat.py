@@ -24,8 +24,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from zaya_plugin.config.whole_file import write_whole
-from zaya_plugin.errors import STACKS_SIGNAL
+from zaya_plugin.ground.errors import STACKS_SIGNAL
+from zaya_plugin.ground.whole_file import write_whole
 
 FOLDER = "ZAYA_AEGIS_DIR"
 LINE = 256  # bytes; a line of one size is replaced by one write

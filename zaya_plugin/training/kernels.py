@@ -17,7 +17,7 @@ import hip_ops
 from hip_ops.runtime import operator
 from hip_ops.runtime.operator import OPERATORS, report
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 logger = logging.getLogger(__name__)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # of cluster.dtype

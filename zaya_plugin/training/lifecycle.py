@@ -21,7 +21,7 @@ from zaya_plugin.config.resume import trains_alike, values_of
 from zaya_plugin.config.run_directory import checkpoint_path, has_checkpoint, make_writable, uploads
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import compare_data, other_rule
-from zaya_plugin.errors import NotFiniteError, message, mistake
+from zaya_plugin.ground.errors import NotFiniteError, message, mistake
 from zaya_plugin.handover.predecessor import Predecessor
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.errors import ROLL_BACK, RunEndedError, message
+from zaya_plugin.ground.errors import ROLL_BACK, RunEndedError, message
 
 NORMAL = 1.4826  # standard deviations of a normal distribution in one MAD
 MIN_DEVIATION = 1e-3  # of the median: the least deviation, for losses that hardly vary

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import torch
 
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.errors import message
+from zaya_plugin.ground.errors import message
 from zaya_plugin.optim.balancing import RouterStatistics
 from zaya_plugin.training.sinks import Background, Guarded, JsonLines, TensorBoard, WandbRun, unless_set
 

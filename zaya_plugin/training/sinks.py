@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.errors import message
+from zaya_plugin.ground.errors import message
 
 
 class JsonLines:

@@ -15,8 +15,8 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from zaya_plugin.errors import mistake
-from zaya_plugin.run.secrets import cleaned, of_data
+from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.secrets import cleaned, of_data
 from zaya_plugin.verify.environment import VARIABLES
 
 # Files of a run directory; checkpoints, traces, TensorBoard's and W&B's files are left out.

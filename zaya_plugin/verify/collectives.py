@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.parent_death import die_with_parent
+from zaya_plugin.ground.parent_death import die_with_parent
 from zaya_plugin.verify.expected import CPU, SLOW_BELOW, described, machine_of
 from zaya_plugin.verify.line import Outcome, Setting
 

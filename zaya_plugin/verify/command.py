@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from zaya_plugin import __version__
-from zaya_plugin.errors import mistake
-from zaya_plugin.run import secrets
+from zaya_plugin.ground import secrets
+from zaya_plugin.ground.errors import mistake
 from zaya_plugin.verify.line import STATES, Line
 from zaya_plugin.verify.lines import LINES
 from zaya_plugin.verify.worker import Worker

@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.run import secrets
+from zaya_plugin.ground import secrets
 from zaya_plugin.verify.expected import machine_of
 from zaya_plugin.verify.line import Outcome, Setting
 

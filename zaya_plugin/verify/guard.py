@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from zaya_plugin.parent_death import on_end_signals
+from zaya_plugin.ground.parent_death import on_end_signals
 
 KILLED_S = 10  # a process that waits in the driver for a device that hangs does not end
 SCAN_S = 0.05

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from zaya_plugin.parent_death import die_with_parent
+from zaya_plugin.ground.parent_death import die_with_parent
 from zaya_plugin.verify import expected, guard
 from zaya_plugin.verify.line import Line, Outcome, Setting
 

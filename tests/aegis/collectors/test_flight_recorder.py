@@ -13,7 +13,7 @@ import pytest
 from zaya_plugin.aegis.collectors.flight_recorder import FlightRecorder, missing, summary
 from zaya_plugin.aegis.collectors.guards import Guards
 from zaya_plugin.aegis.collectors.progress import read_beats
-from zaya_plugin.errors import STACKS_SIGNAL
+from zaya_plugin.ground.errors import STACKS_SIGNAL
 
 
 def dump(rank, *entries, request="1"):

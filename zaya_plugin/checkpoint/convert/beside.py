@@ -10,9 +10,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.config.hub import unreachable
-from zaya_plugin.config.whole_file import write_whole
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.hub import unreachable
+from zaya_plugin.ground.whole_file import write_whole
 
 CONFIG = "config.json"
 # Files beside the weights that belong to a model: what a tokenizer's `save_pretrained` writes, with the vocabulary in

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from zaya_plugin.config.schema import ModelConfig, StageConfig, get, leaves, megatron_argument
-from zaya_plugin.errors import as_typed
+from zaya_plugin.ground.errors import as_typed
 
 # Field of a description -> key of the recipe. The other fields have no key.
 KEYS = {path.rpartition(".")[2]: path for path, _ in leaves() if path.startswith("model.")} | {

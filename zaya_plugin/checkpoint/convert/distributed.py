@@ -23,7 +23,7 @@ from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.importing import Source, open_source
 from zaya_plugin.checkpoint.convert.tables import EMBEDDING
 from zaya_plugin.checkpoint.convert.values import Boxes, Region, as_bytes
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 from zaya_plugin.model.build import build_zaya_model, groups_of_one
 from zaya_plugin.model.config import ZayaConfig
 

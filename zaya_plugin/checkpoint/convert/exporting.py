@@ -50,9 +50,9 @@ from zaya_plugin.checkpoint.convert.values import Changed, OfLength, Values, Zer
 from zaya_plugin.checkpoint.direct_file import DirectFiles
 from zaya_plugin.checkpoint.reading import Reading
 from zaya_plugin.config.messages import check_transformers_has
-from zaya_plugin.config.output_lock import locked
-from zaya_plugin.config.whole_file import write_whole
-from zaya_plugin.errors import check_space, mistake
+from zaya_plugin.ground.errors import check_space, mistake
+from zaya_plugin.ground.output_lock import locked
+from zaya_plugin.ground.whole_file import write_whole
 
 RECORD = "zaya_export.json"  # the checksum of every tensor, and the checkpoint
 OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")  # its tensors in a checkpoint, by Megatron's names

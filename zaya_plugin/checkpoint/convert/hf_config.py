@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zaya_plugin.checkpoint.convert.description import Description
-from zaya_plugin.errors import as_typed, mistake
+from zaya_plugin.ground.errors import as_typed, mistake
 
 _NONE = (None, False)
 LARGEST = 2**53  # whole numbers up to here are exact in every reader of JSON

@@ -40,9 +40,9 @@ from zaya_plugin.checkpoint.convert.tables import (
 )
 from zaya_plugin.checkpoint.convert.torch_dist import CheckpointWriter, Stored
 from zaya_plugin.checkpoint.convert.values import OfLength, Region, Values, Zeros, byte_blocks, whole
-from zaya_plugin.config.output_lock import locked
 from zaya_plugin.config.run_directory import iterations
-from zaya_plugin.errors import check_space, mistake
+from zaya_plugin.ground.errors import check_space, mistake
+from zaya_plugin.ground.output_lock import locked
 
 TOKENIZER = "tokenizer"  # folder beside the iterations with the tokenizer and the settings of generation
 

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.config.whole_file import write_whole
+from zaya_plugin.ground.whole_file import write_whole
 
 NAME = "journal.json"
 

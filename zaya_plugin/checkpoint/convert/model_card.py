@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zaya_plugin.config.whole_file import write_whole
+from zaya_plugin.ground.whole_file import write_whole
 
 NAME = "README.md"
 VERIFIED, NOTHING = "## Verified", "Nothing: the export ran without --verify."

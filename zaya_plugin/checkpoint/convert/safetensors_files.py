@@ -20,8 +20,8 @@ from zaya_plugin.checkpoint.convert.beside import json_object, without_weights
 from zaya_plugin.checkpoint.convert.tables import check_once
 from zaya_plugin.checkpoint.convert.values import Region
 from zaya_plugin.checkpoint.direct_file import DirectFiles
-from zaya_plugin.config.whole_file import write_whole
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.whole_file import write_whole
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from zaya_plugin.checkpoint.convert.description import Description
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 _LAYER, _NATIVE = "decoder.layers.{l}.", "model.layers.{l}."
 _CCA, _QKV, _OLD_QKV = _LAYER + "self_attention.", _NATIVE + "self_attn.qkv_proj.", "model.layers.{a}.self_attn.qkv."

@@ -20,7 +20,7 @@ from zaya_plugin.checkpoint.direct_file import DirectFiles
 from zaya_plugin.checkpoint.index import COMMON, FORMAT, Entry, index
 from zaya_plugin.checkpoint.stored_boxes import Archive, values_of
 from zaya_plugin.checkpoint.stored_tensor import around, saved
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 
 class CheckpointTensors:

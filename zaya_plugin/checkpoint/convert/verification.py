@@ -17,7 +17,7 @@ from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.importing import Source, open_source
 from zaya_plugin.checkpoint.convert.loading import load_model
 from zaya_plugin.checkpoint.convert.values import Values, byte_blocks
-from zaya_plugin.errors import free_memory, mistake
+from zaya_plugin.ground.errors import free_memory, mistake
 
 CLOSE = 1e-5  # relative difference of logits in fp32
 TOKENS = 64

@@ -15,7 +15,7 @@ from pathlib import Path
 from zaya_plugin.config.arguments import OWN_ARGUMENTS
 from zaya_plugin.config.run_directory import checkpoint_path
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.errors import message, mistake
+from zaya_plugin.ground.errors import message, mistake
 
 # Keys of ours in an experiment.
 RECIPE_KEY, TOLERATED_KEY = "zaya_recipe", "zaya_tolerated_patches"

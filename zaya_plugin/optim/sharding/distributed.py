@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 from zaya_plugin.optim.muon import MuonAdamW
 from zaya_plugin.optim.parameter_role import role_of
 from zaya_plugin.optim.sharding.boxes import sharded_boxes

@@ -14,12 +14,12 @@ import pytest
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl(2) is Linux's")
 
 CHILD = (
-    "import time; from zaya_plugin.parent_death import follow_rank; follow_rank(); print('up', flush=True); "
+    "import time; from zaya_plugin.ground.parent_death import follow_rank; follow_rank(); print('up', flush=True); "
     "time.sleep(60)"
 )
 RANK = f"""
 import subprocess, sys, time
-from zaya_plugin.parent_death import adopt_children
+from zaya_plugin.ground.parent_death import adopt_children
 adopt_children()
 child = subprocess.Popen([sys.executable, "-c", {CHILD!r}], stdout=subprocess.PIPE, text=True)
 print(child.stdout.readline().strip(), child.pid, flush=True)
@@ -30,7 +30,7 @@ time.sleep(60)
 # What Megatron's checkpoint writer starts: a manager, whose process imports the rank's main module first.
 WITH_MANAGER = """
 import multiprocessing, time
-from zaya_plugin.parent_death import adopt_children, follow_rank
+from zaya_plugin.ground.parent_death import adopt_children, follow_rank
 if __name__ == "__mp_main__" and {follows}:
     follow_rank()
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from zaya_plugin.config.output_lock import locked
+from zaya_plugin.ground.output_lock import locked
 
 HOLDER = """
 import sys, time
-from zaya_plugin.config.output_lock import locked
+from zaya_plugin.ground.output_lock import locked
 with locked(sys.argv[1], "writing"):
     print("held", flush=True)
     time.sleep(600)

@@ -8,8 +8,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from zaya_plugin.config import hub
 from zaya_plugin.data.tokenizer import check_opens, import_pretrained
+from zaya_plugin.ground import hub
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 
 
 @contextmanager

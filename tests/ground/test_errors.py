@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zaya_plugin.errors import check_space, free_memory, message, mistake, of_the_machine, replace_unprintable
+from zaya_plugin.ground.errors import check_space, free_memory, message, mistake, of_the_machine, replace_unprintable
 
 
 def test_a_message_names_key_value_problem_allowed_and_fix():
@@ -42,7 +42,7 @@ def test_an_error_of_storage_names_the_path_and_the_free_space(tmp_path):
         os.write(full, b"x")
     os.close(full)
     text = of_the_machine(no_space.value, tmp_path)  # full is none of these; it names no file
-    assert text.startswith("storage: No space left on device, at tests/test_errors.py:")
+    assert text.startswith("storage: No space left on device, at ground/test_errors.py:")
     assert f"; the error names no file ({tmp_path}: " in text and ", /dev/shm: " in text and ", /tmp: " in text
 
 

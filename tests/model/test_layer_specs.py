@@ -5,7 +5,7 @@ import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from zaya_plugin.model import spec
+from zaya_plugin.model import layer_specs
 from zaya_plugin.model.norm import ZayaLayerNorm, ZayaRMSNorm
 
 GPT = dict(
@@ -20,8 +20,8 @@ GPT = dict(
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
 def test_layer_spec_gives_the_logits_of_the_block_spec(make_config, batch, dtype, tolerance):
     config = make_config(num_layers=3, params_dtype=dtype, bf16=dtype == torch.bfloat16)
-    bare = GPTModel(config, spec.get_zaya_layer_spec(config), **GPT)
-    block = GPTModel(config, spec.zaya_block_spec(config), **GPT)
+    bare = GPTModel(config, layer_specs.get_zaya_layer_spec(config), **GPT)
+    block = GPTModel(config, layer_specs.zaya_block_spec(config), **GPT)
     perturbed = {
         k: v + 0.1 * torch.randn_like(v) if v.is_floating_point() else v
         for k, v in block.state_dict().items()
@@ -39,11 +39,11 @@ def test_layer_spec_gives_the_logits_of_the_block_spec(make_config, batch, dtype
 
 
 def test_layer_spec_by_configuration(make_config):
-    assert spec.zaya_layer_submodules(make_config()).input_layernorm is ZayaRMSNorm
+    assert layer_specs.zaya_layer_submodules(make_config()).input_layernorm is ZayaRMSNorm
     centered = make_config(normalization="LayerNorm")
-    assert spec.zaya_layer_submodules(centered).pre_mlp_layernorm is ZayaLayerNorm
-    assert spec.zaya_block_spec(centered).layer_norm is ZayaLayerNorm
-    assert len(spec.zaya_block_spec(make_config(num_layers=7)).layer_specs) == 7
+    assert layer_specs.zaya_layer_submodules(centered).pre_mlp_layernorm is ZayaLayerNorm
+    assert layer_specs.zaya_block_spec(centered).layer_norm is ZayaLayerNorm
+    assert len(layer_specs.zaya_block_spec(make_config(num_layers=7)).layer_specs) == 7
 
 
 def test_missing_transformer_engine_is_named(make_config, monkeypatch):
@@ -51,7 +51,7 @@ def test_missing_transformer_engine_is_named(make_config, monkeypatch):
 
     monkeypatch.setattr(transformer_engine, "HAVE_TE", False)
     with pytest.raises(ValueError, match="Fix: cluster.transformer_impl=local"):
-        spec.get_zaya_layer_spec(make_config(transformer_impl="transformer_engine"))
+        layer_specs.get_zaya_layer_spec(make_config(transformer_impl="transformer_engine"))
 
 
 def test_linears_save_no_extra_state_and_load_with_and_without_one(make_model):

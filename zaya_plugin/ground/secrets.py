@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Removes secrets from text and settings that leave the machine. No torch import.
 
-Patterns cannot know every secret: what they look for is in tests/verify/test_secrets.py. Every repetition is bounded or
+Patterns cannot know every secret: what they look for is in tests/ground/test_secrets.py. Every repetition is bounded or
 can start only once in a run of its characters, so the time grows with the length of the text.
 """
 

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_block import (
 from torch import Tensor, nn
 
 from hip_ops.runtime.main_grad import main_grad_of
-from zaya_plugin.errors import mistake
+from zaya_plugin.ground.errors import mistake
 from zaya_plugin.model.attention import ZayaAttentionSubmodules, ZayaSelfAttention
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.core_attention import ZayaCoreAttention

@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from zaya_plugin.config import phases
+from zaya_plugin.ground import phases
 
 
 @pytest.fixture

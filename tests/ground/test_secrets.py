@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.cpu_speed import allowed
-from zaya_plugin.run.secrets import REMOVED, cleaned, is_secret, of_data
+from zaya_plugin.ground.secrets import REMOVED, cleaned, is_secret, of_data
 from zaya_plugin.verify import bundle
 
 SECRET = "S3cr3tValue0123456789"
