@@ -257,7 +257,11 @@ def test_table_restates_the_design(rules):
         ("zaya_plugin/cli.py", "import torch", "imports torch at the top"),
         ("zaya_plugin/cli.py", "class A:\n    import hydra", "imports hydra at the top"),
         ("zaya_plugin/cli.py", "from zaya_plugin.config import compose", "compose at the top"),
-        ("zaya_plugin/__init__.py", "from zaya_plugin.model import layer_specs", "imports zaya_plugin.model.layer_specs"),
+        (
+            "zaya_plugin/__init__.py",
+            "from zaya_plugin.model import layer_specs",
+            "imports zaya_plugin.model.layer_specs",
+        ),
         ("zaya_plugin/common.py", "", "no row of the table matches it"),
     ],
 )
@@ -271,7 +275,10 @@ def test_the_checker_sees(tmp_path, rules, file, source, complaint):
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("zaya_plugin/hosts/pretrain.py", "from megatron.training import pretrain\nfrom zaya_plugin.model import layer_specs"),
+        (
+            "zaya_plugin/hosts/pretrain.py",
+            "from megatron.training import pretrain\nfrom zaya_plugin.model import layer_specs",
+        ),
         ("zaya_plugin/hosts/args.py", "import megatron.training.arguments"),
         ("zaya_plugin/hosts/primus/trainer.py", "import primus\nfrom zaya_plugin import training"),
         ("zaya_plugin/config/a.py", "import json, os.path\nfrom . import schema\nfrom zaya_plugin import __version__"),

@@ -48,7 +48,7 @@ class Workspace:
         self.final = os.path.join(self.partial, "final")
 
     def locked(self) -> AbstractContextManager[None]:
-        """Hold the lock of the output; see config/output_lock.py."""
+        """Hold the lock of the output; see ground/output_lock.py."""
         return locked(self.output, "preparing")
 
     def dataset(self, plan: dict, build: Callable[[], None]) -> tuple[Manifest, bool]:
