@@ -12,12 +12,12 @@ import time
 import pytest
 
 from tests.aegis.toy_run import ToyRun, free_port, kill, secret
-from zaya_plugin.aegis import processes
 from zaya_plugin.aegis.agent import Agent
 from zaya_plugin.aegis.collectors.tail import Tail
 from zaya_plugin.aegis.evidence import Evidence
 from zaya_plugin.aegis.ranks import Process
 from zaya_plugin.aegis.settings import Settings
+from zaya_plugin.ground import processes
 
 
 def causes(run):
@@ -150,7 +150,7 @@ def test_stacks_are_asked_of_the_process_in_the_heartbeat_alone(tmp_path, monkey
     shell = subprocess.Popen(  # the shell has a child that is the rank
         ["sh", "-c", '"$0" -S -c "$1" & wait $!', sys.executable, code],
         cwd=tmp_path,
-        env={**os.environ, processes.FOLDER: str(folder)},
+        env={**os.environ, processes.AEGIS_FOLDER: str(folder)},
     )
     sent = []
     try:
@@ -171,7 +171,7 @@ def test_stacks_are_asked_of_the_process_in_the_heartbeat_alone(tmp_path, monkey
         assert sent[-1] == ("dumped", {"generation": 0, "ranks": [0]})
     finally:
         agent.collectors.close()
-        processes.kill_all(folder, 2.0)
+        processes.kill_all(processes.ranks_mark(folder), 2.0)
         for each in (shell, stranger):
             each.kill()
             each.wait()

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.aegis import link, processes
+from zaya_plugin.aegis import link
 from zaya_plugin.aegis.journal import read
+from zaya_plugin.ground import processes
 
 PATIENCE = 180.0  # seconds of a test on a busy machine; the product's own times are asserted from the journal
 # A rank: steps of 20 ms with heartbeats; it saves every 10 steps and continues from there, as a training does. What it
@@ -105,7 +106,7 @@ class ToyRun:
             process.kill()
             process.wait()
         for folder in self.home.glob("zaya_aegis_*"):
-            processes.kill_all(folder, 2.0)
+            processes.kill_all(processes.ranks_mark(folder), 2.0)
 
     def start(self, *names: str, nodes: int = 1, spares: int = 0, out: int | None = None) -> ToyRun:
         """Start `zaya aegis run` for these nodes; the first one of all gets the decision maker. out: an open file."""

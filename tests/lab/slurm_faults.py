@@ -24,8 +24,8 @@ from tests.lab.packages import SLURM, Unpacked, unpack
 from tests.lab.results import Result, judge
 from tests.lab.stand import NODES, Stand
 from tests.lab.supervised_run import PORT, Reference, Run, python_path, rows, zaya
-from zaya_plugin.aegis import processes
 from zaya_plugin.aegis import slurm as aegis_slurm
+from zaya_plugin.ground import processes
 
 NODE_VARIABLE = "ZAYA_LAB_NODE"
 FIRST_PORT = 26817

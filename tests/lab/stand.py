@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
@@ -14,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.lab.machine import CGROUP, Absent, execute
-from zaya_plugin.aegis import processes
+from zaya_plugin.ground import processes
 
 MARK = "ZAYA_LAB"  # in the environment of everything that a lab starts
 PREFIX = "zlab"
@@ -101,10 +100,7 @@ class Stand:
         """End all processes of the lab; frozen ones are thawed first."""
         for path in (CGROUP / "freezer").glob(f"{self.base}-*/freezer.state"):
             path.write_text("THAWED")
-        deadline = time.monotonic() + 20
-        while (left := self.processes()) and time.monotonic() < deadline:
-            processes.send(left, signal.SIGKILL)
-            time.sleep(0.1)
+        processes.kill_all(f"{MARK}={self.folder}", 20)
 
     @contextlib.contextmanager
     def cgroup(self, controller: str, pid: int, **values: object) -> Iterator[Path]:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.aegis import link, processes
+from zaya_plugin.aegis import link
 from zaya_plugin.aegis.clock_offset import ClockOffset
 from zaya_plugin.aegis.collectors.of_node import NodeCollectors
 from zaya_plugin.aegis.collectors.progress import read_beats
@@ -31,6 +31,7 @@ from zaya_plugin.aegis.exit_codes import meaning
 from zaya_plugin.aegis.ranks import Process, Ranks, runnable
 from zaya_plugin.aegis.rules import Reader, Rules
 from zaya_plugin.aegis.settings import Settings, is_train
+from zaya_plugin.ground import processes
 from zaya_plugin.ground.parent_death import COPY_SECONDS, adopt_orphans, die_with_parent, on_end_signals
 
 POLL_SECONDS = 0.1  # exit codes and logs
@@ -78,7 +79,7 @@ class Agent:
         """Work until the decision maker ends the run."""
         adopt_orphans()
         self.ranks.follow_logs()
-        processes.kill_all(self.folder, UNKILLABLE_SECONDS)  # of an agent that was killed here
+        processes.kill_all(processes.ranks_mark(self.folder), UNKILLABLE_SECONDS)  # of an agent that was killed here
         wake, sleep = os.pipe()
         os.set_blocking(wake, False)
         os.set_blocking(sleep, False)
@@ -91,7 +92,7 @@ class Agent:
         finally:
             signal.set_wakeup_fd(-1)
             self.collectors.close()
-            processes.kill_all(self.folder, UNKILLABLE_SECONDS)
+            processes.kill_all(processes.ranks_mark(self.folder), UNKILLABLE_SECONDS)
             if self.link is not None:
                 self.link.close()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -220,7 +221,7 @@ class Agent:
                     )
                 self.ranks.signal(signal.SIGTERM)
             else:
-                processes.kill_all(self.folder, UNKILLABLE_SECONDS)
+                processes.kill_all(processes.ranks_mark(self.folder), UNKILLABLE_SECONDS)
             if self._passed > 2 or self.link is None and not self.ranks.running:
                 self.code = 128 + number
 
@@ -228,7 +229,7 @@ class Agent:
 
     def _start(self, message: dict[str, Any]) -> None:
         if self.ranks.processes:
-            processes.kill_all(self.folder, UNKILLABLE_SECONDS)
+            processes.kill_all(processes.ranks_mark(self.folder), UNKILLABLE_SECONDS)
         self.generation, self.stopping, self.over = message["generation"], None, None
         try:
             self.ranks.start(message)
@@ -320,7 +321,7 @@ class Agent:
     def _go_on_stopping(self) -> None:
         if self.ranks.running and time.monotonic() < self.stopping["until"]:
             return
-        left = processes.kill_all(self.folder, UNKILLABLE_SECONDS, self._beat_if_due)
+        left = processes.kill_all(processes.ranks_mark(self.folder), UNKILLABLE_SECONDS, self._beat_if_due)
         self._poll()
         while any(process.ended is not None for process in self.ranks.running):  # until their last lines are read
             time.sleep(processes.POLL)

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from zaya_plugin.aegis import processes
 from zaya_plugin.aegis.collectors.flight_recorder import FlightRecorder
 from zaya_plugin.aegis.collectors.progress import read_beats
+from zaya_plugin.ground import processes
 from zaya_plugin.ground.errors import STACKS_SIGNAL
 
 DUMP_SECONDS = 2.0  # for stacks and flight recorders
@@ -23,7 +23,9 @@ def ask_for_dumps(folder: Path, logs: Path, recorder: FlightRecorder, meanwhile:
     Only a process that names itself in a heartbeat knows the signal: it would end others, such as a shell around the
     rank. meanwhile: called again and again while this waits.
     """
-    ours = set(processes.below(folder))  # a number in a file may be another process's by now
+    ours = set(
+        processes.started_with(processes.ranks_mark(folder))
+    )  # a number in a file may be another process's by now
     asked = {rank: beat["pid"] for rank, beat in read_beats(folder).items() if beat.get("pid") in ours}
     before = {rank: written(folder, rank) for rank in asked}
     recorder.ask()

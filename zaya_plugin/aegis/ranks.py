@@ -17,13 +17,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.aegis import link, processes
+from zaya_plugin.aegis import link
 from zaya_plugin.aegis.collectors import tail
 from zaya_plugin.aegis.collectors.tail import Tail, stamp
 from zaya_plugin.aegis.evidence import Evidence
 from zaya_plugin.aegis.rules import Reader, Rules
 from zaya_plugin.aegis.settings import Settings
 from zaya_plugin.checkpoint.run_lock import AEGIS_GENERATION, AEGIS_RUN
+from zaya_plugin.ground import processes
 from zaya_plugin.ground.parent_death import GRACE, LAUNCHER_PID, PR_SET_PDEATHSIG
 
 LOG_SECONDS = 0.1  # between two looks at the logs
@@ -73,7 +74,7 @@ class Ranks:
     def start(self, message: dict[str, Any]) -> None:
         """Start the command for each rank, or once. Raises OSError; those that were started then run."""
         self.processes = []
-        processes.KNOWN.clear()
+        processes.OWN_CHILDREN.clear()
         for path in self.folder.iterdir():  # heartbeats of the attempt before
             path.unlink()
         logs = self.settings.folder / f"attempt_{message['generation']}"
@@ -92,7 +93,7 @@ class Ranks:
                     preexec_fn=end_with_agent,
                 )
                 output = Tail(log, os.dup(out.fileno()))  # read on where a rotation of logs renames the file
-            processes.KNOWN.add(popen.pid)
+            processes.OWN_CHILDREN.add(popen.pid)
             reader = Reader(self.rules, "rank", self.settings.node, number if self.settings.each == "rank" else None)
             self.processes.append(Process(number, popen, output, reader))
 
@@ -108,7 +109,7 @@ class Ranks:
         variables |= {
             "MASTER_ADDR": message["address"],
             "MASTER_PORT": str(message["port"]),
-            processes.FOLDER: str(self.folder),
+            processes.AEGIS_FOLDER: str(self.folder),
             AEGIS_GENERATION: str(message["generation"]),
             AEGIS_RUN: link.fingerprint(self.secret),
             "TORCH_FR_BUFFER_SIZE": variables.get("TORCH_FR_BUFFER_SIZE", "2000"),

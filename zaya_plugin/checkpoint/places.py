@@ -7,9 +7,8 @@ Imports no torch: the processes that write and upload checkpoints need only this
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,22 +17,9 @@ import xxhash
 
 from zaya_plugin.checkpoint import manifest
 from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.storage_probe import StorageProbe
 
 PARTIAL = ".partial"  # end of the name of a file that is being uploaded
-# Reads the manifests of a directory. What is not there is an answer too.
-PROBE = """
-import os, sys
-try:
-    for entry in os.scandir(sys.argv[1]):
-        try:
-            open(os.path.join(entry.path, sys.argv[2]), "rb").read()
-        except OSError:  # the search names it and goes on to the next
-            pass
-except (FileNotFoundError, NotADirectoryError):
-    pass
-except OSError as error:
-    sys.exit(f"{error.filename}: {error.strerror}")
-"""
 QUICK = 0.25  # seconds of transfer between two waits, so that a limit also holds over short times
 
 
@@ -49,25 +35,20 @@ def local_folder(local_path: str | os.PathLike, directory: str | os.PathLike) ->
 def require_answer(path: str | os.PathLike, key: str, seconds: float = 60) -> None:
     """Check that a directory of checkpoints can be listed, and that its manifests answer, with or without an error.
 
-    A process of its own does that, which is left alone if it hangs: an access to a mount whose server is gone cannot be
-    interrupted, and would hold this process, even its end.
-
     Raises:
         ValueError: it does not answer within `seconds`, or cannot be listed.
     """
-    command = [sys.executable, "-I", "-S", "-c", PROBE, os.fspath(path), manifest.NAME]
-    probe = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    probe = StorageProbe(path, "read", manifest.NAME)
+    probe.ask()
+    answer = probe.answer(seconds)
+    probe.close()
     fix = "make it readable again; nothing was started or changed"
-    try:
-        code = probe.wait(seconds)
-    except subprocess.TimeoutExpired:
-        probe.kill()
+    if answer is None:
         problem = f"does not answer within {seconds:g} s"
-        raise mistake(key, path, problem=problem, allowed="a file system that answers", fix=fix) from None
-    with probe.stderr:
-        if code:
-            problem = f"cannot be read ({probe.stderr.read().decode(errors='replace').strip()})"
-            raise mistake(key, path, problem=problem, allowed="a directory of checkpoints, or none", fix=fix)
+        raise mistake(key, path, problem=problem, allowed="a file system that answers", fix=fix)
+    if answer and answer["errno"] not in (errno.ENOENT, errno.ENOTDIR):
+        problem = f"cannot be read ({path}: {answer['text']})"
+        raise mistake(key, path, problem=problem, allowed="a directory of checkpoints, or none", fix=fix)
 
 
 def upload(

@@ -11,6 +11,7 @@ import pytest
 from zaya_plugin.aegis.collectors.checkpoints import Checkpoints
 from zaya_plugin.aegis.collectors.storage import Storage, low
 from zaya_plugin.checkpoint import manifest
+from zaya_plugin.ground.storage_probe import StorageProbe
 
 
 @pytest.fixture
@@ -36,12 +37,12 @@ def test_a_directory_that_does_not_answer_is_told_once_and_so_is_its_return(prob
     probed.poll(1.0)
     polled(probed, lambda _: probed._asked is None)
     probed.patience = 0.3
-    os.kill(probed._probe.pid, signal.SIGSTOP)  # as a process that waits for a dead file server
+    os.kill(probed._probe.process.pid, signal.SIGSTOP)  # as a process that waits for a dead file server
     stalled = polled(probed, len)
     assert [e.rule for e in stalled] == ["storage_stall"] and probed.hanging
     assert stalled[0].time == pytest.approx(time.time() - stalled[0].values["seconds"], abs=60)
     assert probed.poll(1.0) == []
-    os.kill(probed._probe.pid, signal.SIGCONT)
+    os.kill(probed._probe.process.pid, signal.SIGCONT)
     (back,) = polled(probed, len)
     assert back.rule == "storage_stall" and back.values["recovered"] and not probed.hanging
     assert probed.poll(1.0) == []
@@ -50,8 +51,8 @@ def test_a_directory_that_does_not_answer_is_told_once_and_so_is_its_return(prob
 def test_a_probe_that_was_killed_is_started_again(probed):
     probed.poll(1.0)
     first = probed._probe
-    first.kill()
-    first.wait()
+    first.process.kill()
+    first.process.wait()
     polled(probed, lambda _: probed._probe is not first)
     assert probed._probe is not first and probed.poll(1.0) == [] and not probed.hanging
 
@@ -77,7 +78,7 @@ def test_a_directory_that_is_not_there_yet_is_silent_and_is_watched_once_it_is(t
     ],
 )
 def test_answers(probed, monkeypatch, answer, rule):
-    monkeypatch.setattr(probed, "_answer", lambda: answer)
+    monkeypatch.setattr(StorageProbe, "answer", lambda probe, seconds: answer)
     assert [e.rule for e in probed.poll(1.0)] == ([] if rule is None else [rule]) and probed.poll(2.0) == []
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of a node's ranks, known by a variable of their environment, also after their agent was killed."""
+"""Processes that are known by a variable of their environment, also after their parents have ended: find, signal and
+kill them.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,19 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-FOLDER = "ZAYA_AEGIS_DIR"  # the agent's folder on this node, in the environment of every rank and of what it starts
-POLL = 0.02
+# The agent's folder on this node, in the environment of every rank of `zaya aegis run` and of what a rank starts.
+AEGIS_FOLDER = "ZAYA_AEGIS_DIR"
+POLL = 0.05
+EMPTY_SCANS = 2  # before no process counts as left: during execve a process shows no environment
 
 
-def below(folder: Path) -> list[int]:
-    """Return the living processes that were started with `folder` in their environment, of this user."""
-    return started_with(f"{FOLDER}={folder}")
+def ranks_mark(folder: Path) -> str:
+    """Return the variable of the ranks that an agent with `folder` has started."""
+    return f"{AEGIS_FOLDER}={folder}"
 
 
 def started_with(variable: str) -> list[int]:
-    """Return the living processes that were started with `variable` (NAME=value), of this user."""
+    """Return the living processes that were started with `variable` (NAME=value), of this user; none without /proc."""
     pids = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -47,33 +51,35 @@ def send(pids: Iterable[int], number: int) -> None:
             pass
 
 
-def kill_all(folder: Path, seconds: float, meanwhile: Callable[[], None] = lambda: None) -> list[int]:
-    """Send SIGKILL to the processes of `folder` and those that they start meanwhile, until none is left; return those
-    that are left after `seconds`: in state D, or frozen. meanwhile: called between two looks.
+def kill_all(variable: str, seconds: float, between: Callable[[], None] = lambda: None) -> list[int]:
+    """Send SIGKILL to the processes with `variable` and to those that they start, until none is left; return those
+    that are left after `seconds`: in state D, or frozen. between: called after each scan.
     """
     deadline = time.monotonic() + seconds
-    while left := below(folder):
+    empty = 0
+    while empty < EMPTY_SCANS:
+        left = started_with(variable)
+        empty = 0 if left else empty + 1
         send(left, signal.SIGKILL)
         reap()
-        if time.monotonic() > deadline:
+        if left and time.monotonic() > deadline:
             return left
-        meanwhile()
+        between()
         time.sleep(POLL)
-    reap()
     return []
 
 
 def reap() -> None:
-    """Take note of the end of adopted orphans; the exit codes of children that `subprocess` started stay with it."""
+    """Reap adopted orphans that have ended; children in OWN_CHILDREN keep their exit codes for `subprocess`."""
     for pid in _zombies(os.getpid()):
-        if pid not in KNOWN:
+        if pid not in OWN_CHILDREN:
             try:
                 os.waitpid(pid, os.WNOHANG)
             except ChildProcessError:
                 pass
 
 
-KNOWN: set[int] = set()  # children whose exit code somebody asks for
+OWN_CHILDREN: set[int] = set()
 
 
 def _zombies(parent: int) -> list[int]:
