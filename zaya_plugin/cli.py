@@ -69,10 +69,13 @@ COMMANDS = {
     "aegis": ("zaya_plugin.cli:aegis", "supervise a long run: watch, restart, exchange nodes, report"),
     "data": ("zaya_plugin.cli:data", "make, pack, inspect and warm corpora"),
     "verify": (
-        "zaya_plugin.verify.command:main",
-        "examine a new machine: environment, kernels, rates, a short training",
+        "zaya_plugin.machines.command:verify",
+        "examine a machine or several nodes: environment, kernels, rates, a short training",
     ),
-    "doctor": ("zaya_plugin.doctor:main", "report installed packages, devices, known problems and host changes"),
+    "doctor": (
+        "zaya_plugin.machines.command:doctor",
+        "report installed packages, devices, known problems and host changes",
+    ),
 }
 # Command of `zaya data` -> what it does; each is a module zaya_plugin.corpus.<name> with a main().
 DATA_COMMANDS = {
@@ -89,7 +92,6 @@ AEGIS_COMMANDS = {
     "run": "start the ranks of a command on this node, watch them, and restart, exchange or stop",
     "status": "show a supervised run in the terminal, once or live",
     "report": "effective training time, failures and their cost, in the terminal and as one HTML page",
-    "preflight": "examine the nodes before a start, and write which pass and which fail",
     "explain": "read a folder of logs and say what happened and what would have been done",
 }
 # Command -> its commands.
@@ -100,6 +102,11 @@ BELOW = {
     "checkpoint": ["list", "show", "verify", "warm", "prune", "adopt", "reshape"],
     "convert": ["import", "export", "roundtrip"],
     "export": ["megatron", "primus"],
+}
+# Old name -> the new one.
+MOVED = {
+    "zaya aegis lab": "make lab, in a checkout of the repository",
+    "zaya aegis preflight": "zaya verify --nodes, with the same options; --output is the record's file",
 }
 USAGE = (
     "zaya: ZAYA1 pretraining as a Megatron-core plugin\n\n  zaya train experiment=cpu_demo    train a small ZAYA "
@@ -124,9 +131,9 @@ def unknown(command: str, name: str, known: Iterable[str]) -> ValueError:
     elsewhere = {below: f"zaya {above} {below}" for above, names in BELOW.items() for below in names}
     elsewhere |= {top: f"zaya {top}" for top in COMMANDS}
     fix = f"{command} --help"
-    if f"{command} {name}" == "zaya aegis lab":
-        fix = "make lab, in a checkout of the repository"
-    elif name in elsewhere:
+    if new := MOVED.get(f"{command} {name}"):
+        return mistake(f"{command} {name}", problem="has another name", fix=new)
+    if name in elsewhere:
         fix = elsewhere[name]
     elif close := nearest_name(name, known):
         fix = f"{command} {close}"

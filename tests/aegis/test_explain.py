@@ -53,7 +53,7 @@ def test_the_command_names_cause_evidence_cascades_and_action(tmp_path, capsys):
         "    2026-11-22 10:00:09.300  n2 kernel  2026-11-22T10:00:09,300000+00:00 amdgpu 0000:dd:00.0: amdgpu: "
         "GPU reset succeeded, trying to resume\n"
         "  followed by: 8 hip_launch, 8 watchdog_exit, 8 conn_reset\n"
-        "  a person: Reboot the node and run `zaya aegis preflight`; if the error returns, have the GPU\n"
+        "  a person: Reboot the node and run `zaya verify --nodes`; if the error returns, have the GPU\n"
         "    replaced.\n"
     )
 

@@ -227,7 +227,7 @@ def _supervised(rng: random.Random) -> Line:
     """A line of `zaya aegis` or of a command on a model with an option that is refused before anything is started."""
     words, options = rng.choice(
         (
-            (("aegis", "preflight", "--output", "out", "--dry-run"), PREFLIGHT),
+            (("verify", "--nodes", "--output", "out/verify.json", "--dry-run"), NODES),
             (("aegis", "run", "--dry-run"), SUPERVISOR),
             (("aegis", "report"), ("/dev/null/x", "/proc", "/proc/version")),
             (("aegis", "status"), ("/dev/null/x", "/proc", "/proc/version")),
@@ -240,7 +240,7 @@ def _supervised(rng: random.Random) -> Line:
     return Line((*words, option, *command), option.partition("=")[0] if option.startswith("--") else "")
 
 
-PREFLIGHT = (
+NODES = (
     *("--seconds=nan", "--seconds=0", "--slower=2", "--min=gemm_tflops=nan", "--min=nothing=3", "--min=", "--nodes="),
     *("--nodes=a[", "--nodes=a[1-999999999]", "--nodes=a[9-1]", "--launcher=", "--launcher=ssh", "--launcher='"),
 )

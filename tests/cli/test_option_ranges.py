@@ -22,7 +22,7 @@ BELOW = {
     "convert": ("import", "export", "roundtrip"),
     "checkpoint": ("list", "show", "verify", "warm", "prune", "adopt", "reshape"),
 }
-WITHOUT_PARSER = ("train", "slurm", "doctor", "verify", "curriculum", "export")  # no option of theirs is a number
+WITHOUT_PARSER = ("train", "slurm", "doctor", "curriculum", "export")  # no option of theirs is a number
 
 
 class _Found(Exception):
@@ -49,11 +49,13 @@ def parser_of(words):
         for name in ("parse_args", "parse_known_args", "parse_intermixed_args"):
             patch.setattr(argparse.ArgumentParser, name, record)
         if words[0] in ("data", "aegis"):
-            module, rest = f"zaya_plugin.{ {'data': 'corpus'}.get(words[0], words[0]) }.{words[1]}", ["x=1"]
+            module, function = f"zaya_plugin.{ {'data': 'corpus'}.get(words[0], words[0]) }.{words[1]}", "main"
+            rest = ["x=1"]
         else:
-            module, rest = MODULES.get(words[0]) or cli.COMMANDS[words[0]][0].partition(":")[0], [*words[1:], "x=1"]
+            module, _, function = (MODULES.get(words[0]) or cli.COMMANDS[words[0]][0]).partition(":")
+            rest = [*words[1:], "x=1"]
         with pytest.raises(_Found):
-            importlib.import_module(module).main(rest)
+            getattr(importlib.import_module(module), function or "main")(rest)
     (made,) = found
     for action in made._actions:
         if isinstance(action, argparse._SubParsersAction):

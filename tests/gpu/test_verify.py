@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from zaya_plugin.verify.environment import VISIBLE
+from zaya_plugin.machines.software import VISIBLE
 
 
 @pytest.mark.parametrize(
@@ -24,9 +24,9 @@ def test_nothing_is_wrong(zaya, tmp_path, lines, monkeypatch):
     if not any(map(os.environ.get, VISIBLE)):  # also on a machine that has fewer devices than its recipe
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
     out = tmp_path / "verify.json"
-    print(zaya("verify", "--only", ",".join(lines), "--out", out))  # its exit status is 0
-    found = {line["line"]: line for line in json.loads(out.read_text())["lines"]}
-    assert list(found) == list(lines) and all(line["state"] in ("pass", "slow", "skipped") for line in found.values())
+    print(zaya("verify", "--only", ",".join(lines), "--output", out))  # its exit status is 0
+    found = {entry["check"]: entry for entry in json.loads(out.read_text())["checks"]}
+    assert list(found) == list(lines) and all(entry["state"] in ("pass", "slow", "skipped") for entry in found.values())
     for folder in {"rms_norm", "grouped_product", "newton_schulz"} & found.keys():
         for operator in found[folder]["figures"].values():
             ran = {version for version, row in operator["versions"].items() if row.get("ms")}

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cpu_speed import allowed
 from zaya_plugin.ground.secrets import REMOVED, cleaned, is_secret, of_data
-from zaya_plugin.verify import bundle
+from zaya_plugin.machines import support_bundle
 
 SECRET = "S3cr3tValue0123456789"
 PLANTED = {
@@ -165,15 +165,15 @@ def packed(tmp_path, monkeypatch):
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 8.0, "tokens_per_s": 4200.0}\n')
     (run / "checkpoints" / "common.pt").write_bytes(b"weights")
     record = tmp_path / "verify.json"
-    record.write_text(json.dumps({"schema": "zaya verify/1", "note": f"HF_TOKEN={SECRET}"}))
-    monkeypatch.setattr(bundle, "doctor_report", lambda: {"python": f"/home/{SECRET}/bin/python"})
+    record.write_text(json.dumps({"schema": "zaya verify/2", "note": f"HF_TOKEN={SECRET}"}))
+    monkeypatch.setattr(support_bundle, "examine", lambda *_: {"python": f"/home/{SECRET}/bin/python"})
     for name in ("SOME_TOKEN", "USER", "LOGNAME", "SLURM_JOB_USER", "SSH_CONNECTION", "NCCL_TOKEN"):
         monkeypatch.setenv(name, SECRET)
     for name in ("NCCL_DEBUG", "SLURM_JOB_ID", "OMP_NUM_THREADS", "MASTER_ADDR"):
         monkeypatch.setenv(name, "kept")
-    monkeypatch.setattr(bundle, "OF_A_FILE", 10_000)
+    monkeypatch.setattr(support_bundle, "MAX_FILE_BYTES", 10_000)
     (run / "logs" / "rank1.log").write_text(f"password: {SECRET}\n" + "x" * 9_000 + f"\nlast line {PLANTED['flag']}\n")
-    with tarfile.open(bundle.bundle(run, record)) as archive:
+    with tarfile.open(support_bundle.pack(run, record)) as archive:
         return {member.name: archive.extractfile(member).read().decode() for member in archive}
 
 
@@ -192,7 +192,7 @@ def test_a_bundle_holds_what_a_question_needs_and_no_secret(packed):
 
 
 def test_a_file_that_cannot_be_read_and_a_link_to_elsewhere_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(bundle, "doctor_report", dict)
+    monkeypatch.setattr(support_bundle, "examine", lambda *_: {})
     (run := tmp_path / "run" / "logs").mkdir(parents=True)
     (run.parent / "recipe.yaml").write_text("name: mine\n")
     (tmp_path / "id_rsa").write_text("x")
@@ -200,14 +200,14 @@ def test_a_file_that_cannot_be_read_and_a_link_to_elsewhere_are_named(tmp_path, 
     (run / "gone.log").symlink_to("nothing")
     (run / "same.log").symlink_to("a.log")
     (run / "a.log").write_text("hello")
-    with tarfile.open(bundle.bundle(run.parent, tmp_path / "verify.json")) as archive:
+    with tarfile.open(support_bundle.pack(run.parent, tmp_path / "verify.json")) as archive:
         assert {"run/logs/a.log", "run/logs/same.log"} < {*archive.getnames()}
         notes = archive.extractfile("contents.txt").read().decode()
         assert "run/logs/elsewhere.log" not in archive.getnames()
     assert "not readable: run/logs/elsewhere.log (a link out of the run's folder)" in notes
-    assert "not readable: run/logs/gone.log (no regular file)" in notes
+    assert "not readable: run/logs/gone.log (not a regular file)" in notes
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"^--bundle=.*no run directory.*Fix: --bundle runs/<name>\.$"):
-        bundle.bundle(tmp_path, tmp_path / "verify.json")
+    with pytest.raises(ValueError, match=r"^--bundle=.*not a run directory.*Fix: --bundle runs/<name>\.$"):
+        support_bundle.pack(tmp_path, tmp_path / "verify.json")

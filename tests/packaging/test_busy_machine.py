@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FRAGILE = (
     "aegis/test_agent.py",
     "aegis/test_launcher.py",
-    "aegis/test_preflight.py",
+    "machines/test_nodes.py",
     "checkpoint/test_saver.py",
     "checkpoint/test_writer.py",
     "cli/test_interrupt.py",
@@ -26,7 +26,7 @@ FRAGILE = (
     "run/test_launch.py",
     "run/test_megatron_check.py",
     "training/test_metrics.py",
-    "verify/test_worker.py",
+    "machines/test_check_process.py",
 )
 BUSY = "while True: pass"
 

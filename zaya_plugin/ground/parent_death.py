@@ -86,16 +86,21 @@ def follow_launcher() -> None:
     threading.Thread(target=_watch, args=(os.getppid(), chain), name="launcher", daemon=True).start()
 
 
+def stat(pid: int) -> list[str]:
+    """Return the fields of /proc/<pid>/stat behind the name, from the state on; empty: there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
 def started(pid: int) -> int | None:
     """Return the time of a living process's start, in clock ticks since the machine's; None: there is no such process.
 
     A process id alone may have been given to another process since.
     """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
+    fields = stat(pid)
+    return int(fields[19]) if fields and fields[0] not in "ZX" else None
 
 
 def _chain_to_launcher() -> dict[int, int | None]:
@@ -131,12 +136,9 @@ def _up_to(names: tuple[str, ...], parents: list[int]) -> list[int]:
 
 def _ancestors():
     pid = os.getppid()
-    while pid > 0:
+    while pid > 0 and (fields := stat(pid)):
         yield pid
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            return
+        pid = int(fields[1])
 
 
 def _watch(parent: int, chain: dict[int, int | None]) -> None:

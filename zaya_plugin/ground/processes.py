@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from zaya_plugin.ground.parent_death import on_end_signals, stat
+
 # The agent's folder on this node, in the environment of every rank of `zaya aegis run` and of what a rank starts.
 AEGIS_FOLDER = "ZAYA_AEGIS_DIR"
 POLL = 0.05
+GUARD_SECONDS = 10  # for the end of what a guard kills: a process that waits in a device's driver may not end
 EMPTY_SCANS = 2  # before no process counts as left: during execve a process shows no environment
 
 
@@ -36,10 +41,7 @@ def started_with(variable: str) -> list[int]:
 
 def state(pid: int) -> str:
     """Return the letter of a process's state, such as S or D; empty: there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+    return (stat(pid) or [""])[0]
 
 
 def send(pids: Iterable[int], number: int) -> None:
@@ -69,6 +71,15 @@ def kill_all(variable: str, seconds: float, between: Callable[[], None] = lambda
     return []
 
 
+def start_guard(variable: str) -> subprocess.Popen:
+    """Start a process that kills those with `variable` when its stdin is closed, which the end of this process does too,
+    by any signal. It is for launchers and ranks in sessions of their own, whose parents may have ended.
+    """
+    words = [sys.executable, "-m", "zaya_plugin.ground.processes", variable]
+    null = subprocess.DEVNULL
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True)
+
+
 def reap() -> None:
     """Reap adopted orphans that have ended; children in OWN_CHILDREN keep their exit codes for `subprocess`."""
     for pid in _zombies(os.getpid()):
@@ -88,3 +99,9 @@ def _zombies(parent: int) -> list[int]:
     except OSError:
         return []
     return [int(pid) for pid in children if state(int(pid)) == "Z"]
+
+
+if __name__ == "__main__":  # a guard
+    on_end_signals(signal.SIG_IGN)  # sent to a whole session or SLURM step
+    sys.stdin.buffer.read()
+    kill_all(sys.argv[1], GUARD_SECONDS)

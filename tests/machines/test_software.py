@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Test the checks `environment` and `hazards`, each with its injected fault."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hip_ops.runtime import build, hazards, hip_runtime
+from tests.gfx942.assembly_kernel import HEAD, TAIL
+from tests.gfx942.toolchain import assemble
+from zaya_plugin.machines import installed, software
+from zaya_plugin.machines.checks import Setting
+
+CPU_SETTING = Setting("cpu", 0, "CPU x86_64", Path("unused"), chosen="cpu")
+MAPS = "7f00-7f01 r-xp 0 00:00 1    /opt/rocm-6.4/lib/libamdhip64.so.6\n"
+OTHER = "7f02-7f03 r-xp 0 00:00 2    /venv/torch/lib/libamdhip64.so.7\n"
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    """An environment without devices, patches and mapped libraries of its own."""
+    monkeypatch.setattr(installed, "torch_devices", lambda: {"built_for": "ROCm 7.1", "accelerators": []})
+    monkeypatch.setattr(installed, "patches", list)
+    monkeypatch.setattr(hip_runtime, "own_maps", lambda: "")  # tests before this may have mapped a libamdhip64
+
+
+def test_the_environment_of_this_machine(monkeypatch):
+    monkeypatch.setenv("ZAYA_API_KEY", "abc")
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    outcome = software.environment(CPU_SETTING)
+    assert outcome.state == "pass" and "library gfx942 as shipped" in outcome.reason
+    assert outcome.figures["variables"]["NCCL_DEBUG"] == "WARN" and "abc" not in str(outcome.figures)
+    objects = outcome.figures["code_objects"]
+    assert len(objects) > 10 and all(len(entry) == 64 for entry in objects)
+    assert build.manifest_of(build.shipped("gfx942")[0])["sha256"] in outcome.figures["library"]
+    assert outcome.figures["hip_runtimes"] == []
+
+
+@pytest.mark.parametrize("hip", ["7.1.2", "6.4.1"])
+def test_two_hip_runtimes_are_wrong(monkeypatch, hip):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(hip_runtime, "own_maps", lambda: MAPS + OTHER)
+    outcome = software.environment(CPU_SETTING)
+    assert outcome.state == "wrong" and "rocm-6.4" in outcome.reason and "/venv/torch/lib" in outcome.reason
+    assert len(outcome.figures["hip_runtimes"]) == 2
+    monkeypatch.setattr(hip_runtime, "own_maps", lambda: MAPS if hip[0] == "6" else OTHER)
+    assert software.environment(CPU_SETTING).state == "pass"
+
+
+@pytest.mark.parametrize("built_for", ["hip", "cuda", None])
+def test_a_torch_for_gpus_that_finds_none_is_wrong(monkeypatch, built_for):
+    for name in ("hip", "cuda"):
+        monkeypatch.setattr(torch.version, name, "7.1" if name == built_for else None)
+    monkeypatch.setattr(hip_runtime, "own_maps", lambda: OTHER if built_for == "hip" else "")
+    outcome = software.environment(replace(CPU_SETTING, chosen="auto"))
+    assert outcome.state == ("wrong" if built_for else "pass")
+    assert ("7.1 and finds no device" in outcome.reason and "--device cpu" in outcome.reason) == (built_for is not None)
+    assert software.environment(CPU_SETTING).state == "pass", "--device cpu"
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "visible", "reason"),
+    [
+        ("AMD Instinct MI300X", 8, {}, None),
+        (
+            "AMD Instinct MI300X",
+            7,
+            {},
+            "7 of 8 devices available (MI300X). To examine these alone: CUDA_VISIBLE_DEVICES=0,1,2,",
+        ),
+        ("AMD Instinct MI300X", 2, {"HIP_VISIBLE_DEVICES": "0,1"}, None),
+        ("AMD Instinct MI300X", 1, {"HIP_VISIBLE_DEVICES": "0,1"}, "1 of 2 devices"),
+        ("AMD Instinct MI300X", 2, {"ROCR_VISIBLE_DEVICES": "0,1,2,3", "HIP_VISIBLE_DEVICES": "0,1"}, None),
+        ("NVIDIA H200", 1, {}, "1 of 8 devices available (H200)"),
+        ("NVIDIA B300", 1, {}, None),
+    ],
+)
+def test_a_machine_with_fewer_devices_than_its_recipe_is_wrong(monkeypatch, name, devices, visible, reason):
+    for variable in software.VISIBLE:
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in visible.items():
+        monkeypatch.setenv(variable, value)
+    outcome = software.environment(Setting("cuda", devices, name, Path("unused")))
+    assert outcome.state == ("wrong" if reason else "pass")
+    assert reason is None or outcome.reason.startswith(reason), outcome.reason
+
+
+def test_a_hip_runtime_beside_another_torch_is_wrong(monkeypatch):
+    monkeypatch.setattr(hip_runtime, "own_maps", lambda: MAPS)
+    assert "torch is not built for ROCm" in software.environment(CPU_SETTING).reason
+
+
+def test_a_damaged_library_is_wrong(monkeypatch, tmp_path):
+    folder = tmp_path / "gfx942"
+    shutil.copytree(build.shipped_folder("gfx942"), folder)
+    library = folder / build.LIBRARY
+    content = bytearray(library.read_bytes())
+    content[len(content) // 2] ^= 1
+    library.write_bytes(content)
+    monkeypatch.setattr(build, "shipped_folder", lambda target: folder)
+    outcome = software.environment(CPU_SETTING)
+    assert outcome.state == "wrong" and "is damaged" in outcome.reason
+
+
+def test_a_tool_that_hangs_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(software, "COMMAND_S", 0.2)
+    assert software.output_of(("sleep", "60")).startswith("unknown: TimeoutExpired")
+
+
+def test_a_hazard_in_triton_s_cache_is_wrong(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(build, "shipped_folder", lambda target: tmp_path)
+    good = assemble(HEAD + "  v_mov_b32 v8, 0\n" + TAIL, "no_hazard").read_bytes()
+    (tmp_path / build.LIBRARY).write_bytes(good)
+    outcome = software.hazards(CPU_SETTING)
+    assert (outcome.state, outcome.reason) == ("pass", "1 files, 0 of them from Triton's cache")
+    bad = assemble(HEAD + "  global_store_dwordx4 v1, v[8:11], s[4:5]\n  v_mov_b32 v8, 0\n" + TAIL, "hazards")
+    (tmp_path / "KEY").mkdir()
+    (tmp_path / "KEY" / "kernel.hsaco").write_bytes(bad.read_bytes())
+    outcome = software.hazards(CPU_SETTING)
+    assert outcome.state == "wrong" and "kernel.hsaco" in outcome.reason and "wait states" in outcome.reason
+    (tmp_path / "KEY" / "kernel.hsaco").write_bytes(good[: len(good) // 2])
+    outcome = software.hazards(CPU_SETTING)
+    assert outcome.state == "wrong" and list(outcome.figures["unreadable"]) == [str(tmp_path / "KEY" / "kernel.hsaco")]
+
+
+def test_without_a_disassembler_the_scan_is_skipped(monkeypatch, tmp_path):
+    def missing(path):
+        raise hazards.ToolNotFound("no llvm-objdump")
+
+    monkeypatch.setattr(hazards, "scan", missing)
+    assert software.hazards(CPU_SETTING).state == "skipped"

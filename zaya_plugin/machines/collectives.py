@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks `graph_capture` and `all_reduce`: ranks of their own, which are killed at a time limit. No torch import."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from zaya_plugin.machines.check_process import run_all
+from zaya_plugin.machines.checks import Outcome, Setting, end_of, last_line
+from zaya_plugin.machines.expected import CPU, SLOW_BELOW, described, machine_of
+
+RANK = "zaya_plugin.machines.collective_rank"
+RESULT = "result.json"
+CAPTURE_S, SWEEP_S = 30, 120  # from the ranks' first line of Python to their end; START_S more for torch's import
+START_S = 60
+GRAPHS = "cluster.graphs"
+
+
+class RanksFailed(RuntimeError):
+    """The ranks have failed or were killed. log: the last lines of the first failing rank."""
+
+    def __init__(self, text: str, log: Path):
+        self.log = end_of(log.read_text(errors="replace"))
+        super().__init__(text)
+
+
+def run_ranks(part: str, setting: Setting, ranks: int, limit_s: float) -> dict[str, Any]:
+    """Run `part` of collective_rank on `ranks` ranks and return rank 0's result; raises RanksFailed."""
+    folder = setting.folder / part
+    folder.mkdir(exist_ok=True)
+    logs = [folder / f"rank{rank}.log" for rank in range(ranks)]
+    words = [sys.executable, "-m", RANK, part, setting.device]
+    commands = [[*words, str(rank), str(ranks), str(folder)] for rank in range(ranks)]
+    codes = run_all(commands, logs, limit_s, together=True, environment=variables(setting, ranks))
+    for rank, code in enumerate(codes):
+        if code:
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            raise RanksFailed(f"rank {rank} {how}: {last_line(logs[rank].read_text(errors='replace'))}", logs[rank])
+    if None in codes:
+        hung = [rank for rank, code in enumerate(codes) if code is None]
+        raise RanksFailed(f"not done in {limit_s:.0f} s; ranks {hung} were killed", logs[hung[0]])
+    return json.loads((folder / RESULT).read_text())
+
+
+def variables(setting: Setting, ranks: int) -> dict[str, str]:
+    """Return the environment of a rank: that of the machine's cluster recipe, as in training."""
+    from zaya_plugin.config.compose import compose
+
+    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+    if setting.on_cpu:
+        return environment
+    cluster = "mi300x_8" if "MI300X" in setting.name else "h100_8"
+    return environment | compose([f"cluster={cluster}", "data.path=none"]).cluster.environment
+
+
+def graph_capture(setting: Setting) -> Outcome:
+    """Capture a graph with a collective. Where it fails, recipes run kernel by kernel: cluster.graphs=none.
+
+    Known problem: torch's watchdog of NCCL queries events during a capture, which HIP refuses
+    (pytorch/pytorch#175377, #176942, ROCm/rccl#2022).
+    """
+    ranks = 2 if setting.on_cpu else min(2, setting.devices)
+    none = {} if setting.on_cpu else {GRAPHS: "none"}
+    expected = {"known_problem": "pytorch/pytorch#175377, #176942; ROCm/rccl#2022"}
+    try:
+        result = run_ranks("graph_capture", setting, ranks, START_S + CAPTURE_S)
+    except RanksFailed as error:
+        return Outcome("wrong", f"{error}{instead(none)}", {}, expected, none, error.log)
+    if result["wrong"]:
+        return Outcome("wrong", f"{result['wrong'][0]}{instead(none)}", result, expected, none)
+    text = "a CPU has no graphs; the same calls without one" if setting.on_cpu else "captured and replayed"
+    return Outcome("pass", f"{text}, {ranks} rank{'s' if ranks > 1 else ''}", result, expected)
+
+
+def instead(overrides: dict[str, str]) -> str:
+    return "; train kernel by kernel, with " + " ".join(f"{k}={v}" for k, v in overrides.items()) if overrides else ""
+
+
+def all_reduce(setting: Setting) -> Outcome:
+    """Sweep all-reduces over all devices of this machine, over two processes on a CPU."""
+    ranks = 2 if setting.on_cpu else setting.devices
+    try:
+        result = run_ranks("all_reduce", setting, ranks, START_S + SWEEP_S)
+    except RanksFailed as error:
+        return Outcome("wrong", str(error), traceback=error.log)
+    return judged(result, machine_of(setting.name), ranks, setting)
+
+
+def judged(measured: dict[str, Any], machine, ranks: int, setting: Setting) -> Outcome:
+    """Judge the sweep: exact sums, and the rate of the largest size."""
+    wrong = [row["bytes"] for row in measured["sizes"] if not row["right"]]
+    if wrong:
+        return Outcome("wrong", f"wrong sums at {', '.join(f'{size:,}' for size in wrong)} bytes", measured)
+    rate = measured["sizes"][-1]["gb_per_s"]
+    compared = {"all_reduce_gb_per_s": {"": rate}}
+    text = f"{rate:.3g} GB/s a device at {measured['sizes'][-1]['bytes'] / 2**20:.0f} MiB, "
+    text += f"{1e3 * measured['sizes'][0]['ms']:.0f} us at {measured['sizes'][0]['bytes']} bytes, {ranks} ranks"
+    if machine is None:
+        return Outcome("pass", f"{text}; no expectation for this device", measured, described(None), compared=compared)
+    required = machine.link_gb_per_s
+    if "MI300X" in setting.name:  # xGMI: a link to each other device, so fewer devices have fewer links
+        required *= (ranks - 1) / (machine.devices_per_node - 1)
+    slow = rate < SLOW_BELOW * required
+    text += f"; expected {required:.3g} GB/s" if slow else ""
+    expected = described(machine, link_gb_per_s=required, latency_us=None if machine is CPU else machine.latency_us)
+    return Outcome("slow" if slow else "pass", text, measured, expected, compared=compared)

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`zaya doctor` and `zaya verify`, with and without --nodes: the command lines. No torch import.
+
+The way of a check: a row of checks.py, a process of check_process.py, its Outcome, the page and the record of
+examination.py; nodes.py compares the records of several nodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+from pathlib import Path
+
+from zaya_plugin.config.option_parser import OptionParser
+from zaya_plugin.config.run_directory import check_creatable
+from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.option_numbers import DAY, real_number
+from zaya_plugin.ground.parent_death import on_end_signals
+from zaya_plugin.machines import nodes
+from zaya_plugin.machines.checks import CHECKS, DOCTOR, DOCTOR_ALL, NODES, VERIFY, Check, checks_of
+from zaya_plugin.machines.examination import doctor_page, examine, is_wrong, problems_of, summary
+
+RECORD = "verify.json"
+DOCTOR_DESCRIPTION = """\
+Says whether training can start: known problems, the packages that training needs, hosts and devices; with --all also
+kernels, optional packages, and every change of a host with its reason. It changes nothing and measures nothing. Exit
+status: 0, training can start; 1, a required package is missing or broken, or a known problem is an error."""
+DOCTOR_EXAMPLES = """\
+examples:
+  zaya doctor                           whether training can start, and what matters for it
+  zaya doctor --all                     everything
+  zaya doctor --json > report.json      everything, for a bug report or a script
+  zaya doctor --strict && zaya train experiment=cpu_demo
+"""
+VERIFY_DESCRIPTION = """\
+The first hour on a new machine: examines the environment, the kernels and a short training on this machine, and says
+pass, slow or wrong for each check. Every check has a size for a GPU and a small one for a CPU.
+
+  pass     as expected
+  slow     right, and slower than expected; the reason names both figures
+  wrong    a wrong result, a crash or a hang; do not train before it is understood
+  skipped  not possible on this machine; the reason says what is missing
+
+A check runs in a process of its own with a time limit, so no check can end the command. Expected rates are those of the
+cluster recipes (machine.*); those of the MI300X are predictions. docs/mi300x.md says what to do with each result.
+
+--nodes examines several nodes: their environment, rates, links and storage, then an all-reduce of pairs of nodes. A
+node fails if a check is wrong, a figure is below --min, or a figure is more than --slower below the median of the other
+nodes. In the folder of the record it writes passing_nodes.txt and failing_nodes.txt (one name a line) and nodes/."""
+VERIFY_EXAMPLES = """\
+examples:
+  zaya verify                                    all checks; writes verify.json, the file to send with a question
+  zaya verify --list                             the table of checks, with their sizes and verdicts
+  zaya verify --only environment,rates,rms_norm --output rates.json
+  zaya verify --nodes --output runs/mine/verify/verify.json        in a SLURM job: all of its nodes, by srun
+  zaya verify --nodes n1,n2,n3 --launcher 'ssh {node}' --output /shared/v/verify.json           without SLURM
+  zaya verify --nodes --min gemm_tflops=600 --min copy_tb_per_s=3 --dry-run                     the commands it would run
+  zaya aegis run --exclude "$(paste -sd, runs/mine/verify/failing_nodes.txt)" -- zaya train ...
+  zaya verify --bundle runs/mine                 support-mine.tar.gz: the run's recipe, logs and metrics, verify.json,
+                                                 doctor's report. Secrets are removed by patterns; look through
+                                                 it before you send it. Measures nothing
+
+Figures for --min: gemm_tflops and copy_tb_per_s (each device), all_reduce_gb_per_s (within the node), pair_gb_per_s
+(between two nodes), rails, rail_gb_per_s, storage_mb_per_s. Defaults on an MI300X, from AMD's Primus node_smoke:
+gemm_tflops=600, copy_tb_per_s=2, all_reduce_gb_per_s=100.
+
+Exit codes: 0 nothing is wrong (slow checks do not count), 1 a check is wrong or a node fails, 2 a mistake on the
+command line."""
+
+
+def _parser(name: str, description: str, examples: str) -> OptionParser:
+    layout = argparse.RawDescriptionHelpFormatter
+    return OptionParser(name, description=description, epilog=examples, formatter_class=layout, allow_abbrev=False)
+
+
+def doctor(argv: list[str]) -> int:
+    """Run `zaya doctor` and return its exit code."""
+    parser = _parser("zaya doctor", DOCTOR_DESCRIPTION, DOCTOR_EXAMPLES)
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--all", action="store_true", help="print kernels, host changes and optional packages too")
+    parser.add_argument("--strict", action="store_true", help="return exit status 1 for warnings too")
+    options = parser.parse_args(argv)
+    checks = checks_of(DOCTOR, *([DOCTOR_ALL] if options.all or options.json else []))
+    with ended_by_signals():
+        record = examine(checks, shlex.join(["zaya", "doctor", *argv]))
+    if options.json:
+        print(json.dumps(record, indent=2, default=str))
+    else:
+        print(
+            doctor_page(record) + ("" if options.all else "\n\n--all adds kernels, host changes and optional packages")
+        )
+    return int(is_wrong(record) or options.strict and bool(problems_of(record)))
+
+
+def verify(argv: list[str]) -> int:
+    """Run `zaya verify` and return its exit code."""
+    parser = _parser("zaya verify", VERIFY_DESCRIPTION, VERIFY_EXAMPLES)
+    add = parser.add_argument
+    add("--output", type=Path, default=Path(RECORD), metavar="FILE", help=f"the record as JSON ({RECORD})")
+    add("--only", metavar="CHECK,CHECK", help="run these checks alone")
+    add("--list", action="store_true", help="print the checks and stop")
+    add("--bundle", type=Path, metavar="RUN_DIR", help="pack a run for a question, with the record, and stop")
+    add("--device", choices=("auto", "cpu"), default="auto", help="cpu: examine the CPU; auto: all devices of torch")
+    add("--storage", type=Path, metavar="DIR", help="a folder of data or checkpoints (default: that of --output)")
+    add = parser.add_argument_group("several nodes").add_argument
+    job = os.environ.get("SLURM_JOB_NODELIST", socket.gethostname())
+    add("--nodes", nargs="?", const=job, metavar="A,B", help="default: the nodes of the SLURM job, else this machine")
+    add("--launcher", metavar="COMMAND", help=f"starts a program on {{node}} (default under SLURM: {nodes.SRUN})")
+    add(
+        "--min",
+        type=nodes.threshold,
+        action="append",
+        default=[],
+        metavar="FIGURE=VALUE",
+        help="a threshold, such as gemm_tflops=600",
+    )
+    share, seconds = real_number(0, 1), real_number(1, DAY)
+    add("--slower", type=share, metavar="SHARE", help=f"below the others' median (default: {nodes.SLOWER})")
+    add("--seconds", type=seconds, metavar="S", help=f"for one node's checks (default: {nodes.SECONDS:.0f})")
+    add("--dry-run", action="store_true", help="print the commands that would be started, and stop")
+    options = parser.parse_args(argv)
+    for name in ("launcher", "min", "slower", "seconds", "dry_run"):
+        if options.nodes is None and getattr(options, name):
+            fix = shlex.join(["zaya", "verify", "--nodes", *argv])
+            raise mistake(f"--{name.replace('_', '-')}", problem="requires --nodes", fix=fix)
+    checks = chosen(options.only, NODES if options.nodes else VERIFY)
+    if options.list:
+        print("\n".join(map(described, CHECKS.values() if options.only is None else checks)))
+        return 0
+    check_output(options.output)
+    command = shlex.join(["zaya", "verify", *argv])
+    storage = (options.storage or options.output.parent).absolute()
+    if options.nodes is not None:
+        return nodes.examine_nodes(options, checks, storage, command)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    if options.bundle is not None:
+        from zaya_plugin.machines.support_bundle import pack
+
+        print(
+            f"written: {pack(options.bundle, options.output)}. Look through it before you send it: secrets were removed by patterns"
+        )
+        return 0
+    with ended_by_signals():
+        record = examine(checks, command, options.device, storage, options.output, prints=True)
+    print(summary(record, options.output))
+    return int(is_wrong(record))
+
+
+def check_output(output: Path) -> None:
+    """Raise ValueError if the record cannot be written. The record is renamed to `output`, also over /dev/null."""
+    if output.exists() and not output.is_file():
+        problem = "is a folder" if output.is_dir() else "not a regular file, and would be replaced by one"
+        raise mistake(
+            "--output", output, problem=problem, allowed="a file, new or written before", fix=f"--output {RECORD}"
+        )
+    check_creatable(output.parent, "--output")
+
+
+def chosen(only: str | None, command: str) -> list[Check]:
+    """Return the checks in `only`, in the order of the table, or those of `command`; raises ValueError for an unknown
+    one.
+    """
+    if only is None:
+        return checks_of(command)
+    names = [name.strip() for name in only.split(",")]
+    for name in names:
+        if name not in CHECKS:
+            raise mistake("--only", name, problem="no such check", allowed=", ".join(CHECKS), fix="zaya verify --list")
+    return [check for name, check in CHECKS.items() if name in names]
+
+
+def described(check: Check) -> str:
+    """Return a row of the table as text."""
+    sizes = f"on a CPU: {check.on_cpu}; on a GPU: {check.on_gpu}; " if check.on_cpu else ""
+    needs = f"needs {check.needs}; " if check.needs else ""
+    lines = [check.measures, check.verdict, f"{sizes}{needs}at most {check.limit_s} s; {', '.join(check.commands)}"]
+    return f"{check.name:22}" + f"\n{'':22}".join(filter(None, lines))
+
+
+@contextlib.contextmanager
+def ended_by_signals():
+    """Leave by an exception on every signal that ends a program, as Python does on SIGINT, so that `examine` closes its
+    process and its folder. Guards (ground/processes.py) are for signals that no program can handle.
+    """
+
+    def leave(number: int, frame) -> None:
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    before = on_end_signals(leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

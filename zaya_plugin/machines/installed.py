@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks of `zaya doctor`: packages, hosts, known problems, devices, kernels and host changes.
+
+The rules of known problems are in known_problems.py. They read facts alone, so that each can be tested anywhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from functools import lru_cache
+from importlib import metadata
+from typing import Any
+
+from zaya_plugin import compat
+from zaya_plugin.machines.checks import Outcome, Setting
+from zaya_plugin.machines.known_problems import TRITONS, Facts, problems
+
+NO_DEVICES = {"built_for": "CPU", "accelerators": []}
+UNKNOWN = "unknown: "
+# distribution, module, its use, how to get it
+PACKAGES = (
+    ("torch", "torch", "needed", "install the build for your accelerator; for a CPU: pip install 'zaya_plugin[cpu]'"),
+    (
+        "megatron-core",
+        "megatron.core",
+        "needed",
+        "pip install 'megatron-core[training]>=0.19.2', or a Megatron-LM checkout",
+    ),
+    (
+        "transformers",
+        "transformers",
+        "needed for tokenizers and Hugging Face checkpoints",
+        "pip install 'transformers>=5.13'",
+    ),
+    (
+        "triton",
+        "triton",
+        "needed by megatron-core 0.19 at import",
+        "pip install triton; ROCm builds of torch bring their own",
+    ),
+    ("wandb", "wandb", "optional: Weights & Biases", "pip install wandb"),
+    (
+        "transformer-engine",
+        "transformer_engine",
+        "optional: cluster.transformer_impl=transformer_engine",
+        "never installed by zaya_plugin. NVIDIA: pip install transformer-engine[pytorch]. ROCm: AMD's Primus or "
+        "Megatron containers hold it; source: github.com/ROCm/TransformerEngine",
+    ),
+    (
+        "aiter",
+        "aiter",
+        "optional: AMD's kernels for MI300X",
+        "never installed by zaya_plugin. AMD's Primus containers hold it; source: github.com/ROCm/aiter",
+    ),
+)
+
+
+def packages(setting: Setting, use: str) -> Outcome:
+    """List the packages whose use begins with "needed" or "optional"; known_problems judges missing ones."""
+    installed, details = versions(), []
+    rows = [row for row in PACKAGES if row[2].startswith(use)]
+    for name, _, purpose, source in rows:
+        details.append(f"{name:20}{installed[name] or 'not installed':22}{purpose}")
+        details += [] if installed[name] else [f"{'':20}{source}"]
+    shown = {name: installed[name] for name, *_ in rows}
+    text = f"{sum(map(bool, shown.values()))} of {len(shown)} installed"
+    return Outcome("pass", text, {"versions": shown}, details=details)
+
+
+def versions() -> dict[str, str | None]:
+    return {name: version_of(name, module) for name, module, *_ in PACKAGES}
+
+
+def missing_packages() -> tuple[str, ...]:
+    """Return the needed packages that are not installed."""
+    return tuple(name for name, module, use, _ in PACKAGES if use[:6] == "needed" and not compat.has_module(module))
+
+
+def version_of(distribution: str, module: str) -> str | None:
+    """Return the version of a package, or None if its module cannot be imported."""
+    if not compat.has_module(module):
+        return None
+    if module == "megatron.core":  # a checkout in front of a wheel has the wheel's metadata
+        return str(compat.core_version())
+    names = (distribution, module.replace("_", "-"), module)
+    known = (version for name in names if (version := distribution_version(name)))
+    return next(known, "unknown version")  # a source checkout on PYTHONPATH
+
+
+def distribution_version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def hosts(setting: Setting) -> Outcome:
+    """Say which hosts of docs/hosts.md this environment can be."""
+    core, fits = compat.core_version(), compat.zaya_train_fits()
+    loop = "with" if compat.has_training() else "without"
+    text = f"megatron.core {core} {loop} megatron.training" if core else "no megatron.core"
+    primus = compat.has_module("primus.core")
+    text_of_primus = "primus.core is installed; it brings its Megatron" if primus else "no primus.core on the path"
+    rows = (
+        ("zaya train", fits, text),
+        ("pretrain_gpt.py --spec", fits, f"{text}; its script comes with a checkout"),
+        ("Primus", primus, text_of_primus),
+    )
+    details = [f"{'can be   ' if possible else 'cannot be'} {name:28}{detail}" for name, possible, detail in rows]
+    possible = [name for name, fits, _ in rows if fits]
+    return Outcome("pass", ", ".join(possible) or "none", {"possible": possible}, details=details)
+
+
+@lru_cache
+def torch_devices() -> dict[str, Any]:
+    """Return the accelerator for which torch is built, and the devices that it has; raises what its import raises."""
+    import torch
+
+    hip, cuda = torch.version.hip, torch.version.cuda
+    accelerators = []
+    # device_count() alone returns 1 where the CPU's patches are applied
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        architecture = getattr(properties, "gcnArchName", None) or f"sm_{properties.major}{properties.minor}"
+        gib = round(properties.total_memory / 2**30)
+        accelerators.append({"index": index, "name": properties.name, "memory_gib": gib, "arch": architecture})
+    built_for = f"ROCm {hip}" if hip else f"CUDA {cuda}" if cuda else "CPU"
+    return {"built_for": built_for, "cpu_cores": os.cpu_count(), "accelerators": accelerators}
+
+
+def devices(setting: Setting) -> Outcome:
+    figures = torch_devices()
+    details = [
+        f"{item['index']}: {item['name']}, {item['memory_gib']} GiB, {item['arch']}" for item in figures["accelerators"]
+    ]
+    text = f"torch is built for {figures['built_for']}; {figures['cpu_cores']} CPU cores"
+    return Outcome("pass", text, figures, details=details or ["no accelerator: use cluster=cpu"])
+
+
+def known_problems(setting: Setting) -> Outcome:
+    """Look for known problems. Wrong: one of them is an error, so training cannot start."""
+    entries = problems(facts_of_this_environment())
+    texts = [f"{entry['severity']}: {entry['name']} ({entry['evidence']})" for entry in entries]
+    details = [
+        line
+        for entry in entries
+        for line in (
+            f"{entry['severity']:8}{entry['name']}: {entry['evidence']}",
+            f"        why   {entry['why']}",
+            f"        do    {entry['remedy']}",
+        )
+    ]
+    wrong = any(entry["severity"] == "error" for entry in entries)
+    text = "; ".join(texts) or "none"
+    return Outcome("wrong" if wrong else "pass", text, {"problems": entries}, details=details)
+
+
+def facts_of_this_environment() -> Facts:
+    devices = answer(torch_devices)  # the check `devices` names an error
+    devices = NO_DEVICES if is_unknown(devices) else devices
+    kind, _, version = devices["built_for"].partition(" ")
+    names = ("aiter", "amd-aiter", "primus", "transformer-engine", *TRITONS)
+    modules = ("triton", "psutil", "primus", "primus.core")
+    return Facts(
+        missing=missing_packages(),
+        versions={name: distribution_version(name) for name in names},
+        modules={name: compat.has_module(name) for name in modules},
+        environ=os.environ,
+        core=compat.core_version(),
+        training=compat.has_training(),
+        mixed=compat.has_module("megatron.training") and not compat.has_training(),
+        failures={} if devices is NO_DEVICES else failures(),
+        hip=version if kind == "ROCm" else None,
+        cuda=version if kind == "CUDA" else None,
+        archs=tuple(item["arch"] for item in devices["accelerators"]),
+        unfit=tuple(patch.symbol for patch in patches() if patch.applies and not patch.fits),
+    )
+
+
+def failures() -> dict[str, str]:
+    """Import Transformer Engine, then ask torch for its cuDNN; return the errors by name."""
+    import torch
+
+    calls: dict[str, Callable[[], Any]] = {}
+    if compat.has_module("transformer_engine"):
+        calls["transformer_engine"] = lambda: importlib.import_module("transformer_engine.pytorch")
+    if torch.version.cuda:
+        calls["cudnn"] = torch.backends.cudnn.version
+    answers = {name: answer(call) for name, call in calls.items()}
+    return {name: text.removeprefix(UNKNOWN) for name, text in answers.items() if is_unknown(text)}
+
+
+def answer(question: Callable[[], Any]) -> Any:
+    """Return the answer, or the error as text, so that the other figures are still collected."""
+    try:
+        return question()
+    except Exception as error:
+        return f"{UNKNOWN}{type(error).__name__}: {error}"
+
+
+def is_unknown(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith(UNKNOWN)
+
+
+def kernels(setting: Setting) -> Outcome:
+    """List by device the versions of hip_ops' operators, or the error where a requested version is not available; and the
+    library of the AMD target.
+    """
+    import torch
+
+    from hip_ops.runtime.build import library_note
+    from hip_ops.runtime.library import target_of
+    from hip_ops.runtime.operator import report
+
+    figures: dict[str, list[str]] = {}
+    for name in ["cpu"] + (["cuda"] if torch.cuda.is_available() else []):
+        try:
+            figures[name] = report(name, check=False)
+        except ValueError as error:
+            figures[name] = [str(error)]
+    target = "gfx942"
+    if torch.version.hip and torch.cuda.is_available():
+        try:
+            target = target_of(torch.device("cuda", 0))
+        except ValueError:  # the lines of the device name the architecture
+            target = ""
+    if target:
+        figures[target] = [f"library of hip: {library_note(target)}"]
+    details = [f"{name:4}  {line}" for name, lines in figures.items() for line in lines]
+    return Outcome("pass", "hip_ops; details: `python -m hip_ops info`", figures, details=details)
+
+
+def patches() -> list:
+    """Return the patches of a host; none without torch or megatron-core, which known_problems names."""
+    if {"torch", "megatron-core"} & {*missing_packages()} or is_unknown(answer(torch_devices)):
+        return []
+    from zaya_plugin.patches import describe
+
+    return describe()
+
+
+def host_changes(setting: Setting) -> Outcome:
+    """List the patches of a host and the symbols that a run replaces."""
+    from zaya_plugin.patches import hooks
+
+    replaced = {"patches": patches(), "hooks": hooks.describe()}
+    details = ["patches of a host, for the whole process"]
+    for patch in replaced["patches"]:
+        details += _lines(patch, "applies   " if patch.applies else "unused    ", f"{patch.scope}, ")
+    details.append("replaced during a run, and restored")
+    for hook in replaced["hooks"]:
+        details += _lines(hook, "" if hook.fits else "does not fit  ")
+    figures = {kind: [change.symbol for change in changes] for kind, changes in replaced.items()}
+    text = ", ".join(f"{len(symbols)} {kind}" for kind, symbols in figures.items())
+    return Outcome("pass", text, figures, details=details)
+
+
+def _lines(change: Any, state: str, scope: str = "") -> list[str]:
+    return [
+        f"{state}{change.symbol}  ({scope}{change.package} {change.versions or 'any'})",
+        f"          {change.reason}; until {change.until}",
+        f"          {change.upstream}",
+    ]

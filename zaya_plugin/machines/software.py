@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks `environment` and `hazards`: versions of drivers, firmware and libraries, the libraries that are mapped, and
+the code that has been compiled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from zaya_plugin.ground import secrets
+from zaya_plugin.machines import installed
+from zaya_plugin.machines.checks import Outcome, Setting
+from zaya_plugin.machines.expected import machine_of
+from zaya_plugin.machines.installed import UNKNOWN, answer
+
+TARGET = "gfx942"
+COMMAND_S = 20  # of a tool of the driver; amd-smi waits for ever for a device that hangs
+COMMANDS = (
+    ("amd-smi", "version"),
+    ("amd-smi", "firmware"),
+    ("rocm-smi", "--showfwinfo", "--showdriverversion", "--showtoponuma"),
+    ("nvidia-smi", "--query-gpu=name,driver_version,vbios_version,pstate,ecc.mode.current", "--format=csv"),
+)
+FIRMWARE_FILES = (
+    "module/amdgpu/version",
+    "class/drm/card*/device/vbios_version",
+    "class/drm/card*/device/fw_version/*",
+)
+VARIABLES = re.compile(r"^(HSA|HIP|ROC|GPU|NCCL|RCCL|TORCH|PYTORCH|CUDA|TRITON|MIOPEN|NVTE|LD_|OMP|PRIMUS|ZAYA)")
+# Each can hide devices from torch.
+VISIBLE = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+MAX_OBJECTS = 400  # of Triton's cache, the newest; one takes a tenth of a second
+
+
+def environment(setting: Setting) -> Outcome:
+    """Collect the environment. Wrong: missing devices, two HIP runtimes in the process, or a shipped library that is not
+    the verified one.
+    """
+    import torch
+
+    from hip_ops.runtime.build import SWITCH, library_note
+    from hip_ops.runtime.hip_runtime import mapped_runtimes, own_maps
+
+    figures: dict[str, Any] = {
+        "devices": installed.torch_devices(),
+        "packages": installed.versions(),
+        "host_changes": answer(lambda: installed.host_changes(setting).figures),
+        "libc": " ".join(platform.libc_ver()),
+        "torch": {"version": torch.__version__, "hip": torch.version.hip, "cuda": torch.version.cuda},
+        "nccl": answer(lambda: ".".join(map(str, torch.cuda.nccl.version()))),
+        "compilers": {target: answer(lambda target=target: compiler_of(target)) for target in (TARGET, "sm_90", "cpu")},
+        "commands": {" ".join(words): output_of(words) for words in COMMANDS if shutil.which(words[0])},
+        "firmware_files": files_below(Path("/sys"), FIRMWARE_FILES),
+        "limits": {"memlock_bytes": memlock(), "shm_bytes": answer(lambda: shutil.disk_usage("/dev/shm").total)},
+        "variables": secrets.of_data({k: v for k, v in os.environ.items() if VARIABLES.match(k)}),
+        "library": answer(lambda: library_note(TARGET)),
+        "code_objects": answer(code_object_hashes),
+    }
+    if setting.device == "cuda" and torch.version.hip:
+        figures["loaded"] = answer(load_library)
+    figures["hip_runtimes"] = [str(path) for path in mapped_runtimes(own_maps())]
+    failures = devices_problem(setting), runtime_problem(torch.version.hip, own_maps()), library_problem()
+    problems = [*filter(None, failures)]
+    text = f"{figures['devices']['built_for']}, torch {torch.__version__}, library {TARGET} "
+    text += "built from source" if os.environ.get(SWITCH) == "source" else "as shipped"
+    return Outcome("wrong" if problems else "pass", "; ".join(problems) or text, figures)
+
+
+def devices_problem(setting: Setting) -> str | None:
+    """Say which devices are missing, or return None.
+
+    A machine that a cluster recipe names must have the recipe's number of devices, or as many as the shortest list in
+    the VISIBLE variables.
+    """
+    import torch
+
+    if setting.chosen == "cpu":
+        return None
+    if setting.on_cpu:
+        built_for = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+        text = f"torch is built for {built_for} and finds no device, so all checks run at their CPU sizes. Under SLURM "
+        text += "request devices (srun --gpus-per-node=8). To examine the CPU: --device cpu"
+        return text if torch.version.hip or torch.version.cuda else None
+    if (machine := machine_of(setting.name)) is None:
+        return None
+    visible = [len(os.environ[name].split(",")) for name in VISIBLE if os.environ.get(name)]
+    if setting.devices >= (required := min([machine.devices_per_node, *visible])):
+        return None
+    variable = VISIBLE[0] if torch.version.hip else VISIBLE[2]
+    text = f"{setting.devices} of {required} devices available ({machine.name}). To examine these alone: "
+    return text + f"{variable}={','.join(map(str, range(setting.devices)))} zaya verify"
+
+
+def runtime_problem(hip: str | None, maps: str) -> str | None:
+    """Say what is wrong with the HIP runtimes in `maps`, the text of /proc/self/maps, or return None. hip:
+    torch.version.hip.
+    """
+    from hip_ops.runtime.hip_runtime import mapped_runtimes, the_runtime
+
+    if hip is None:
+        mapped = mapped_runtimes(maps)
+        return f"torch is not built for ROCm, and this process has mapped {mapped[0]}" if mapped else None
+    try:
+        the_runtime(hip, maps)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def library_problem() -> str | None:
+    """Say why the shipped library cannot be used, or return None; HIP_OPS_LIBRARY=source is not a problem."""
+    from hip_ops.runtime.build import SWITCH, shipped
+
+    return None if os.environ.get(SWITCH) == "source" else shipped(TARGET)[1] or None
+
+
+def load_library() -> str:
+    """Load the kernels' library on the first device, which maps what it needs; return its target."""
+    import torch
+
+    from hip_ops.runtime.library import library, target_of
+
+    target = target_of(torch.device("cuda", 0))
+    library(target)
+    return target
+
+
+def compiler_of(target: str) -> str:
+    from hip_ops.runtime.compilers import find_compiler
+
+    compiler = find_compiler(target)
+    return f"{compiler.program}: {compiler.version.splitlines()[0]}"
+
+
+def code_object_hashes() -> list[str]:
+    """Return the sha256 of every code object in the shipped library."""
+    from hip_ops.runtime.build import LIBRARY, shipped_folder
+    from hip_ops.runtime.hazards import code_objects
+
+    content = (shipped_folder(TARGET) / LIBRARY).read_bytes()
+    return [hashlib.sha256(part).hexdigest() for part in code_objects(content)]
+
+
+def memlock() -> int:
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+
+
+def output_of(words: tuple[str, ...]) -> str:
+    """Return the output of a command, at most 20,000 characters, or why it has none."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=COMMAND_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{UNKNOWN}{type(error).__name__}: {error}"
+    return (done.stdout or done.stderr).strip()[:20000]
+
+
+def files_below(folder: Path, patterns: tuple[str, ...]) -> dict[str, str]:
+    """Return the first line of each file."""
+    return {
+        str(path): answer(lambda path=path: path.read_text(errors="replace").splitlines()[0])
+        for pattern in patterns
+        for path in sorted(folder.glob(pattern))
+    }
+
+
+def hazards(setting: Setting) -> Outcome:
+    """Scan gfx942 code for missing wait states: the shipped library, and what Triton has compiled on this machine."""
+    from hip_ops.runtime import hazards as scanner
+    from hip_ops.runtime.build import LIBRARY, shipped_folder
+
+    objects = sorted(scanner.triton_objects(), key=lambda path: path.stat().st_mtime, reverse=True)
+    files = [shipped_folder(TARGET) / LIBRARY, *objects[:MAX_OBJECTS]]
+    figures: dict[str, Any] = {"triton_cache": str(scanner.triton_cache()), "violations": {}, "unreadable": {}}
+    for number, path in enumerate(files, 1):
+        setting.say(f"{number} of {len(files)} files")
+        try:
+            if violations := scanner.scan(path):
+                figures["violations"][str(path)] = [str(violation) for violation in violations]
+        except scanner.ToolNotFound as error:
+            return Outcome("skipped", str(error))
+        except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
+            figures["unreadable"][str(path)] = f"{type(error).__name__}: {error}"
+    text = f"{len(files)} files, {len(objects)} of them from Triton's cache"
+    if len(objects) > MAX_OBJECTS:
+        text += f" ({len(objects) - MAX_OBJECTS} older ones not scanned)"
+    bad = {**figures["violations"], **figures["unreadable"]}
+    if bad:
+        first, problem = next(iter(bad.items()))
+        text = f"{len(bad)} of {text}: {first}: {problem[0] if isinstance(problem, list) else problem}"
+    return Outcome("wrong" if bad else "pass", text, figures)
