@@ -147,7 +147,7 @@ def test_a_killed_command_leaves_no_process(tmp_path, number):
     """Ranks that hang in sessions of their own, below a launcher that has ended."""
     line, out = "tests.machines.faulty_checks:hangs_without_its_launcher", tmp_path / "v.json"
     code, left = killed(
-        [sys.executable, "-c", COMMAND, line, "--out", str(out)],
+        [sys.executable, "-c", COMMAND, line, "--output", str(out)],
         number,
         lambda lines: (
             any("time.sleep(600)" in entry for entry in lines) and not any("Popen" in entry for entry in lines)
@@ -166,7 +166,7 @@ def test_a_killed_command_leaves_no_process(tmp_path, number):
 def test_the_ranks_of_a_check_end_with_a_killed_command(tmp_path, line, rank, number):
     words = [sys.executable, "-m", "zaya_plugin.cli", "verify", "--device", "cpu", "--only", line]
     code, left = killed(
-        [*words, "--out", str(tmp_path / "v.json")],
+        [*words, "--output", str(tmp_path / "v.json")],
         number,
         lambda lines: any(rank in entry and "torch.distributed" not in entry for entry in lines),
     )

@@ -56,6 +56,7 @@ class CheckProcess:
     ):
         self.device, self.folder, self.storage, self.tick = device, folder, storage, tick
         self.log = folder / "checks.log"
+        self.log.touch()
         self.mark = f"{MARK}={os.getpid()}-{time.time_ns()}"
         self.guard: subprocess.Popen | None = None
         self.process: subprocess.Popen | None = None
@@ -75,7 +76,9 @@ class CheckProcess:
             outcome = Outcome(**self._receive("outcome", check.limit_s))
         except (ProcessEnded, OSError) as error:
             self.close()
-            return Outcome("wrong", str(error) or type(error).__name__, traceback=self._end_of_log())
+            return Outcome(
+                "wrong", str(error) or type(error).__name__, traceback=end_of(self.log.read_text(errors="replace"))
+            )
         if outcome.traceback:  # after a failed kernel every later call of the process fails
             self.close()
         return outcome
@@ -131,9 +134,6 @@ class CheckProcess:
         os.kill(self.process.pid, signal.SIGUSR1)  # prints where it is to the log
         time.sleep(0.5)
         raise ProcessEnded(f"not done in {limit_s} s; the process was killed")
-
-    def _end_of_log(self) -> str:
-        return end_of(self.log.read_text(errors="replace")) if self.log.exists() else ""
 
 
 def environment(environ: Mapping[str, str], device: str) -> dict[str, str]:

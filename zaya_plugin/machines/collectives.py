@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from zaya_plugin.machines.check_process import run_all
@@ -23,9 +22,9 @@ GRAPHS = "cluster.graphs"
 class RanksFailed(RuntimeError):
     """The ranks have failed or were killed. log: the last lines of the first failing rank."""
 
-    def __init__(self, text: str, log: Path):
-        self.log = end_of(log.read_text(errors="replace"))
+    def __init__(self, text: str, log: str):
         super().__init__(text)
+        self.log = log
 
 
 def run_ranks(part: str, setting: Setting, ranks: int, limit_s: float) -> dict[str, Any]:
@@ -36,13 +35,14 @@ def run_ranks(part: str, setting: Setting, ranks: int, limit_s: float) -> dict[s
     words = [sys.executable, "-m", RANK, part, setting.device]
     commands = [[*words, str(rank), str(ranks), str(folder)] for rank in range(ranks)]
     codes = run_all(commands, logs, limit_s, together=True, environment=variables(setting, ranks))
-    for rank, code in enumerate(codes):
-        if code:
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            raise RanksFailed(f"rank {rank} {how}: {last_line(logs[rank].read_text(errors='replace'))}", logs[rank])
-    if None in codes:
-        hung = [rank for rank, code in enumerate(codes) if code is None]
-        raise RanksFailed(f"not done in {limit_s:.0f} s; ranks {hung} were killed", logs[hung[0]])
+    killed = [rank for rank, code in enumerate(codes) if code is None]
+    if failed := [rank for rank, code in enumerate(codes) if code] or killed:
+        rank, code = failed[0], codes[failed[0]]
+        log = end_of(logs[rank].read_text(errors="replace"))
+        if code is None:
+            raise RanksFailed(f"not done in {limit_s:.0f} s; ranks {killed} were killed", log)
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        raise RanksFailed(f"rank {rank} {how}: {last_line(log)}", log)
     return json.loads((folder / RESULT).read_text())
 
 
