@@ -182,7 +182,7 @@ def test_a_log_that_cannot_be_read_holds_no_heartbeat(tmp_path, monkeypatch):
     agent = quiet_agent(tmp_path, monkeypatch)
     pipe, writer = os.pipe()
     process = Process(0, subprocess.Popen(["false"]), Tail(tmp_path / "log", pipe), None)
-    monkeypatch.setattr(processes, "KNOWN", {process.popen.pid})
+    monkeypatch.setattr(processes, "OWN_CHILDREN", {process.popen.pid})
     agent.ranks.processes.append(process)
     agent.ranks.follow_logs()
     monkeypatch.setattr("zaya_plugin.aegis.ranks.LAST_LOG_SECONDS", 0.5)
