@@ -7,10 +7,11 @@ kernel computes X^T Z + a X^T and writes the transpose of its result in the same
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from hip_ops.ops.newton_schulz.captured import graphed
 from hip_ops.ops.newton_schulz.iteration import Products, iterate, norms
 from hip_ops.ops.newton_schulz.plan import HALF_TYPES, Plan, tile_side
 from hip_ops.runtime.library import call
@@ -96,8 +97,12 @@ class HipProducts(Products):
         )
 
 
-@graphed
-def newton_schulz(x: Tensor, square_sums: Tensor | None, plan: Plan, eps: float) -> Tensor:
+def newton_schulz(
+    x: Tensor, square_sums: Tensor | None, coefficients: Sequence[float], form: str, restarts: Sequence[int],
+    dtype: torch.dtype | None, eps: float,
+) -> Tensor:
+    """As reference.newton_schulz; dtype None is fp16."""
+    plan = Plan.of(coefficients, form, restarts, dtype)
     start, turned = _start(x, square_sums, eps, plan.scales[0], plan.dtype)
     tall = x.shape[-2] > x.shape[-1]
     return iterate(HipProducts(tall, x.dtype), (turned, start) if tall else (start, turned), plan)

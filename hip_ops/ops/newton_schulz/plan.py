@@ -48,10 +48,12 @@ class Plan:
     dtype: torch.dtype  # of X, R and Q
 
     @classmethod
-    def of(cls, coefficients: Sequence[float], form: str, restarts: Sequence[int], dtype: torch.dtype) -> Plan:
-        """Return the plan whose triples are `coefficients` in one flat list, as in the operator's schema."""
+    def of(cls, coefficients: Sequence[float], form: str, restarts: Sequence[int], dtype: torch.dtype | None) -> Plan:
+        """Return the plan whose triples are `coefficients` in one flat list, as in the operator's schema; dtype None is
+        fp16.
+        """
         triples = zip(coefficients[0::3], coefficients[1::3], coefficients[2::3], strict=True)
-        return cls(tuple(triples), form, tuple(restarts), dtype)
+        return cls(tuple(triples), form, tuple(restarts), dtype or torch.float16)
 
     @property
     def scales(self) -> tuple[float, float, float]:

@@ -8,11 +8,11 @@ stays in the caller's orientation, as in triton.py: quack reads operands by rows
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from hip_ops.ops.newton_schulz.captured import graphed
 from hip_ops.ops.newton_schulz.iteration import ProductsInOrientation, iterate, normalised
 from hip_ops.ops.newton_schulz.plan import Plan
 from hip_ops.runtime.on_device import on
@@ -73,8 +73,17 @@ class QuackProducts(ProductsInOrientation):
         return c
 
 
-@graphed
-def newton_schulz(x: Tensor, square_sums: Tensor | None, plan: Plan, eps: float) -> Tensor:
+def newton_schulz(
+    x: Tensor,
+    square_sums: Tensor | None,
+    coefficients: Sequence[float],
+    form: str,
+    restarts: Sequence[int],
+    dtype: torch.dtype | None,
+    eps: float,
+) -> Tensor:
+    """As reference.newton_schulz; dtype None is fp16."""
+    plan = Plan.of(coefficients, form, restarts, dtype)
     with on(x.device):
         start = normalised(x, square_sums, eps, plan.scales[0], x.new_empty(x.shape, dtype=plan.dtype))
         return iterate(QuackProducts(x), start, plan)

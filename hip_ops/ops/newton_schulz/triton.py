@@ -4,6 +4,7 @@ of tall matrices read it by columns, and Z X = (X^T Z)^T since Z is symmetric.""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -11,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hip_ops.ops.newton_schulz.captured import graphed
 from hip_ops.ops.newton_schulz.iteration import ProductsInOrientation, iterate, normalised
 from hip_ops.ops.newton_schulz.plan import Plan
 from hip_ops.ops.newton_schulz.product_configs import ProductConfig, choose_config
@@ -75,8 +75,12 @@ class TritonProducts(ProductsInOrientation):
         return product(left, right.mT, x if beta else None, c, alpha, beta, False, config)
 
 
-@graphed
-def newton_schulz(x: Tensor, square_sums: Tensor | None, plan: Plan, eps: float) -> Tensor:
+def newton_schulz(
+    x: Tensor, square_sums: Tensor | None, coefficients: Sequence[float], form: str, restarts: Sequence[int],
+    dtype: torch.dtype | None, eps: float,
+) -> Tensor:
+    """As reference.newton_schulz; dtype None is fp16."""
+    plan = Plan.of(coefficients, form, restarts, dtype)
     batch, rows, columns = x.shape
     with on(x.device):
         start = start_of(
