@@ -9,7 +9,7 @@ reference.py. `compiled` is torch.compile of the reference and needs no file. Ev
 from hip_ops.errors import mistake
 
 VERSIONS = {
-    "rms_norm": ("hip", "triton", "compiled", "aiter"),
+    "rms_norm": ("hip", "triton", "compiled"),
     "cca_prologue": ("hip", "triton", "compiled"),
     "router_mlp": ("triton", "compiled"),
     "expert_permutation": ("hip", "triton", "compiled"),

@@ -4,7 +4,7 @@
 `_forward` is the operator `merge_norm`, with optional vectors of the merge and an optional bias, which makes the norm a
 LayerNorm. `_backward` is the operator `merge_norm_backward`, which autograd calls through `_gradients`. Each is checked
 and chosen by itself, so that they may run different versions. The functions below call `_forward`. reference.py,
-hip.py, triton.py and aiter.py define both; `kernel_overrides.rms_norm` requests a version of both.
+hip.py and triton.py define both; `kernel_overrides.rms_norm` requests a version of both.
 
 The gradient of a merge reaches its inputs through both results: through y by the norm, and through new_residual, which
 the next merge reads. reference.py defines the statistics and the roundings. Saved for the backward pass: rstd, and
@@ -17,15 +17,13 @@ compiles it, without a self-check, also where hip or triton is requested (runtim
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hip_ops.ops.rms_norm import aiter, reference
-from hip_ops.runtime.aiter import available
+from hip_ops.ops.rms_norm import reference
 from hip_ops.runtime.compiled import formula
 from hip_ops.runtime.on_device import multiprocessors
 from hip_ops.runtime.operator import Operator
@@ -55,14 +53,8 @@ def _rule(values: dict) -> tuple[str, str] | None:
     return (f"{missing[0]} is None", "all four vectors of the merge, or none") if 0 < len(missing) < 4 else None
 
 
-def _fits(stream: int, of_layer_norm: int) -> dict[str, Callable[..., bool]]:
-    """Make `fits`: a Triton program keeps a row in its registers. stream: the place of the stream among the arguments;
-    of_layer_norm: that of an argument which only LayerNorm has.
-    """
-    return {
-        "triton": lambda rows, *_: rows.shape[-1] <= 32768,
-        "aiter": lambda *arguments: aiter.fits(arguments[stream], arguments[of_layer_norm] is not None),
-    }
+# A Triton program keeps a row in its registers.
+FITS = {"triton": lambda rows, *_: rows.shape[-1] <= 32768}
 
 
 def _example(
@@ -95,24 +87,20 @@ def _example(
 
 
 def _examples(backward: bool) -> dict[str, Any]:
-    """Make `example` and `more_examples` of an operator: ZAYA's merge and the plain one with RMSNorm, which every
-    version takes; LayerNorm for all but AITER; for the fast HIP kernels of the plain form a bf16 stream; and for
-    kernels that read a pointer that may be null a last norm.
+    """Make `example` and `more_examples` of an operator: ZAYA's merge and the plain one, with RMSNorm and with
+    LayerNorm; for the fast HIP kernels of the plain form a bf16 stream; and for kernels that read a pointer that may be
+    null a last norm.
     """
     example = functools.partial(_example, backward)
-    layer_norm = tuple(example(scaled, centered=True) for scaled in (True, False))
-    forms = tuple(itertools.product((True, False), (False, True)))
+    forms = ((True, False), (False, False), (True, True), (False, True))  # scaled, centered
     last = tuple(example(*form, last=True) for form in forms) if backward else ()
     of_bf16 = tuple(example(False, centered, stream=torch.bfloat16) for centered in (False, True))
-    more = {"hip": (*layer_norm, *last, *of_bf16), "triton": (*layer_norm, *last), "compiled": layer_norm}
-    return {"example": (example(True), example(False)), "more_examples": more}
+    examples = tuple(example(*form) for form in forms)
+    return {"example": examples, "more_examples": {"hip": (*last, *of_bf16), "triton": last}}
 
 
-AVAILABLE = {"aiter": functools.partial(available, first=aiter.FIRST_RELEASE)}
-_forward = Operator(
-    reference.merge_norm, takes=TAKES, rule=_rule, fits=_fits(1, 7), available=AVAILABLE, **_examples(backward=False)
-)
-_backward = Operator(reference.merge_norm_backward, fits=_fits(3, 4), available=AVAILABLE, **_examples(backward=True))
+_forward = Operator(reference.merge_norm, takes=TAKES, rule=_rule, fits=FITS, **_examples(backward=False))
+_backward = Operator(reference.merge_norm_backward, fits=FITS, **_examples(backward=True))
 
 
 def _save(ctx, inputs, output) -> None:

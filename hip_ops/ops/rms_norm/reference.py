@@ -140,7 +140,7 @@ def merge_norm_backward(
         output, residual = output.contiguous(), residual.contiguous()
         new_residual = scale_residual(output, residual, *vectors)
     total, d_weight, d_bias = _through_norm(dy, d_new_residual, new_residual, mean, rstd, weight)
-    return *merge_gradients(total, output, residual, *vectors, weight, output_dtype), d_weight, d_bias
+    return *_merge_gradients(total, output, residual, *vectors, weight, output_dtype), d_weight, d_bias
 
 
 def empty_results(output: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
@@ -172,7 +172,7 @@ def empty_gradients(
     return d_output, d_residual, *(allocate(size, dtype=weight.dtype, device=dy.device) for size in sizes)
 
 
-def merge_gradients(
+def _merge_gradients(
     total: Tensor,
     output: Tensor | None,
     residual: Tensor,
