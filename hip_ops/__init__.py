@@ -38,10 +38,10 @@ if TYPE_CHECKING:  # EXPORTS, for editors and type checkers
     from hip_ops.ops.weighted_swiglu import weighted_swiglu as weighted_swiglu
     from hip_ops.ops.weighted_swiglu import weighted_swiglu_backward as weighted_swiglu_backward
     from hip_ops.runtime.compiled import formula as formula
-    from hip_ops.runtime.declaration import wide as wide
+    from hip_ops.runtime.launch import wide as wide
     from hip_ops.runtime.operator import warm_up as warm_up
-    from hip_ops.runtime.selection import set_kernels as set_kernels
-    from hip_ops.runtime.selection import use_kernels as use_kernels
+    from hip_ops.versions import set_kernels as set_kernels
+    from hip_ops.versions import use_kernels as use_kernels
 
 # public name -> the module that defines it
 EXPORTS = {
@@ -73,10 +73,10 @@ EXPORTS = {
     "router_mlp_backward": "ops.router_mlp",
     "linear_cross_entropy": "ops.linear_cross_entropy",
     "add_rows_": "ops.embedding_gradient",
-    "wide": "runtime.declaration",
+    "wide": "runtime.launch",
     "formula": "runtime.compiled",
-    "set_kernels": "runtime.selection",
-    "use_kernels": "runtime.selection",
+    "set_kernels": "versions",
+    "use_kernels": "versions",
     "warm_up": "runtime.operator",
 }
 __all__ = list(EXPORTS)

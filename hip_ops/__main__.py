@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 
 from hip_ops.runtime import conditions, hazards
-from hip_ops.runtime.build import BuildError, build, library_note, prebuilt
-from hip_ops.runtime.cache import cache_folder
+from hip_ops.runtime.build import BuildError, build, cache_folder, library_note, prebuilt
 from hip_ops.runtime.compilers import (
     AMD_ARCHITECTURES,
     CompilerNotFound,
@@ -21,7 +20,7 @@ from hip_ops.runtime.compilers import (
     default_amd_target,
     find_compiler,
 )
-from hip_ops.runtime.library import default_target, target_of
+from hip_ops.runtime.launchers import default_target, target_of
 from hip_ops.runtime.operator import Operator, all_operators, table
 
 ENVIRONMENT = """\

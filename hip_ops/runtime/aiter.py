@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from hip_ops.errors import mistake
-from hip_ops.runtime.architecture import architecture
+from hip_ops.runtime.launch import architecture
 
 logger = logging.getLogger("hip_ops")
 DISTRIBUTION = "amd-aiter"  # PyPI's package `aiter` is an unrelated library

@@ -10,6 +10,9 @@ a manifest.json that holds its checksum. Both are renamed into place, and a libr
 manifest's is built again. So a killed build or a full disk never leaves a file that would be loaded as a library.
 """
 
+import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -19,13 +22,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
 from hip_ops.errors import mistake
-from hip_ops.runtime.cache import cache_folder, locked
-from hip_ops.runtime.compilers import AMD_ARCHITECTURES, Compiler, CompilerNotFound, check_target, find_compiler
+from hip_ops.runtime.compilers import AMD_ARCHITECTURES, Compiler, CompilerNotFound, find_compiler
 
 CSRC = Path(__file__).resolve().parent / "csrc"  # headers that all kernels share, and the library's own functions
 PACKAGE = CSRC.parents[1]  # hip_ops: each operator's sources lie in its folder
@@ -51,7 +54,6 @@ def build(target: str, *, force: bool = False, sources: Path = PACKAGE) -> Path:
     machine). Raises CompilerNotFound, BuildError with the compiler's message, and OSError where the cache cannot be
     written.
     """
-    check_target(target)
     library, why_not = shipped(target, sources=sources)
     if library and not force:
         return library
@@ -83,6 +85,36 @@ def build(target: str, *, force: bool = False, sources: Path = PACKAGE) -> Path:
             "written"
         ) from error
     return folder / LIBRARY
+
+
+def cache_folder() -> Path:
+    """Return HIP_OPS_CACHE, otherwise hip_ops in XDG_CACHE_HOME, otherwise ~/.cache/hip_ops."""
+    requested = os.environ.get("HIP_OPS_CACHE")
+    if requested:
+        return Path(requested).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "hip_ops"
+
+
+@contextlib.contextmanager
+def locked(file: Path) -> Iterator[bool]:
+    """Hold an exclusive lock on `file` between processes; the lock ends with its process.
+
+    Yields False where the file system has no locks (some network mounts). Then two processes may build at once, and the
+    atomic renames keep both results intact.
+    """
+    with open(file, "a") as handle:
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"hip_ops: waiting for another process that builds ({file})", file=sys.stderr, flush=True)
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+                raise
+            yield False
+            return
+        yield True  # closing the file unlocks it
 
 
 def shipped_folder(target: str) -> Path:

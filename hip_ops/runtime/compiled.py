@@ -16,8 +16,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from hip_ops.runtime.availability import missing
-from hip_ops.runtime.selection import selection
+from hip_ops.runtime.choice import missing
+from hip_ops.versions import selection
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from hip_ops.runtime.on_device import multiprocessors, on
+from hip_ops.runtime.launch import multiprocessors, on
 from hip_ops.runtime.self_check import PLAIN_CALL, Condition, copied, in_turn, tensors_of
 
 if TYPE_CHECKING:

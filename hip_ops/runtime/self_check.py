@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hip_ops.runtime.row_views import INTEGERS
+from hip_ops.runtime.launch import INTEGERS
 
 # Largest error, relative to the reference's largest value: two roundings of bf16 (8 bits); fp32 sums in another order.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}

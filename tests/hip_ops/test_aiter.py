@@ -11,7 +11,7 @@ import torch
 from hip_ops import use_kernels
 from hip_ops.ops import grouped_product
 from hip_ops.runtime import aiter as runtime_aiter
-from hip_ops.runtime import availability
+from hip_ops.runtime import choice
 from hip_ops.runtime.aiter import Function
 from tests.hip_ops.fake_gpu import CPU, GPU, FakeGpu
 from tests.hip_ops.grouped_cases import Grouped, check_outer, check_rows
@@ -38,7 +38,7 @@ def mi300x(monkeypatch, nothing_selected):
     """A simulated MI300X on which neither HIP nor Triton is available, so that the next version is torch's."""
     FakeGpu(monkeypatch, hip="7.1")
     left_out = lambda version, *_: f"no {version}" if version in ("hip", "triton") else None  # noqa: E731
-    monkeypatch.setattr(availability, "missing", left_out)
+    monkeypatch.setattr(choice, "missing", left_out)
 
 
 RELEASES = [

@@ -13,8 +13,7 @@ import pytest
 
 from hip_ops.runtime import build as build_module
 from hip_ops.runtime import compilers
-from hip_ops.runtime.build import BuildError, build, kernel_sources, prebuilt
-from hip_ops.runtime.cache import locked
+from hip_ops.runtime.build import BuildError, build, kernel_sources, locked, prebuilt
 from hip_ops.runtime.compilers import CompilerNotFound, find_compiler
 from hip_ops.runtime.launchers import declarations, load
 from tests.hip_ops.cpu_kernels import ROOT, run_python
@@ -128,7 +127,7 @@ def test_two_processes_build_once(sources, empty_cache):
 
 def test_waits_for_the_lock(tmp_path, capfd):
     program = (
-        "import sys, time; from pathlib import Path; from hip_ops.runtime.cache import locked\nwith "
+        "import sys, time; from pathlib import Path; from hip_ops.runtime.build import locked\nwith "
         "locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(1)"
     )
     holder = subprocess.Popen(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hip_ops.ops.linear_cross_entropy.reference import LARGE, MOST, PERIOD, part_size
-from hip_ops.runtime.row_views import ROWS_A_BLOCK
+from hip_ops.runtime.launch import ROWS_A_BLOCK
 from tests.hip_ops.expert_path_device import SHORT, HipOnDevice, TritonOnDevice, to_torch
 from tests.hip_ops.rms_norm_cases import FP32
 from tests.hip_ops.vocabulary_rows_device import taken_back

@@ -53,7 +53,7 @@ def environment(setting: Setting) -> Outcome:
     import torch
 
     from hip_ops.runtime.build import SWITCH, library_note
-    from hip_ops.runtime.hip_runtime import mapped_runtimes, own_maps
+    from hip_ops.runtime.launchers import mapped_runtimes, own_maps
 
     figures: dict[str, Any] = {
         "doctor": doctor_report(),
@@ -107,7 +107,7 @@ def runtime_problem(hip: str | None, maps: str) -> str | None:
     """Say what is wrong with the HIP runtimes in `maps`, the text of /proc/self/maps, or return None. hip:
     torch.version.hip.
     """
-    from hip_ops.runtime.hip_runtime import mapped_runtimes, the_runtime
+    from hip_ops.runtime.launchers import mapped_runtimes, the_runtime
 
     if hip is None:
         mapped = mapped_runtimes(maps)
@@ -130,7 +130,7 @@ def load_library() -> str:
     """Load the kernels' library on the first device, which maps what it needs; return its target."""
     import torch
 
-    from hip_ops.runtime.library import library, target_of
+    from hip_ops.runtime.launchers import library, target_of
 
     target = target_of(torch.device("cuda", 0))
     library(target)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from hip_ops.ops.cca_prologue import HEAD_DIM
-from hip_ops.runtime.library import call, library, target_of
-from hip_ops.runtime.on_device import multiprocessors
-from hip_ops.runtime.row_views import contiguous, empty_results, starts_aligned
+from hip_ops.runtime.launch import contiguous, empty_results, multiprocessors, starts_aligned
+from hip_ops.runtime.launchers import call, library, target_of
 
 ZERO_RUNS = 512  # blocks that recompute keys whose temperature is zero
 

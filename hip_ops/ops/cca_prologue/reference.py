@@ -29,7 +29,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hip_ops.runtime.declaration import cast, wide
+from hip_ops.runtime.launch import cast, wide
 
 
 def cca_prologue(

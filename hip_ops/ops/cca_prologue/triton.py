@@ -22,9 +22,7 @@ from hip_ops.ops.cca_prologue.triton_backward import (
 )
 from hip_ops.ops.cca_prologue.triton_forward import cca_prologue_forward_kernel
 from hip_ops.ops.cca_prologue.triton_rows import divisor
-from hip_ops.runtime.launch import Launch, default_warp_size
-from hip_ops.runtime.on_device import multiprocessors, on
-from hip_ops.runtime.row_views import empty_results
+from hip_ops.runtime.launch import Launch, default_warp_size, empty_results, multiprocessors, on
 
 # flat rows of a call, for every kernel
 CONSTEXPRS = ("HEADS", "GROUPS", "D", "ROTARY", "DELAYED", "HAS_ROPE", "HAS_HALO", "HAS_STARTS")

@@ -17,9 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hip_ops.runtime.launch import default_warp_size
-from hip_ops.runtime.on_device import on
-from hip_ops.runtime.row_views import as_rows
+from hip_ops.runtime.launch import as_rows, default_warp_size, on
 
 RUN = 32  # rows per program
 AT_ONCE = 8  # partial sums of one id that are read at a time

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hip_ops.runtime.library import call, call_rows, library, target_of
-from hip_ops.runtime.row_views import as_rows, contiguous, empty_results
+from hip_ops.runtime.launch import as_rows, contiguous, empty_results
+from hip_ops.runtime.launchers import call, call_rows, library, target_of
 
 
 def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

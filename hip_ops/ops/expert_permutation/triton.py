@@ -16,9 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hip_ops.runtime.launch import Launch, default_warp_size, plan
-from hip_ops.runtime.on_device import on
-from hip_ops.runtime.row_views import as_rows, empty_results
+from hip_ops.runtime.launch import Launch, as_rows, default_warp_size, empty_results, on, plan
 
 TILE = ("ROWS", "BLOCK")
 PROGRAMS = 256  # of the sort, at most, because each program reads the counts of all

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hip_ops.runtime.aiter import Function
-from hip_ops.runtime.on_device import on
+from hip_ops.runtime.launch import on
 
 FIRST_RELEASE = "0.1.16"  # before, each call reads the groups' sizes on the host, and fails where no expert has rows
 _MODULE = "aiter.ops.triton.gmm"

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hip_ops.runtime import self_check
-from hip_ops.runtime.declaration import wide
+from hip_ops.runtime.launch import wide
 
 logger = logging.getLogger("hip_ops")
 

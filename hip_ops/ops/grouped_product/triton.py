@@ -22,9 +22,8 @@ from hip_ops.ops.grouped_product.configs import GroupedConfig, choose_config
 from hip_ops.ops.grouped_product.expert_tiles import expert_borders, find_expert, outer_tiles
 from hip_ops.ops.grouped_product.ragged_rows import load_rows, ragged_rows, store_rows
 from hip_ops.ops.grouped_product.triton_pointers import grouped_pointer_outer_kernel, grouped_pointer_rows_kernel
-from hip_ops.runtime.architecture import architecture
 from hip_ops.runtime.descriptors import describable, descriptor
-from hip_ops.runtime.on_device import multiprocessors, on
+from hip_ops.runtime.launch import architecture, multiprocessors, on
 from hip_ops.runtime.tiles import XCDS, grouped_tile
 
 

@@ -31,8 +31,9 @@ from hip_ops.ops.linear_cross_entropy.passes import (
     parts_for,
     row_statistics,
 )
-from hip_ops.runtime.declaration import Declaration, wide
+from hip_ops.runtime.launch import wide
 from hip_ops.runtime.main_grad import add_product_, scaled_product
+from hip_ops.runtime.operator import Declaration
 from hip_ops.saved_bytes import chunk_for, parts_of_exponentials
 
 # At most 254 characters, the limit of asserts on the device.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hip_ops.ops.linear_cross_entropy.reference import part_size
-from hip_ops.runtime.library import call_rows
-from hip_ops.runtime.row_views import as_rows, written_rows
+from hip_ops.runtime.launch import as_rows, written_rows
+from hip_ops.runtime.launchers import call_rows
 
 GRADIENT_PARTS = 4  # of a row; the pass has no sums, so every number gives the same result
 

@@ -31,7 +31,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hip_ops.runtime.declaration import wide
+from hip_ops.runtime.launch import wide
 
 PART_ALIGNMENT = 16  # classes: every part starts at a multiple of 16 bytes
 ELEMENTS_AT_ONCE = {"cpu": 2**20, "cuda": 2**24, "meta": 2**24}  # of a block of rows; on a CPU it fits into the cache

@@ -15,9 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hip_ops.ops.linear_cross_entropy.reference import LARGE, MOST, PERIOD, part_size
-from hip_ops.runtime.launch import default_warp_size
-from hip_ops.runtime.on_device import on
-from hip_ops.runtime.row_views import as_rows, written_rows
+from hip_ops.runtime.launch import as_rows, default_warp_size, on, written_rows
 
 
 @triton.jit

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hip_ops.runtime.on_device import multiprocessors
+from hip_ops.runtime.launch import multiprocessors
 
 ROW_WORDS = 6
 VECTOR_BYTES = 16

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from hip_ops.ops.muon.multi_tensor import ROW_WORDS, blocks_for, vector_elements, work_tables
-from hip_ops.runtime.on_device import on
+from hip_ops.runtime.launch import on
 
 THREADS = 256
 TILE_ELEMENTS = 16  # per thread: four vectors of 16 bytes in flight for fp32, two for bf16 only

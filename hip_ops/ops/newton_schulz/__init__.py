@@ -17,7 +17,7 @@ from torch import Tensor
 from hip_ops.ops.newton_schulz import quack, reference
 from hip_ops.ops.newton_schulz.coefficients import Triple, coefficient_triples
 from hip_ops.ops.newton_schulz.plan import HALF_TYPES, make_plan
-from hip_ops.runtime.on_device import multiprocessors
+from hip_ops.runtime.launch import multiprocessors
 from hip_ops.runtime.operator import Operator
 from hip_ops.runtime.quack_tiles import available
 

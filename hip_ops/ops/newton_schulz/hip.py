@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hip_ops.ops.newton_schulz.iteration import Products, iterate, norms
 from hip_ops.ops.newton_schulz.plan import HALF_TYPES, Plan, tile_side
-from hip_ops.runtime.library import call
+from hip_ops.runtime.launchers import call
 
 INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 

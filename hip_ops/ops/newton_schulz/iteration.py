@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hip_ops.ops.newton_schulz.plan import Plan
-from hip_ops.runtime.declaration import wide
+from hip_ops.runtime.launch import wide
 
 
 class Products:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hip_ops.ops.newton_schulz.iteration import ProductsInOrientation, iterate, normalised
 from hip_ops.ops.newton_schulz.plan import Plan
-from hip_ops.runtime.on_device import on
+from hip_ops.runtime.launch import on
 from hip_ops.runtime.quack_tiles import Tile
 
 # Faster than Triton on an H200 (benchmarks/results/newton_schulz-h200-quack.json) from SMALLEST_SIDE on, except single

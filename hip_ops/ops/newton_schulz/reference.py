@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hip_ops.ops.newton_schulz.iteration import Products, iterate, normalised
 from hip_ops.ops.newton_schulz.plan import Plan
-from hip_ops.runtime.declaration import wide
+from hip_ops.runtime.launch import wide
 
 
 def _product(a: Tensor, b: Tensor, d: Tensor | None, alpha: float, beta: float) -> Tensor:

@@ -16,7 +16,7 @@ from hip_ops.ops.newton_schulz.iteration import ProductsInOrientation, iterate, 
 from hip_ops.ops.newton_schulz.plan import Plan
 from hip_ops.ops.newton_schulz.product_configs import ProductConfig, choose_config
 from hip_ops.ops.newton_schulz.triton_product import AMD, empty_rows, product
-from hip_ops.runtime.on_device import on
+from hip_ops.runtime.launch import on
 
 NORMALISE_BLOCK, NORMALISE_WARPS = 4096, 8
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}

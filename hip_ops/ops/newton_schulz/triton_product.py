@@ -26,7 +26,7 @@ from hip_ops.ops.newton_schulz import triton_pointers as pointer_product
 from hip_ops.ops.newton_schulz.product_configs import BEFORE_HOPPER_CONFIG, ProductConfig
 from hip_ops.runtime.compute_units import tile_count
 from hip_ops.runtime.descriptors import describable
-from hip_ops.runtime.on_device import multiprocessors
+from hip_ops.runtime.launch import multiprocessors
 from hip_ops.runtime.tiles import grouped_tile, triangle_tile
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hip_ops.ops.rms_norm import reference
 from hip_ops.runtime.compiled import formula
-from hip_ops.runtime.on_device import multiprocessors
+from hip_ops.runtime.launch import multiprocessors
 from hip_ops.runtime.operator import Operator
 
 rms_norm = formula(reference.rms_norm)

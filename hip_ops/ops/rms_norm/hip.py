@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from hip_ops.ops.rms_norm.reference import empty_gradients, empty_results
-from hip_ops.runtime.library import call, library, target_of
-from hip_ops.runtime.on_device import multiprocessors
-from hip_ops.runtime.row_views import as_rows, contiguous, starts_aligned
+from hip_ops.runtime.launch import as_rows, contiguous, multiprocessors, starts_aligned
+from hip_ops.runtime.launchers import call, library, target_of
 
 # Bits of the launchers' `types`, as in rms_norm.h.
 BF16_X, BF16_RESIDUAL, BF16_WEIGHT, ALIGNED = 1, 2, 4, 8

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hip_ops.runtime.declaration import wide
+from hip_ops.runtime.launch import wide
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -16,9 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hip_ops.ops.rms_norm.reference import empty_gradients, empty_results
-from hip_ops.runtime.launch import Launch, default_warp_size, plan
-from hip_ops.runtime.on_device import multiprocessors, on
-from hip_ops.runtime.row_views import as_rows, contiguous
+from hip_ops.runtime.launch import Launch, as_rows, contiguous, default_warp_size, multiprocessors, on, plan
 
 TILE = ("ROWS", "BLOCK", "STAGES")
 

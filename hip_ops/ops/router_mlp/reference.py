@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hip_ops.runtime.declaration import cast, wide
+from hip_ops.runtime.launch import cast, wide
 from hip_ops.saved_bytes import router_columns
 
 SUMS = ("b_down", "gamma", "w_norm", "b1", "b2")  # the rows of the sums that `router_mlp_backward` returns

@@ -17,9 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hip_ops.ops.router_mlp.reference import SUMS
-from hip_ops.runtime.launch import Launch, default_warp_size, plan
-from hip_ops.runtime.on_device import on
-from hip_ops.runtime.row_views import contiguous
+from hip_ops.runtime.launch import Launch, contiguous, default_warp_size, on, plan
 from hip_ops.saved_bytes import router_columns
 
 INVERSE_SQRT_2 = tl.constexpr(0.7071067811865476)

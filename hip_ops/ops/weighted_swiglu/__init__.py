@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hip_ops.ops.weighted_swiglu import reference
+from hip_ops.runtime.launch import rows_for_a_second
 from hip_ops.runtime.operator import Operator
-from hip_ops.runtime.row_views import rows_for_a_second
 
 INPUTS = """
     gate_up   [n, columns>0]  bf16|fp32

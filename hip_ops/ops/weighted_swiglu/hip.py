@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hip_ops.runtime.library import call_rows
-from hip_ops.runtime.row_views import as_rows, contiguous, empty_results
+from hip_ops.runtime.launch import as_rows, contiguous, empty_results
+from hip_ops.runtime.launchers import call_rows
 
 
 def _halves(gate_up: Tensor) -> Tensor:
