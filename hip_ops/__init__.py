@@ -18,9 +18,9 @@ if TYPE_CHECKING:  # EXPORTS, for editors and type checkers
     from hip_ops.ops.grouped_product import grouped_outer_ as grouped_outer_
     from hip_ops.ops.grouped_product import grouped_rows as grouped_rows
     from hip_ops.ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from hip_ops.ops.muon import MatrixBatches as MatrixBatches
     from hip_ops.ops.muon import muon_momentum_ as muon_momentum_
     from hip_ops.ops.muon import muon_update_ as muon_update_
-    from hip_ops.ops.muon.matrix_batches import MatrixBatches as MatrixBatches
     from hip_ops.ops.newton_schulz import newton_schulz as newton_schulz
     from hip_ops.ops.rms_norm import add_layer_norm as add_layer_norm
     from hip_ops.ops.rms_norm import add_rms_norm as add_rms_norm
@@ -59,7 +59,7 @@ EXPORTS = {
     "rope_table": "ops.cca_prologue",
     "muon_momentum_": "ops.muon",
     "muon_update_": "ops.muon",
-    "MatrixBatches": "ops.muon.matrix_batches",
+    "MatrixBatches": "ops.muon",
     "newton_schulz": "ops.newton_schulz",
     "sort_by_expert": "ops.expert_permutation",
     "permute_to_experts": "ops.expert_permutation",

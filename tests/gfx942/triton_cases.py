@@ -97,7 +97,7 @@ def _muon(which: str) -> TritonObject:
 
 def _product(symmetric: bool) -> TritonObject:
     from hip_ops.ops.newton_schulz.product_configs import choose_config
-    from hip_ops.ops.newton_schulz.triton_pointers import pointer_product_kernel
+    from hip_ops.ops.newton_schulz.triton_product import pointer_product_kernel
 
     config = choose_config("gram" if symmetric else "general", 16, 2048, 4096, amd=True)
     sizes = ("m", "n", "k", "a_stride", "b_stride", "d_stride", "c_stride", "a_batch", "b_batch", "d_batch", "c_batch")

@@ -11,8 +11,7 @@ import torch
 
 import hip_ops
 from hip_ops import use_kernels
-from hip_ops.ops.muon import multi_tensor, rms_matching_scale
-from hip_ops.ops.muon.matrix_batches import MatrixBatches
+from hip_ops.ops.muon import MatrixBatches, multi_tensor, rms_matching_scale
 from hip_ops.runtime import choice
 from tests.hip_ops.muon_oracle import GUARD, Lists, check_momentum, check_update, guards_intact, make_lists
 from tests.no_waiting import no_waiting

@@ -11,10 +11,9 @@ import torch
 import hip_ops
 from hip_ops import use_kernels
 from hip_ops.ops.newton_schulz import hip, quack
-from hip_ops.ops.newton_schulz.coefficients import COEFFICIENT_SETS, coefficient_triples
-from hip_ops.ops.newton_schulz.iteration import normalised
-from hip_ops.ops.newton_schulz.plan import TILE_SIDES, make_plan
+from hip_ops.ops.newton_schulz.plan import COEFFICIENT_SETS, TILE_SIDES, coefficient_triples, make_plan
 from hip_ops.ops.newton_schulz.product_configs import TABLE, ProductConfig, choose_config
+from hip_ops.ops.newton_schulz.reference import normalised
 from hip_ops.runtime.quack_tiles import available
 from tests.hip_ops.newton_schulz_bounds import singular_value_interval
 from tests.hip_ops.newton_schulz_form import arguments, in_form

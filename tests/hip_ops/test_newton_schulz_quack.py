@@ -11,7 +11,7 @@ import torch
 
 import hip_ops
 from hip_ops.ops.newton_schulz import quack
-from hip_ops.ops.newton_schulz.coefficients import coefficient_triples
+from hip_ops.ops.newton_schulz.plan import coefficient_triples
 from tests.hip_ops.newton_schulz_form import arguments, in_form, plan_of
 
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from hip_ops.ops.newton_schulz import quack, reference
-from hip_ops.ops.newton_schulz.coefficients import Triple, coefficient_triples
-from hip_ops.ops.newton_schulz.plan import HALF_TYPES, make_plan
+from hip_ops.ops.newton_schulz.plan import HALF_TYPES, Triple, coefficient_triples, make_plan
 from hip_ops.runtime.launch import multiprocessors
 from hip_ops.runtime.operator import Operator
 from hip_ops.runtime.quack_tiles import available

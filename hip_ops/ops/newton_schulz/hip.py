@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hip_ops.ops.newton_schulz.iteration import Products, iterate, norms
 from hip_ops.ops.newton_schulz.plan import HALF_TYPES, Plan, tile_side
+from hip_ops.ops.newton_schulz.reference import Products, iterate, norms
 from hip_ops.runtime.launchers import call
 
 INPUTS = (torch.bfloat16, torch.float16, torch.float32)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hip_ops.ops.newton_schulz.iteration import ProductsInOrientation, iterate, normalised
 from hip_ops.ops.newton_schulz.plan import Plan
+from hip_ops.ops.newton_schulz.reference import ProductsInOrientation, iterate, normalised
 from hip_ops.runtime.launch import on
 from hip_ops.runtime.quack_tiles import Tile
 

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hip_ops.ops.newton_schulz.iteration import ProductsInOrientation, iterate, normalised
 from hip_ops.ops.newton_schulz.plan import Plan
 from hip_ops.ops.newton_schulz.product_configs import ProductConfig, choose_config
+from hip_ops.ops.newton_schulz.reference import ProductsInOrientation, iterate, normalised
 from hip_ops.ops.newton_schulz.triton_product import AMD, empty_rows, product
 from hip_ops.runtime.launch import on
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batched matrix products of Newton-Schulz in Triton: the symmetric product, which computes only tiles on and below the
-diagonal, and the general one. One persistent kernel; operands and results use tensor descriptors (TMA on Hopper).
+diagonal, and the general one. One persistent kernel; operands and results use tensor descriptors (TMA on Hopper). A
+second one without descriptors is for MI300X and for NVIDIA GPUs before Hopper, which have none in hardware.
 
 A program takes tiles `program_id, program_id + grid, ...` of batch x lower triangle in row order, so that the tiles in
 flight belong to one or two matrices and share operand rows in L2. The mirror image of a tile is stored from the same
@@ -22,12 +23,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hip_ops.ops.newton_schulz import triton_pointers as pointer_product
+from hip_ops.ops.newton_schulz.plan import tile_count
 from hip_ops.ops.newton_schulz.product_configs import BEFORE_HOPPER_CONFIG, ProductConfig
-from hip_ops.runtime.compute_units import tile_count
 from hip_ops.runtime.descriptors import describable
 from hip_ops.runtime.launch import multiprocessors
-from hip_ops.runtime.tiles import grouped_tile, triangle_tile
+from hip_ops.runtime.tiles import XCDS, grouped_tile, triangle_tile, xcd_contiguous
 
 
 @triton.jit
@@ -92,25 +92,69 @@ def symmetric_product_kernel(
             left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
             _store_part(left, d_desc, c_desc, mirror_desc, matrix, row0, column0, mirror_row0,
                         alpha, beta, SYMMETRIC, HAS_D, BLOCK_M, BLOCK_N // 2)
-            _store_part(
-                right,
-                d_desc,
-                c_desc,
-                mirror_desc,
-                matrix,
-                row0,
-                column0 + BLOCK_N // 2,
-                mirror_row0 + BLOCK_N // 2,
-                alpha,
-                beta,
-                SYMMETRIC,
-                HAS_D,
-                BLOCK_M,
-                BLOCK_N // 2,
-            )
+            _store_part(right, d_desc, c_desc, mirror_desc, matrix, row0, column0 + BLOCK_N // 2,
+                        mirror_row0 + BLOCK_N // 2, alpha, beta, SYMMETRIC, HAS_D, BLOCK_M, BLOCK_N // 2)
         else:
             _store_part(acc, d_desc, c_desc, mirror_desc, matrix, row0, column0, mirror_row0,
                         alpha, beta, SYMMETRIC, HAS_D, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def pointer_product_kernel(
+    a_pointer, b_pointer, d_pointer, c_pointer, m, n, k, a_stride, b_stride, d_stride, c_stride, a_batch, b_batch,
+    d_batch, c_batch, alpha, beta,
+    SYMMETRIC: tl.constexpr, A_BY_COLUMNS: tl.constexpr, B_BY_COLUMNS: tl.constexpr, HAS_D: tl.constexpr,
+    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    XCDS: tl.constexpr,
+):
+    """The product with plain loads and stores, one program per tile; on AMD consecutive tiles go to one XCD
+    (hip_ops/ops/newton_schulz/tile_order.h explains why). Operands as in `symmetric_product_kernel`; strides are those
+    of rows, or of columns where an operand lies by columns.
+    """
+    tile_rows = tl.cdiv(m, BLOCK_M)
+    tile_columns = tl.cdiv(n, BLOCK_N)
+    if SYMMETRIC:
+        tiles = tile_rows * (tile_rows + 1) // 2
+    else:
+        tiles = tile_rows * tile_columns
+    position = xcd_contiguous(tl.program_id(0), tl.num_programs(0), XCDS)
+    matrix = (position // tiles).to(tl.int64)
+    if SYMMETRIC:
+        row, column = triangle_tile(position % tiles, BLOCK_M, BLOCK_N)
+    else:
+        row, column = grouped_tile(position % tiles, tile_rows, tile_columns, GROUP)
+    rows = row * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    depth = tl.arange(0, BLOCK_K)
+    # Rows past the end read another row; their results are not stored.
+    a_rows = (rows % m)[:, None]
+    b_rows = (columns % n)[None, :]
+    a_at = a_pointer + matrix * a_batch
+    b_at = b_pointer + matrix * b_batch
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, k, BLOCK_K):
+        at = start + depth
+        a_offsets = at[None, :] * a_stride + a_rows if A_BY_COLUMNS else a_rows * a_stride + at[None, :]
+        b_offsets = at[:, None] * b_stride + b_rows if B_BY_COLUMNS else b_rows * b_stride + at[:, None]
+        if EVEN_K:
+            a = tl.load(a_at + a_offsets)
+            b = tl.load(b_at + b_offsets)
+        else:
+            a = tl.load(a_at + a_offsets, mask=at[None, :] < k, other=0.0)
+            b = tl.load(b_at + b_offsets, mask=at[:, None] < k, other=0.0)
+        acc = tl.dot(a, b, acc)
+    acc = acc * alpha
+    inside = (rows[:, None] < m) & (columns[None, :] < n)
+    if HAS_D:
+        d = tl.load(d_pointer + matrix * d_batch + rows[:, None] * d_stride + columns[None, :], mask=inside, other=0.0)
+        acc += beta * d.to(tl.float32)
+    result = acc.to(c_pointer.dtype.element_ty)
+    c_at = c_pointer + matrix * c_batch
+    tl.store(c_at + rows[:, None] * c_stride + columns[None, :], result, mask=inside)
+    if SYMMETRIC:
+        if row != column:
+            mirrored = (columns[:, None] < n) & (rows[None, :] < m)
+            tl.store(c_at + columns[:, None] * c_stride + rows[None, :], result.T, mask=mirrored)
 
 
 AMD = torch.version.hip is not None
@@ -140,6 +184,24 @@ def stored(x: Tensor) -> tuple[Tensor, bool]:
     return copy, False
 
 
+def _launch_by_pointers(
+    a: Tensor, a_by_columns: bool, b: Tensor, b_by_columns: bool, d: Tensor | None, c: Tensor, k: int, alpha: float,
+    beta: float, symmetric: bool, config: ProductConfig,
+) -> None:
+    batch, m, n = c.shape
+    block_m, block_n = config.block_m, config.block_n
+    if symmetric:
+        block_m = block_n = min(block_m, block_n)
+    programs = batch * tile_count(symmetric, m, n, block_m, block_n)
+    pointer_product_kernel[(programs,)](
+        a, b, d, c, m, n, k, a.stride(1), b.stride(1), 0 if d is None else d.stride(1), c.stride(1),
+        a.stride(0), b.stride(0), 0 if d is None else d.stride(0), c.stride(0), alpha, beta,
+        SYMMETRIC=symmetric, A_BY_COLUMNS=a_by_columns, B_BY_COLUMNS=b_by_columns, HAS_D=d is not None,
+        EVEN_K=k % config.block_k == 0, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=config.block_k, GROUP=8, XCDS=XCDS,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )
+
+
 def product(
     a: Tensor, b: Tensor, d: Tensor | None, c: Tensor, alpha: float, beta: float, symmetric: bool, config: ProductConfig
 ) -> Tensor:
@@ -160,7 +222,7 @@ def product(
             d = empty_rows(batch, m, n, like=d).copy_(d.mT)
     if not _has_descriptors(c.device):
         config = config if AMD else BEFORE_HOPPER_CONFIG
-        pointer_product.launch(
+        _launch_by_pointers(
             a_storage, a_by_columns, b_storage, b_by_columns, d, c, k, alpha, beta, symmetric, config
         )
         return c
