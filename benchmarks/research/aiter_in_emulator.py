@@ -130,7 +130,7 @@ def load(clone: Path, tag: str, folder: Path) -> None:
         if isinstance(value, triton.runtime.KernelInterface):
             setattr(gmm, name, Emulated(value))
     runtime_aiter.installed = lambda: tag.removeprefix("v")
-    Function._found.cache_clear()
+    Function._resolved.cache_clear()
 
 
 def compare(tag: str) -> bool:

@@ -35,8 +35,8 @@ PACKAGE = CSRC.parents[1]  # hip_ops: each operator's sources lie in its folder
 SHIPPED = PACKAGE / "shipped"  # a folder for each target
 LIBRARY = "libhip_ops.so"
 MANIFEST = "manifest.json"
-SWITCH = "HIP_OPS_LIBRARY"  # environment variable: shipped (default) or source
-SCRATCH = "building-"  # prefix of the folders that a build works in
+LIBRARY_VARIABLE = "HIP_OPS_LIBRARY"  # environment variable: shipped (default) or source
+SCRATCH_PREFIX = "building-"  # prefix of the folders that a build works in
 
 # an estimate, for the message at the start of the first build
 _SECONDS_A_FILE = {"gfx": 5, "sm_": 10, "cpu": 3}
@@ -58,7 +58,7 @@ def build(target: str, *, force: bool = False, sources: Path = PACKAGE) -> Path:
     if library and not force:
         return library
     if library:
-        why_not = f"--force; runs use the shipped library unless {SWITCH}=source"
+        why_not = f"--force; runs use the shipped library unless {LIBRARY_VARIABLE}=source"
     if why_not and os.environ.get("LOCAL_RANK", "0") == "0":  # one line a machine
         print(f"hip_ops: the {target} kernels are built from source: {why_not}", file=sys.stderr, flush=True)
     try:
@@ -76,7 +76,7 @@ def build(target: str, *, force: bool = False, sources: Path = PACKAGE) -> Path:
         with locked(folder / "lock") as alone:
             if force or not _is_whole(folder):  # another process may have built it meanwhile
                 if alone:
-                    for left_over in folder.glob(SCRATCH + "*"):
+                    for left_over in folder.glob(SCRATCH_PREFIX + "*"):
                         shutil.rmtree(left_over, ignore_errors=True)
                 _build(target, compiler, folder, sources)
     except OSError as error:
@@ -125,14 +125,16 @@ def shipped(target: str, *, sources: Path = PACKAGE) -> tuple[Path | None, str]:
     """Return the shipped library of `target` and "", or None and why an AMD target is built from source instead."""
     if target not in AMD_ARCHITECTURES:
         return None, ""
-    requested = os.environ.get(SWITCH) or "shipped"
+    requested = os.environ.get(LIBRARY_VARIABLE) or "shipped"
     if requested not in ("shipped", "source"):
-        raise mistake(f"{SWITCH}={requested}", "no such library", "shipped, source", f"unset {SWITCH}")
+        raise mistake(
+            f"{LIBRARY_VARIABLE}={requested}", "no such library", "shipped, source", f"unset {LIBRARY_VARIABLE}"
+        )
     folder = shipped_folder(target)
     if not (folder / MANIFEST).is_file():
         return None, f"no library is shipped for {target}, and its kernels are unverified"
     if requested == "source":
-        return None, f"{SWITCH}=source, so the verified library is not used"
+        return None, f"{LIBRARY_VARIABLE}=source, so the verified library is not used"
     why_not = _unusable(folder, sources)
     return (None, why_not) if why_not else (folder / LIBRARY, "")
 
@@ -209,7 +211,7 @@ def _build(target: str, compiler: Compiler, folder: Path, sources: Path) -> None
         flush=True,
     )
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder) as scratch:
+    with tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=folder) as scratch:
         objects = [Path(scratch) / f"{file.stem}.o" for file in files]
         with ThreadPoolExecutor(workers) as pool:
             list(pool.map(_run, map(compiler.compile_command, files, objects)))

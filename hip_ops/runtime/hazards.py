@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds stores whose data is overwritten too early: `python -m hip_ops scan OBJECT_OR_FOLDER`. Needs neither torch nor a
-GPU.
+"""Finds stores whose data is overwritten too early: `python -m hip_ops scan OBJECT_OR_FOLDER`. Needs neither torch nor
+a GPU.
 
 CDNA3 does not stall for some dependent instructions. The compiler must put a number of wait states between them, and
 compilers have got one of these rules wrong: after a wide store its data registers were overwritten too early, and the
@@ -101,11 +101,11 @@ class Violation:
     first: str
     second: str
     needed: int
-    found: int
+    waited: int
 
     def __str__(self) -> str:
         return (
-            f"{self.function}: {self.second} comes {self.found} wait states after {self.first}; {self.needed} are "
+            f"{self.function}: {self.second} comes {self.waited} wait states after {self.first}; {self.needed} are "
             f"needed ({self.rule})"
         )
 

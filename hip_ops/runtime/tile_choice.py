@@ -38,8 +38,9 @@ def nearest(rows: Iterable[dict], kind: str, /, **sizes: tuple[float, float]) ->
 
 
 def relative_time(tiles: float, area: int, other_slots: int, lds: int) -> float:
-    """Return the relative time of `tiles` tiles of `area` elements: rounds over all compute units, times the area, times
-    what the compiled inner loop takes for 256 MFMA passes, its parts one after the other.
+    """Return the relative time of `tiles` tiles of `area` elements, to compare the tiles that one product may have:
+    rounds over all compute units, times the area, times the compiled inner loop's time for 256 MFMA passes, its parts
+    one after the other.
 
     other_slots: issue slots of a wave that are no MFMA; lds: time of the LDS accesses in passes of 4 cycles, with their
     bank conflicts. Memory, and overlap within a compute unit, are ignored.

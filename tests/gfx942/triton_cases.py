@@ -201,7 +201,7 @@ def _vocabulary_rows(gradient: bool) -> TritonObject:
 def _vocabulary_exponentials(finish: bool) -> TritonObject:
     """A chunk of ZAYA1's 262,272 classes, in 129 parts of 2048."""
     from hip_ops.ops.linear_cross_entropy import triton as kernels
-    from hip_ops.ops.linear_cross_entropy.reference import LARGE, MOST, PERIOD
+    from hip_ops.ops.linear_cross_entropy.reference import EXPONENT_PERIOD, MAX_EXPONENT, MAX_ROUNDED
 
     sizes = dict.fromkeys(
         ("rows", "classes", "row_stride", "first_class", "size", "all_parts", "first_part", "parts"), "i32"
@@ -214,7 +214,7 @@ def _vocabulary_exponentials(finish: bool) -> TritonObject:
     return _compile(
         kernels.exponentials_kernel,
         types,
-        {"MOST": MOST, "PERIOD": PERIOD, "LARGE": LARGE, "BLOCK": block},
+        {"MAX_EXPONENT": MAX_EXPONENT, "EXPONENT_PERIOD": EXPONENT_PERIOD, "MAX_ROUNDED": MAX_ROUNDED, "BLOCK": block},
         warps,
         unaligned=unaligned,
     )

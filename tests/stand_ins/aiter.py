@@ -67,7 +67,7 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str, defect: str | None = 
     """Make `import aiter` give the stand-in of a release; returns the arguments of all calls by function."""
     assert defect in (None, *DEFECTS)
     monkeypatch.setattr(runtime_aiter, "installed", lambda: version)
-    for owner, name in ((Function, "_found"), (runtime_aiter, "_announce")):  # what earlier tests found is forgotten
+    for owner, name in ((Function, "_resolved"), (runtime_aiter, "_announce")):  # what earlier tests found is forgotten
         monkeypatch.setattr(owner, name, functools.cache(getattr(owner, name).__wrapped__))
     symbols, calls, computing = recorded(version), {}, Computing(defect)
     for symbol, data in symbols.items():

@@ -37,7 +37,7 @@ def add_runs_kernel(
     end = min(start + RUN, count)
     of_part = part.to(tl.int64) * width + column
     id = tl.load(ids + start)
-    came_in = (tl.load(ids + start - 1, mask=start > 0, other=-1) == id).to(tl.int32)
+    continued = (tl.load(ids + start - 1, mask=start > 0, other=-1) == id).to(tl.int32)
     sums = tl.zeros([BLOCK], tl.float32)
     for at in range(start, end):
         row = tl.load(order + at)
@@ -45,15 +45,15 @@ def add_runs_kernel(
         following = tl.load(ids + at + 1, mask=at + 1 < count, other=-1)
         # masks instead of branches, which Triton 3.6 fails to compile where sizes are multiples of 16
         ends = (following != id).to(tl.int32)
-        to_total, to_head = ends * (1 - came_in), tl.maximum(ends, (at + 1 == end).to(tl.int32)) * came_in
-        to_tail = (at + 1 == end).to(tl.int32) * (1 - ends) * (1 - came_in)
+        to_total, to_head = ends * (1 - continued), tl.maximum(ends, (at + 1 == end).to(tl.int32)) * continued
+        to_tail = (at + 1 == end).to(tl.int32) * (1 - ends) * (1 - continued)
         to = total + id * total_stride + column
         now = tl.load(to, mask=inside & (to_total > 0), other=0.0).to(tl.float32)
         tl.store(to, (now + sums).to(total.dtype.element_ty), mask=inside & (to_total > 0))
         tl.store(heads + of_part, sums, mask=inside & (to_head > 0))
         tl.store(tails + of_part, sums, mask=inside & (to_tail > 0))
         sums = tl.where(ends > 0, 0.0, sums)
-        came_in *= 1 - ends
+        continued *= 1 - ends
         id = following
 
 

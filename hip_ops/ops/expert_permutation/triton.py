@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hip_ops.runtime.launch import Launch, as_rows, default_warp_size, empty_results, on, plan
 
-TILE = ("ROWS", "BLOCK")
+TILE_NAMES = ("ROWS", "BLOCK")
 PROGRAMS = 256  # of the sort, at most, because each program reads the counts of all
 
 
@@ -56,9 +56,9 @@ def expert_place_kernel(
     total, before = tl.zeros([EXPERTS], tl.int32), tl.zeros([EXPERTS], tl.int32)
     for first in range(0, programs, ROWS):
         other = first + tl.arange(0, ROWS)[:, None]
-        found = tl.load(counted + other * EXPERTS + experts[None, :], mask=other < programs, other=0)
-        total += tl.sum(found, axis=0)
-        before += tl.sum(tl.where(other < program, found, 0), axis=0)
+        program_counts = tl.load(counted + other * EXPERTS + experts[None, :], mask=other < programs, other=0)
+        total += tl.sum(program_counts, axis=0)
+        before += tl.sum(tl.where(other < program, program_counts, 0), axis=0)
     ends = tl.cumsum(total, axis=0)
     if program == 0:
         tl.store(counts + experts, total, mask=experts < num_experts)
@@ -155,7 +155,7 @@ def gather_rows(rows: Tensor, index: Tensor, inverse: Tensor, probs: Tensor | No
     out, moved_probs = empty_results(rows, probs, like=rows)
     if count and (hidden or probs is not None):
         rows, index = as_rows(rows), index.contiguous()
-        grid, keywords = plan(launch, TILE, (count, max(hidden, 1)), max(hidden, 1), rows.element_size())
+        grid, keywords = plan(launch, TILE_NAMES, (count, max(hidden, 1)), max(hidden, 1), rows.element_size())
         with on(rows.device):
             expert_gather_kernel[grid](
                 rows, index, index if probs is None else probs.contiguous(), out,

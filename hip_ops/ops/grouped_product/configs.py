@@ -68,8 +68,8 @@ _NARROW = replace(_MFMA16, block_n=128, num_warps=4)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A tile and what its compiled inner loop takes at most beside 256 MFMA passes; see `relative_time`. kpack=2 has LDS
-    bank conflicts where an operand is transposed.
+    """A tile, and the arguments of `relative_time` for its compiled inner loop. kpack=2 has LDS bank conflicts where an
+    operand is transposed.
     """
 
     config: GroupedConfig

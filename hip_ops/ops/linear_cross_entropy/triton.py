@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hip_ops.ops.linear_cross_entropy.reference import LARGE, MOST, PERIOD, part_size
+from hip_ops.ops.linear_cross_entropy.reference import EXPONENT_PERIOD, MAX_EXPONENT, MAX_ROUNDED, part_size
 from hip_ops.runtime.launch import as_rows, default_warp_size, on, written_rows
 
 
@@ -48,8 +48,8 @@ def row_statistics_kernel(
     shift = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(total * tl.exp(largest - shift), axis=0)
     label = tl.load(labels + row) - first_class
-    here = (label >= start) & (label < end)
-    of_label = tl.load(logits + row * row_stride + label, mask=here, other=0.0).to(tl.float32)
+    in_part = (label >= start) & (label < end)
+    of_label = tl.load(logits + row * row_stride + label, mask=in_part, other=0.0).to(tl.float32)
     to = statistics + part.to(tl.int64) * 3 * rows + row
     tl.store(to, top)
     tl.store(to + rows, total)
@@ -78,8 +78,8 @@ def row_gradient_kernel(
 
 @triton.jit
 def exponentials_kernel(
-    logits, labels, statistics, rows, classes, row_stride, first_class, size, MOST: tl.constexpr, PERIOD: tl.constexpr,
-    LARGE: tl.constexpr, BLOCK: tl.constexpr,
+    logits, labels, statistics, rows, classes, row_stride, first_class, size, MAX_EXPONENT: tl.constexpr,
+    EXPONENT_PERIOD: tl.constexpr, MAX_ROUNDED: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Keep a part of a row in registers between its maximum and its exponentials."""
     row, part, start, end = _part_of_row(size, classes)
@@ -87,7 +87,9 @@ def exponentials_kernel(
     to = logits + row * row_stride + column
     x = tl.load(to, mask=column < end, other=float("-inf")).to(tl.float32)
     top = tl.max(x, axis=0)
-    reference = tl.where(tl.abs(top) < LARGE, tl.ceil((top - MOST) * (1.0 / PERIOD)) * PERIOD, top)
+    reference = tl.where(
+        tl.abs(top) < MAX_ROUNDED, tl.ceil((top - MAX_EXPONENT) * (1.0 / EXPONENT_PERIOD)) * EXPONENT_PERIOD, top
+    )
     e = tl.exp(x - tl.where(reference == float("-inf"), 0.0, reference))
     tl.store(to, e.to(logits.dtype.element_ty), mask=column < end)
     label = tl.load(labels + row) - first_class
@@ -102,7 +104,8 @@ def exponentials_kernel(
 
 @triton.jit
 def finish_gradient_kernel(
-    exponentials, labels, statistics, grad, found, rows, classes, row_stride, first_class, size, all_parts, first_part,
+    exponentials, labels, statistics, grad, losses_and_factors, rows, classes, row_stride, first_class, size, all_parts,
+    first_part,
     parts, z_loss, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """PARTS: a power of two, at least all_parts."""
@@ -121,12 +124,12 @@ def finish_gradient_kernel(
     loss = tl.where(most, tl.log(total / of_label), log_total - label_less)
     log_sum = shift + log_total
     factor = 1.0 + 2.0 * z_loss * log_sum
-    tl.store(found + row, loss + z_loss * log_sum * log_sum)
-    tl.store(found + rows + row, tl.load(grad + row) * factor / total)
+    tl.store(losses_and_factors + row, loss + z_loss * log_sum * log_sum)
+    tl.store(losses_and_factors + rows + row, tl.load(grad + row) * factor / total)
 
     label = tl.load(labels + row) - first_class
-    here = (label >= 0) & (label < classes)
-    label = tl.where(here, label, 0)
+    in_row = (label >= 0) & (label < classes)
+    label = tl.where(in_row, label, 0)
     row_start = exponentials + row * row_stride
     mine = (part >= first_part) & (part < first_part + parts)
     if tl.max((mine & (reference != shift)).to(tl.int32), axis=0) > 0:  # rare
@@ -140,7 +143,7 @@ def finish_gradient_kernel(
                     x = tl.load(row_start + column, mask=column < end, other=0.0).to(tl.float32) * scale
                     tl.store(row_start + column, x.to(exponentials.dtype.element_ty), mask=column < end)
         tl.debug_barrier()  # they may contain the label's exponential
-    tl.store(row_start + label, (of_label - total / factor).to(exponentials.dtype.element_ty), mask=here)
+    tl.store(row_start + label, (of_label - total / factor).to(exponentials.dtype.element_ty), mask=in_row)
 
 
 @dataclass(frozen=True)
@@ -215,7 +218,8 @@ def overwrite_with_exponentials(logits: Tensor, labels: Tensor, first_class: int
         with on(logits.device):
             exponentials_kernel[(rows, parts)](
                 written_rows(logits), labels.contiguous(), statistics, rows, classes, logits.stride(0), first_class,
-                size, MOST=MOST, PERIOD=PERIOD, LARGE=LARGE, BLOCK=block, num_warps=warps,
+                size, MAX_EXPONENT=MAX_EXPONENT, EXPONENT_PERIOD=EXPONENT_PERIOD, MAX_ROUNDED=MAX_ROUNDED, BLOCK=block,
+                num_warps=warps,
             )
     return statistics
 

@@ -144,7 +144,6 @@ def _update_example(
 
 
 # The first example of each mixes dtypes; training has fp32 gradients and a learning rate of the host.
-BOTH = (True, False)
 _momentum = Operator(
     reference.muon_momentum_,
     mutates=("momenta", "outputs", "square_sums"),
@@ -152,7 +151,7 @@ _momentum = Operator(
         _momentum_example,
         *(
             functools.partial(_momentum_example, gradients=torch.float32, with_sums=a, with_flag=b)
-            for a, b in itertools.product(BOTH, BOTH)
+            for a, b in itertools.product((True, False), repeat=2)
         ),
     ),
 )
@@ -163,7 +162,7 @@ _update = Operator(
         _update_example,
         *(
             functools.partial(_update_example, with_masters=a, with_flag=b, lr_on_device=False)
-            for a, b in itertools.product(BOTH, BOTH)
+            for a, b in itertools.product((True, False), repeat=2)
         ),
     ),
 )

@@ -16,16 +16,14 @@ from hip_ops.ops.newton_schulz.plan import HALF_TYPES, Plan, tile_side
 from hip_ops.ops.newton_schulz.reference import Products, iterate, norms
 from hip_ops.runtime.launchers import call
 
-INPUTS = (torch.bfloat16, torch.float16, torch.float32)
+INPUT_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _is_half(x: Tensor) -> int:
     return int(x.dtype == torch.float16)
 
 
-def _symmetric(
-    a: Tensor, b: Tensor, d: Tensor | None, alpha: float, beta: float, tile: int | None = None
-) -> Tensor:
+def _symmetric(a: Tensor, b: Tensor, d: Tensor | None, alpha: float, beta: float, tile: int | None = None) -> Tensor:
     """Return alpha a b + beta d. tile: side of the kernel's tiles; by default `tile_side` chooses."""
     batch, n, k = a.shape
     tile = tile or tile_side(True, batch, n, n)
@@ -46,8 +44,8 @@ def _general(
     c = a.new_empty((batch, m, n), dtype=dtype)
     to_bf16 = int(c.dtype == torch.bfloat16)
     call(
-        "ho_general_product", a, b_transposed, d, c, transposed, batch, m, n, k, alpha, beta, _is_half(a), to_bf16, tile,
-        device=a.device,
+        "ho_general_product", a, b_transposed, d, c, transposed, batch, m, n, k, alpha, beta, _is_half(a), to_bf16,
+        tile, device=a.device,
     )
     return c
 
@@ -61,8 +59,8 @@ def _start(
     start = torch.empty(x.shape, dtype=dtype, device=x.device)
     turned = start.new_empty((batch, columns, rows))
     call(
-        "ho_newton_schulz_start", x.contiguous(), factors, start, turned, batch, rows, columns, INPUTS.index(x.dtype),
-        _is_half(start), device=x.device,
+        "ho_newton_schulz_start", x.contiguous(), factors, start, turned, batch, rows, columns,
+        INPUT_TYPES.index(x.dtype), _is_half(start), device=x.device,
     )
     return start, turned
 

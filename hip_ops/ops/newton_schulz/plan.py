@@ -23,8 +23,8 @@ largest singular value that any set here makes), Q is at most the product of thr
 below 65504.
 
 Coefficients. Names are those of Megatron's `muon_coefficient_type` and of emerging_optimizers 0.3.0
-(`_COEFFICIENT_SETS`), so that a recipe's value means the same in all three; a set that they do not have gets a name that
-they do not have. "simple" is Keller Jordan's triple (https://kellerjordan.github.io/posts/muon/, torch.optim.Muon's
+(`_COEFFICIENT_SETS`), so that a recipe's value means the same in all three; a set of this project alone has a name that
+they do not use. "simple" is Keller Jordan's triple (https://kellerjordan.github.io/posts/muon/, torch.optim.Muon's
 default), "quintic" is NOT that one but the five triples of modded-nanogpt
 (https://leloykun.github.io/ponder/muon-opt-coeffs/).
 """

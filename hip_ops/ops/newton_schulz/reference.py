@@ -32,16 +32,16 @@ class Products:
         self.tall, self.dtype = tall, dtype
 
     def gram(self, x: Any, alpha: float) -> Tensor:
-        """alpha X X^T, [batch, n, n]."""
+        """Return alpha X X^T, [batch, n, n]."""
 
     def symmetric(self, a: Tensor, b: Tensor, d: Tensor | None, alpha: float, beta: float) -> Tensor:
-        """alpha a b + beta d for symmetric, commuting a and b and symmetric d, all [batch, n, n]."""
+        """Return alpha a b + beta d for symmetric, commuting a and b and symmetric d, all [batch, n, n]."""
 
     def apply(self, z: Tensor, x: Any, alpha: float, beta: float) -> Any:
-        """alpha z X + beta X for symmetric z, in the layout of X."""
+        """Return alpha z X + beta X for symmetric z, in the layout of X."""
 
     def apply_last(self, z: Tensor, x: Any, alpha: float, beta: float) -> Tensor:
-        """As `apply`, in the caller's shape, layout and dtype."""
+        """Return `apply` in the caller's shape, layout and dtype."""
 
 
 class ProductsInOrientation(Products):
@@ -73,8 +73,8 @@ def norms(x: Tensor, square_sums: Tensor | None) -> Tensor:
 
 
 def normalised(x: Tensor, square_sums: Tensor | None, eps: float, scale: float, out: Tensor) -> Tensor:
-    """out = scale * x / max(|x|_F, eps), x [batch, r, c] of any strides. It takes two kernels and no intermediate of x's
-    size.
+    """Compute out = scale * x / max(|x|_F, eps), x [batch, r, c] of any strides, in two kernels and without an
+    intermediate of x's size.
     """
     floored = norms(x, square_sums).clamp_min(eps)
     if scale == 1.0 and out.dtype == floored.dtype:
@@ -118,8 +118,8 @@ def iterate(products: Products, x: Any, plan: Plan) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor, d: Tensor | None, alpha: float, beta: float) -> Tensor:
-    """alpha a b + beta d with one rounding. On the CPU 16-bit operands are widened, because its 16-bit products may
-    round partial sums.
+    """Return alpha a b + beta d with one rounding. On the CPU 16-bit operands are widened, because its 16-bit products
+    may round partial sums.
     """
     if a.device.type == "cpu" and a.dtype in HALF_TYPES:
         return _product(a.float(), b.float(), None if d is None else d.float(), alpha, beta).to(a.dtype)

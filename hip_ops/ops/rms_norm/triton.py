@@ -18,7 +18,7 @@ from torch import Tensor
 from hip_ops.ops.rms_norm.reference import empty_gradients, empty_results
 from hip_ops.runtime.launch import Launch, as_rows, contiguous, default_warp_size, multiprocessors, on, plan
 
-TILE = ("ROWS", "BLOCK", "STAGES")
+TILE_NAMES = ("ROWS", "BLOCK", "STAGES")
 
 
 @triton.jit
@@ -43,8 +43,8 @@ def rms_norm_forward_kernel(
     rows, hidden, x_stride, residual_stride, eps, SCALED: tl.constexpr, CENTERED: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Compute y, new_residual and the statistics of rows pid * ROWS + [0, ROWS), then of every num_programs * ROWS-th block of
-    rows.
+    """Compute y, new_residual and the statistics of rows pid * ROWS + [0, ROWS), then of every num_programs * ROWS-th
+    block of rows.
     """
     columns = tl.arange(0, BLOCK)[None, :]
     inside = columns < hidden
@@ -84,13 +84,13 @@ def rms_norm_forward_kernel(
 def rms_norm_backward_kernel(
     dy, d_new_residual, x, residual, mean, rstd, output_bias, output_scale, residual_bias, residual_scale, weight, d_x,
     d_residual, partial, rows, hidden, dy_stride, d_new_residual_stride, x_stride, residual_stride,
-    SCALED: tl.constexpr, CENTERED: tl.constexpr, HAS_D_NEW_RESIDUAL: tl.constexpr, WRITES_D_X: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    SCALED: tl.constexpr, CENTERED: tl.constexpr, HAS_D_NEW_RESIDUAL: tl.constexpr, WRITES_D_X: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Compute d_x and d_residual of the program's rows, and their sums in partial [programs, sums, hidden].
 
-    Sums: g, g * x, g * residual (where SCALED), dy * normalized, dy (where CENTERED). Without SCALED, `residual` is new_residual and `x`
-    unused.
+    Sums: g, g * x, g * residual (where SCALED), dy * normalized, dy (where CENTERED). Without SCALED, `residual` is
+    new_residual and `x` unused.
     """
     columns = tl.arange(0, BLOCK)[None, :]
     inside = columns < hidden
@@ -240,7 +240,7 @@ def merge_norm(
         output, residual = as_rows(output), as_rows(residual)
         *vectors, weight, bias = contiguous(output_bias, output_scale, residual_bias, residual_scale, weight, bias)
         rows, processors = output.shape[0], multiprocessors(device)
-        grid, keywords = plan(launch, TILE, (rows,), hidden, scaled=scaled, backward=False, processors=processors)
+        grid, keywords = plan(launch, TILE_NAMES, (rows,), hidden, scaled=scaled, backward=False, processors=processors)
         with on(device):
             rms_norm_forward_kernel[grid](
                 output, residual, *(vectors if scaled else (weight,) * 4), weight, bias, y, new_residual,
@@ -264,7 +264,7 @@ def merge_norm_backward(
     dy, residual, (mean, rstd, weight) = as_rows(dy), as_rows(residual), contiguous(mean, rstd, weight)
     output, upstream = (dy if t is None else as_rows(t) for t in (output, d_new_residual))
     rows, processors = dy.shape[0], multiprocessors(device)
-    grid, keywords = plan(launch, TILE, (rows,), hidden, scaled=scaled, backward=True, processors=processors)
+    grid, keywords = plan(launch, TILE_NAMES, (rows,), hidden, scaled=scaled, backward=True, processors=processors)
     (count,) = grid
     partial = torch.empty((count, (4 if scaled else 1) + centered, hidden), dtype=torch.float32, device=device)
     *d_vectors, d_weight, d_bias = gradients

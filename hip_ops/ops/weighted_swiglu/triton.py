@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hip_ops.runtime.launch import Launch, as_rows, default_warp_size, empty_results, on, plan
 
-TILE = ("ROWS", "BLOCK")
+TILE_NAMES = ("ROWS", "BLOCK")
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> T
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         gate_up, probs = as_rows(gate_up), probs.contiguous()
-        grid, keywords = plan(launch, TILE, (rows, width), width, gate_up.element_size(), backward=False)
+        grid, keywords = plan(launch, TILE_NAMES, (rows, width), width, gate_up.element_size(), backward=False)
         with on(gate_up.device):
             weighted_swiglu_forward_kernel[grid](
                 gate_up, probs, probs if offsets is None else offsets.contiguous(), out, rows, width, gate_up.stride(0),
@@ -116,7 +116,7 @@ def weighted_swiglu_backward(
     out = torch.empty((rows, width) if with_output else 0, dtype=gate_up.dtype, device=grad.device)
     if rows:
         grad, gate_up, probs = as_rows(grad), as_rows(gate_up), probs.contiguous()
-        grid, keywords = plan(launch, TILE, (rows,), width, gate_up.element_size(), backward=True)
+        grid, keywords = plan(launch, TILE_NAMES, (rows,), width, gate_up.element_size(), backward=True)
         with on(grad.device):
             weighted_swiglu_backward_kernel[grid](
                 grad, gate_up, probs, probs if offsets is None else offsets.contiguous(), d_gate_up, d_probs, out, rows,
