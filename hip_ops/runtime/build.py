@@ -38,7 +38,7 @@ MANIFEST = "manifest.json"
 LIBRARY_VARIABLE = "HIP_OPS_LIBRARY"  # environment variable: shipped (default) or source
 SCRATCH_PREFIX = "building-"  # prefix of the folders that a build works in
 
-# an estimate, for the message at the start of the first build
+# an estimate, for the message at the start of a build
 _SECONDS_A_FILE = {"gfx": 5, "sm_": 10, "cpu": 3}
 
 
@@ -205,11 +205,8 @@ def _build(target: str, compiler: Compiler, folder: Path, sources: Path) -> None
     files = kernel_sources(sources)
     assert files, f"no .hip file in {sources}"
     workers = min(len(files), os.cpu_count() or 1)
-    print(
-        f"hip_ops: building kernels for {target} (once, about {_estimate(target, len(files), workers)} s)",
-        file=sys.stderr,
-        flush=True,
-    )
+    estimate = -(-len(files) // workers) * _SECONDS_A_FILE[target[:3]]
+    print(f"hip_ops: building kernels for {target} (once, about {estimate} s)", file=sys.stderr, flush=True)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=folder) as scratch:
         objects = [Path(scratch) / f"{file.stem}.o" for file in files]
@@ -217,35 +214,18 @@ def _build(target: str, compiler: Compiler, folder: Path, sources: Path) -> None
             list(pool.map(_run, map(compiler.compile_command, files, objects)))
         library = Path(scratch) / LIBRARY
         _run(compiler.link_command(objects, library))
-        seconds = time.monotonic() - started
         manifest = {
             "target": target,
             "sources": sources_digest(sources),
             "sha256": hashlib.sha256(library.read_bytes()).hexdigest(),
             "compiler": compiler.version.splitlines()[0],
             "command": shlex.join(compiler.compile_command(Path("FILE.hip"), Path("FILE.o"))),
-            "files": len(files),
-            "seconds": round(seconds, 1),
         }
         written = Path(scratch) / MANIFEST
         written.write_text(json.dumps(manifest, indent=1))
         os.replace(library, folder / LIBRARY)
         os.replace(written, folder / MANIFEST)
-    print(f"hip_ops: built in {seconds:.0f} s: {folder / LIBRARY}", file=sys.stderr, flush=True)
-
-
-def _estimate(target: str, files: int, workers: int) -> int:
-    """Estimate the seconds of a build: from the last one for this target in this cache, otherwise from the number of
-    files.
-    """
-    taken = []
-    for manifest in cache_folder().glob(f"{target}-*/{MANIFEST}"):
-        try:
-            recorded = json.loads(manifest.read_text())
-            taken.append((manifest.stat().st_mtime, recorded["seconds"] / recorded["files"]))
-        except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
-            continue
-    return max(1, round(max(taken)[1] * files)) if taken else -(-files // workers) * _SECONDS_A_FILE[target[:3]]
+    print(f"hip_ops: built in {time.monotonic() - started:.0f} s: {folder / LIBRARY}", file=sys.stderr, flush=True)
 
 
 def _run(command: list[str]) -> None:

@@ -108,14 +108,6 @@ def add_in_place(total: Tensor, part: Tensor) -> None:
     total.add_(part)
 
 
-def add_or_write(total: Tensor, part: Tensor, add: bool) -> None:
-    """total += part for different dtypes, or total = part."""
-    if add:
-        add_in_place(total, part)
-    else:
-        total.copy_(part)
-
-
 class MainGradLinear(torch.autograd.Function):
     """x [..., in] times the rows of several weights [out_i, in], as F.linear of all rows in one matrix -> [..., sum of
     out_i].

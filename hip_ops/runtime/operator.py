@@ -238,7 +238,6 @@ class Operator(Versions):
         mutates: names of the arguments that it writes to.
         choosing: example, compare, tolerance, written, more_examples, tolerances, fits, prefers and available, as
             `Versions`. Calls whose first tensor is fp64 run the reference.
-        without: versions of the folder that this operator does not have.
     """
 
     def __init__(
@@ -248,14 +247,12 @@ class Operator(Versions):
         takes: str = "",
         rule: Rule | None = None,
         mutates: Sequence[str] = (),
-        without: Sequence[str] = (),
         **choosing: Any,
     ):
         assert reference.__name__ not in OPERATORS, f"there is an operator {reference.__name__} already"
         self.module = reference.__module__.rpartition(".")[0]
         folder = self.module.rpartition(".")[2]
-        versions = [version for version in VERSIONS[folder] if version not in without]
-        super().__init__(reference.__name__, folder, versions, reference=reference, **choosing)
+        super().__init__(reference.__name__, folder, VERSIONS[folder], reference=reference, **choosing)
         signature = inspect.signature(reference)
         # torch leaves out arguments that equal their default.
         assert all(p.default is p.empty for p in signature.parameters.values()), f"{self.name}: defaults"

@@ -39,16 +39,6 @@ def in_turn(candidate: Callable, arguments: list[tuple]) -> list[list]:
 PLAIN_CALL = Condition("", 1, in_turn)
 
 
-def difference(
-    candidate: Callable, reference: Callable, example: Callable[[torch.device], tuple], device: torch.device, **options
-) -> str | None:
-    """Return None if one call of `candidate` agrees with `reference`, otherwise both numbers at the worst place.
-
-    options: of `differences`. Raises the candidate's errors.
-    """
-    return differences(candidate, reference, example, device, (PLAIN_CALL,), **options)[0]
-
-
 def differences(
     candidate: Callable,
     reference: Callable,

@@ -10,10 +10,15 @@ from torch import Tensor
 from hip_ops import use_kernels
 from hip_ops.runtime import conditions, self_check
 from hip_ops.runtime.conditions import CALLS_PER_CONDITION, in_a_graph
-from hip_ops.runtime.self_check import Condition, difference, differences, in_turn
+from hip_ops.runtime.self_check import PLAIN_CALL, Condition, differences, in_turn
 from tests.hip_ops.fake_gpu import CPU, GPU
 
 X = torch.arange(1.0, 9.0)
+
+
+def difference(candidate, reference, example) -> str | None:
+    """Return the difference of one plain call on the CPU."""
+    return differences(candidate, reference, example, CPU, (PLAIN_CALL,))[0]
 
 
 class Somewhere:
@@ -83,11 +88,11 @@ def test_a_version_that_raises_on_one_stream(somewhere):
 def test_a_plain_call(monkeypatch):
     """A run compares one call of each version; the operator reports its error."""
     seen = []
-    assert difference(lambda x, total: (seen.append(x), double_(x, total))[1], double_, example, CPU) is None
+    assert difference(lambda x, total: (seen.append(x), double_(x, total))[1], double_, example) is None
     assert len(seen) == 1
-    assert difference(lambda x, total: double_(x, total) + 1, double_, example, CPU).startswith("result, element 0: ")
+    assert difference(lambda x, total: double_(x, total) + 1, double_, example).startswith("result, element 0: ")
     with pytest.raises(ZeroDivisionError):
-        difference(lambda x, total: 1 / 0, double_, example, CPU)
+        difference(lambda x, total: 1 / 0, double_, example)
 
 
 def sums_in_any_order(somewhere):
@@ -194,5 +199,5 @@ def test_the_conditions_of_a_device():
 def test_references_are_quiet_while_a_version_is_compared():
     seen = []
     version = lambda x, total: (seen.append(self_check.comparing), double_(x, total))[1]  # noqa: E731
-    assert difference(version, double_, example, CPU) is None
+    assert difference(version, double_, example) is None
     assert seen == [True] and not self_check.comparing

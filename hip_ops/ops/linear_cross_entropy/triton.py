@@ -105,8 +105,7 @@ def exponentials_kernel(
 @triton.jit
 def finish_gradient_kernel(
     exponentials, labels, statistics, grad, losses_and_factors, rows, classes, row_stride, first_class, size, all_parts,
-    first_part,
-    parts, z_loss, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    first_part, parts, z_loss, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """PARTS: a power of two, at least all_parts."""
     row = tl.program_id(0).to(tl.int64)
