@@ -43,38 +43,40 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="{build,info,scan}")
-    builder = commands.add_parser(
+    build_options = commands.add_parser(
         "build",
         help="build the kernels into the cache, and print the library's path",
         description="Builds the kernels for one target into the cache and prints the path of the library. Does nothing "
         "where it is there, or where the package ships it (gfx942).",
     )
-    builder.add_argument(
+    build_options.add_argument(
         "--target",
         type=check_target_argument,
         help="gfx942, sm_90, cpu, ... (default: this machine's GPU, else HIP_OPS_ARCH or gfx942)",
     )
-    builder.add_argument("--force", action="store_true", help="build although the library is shipped or in the cache")
-    teller = commands.add_parser(
+    build_options.add_argument(
+        "--force", action="store_true", help="build although the library is shipped or in the cache"
+    )
+    info_options = commands.add_parser(
         "info",
         help="the version of every operator on every device and why, compilers, cache",
         description="Prints which version of every operator runs on every device and why, which compilers were found, "
         "and where the "
-        "cache is. Exit status: 1 if a version that is asked for is not available or fails its check.",
+        "cache is. Exit status: 1 if a requested version is not available or fails its check.",
     )
-    teller.add_argument(
+    info_options.add_argument(
         "--check",
         action="store_true",
         help="compare every operator with its reference on every device, on GPUs also on streams, in a captured graph "
         "and on a full device; prints the seconds of each; builds the kernels where hip is used",
     )
-    scanner = commands.add_parser(
+    scan_options = commands.add_parser(
         "scan",
         help="find stores in gfx942 code whose data is overwritten too early",
         description="Disassembles gfx942 code objects and libraries and prints every wide store with an instruction "
         "that overwrites its data too early. Exit status: 1 if there are any.",
     )
-    scanner.add_argument(
+    scan_options.add_argument(
         "paths",
         nargs="*",
         type=Path,

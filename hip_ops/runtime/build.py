@@ -74,7 +74,7 @@ def build(target: str, *, force: bool = False, sources: Path = PACKAGE) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / "lock") as alone:
-            if force or not _is_whole(folder):  # another process may have built it meanwhile
+            if force or not _is_whole(folder):  # another process may have built it since
                 if alone:
                     for left_over in folder.glob(SCRATCH_PREFIX + "*"):
                         shutil.rmtree(left_over, ignore_errors=True)
@@ -142,7 +142,7 @@ def shipped(target: str, *, sources: Path = PACKAGE) -> tuple[Path | None, str]:
 @lru_cache
 def _unusable(folder: Path, sources: Path) -> str:
     """Say why the library in `folder` must not run in place of `sources`, or "". Reads all of their files, so once a
-    process: every operator asks for it."""
+    process: every operator needs it."""
     if not _is_whole(folder):
         return f"the shipped library {folder / LIBRARY} is damaged; install the package again"
     if manifest_of(folder / LIBRARY).get("sources") != sources_digest(sources):

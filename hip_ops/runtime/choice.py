@@ -152,7 +152,7 @@ class Versions:
                     entries = [self._entry(name, *key) for name in names]
                     if names[-1] == "reference":
                         # A version whose function of `prefers` declines a call is still faster than the reference. So
-                        # it is asked a second time, right before the reference, with its function of `fits`.
+                        # it is tried a second time, right before the reference, with its function of `fits`.
                         slower = [name for name in names if name in self.prefers and name != key[1].version]
                         entries[-1:-1] = [(self.fits[name], self._function_of(name)) for name in slower]
                     self._chosen[key] = entries

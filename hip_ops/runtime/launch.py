@@ -74,6 +74,7 @@ def as_rows(tensor: Tensor) -> Tensor:
 
 
 def contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Return the tensors, contiguous; None stays None."""
     return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 
 

@@ -84,7 +84,7 @@ def expert_gather_kernel(
     source, index, side, out, side_out, rows, hidden, source_stride, HAS_SIDE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out[i] = source[index[i]]; side_out[i] = side[index[i]]; zeros where index is negative."""
+    """Compute out[i] = source[index[i]] and side_out[i] = side[index[i]]; zeros where index is negative."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     place = tl.load(index + row, mask=inside, other=-1)

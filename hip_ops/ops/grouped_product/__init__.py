@@ -93,7 +93,7 @@ def _rows_example(transposed: bool, k: int = 320, of_training: bool = False):
 
 
 def _outer_example(dtype: torch.dtype, accumulate: bool, of_training: bool = False):
-    """of_training: as of `_rows_example`."""
+    """Make operands of a_e^T b_e. of_training: as of `_rows_example`."""
 
     def make(device: torch.device) -> tuple:
         large = of_training and _on_amd()

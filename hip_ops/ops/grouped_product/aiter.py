@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped products on the Triton kernels of AITER. Not run on any device by this project.
 
-AITER names ptgmm's results as fp16 or bf16, but its kernel adds to and stores whatever dtype the output has; the
+AITER names ptgmm's results as fp16 or bf16, but its kernel adds to and stores the dtype of the output; the
 self-check compares sums in fp32. `nptgmm` is not used: it leaves the block of an expert without rows unwritten.
 """
 

@@ -33,7 +33,7 @@ def grouped_rows_kernel(
     TRANSPOSED: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, FLATTEN: tl.constexpr,
 ):
-    """out[rows of e] = x[rows of e] W_e; W_e stored [k, n], or TRANSPOSED as [n, k]."""
+    """Compute out[rows of e] = x[rows of e] W_e; W_e stored [k, n], or TRANSPOSED as [n, k]."""
     starts, ends = expert_borders(offsets, experts, EXPERTS)
     columns = tl.cdiv(n, BLOCK_N)
     tile_ends = tl.cumsum(tl.cdiv(ends - starts, BLOCK_M) * columns)
@@ -95,8 +95,8 @@ def grouped_outer_kernel(
     ACCUMULATE: tl.constexpr, REDUCE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
 ):
-    """out[e] (+)= a[rows of e]^T b[rows of e], [m, n]. An expert without rows is skipped, or, without ACCUMULATE, gets
-    zeros.
+    """Compute out[e] (+)= a[rows of e]^T b[rows of e], [m, n]. An expert without rows is skipped, or, without
+    ACCUMULATE, gets zeros.
 
     One loop over the steps of all tiles of a program: the next tile is loaded while this one's sums are stored.
     Triton's `flatten` requires inner loops of one length; here the length depends on the expert.

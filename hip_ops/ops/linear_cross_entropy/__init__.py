@@ -217,8 +217,8 @@ def linear_cross_entropy(
     group=None,
     first_class: int = 0,
 ) -> Tensor:
-    """Cross-entropy of softmax(hidden weight^T) with labels, in chunks of tokens with at most 1.25 GiB of logits
-    (`chunk_for`).
+    """Return the cross-entropy of softmax(hidden weight^T) and labels, in chunks of tokens with at most 1.25 GiB of
+    logits (`chunk_for`).
 
     Args:
         hidden: [T, h]. weight: [V, h] of the same dtype, bf16 or fp32; with a group this rank's rows of it.

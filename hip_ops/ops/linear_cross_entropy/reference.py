@@ -90,7 +90,7 @@ def row_statistics(logits: Tensor, labels: Tensor, first_class: int, parts: int)
 def overwrite_with_gradient(
     logits: Tensor, labels: Tensor, first_class: int, normalizer: Tensor, grad: Tensor, z_loss: float
 ) -> None:
-    """logits <- grad * (softmax(logits) * (1 + 2 z_loss logsumexp(logits)) - onehot(labels)), in place; grad [T]."""
+    """Overwrite logits with grad * (softmax(logits) * (1 + 2 z_loss logsumexp(logits)) - onehot(labels)); grad [T]."""
     column, classes = labels - first_class, torch.arange(logits.shape[1], device=logits.device)
     for rows in _blocks(logits):
         top, log_sum = normalizer[:, rows, None]
@@ -102,7 +102,7 @@ def overwrite_with_gradient(
 
 
 def overwrite_with_exponentials(logits: Tensor, labels: Tensor, first_class: int, parts: int) -> Tensor:
-    """logits <- exp(logits - reference of the part), rounded to their dtype.
+    """Overwrite logits with exp(logits - reference of the part), rounded to their dtype.
 
     Return statistics [parts, 3, T] in fp32 or wider: reference, sum of the exponentials before they were rounded,
     label's logit.

@@ -107,7 +107,7 @@ def finish_gradient_kernel(
     exponentials, labels, statistics, grad, losses_and_factors, rows, classes, row_stride, first_class, size, all_parts,
     first_part, parts, z_loss, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """PARTS: a power of two, at least all_parts."""
+    """Compute a row's loss and factor, and finish its gradient. PARTS: a power of two, at least all_parts."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     at = statistics + part.to(tl.int64) * 3 * rows + row

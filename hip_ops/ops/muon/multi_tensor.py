@@ -53,7 +53,7 @@ class WorkTable:
 
     @property
     def chunk_rows(self) -> torch.Tensor:
-        """int32 [chunks] (and one more where their number is odd): a view into `data`."""
+        """Return int32 [chunks] (and one more where their number is odd), a view into `data`."""
         return self.data[self.tensors * ROW_WORDS :].view(torch.int32)
 
 

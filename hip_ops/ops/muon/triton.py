@@ -147,7 +147,7 @@ def muon_momentum_kernel(
 
 @triton.jit
 def muon_square_sums_kernel(words, found_inf, partials, square_sums, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """square_sums[place] = sum of the partial sums of one tensor, always in the same order."""
+    """Compute square_sums[place], the sum of the partial sums of one tensor, always in the same order."""
     row = tl.program_id(0).to(tl.int64)
     numel = tl.load(words + row * WORDS + 3)
     packed = tl.load(words + row * WORDS + 4)
@@ -170,8 +170,8 @@ def muon_update_kernel(
     UPDATE: tl.constexpr, WEIGHT: tl.constexpr, COPY: tl.constexpr,
     CHUNK: tl.constexpr, UNROLL: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr,
 ):
-    """weight = weight * (1 - lr * weight_decay) - lr * scale * update; the copy, if there is one, gets the rounded
-    result.
+    """Compute weight = weight * (1 - lr * weight_decay) - lr * scale * update; the copy, if there is one, gets the
+    rounded result.
     """
     tl.static_assert(CHUNK % (UNROLL * INNER) == 0, "whole chunks go in whole tiles")
     if lr_pointer is not None:

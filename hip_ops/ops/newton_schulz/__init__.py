@@ -31,7 +31,7 @@ def _rule(values: dict) -> tuple[str, str] | None:
 
 
 def _fits(x, square_sums, coefficients, form, restarts, dtype, eps) -> bool:
-    """Kernels multiply 16-bit matrices."""
+    """Return whether a kernel takes the call: kernels multiply 16-bit matrices."""
     return dtype in (None, *HALF_TYPES) and x.numel() > 0 and len(coefficients) > 0
 
 

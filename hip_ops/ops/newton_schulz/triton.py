@@ -24,7 +24,9 @@ TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: 
 
 @triton.jit
 def normalise_kernel(x, square_sums, out, numel, blocks, scale, eps, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """out = x * (scale / max(sqrt(square_sums), eps)) of matrices of `numel` elements, `blocks` programs a matrix."""
+    """Compute out = x * (scale / max(sqrt(square_sums), eps)) of matrices of `numel` elements, `blocks` programs a
+    matrix.
+    """
     matrix = (tl.program_id(0) // blocks).to(tl.int64)
     offsets = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < numel

@@ -51,8 +51,8 @@ def symmetric_product_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
     FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
 ):
-    """C = alpha A B^T + beta D. A [batch, m, k] is stored by rows, or by columns as [batch, k, m]; B [batch, n, k]
-    likewise.
+    """Compute C = alpha A B^T + beta D. A [batch, m, k] is stored by rows, or by columns as [batch, k, m]; B [batch, n,
+    k] likewise.
     """
     tile_rows = tl.cdiv(m, BLOCK_M)
     tile_columns = tl.cdiv(n, BLOCK_N)
@@ -107,7 +107,7 @@ def pointer_product_kernel(
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     XCDS: tl.constexpr,
 ):
-    """The product with plain loads and stores, one program per tile; on AMD consecutive tiles go to one XCD
+    """Compute the product with plain loads and stores, one program per tile; on AMD consecutive tiles go to one XCD
     (hip_ops/ops/newton_schulz/tile_order.h explains why). Operands as in `symmetric_product_kernel`; strides are those
     of rows, or of columns where an operand lies by columns.
     """

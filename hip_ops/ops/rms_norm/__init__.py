@@ -135,7 +135,9 @@ _forward.register_autograd(_gradients, setup_context=_save)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
-    """new_residual = x + residual; y = new_residual / sqrt(mean(new_residual^2) + eps) * weight (arXiv 1910.07467).
+    """Add x to the stream and return the RMSNorm of the sum and the sum, in one pass (arXiv 1910.07467).
+
+    new_residual = x + residual;  y = new_residual / sqrt(mean(new_residual^2) + eps) * weight
 
     Args: x and residual [..., h], bf16 or fp32 each, with any strides (a copy is made where rows are not contiguous);
     weight [h]. Return (y in weight's dtype, new_residual in residual's), contiguous. Statistics are fp32, of
@@ -155,7 +157,7 @@ def scaled_residual_rms_norm(
     weight: Tensor,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
-    """ZAYA's merge (transformers `ZayaResidualScaling`) and the RMSNorm of its result, in one pass.
+    """Return the RMSNorm of ZAYA's merge (transformers `ZayaResidualScaling`) and the merge, in one pass.
 
     new_residual = (output + output_bias) * output_scale + (residual + residual_bias) * residual_scale, multiplied out
     y = new_residual / sqrt(mean(new_residual^2) + eps) * weight
@@ -170,7 +172,9 @@ def scaled_residual_rms_norm(
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    """new_residual = x + residual; y = (new_residual - mean) / sqrt(var + eps) * weight + bias (arXiv 1607.06450).
+    """Add x to the stream and return the LayerNorm of the sum and the sum, in one pass (arXiv 1607.06450).
+
+    new_residual = x + residual;  y = (new_residual - mean) / sqrt(var + eps) * weight + bias
 
     Args and results as of add_rms_norm, and bias [h] in weight's dtype.
     """
@@ -188,7 +192,7 @@ def scaled_residual_layer_norm(
     bias: Tensor,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
-    """ZAYA's merge, as in scaled_residual_rms_norm, and the LayerNorm of its result, in one pass.
+    """Return the LayerNorm of ZAYA's merge, as in scaled_residual_rms_norm, and the merge, in one pass.
 
     y = (new_residual - mean) / sqrt(var + eps) * weight + bias; bias [h] in weight's dtype.
     """

@@ -26,22 +26,22 @@ from hip_ops.runtime.launch import wide
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467); x [..., h], weight [h], in
-    weight's dtype.
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467), in weight's dtype; x
+    [..., h], weight [h].
     """
     return _normalize(x, weight, eps)[0]
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension (arXiv 1607.06450); x [..., h], weight
-    and bias [h], in weight's dtype.
+    """Return (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension (arXiv 1607.06450), in weight's
+    dtype; x [..., h], weight and bias [h].
     """
     return _center_and_normalize(x, weight, bias, eps)[0]
 
 
 def affine(x: Tensor, bias: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """(x + bias) * scale, rounded to `dtype`; x [..., h], bias and scale [h]. The scale comes after the bias, as the
-    released weights are stored.
+    """Return (x + bias) * scale, rounded to `dtype`; x [..., h], bias and scale [h]. The scale comes after the bias, as
+    the released weights are stored.
     """
     return ((x.to(wide(x.dtype)) + bias) * scale).to(dtype)
 
@@ -72,7 +72,7 @@ def scale_residual(
     residual_bias: Tensor,
     residual_scale: Tensor,
 ) -> Tensor:
-    """(output + output_bias) * output_scale + (residual + residual_bias) * residual_scale, rounded to residual's dtype.
+    """Return (output + output_bias) * output_scale + (residual + residual_bias) * residual_scale, in residual's dtype.
 
     Multiplied out: the biases become one vector, and each operand is read once.
     """

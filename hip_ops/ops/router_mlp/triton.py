@@ -34,7 +34,7 @@ def gelu(x):
 
 @triton.jit
 def gelu_backward(grad, x):
-    """grad * gelu'(x) in x's dtype; grad and x in it."""
+    """Return grad * gelu'(x) in x's dtype, which is grad's too."""
     wide = x.to(tl.float32)
     slope = 0.5 * (1.0 + tl.erf(wide * INVERSE_SQRT_2)) + wide * INVERSE_SQRT_2_PI * tl.exp(-0.5 * wide * wide)
     return (grad.to(tl.float32) * slope).to(x.dtype)
@@ -42,7 +42,7 @@ def gelu_backward(grad, x):
 
 @triton.jit
 def back_through_gelu(grad, hidden, active, d_hidden, total, at, live):
-    """For the columns `at`: writes the gradient of hidden to d_hidden, gelu(hidden) to active and the sum over rows to
+    """Write, for the columns `at`, the gradient of hidden to d_hidden, gelu(hidden) to active and the sum over rows to
     total. grad: of gelu(hidden).
     """
     x = tl.load(hidden + at, mask=live, other=0.0)
@@ -54,7 +54,7 @@ def back_through_gelu(grad, hidden, active, d_hidden, total, at, live):
 
 @triton.jit
 def softmax(logits, known):
-    """Softmax in fp32 over the columns where `known` holds; zeros in the others."""
+    """Return the softmax in fp32 over the columns where `known` holds; zeros in the others."""
     wide = tl.where(known, logits.to(tl.float32), float("-inf"))
     raised = tl.exp(wide - tl.max(wide, axis=1)[:, None])
     return raised / tl.sum(raised, axis=1)[:, None]
