@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+WARP_SIZE = 32 if torch.version.hip is None else 64  # lanes, of the devices that this torch is built for
 ROWS_A_BLOCK = 4
 BLOCKS_A_PROCESSOR = 32  # at most; beyond, a wave takes several rows
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -45,11 +46,6 @@ def multiprocessors(device: torch.device) -> int:
     inputs.
     """
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def default_warp_size() -> int:
-    """Return the lanes of a warp of the devices that this torch is built for."""
-    return 32 if torch.version.hip is None else 64
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

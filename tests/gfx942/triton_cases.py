@@ -258,7 +258,7 @@ def _cca_prologue(which: str) -> TritonObject:
         "OUT": chosen.columns,
         "ZERO_BLOCK": chosen.zero_rows,
         "INPUTS": 128,
-        **cca_prologue.SUM,
+        **cca_prologue.SUM_KEYWORDS,
     }
     return _compile(kernel, types, constexprs, chosen.num_warps, chosen.stages, unaligned=cca_prologue_rows.SIZES)
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hip_ops.runtime.launch import as_rows, default_warp_size, on
+from hip_ops.runtime.launch import WARP_SIZE, as_rows, on
 
 RUN = 32  # rows per program
 AT_ONCE = 8  # partial sums of one id that are read at a time
@@ -133,6 +133,6 @@ def columns_of_block(width: int) -> int:
     return min(1024, triton.next_power_of_2(width))
 
 
-def warps(block: int, warp_size: int | None = None) -> int:
-    """Return the number of warps. warp_size None: of the devices that this torch is built for."""
-    return max(1, block // 8 // (warp_size or default_warp_size()))
+def warps(block: int, warp_size: int = WARP_SIZE) -> int:
+    """Return the number of warps."""
+    return max(1, block // 8 // warp_size)

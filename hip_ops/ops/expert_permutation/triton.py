@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hip_ops.runtime.launch import Launch, as_rows, default_warp_size, empty_results, on, plan
+from hip_ops.runtime.launch import WARP_SIZE, Launch, as_rows, empty_results, on, plan
 
 TILE_NAMES = ("ROWS", "BLOCK")
 PROGRAMS = 256  # of the sort, at most, because each program reads the counts of all
@@ -105,12 +105,11 @@ def sort_tile(num_experts: int) -> tuple[int, int]:
     return experts, 4096 // experts
 
 
-def launch(hidden_size: int, element_bytes: int, *, warp_size: int | None = None) -> Launch:
-    """Choose the tile for rows of `hidden_size` elements. warp_size None: of the devices that this torch is built for.
+def launch(hidden_size: int, element_bytes: int, *, warp_size: int = WARP_SIZE) -> Launch:
+    """Choose the tile for rows of `hidden_size` elements.
 
     A lane has 32 bytes of a row, in two pieces of 16.
     """
-    warp_size = warp_size or default_warp_size()
     block = min(max(triton.next_power_of_2(hidden_size), 128), 4096 // element_bytes)
     rows = max(1, 8192 // (block * element_bytes))
     per_lane = 32 // element_bytes

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hip_ops.ops.linear_cross_entropy.reference import EXPONENT_PERIOD, MAX_EXPONENT, MAX_ROUNDED, part_size
-from hip_ops.runtime.launch import as_rows, default_warp_size, on, written_rows
+from hip_ops.runtime.launch import WARP_SIZE, as_rows, on, written_rows
 
 
 @triton.jit
@@ -154,11 +154,9 @@ class StepTile:
     num_warps: int
 
 
-def launch(element_bytes: int, warp_size: int | None = None) -> StepTile:
-    """Choose the tile of row_statistics_kernel and row_gradient_kernel: 16 bytes per lane, twice a step. warp_size
-    None: of this torch's devices.
+def launch(element_bytes: int, warp_size: int = WARP_SIZE) -> StepTile:
+    """Choose the tile of row_statistics_kernel and row_gradient_kernel: 16 bytes per lane, twice a step.
     """
-    warp_size = warp_size or default_warp_size()
     return StepTile(2 * 256, 16 // element_bytes, 256 // warp_size)
 
 
@@ -169,11 +167,10 @@ def parts_of_gradient(classes: int) -> int:
     return max(1, min(16, classes // 16384))
 
 
-def tile(size: int, element_bytes: int, warp_size: int | None = None) -> tuple[int, int]:
+def tile(size: int, element_bytes: int, warp_size: int = WARP_SIZE) -> tuple[int, int]:
     """Return block and warps of exponentials_kernel for a part of `size` classes: 16 bytes per lane, twice if the part
     is that large.
     """
-    warp_size = warp_size or default_warp_size()
     block = triton.next_power_of_2(size)
     return block, max(1, min(16, block * element_bytes // (2 * 16 * warp_size)))
 

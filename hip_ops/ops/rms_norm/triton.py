@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hip_ops.ops.rms_norm.reference import empty_gradients, empty_results
-from hip_ops.runtime.launch import Launch, as_rows, contiguous, default_warp_size, multiprocessors, on, plan
+from hip_ops.runtime.launch import WARP_SIZE, Launch, as_rows, contiguous, multiprocessors, on, plan
 
 TILE_NAMES = ("ROWS", "BLOCK", "STAGES")
 
@@ -199,14 +199,13 @@ def rms_norm_sum_kernel(
         tl.store(d_residual_scale + columns, tl.fma(total, b_x, tl.sum(sum_gr, axis=0)).to(vector), mask=inside)
 
 
-def launch(hidden_size: int, *, scaled: bool, backward: bool, warp_size: int | None = None) -> Launch:
-    """Choose tile and grid for a hidden size. warp_size None: of the devices that this torch is built for.
+def launch(hidden_size: int, *, scaled: bool, backward: bool, warp_size: int = WARP_SIZE) -> Launch:
+    """Choose tile and grid for a hidden size.
 
     Forward: one program per tile, because a program that loops could only keep the vectors, which the cache holds
     anyway (measured on an H100). On MI300X (not measured) ZAYA's form keeps its five vectors. Backward: as many
     programs as the registers allow, so that vectors are read and partial sums written once per program.
     """
-    warp_size = warp_size or default_warp_size()
     nvidia = warp_size == 32
     block = max(triton.next_power_of_2(hidden_size), 128)
     rows = max(1, 1024 // block)

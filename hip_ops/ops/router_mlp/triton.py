@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hip_ops.ops.router_mlp.reference import SUM_NAMES
-from hip_ops.runtime.launch import Launch, contiguous, default_warp_size, on, plan
+from hip_ops.runtime.launch import WARP_SIZE, Launch, contiguous, on, plan
 from hip_ops.saved_bytes import router_columns
 
 INVERSE_SQRT_2 = tl.constexpr(0.7071067811865476)
@@ -222,11 +222,9 @@ def router_mlp_backward_kernel(
             tl.store(total + R + part, tl.zeros([PART], tl.float32))
 
 
-def launch(width: int, *, warp_size: int | None = None) -> Launch:
-    """Choose the tile of both kernels for a router of `width` channels. warp_size None: of the devices that this torch
-    is built for.
+def launch(width: int, *, warp_size: int = WARP_SIZE) -> Launch:
+    """Choose the tile of both kernels for a router of `width` channels.
     """
-    warp_size = warp_size or default_warp_size()
     if warp_size == 64:
         return Launch(32, 32, 4, stages=2)
     return Launch(64, 64, 8, stages=2, registers=128) if width >= 128 else Launch(64, width, 4, stages=2)
