@@ -13,8 +13,10 @@ operator `hip_ops::scale`, and on meta tensors it gives the shapes and dtypes of
 the functions of the same name in hip.py, triton.py, ... beside it, as hip_ops/versions.py lists them; choice.py chooses
 among them.
 
-A call goes through `Operator.__call__`, `Operator.run`, which checks the arguments, `Versions.implementations` (at the
-first call it runs the self-checks), and the first version whose function of `fits` accepts the arguments.
+A call goes through `Operator.__call__`, `Operator.run`, which checks the arguments, `Versions.implementations` of
+choice.py (at the first call it runs the self-checks), and the first version whose function of `fits` accepts the
+arguments. In a Triton version launch.py makes rows, tile and grid; in a HIP version launchers.py loads the library and
+calls its launcher.
 
 A call bypasses torch's dispatcher where nothing can observe it: the dispatcher costs the host more than the kernels
 take on the device. The registered operator is called where something may observe or replace operators by name:

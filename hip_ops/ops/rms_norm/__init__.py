@@ -17,7 +17,7 @@ compiles it, without a self-check, also where hip or triton is requested (runtim
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -132,6 +132,35 @@ def _gradients(ctx, dy, d_new_residual, *_):
 
 
 _forward.register_autograd(_gradients, setup_context=_save)
+
+
+def forward_results(output: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+    """Allocate the results of merge_norm for a kernel."""
+    y = torch.empty(output.shape, dtype=weight.dtype, device=output.device)
+    new_residual = torch.empty(output.shape, dtype=residual.dtype, device=output.device)
+    mean, rstd = (
+        torch.empty(shape, dtype=torch.float32, device=output.device)
+        for shape in ((0,) if bias is None else (*output.shape[:-1], 1), (*output.shape[:-1], 1))
+    )
+    return y, new_residual, mean, rstd
+
+
+def backward_results(
+    dy: Tensor,
+    residual: Tensor,
+    mean: Tensor | None,
+    vectors: Sequence[Tensor | None],
+    weight: Tensor,
+    output_dtype: torch.dtype,
+) -> tuple[Tensor, ...]:
+    """Allocate the results of merge_norm_backward for a kernel; those of vectors are zeros where there are no rows."""
+    once = vectors[0] is None and output_dtype == residual.dtype
+    d_output = torch.empty(0 if once else residual.shape, dtype=output_dtype, device=dy.device)
+    d_residual = torch.empty(residual.shape, dtype=residual.dtype, device=dy.device)
+    allocate = torch.empty if dy.numel() else torch.zeros
+    inputs = (*vectors, weight, None if mean is None else weight)
+    sizes = (0 if vector is None else len(vector) for vector in inputs)
+    return d_output, d_residual, *(allocate(size, dtype=weight.dtype, device=dy.device) for size in sizes)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from hip_ops.ops.rms_norm.reference import empty_gradients, empty_results
+from hip_ops.ops.rms_norm import backward_results, forward_results
 from hip_ops.runtime.launch import as_rows, contiguous, multiprocessors, starts_aligned
 from hip_ops.runtime.launchers import call, library, target_of
 
@@ -44,7 +44,7 @@ def merge_norm(
 ) -> tuple[Tensor, ...]:
     """As reference.merge_norm."""
     device, hidden = output.device, output.shape[-1]
-    y, new_residual, mean, rstd = empty_results(output, residual, weight, bias)
+    y, new_residual, mean, rstd = forward_results(output, residual, weight, bias)
     if output.numel():
         output, residual = as_rows(output), as_rows(residual)
         vectors = contiguous(output_bias, output_scale, residual_bias, residual_scale, weight, bias)
@@ -65,7 +65,7 @@ def merge_norm_backward(
     """As reference.merge_norm_backward."""
     device, hidden, scaled, centered = dy.device, dy.shape[-1], output_scale is not None, mean is not None
     vectors = contiguous(output_bias, output_scale, residual_bias, residual_scale)
-    d_output, d_residual, *gradients = results = empty_gradients(dy, residual, mean, vectors, weight, output_dtype)
+    d_output, d_residual, *gradients = results = backward_results(dy, residual, mean, vectors, weight, output_dtype)
     if not dy.numel():
         return results
     dy, residual, (mean, rstd, weight) = as_rows(dy), as_rows(residual), contiguous(mean, rstd, weight)

@@ -17,8 +17,6 @@ are (normed, stream).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -141,35 +139,6 @@ def merge_norm_backward(
         new_residual = scale_residual(output, residual, *vectors)
     total, d_weight, d_bias = _through_norm(dy, d_new_residual, new_residual, mean, rstd, weight)
     return *_merge_gradients(total, output, residual, *vectors, weight, output_dtype), d_weight, d_bias
-
-
-def empty_results(output: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-    """Allocate the results of merge_norm for a kernel."""
-    y = torch.empty(output.shape, dtype=weight.dtype, device=output.device)
-    new_residual = torch.empty(output.shape, dtype=residual.dtype, device=output.device)
-    mean, rstd = (
-        torch.empty(shape, dtype=torch.float32, device=output.device)
-        for shape in ((0,) if bias is None else (*output.shape[:-1], 1), (*output.shape[:-1], 1))
-    )
-    return y, new_residual, mean, rstd
-
-
-def empty_gradients(
-    dy: Tensor,
-    residual: Tensor,
-    mean: Tensor | None,
-    vectors: Sequence[Tensor | None],
-    weight: Tensor,
-    output_dtype: torch.dtype,
-) -> tuple[Tensor, ...]:
-    """Allocate the results of merge_norm_backward for a kernel; those of vectors are zeros where there are no rows."""
-    once = vectors[0] is None and output_dtype == residual.dtype
-    d_output = torch.empty(0 if once else residual.shape, dtype=output_dtype, device=dy.device)
-    d_residual = torch.empty(residual.shape, dtype=residual.dtype, device=dy.device)
-    allocate = torch.empty if dy.numel() else torch.zeros
-    inputs = (*vectors, weight, None if mean is None else weight)
-    sizes = (0 if vector is None else len(vector) for vector in inputs)
-    return d_output, d_residual, *(allocate(size, dtype=weight.dtype, device=dy.device) for size in sizes)
 
 
 def _merge_gradients(

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hip_ops.ops.rms_norm.reference import empty_gradients, empty_results
+from hip_ops.ops.rms_norm import backward_results, forward_results
 from hip_ops.runtime.launch import WARP_SIZE, Launch, as_rows, contiguous, multiprocessors, on, plan
 
 TILE_NAMES = ("ROWS", "BLOCK", "STAGES")
@@ -234,7 +234,7 @@ def merge_norm(
 ) -> tuple[Tensor, ...]:
     """As reference.merge_norm."""
     hidden, device, scaled, centered = output.shape[-1], output.device, output_scale is not None, bias is not None
-    y, new_residual, mean, rstd = empty_results(output, residual, weight, bias)
+    y, new_residual, mean, rstd = forward_results(output, residual, weight, bias)
     if output.numel():
         output, residual = as_rows(output), as_rows(residual)
         *vectors, weight, bias = contiguous(output_bias, output_scale, residual_bias, residual_scale, weight, bias)
@@ -257,7 +257,7 @@ def merge_norm_backward(
     """As reference.merge_norm_backward."""
     hidden, device, scaled, centered = dy.shape[-1], dy.device, output_scale is not None, mean is not None
     vectors = contiguous(output_bias, output_scale, residual_bias, residual_scale)
-    d_output, d_residual, *gradients = results = empty_gradients(dy, residual, mean, vectors, weight, output_dtype)
+    d_output, d_residual, *gradients = results = backward_results(dy, residual, mean, vectors, weight, output_dtype)
     if not dy.numel():
         return results
     dy, residual, (mean, rstd, weight) = as_rows(dy), as_rows(residual), contiguous(mean, rstd, weight)
