@@ -97,7 +97,7 @@ def _muon(which: str) -> TritonObject:
 
 def _product(symmetric: bool) -> TritonObject:
     from hip_ops.ops.newton_schulz.product_configs import choose_config
-    from hip_ops.ops.newton_schulz.triton_product import pointer_product_kernel
+    from hip_ops.ops.newton_schulz.triton import pointer_product_kernel
 
     config = choose_config("gram" if symmetric else "general", 16, 2048, 4096, amd=True)
     sizes = ("m", "n", "k", "a_stride", "b_stride", "d_stride", "c_stride", "a_batch", "b_batch", "d_batch", "c_batch")
@@ -161,7 +161,7 @@ def grouped_product(kind: str, config=None, small: bool = False) -> TritonObject
     small: all tensors are below 2 GiB. Otherwise those that are views of Megatron's buffers (matrices, main gradients)
     are not.
     """
-    from hip_ops.ops.grouped_product import triton_pointers as kernels
+    from hip_ops.ops.grouped_product import triton as kernels
     from hip_ops.ops.grouped_product.configs import choose_config
 
     config = config or choose_config("gfx942", kind, 1024, *((2048, 4096) if kind == "rows_t" else (4096, 2048)))

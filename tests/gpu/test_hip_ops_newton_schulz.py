@@ -22,7 +22,7 @@ from tests.hip_ops.product_cases import DTYPES, ROUNDED_ONCE, Case, general_case
 pytest.importorskip("triton")
 
 from hip_ops.ops.newton_schulz import triton  # noqa: E402
-from hip_ops.ops.newton_schulz.triton_product import AMD, empty_rows, product  # noqa: E402
+from hip_ops.ops.newton_schulz.triton import AMD, empty_rows, product  # noqa: E402
 
 DEVICE = torch.device("cuda")
 BF16, FP16 = torch.bfloat16, torch.float16
