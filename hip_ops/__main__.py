@@ -154,7 +154,7 @@ def scan(paths: list[Path]) -> int:
     if not paths:
         print(f"Triton's cache: {hazards.triton_cache()}")
         files = hazards.triton_objects()
-    by_file = hazards.scan_files(files)
+    by_file = {file: hazards.scan(file) for file in files}
     for file, violations in by_file.items():
         for violation in violations:
             print(f"{file}: {violation}")

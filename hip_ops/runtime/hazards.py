@@ -334,8 +334,3 @@ def triton_objects(folder: Path | None = None) -> list[Path]:
     """Return the gfx942 objects (.hsaco) that Triton has compiled into a cache folder."""
     objects = sorted((folder or triton_cache()).rglob("*.hsaco"))
     return [path for path in objects if is_gfx942(head(path))]
-
-
-def scan_files(paths: Iterable[Path]) -> dict[Path, list[Violation]]:
-    """Return the violations by file, empty lists included."""
-    return {path: scan(path) for path in paths}
