@@ -129,11 +129,12 @@ def call(name: str, *arguments, device: torch.device) -> None:
     raise RuntimeError(f"hip_ops: {name} failed on {device} with code {code}: {loaded.ho_error_string(code).decode()}")
 
 
-def call_rows(name: str, *arguments, rows: int, wide: Sequence[torch.Tensor], device: torch.device) -> None:
+def call_rows(name: str, *arguments, wide: Sequence[torch.Tensor], device: torch.device) -> None:
     """Run a launcher of a row kernel, whose last arguments are the choice of the kernel with 16 bytes per lane and the
-    number of blocks. wide: the tensors whose rows that kernel reads and writes.
+    number of blocks. wide: the tensors whose rows that kernel reads and writes. Does nothing without rows.
     """
-    call(name, *arguments, aligned(*wide), blocks_for(rows, device), device=device)
+    if len(wide[0]):
+        call(name, *arguments, aligned(*wide), blocks_for(len(wide[0]), device), device=device)
 
 
 def _convert(name: str, place: int, argument, kind: type, device: torch.device):
