@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,6 +127,13 @@ def blocks_for(rows: int, device: torch.device) -> int:
 def rows_for_a_second(device: torch.device) -> int:
     """Return a number of rows, for the self-check's examples, of which some waves take a second one."""
     return ROWS_A_BLOCK * BLOCKS_A_PROCESSOR * multiprocessors(device) + 5
+
+
+def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, device: torch.device, **keywords: Any) -> None:
+    """Launch a Triton kernel on `device`; an empty grid launches nothing."""
+    if all(grid):
+        with on(device):
+            kernel[grid](*arguments, **keywords)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from hip_ops.ops.cca_prologue.triton_backward import (
 )
 from hip_ops.ops.cca_prologue.triton_forward import cca_prologue_forward_kernel
 from hip_ops.ops.cca_prologue.triton_rows import divisor
-from hip_ops.runtime.launch import WARP_SIZE, Launch, empty_results, multiprocessors, on
+from hip_ops.runtime.launch import WARP_SIZE, Launch, empty_results, multiprocessors, on, run_kernel
 
 # the values of a call that every kernel is compiled for
 CONSTEXPRS = ("HEADS", "GROUPS", "D", "ROTARY", "DELAYED", "HAS_ROPE", "HAS_HALO", "HAS_STARTS")
@@ -225,13 +225,13 @@ def cca_prologue(
         )
         projected = _by_rows(projected)
         rope = None if rope is None else _by_rows(rope)
-        with on(device):
-            cca_prologue_forward_kernel[plan.grids["forward"]](
-                projected, *(t.contiguous() for t in parameters), inverse_norm if rope is None else rope,
-                *(projected if t is None else t.contiguous() for t in (halo, value_halo)),
-                _bytes(starts, projected), query, key, value, inverse_norm, *plan.sizes, projected.stride(0),
-                projected.stride(1), *_rope_strides(rope), EPS, **plan.keywords["forward"],
-            )
+        run_kernel(
+            cca_prologue_forward_kernel, plan.grids["forward"], projected, *(t.contiguous() for t in parameters),
+            inverse_norm if rope is None else rope,
+            *(projected if t is None else t.contiguous() for t in (halo, value_halo)), _bytes(starts, projected), query,
+            key, value, inverse_norm, *plan.sizes, projected.stride(0), projected.stride(1), *_rope_strides(rope), EPS,
+            device=device, **plan.keywords["forward"],
+        )
     return query, key, value, inverse_norm
 
 

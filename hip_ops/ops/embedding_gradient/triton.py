@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hip_ops.runtime.launch import WARP_SIZE, as_rows, on
+from hip_ops.runtime.launch import WARP_SIZE, as_rows, run_kernel
 
 RUN = 32  # rows per program
 AT_ONCE = 8  # partial sums of one id that are read at a time
@@ -97,35 +97,14 @@ def add_rows_(total: Tensor, ids: Tensor, rows: Tensor) -> None:
     rows = as_rows(rows)
     heads, tails = torch.empty((2, parts, width), dtype=torch.float32, device=rows.device)
     grid = (parts, triton.cdiv(width, block))
-    with on(rows.device):
-        add_runs_kernel[grid](
-            total,
-            in_order,
-            order,
-            rows,
-            heads,
-            tails,
-            count,
-            width,
-            total.stride(0),
-            rows.stride(0),
-            RUN=RUN,
-            BLOCK=block,
-            num_warps=warps(block),
-        )
-        join_runs_kernel[grid](
-            total,
-            in_order,
-            heads,
-            tails,
-            count,
-            width,
-            total.stride(0),
-            RUN=RUN,
-            AT_ONCE=AT_ONCE,
-            BLOCK=block,
-            num_warps=warps(block),
-        )
+    run_kernel(
+        add_runs_kernel, grid, total, in_order, order, rows, heads, tails, count, width, total.stride(0),
+        rows.stride(0), RUN=RUN, BLOCK=block, num_warps=warps(block), device=rows.device,
+    )
+    run_kernel(
+        join_runs_kernel, grid, total, in_order, heads, tails, count, width, total.stride(0), RUN=RUN, AT_ONCE=AT_ONCE,
+        BLOCK=block, num_warps=warps(block), device=rows.device,
+    )
 
 
 def columns_of_block(width: int) -> int:

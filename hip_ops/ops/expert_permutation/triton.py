@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hip_ops.runtime.launch import WARP_SIZE, Launch, as_rows, empty_results, on, plan
+from hip_ops.runtime.launch import WARP_SIZE, Launch, as_rows, empty_results, plan, run_kernel
 
 TILE_NAMES = ("ROWS", "BLOCK")
 PROGRAMS = 256  # of the sort, at most, because each program reads the counts of all
@@ -128,22 +128,20 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor
     """As reference.sort_by_expert; num_experts up to 256."""
     tokens, device = expert_ids.shape[0], expert_ids.device
     token_of_row, row_of_token = (torch.empty(tokens, dtype=torch.int32, device=device) for _ in range(2))
-    if not tokens:
-        return (
-            token_of_row,
-            row_of_token,
-            *(torch.zeros(num_experts, dtype=torch.int32, device=device) for _ in range(2)),
+    counts, offsets = (
+        (torch.empty if tokens else torch.zeros)(num_experts, dtype=torch.int32, device=device) for _ in range(2)
+    )
+    if tokens:
+        expert_ids = expert_ids.contiguous()
+        tiles, programs, keywords = _sort_plan(tokens, num_experts)
+        experts = keywords["EXPERTS"]
+        counted = torch.empty((programs, experts), dtype=torch.int32, device=device)
+        run_kernel(
+            expert_count_kernel, (programs,), expert_ids, counted, tokens, num_experts, tiles, device=device, **keywords
         )
-    counts, offsets = (torch.empty(num_experts, dtype=torch.int32, device=device) for _ in range(2))
-    expert_ids = expert_ids.contiguous()
-    tiles, programs, keywords = _sort_plan(tokens, num_experts)
-    experts = keywords["EXPERTS"]
-    counted = torch.empty((programs, experts), dtype=torch.int32, device=device)
-    with on(device):
-        expert_count_kernel[(programs,)](expert_ids, counted, tokens, num_experts, tiles, **keywords)
-        expert_place_kernel[(programs,)](
-            expert_ids, counted, token_of_row, row_of_token, counts, offsets, tokens, num_experts, tiles, programs,
-            ROWS=4096 // experts, **keywords,
+        run_kernel(
+            expert_place_kernel, (programs,), expert_ids, counted, token_of_row, row_of_token, counts, offsets, tokens,
+            num_experts, tiles, programs, ROWS=4096 // experts, device=device, **keywords,
         )
     return token_of_row, row_of_token, counts, offsets
 
@@ -152,13 +150,12 @@ def gather_rows(rows: Tensor, index: Tensor, inverse: Tensor, probs: Tensor | No
     """As reference.gather_rows."""
     count, hidden = rows.shape
     out, moved_probs = empty_results(rows, probs, like=rows)
-    if count and (hidden or probs is not None):
+    if hidden or probs is not None:
         rows, index = as_rows(rows), index.contiguous()
         grid, keywords = plan(launch, TILE_NAMES, (count, max(hidden, 1)), max(hidden, 1), rows.element_size())
-        with on(rows.device):
-            expert_gather_kernel[grid](
-                rows, index, index if probs is None else probs.contiguous(), out,
-                index if probs is None else moved_probs, count, hidden, rows.stride(0), HAS_SIDE=probs is not None,
-                **keywords,
-            )
+        run_kernel(
+            expert_gather_kernel, grid, rows, index, index if probs is None else probs.contiguous(), out,
+            index if probs is None else moved_probs, count, hidden, rows.stride(0), HAS_SIDE=probs is not None,
+            device=rows.device, **keywords,
+        )
     return out, moved_probs

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hip_ops.ops.linear_cross_entropy.reference import EXPONENT_PERIOD, MAX_EXPONENT, MAX_ROUNDED, part_size
-from hip_ops.runtime.launch import WARP_SIZE, as_rows, on, written_rows
+from hip_ops.runtime.launch import WARP_SIZE, as_rows, run_kernel, written_rows
 
 
 @triton.jit
@@ -179,13 +179,12 @@ def row_statistics(logits: Tensor, labels: Tensor, first_class: int, parts: int)
     """As reference.row_statistics."""
     rows, classes = logits.shape
     statistics = torch.empty((parts, 3, rows), dtype=torch.float32, device=logits.device)
-    if rows:
-        logits, chosen = as_rows(logits), launch(logits.element_size())
-        with on(logits.device):
-            row_statistics_kernel[(rows, parts)](
-                logits, labels.contiguous(), statistics, rows, classes, logits.stride(0), first_class,
-                part_size(classes, parts), LANES=chosen.lanes, WIDTH=chosen.width, num_warps=chosen.num_warps,
-            )
+    logits, chosen = as_rows(logits), launch(logits.element_size())
+    run_kernel(
+        row_statistics_kernel, (rows, parts), logits, labels.contiguous(), statistics, rows, classes, logits.stride(0),
+        first_class, part_size(classes, parts), LANES=chosen.lanes, WIDTH=chosen.width, num_warps=chosen.num_warps,
+        device=logits.device,
+    )
     return statistics
 
 
@@ -194,29 +193,26 @@ def overwrite_with_gradient(
 ) -> None:
     """As reference.overwrite_with_gradient."""
     rows, classes = logits.shape
-    if rows and classes:
+    if classes:
         chosen, parts, normalizer = launch(logits.element_size()), parts_of_gradient(classes), as_rows(normalizer)
-        with on(logits.device):
-            row_gradient_kernel[(rows, parts)](
-                written_rows(logits), labels.contiguous(), normalizer, grad.contiguous(), classes, logits.stride(0),
-                normalizer.stride(0), first_class, part_size(classes, parts), z_loss, BLOCK=chosen.lanes * chosen.width,
-                num_warps=chosen.num_warps,
-            )
+        run_kernel(
+            row_gradient_kernel, (rows, parts), written_rows(logits), labels.contiguous(), normalizer,
+            grad.contiguous(), classes, logits.stride(0), normalizer.stride(0), first_class, part_size(classes, parts),
+            z_loss, BLOCK=chosen.lanes * chosen.width, num_warps=chosen.num_warps, device=logits.device,
+        )
 
 
 def overwrite_with_exponentials(logits: Tensor, labels: Tensor, first_class: int, parts: int) -> Tensor:
     """As reference.overwrite_with_exponentials."""
     rows, classes = logits.shape
     statistics = torch.empty((parts, 3, rows), dtype=torch.float32, device=logits.device)
-    if rows:
-        size = part_size(classes, parts)
-        block, warps = tile(size, logits.element_size())
-        with on(logits.device):
-            exponentials_kernel[(rows, parts)](
-                written_rows(logits), labels.contiguous(), statistics, rows, classes, logits.stride(0), first_class,
-                size, MAX_EXPONENT=MAX_EXPONENT, EXPONENT_PERIOD=EXPONENT_PERIOD, MAX_ROUNDED=MAX_ROUNDED, BLOCK=block,
-                num_warps=warps,
-            )
+    size = part_size(classes, parts)
+    block, warps = tile(size, logits.element_size())
+    run_kernel(
+        exponentials_kernel, (rows, parts), written_rows(logits), labels.contiguous(), statistics, rows, classes,
+        logits.stride(0), first_class, size, MAX_EXPONENT=MAX_EXPONENT, EXPONENT_PERIOD=EXPONENT_PERIOD,
+        MAX_ROUNDED=MAX_ROUNDED, BLOCK=block, num_warps=warps, device=logits.device,
+    )
     return statistics
 
 
@@ -233,12 +229,11 @@ def finish_gradient(
     """As reference.finish_gradient."""
     rows, classes = exponentials.shape
     losses_and_factors = torch.empty((2, rows), dtype=torch.float32, device=exponentials.device)
-    if rows:
-        with on(exponentials.device):
-            finish_gradient_kernel[(rows,)](
-                written_rows(exponentials), labels.contiguous(), statistics.contiguous(), grad.contiguous(),
-                losses_and_factors, rows, classes, exponentials.stride(0), first_class, part_size(classes, parts),
-                len(statistics), first_part, parts, z_loss, PARTS=triton.next_power_of_2(len(statistics)), BLOCK=1024,
-                num_warps=4 if torch.version.hip is None else 2,
-            )
+    run_kernel(
+        finish_gradient_kernel, (rows,), written_rows(exponentials), labels.contiguous(), statistics.contiguous(),
+        grad.contiguous(), losses_and_factors, rows, classes, exponentials.stride(0), first_class,
+        part_size(classes, parts), len(statistics), first_part, parts, z_loss,
+        PARTS=triton.next_power_of_2(len(statistics)), BLOCK=1024, num_warps=4 if torch.version.hip is None else 2,
+        device=exponentials.device,
+    )
     return losses_and_factors

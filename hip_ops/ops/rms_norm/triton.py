@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hip_ops.ops.rms_norm import backward_results, forward_results
-from hip_ops.runtime.launch import WARP_SIZE, Launch, as_rows, contiguous, multiprocessors, on, plan
+from hip_ops.runtime.launch import WARP_SIZE, Launch, as_rows, contiguous, multiprocessors, plan, run_kernel
 
 TILE_NAMES = ("ROWS", "BLOCK", "STAGES")
 
@@ -240,12 +240,11 @@ def merge_norm(
         *vectors, weight, bias = contiguous(output_bias, output_scale, residual_bias, residual_scale, weight, bias)
         rows, processors = output.shape[0], multiprocessors(device)
         grid, keywords = plan(launch, TILE_NAMES, (rows,), hidden, scaled=scaled, backward=False, processors=processors)
-        with on(device):
-            rms_norm_forward_kernel[grid](
-                output, residual, *(vectors if scaled else (weight,) * 4), weight, bias, y, new_residual,
-                mean if centered else None, rstd, rows, hidden, output.stride(0), residual.stride(0), eps,
-                SCALED=scaled, CENTERED=centered, **keywords,
-            )
+        run_kernel(
+            rms_norm_forward_kernel, grid, output, residual, *(vectors if scaled else (weight,) * 4), weight, bias, y,
+            new_residual, mean if centered else None, rstd, rows, hidden, output.stride(0), residual.stride(0), eps,
+            SCALED=scaled, CENTERED=centered, device=device, **keywords,
+        )
     return y, new_residual, mean, rstd
 
 
@@ -269,15 +268,14 @@ def merge_norm_backward(
     *d_vectors, d_weight, d_bias = gradients
     if not scaled:  # pointers that the kernels do not read
         vectors, d_vectors = (weight,) * 4, (d_weight,) * 4
-    with on(device):
-        rms_norm_backward_kernel[grid](
-            dy, upstream, output, residual, mean, rstd, *vectors, weight, d_output, d_residual, partial, rows, hidden,
-            dy.stride(0), upstream.stride(0), output.stride(0), residual.stride(0),
-            HAS_D_NEW_RESIDUAL=d_new_residual is not None, WRITES_D_X=scaled or output_dtype != residual.dtype,
-            SCALED=scaled, CENTERED=centered, **keywords,
-        )
-        rms_norm_sum_kernel[(-(-hidden // 32),)](
-            partial, *vectors, *d_vectors, d_weight, d_bias if centered else None, count, hidden, SCALED=scaled,
-            CENTERED=centered, PROGRAMS=64, BLOCK=32, num_warps=8,
-        )
+    run_kernel(
+        rms_norm_backward_kernel, grid, dy, upstream, output, residual, mean, rstd, *vectors, weight, d_output,
+        d_residual, partial, rows, hidden, dy.stride(0), upstream.stride(0), output.stride(0), residual.stride(0),
+        HAS_D_NEW_RESIDUAL=d_new_residual is not None, WRITES_D_X=scaled or output_dtype != residual.dtype,
+        SCALED=scaled, CENTERED=centered, device=device, **keywords,
+    )
+    run_kernel(
+        rms_norm_sum_kernel, (-(-hidden // 32),), partial, *vectors, *d_vectors, d_weight, d_bias if centered else None,
+        count, hidden, SCALED=scaled, CENTERED=centered, PROGRAMS=64, BLOCK=32, num_warps=8, device=device,
+    )
     return results

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hip_ops.ops.router_mlp.reference import SUM_NAMES
-from hip_ops.runtime.launch import WARP_SIZE, Launch, contiguous, on, plan
+from hip_ops.runtime.launch import WARP_SIZE, Launch, contiguous, plan, run_kernel
 from hip_ops.saved_bytes import router_columns
 
 INVERSE_SQRT_2 = tl.constexpr(0.7071067811865476)
@@ -240,7 +240,7 @@ def router_mlp(
         projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced
     )
     (rows, width), classes, device = projected.shape, w_out.shape[0], projected.device
-    (programs,), keywords = plan(launch, TILE_NAMES, (rows,), width)
+    grid, keywords = plan(launch, TILE_NAMES, (rows,), width)
     columns = router_columns(classes)
     state, hidden1, hidden2 = (torch.empty_like(projected) for _ in range(3))
     logits = torch.empty((rows, columns), dtype=projected.dtype, device=device)
@@ -248,16 +248,14 @@ def router_mlp(
         torch.empty(rows, dtype=torch.float32, device=device),
         torch.empty(rows, dtype=torch.int64, device=device),
     )
-    statistics = torch.empty((programs, classes + 1), dtype=torch.float32, device=device)
-    if rows:
-        with on(device):
-            router_mlp_forward_kernel[(programs,)](
-                projected, projected if gamma is None else previous, b_down if gamma is None else gamma, b_down, w_norm,
-                w1, b1, w2, b2, w_out, biases, ids if forced is None else forced, state, weights, ids, hidden1, hidden2,
-                logits, statistics, rows, eps, unweighted, HAS_PREVIOUS=gamma is not None,
-                HAS_FORCED=forced is not None, R=width, CLASSES=classes,
-                COLUMNS=columns, **keywords,
-            )
+    statistics = torch.empty((*grid, classes + 1), dtype=torch.float32, device=device)
+    run_kernel(
+        router_mlp_forward_kernel, grid, projected, projected if gamma is None else previous,
+        b_down if gamma is None else gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases,
+        ids if forced is None else forced, state, weights, ids, hidden1, hidden2, logits, statistics, rows, eps,
+        unweighted, HAS_PREVIOUS=gamma is not None, HAS_FORCED=forced is not None, R=width, CLASSES=classes,
+        COLUMNS=columns, device=device, **keywords,
+    )
     return state, weights, ids, hidden1, hidden2, logits, statistics.sum(0)
 
 
@@ -271,19 +269,17 @@ def router_mlp_backward(
         d_weights, d_state, state, previous, gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out
     )
     (rows, width), classes, device = state.shape, w_out.shape[0], state.device
-    (programs,), keywords = plan(launch, TILE_NAMES, (rows,), width)
+    grid, keywords = plan(launch, TILE_NAMES, (rows,), width)
     columns = router_columns(classes)
     d_projected, d_hidden1, normed, d_hidden2, active1, active2 = (torch.empty_like(state) for _ in range(6))
     d_previous = torch.empty_like(state) if gamma is not None else state.new_empty(0)
     d_logits = torch.empty((rows, columns), dtype=state.dtype, device=device)
-    sums = torch.empty((programs, len(SUM_NAMES), width), dtype=torch.float32, device=device)
-    if rows:
-        with on(device):
-            router_mlp_backward_kernel[(programs,)](
-                d_weights, state if d_state is None else d_state, state, state if gamma is None else previous,
-                w_norm if gamma is None else gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out, d_projected,
-                d_previous, sums, d_hidden1, normed, d_hidden2, active1, d_logits, active2, rows, eps, unweighted,
-                HAS_PREVIOUS=gamma is not None, HAS_D_STATE=d_state is not None, R=width, CLASSES=classes,
-                COLUMNS=columns, **keywords,
-            )
+    sums = torch.empty((*grid, len(SUM_NAMES), width), dtype=torch.float32, device=device)
+    run_kernel(
+        router_mlp_backward_kernel, grid, d_weights, state if d_state is None else d_state, state,
+        state if gamma is None else previous, w_norm if gamma is None else gamma, hidden1, hidden2, logits, ids, w_norm,
+        w1, w2, w_out, d_projected, d_previous, sums, d_hidden1, normed, d_hidden2, active1, d_logits, active2, rows,
+        eps, unweighted, HAS_PREVIOUS=gamma is not None, HAS_D_STATE=d_state is not None, R=width, CLASSES=classes,
+        COLUMNS=columns, device=device, **keywords,
+    )
     return d_projected, d_previous, sums.sum(0), d_hidden1, normed, d_hidden2, active1, d_logits, active2

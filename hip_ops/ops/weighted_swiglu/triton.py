@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hip_ops.runtime.launch import WARP_SIZE, Launch, as_rows, empty_results, on, plan
+from hip_ops.runtime.launch import WARP_SIZE, Launch, as_rows, empty_results, plan, run_kernel
 
 TILE_NAMES = ("ROWS", "BLOCK")
 
@@ -94,14 +94,13 @@ def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> T
     """As reference.weighted_swiglu."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
-    if rows:
-        gate_up, probs = as_rows(gate_up), probs.contiguous()
-        grid, keywords = plan(launch, TILE_NAMES, (rows, width), width, gate_up.element_size(), backward=False)
-        with on(gate_up.device):
-            weighted_swiglu_forward_kernel[grid](
-                gate_up, probs, probs if offsets is None else offsets.contiguous(), out, rows, width, gate_up.stride(0),
-                0 if offsets is None else offsets.shape[0], HAS_OFFSETS=offsets is not None, **keywords,
-            )
+    gate_up, probs = as_rows(gate_up), probs.contiguous()
+    grid, keywords = plan(launch, TILE_NAMES, (rows, width), width, gate_up.element_size(), backward=False)
+    run_kernel(
+        weighted_swiglu_forward_kernel, grid, gate_up, probs, probs if offsets is None else offsets.contiguous(), out,
+        rows, width, gate_up.stride(0), 0 if offsets is None else offsets.shape[0], HAS_OFFSETS=offsets is not None,
+        device=gate_up.device, **keywords,
+    )
     return out
 
 
@@ -112,13 +111,12 @@ def weighted_swiglu_backward(
     rows, width = grad.shape
     d_gate_up, d_probs = empty_results(gate_up, probs, like=gate_up)
     out = torch.empty((rows, width) if with_output else 0, dtype=gate_up.dtype, device=grad.device)
-    if rows:
-        grad, gate_up, probs = as_rows(grad), as_rows(gate_up), probs.contiguous()
-        grid, keywords = plan(launch, TILE_NAMES, (rows,), width, gate_up.element_size(), backward=True)
-        with on(grad.device):
-            weighted_swiglu_backward_kernel[grid](
-                grad, gate_up, probs, probs if offsets is None else offsets.contiguous(), d_gate_up, d_probs, out, rows,
-                width, grad.stride(0), gate_up.stride(0), 0 if offsets is None else offsets.shape[0],
-                HAS_OFFSETS=offsets is not None, WITH_OUTPUT=with_output, **keywords,
-            )
+    grad, gate_up, probs = as_rows(grad), as_rows(gate_up), probs.contiguous()
+    grid, keywords = plan(launch, TILE_NAMES, (rows,), width, gate_up.element_size(), backward=True)
+    run_kernel(
+        weighted_swiglu_backward_kernel, grid, grad, gate_up, probs, probs if offsets is None else offsets.contiguous(),
+        d_gate_up, d_probs, out, rows, width, grad.stride(0), gate_up.stride(0),
+        0 if offsets is None else offsets.shape[0], HAS_OFFSETS=offsets is not None, WITH_OUTPUT=with_output,
+        device=grad.device, **keywords,
+    )
     return d_gate_up, d_probs, out
