@@ -299,8 +299,8 @@ def as_run(kernel: str, trial: HeadLaunch, inputs: Inputs) -> HeadLaunch:
     from hip_ops.ops.cca_prologue import triton as module
 
     projected, *parameters, rope, halo, value_halo, starts, groups, delayed = inputs.arguments
-    call = module.Call.of(projected, parameters[2], rope, halo, value_halo, starts, groups, delayed)
-    plan = module._plan(call, kernel != "forward", module.launch)
+    call = (projected, parameters[2], rope, halo, value_halo, starts, groups, delayed)
+    plan = module._plan_for(kernel != "forward", *call)
     return trial if kernel == "norm" else replace(trial, stages=plan.keywords[kernel]["num_stages"])
 
 

@@ -172,9 +172,9 @@ def plan(
 ) -> tuple[tuple[int, ...], dict]:
     """Return the grid over `extent`, (rows,) or (rows, columns), and the kernel's keywords.
 
-    choose: the module's `launch`, which gets sizes and options; it is part of the key because benchmarks and tests
-    replace it. names: those of the kernel for rows, columns and stages of a tile.
+    choose: the module's `launch`, which gets sizes, options and the warp size; it is part of the key because benchmarks
+    and tests replace it. names: those of the kernel for rows, columns and stages of a tile.
     """
-    chosen = choose(*sizes, **options)
+    chosen = choose(*sizes, warp_size=WARP_SIZE, **options)
     tile = zip(names, (chosen.rows, chosen.columns, chosen.stages), strict=False)
     return chosen.grid(*extent, processors=processors), dict(tile) | chosen.options

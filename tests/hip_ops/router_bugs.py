@@ -85,7 +85,7 @@ def kernels(folder: Path, name: str | None = None) -> ModuleType:
     from hip_ops.ops.router_mlp import triton as router_mlp
 
     module = triton_copy(folder, router_mlp, BUGS, name)
-    module.launch = lambda width: module.Launch(16, 16, 4, stages=2)
+    module.launch = lambda width, warp_size: module.Launch(16, 16, 4, stages=2)
     return module
 
 

@@ -46,7 +46,7 @@ class HeadLaunch(Launch):
 
 @lru_cache
 def launch(
-    kernel: str, d: int, heads: int, element_size: int, *, processors: int, warp_size: int = WARP_SIZE
+    kernel: str, d: int, heads: int, element_size: int, *, processors: int, warp_size: int
 ) -> HeadLaunch:
     """Choose tile and grid of `kernel` - forward, norm, input or weight - for N = `heads` heads of d channels.
 
@@ -128,7 +128,8 @@ def _plan(
     heads, d, rows, total = of["HEADS"] + of["GROUPS"], of["D"], s // chunks, s * batch
     names = ("norm", "input", "weight") if backward else ("forward",)
     chosen = {
-        name: choose(name, d, heads, element_size, processors=multiprocessors(device)) for name in names
+        name: choose(name, d, heads, element_size, processors=multiprocessors(device), warp_size=WARP_SIZE)
+        for name in names
     }
     sizes = (total, rows, batch, divisor(rows), divisor(batch))
 

@@ -99,11 +99,11 @@ def add_rows_(total: Tensor, ids: Tensor, rows: Tensor) -> None:
     grid = (parts, triton.cdiv(width, block))
     run_kernel(
         add_runs_kernel, grid, total, in_order, order, rows, heads, tails, count, width, total.stride(0),
-        rows.stride(0), RUN=RUN, BLOCK=block, num_warps=warps(block), device=rows.device,
+        rows.stride(0), RUN=RUN, BLOCK=block, num_warps=warps(block, WARP_SIZE), device=rows.device,
     )
     run_kernel(
         join_runs_kernel, grid, total, in_order, heads, tails, count, width, total.stride(0), RUN=RUN, AT_ONCE=AT_ONCE,
-        BLOCK=block, num_warps=warps(block), device=rows.device,
+        BLOCK=block, num_warps=warps(block, WARP_SIZE), device=rows.device,
     )
 
 
@@ -112,6 +112,6 @@ def columns_of_block(width: int) -> int:
     return min(1024, triton.next_power_of_2(width))
 
 
-def warps(block: int, warp_size: int = WARP_SIZE) -> int:
+def warps(block: int, warp_size: int) -> int:
     """Return the number of warps."""
     return max(1, block // 8 // warp_size)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hip_ops.runtime.launch import WARP_SIZE, Launch, as_rows, empty_results, plan, run_kernel
+from hip_ops.runtime.launch import Launch, as_rows, empty_results, plan, run_kernel
 
 TILE_NAMES = ("ROWS", "BLOCK")
 PROGRAMS = 256  # of the sort, at most, because each program reads the counts of all
@@ -105,7 +105,7 @@ def sort_tile(num_experts: int) -> tuple[int, int]:
     return experts, 4096 // experts
 
 
-def launch(hidden_size: int, element_bytes: int, *, warp_size: int = WARP_SIZE) -> Launch:
+def launch(hidden_size: int, element_bytes: int, *, warp_size: int) -> Launch:
     """Choose the tile for rows of `hidden_size` elements.
 
     A lane has 32 bytes of a row, in two pieces of 16.

@@ -154,7 +154,7 @@ class StepTile:
     num_warps: int
 
 
-def launch(element_bytes: int, warp_size: int = WARP_SIZE) -> StepTile:
+def launch(element_bytes: int, warp_size: int) -> StepTile:
     """Choose the tile of row_statistics_kernel and row_gradient_kernel: 16 bytes per lane, twice a step.
     """
     return StepTile(2 * 256, 16 // element_bytes, 256 // warp_size)
@@ -167,7 +167,7 @@ def parts_of_gradient(classes: int) -> int:
     return max(1, min(16, classes // 16384))
 
 
-def tile(size: int, element_bytes: int, warp_size: int = WARP_SIZE) -> tuple[int, int]:
+def tile(size: int, element_bytes: int, warp_size: int) -> tuple[int, int]:
     """Return block and warps of exponentials_kernel for a part of `size` classes: 16 bytes per lane, twice if the part
     is that large.
     """
@@ -179,7 +179,7 @@ def row_statistics(logits: Tensor, labels: Tensor, first_class: int, parts: int)
     """As reference.row_statistics."""
     rows, classes = logits.shape
     statistics = torch.empty((parts, 3, rows), dtype=torch.float32, device=logits.device)
-    logits, chosen = as_rows(logits), launch(logits.element_size())
+    logits, chosen = as_rows(logits), launch(logits.element_size(), WARP_SIZE)
     run_kernel(
         row_statistics_kernel, (rows, parts), logits, labels.contiguous(), statistics, rows, classes, logits.stride(0),
         first_class, part_size(classes, parts), LANES=chosen.lanes, WIDTH=chosen.width, num_warps=chosen.num_warps,
@@ -194,7 +194,8 @@ def overwrite_with_gradient(
     """As reference.overwrite_with_gradient."""
     rows, classes = logits.shape
     if classes:
-        chosen, parts, normalizer = launch(logits.element_size()), parts_of_gradient(classes), as_rows(normalizer)
+        chosen, parts = launch(logits.element_size(), WARP_SIZE), parts_of_gradient(classes)
+        normalizer = as_rows(normalizer)
         run_kernel(
             row_gradient_kernel, (rows, parts), written_rows(logits), labels.contiguous(), normalizer,
             grad.contiguous(), classes, logits.stride(0), normalizer.stride(0), first_class, part_size(classes, parts),
@@ -207,7 +208,7 @@ def overwrite_with_exponentials(logits: Tensor, labels: Tensor, first_class: int
     rows, classes = logits.shape
     statistics = torch.empty((parts, 3, rows), dtype=torch.float32, device=logits.device)
     size = part_size(classes, parts)
-    block, warps = tile(size, logits.element_size())
+    block, warps = tile(size, logits.element_size(), WARP_SIZE)
     run_kernel(
         exponentials_kernel, (rows, parts), written_rows(logits), labels.contiguous(), statistics, rows, classes,
         logits.stride(0), first_class, size, MAX_EXPONENT=MAX_EXPONENT, EXPONENT_PERIOD=EXPONENT_PERIOD,

@@ -201,7 +201,7 @@ def muon_update_kernel(
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
-def tile_of(dtypes: Sequence[torch.dtype], wave: int = WARP_SIZE) -> dict:
+def tile_of(dtypes: Sequence[torch.dtype], wave: int) -> dict:
     """Return tile extents and warps: THREADS threads that each hold TILE_ELEMENTS / WIDTH vectors of every tensor."""
     width = vector_elements([dtype.itemsize for dtype in dtypes])
     return dict(UNROLL=TILE_ELEMENTS // width, INNER=THREADS * width, WIDTH=width, num_warps=THREADS // wave)
@@ -216,7 +216,8 @@ def muon_momentum_(gradients, momenta, outputs, square_sums, grad_scale, found_i
             if table.chunks:
                 muon_momentum_kernel[(blocks_for(table),)](
                     table.data, table.chunk_rows, table.chunks, grad_scale, found_inf, partials, momentum, 1 - momentum,
-                    *(TYPES[dtype] for dtype in dtypes), nesterov, CHUNK=table.chunk_elements, **tile_of(dtypes),
+                    *(TYPES[dtype] for dtype in dtypes), nesterov, CHUNK=table.chunk_elements,
+                    **tile_of(dtypes, WARP_SIZE),
                 )
             if square_sums is not None:
                 muon_square_sums_kernel[(table.tensors,)](
@@ -234,5 +235,5 @@ def muon_update_(updates, masters, params, scales, lr, lr_tensor, weight_decay, 
                 copy = TYPES[dtypes[2]] if masters else None
                 muon_update_kernel[(blocks_for(table),)](
                     table.data, table.chunk_rows, table.chunks, found_inf, lr_tensor, lr, weight_decay,
-                    TYPES[dtypes[0]], TYPES[dtypes[1]], copy, CHUNK=table.chunk_elements, **tile_of(dtypes),
+                    TYPES[dtypes[0]], TYPES[dtypes[1]], copy, CHUNK=table.chunk_elements, **tile_of(dtypes, WARP_SIZE),
                 )

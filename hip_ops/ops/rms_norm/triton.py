@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hip_ops.ops.rms_norm import backward_results, forward_results
-from hip_ops.runtime.launch import WARP_SIZE, Launch, as_rows, contiguous, multiprocessors, plan, run_kernel
+from hip_ops.runtime.launch import Launch, as_rows, contiguous, multiprocessors, plan, run_kernel
 
 TILE_NAMES = ("ROWS", "BLOCK", "STAGES")
 
@@ -199,7 +199,7 @@ def rms_norm_sum_kernel(
         tl.store(d_residual_scale + columns, tl.fma(total, b_x, tl.sum(sum_gr, axis=0)).to(vector), mask=inside)
 
 
-def launch(hidden_size: int, *, scaled: bool, backward: bool, warp_size: int = WARP_SIZE) -> Launch:
+def launch(hidden_size: int, *, scaled: bool, backward: bool, warp_size: int) -> Launch:
     """Choose tile and grid for a hidden size.
 
     Forward: one program per tile, because a program that loops could only keep the vectors, which the cache holds

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hip_ops.ops.router_mlp.reference import SUM_NAMES
-from hip_ops.runtime.launch import WARP_SIZE, Launch, contiguous, plan, run_kernel
+from hip_ops.runtime.launch import Launch, contiguous, plan, run_kernel
 from hip_ops.saved_bytes import router_columns
 
 INVERSE_SQRT_2 = tl.constexpr(0.7071067811865476)
@@ -222,7 +222,7 @@ def router_mlp_backward_kernel(
             tl.store(total + R + part, tl.zeros([PART], tl.float32))
 
 
-def launch(width: int, *, warp_size: int = WARP_SIZE) -> Launch:
+def launch(width: int, *, warp_size: int) -> Launch:
     """Choose the tile of both kernels for a router of `width` channels.
     """
     if warp_size == 64:

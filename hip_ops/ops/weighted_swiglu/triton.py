@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hip_ops.runtime.launch import WARP_SIZE, Launch, as_rows, empty_results, plan, run_kernel
+from hip_ops.runtime.launch import Launch, as_rows, empty_results, plan, run_kernel
 
 TILE_NAMES = ("ROWS", "BLOCK")
 
@@ -80,7 +80,7 @@ def weighted_swiglu_backward_kernel(
     tl.store(d_probs + row, tl.sum(d_prob, axis=1).to(d_probs.dtype.element_ty), mask=inside)
 
 
-def launch(width: int, element_bytes: int, *, backward: bool, warp_size: int = WARP_SIZE) -> Launch:
+def launch(width: int, element_bytes: int, *, backward: bool, warp_size: int) -> Launch:
     """Choose the tile for outputs of `width` columns: 16 bytes of each tensor per lane.
 
     Two rows of ZAYA1's width per program, as measured on an H100, where evict_first made every kernel 1 to 2 % slower.
