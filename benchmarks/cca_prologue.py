@@ -233,11 +233,12 @@ def trials(kernel: str, processors: int) -> list[HeadLaunch]:
     resident at once, or in a given number of rounds.
     """
     from hip_ops.ops.cca_prologue.triton import launch
+    from hip_ops.runtime.launch import WARP_SIZE
 
     def resident(count: float, part: int = D) -> int:
         return max(1, int(processors * count * part / ((HEADS + GROUPS) * D)))
 
-    default = launch(kernel, D, HEADS + GROUPS, 2, processors=processors)
+    default = launch(kernel, D, HEADS + GROUPS, 2, processors=processors, warp_size=WARP_SIZE)
     if kernel == "forward":
         others = [
             replace(default, programs=None),
