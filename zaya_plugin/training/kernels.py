@@ -15,6 +15,7 @@ import torch
 
 import hip_ops
 from hip_ops.runtime import operator
+from hip_ops.runtime.choice import Versions
 from hip_ops.runtime.operator import OPERATORS, report
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.ground.errors import mistake
@@ -67,7 +68,7 @@ def _choices(recipe: Recipe) -> Choices:
     return chosen
 
 
-def attention(recipe: Recipe) -> operator.Versions:
+def attention(recipe: Recipe) -> Versions:
     """Return core attention as the recipe's steps call it, for the heads of one rank."""
     from zaya_plugin.model.core_attention import core_attention  # imports Megatron, which a rank must patch before
 
@@ -124,7 +125,7 @@ def check_agreement(everyone: Sequence[Choices], recipe: Recipe) -> None:
     )
 
 
-def _equal_version(own: operator.Versions, chosen: Iterable[tuple[str, ...]], other: str | None) -> str:
+def _equal_version(own: Versions, chosen: Iterable[tuple[str, ...]], other: str | None) -> str:
     """Return the version to request for the folder of operator `own`, so that the ranks run the same: at the first
     place where they differ, the last in the operator's order.
 
