@@ -13,8 +13,9 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from zaya_plugin.model.build import build_zaya_model
 from zaya_plugin.model.config import ZayaConfig
-from zaya_plugin.optim.factory import muon_factory, tag_parameters
+from zaya_plugin.optim.factory import muon_factory
 from zaya_plugin.optim.muon import MuonSettings
+from zaya_plugin.optim.parameter_role import tag_parameters
 
 
 def build_model():

@@ -171,7 +171,7 @@ def boundaries_in_turn():
     """Return a function that gives a zig-zag rank the boundaries of another batch at each call, computed on the
     device.
     """
-    from zaya_plugin.training.batches import micro_batch
+    from zaya_plugin.hosts.adapter import micro_batch
 
     generator = torch.Generator().manual_seed(8)
     tokens = iter(torch.randint(0, 50, (4, 2, 512), generator=generator).cuda())

@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import hip_ops
 from tests.model.steps import assert_same_bits, train
-from zaya_plugin.model.norm import ZayaRMSNorm
-from zaya_plugin.model.residual import InputAffine
+from zaya_plugin.model.residual import InputAffine, ZayaRMSNorm
 from zaya_plugin.model.stream import LinkedContext
 from zaya_plugin.parallel.packed_documents import PackedDocuments
 

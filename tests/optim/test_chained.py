@@ -13,9 +13,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # i
 from megatron.core.optimizer.optimizer import ChainedOptimizer  # isort: skip
 
 from tests.distributed.muon_model import build_model
-from zaya_plugin.optim.chained import NonFiniteGradientsError
+from zaya_plugin.optim.chained import DeferredScale, NonFiniteGradientsError
 from zaya_plugin.optim.factory import muon_factory
-from zaya_plugin.optim.gradient_buffers import DeferredScale
 from zaya_plugin.optim.muon import MuonSettings, StepContext
 
 TOKENS = 4096

@@ -29,8 +29,9 @@ from zaya_plugin.model.build import build_zaya_model  # noqa: E402
 from zaya_plugin.model.config import ZayaConfig  # noqa: E402
 from zaya_plugin.model.router import ZayaRouter  # noqa: E402
 from zaya_plugin.optim.balancing import update_biases  # noqa: E402
-from zaya_plugin.optim.factory import muon_factory, tag_parameters  # noqa: E402
+from zaya_plugin.optim.factory import muon_factory  # noqa: E402
 from zaya_plugin.optim.muon import MuonSettings  # noqa: E402
+from zaya_plugin.optim.parameter_role import tag_parameters  # noqa: E402
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
 METADATA |= {"chained_optim_avoid_prefix": True}  # as megatron.training.checkpointing sets it

@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state
 from megatron.training import get_args, get_tokenizer
+from torch import Tensor
 
 from zaya_plugin.checkpoint.replicas import check_replicas
 from zaya_plugin.config.schema import Recipe
@@ -25,9 +27,9 @@ from zaya_plugin.hosts.stage_handover import Handover, stage_datasets
 from zaya_plugin.hosts.stage_model import build_stage, model_config
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.parallel.context_order import ContextShard
+from zaya_plugin.parallel.packed_documents import PackedDocuments
 from zaya_plugin.patches.hooks import TRAINING
 from zaya_plugin.training.balancer import Balancer
-from zaya_plugin.training.batches import micro_batch
 from zaya_plugin.training.lifecycle import Lifecycle
 from zaya_plugin.training.optimizer import optimizer_factory
 
@@ -51,6 +53,41 @@ def forward_step(data_iterator, model):
         batch.tokens, batch.positions, None, labels=batch.labels, loss_mask=mask, packed_seq_params=batch.packed
     )
     return losses, reduce_loss
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """tokens, labels, positions int64 [b, s] and loss_mask [b, s] of this rank's rows; packed: boundaries, or None."""
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    loss_mask: Tensor
+    packed: PackedDocuments | None
+
+
+def micro_batch(
+    batch: dict[str, Tensor], device, shard: ContextShard, eod: int | None = None, reset_positions: bool = False
+) -> MicroBatch:
+    """Return this rank's part of a batch of Megatron's GPTDataset, on the device. Every rank reads whole sequences, so
+    that the ranks of one sequence agree without communication.
+
+    Args:
+        batch: tokens, labels, position_ids, loss_mask of whole sequences, [b, S], on any device; and document_ends bool
+            [b, S], without which documents end at `eod`.
+        shard: this rank's part of the sequences.
+        eod: the token that ends a document, to compute each document by itself; None: documents attend to each other.
+        reset_positions: RoPE counts from the start of each document.
+    """
+    names = ("tokens", "labels", "position_ids", "loss_mask")
+    tokens, labels, positions, mask = (batch[name].to(device, non_blocking=True) for name in names)
+    # Before the cut, because the documents of a rank's rows depend on the rows before them.
+    packed = None
+    if eod is not None:
+        ends = batch["document_ends"].to(device, non_blocking=True) if "document_ends" in batch else tokens == eod
+        packed = PackedDocuments.from_ends(ends, shard, reset_positions)
+    tokens, labels, positions, mask = (shard.take(x, 1) for x in (tokens, labels, positions, mask))
+    return MicroBatch(tokens, labels, packed.positions.t() if reset_positions and packed else positions, mask, packed)
 
 
 class Adapter:
@@ -135,7 +172,7 @@ class Adapter:
         """Run Megatron's finalize_model_grads and balance the experts, after the backward passes of a step.
 
         finalize_model_grads completes the gradients' reduction among ranks and calls each buffer's `scale_gradients`
-        (`zaya_plugin.optim.gradient_buffers.DeferredScale`) with 1 / number of tokens.
+        (`zaya_plugin.optim.chained.DeferredScale`) with 1 / number of tokens.
         """
         finalize_model_grads(model, *positional, **named)
         self.balancer.balance(model)

@@ -16,8 +16,9 @@ from zaya_plugin.config.optimizer_override import Override
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.optim.balancing import RouterStatistics
 from zaya_plugin.optim.chained import ChainedMuonAdamW
-from zaya_plugin.optim.factory import muon_factory, tag_parameters
+from zaya_plugin.optim.factory import muon_factory
 from zaya_plugin.optim.muon import MuonSettings
+from zaya_plugin.optim.parameter_role import tag_parameters
 from zaya_plugin.training.balancer import Balancer
 
 

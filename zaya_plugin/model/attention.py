@@ -20,17 +20,15 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import hip_ops
 from hip_ops.runtime.main_grad import main_grad_linear
 from zaya_plugin.ground.errors import mistake
-from zaya_plugin.model.cca import key_scale, rope_table
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.decode_state import DecodeState
-from zaya_plugin.model.initialization import constant_parameter, random_parameter
-from zaya_plugin.model.parameter_gather import gathered
-from zaya_plugin.model.small_gradients import ParameterView, direct
-from zaya_plugin.parallel.boundary_exchange import BoundaryExchange, last_rows
+from zaya_plugin.model.parameters import ParameterView, constant_parameter, direct, gathered, random_parameter
+from zaya_plugin.parallel.context_exchange import BoundaryExchange, last_rows
 from zaya_plugin.parallel.context_order import ContextShard
 from zaya_plugin.parallel.local_heads import LocalHeads
 from zaya_plugin.parallel.packed_documents import PackedDocuments
@@ -312,3 +310,29 @@ class ZayaSelfAttention(MegatronModule):
         return self.core_attention(
             query, key, value, attention_mask, attn_mask_type=self.attn_mask_type, packed_seq_params=packed
         )
+
+
+def key_scale(temperature: Tensor, form: str) -> Tensor:
+    """Return the length of the keys relative to sqrt(d); temperature [g] -> [g]. `form` as
+    ZayaConfig.temperature_form.
+    """
+    if form == "linear":
+        return temperature
+    temperature = temperature.to(hip_ops.wide(temperature.dtype))
+    if form == "exp":
+        return temperature.exp()
+    assert form == "clamped_exp", form
+    return temperature.clamp(1e-7, 2.0).exp()
+
+
+_rope_tables = WeakTensorKeyDictionary()
+
+
+def rope_table(angles: Tensor) -> Tensor:
+    """Return (cos, sin) of angles [s, 1 or b, 1, r] as `hip_ops.cca_prologue` takes them; computed once for all layers
+    that get the same angles.
+    """
+    table = _rope_tables.get(angles)
+    if table is None:
+        table = _rope_tables[angles] = hip_ops.rope_table(angles)
+    return table

@@ -45,8 +45,8 @@ from hip_ops.runtime.operator import Versions
 from hip_ops.runtime.selection import Request
 from zaya_plugin.model.aiter_attention import aiter_flash
 from zaya_plugin.model.block_attention import block_attention, takes_blocks
+from zaya_plugin.parallel.context_exchange import gather_key_value
 from zaya_plugin.parallel.context_order import ContextShard
-from zaya_plugin.parallel.key_value_gather import gather_key_value
 from zaya_plugin.parallel.packed_documents import PackedDocuments
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 
 Every expert's matrix is a named 2-D parameter of its own, so that an optimizer such as Muon sees matrices. All matrices
 of a kind lie one after another in one block of memory, so that `hip_ops.grouped_rows` reads them in place, without a
-copy. Megatron's DDP moves parameters into its own buffer; `zaya_plugin.optim.sharding.layout` keeps the block whole
+copy. Megatron's DDP moves parameters into its own buffer; `zaya_plugin.optim.sharding.placement` keeps the block whole
 there.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import hip_ops
 from hip_ops.runtime.main_grad import handed_over_block, main_grad_of
 from zaya_plugin.model.config import ZayaConfig
-from zaya_plugin.model.initialization import initial_device, initialize
+from zaya_plugin.model.parameters import initial_device, initialize
 from zaya_plugin.optim.parameter_role import ExpertBlock, role_of
 
 

@@ -31,7 +31,7 @@ from zaya_plugin.model.core_attention import ZayaCoreAttention
 from zaya_plugin.model.experts import GroupedExperts
 from zaya_plugin.model.layer import ZayaLayerSubmodules, ZayaTransformerLayer
 from zaya_plugin.model.moe import ZayaMoELayer
-from zaya_plugin.model.norm import norm_class
+from zaya_plugin.model.residual import norm_class
 
 
 class WithoutExtraState:

@@ -78,7 +78,7 @@ class ZayaMoELayer(MegatronModule):
         projected = None
         if self.dispatch is None and not self.identity_skip:
             # The gather of rows is then the only other reader of the tokens: its gradient may be overwritten
-            # (shared_input.py).
+            # (`input_and_linear`).
             hidden_states, projected = self.router.project(hidden_states)
         weights, ids, router_state = self.router(hidden_states, router_state, forced_expert_ids, projected)
         tokens_Th, weights_T, ids_T = hidden_states.flatten(0, 1), weights.flatten(), ids.flatten()

@@ -10,41 +10,20 @@ zaya_plugin/optim/sharding/distributed.py).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import nn
 
 from zaya_plugin import compat
-from zaya_plugin.config.optimizer_override import Override
 from zaya_plugin.optim.chained import ChainedMuonAdamW
 from zaya_plugin.optim.gradient_buffers import group_layers, skip_zeroing_experts
-from zaya_plugin.optim.grouping import assign
 from zaya_plugin.optim.muon import MuonAdamW, MuonSettings
-from zaya_plugin.optim.parameter_role import ParameterRole, role_of
+from zaya_plugin.optim.parameter_role import role_of
 from zaya_plugin.optim.sharding.distributed import MuonDistributedOptimizer
 from zaya_plugin.patches import hooks
 
 CORE = "megatron.core.optimizer"
-
-
-def tag_parameters(
-    model: nn.Module,
-    overrides: Iterable[Override] = (),
-    split_gate_up: bool = False,
-    default: str = "muon",
-    part_of: str | None = None,
-) -> dict[str, ParameterRole]:
-    """Attach each parameter's role, before DDP lays out its buffers; return all roles by name.
-
-    part_of: the prefix of the parameters' names, if `model` is a part of a model. Other arguments, and errors: as
-    `zaya_plugin.optim.grouping.assign`.
-    """
-    parameters = {(part_of or "") + name: parameter for name, parameter in model.named_parameters()}
-    roles = assign(parameters.items(), overrides, split_gate_up, default, is_whole=part_of is None)
-    for name, role in roles.items():
-        parameters[name].zaya_role = role
-    return roles
 
 
 def muon_factory(

@@ -194,7 +194,7 @@ def _adamw_elements(shape: Shape, layout: ParallelSizes) -> float:
 
 def padded_parameters(shape: Shape, layout: ParallelSizes, muon: bool = True) -> dict[str, float]:
     """Return elements of the gradient buffers of a rank, "experts" and "rest". Every shard holds whole matrices
-    (zaya_plugin.optim.sharding.layout).
+    (zaya_plugin.optim.sharding.placement).
     """
     local = local_parameters(shape, layout)
     largest = (

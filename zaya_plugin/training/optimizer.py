@@ -11,22 +11,19 @@ from torch import nn
 
 from zaya_plugin.config.optimizer_override import Override
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.optim.factory import muon_factory, tag_parameters
+from zaya_plugin.optim.factory import muon_factory
 from zaya_plugin.optim.muon import MuonSettings
-from zaya_plugin.optim.parameter_role import ParameterRole
+from zaya_plugin.optim.parameter_role import ParameterRole, tag_parameters
 
 
-def assign_optimizers(recipe: Recipe, model: nn.Module, part_of: str | None = None) -> dict[str, ParameterRole]:
+def assign_optimizers(recipe: Recipe, model: nn.Module) -> dict[str, ParameterRole]:
     """Attach the roles of the parameters of `model`, before DDP wraps it; return them by name.
 
-    part_of: the prefix of the parameters' names, if `model` is a part of a model. A host that builds the model itself
-    lays out its buffers, which depend on the roles, before the whole model can be passed here.
-
     Raises:
-        ValueError: see `zaya_plugin.optim.grouping.assign`.
+        ValueError: see `zaya_plugin.optim.parameter_role.assign`.
     """
     overrides = [Override.parse(entry) for entry in recipe.optim.overrides]
-    return tag_parameters(model, overrides, recipe.optim.muon_split_gate_up, recipe.optim.name, part_of)
+    return tag_parameters(model, overrides, recipe.optim.muon_split_gate_up, recipe.optim.name)
 
 
 def muon_settings(recipe: Recipe) -> MuonSettings:

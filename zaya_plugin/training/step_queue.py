@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zaya_plugin.checkpoint.saver import Saver
-from zaya_plugin.optim.host_copy import HostCopy
+from zaya_plugin.optim.chained import HostCopy
 from zaya_plugin.training import heartbeat
 from zaya_plugin.training.loss_guard import RollBackError
 

@@ -1,5 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of a layout: the parameters of each bucket, their order and their offsets.
+"""The layout of DDP's flat buffers: the parameters of each bucket, their order and their offsets.
+
+Megatron's DDP copies all weights of one dtype into a flat buffer (experts into one of their own) and cuts the buffer
+into buckets. ZeRO-1 cuts every bucket into equal shards, one a data-parallel rank. In Megatron's own layout bucket and
+shard borders may lie inside a parameter. `layout` plans buffers in which
+
+* the matrices of an expert block (e.g. the 16 gate+up matrices of a layer) are neighbours in ascending order, so that
+  the grouped GEMM reads them in place as one [E, out, in] tensor; shard borders lie only between them;
+* a parameter that Muon updates lies whole in one shard; the rank of that shard is its owner and alone keeps its
+  momentum and updates it; owners have about equal work over all buckets;
+* every other parameter fills the gaps and may be cut, because AdamW works element by element.
+
+megatron-core has what this file imports from 0.19 on. Before, hence in Primus, its own layout stays, which cuts about
+one matrix at each shard border (distributed.py, `MatrixExchange`).
 
 A unit is an expert block or a single parameter. First the units, in the order of the backward pass, are cut into
 buckets, so that whole matrices cost little padding and gradients are sent early. Then the units of each bucket are
@@ -19,11 +32,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from megatron.core.optimizer.param_layout import pad_param_start, pad_to_divisor
+from megatron.core.optimizer.param_layout import (
+    PerBufferParamLayout,
+    bucket_end_divisor,
+    pad_param_start,
+    pad_to_divisor,
+)
 from torch.nn import Parameter
 
 from hip_ops.ops.newton_schulz.plan import newton_schulz_flops
 from zaya_plugin.optim.parameter_role import role_of
+from zaya_plugin.optim.sharding.distributed import BufferLayout
 
 # Cost of reading and writing an element's gradient, momentum and weight, as FLOPs of Newton-Schulz that take as long.
 # For all of ZAYA1-base these passes take 60 of 596 ms on one H200 (benchmarks/results/optimizer_step-h200.json), where
@@ -44,12 +63,54 @@ SIZE = 0.2
 HIDDEN = 2
 
 
+def layout(params: Sequence[Parameter], bucket_size: int | None, shards: int, divisor: int) -> BufferLayout:
+    """Plan the layout of one buffer. Every rank plans for itself and gets the same result.
+
+    Args:
+        params: parameters in forward order, with their roles.
+        bucket_size: elements after which a bucket may close; None puts all parameters into one bucket.
+        shards: shards of a bucket.
+        divisor: a divisor of every bucket's length.
+    """
+    places, buckets, start = {}, [], 0
+    for bucket, (offsets, numel) in enumerate(placed_buckets(params, bucket_size, shards, divisor)):
+        for param, offset in offsets.items():
+            places[param] = (start + offset, start + offset + param.numel(), bucket)
+        buckets.append((start, start + numel))
+        start += numel
+    return BufferLayout(places, buckets, shards)
+
+
+def compute_expert_block_layout(
+    params: list[Parameter],
+    bucket_size: int | None,
+    data_parallel_world_size: int,
+    ddp_config,
+    param_indices: list[int] | None = None,
+):
+    """Return `layout` as Megatron's PerBufferParamLayout; takes the place of
+    DistributedOptimizer._compute_per_buffer_param_layout.
+
+    ddp_config: Megatron's DistributedDataParallelConfig (bucket padding for NCCL). param_indices: passed through.
+    """
+    divisor = bucket_end_divisor(data_parallel_world_size, ddp_config.pad_buckets_for_high_nccl_busbw)
+    planned = layout(params, bucket_size, data_parallel_world_size, divisor)
+    return PerBufferParamLayout(
+        param_index_map=dict(planned.places),
+        bucket_indices=list(planned.buckets),
+        # Padding included. Without it, `fully_reshardable` checkpoints (distrib_optimizer.py,
+        # get_parameter_state_dp_zero) join the buckets without padding but look parameters up by their place in the
+        # buffer: from the second bucket on they hold shifted state.
+        per_bucket_numel_unpadded=[end - start for start, end in planned.buckets],
+        param_indices=param_indices if param_indices is not None else [],
+        num_optimizer_shards=data_parallel_world_size,
+    )
+
+
 def placed_buckets(
     params: Sequence[Parameter], bucket_size: int | None, shards: int, divisor: int
 ) -> list[tuple[dict[Parameter, int], int]]:
-    """Return, of each bucket, the offsets of its parameters and its length. Arguments as for
-    `zaya_plugin.optim.sharding.layout.layout`.
-    """
+    """Return, of each bucket, the offsets of its parameters and its length. Arguments as for `layout`."""
     bucket_shards = Shards(shards, divisor)
     units = units_of(reversed(params))
     candidates = [
