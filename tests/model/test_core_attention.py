@@ -31,6 +31,7 @@ def nothing_is_kept():
     yield
     core_attention.cache_clear()
     attention_of.cache_clear()
+    module._missing.cache_clear()
 
 
 def operator(version, form="whole", dtype=torch.float32, exact=False):
@@ -164,6 +165,7 @@ def test_what_auto_takes(monkeypatch):
     assert choice.startswith("sdpa (cluster.core_attention=auto; no flash_attn: its package cannot be imported")
     assert "no cudnn: this torch is not built with cuDNN" in choice
     core_attention.cache_clear()
+    module._missing.cache_clear()
     install(monkeypatch, "flash_attn")
     whole = operator("auto", dtype=torch.bfloat16)
     assert whole.choice(CPU) == "flash_attn (cluster.core_attention=auto)" and whole.running(CPU) == ("flash_attn",)
@@ -190,6 +192,7 @@ def test_calls_that_the_requested_version_does_not_take_are_named(caplog):
     )
     documents = operator("flash_attn", "documents")
     assert documents.running(CPU) == ("sdpa",) and "it has no version 'flash_attn'" in documents.choice(CPU)
+    assert documents.running(torch.device("cuda", 0)) == ("flex_attention",)
     assert "cluster.core_attention=flash_attn: this version takes no packed documents" in caplog.text
 
 

@@ -77,7 +77,7 @@ class Guest(Adapter):
         self.built_optimizer = False
 
     def summary(self) -> list[str]:
-        """Return lines for the first rank: the run's start, arguments that differ from the recipe, and the kernels."""
+        """Return lines for the first rank: the run's start, and arguments that differ from the recipe."""
         begins = f"resumes from step {self.resumed_at}" if self.resumed_at else "begins"
         first = (
             f"{self.recipe.name} {begins}, optimizer {self.recipe.optim.name}, megatron.core {compat.core_version()}"
@@ -86,7 +86,7 @@ class Guest(Adapter):
             f"--{name.replace('_', '-')} is {of_host!r} here and {of_recipe!r} in the recipe"
             for name, (of_host, of_recipe) in sorted(self.differences.items())
         )
-        return [f"zaya: {line}" for line in (first, *differences, *kernel_lines(self.recipe))]
+        return [f"zaya: {line}" for line in (first, *differences)]
 
     def install(self, more: Iterable[tuple[str, Callable]] = ()) -> None:
         """Replace the host's functions for the rest of the process. more: further symbols of this host, as `hooks`."""
@@ -137,8 +137,8 @@ class Guest(Adapter):
             checked = warm_up_kernels(self.recipe)
         except ValueError as error:
             raise SystemExit(f"zaya: {error}") from None
-        if self.args.rank == 0:
-            print(f"zaya: {checked}", flush=True)
+        if self.args.rank == 0:  # the table raises where a version is not available, which is on no rank by now
+            print(*(f"zaya: {line}" for line in (*kernel_lines(self.recipe), checked)), sep="\n", flush=True)
         self.built_optimizer = True
         return super().optimizer(get_megatron_optimizer, config, model_chunks, *positional, **named)
 

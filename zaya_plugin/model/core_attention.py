@@ -16,8 +16,10 @@ three forms:
     whole      all queries of a sequence: every version; `auto` takes the fastest that was measured (MEASURED)
     chunks     a context-parallel rank's chunks of queries: with auto, sdpa and cudnn in blocks (block_attention.py)
                where torch has a kernel for them, otherwise chunk by chunk by the version itself (cudnn: by sdpa)
-    documents  packed documents: by torch with every value of the key, flex_attention on an accelerator and a mask of all
-               pairs elsewhere; the log says so where another version is requested
+    documents  packed documents: by torch with every value of the key, flex_attention on an accelerator and sdpa with a
+               mask of all pairs elsewhere; the log says so where another version is requested. The packages' kernels
+               for sequences of several lengths (varlen) are not used: their arguments depend on the number of
+               documents, which the host would have to read in every step
 
 A version that is requested by name and is not available, or is wrong, raises; `auto` takes the next one. AITER, which was
 not run by this project, is left out with a warning where its check fails.
@@ -61,7 +63,7 @@ VERSIONS = ("cudnn", *PACKAGES, "aiter", "transformer_engine", "sdpa")
 FORMS = {
     "whole": VERSIONS,
     "chunks": ("blocks", *(version for version in VERSIONS if version != "cudnn")),  # blocks are cuDNN's kernel
-    "documents": ("sdpa",),
+    "documents": ("flex_attention", "sdpa"),
 }
 # What a version that a form lacks does not compute.
 NOT_TAKEN = {"chunks": "chunks of a sequence other than in blocks", "documents": "packed documents"}
@@ -183,9 +185,10 @@ def attention_of(version: str) -> Attention:
     return cudnn_attention if version == "cudnn" else causal_attention
 
 
+@functools.cache
 def _missing(version: str, _: torch.device) -> str | None:
     """Return why the package of `version` cannot be used, or None: a function of `available`, which `Versions._missing`
-    calls.
+    calls. Every layer asks, and Python would try the import of a missing package each time.
     """
     try:
         attention_of(version)
@@ -310,6 +313,8 @@ class CoreAttention(Versions):
         """Return the requested version, or with auto the fastest measured ones, then sdpa. For chunks `blocks` is before
         them with auto, sdpa and cudnn.
         """
+        if self.form == "documents":
+            return ("flex_attention",) if device.type == "cuda" else ("sdpa",)
         order = () if request.version == "auto" else (request.version,)
         if request.version == "auto" and self.form == "whole" and self.half and not self.exact:
             order = MEASURED.get(architecture(device), ())
@@ -323,7 +328,7 @@ class CoreAttention(Versions):
         return None if takes_blocks(query, key) else "torch would not choose cuDNN's kernel"
 
     def _failure(self, version: str, device: torch.device, check: bool) -> str | None:
-        if version == "sdpa" and (device.type == "cpu" or self.form == "documents"):  # torch's plain attention
+        if self.form == "documents" or (version == "sdpa" and device.type == "cpu"):  # torch's plain attention
             return None
         if check and (device, version) not in self.results:
             # Before the check: should a kernel end the process, the log names it.
