@@ -31,7 +31,7 @@ from zaya_plugin.parallel.packed_documents import PackedDocuments
 from zaya_plugin.patches.hooks import TRAINING
 from zaya_plugin.training.balancer import Balancer
 from zaya_plugin.training.lifecycle import Lifecycle
-from zaya_plugin.training.optimizer import optimizer_factory
+from zaya_plugin.training.optimizer import build_optimizer
 
 
 def forward_step(data_iterator, model):
@@ -142,9 +142,9 @@ class Adapter:
         stage = dict(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage, pg_collection=pg_collection)
         return build_stage(self.recipe, self.args, self.config, **stage)
 
-    def optimizer(self, get_megatron_optimizer, config, model_chunks, *positional, **named):
+    def optimizer(self, get_megatron_optimizer, config, model_chunks, **named):
         """Build Muon and AdamW; replaces Megatron's get_megatron_optimizer."""
-        return optimizer_factory(self.recipe)(get_megatron_optimizer, config, model_chunks, *positional, **named)
+        return build_optimizer(self.recipe, get_megatron_optimizer, config, model_chunks, **named)
 
     def load(self, load_checkpoint, model, optimizer, *positional, **named):
         """Load the run's checkpoint, or what the stage begins with, and compare what ranks hold that must hold the

@@ -127,7 +127,7 @@ class Guest(Adapter):
             for line in self.lifecycle.changed:
                 print(f"zaya: {line}", flush=True)
 
-    def optimizer(self, get_megatron_optimizer, config, model_chunks, *positional, **named):
+    def optimizer(self, *positional, **named):
         """Check the kernels and build the optimizer.
 
         Every rank calls it before the first step and with the process group, so the kernels are checked here too. Ends
@@ -140,7 +140,7 @@ class Guest(Adapter):
         if self.args.rank == 0:  # the table raises where a version is not available, which is on no rank by now
             print(*(f"zaya: {line}" for line in (*kernel_lines(self.recipe), checked)), sep="\n", flush=True)
         self.built_optimizer = True
-        return super().optimizer(get_megatron_optimizer, config, model_chunks, *positional, **named)
+        return super().optimizer(*positional, **named)
 
     def finalize(self, finalize_model_grads, model, *positional, **named):
         """Finish the gradients and balance the experts. Ends the run if the host has built an optimizer of its own."""

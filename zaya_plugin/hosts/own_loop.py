@@ -16,7 +16,7 @@ from zaya_plugin.config.optimizer_override import Override
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.optim.balancing import RouterStatistics
 from zaya_plugin.optim.chained import ChainedMuonAdamW
-from zaya_plugin.optim.factory import muon_factory
+from zaya_plugin.optim.factory import build_muon_adamw
 from zaya_plugin.optim.muon import MuonSettings
 from zaya_plugin.optim.parameter_role import tag_parameters
 from zaya_plugin.training.balancer import Balancer
@@ -97,5 +97,5 @@ def muon_optimizer(
                 fix="wrap it in DistributedDataParallel",
             )
         tag_parameters(unwrap_model(chunk), overrides)
-    factory = muon_factory(get_megatron_optimizer, muon or MuonSettings(), non_finite="stop", chain=BalancedMuonAdamW)
-    return factory(config, model_chunks, **named)
+    settings = dict(muon=muon or MuonSettings(), non_finite="stop", chain=BalancedMuonAdamW)
+    return build_muon_adamw(get_megatron_optimizer, config, model_chunks, **settings, **named)

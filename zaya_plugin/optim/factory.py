@@ -26,58 +26,59 @@ from zaya_plugin.patches import hooks
 CORE = "megatron.core.optimizer"
 
 
-def muon_factory(
+def build_muon_adamw(
     get_megatron_optimizer: Callable,
+    config,
+    model_chunks,
     muon: MuonSettings,
+    *,
     non_finite: str | None = None,
     max_non_finite: int | None = None,
     chain: type[ChainedMuonAdamW] = ChainedMuonAdamW,
-) -> Callable:
-    """Return a function with the signature of `get_megatron_optimizer` that builds MuonAdamW for models with roles.
+    config_overrides=None,
+    **named,
+) -> ChainedMuonAdamW:
+    """Build MuonAdamW for models with roles, in Megatron's wrappers.
 
     Args:
         get_megatron_optimizer: Megatron's function.
-        muon: settings of Muon. AdamW's settings, the learning rate and the weight decay are Megatron's arguments.
+        config, model_chunks, named: its arguments. AdamW's settings, the learning rate and the weight decay are in
+            `config`.
+        config_overrides: not used; the roles give Megatron's parameter groups.
+        muon: settings of Muon.
         non_finite: "skip" skips a step with non-finite gradients on all ranks, "stop" also raises
             NonFiniteGradientsError, None disables the check.
         max_non_finite: with "skip": raise after so many such steps in a row.
         chain: class of the result.
     """
-
-    def adam(params, **settings):
-        return MuonAdamW(params, muon, **settings)
-
-    def factory(config, model_chunks, config_overrides=None, **named):
-        overrides = _config_overrides(config, model_chunks)
-        group_layers(model_chunks)
-        with hooks.replaced(
-            {
-                f"{CORE}.Adam": adam,
-                f"{CORE}.DistributedOptimizer": MuonDistributedOptimizer,
-                f"{CORE}.USING_PYTORCH_OPTIMIZER": False,
-                f"{CORE}.distrib_optimizer.Adam": MuonAdamW,  # 0.16 checks the type of the inner optimizer
-            }
-        ):
-            parts = get_megatron_optimizer(config, model_chunks, config_overrides=overrides, **named).chained_optimizers
-        skip_zeroing_experts(model_chunks)
-        for optimizer in parts:
-            if (group := compat.group_of_experts_norm(optimizer)) is not None:
-                hooks.set_attribute("MegatronOptimizer().tp_group", optimizer, group)
-            if optimizer.optimizer is not None and not isinstance(optimizer, MuonDistributedOptimizer):
-                _tag_copies(optimizer)
-                # Megatron's own function would create a second moment for Muon's matrices.
-                hooks.set_attribute(
-                    "MegatronOptimizer().init_state_fn", optimizer, lambda inner, config=None: inner.initialise_state()
-                )
-                # It looks for a saved group with the settings of each of this run's; the inner optimizer needs none.
-                hooks.set_attribute(
-                    "MegatronOptimizer()._filter_and_reorder_param_groups", optimizer, lambda groups, saved: saved
-                )
-                described = functools.partial(_described, optimizer.sharded_state_dict)
-                hooks.set_attribute("MegatronOptimizer().sharded_state_dict", optimizer, described)
-        return chain(parts, model_chunks, non_finite, max_non_finite)
-
-    return factory
+    overrides = _config_overrides(config, model_chunks)
+    group_layers(model_chunks)
+    with hooks.replaced(
+        {
+            f"{CORE}.Adam": functools.partial(MuonAdamW, muon=muon),
+            f"{CORE}.DistributedOptimizer": MuonDistributedOptimizer,
+            f"{CORE}.USING_PYTORCH_OPTIMIZER": False,
+            f"{CORE}.distrib_optimizer.Adam": MuonAdamW,  # 0.16 checks the type of the inner optimizer
+        }
+    ):
+        parts = get_megatron_optimizer(config, model_chunks, config_overrides=overrides, **named).chained_optimizers
+    skip_zeroing_experts(model_chunks)
+    for optimizer in parts:
+        if (group := compat.group_of_experts_norm(optimizer)) is not None:
+            hooks.set_attribute("MegatronOptimizer().tp_group", optimizer, group)
+        if optimizer.optimizer is not None and not isinstance(optimizer, MuonDistributedOptimizer):
+            _tag_copies(optimizer)
+            # Megatron's own function would create a second moment for Muon's matrices.
+            hooks.set_attribute(
+                "MegatronOptimizer().init_state_fn", optimizer, lambda inner, config=None: inner.initialise_state()
+            )
+            # It looks for a saved group with the settings of each of this run's; the inner optimizer needs none.
+            hooks.set_attribute(
+                "MegatronOptimizer()._filter_and_reorder_param_groups", optimizer, lambda groups, saved: saved
+            )
+            described = functools.partial(_described, optimizer.sharded_state_dict)
+            hooks.set_attribute("MegatronOptimizer().sharded_state_dict", optimizer, described)
+    return chain(parts, model_chunks, non_finite, max_non_finite)
 
 
 def _described(sharded_state_dict: Callable, model_state: dict, is_loading: bool = False, **named) -> dict:

@@ -11,7 +11,8 @@ from torch import nn
 
 from zaya_plugin.config.optimizer_override import Override
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.optim.factory import muon_factory
+from zaya_plugin.optim.chained import ChainedMuonAdamW
+from zaya_plugin.optim.factory import build_muon_adamw
 from zaya_plugin.optim.muon import MuonSettings
 from zaya_plugin.optim.parameter_role import ParameterRole, tag_parameters
 
@@ -40,14 +41,9 @@ def muon_settings(recipe: Recipe) -> MuonSettings:
     )
 
 
-def optimizer_factory(recipe: Recipe) -> Callable:
-    """Return the replacement of Megatron's `get_megatron_optimizer` for a run of `recipe`; its first argument is that
-    function.
-    """
+def build_optimizer(recipe: Recipe, get_megatron_optimizer: Callable, *positional, **named) -> ChainedMuonAdamW:
+    """Build the recipe's optimizer; arguments as of Megatron's `get_megatron_optimizer`."""
     non_finite = recipe.optim.non_finite_gradients if recipe.parallel.use_distributed_optimizer else None
     limit = recipe.optim.max_non_finite_steps if non_finite == "skip" else None
-
-    def factory(get_megatron_optimizer, *positional, **named):
-        return muon_factory(get_megatron_optimizer, muon_settings(recipe), non_finite, limit)(*positional, **named)
-
-    return factory
+    settings = dict(muon=muon_settings(recipe), non_finite=non_finite, max_non_finite=limit)
+    return build_muon_adamw(get_megatron_optimizer, *positional, **settings, **named)
