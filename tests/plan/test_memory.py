@@ -10,8 +10,8 @@ import pytest
 from hip_ops.saved_bytes import chunk_for
 from zaya_plugin.config.compose import compose
 from zaya_plugin.plan import memory
+from zaya_plugin.plan.expected_step import between_instances, collective_seconds
 from zaya_plugin.plan.flops import Shape
-from zaya_plugin.plan.machines import between_instances, collective_seconds
 from zaya_plugin.plan.memory import Optimizer, Recompute, in_flight, layer_tensors, memory_plan, padded_parameters
 from zaya_plugin.plan.parallelism import Batch, ParallelSizes
 from zaya_plugin.plan.recipe_plan import RESERVE, choices, choose

@@ -21,6 +21,7 @@ from torch import Tensor
 from zaya_plugin.checkpoint.replicas import check_replicas
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import DataSources
+from zaya_plugin.ground import phases
 from zaya_plugin.handover.predecessor import predecessor
 from zaya_plugin.hosts import data_loaders
 from zaya_plugin.hosts.stage_handover import Handover, stage_datasets
@@ -29,6 +30,7 @@ from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.parallel.context_order import ContextShard
 from zaya_plugin.parallel.packed_documents import PackedDocuments
 from zaya_plugin.patches.hooks import TRAINING
+from zaya_plugin.training import heartbeat
 from zaya_plugin.training.balancer import Balancer
 from zaya_plugin.training.lifecycle import Lifecycle
 from zaya_plugin.training.optimizer import build_optimizer
@@ -146,21 +148,29 @@ class Adapter:
         """Build Muon and AdamW; replaces Megatron's get_megatron_optimizer."""
         return build_optimizer(self.recipe, get_megatron_optimizer, config, model_chunks, **named)
 
+    @heartbeat.during("load")
     def load(self, load_checkpoint, model, optimizer, *positional, **named):
         """Load the run's checkpoint, or what the stage begins with, and compare what ranks hold that must hold the
         same; replaces Megatron's load_checkpoint.
         """
+        if self.args.load:
+            phases.begin("loading the checkpoint")
+        self.check_content()
         loaded = self.handover.load(load_checkpoint, model, optimizer, *positional, **named)
         self.check_loaded(loaded[0])
         if self.args.load:
             check_replicas(model, optimizer)
         return loaded
 
+    def check_content(self) -> None:
+        """Compare the content of the checkpoint to load with its checksums, unless `Lifecycle.settle` has."""
+
     def check_loaded(self, iteration: int) -> None:
         """Check the step that the host has loaded; a guest's host may have failed without an error."""
 
     def datasets(self, num_samples, vp_stage=None) -> list:
         """Build the training, validation and test sets for Megatron's numbers of samples."""
+        phases.begin("opening the data")
         batch_size = getattr(self.args, "eval_global_batch_size", None) or self.args.global_batch_size
         return stage_datasets(self.recipe, self.sources, self.args, num_samples, batch_size)
 

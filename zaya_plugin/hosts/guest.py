@@ -157,12 +157,9 @@ class Guest(Adapter):
             )
         super().finalize(finalize_model_grads, model, *positional, **named)
 
-    @heartbeat.during("load")
-    def load(self, load_checkpoint, model, optimizer, *positional, **named):
-        """Load, unless the checkpoint is damaged."""
+    def check_content(self) -> None:
         if self.resumed_at and (damaged := restore.compare(self.lifecycle.directory, self.resumed_at).damaged):
             raise SystemExit("zaya: " + damage(self.lifecycle.directory, damaged))
-        return super().load(load_checkpoint, model, optimizer, *positional, **named)
 
     def check_loaded(self, iteration: int) -> None:
         """Stop a host that starts from step 0 although a checkpoint exists."""

@@ -278,18 +278,6 @@ class Trainer(Adapter):
         if kernels := kernel_lines(self.recipe):
             self.reporter.note([*kernels, checked])
 
-    @heartbeat.during("load")
-    def load(self, *positional, **named):
-        if self.args.load:
-            phases.begin("loading the checkpoint")
-        return super().load(*positional, **named)
-
-    def datasets(self, num_samples, vp_stage=None) -> list:
-        phases.begin("opening the data")
-        return super().datasets(num_samples, vp_stage)
-
-    datasets.is_distributed = True  # as the adapter's
-
     def prepare_and_train(self, train, forward_step_func, model, optimizer, scheduler, *positional, **named):
         """Validate before the first step of a stage, plan the checkpoints, then run Megatron's training loop."""
         if self.handover.begins and self.recipe.stage.eval_at_start and self.args.do_valid:
