@@ -43,9 +43,7 @@ def balance_experts(model_chunks: list[nn.Module]) -> RouterStatistics:
     Call it on every rank once a step, after the backward passes of all micro-batches. model_chunks: this rank's models,
     with or without DDP.
     """
-    balancer = Balancer()
-    balancer.balance(model_chunks)
-    return balancer.statistics
+    return Balancer().balance(model_chunks)
 
 
 def muon_optimizer(
@@ -86,7 +84,7 @@ def muon_optimizer(
             allowed="None",
             fix='overrides=["<pattern> lr_mult=... weight_decay_mult=..."]',
         )
-    overrides = [Override.parse(entry) for entry in overrides]
+    parsed = [Override.parse(entry) for entry in overrides]
     for chunk in model_chunks:
         if not hasattr(chunk, "ddp_config"):
             raise mistake(
@@ -96,6 +94,8 @@ def muon_optimizer(
                 allowed="models under DDP",
                 fix="wrap it in DistributedDataParallel",
             )
-        tag_parameters(unwrap_model(chunk), overrides)
-    settings = dict(muon=muon or MuonSettings(), non_finite="stop", chain=BalancedMuonAdamW)
-    return build_muon_adamw(get_megatron_optimizer, config, model_chunks, **settings, **named)
+        tag_parameters(unwrap_model(chunk), parsed)
+    muon = muon or MuonSettings()
+    return build_muon_adamw(
+        get_megatron_optimizer, config, model_chunks, muon, non_finite="stop", chain=BalancedMuonAdamW, **named
+    )

@@ -54,7 +54,7 @@ def build_zaya_model(
         )
     model = ZayaGPTModel(
         config,
-        zaya_block_spec(config, vp_stage),  # ty: ignore[invalid-argument-type]  # as Megatron's block accepts it too
+        zaya_block_spec(config, vp_stage),
         vocab_size=vocab_size,
         max_sequence_length=max_sequence_length,
         pre_process=pre_process,

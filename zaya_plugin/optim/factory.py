@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import TypeVar
 
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import nn
@@ -24,6 +25,7 @@ from zaya_plugin.optim.sharding.distributed import MuonDistributedOptimizer
 from zaya_plugin.patches import hooks
 
 CORE = "megatron.core.optimizer"
+Chain = TypeVar("Chain", bound=ChainedMuonAdamW)
 
 
 def build_muon_adamw(
@@ -34,10 +36,10 @@ def build_muon_adamw(
     *,
     non_finite: str | None = None,
     max_non_finite: int | None = None,
-    chain: type[ChainedMuonAdamW] = ChainedMuonAdamW,
+    chain: type[Chain] = ChainedMuonAdamW,
     config_overrides=None,
     **named,
-) -> ChainedMuonAdamW:
+) -> Chain:
     """Build MuonAdamW for models with roles, in Megatron's wrappers.
 
     Args:
