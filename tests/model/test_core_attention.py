@@ -144,7 +144,7 @@ def test_wrong_results_of_a_version_end_the_run_or_are_left_by_auto(wrong, monke
 
     versions = {"flash_attn": attend, "sdpa": causal_attention}
     monkeypatch.setattr(module, "attention_of", versions.__getitem__)
-    monkeypatch.setattr(module, "MEASURED", {"cpu": ("flash_attn",)})
+    monkeypatch.setattr(module, "MEASURED_ORDER", {"cpu": ("flash_attn",)})
     form = "chunks" if wrong == "alignment" else "whole"
     with pytest.raises(ValueError, match="cluster.core_attention=flash_attn: .* it failed its self-check: "):
         operator("flash_attn", form).choice(CPU)
@@ -158,7 +158,7 @@ def test_wrong_results_of_a_version_end_the_run_or_are_left_by_auto(wrong, monke
 
 def test_what_auto_takes(monkeypatch):
     """The first that is installed of those measured on the architecture, in half precision; else torch's."""
-    monkeypatch.setattr(module, "MEASURED", {"cpu": ("flash_attn", "cudnn")})
+    monkeypatch.setattr(module, "MEASURED_ORDER", {"cpu": ("flash_attn", "cudnn")})
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     monkeypatch.setattr(torch.version, "cuda", None)
     choice = operator("auto", dtype=torch.bfloat16).choice(CPU)

@@ -23,7 +23,7 @@ from zaya_plugin.data.indexed_dataset import read_index
 from zaya_plugin.data.prepared import prefix_of
 from zaya_plugin.ground.errors import mistake
 
-LEAST_BLOCK = 1024
+MIN_BLOCK_SAMPLES = 1024
 
 
 def exact(weights: Sequence[float | Fraction]) -> list[Fraction]:
@@ -48,7 +48,7 @@ class BlendOrder:
         assert shares and min(shares) > 0
         self.seed, self.edges = seed, [Fraction(0), *accumulate(shares)]
         # Then every block has at least one sample of the rarest source, and no count ever falls.
-        self.block = max(LEAST_BLOCK, ceil(2 / min(shares)))
+        self.block = max(MIN_BLOCK_SAMPLES, ceil(2 / min(shares)))
         self._block_of = lru_cache(maxsize=4)(self._make_block)
 
     def _whole_blocks(self, blocks: int) -> np.ndarray:

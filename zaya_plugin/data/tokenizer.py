@@ -21,7 +21,7 @@ from zaya_plugin.ground.hub import unreachable
 END_OF_TEXT = "<|endoftext|>"
 # Without a padding token of its own Megatron's `tokenizer.pad` is None, or the id of a token that occurs in the data.
 PADDING = "<|padding|>"
-SMALLEST_BPE = 256 + 2  # every byte and the two special tokens
+MIN_BPE_ENTRIES = 256 + 2  # every byte and the two special tokens
 
 
 @dataclass(frozen=True)

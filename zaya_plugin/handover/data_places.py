@@ -18,7 +18,7 @@ from zaya_plugin.ground.errors import mistake
 from zaya_plugin.handover.predecessor import saved_step
 
 # Keys that decide which samples a stage reads, and in which order.
-OF_THE_ORDER = ("data.path", "data.blend", "data.order", "stage.seq_length", "seed")
+KEYS_OF_THE_ORDER = ("data.path", "data.blend", "data.order", "stage.seq_length", "seed")
 
 
 def source_uses(recipe: Recipe) -> list[SourceUse]:
@@ -95,7 +95,7 @@ def _consumes(recipe: Recipe, consumed: Sequence[str], who: str) -> Recipe:
 def _refuse_another_order(recipe: Recipe, begun: Recipe) -> None:
     changed = [
         f"{path} was {was!r} and is {now!r}"
-        for path in OF_THE_ORDER
+        for path in KEYS_OF_THE_ORDER
         if (was := get(begun, path)) != (now := get(recipe, path))
     ]
     if (was := sample_count(begun)) != (now := sample_count(recipe)):

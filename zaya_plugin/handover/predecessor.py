@@ -15,7 +15,7 @@ from zaya_plugin.config.schedule import first_learning_rate, last_learning_rate,
 from zaya_plugin.config.schema import NETWORK, Recipe, get, leaves
 from zaya_plugin.ground.errors import as_typed, mistake
 
-CONTINUOUS = 1e-6  # relative difference of learning rates that counts as none
+CONTINUOUS_TOLERANCE = 1e-6  # relative difference of learning rates that counts as none
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def predecessor(recipe: Recipe) -> Predecessor | None:
                 "begun)",
             )
     ends, begins = last_learning_rate(before.recipe), first_learning_rate(recipe)
-    if recipe.handover.continuous_lr and not math.isclose(ends, begins, rel_tol=CONTINUOUS):
+    if recipe.handover.continuous_lr and not math.isclose(ends, begins, rel_tol=CONTINUOUS_TOLERANCE):
         raise mistake(
             "handover.continuous_lr",
             True,

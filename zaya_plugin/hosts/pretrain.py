@@ -53,7 +53,7 @@ from zaya_plugin.training.step_queue import AgreedSignal, StepClock, StepQueue
 
 # With deterministic algorithms torch fills every new tensor with NaN, to show reads of uninitialised memory; this
 # doubles a step's launches.
-NEW_MEMORY = "torch.utils.deterministic.fill_uninitialized_memory"
+FILL_OF_NEW_MEMORY = "torch.utils.deterministic.fill_uninitialized_memory"
 
 SECONDS_FOR_A_SAVE = 60.0
 
@@ -82,7 +82,7 @@ def run(
     phases.begin(f"connecting {args.world_size} ranks" if args.world_size > 1 else "setting up Megatron")
     try:
         with (
-            hooks.replaced({NEW_MEMORY: False} if recipe.cluster.deterministic else {}),
+            hooks.replaced({FILL_OF_NEW_MEMORY: False} if recipe.cluster.deterministic else {}),
             hooks.wrapped(trainer.hooks(build_optimizer)),
         ):
             training.pretrain(

@@ -13,7 +13,7 @@ The way of a call: `ZayaCoreAttention.forward`, `core_attention` (one CoreAttent
 `CoreAttention.__call__`, `Versions.implementations`, the function of `CoreAttention._function_of`. A call has one of
 three forms:
 
-    whole      all queries of a sequence: every version; `auto` takes the fastest that was measured (MEASURED)
+    whole      all queries of a sequence: every version; `auto` takes the fastest that was measured (MEASURED_ORDER)
     chunks     a context-parallel rank's chunks of queries: with auto, sdpa and cudnn in blocks (block_attention.py)
                where torch has a kernel for them, otherwise chunk by chunk by the version itself (cudnn: by sdpa)
     documents  packed documents: by torch with every value of the key, flex_attention on an accelerator and sdpa with a
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 Attention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 # The order of `auto` by architecture, in half precision: fastest first, as measured there in steps of ZAYA1-base
 # (docs/log.md, 2026-11-22: FlashAttention-4). sdpa follows, and is the only one elsewhere.
-MEASURED = {"sm_90": ("flash_attn_4", "cudnn")}
+MEASURED_ORDER = {"sm_90": ("flash_attn_4", "cudnn")}
 # Modules with FlashAttention-2's function; flash_attn_4 is flash-attn-4, for Hopper and later.
 PACKAGES = {"flash_attn": "flash_attn", "flash_attn_4": "flash_attn.cute"}
 VERSIONS = ("cudnn", *PACKAGES, "aiter", "transformer_engine", "sdpa")
@@ -66,10 +66,10 @@ FORMS = {
     "documents": ("flex_attention", "sdpa"),
 }
 # What a version that a form lacks does not compute.
-NOT_TAKEN = {"chunks": "chunks of a sequence other than in blocks", "documents": "packed documents"}
+UNSUPPORTED_CALLS = {"chunks": "chunks of a sequence other than in blocks", "documents": "packed documents"}
 # Queries of the check, half as many a chunk. AITER's training kernel starts at 129 queries, another backward kernel at
 # 257 keys.
-ROWS = 320
+CHECKED_ROWS = 320
 MAGNITUDES = (1.0, 6.0)  # of queries and keys: the second makes scores of about 36, where the softmax is nearly one-hot
 # Largest relative error (Frobenius norm) of the result and of each gradient; fp32 products may be TF32.
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 5e-3, torch.bfloat16: 2e-2, torch.float16: 5e-3}
@@ -270,7 +270,7 @@ class CoreAttention(Versions):
         self.half = dtype in (torch.bfloat16, torch.float16)
         self.heads, self.groups, self.head_dim = heads, groups, head_dim
         self.requested = Request(requested, f"cluster.core_attention={requested}")
-        rows, *starts = (ROWS,) if form == "whole" else (ROWS // 2, (0, ROWS))
+        rows, *starts = (CHECKED_ROWS,) if form == "whole" else (CHECKED_ROWS // 2, (0, CHECKED_ROWS))
         keys, queries = rows + (starts[0][-1] if starts else 0), rows * (2 if starts else 1)
 
         def example(magnitude: float, device: torch.device) -> tuple:
@@ -298,7 +298,7 @@ class CoreAttention(Versions):
         self.setting = "core_attention"
         if requested not in ("auto", *self.versions):
             text = "cluster.core_attention=%s: this version takes no %s; torch's attention computes them"
-            logger.warning(text, requested, NOT_TAKEN[form])
+            logger.warning(text, requested, UNSUPPORTED_CALLS[form])
 
     def request(self) -> Request:
         return self.requested
@@ -317,7 +317,7 @@ class CoreAttention(Versions):
             return ("flex_attention",) if device.type == "cuda" else ("sdpa",)
         order = () if request.version == "auto" else (request.version,)
         if request.version == "auto" and self.form == "whole" and self.half and not self.exact:
-            order = MEASURED.get(architecture(device), ())
+            order = MEASURED_ORDER.get(architecture(device), ())
         if self.form == "chunks" and request.version in ("auto", "sdpa", "cudnn"):
             order = ("blocks", *order)
         return tuple(dict.fromkeys(version for version in (*order, "sdpa") if version in self.versions))

@@ -11,7 +11,7 @@ from zaya_plugin.plan.memory import padded_parameters
 from zaya_plugin.plan.parallelism import Batch, ParallelSizes, sent_bytes
 from zaya_plugin.plan.step_work import Work
 
-LEAST_BUCKET = 40_000_000  # elements of Megatron's own bucket, or a million for each rank if that is more
+MIN_BUCKET_ELEMENTS = 40_000_000  # elements of Megatron's own bucket, or a million for each rank if that is more
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def communication(
                 if part == "experts"
                 else shape.query_channels * shape.hidden_size
             )
-            least = max(overlap.bucket or max(LEAST_BUCKET, 1_000_000 * ranks), ranks * largest)
+            least = max(overlap.bucket or max(MIN_BUCKET_ELEMENTS, 1_000_000 * ranks), ranks * largest)
             buckets = buckets_of(shape, layout, part, padded[part], least)
             seconds = collective_seconds(
                 machine, ranks, (ranks - 1) / ranks * padded[part] * size * (1 if sharded else 2), buckets

@@ -21,7 +21,7 @@ from statistics import median
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.ground.errors import ROLL_BACK, RunEndedError, message
 
-NORMAL = 1.4826  # standard deviations of a normal distribution in one MAD
+DEVIATIONS_IN_MAD = 1.4826  # standard deviations of a normal distribution in one MAD
 MIN_DEVIATION = 1e-3  # of the median: the least deviation, for losses that hardly vary
 
 
@@ -113,7 +113,7 @@ def robust_z(value: float, values: list[float]) -> float:
     if not values:
         return 0.0
     middle = median(values)
-    deviation = NORMAL * median(abs(other - middle) for other in values)
+    deviation = DEVIATIONS_IN_MAD * median(abs(other - middle) for other in values)
     return (value - middle) / max(deviation, MIN_DEVIATION * abs(middle), 1e-12)
 
 

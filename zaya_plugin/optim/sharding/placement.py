@@ -49,18 +49,18 @@ from zaya_plugin.optim.sharding.distributed import BufferLayout
 # Newton-Schulz ran at 470 TFLOP/s.
 FLOPS_PER_ELEMENT = 3_000
 # Factors of the requested bucket size that `placed_buckets` tries: larger buckets leave less padding.
-SIZES = (1, 2, 4)
+BUCKET_SIZE_FACTORS = (1, 2, 4)
 # A parameter that may be cut, such as the embedding, gets its own bucket unless that adds more padding than this share.
 MAX_PADDING = 0.10
-# A bucket may close after every `least` / FINENESS elements.
-FINENESS = 4
-# A bucket of n of N elements costs SIZE * n * n / N elements, because its gradients are sent together and its
+# A bucket may close after every `least` / ENDS_PER_BUCKET elements.
+ENDS_PER_BUCKET = 4
+# A bucket of n of N elements costs BUCKET_SIZE_COST * n * n / N elements, because its gradients are sent together and its
 # parameters arrive together. A split is worth as much padding.
-SIZE = 0.2
+BUCKET_SIZE_COST = 0.2
 # Elements that are reduced during the backward pass over one element: on four H200s 90 to 138 ms beside 225 ms, of
 # 16,384 tokens (docs/benchmarks.md). Elements whose reduction the remaining backward pass cannot hide count as padding
 # too.
-HIDDEN = 2
+HIDDEN_ELEMENTS = 2
 
 
 def layout(params: Sequence[Parameter], bucket_size: int | None, shards: int, divisor: int) -> BufferLayout:
@@ -115,7 +115,7 @@ def placed_buckets(
     units = units_of(reversed(params))
     candidates = [
         balanced(cut_into_buckets(units, bucket_size and times * bucket_size, bucket_shards), bucket_shards)
-        for times in (SIZES if bucket_size is not None and shards > 1 else (1,))
+        for times in (BUCKET_SIZE_FACTORS if bucket_size is not None and shards > 1 else (1,))
     ]
     # An element of a bucket costs about as much on the links as its owner's passes over it.
     chosen, _ = min(
@@ -320,7 +320,7 @@ def _cost_of_bucket(numel: int, behind: int, total: int) -> float:
     """Return the cost of a bucket. Elements count twice, on the links and in memory. behind: elements of the buckets
     reduced later.
     """
-    return 2 * numel + SIZE * numel * numel / total + max(0, numel - HIDDEN * behind)
+    return 2 * numel + BUCKET_SIZE_COST * numel * numel / total + max(0, numel - HIDDEN_ELEMENTS * behind)
 
 
 def _spreads_better_alone(unit: Unit, units: Sequence[Unit], shards: Shards) -> bool:
@@ -344,7 +344,7 @@ def _cut(units: list[Unit], least: int | None, shards: Shards) -> list[list[Unit
 
 def _cheapest(units: list[Unit], least: int, shards: Shards) -> list[list[Unit]]:
     """Return the buckets with the least cost, by dynamic programming over their ends."""
-    ends = _possible_ends(units, least / FINENESS)
+    ends = _possible_ends(units, least / ENDS_PER_BUCKET)
     total = sum(unit.numel for unit in units)
     kinds = {kind: index for index, kind in enumerate(dict.fromkeys(unit.kind for unit in units))}
     counts, elements = [[0] * len(kinds)], [0]  # units of each kind, and elements, before each unit
@@ -365,7 +365,10 @@ def _cheapest(units: list[Unit], least: int, shards: Shards) -> list[list[Unit]]
     for end in ends:
         for start in list(best):
             all_in_one = start == 0 and end == len(units)
-            if elements[end] - elements[start] < (least if end < len(units) else least / FINENESS) and not all_in_one:
+            if (
+                elements[end] - elements[start] < (least if end < len(units) else least / ENDS_PER_BUCKET)
+                and not all_in_one
+            ):
                 continue
             cost = best[start][0] + _cost_of_bucket(length(start, end), total - elements[end], total)
             if end not in best or cost < best[end][0]:
