@@ -156,7 +156,7 @@ HOOKS: dict[str, HostChange] = dict(
         ),
         _hook(
             TRAINING + "dummy_train_step",
-            "a step of data.skip_steps reads its batches on every rank, and the learning rate goes on",
+            "a step of data.skip_steps reads its batches on every rank, and the learning rate advances",
             "Megatron's reads them on one rank of a tensor group, and leaves the schedule behind",
             versions=LOOP,
         ),

@@ -162,4 +162,4 @@ def test_mixture_prints_tokens_epochs_and_the_ledger(sources, capsys):
     assert shown([f"1 {sources}/web", f"2 {sources}/web"], 10) == 2
     assert shown([f"1 {sources}/web"], 10, "data.consumed=[much]") == 2
     err = capsys.readouterr().err
-    assert "a source comes twice" in err and "Allowed: a number of tokens, a blank and a path" in err
+    assert "a source is listed twice" in err and "Allowed: a number of tokens, a blank and a path" in err

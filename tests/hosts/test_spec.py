@@ -190,7 +190,7 @@ def test_a_load_that_begins_anew_is_stopped(host, monkeypatch):
 
 
 def test_without_its_recipe_the_run_ends_with_a_message(host):
-    with pytest.raises(SystemExit, match="zaya: .*recipe.yaml: no such recipe.*zaya export megatron"):
+    with pytest.raises(SystemExit, match="zaya: .*recipe.yaml: the recipe does not exist.*zaya export megatron"):
         host(recipe_file=False)
 
 

@@ -25,7 +25,7 @@ def source_uses(recipe: Recipe) -> list[SourceUse]:
     """Return what the stage reads of each source; opens the sources' indices.
 
     Raises:
-        ValueError: a source is missing or comes twice, or data.consumed is malformed.
+        ValueError: a source is missing or listed twice, or data.consumed is malformed.
     """
     ledger, blend = parse_ledger(recipe.data.consumed), recipe.data.blend or recipe.data.path
     return stage_use(blend, sample_count(recipe), recipe.stage.seq_length, ledger, recipe.seed)

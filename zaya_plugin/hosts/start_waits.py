@@ -42,7 +42,7 @@ class Start:
 
     def __init__(self, rank: int, world_size: int, console: TextIO):
         self.rank, self.world_size, self.console = rank, world_size, console
-        self.order = [0, world_size - 1, *range(1, world_size - 1)]  # the first of these that waits says for whom
+        self.order = [0, world_size - 1, *range(1, world_size - 1)]  # the first of these that waits reports
         _starts.append(self)
         self.store: PrefixStore | None = None
         self._notes = 0

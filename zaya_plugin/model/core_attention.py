@@ -6,7 +6,7 @@ too.
 queries against the keys and values of the sequence up to the last query, the mask aligned at the end (lower right). At
 its first use on a device a version is compared with attention written out, gradients included, except torch's own on a
 CPU and for documents. hip_ops' class `Versions` chooses, compares and reports, as for its own operators. CoreAttention
-is no `Operator`: it is not registered with torch, does not check its arguments, and records gradients by the versions'
+is not an `Operator`: it is not registered with torch, does not check its arguments, and records gradients by the versions'
 own autograd. cluster.kernels and HIP_OPS_KERNELS do not select its version, and no version is a kernel of hip_ops.
 
 The way of a call: `ZayaCoreAttention.forward`, `core_attention` (one CoreAttention for all layers),

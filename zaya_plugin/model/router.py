@@ -191,9 +191,9 @@ class RouterNorm(nn.Module):
 class ZayaRouter(Float32BuffersMixin, nn.Module):
     """Router of one layer.
 
-    Buffers, fp32 whatever the module is cast to, last entry the skip class: `balancing_biases` [E + 1], 0 but -1 for
-    the skip class; `balancing_exp_avg`, `balancing_exp_avg_sq` [E + 1] and `balancing_step` (int64 scalar), the state
-    of their AdamW, which `optim.balancing` updates. Not saved: `tokens_per_expert` (int64 [E + 1]) and
+    Buffers, which stay fp32 in every cast of the module, last entry the skip class: `balancing_biases` [E + 1], 0 but
+    -1 for the skip class; `balancing_exp_avg`, `balancing_exp_avg_sq` [E + 1] and `balancing_step` (int64 scalar), the
+    state of their AdamW, which `optim.balancing` updates. Not saved: `tokens_per_expert` (int64 [E + 1]) and
     `router_entropy_sum` (sum over tokens of the entropy of the softmax, nats), which only grow in training and with
     gradients on, so that activation recomputation counts each token once.
     """

@@ -55,7 +55,7 @@ def recipe_path(args) -> Path:
         raise mistake(
             RECIPE_KEY,
             path,
-            problem="no such recipe",
+            problem="the recipe does not exist",
             allowed="the recipe.yaml that `zaya export primus` writes beside the experiment",
             fix="zaya export primus experiment=<name> run_dir=<run directory>",
         )
