@@ -134,7 +134,7 @@ def test_deterministic_algorithms_take_no_blocks():
 @pytest.mark.parametrize("shard", [ContextShard(), ContextShard("zigzag", 2, 1), ContextShard("contiguous", 2, 1)])
 def test_packed_documents(shard):
     tokens = torch.randint(0, 50, (2, 512), generator=torch.Generator().manual_seed(7)).cuda()
-    packed = PackedDocuments.from_tokens(tokens, 0, shard)
+    packed = PackedDocuments.from_ends(tokens == 0, shard)
     assert packed.document_ids.max() > 4
     compare(lambda *qkv: document_attention(*qkv, SCALE, packed), packed.dense_mask, 512 // shard.size, 512)
 
@@ -142,7 +142,7 @@ def test_packed_documents(shard):
 def test_other_documents_cannot_change_a_bit():
     tokens = torch.full((2, 384), 5).cuda()
     tokens[:, [99, 260]] = 0
-    packed = PackedDocuments.from_tokens(tokens, 0)
+    packed = PackedDocuments.from_ends(tokens == 0)
     inputs = [random(384, heads, seed).detach() for seed, heads in enumerate((8, 2, 2))]
     before = document_attention(*inputs, SCALE, packed)
     for x in inputs:

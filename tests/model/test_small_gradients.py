@@ -172,7 +172,7 @@ def multiply_streams(model):
         (
             dict(
                 micro_batches=1,
-                inputs=dict(packed_seq_params=PackedDocuments.from_tokens(torch.arange(24).view(2, 12) % 5, 0)),
+                inputs=dict(packed_seq_params=PackedDocuments.from_ends(torch.arange(24).view(2, 12) % 5 == 0)),
             ),
             VECTORS,
         ),

@@ -215,7 +215,7 @@ class Trainer(Adapter):
             keep_every=recipe.checkpoint.keep_every,
             collectives=60 * args.distributed_timeout_minutes,
         )
-        saver.report = reporter.saved if args.rank == 0 else print
+        saver.report = reporter.print if args.rank == 0 else print
         self.saved = SavedState(recipe, saver)
         self.started = False
         self.scheduler = None

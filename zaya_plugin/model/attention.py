@@ -192,14 +192,6 @@ class ZayaSelfAttention(MegatronModule):
         """Return the small parameters: all but the matrices and the grouped convolution's weight."""
         return self.conv_qk_depthwise.weight, self.conv_qk_depthwise.bias, self.conv_qk_grouped.bias, self.temperature
 
-    def mixing_parameters(self, view: ParameterView = direct) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return this rank's depthwise weight and bias, grouped weight and bias, and temperature, as
-        `hip_ops.cca_prologue` takes them.
-        """
-        convolutions = (gathered(self.conv_qk_depthwise), gathered(self.conv_qk_grouped))
-        tensors = [self.local.of_queries_and_keys(view(t)) for conv in convolutions for t in (conv.weight, conv.bias)]
-        return *tensors, self.local.of_heads(view(self.temperature))
-
     def forward(
         self,
         hidden_states: Tensor,
@@ -267,11 +259,12 @@ class ZayaSelfAttention(MegatronModule):
         return self.linear_proj(context)[0], None
 
     def _prologue(self, projected, z_halo, value_halo, angles, starts, view) -> tuple[Tensor, Tensor, Tensor]:
-        *weights, temperature = self.mixing_parameters(view)
+        convolutions = (gathered(self.conv_qk_depthwise), gathered(self.conv_qk_grouped))
+        weights = [self.local.of_queries_and_keys(view(t)) for conv in convolutions for t in (conv.weight, conv.bias)]
         return hip_ops.cca_prologue(
             projected,
             *weights,
-            key_scale(temperature, self.config.temperature_form),
+            key_scale(self.local.of_heads(view(self.temperature)), self.config.temperature_form),
             None if angles is None else rope_table(angles),
             query_groups=self.query_groups,
             delayed_channels=self.delayed_channels,

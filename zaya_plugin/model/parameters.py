@@ -32,17 +32,13 @@ def initial_device(config: TransformerConfig) -> torch.device | int | None:
     return None if config.use_cpu_initialization else torch.cuda.current_device()
 
 
-def random_stream(config: TransformerConfig):
-    """Return the context manager in which initial values are drawn."""
-    if config.use_cpu_initialization:
-        return nullcontext()
-    return get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name())
-
-
 def initialize(config: TransformerConfig, tensor: Tensor, init_method: Callable[[Tensor], object]) -> None:
     """Fill `tensor` in place with `init_method`, unless config.perform_initialization is off."""
     if config.perform_initialization:
-        with torch.no_grad(), random_stream(config):
+        stream = nullcontext()
+        if not config.use_cpu_initialization:
+            stream = get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name())
+        with torch.no_grad(), stream:
             init_method(tensor)
 
 

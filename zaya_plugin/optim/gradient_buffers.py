@@ -102,15 +102,14 @@ def _separates_micro_batches(config) -> bool:
 
 
 def blocks_that_write(places: dict[Parameter, tuple[int, int, int]]) -> list[tuple[ExpertBlock, int, int]]:
-    """Return (block, start, end) of every block that is written first and lies in the buffer whole, in order and
-    without gaps.
+    """Return (block, start, end) of every block that lies in the buffer whole, in order and without gaps.
 
     places: a buffer's parameters with (start, end, bucket).
     """
     members: dict[ExpertBlock, dict[int, tuple[int, int]]] = {}
     for param, (start, end, _) in places.items():
         role = role_of(param)
-        if role.block is not None and role.block.writes_first:
+        if role.block is not None:
             members.setdefault(role.block, {})[role.index] = (start, end)
     written = []
     for block, by_index in members.items():

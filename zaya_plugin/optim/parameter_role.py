@@ -25,18 +25,16 @@ from zaya_plugin.ground.errors import mistake
 @dataclass(eq=False)
 class ExpertBlock:
     """The matrices of one weight (fc1 or fc2) of all experts of a layer on this rank, which lie one after another in
-    memory.
+    memory. The first micro-batch of a step writes their gradients, and later ones add to them.
 
     layer: number of the layer in the whole model, from 1.
     size: number of matrices.
-    writes_first: the first micro-batch of a step writes the block's gradient, and later ones add to it.
     gradient_is_unwritten: no micro-batch of this step has written the block's gradient yet, and the buffer was not
     zeroed.
     """
 
     layer: int
     size: int
-    writes_first: bool = False
     gradient_is_unwritten: bool = False
 
 

@@ -164,7 +164,10 @@ class MuonDistributedOptimizer(DistributedOptimizer):
         self._gradients: dict[Tensor, tuple[Tensor, Tensor]] = {}
         for model_param, main_param in self._pairs():
             main_param.zaya_role = role_of(model_param)
-            share = self._share_of_buffer(model_param)
+            # The flat part of DDP's parameter buffer that this rank writes and the other ranks gather.
+            buffer, _, bucket = self.model_param_gbuf_map[model_param]
+            place = self._get_model_param_range_map(model_param)["gbuf_world_in_bucket"]
+            share = self.buffers[buffer].buckets[bucket].param_data.view(-1)[place.start : place.end]
             if main_param.data_ptr() == share.data_ptr():  # an fp32 model: the weight itself
                 continue
             if role_of(model_param).matrices is not None:
@@ -186,12 +189,6 @@ class MuonDistributedOptimizer(DistributedOptimizer):
             for model_group, main_group in zip(model_groups, main_groups, strict=True)
             for pair in zip(model_group, main_group, strict=True)
         ]
-
-    def _share_of_buffer(self, model_param: Tensor) -> Tensor:
-        """Return the flat part of DDP's parameter buffer that this rank writes and the other ranks gather."""
-        buffer, _, bucket = self.model_param_gbuf_map[model_param]
-        bucket_range = self._get_model_param_range_map(model_param)["gbuf_world_in_bucket"]
-        return self.buffers[buffer].buckets[bucket].param_data.view(-1)[bucket_range.start : bucket_range.end]
 
     def _copy_main_params_to_model_params(self) -> None:
         """Copy AdamW's fp32 weights to the parameter buffer. Muon's update kernel has written its `targets` already."""

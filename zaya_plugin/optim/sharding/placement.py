@@ -227,15 +227,10 @@ def usual_orders(units: Sequence[Unit]) -> list[list[Unit]]:
     Blocks by descending size leave no gaps between them. Single matrices by descending size rarely straddle a border.
     The other parameters fill gaps.
     """
-    blocks, matrices, rest = sorted_out(units)
-    return [[*order, *matrices, *rest] for order in (blocks, sorted(blocks, key=lambda unit: -unit.largest))]
-
-
-def sorted_out(units: Sequence[Unit]) -> tuple[list[Unit], list[Unit], list[Unit]]:
-    """Return the expert blocks, the single matrices that must not be cut, largest first, and the other parameters."""
     blocks = [unit for unit in units if unit.is_block]
     matrices = sorted((unit for unit in units if unit.is_whole and not unit.is_block), key=lambda unit: -unit.numel)
-    return blocks, matrices, [unit for unit in units if not unit.is_whole]
+    rest = [unit for unit in units if not unit.is_whole]
+    return [[*order, *matrices, *rest] for order in (blocks, sorted(blocks, key=lambda unit: -unit.largest))]
 
 
 def place(units: Sequence[Unit], shards: int, shard: int) -> tuple[list[tuple[Unit, int]], int]:
@@ -401,7 +396,9 @@ def balanced(buckets: Sequence[Sequence[Unit]], shards: Shards) -> tuple[list[tu
     work, placed = [0] * shards.count, {}
     for index in sorted(range(len(buckets)), key=lambda index: -sum(unit.work for unit in buckets[index])):
         shard, choices = shards.size(buckets[index]), []
-        for order in (orders := usual_orders(buckets[index])) + [_blocks_reversed(order) for order in orders]:
+        orders = usual_orders(buckets[index])  # each begins with the blocks
+        blocks = sum(unit.is_block for unit in buckets[index])
+        for order in orders + [[*reversed(order[:blocks]), *order[blocks:]] for order in orders]:
             units, end = place(order, shards.count, shard)
             if end <= shards.count * shard:
                 total = [before + more for before, more in zip(work, _owners_work(units, shards, shard), strict=True)]
@@ -409,12 +406,6 @@ def balanced(buckets: Sequence[Sequence[Unit]], shards: Shards) -> tuple[list[tu
         *_, work, units = min(choices)
         placed[index] = units, shards.count * shard
     return [placed[index] for index in range(len(buckets))], max(work)
-
-
-def _blocks_reversed(order: Sequence[Unit]) -> list[Unit]:
-    """Return `order`, which begins with its blocks, with these in the opposite order."""
-    blocks = [unit for unit in order if unit.is_block]
-    return [*reversed(blocks), *order[len(blocks) :]]
 
 
 def _owners_work(placed: Iterable[tuple[Unit, int]], shards: Shards, shard: int) -> list[int]:
