@@ -55,8 +55,6 @@ from zaya_plugin.training.step_queue import AgreedSignal, StepClock, StepQueue
 # doubles a step's launches.
 FILL_OF_NEW_MEMORY = "torch.utils.deterministic.fill_uninitialized_memory"
 
-SECONDS_FOR_A_SAVE = 60.0
-
 
 def run(
     recipe: Recipe,
@@ -99,23 +97,17 @@ def run(
     except RollBackError as error:
         # The weights after the step before gave the first spike.
         first = error.first_step - 1
-        if trainer.saved.last_step >= first:
-            saver.abandon()
-        else:
-            saver.wait(SECONDS_FOR_A_SAVE)
+        trainer.saved.leave_from(first)
         if args.rank == 0:
             lifecycle.put_aside_from(first)
         raise loss_guard.roll_back(error.first_step, trainer.step, lifecycle.last_good()) from None
     except NonFiniteGradientsError as error:
-        saver.wait(SECONDS_FOR_A_SAVE)  # all ranks are here; it is of a good step
+        trainer.saved.leave_from(trainer.step + 1)  # the save in flight is of a good step
         step = args.curr_iteration + 1
         text = f"step {step}: {error} {lifecycle.last_good()}."
         raise as_guard(recipe, NonFiniteGradientsError(text), step) from error
     except NonFiniteLossError as error:
-        if trainer.saved.last_step >= error.step:
-            saver.abandon()
-        else:
-            saver.wait(SECONDS_FOR_A_SAVE)
+        trainer.saved.leave_from(error.step)
         raised = NonFiniteLossError(f"{error} {lifecycle.last_good()}.", error.step)
         raise as_guard(recipe, raised, error.step) from error
     finally:
