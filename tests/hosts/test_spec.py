@@ -173,7 +173,7 @@ def test_ranks_with_other_kernels_are_stopped_before_the_first_step(host, monkey
         chosen, *others = mine
         return [mine, (chosen | {"newton_schulz": ("triton",)}, *others)]
 
-    monkeypatch.setattr(kernels, "_of_all_ranks", with_another)
+    monkeypatch.setattr(kernels, "gathered", with_another)
     _, spec = host()
     said = r"zaya: cluster.kernels=auto: ranks chose .*newton_schulz \(reference on rank 0; triton on rank 1\)"
     with pytest.raises(SystemExit, match=said):

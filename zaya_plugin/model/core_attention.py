@@ -375,8 +375,7 @@ class ZayaCoreAttention(nn.Module):
         super().__init__()
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
         assert not (attention_dropout or config.attention_dropout)
-        if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self.context_group = pg_collection.cp
         self.shard = ContextShard.of(self.context_group, config.context_parallel_order)
         self.name = config.core_attention

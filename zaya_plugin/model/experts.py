@@ -157,8 +157,7 @@ class GroupedExperts(MegatronModule):
 
     def __init__(self, num_local_experts: int, config: ZayaConfig, pg_collection=None):
         super().__init__(config)
-        if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self.pg_collection = pg_collection
         self.num_local_experts = num_local_experts
         self.first_expert = get_pg_rank(pg_collection.ep) * num_local_experts

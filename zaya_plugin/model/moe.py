@@ -38,8 +38,7 @@ class ZayaMoELayer(MegatronModule):
         **_,
     ):
         super().__init__(config)
-        if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self.tp_group = pg_collection.tp
         self.num_experts = config.num_moe_experts
         num_local_experts = self.num_experts // get_pg_size(pg_collection.ep)

@@ -15,6 +15,7 @@ import torch
 import hip_ops
 from hip_ops.runtime import operator
 from hip_ops.runtime.operator import OPERATORS, report
+from zaya_plugin.checkpoint.restore import gathered
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.ground.errors import mistake
 
@@ -47,7 +48,8 @@ def warm_up_kernels(recipe: Recipe) -> str:
     except ValueError as error:  # raised below, on all ranks: the others would wait for this one in the exchange
         failed = str(error)
     seconds = time.monotonic() - started
-    everyone = _of_all_ranks((chosen, failed, seconds))
+    mine = chosen, failed, seconds
+    everyone = gathered(mine) if torch.distributed.is_initialized() else [mine]
     for rank, (_, text, _) in enumerate(everyone):
         if text:
             raise ValueError(f"on rank {rank}: {text}" if len(everyone) > 1 else text)
@@ -78,14 +80,6 @@ def attention(recipe: Recipe) -> operator.Versions:
     sizes = (model.num_attention_heads // ranks, model.num_query_groups // ranks, model.kv_channels)
     exact = torch.are_deterministic_algorithms_enabled()
     return core_attention(cluster.core_attention, form, DTYPES[cluster.dtype], *sizes, exact)
-
-
-def _of_all_ranks(mine: object) -> list:
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return [mine]
-    everyone: list = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, mine)
-    return everyone
 
 
 def check_agreement(everyone: Sequence[Choices], recipe: Recipe) -> None:
