@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
-from torch import nn
 
 from zaya_plugin import compat
 from zaya_plugin.optim.chained import ChainedMuonAdamW
@@ -93,11 +92,11 @@ def _described(sharded_state_dict: Callable, model_state: dict, is_loading: bool
 
 def _config_overrides(config, model_chunks) -> dict:
     """Return Megatron's config_overrides: one parameter group for each pair of multipliers that is not (1, 1)."""
-    parameters = [pair for chunk in model_chunks for pair in chunk.named_parameters()]
-    for name, parameter in parameters:
-        assert role_of(parameter).optimizer is not None, f"{name} has no optimizer: call tag_parameters first"
+    roles = [(name, role_of(parameter)) for chunk in model_chunks for name, parameter in chunk.named_parameters()]
+    for name, role in roles:
+        assert role.optimizer is not None, f"{name} has no optimizer: call tag_parameters first"
     overrides = {}
-    for lr_mult, weight_decay_mult in dict.fromkeys(_multipliers(parameter) for _, parameter in parameters):
+    for lr_mult, weight_decay_mult in dict.fromkeys((role.lr_mult, role.weight_decay_mult) for _, role in roles):
         values = {}
         if lr_mult != 1:
             values.update(max_lr=config.lr * lr_mult, min_lr=(config.min_lr or 0.0) * lr_mult)
@@ -106,15 +105,12 @@ def _config_overrides(config, model_chunks) -> dict:
         if values:
             predicate = ParamPredicate(
                 name=f"lr_mult={lr_mult} weight_decay_mult={weight_decay_mult}",
-                fn=lambda p, pair=(lr_mult, weight_decay_mult): _multipliers(p) == pair,
+                fn=lambda p, pair=(lr_mult, weight_decay_mult): (
+                    (role_of(p).lr_mult, role_of(p).weight_decay_mult) == pair
+                ),
             )
             overrides[ParamKey(predicate=predicate)] = values
     return overrides
-
-
-def _multipliers(parameter: nn.Parameter) -> tuple[float, float]:
-    """Return the multipliers of the learning rate and of the weight decay."""
-    return role_of(parameter).lr_mult, role_of(parameter).weight_decay_mult
 
 
 def _tag_copies(optimizer) -> None:
