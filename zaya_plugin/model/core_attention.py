@@ -75,20 +75,24 @@ MAGNITUDES = (1.0, 6.0)  # of queries and keys: the second makes scores of about
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 5e-3, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 
+def by_torch(function: Callable, query: Tensor, key: Tensor, value: Tensor, scale: float, **mask) -> Tensor:
+    """Return [s, b, n * d] by one of torch's functions, which take heads before rows; shapes as `causal_attention`."""
+    query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
+    context = function(query, key, value, scale=scale, enable_gqa=query.shape[1] != key.shape[1], **mask)
+    return context.permute(2, 0, 1, 3).flatten(2)
+
+
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Compute softmax(scale * q k^T + mask) v with grouped key-value heads; the queries are the last s of t tokens.
 
     Args: query [s, b, n, d], key and value [t, b, g, d] with n a multiple of g and t >= s. Returns [s, b, n * d].
     """
-    query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
-    grouped = query.shape[1] != key.shape[1]
-    s, t = query.shape[2], key.shape[2]
+    s, t = len(query), len(key)
     if s == t:
-        context = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+        mask = dict(is_causal=True)
     else:
-        mask = causal_lower_right(s, t) if query.is_cuda else lower_right_mask(s, t, query.device)
-        context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
-    return context.permute(2, 0, 1, 3).flatten(2)
+        mask = dict(attn_mask=causal_lower_right(s, t) if query.is_cuda else lower_right_mask(s, t, query.device))
+    return by_torch(F.scaled_dot_product_attention, query, key, value, scale, **mask)
 
 
 def lower_right_mask(s: int, t: int, device: torch.device) -> Tensor:
@@ -108,15 +112,9 @@ def document_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, 
     """Compute causal attention inside each document: this rank's queries [s, b, n, d], all keys and values [S, b, g,
     d].
     """
-    query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    grouped = query.shape[1] != key.shape[1]
     if query.is_cuda:
-        context = _flex_attention()(query, key, value, block_mask=packed.block_mask, scale=scale, enable_gqa=grouped)
-    else:
-        context = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=packed.dense_mask, scale=scale, enable_gqa=grouped
-        )
-    return context.permute(2, 0, 1, 3).flatten(2)
+        return by_torch(_flex_attention(), query, key, value, scale, block_mask=packed.block_mask)
+    return by_torch(F.scaled_dot_product_attention, query, key, value, scale, attn_mask=packed.dense_mask)
 
 
 @functools.cache
