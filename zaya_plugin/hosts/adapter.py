@@ -121,8 +121,8 @@ class Adapter:
         Raises:
             ValueError: it is damaged, of another model, recipe or data, or of a release that this one cannot read.
         """
-        self.lifecycle.data = self.sources.facts() if isinstance(self.sources, DataSources) else None
-        self.lifecycle.describe_into(self.args, self.before)
+        facts = self.sources.facts() if isinstance(self.sources, DataSources) else None
+        self.lifecycle.describe_into(self.args, self.before, facts)
         self.handover = Handover(self.recipe, self.before, self.lifecycle.resumed_at)
         self.handover.check(self.args)
 
