@@ -4,6 +4,22 @@ pretrain_gpt.py or Primus.
 
 pretrain.py adds what only `zaya train` does (reports, saves beside the training, guards), guest.py what a host that is
 not ours needs. Both replace functions of `megatron.training.training` (zaya_plugin.patches.hooks).
+
+The path of a batch from the data loader to the loss, in order:
+
+    data/dataset.py             `BinGPTDataset.__getitem__`: a sample; data/prepared.py has the loss mask of packed bins
+                                (data.order=continuing: data/stream_dataset.py)
+    stage_handover.py           the stage's part of the order, or `Repeated` for validation
+    adapter.py                  `forward_step`, `micro_batch`: this rank's rows (parallel/context_order.py) and document
+                                boundaries (parallel/packed_documents.py)
+    model/gpt_model.py          `ZayaGPTModel`: embedding, angles of RoPE, and at the end head and loss
+    model/layer.py              `forward`, once a layer; stream.py has the residual stream, residual.py its norms and
+                                merges, parameters.py `gathered` and `view_together`
+      model/attention.py        projections, `hip_ops.cca_prologue`, core_attention.py, output projection; with context
+                                parallelism parallel/context_exchange.py
+      model/moe.py              router.py, `hip_ops.permute_to_experts`, experts.py, `hip_ops.unpermute_from_experts`; with
+                                expert parallelism parallel/token_dispatch.py
+      hip_ops.runtime.main_grad linear layers whose backward pass adds to DDP's gradient
 """
 
 from __future__ import annotations
