@@ -34,7 +34,7 @@ def test_the_full_model_is_explained_and_nothing_is_created(tmp_path, words):
     assert elements == 8_840_488_784
 
 
-@pytest.mark.slow  # tests/optim/test_grouping.py has the message, tests/cli other mistakes of users
+@pytest.mark.slow  # tests/optim/test_parameter_role.py has the message, tests/cli other mistakes of users
 def test_an_override_that_fits_nothing_is_a_mistake_of_the_user():
     done = zaya("train", "experiment=cpu_demo", "explain_optim=true", "optim.overrides=['*.qkv.* lr_mult=2']")
     assert done.returncode == 2 and "no parameter matches *.qkv.*" in done.stdout

@@ -8,7 +8,7 @@ import pytest
 from zaya_plugin.config.compose import compose
 from zaya_plugin.config.schema import MachineConfig
 from zaya_plugin.plan import checkpoint_plan
-from zaya_plugin.plan.checkpoint_plan import ASYNC_COST, best_interval, rank_bytes
+from zaya_plugin.plan.checkpoint_plan import ASYNC_COST_SECONDS, best_interval, rank_bytes
 from zaya_plugin.plan.flops import Shape
 from zaya_plugin.plan.memory import Optimizer
 from zaya_plugin.plan.parallelism import ParallelSizes
@@ -70,19 +70,19 @@ def test_interval(ranks, device_hours, hours, of_stall, of_10_seconds):
 
 def test_the_interval_is_not_shorter_than_the_drain():
     slow = plan(4096, storage_gb_per_s=0.5)
-    assert slow.interval(ASYNC_COST) == slow.drain == pytest.approx(145.9, abs=0.1)
+    assert slow.interval(ASYNC_COST_SECONDS) == slow.drain == pytest.approx(145.9, abs=0.1)
     fast = plan(4096, storage_gb_per_s=25.0)
-    assert fast.interval(ASYNC_COST) == best_interval(ASYNC_COST, fast.failures) > fast.drain
+    assert fast.interval(ASYNC_COST_SECONDS) == best_interval(ASYNC_COST_SECONDS, fast.failures) > fast.drain
 
 
 def test_a_copy_longer_than_a_step_costs_the_difference():
     machine = {"gemm_tflops": 600.0}
     short = plan(8, **machine)
     assert short.hiding_tokens == pytest.approx(12_511, rel=0.001)
-    assert short.costs == {"synchronous": short.copy + short.drain, "asynchronous": ASYNC_COST}
+    assert short.costs == {"synchronous": short.copy + short.drain, "asynchronous": ASYNC_COST_SECONDS}
     long = plan(8, host_link_gb_per_s=5.0, **machine)
     assert long.copy == pytest.approx(1.823, abs=0.001) and long.least_step == pytest.approx(0.955, abs=0.001)
-    assert long.costs["asynchronous"] == pytest.approx(ASYNC_COST + 1.823 - 0.955, abs=0.002)
+    assert long.costs["asynchronous"] == pytest.approx(ASYNC_COST_SECONDS + 1.823 - 0.955, abs=0.002)
 
 
 @pytest.mark.parametrize(

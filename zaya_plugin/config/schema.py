@@ -745,21 +745,33 @@ class MachineConfig:
         3.0, "TB/s that a copy reads and writes", "plan.recipe_plan", limit=RATE, resume=MAY_CHANGE
     )
     devices_per_node: int = own(
-        8, "devices of a node, which its links connect", "plan.machines", limit=RANKS_OF_A_MACHINE, resume=MAY_CHANGE
+        8,
+        "devices of a node, which its links connect",
+        "plan.expected_step",
+        limit=RANKS_OF_A_MACHINE,
+        resume=MAY_CHANGE,
     )
     link_gb_per_s: float = own(
-        340.0, "GB/s that a device sends in a collective inside a node", "plan.machines", limit=RATE, resume=MAY_CHANGE
+        340.0,
+        "GB/s that a device sends in a collective inside a node",
+        "plan.expected_step",
+        limit=RATE,
+        resume=MAY_CHANGE,
     )
     latency_us: float = own(
-        45.0, "microseconds of a small collective inside a node", "plan.machines", limit=RATE_OR_ZERO, resume=MAY_CHANGE
+        45.0,
+        "microseconds of a small collective inside a node",
+        "plan.expected_step",
+        limit=RATE_OR_ZERO,
+        resume=MAY_CHANGE,
     )
     network_gb_per_s: float = own(
-        50.0, "GB/s that a device sends between nodes", "plan.machines", limit=RATE, resume=MAY_CHANGE
+        50.0, "GB/s that a device sends between nodes", "plan.expected_step", limit=RATE, resume=MAY_CHANGE
     )
     hop_us: float = own(
         10.0,
         "microseconds that each further rank between nodes adds to a collective",
-        "plan.machines",
+        "plan.expected_step",
         limit=RATE_OR_ZERO,
         resume=MAY_CHANGE,
     )

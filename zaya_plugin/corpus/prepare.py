@@ -37,7 +37,7 @@ from zaya_plugin.corpus.workspace import INPUT_FILES, INPUT_TIMES, Workspace
 from zaya_plugin.data import tokenizer
 from zaya_plugin.data.indexed_dataset import token_dtype
 from zaya_plugin.data.prepared import Manifest, file_sha256
-from zaya_plugin.data.tokenizer import SMALLEST_BPE, TokenizerRecord, added_tokens, open_tokenizer, special_tokens
+from zaya_plugin.data.tokenizer import MIN_BPE_ENTRIES, TokenizerRecord, added_tokens, open_tokenizer, special_tokens
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.option_numbers import MOST_AMOUNT, whole_number
 
@@ -150,7 +150,7 @@ def parser() -> argparse.ArgumentParser:
     choice.add_argument("--tokenizer", metavar="NAME", help="Hugging Face tokenizer: a directory or a name on the hub")
     choice.add_argument(
         "--train-bpe",
-        type=whole_number(SMALLEST_BPE, LARGEST_BPE),
+        type=whole_number(MIN_BPE_ENTRIES, LARGEST_BPE),
         metavar="VOCAB_SIZE",
         help=f"train a byte-level BPE on the training documents (default, with {DEFAULT_BPE})",
     )

@@ -36,7 +36,7 @@ EXIT_SECONDS = 120
 
 
 class RankLog(io.FileIO):
-    """A log file whose writes never raise: on a full disk lines are lost and the training goes on."""
+    """A log file whose writes never raise: on a full disk lines are lost and the training continues."""
 
     def write(self, data) -> int:
         with contextlib.suppress(OSError):

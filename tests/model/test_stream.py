@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from zaya_plugin.parallel.stage_boundary import join_stream_and_state, split_stream_and_state
+from zaya_plugin.model.stream import join_stream_and_state, split_stream_and_state
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

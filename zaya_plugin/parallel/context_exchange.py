@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exchange of the rows that CCA's convolutions and value shift read before each chunk of a context-parallel rank.
+"""The two exchanges of a context-parallel rank in attention: the rows before its chunks, and keys and values.
 
-All ranks' boundary rows are gathered (2 C + g d / 2 values a chunk, 5 KB in bf16 at ZAYA1's width), and each rank picks
-the rows before its chunks. One collective of a few KB costs one latency, as a send and a receive would, and is the
-same for both orders. A row has at most one reader, so its gradient is no sum: the readers' gradients are gathered the
-same way, and each owner picks its own. Both directions run while the projections, or their gradients, are computed.
+CCA's convolutions and value shift read the rows before each chunk. All ranks' boundary rows are gathered (2 C + g d / 2
+values a chunk, 5 KB in bf16 at ZAYA1's width), and each rank picks the rows before its chunks. One collective of a few
+KB costs one latency, as a send and a receive would, and is the same for both orders. A row has at most one reader, so
+its gradient is no sum: the readers' gradients are gathered the same way, and each owner picks its own. Both directions
+run while the projections, or their gradients, are computed.
+
+A rank's queries read the keys and values of the whole sequence. ZAYA1's have 512 channels a token together, an eighth
+of plain attention's, so gathering them costs less than a ring of blocks would save. The gradient of a row is the sum
+over the ranks that read it: a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -110,3 +115,41 @@ class BoundaryExchange:
 def last_rows(x: Tensor, chunks: int, count: int) -> Tensor:
     """Return the last `count` rows of each of `chunks` equal chunks of x [s, ...]: [chunks, count, ...]."""
     return x.unflatten(0, (chunks, -1))[:, -count:]
+
+
+class _GatherSequence(torch.autograd.Function):
+    """x [s / size, ...] of all ranks in the order of the sequence [s, ...]; its gradient is summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx, x, shard, group):
+        ctx.shard, ctx.group = shard, group
+        gathered = x.new_empty(shard.size * x.shape[0], *x.shape[1:])
+        torch.distributed.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+        return _reordered(gathered, shard.slots)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        shard = ctx.shard
+        # The inverse permutation: slot -> chunk.
+        chunks = [shard.slots.index(slot) for slot in range(shard.total_chunks)]
+        grad = _reordered(grad, chunks).contiguous()
+        mine = grad.new_empty(grad.shape[0] // shard.size, *grad.shape[1:])
+        torch.distributed.reduce_scatter_tensor(mine, grad, group=ctx.group)
+        return mine, None, None
+
+
+def _reordered(x: Tensor, order) -> Tensor:
+    """Return equal pieces of x [s, ...] in `order`."""
+    if list(order) == list(range(len(order))):
+        return x
+    pieces = x.chunk(len(order))
+    return torch.cat([pieces[i] for i in order])
+
+
+def gather_key_value(key: Tensor, value: Tensor, shard: ContextShard, group) -> tuple[Tensor, Tensor]:
+    """Gather keys and values of the whole sequence, [s, b, g, d] each, from each rank's [s / size, b, g, d], in one
+    collective.
+    """
+    packed = _GatherSequence.apply(torch.cat((key, value), dim=-2), shard, group)
+    return packed.split((key.shape[-2], value.shape[-2]), dim=-2)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import hip_ops
-from zaya_plugin.model.parameter_gather import gathered
+from zaya_plugin.model.parameters import gathered
 
 
 def test_hooks_run_as_at_a_call():
