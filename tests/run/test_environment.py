@@ -73,7 +73,9 @@ def test_numbers_pass_exactly_where_they_fit(rank, world, local, port):
     environ = {**WHOLE, "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local), "MASTER_PORT": str(port)}
     if rank < world and local < world and port < 65536:
         check_environment(environ)
-        plan = make_plan(compose(["experiment=cpu_demo"]), environ)
+        recipe = compose(["experiment=cpu_demo"])
+        recipe.stage.micro_batch_size, recipe.stage.global_batch_size = 1, world
+        plan = make_plan(recipe, environ)
         assert (plan.rank, plan.world_size) == (rank, world)
     else:
         refused(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")

@@ -301,7 +301,7 @@ def test_missing_data_and_missing_devices_are_found_before_the_start(monkeypatch
 
 def test_the_plan_follows_nproc_the_cluster_and_the_outer_launcher():
     assert rank_plan.make_plan(demo(), {}).world_size == 2
-    assert rank_plan.make_plan(demo("nproc=null", "cluster.gpus_per_node=5"), {}).world_size == 5
+    assert rank_plan.make_plan(demo("nproc=null", "cluster.gpus_per_node=4"), {}).world_size == 4
     torchrun = rank_plan.make_plan(
         demo(), {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **STORE}
     )

@@ -126,11 +126,9 @@ def run(recipe: Recipe, options: Options) -> int:
     """Start the ranks, and the anchor's after they have ended; return the first exit code that is not 0."""
     from zaya_plugin.checkpoint.run_lock import LOCKS, RunLock
     from zaya_plugin.config.run_directory import check_resume, make_writable, written_by
-    from zaya_plugin.config.validate import validate
     from zaya_plugin.run import before_start, megatron_check, rank_plan
 
     plan = rank_plan.make_plan(recipe, os.environ, ("zaya_plugin.bench.step_rank", options.to_json()))
-    validate(recipe, plan.world_size)
     if options.anchor is not None:
         check_anchor(recipe.model.normalization)
     if recipe.dry_run:

@@ -36,7 +36,7 @@ def measure(options: Options, recipe, rank: int, world_size: int, console) -> No
         if rank == 0:
             print(f"bench: {line}", file=console, flush=True)
 
-    worker.prepare(recipe, world_size)
+    worker.prepare(recipe)
     from zaya_plugin.data.sources import find_sources
     from zaya_plugin.hosts import pretrain
     from zaya_plugin.hosts.measured_steps import NoOptimizer, before_steps

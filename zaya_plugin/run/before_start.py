@@ -47,16 +47,7 @@ from zaya_plugin.handover.data_places import with_consumed
 from zaya_plugin.handover.predecessor import predecessor, saved_step
 from zaya_plugin.plan import checkpoint_plan, recipe_plan
 from zaya_plugin.run import megatron_check
-from zaya_plugin.run.rank_plan import (
-    HIDDEN_DEVICES,
-    WORKER,
-    Plan,
-    check_environment,
-    core_count,
-    make_plan,
-    rank_environment,
-    slurm_variables,
-)
+from zaya_plugin.run.rank_plan import HIDDEN_DEVICES, WORKER, Plan, core_count
 
 OF_THE_SCHEDULE = {path for path, field in leaves() if field.metadata["resume"] in (LENGTH, SCHEDULE, STEPS_TO_TRAIN)}
 DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # NVIDIA, ROCm, WSL
@@ -331,18 +322,6 @@ def _check_port(key: str, port: int, allowed: str, fix: str) -> None:
         raise mistake(key, port, problem=problem, allowed=allowed, fix=fix) from None
 
 
-def plan_of(recipe: Recipe, environ: Mapping[str, str]) -> Plan:
-    """Return the launch on this machine, or for several nodes the launch on every node."""
-    check_environment(environ)
-    if recipe.cluster.num_nodes == 1 or "RANK" in environ or slurm_variables(environ) is not None:
-        return make_plan(recipe, environ)
-    nodes, local_ranks = recipe.cluster.num_nodes, recipe.cluster.gpus_per_node
-    words = ["torchrun", "--nnodes", str(nodes), "--nproc-per-node", str(local_ranks), "--rdzv-backend", "c10d"]
-    words += ["--rdzv-endpoint", "<first host>:29500", "-m", "zaya_plugin.cli", "train"]
-    variables = rank_environment(recipe, local_ranks, environ)
-    return Plan(nodes * local_ranks, local_ranks, 0, "torchrun on every node, or `zaya slurm`", words, variables)
-
-
 def dry_run(recipe: Recipe, plan: Plan, verbose: bool = False, vocabulary: int | None = None) -> tuple[str, list[str]]:
     """Return what would start, with the verdict first, and the messages with which the run would stop.
 
@@ -446,7 +425,7 @@ def stops(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> list[str
 
 
 def several_nodes(plan: Plan) -> bool:
-    """Return whether the plan is one of `plan_of` for every node of a run."""
+    """Return whether the plan is one of `make_plan` for every node of a run."""
     return plan.command is not None and plan.command[0] == "torchrun"
 
 

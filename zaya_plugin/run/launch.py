@@ -27,7 +27,6 @@ from zaya_plugin.checkpoint.run_lock import LOCKS, RunLock
 from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.run_directory import check_resume, checkpoint_path, keep_recipe, make_writable, written_by
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.config.validate import validate
 from zaya_plugin.data.sources import damaged_data
 from zaya_plugin.ground import phases
 from zaya_plugin.ground.errors import ENDED_EARLY, FULL_DISK, ROLL_BACK, free_space, message, mistake
@@ -62,17 +61,19 @@ ENDED_NOTHING = re.compile(
 FROM_TORCHRUN = (signal.SIGTERM,)  # how torchrun itself stops the surviving ranks
 
 
-def launch(recipe: Recipe, verbose: bool = False) -> int:
+def launch(recipe: Recipe, verbose: bool = False, plan: Plan | None = None) -> int:
     """Run `recipe` and return an exit code: 0, that of the first failing rank, ENDED_EARLY after a signal upon which the
     ranks have saved, or 128 + signal after one upon which they have not.
 
-    Raises ValueError for mistakes that are found before the start. With `dry_run` nothing is created. verbose: the dry
-    run prints everything.
+    Raises ValueError for a user's mistake before the start. With `dry_run` nothing is created.
+
+    Args:
+        verbose: the dry run prints everything.
+        plan: of `make_plan` for this recipe, which has validated it; None: it is made here.
     """
     phases.begin("checking directories, checkpoints and data")
+    plan = plan or make_plan(recipe, os.environ, any_node=recipe.dry_run)
     if recipe.dry_run:
-        plan = before_start.plan_of(recipe, os.environ)
-        validate(recipe, plan.world_size)
         if not recipe.explain_optim:
             text, problems = before_start.dry_run(recipe, plan, verbose=verbose)
             phases.end()
@@ -80,11 +81,8 @@ def launch(recipe: Recipe, verbose: bool = False) -> int:
             if problems:
                 raise ValueError("\n".join(problems))
             return 0
-    else:
-        plan = make_plan(recipe, os.environ)
-        if plan.rank != 0:
-            phases.show(None)
-        validate(recipe, plan.world_size)
+    elif plan.rank != 0:
+        phases.show(None)
     auto_graphs = recipe.cluster.graphs == "auto"
     recipe = before_start.with_choices(recipe, plan)
     if recipe.explain_optim:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from zaya_plugin.config.environment import variable_problems
 from zaya_plugin.config.schema import Recipe
+from zaya_plugin.config.validate import validate
 from zaya_plugin.ground.errors import mistake
 
 WORKER = "zaya_plugin.hosts.worker"
@@ -45,9 +46,25 @@ class Plan:
     worker: tuple[str, ...] = ()
 
 
-def make_plan(recipe: Recipe, environ: Mapping[str, str], worker: Sequence[str] = ()) -> Plan:
-    """Return the plan for `environ`: join the ranks of torchrun or SLURM, or start them here. worker: as Plan's."""
+def make_plan(recipe: Recipe, environ: Mapping[str, str], worker: Sequence[str] = (), any_node: bool = False) -> Plan:
+    """Return the plan for `environ`: join the ranks of torchrun or SLURM, or start them here.
+
+    This is the one place in which a process that starts or joins a run validates its recipe.
+
+    Args:
+        worker: as Plan's.
+        any_node: for a dry run, return the launch on every node where the recipe has several nodes.
+
+    Raises:
+        ValueError: the environment contradicts itself, or the recipe is impossible on these ranks.
+    """
     check_environment(environ)
+    plan = _plan(recipe, environ, tuple(worker), any_node)
+    validate(recipe, plan.world_size)
+    return plan
+
+
+def _plan(recipe: Recipe, environ: Mapping[str, str], worker: tuple[str, ...], any_node: bool) -> Plan:
     if all(name in environ for name in TORCHRUN_VARIABLES):
         outer, started_by = {name: environ[name] for name in TORCHRUN_VARIABLES}, "torchrun"
     else:
@@ -57,23 +74,27 @@ def make_plan(recipe: Recipe, environ: Mapping[str, str], worker: Sequence[str] 
             outer.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_WORLD_SIZE") or recipe.cluster.gpus_per_node
         )
         variables = {**rank_environment(recipe, local_ranks, environ), **outer}
-        return Plan(
-            int(outer["WORLD_SIZE"]), local_ranks, int(outer["RANK"]), started_by, None, variables, tuple(worker)
-        )
-    if recipe.cluster.num_nodes > 1:
+        return Plan(int(outer["WORLD_SIZE"]), local_ranks, int(outer["RANK"]), started_by, None, variables, worker)
+    nodes, local_ranks = recipe.cluster.num_nodes, recipe.cluster.gpus_per_node
+    if nodes > 1 and any_node:
+        words = ["torchrun", "--nnodes", str(nodes), "--nproc-per-node", str(local_ranks), "--rdzv-backend", "c10d"]
+        words += ["--rdzv-endpoint", "<first host>:29500", "-m", "zaya_plugin.cli", "train"]
+        variables = rank_environment(recipe, local_ranks, environ)
+        return Plan(nodes * local_ranks, local_ranks, 0, "torchrun on every node, or `zaya slurm`", words, variables)
+    if nodes > 1:
         raise mistake(
             "cluster.num_nodes",
-            recipe.cluster.num_nodes,
+            nodes,
             problem="`zaya train` starts ranks on one machine only",
             allowed="1, or an outer launcher on every node",
             fix="`srun zaya train ...`, or on every node `torchrun --nnodes <n> --nproc-per-node <n> --rdzv-backend "
             "c10d --rdzv-endpoint <host>:<port> -m zaya_plugin.cli train ...`",
         )
-    ranks = recipe.nproc if recipe.nproc is not None else recipe.cluster.gpus_per_node
+    ranks = local_ranks if recipe.nproc is None else recipe.nproc
     if ranks < 1:
         raise mistake("nproc", ranks, problem="a run has at least one rank", allowed="1 or more", fix="nproc=1")
     variables = rank_environment(recipe, ranks, environ)
-    return Plan(ranks, ranks, 0, "zaya train", command(recipe, ranks, worker), variables, tuple(worker))
+    return Plan(ranks, ranks, 0, "zaya train", command(recipe, ranks, worker), variables, worker)
 
 
 def check_environment(environ: Mapping[str, str]) -> None:
