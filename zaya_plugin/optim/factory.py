@@ -16,7 +16,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import nn
 
 from zaya_plugin import compat
-from zaya_plugin.config.optimizer_override import Override
+from zaya_plugin.config.entries import Override
 from zaya_plugin.optim.chained import ChainedMuonAdamW
 from zaya_plugin.optim.gradient_buffers import group_layers, skip_zeroing_experts
 from zaya_plugin.optim.grouping import assign

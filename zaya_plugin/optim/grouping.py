@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor
 
-from zaya_plugin.config.optimizer_override import Override
+from zaya_plugin.config.entries import Override
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.optim.parameter_role import ParameterRole, role_of
 

@@ -26,7 +26,6 @@ from zaya_plugin.checkpoint import manifest, on_disk
 from zaya_plugin.checkpoint.convert.beside import resolve
 from zaya_plugin.checkpoint.run_lock import check_free
 from zaya_plugin.config.arguments import megatron_arguments
-from zaya_plugin.config.graphs import with_graphs
 from zaya_plugin.config.megatron_review import unchecked_lines
 from zaya_plugin.config.resume import changes, values_in
 from zaya_plugin.config.run_directory import (
@@ -39,7 +38,7 @@ from zaya_plugin.config.run_directory import (
 )
 from zaya_plugin.config.schedule import learning_rate, samples_until, step_count, token_count
 from zaya_plugin.config.schema import LENGTH, SCHEDULE, STEPS_TO_TRAIN, Recipe, leaves
-from zaya_plugin.config.validate import data_parallel_size, unused_kernels
+from zaya_plugin.config.validate import data_parallel_size, unused_kernels, with_graphs
 from zaya_plugin.data.prepared import NO_DATASET, locate
 from zaya_plugin.data.sources import compare_data, find_sources, named_datasets
 from zaya_plugin.ground.errors import mistake, of_the_machine

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_plugin.config.arguments import DECIDED_AT_START, OWN_ARGUMENTS, arguments_with_event_files
-from zaya_plugin.config.blend_entry import parse_blend
+from zaya_plugin.config.entries import parse_blend
 from zaya_plugin.config.messages import require
 from zaya_plugin.config.run_directory import keep_recipe, make_writable
 from zaya_plugin.config.schema import CheckpointConfig, Recipe

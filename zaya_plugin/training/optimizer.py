@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from zaya_plugin.config.optimizer_override import Override
+from zaya_plugin.config.entries import Override
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.optim.factory import muon_factory, tag_parameters
 from zaya_plugin.optim.muon import MuonSettings
