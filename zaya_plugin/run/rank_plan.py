@@ -13,6 +13,7 @@ from zaya_plugin.config.environment import variable_problems
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import validate
 from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.node_list import node_names
 
 WORKER = "zaya_plugin.hosts.worker"
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -241,17 +242,23 @@ def slurm_variables(environ: Mapping[str, str], master_port: int | None = None) 
     if tasks < 2:
         return None
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
-    if not hosts and "MASTER_ADDR" not in environ:
+    if not hosts and not environ.get("MASTER_ADDR"):
         raise mistake(
             "SLURM_JOB_NODELIST",
             problem="is not set, so the address of rank 0 is unknown",
             fix="export MASTER_ADDR=<host of rank 0>",
         )
+    try:
+        address = environ.get("MASTER_ADDR") or node_names(hosts)[0]
+    except ValueError as error:
+        raise mistake(
+            "SLURM_JOB_NODELIST", hosts, problem=str(error), fix="export MASTER_ADDR=<host of rank 0>"
+        ) from None
     variables = {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": str(tasks),
         "LOCAL_RANK": environ["SLURM_LOCALID"],
-        "MASTER_ADDR": environ.get("MASTER_ADDR") or first_host(hosts),
+        "MASTER_ADDR": address,
         "MASTER_PORT": str(master_port or environ.get("MASTER_PORT") or port(environ.get("SLURM_JOB_ID", "0"))),
     }
     local = tasks_on_node(environ)
@@ -276,17 +283,3 @@ def tasks_on_node(environ: Mapping[str, str]) -> int | None:
         counts += [int(match.group(1))] * int(match.group(2) or 1)
     node = whole_variable(environ, "SLURM_NODEID", 0) if "SLURM_NODEID" in environ else 0
     return counts[node] if node < len(counts) else None
-
-
-def first_host(node_list: str) -> str:
-    """Return the first host of Slurm's list notation: `a[01-03,7],b` -> `a01`, `rack[0-1]n[3,5]` -> `rack0n3`."""
-    depth, first = 0, ""
-    for character in node_list.strip():
-        depth += (character == "[") - (character == "]")
-        if character == "," and depth == 0:
-            break
-        first += character
-    host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
-    if depth or not host or "[" in host:
-        raise mistake("SLURM_JOB_NODELIST", node_list, problem="is not a node list", allowed="such as a[01-03,7],b")
-    return host
