@@ -99,7 +99,7 @@ def main(argv: list[str]) -> int:
     from zaya_plugin.bench.options import Options, measured_recipe, with_data_path
     from zaya_plugin.config.compose import compose
     from zaya_plugin.config.run_directory import keep_recipe
-    from zaya_plugin.run import before_start, launch, rank_plan
+    from zaya_plugin.run import launch, rank_plan, start_recipe
 
     choices = Choices(
         arguments.kinds,
@@ -113,7 +113,7 @@ def main(argv: list[str]) -> int:
     recipe = measured_recipe(compose(overrides), Options(warmup=10_000), str(arguments.work))
     recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, save_interval=1, keep_last=1))
     plan = rank_plan.make_plan(recipe, os.environ, (MODULE, json.dumps(asdict(choices))))
-    recipe = before_start.with_choices(recipe, plan)
+    recipe = start_recipe.with_choices(recipe, plan)
     shutil.rmtree(arguments.work, ignore_errors=True)
     arguments.work.mkdir(parents=True)
     keep_recipe(recipe, arguments.work)

@@ -14,7 +14,7 @@ import zaya_plugin
 from zaya_plugin.config.compose import compose
 from zaya_plugin.config.environment import VARIABLES
 from zaya_plugin.config.validate import validate
-from zaya_plugin.run import before_start
+from zaya_plugin.run import surroundings
 from zaya_plugin.run.rank_plan import check_environment, make_plan
 
 WHOLE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "20000"}
@@ -110,12 +110,12 @@ def test_a_master_port_that_is_taken_is_refused_on_rank_0_unless_torchrun_has_it
             monkeypatch.setenv(name, text)
         first = make_plan(recipe, {**environ, "RANK": "0", "LOCAL_RANK": "0"})
         with pytest.raises(ValueError, match=f"^MASTER_PORT={environ['MASTER_PORT']}: the port is in use"):
-            before_start.check_machine(recipe, first)
-        before_start.check_machine(recipe, make_plan(recipe, environ))
+            surroundings.check_machine(recipe, first)
+        surroundings.check_machine(recipe, make_plan(recipe, environ))
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-        before_start.check_machine(recipe, first)
+        surroundings.check_machine(recipe, first)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
-    before_start.check_machine(recipe, first)
+    surroundings.check_machine(recipe, first)
 
 
 @pytest.mark.parametrize(
@@ -214,14 +214,14 @@ def test_devices_that_a_variable_hides_from_the_ranks_are_missed(monkeypatch, na
     recipe = replace(DEMO, nproc=2, cluster=replace(DEMO.cluster, device="cuda"))
     monkeypatch.setenv(name, text)
     if told is None:
-        before_start.check_sizes(recipe, make_plan(recipe, {}))
+        surroundings.check_sizes(recipe, make_plan(recipe, {}))
         return
     with pytest.raises(ValueError, match=re.escape(f"{name}={text}: {told}") + ".* Allowed: .* Fix: unset"):
-        before_start.check_sizes(recipe, make_plan(recipe, {}))
-    before_start.check_sizes(DEMO, make_plan(DEMO, {})), "a run on the CPU hides them itself"
+        surroundings.check_sizes(recipe, make_plan(recipe, {}))
+    surroundings.check_sizes(DEMO, make_plan(DEMO, {})), "a run on the CPU hides them itself"
 
 
 def test_a_selection_of_kernels_that_no_rank_reads_is_announced(monkeypatch):
     monkeypatch.setenv("HIP_OPS_KERNELS", "reference")
-    (line,) = (line for line in before_start.unused(DEMO, make_plan(DEMO, {})) if "HIP_OPS_KERNELS" in line)
+    (line,) = (line for line in surroundings.unused(DEMO, make_plan(DEMO, {})) if "HIP_OPS_KERNELS" in line)
     assert line.startswith("zaya: HIP_OPS_KERNELS=reference: is not read where there is a recipe")

@@ -7,7 +7,7 @@ import pytest
 
 import zaya_plugin
 from zaya_plugin.config.compose import compose
-from zaya_plugin.run import before_start, launch, rank_plan
+from zaya_plugin.run import launch, rank_plan, surroundings
 from zaya_plugin.run.curriculum import compose_curriculum
 from zaya_plugin.run.curriculum_run import dry_run, run_curriculum
 
@@ -21,7 +21,7 @@ def validated(monkeypatch):
     monkeypatch.setattr(
         rank_plan, "validate", lambda recipe, ranks: (directories.append(recipe.run_dir), validate(recipe, ranks))
     )
-    monkeypatch.setattr(before_start, "check_surroundings", lambda recipe, plan: None)
+    monkeypatch.setattr(surroundings, "check_surroundings", lambda *_: None)
     monkeypatch.setattr(launch, "run_ranks", lambda plan, logs: launch.Ended(0))
     return directories
 

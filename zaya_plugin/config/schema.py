@@ -1014,9 +1014,7 @@ class GuardConfig:
 class Recipe:
     """A whole run."""
 
-    name: str = own(
-        MISSING, "name of the run: directory, W&B name", "run.before_start", limit=NOT_EMPTY, resume=MAY_CHANGE
-    )
+    name: str = own(MISSING, "name of the run: directory, W&B name", "run.dry_run", limit=NOT_EMPTY, resume=MAY_CHANGE)
     model: ModelConfig = field(default_factory=ModelConfig)
     stage: StageConfig = field(default_factory=StageConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -22,8 +22,8 @@ from zaya_plugin.ground.errors import ENDED_EARLY, mistake, nearest_name
 from zaya_plugin.ground.whole_file import write_whole
 from zaya_plugin.handover.data_places import source_uses, with_consumed
 from zaya_plugin.handover.predecessor import domain_losses, finished_stage, losses
-from zaya_plugin.run import before_start
 from zaya_plugin.run.curriculum import Curriculum, Stage
+from zaya_plugin.run.dry_run import MORE, describe, stops, unchecked_parts, verdict
 from zaya_plugin.run.launch import last_words, launch
 from zaya_plugin.run.rank_plan import Plan, check_environment, make_plan, rank_environment, task_count, whole_variable
 
@@ -139,7 +139,7 @@ def dry_run(curriculum: Curriculum, only: str | None = None, verbose: bool = Fal
     """Return what would run, with the verdict first: each stage's plan and what it starts from; and the messages with
     which the stages would stop. A stage that has not ended yet stops none after it.
 
-    only: as in `run_curriculum`. verbose: as in `before_start.describe`.
+    only: as in `run_curriculum`. verbose: as in `describe`.
     """
     chosen = chosen_stages(curriculum, only)
     lines, problems, unchecked = [], {}, {}
@@ -149,7 +149,7 @@ def dry_run(curriculum: Curriculum, only: str | None = None, verbose: bool = Fal
         before = curriculum.stages[number - 2] if number > 1 else None
         state = "finished" if stage.finished else f"resumes after step {stage.done}" if stage.done else "not started"
         plan = make_plan(stage.recipe, os.environ, any_node=True)
-        text = before_start.describe(stage.recipe, plan, stage.overrides, verbose=verbose)
+        text = describe(stage.recipe, plan, stage.overrides, verbose=verbose)
         taken_over = "the optimizer's state" if stage.recipe.handover.optimizer == "keep" else "a fresh optimizer"
         if before is not None and not stage.done:
             text.insert(2, f"starts from  the weights of stage {before.name} and {taken_over}")
@@ -157,13 +157,13 @@ def dry_run(curriculum: Curriculum, only: str | None = None, verbose: bool = Fal
             f"stage {number} of {len(curriculum.stages)}: {stage.name} ({state})",
             *("  " + line for line in text),
         ]
-        unchecked |= dict.fromkeys(before_start.unchecked_parts(stage.recipe, plan))
+        unchecked |= dict.fromkeys(unchecked_parts(stage.recipe, plan))
         waits = before is not None and not before.finished
-        for problem in before_start.stops(stage.recipe, plan):
+        for problem in stops(stage.recipe, plan):
             if not (waits and problem.startswith("handover.from_run")):
                 problems.setdefault(f"stage {stage.name}: {problem}")
-    lines = [before_start.verdict([*problems], [*unchecked]), *lines, *unchecked, table(curriculum)]
-    return "\n".join([*lines, *([] if verbose else [before_start.MORE]), NOTHING_CREATED]), [*problems]
+    lines = [verdict([*problems], [*unchecked]), *lines, *unchecked, table(curriculum)]
+    return "\n".join([*lines, *([] if verbose else [MORE]), NOTHING_CREATED]), [*problems]
 
 
 def write_state(curriculum: Curriculum, news: dict[str, dict] | None = None) -> None:

@@ -19,7 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from zaya_plugin.checkpoint import places
@@ -40,7 +42,8 @@ from zaya_plugin.ground.parent_death import (
     die_with_parent,
     on_end_signals,
 )
-from zaya_plugin.run import before_start, megatron_check
+from zaya_plugin.run import megatron_check, start_recipe, surroundings
+from zaya_plugin.run.dry_run import dry_run
 from zaya_plugin.run.rank_plan import WORKER, Plan, make_plan
 
 EXPLAIN = "zaya_plugin.hosts.explain"
@@ -61,7 +64,13 @@ ENDED_NOTHING = re.compile(
 FROM_TORCHRUN = (signal.SIGTERM,)  # how torchrun itself stops the surviving ranks
 
 
-def launch(recipe: Recipe, verbose: bool = False, plan: Plan | None = None) -> int:
+def launch(
+    recipe: Recipe,
+    verbose: bool = False,
+    plan: Plan | None = None,
+    vocabulary: int | None = None,
+    run: Callable[[Recipe, Plan], int] | None = None,
+) -> int:
     """Run `recipe` and return an exit code: 0, that of the first failing rank, ENDED_EARLY after a signal upon which the
     ranks have saved, or 128 + signal after one upon which they have not.
 
@@ -70,44 +79,44 @@ def launch(recipe: Recipe, verbose: bool = False, plan: Plan | None = None) -> i
     Args:
         verbose: the dry run prints everything.
         plan: of `make_plan` for this recipe, which has validated it; None: it is made here.
+        vocabulary: rows of the embedding for random tokens in place of the recipe's data.
+        run: called in place of the training with the recipe without `auto` and the plan, rank 0 holding the run's lock.
     """
     phases.begin("checking directories, checkpoints and data")
     plan = plan or make_plan(recipe, os.environ, any_node=recipe.dry_run)
-    if recipe.dry_run:
-        if not recipe.explain_optim:
-            text, problems = before_start.dry_run(recipe, plan, verbose=verbose)
-            phases.end()
-            print(text, flush=True)
-            if problems:
-                raise ValueError("\n".join(problems))
-            return 0
-    elif plan.rank != 0:
+    if recipe.dry_run and not recipe.explain_optim:
+        text, problems = dry_run(recipe, plan, verbose, vocabulary)
+        phases.end()
+        print(text, flush=True)
+        if problems:
+            raise ValueError("\n".join(problems))
+        return 0
+    if plan.rank != 0:
         phases.show(None)
-    auto_graphs = recipe.cluster.graphs == "auto"
-    recipe = before_start.with_choices(recipe, plan)
+    run = run or partial(_start, auto_graphs=recipe.cluster.graphs == "auto")
+    recipe = start_recipe.with_choices(recipe, plan)
     if recipe.explain_optim:
         return become_rank(recipe, replace(plan, worker=(EXPLAIN,)))
     places.require_answer(checkpoint_path(recipe), "checkpoint.path")
     if recipe.handover.from_run is not None:
         places.require_answer(recipe.handover.from_run, "handover.from_run")
     check_resume(recipe)
-    before_start.check_changed_keys(recipe, plan)
-    recipe = before_start.take_over(recipe)
-    before_start.check_directories(recipe)
-    before_start.check_surroundings(recipe, plan)
-    if plan.command is not None:  # ranks of an outer launcher are here already, and validate at once
+    start_recipe.check_changed_keys(recipe, plan)
+    recipe = start_recipe.take_over(recipe)
+    surroundings.check_directories(recipe)
+    surroundings.check_surroundings(recipe, plan, vocabulary)
+    if plan.command is not None:  # ranks of an outer launcher have Megatron validate at once
         megatron_check.check(recipe, plan)
         megatron_check.close()
     make_writable(recipe.run_dir)
     if Path(recipe.checkpoint.path).is_absolute():
         make_writable(checkpoint_path(recipe), "checkpoint.path")
     if plan.rank != 0:
-        return _start(recipe, plan, auto_graphs)
+        return run(recipe, plan)
     lock = RunLock.take(written_by(recipe))
     try:
         keep_recipe(recipe, recipe.run_dir)
-        plan = replace(plan, environment={**plan.environment, LOCKS: lock.shared()})
-        return _start(recipe, plan, auto_graphs)
+        return run(recipe, replace(plan, environment={**plan.environment, LOCKS: lock.shared()}))
     finally:
         phases.end()
         lock.release()
