@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zaya_plugin.bench import report
+from zaya_plugin.bench import step_report
 from zaya_plugin.bench.options import ANCHOR, ANCHORS, RECORD, VOCABULARY, Options, measured_recipe, with_data_path
-from zaya_plugin.bench.record import write
+from zaya_plugin.bench.step_record import write
 from zaya_plugin.ground.errors import mistake
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def _measure(options: Options, recipe: Recipe, plan: Plan) -> int:
     if (run_dir / ANCHOR).is_file():  # out of memory is a result too
         code = 0
     if plan.rank == 0 and code == 0:
-        print(report.anchor_text(add_anchor(run_dir)), flush=True)
+        print(step_report.anchor_text(add_anchor(run_dir)), flush=True)
     return code
 
 

@@ -46,7 +46,7 @@ from zaya_plugin.run import megatron_check, start_recipe, surroundings
 from zaya_plugin.run.dry_run import dry_run
 from zaya_plugin.run.rank_plan import WORKER, Plan, make_plan
 
-EXPLAIN = "zaya_plugin.hosts.explain"
+EXPLAIN = "zaya_plugin.hosts.optimizer_table"
 SHOWN_LINES = 30
 # In what torch, CUDA, HIP and hip_ops say about a capture that failed, or about a query during one (NCCL's watchdog on
 # ROCm).

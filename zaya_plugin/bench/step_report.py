@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formats a record of zaya_plugin.bench.record: a table with a stacked bar for the terminal, and the bar as an SVG
+"""Formats a record of zaya_plugin.bench.step_record: a table with a stacked bar for the terminal, and the bar as an SVG
 file.
 """
 
