@@ -142,7 +142,7 @@ def test_a_file_for_a_folder_or_the_reverse_is_refused_by_a_dry_run(tmp_path, mo
     (tmp_path / name).mkdir() if "." in name else (tmp_path / name).write_text("")
     problems = dry_run.stops(recipe, plan)
     kind = "file" if "." in name else "folder"
-    assert f"{tmp_path / name} is no {kind}, and the run writes a {kind} of this name" in problems[-1]
+    assert f"{tmp_path / name} must be a {kind}: the run writes it" in problems[-1]
     assert f"Fix: mv {tmp_path / name} <another place>, or run_dir=<another directory>." in problems[-1]
 
 

@@ -204,7 +204,7 @@ def test_every_variable_that_is_read_has_its_values_or_takes_any_text():
         *((text, "shows 0 devices, and nproc=2 ranks need one each") for text in ("", "-1", "-1,0,1")),
         *((text, "shows 1 devices, and nproc=2 ranks need one each") for text in ("0", "GPU-8932f937", "7,-1,3")),
         *(
-            (text, "is no list of devices")
+            (text, "is not a list of devices")
             for text in ("nonsense", "NoDevFiles", "0;1", "0,x", "all", "0.5,1", "1e3,2")
         ),
     ],

@@ -139,7 +139,7 @@ def test_what_was_not_checked_is_said(asked, monkeypatch):
     assert dry_run.unchecked_parts(recipe, plan) == []
     monkeypatch.setattr(compat, "zaya_train_fits", lambda: False)
     said = "not checked: Megatron's own validation of its arguments: "
-    assert dry_run.unchecked_parts(recipe, plan) == [said + "no torch or Megatron 0.19 here"]
+    assert dry_run.unchecked_parts(recipe, plan) == [said + "no torch or Megatron 0.19 on this machine"]
     monkeypatch.setenv("ZAYA_CHECK", "off")
     assert dry_run.unchecked_parts(recipe, plan) == [said + "ZAYA_CHECK=off"]
     check("nproc=3", "stage.global_batch_size=12")

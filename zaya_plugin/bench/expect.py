@@ -38,7 +38,7 @@ from zaya_plugin.run.recipe_commands import Parser
 
 SCHEMA = "zaya bench expect/1"
 NOT_CARRIED = ("communication", "idle")
-# Kernels beside a collective take longer, since it uses processors and memory bandwidth: this share of the collective's
+# Kernels that run during a collective take longer, since it uses processors and memory bandwidth: this share of the collective's
 # expected time. Measured in two steps on four H200s, of one and of four micro-batches (docs/log.md); the same value is
 # assumed for other devices.
 SLOWED = 0.26
@@ -234,8 +234,8 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
 
 
 def hidden_behind_kernels(record: dict) -> float:
-    """Return milliseconds of the record's collectives that ran beside kernels on the same processors; copy engines are
-    others.
+    """Return milliseconds of the record's collectives that ran during kernels on the same processors; copy engines are
+    not among them.
     """
     rows = [kernel for row in record["parts"] if row["part"] == "communication" for kernel in row["longest"]]
     copies = sum(kernel["ms"] for kernel in rows if kernel["name"].startswith("Memcpy"))
@@ -243,7 +243,7 @@ def hidden_behind_kernels(record: dict) -> float:
 
 
 def copies_parameters(recipe: Recipe, world: int, machine: MachineConfig | None) -> bool:
-    """Whether parameters are gathered by copy engines, which do not slow down the kernels beside them."""
+    """Return whether parameters are gathered by copy engines, which do not slow down kernels."""
     policy = (COPY_ENGINES | recipe.cluster.environment)["NCCL_CTA_POLICY"]
     return (
         bool(machine)

@@ -64,7 +64,7 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         recipe: a validated recipe.
-        data: tokenizer arguments found from the data set (see zaya_plugin.data.sources).
+        data: tokenizer arguments of the data set (see zaya_plugin.data.sources).
 
     Raises:
         ValueError: parallel.recompute_granularity=auto is not resolved.
@@ -104,7 +104,7 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
         values["iterations_to_skip"] = skipped_steps(recipe)
     # zaya_plugin.training.optimizer replaces the optimizer that Megatron builds for this name.
     values["optimizer"] = "adam"
-    # With it Megatron would wait for the device in each micro-batch; the optimizer here finds NaNs without waiting.
+    # With it Megatron would wait for the device in each micro-batch; this plugin's optimizer detects NaNs without waiting.
     if recipe.parallel.use_distributed_optimizer:
         values["check_for_nan_in_loss_and_grad"] = False
     # Megatron counts the batches of all domains, the recipe those of one.
@@ -115,7 +115,7 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
 def arguments_with_event_files(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
     """Return `megatron_arguments` for a host in which Megatron itself writes TensorBoard's event files."""
     values = megatron_arguments(recipe, data)
-    if recipe.logger.tensorboard or recipe.profile.enabled:  # the profiler writes its traces beside this directory
+    if recipe.logger.tensorboard or recipe.profile.enabled:  # the profiler writes its traces next to this directory
         values["tensorboard_dir"] = str(Path(recipe.run_dir) / "tensorboard")
     return values
 

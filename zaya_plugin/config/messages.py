@@ -204,7 +204,9 @@ def explain(error: BaseException, value_of: Callable[[str], object] | None = Non
     cause = error
     while cause.__cause__ is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__
-    in_file = re.search(r"In '(.+)': (\w+) raised while composing config:\n(.*)", text)  # Hydra drops the cause here
+    in_file = re.search(
+        r"In '(.+)': (\w+) raised while composing config:\n(.*)", text
+    )  # Hydra drops the cause of these
     named = re.search(r"full_key: (\S+)", text)
     path = getattr(cause, "full_key", None) or (named.group(1) if named else "")
     key = field_path(path)

@@ -58,7 +58,7 @@ EXCLUSIONS = {
         ("parallel.virtual_pipeline_stages", 1, "virtual stages are parts of a pipeline rank"),
     ),
     ("logger.wandb_mode", "disabled"): (("logger.wandb", False, "nothing is logged then; auto logs"),),
-    ("optim.lr_warmup_iters", 0): (("optim.lr_warmup_init", 0.0, "there is no warm-up that could start from it"),),
+    ("optim.lr_warmup_iters", 0): (("optim.lr_warmup_init", 0.0, "it requires a warm-up"),),
 }
 
 # Key, the value that a graph requires, and why: all steps must be alike, and the host must not wait for the device
@@ -578,7 +578,7 @@ def _environment(recipe: Recipe, world_size: int) -> Iterator[str]:
         key = f"cluster.environment.{name}"
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) or "\0" in value:
             allowed = "letters, digits and _, not beginning with a digit"
-            yield message(key, value, problem="is no name and value of an environment variable", allowed=allowed)
+            yield message(key, value, problem="is not of the form NAME=VALUE", allowed=allowed)
         elif OF_THE_LAUNCHER.fullmatch(name):
             fix = f"leave {name} out; nproc, master_port and the launcher set it"
             yield message(key, value, problem="is set by the launcher, for each rank another value", fix=fix)

@@ -25,7 +25,7 @@ from zaya_plugin.data.tokenizer import check_opens
 
 
 def main() -> int:
-    """Answer until stdin ends; return 0, or 1 after a failure that is no mistake of the user."""
+    """Answer until stdin ends; return 0, or 1 after a failure that is not a user's mistake."""
     answers = os.dup(1)
     os.dup2(2, 1)  # what Megatron prints
     prepare()

@@ -98,7 +98,7 @@ def stops(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> list[str
     """Return the messages with which a run would stop: before its ranks start, or by Megatron's validation in them.
 
     Where the run's nodes are other machines than this one (`is_elsewhere`), this one's devices and packages are not
-    checked, and its data only where it is here too.
+    checked, and its data only where this machine has it too.
 
     vocabulary: of random tokens, in place of data.
     """

@@ -2,8 +2,8 @@
 """From a recipe to running ranks: joins the ranks that torchrun or SLURM has started, or starts them, and reports the
 first failure.
 
-No torch import: errors in a recipe, its data or its directory are found before any slow import, and the environment
-that torch reads at import is set first. Ranks started here are torchrun's children, but signals go directly to them:
+No torch import: errors in a recipe, its data or its directory are reported before any slow import, and the environment
+that torch reads at import is set first. Ranks that `zaya train` starts are torchrun's children, but signals go directly to them:
 torchrun would kill them 30 seconds after SIGTERM, possibly during a save.
 
 When one rank fails, the others follow within moments with errors about closed connections, and torchrun's summary names
@@ -78,7 +78,7 @@ def launch(
 
     Args:
         verbose: the dry run prints everything.
-        plan: of `make_plan` for this recipe, which has validated it; None: it is made here.
+        plan: of `make_plan` for this recipe, which has validated it; None: made by this call.
         vocabulary: rows of the embedding for random tokens in place of the recipe's data.
         run: called in place of the training with the recipe without `auto` and the plan, rank 0 holding the run's lock.
     """
@@ -160,12 +160,12 @@ class Ended:
 
 
 def capture_failed(folder: Path) -> bool:
-    """Whether a rank of the launch with this folder of logs said that the capture of a graph failed."""
+    """Return whether a rank of the launch with this folder of logs reports that the capture of a graph failed."""
     return any(CAPTURE.search(_read(path)) for path in folder.glob("attempt_*/*/stderr.log"))
 
 
 def capture_raised(error: BaseException | None) -> bool:
-    """Whether this error, or one that led to it, says that the capture of a graph failed."""
+    """Return whether this error, or one that led to it, says that the capture of a graph failed."""
     while error is not None and not CAPTURE.search(str(error)):
         error = error.__cause__ or error.__context__
     return error is not None
@@ -312,7 +312,7 @@ def _await_orphans(others: list[int]) -> None:
 
 
 def early_ends(folder: Path) -> list[str]:
-    """Return what the ranks of the launch with this folder of logs said about an early end, each line once."""
+    """Return the lines about an early end in the ranks' logs of this launch, without repetitions."""
     texts = (_read(path) for path in sorted(folder.glob("attempt_*/*/stderr.log")))
     lines = (line for text in texts for line in text.splitlines(keepends=True))
     return list(dict.fromkeys(line for line in lines if line.startswith("zaya: a signal ended the run early")))
@@ -384,7 +384,7 @@ def first_failure(log_dir: Path, torchrun_log: Path) -> RankFailure | None:
 
 
 def _left_with_message(code: int, stderr: Path) -> bool:
-    """Whether a rank left with a message of its own, for a user's mistake (2) or because training cannot go on (1,
+    """Return whether a rank left with a message of its own, for a user's mistake (2) or because training cannot go on (1,
     ROLL_BACK).
     """
     text = _last_part(stderr)

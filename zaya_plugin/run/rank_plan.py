@@ -21,7 +21,7 @@ HIDDEN_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_D
 # Required by Megatron's --deterministic-mode; one ring adds in one order, and a fixed workspace keeps cuBLAS to one
 # algorithm.
 DETERMINISTIC = {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
-# Transformer Engine's fp32 products are TF32 on NVIDIA, whatever torch's switches say; cuBLAS reads this when it starts.
+# Transformer Engine's fp32 products are TF32 on NVIDIA, independent of torch's switches; cuBLAS reads this when it starts.
 FULL_FP32 = {"NVIDIA_TF32_OVERRIDE": "0"}
 # Read by NCCL 2.28 and later, and by RCCL of that age: registered buffers are gathered by copy engines.
 COPY_ENGINES = {"NCCL_CTA_POLICY": "2"}
@@ -48,7 +48,7 @@ class Plan:
 
 
 def make_plan(recipe: Recipe, environ: Mapping[str, str], worker: Sequence[str] = (), any_node: bool = False) -> Plan:
-    """Return the plan for `environ`: join the ranks of torchrun or SLURM, or start them here.
+    """Return the plan for `environ`: join the ranks of torchrun or SLURM, or start them.
 
     This is the one place in which a process that starts or joins a run validates its recipe.
 
@@ -148,7 +148,7 @@ def _complete(environ: Mapping[str, str], names: Sequence[str], how: str) -> Non
 
 
 def whole_variable(environ: Mapping[str, str], name: str, least: int, most: int | None = None, of: str = "") -> int:
-    """Return the variable as a number; raises ValueError if it is none, or out of range. of: the variable that limits it."""
+    """Return the variable as a number; raises ValueError if it is not a number, or out of range. of: the variable that limits it."""
     text = environ[name]
     number = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
     if number is None or number < least or most is not None and number > most:
@@ -156,7 +156,7 @@ def whole_variable(environ: Mapping[str, str], name: str, least: int, most: int 
         raise mistake(
             name,
             text,
-            problem="is set in the environment and is " + ("no whole number" if number is None else "out of range"),
+            problem="is set in the environment and is " + ("not a whole number" if number is None else "out of range"),
             allowed=allowed + (f" ({of}={environ[of]})" if of else ""),
             fix=f"unset {name}, or start the ranks with torchrun or srun, which set it",
         )
@@ -201,7 +201,7 @@ def rank_environment(recipe: Recipe, local_ranks: int, environ: Mapping[str, str
     if recipe.cluster.device == "cpu":
         variables |= dict.fromkeys(HIDDEN_DEVICES, "")
         variables["TORCHDYNAMO_DISABLE"] = (
-            "1"  # compiling Megatron's jit_fuser functions takes seconds and saves microseconds here
+            "1"  # compiling Megatron's jit_fuser functions takes seconds and saves microseconds on a CPU
         )
     ordered = recipe.parallel.tensor_model_parallel_size > 1 or recipe.parallel.context_parallel_size > 1
     if recipe.cluster.device == "cuda" and "CUDA_DEVICE_MAX_CONNECTIONS" not in environ:
@@ -229,7 +229,7 @@ def slurm_variables(environ: Mapping[str, str], master_port: int | None = None) 
     """Return RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT of this task, or None outside
     `srun`.
 
-    The batch script itself also has SLURM_PROCID=0, but it is no task of a step.
+    The batch script itself also has SLURM_PROCID=0, but it is not a task of a step.
     All tasks must agree without communication: the address is the first host of the step, the port is computed from the
     job id.
     """

@@ -65,7 +65,7 @@ def take_over(recipe: Recipe) -> Recipe:
 
 def with_padding(recipe: Recipe) -> Recipe:
     """Return `recipe` with model.make_vocab_size_divisible_by of the run that it resumes or takes over: its tables have
-    that many rows, whatever today's default is.
+    that many rows, also where today's default is another one.
     """
     before = values_in(recipe.run_dir) if saved_step(Path(recipe.run_dir)) is not None else {}
     if not before and recipe.handover.from_run is not None:
@@ -90,8 +90,8 @@ def changed_keys(recipe: Recipe) -> tuple[list[str], list[str]]:
     """Return messages about changes of the recipe that a run cannot resume with, and lines about those that it can; both
     empty for a new run or stage.
 
-    Compared is the recipe that the newest complete checkpoint keeps, or run_dir/recipe.yaml beside one of an earlier
-    version.
+    Compared is the recipe that the newest complete checkpoint keeps, or run_dir/recipe.yaml where an earlier version
+    wrote it.
     """
     directory = checkpoint_path(recipe)
     if recipe.resume == "never" or not has_checkpoint(directory):
@@ -110,7 +110,7 @@ def resume_lines(before: Mapping[str, Any], recipe: Recipe, step: int) -> list[s
         return [
             f"zaya: resume: the newest checkpoint is of step {step}, and the recipe has {steps} steps "
             f"(stage.train_iters={recipe.stage.train_iters}): none is left. The run trains nothing and ends with exit "
-            f"code 0; with a larger stage.train_iters it goes on"
+            f"code 0; with a larger stage.train_iters it continues"
         ]
     try:
         earlier = recipe

@@ -130,7 +130,7 @@ def check_memory(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> N
 
 
 def _check_visible(environ: Mapping[str, str], key: str, ranks: int) -> None:
-    """Raise ValueError if a variable leaves the ranks fewer devices than they are, or is no list of devices."""
+    """Raise ValueError if a variable leaves the ranks fewer devices than they are, or is not a list of devices."""
     for name in (name for name in HIDDEN_DEVICES if name in environ):
         entries = [entry.strip() for entry in environ[name].split(",") if entry.strip()]
         listed = all(re.fullmatch(r"-?[0-9]+|(GPU|MIG)-[\w/-]+", entry) for entry in entries)
@@ -138,7 +138,9 @@ def _check_visible(environ: Mapping[str, str], key: str, ranks: int) -> None:
         count = len(list(shown)) if listed else 0
         if count < ranks:
             problem = (
-                f"shows {count} devices, and {key}={ranks} ranks need one each" if listed else "is no list of devices"
+                f"shows {count} devices, and {key}={ranks} ranks need one each"
+                if listed
+                else "is not a list of devices"
             )
             raise mistake(
                 name,
