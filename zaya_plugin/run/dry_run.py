@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `--dry-run` prints: a verdict, the plan of the start, and every message with which the start would stop. No torch
+"""Describe a start for `--dry-run`: a verdict, the plan, and every message with which the start would stop. No torch
 import.
 """
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipe that a start runs: values for `auto`, what it takes over from an earlier start or stage, and the changes with
-which a run cannot resume. No torch import.
+"""Make the recipe that a start runs: values for `auto`, what it takes over from an earlier start or stage, and the changes
+with which a run cannot resume. No torch import.
 """
 
 import math

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a start needs around it: packages, devices, memory and ports of this machine, directories and data. No torch
-import.
-"""
+"""Check what a start needs: packages, devices, memory and ports of this machine, directories and data. No torch import."""
 
 import errno
 import itertools
