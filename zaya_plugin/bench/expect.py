@@ -38,8 +38,8 @@ from zaya_plugin.run.recipe_commands import Parser
 
 SCHEMA = "zaya bench expect/1"
 NOT_CARRIED = ("communication", "idle")
-# Kernels that run during a collective take longer, since it uses processors and memory bandwidth: this share of the collective's
-# expected time. Measured in two steps on four H200s, of one and of four micro-batches (docs/log.md); the same value is
+# Kernels that run during a collective take longer, since it uses processors and memory bandwidth: this share of the
+# collective's expected time. Measured in two steps on four H200s, of one and of four micro-batches (docs/log.md); the same value is
 # assumed for other devices.
 SLOWED = 0.26
 PARTS_WITHOUT_COLLECTIVES = ("optimizer", "gradients")  # parts during which no collective runs

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries of keys that are lists of texts: datasets of a blend (data/blend.py opens them), settings of parameters by name
-pattern (`optim.overrides`), and steps to skip.
+"""Entries of keys that are lists of texts: datasets of a blend (data/blend.py opens them), settings of parameters by
+name pattern (`optim.overrides`), and steps to skip.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trim chains of thought that are too long: a sample loses reasoning, never its question or answer.
 
-Rule (ZAYA1-8B technical report, arXiv 2605.05365, section III-A), applied to the original sample for each context length: a sample that
-fits is kept; else the tail of the last reasoning block, right before the answer, is cut; else the reasoning of earlier
-turns is dropped and both are tried again; else the sample is dropped. This project's choice, which the report does not
-state: of a block that is cut at least one token of reasoning stays, and a block is dropped with its two markers.
+Rule (ZAYA1-8B technical report, arXiv 2605.05365, section III-A), applied to the original sample for each context
+length: a sample that fits is kept; else the tail of the last reasoning block, right before the answer, is cut; else the
+reasoning of earlier turns is dropped and both are tried again; else the sample is dropped. This project's choice, which
+the report does not state: of a block that is cut at least one token of reasoning stays, and a block is dropped with its two markers.
 """
 
 import re

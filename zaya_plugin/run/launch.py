@@ -3,8 +3,8 @@
 first failure.
 
 No torch import: errors in a recipe, its data or its directory are reported before any slow import, and the environment
-that torch reads at import is set first. Ranks that `zaya train` starts are torchrun's children, but signals go directly to them:
-torchrun would kill them 30 seconds after SIGTERM, possibly during a save.
+that torch reads at import is set first. The ranks are torchrun's children, but signals go directly to them: torchrun
+would kill them 30 seconds after SIGTERM, possibly during a save.
 
 When one rank fails, the others follow within moments with errors about closed connections, and torchrun's summary names
 one of them. The failure that is shown is that of a rank with a message for the user, else of a rank killed by a signal,

@@ -135,7 +135,8 @@ def placed(recipe: Recipe) -> Recipe:
         raise mistake(
             "checkpoint.path",
             recipe.checkpoint.path,
-            problem="is not available in a host, which reads the recipe from the parent folder of its checkpoints; `zaya train` supports it",
+            problem="is not available in a host, which reads the recipe from the parent folder of its checkpoints; "
+            "`zaya train` supports it",
             allowed=CheckpointConfig.path,
             fix=f"checkpoint.path={CheckpointConfig.path}",
         )

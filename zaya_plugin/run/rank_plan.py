@@ -148,7 +148,7 @@ def _complete(environ: Mapping[str, str], names: Sequence[str], how: str) -> Non
 
 
 def whole_variable(environ: Mapping[str, str], name: str, least: int, most: int | None = None, of: str = "") -> int:
-    """Return the variable as a number; raises ValueError if it is not a number, or out of range. of: the variable that limits it."""
+    """Return the variable as a number; raises ValueError if it is not one, or out of range. of: the variable that limits it."""
     text = environ[name]
     number = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
     if number is None or number < least or most is not None and number > most:
