@@ -248,17 +248,11 @@ def slurm_variables(environ: Mapping[str, str], master_port: int | None = None) 
             problem="is not set, so the address of rank 0 is unknown",
             fix="export MASTER_ADDR=<host of rank 0>",
         )
-    try:
-        address = environ.get("MASTER_ADDR") or node_names(hosts)[0]
-    except ValueError as error:
-        raise mistake(
-            "SLURM_JOB_NODELIST", hosts, problem=str(error), fix="export MASTER_ADDR=<host of rank 0>"
-        ) from None
     variables = {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": str(tasks),
         "LOCAL_RANK": environ["SLURM_LOCALID"],
-        "MASTER_ADDR": address,
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or first_host(hosts),
         "MASTER_PORT": str(master_port or environ.get("MASTER_PORT") or port(environ.get("SLURM_JOB_ID", "0"))),
     }
     local = tasks_on_node(environ)
@@ -283,3 +277,11 @@ def tasks_on_node(environ: Mapping[str, str]) -> int | None:
         counts += [int(match.group(1))] * int(match.group(2) or 1)
     node = whole_variable(environ, "SLURM_NODEID", 0) if "SLURM_NODEID" in environ else 0
     return counts[node] if node < len(counts) else None
+
+
+def first_host(hosts: str) -> str:
+    """Return the first name of the node list in SLURM_JOB_NODELIST."""
+    try:
+        return node_names(hosts)[0]
+    except ValueError as error:
+        raise mistake("SLURM_JOB_NODELIST", hosts, problem=str(error)) from None
