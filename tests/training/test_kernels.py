@@ -37,8 +37,8 @@ def recorded(name, function):
         return function(*positional, **named)
     return call
 
-def prepare(*recipe_and_ranks):
-    prepared(*recipe_and_ranks)
+def prepare(recipe):
+    prepared(recipe)
     from hip_ops.runtime import build, operator
     from zaya_plugin.hosts import pretrain
 
