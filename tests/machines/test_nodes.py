@@ -10,7 +10,6 @@ import time
 import pytest
 
 from zaya_plugin import cli
-from zaya_plugin.aegis.slurm import expand
 from zaya_plugin.machines import check_process, nodes
 from zaya_plugin.machines.nodes import Node, judge, node_of, rounds
 
@@ -211,4 +210,4 @@ def test_a_slurm_job_starts_a_step_on_each_of_its_nodes(tmp_path, capsys, monkey
     assert cli.main(["verify", "--nodes", "--output", str(tmp_path / "out" / "verify.json"), "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition("--nodelist=")[2].split()[0] for line in lines[:4]] == ["m1", "n08", "n09", "n10"]
-    assert not (tmp_path / "out").exists() and expand("r[0-1]n[3,5]") == ["r0n3", "r0n5", "r1n3", "r1n5"]
+    assert not (tmp_path / "out").exists()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hip_ops.runtime import build, hazards, hip_runtime
+from hip_ops.runtime import build, hazards, launchers
 from tests.gfx942.assembly_kernel import HEAD, TAIL
 from tests.gfx942.toolchain import assemble
 from zaya_plugin.machines import installed, software
@@ -24,7 +24,7 @@ def quiet(monkeypatch):
     """An environment without devices, patches and mapped libraries of its own."""
     monkeypatch.setattr(installed, "torch_devices", lambda: {"built_for": "ROCm 7.1", "accelerators": []})
     monkeypatch.setattr(installed, "patches", list)
-    monkeypatch.setattr(hip_runtime, "own_maps", lambda: "")  # tests before this may have mapped a libamdhip64
+    monkeypatch.setattr(launchers, "own_maps", lambda: "")  # tests before this may have mapped a libamdhip64
 
 
 def test_the_environment_of_this_machine(monkeypatch):
@@ -42,11 +42,11 @@ def test_the_environment_of_this_machine(monkeypatch):
 @pytest.mark.parametrize("hip", ["7.1.2", "6.4.1"])
 def test_two_hip_runtimes_are_wrong(monkeypatch, hip):
     monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(hip_runtime, "own_maps", lambda: MAPS + OTHER)
+    monkeypatch.setattr(launchers, "own_maps", lambda: MAPS + OTHER)
     outcome = software.environment(CPU_SETTING)
     assert outcome.state == "wrong" and "rocm-6.4" in outcome.reason and "/venv/torch/lib" in outcome.reason
     assert len(outcome.figures["hip_runtimes"]) == 2
-    monkeypatch.setattr(hip_runtime, "own_maps", lambda: MAPS if hip[0] == "6" else OTHER)
+    monkeypatch.setattr(launchers, "own_maps", lambda: MAPS if hip[0] == "6" else OTHER)
     assert software.environment(CPU_SETTING).state == "pass"
 
 
@@ -54,7 +54,7 @@ def test_two_hip_runtimes_are_wrong(monkeypatch, hip):
 def test_a_torch_for_gpus_that_finds_none_is_wrong(monkeypatch, built_for):
     for name in ("hip", "cuda"):
         monkeypatch.setattr(torch.version, name, "7.1" if name == built_for else None)
-    monkeypatch.setattr(hip_runtime, "own_maps", lambda: OTHER if built_for == "hip" else "")
+    monkeypatch.setattr(launchers, "own_maps", lambda: OTHER if built_for == "hip" else "")
     outcome = software.environment(replace(CPU_SETTING, chosen="auto"))
     assert outcome.state == ("wrong" if built_for else "pass")
     assert ("7.1 and finds no device" in outcome.reason and "--device cpu" in outcome.reason) == (built_for is not None)
@@ -88,8 +88,8 @@ def test_a_machine_with_fewer_devices_than_its_recipe_is_wrong(monkeypatch, name
     assert reason is None or outcome.reason.startswith(reason), outcome.reason
 
 
-def test_a_hip_runtime_beside_another_torch_is_wrong(monkeypatch):
-    monkeypatch.setattr(hip_runtime, "own_maps", lambda: MAPS)
+def test_a_launchers_beside_another_torch_is_wrong(monkeypatch):
+    monkeypatch.setattr(launchers, "own_maps", lambda: MAPS)
     assert "torch is not built for ROCm" in software.environment(CPU_SETTING).reason
 
 

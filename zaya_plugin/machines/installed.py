@@ -211,7 +211,7 @@ def kernels(setting: Setting) -> Outcome:
     import torch
 
     from hip_ops.runtime.build import library_note
-    from hip_ops.runtime.library import target_of
+    from hip_ops.runtime.launchers import target_of
     from hip_ops.runtime.operator import report
 
     figures: dict[str, list[str]] = {}

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from zaya_plugin.aegis.evidence import printable
-from zaya_plugin.aegis.slurm import expand, write_failing
+from zaya_plugin.aegis.slurm import write_failing
 from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.node_list import node_names
 from zaya_plugin.ground.option_numbers import MOST_AMOUNT, real_number
 from zaya_plugin.ground.whole_file import write_whole
 from zaya_plugin.machines.check_process import run_all
@@ -180,7 +181,7 @@ def nodes_and_launcher(options: argparse.Namespace, environ: Mapping[str, str]) 
     """Return the names of the nodes and the words of the launcher, none for this machine alone."""
     launcher = options.launcher or (SRUN if "SLURM_JOB_NODELIST" in environ else "")
     try:
-        names, words = sorted(set(expand(options.nodes))), shlex.split(launcher)
+        names, words = sorted(set(node_names(options.nodes))), shlex.split(launcher)
     except ValueError as error:
         key, value = ("--launcher", launcher) if "quotation" in str(error) else ("--nodes", options.nodes)
         raise mistake(key, value, problem=f"cannot be read ({error})", allowed="n[1-3,08],m1") from None
