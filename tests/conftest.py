@@ -23,7 +23,7 @@ LONG = (
     "training",
     "plan",
     "parallel",
-    "verify",
+    "machines",
     "run",
     "hosts",
     "bench",
