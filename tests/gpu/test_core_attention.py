@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hip_ops.runtime.architecture import architecture
+from hip_ops.runtime.launch import architecture
 from tests.no_waiting import no_waiting
 from zaya_plugin.model.block_attention import block_attention, takes_blocks
 from zaya_plugin.model.core_attention import (

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from zaya_plugin.config.optimizer_override import Override
+from zaya_plugin.config.entries import Override
 from zaya_plugin.optim.parameter_role import ParameterRole, assign
 
 

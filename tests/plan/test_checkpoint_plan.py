@@ -12,7 +12,7 @@ from zaya_plugin.plan.checkpoint_plan import ASYNC_COST_SECONDS, best_interval, 
 from zaya_plugin.plan.flops import Shape
 from zaya_plugin.plan.memory import Optimizer
 from zaya_plugin.plan.parallelism import ParallelSizes
-from zaya_plugin.run import before_start
+from zaya_plugin.run import dry_run
 from zaya_plugin.run.rank_plan import make_plan
 
 ZAYA1_BASE = Shape(40, 2048, 8, 2, 128, 16, 2048, 256, 262272)
@@ -109,7 +109,7 @@ def test_without_a_distributed_optimizer_each_rank_holds_everything():
 def test_the_dry_run_prints_it():
     recipe = compose(["experiment=zaya1_base", "cluster=mi300x_128x8", "data.path=none", "machine.storage_gb_per_s=25"])
     place = {"RANK": "0", "WORLD_SIZE": "1024", "LOCAL_RANK": "0", "MASTER_ADDR": "node0", "MASTER_PORT": "20000"}
-    text = "\n".join(before_start.describe(recipe, make_plan(recipe, place), verbose=True))
+    text = "\n".join(dry_run.describe(recipe, make_plan(recipe, place), verbose=True))
     lines = text.split("\ncheckpoints  ")[1].split("\nenvironment ")[0].splitlines()
     assert lines == [
         "(prediction) 72.9 GB: fp32 weights and the optimizer's state",

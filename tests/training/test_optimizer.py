@@ -53,7 +53,7 @@ def test_what_a_recipe_sets_reaches_the_optimizer(monkeypatch, overrides, muon, 
 
 
 def test_a_recipe_can_choose_every_set_of_coefficients():
-    from hip_ops.ops.newton_schulz.coefficients import COEFFICIENT_SETS
+    from hip_ops.ops.newton_schulz.plan import COEFFICIENT_SETS
     from zaya_plugin.config.messages import schema
 
     assert schema()["optim.muon_coefficients"].metadata["choices"] == tuple(COEFFICIENT_SETS)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
-from zaya_plugin.config.blend_entry import Blend, parse_blend
+from zaya_plugin.config.entries import Blend, parse_blend
 from zaya_plugin.data.indexed_dataset import stored_tokens
 from zaya_plugin.data.prepared import locate, prefix_of
 from zaya_plugin.ground.errors import mistake

@@ -13,7 +13,7 @@ import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
-from zaya_plugin.config.blend_entry import Blend
+from zaya_plugin.config.entries import Blend
 from zaya_plugin.data.blend import content_name, resolve_blend
 from zaya_plugin.data.fingerprint import content_fingerprint
 from zaya_plugin.data.ledger import stage_use

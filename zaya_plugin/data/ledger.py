@@ -17,7 +17,7 @@ from math import ceil
 
 import numpy as np
 
-from zaya_plugin.config.blend_entry import Blend
+from zaya_plugin.config.entries import Blend
 from zaya_plugin.data.blend import resolve_blend
 from zaya_plugin.data.indexed_dataset import read_index
 from zaya_plugin.data.prepared import prefix_of

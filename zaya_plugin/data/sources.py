@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.config.blend_entry import Blend, BlendEntry, parse_blend
+from zaya_plugin.config.entries import Blend, BlendEntry, parse_blend
 from zaya_plugin.config.schedule import sample_count
 from zaya_plugin.config.schema import MISSING, DataConfig, Recipe
 from zaya_plugin.data.blend import domain_names, resolve_blend

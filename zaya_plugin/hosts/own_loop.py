@@ -12,7 +12,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.utils import unwrap_model
 from torch import nn
 
-from zaya_plugin.config.optimizer_override import Override
+from zaya_plugin.config.entries import Override
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.optim.balancing import RouterStatistics
 from zaya_plugin.optim.chained import ChainedMuonAdamW

@@ -42,9 +42,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from hip_ops.runtime.architecture import architecture
-from hip_ops.runtime.operator import Versions
-from hip_ops.runtime.selection import Request
+from hip_ops.runtime.choice import Versions
+from hip_ops.runtime.launch import architecture
+from hip_ops.versions import Request
 from zaya_plugin.model.aiter_attention import aiter_flash
 from zaya_plugin.model.block_attention import block_attention, takes_blocks
 from zaya_plugin.parallel.context_exchange import gather_key_value

@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from zaya_plugin.config.optimizer_override import Override
+from zaya_plugin.config.entries import Override
 from zaya_plugin.ground.errors import mistake
 
 

@@ -14,6 +14,7 @@ import torch
 
 import hip_ops
 from hip_ops.runtime import operator
+from hip_ops.runtime.choice import Versions
 from hip_ops.runtime.operator import OPERATORS, report
 from zaya_plugin.checkpoint.restore import gathered
 from zaya_plugin.config.schema import Recipe
@@ -68,7 +69,7 @@ def _choices(recipe: Recipe) -> Choices:
     return chosen
 
 
-def attention(recipe: Recipe) -> operator.Versions:
+def attention(recipe: Recipe) -> Versions:
     """Return core attention as the recipe's steps call it, for the heads of one rank."""
     from zaya_plugin.model.core_attention import core_attention  # imports Megatron, which a rank must patch before
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from zaya_plugin.config.optimizer_override import Override
+from zaya_plugin.config.entries import Override
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.optim.chained import ChainedMuonAdamW
 from zaya_plugin.optim.factory import build_muon_adamw

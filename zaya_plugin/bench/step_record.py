@@ -14,13 +14,18 @@ import json
 import platform
 import subprocess
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 
+from zaya_plugin import __version__
 from zaya_plugin.bench import attribution, trace
 from zaya_plugin.bench.attribution import Stretch, resolve
 from zaya_plugin.bench.options import Options
 from zaya_plugin.bench.probes import Rates
 from zaya_plugin.bench.step_parts import PARTS, PASSES, STEP, written_first
+from zaya_plugin.ground.whole_file import write_whole
+from zaya_plugin.plan.flops import Shape, training_flops
+from zaya_plugin.plan.step_work import OptimizerShare, Rank, step_work
 
 SCHEMA = "zaya bench step/1"
 NOT_COMPUTING = ("communication", "idle")
@@ -33,8 +38,6 @@ LAUNCHES = ("LaunchKernel", "LaunchCooperativeKernel", "GraphLaunch")
 def of_rank(session, recipe, options: Options, rates: Rates, device) -> dict:
     """Return the record without its breakdown. Called on every rank; memory is that of the fullest one."""
     import torch
-
-    from zaya_plugin.plan.flops import Shape, training_flops
 
     args, measured = session.parts.args, session.measured
     world = torch.distributed.get_world_size()
@@ -194,8 +197,6 @@ def work_of(session, optim) -> dict:
     from megatron.core import parallel_state
 
     from zaya_plugin.model.layer import ZayaTransformerLayer
-    from zaya_plugin.plan.flops import Shape
-    from zaya_plugin.plan.step_work import Rank, step_work
 
     parts = session.parts
     args = parts.args
@@ -229,7 +230,6 @@ def _optimizer_share(parts, args, optim):
     from hip_ops.ops.newton_schulz.plan import newton_schulz_flops
     from zaya_plugin.optim.muon import DTYPES
     from zaya_plugin.optim.parameter_role import role_of
-    from zaya_plugin.plan.step_work import OptimizerShare
 
     muon = adamw = operations = 0.0
     experts, dense = (
@@ -253,11 +253,7 @@ def _optimizer_share(parts, args, optim):
 
 def surroundings(device, command: str, commit_name: str | None) -> dict:
     """Return device, date, command, commit and versions. commit_name: from the command line."""
-    from importlib import metadata
-
     import torch
-
-    from zaya_plugin import __version__
 
     name = (
         torch.cuda.get_device_name(device)
@@ -301,6 +297,4 @@ def commit() -> str | None:
 
 def write(path: Path, record: dict) -> None:
     """Write `record` as JSON, atomically."""
-    from zaya_plugin.ground.whole_file import write_whole
-
     write_whole(path, json.dumps(record, indent=1) + "\n")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formats a record of zaya_plugin.bench.record: a table with a stacked bar for the terminal, and the bar as an SVG
+"""Formats a record of zaya_plugin.bench.step_record: a table with a stacked bar for the terminal, and the bar as an SVG
 file.
 """
 
@@ -79,7 +79,7 @@ def _step(record: dict) -> list[str]:
         f"micro-batch{'es' if step['micro_batches'] > 1 else ''} a rank: {step['ms']:.1f} ms, "
         f"{step['tokens_per_s_per_device']:,.0f} tokens/s a device, {step['tflops_per_device']:.4g} TFLOP/s, "
         f"{step['share_of_gemm']:.1%} of the GEMM rate; {memory}",
-        f"measured here: matrix product {rates['gemm_tflops']:.4g} TFLOP/s, copy {rates['copy_tb_per_s']:.3g} TB/s",
+        f"measured rates: matrix product {rates['gemm_tflops']:.4g} TFLOP/s, copy {rates['copy_tb_per_s']:.3g} TB/s",
     ]
 
 

@@ -2,7 +2,7 @@
 """Print the optimizer, learning rate and weight decay of every parameter: `zaya train ... explain_optim=true`.
 
 The model is the real one, built without memory (on torch's meta device) in this process; nothing is launched.
-`zaya train` runs this file as a program: `python -m zaya_plugin.hosts.explain <recipe.yaml>`.
+`zaya train` runs this file as a program: `python -m zaya_plugin.hosts.optimizer_table <recipe.yaml>`.
 """
 
 from __future__ import annotations

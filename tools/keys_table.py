@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the tables of keys in docs/recipes.md from the schema: `python -m zaya_plugin.config.keys_table
-docs/recipes.md`.
+"""Write the tables of keys in docs/recipes.md from the schema: `python -m tools.keys_table docs/recipes.md`.
 
 `tests/config/test_docs.py` fails where the page and the schema differ.
 """
@@ -12,8 +11,8 @@ from pathlib import Path
 from zaya_plugin.config.schema import OnResume, leaves, megatron_argument
 from zaya_plugin.ground.errors import as_typed
 
-RESUME = "<!-- resume: made by zaya_plugin.config.keys_table -->\n"
-BEGIN, END = "<!-- keys: made by zaya_plugin.config.keys_table -->\n", "<!-- end of keys -->\n"
+RESUME = "<!-- resume: made by tools.keys_table -->\n"
+BEGIN, END = "<!-- keys: made by tools.keys_table -->\n", "<!-- end of keys -->\n"
 
 
 def keys_table() -> str:

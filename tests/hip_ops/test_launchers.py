@@ -9,7 +9,7 @@ import torch
 
 from hip_ops import set_kernels, use_kernels
 from hip_ops.__main__ import main
-from hip_ops.runtime import conditions, library
+from hip_ops.runtime import conditions, launchers
 from tests.hip_ops.cpu_kernels import KERNELS, build_cpu_library
 from tests.hip_ops.fake_gpu import CPU, GPU, FakeGpu
 
@@ -32,15 +32,15 @@ def launcher(monkeypatch):
     loaded = type(
         "Library", (), {"ho_test": recorder, "ho_error_string": staticmethod(lambda code: b"invalid device function")}
     )
-    monkeypatch.setattr(library, "library", lambda target: loaded)
+    monkeypatch.setattr(launchers, "library", lambda target: loaded)
     return recorder
 
 
 def test_arguments_are_converted_by_the_declaration(launcher):
     x = torch.arange(4.0)
-    library.call("ho_test", x, None, 7, 0.5, device=CPU)
+    launchers.call("ho_test", x, None, 7, 0.5, device=CPU)
     assert launcher.arguments == (x.data_ptr(), None, 7, 0.5, None)
-    library.call("ho_test", x, (ctypes.c_int64 * 2)(1, 2), True, 1, device=CPU)
+    launchers.call("ho_test", x, (ctypes.c_int64 * 2)(1, 2), True, 1, device=CPU)
     assert list(launcher.arguments[1]) == [1, 2] and launcher.arguments[2:4] == (True, 1)
 
 
@@ -56,7 +56,7 @@ def test_arguments_are_converted_by_the_declaration(launcher):
 )
 def test_wrong_arguments_never_reach_the_launcher(launcher, arguments, said):
     with pytest.raises(AssertionError, match=said):
-        library.call("ho_test", *arguments, device=CPU)
+        launchers.call("ho_test", *arguments, device=CPU)
     assert launcher.arguments is None
 
 
@@ -70,7 +70,7 @@ def test_wrong_arguments_never_reach_the_launcher(launcher, arguments, said):
 def test_codes(launcher, code, said):
     launcher.code = code
     with pytest.raises(RuntimeError, match=said):
-        library.call("ho_test", torch.ones(3), None, 7, 0.5, device=CPU)
+        launchers.call("ho_test", torch.ones(3), None, 7, 0.5, device=CPU)
 
 
 def test_the_current_stream_is_passed_under_the_device(launcher, monkeypatch):
@@ -88,12 +88,12 @@ def test_the_current_stream_is_passed_under_the_device(launcher, monkeypatch):
             entered.append(None)
 
     gpu = torch.device("cuda", 1)
-    monkeypatch.setattr(library, "target_of", lambda device: "sm_90")
+    monkeypatch.setattr(launchers, "target_of", lambda device: "sm_90")
     monkeypatch.setattr(torch.cuda, "device", Guard)
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 4711 + device.index})
     )
-    library.call("ho_test", None, None, 7, 0.5, device=gpu)
+    launchers.call("ho_test", None, None, 7, 0.5, device=gpu)
     assert launcher.arguments[-1] == 4712 and entered == [gpu, None]
 
 
@@ -103,9 +103,9 @@ def test_a_kernel_runs_through_call(monkeypatch):
     from tests.hip_ops.cpu_kernels import source_files
 
     kernels = load(build_cpu_library(KERNELS / "portable.hip"), *source_files([KERNELS / "portable.hip"]))
-    monkeypatch.setattr(library, "library", lambda target: kernels)
+    monkeypatch.setattr(launchers, "library", lambda target: kernels)
     x, out = torch.arange(1024.0), torch.zeros(1024)
-    library.call("ho_test_reverse_run", x, out, 1, 1, device=CPU)
+    launchers.call("ho_test_reverse_run", x, out, 1, 1, device=CPU)
     assert torch.equal(out, x.flip(0))
 
 
@@ -118,12 +118,12 @@ def test_a_build_that_failed_is_not_tried_again(monkeypatch):
         tried.append(target)
         raise BuildError("no")
 
-    monkeypatch.setattr(library, "build", fails)
-    monkeypatch.setattr(library, "_failures", {})
-    library._library.cache_clear()
+    monkeypatch.setattr(launchers, "build", fails)
+    monkeypatch.setattr(launchers, "_failures", {})
+    launchers._library.cache_clear()
     for _ in range(3):
         with pytest.raises(BuildError):
-            library.library("cpu")
+            launchers.library("cpu")
     assert tried == ["cpu"]
 
 
