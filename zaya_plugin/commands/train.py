@@ -8,10 +8,10 @@ import sys
 import tempfile
 
 from zaya_plugin.commands.parser import Parser, option
-from zaya_plugin.commands.process import end_on_interrupt, shows_traceback
+from zaya_plugin.commands.process import end_on_interrupt
 from zaya_plugin.config.train_help import train_help
 from zaya_plugin.ground import phases
-from zaya_plugin.ground.errors import ENDED_EARLY, of_the_machine
+from zaya_plugin.ground.errors import ENDED_EARLY
 
 
 def parser() -> Parser:
@@ -43,29 +43,17 @@ def train(options: argparse.Namespace) -> int:
 
     overrides = [*options.overrides, *["dry_run=true"] * options.dry_run]
     compose.register()
-    outcomes: list[int | ValueError] = []
+    outcomes: list[int | Exception] = []
 
     def job(config) -> None:
-        # A job's error is kept, not raised: Hydra would add lines to the message.
         try:
             outcomes.append(_run_job(config, overrides, options.verbose))
-        except ValueError as error:
-            if with_traceback:
-                raise
+        except Exception as error:  # raised below: Hydra would add lines to the message
             outcomes.append(error)
-        except BrokenPipeError:  # `zaya train dry_run=true | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            outcomes.append(0)
-        except (OSError, MemoryError, RuntimeError) as error:
-            text = of_the_machine(error, ".")
-            if text is None or with_traceback:
-                raise
-            outcomes.append(ValueError(text))
         code = outcomes[-1]
         if isinstance(code, int) and (code > 128 or code == ENDED_EARLY):  # stopped by a signal: no further jobs
             raise SystemExit(code)
 
-    with_traceback = shows_traceback()  # before HYDRA_FULL_ERROR is set below
     primary = dict(config_path=f"pkg://{compose.RECIPES}", config_name=compose.PRIMARY, version_base="1.3")
     application = hydra.main(**primary)(job)
     if options.multirun:
@@ -89,9 +77,12 @@ def train(options: argparse.Namespace) -> int:
         del os.environ["HYDRA_FULL_ERROR"]
         if full_error is not None:
             os.environ["HYDRA_FULL_ERROR"] = full_error
-    errors = [str(outcome) for outcome in outcomes if isinstance(outcome, ValueError)]
+    errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+    if other := [error for error in errors if not isinstance(error, ValueError)]:
+        raise other[0]
     if errors:
-        raise ValueError(compose.with_experiment("\n".join(dict.fromkeys(errors)), overrides))
+        texts = dict.fromkeys(map(str, errors))
+        raise ValueError(compose.with_experiment("\n".join(texts), overrides)) from errors[0]
     return next((outcome for outcome in outcomes if outcome), 0)
 
 
