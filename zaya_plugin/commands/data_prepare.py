@@ -4,7 +4,7 @@
 import os
 
 from zaya_plugin.commands.datasets import data_parser
-from zaya_plugin.commands.parser import Parser
+from zaya_plugin.commands.parser import Parser, option
 from zaya_plugin.corpus.inputs import DEFAULT_ENDINGS, LINES, PACKINGS, STDLIB
 from zaya_plugin.corpus.prepare import DEFAULT_BPE, HELD_BYTES, LARGEST_BPE, MOST_WORKERS, STDLIB_BYTES, prepare
 from zaya_plugin.data.tokenizer import SMALLEST_BPE
@@ -36,127 +36,154 @@ examples:
 
 
 def parser() -> Parser:
-    out = data_parser("prepare", prepare, DESCRIPTION, EXAMPLES)
-    out.add_argument(
-        "--output",
-        required=True,
-        metavar="DIR",
-        help="directory of the dataset; must not exist yet, or be an unfinished one",
+    return data_parser(
+        "prepare",
+        prepare,
+        DESCRIPTION,
+        EXAMPLES,
+        option(
+            "--output",
+            required=True,
+            metavar="DIR",
+            help="directory of the dataset; must not exist yet, or be an unfinished one",
+        ),
+        option(
+            "--input",
+            nargs="+",
+            default=[STDLIB],
+            metavar="PATH",
+            help="files, directories, quoted patterns, or stdlib (default) for the sources of this Python's standard "
+            f"library; {' '.join(LINES)} hold a document a line, .parquet one a row, any other file is a document; all but "
+            f".parquet also as {' '.join(PACKINGS)}",
+            group="text",
+        ),
+        option(
+            "--glob",
+            action="append",
+            metavar="PATTERN",
+            help="which files of a directory; repeat for several (default: files that end with "
+            f"{' '.join(DEFAULT_ENDINGS)}, packed or not, in small or capital letters)",
+            group="text",
+        ),
+        option(
+            "--field",
+            default="text",
+            metavar="NAME",
+            help="field of a jsonl line, or column, that holds the text (default: text)",
+            group="text",
+        ),
+        option(
+            "--chat",
+            action="store_true",
+            help="the lines of the files are chats: `messages` with role and content, or `conversations` with from and "
+            "value; they are encoded by the tokenizer's chat template, and the tokens of their answers are marked",
+            group="text",
+        ),
+        option(
+            "--max-bytes",
+            type=size,
+            metavar="SIZE",
+            help="stop before the document that would take the input past this "
+            f"(default: everything; {STDLIB_BYTES // 10**6}M for stdlib alone)",
+            group="text",
+        ),
+        option(
+            "--max-document-bytes",
+            type=size_up_to(HELD_BYTES),
+            default=8_000_000,
+            metavar="SIZE",
+            help="reject longer documents; a worker needs about 130 times this in memory for one that long (default: 8M)",
+            group="text",
+        ),
+        option(
+            "--deduplicate",
+            choices=("text", "id"),
+            help="of documents with the same text, or the same --id-field, keep the first (default: keep all)",
+            group="text",
+        ),
+        option(
+            "--id-field",
+            default="id",
+            metavar="NAME",
+            help="field of a jsonl line, or column, that holds its id (default: id)",
+            group="text",
+        ),
+        option(
+            "--tokenizer",
+            metavar="NAME",
+            help="Hugging Face tokenizer: a directory or a name on the hub",
+            group="tokenizer",
+        ),
+        option(
+            "--train-bpe",
+            type=whole_number(SMALLEST_BPE, LARGEST_BPE),
+            metavar="VOCAB_SIZE",
+            help=f"train a byte-level BPE on the training documents (default, with {DEFAULT_BPE})",
+            group="tokenizer",
+        ),
+        option(
+            "--train-bpe-bytes",
+            type=size,
+            default=64_000_000,
+            metavar="SIZE",
+            help="train the BPE on no more than this much input, from its beginning (default: 64M)",
+            group="tokenizer",
+        ),
+        option(
+            "--chat-template",
+            metavar="FILE",
+            help="Jinja template that replaces the tokenizer's own, such as for a base model's tokenizer, which has none",
+            group="tokenizer",
+        ),
+        option(
+            "--no-append-eod",
+            dest="append_eod",
+            action="store_false",
+            help="do not end each document with the tokenizer's eos token; what its post-processor adds (bos) is added",
+            group="tokenizer",
+        ),
+        option(
+            "--valid-fraction",
+            type=fraction,
+            default=0.05,
+            metavar="F",
+            help="documents held out for validation, chosen by a hash of their text; "
+            "0 writes a single text.bin/.idx (default: 0.05)",
+            group="output and run",
+        ),
+        option(
+            "--workers",
+            type=whole_number(1, MOST_WORKERS),
+            default=min(os.cpu_count() or 1, 8),
+            metavar="N",
+            help="processes; 1 starts none and works in this one (default: number of cores, at most 8)",
+            group="output and run",
+        ),
+        option(
+            "--part-bytes",
+            type=size_up_to(HELD_BYTES),
+            metavar="SIZE",
+            help="input tokenised at a time and redone after an interruption (default: 16M, less for a small input)",
+            group="output and run",
+        ),
+        option(
+            "--max-rejects",
+            type=whole_number(0, MOST_AMOUNT),
+            metavar="N",
+            help="fail when more documents than this are rejected (default: no limit)",
+            group="output and run",
+        ),
+        option(
+            "--overwrite",
+            action="store_true",
+            help="replace a dataset, or drop an unfinished one, made with other arguments; "
+            "the old one stays until the new one is whole",
+            group="output and run",
+        ),
+        option(
+            "--quiet",
+            action="store_true",
+            help="no progress bar and no summary; problems are still reported",
+            group="output and run",
+        ),
     )
-    text = out.add_argument_group("text")
-    text.add_argument(
-        "--input",
-        nargs="+",
-        default=[STDLIB],
-        metavar="PATH",
-        help="files, directories, quoted patterns, or stdlib (default) for the sources of this Python's standard "
-        f"library; {' '.join(LINES)} hold a document a line, .parquet one a row, any other file is a document; all but "
-        f".parquet also as {' '.join(PACKINGS)}",
-    )
-    text.add_argument(
-        "--glob",
-        action="append",
-        metavar="PATTERN",
-        help="which files of a directory; repeat for several (default: files that end with "
-        f"{' '.join(DEFAULT_ENDINGS)}, packed or not, in small or capital letters)",
-    )
-    text.add_argument(
-        "--field",
-        default="text",
-        metavar="NAME",
-        help="field of a jsonl line, or column, that holds the text (default: text)",
-    )
-    text.add_argument(
-        "--chat",
-        action="store_true",
-        help="the lines of the files are chats: `messages` with role and content, or `conversations` with from and "
-        "value; they are encoded by the tokenizer's chat template, and the tokens of their answers are marked",
-    )
-    text.add_argument(
-        "--max-bytes",
-        type=size,
-        metavar="SIZE",
-        help="stop before the document that would take the input past this "
-        f"(default: everything; {STDLIB_BYTES // 10**6}M for stdlib alone)",
-    )
-    text.add_argument(
-        "--max-document-bytes",
-        type=size_up_to(HELD_BYTES),
-        default=8_000_000,
-        metavar="SIZE",
-        help="reject longer documents; a worker needs about 130 times this in memory for one that long (default: 8M)",
-    )
-    text.add_argument(
-        "--deduplicate",
-        choices=("text", "id"),
-        help="of documents with the same text, or the same --id-field, keep the first (default: keep all)",
-    )
-    text.add_argument(
-        "--id-field",
-        default="id",
-        metavar="NAME",
-        help="field of a jsonl line, or column, that holds its id (default: id)",
-    )
-    tokens = out.add_argument_group("tokenizer")
-    choice = tokens.add_mutually_exclusive_group()
-    choice.add_argument("--tokenizer", metavar="NAME", help="Hugging Face tokenizer: a directory or a name on the hub")
-    choice.add_argument(
-        "--train-bpe",
-        type=whole_number(SMALLEST_BPE, LARGEST_BPE),
-        metavar="VOCAB_SIZE",
-        help=f"train a byte-level BPE on the training documents (default, with {DEFAULT_BPE})",
-    )
-    tokens.add_argument(
-        "--train-bpe-bytes",
-        type=size,
-        default=64_000_000,
-        metavar="SIZE",
-        help="train the BPE on no more than this much input, from its beginning (default: 64M)",
-    )
-    tokens.add_argument(
-        "--chat-template",
-        metavar="FILE",
-        help="Jinja template that replaces the tokenizer's own, such as for a base model's tokenizer, which has none",
-    )
-    tokens.add_argument(
-        "--no-append-eod",
-        dest="append_eod",
-        action="store_false",
-        help="do not end each document with the tokenizer's eos token; what its post-processor adds (bos) is added",
-    )
-    run = out.add_argument_group("output and run")
-    run.add_argument(
-        "--valid-fraction",
-        type=fraction,
-        default=0.05,
-        metavar="F",
-        help="documents held out for validation, chosen by a hash of their text; "
-        "0 writes a single text.bin/.idx (default: 0.05)",
-    )
-    run.add_argument(
-        "--workers",
-        type=whole_number(1, MOST_WORKERS),
-        default=min(os.cpu_count() or 1, 8),
-        metavar="N",
-        help="processes; 1 starts none and works in this one (default: number of cores, at most 8)",
-    )
-    run.add_argument(
-        "--part-bytes",
-        type=size_up_to(HELD_BYTES),
-        metavar="SIZE",
-        help="input tokenised at a time and redone after an interruption (default: 16M, less for a small input)",
-    )
-    run.add_argument(
-        "--max-rejects",
-        type=whole_number(0, MOST_AMOUNT),
-        metavar="N",
-        help="fail when more documents than this are rejected (default: no limit)",
-    )
-    run.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="replace a dataset, or drop an unfinished one, made with other arguments; "
-        "the old one stays until the new one is whole",
-    )
-    run.add_argument("--quiet", action="store_true", help="no progress bar and no summary; problems are still reported")
-    return out

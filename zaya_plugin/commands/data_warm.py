@@ -2,7 +2,7 @@
 """`zaya data warm`: the options of reading data into the page cache."""
 
 from zaya_plugin.commands.datasets import data_parser, recipe_of
-from zaya_plugin.commands.parser import Parser
+from zaya_plugin.commands.parser import Parser, option
 from zaya_plugin.corpus.warm import warm
 from zaya_plugin.ground.option_numbers import MOST_RANKS, MOST_STEPS, size, whole_number
 
@@ -20,31 +20,35 @@ examples:
 
 
 def parser() -> Parser:
-    out = data_parser(
+    return data_parser(
         "warm",
         lambda options, _: warm(options, recipe_of(options)),
         DESCRIPTION,
         EXAMPLES,
+        option(
+            "--max-bytes", type=size, metavar="SIZE", help="read no more than this (default: 80 %% of the free memory)"
+        ),
+        option("--dry-run", action="store_true", help="print the size of the data, and stop"),
+        option(
+            "--steps",
+            type=whole_number(1, MOST_STEPS),
+            metavar="N",
+            help="read the samples of N steps (default: all data)",
+            group="with a recipe",
+        ),
+        option(
+            "--from-step",
+            type=whole_number(0, MOST_STEPS),
+            metavar="N",
+            help="steps already done (default: those of the last checkpoint in run_dir, else 0)",
+            group="with a recipe",
+        ),
+        option(
+            "--node",
+            type=whole_number(0, MOST_RANKS),
+            metavar="N",
+            help="read for this node, from 0 (default: for all cluster.num_nodes)",
+            group="with a recipe",
+        ),
         datasets="datasets (directory or prefix) to read whole",
     )
-    out.add_argument(
-        "--max-bytes", type=size, metavar="SIZE", help="read no more than this (default: 80 %% of the free memory)"
-    )
-    out.add_argument("--dry-run", action="store_true", help="print the size of the data, and stop")
-    run = out.add_argument_group("with a recipe")
-    run.add_argument(
-        "--steps", type=whole_number(1, MOST_STEPS), metavar="N", help="read the samples of N steps (default: all data)"
-    )
-    run.add_argument(
-        "--from-step",
-        type=whole_number(0, MOST_STEPS),
-        metavar="N",
-        help="steps already done (default: those of the last checkpoint in run_dir, else 0)",
-    )
-    run.add_argument(
-        "--node",
-        type=whole_number(0, MOST_RANKS),
-        metavar="N",
-        help="read for this node, from 0 (default: for all cluster.num_nodes)",
-    )
-    return out

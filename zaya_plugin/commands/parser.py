@@ -15,12 +15,12 @@ from zaya_plugin.config.config_dir import OPTIONS, with_search_path
 from zaya_plugin.config.words import check_flag, check_override, say_repeated
 from zaya_plugin.ground.errors import mistake, nearest_name
 
-Option = tuple[tuple[str, ...], dict[str, Any]]
+Option = tuple[tuple[str, ...], str, dict[str, Any]]
 
 
-def option(*names: str, **settings: Any) -> Option:
-    """Return a row of a Parser: the arguments of argparse's add_argument."""
-    return names, settings
+def option(*names: str, group: str = "", **settings: Any) -> Option:
+    """Return a row of a Parser: the arguments of argparse's add_argument. group: heading of the row in the help."""
+    return names, group, settings
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,8 +63,11 @@ class Parser(argparse.ArgumentParser):
         self.format_help = whole_help or self.format_help
         self.imports_more, self.bare = imports_more, dict(bare or {})
         self.takes_recipe, self.takes_datasets = recipe or bool(datasets), bool(datasets)
-        for names, settings in options:
-            self.add_argument(*names, **settings)
+        groups: dict[str, Any] = {"": self}
+        for names, group, settings in options:
+            if group not in groups:
+                groups[group] = self.add_argument_group(group)
+            groups[group].add_argument(*names, **settings)
         if self.takes_recipe:
             self._add_recipe(datasets)
 

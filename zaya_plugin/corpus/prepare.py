@@ -64,6 +64,8 @@ def prepare(args: argparse.Namespace, workspace: Workspace) -> None:
         refuse_without_template(args)
     elif args.chat_template:
         raise mistake("--chat-template", args.chat_template, problem="is not read without --chat", fix="give --chat")
+    if args.tokenizer is not None and args.train_bpe is not None:
+        raise mistake("--train-bpe", args.train_bpe, problem="excludes --tokenizer", fix="leave out one of the two")
     if args.max_bytes is None and args.input == [STDLIB]:
         args.max_bytes = STDLIB_BYTES
     if args.tokenizer is None and args.train_bpe is None:
