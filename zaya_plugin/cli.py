@@ -84,9 +84,10 @@ def _dispatch(argv: list[str]) -> int:
         phases.quiet_hosts()
         phases.show(sys.stderr)
     if (path := table.COMMANDS[command][0]).startswith("zaya_plugin."):
-        module, _, function = path.partition(":")
+        name, _, function = path.partition(":")
+        module = importlib.import_module(name)
         process.end_on_interrupt(during_imports=False)
-        return getattr(importlib.import_module(module), function)(words)
+        return getattr(module, function)(words)
     parser = table.parser_of(command)
     if not parser.imports_more:
         process.end_on_interrupt(during_imports=False)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import sys
@@ -76,8 +75,8 @@ def run(options: argparse.Namespace) -> None:
         )
     for name in ("include", "num_fewshot"):
         if options.tasks is None and (value := getattr(options, name)) is not None:
-            option = f"--{name.replace('_', '-')}"
-            raise mistake(option, value, problem="requires --tasks", fix=f"leave {option} out")
+            key = f"--{name.replace('_', '-')}"
+            raise mistake(key, value, problem="requires --tasks", fix=f"leave {key} out")
     if options.output is not None and not options.output.absolute().parent.is_dir():
         fix = "--output FILE in an existing folder"
         raise mistake("--output", options.output, problem="its folder does not exist", fix=fix)
@@ -99,7 +98,11 @@ def run(options: argparse.Namespace) -> None:
     opened = open_model(options, model, needs_tokenizer=options.tasks is not None)
     results: dict[str, dict[str, float]] = {}
     if options.tasks is not None:
-        results |= tasks(opened, options)
+        from zaya_plugin.inference.harness import scores
+
+        results |= scores(
+            opened, options.tasks, options.include, options.num_fewshot, options.batch_size, options.limit
+        )
     for name, path in paths.items():
         from zaya_plugin.inference.perplexity import perplexity
 
@@ -150,43 +153,6 @@ def _of_recipe(start: Path) -> list[str]:
     if not held_out:
         raise mistake("--data", problem=f"the data of {file} holds out no part", fix="--data PATH")
     return held_out
-
-
-def tasks(opened: Opened, options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Return the figures of each task: metric -> value, and <metric>_stderr where the package states it."""
-    from lm_eval.evaluator import simple_evaluate
-    from lm_eval.tasks import TaskManager
-
-    from zaya_plugin.inference.harness import ZayaLM
-
-    if not opened.stop:
-        raise mistake("--tokenizer", opened.home, problem="names no end token, which tasks need")
-    manager = TaskManager(include_path=options.include)
-    names = [name.strip() for name in options.tasks.split(",")]
-    if unknown := [name for name in names if not manager.match_tasks([name])]:
-        raise mistake(
-            "--tasks", ",".join(unknown), problem="no such task", allowed="a task of lm_eval, or of --include FOLDER"
-        )
-    with contextlib.redirect_stdout(sys.stderr):  # of the package; our stdout is the table
-        scores = simple_evaluate(
-            model=ZayaLM(opened, options.batch_size),
-            tasks=names,
-            task_manager=manager,
-            num_fewshot=options.num_fewshot,
-            limit=options.limit,
-            log_samples=False,
-        )["results"]
-    return {name: _figures(values) for name, values in scores.items()}
-
-
-def _figures(values: dict) -> dict[str, float]:
-    """`acc,none` -> acc; a filter other than none stays in the name."""
-    figures = {}
-    for key, value in values.items():
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and "," in key:
-            metric, _, filter_ = key.partition(",")
-            figures[metric if filter_ == "none" else f"{metric} ({filter_})"] = value
-    return figures
 
 
 def table(results: dict[str, dict[str, float]]) -> list[str]:

@@ -88,9 +88,9 @@ class Parser(argparse.ArgumentParser):
         end = words.index("--") if self.behind_dashes and "--" in words else len(words)
         typed, behind = list(words[:end]), list(words[end + 1 :])
         for word in typed:
-            option, equals, value = word.partition("=")
-            if name := RENAMED.get(f"{self.prog} {option}"):
-                raise mistake(option, problem="has another name now", fix=f"{name}{equals}{value}")
+            name, equals, value = word.partition("=")
+            if present := RENAMED.get(f"{self.prog} {name}"):
+                raise mistake(name, problem="has another name now", fix=f"{present}{equals}{value}")
         words = [f"{word}={self.bare[word]}" if word in self.bare else word for word in typed]
         if self.takes_recipe:
             words = with_search_path(words)
@@ -114,15 +114,15 @@ class Parser(argparse.ArgumentParser):
         """Raise a mistake in place of printing the usage."""
         fix = f"{self.prog} --help"
         if unknown := re.fullmatch(r"unrecognized arguments: (\S+)( .*)?", message, re.DOTALL):
-            option, equals, value = unknown[1].partition("=")
-            if not option.startswith("-"):
+            name, equals, value = unknown[1].partition("=")
+            if not name.startswith("-"):
                 word = message.partition(": ")[2]
                 fix = f"{self.word_option} {word!r}" if self.word_option else fix
                 raise mistake(word, problem="one word too many", fix=fix)
             known = self._long_options()
-            close = nearest_name(option, known)
+            close = nearest_name(name, known)
             fix = f"{close}{equals}{value}" if close else fix
-            raise mistake(option, problem="no such option", allowed=", ".join(known), fix=fix)
+            raise mistake(name, problem="no such option", allowed=", ".join(known), fix=fix)
         if missing := re.fullmatch(r"the following arguments are required: (.*)", message):
             raise mistake(missing[1], problem="was not given", fix=fix)
         if wrong := re.fullmatch(r"argument (\S+): (.*)", message, re.DOTALL):
