@@ -67,7 +67,7 @@ def test_a_curriculum_gives_one_experiment_a_stage_and_each_names_the_one_before
     "argv, message",
     [
         (["nemo", *DEMO], "zaya export nemo: no such command. Allowed: slurm, megatron, primus"),
-        (["megatron", "--curriculum", *DEMO], "--curriculum: no such option"),
+        (["megatron", "--spec", *DEMO], "--spec: no such option"),
         (["primus", "cpu_demo"], " Fix: experiment=cpu_demo"),
         (["primus", "--curriculum", *DEMO], "cannot be divided by"),  # the third stage
         (["primus", *WITHOUT_RANKS, "nproc=3"], "stage.global_batch_size=16: is not a multiple"),
