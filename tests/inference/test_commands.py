@@ -129,8 +129,8 @@ def test_perplexity_is_that_of_trainings_validation(zaya, checkpoint, corpus, tm
     stream = numpy.fromfile(corpus / "valid.bin", json.loads((corpus / "manifest.json").read_text())["dtype"])
     assert found["tokens"] == len(stream) - 1
 
+    from zaya_plugin.hosts.adapter import micro_batch
     from zaya_plugin.parallel.context_order import ContextShard
-    from zaya_plugin.training.batches import micro_batch
 
     opened = open_given(checkpoint, needs_tokenizer=False)
     total = count = 0.0
@@ -186,8 +186,8 @@ def test_perplexity_of_chats_is_that_of_trainings_validation(zaya, checkpoint, c
     from megatron.core.tokenizers import MegatronTokenizer
 
     from zaya_plugin.data.dataset import build_gpt_datasets
+    from zaya_plugin.hosts.adapter import micro_batch
     from zaya_plugin.parallel.context_order import ContextShard
-    from zaya_plugin.training.batches import micro_batch
 
     out = tmp_path / "found.json"
     assert zaya("eval", checkpoint, "--data", chats, "--batch-size", 3, "--output", out)[0] == 0
@@ -424,10 +424,12 @@ def test_a_model_that_is_none_is_named_before_torch_is_loaded(tmp_path):
 def test_results_go_to_wandb(published, corpus, tmp_path):
     words = ("eval", published, "--data", corpus, "--limit", 1, "--wandb", "project")
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    # Without WANDB_SERVICE: a service that a test of this process has started writes to its own directory.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     done = subprocess.run(
         command(*map(str, words)),
         cwd=tmp_path,
-        env={**os.environ, "WANDB_MODE": "offline", "PYTHONPATH": path},
+        env={**environment, "WANDB_MODE": "offline", "PYTHONPATH": path},
         capture_output=True,
         text=True,
     )

@@ -7,7 +7,7 @@ from zaya_plugin.commands.datasets import data_parser
 from zaya_plugin.commands.parser import Parser, option
 from zaya_plugin.corpus.inputs import DEFAULT_ENDINGS, LINES, PACKINGS, STDLIB
 from zaya_plugin.corpus.prepare import DEFAULT_BPE, HELD_BYTES, LARGEST_BPE, MOST_WORKERS, STDLIB_BYTES, prepare
-from zaya_plugin.data.tokenizer import SMALLEST_BPE
+from zaya_plugin.data.tokenizer import MIN_BPE_ENTRIES
 from zaya_plugin.ground.option_numbers import MOST_AMOUNT, fraction, size, size_up_to, whole_number
 
 DESCRIPTION = """\
@@ -116,7 +116,7 @@ def parser() -> Parser:
         ),
         option(
             "--train-bpe",
-            type=whole_number(SMALLEST_BPE, LARGEST_BPE),
+            type=whole_number(MIN_BPE_ENTRIES, LARGEST_BPE),
             metavar="VOCAB_SIZE",
             help=f"train a byte-level BPE on the training documents (default, with {DEFAULT_BPE})",
             group="tokenizer",

@@ -129,7 +129,7 @@ def refuse_without_template(args: argparse.Namespace) -> None:
             fix="--tokenizer <directory, or name on the Hugging Face hub>",
         )
     if args.chat_template is not None and not os.path.isfile(args.chat_template):
-        raise mistake("--chat-template", args.chat_template, problem="is no file", allowed="a Jinja template")
+        raise mistake("--chat-template", args.chat_template, problem="must be a file", allowed="a Jinja template")
 
 
 def deciding(args: argparse.Namespace) -> dict:
@@ -189,7 +189,7 @@ def make_tokenizer(args: argparse.Namespace, workspace: Workspace, files: list[I
                 raise
             except ValueError:
                 first = f"; the first document that was rejected is {rejected[0]}" if rejected else ""
-                problem = f"there is no text to train a tokenizer on{first}"
+                problem = f"the documents hold no text to train a tokenizer on{first}"
                 raise mistake(
                     "--input", " ".join(args.input), problem=problem, fix="give documents with text"
                 ) from None
