@@ -257,7 +257,7 @@ def test_table_restates_the_design(rules):
         ("recipes/a.py", "from zaya_plugin.config import compose", "imports zaya_plugin.config.compose"),
         ("zaya_plugin/bench/a.py", "import torch", "imports torch at the top"),
         ("zaya_plugin/bench/a.py", "class A:\n    import numpy", "imports numpy at the top"),
-        ("zaya_plugin/bench/a.py", "from zaya_plugin.config import compose", "compose at the top"),
+        ("zaya_plugin/bench/a.py", "from zaya_plugin.model import router", "router at the top"),
         (
             "zaya_plugin/__init__.py",
             "from zaya_plugin.model import layer_specs",
