@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time, processor time and memory of `zaya convert import` and `export`, beside what the same disk takes.
+"""Time, processor time and memory of `zaya checkpoint import` and `export`, beside what the same disk takes.
 
     python3 benchmarks/convert.py --layers 40 --folder /scratch/convert
 
-Writes published files of random bf16 weights (layers of ZAYA1-base and its embedding), as `zaya convert export` names
+Writes published files of random bf16 weights (layers of ZAYA1-base and its embedding), as `zaya checkpoint export` names
 them. Each round measures in turns, with the page cache emptied of the files that are read: plain reading, plain writing
 with fsync, a plain copy (one piece is read, then written), the import and the export. The share of the disk's rate is
 the time of plain writing, and of the plain copy, over that of the command.
@@ -103,7 +103,7 @@ def _write(path: Path, parts: Iterable[bytes]) -> None:
 
 
 def command(*words: str | Path) -> None:
-    subprocess.run([sys.executable, "-m", "zaya_plugin.cli", "convert", *map(str, words)], check=True)
+    subprocess.run([sys.executable, "-m", "zaya_plugin.cli", "checkpoint", *map(str, words)], check=True)
 
 
 def import_(source: Path, target: Path) -> None:

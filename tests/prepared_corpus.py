@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zaya_plugin.corpus import prepare
+from zaya_plugin import cli
 from zaya_plugin.data.indexed_dataset import read_index
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -45,7 +45,7 @@ def run():
 
     def call(*argv) -> int:
         argv = [str(argument) for argument in argv]
-        return prepare.main(argv if "--workers" in argv else [*argv, "--workers", "1"])
+        return cli.main(["data", "prepare", *argv, *([] if "--workers" in argv else ["--workers", "1"])])
 
     return call
 

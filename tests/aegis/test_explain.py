@@ -17,7 +17,7 @@ from tests.aegis.labelled_logs import COLLECTED, cases
 from tests.aegis.test_rules import realistic
 from tests.cpu_speed import allowed
 from zaya_plugin import cli
-from zaya_plugin.aegis.explain import STAMP, _seconds, explain, main, read_logs
+from zaya_plugin.aegis.explain import STAMP, _seconds, explain, read_logs
 from zaya_plugin.aegis.rules import Rules
 
 RULES = Rules.load()
@@ -60,29 +60,31 @@ def test_the_command_names_cause_evidence_cascades_and_action(tmp_path, capsys):
 
 def test_json_is_for_programs(tmp_path, capsys):
     write(tmp_path, {"rank3.log": "2026-11-22 10:00:00 RuntimeError: HIP error: invalid device function\n"})
-    assert main([str(tmp_path), "--json"]) == 0
+    assert cli.main(["aegis", "explain", str(tmp_path), "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["attempt"], row["cause"], row["rank"], row["severity"]) == (None, "hip_arch", 3, "user")
     assert row["action"] == "stop" and "hip_arch" in row["reason"] and row["first"] == 1795341600
 
 
 def test_a_class_is_explained_and_all_are_listed(capsys):
-    assert main(["--rule", "ring_timeout"]) == 0
+    assert cli.main(["aegis", "explain", "--rule", "ring_timeout"]) == 0
     text = capsys.readouterr().out
     assert "A queue of the GPU did not finish its work in time" in text and "exchange the node when" in text
     assert "AMD's code  311" in text and "root, high, likely" in text
-    assert main([]) == 0
+    assert cli.main(["aegis", "explain"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(RULES)
-    assert main(["--rule", "soft_lockup"]) == 0 and "3 lines in 600 s" in capsys.readouterr().out
+    assert (
+        cli.main(["aegis", "explain", "--rule", "soft_lockup"]) == 0 and "3 lines in 600 s" in capsys.readouterr().out
+    )
 
 
 def test_rows_of_the_user_count(tmp_path, capsys):
     rules = "- {name: mine, source: rank, role: root, severity: user, confidence: sure, action: stop, explain: It is mine., "
     logs = write(tmp_path / "logs", {"rank1.log": "2026-11-22 10:00:00 out of cheese\n"})
     (tmp_path / "mine.yaml").write_text(rules + "pattern: out of cheese}")
-    assert main([str(logs), "--rules", str(tmp_path / "mine.yaml")]) == 0
+    assert cli.main(["aegis", "explain", str(logs), "--rules", str(tmp_path / "mine.yaml")]) == 0
     assert "mine rank 1 (sure, user)" in capsys.readouterr().out
-    assert main([str(logs)]) == 0
+    assert cli.main(["aegis", "explain", str(logs)]) == 0
     assert capsys.readouterr().out == "no row of the rules names a line\n"
 
 
@@ -115,7 +117,7 @@ def test_each_attempt_of_a_supervised_run_has_its_own_cause(tmp_path, capsys):
     )
     found = [(each.number, each.found.cause, each.found.node, each.found.rank) for each in explain(tmp_path, RULES)]
     assert found == [(1, "hip_illegal", None, 1), (2, "gpu_lost", "n4", None), (3, "unknown", None, None)]
-    assert main([str(tmp_path)]) == 0
+    assert cli.main(["aegis", "explain", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "attempt 2: gpu_lost on n4" in text and "attempt 3: no row of the rules names a line" in text
 
@@ -275,12 +277,3 @@ def test_the_journal_of_a_supervised_run_knows_more_than_its_logs(tmp_path, caps
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "journal.jsonl").write_text((folder / "journal.jsonl").read_text())
     assert [one.number for one in explain(tmp_path, RULES)] == [1, 2]  # two runs: the logs alone
-
-
-def test_explain_as_an_option_is_the_command(tmp_path, capsys):
-    (tmp_path / "rank0.log").write_text("OSError: [Errno 28] No space left on device\n")
-    outs = []
-    for word in ("explain", "--explain"):
-        assert cli.main(["aegis", word, str(tmp_path)]) == 0
-        outs.append(capsys.readouterr().out)
-    assert outs[0] == outs[1] and "enospc" in outs[0]

@@ -14,8 +14,8 @@ from zaya_plugin.aegis.decider import Decider
 from zaya_plugin.aegis.evidence import Evidence
 from zaya_plugin.aegis.journal import Journal
 from zaya_plugin.aegis.launcher import REJOIN_SECONDS
-from zaya_plugin.aegis.run import settings_of
 from zaya_plugin.aegis.settings import is_train, resumed
+from zaya_plugin.commands.aegis_run import parser, settings_of
 
 
 def test_an_agent_that_was_killed_while_its_ranks_are_ended_is_told_again(maker):
@@ -86,14 +86,18 @@ def test_a_command_without_a_roll_back_keeps_its_own_steps_and_another_program_i
     assert resumed(stage, [(7, 8)]) == [*words, "demo_2:data.skip_steps=[5,7-8]"]
 
 
+def settings_for(words):
+    return settings_of(parser().read(words), {})
+
+
 def test_a_stage_of_a_curriculum_is_supervised_as_a_training(tmp_path):
     words = ("experiment=cpu_demo", "nproc=2", f"run_dir={tmp_path}", "demo_2:data.skip_steps=[3]")
-    settings, _ = settings_of(["--node", "n1", "--", "zaya", "curriculum", "--only=demo_2", *words], {})
+    settings = settings_for(["--node", "n1", "--", "zaya", "curriculum", "--only=demo_2", *words])
     assert settings.each == "rank" and settings.ranks_per_node == 2 and settings.skip_steps == ("3",)
     assert settings.journal == tmp_path / "demo_2" / "aegis" / "journal.jsonl"
     assert settings.checkpoints == tmp_path / "demo_2" / "checkpoints"
     with pytest.raises(ValueError, match="--only=demo_9: no such stage. Allowed: demo_1, demo_2, demo_3"):
-        settings_of(["--", "zaya", "curriculum", "--only", "demo_9", *words], {})
+        settings_for(["--", "zaya", "curriculum", "--only", "demo_9", *words])
 
 
 def test_the_word_after_zaya_decides_what_is_a_training():
@@ -111,21 +115,19 @@ def test_the_word_after_zaya_decides_what_is_a_training():
 def test_a_command_that_cannot_be_started_is_refused_before_the_start(tmp_path, program):
     (tmp_path / "plain").write_text("not executable")
     program = program.format(tmp_path)
-    text = (
-        rf"^zaya aegis run -- COMMAND={program}: there is no such program .*Allowed: a program on PATH.*Fix: zaya aegis"
-    )
+    text = rf"^zaya aegis run -- COMMAND={program}: no such program .*Allowed: a program on PATH.*Fix: zaya aegis"
     with pytest.raises(ValueError, match=text):
-        settings_of(["--", program, "--flag"], {})
+        settings_for(["--", program, "--flag"])
 
 
 def test_all_stages_of_a_curriculum_are_started_on_one_node(tmp_path):
-    options = ["--decider", "n1:29400", "--dir", str(tmp_path / "aegis"), "--ranks-per-node", "2", "--nodes"]
+    options = ["--decider", "n1:29400", "--output", str(tmp_path / "aegis"), "--ranks-per-node", "2", "--nodes"]
     for command in (["zaya", "curriculum", "experiment=cpu_demo"], [sys.executable, "train.py", "curriculum"]):
-        settings, _ = settings_of([*options, "1", "--spares", "1", "--", *command], {})
+        settings = settings_for([*options, "1", "--spares", "1", "--", *command])
         assert settings.each == "node"
-    assert settings_of([*options, "2", "--", *command], {})[0].nodes == 2
+    assert settings_for([*options, "2", "--", *command]).nodes == 2
     with pytest.raises(ValueError, match="--nodes=2: `zaya curriculum` starts its stages on one node"):
-        settings_of([*options, "2", "--", "zaya", "curriculum", "experiment=cpu_demo"], {})
+        settings_for([*options, "2", "--", "zaya", "curriculum", "experiment=cpu_demo"])
 
 
 def test_a_stage_has_a_journal_of_its_own_and_recipes_of_the_user(tmp_path):
@@ -133,18 +135,35 @@ def test_a_stage_has_a_journal_of_its_own_and_recipes_of_the_user(tmp_path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ndefaults:\n  - cpu_demo\n  - _self_\n")
     for form in (["--config-dir", str(tmp_path)], [f"--config-dir={tmp_path}"], ["-cd", str(tmp_path)]):
-        settings, _ = settings_of(["--", "zaya", "train", *form, *words], {})
+        settings = settings_for(["--", "zaya", "train", *form, *words])
         assert settings.each == "rank" and settings.folder == tmp_path / "run" / "aegis"
     command = ("zaya", "curriculum", f"--config-dir={tmp_path}", *words)
     folder = tmp_path / "aegis"
-    settings, _ = settings_of(["--dir", str(folder), "--", *command, "--only", "demo_1"], {})
+    settings = settings_for(["--output", str(folder), "--", *command, "--only", "demo_1"])
     folder.mkdir()
     journal = Journal(folder / "journal.jsonl")
     journal.write("begin", 0, command=list(settings.command), nodes=1, spares=0, ranks_per_node=1)
     journal.close()
-    settings_of(["--dir", str(folder), "--", *command, "--only", "demo_1"], {})
-    with pytest.raises(ValueError, match=r"--dir=.*aegis: its journal is of zaya curriculum .*--only demo_1"):
-        settings_of(["--dir", str(folder), "--", *command, "--only", "demo_2"], {})
+    settings_for(["--output", str(folder), "--", *command, "--only", "demo_1"])
+    with pytest.raises(ValueError, match=r"--output=.*aegis: its journal is of zaya curriculum .*--only demo_1"):
+        settings_for(["--output", str(folder), "--", *command, "--only", "demo_2"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "cpu_demo"], "cpu_demo: is not key=value.* Fix: experiment=cpu_demo"),
+        (["train", "--experiment", "cpu_demo"], "keys of recipes have no dashes.* Fix: experiment=cpu_demo"),
+        (["train", "--config-dir", "nowhere", "experiment=mine"], "--config-dir=nowhere: no such directory"),
+        (["train", "-cd=nowhere", "experiment=mine"], "--config-dir=nowhere: no such directory"),
+        (["train", "experiment=cpu_demo", "optim.lr=1e-3,2e-3", "-m"], "several runs cannot be supervised"),
+        (["curriculum", "--only", "demo_1", "cpu_demo"], "cpu_demo: is not key=value"),
+        (["curriculum", "--only", "demo_1", "--steps", "3"], "--steps: no such option.* Fix: stage.train_iters=3"),
+    ],
+)
+def test_a_supervised_command_line_is_read_as_zaya_train_reads_it(words, message):
+    with pytest.raises(ValueError, match=message):
+        settings_for(["--", "zaya", *words])
 
 
 @pytest.mark.parametrize("count, pending", [(None, True), ("0", True), ("1", False)])

@@ -41,7 +41,7 @@ def test_the_same_as_json(tmp_path, capsys):
 )
 def test_a_journal_that_has_just_begun(tmp_path, capsys, rows):
     run = write(tmp_path / "run", rows)
-    assert cli.main(["aegis", "report", str(run), "--html", str(tmp_path / "page.html")]) == 0
+    assert cli.main(["aegis", "report", str(run), "--output", str(tmp_path / "page.html")]) == 0
     assert ("is empty" if not rows else "up to its last line") in capsys.readouterr().out
     assert "</html>" in (tmp_path / "page.html").read_text()
 
@@ -51,8 +51,8 @@ def test_a_journal_that_has_just_begun(tmp_path, capsys, rows):
     [
         (["nowhere"], "RUN_DIR=nowhere: does not exist."),
         ([""], "has no journal of zaya aegis"),
-        (["run", "--html", "no/such/page.html"], "its folder does not exist"),
-        (["run", "--html", "run"], "Is a directory"),
+        (["run", "--output", "no/such/page.html"], "its folder does not exist"),
+        (["run", "--output", "run"], "Is a directory"),
     ],
 )
 def test_mistakes_of_the_user(tmp_path, capsys, monkeypatch, words, says):
@@ -75,7 +75,7 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path, capsys):
 def test_a_curriculum_is_counted_on_from_stage_to_stage(tmp_path, capsys):
     """Recorded: 400 steps, then 300 of the next stage; its rank was killed after step 120, and went on from 100."""
     run = write(tmp_path / "run", [json.loads(line) for line in RECORDED.read_text().splitlines()])
-    assert cli.main(["aegis", "report", str(run), "--html", str(tmp_path / "page.html")]) == 0
+    assert cli.main(["aegis", "report", str(run), "--output", str(tmp_path / "page.html")]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "steps kept 700 0.364 s a step (median)" in lines
     assert "steps lost 20 made, and made again after a failure" in lines

@@ -114,7 +114,7 @@ class ToyRun:
             if self.nodes:
                 self.wait_for(lambda: self.rows("decider"))
             command = [sys.executable, "-m", "zaya_plugin.cli", "aegis", "run", "--node", name, "--nodes", str(nodes)]
-            command += ["--spares", str(spares), "--decider", f"127.0.0.1:{self.port}", "--dir", str(self.folder)]
+            command += ["--spares", str(spares), "--decider", f"127.0.0.1:{self.port}", "--output", str(self.folder)]
             command += [
                 "--ranks-per-node",
                 str(self.ranks),

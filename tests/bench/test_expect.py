@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from zaya_plugin import cli
 from zaya_plugin.bench import expect
-from zaya_plugin.bench.step_command import main
+from zaya_plugin.commands.bench import expect as parser
 from zaya_plugin.config.compose import compose
 from zaya_plugin.plan.product_rate import CDNA3, PROCESSORS
 
@@ -212,7 +213,18 @@ def test_a_thousand_ranks_hide_nothing_in_one_instance_and_most_in_sixteen(recor
 def test_the_command_marks_what_it_says(tmp_path, capsys):
     out = tmp_path / "expected.json"
     assert (
-        main(["expect", str(RECORD), *ALIKE, "cluster=mi300x_8", "stage.global_batch_size=128", "--output", str(out)])
+        cli.main(
+            [
+                "bench",
+                "expect",
+                str(RECORD),
+                *ALIKE,
+                "cluster=mi300x_8",
+                "stage.global_batch_size=128",
+                "--output",
+                str(out),
+            ]
+        )
         == 0
     )
     said, written = capsys.readouterr().out, json.loads(out.read_text())
@@ -244,7 +256,7 @@ def test_what_it_refuses(tmp_path, record):
         ),
     ):
         with pytest.raises(ValueError, match=complaint):
-            main(["expect", *words])
+            parser().run(parser().read(words))
 
 
 def test_what_is_recomputed_takes_its_time(record):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from zaya_plugin.bench.step_command import parse, recipe_of
+from zaya_plugin.bench.measurement import recipe_of
+from zaya_plugin.commands.bench import settings_of, step
 from zaya_plugin.config.validate import validate
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -37,12 +38,12 @@ def test_each_command_is_a_recipe_that_can_run(step_table, row, devices, tmp_pat
         devices, tmp_path, "0", ["parallel.nccl_ub=true", "cluster.core_attention=flash_attn_4"]
     )
     assert command[1:5] == ["-m", "zaya_plugin.cli", "bench", "step"]
-    options, output, overrides = parse(command[5:])
-    recipe = recipe_of(options, output, overrides)
+    options = step().read(command[5:])
+    recipe = recipe_of(settings_of(options), options.output, options.overrides)
     world = 1 if row == "alone" else devices
     validate(recipe, world)
     assert (
-        output == str(tmp_path)
+        options.output == str(tmp_path)
         and (options.anchor == "transformers") == (row == "short")
         and options.optimizer == (row in ("whole", "short"))
     )

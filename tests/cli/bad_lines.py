@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from zaya_plugin.cli import DATA_COMMANDS
+from zaya_plugin.commands.table import COMMANDS
 from zaya_plugin.config.environment import VARIABLES
 from zaya_plugin.config.megatron_review import IMPOSSIBLE, OWNED_BY_KEY
 from zaya_plugin.config.paths import PATHS
@@ -196,10 +196,8 @@ def list_(rng: random.Random) -> Line:
 def others(seed: int, count: int) -> list[Line]:
     """Return lines of the commands without a recipe: missing and unknown options, wrong numbers, missing files."""
     rng = random.Random(seed)
-    names = [("data", name) for name in DATA_COMMANDS]
-    names += [
-        ("checkpoint", name) for name in ("list", "show", "verify", "prune", "adopt", "reshape", "warm", "nothing")
-    ]
+    names = [tuple(command.split()) for command in COMMANDS if command.startswith(("data ", "checkpoint "))]
+    names.append(("checkpoint", "nothing"))
     values = ("", "-1", "nan", "x", "1e30", "/proc/1/mem", "/dev/null/x", "nowhere", "\x01", "=", "ü", "a" * 5000)
     options = (
         "--output",
@@ -246,6 +244,6 @@ NODES = (
 )
 SUPERVISOR = (
     *("--nodes=0", "--nodes=1000000000000", "--spares=-1", "--min-nodes=2", "--grace=nan", "--grace=inf", "--node=a b"),
-    *("--restarts=1e30", "--ranks-per-node=1000000", "--decider=[::1:5", "--decider=x:0", "--dir=/dev/null/x"),
+    *("--restarts=1e30", "--ranks-per-node=1000000", "--decider=[::1:5", "--decider=x:0", "--output=/dev/null/x"),
     *("--hook=no_such_program", "--kernel-log=/dev/null/x", "--rules=/dev/null/x", "--rules=/proc/version"),
 )

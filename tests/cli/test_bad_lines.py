@@ -42,8 +42,6 @@ def refused(tmp_path, monkeypatch, capsys):
                 patch.setenv(name, value)
             try:
                 code = cli.main(list(line.words))
-            except SystemExit as end:  # argparse
-                code = end.code
             except Exception as error:
                 code = f"{type(error).__name__}: {error}"
             finally:

@@ -32,7 +32,7 @@ SLOW = [
     *(("subprocess.Popen python", "doctor"), ("import numpy", "data prepare --input stdlib --output x")),
     *(
         ("import zaya_plugin.checkpoint.reading", command)
-        for command in ("generate none --prompt x", "eval none", "convert export x --output y")
+        for command in ("generate none --prompt x", "eval none", "checkpoint export x --output y")
     ),
     ("import locale", "--version"),
     ("import zaya_plugin.aegis.journal", "aegis status x"),
@@ -72,7 +72,7 @@ def test_a_current_directory_that_was_removed_is_one_message(tmp_path, monkeypat
     ("words", "told"),
     [
         (["train", "experiment=cpu_demo", "run_dir=r\udcff"], "run_dir=r\\udcff: holds bytes that are not UTF-8"),
-        (["slurm", "experiment=cpu_demo", "name=\udcff"], "name=\\udcff: holds bytes that are not UTF-8"),
+        (["export", "slurm", "experiment=cpu_demo", "name=\udcff"], "name=\\udcff: holds bytes that are not UTF-8"),
         pytest.param(
             ["generate", "model", "--prompt", "a\udcff"],
             "--prompt=a\\udcff: holds bytes that are not UTF-8",

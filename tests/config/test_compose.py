@@ -3,8 +3,9 @@
 
 import pytest
 
-from zaya_plugin.config.compose import compose, load_recipe, save_recipe, say_repeated, to_yaml
+from zaya_plugin.config.compose import compose, load_recipe, save_recipe, to_yaml
 from zaya_plugin.config.schema import Recipe, get
+from zaya_plugin.config.words import say_repeated
 
 DEMO = "experiment=cpu_demo"
 

@@ -51,7 +51,7 @@ def test_a_user_without_a_home_is_refused(capsys, words):
         ("checkpoint list ~/none", "RUN=/home/me/none: no such checkpoint"),
         ("aegis status ~/none", "RUN_DIR=/home/me/none: does not exist"),
         ("train experiment=cpu_demo --config-dir=~/none", "/home/me/none"),
-        ("slurm --config-dir=~/none experiment=cpu_demo", "--config-dir=/home/me/none: no such directory"),
+        ("export slurm --config-dir=~/none experiment=cpu_demo", "--config-dir=/home/me/none: no such directory"),
         ("data prepare --input stdlib --output=~/none/x --train-bpe 300 --max-bytes 1k", "--output=/home/me/none"),
     ],
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import zaya_plugin.recipes
+from zaya_plugin.commands.table import split
 from zaya_plugin.config.compose import compose
 from zaya_plugin.config.schedule import token_count
 from zaya_plugin.config.train_help import comments, options
@@ -22,10 +23,10 @@ IDS = [str(path.relative_to(ROOT)) for path in FILES]
 def test_a_recipe_is_short_and_its_command_composes_it(path):
     assert len(path.read_text().splitlines()) < 60
     group, option = path.parent.name, path.stem
-    words = shlex.split(comments(group, option)[0])
-    assert words[0] == "zaya" and words[1] == ("slurm" if option == "mi300x_128x8" else "train")
+    command, words = split(shlex.split(comments(group, option)[0])[1:])
+    assert command == ("export slurm" if option == "mi300x_128x8" else "train")
     assert f"{group}={option}" in words
-    recipe = compose(words[2:])
+    recipe = compose(words)
     validate(recipe, recipe.nproc or recipe.cluster.gpus_per_node * recipe.cluster.num_nodes)
 
 

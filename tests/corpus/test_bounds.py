@@ -6,31 +6,32 @@ tested by tests/cli/test_option_ranges.py.
 import numpy as np
 import pytest
 
-from zaya_plugin.cli import USER_ERROR
-from zaya_plugin.corpus import check, inspect, pack, prepare
+from zaya_plugin import cli
+from zaya_plugin.commands.process import USER_ERROR
+from zaya_plugin.corpus import pack
 from zaya_plugin.data.tokenizer import describe, open_tokenizer
 
 
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (pack, ["--sequence-length", "1000000000000"]),
-        (prepare, ["--train-bpe", "10000000000"]),
-        (prepare, ["--workers", "1000000"]),
-        (prepare, ["--part-bytes", "1T"]),
-        (prepare, ["--max-document-bytes", "1T"]),
+        ("pack", ["--sequence-length", "1000000000000"]),
+        ("prepare", ["--train-bpe", "10000000000"]),
+        ("prepare", ["--workers", "1000000"]),
+        ("prepare", ["--part-bytes", "1T"]),
+        ("prepare", ["--max-document-bytes", "1T"]),
     ],
 )
 def test_sizes_are_checked_first(prepared, tmp_path, command, words):
-    with pytest.raises(SystemExit) as end:
-        command.main([*words, "--output", str(tmp_path / "out"), *([str(prepared)] if command is pack else [])])
-    assert end.value.code == USER_ERROR and not list(tmp_path.iterdir())
+    source = [str(prepared)] if command == "pack" else []
+    assert cli.main(["data", command, *words, "--output", str(tmp_path / "out"), *source]) == USER_ERROR
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("markers", [("", ""), (" ", "x"), ("a", ""), ("same", "same")])
 def test_markers_that_are_empty_or_equal_are_refused(prepared, tmp_path, capsys, markers):
     words = [str(prepared), "--sequence-length", "64", "--output", str(tmp_path / "out"), "--trim-reasoning", *markers]
-    assert pack.main(words) == USER_ERROR
+    assert cli.main(["data", "pack", *words]) == USER_ERROR
     assert "--trim-reasoning=" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
@@ -47,8 +48,8 @@ def test_a_broken_tokenizer_is_one_message(prepared, tmp_path, capsys, content):
         for other in ("tokenizer.json", "tokenizer_config.json"):
             (folder / other).write_bytes((prepared / "tokenizer" / other).read_bytes())
         (folder / name).write_bytes(content)
-        for command in (check, inspect):
-            assert command.main([str(prepared / "train"), "--tokenizer", str(folder)]) == USER_ERROR
+        for command in ("check", "inspect"):
+            assert cli.main(["data", command, str(prepared / "train"), "--tokenizer", str(folder)]) == USER_ERROR
             assert f"{name}: " in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"tokenizer\.json: cannot be read"):
         open_tokenizer(str(tmp_path))
@@ -62,14 +63,14 @@ def test_files_of_a_wrong_kind_are_one_message(prepared, tmp_path, capsys):
     (tmp_path / "file").write_text("x")
     out = ["--output", str(tmp_path / "out"), "--train-bpe", "300", "--workers", "1"]
     cases = [
-        (prepare, ["--input", str(tmp_path / "binary.jsonl"), *out]),
-        (prepare, ["--input", str(tmp_path / "folder.jsonl"), *out]),
-        (prepare, ["--input", "stdlib", "--output", str(tmp_path / "file" / "out"), "--max-bytes", "1000"]),
-        (inspect, [str(tmp_path / "binary")]),
-        (inspect, [str(tmp_path / "folder.jsonl")]),
-        (check, [str(tmp_path / "file")]),
+        ("prepare", ["--input", str(tmp_path / "binary.jsonl"), *out]),
+        ("prepare", ["--input", str(tmp_path / "folder.jsonl"), *out]),
+        ("prepare", ["--input", "stdlib", "--output", str(tmp_path / "file" / "out"), "--max-bytes", "1000"]),
+        ("inspect", [str(tmp_path / "binary")]),
+        ("inspect", [str(tmp_path / "folder.jsonl")]),
+        ("check", [str(tmp_path / "file")]),
     ]
     for command, words in cases:
-        assert command.main(words) == USER_ERROR, words
+        assert cli.main(["data", command, *words]) == USER_ERROR, words
         error = capsys.readouterr().err
-        assert error.startswith("zaya data ") or "\nzaya data " in error
+        assert error.startswith("zaya: ") or "\nzaya: " in error

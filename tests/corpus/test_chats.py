@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.chat_files import MARKING, PLAIN, TURN, chat, write_chats
-from zaya_plugin.corpus import bundle, inspect, pack
+from zaya_plugin import cli
 from zaya_plugin.data.indexed_dataset import IndexedReader
 from zaya_plugin.data.prepared import ANSWER, END, check_dataset, load_manifest, marks_of, packed_loss_mask
 
@@ -89,14 +89,14 @@ def test_answers_that_a_key_takes_out_of_the_loss(tmp_path, prepare_chats, capsy
     assert capsys.readouterr().err.splitlines()[-1:] == [
         "note: keys of messages that the chat template does not use, so left out: think (2)"
     ]
-    assert inspect.main([str(output), "--count", "1"]) == 0
+    assert cli.main(["data", "inspect", str(output), "--count", "1"]) == 0
     assert capsys.readouterr().out.splitlines()[2:] == [
         "  5 positions in the loss: 41-45; their text behind >",
         "  | <user>q<|endoftext|><assistant>wrong<|endoftext|><user>q<|endoftext|><assistant>",
         "  > right<|endoftext|>",
         "  | <|endoftext|>",
     ]
-    assert inspect.main([str(output), "--count", "1", "--characters", "20", "--json"]) == 0
+    assert cli.main(["data", "inspect", str(output), "--count", "1", "--characters", "20", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["parts"][1] == [True, "right<|endoftext|>"]
 
 
@@ -228,9 +228,9 @@ def test_bins_hold_whole_chats_and_longer_ones_are_left_out_and_counted(tmp_path
         out.write(json.dumps({"messages": chat("count", " ".join(map(str, range(200))))}) + "\n")
     _, source = prepare_chats(tmp_path / "in.jsonl", fraction=0.2)
     words = [str(source), "--sequence-length", str(LENGTH), "--output", str(tmp_path / "bins")]
-    assert pack.main([*words, "--long", "split"]) == 2
+    assert cli.main(["data", "pack", *words, "--long", "split"]) == 2
     assert "--long=split: the pieces of a chat would hold answers without" in capsys.readouterr().err
-    assert pack.main(words) == 0
+    assert cli.main(["data", "pack", *words]) == 0
     check_dataset(tmp_path / "bins", 400, eod_id=0, full=True)
     counts, answers = load_manifest(tmp_path / "bins").packing.counts, 0
     for split in ("train", "valid"):
@@ -243,14 +243,14 @@ def test_bins_hold_whole_chats_and_longer_ones_are_left_out_and_counted(tmp_path
     assert answers == len(chats) and sum(count["dropped documents"] for count in counts.values()) == 1
     assert json.loads((tmp_path / "bins" / "dropped.jsonl").read_text())["reason"] == "too long"
     capsys.readouterr()
-    assert inspect.main([str(tmp_path / "bins"), "--count", "1", "--json"]) == 0
+    assert cli.main(["data", "inspect", str(tmp_path / "bins"), "--count", "1", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     marks = np.fromfile(tmp_path / "bins" / "train.marks", np.uint8)[:LENGTH]
     assert shown["in_loss"] == ((marks & ANSWER) > 0).sum()
     assert len(shown["documents"]) == (marks & END > 0).sum() - shown["filling"]
     twice = [str(source), str(tmp_path / "copy")]
     prepare_chats(tmp_path / "in.jsonl", fraction=0.2, name="copy")
-    assert bundle.main([*twice, "--output", str(tmp_path / "both"), "--quiet"]) == 0
+    assert cli.main(["data", "bundle", *twice, "--output", str(tmp_path / "both"), "--quiet"]) == 0
     assert (tmp_path / "both" / "train.marks").read_bytes() == 2 * (source / "train.marks").read_bytes()
     (tmp_path / "bins" / "train.marks").write_bytes(b"\0")
     with pytest.raises(ValueError, match="train.marks: has 1 bytes; it marks the answers of"):
@@ -262,7 +262,7 @@ def test_reasoning_is_trimmed_with_its_marks(tmp_path, prepare_chats):
     (tmp_path / "in.jsonl").write_text(json.dumps({"messages": chat("q", "ok", "r", "so " + answer)}) + "\n")
     _, source = prepare_chats(tmp_path / "in.jsonl")
     words = [str(source), "--sequence-length", str(LENGTH), "--output", str(tmp_path / "bins"), "--quiet"]
-    assert pack.main([*words, "--trim-reasoning", "<think>", "</think>"]) == 0
+    assert cli.main(["data", "pack", *words, "--trim-reasoning", "<think>", "</think>"]) == 0
     from tokenizers import Tokenizer
 
     ids, marks = (

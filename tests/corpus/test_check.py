@@ -6,14 +6,17 @@ import shutil
 import numpy as np
 import pytest
 
-from zaya_plugin.corpus import check
+from zaya_plugin import cli
 from zaya_plugin.data.fingerprint import fingerprint
 
 
 def test_whole_datasets_are_described(prepared, tmp_path, capsys):
     for suffix in (".bin", ".idx"):
         shutil.copy(prepared / f"train{suffix}", tmp_path / f"bare{suffix}")
-    assert check.main([str(prepared), str(tmp_path / "bare"), "--tokenizer", str(prepared / "tokenizer")]) == 0
+    assert (
+        cli.main(["data", "check", str(prepared), str(tmp_path / "bare"), "--tokenizer", str(prepared / "tokenizer")])
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4 and "has no manifest.json" in lines[3]
     counts = f"244 documents, 37,076 tokens, fingerprint {fingerprint(str(prepared / 'train'))}"
@@ -24,7 +27,7 @@ def test_whole_datasets_are_described(prepared, tmp_path, capsys):
 def test_all_datasets_of_a_recipe_are_checked(prepared, tmp_path, capsys):
     copied = shutil.copytree(prepared, tmp_path / "copied")
     words = ["experiment=cpu_demo", f"data.path={prepared}", f"data.blend=['1 {copied}']"]
-    assert check.main(words) == 0
+    assert cli.main(["data", "check", *words]) == 0
     assert [line.split(": ")[0] for line in capsys.readouterr().out.splitlines()] == [
         *[str(prepared)] * 2,
         *[str(copied)] * 2,
@@ -38,7 +41,7 @@ def test_a_changed_byte_is_found(prepared, tmp_path, capsys, name):
     content = np.fromfile(copied / name, np.uint8)
     content[len(content) * 2 // 3] ^= 1
     content.tofile(copied / name)
-    assert check.main([str(copied)]) != 0
+    assert cli.main(["data", "check", str(copied)]) != 0
     assert f"{copied / name}: " in capsys.readouterr().err
 
 
@@ -52,5 +55,5 @@ def test_a_change_between_stretches_is_found(prepared, tmp_path, capsys, monkeyp
     content[:2] = content[1::-1]
     content.tofile(copied / "train.bin")
     checks.check_dataset(copied / "train")
-    assert check.main([str(copied / "train")]) != 0
+    assert cli.main(["data", "check", str(copied / "train")]) != 0
     assert "train.bin: is damaged: its sha256" in capsys.readouterr().err

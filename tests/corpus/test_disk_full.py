@@ -33,11 +33,7 @@ def test_full_disk(small_disk, size, command, run, prepared, contents, capsys):
     output = disk / "out"
     assert run(*command, "--output", output) == 2
     error = capsys.readouterr().err
-    assert (
-        error.startswith("zaya data prepare: error: ")
-        and ": No space left on device (" in error
-        and "Traceback" not in error
-    )
+    assert error.startswith("zaya: ") and ": No space left on device (" in error and "Traceback" not in error
     assert f" {output} was not touched, " in error or f" {output} was not touched." in error
     assert not output.exists() and not list(disk.glob("*.lock")) and not list(disk.glob("**/*.part.*"))
     resize("1m")
@@ -70,7 +66,7 @@ def test_file_size_limit(tmp_path, limit, command, start, run, prepared, content
     _, err = process.communicate()
     assert (
         process.returncode == 2
-        and re.search(r"error: ulimit -f=\d+: File too large.* Fix: a higher limit.*out was not touched", err)
+        and re.search(r"zaya: ulimit -f=\d+: File too large.* Fix: a higher limit.*out was not touched", err)
         and "Traceback" not in err
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.partial"]

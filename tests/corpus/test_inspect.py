@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from zaya_plugin.corpus import inspect, pack
+from zaya_plugin import cli
 from zaya_plugin.corpus.inspect import document_lengths
 from zaya_plugin.data.prepared import runs
 
@@ -15,7 +15,7 @@ from zaya_plugin.data.prepared import runs
 def shown(capsys):
     def call(*argv):
         capsys.readouterr()
-        status = inspect.main([str(argument) for argument in argv])
+        status = cli.main(["data", "inspect", *map(str, argv)])
         out, err = capsys.readouterr()
         return status, out, err
 
@@ -39,7 +39,12 @@ def test_documents_with_their_text(prepared, texts, shown, read_tokens):
 
 
 def test_bins_of_a_packed_set(prepared, tmp_path, shown):
-    assert pack.main([str(prepared), "--sequence-length", "200", "--output", str(tmp_path / "bins"), "--quiet"]) == 0
+    assert (
+        cli.main(
+            ["data", "pack", str(prepared), "--sequence-length", "200", "--output", str(tmp_path / "bins"), "--quiet"]
+        )
+        == 0
+    )
     status, out, _ = shown(tmp_path / "bins", "--start", 3, "--count", 1, "--json")
     found = json.loads(out)
     tokens = np.fromfile(tmp_path / "bins" / "train.bin", np.uint16)[600:800]

@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 
+from zaya_plugin import cli
 from zaya_plugin.corpus import pack
 from zaya_plugin.corpus.bin_writer import BinWriter
 from zaya_plugin.data.prepared import check_dataset, load_manifest, packed_length, refuse_other_length
@@ -19,7 +20,7 @@ def packed(prepared, tmp_path):
     def call(*options, source=prepared, name="packed"):
         output = tmp_path / name
         arguments = [source, "--sequence-length", LENGTH, "--output", output, *options]
-        return pack.main([str(argument) for argument in arguments]), output
+        return cli.main(["data", "pack", *map(str, arguments)]), output
 
     return call
 
@@ -116,7 +117,11 @@ def test_interrupted_run_leaves_nothing_in_the_way(packed, contents, monkeypatch
 
     monkeypatch.setattr(BinWriter, "write", interrupt)
     status, output = packed()
-    assert status == 130 and not output.exists() and "the same command starts anew" in capsys.readouterr().err
+    assert (
+        status == 130
+        and not output.exists()
+        and "the same command starts from the beginning" in capsys.readouterr().err
+    )
     assert packed()[0] == 130 and calls == [4, 8, 12, 4, 8]
     monkeypatch.setattr(BinWriter, "write", write)
     assert packed()[0] == 0

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from zaya_plugin.corpus import inspect
+from zaya_plugin import cli
 from zaya_plugin.corpus.blocks import BlockReader, Format, Position
 from zaya_plugin.corpus.inputs import DAMAGE, endings, find_inputs, lines, unpacked
 from zaya_plugin.data.prepared import load_manifest
@@ -252,9 +252,7 @@ def test_rows_and_columns_that_cannot_be_used_are_named(tmp_path, parquet, run, 
     def lost(name, *options):
         assert prepare(name, *options) == 2
         told = capsys.readouterr().err
-        return told.removeprefix(f"zaya data prepare: error: --input={tmp_path / 'in.parquet'}:1: ").split(
-            ": this file"
-        )[0]
+        return told.removeprefix(f"zaya: --input={tmp_path / 'in.parquet'}:1: ").split(": this file")[0]
 
     (tmp_path / "more.jsonl").write_text(
         "".join(json.dumps({"text": text, "body": text}) + "\n" for text in texts[:20])
@@ -281,19 +279,23 @@ def test_missing_package_is_named(tmp_path, run, prepared, monkeypatch, capsys):
             "tokenizers, or pip install 'zaya_plugin[data]'",
         ),
         ("transformers", lambda: run("--tokenizer", prepared / "tokenizer", *output), "transformers"),
-        ("tokenizers", lambda: inspect.main([str(prepared)]), "tokenizers, or pip install 'zaya_plugin[data]'"),
+        (
+            "tokenizers",
+            lambda: cli.main(["data", "inspect", str(prepared)]),
+            "tokenizers, or pip install 'zaya_plugin[data]'",
+        ),
     ):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, package, None)
             assert command() == 2
         told = capsys.readouterr().err
-        assert f"needs the package {package}, which is not installed" in told
+        assert f"requires the package {package}, which is not installed" in told
         assert told.endswith(f" Fix: pip install {fix}.\n") and told.count("\n") == 1
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for name, package in (("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")):
         (tmp_path / name).write_bytes(b"x")
         assert run("--input", tmp_path / name, "--output", tmp_path / "out") == 2
         assert (
-            f"needs the package {package}, which is not installed. Fix: pip install {package}"
+            f"requires the package {package}, which is not installed. Fix: pip install {package}"
             in capsys.readouterr().err
         )

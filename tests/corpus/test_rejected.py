@@ -147,13 +147,13 @@ def test_a_lost_file_is_an_error_and_no_rejected_document(tmp_path, run, prepare
     command = ["--input", *paths, "--valid-fraction", 0, *options, "--output", tmp_path / "out"]
     assert run(*command) == 2 and not (tmp_path / "out").exists()
     err = capfd.readouterr().err
-    line = int(err.partition(f"error: --input={paths[1]}:")[2].partition(":")[0])
+    line = int(err.partition(f"zaya: --input={paths[1]}:")[2].partition(":")[0])
     assert 90 < line < len(texts) and f"{paths[1]}:{line}: damaged gzip stream: " in err and "rejected: " not in err
     assert "this file cannot be read to its end" in err and "Traceback" not in err
     paths[1].write_bytes(packed)
     os.utime(paths[1], (1, 1))
     assert run(*command) == 2 and not (tmp_path / "out").exists()
-    assert f"error: --input={paths[2]}:1: damaged gzip stream: " in capfd.readouterr().err
+    assert f"zaya: --input={paths[2]}:1: damaged gzip stream: " in capfd.readouterr().err
     paths[2].write_bytes(files["c.txt.gz"])
     os.utime(paths[2], (1, 1))
     assert run(*command) == 0

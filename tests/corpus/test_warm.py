@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from zaya_plugin import cli
 from zaya_plugin.config.schema import ClusterConfig, ParallelConfig, Recipe, StageConfig
 from zaya_plugin.corpus import warm
 
@@ -24,15 +25,15 @@ def test_limit_takes_the_front():
 
 def test_whole_files_are_read(prepared, capsys, monkeypatch):
     total = sum(os.path.getsize(prepared / f"train.{suffix}") for suffix in ("bin", "idx"))
-    assert warm.main([str(prepared)]) == 0
+    assert cli.main(["data", "warm", str(prepared)]) == 0
     assert f"read {total / 1e6:,.1f} MB of 2 files in 2 reads" in capsys.readouterr().out
     read = []
     monkeypatch.setattr(warm, "read", lambda path, ranges: read.append((path, ranges)))
-    assert warm.main([str(prepared), "--dry-run"]) == 0 and not read
-    assert warm.main([str(prepared), "--max-bytes", "1000"]) == 0
+    assert cli.main(["data", "warm", str(prepared), "--dry-run"]) == 0 and not read
+    assert cli.main(["data", "warm", str(prepared), "--max-bytes", "1000"]) == 0
     assert sum(end - begin for _, ranges in read for begin, end in ranges) == 1000
     assert "more do not fit into" in capsys.readouterr().out
-    assert warm.main(["experiment=cpu_demo", f"data.path={prepared}"]) == 0
+    assert cli.main(["data", "warm", "experiment=cpu_demo", f"data.path={prepared}"]) == 0
     assert f"read {total / 1e6:,.1f} MB of 2 files in 2 reads" in capsys.readouterr().out
 
 
@@ -78,7 +79,7 @@ def test_nodes_that_make_no_sense(prepared, capsys):
         (["--from-step", "3"], "--from-step=3: the samples of steps follow"),
         (["--steps", "3"], "--steps=3: the samples of steps follow"),
     ):
-        assert warm.main([str(prepared), *options]) == 2
+        assert cli.main(["data", "warm", str(prepared), *options]) == 2
         assert message in capsys.readouterr().err
 
 

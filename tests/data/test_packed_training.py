@@ -8,8 +8,10 @@ import pytest
 from megatron.core.tokenizers import MegatronTokenizer
 
 from tests.checkpoint_files import pretend_checkpoint
-from zaya_plugin.corpus import inspect, pack, warm
-from zaya_plugin.corpus.invocation import recipe_of
+from zaya_plugin import cli
+from zaya_plugin.commands.data_warm import parser
+from zaya_plugin.commands.datasets import recipe_of
+from zaya_plugin.corpus import warm
 from zaya_plugin.data.dataset import build_gpt_datasets, build_stream
 from zaya_plugin.data.prepared import load_manifest, packed_loss_mask
 
@@ -19,7 +21,10 @@ LENGTH = 128
 @pytest.fixture(scope="module")
 def bins(tmp_path_factory, prepared):
     output = tmp_path_factory.mktemp("bins") / "out"
-    assert pack.main([str(prepared), "--sequence-length", str(LENGTH), "--output", str(output), "--quiet"]) == 0
+    assert (
+        cli.main(["data", "pack", str(prepared), "--sequence-length", str(LENGTH), "--output", str(output), "--quiet"])
+        == 0
+    )
     return output
 
 
@@ -101,7 +106,7 @@ def test_inspect_and_warm_show_and_read_training_samples(bins, prepared, tmp_pat
         *(f"data.order={order}", "data.packing=documents", f"data.cache_path={tmp_path}/cache", "seed=7"),
         *(f"stage.seq_length={LENGTH}", "stage.train_iters=8", "stage.global_batch_size=8", f"run_dir={tmp_path}/run"),
     ]
-    assert inspect.main([*recipe, "--start", "10", "--count", "20", "--json"]) == 0
+    assert cli.main(["data", "inspect", *recipe, "--start", "10", "--count", "20", "--json"]) == 0
     shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [each["name"] for each in shown] == [f"train sample {number} of 64" for number in range(10, 30)]
     assert {each["source"] for each in shown} == {f"{bins}/train", f"{prepared}/train"}
@@ -113,15 +118,15 @@ def test_inspect_and_warm_show_and_read_training_samples(bins, prepared, tmp_pat
         dataset = build_stream(blend, 64, LENGTH, 7, tokenizer, cache, {})
     assert [each["in_loss"] for each in shown] == [int(dataset[n]["loss_mask"].sum()) for n in range(10, 30)]
     wanted = [warm.sample_ranges(dataset, number) for number in range(16, 40)]
-    read = warm.needed(recipe_of(warm.parser().parse_args(recipe)), 2, 3, None)
+    read = warm.needed(recipe_of(parser().read(recipe)), 2, 3, None)
     for path, begin, end in (each for ranges in wanted for each in ranges):
         assert any(first <= begin and end <= last for first, last in read[path])
-    assert warm.main([*recipe, "--from-step", "2", "--steps", "3"]) == 0
+    assert cli.main(["data", "warm", *recipe, "--from-step", "2", "--steps", "3"]) == 0
     assert "of 2 files in" in capsys.readouterr().out
     pretend_checkpoint(tmp_path / "run", 2)
     if order == "megatron":
-        assert warm.needed(recipe_of(warm.parser().parse_args(recipe)), None, 3, None) == read
-    assert warm.main([*recipe, "--from-step", "8", "--steps", "1"]) == 2
+        assert warm.needed(recipe_of(parser().read(recipe)), None, 3, None) == read
+    assert cli.main(["data", "warm", *recipe, "--from-step", "8", "--steps", "1"]) == 2
     assert "--from-step=8: is past the end of the run. Allowed: 0 to 7" in capsys.readouterr().err
-    assert inspect.main([*recipe, "--start", "64"]) == 2
+    assert cli.main(["data", "inspect", *recipe, "--start", "64"]) == 2
     assert "--start=64: the stage has 64 samples" in capsys.readouterr().err

@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
+from zaya_plugin import cli
 from zaya_plugin.config.schema import DataConfig, Recipe, StageConfig
-from zaya_plugin.corpus import pack
 from zaya_plugin.data.blend import domain_names
 from zaya_plugin.data.prepared import load_manifest
 from zaya_plugin.data.sources import changes, find_sources
@@ -17,7 +17,9 @@ from zaya_plugin.data.sources import changes, find_sources
 @pytest.fixture(scope="module")
 def bins(tmp_path_factory, prepared):
     output = tmp_path_factory.mktemp("bins") / "out"
-    assert pack.main([str(prepared), "--sequence-length", "128", "--output", str(output), "--quiet"]) == 0
+    assert (
+        cli.main(["data", "pack", str(prepared), "--sequence-length", "128", "--output", str(output), "--quiet"]) == 0
+    )
     return output
 
 

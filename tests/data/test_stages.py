@@ -9,7 +9,7 @@ import os
 import numpy as np
 import pytest
 
-from zaya_plugin.corpus import mixture
+from zaya_plugin import cli
 from zaya_plugin.data import ledger
 from zaya_plugin.data.indexed_dataset import IndexedReader, write_index
 from zaya_plugin.data.ledger import stage_use
@@ -148,8 +148,16 @@ def test_mixture_prints_tokens_epochs_and_the_ledger(sources, capsys):
 
     def shown(blend, samples, *options):
         run = [f"data.path={sources}/web", "data.order=continuing", "stage.seq_length=64", "stage.global_batch_size=1"]
-        return mixture.main(
-            ["experiment=cpu_demo", *run, f"stage.train_iters={samples}", f"data.blend={blend}", *options]
+        return cli.main(
+            [
+                "data",
+                "mixture",
+                "experiment=cpu_demo",
+                *run,
+                f"stage.train_iters={samples}",
+                f"data.blend={blend}",
+                *options,
+            ]
         )
 
     assert shown([f"0.75 {sources}/web", f"0.25 {sources}/code"], 1024) == 0

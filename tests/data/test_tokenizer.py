@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
+from zaya_plugin import cli
 from zaya_plugin.config.schema import DataConfig, Recipe, StageConfig
-from zaya_plugin.corpus import bundle, inspect, pack
 from zaya_plugin.corpus.part_files import split_of
 from zaya_plugin.data.prepared import load_manifest
 from zaya_plugin.data.sources import find_sources
@@ -119,7 +119,7 @@ def test_one_rule_for_special_tokens(tmp_path, prepared, corpus, run, read_token
     del record["special_tokens"], record["checksum"]  # as earlier versions wrote it
     (without / "manifest.json").write_text(json.dumps(record))
     assert load_manifest(without).special_tokens is False
-    assert bundle.main([str(with_bos), str(without), "--dry-run"]) == 2
+    assert cli.main(["data", "bundle", str(with_bos), str(without), "--dry-run"]) == 2
     assert f"{without}: differs from {with_bos} in special_tokens (False and True)" in capsys.readouterr().err
     for name in ("blend", "valid_blend"):
         data = DataConfig(path=str(with_bos), **{name: [f"1 {with_bos}", f"1 {without}"]})
@@ -127,10 +127,10 @@ def test_one_rule_for_special_tokens(tmp_path, prepared, corpus, run, read_token
             ValueError, match=f"data.{name}={without}.*: the documents of {with_bos}.* hold the tokenizer's"
         ):
             find_sources(Recipe(stage=StageConfig(name="s", seq_length=32), data=data))
-    assert pack.main([str(with_bos), "--sequence-length", "128", "--output", str(bins), "--quiet"]) == 0
+    assert cli.main(["data", "pack", str(with_bos), "--sequence-length", "128", "--output", str(bins), "--quiet"]) == 0
     assert load_manifest(bins).special_tokens is True and read_tokens(bins / "train")[0][0] == 1
     for path, rule in ((bins, "true"), (without, "false")):
-        assert inspect.main([str(path), "--count", "1"]) == 0
+        assert cli.main(["data", "inspect", str(path), "--count", "1"]) == 0
         shown = capsys.readouterr().out
         assert f"; special_tokens={rule}\n" in shown and "  | <|padding|>" in shown
 

@@ -37,9 +37,10 @@ def main() -> int:
     from megatron.core.tokenizers.text.libraries import huggingface_tokenizer  # noqa: F401
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
+    from zaya_plugin.commands import curriculum, train  # noqa: F401
     from zaya_plugin.data import sources  # noqa: F401
     from zaya_plugin.hosts import pretrain, worker  # noqa: F401
-    from zaya_plugin.run import curriculum, launch, recipe_commands  # noqa: F401
+    from zaya_plugin.run import curriculum_run, launch  # noqa: F401
     from zaya_plugin.training import lifecycle, metrics  # noqa: F401
 
     for line in sys.stdin:

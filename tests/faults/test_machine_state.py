@@ -85,7 +85,7 @@ def commands(tmp_path) -> dict[str, tuple[str, ...]]:
     return {
         "prepare": ("data", "prepare", "--output", data, *prepare),
         "train": ("train", *MICRO, *steps, "nproc=1", f"data.path={data}", f"run_dir={runs}"),
-        "export": ("convert", "export", runs, "--output", export),
+        "export": ("checkpoint", "export", runs, "--output", export),
         "generate": ("generate", export, "--prompt", "def", "--max-new-tokens", "4"),
     }
 

@@ -171,7 +171,7 @@ def test_the_supervisor_starts_it_again(clone, tmp_path, corpus):
     environment, command = exported(clone, run_dir, corpus, *overrides, ranks=2)
     temporary, log = tmp_path / "tmp", tmp_path / "supervisor.log"
     temporary.mkdir()
-    options = ["--ranks-per-node", "2", "--dir", str(journal)]
+    options = ["--ranks-per-node", "2", "--output", str(journal)]
     with log.open("w") as file:
         supervisor = subprocess.Popen(
             [sys.executable, "-m", "zaya_plugin.cli", "aegis", "run", *options, "--", *command],

@@ -71,6 +71,6 @@ def publish_small(folder: Path, layout: str = "native") -> Path:
 
 def open_given(given: Path, needs_tokenizer: bool = True, **more) -> Opened:
     """Open a model as the commands do, on the CPU."""
-    plain = dict(given=str(given), step=None, tokenizer=None, device="cpu", dtype=None, verify=True)
+    plain = dict(model=str(given), step=None, tokenizer=None, device="cpu", dtype=None, verify=True)
     options = SimpleNamespace(**plain | more)
     return open_model(options, find_model(options), needs_tokenizer)

@@ -102,7 +102,7 @@ def test_json_of_a_file_in_batches(zaya, published, tmp_path):
             "MODEL=nothing/here/at/all: no such checkpoint: the path does not exist",
         ),
         (["MODEL", "--prompt", "a", "--step", "5"], "--step=5: .* is a published model"),
-        (["MODEL", "--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens=0"),
+        (["MODEL", "--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens: '0' is not a whole number from 1 to"),
         (["MODEL", "--prompt", "a", "--top-k", "5"], "--temperature=0.0"),
         (["MODEL", "--prompts", "no file"], "--prompts=no file: cannot be read"),
         (["MODEL", "--prompt", "a", "--tokenizer", "."], "--tokenizer=.: . has no tokenizer.json"),
@@ -119,7 +119,7 @@ def test_mistakes_of_generate(zaya, published, words, says):
 def test_perplexity_is_that_of_trainings_validation(zaya, checkpoint, corpus, tmp_path):
     """The forward step of training, with its loss and its reduction, on the same tokens."""
     out = tmp_path / "found.json"
-    code, text, err = zaya("eval", checkpoint, "--data", corpus, "--batch-size", 2, "--out", out)
+    code, text, err = zaya("eval", checkpoint, "--data", corpus, "--batch-size", 2, "--output", out)
     found = json.loads(out.read_text())["results"]["data"]
     assert code == 0 and f"{found['perplexity']:.4f}" in text and "special tokens" not in err
     other = shutil.copytree(corpus, tmp_path / "other")
@@ -190,7 +190,7 @@ def test_perplexity_of_chats_is_that_of_trainings_validation(zaya, checkpoint, c
     from zaya_plugin.parallel.context_order import ContextShard
 
     out = tmp_path / "found.json"
-    assert zaya("eval", checkpoint, "--data", chats, "--batch-size", 3, "--out", out)[0] == 0
+    assert zaya("eval", checkpoint, "--data", chats, "--batch-size", 3, "--output", out)[0] == 0
     found = json.loads(out.read_text())["results"]["packed"]
     tokenizer = MegatronTokenizer.from_pretrained(str(chats / "tokenizer"), metadata_path={"library": "huggingface"})
     bins = IndexedReader(str(chats / "valid")).indexed.tokens // 128
@@ -210,7 +210,7 @@ def test_perplexity_of_chats_is_that_of_trainings_validation(zaya, checkpoint, c
 
 def test_limit_and_names(zaya, published, corpus, tmp_path):
     out = tmp_path / "found.json"
-    assert zaya("eval", published, "--data", corpus, corpus / "train", "--limit", 1, "--out", out)[0] == 0
+    assert zaya("eval", published, "--data", corpus, corpus / "train", "--limit", 1, "--output", out)[0] == 0
     results = json.loads(out.read_text())["results"]
     assert {name: each["tokens"] for name, each in results.items()} == {"data": 256, "train": 256}
 
@@ -220,7 +220,7 @@ def test_a_limit_is_spread_evenly(zaya, published, corpus, tmp_path):
     assert spread(100, 4) == [12, 37, 62, 87] and spread(3, 9) == spread(3, None) == [0, 1, 2] and spread(2, 1) == [0]
     out, stream = tmp_path / "found.json", IndexedReader(str(corpus / "train")).stream
     count = -(-(len(stream) - 1) // 256)
-    assert zaya("eval", published, "--data", corpus / "train", "--limit", 2, "--out", out)[0] == 0
+    assert zaya("eval", published, "--data", corpus / "train", "--limit", 2, "--output", out)[0] == 0
     found, model = json.loads(out.read_text())["results"]["train"], open_given(published).decoder.model
     windows = [torch.from_numpy(stream[n * 256 : n * 256 + 257].astype("int64")) for n in spread(count, 2)]
     expected = [summed_loss(model, window.unsqueeze(0)) for window in windows]
@@ -232,15 +232,15 @@ def test_a_limit_is_spread_evenly(zaya, published, corpus, tmp_path):
 def test_mistakes_of_eval(zaya, published, corpus, tmp_path, monkeypatch):
     for words, says in (
         ((), f"neither --tasks nor --data was given. Fix: zaya eval {published} --data."),
-        (("--output=file",), "--output: no such option. Allowed: --batch-size, --data, "),
-        (("--data", "--output=file"), "Fix: --out=file."),
-        (("--data",), "there is no recipe.yaml"),
+        (("--outputs=file",), "--outputs: no such option. Allowed: --batch-size, --data, "),
+        (("--data", "--out=file"), "--out: has another name now. Fix: --output=file."),
+        (("--data",), "has no recipe.yaml"),
         (("--data", tmp_path / "none"), "there is no dataset at this path"),
-        (("--data", corpus, "--out", tmp_path / "no" / "file"), "its folder does not exist"),
-        (("--data", corpus, "--limit", 0), "--limit=0"),
+        (("--data", corpus, "--output", tmp_path / "no" / "file"), "its folder does not exist"),
+        (("--data", corpus, "--limit", 0), "--limit: '0' is not a whole number from 1 to"),
         (("--data", corpus, "--num-fewshot", 3), "--num-fewshot=3: requires --tasks"),
         (("--data", corpus, "--include", tmp_path), f"--include={tmp_path}: requires --tasks"),
-        (("--tasks", "a", "--include", tmp_path / "no"), "is no folder"),
+        (("--tasks", "a", "--include", tmp_path / "no"), "must be a folder"),
     ):
         code, _, err = zaya("eval", published, *words)
         assert code == 2 and says in err, err
@@ -324,7 +324,7 @@ def test_a_tokenizer_of_another_corpus_than_the_checkpoints_is_refused(zaya, che
     assert zaya("generate", trained, *given, published)[0] == 0
     for words in (
         ("generate", trained, *given),
-        ("convert", "export", trained, "--output", tmp_path / "x", "--tokenizer"),
+        ("checkpoint", "export", trained, "--output", tmp_path / "x", "--tokenizer"),
     ):
         code, _, err = zaya(*words, tmp_path / "other")
         assert code == 2 and f"--tokenizer={tmp_path / 'other'}: is another tokenizer ({other}) than that of the" in err
@@ -363,7 +363,7 @@ def test_every_reader_compares_a_checkpoint_with_its_manifest(zaya, checkpoint, 
     readers = (
         ("generate", copy.parent, "--prompt", "a", "--max-new-tokens", 1),
         ("eval", copy.parent, "--data", corpus, "--limit", 1),
-        ("convert", "export", copy.parent, "--output", tmp_path / "export"),
+        ("checkpoint", "export", copy.parent, "--output", tmp_path / "export"),
     )
     for words in readers:
         code, _, err = zaya(*words)
@@ -409,14 +409,14 @@ def test_a_model_that_is_none_is_named_before_torch_is_loaded(tmp_path):
     tried = [
         words
         for path in map(str, given)
-        for words in (["generate", path, "--prompt", "a"], ["convert", "export", path, "--output", "x"])
+        for words in (["generate", path, "--prompt", "a"], ["checkpoint", "export", path, "--output", "x"])
     ]
     done = subprocess.run([sys.executable, "-c", program], input=json.dumps(tried), capture_output=True, text=True)
     lines = done.stderr.splitlines()
     assert done.returncode == 0 and lines[1::2] == ["2"] * len(tried), done.stderr
     for line, words in zip(lines[::2], tried, strict=True):
-        path = Path(words[2 if words[0] == "convert" else 1])
-        key = "CKPT" if words[0] == "convert" else "MODEL"
+        path = Path(words[2 if words[0] == "checkpoint" else 1])
+        key = "CKPT" if words[0] == "checkpoint" else "MODEL"
         assert re.match(f"zaya: {key}={path}: no such checkpoint: {given[path]}", line), line
 
 
@@ -446,16 +446,16 @@ def test_a_machine_without_torch_gets_one_line(published, checkpoint, corpus, tm
     tried = (
         ("generate", checkpoint, "--prompt", "a"),
         ("eval", published, "--data", corpus),
-        ("convert", "export", checkpoint, "--output", tmp_path / "export"),
-        ("convert", "import", published, "--output", tmp_path / "import"),
-        ("convert", "roundtrip", published),
+        ("checkpoint", "export", checkpoint, "--output", tmp_path / "export"),
+        ("checkpoint", "import", published, "--output", tmp_path / "import"),
+        ("checkpoint", "roundtrip", published),
     )
     words = json.dumps([[str(word) for word in words] for words in tried])
     done = subprocess.run([sys.executable, "-c", program], input=words, capture_output=True, text=True)
     lines = done.stderr.splitlines()
     assert done.returncode == 0 and lines[1::2] == ["2"] * len(tried), done.stderr
     for line, (command_, *_) in zip(lines[::2], tried, strict=True):
-        assert line.startswith(f"zaya: zaya {command_}: needs the package torch, which is not installed."), line
+        assert line.startswith(f"zaya: zaya {command_}: requires the package torch, which is not installed."), line
         assert line.endswith("Fix: an environment with it: pip install 'zaya_plugin[cpu]', or pip install torch.")
 
 

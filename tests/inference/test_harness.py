@@ -107,7 +107,7 @@ def test_rolling_and_texts_are_those_of_transformers(models):
 def test_local_tasks(published, tasks, offline, tmp_path, capsys):
     out = tmp_path / "found.json"
     names = "local_choice,local_text,local_written"
-    code = cli.main(["eval", str(published), "--tasks", names, "--include", str(tasks), "--out", str(out)])
+    code = cli.main(["eval", str(published), "--tasks", names, "--include", str(tasks), "--output", str(out)])
     results = json.loads(out.read_text())["results"]
     assert code == 0 and results.keys() == set(names.split(","))
     assert results["local_choice"]["acc"] * 12 == pytest.approx(round(results["local_choice"]["acc"] * 12))

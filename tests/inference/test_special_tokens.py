@@ -55,7 +55,7 @@ def test_the_rule_of_the_data_is_that_of_generation_and_export(with_bos, tmp_pat
     opened = replace(open_given(checkpoint), bos=7)
     assert opened.tokens_of("the cat") == expected and opened.tokens_of("the cat", False) == bare
     assert opened.first == (7 if added else opened.stop[0]), "of lm-evaluation-harness, for a text without a context"
-    assert cli.main(["convert", "export", str(checkpoint), "--output", str(tmp_path / "export")]) == 0
+    assert cli.main(["checkpoint", "export", str(checkpoint), "--output", str(tmp_path / "export")]) == 0
     note = "note: the tokenizer adds no token to a text (bos), because the training data has none"
     assert (note in capsys.readouterr().out) == (not added)
     assert AutoTokenizer.from_pretrained(tmp_path / "export")("the cat").input_ids == expected
@@ -119,12 +119,12 @@ def test_named_chat_templates_come_through_import_and_export(published, tmp_path
     tokenizer.chat_template = {"default": template, "tool_use": template + "!"}
     tokenizer.save_pretrained(model)
     imported, exported = tmp_path / "imported", tmp_path / "exported"
-    assert cli.main(["convert", "import", str(model), "--output", str(imported)]) == 0
-    assert cli.main(["convert", "export", str(imported), "--output", str(exported)]) == 0
+    assert cli.main(["checkpoint", "import", str(model), "--output", str(imported)]) == 0
+    assert cli.main(["checkpoint", "export", str(imported), "--output", str(exported)]) == 0
     for folder in (imported / "tokenizer", exported):
         assert AutoTokenizer.from_pretrained(folder).chat_template == tokenizer.chat_template
     capsys.readouterr()
-    assert cli.main(["convert", "import", str(model), "--output", "/proc/none/x"]) == 2
+    assert cli.main(["checkpoint", "import", str(model), "--output", "/proc/none/x"]) == 2
     told = capsys.readouterr().err
     assert told.startswith("zaya: /proc/none: No such file or directory (") and told.count("\n") == 1
     assert told.endswith("then the same command again. The command continues behind the last whole file.\n")

@@ -55,7 +55,7 @@ def test_perplexity_is_what_the_run_logged(tmp_path):
     assert by_position.shape == (count * batch, length) and by_position.mean().item() == pytest.approx(loss, rel=1e-5)
 
     out = tmp_path / "found.json"
-    done = zaya("eval", str(run.run_dir), "--data", "--out", str(out))
+    done = zaya("eval", str(run.run_dir), "--data", "--output", str(out))
     assert "data: " in done.stdout and " sequences of 32 tokens" in done.stdout
     assert done.returncode == 0, done.stdout
     result = json.loads(out.read_text())
@@ -101,5 +101,5 @@ def test_perplexity_of_chats_is_what_the_run_logged(tmp_path):
         found.append(total / count)
     assert logged and all(min(abs(each / loss - 1) for each in found) < 1e-5 for loss in logged), (logged, found)
     out = tmp_path / "found.json"
-    assert zaya("eval", str(run.run_dir), "--data", "--out", str(out)).returncode == 0
+    assert zaya("eval", str(run.run_dir), "--data", "--output", str(out)).returncode == 0
     assert abs(json.loads(out.read_text())["results"]["data"]["loss"] / logged[-1] - 1) < 0.05

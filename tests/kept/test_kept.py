@@ -19,6 +19,7 @@ from tests.kept.arithmetic import PINNED
 from tests.megatron_rank import single_rank  # noqa: F401  (a fixture of every test here)
 from tests.prepared_corpus import read_tokens  # noqa: F401  (a fixture)
 from tests.running import train
+from zaya_plugin import cli
 
 ARCHIVE = Path(__file__).with_name("04c135c.tar.xz")
 ROOT = Path(__file__).parents[2]
@@ -76,7 +77,6 @@ def test_the_corpus_is_read(kept, read_tokens, capsys):  # noqa: F811
     from tokenizers import Tokenizer
 
     from zaya_plugin.config.compose import load_recipe
-    from zaya_plugin.corpus import check
     from zaya_plugin.data.sources import find_sources
 
     texts = [json.loads(line)["text"] for line in Path("texts.jsonl").read_text().splitlines()]
@@ -84,16 +84,14 @@ def test_the_corpus_is_read(kept, read_tokens, capsys):  # noqa: F811
     tokenizer = Tokenizer.from_file("corpus/tokenizer/tokenizer.json")
     assert {tokens.pop() for tokens in documents} == {0}
     assert sorted(map(tokenizer.decode, documents)) == sorted(texts)
-    assert check.main(["corpus"]) == 0 and "all checksums fit" in capsys.readouterr().out
+    assert cli.main(["data", "check", "corpus"]) == 0 and "all checksums fit" in capsys.readouterr().out
     saved = json.loads(Path("run/checkpoints/iter_0000003/manifest.json").read_text())
     facts = find_sources(load_recipe("run/recipe.yaml")).facts()
     assert {key: facts[key] for key in saved["data"]} == saved["data"]
 
 
 def test_the_checkpoint_is_exported_with_the_same_bytes(kept):
-    from zaya_plugin.run import convert_commands
-
-    assert convert_commands.main(["export", "run", "--output", "again"]) == 0
+    assert cli.main(["checkpoint", "export", "run", "--output", "again"]) == 0
     for file in Path("export").iterdir():
         assert Path("again", file.name).read_bytes() == file.read_bytes(), file.name
 

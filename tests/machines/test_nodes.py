@@ -188,8 +188,8 @@ def test_two_nodes_of_this_machine_for_real(tmp_path, capsys):
     [
         (["--nodes", "n1,n2"], "--launcher: is required for several nodes outside of SLURM"),
         (["--nodes=-oProxyCommand=x"], "not a valid node name"),
-        (["--nodes", "--slower", "2"], "argument --slower: '2' is not a number from 0 to 1"),
-        (["--nodes", "--min", "gemm"], "argument --min: 'gemm' is not a figure: gemm_tflops, "),
+        (["--nodes", "--slower", "2"], "--slower: '2' is not a number from 0 to 1"),
+        (["--nodes", "--min", "gemm"], "--min: 'gemm' is not a figure: gemm_tflops, "),
         (["--nodes", "--launcher", "ssh '{node}"], "cannot be read (No closing quotation)"),
         (["--min", "rails=8"], "--min: requires --nodes. Fix: zaya verify --nodes --output "),
     ],
@@ -198,11 +198,6 @@ def test_mistakes_of_the_user(tmp_path, capsys, monkeypatch, words, says):
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
     assert cli.main(["verify", "--output", str(tmp_path / "verify.json"), *words]) == 2
     assert says in capsys.readouterr().err
-
-
-def test_the_old_name_prints_the_new_one(capsys):
-    assert cli.main(["aegis", "preflight", "--output", "x"]) == 2
-    assert "zaya aegis preflight: has another name. Fix: zaya verify --nodes" in capsys.readouterr().err
 
 
 def test_a_slurm_job_starts_a_step_on_each_of_its_nodes(tmp_path, capsys, monkeypatch):

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from zaya_plugin import compat
-from zaya_plugin.bench import step_command
+from zaya_plugin.bench.measurement import recipe_of
+from zaya_plugin.commands.bench import settings_of, step
 from zaya_plugin.config.arguments import megatron_arguments
 from zaya_plugin.config.compose import compose
 from zaya_plugin.config.validate import validate
@@ -141,8 +142,8 @@ def test_a_step_that_fails_is_wrong(monkeypatch, tmp_path):
 def test_as_many_layers_as_fit(monkeypatch, name, devices, gib, layers):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (gib * 2**30, gib * 2**30))
     words = short_training.words_on_gpu(Setting("cuda", devices, name, Path("unused")))
-    parsed = step_command.parse(list(words))
-    recipe = step_command.recipe_of(*parsed)
+    options = step().read(words)
+    recipe = recipe_of(settings_of(options), options.output, options.overrides)
     validate(recipe, devices)
     assert recipe.model.num_layers in layers and recipe.stage.global_batch_size == 4 * devices
     assert recipe.cluster.graphs == "none" and recipe.nproc == devices

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import hip_ops
 from tests.model.steps import train
 from tests.parity.state_dict import from_hf, to_hf
-from zaya_plugin.bench.step_command import check_anchor
+from zaya_plugin.bench.measurement import check_anchor
 from zaya_plugin.model.residual import ZayaLayerNorm
 from zaya_plugin.optim.parameter_role import assign
 from zaya_plugin.plan.flops import Shape, count_parameters

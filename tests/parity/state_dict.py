@@ -2,7 +2,7 @@
 """State dicts in memory: of this package's model in one process, to and from the published layouts, for comparisons.
 
 The skip class's balancing bias is carried as it is: `load_state_dict` takes it, and transformers' `from_pretrained` sets
-it to -1, for which `zaya convert export` refuses a native file where it changes the model.
+it to -1, for which `zaya checkpoint export` refuses a native file where it changes the model.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def to_hf(state_dict: Mapping[str, Tensor], config, layout: str = "native") -> d
         **{**vars(model), "temperature_form": "linear", "router_eda": True, "router_norm_epsilon": None}
     )
     if different := model.differences(plain):
-        raise mistake("state dict", problem=f"the layouts have no {different}", fix="`zaya convert export`")
+        raise mistake("state dict", problem=f"the layouts have no {different}", fix="`zaya checkpoint export`")
     _check_skip(layout, model, state_dict)
     beside = {name for name, _, _ in balancing_state(model)}
     given = {k: v for k, v in state_dict.items() if not k.endswith("_extra_state") and k not in beside}

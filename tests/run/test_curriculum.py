@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint_files import pretend_checkpoint
+from zaya_plugin import cli
 from zaya_plugin.config.compose import compose, save_recipe
 from zaya_plugin.ground.errors import ENDED_EARLY
 from zaya_plugin.handover.predecessor import predecessor, saved_step
 from zaya_plugin.run import curriculum_run
 from zaya_plugin.run.curriculum import Curriculum, compose_curriculum
 from zaya_plugin.run.curriculum_run import check, domain_table, read_state, table, write_state
-from zaya_plugin.run.recipe_commands import curriculum as command
 
 DEMO = ["experiment=cpu_demo", "data.path=x"]
 
@@ -187,8 +187,9 @@ def test_a_signal_leaves_with_the_way_to_continue(tmp_path, monkeypatch, capsys)
 
 def test_a_dry_run_creates_nothing(tmp_path, capsys):
     assert (
-        command(
+        cli.main(
             [
+                "curriculum",
                 "experiment=zaya1_base",
                 "cluster=mi300x_128x8",
                 "data.path=x",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batch script of `zaya slurm`: bash runs it here, with a fake srun that prints its arguments."""
+"""The batch script of `zaya export slurm`: bash runs it here, with a fake srun that prints its arguments."""
 
 import os
 import stat
@@ -7,7 +7,8 @@ import subprocess
 
 import pytest
 
-from zaya_plugin.run.recipe_commands import slurm
+from zaya_plugin import cli
+from zaya_plugin.commands.export import slurm as parser
 
 SRUN = """#!/bin/sh
 echo "hca=$NCCL_IB_HCA threads=${OMP_NUM_THREADS-unset} $*"
@@ -26,7 +27,7 @@ def run(text: str, folder) -> list[str]:
 
 def test_a_script_starts_one_task_a_device_with_the_clusters_environment(tmp_path, capsys):
     words = ["experiment=zaya1_base", "cluster=mi300x_128x8", "data.path=a b", f"run_dir={tmp_path / 'run'}"]
-    assert slurm([*words, "--", "--partition=mi300x", "--time=2-00:00:00"]) == 0
+    assert cli.main(["export", "slurm", *words, "--", "--partition=mi300x", "--time=2-00:00:00"]) == 0
     text = capsys.readouterr().out
     for line in ("--nodes=128", "--ntasks-per-node=8", "--gpus-per-node=8", "--signal=TERM@600", "--partition=mi300x"):
         assert f"\n#SBATCH {line}\n" in text
@@ -38,7 +39,16 @@ def test_a_script_starts_one_task_a_device_with_the_clusters_environment(tmp_pat
 
 
 def test_a_curriculum_is_one_step_a_stage(tmp_path, capsys):
-    slurm(["--curriculum", "experiment=cpu_demo", "cluster.gpus_per_node=2", f"run_dir={tmp_path / 'run'}"])
+    cli.main(
+        [
+            "export",
+            "slurm",
+            "--curriculum",
+            "experiment=cpu_demo",
+            "cluster.gpus_per_node=2",
+            f"run_dir={tmp_path / 'run'}",
+        ]
+    )
     lines = run(capsys.readouterr().out, tmp_path)
     assert [line.split("--only ")[1].split()[0] for line in lines] == ["demo_1", "demo_2", "demo_3"]
     assert all("--cpu-bind" not in line and "zaya curriculum" in line for line in lines)
@@ -62,4 +72,4 @@ def test_a_curriculum_is_one_step_a_stage(tmp_path, capsys):
 )
 def test_mistakes_are_named(argv, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
-        slurm(argv)
+        parser().run(parser().read(argv))

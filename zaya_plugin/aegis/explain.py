@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya aegis explain`: reads a folder of logs and says what happened first and what would have been done."""
+"""Read a folder of logs, name the first cause of each attempt's failure, and find the decision that follows from it."""
 
 from __future__ import annotations
 
-import argparse
 import calendar
 import contextlib
 import dataclasses
-import json
-import os
 import re
-import sys
 import textwrap
 import time
 from collections.abc import Iterator
@@ -21,25 +17,7 @@ from zaya_plugin.aegis.diagnose import Diagnosis, diagnosis
 from zaya_plugin.aegis.evidence import Evidence
 from zaya_plugin.aegis.journal import NAME, read
 from zaya_plugin.aegis.rules import KERNEL, Reader, Rule, Rules
-from zaya_plugin.ground.errors import mistake
 
-WHAT = """\
-Reads the logs below DIR (of ranks, kernels, torchrun and SLURM), names the first cause of the failure with its evidence,
-and says what `zaya aegis run` would have done, or of a supervised run what its journal says that it did. Starts nothing,
-and needs no device.
-
-A file belongs to the kernel when its name has dmesg, kern, messages, syslog or journal in it, or its lines look like
-it. The rank comes from the file's name (rank3.log) or from the line ([rank3]:, or srun's label). The node comes from
-the name of the folder or the file (n1/dmesg.log, dmesg-n1.log). Lines without a time take that of the line before."""
-EXAMPLES = """\
-examples:
-  zaya aegis explain runs/zaya1/aegis              what ended each attempt of a supervised run
-  zaya aegis explain logs --rules mine.yaml        with rows of your own
-  zaya aegis explain logs --json                   for a program
-  zaya aegis explain --rule ring_timeout           what a class means, and what a person does
-  zaya aegis explain                               all classes
-
-Exit codes: 0, 2 a mistake on the command line."""
 SKIPPED = {".json", ".jsonl", ".yaml", ".html", ".pt", ".bin", ".idx", ".distcp", ".gz", ".zst", ".tar", ".png", ".py"}
 KERNEL_NAME = re.compile(r"dmesg|kern|kmsg|messages|syslog|journal", re.IGNORECASE)
 KERNEL_LINE = re.compile(r"(?m)^(?:<\d+>)?\[ *\d+\.\d{3,6}\] |^.{10,80} kernel: ")
@@ -316,44 +294,3 @@ def show_rule(rule: Rule) -> str:
         *(("example", sample) for sample in rule.samples[:2]),
     ]
     return "\n".join([rule.name, *(f"  {name:11} {text}" for name, text in rows if text)])
-
-
-def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(
-        "zaya aegis explain", description=WHAT, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    out.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="a folder of logs")
-    out.add_argument("--rules", action="append", type=Path, default=[], metavar="FILE", help="rows of your own (YAML)")
-    out.add_argument("--rule", metavar="NAME", help="print what a class means instead")
-    out.add_argument("--json", action="store_true", help="print one JSON list, an element for each attempt")
-    return out
-
-
-def main(argv: list[str]) -> int:
-    """Run `zaya aegis explain` with the words `argv`."""
-    options = parser().parse_args(argv)
-    rules = Rules.load(options.rules)
-    if options.rule is not None:
-        if options.rule not in rules:
-            fix = "zaya aegis explain prints all names"
-            raise mistake("--rule", options.rule, problem="no such class of failures", fix=fix)
-        print(json.dumps(dataclasses.asdict(rules[options.rule])) if options.json else show_rule(rules[options.rule]))
-        return 0
-    if options.folder is None:
-        width = max(len(rule.name) for rule in rules)
-        print("\n".join(f"{rule.name:{width}}  {rule.role:12} {rule.action:8}  {rule.explain}" for rule in rules))
-        return 0
-    if not options.folder.is_dir():
-        problem = "is a file" if options.folder.exists() else "does not exist"
-        raise mistake("DIR", os.fspath(options.folder), problem=problem, fix="name a folder of logs")
-    attempts = explain(options.folder, rules)
-    if options.json:
-        rows = [
-            {"attempt": one.number, **one.found.to_json(), "action": one.action, "reason": one.reason}
-            for one in attempts
-        ]
-        print(json.dumps(rows, indent=1))
-    else:
-        print("\n\n".join(show(one, rules) for one in attempts))
-    sys.stdout.flush()
-    return 0

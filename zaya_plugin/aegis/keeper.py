@@ -149,7 +149,11 @@ def journal_lock(settings: Settings) -> IO[str]:
 def _second(settings: Settings, where: str) -> ValueError:
     problem = f"`zaya aegis run` supervises this run already, {where}"
     return mistake(
-        "--dir", settings.folder, problem=problem, allowed="one at a time", fix="end that one first, or another --dir"
+        "--output",
+        settings.folder,
+        problem=problem,
+        allowed="one at a time",
+        fix="end that one first, or another --output",
     )
 
 

@@ -1,34 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya aegis report`: what a supervised run did with its time, in the terminal and as one HTML page."""
+"""The account of a supervised run as tables, for the terminal and for one HTML page, and as JSON."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import shlex
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from zaya_plugin.aegis.account import account
 from zaya_plugin.aegis.attempts import Account, Stage
 from zaya_plugin.aegis.evidence import printable
-from zaya_plugin.aegis.journal import find, read
-from zaya_plugin.ground.errors import mistake
 
-WHAT = """\
-Reads the journal of a run that `zaya aegis run` supervises or has supervised, and says how much of the time was
-training, what each class of failures cost, and how long detection and recovery took. It changes nothing, and a run that
-goes on is reported up to the last line of its journal."""
-EXAMPLES = """\
-examples:
-  zaya aegis report runs/mine                      tables
-  zaya aegis report runs/mine --html report.html   the same and a timeline, as one page without network or scripts
-  zaya aegis report runs/mine --json               for a program
-
-Exit codes: 0, 2 a mistake on the command line."""
 SHOWN = 500  # rows of a table
 
 
@@ -221,35 +203,3 @@ def as_json(account: Account) -> dict[str, Any]:
         "by_cause": account.by_cause(),
         **{name: [asdict(row) for row in rows] for name, rows in one_by_one.items()},
     }
-
-
-def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(
-        "zaya aegis report",
-        description=WHAT,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    out.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, or its folder aegis")
-    out.add_argument("--html", type=Path, metavar="FILE", help="write a page with a timeline")
-    out.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    return out
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run `zaya aegis report` with the words `argv`."""
-    options = parser().parse_args(argv)
-    journal = find(options.run_dir)
-    result = account(read(journal))
-    if options.html is not None:
-        from zaya_plugin.aegis.page import page
-        from zaya_plugin.ground.whole_file import write_whole
-
-        if not options.html.resolve().parent.is_dir():
-            raise mistake("--html", options.html, problem="its folder does not exist", fix="--html report.html")
-        title = journal.resolve().parent
-        name = title.parent.name if title.name == "aegis" else title.name
-        write_whole(options.html, page(result, name, state(result), figures(result), tables(result)))
-    print(json.dumps(as_json(result), indent=1) if options.json else as_text(result))
-    return 0

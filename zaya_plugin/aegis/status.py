@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya aegis status`: how a supervised run stands, from its journal and the last line of metrics.jsonl. It writes
-nothing and asks no process, so it works from any host that sees the run directory.
+"""The present state of a supervised run, from its journal and the last line of metrics.jsonl. Nothing is written and no
+process is asked, so this works on any host that sees the run directory.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,19 +14,10 @@ from typing import Any
 from zaya_plugin.aegis.account import ENDING, account, first_text
 from zaya_plugin.aegis.attempts import Account
 from zaya_plugin.aegis.evidence import parsed, printable
-from zaya_plugin.aegis.journal import find, read, sound
+from zaya_plugin.aegis.journal import sound
 from zaya_plugin.aegis.report import duration, percent
 from zaya_plugin.ground.errors import ENDED_EARLY
 
-WHAT = "Shows how a run under `zaya aegis run` stands: phase, step, nodes, the last failure and what was decided."
-EXAMPLES = """\
-examples:
-  zaya aegis status runs/mine            once
-  zaya aegis status runs/mine --watch    every two seconds, until the run ends or Ctrl-C; once where there is no terminal
-
-Exit codes: 0 the run trains, starts or has ended well; 1 trouble: it has ended with an error, it is down because of a
-failure, or nothing was heard of it for 10 minutes (and 20 steps); 2 a mistake on the command line."""
-EVERY_SECONDS = 2.0
 QUIET_SECONDS, QUIET_STEPS = 600.0, 20  # without a step, of a run that trains
 STARTING_SECONDS = 3600.0  # a start with compilation and a long load
 TAIL = 65536  # bytes of metrics.jsonl
@@ -200,37 +188,3 @@ def _decision(at: Now) -> str:
     if at.decision is None:
         return ""
     return f"{at.decision.get('action')}: {at.decision.get('reason')}"
-
-
-def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(
-        "zaya aegis status",
-        description=WHAT,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    out.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, or its folder aegis")
-    out.add_argument("--watch", action="store_true", help="show it again every two seconds")
-    return out
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run `zaya aegis status` with the words `argv`."""
-    options = parser().parse_args(argv)
-    journal = find(options.run_dir)
-    watch = options.watch and sys.stdout.isatty()
-    while True:
-        metrics = last_metrics(journal.resolve().parent.parent)
-        lines, code = status(read(journal), time.time(), metrics)
-        text = "\n".join(lines)
-        if not watch:
-            print(text)
-            return code
-        print(f"\x1b[H\x1b[2J{text}", flush=True)
-        if lines[0].split()[1:2] == ["ended,"]:
-            return code
-        try:
-            time.sleep(EVERY_SECONDS)
-        except KeyboardInterrupt:
-            return code

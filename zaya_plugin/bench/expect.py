@@ -20,11 +20,9 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 from zaya_plugin.bench import step_record
-from zaya_plugin.bench.options import with_data_path
 from zaya_plugin.config import train_help
 from zaya_plugin.config.compose import compose
 from zaya_plugin.config.schema import MachineConfig, Recipe
-from zaya_plugin.config.validate import validate
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.plan import recipe_plan
 from zaya_plugin.plan.expected_step import Overlap, accumulated, communication, limit
@@ -34,7 +32,6 @@ from zaya_plugin.plan.parallelism import ParallelSizes
 from zaya_plugin.plan.product_rate import rates_of_parts
 from zaya_plugin.plan.step_work import OptimizerShare, Rank, Work, step_work
 from zaya_plugin.run.rank_plan import COPY_ENGINES
-from zaya_plugin.run.recipe_commands import Parser
 
 SCHEMA = "zaya bench expect/1"
 NOT_CARRIED = ("communication", "idle")
@@ -43,37 +40,6 @@ NOT_CARRIED = ("communication", "idle")
 # assumed for other devices.
 SLOWED = 0.26
 PARTS_WITHOUT_COLLECTIVES = ("optimizer", "gradients")  # parts during which no collective runs
-DESCRIPTION = """\
-Predicts a step from the step.json of `zaya bench step`.
-
-Each part keeps the share of its roofline that it had in the record; collectives take the rates of the cluster's links
-(recipe keys machine.*). Without recipe keys the step is that of the recorded recipe. The result is marked as a
-prediction."""
-EXAMPLES = """\
-examples:
-  zaya bench expect step.json experiment=zaya1_base cluster=mi300x_8 stage.micro_batch_size=4 \\
-    stage.global_batch_size=128
-  zaya bench expect step.json experiment=zaya1_base cluster=h200_8 --output expected.json"""
-
-
-def main(argv: list[str]) -> int:
-    """Run `zaya bench expect` and return its exit code; raises ValueError for a user's mistake."""
-    parser = Parser("bench expect", DESCRIPTION, EXAMPLES)
-    parser.add_argument(
-        "record", type=Path, metavar="STEP_JSON", help="the record of `zaya bench step` on an accelerator"
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the prediction as JSON")
-    if (options := parser.read(argv)) is None:
-        return 2
-    record = load(options.record)
-    recipe = compose(with_data_path(options.overrides)) if options.overrides else recorded_recipe(record)
-    world = recipe.nproc or recipe.cluster.num_nodes * recipe.cluster.gpus_per_node
-    validate(recipe, world)
-    result = expect(record, recipe, world)
-    print(text(result))
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
 
 
 def load(path: Path) -> dict:

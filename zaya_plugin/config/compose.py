@@ -9,7 +9,6 @@ choices and in its range.
 
 import os
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -81,18 +80,6 @@ def open_overrides(overrides: list[str]) -> list[str]:
             opened.append(_with_quotes(item, overrides))
     all_operators = any(re.match(r"\+*cluster\.(kernels=|kernel_overrides=\{\s*\}$)", item) for item in overrides)
     return [*_without_kernel_overrides(), *opened] if all_operators else opened
-
-
-def say_repeated(overrides: list[str]) -> None:
-    """Print each key that the words of a command give twice with other values: the last one counts, so that a script's
-    words can be followed by its user's.
-    """
-    values: dict[str, str] = {}
-    for item in overrides:
-        key, _, value = item.lstrip("+~").partition("=")
-        if values.setdefault(key, value) != value:
-            print(f"zaya: {key}={value}: was given before as {values[key]}; the last value counts", file=sys.stderr)
-            values[key] = value
 
 
 def check_sweep(overrides: list[str]) -> None:

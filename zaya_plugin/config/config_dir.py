@@ -21,7 +21,7 @@ def with_search_path(words: Iterable[str]) -> list[str]:
 
 
 def search_path(folder: str) -> str:
-    """Return the override that adds the recipes of `folder`. Raises ValueError if there is no such folder."""
+    """Return the override that adds the recipes of `folder`. Raises ValueError if it does not exist."""
     if not os.path.isdir(folder):
         raise mistake(
             OPTIONS[0],

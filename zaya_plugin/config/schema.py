@@ -702,14 +702,14 @@ class ClusterConfig:
     )
     numa_nodes: list[int] = own(
         [],
-        "NUMA node of every rank of a node, in order; srun binds them in `zaya slurm`'s script",
+        "NUMA node of every rank of a node, in order; srun binds them in `zaya export slurm`'s script",
         "run.sbatch",
         limit=RANK_NUMBERS,
         resume=MAY_CHANGE,
     )
     sbatch: list[str] = own(
         [],
-        "further options of `zaya slurm`'s script, such as [--partition=mi300x,--time=2-00:00:00]",
+        "further options of `zaya export slurm`'s script, such as [--partition=mi300x,--time=2-00:00:00]",
         "run.sbatch",
         resume=MAY_CHANGE,
     )

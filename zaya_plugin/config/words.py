@@ -1,50 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Words of a command with recipe overrides: which of them are overrides, and messages about words that are none."""
+"""Checks of the words of a command that takes a recipe, and messages about words that cannot be part of one."""
 
 import re
+import sys
 from collections.abc import Collection, Sequence
 
 from zaya_plugin.config.messages import OTHER_NAMES, TO_CONTINUE, groups, nearest, schema
 from zaya_plugin.config.train_help import GROUPS, options
 from zaya_plugin.ground.errors import check_utf8, mistake, nearest_name
 
-# Hydra's flags whose value is a word of its own.
-WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
-
-# Hydra's options and those of `zaya train`.
-FLAGS = (
-    *("--help", "--dry-run", "--verbose", "--cfg", "--resolve", "--package", "--info", "--multirun", "--run"),
-    *("--config-dir", "--config-path", "--config-name", "--hydra-help", "--version", "--experimental-rerun"),
-    "--shell-completion",
-)
-
 # Values of a group that Hydra does not read as a name.
 NO_NAME = re.compile(r"|null|true|false|[+-]?[\d._]+(e[+-]?\d+)?|\[.*", re.IGNORECASE | re.DOTALL)
 
 
-def overrides_of(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the overrides among the words after `zaya train`, and the flags with their values.
-
-    Raises:
-        ValueError: a word is neither.
-    """
-    overrides: list[str] = []
-    flags: list[str] = []
-    for position, word in enumerate(words):
-        before = words[position - 1] if position else ""
-        if before in WITH_VALUE or before == "--info" and "=" not in word:  # its value is optional
-            flags.append(word)
-        elif word.startswith("-"):
-            check_flag(word, words[position + 1 :])
-            flags.append(word)
-        else:
-            check_override(word)
-            overrides.append(word)
-    return overrides, flags
-
-
-def check_flag(word: str, following: Sequence[str] = (), flags: Collection[str] = FLAGS) -> None:
-    """Raise ValueError if a word with dashes is none of the command's `flags`: `--experiment cpu_demo`, `--lr=1`."""
+def check_flag(word: str, following: Sequence[str], flags: Collection[str]) -> None:
+    """Raise ValueError if a word with dashes is not one of the command's options `flags`: `--experiment cpu_demo`, `--lr=1`."""
     option, equals, value = word.partition("=")
     if not word.startswith("--") or option in flags:
         return
@@ -60,7 +30,7 @@ def check_flag(word: str, following: Sequence[str] = (), flags: Collection[str] 
 
 
 def check_override(word: str) -> None:
-    """Raise ValueError if a word is no `key=value`, or names a recipe that does not exist in its group."""
+    """Raise ValueError if a word is not `key=value`, or names a recipe that does not exist in its group."""
     key, equals, value = word.partition("=")
     check_utf8(word)
     if not equals and not word.startswith("~"):
@@ -78,6 +48,18 @@ def check_override(word: str) -> None:
     if group in GROUPS and NO_NAME.fullmatch(value):
         fix = f"{group}={options(group)[0]}"
         raise mistake(group, value, problem="no such recipe", allowed=_listed(group), fix=fix)
+
+
+def say_repeated(overrides: list[str]) -> None:
+    """Print each key that the words of a command give twice with other values: the last one counts, so that a script's
+    words can be followed by its user's.
+    """
+    values: dict[str, str] = {}
+    for item in overrides:
+        key, _, value = item.lstrip("+~").partition("=")
+        if values.setdefault(key, value) != value:
+            print(f"zaya: {key}={value}: was given before as {values[key]}; the last value counts", file=sys.stderr)
+            values[key] = value
 
 
 def _listed(group: str) -> str:

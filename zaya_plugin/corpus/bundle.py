@@ -17,27 +17,12 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from zaya_plugin.corpus.bin_writer import BinWriter
-from zaya_plugin.corpus.invocation import command, command_parser
 from zaya_plugin.corpus.workspace import Workspace
 from zaya_plugin.data.indexed_dataset import IndexedReader
 from zaya_plugin.data.prepared import Manifest, PackingRecord, locate, marks_of
 from zaya_plugin.ground.errors import mistake
-from zaya_plugin.ground.option_numbers import INT32, MOST_AMOUNT, MOST_TOKENS, YEAR, real_number, whole_number
 
 COPIED_TOKENS = 4_000_000  # at a time
-
-DESCRIPTION = """\
-Join datasets that were prepared with the same tokenizer into one, documents in the given order, and print how many
-random reads a planned run asks of the storage, before and after packing. An interrupted run leaves nothing in the way of
-the same command.
-"""
-EXAMPLES = """\
-examples:
-  zaya data bundle data/shard-* --output data/web
-  # only the numbers, for ZAYA1's own run
-  zaya data bundle data/shard-* --dry-run --sequence-length 4096 --global-batch-size 4096 --step-seconds 2.5 \\
-      --iops-budget 70000
-"""
 
 
 @dataclass(frozen=True)
@@ -76,30 +61,6 @@ def reads_per_second(run: PlannedRun, token_bytes: int, sigma: float) -> float:
 def least_step_seconds(run: PlannedRun, token_bytes: int, sigma: float) -> float:
     """Return the step time at which the reads need the whole budget."""
     return reads_per_second(run, token_bytes, sigma) * run.step_seconds / run.iops_budget
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    out, planned = command_parser("bundle", DESCRIPTION, EXAMPLES), PlannedRun()
-    out.add_argument(
-        "sources", nargs="+", metavar="DATASET", help="directories written by `zaya data prepare` or `zaya data pack`"
-    )
-    target = out.add_mutually_exclusive_group(required=True)
-    target.add_argument("--output", metavar="DIR", help="directory of the bundle")
-    target.add_argument("--dry-run", action="store_true", help="write nothing, print the reads of the planned run")
-    out.add_argument("--overwrite", action="store_true", help="make the bundle again in place of what --output holds")
-    out.add_argument("--quiet", action="store_true", help="no summary; problems are still reported")
-    run = out.add_argument_group("planned run (the defaults are ZAYA1's stage 1)")
-    for option, kind, metavar, meaning in (
-        ("--sequence-length", whole_number(1, MOST_TOKENS), "N", "tokens of a sequence, stage.seq_length of the run"),
-        ("--global-batch-size", whole_number(1, INT32), "N", "sequences of a step, stage.global_batch_size of the run"),
-        ("--step-seconds", real_number(1e-6, YEAR), "S", "seconds of a step"),
-        ("--iops-budget", real_number(1e-6, MOST_AMOUNT), "N", "reads a second that the storage can serve"),
-        ("--page-bytes", whole_number(512, 2**30), "N", "bytes of a page, which one read fetches"),
-    ):
-        default = getattr(planned, option[2:].replace("-", "_"))
-        run.add_argument(option, type=kind, default=default, metavar=metavar, help=f"{meaning} (default: {default:g})")
-    return out
 
 
 def bundle(args: argparse.Namespace, workspace: Workspace | None) -> None:
@@ -222,6 +183,3 @@ def report(run: PlannedRun, tokens: int, documents: int, token_bytes: int, rows:
         least = least_step_seconds(run, token_bytes, sigma)
         lines.append(f"  {name:28} {m:8.2f} {sigma:7.3f} {iops:12,.0f} {iops / run.iops_budget:10.1%} {least:9.3f} s")
     return "\n".join(lines)
-
-
-main = command("bundle", parser, bundle)

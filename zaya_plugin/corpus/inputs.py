@@ -159,7 +159,7 @@ def _status(path: str) -> os.stat_result:
             raise mistake(
                 "--input",
                 path,
-                problem=f"needs the package {package}, which is not installed",
+                problem=f"requires the package {package}, which is not installed",
                 fix=f"pip install {package}, or pip install 'zaya_plugin[data]'",
             )
     if not os.path.exists(path):

@@ -15,7 +15,6 @@ import numpy as np
 
 from zaya_plugin.config.schedule import sample_count
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.corpus.invocation import add_recipe_options, command, command_parser, is_recipe, recipe_of
 from zaya_plugin.data.blend import resolve_blend
 from zaya_plugin.data.indexed_dataset import IndexedReader
 from zaya_plugin.data.prepared import (
@@ -32,69 +31,27 @@ from zaya_plugin.data.prepared import (
 from zaya_plugin.data.sources import find_sources, training_samples
 from zaya_plugin.data.tokenizer import describe, open_tokenizer
 from zaya_plugin.ground.errors import as_typed, mistake
-from zaya_plugin.ground.option_numbers import MOST_AMOUNT, whole_number
-
-DESCRIPTION = """\
-Show decoded samples with their source, length and loss mask: the documents of a dataset, the bins of a packed one, or
-the training samples of a run, which is given as for zaya train.
-"""
-EXAMPLES = """\
-examples:
-  zaya data inspect data/web                                  # the first documents
-  zaya data inspect data/web --split valid --start 40 --count 1 --characters 0
-  zaya data inspect data/web-4k                               # a packed dataset: its bins
-  zaya data inspect experiment=zaya1_base data.path=data/web "data.blend=['0.7 data/web','0.3 data/code']" --start \\
-      16384 --json
-"""
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    out = command_parser("inspect", DESCRIPTION, EXAMPLES)
-    add_recipe_options(out, "one dataset (directory or prefix)")
-    out.add_argument("--split", choices=("train", "valid"), help="of a prepared directory (default: train)")
-    out.add_argument(
-        "--start",
-        type=whole_number(0, MOST_AMOUNT),
-        default=0,
-        metavar="N",
-        help="number of the first sample (default: 0)",
-    )
-    out.add_argument(
-        "--count", type=whole_number(1, MOST_AMOUNT), default=3, metavar="N", help="number of samples (default: 3)"
-    )
-    out.add_argument(
-        "--characters",
-        type=whole_number(0, MOST_AMOUNT),
-        default=800,
-        metavar="N",
-        help="of each text, 0 for all (default: 800)",
-    )
-    out.add_argument("--tokenizer", metavar="DIR", help="directory with tokenizer.json, for data without manifest")
-    out.add_argument("--json", action="store_true", help="print a JSON object a line, with the whole text")
-    return out
-
-
-def inspect(args: argparse.Namespace, _: None) -> None:
-    """Print the samples.
+def inspect(args: argparse.Namespace, recipe: Recipe | None) -> None:
+    """Print the samples of `recipe`, or of args.datasets.
 
     Raises:
         ValueError: a dataset is missing, lacks the split, has fewer samples, or no tokenizer is known.
     """
-    recipe = recipe_of(args) if is_recipe(args) else None
     if recipe is not None and args.split:
         raise mistake(
             "--split", args.split, problem="the samples of a run are its training samples", fix="leave it out"
         )
-    if recipe is None and len(args.sources) > 1:
+    if recipe is None and len(args.datasets) > 1:
         raise mistake(
             "DATASET",
-            " ".join(args.sources),
+            " ".join(args.datasets),
             problem="several datasets are a blend, and its samples follow from a recipe",
             allowed="one dataset",
             fix="zaya data inspect experiment=<name> \"data.blend=['0.7 data/web','0.3 data/code']\"",
         )
-    path = args.sources[0] if recipe is None else recipe.data.path
+    path = args.datasets[0] if recipe is None else recipe.data.path
     manifest, recorded = locate(path)[0], tokenizer_of(path)
     directory = args.tokenizer or (recipe and recipe.data.tokenizer) or (recorded and recorded[0])
     if not directory:
@@ -106,7 +63,7 @@ def inspect(args: argparse.Namespace, _: None) -> None:
         )
     tokenizer, eod = open_tokenizer(directory), describe(directory, directory).eod_id
     if recipe is None:
-        samples = stored(args.sources[0], args.split or "train", args.start, args.count, eod)
+        samples = stored(args.datasets[0], args.split or "train", args.start, args.count, eod)
     else:
         samples = drawn(recipe, args.start, args.count)
     for number, sample in enumerate(samples):
@@ -234,6 +191,3 @@ def render(facts: dict, characters: int) -> str:
         + ("; their text behind >" if "parts" in facts else ""),
     ]
     return "\n".join([*lines, *(f"  {'|>'[in_loss]} {line}" for in_loss, text in parts for line in text.split("\n"))])
-
-
-main = command("inspect", parser, inspect)

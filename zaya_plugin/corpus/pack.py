@@ -18,7 +18,6 @@ from typing import TextIO
 import numpy as np
 
 from zaya_plugin.corpus.bin_writer import BinWriter
-from zaya_plugin.corpus.invocation import command, command_parser
 from zaya_plugin.corpus.reasoning import (
     EARLIER_DROPPED,
     EARLIER_DROPPED_TAIL_CUT,
@@ -44,7 +43,7 @@ from zaya_plugin.data.prepared import (
 )
 from zaya_plugin.data.tokenizer import open_tokenizer
 from zaya_plugin.ground.errors import mistake
-from zaya_plugin.ground.option_numbers import MOST_TOKENS, whole_number
+from zaya_plugin.ground.option_numbers import MOST_TOKENS
 
 COUNTS = (
     "documents",
@@ -68,53 +67,6 @@ WINDOW = 1_000_000
 # Bins are filled in memory, 8 bytes a token while they are counted: 0.3 GB for one of the longest.
 LONGEST = MOST_TOKENS
 CHUNK_TOKENS = 4_000_000  # written and counted at a time
-
-DESCRIPTION = """\
-Pack whole documents of a prepared dataset into bins of --sequence-length tokens, best fit first, one bin a training
-sample.
-
-Train on the result with data.packing=documents, which keeps the documents of a bin apart; ends of documents and filling
-are left out of the loss. An interrupted run leaves nothing in the way of the same command.
-"""
-EXAMPLES = """\
-examples:
-  zaya data pack data/web --sequence-length 4096 --output data/web-4k
-
-  # chains of thought for 32K: one that is too long loses the end of its reasoning, never its answer; other long
-  # documents are dropped
-  zaya data pack data/reasoning --sequence-length 32768 --trim-reasoning '<think>' '</think>' --long drop \\
-      --output data/reasoning-32k
-"""
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    out = command_parser("pack", DESCRIPTION, EXAMPLES)
-    out.add_argument("source", metavar="DATASET", help="directory written by `zaya data prepare`")
-    out.add_argument(
-        "--sequence-length",
-        required=True,
-        type=whole_number(2, LONGEST),
-        metavar="N",
-        help=f"tokens of a bin, at most {LONGEST:,}",
-    )
-    out.add_argument("--output", required=True, metavar="DIR", help="directory of the packed dataset")
-    out.add_argument(
-        "--long",
-        choices=("split", "drop"),
-        help="a document longer than a bin: split it into bins of its own and a rest, or drop it (default: split; "
-        "chats are dropped)",
-    )
-    out.add_argument(
-        "--trim-reasoning",
-        nargs=2,
-        metavar=("BEGIN", "END"),
-        help="markers of reasoning: a longer document with such blocks loses the end of the last one, then the earlier "
-        "ones, and is dropped if that is not enough or it has no answer",
-    )
-    out.add_argument("--overwrite", action="store_true", help="make the dataset again in place of what --output holds")
-    out.add_argument("--quiet", action="store_true", help="no summary; problems are still reported")
-    return out
 
 
 def pack(args: argparse.Namespace, workspace: Workspace) -> None:
@@ -407,6 +359,3 @@ def summary(output: str, manifest: Manifest) -> str:
                 f"{DROPPED_FILE}"
             )
     return "\n".join(lines)
-
-
-main = command("pack", parser, pack)

@@ -20,8 +20,7 @@ import numpy as np
 
 from zaya_plugin.corpus.bin_writer import BinWriter
 from zaya_plugin.corpus.blocks import BlockReader, Format, LostFileError, Position, Rejected, documents
-from zaya_plugin.corpus.inputs import DEFAULT_ENDINGS, LINES, PACKINGS, STDLIB, InputFile, find_inputs, fingerprint
-from zaya_plugin.corpus.invocation import command, command_parser, fraction, size, size_up_to
+from zaya_plugin.corpus.inputs import DEFAULT_ENDINGS, LINES, STDLIB, InputFile, find_inputs, fingerprint
 from zaya_plugin.corpus.part_files import (
     MARKED_PROMPT,
     SPELLED,
@@ -37,9 +36,8 @@ from zaya_plugin.corpus.workspace import INPUT_FILES, INPUT_TIMES, Workspace
 from zaya_plugin.data import tokenizer
 from zaya_plugin.data.indexed_dataset import token_dtype
 from zaya_plugin.data.prepared import Manifest, file_sha256
-from zaya_plugin.data.tokenizer import MIN_BPE_ENTRIES, TokenizerRecord, added_tokens, open_tokenizer, special_tokens
+from zaya_plugin.data.tokenizer import TokenizerRecord, added_tokens, open_tokenizer, special_tokens
 from zaya_plugin.ground.errors import mistake
-from zaya_plugin.ground.option_numbers import MOST_AMOUNT, whole_number
 
 DEFAULT_BPE = 4096
 # Enough for a demo that trains for minutes, and prepared in seconds.
@@ -55,160 +53,6 @@ HELD_BYTES, LARGEST_BPE, MOST_WORKERS = 1_000_000_000, 1 << 20, 1024
 EARLIER_GLOBS = {"--chat": ["*.jsonl", "*.jsonl.gz", "*.jsonl.zst"]}
 EARLIER_GLOBS[""] = ["*.txt", "*.md", "*.rst", "*.py", *EARLIER_GLOBS["--chat"], "*.parquet"]
 
-DESCRIPTION = """\
-Turn text into a Megatron indexed dataset: train.bin/.idx and valid.bin/.idx, with its tokenizer and a manifest.
-
-The same command continues an interrupted run; on a finished dataset it does nothing.
-Documents that cannot be used are listed in <output>/rejected.jsonl with file, line and reason.
-"""
-
-EXAMPLES = """\
-examples:
-  # the demo: sources of this Python's standard library, a tokenizer trained on them, a few seconds
-  zaya data prepare --output data/demo
-
-  # your own text files, with a tokenizer trained on them
-  zaya data prepare --input ~/notes --glob '*.md' --glob '*.txt' --train-bpe 8192 --output data/notes
-
-  # jsonl shards with a Hugging Face tokenizer (a name on the hub, or a directory that holds tokenizer.json)
-  zaya data prepare --input 'shards/*.jsonl.gz' --field content --tokenizer Zyphra/ZAYA1-base --workers 8 --output \\
-      data/web
-
-  # chats, one a jsonl line, by the tokenizer's own template; the loss is taken on the answers
-  zaya data prepare --chat --input chats.jsonl --tokenizer weights/zaya1/tokenizer --output data/chats
-
-  # fail rather than lose a document, and keep everything for training
-  zaya data prepare --input corpus.jsonl --max-rejects 0 --valid-fraction 0 --output data/corpus
-"""
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    out = command_parser("prepare", DESCRIPTION, EXAMPLES)
-    out.add_argument(
-        "--output",
-        required=True,
-        metavar="DIR",
-        help="directory of the dataset; must not exist yet, or be an unfinished one",
-    )
-    text = out.add_argument_group("text")
-    text.add_argument(
-        "--input",
-        nargs="+",
-        default=[STDLIB],
-        metavar="PATH",
-        help="files, directories, quoted patterns, or stdlib (default) for the sources of this Python's standard "
-        f"library; {' '.join(LINES)} hold a document a line, .parquet one a row, any other file is a document; all but "
-        f".parquet also as {' '.join(PACKINGS)}",
-    )
-    text.add_argument(
-        "--glob",
-        action="append",
-        metavar="PATTERN",
-        help="which files of a directory; repeat for several (default: files that end with "
-        f"{' '.join(DEFAULT_ENDINGS)}, packed or not, in small or capital letters)",
-    )
-    text.add_argument(
-        "--field",
-        default="text",
-        metavar="NAME",
-        help="field of a jsonl line, or column, that holds the text (default: text)",
-    )
-    text.add_argument(
-        "--chat",
-        action="store_true",
-        help="the lines of the files are chats: `messages` with role and content, or `conversations` with from and "
-        "value; they are encoded by the tokenizer's chat template, and the tokens of their answers are marked",
-    )
-    text.add_argument(
-        "--max-bytes",
-        type=size,
-        metavar="SIZE",
-        help="stop before the document that would take the input past this "
-        f"(default: everything; {STDLIB_BYTES // 10**6}M for stdlib alone)",
-    )
-    text.add_argument(
-        "--max-document-bytes",
-        type=size_up_to(HELD_BYTES),
-        default=8_000_000,
-        metavar="SIZE",
-        help="reject longer documents; a worker needs about 130 times this in memory for one that long (default: 8M)",
-    )
-    text.add_argument(
-        "--deduplicate",
-        choices=("text", "id"),
-        help="of documents with the same text, or the same --id-field, keep the first (default: keep all)",
-    )
-    text.add_argument(
-        "--id-field",
-        default="id",
-        metavar="NAME",
-        help="field of a jsonl line, or column, that holds its id (default: id)",
-    )
-    tokens = out.add_argument_group("tokenizer")
-    choice = tokens.add_mutually_exclusive_group()
-    choice.add_argument("--tokenizer", metavar="NAME", help="Hugging Face tokenizer: a directory or a name on the hub")
-    choice.add_argument(
-        "--train-bpe",
-        type=whole_number(MIN_BPE_ENTRIES, LARGEST_BPE),
-        metavar="VOCAB_SIZE",
-        help=f"train a byte-level BPE on the training documents (default, with {DEFAULT_BPE})",
-    )
-    tokens.add_argument(
-        "--train-bpe-bytes",
-        type=size,
-        default=64_000_000,
-        metavar="SIZE",
-        help="train the BPE on no more than this much input, from its beginning (default: 64M)",
-    )
-    tokens.add_argument(
-        "--chat-template",
-        metavar="FILE",
-        help="Jinja template that replaces the tokenizer's own, such as for a base model's tokenizer, which has none",
-    )
-    tokens.add_argument(
-        "--no-append-eod",
-        dest="append_eod",
-        action="store_false",
-        help="do not end each document with the tokenizer's eos token; what its post-processor adds (bos) is added",
-    )
-    run = out.add_argument_group("output and run")
-    run.add_argument(
-        "--valid-fraction",
-        type=fraction,
-        default=0.05,
-        metavar="F",
-        help="documents held out for validation, chosen by a hash of their text; "
-        "0 writes a single text.bin/.idx (default: 0.05)",
-    )
-    run.add_argument(
-        "--workers",
-        type=whole_number(1, MOST_WORKERS),
-        default=min(os.cpu_count() or 1, 8),
-        metavar="N",
-        help="processes; 1 starts none and works in this one (default: number of cores, at most 8)",
-    )
-    run.add_argument(
-        "--part-bytes",
-        type=size_up_to(HELD_BYTES),
-        metavar="SIZE",
-        help="input tokenised at a time and redone after an interruption (default: 16M, less for a small input)",
-    )
-    run.add_argument(
-        "--max-rejects",
-        type=whole_number(0, MOST_AMOUNT),
-        metavar="N",
-        help="fail when more documents than this are rejected (default: no limit)",
-    )
-    run.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="replace a dataset, or drop an unfinished one, made with other arguments; "
-        "the old one stays until the new one is whole",
-    )
-    run.add_argument("--quiet", action="store_true", help="no progress bar and no summary; problems are still reported")
-    return out
-
 
 def prepare(args: argparse.Namespace, workspace: Workspace) -> None:
     """Make the dataset, or find that it is complete, and print a summary.
@@ -220,6 +64,8 @@ def prepare(args: argparse.Namespace, workspace: Workspace) -> None:
         refuse_without_template(args)
     elif args.chat_template:
         raise mistake("--chat-template", args.chat_template, problem="is not read without --chat", fix="give --chat")
+    if args.tokenizer is not None and args.train_bpe is not None:
+        raise mistake("--train-bpe", args.train_bpe, problem="excludes --tokenizer", fix="leave out one of the two")
     if args.max_bytes is None and args.input == [STDLIB]:
         args.max_bytes = STDLIB_BYTES
     if args.tokenizer is None and args.train_bpe is None:
@@ -573,6 +419,3 @@ def summary(output: str, manifest: Manifest) -> str:
         + (f", {counts['duplicates']:,} duplicates" if "duplicates" in counts else "")
     )
     return "\n".join(lines)
-
-
-main = command("prepare", parser, prepare)

@@ -18,11 +18,9 @@ import numpy as np
 from zaya_plugin.config.entries import parse_blend
 from zaya_plugin.config.schedule import batches
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.corpus.invocation import add_recipe_options, command, command_parser, is_recipe, recipe_of, size
 from zaya_plugin.data.prepared import prefix_of
 from zaya_plugin.data.sources import find_sources, training_samples
 from zaya_plugin.ground.errors import free_memory, mistake
-from zaya_plugin.ground.option_numbers import MOST_RANKS, MOST_STEPS, whole_number
 from zaya_plugin.handover.predecessor import saved_step
 
 READ_BYTES = 16 << 20
@@ -30,55 +28,13 @@ PAGE = 4096
 # Ranges nearer to each other than this are read as one: skipping the gap takes as long as reading it.
 GAP = 256 << 10
 
-DESCRIPTION = """\
-Read data into the page cache of this node: whole datasets, or what a run draws in its next steps.
 
-A run is given as for zaya train. Its recipe says the datasets, sequence length, batch, seed, order, layout and nodes.
-"""
-EXAMPLES = """\
-examples:
-  zaya data warm data/web                                                   # all of its training data
-  # what the next 2,000 steps of a run draw, from its last checkpoint on (from its start, if it has none)
-  zaya data warm experiment=zaya1_base cluster=mi300x_128x8 data.path=data/web --steps 2000
-  # of these what node 5 reads; on all nodes: srun --ntasks-per-node=1 sh -c 'zaya data warm ... --node $SLURM_NODEID'
-  zaya data warm experiment=zaya1_base cluster=mi300x_128x8 data.path=data/web --from-step 20000 --steps 2000 --node 5
-"""
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    out = command_parser("warm", DESCRIPTION, EXAMPLES)
-    add_recipe_options(out, "datasets (directory or prefix) to read whole")
-    out.add_argument(
-        "--max-bytes", type=size, metavar="SIZE", help="read no more than this (default: 80 %% of the free memory)"
-    )
-    out.add_argument("--dry-run", action="store_true", help="print what would be read")
-    run = out.add_argument_group("with a recipe")
-    run.add_argument(
-        "--steps", type=whole_number(1, MOST_STEPS), metavar="N", help="read the samples of N steps (default: all data)"
-    )
-    run.add_argument(
-        "--from-step",
-        type=whole_number(0, MOST_STEPS),
-        metavar="N",
-        help="steps already done (default: those of the last checkpoint in run_dir, else 0)",
-    )
-    run.add_argument(
-        "--node",
-        type=whole_number(0, MOST_RANKS),
-        metavar="N",
-        help="read for this node, from 0 (default: for all cluster.num_nodes)",
-    )
-    return out
-
-
-def warm(args: argparse.Namespace, _: None) -> None:
-    """Read, and print what was read and how fast.
+def warm(args: argparse.Namespace, recipe: Recipe | None) -> None:
+    """Read the data of `recipe`, or args.datasets, and print how much and how fast.
 
     Raises:
         ValueError: a dataset is missing, the recipe is wrong, or it has no such node or step.
     """
-    recipe = recipe_of(args) if is_recipe(args) else None
     options = {"--steps": args.steps, "--from-step": args.from_step, "--node": args.node}
     limits = {option: value for option, value in options.items() if value is not None}
     if limits and (recipe is None or args.steps is None):
@@ -91,7 +47,7 @@ def warm(args: argparse.Namespace, _: None) -> None:
     if limits:
         ranges = needed(recipe, args.from_step, args.steps, args.node)
     else:
-        ranges = whole_files(args.sources if recipe is None else find_sources(recipe).train)
+        ranges = whole_files(args.datasets if recipe is None else find_sources(recipe).train)
     total = sum(end - begin for spans in ranges.values() for begin, end in spans)
     limit = args.max_bytes or int(0.8 * free_memory())
     ranges, dropped = within(ranges, limit)
@@ -229,6 +185,3 @@ def read(path: str, ranges: list[tuple[int, int]]) -> None:
             stream.seek(begin)
             while begin < end and (count := stream.readinto(memoryview(buffer)[: min(READ_BYTES, end - begin)])):
                 begin += count
-
-
-main = command("warm", parser, warm)

@@ -15,7 +15,7 @@ MOST_STEPS = 9_999_999
 MOST_TOKENS = 2**24
 MOST_SEED = 2**32 - 1
 INT32 = 2**31 - 1
-MOST_AMOUNT = 10**12  # of documents, samples, characters: compared with what there is
+MOST_AMOUNT = 10**12  # of documents, samples, characters: compared with the input
 MOST_RANKS = 2**20
 MOST_RANKS_OF_A_MACHINE = 1024
 DAY, YEAR = 86_400.0, 31_536_000.0  # seconds
@@ -58,3 +58,18 @@ def whole_number(least: int, most: int) -> Callable[[str], int]:
 def real_number(least: float, most: float) -> Callable[[str], float]:
     """Return a type for argparse: a number from `least` to `most`."""
     return number(real, f"a number from {least:g} to {most:g}", lambda value: least <= value <= most)
+
+
+def _bytes(text: str) -> int:
+    factor = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}.get(text[-1:].upper(), 1)
+    return int(real(text[:-1]) * factor) if factor > 1 else whole(text)
+
+
+def size_up_to(most: int) -> Callable[[str], int]:
+    """Return a type for argparse: a size whose amount is held in memory."""
+    return number(_bytes, f"a size from 1 to {most // 10**6}M bytes", lambda value: 0 < value <= most)
+
+
+# Types for argparse: bytes from 4000000, 4M or 1.5G (powers of ten); a share.
+size = number(_bytes, "a size: a number of bytes, or one with K, M, G or T, such as 4M", lambda value: value > 0)
+fraction = number(real, "a fraction from 0 (no split) to below 1", lambda value: 0 <= value < 1)

@@ -26,7 +26,7 @@ END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *BATCH_SIGNALS)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 RANK_PID = "ZAYA_RANK_PID"
 LAUNCHER_PID = "ZAYA_LAUNCHER_PID"  # set by `zaya train` for torchrun and its ranks
-# Seconds from SIGTERM to SIGKILL; torchrun's are 30, and `zaya slurm` sets the variable to what it asks SLURM for.
+# Seconds from SIGTERM to SIGKILL; torchrun's are 30, and `zaya export slurm` sets the variable to what it asks SLURM for.
 GRACE, GRACE_SECONDS = "ZAYA_GRACE_SECONDS", 30.0
 # A batch system signals all processes, and those above pass it on: within these seconds a signal is a copy of the first.
 COPY_SECONDS = 5.0

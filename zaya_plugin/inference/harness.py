@@ -7,11 +7,17 @@ added.
 
 from __future__ import annotations
 
+import contextlib
+import sys
+
 import torch
 from lm_eval import utils
 from lm_eval.api.model import TemplateLM
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.tasks import TaskManager
 
 from zaya_plugin.checkpoint.progress import bar
+from zaya_plugin.ground.errors import mistake
 from zaya_plugin.inference.opening import Opened
 from zaya_plugin.inference.sampling import continued
 from zaya_plugin.inference.sampling_options import Sampling
@@ -120,3 +126,39 @@ class ZayaLM(TemplateLM):
         for stop in filter(None, until):
             texts = [text.split(stop)[0] for text in texts]
         return texts
+
+
+def scores(
+    opened: Opened, tasks: str, include: str | None, num_fewshot: int | None, batch_size: int, limit: int | None
+) -> dict[str, dict[str, float]]:
+    """Return the figures of each of `tasks`: metric -> value, and <metric>_stderr where the package states it. The others
+    are options of `zaya eval`.
+    """
+    if not opened.stop:
+        raise mistake("--tokenizer", opened.home, problem="names no end token, which tasks need")
+    manager = TaskManager(include_path=include)
+    names = [name.strip() for name in tasks.split(",")]
+    if unknown := [name for name in names if not manager.match_tasks([name])]:
+        raise mistake(
+            "--tasks", ",".join(unknown), problem="no such task", allowed="a task of lm_eval, or of --include DIR"
+        )
+    with contextlib.redirect_stdout(sys.stderr):  # of the package; stdout of the command is the table
+        evaluated = simple_evaluate(
+            model=ZayaLM(opened, batch_size),
+            tasks=names,
+            task_manager=manager,
+            num_fewshot=num_fewshot,
+            limit=limit,
+            log_samples=False,
+        )["results"]
+    return {name: _figures(values) for name, values in evaluated.items()}
+
+
+def _figures(values: dict) -> dict[str, float]:
+    """`acc,none` -> acc; a filter other than none stays in the name."""
+    figures = {}
+    for key, value in values.items():
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and "," in key:
+            metric, _, filter_ = key.partition(",")
+            figures[metric if filter_ == "none" else f"{metric} ({filter_})"] = value
+    return figures

@@ -17,32 +17,8 @@ from zaya_plugin.checkpoint.progress import bar
 from zaya_plugin.checkpoint.reading import Reading, begin
 from zaya_plugin.data.tokenizer import added_tokens
 from zaya_plugin.ground.errors import free_memory, mistake
-from zaya_plugin.ground.option_numbers import MOST_STEPS, whole_number
 
 GIB = 2**30
-SOURCES = """\
-MODEL is a run directory, a directory of iter_* folders, or one of these; or a published model: a folder with
-safetensors files (native, legacy or smoe layout), or a name on the Hugging Face Hub. It runs in this process, without
-ranks, on the GPU if there is one."""
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the model, which both commands have."""
-    parser.add_argument("given", metavar="MODEL", help="a checkpoint or a published model, see above")
-    parser.add_argument(
-        "--step", type=whole_number(0, MOST_STEPS), help="this checkpoint of a run; default: the newest"
-    )
-    parser.add_argument("--tokenizer", metavar="FOLDER", help="folder with tokenizer.json; default: the model's own")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    parser.add_argument(
-        "--no-verify",
-        dest="verify",
-        action="store_false",
-        help="do not compare a checkpoint's files with their checksums, which reads all of them",
-    )
-    parser.add_argument(
-        "--dtype", choices=("bf16", "fp32"), help="of the computation; default: as the run computed, or as published"
-    )
 
 
 @dataclass(frozen=True)
@@ -122,7 +98,7 @@ def find_model(options: argparse.Namespace) -> Path | Reading:
     Raises:
         ValueError: it does not exist, or is damaged; --tokenizer is not a tokenizer's folder.
     """
-    name = options.given
+    name = options.model
     if options.tokenizer and not (Path(options.tokenizer) / "tokenizer.json").is_file():
         raise _no_tokenizer(options.tokenizer, options.tokenizer)
     if not _is_published(name):
@@ -163,7 +139,7 @@ def open_model(options: argparse.Namespace, model: Path | Reading, needs_tokeniz
     if device == "cuda" and not torch.cuda.is_available():
         raise mistake("--device", device, problem="torch finds no GPU", allowed="cpu", fix="--device cpu")
     if isinstance(model, Path):
-        source = open_source(model, name=options.given)
+        source = open_source(model, name=options.model)
         for note in source.notes:
             print(f"note: {note}", file=sys.stderr)
         name, described, tensors, home = source.name, source.model, source.tensors, source.folder

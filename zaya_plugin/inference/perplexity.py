@@ -222,7 +222,7 @@ def losses_by_position(run: Path, recipe: Recipe, tokens: Tensor) -> Tensor:
     RoPE base; fp32 [n, s]. recipe: names the device.
     """
     options = argparse.Namespace(
-        given=str(run), step=None, tokenizer=None, verify=True, device=recipe.cluster.device, dtype=None
+        model=str(run), step=None, tokenizer=None, verify=True, device=recipe.cluster.device, dtype=None
     )
     model = open_model(options, find_model(options), needs_tokenizer=False).load(lambda count: None)
     return torch.cat([token_losses(model, row[:, :-1], row[:, 1:]).float().cpu() for row in tokens.split(1)])

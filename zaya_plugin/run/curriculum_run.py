@@ -57,7 +57,7 @@ def run_curriculum(curriculum: Curriculum, only: str | None = None) -> int:
             "zaya curriculum",
             problem="under torchrun or srun a process trains one stage",
             allowed=f"with --only, one of {', '.join(stage.name for stage in chosen)}",
-            fix="--only <stage>; `zaya slurm --curriculum` writes a script that runs all of them",
+            fix="--only <stage>; `zaya export slurm --curriculum` writes a script that runs all of them",
         )
     first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     plans = {}

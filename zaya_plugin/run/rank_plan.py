@@ -81,7 +81,9 @@ def _plan(recipe: Recipe, environ: Mapping[str, str], worker: tuple[str, ...], a
         words = ["torchrun", "--nnodes", str(nodes), "--nproc-per-node", str(local_ranks), "--rdzv-backend", "c10d"]
         words += ["--rdzv-endpoint", "<first host>:29500", "-m", "zaya_plugin.cli", "train"]
         variables = rank_environment(recipe, local_ranks, environ)
-        return Plan(nodes * local_ranks, local_ranks, 0, "torchrun on every node, or `zaya slurm`", words, variables)
+        return Plan(
+            nodes * local_ranks, local_ranks, 0, "torchrun on every node, or `zaya export slurm`", words, variables
+        )
     if nodes > 1:
         raise mistake(
             "cluster.num_nodes",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya slurm`: a readable batch script for a run or a whole curriculum, or its submission through submitit. No torch
+"""`zaya export slurm`: a readable batch script for a run or a whole curriculum, or its submission through submitit. No torch
 import.
 """
 
@@ -35,7 +35,7 @@ def script(recipe: Recipe, commands: Sequence[Sequence[str]]) -> str:
     variables = job_environment(recipe)
     lines = [
         "#!/bin/bash",
-        f"# {recipe.name}: {cluster.num_nodes} nodes of {cluster.gpus_per_node}, written by `zaya slurm`.",
+        f"# {recipe.name}: {cluster.num_nodes} nodes of {cluster.gpus_per_node}, written by `zaya export slurm`.",
         "# One task for each device: `zaya` reads rank, world size and the first host from srun's variables.",
         f"# {MINUTES_TO_SAVE} minutes before its time limit the job gets SIGTERM, saves and leaves; submit this again "
         "to resume.",

@@ -11,9 +11,9 @@ import torch
 from tests.chat_files import PLAIN, write_chats
 from tests.checkpoint.convert.published import publish
 from tests.running import MICRO, train, zaya
+from zaya_plugin import cli
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.config.compose import compose
-from zaya_plugin.corpus import pack
 from zaya_plugin.data.sources import training_samples
 
 LENGTH = 192
@@ -53,7 +53,7 @@ def bins(tmp_path_factory, corpus):
     done = zaya("data", "prepare", *map(str, words))
     assert done.returncode == 0, done.stdout
     words = [home / "chats", "--sequence-length", LENGTH, "--output", home / "bins", "--quiet"]
-    assert pack.main([str(word) for word in words]) == 0
+    assert cli.main(["data", "pack", *map(str, words)]) == 0
     return home / "bins"
 
 
@@ -107,7 +107,7 @@ def test_an_export_has_the_same_loss_in_transformers(tmp_path, published, bins, 
     share = 0.8 if experiment == "finetune_chat" else 0.95  # real text is not learned in twelve steps
     check_first_step_and_fall(run, published, words, share)
     export = tmp_path / "export"
-    done = zaya("convert", "export", str(tmp_path / "run"), "--output", str(export), "--dtype", "fp32")
+    done = zaya("checkpoint", "export", str(tmp_path / "run"), "--output", str(export), "--dtype", "fp32")
     assert done.returncode == 0, done.stdout
     # the order of the data depends on the number of steps
     again = [*twin(experiment, export, ranks), "stage.train_iters=1", "optim.lr_warmup_iters=0"]

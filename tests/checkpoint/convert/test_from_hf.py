@@ -12,7 +12,7 @@ from zaya_plugin.checkpoint.convert import exporting, verification
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.importing import open_source
 from zaya_plugin.checkpoint.reading import folder_of
-from zaya_plugin.run.convert_commands import main
+from zaya_plugin.cli import main
 
 MICRO_MODEL = Description(4, 64, 8, 2, 8, 16, 48, 16, 512, max_position_embeddings=32)
 # One step that changes no weight: what the run saves is what it has read.
@@ -66,31 +66,34 @@ def test_the_commands(tmp_path, capsys):
     folder = publish(tmp_path / "published", model=MICRO_MODEL)
     recipe = tmp_path / "recipes" / "model" / "published.yaml"
     checkpoint, output = tmp_path / "checkpoint", tmp_path / "export"
-    assert main(["import", str(folder), "--output", str(checkpoint), "--write-recipe", str(recipe)]) == 0
+    assert main(["checkpoint", "import", str(folder), "--output", str(checkpoint), "--write-recipe", str(recipe)]) == 0
     assert "native model of " in capsys.readouterr().out
     assert "num_layers: 4" in recipe.read_text() and "stage.rotary_base=10000" in recipe.read_text()
-    assert main(["export", str(checkpoint), "--output", str(output), "--tokenizer", "none", "--verify"]) == 0
+    assert (
+        main(["checkpoint", "export", str(checkpoint), "--output", str(output), "--tokenizer", "none", "--verify"]) == 0
+    )
     assert "equal those of the checkpoint bit by bit" in capsys.readouterr().out
     assert "equal those of transformers" in (output / "README.md").read_text()
-    assert main(["roundtrip", str(output), "--layout", "legacy"]) == 0
+    assert main(["checkpoint", "roundtrip", str(output), "--layout", "legacy"]) == 0
     assert "native -> checkpoint -> legacy: " in capsys.readouterr().out
-    with pytest.raises(ValueError, match="no such checkpoint"):
-        main(["export", str(tmp_path / "nothing"), "--output", str(tmp_path / "x")])
-    with pytest.raises(ValueError, match="the checkpoint names no tokenizer"):
-        main(["export", str(checkpoint), "--output", str(tmp_path / "x")])
-    with pytest.raises(ValueError, match="--vocab-size=0"):
-        main(["import", str(folder), "--output", str(tmp_path / "x"), "--vocab-size", "0"])
+    rest = ["--output", str(tmp_path / "x")]
+    for words, message in (
+        (["export", str(tmp_path / "nothing"), *rest], "no such checkpoint"),
+        (["export", str(checkpoint), *rest], "the checkpoint names no tokenizer"),
+        (["import", str(folder), *rest, "--vocab-size", "0"], "--vocab-size: '0' is not a whole number from 1 to "),
+    ):
+        assert main(["checkpoint", *words]) == 2 and message in capsys.readouterr().err
 
 
-def test_a_recipe_file_is_one_of_the_group_model_and_keeps_what_is_there(tmp_path):
+def test_a_recipe_file_is_one_of_the_group_model_and_keeps_what_is_there(tmp_path, capsys):
     given = ["import", str(publish(tmp_path / "published")), "--output", str(tmp_path / "checkpoint"), "--write-recipe"]
-    with pytest.raises(ValueError, match=r"--write-recipe=.*Allowed: DIRECTORY/model/NAME.yaml"):
-        main([*given, str(tmp_path / "mine.yaml")])
+    assert main(["checkpoint", *given, str(tmp_path / "mine.yaml")]) == 2
+    assert "must be a file of the group model. Allowed: DIRECTORY/model/NAME.yaml" in capsys.readouterr().err
     (tmp_path / "model").mkdir()
     mine = tmp_path / "model" / "mine.yaml"
     mine.write_text("name: mine\n")
-    with pytest.raises(ValueError, match=r"--write-recipe=.*exists with other content"):
-        main([*given, str(mine)])
+    assert main(["checkpoint", *given, str(mine)]) == 2
+    assert "exists with other content" in capsys.readouterr().err
     assert mine.read_text() == "name: mine\n" and not (tmp_path / "checkpoint").exists()
 
 
@@ -106,7 +109,7 @@ def test_another_base_is_refused(tmp_path):
     check_published(str(folder), Namespace(**MICRO_MODEL.arguments()))
 
 
-def test_a_recipe_is_compared(tmp_path):
+def test_a_recipe_is_compared(tmp_path, capsys):
     from zaya_plugin.config.compose import compose, save_recipe
 
     folder = publish(tmp_path / "published", model=MICRO_MODEL)
@@ -123,7 +126,7 @@ def test_a_recipe_is_compared(tmp_path):
             str(tmp_path / "recipe.yaml"),
         ]
         if fits:
-            assert main(given) == 0
+            assert main(["checkpoint", *given]) == 0
             continue
-        with pytest.raises(ValueError, match=r"num_experts 8 and 16\. Fix: model\.num_experts=16"):
-            main(given)
+        assert main(["checkpoint", *given]) == 2
+        assert "num_experts 8 and 16. Fix: model.num_experts=16" in capsys.readouterr().err

@@ -47,7 +47,10 @@ def test_what_is_neither_folder_nor_name(cache, name):
 
 def test_a_checkpoint_is_no_source_and_the_message_says_what_is(tmp_path):
     (tmp_path / "iter_0000000").mkdir()
-    for key, fix in (("SOURCE", "needs no import"), ("handover.from_hf", f"`zaya convert export {tmp_path} --output")):
+    for key, fix in (
+        ("SOURCE", "needs no import"),
+        ("handover.from_hf", f"`zaya checkpoint export {tmp_path} --output"),
+    ):
         with pytest.raises(ValueError, match=f"^{key}={tmp_path}: holds no .*safetensors files.* Fix: .*{fix}"):
             resolve(str(tmp_path), key=key)
 

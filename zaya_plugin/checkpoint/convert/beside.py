@@ -83,9 +83,11 @@ def resolve(source: str, *, download: bool = True, key: str = "SOURCE") -> Path:
 
 def without_weights(folder: Path, key: str) -> ValueError:
     """Return the error of a source without safetensors files, often a checkpoint. key: as in `resolve`."""
-    fix = "a checkpoint of a run needs no import: `zaya generate`, `zaya eval` and `zaya convert export` read it"
+    fix = "a checkpoint of a run needs no import: `zaya generate`, `zaya eval` and `zaya checkpoint export` read it"
     if key == "handover.from_hf":
-        fix = f"of an import what it was made from; of a run `zaya convert export {folder} --output DIR`, and DIR here"
+        fix = (
+            f"of an import what it was made from; of a run `zaya checkpoint export {folder} --output DIR`, and DIR here"
+        )
     allowed = "the folder of a published model, or its name on the Hub"
     return mistake(key, folder, problem="holds no *.safetensors files", allowed=allowed, fix=fix)
 

@@ -146,7 +146,7 @@ def save_hf(
     dtype: str | None = None,
     tokenizer: str | Path | None = None,
 ) -> None:
-    """Write a model as `zaya convert export` does; a collective of all ranks.
+    """Write a model as `zaya checkpoint export` does; a collective of all ranks.
 
     The ranks write their parts to <directory>.parts, which all of them reach, and rank 0 makes the files of them.
 

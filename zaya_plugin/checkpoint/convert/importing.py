@@ -113,7 +113,7 @@ def open_source(
         raise mistake(
             str(path),
             problem="is missing; RoPE's base and the norms' epsilon are stated nowhere else",
-            fix="`zaya convert import --recipe FILE`, with a recipe of this model",
+            fix="`zaya checkpoint import --recipe FILE`, with a recipe of this model",
         )
     else:
         model, notes = replace(fallback, **sizes), [f"{path} is missing; the recipe says what the tensors do not show"]

@@ -4,7 +4,8 @@
 import argparse
 import warnings
 
-from zaya_plugin.corpus.invocation import add_recipe_options, command, command_parser, is_recipe, recipe_of
+from zaya_plugin.commands.datasets import data_parser, recipe_of
+from zaya_plugin.commands.parser import Parser, option
 from zaya_plugin.data.fingerprint import fingerprint
 from zaya_plugin.data.prepared import DatasetWarning, check_dataset, tokenizer_of
 from zaya_plugin.data.sources import find_sources, named_datasets
@@ -14,37 +15,38 @@ DESCRIPTION = """\
 Compare every byte of datasets with the checksums of their manifests, and every token id with the vocabulary.
 
 A start of a run compares sizes, counts and fingerprints; of files above 64 MB it reads 256 stretches of 64 KiB.
-With a recipe, given as for zaya train, all of its datasets are checked, and that they have one tokenizer.
-"""
+With a recipe, given as for zaya train, all of its datasets are checked, and that they have one tokenizer."""
 EXAMPLES = """\
 examples:
   zaya data check data/web data/code
   zaya data check other/corpus_text_document --tokenizer weights/zaya1/tokenizer
-  zaya data check experiment=zaya1_base data.path=data/web
-"""
+  zaya data check experiment=zaya1_base data.path=data/web"""
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    out = command_parser("check", DESCRIPTION, EXAMPLES)
-    add_recipe_options(out, "datasets (directory or prefix)")
-    out.add_argument("--tokenizer", metavar="DIR", help="directory with tokenizer.json, for data without manifest")
-    return out
+def parser() -> Parser:
+    return data_parser(
+        "check",
+        _check,
+        DESCRIPTION,
+        EXAMPLES,
+        option("--tokenizer", metavar="DIR", help="directory with tokenizer.json, for data without manifest"),
+        datasets="datasets (directory or prefix)",
+    )
 
 
-def check(args: argparse.Namespace, _: None) -> None:
+def _check(options: argparse.Namespace, _: None) -> None:
     """Check each dataset and print its size and fingerprint.
 
     Raises:
         ValueError: see `check_dataset` and `find_sources`.
     """
-    recipe = recipe_of(args) if is_recipe(args) else None
-    tokenizer = args.tokenizer
+    recipe = recipe_of(options)
+    tokenizer = options.tokenizer
     if recipe is not None:
         tokenizer = tokenizer or recipe.data.tokenizer
         find_sources(recipe)
     record = describe(tokenizer, tokenizer) if tokenizer is not None else None
-    paths = args.sources if recipe is None else [path for _, path in named_datasets(recipe)]
+    paths = options.datasets if recipe is None else [path for _, path in named_datasets(recipe)]
     for path in dict.fromkeys(paths):
         with warnings.catch_warnings(record=True) as unknown:
             warnings.simplefilter("always", DatasetWarning)
@@ -55,6 +57,3 @@ def check(args: argparse.Namespace, _: None) -> None:
             print(f"{path}: {name}: {counts}, fingerprint {fingerprint(indexed.prefix)}, {compared}")
         for warning in unknown:
             print(f"warning: {warning.message}")
-
-
-main = command("check", parser, check)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya convert import|export|roundtrip`: published weights into a checkpoint, and a checkpoint into published weights.
-Starts no ranks; needs no device.
+"""`zaya checkpoint import|export|roundtrip`: published weights into a checkpoint, and a checkpoint into published
+weights. Starts no ranks; needs no device.
 """
 
 from __future__ import annotations
@@ -13,118 +13,130 @@ from pathlib import Path
 
 from zaya_plugin.checkpoint import progress, reading
 from zaya_plugin.checkpoint.convert.beside import check_new, resolve
-from zaya_plugin.config.option_parser import OptionParser
+from zaya_plugin.commands.parser import Option, Parser, option
+from zaya_plugin.commands.process import prepare_torch
 from zaya_plugin.ground.errors import mistake, of_the_machine
 from zaya_plugin.ground.option_numbers import INT32, MOST_STEPS, whole_number
 
-WHAT = """\
-Moves weights between checkpoints and the layouts in which ZAYA1 models are published.
+DESCRIPTION = """\
+{}.
 
 SOURCE is a folder, or a name on the Hugging Face Hub such as Zyphra/ZAYA1-base (NAME@REVISION for a revision). Its
 layout is recognised by the tensors' names: native, legacy, smoe or primus. CKPT is a run directory, a directory of
-iter_* folders, or one of these. Tensors are read and written in pieces: a model of any size needs little memory. What
-was killed continues when the command is given again."""
-EXAMPLES = """\
-examples:
-  zaya convert import Zyphra/ZAYA1-base --output weights/zaya1 --write-recipe my/model/zaya1.yaml
-  zaya convert export runs/sft --output exports/sft --verify                  for transformers and vLLM
-  zaya convert export runs/sft --output exports/sft_sglang --layout legacy    for SGLang
-  zaya convert roundtrip Zyphra/ZAYA1-base --layout legacy                    compares every tensor; keeps nothing
-
-Exit codes: 0, 1 the comparison failed, 2 a mistake on the command line or in the files."""
-LAYOUTS = ("native", "legacy")
+iter_* folders, or one of these. Tensors are read and written in pieces: a model of any size needs little memory. The
+same command again continues an interrupted one."""
+CODES = "\n\nExit codes: 0, 1 the comparison failed, 2 a mistake on the command line or in the files."
+Action = Callable[[argparse.Namespace], int]
 
 
-def parser() -> argparse.ArgumentParser:
-    out = OptionParser(
-        "zaya convert", description=WHAT, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+LAYOUT = option("--layout", choices=("native", "legacy"), default="native", help="of the weights; default: native")
+
+
+def _parser(name: str, action: Action, purpose: str, examples: str, model: str, *options: Option) -> Parser:
+    return Parser(
+        f"checkpoint {name}",
+        lambda options: _run(action, options),
+        DESCRIPTION.format(purpose),
+        f"examples:\n{examples}{CODES}",
+        option("model", metavar=model, help="see above"),
+        *options,
+        imports_more=True,
     )
-    commands = out.add_subparsers(dest="command", required=True)
-
-    def add(name: str, what: str, metavar: str) -> argparse.ArgumentParser:
-        one = commands.add_parser(name, help=what, description=what)
-        one.add_argument("given", metavar=metavar)
-        return one
-
-    def exports(one: argparse.ArgumentParser) -> None:
-        one.add_argument("--layout", choices=LAYOUTS, default="native", help="default: native")
-
-    one = add("import", "write a checkpoint of step 0 from published weights", "SOURCE")
-    one.add_argument("--output", type=Path, required=True, help="directory of the checkpoint")
-    one.add_argument("--vocab-size", type=whole_number(0, INT32), help="rows of the embedding; default: as in SOURCE")
-    one.add_argument("--recipe", type=Path, help="a recipe.yaml whose model section has to fit")
-    one.add_argument(
-        "--write-recipe", type=Path, metavar="FILE", help="write the model section as a file of the group model"
-    )
-    one = add("export", "write safetensors files, config.json and all that belongs to them", "CKPT")
-    one.add_argument("--output", type=Path, required=True, help="a folder that is new or empty")
-    exports(one)
-    one.add_argument("--step", type=whole_number(0, MOST_STEPS), help="this checkpoint; default: the newest")
-    one.add_argument(
-        "--dtype", choices=("bf16", "fp32"), help="default: as the run computed, or as the imported files were"
-    )
-    one.add_argument("--tokenizer", help="folder of the tokenizer; none: without one; default: that of the checkpoint")
-    one.add_argument(
-        "--vocab-size", type=whole_number(0, INT32), help="rows of the embedding; default: as in the checkpoint"
-    )
-    one.add_argument(
-        "--verify", action="store_true", help="compare every tensor, and logits where the memory allows it"
-    )
-    one.add_argument(
-        "--no-verify",
-        dest="compare",
-        action="store_false",
-        help="do not compare the checkpoint's files with their checksums, which reads all of them",
-    )
-    one = add("roundtrip", "import, export and compare in a temporary folder", "SOURCE")
-    exports(one)
-    one.add_argument(
-        "--folder", type=Path, help="where the temporary folder is made; it takes twice the weights' bytes"
-    )
-    return out
 
 
-def main(words: list[str], prepare_torch: Callable[[], None] = lambda: None) -> int:
-    """Run `zaya convert`; raises ValueError for a user's mistake. prepare_torch: called before torch is imported."""
-    options = parser().parse_args(words)
-    if (rows := getattr(options, "vocab_size", None)) is not None and rows < 1:
-        raise mistake("--vocab-size", rows, problem="is no number of rows", allowed="1 or more")
+def import_() -> Parser:
+    examples = "  zaya checkpoint import Zyphra/ZAYA1-base --output weights/zaya1 --write-recipe my/model/zaya1.yaml"
+    return _parser(
+        "import",
+        _import,
+        "Writes a checkpoint of step 0 from published weights",
+        examples,
+        "SOURCE",
+        option("--output", type=Path, required=True, metavar="DIR", help="directory of the checkpoint"),
+        option("--vocab-size", type=whole_number(1, INT32), help="rows of the embedding; default: as in SOURCE"),
+        option("--recipe", type=Path, metavar="FILE", help="a recipe.yaml whose model section has to fit"),
+        option(
+            "--write-recipe", type=Path, metavar="FILE", help="write the model section as a file of the group model"
+        ),
+    )
+
+
+def export() -> Parser:
+    examples = """\
+  zaya checkpoint export runs/sft --output exports/sft --verify                  for transformers and vLLM
+  zaya checkpoint export runs/sft --output exports/sft_sglang --layout legacy    for SGLang"""
+    purpose = "Writes safetensors files, config.json and the other files that a published model has"
+    return _parser(
+        "export",
+        _export,
+        purpose,
+        examples,
+        "CKPT",
+        LAYOUT,
+        option("--output", type=Path, required=True, metavar="DIR", help="a folder that is new or empty"),
+        option("--step", type=whole_number(0, MOST_STEPS), help="this checkpoint; default: the newest"),
+        option("--dtype", choices=("bf16", "fp32"), help="default: as the run computed, or as the imported files were"),
+        option(
+            "--tokenizer",
+            metavar="DIR",
+            help="folder of the tokenizer; none: without one; default: that of the checkpoint",
+        ),
+        option(
+            "--vocab-size", type=whole_number(1, INT32), help="rows of the embedding; default: as in the checkpoint"
+        ),
+        option("--verify", action="store_true", help="compare every tensor, and logits where the memory allows it"),
+        option(
+            "--no-verify",
+            dest="compare",
+            action="store_false",
+            help="do not compare the checkpoint's files with their checksums, which reads all of them",
+        ),
+    )
+
+
+def roundtrip() -> Parser:
+    examples = "  zaya checkpoint roundtrip Zyphra/ZAYA1-base --layout legacy"
+    purpose = "Imports, exports and compares every tensor, in a temporary folder (TMPDIR) of twice the weights' bytes"
+    return _parser("roundtrip", _roundtrip, purpose, examples, "SOURCE", LAYOUT)
+
+
+def _run(action: Action, options: argparse.Namespace) -> int:
     try:
-        return COMMANDS[options.command](options, prepare_torch)
+        return action(options)
     except OSError as error:
-        if (text := of_the_machine(error, getattr(options, "output", None) or options.given, offline=True)) is None:
+        if (text := of_the_machine(error, getattr(options, "output", options.model), offline=True)) is None:
             raise
         raise ValueError(f"{text} The command continues behind the last whole file.") from error
 
 
-def import_(options: argparse.Namespace, prepare_torch: Callable[[], None]) -> int:
-    folder, recipe = resolve(options.given), None
+def _import(options: argparse.Namespace) -> int:
+    folder, recipe = resolve(options.model), None
     if options.recipe is not None:
         from zaya_plugin.config.compose import load_recipe
 
         if not options.recipe.is_file():
             allowed = "the recipe.yaml of a run with this model"
-            raise mistake("--recipe", options.recipe, problem="there is no such file", allowed=allowed)
+            raise mistake("--recipe", options.recipe, problem="no such file", allowed=allowed)
         recipe = load_recipe(options.recipe)
     prepare_torch()
     from zaya_plugin.checkpoint.convert.description import Description
     from zaya_plugin.checkpoint.convert.importing import import_model, open_source, size_of
 
     recipe = None if recipe is None else Description.of_recipe(recipe, vocab_size=1)
-    source = open_source(folder, recipe, options.given)
+    source = open_source(folder, recipe, options.model)
     for note in source.notes:
         print(f"note: {note}")
     if recipe is not None and (different := recipe.differences(source.model)):
         raise mistake(
             "--recipe",
             options.recipe,
-            problem=f"its model is another one (here and in {source.name}): {different}",
+            problem=f"describes another model than {source.name}; the recipe's and its values: {different}",
             fix=recipe.fix(source.model),
         )
     if options.vocab_size is not None:
         source = source.with_rows(options.vocab_size)
     if options.write_recipe is not None:
-        write_recipe(options.write_recipe, source.model)
+        _write_recipe(options.write_recipe, source.model)
         print(
             f"{options.write_recipe}: the model section; its RoPE base is stage.rotary_base={source.model.rotary_base}"
         )
@@ -134,7 +146,7 @@ def import_(options: argparse.Namespace, prepare_torch: Callable[[], None]) -> i
     return 0
 
 
-def write_recipe(path: Path, model) -> None:
+def _write_recipe(path: Path, model) -> None:
     """Write a file of the recipe group `model`, under the file's name."""
     import yaml
 
@@ -145,7 +157,7 @@ def write_recipe(path: Path, model) -> None:
     content = begin + yaml.safe_dump({"name": path.stem, **keys}, sort_keys=False)
     if path.parent.absolute().name != "model" or path.suffix != ".yaml":
         raise mistake(
-            "--write-recipe", path, problem="is no file of the group model", allowed="DIRECTORY/model/NAME.yaml"
+            "--write-recipe", path, problem="must be a file of the group model", allowed="DIRECTORY/model/NAME.yaml"
         )
     if path.exists() and (not path.is_file() or path.read_text() != content):
         raise mistake("--write-recipe", path, problem="exists with other content", allowed="a new file")
@@ -153,11 +165,11 @@ def write_recipe(path: Path, model) -> None:
     path.write_text(content)
 
 
-def export(options: argparse.Namespace, prepare_torch: Callable[[], None]) -> int:
+def _export(options: argparse.Namespace) -> int:
     check_new(options.output)
     if options.tokenizer not in (None, "none"):
         _tokenizer_folder(options.tokenizer, options.tokenizer)
-    checkpoint = reading.begin(Path(options.given), options.step, compare=options.compare)
+    checkpoint = reading.begin(Path(options.model), options.step, compare=options.compare)
     prepare_torch()
     from zaya_plugin.checkpoint.convert import exporting
     from zaya_plugin.data.tokenizer import tokenizer_digest
@@ -206,18 +218,16 @@ def _tokenizer_folder(option: str | None, folder: str | None) -> Path:
     return Path(folder)
 
 
-def roundtrip(options: argparse.Namespace, prepare_torch: Callable[[], None]) -> int:
-    published = resolve(options.given)
-    if options.folder is not None and not options.folder.is_dir():
-        raise mistake("--folder", options.folder, problem="is no folder", allowed="a folder that exists")
+def _roundtrip(options: argparse.Namespace) -> int:
+    published = resolve(options.model)
     prepare_torch()
     from zaya_plugin.checkpoint.convert import exporting, verification
     from zaya_plugin.checkpoint.convert.importing import import_model, open_source
 
-    source = open_source(published, name=options.given)
+    source = open_source(published, name=options.model)
     for note in source.notes:
         print(f"note: {note}")
-    with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
+    with tempfile.TemporaryDirectory() as temporary:
         directory, output = Path(temporary, "checkpoint"), Path(temporary, "export")
         with progress.bar("import") as bar:
             folder = import_model(source, directory, bar.update, bar.reset)
@@ -232,10 +242,3 @@ def roundtrip(options: argparse.Namespace, prepare_torch: Callable[[], None]) ->
         f"{source.name}: {source.layout} -> checkpoint -> {options.layout}: {len(source.tensors)} tensors are equal bit by bit"
     )
     return 0
-
-
-COMMANDS: dict[str, Callable[[argparse.Namespace, Callable[[], None]], int]] = {
-    "import": import_,
-    "export": export,
-    "roundtrip": roundtrip,
-}

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya bench step`: the command line, the start of the ranks, and the anchor's ranks after them. No torch import."""
+"""Start the ranks that measure a recipe's step, and the anchor's ranks after them. No torch import."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,103 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zaya_plugin.bench import step_report
-from zaya_plugin.bench.options import ANCHOR, ANCHORS, RECORD, VOCABULARY, Options, measured_recipe, with_data_path
+from zaya_plugin.bench.options import ANCHOR, RECORD, Options, measured_recipe, with_data_path
 from zaya_plugin.bench.step_record import write
 from zaya_plugin.ground.errors import mistake
 
 if TYPE_CHECKING:
     from zaya_plugin.config.schema import Recipe
     from zaya_plugin.run.rank_plan import Plan
-
-HELP = """\
-zaya bench: how fast a recipe trains, and where the time goes (docs/benchmarks.md)
-
-  zaya bench step    measure a few steps of a recipe, and the share of each part of the step
-  zaya bench expect  predict a step on another cluster or of another recipe from a measured one
-
-zaya bench COMMAND --help explains a command's options, with examples.
-"""
-STEP = """\
-Measures a few steps of a recipe in the loop of `zaya train`.
-
-After a warm-up, steps are timed without a profiler; one further step is traced. The report divides the traced step's
-time among attention prologue, attention, projections, router, experts, norms, head and loss, embedding, gradient
-buffers, optimizer, exposed communication and idle, each beside the matrix-product and copy rates measured on the same
-device. No checkpoint is saved; W&B runs offline."""
-STEP_EXAMPLES = """\
-examples:
-  zaya bench step experiment=cpu_demo                          the demo on this machine's CPU, after:
-    {DEMO_DATA}
-  zaya bench step experiment=zaya1_base cluster=gpu --random-tokens nproc=1 model.num_layers=8 \\
-    stage.global_batch_size=4 stage.micro_batch_size=4
-  zaya bench step experiment=zaya1_base cluster=h200_8 --random-tokens --anchor transformers \\
-    stage.micro_batch_size=4 stage.global_batch_size=128
-  torchrun --nnodes 2 ... -m zaya_plugin.cli bench step ...    several nodes; or: srun zaya bench step ..."""
-
-
-def main(argv: list[str]) -> int:
-    """Run `zaya bench` and return its exit code; raises ValueError for a user's mistake."""
-    if not argv or argv[0] in ("-h", "--help"):
-        print(HELP, end="")
-        return 0 if argv else 2
-    if argv[0] != "step":
-        from zaya_plugin.bench import expect
-
-        return expect.main(argv[1:])
-    parsed = parse(argv[1:])
-    return 2 if parsed is None else run(recipe_of(*parsed), parsed[0])
-
-
-def parse(argv: list[str]) -> tuple[Options, str | None, list[str]] | None:
-    """Return the options, --output, and the overrides; None without words, after printing the help."""
-    from zaya_plugin.config.train_help import DEMO_DATA
-    from zaya_plugin.ground.option_numbers import INT32, MOST_STEPS, whole_number
-    from zaya_plugin.run.recipe_commands import Parser
-
-    parser = Parser("bench step", STEP, STEP_EXAMPLES.format(DEMO_DATA=DEMO_DATA))
-    parser.add_argument("--steps", type=whole_number(1, MOST_STEPS), default=5, metavar="N", help="timed steps (5)")
-    parser.add_argument(
-        "--warmup",
-        type=whole_number(1, MOST_STEPS),
-        default=3,
-        metavar="N",
-        help="steps before them (3): compilation, allocation, self-checks",
-    )
-    parser.add_argument("--output", metavar="DIR", help="folder of step.json, step.svg and the trace (<run_dir>/bench)")
-    parser.add_argument(
-        "--trace",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="keep the trace, trace.json.gz, for ui.perfetto.dev (default), or delete it after the report",
-    )
-    parser.add_argument(
-        "--forward-backward-only",
-        dest="optimizer",
-        action="store_false",
-        help="no optimizer: neither its memory nor its step; ZeRO's communication stays",
-    )
-    parser.add_argument(
-        "--random-tokens",
-        type=whole_number(2, INT32),
-        default=0,
-        metavar="ROWS",
-        help=f"random tokens in place of a corpus: --random-tokens for a vocabulary of {VOCABULARY} rows, or "
-        "--random-tokens=ROWS",
-    )
-    parser.add_argument(
-        "--anchor",
-        choices=ANCHORS,
-        help="then measure transformers' ZayaForCausalLM with FSDP2, torch.compile and fused AdamW on as many devices "
-        "with as many "
-        "tokens, in processes of its own, and print the ratio",
-    )
-    parser.add_argument("--commit", metavar="TEXT", help="commit for the record, where there is no git checkout")
-    words = [f"{word}={VOCABULARY}" if word == "--random-tokens" else word for word in argv]
-    if (options := parser.read(words)) is None:
-        return None
-    values = vars(options)
-    output, overrides, _ = (values.pop(name) for name in ("output", "overrides", "config_dir"))
-    return Options(**values, command=shlex.join(["zaya", "bench", "step", *argv])), output, overrides
 
 
 def recipe_of(options: Options, output: str | None, overrides: list[str]) -> Recipe:

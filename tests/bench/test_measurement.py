@@ -9,20 +9,21 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from zaya_plugin import cli
-from zaya_plugin.bench import step_command, step_report
+from zaya_plugin.bench import measurement, step_report
 from zaya_plugin.bench.attribution import Activity
 from zaya_plugin.bench.options import Options
 from zaya_plugin.bench.step_parts import PARTS
 from zaya_plugin.bench.step_record import breakdown, host_microseconds
 from zaya_plugin.bench.trace import parse
 from zaya_plugin.checkpoint.run_lock import RunLock
+from zaya_plugin.commands.bench import settings_of, step
 from zaya_plugin.config.validate import validate
 from zaya_plugin.plan.step_work import Work
 from zaya_plugin.run import launch
 
 
 def test_options_and_overrides_are_told_apart(tmp_path):
-    options, output, rest = step_command.parse(
+    read = step().read(
         [
             "experiment=cpu_demo",
             "--steps",
@@ -40,35 +41,33 @@ def test_options_and_overrides_are_told_apart(tmp_path):
             str(tmp_path),
         ]
     )
+    options, output, rest = settings_of(read), read.output, read.overrides
     assert (options.steps, options.warmup, options.trace, options.optimizer) == (7, 2, False, False)
     assert (options.random_tokens, options.anchor, options.commit, output) == (512, "transformers", "abc", "there")
     assert rest == ["experiment=cpu_demo", "optim.lr=1e-3", f"hydra.searchpath=['file://{tmp_path}']"]
     assert options.command.startswith("zaya bench step experiment=cpu_demo --steps 7 --warmup=2 ")
     assert Options.from_json(options.to_json()) == options
-    assert step_command.parse(["--random-tokens"])[0].random_tokens == 262_272
+    assert step().read(["--random-tokens"]).random_tokens == 262_272
 
 
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (
-            ["--steps", "0"],
-            "argument --steps: '0' is not a whole number from 1 to 9999999. Fix: zaya bench step --help",
-        ),
-        (["--warmup=some"], "argument --warmup: 'some' is not a whole number from 1 to 9999999"),
-        (["--anchor", "jax"], "argument --anchor: invalid choice: 'jax' .choose from "),
+        (["--steps", "0"], "--steps: '0' is not a whole number from 1 to 9999999. Fix: zaya bench step --help"),
+        (["--warmup=some"], "--warmup: 'some' is not a whole number from 1 to 9999999"),
+        (["--anchor", "jax"], "--anchor: invalid choice: 'jax' .choose from "),
         (["--random-tokens=1"], "--random-tokens: '1' is not a whole number from 2 to 2147483647"),
-        (["--steps"], "argument --steps: expected one argument"),
+        (["--steps"], "--steps: expected one argument"),
     ],
 )
 def test_mistakes_are_named(words, complaint):
     with pytest.raises(ValueError, match=complaint):
-        step_command.parse(words)
+        step().read(words)
 
 
 def test_mistakes_of_the_command_line():
     with pytest.raises(ValueError, match="--nonsense: no such option. Allowed: key=value, "):
-        step_command.main(["step", "experiment=cpu_demo", "--nonsense"])
+        step().read(["experiment=cpu_demo", "--nonsense"])
 
 
 @pytest.mark.parametrize("experiment", ["cpu_demo", "zaya1_base", "zaya1_base_32k"])
@@ -81,8 +80,8 @@ def test_the_recipe_keeps_the_step_and_drops_what_surrounds_it(experiment):
         "stage.global_batch_size=16",
         "cluster.dtype=fp32",
     ]
-    recipe = step_command.recipe_of(Options(steps=4, warmup=2), None, overrides)
-    plain = step_command.recipe_of(Options(steps=4, warmup=2), "/elsewhere", overrides)
+    recipe = measurement.recipe_of(Options(steps=4, warmup=2), None, overrides)
+    plain = measurement.recipe_of(Options(steps=4, warmup=2), "/elsewhere", overrides)
     assert recipe.run_dir == f"runs/{recipe.name}/bench" and plain.run_dir == "/elsewhere"
     assert (
         recipe.stage.train_iters == 4 + 2 + 3
@@ -96,7 +95,7 @@ def test_the_recipe_keeps_the_step_and_drops_what_surrounds_it(experiment):
 
 def test_without_an_optimizer_the_memory_plan_which_counts_it_is_not_checked():
     overrides = ["experiment=zaya1_base", "data.path=none"]
-    recipes = (step_command.recipe_of(Options(optimizer=whole), None, overrides) for whole in (True, False))
+    recipes = (measurement.recipe_of(Options(optimizer=whole), None, overrides) for whole in (True, False))
     assert [recipe.cluster.memory_gib for recipe in recipes] == [192, None]
 
 
@@ -223,12 +222,12 @@ def test_the_anchors_figures_join_the_record(tmp_path, record):
     (tmp_path / "step.json").write_text(json.dumps(record))
     anchor = {"what": "transformers", "ms": 200.0, "tokens_per_s_per_device": 21_558.0, "allocated_gib": 99.0}
     (tmp_path / "anchor.json").write_text(json.dumps(anchor))
-    found = step_command.add_anchor(tmp_path)
+    found = measurement.add_anchor(tmp_path)
     assert found["anchor"]["ratio"] == 2.0 and found["anchor"]["tflops_per_device"] == pytest.approx(377 / 2)
     assert json.loads((tmp_path / "step.json").read_text()) == found
     assert "ours / theirs: 2.000" in step_report.anchor_text(found) and "99.0 GiB" in step_report.anchor_text(found)
     (tmp_path / "anchor.json").write_text(json.dumps({"what": "transformers", "error": "out of memory: 3 GiB"}))
-    assert step_report.anchor_text(step_command.add_anchor(tmp_path)) == "anchor: transformers: out of memory: 3 GiB"
+    assert step_report.anchor_text(measurement.add_anchor(tmp_path)) == "anchor: transformers: out of memory: 3 GiB"
 
 
 def test_the_host_works_where_it_does_not_wait():

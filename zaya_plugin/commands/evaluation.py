@@ -4,20 +4,20 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from zaya_plugin import __version__
-from zaya_plugin.config.option_parser import OptionParser
+from zaya_plugin.commands.generate import MODEL, SOURCES
+from zaya_plugin.commands.parser import Parser, option
+from zaya_plugin.commands.process import prepare_torch
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.option_numbers import MOST_AMOUNT, whole_number
-from zaya_plugin.inference.opening import SOURCES, Opened, add_options, find_model, open_model
+from zaya_plugin.inference.opening import Opened, find_model, open_model
 
-WHAT = f"""\
+DESCRIPTION = f"""\
 Measures a model: --tasks runs tasks of lm-evaluation-harness, --data computes the perplexity of prepared datasets.
 
 {SOURCES}
@@ -31,55 +31,59 @@ the run's recipe.yaml, by domain."""
 EXAMPLES = """\
 examples:
   zaya eval runs/mine --data                                       the run's validation data
-  zaya eval exports/mine --data data/web data/code --out perplexity.json
+  zaya eval exports/mine --data data/web data/code --output perplexity.json
   zaya eval runs/mine --tasks my_task --include my/tasks --limit 100
   zaya eval Zyphra/ZAYA1-base --tasks hellaswag,arc_easy --batch-size 16 --wandb zaya-evals
 
 Exit codes: 0, 2 a mistake on the command line or in the files."""
 
 
-def main(argv: list[str], prepare_torch: Callable[[], None] = lambda: None) -> int:
-    """Run `zaya eval`; raises ValueError for a user's mistake. prepare_torch: called before torch is imported."""
-    parser = OptionParser(
-        "zaya eval", description=WHAT, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+def parser() -> Parser:
+    return Parser(
+        "eval",
+        run,
+        DESCRIPTION,
+        EXAMPLES,
+        *MODEL,
+        option("--tasks", metavar="NAME,NAME", help="tasks of lm-evaluation-harness"),
+        option("--include", metavar="DIR", help="a folder with further tasks' .yaml files"),
+        option(
+            "--num-fewshot",
+            type=whole_number(0, 1000),
+            metavar="N",
+            help="examples before each question; default: the task's",
+        ),
+        option("--data", nargs="*", metavar="PATH", help="prepared datasets; without one those of the recipe"),
+        option(
+            "--limit",
+            type=whole_number(1, MOST_AMOUNT),
+            metavar="N",
+            help="sequences of a dataset at most, spread evenly over it; the first documents of a task",
+        ),
+        option("--batch-size", type=whole_number(1, 65_536), default=8, help="sequences computed at once; default: 8"),
+        option("--output", type=Path, metavar="FILE", help="write the results as JSON"),
+        option("--wandb", metavar="PROJECT", help="log the results to a new run of this W&B project"),
+        imports_more=True,
     )
-    add_options(parser)
-    parser.add_argument("--tasks", metavar="NAME,NAME", help="tasks of lm-evaluation-harness")
-    parser.add_argument("--include", metavar="FOLDER", help="a folder with further tasks' .yaml files")
-    parser.add_argument(
-        "--num-fewshot",
-        type=whole_number(0, 1000),
-        metavar="N",
-        help="examples before each question; default: the task's",
-    )
-    parser.add_argument("--data", nargs="*", metavar="PATH", help="prepared datasets; without one those of the recipe")
-    parser.add_argument(
-        "--limit",
-        type=whole_number(0, MOST_AMOUNT),
-        metavar="N",
-        help="sequences of a dataset at most, spread evenly over it; the first documents of a task",
-    )
-    parser.add_argument(
-        "--batch-size", type=whole_number(0, 65_536), default=8, help="sequences computed at once; default: 8"
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
-    parser.add_argument("--wandb", metavar="PROJECT", help="log the results to a new run of this W&B project")
-    options = parser.parse_args(argv)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the results, and write and log them; raises ValueError for a user's mistake."""
     if options.tasks is None and options.data is None:
         raise mistake(
-            "zaya eval", problem="neither --tasks nor --data was given", fix=f"zaya eval {options.given} --data"
+            "zaya eval", problem="neither --tasks nor --data was given", fix=f"zaya eval {options.model} --data"
         )
     for name in ("include", "num_fewshot"):
         if options.tasks is None and (value := getattr(options, name)) is not None:
-            option = f"--{name.replace('_', '-')}"
-            raise mistake(option, value, problem="requires --tasks", fix=f"leave {option} out")
-    for name in ("batch_size", "limit"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            raise mistake(f"--{name.replace('_', '-')}", value, problem="must be a whole number, at least 1")
-    if options.out is not None and not options.out.absolute().parent.is_dir():
-        raise mistake("--out", options.out, problem="its folder does not exist", fix="--out FILE in an existing folder")
+            key = f"--{name.replace('_', '-')}"
+            raise mistake(key, value, problem="requires --tasks", fix=f"leave {key} out")
+    if options.output is not None and not options.output.absolute().parent.is_dir():
+        fix = "--output FILE in an existing folder"
+        raise mistake("--output", options.output, problem="its folder does not exist", fix=fix)
     if options.include is not None and not Path(options.include).is_dir():
-        raise mistake("--include", options.include, problem="is no folder", allowed="a folder with tasks' .yaml files")
+        raise mistake(
+            "--include", options.include, problem="must be a folder", allowed="a folder with tasks' .yaml files"
+        )
     if options.tasks is not None and importlib.util.find_spec("lm_eval") is None:
         raise mistake(
             "--tasks",
@@ -94,21 +98,24 @@ def main(argv: list[str], prepare_torch: Callable[[], None] = lambda: None) -> i
     opened = open_model(options, model, needs_tokenizer=options.tasks is not None)
     results: dict[str, dict[str, float]] = {}
     if options.tasks is not None:
-        results |= tasks(opened, options)
+        from zaya_plugin.inference.harness import scores
+
+        results |= scores(
+            opened, options.tasks, options.include, options.num_fewshot, options.batch_size, options.limit
+        )
     for name, path in paths.items():
         from zaya_plugin.inference.perplexity import perplexity
 
         results[name] = perplexity(opened, name, path, options.batch_size, options.limit)
     print("\n".join(table(results)))
     record = {"model": opened.name, "step": opened.step, "zaya_plugin": __version__, "results": results}
-    if options.out is not None:
+    if options.output is not None:
         try:
-            options.out.write_text(json.dumps(record, indent=1) + "\n")
+            options.output.write_text(json.dumps(record, indent=1) + "\n")
         except OSError as error:
-            raise mistake("--out", options.out, problem=f"cannot be written ({error.strerror})") from error
+            raise mistake("--output", options.output, problem=f"cannot be written ({error.strerror})") from error
     if options.wandb is not None:
         _log(options.wandb, opened, record)
-    return 0
 
 
 def _datasets(options: argparse.Namespace) -> dict[str, str]:
@@ -116,7 +123,7 @@ def _datasets(options: argparse.Namespace) -> dict[str, str]:
     from zaya_plugin.data.blend import domain_names
     from zaya_plugin.data.prepared import locate
 
-    paths = options.data or _of_recipe(Path(options.given))
+    paths = options.data or _of_recipe(Path(options.model))
     for path in paths:
         locate(path)
     return dict(zip(domain_names(paths), paths, strict=True))
@@ -135,7 +142,7 @@ def _of_recipe(start: Path) -> list[str]:
         (folder / RECIPE for folder in (start, *start.absolute().parents[:2]) if (folder / RECIPE).is_file()), None
     )
     if file is None:
-        raise mistake("--data", problem=f"there is no {RECIPE} at {start}", fix="--data PATH")
+        raise mistake("--data", problem=f"{start} has no {RECIPE}", fix="--data PATH")
     data = load_recipe(file).data
     if data.valid_blend:
         return [entry.path for entry in parse_blend(data.valid_blend, "data.valid_blend", weighted=True)]
@@ -146,43 +153,6 @@ def _of_recipe(start: Path) -> list[str]:
     if not held_out:
         raise mistake("--data", problem=f"the data of {file} holds out no part", fix="--data PATH")
     return held_out
-
-
-def tasks(opened: Opened, options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Return the figures of each task: metric -> value, and <metric>_stderr where the package states it."""
-    from lm_eval.evaluator import simple_evaluate
-    from lm_eval.tasks import TaskManager
-
-    from zaya_plugin.inference.harness import ZayaLM
-
-    if not opened.stop:
-        raise mistake("--tokenizer", opened.home, problem="names no end token, which tasks need")
-    manager = TaskManager(include_path=options.include)
-    names = [name.strip() for name in options.tasks.split(",")]
-    if unknown := [name for name in names if not manager.match_tasks([name])]:
-        raise mistake(
-            "--tasks", ",".join(unknown), problem="no such task", allowed="a task of lm_eval, or of --include FOLDER"
-        )
-    with contextlib.redirect_stdout(sys.stderr):  # of the package; our stdout is the table
-        scores = simple_evaluate(
-            model=ZayaLM(opened, options.batch_size),
-            tasks=names,
-            task_manager=manager,
-            num_fewshot=options.num_fewshot,
-            limit=options.limit,
-            log_samples=False,
-        )["results"]
-    return {name: _figures(values) for name, values in scores.items()}
-
-
-def _figures(values: dict) -> dict[str, float]:
-    """`acc,none` -> acc; a filter other than none stays in the name."""
-    figures = {}
-    for key, value in values.items():
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and "," in key:
-            metric, _, filter_ = key.partition(",")
-            figures[metric if filter_ == "none" else f"{metric} ({filter_})"] = value
-    return figures
 
 
 def table(results: dict[str, dict[str, float]]) -> list[str]:

@@ -11,12 +11,11 @@ import argparse
 import contextlib
 import json
 import os
-import shlex
 import signal
 import socket
 from pathlib import Path
 
-from zaya_plugin.config.option_parser import OptionParser
+from zaya_plugin.commands.parser import Parser, option
 from zaya_plugin.config.run_directory import check_creatable
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.option_numbers import DAY, real_number
@@ -73,70 +72,94 @@ Exit codes: 0 nothing is wrong (slow checks do not count), 1 a check is wrong or
 command line."""
 
 
-def _parser(name: str, description: str, examples: str) -> OptionParser:
-    layout = argparse.RawDescriptionHelpFormatter
-    return OptionParser(name, description=description, epilog=examples, formatter_class=layout, allow_abbrev=False)
+def doctor() -> Parser:
+    return Parser(
+        "doctor",
+        _doctor,
+        DOCTOR_DESCRIPTION,
+        DOCTOR_EXAMPLES,
+        option("--json", action="store_true", help="print everything as JSON"),
+        option("--all", action="store_true", help="print kernels, host changes and optional packages too"),
+        option("--strict", action="store_true", help="return exit status 1 for warnings too"),
+    )
 
 
-def doctor(argv: list[str]) -> int:
-    """Run `zaya doctor` and return its exit code."""
-    parser = _parser("zaya doctor", DOCTOR_DESCRIPTION, DOCTOR_EXAMPLES)
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--all", action="store_true", help="print kernels, host changes and optional packages too")
-    parser.add_argument("--strict", action="store_true", help="return exit status 1 for warnings too")
-    options = parser.parse_args(argv)
+def _doctor(options: argparse.Namespace) -> int:
     checks = checks_of(DOCTOR, *([DOCTOR_ALL] if options.all or options.json else []))
     with ended_by_signals():
-        record = examine(checks, shlex.join(["zaya", "doctor", *argv]))
+        record = examine(checks, options.command)
     if options.json:
         print(json.dumps(record, indent=2, default=str))
     else:
-        print(
-            doctor_page(record) + ("" if options.all else "\n\n--all adds kernels, host changes and optional packages")
-        )
+        more = "" if options.all else "\n\n--all adds kernels, host changes and optional packages"
+        print(doctor_page(record) + more)
     return int(is_wrong(record) or options.strict and bool(problems_of(record)))
 
 
-def verify(argv: list[str]) -> int:
-    """Run `zaya verify` and return its exit code."""
-    parser = _parser("zaya verify", VERIFY_DESCRIPTION, VERIFY_EXAMPLES)
-    add = parser.add_argument
-    add("--output", type=Path, default=Path(RECORD), metavar="FILE", help=f"the record as JSON ({RECORD})")
-    add("--only", metavar="CHECK,CHECK", help="run these checks alone")
-    add("--list", action="store_true", help="print the checks and stop")
-    add("--bundle", type=Path, metavar="RUN_DIR", help="pack a run for a question, with the record, and stop")
-    add("--device", choices=("auto", "cpu"), default="auto", help="cpu: examine the CPU; auto: all devices of torch")
-    add("--storage", type=Path, metavar="DIR", help="a folder of data or checkpoints (default: that of --output)")
-    add = parser.add_argument_group("several nodes").add_argument
+def verify() -> Parser:
     job = os.environ.get("SLURM_JOB_NODELIST", socket.gethostname())
-    add("--nodes", nargs="?", const=job, metavar="A,B", help="default: the nodes of the SLURM job, else this machine")
-    add("--launcher", metavar="COMMAND", help=f"starts a program on {{node}} (default under SLURM: {nodes.SRUN})")
-    add(
-        "--min",
-        type=nodes.threshold,
-        action="append",
-        default=[],
-        metavar="FIGURE=VALUE",
-        help="a threshold, such as gemm_tflops=600",
+    group, figures = "several nodes", dict(action="append", default=[], metavar="FIGURE=VALUE")
+    return Parser(
+        "verify",
+        _verify,
+        VERIFY_DESCRIPTION,
+        VERIFY_EXAMPLES,
+        option("--output", type=Path, default=Path(RECORD), metavar="FILE", help=f"the record as JSON ({RECORD})"),
+        option("--only", metavar="CHECK,CHECK", help="run these checks alone"),
+        option("--list", action="store_true", help="print the checks and stop"),
+        option("--bundle", type=Path, metavar="RUN_DIR", help="pack a run for a question, with the record, and stop"),
+        option("--device", choices=("auto", "cpu"), default="auto", help="cpu: the CPU; auto: all devices of torch"),
+        option(
+            "--storage", type=Path, metavar="DIR", help="a folder of data or checkpoints (default: that of --output)"
+        ),
+        option(
+            "--nodes",
+            nargs="?",
+            const=job,
+            metavar="A,B",
+            group=group,
+            help="default: the nodes of the SLURM job, else this machine",
+        ),
+        option(
+            "--launcher",
+            metavar="COMMAND",
+            group=group,
+            help=f"starts a program on {{node}} (default under SLURM: {nodes.SRUN})",
+        ),
+        option("--min", type=nodes.threshold, **figures, group=group, help="a threshold, such as gemm_tflops=600"),
+        option(
+            "--slower",
+            type=real_number(0, 1),
+            metavar="SHARE",
+            group=group,
+            help=f"below the others' median (default: {nodes.SLOWER})",
+        ),
+        option(
+            "--seconds",
+            type=real_number(1, DAY),
+            metavar="S",
+            group=group,
+            help=f"for one node's checks (default: {nodes.SECONDS:.0f})",
+        ),
+        option(
+            "--dry-run", action="store_true", group=group, help="print the commands that would be started, and stop"
+        ),
     )
-    share, seconds = real_number(0, 1), real_number(1, DAY)
-    add("--slower", type=share, metavar="SHARE", help=f"below the others' median (default: {nodes.SLOWER})")
-    add("--seconds", type=seconds, metavar="S", help=f"for one node's checks (default: {nodes.SECONDS:.0f})")
-    add("--dry-run", action="store_true", help="print the commands that would be started, and stop")
-    options = parser.parse_args(argv)
+
+
+def _verify(options: argparse.Namespace) -> int:
     for name in ("launcher", "min", "slower", "seconds", "dry_run"):
         if options.nodes is None and getattr(options, name):
-            fix = shlex.join(["zaya", "verify", "--nodes", *argv])
+            fix = options.command.replace("zaya verify", "zaya verify --nodes", 1)
             raise mistake(f"--{name.replace('_', '-')}", problem="requires --nodes", fix=fix)
     checks = chosen(options.only, NODES if options.nodes else VERIFY)
     if options.list:
         print("\n".join(map(described, CHECKS.values() if options.only is None else checks)))
         return 0
     check_output(options.output)
-    command = shlex.join(["zaya", "verify", *argv])
     storage = (options.storage or options.output.parent).absolute()
     if options.nodes is not None:
-        return nodes.examine_nodes(options, checks, storage, command)
+        return nodes.examine_nodes(options, checks, storage, options.command)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     if options.bundle is not None:
         from zaya_plugin.machines.support_bundle import pack
@@ -146,7 +169,7 @@ def verify(argv: list[str]) -> int:
         )
         return 0
     with ended_by_signals():
-        record = examine(checks, command, options.device, storage, options.output, prints=True)
+        record = examine(checks, options.command, options.device, storage, options.output, prints=True)
     print(summary(record, options.output))
     return int(is_wrong(record))
 

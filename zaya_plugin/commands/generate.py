@@ -6,16 +6,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-from zaya_plugin.config.option_parser import OptionParser
+from zaya_plugin.commands.parser import Parser, option
+from zaya_plugin.commands.process import prepare_torch
 from zaya_plugin.ground.errors import check_utf8, mistake
-from zaya_plugin.ground.option_numbers import INT32, MOST_SEED, MOST_TOKENS, real_number, whole_number
-from zaya_plugin.inference.opening import SOURCES, add_options, check_room, find_model, open_model
+from zaya_plugin.ground.option_numbers import INT32, MOST_SEED, MOST_STEPS, MOST_TOKENS, real_number, whole_number
+from zaya_plugin.inference.opening import check_room, find_model, open_model
 from zaya_plugin.inference.sampling_options import Sampling
 
-WHAT = f"""\
+SOURCES = """\
+MODEL is a run directory, a directory of iter_* folders, or one of these; or a published model: a folder with
+safetensors files (native, legacy or smoe layout), or a name on the Hugging Face Hub. It runs in this process, without
+ranks, on the GPU if there is one."""
+DESCRIPTION = f"""\
 Continues prompts with a model, greedy or sampled.
 
 {SOURCES}
@@ -33,45 +37,65 @@ examples:
 Exit codes: 0, 2 a mistake on the command line or in the files."""
 
 
-def main(argv: list[str], prepare_torch: Callable[[], None] = lambda: None) -> int:
-    """Run `zaya generate`; raises ValueError for a user's mistake. prepare_torch: called before torch is imported."""
-    parser = OptionParser(
-        "zaya generate",
-        description=WHAT,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+# The options of a model, which `zaya generate` and `zaya eval` have.
+MODEL = (
+    option("model", metavar="MODEL", help="a checkpoint or a published model, see above"),
+    option("--step", type=whole_number(0, MOST_STEPS), help="this checkpoint of a run; default: the newest"),
+    option("--tokenizer", metavar="DIR", help="folder with tokenizer.json; default: the model's own"),
+    option("--device", choices=("cpu", "cuda"), help="default: cuda where there is one"),
+    option(
+        "--no-verify",
+        dest="verify",
+        action="store_false",
+        help="do not compare a checkpoint's files with their checksums, which reads all of them",
+    ),
+    option(
+        "--dtype", choices=("bf16", "fp32"), help="of the computation; default: as the run computed, or as published"
+    ),
+)
+
+
+def parser() -> Parser:
+    return Parser(
+        "generate",
+        run,
+        DESCRIPTION,
+        EXAMPLES,
+        *MODEL,
+        option("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times"),
+        option("--prompts", metavar="FILE", help="a prompt a line; - reads standard input"),
+        option("--max-new-tokens", type=whole_number(1, MOST_TOKENS), default=128, help="default: 128"),
+        option(
+            "--temperature",
+            type=real_number(0, 1000),
+            default=0.0,
+            help="0, the default, takes the most probable token",
+        ),
+        option(
+            "--top-k", type=whole_number(0, INT32), default=0, help="draw from the K most probable tokens; 0: from all"
+        ),
+        option(
+            "--top-p",
+            type=real_number(1e-6, 1),
+            default=1.0,
+            help="draw from the most probable tokens that together reach P; 1: from all",
+        ),
+        option(
+            "--seed", type=whole_number(0, MOST_SEED), default=0, help="of the draws; the same command, the same text"
+        ),
+        option("--batch-size", type=whole_number(1, 65_536), default=32, help="prompts computed at once; default: 32"),
+        option(
+            "--json",
+            action="store_true",
+            help="print an object a prompt: prompt, text, tokens, ended (at an end token)",
+        ),
         word_option="--prompt",
+        imports_more=True,
     )
-    add_options(parser)
-    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
-    parser.add_argument("--prompts", metavar="FILE", help="a prompt a line; - reads standard input")
-    parser.add_argument("--max-new-tokens", type=whole_number(0, MOST_TOKENS), default=128, help="default: 128")
-    parser.add_argument(
-        "--temperature", type=real_number(0, 1000), default=0.0, help="0, the default, takes the most probable token"
-    )
-    parser.add_argument(
-        "--top-k", type=whole_number(0, INT32), default=0, help="draw from the K most probable tokens; 0: from all"
-    )
-    parser.add_argument(
-        "--top-p",
-        type=real_number(1e-6, 1),
-        default=1.0,
-        help="draw from the most probable tokens that together reach P; 1: from all",
-    )
-    parser.add_argument(
-        "--seed", type=whole_number(0, MOST_SEED), default=0, help="of the draws; the same command gives the same text"
-    )
-    parser.add_argument(
-        "--batch-size", type=whole_number(0, 65_536), default=32, help="prompts computed at once; default: 32"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print an object a prompt: prompt, text, tokens, ended (at an end token)"
-    )
-    options = parser.parse_args(argv)
-    for name in ("max_new_tokens", "batch_size"):
-        if getattr(options, name) < 1:
-            option = f"--{name.replace('_', '-')}"
-            raise mistake(option, getattr(options, name), problem="must be a whole number, at least 1")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the texts; raises ValueError for a user's mistake."""
     for text in options.prompt:
         check_utf8("--prompt", text)
     texts = [*options.prompt, *_lines(options.prompts)]
@@ -90,8 +114,7 @@ def main(argv: list[str], prepare_torch: Callable[[], None] = lambda: None) -> i
     check_room(opened, min(options.batch_size, len(prompts)), max(map(len, prompts)), options.max_new_tokens)
     for begin in range(0, len(prompts), options.batch_size):
         part = slice(begin, begin + options.batch_size)
-        _run(opened, texts[part], prompts[part], options, sampling, alone=len(prompts) == 1)
-    return 0
+        _print_texts(opened, texts[part], prompts[part], options, sampling, alone=len(prompts) == 1)
 
 
 def _lines(path: str | None) -> list[str]:
@@ -117,7 +140,7 @@ def _check(opened, text: str, tokens: list[int]) -> None:
         )
 
 
-def _run(opened, texts, prompts, options, sampling, alone: bool) -> None:
+def _print_texts(opened, texts, prompts, options, sampling, alone: bool) -> None:
     from tokenizers.decoders import DecodeStream
 
     from zaya_plugin.inference.sampling import continued

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya aegis run`: what the words of its command line mean, and the start of this node's part of the supervisor."""
+"""`zaya aegis run`: parse the command line and start this node's agent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from zaya_plugin.aegis.journal import NAME, read
 from zaya_plugin.aegis.keeper import Keeper, journal_lock, listen, node_lock
 from zaya_plugin.aegis.rules import Rules
 from zaya_plugin.aegis.settings import Settings, is_train, only, words_of
-from zaya_plugin.config.config_dir import with_search_path
+from zaya_plugin.commands import curriculum, train
+from zaya_plugin.commands.parser import Parser, option
 from zaya_plugin.config.run_directory import check_creatable
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.option_numbers import (
@@ -32,10 +33,10 @@ from zaya_plugin.ground.option_numbers import (
 )
 from zaya_plugin.run.rank_plan import first_host, port, whole_variable
 
-WHAT = """\
+DESCRIPTION = """\
 Starts COMMAND on this node and keeps it running: it watches the ranks, names the cause of a failure, and starts them
 again from the last checkpoint, on another node where the node is the cause. It stops when a restart cannot help, and
-says why. Give the same command on every node, spares too."""
+says why. Type the same command on every node, spares too."""
 EXAMPLES = """\
 examples:
   zaya aegis run -- zaya train experiment=cpu_demo                      one machine
@@ -45,96 +46,91 @@ examples:
                                               in an allocation of 130 nodes: 128 train, 2 wait to take over
   srun ... zaya aegis run -- zaya curriculum --only pretrain_4k experiment=zaya1_base ...    one stage of a curriculum
   zaya aegis run --nodes 4 --decider n1:29400 -- zaya train ...         without SLURM: on n1 and on each other node
-  zaya aegis run --ranks-per-node 8 --dir runs/x/aegis -- primus-cli direct -- train pretrain --config x.yaml
+  zaya aegis run --ranks-per-node 8 --output runs/x/aegis -- primus-cli direct -- train pretrain --config x.yaml
 
 `zaya aegis status DIR` shows the run, `zaya aegis report DIR` sums it up. A SIGTERM (or Ctrl-C, or a
-batch system's SIGUSR1, SIGUSR2, SIGXCPU) lets the ranks save and leave; the same signal again ends them at once.
+batch system's SIGUSR1, SIGUSR2, SIGXCPU) makes the ranks save and leave; the same signal again ends them at once.
 
-Exit codes: 0 done, 2 a mistake of the user, 75 the run was asked to end and has saved, else that of the first rank that
+Exit codes: 0 done, 2 a mistake on the command line, 75 the run was asked to end and has saved, else that of the first rank that
 failed, or 128 + signal."""
 KERNEL_LOG = Path("/dev/kmsg")  # missing in many containers, which is reported and no mistake
 
 
-class Parser(argparse.ArgumentParser):
-    """Raises ValueError for a mistake on the command line."""
-
-    def error(self, message: str) -> None:
-        raise mistake(self.prog, problem=message, fix=f"{self.prog} --help")
-
-
 def parser() -> Parser:
-    """Return the parser of the options before `--`."""
-    out = Parser(
-        "zaya aegis run",
-        usage="zaya aegis run [options] -- COMMAND ...",
-        description=WHAT,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    return Parser(
+        "aegis run",
+        run,
+        DESCRIPTION,
+        EXAMPLES,
+        option(
+            "--nodes",
+            type=whole_number(1, MOST_RANKS),
+            metavar="N",
+            help="nodes that train (default: those of the SLURM job less --spares, or 1)",
+        ),
+        option(
+            "--spares",
+            type=whole_number(0, MOST_RANKS),
+            default=0,
+            metavar="K",
+            help="further nodes that wait to take over (default: 0)",
+        ),
+        option(
+            "--min-nodes",
+            type=whole_number(1, MOST_RANKS),
+            metavar="N",
+            help="least number of nodes to train with when no spare is left (default: --nodes)",
+        ),
+        option(
+            "--ranks-per-node",
+            type=whole_number(1, MOST_RANKS_OF_A_MACHINE),
+            metavar="N",
+            help="default: nproc= or cluster.gpus_per_node of the recipe",
+        ),
+        option(
+            "--start",
+            choices=("rank", "node"),
+            help="start COMMAND once for each rank (default for `zaya train`, `zaya curriculum --only`) or node",
+        ),
+        option("--decider", metavar="HOST:PORT", help="node of the decider (default: the first one of the SLURM job)"),
+        option("--node", metavar="NAME", help="name of this node (default: SLURM's, or the host's)"),
+        option("--output", metavar="DIR", help="journal and logs, on a shared file system (default: <run_dir>/aegis)"),
+        option("--kernel-log", type=Path, default=KERNEL_LOG, metavar="FILE", help="default: /dev/kmsg"),
+        option("--links", default="", metavar="A,B", help="network interfaces to watch (default: all of a device)"),
+        option("--exclude", default="", metavar="A,B", help="nodes that are not to be used"),
+        option(
+            "--grace",
+            type=real_number(0, DAY),
+            default=10.0,
+            metavar="S",
+            help="seconds for healthy ranks to save (default: 10)",
+        ),
+        option(
+            "--restarts",
+            type=whole_number(0, MOST_STEPS),
+            default=10,
+            metavar="N",
+            help="failures in a row without a new step (default: 10)",
+        ),
+        option(
+            "--rules",
+            action="append",
+            default=[],
+            metavar="FILE",
+            help="more classes of failures, as rules.yaml has them",
+        ),
+        option(
+            "--hook", default="", metavar="COMMAND", help="a program of yours for alerts; it reads JSON from its input"
+        ),
+        option("--requeue", action="store_true", help="give the job back to SLURM when too few nodes are left"),
+        option("--dry-run", action="store_true", help="print what would be started, and stop"),
+        behind_dashes="COMMAND",
     )
-    add = out.add_argument
-    add(
-        "--nodes",
-        type=whole_number(1, MOST_RANKS),
-        metavar="N",
-        help="nodes that train (default: those of the SLURM job less --spares, or 1)",
-    )
-    add(
-        "--spares",
-        type=whole_number(0, MOST_RANKS),
-        default=0,
-        metavar="K",
-        help="further nodes that wait to take over (default: 0)",
-    )
-    add(
-        "--min-nodes",
-        type=whole_number(1, MOST_RANKS),
-        metavar="N",
-        help="train on with so few when no spare is left (default: --nodes)",
-    )
-    add(
-        "--ranks-per-node",
-        type=whole_number(1, MOST_RANKS_OF_A_MACHINE),
-        metavar="N",
-        help="default: nproc= or cluster.gpus_per_node of the recipe",
-    )
-    add(
-        "--start",
-        choices=("rank", "node"),
-        help="start COMMAND once for each rank (default for `zaya train`, `zaya curriculum --only`) or node",
-    )
-    add("--decider", metavar="HOST:PORT", help="node of the decision maker (default: the first one of the SLURM job)")
-    add("--node", metavar="NAME", help="name of this node (default: SLURM's, or the host's)")
-    add("--dir", metavar="DIR", help="journal and logs, on a shared file system (default: <run_dir>/aegis)")
-    add("--kernel-log", type=Path, default=KERNEL_LOG, metavar="FILE", help="default: /dev/kmsg")
-    add("--links", default="", metavar="A,B", help="network interfaces to watch (default: all of a device)")
-    add("--exclude", default="", metavar="A,B", help="nodes that are not to be used")
-    add(
-        "--grace",
-        type=real_number(0, DAY),
-        default=10.0,
-        metavar="S",
-        help="seconds for healthy ranks to save (default: 10)",
-    )
-    add(
-        "--restarts",
-        type=whole_number(0, MOST_STEPS),
-        default=10,
-        metavar="N",
-        help="failures in a row without a new step (default: 10)",
-    )
-    add("--rules", action="append", default=[], metavar="FILE", help="more classes of failures, as rules.yaml has them")
-    add("--hook", default="", metavar="COMMAND", help="a program of yours for alerts; it reads JSON from its input")
-    add("--requeue", action="store_true", help="give the job back to SLURM when too few nodes are left")
-    add("--dry-run", action="store_true", help="print what would be started, and stop")
-    return out
 
 
-def settings_of(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settings, argparse.Namespace]:
-    """Return what the words of the command line mean. Raises ValueError for a mistake, also one in the recipe."""
-    end = argv.index("--") if "--" in argv else len(argv)
-    options = parser().parse_args(argv[:end])
-    command = tuple(argv[end + 1 :])
+def settings_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
+    """Return the settings of the command line. Raises ValueError for a mistake, also one in the recipe."""
+    command = tuple(options.behind_dashes)
     if not command:
         raise mistake(
             "zaya aegis run", problem="no command was given", fix="zaya aegis run [options] -- zaya train ..."
@@ -143,7 +139,7 @@ def settings_of(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settin
         raise mistake(
             "zaya aegis run -- COMMAND",
             command[0],
-            problem="there is no such program on this node",
+            problem="no such program on this node",
             allowed="a program on PATH, or the path of a file that can be executed",
             fix="zaya aegis run [options] -- zaya train ...",
         )
@@ -174,7 +170,7 @@ def settings_of(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settin
     if ranks is None:
         ranks = accelerators()
     if not ranks:
-        problem = "is needed: no accelerators were found here, and the command names no number"
+        problem = "no accelerator found on this machine; give the number of ranks"
         raise mistake("--ranks-per-node", problem=problem, allowed="1 or more", fix="--ranks-per-node 8")
     sizes, group = tuple(range(options.nodes, least - 1, -1)), 1
     if recipe is not None:
@@ -182,32 +178,31 @@ def settings_of(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settin
         shape = recipe.parallel
         copy = shape.tensor_model_parallel_size * shape.context_parallel_size * shape.pipeline_model_parallel_size
         group = max(1, copy // ranks)
-    if options.dir is None and recipe is None:
-        raise mistake("--dir", problem="is needed for a command other than `zaya train`", fix="--dir runs/mine/aegis")
-    folder = Path(options.dir or Path(recipe.run_dir) / "aegis").absolute()
+    if options.output is None and recipe is None:
+        fix = "--output runs/mine/aegis"
+        raise mistake("--output", problem="is required for a command other than `zaya train`", fix=fix)
+    folder = Path(options.output or Path(recipe.run_dir) / "aegis").absolute()
     checkpoints = None
     if recipe is not None:
         from zaya_plugin.config.run_directory import checkpoint_path
 
         checkpoints = checkpoint_path(recipe).absolute()
-    check_creatable(folder, "--dir")
+    check_creatable(folder, "--output")
     _check_is_of_stage(folder, command)
     host, number = _decider(options, environ)
     Rules.load(options.rules)
     try:
         hook = tuple(shlex.split(options.hook))
     except ValueError as error:
-        raise mistake("--hook", options.hook, problem=f"is no command ({error})") from None
+        raise mistake("--hook", options.hook, problem=f"cannot be parsed as a command ({error})") from None
     if hook and shutil.which(hook[0]) is None:
-        raise mistake(
-            "--hook", options.hook, problem=f"there is no program {hook[0]}", allowed="a program and its words"
-        )
+        raise mistake("--hook", options.hook, problem=f"no such program: {hook[0]}", allowed="a program and its words")
     if options.kernel_log != KERNEL_LOG and not os.access(options.kernel_log, os.R_OK):
         raise mistake("--kernel-log", options.kernel_log, problem="cannot be read", allowed="a file of kernel messages")
     node = options.node or environ.get("SLURMD_NODENAME") or socket.gethostname()
     if not all(letter.isalnum() or letter in "-_." for letter in node) or node.startswith("."):
-        raise mistake("--node", node, problem="is no name", allowed="letters, digits, - _ and .")
-    settings = Settings(
+        raise mistake("--node", node, problem="not a valid node name", allowed="letters, digits, - _ and .")
+    return Settings(
         command=command,
         each=start,
         node=node,
@@ -230,7 +225,6 @@ def settings_of(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settin
         requeue=options.requeue,
         skip_steps=tuple(recipe.data.skip_steps) if recipe is not None else (),
     )
-    return settings, options
 
 
 def _recipe(command: Sequence[str]):
@@ -238,17 +232,17 @@ def _recipe(command: Sequence[str]):
     from zaya_plugin.config.compose import compose
     from zaya_plugin.run.curriculum import compose_curriculum
 
-    stage = only(command)
-    words = with_search_path(words_of(command, "curriculum" if stage else "train"))
-    if {"-m", "--multirun"} & {*words}:
-        raise mistake("-m", problem="several runs cannot be supervised by one command", fix="one `zaya aegis run` each")
-    overrides = [word for word in words if "=" in word and not word.startswith("-")]
-    if stage is None:
-        return compose(overrides)
-    stages = {one.name: one.recipe for one in compose_curriculum(overrides).stages}
-    if stage not in stages:
-        raise mistake("--only", stage, problem="no such stage", allowed=", ".join(stages))
-    return stages[stage]
+    if (words := words_of(command, "train")) is not None:
+        options = train.parser().read(words)
+        if options.multirun:
+            problem = "several runs cannot be supervised by one command"
+            raise mistake("--multirun", problem=problem, fix="one `zaya aegis run` for each run")
+        return compose(options.overrides)
+    options = curriculum.parser().read(words_of(command, "curriculum"))
+    stages = {stage.name: stage.recipe for stage in compose_curriculum(options.overrides).stages}
+    if options.only not in stages:
+        raise mistake("--only", options.only, problem="no such stage", allowed=", ".join(stages))
+    return stages[options.only]
 
 
 def _check_is_of_stage(folder: Path, command: Sequence[str]) -> None:
@@ -263,11 +257,11 @@ def _check_is_of_stage(folder: Path, command: Sequence[str]) -> None:
     words = [str(word) for word in before]
     if only(words) != only(command):
         raise mistake(
-            "--dir",
+            "--output",
             folder,
             problem=f"its journal is of {shlex.join(words)}",
             allowed="a folder for each stage",
-            fix="without --dir it is <run_dir>/<stage>/aegis",
+            fix="without --output it is <run_dir>/<stage>/aegis",
         )
 
 
@@ -287,7 +281,7 @@ def _sizes(recipe, nodes: int, least: int, ranks: int) -> tuple[int, ...]:
 
 
 def _decider(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[str, int]:
-    """Return where the decision maker listens; port 0: a free one of this machine."""
+    """Return the host and port of the decider; port 0: a free one of this machine."""
     if options.decider is not None:
         host, _, number = options.decider.rpartition(":")
         bracketed = host.startswith("[") == host.endswith("]")
@@ -297,14 +291,14 @@ def _decider(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[s
             or not re.fullmatch("[0-9]{1,5}", number)
             or not 0 < int(number) < 65536
         ):
-            problem, allowed = "is no address", "HOST:PORT, with a port from 1 to 65535"
+            problem, allowed = "not an address", "HOST:PORT, with a port from 1 to 65535"
             raise mistake("--decider", options.decider, problem=problem, allowed=allowed, fix="--decider n1:29400")
         return host.strip("[]"), int(number)
     hosts = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     if options.nodes + options.spares == 1:
         return "127.0.0.1", 0
     if not hosts:
-        problem = f"is needed: {options.nodes + options.spares} nodes, and no SLURM job that names the first one"
+        problem = "is required for more than one node outside of SLURM"
         raise mistake("--decider", problem=problem, allowed="HOST:PORT of one of the nodes", fix="--decider n1:29400")
     return first_host(hosts), port(environ.get("SLURM_JOB_ID", "0"))
 
@@ -316,7 +310,7 @@ def accelerators() -> int:
 
 
 def describe(settings: Settings) -> str:
-    """Return what would be started."""
+    """Return the text of --dry-run."""
     local_ranks = settings.ranks_per_node
     once = (
         f"{settings.nodes * local_ranks} ranks"
@@ -336,12 +330,9 @@ def describe(settings: Settings) -> str:
     )
 
 
-def main(argv: list[str]) -> int:
-    """Run `zaya aegis run` and return the exit code of the run."""
-    if not argv or "-h" in argv[: argv.index("--") if "--" in argv else None] or "--help" in argv[:1]:
-        parser().print_help()
-        return 0 if argv else 2
-    settings, options = settings_of(argv, os.environ)
+def run(options: argparse.Namespace) -> int:
+    """Start this node's agent, and the decider on its node; return the exit code of the run."""
+    settings = settings_of(options, os.environ)
     if options.dry_run:
         print(describe(settings))
         return 0

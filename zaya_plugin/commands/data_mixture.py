@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya data mixture`: show what a stage draws from each source of its blend, and its ledger for the next stage. No
-torch.
-"""
+"""`zaya data mixture`: the samples that a stage draws from each source of its blend, and its ledger for the next stage."""
 
 import argparse
 
-from zaya_plugin.corpus.invocation import add_recipe_options, command, command_parser, recipe_of
+from zaya_plugin.commands.datasets import data_parser, recipe_of
+from zaya_plugin.commands.parser import Parser
 from zaya_plugin.data.ledger import report
 from zaya_plugin.handover.data_places import consumed_after, source_uses
 
@@ -14,8 +13,7 @@ Show how many samples and tokens a stage draws from each source of its blend, ho
 data.consumed of the next stage, so that with data.order=continuing no sample of a source is repeated or left out.
 
 The stage is given as for zaya train: data.blend, stage.seq_length, stage.train_iters, stage.global_batch_size,
-data.consumed.
-"""
+data.consumed."""
 EXAMPLES = """\
 examples:
   # stage 1: 1000 steps of 64 sequences
@@ -28,18 +26,12 @@ examples:
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    out = command_parser("mixture", DESCRIPTION, EXAMPLES)
-    add_recipe_options(out)
-    return out
+def parser() -> Parser:
+    return data_parser("mixture", _mixture, DESCRIPTION, EXAMPLES, recipe=True)
 
 
-def mixture(args: argparse.Namespace, _: None) -> None:
+def _mixture(options: argparse.Namespace, _: None) -> None:
     """Print the table and the ledger for the next stage."""
-    recipe = recipe_of(args)
+    recipe = recipe_of(options)
     print(report(source_uses(recipe)))
     print("\n  ".join(["the next stage's data.consumed:", *consumed_after(recipe)]))
-
-
-main = command("mixture", parser, mixture)

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`zaya aegis status|report|explain`: print a run's state or its account, or the cause of a failure in logs. They start
+nothing and ask no process.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from zaya_plugin.aegis import explain as logs
+from zaya_plugin.aegis import report as tables
+from zaya_plugin.aegis import status as present
+from zaya_plugin.aegis.account import account
+from zaya_plugin.aegis.journal import find, read
+from zaya_plugin.aegis.rules import Rules
+from zaya_plugin.commands.parser import Parser, option
+from zaya_plugin.ground.errors import mistake
+
+WATCH_SECONDS = 2.0
+STATUS = "Shows a run under `zaya aegis run`: phase, step, nodes, the last failure and the decision."
+STATUS_EXAMPLES = """\
+examples:
+  zaya aegis status runs/mine            once
+  zaya aegis status runs/mine --watch    every two seconds, until the run ends or Ctrl-C; once where there is no terminal
+
+Exit codes: 0 the run trains, starts or has ended well; 1 trouble: it has ended with an error, it is down because of a
+failure, or nothing was heard of it for 10 minutes (and 20 steps); 2 a mistake on the command line."""
+REPORT = """\
+Reads the journal of a run that `zaya aegis run` supervises or has supervised, and prints the share of the time
+that was training, the cost of each class of failures, and how long detection and recovery took. It changes nothing; a
+run that has not ended is reported up to the last line of its journal."""
+REPORT_EXAMPLES = """\
+examples:
+  zaya aegis report runs/mine                        tables
+  zaya aegis report runs/mine --output report.html   the same and a timeline, as one page without network or scripts
+  zaya aegis report runs/mine --json                 for a program
+
+Exit codes: 0, 2 a mistake on the command line."""
+EXPLAIN = """\
+Reads the logs below DIR (of ranks, kernels, torchrun and SLURM), names the first cause of the failure with its evidence,
+and prints what `zaya aegis run` would have done; for a supervised run, what it did by its journal. Starts nothing, and
+needs no device.
+
+A file belongs to the kernel when its name has dmesg, kern, messages, syslog or journal in it, or its lines look like
+it. The rank comes from the file's name (rank3.log) or from the line ([rank3]:, or srun's label). The node comes from
+the name of the folder or the file (n1/dmesg.log, dmesg-n1.log). Lines without a time take that of the line before."""
+EXPLAIN_EXAMPLES = """\
+examples:
+  zaya aegis explain runs/zaya1/aegis              what ended each attempt of a supervised run
+  zaya aegis explain logs --rules mine.yaml        with rows of your own
+  zaya aegis explain logs --json                   for a program
+  zaya aegis explain --rule ring_timeout           what a class means, and what a person does
+  zaya aegis explain                               all classes
+
+Exit codes: 0, 2 a mistake on the command line."""
+
+
+def status() -> Parser:
+    return Parser(
+        "aegis status",
+        _status,
+        STATUS,
+        STATUS_EXAMPLES,
+        option("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, or its folder aegis"),
+        option("--watch", action="store_true", help="show it again every two seconds"),
+    )
+
+
+def _status(options: argparse.Namespace) -> int:
+    journal = find(options.run_dir)
+    watch = options.watch and sys.stdout.isatty()
+    while True:
+        metrics = present.last_metrics(journal.resolve().parent.parent)
+        lines, code = present.status(read(journal), time.time(), metrics)
+        text = "\n".join(lines)
+        if not watch:
+            print(text)
+            return code
+        print(f"\x1b[H\x1b[2J{text}", flush=True)
+        if lines[0].split()[1:2] == ["ended,"]:
+            return code
+        try:
+            time.sleep(WATCH_SECONDS)
+        except KeyboardInterrupt:
+            return code
+
+
+def report() -> Parser:
+    return Parser(
+        "aegis report",
+        _report,
+        REPORT,
+        REPORT_EXAMPLES,
+        option("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, or its folder aegis"),
+        option("--output", type=Path, metavar="FILE", help="write an HTML page with a timeline"),
+        option("--json", action="store_true", help="print one JSON object instead of tables"),
+    )
+
+
+def _report(options: argparse.Namespace) -> None:
+    journal = find(options.run_dir)
+    result = account(read(journal))
+    if options.output is not None:
+        from zaya_plugin.aegis.page import page
+        from zaya_plugin.ground.whole_file import write_whole
+
+        if not options.output.resolve().parent.is_dir():
+            problem = "its folder does not exist"
+            raise mistake("--output", options.output, problem=problem, fix="--output report.html")
+        title = journal.resolve().parent
+        name = title.parent.name if title.name == "aegis" else title.name
+        text = page(result, name, tables.state(result), tables.figures(result), tables.tables(result))
+        write_whole(options.output, text)
+    print(json.dumps(tables.as_json(result), indent=1) if options.json else tables.as_text(result))
+
+
+def explain() -> Parser:
+    return Parser(
+        "aegis explain",
+        _explain,
+        EXPLAIN,
+        EXPLAIN_EXAMPLES,
+        option("folder", nargs="?", type=Path, metavar="DIR", help="a folder of logs"),
+        option("--rules", action="append", type=Path, default=[], metavar="FILE", help="rows of your own (YAML)"),
+        option("--rule", metavar="NAME", help="print the meaning of a class instead"),
+        option("--json", action="store_true", help="print one JSON list, an element for each attempt"),
+    )
+
+
+def _explain(options: argparse.Namespace) -> None:
+    rules = Rules.load(options.rules)
+    if options.rule is not None:
+        if options.rule not in rules:
+            fix = "zaya aegis explain prints all names"
+            raise mistake("--rule", options.rule, problem="no such class of failures", fix=fix)
+        rule = rules[options.rule]
+        print(json.dumps(dataclasses.asdict(rule)) if options.json else logs.show_rule(rule))
+        return
+    if options.folder is None:
+        width = max(len(rule.name) for rule in rules)
+        print("\n".join(f"{rule.name:{width}}  {rule.role:12} {rule.action:8}  {rule.explain}" for rule in rules))
+        return
+    if not options.folder.is_dir():
+        problem = "is a file" if options.folder.exists() else "does not exist"
+        raise mistake("DIR", os.fspath(options.folder), problem=problem, fix="name a folder of logs")
+    attempts = logs.explain(options.folder, rules)
+    if options.json:
+        rows = [
+            {"attempt": one.number, **one.found.to_json(), "action": one.action, "reason": one.reason}
+            for one in attempts
+        ]
+        print(json.dumps(rows, indent=1))
+    else:
+        print("\n\n".join(logs.show(one, rules) for one in attempts))
+    sys.stdout.flush()

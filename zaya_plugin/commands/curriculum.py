@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`zaya curriculum`: the stages of a curriculum one after the other, or one of them. No torch import."""
+
+import argparse
+import sys
+
+from zaya_plugin.commands.parser import Parser, option
+from zaya_plugin.config.train_help import DEMO_DATA
+from zaya_plugin.ground import phases
+
+DESCRIPTION = """\
+Runs the stages of a curriculum one after the other.
+
+The experiment lists its stages in curriculum.stages; each is an experiment of its own and runs in <run_dir>/<stage>
+as `zaya train` would. It starts from the weights, the optimizer state and the place in the data at which the previous
+stage ended, with its own context, RoPE base, layout, batch and schedule. Finished stages are skipped: the same command
+continues an interrupted curriculum.
+<stage>:key=value sets a key for one stage, key=value for all."""
+EXAMPLES = f"""\
+examples:
+  zaya curriculum experiment=cpu_demo                     three tiny stages on this machine's CPU, after:
+    {DEMO_DATA}
+  zaya curriculum experiment=cpu_demo --dry-run           whether and what would run, by stage
+  zaya curriculum experiment=zaya1_base cluster=mi300x_8 pretrain_4k:data.path=data/web midtrain_32k:data.path=data/long
+  zaya export slurm --curriculum experiment=zaya1_base cluster=mi300x_128x8 data.path=data/web > zaya1.sbatch
+  srun zaya curriculum --only pretrain_4k_2 experiment=zaya1_base ...      one stage, in the ranks that srun has started
+
+Exit codes: 0 all stages done, 2 a mistake in a recipe, else that of the stage that stopped."""
+
+
+def parser() -> Parser:
+    return Parser(
+        "curriculum",
+        run,
+        DESCRIPTION,
+        EXAMPLES,
+        option("--only", metavar="STAGE", help="run this stage alone, also in ranks that torchrun or srun has started"),
+        option("--dry-run", action="store_true", help="print whether and what would run, and stop"),
+        option("--verbose", action="store_true", help="with --dry-run: everything"),
+        recipe=True,
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the stages, or print the plan of --dry-run; raises ValueError for a user's mistake."""
+    from zaya_plugin.run.curriculum import compose_curriculum
+    from zaya_plugin.run.curriculum_run import dry_run, run_curriculum
+
+    whole = compose_curriculum(options.overrides)
+    if not (options.dry_run or whole.recipe.dry_run):
+        return run_curriculum(whole, options.only)
+    phases.show(sys.stderr)
+    text, problems = dry_run(whole, options.only, options.verbose)
+    phases.show(None)
+    print(text, flush=True)
+    if problems:
+        raise ValueError("\n".join(problems))
+    return 0

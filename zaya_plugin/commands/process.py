@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process of a command: its reaction to Ctrl-C, the encoding, the directory, and torch before it is imported."""
+
+import os
+import signal
+import sys
+
+# Whether this process is `zaya`: not a test, nor a process that multiprocessing starts from it.
+PROGRAM = os.path.basename(getattr(sys.modules["__main__"], "__file__", None) or "") in ("zaya", "cli.py")
+INTERRUPTED = 128 + signal.SIGINT
+STOPPED = "zaya: stopped by SIGINT"
+USER_ERROR = 2
+
+
+def _leave(number, frame) -> None:
+    """End the process at once. During imports KeyboardInterrupt would not do: raised in a destructor or a callback it is
+    printed and ignored, and libraries turn it into errors of their own.
+    """
+    os.write(2, f"{STOPPED}\n".encode())
+    os._exit(INTERRUPTED)
+
+
+def end_on_interrupt(during_imports: bool) -> None:
+    """Set how Ctrl-C ends this process: at once during imports, later by KeyboardInterrupt, so that `finally` runs.
+    A signal that the caller ignores stays ignored.
+    """
+    if PROGRAM and signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):
+        signal.signal(signal.SIGINT, _leave if during_imports else signal.default_int_handler)
+
+
+def ignore_interrupts() -> None:
+    """Ignore a further Ctrl-C at the end of this process, where Python itself would print a traceback."""
+    if PROGRAM:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def in_utf8_mode() -> None:
+    """Restart this program in Python's UTF-8 mode where the locale has another encoding: our files and those of
+    packages are UTF-8, and Python reads them by the locale. Once: options of Python may leave the mode off.
+    """
+    import locale
+
+    other = locale.getpreferredencoding(False).lower() not in ("utf-8", "utf8")
+    if other and not sys.flags.utf8_mode and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+
+
+def shows_traceback() -> bool:
+    return os.environ.get("ZAYA_TRACEBACK") == "1" or os.environ.get("HYDRA_FULL_ERROR") == "1"
+
+
+def require_directory() -> None:
+    """Raise ValueError if the current directory was removed: paths have no meaning then, and torch does not load."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        from zaya_plugin.ground.errors import mistake
+
+        raise mistake(
+            "current directory",
+            os.environ.get("PWD", ""),
+            problem=f"cannot be read ({error.strerror}); it was removed, or is no longer mounted",
+            allowed="a directory that exists",
+            fix="cd to another one (`cd .` if it was created again)",
+        ) from None
+
+
+def prepare_torch() -> None:
+    """Let a command that builds models run on machines without a device too."""
+    from zaya_plugin import patches
+    from zaya_plugin.ground import phases
+
+    phases.begin("loading torch and Megatron")
+    patches.apply_torch()
+    end_on_interrupt(during_imports=False)

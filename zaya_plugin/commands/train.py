@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`zaya train`: Hydra's application over the recipes, without its litter and its messages. No torch import."""
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+
+from zaya_plugin.commands.parser import Parser, option
+from zaya_plugin.commands.process import end_on_interrupt
+from zaya_plugin.config.train_help import train_help
+from zaya_plugin.ground import phases
+from zaya_plugin.ground.errors import ENDED_EARLY
+
+
+def parser() -> Parser:
+    return Parser(
+        "train",
+        train,
+        "",
+        "",
+        option("--dry-run", action="store_true", help="print whether and what would run, and stop"),
+        option("--verbose", action="store_true", help="with --dry-run: everything"),
+        option("--multirun", "-m", action="store_true", help="one run after the other, for key=value,value"),
+        option("--cfg", "-c", choices=("job", "hydra", "all"), help="print the composed recipe, and stop"),
+        option("--package", "-p", help="with --cfg: this group of keys alone"),
+        option("--info", "-i", metavar="KIND", help="Hydra's report on its composing: all, defaults, searchpath"),
+        option("--hydra-help", action="store_true", help="Hydra's own help"),
+        imports_more=True,
+        recipe=True,
+        whole_help=train_help,
+    )
+
+
+def train(options: argparse.Namespace) -> int:
+    """Run the jobs of the command and return the first exit code that is not 0."""
+    phases.show(sys.stderr if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0" else None)
+    phases.begin("composing the recipe")
+    import hydra
+
+    from zaya_plugin.config import compose
+
+    overrides = [*options.overrides, *["dry_run=true"] * options.dry_run]
+    compose.register()
+    outcomes: list[int | Exception] = []
+
+    def job(config) -> None:
+        try:
+            outcomes.append(_run_job(config, overrides, options.verbose))
+        except Exception as error:  # raised below: Hydra would add lines to the message
+            outcomes.append(error)
+        code = outcomes[-1]
+        if isinstance(code, int) and (code > 128 or code == ENDED_EARLY):  # stopped by a signal: no further jobs
+            raise SystemExit(code)
+
+    primary = dict(config_path=f"pkg://{compose.RECIPES}", config_name=compose.PRIMARY, version_base="1.3")
+    application = hydra.main(**primary)(job)
+    if options.multirun:
+        compose.check_sweep(overrides)
+    arguments, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises in place of printing and leaving
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(compose.readable_errors(overrides))
+            words = compose.open_overrides(overrides)
+            if options.multirun:  # Hydra always writes multirun.yaml
+                words.append(f"hydra.sweep.dir={stack.enter_context(tempfile.TemporaryDirectory())}")
+            sys.argv = ["zaya train", *words, *_flags(options)]
+            application()
+    except SystemExit as end:
+        if not outcomes:
+            raise
+        return int(end.code)
+    finally:
+        sys.argv = arguments
+        del os.environ["HYDRA_FULL_ERROR"]
+        if full_error is not None:
+            os.environ["HYDRA_FULL_ERROR"] = full_error
+    errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+    if other := [error for error in errors if not isinstance(error, ValueError)]:
+        raise other[0]
+    if errors:
+        texts = dict.fromkeys(map(str, errors))
+        raise ValueError(compose.with_experiment("\n".join(texts), overrides)) from errors[0]
+    return next((outcome for outcome in outcomes if outcome), 0)
+
+
+def _flags(options: argparse.Namespace) -> list[str]:
+    """Return the options that Hydra reads."""
+    flags = [f"--{name.replace('_', '-')}" for name in ("multirun", "hydra_help") if getattr(options, name)]
+    for name in ("cfg", "package", "info"):
+        if (value := getattr(options, name)) is not None:
+            flags += [f"--{name}", value]
+    return flags + ["--resolve"] * (options.cfg is not None)
+
+
+def _run_job(config, overrides: list[str], verbose: bool) -> int:
+    """Run one job of `zaya train`; each job of a multirun runs in <run_dir>/<job number>."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    from zaya_plugin.config.compose import to_recipe
+    from zaya_plugin.run.launch import launch
+
+    end_on_interrupt(during_imports=False)
+    recipe = to_recipe(config, overrides)
+    hydra_config = HydraConfig.get()
+    if hydra_config.mode == RunMode.MULTIRUN:
+        recipe.run_dir = os.path.join(recipe.run_dir, str(hydra_config.job.num))
+        words = " ".join(hydra_config.overrides.task)
+        print(f"zaya: job {hydra_config.job.num}: {words} -> {recipe.run_dir}", flush=True)
+    return launch(recipe, verbose)
