@@ -11,14 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.aegis.test_rules import realistic
 
 from tests.aegis.journals import ONE_CRASH, failure
 from tests.aegis.labelled_logs import COLLECTED, cases
-from tests.aegis.test_rules import realistic
 from tests.cpu_speed import allowed
 from zaya_plugin import cli
+from zaya_plugin.aegis.diagnose.rules import Rules
 from zaya_plugin.aegis.explain import STAMP, _seconds, explain, main, read_logs
-from zaya_plugin.aegis.rules import Rules
 
 RULES = Rules.load()
 RESET = "RuntimeError: [pair.cc:537] Read error [10.0.0.2]:41234: Connection reset by peer\n"
@@ -216,8 +216,8 @@ REPLAY = r"""
 import re, sys, time
 from pathlib import Path
 from zaya_plugin.aegis.explain import read_logs
-from zaya_plugin.aegis.diagnose import diagnosis
-from zaya_plugin.aegis.rules import Rules
+from zaya_plugin.aegis.diagnose.diagnosis import diagnosis
+from zaya_plugin.aegis.diagnose.rules import Rules
 began = time.process_time()
 rules = Rules.load()
 logs = read_logs(Path(sys.argv[1]), rules)

@@ -12,7 +12,7 @@ import pytest
 from tests.lab import __main__ as lab
 from tests.lab import endurance, hooks, machine, results, stand
 from tests.lab.supervised_run import PROJECT, Reference, rows
-from zaya_plugin.aegis.rules import Rules
+from zaya_plugin.aegis.diagnose.rules import Rules
 
 SIGKILL = [
     {"time": 100.0, "kind": "attempt", "generation": 1, "nodes": ["n1", "n2"], "world_size": 2, "resume_step": None},

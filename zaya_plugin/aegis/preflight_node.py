@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.aegis.evidence import printable
+from zaya_plugin.aegis.diagnose.evidence import printable
 from zaya_plugin.ground.parent_death import die_with_parent
 from zaya_plugin.ground.whole_file import write_whole
 

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from zaya_plugin.ground.parent_death import on_end_signals
+
 FOLDER = "ZAYA_AEGIS_DIR"  # the agent's folder on this node, in the environment of every rank and of what it starts
 POLL = 0.02
 
@@ -47,9 +49,9 @@ def send(pids: Iterable[int], number: int) -> None:
             pass
 
 
-def kill_all(folder: Path, seconds: float, meanwhile: Callable[[], None] = lambda: None) -> list[int]:
-    """Send SIGKILL to the processes of `folder` and those that they start meanwhile, until none is left; return those
-    that are left after `seconds`: in state D, or frozen. meanwhile: called between two looks.
+def kill_all(folder: Path, seconds: float, while_waiting: Callable[[], None] = lambda: None) -> list[int]:
+    """Send SIGKILL to the processes of `folder` and those that they start in the meantime, until none is left; return those
+    that are left after `seconds`: in state D, or frozen. while_waiting: called again and again.
     """
     deadline = time.monotonic() + seconds
     while left := below(folder):
@@ -57,14 +59,14 @@ def kill_all(folder: Path, seconds: float, meanwhile: Callable[[], None] = lambd
         reap()
         if time.monotonic() > deadline:
             return left
-        meanwhile()
+        while_waiting()
         time.sleep(POLL)
     reap()
     return []
 
 
 def reap() -> None:
-    """Take note of the end of adopted orphans; the exit codes of children that `subprocess` started stay with it."""
+    """Remove adopted orphans that have ended; the exit codes of children that `subprocess` started stay with it."""
     for pid in _zombies(os.getpid()):
         if pid not in KNOWN:
             try:
@@ -73,7 +75,7 @@ def reap() -> None:
                 pass
 
 
-KNOWN: set[int] = set()  # children whose exit code somebody asks for
+KNOWN: set[int] = set()  # children whose exit code is read elsewhere
 
 
 def _zombies(parent: int) -> list[int]:
@@ -82,3 +84,16 @@ def _zombies(parent: int) -> list[int]:
     except OSError:
         return []
     return [int(pid) for pid in children if state(int(pid)) == "Z"]
+
+
+def wake_on_signals(on_signal: Callable[[int], None]) -> int:
+    """Call `on_signal` at each signal that ends a run, and return a file that can be read after any signal, such as the
+    end of a child.
+    """
+    wake, sleep = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(sleep, False)
+    signal.set_wakeup_fd(sleep, warn_on_full_buffer=False)
+    on_end_signals(lambda number, frame: on_signal(number))
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    return wake

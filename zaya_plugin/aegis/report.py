@@ -12,16 +12,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.aegis.account import account
-from zaya_plugin.aegis.attempts import Account, Stage
-from zaya_plugin.aegis.evidence import printable
+from zaya_plugin.aegis.account import Account, Stage, account
+from zaya_plugin.aegis.diagnose.evidence import printable
 from zaya_plugin.aegis.journal import find, read
 from zaya_plugin.ground.errors import mistake
 
 WHAT = """\
-Reads the journal of a run that `zaya aegis run` supervises or has supervised, and says how much of the time was
-training, what each class of failures cost, and how long detection and recovery took. It changes nothing, and a run that
-goes on is reported up to the last line of its journal."""
+Reads the journal of a run that `zaya aegis run` supervises or has supervised, and prints how much of the time was
+training, the cost of each class of failures, and how long detection and recovery took. It changes nothing, and a run that
+has not ended is reported up to the last line of its journal."""
 EXAMPLES = """\
 examples:
   zaya aegis report runs/mine                      tables
@@ -68,7 +67,7 @@ def moment(clock: float | None) -> str:
 
 
 def state(account: Account) -> str:
-    """Say how the run stands."""
+    """Return the state of the run for a person."""
     if account.begin is None:
         return "the journal is empty"
     if not account.ended:
