@@ -152,7 +152,7 @@ def test_the_pause_until_a_person_starts_again_is_not_supervised():
 
 
 def test_an_attempt_without_an_end_was_interrupted():
-    """The whole job was killed; SLURM started it again, and the decision maker went on."""
+    """The whole job was killed; SLURM started it again, and the decider went on."""
     rows = [begin(0), attempt(0, 1), first_step(2, 1), row(62, "progress", step=31, step_seconds=2.0)]
     rows += [row(100, "decider", 1, pid=2, reason="again"), attempt(110, 2, 20), first_step(122, 21, 2)]
     found = account(rows)

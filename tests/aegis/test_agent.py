@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks, agents and the decision maker are killed, and the run ends with all its steps."""
+"""Ranks, agents and the decider are killed, and the run ends with all its steps."""
 
 import errno
 import json
@@ -258,10 +258,10 @@ def test_a_second_supervisor_of_the_run_is_refused_and_the_first_one_goes_on(tmp
     with ToyRun(tmp_path, steps=None).start("n1") as run:
         run.wait_for(lambda: run.step_of("n1", 0) > 5)
         first, port = run.nodes["n1"], run.port
-        for run.port in (port, free_port()):  # with its decision maker, and with one of its own
+        for run.port in (port, free_port()):  # with its decider, and with one of its own
             run.start("n1")
             assert run.end("n1") == 2
-        run.start("n9")  # another name, and another decision maker: of the same journal
+        run.start("n9")  # another name, and another decider: of the same journal
         assert run.end("n9") == 2
         told = run.told()
         assert told.count("already, on this node (n1)") == 2 and told.count("supervises this run already") == 3

@@ -23,7 +23,7 @@ def hook(code, *words):
 
 
 def all_of(sender, seconds=60.0):
-    """Poll until every alert is done, as the decision maker does."""
+    """Poll until every alert is done, as the decider does."""
     found, deadline = [], time.monotonic() + seconds
     while sender.alerts and time.monotonic() < deadline:
         found += sender.poll()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decision maker without processes: from evidence to a decision."""
+"""The decider without processes: from evidence to a decision."""
 
 import time
 

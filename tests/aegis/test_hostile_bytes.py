@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes that a run does not choose: rank logs, the kernel's, files of ranks, messages of an agent, and a damaged journal.
-None of them may end an agent, the decision maker or a command.
+None of them may end an agent, the decider or a command.
 """
 
 import json

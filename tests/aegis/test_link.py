@@ -138,7 +138,7 @@ def test_a_signed_message_may_be_no_message_and_none_is_too_long():
     client, server = talking()
     client._sign(b"{{")
     client.flush()
-    with pytest.raises(LinkError, match="no JSON"):
+    with pytest.raises(LinkError, match="not JSON"):
         received(server)
     with pytest.raises(ValueError, match="bytes"):
         client.send({"kind": "x", "text": "x" * link.LINE_BYTES})

@@ -23,7 +23,7 @@ def home(tmp_path, monkeypatch):
 
 
 class Run:
-    """A run of two nodes and a spare in a folder of its own, with its decision maker and its journal."""
+    """A run of two nodes and a spare in a folder of its own, with its decider and its journal."""
 
     def __init__(self, folder, spares=1):
         settings = Settings(("zaya", "train"), "rank", "n1", 2, spares, (2,), 1, folder, "h", 1)
@@ -39,7 +39,7 @@ class Run:
         return self
 
     def attempt(self):
-        """Begin an attempt, if the decision maker wants to; return its nodes."""
+        """Begin an attempt, if the decider wants to; return its nodes."""
         self.maker.attempt.wait_for_nodes()
         if self.maker.clock.phase is not Phase.PORT:
             return None
