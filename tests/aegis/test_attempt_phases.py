@@ -22,9 +22,9 @@ def test_an_agent_that_was_killed_while_its_ranks_are_ended_is_told_again(maker)
     maker.decide(Evidence(time.time(), "n1", "exit", "ended", 0, None, {"exit_code": 1}), alive=False)
     assert maker.clock.phase is Phase.STOP and maker.attempt.stopping == {"n1", "n2"}
     link = Wire()
-    maker.peers.links.add(link)
+    maker.peers.by_link[link] = None
     peer_of(maker, "n2").pid = 6
-    maker.peers.links.discard(peer_of(maker, "n2").link)  # its connection has ended with it
+    del maker.peers.by_link[peer_of(maker, "n2").link]  # its connection has ended with it
     maker.on_join(link, Join(0, "n2", "10.0.0.1", 7, [], {}))
     assert link.sent == [Stop(1, 0.0)]
     for node in ("n1", "n2"):

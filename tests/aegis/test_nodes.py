@@ -32,7 +32,7 @@ class Run:
     def join(self, *names):
         for node in names:
             wire = Wire()
-            self.maker.peers.links.add(wire)
+            self.maker.peers.by_link[wire] = None
             self.maker.on_join(wire, Join(0, node, f"10.0.0.{node[1:]}", int(node[1:]), [], {}))
         if self.maker.clock.phase is Phase.RUN:
             self.maker.watch()

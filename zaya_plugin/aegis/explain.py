@@ -303,8 +303,10 @@ def show_rule(rule: Rule) -> str:
     rows = [
         ("what", rule.explain),
         ("read from", ", ".join(rule.source) + ("" if rule.pattern else " (no line of a log)")),
+        ("exit code", ", ".join(map(str, rule.exit_code))),
         ("role", f"{rule.role}, {rule.severity}, {rule.confidence}"),
         ("action", rule.action + (f", up to {rule.ride:g} s" if rule.ride else "")),
+        ("affects", rule.affects),
         ("from", f"{rule.count} lines in {rule.within:g} s" if rule.count > 1 else ""),
         ("same again", f"the same {rule.repeats}"),
         ("a person", rule.fix),

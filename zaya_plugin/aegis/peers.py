@@ -38,8 +38,7 @@ class Peers:
     def __init__(self, secret: bytes, listening: socket.socket):
         self.secret, self.listening = secret, listening
         self.by_node: dict[str, Peer] = {}
-        self.links: set[link.Link] = set()
-        self.by_link: dict[link.Link, Peer] = {}
+        self.by_link: dict[link.Link, Peer | None] = {}  # open connections; None: it has not joined yet
 
     def of(self, nodes: Iterable[str]) -> list[Peer]:
         """Return the agents of `nodes` that are connected or may connect again."""
@@ -47,7 +46,7 @@ class Peers:
 
     def connected(self) -> list[str]:
         """Return the nodes whose agents are connected now."""
-        return [node for node, peer in self.by_node.items() if peer.link in self.links]
+        return [node for node, peer in self.by_node.items() if peer.link in self.by_link]
 
     def silent(self, now: float) -> list[str]:
         """Return the nodes without a message for too long."""
@@ -58,14 +57,13 @@ class Peers:
         known = self.by_node.get(peer.node)
         if known is not None and known.link is not peer.link:
             self.forget_link(known)
-        self.links.add(peer.link)
         self.by_link[peer.link] = self.by_node[peer.node] = peer
 
     def join(self, connection: link.Link, message: Join) -> Peer:
         """Add the agent that has joined. Raises LinkError if its name is that of another host which answers."""
         peer = Peer(connection, message.node, message.address, message.pid)
         known = self.by_node.get(peer.node)
-        answers = known is not None and known.link in self.links and time.monotonic() - known.beat < LOST_SECONDS
+        answers = known is not None and known.link in self.by_link and time.monotonic() - known.beat < LOST_SECONDS
         if answers and known.pid != peer.pid and known.address != peer.address:
             raise link.LinkError(f"another node is named {known.node}; --node names this one")
         peer.generation, peer.running = message.generation, set(message.running)
@@ -78,7 +76,6 @@ class Peers:
         self.forget_link(self.by_node.pop(node))
 
     def forget_link(self, peer: Peer) -> None:
-        self.links.discard(peer.link)
         self.by_link.pop(peer.link, None)
         peer.link.close()
 
@@ -88,41 +85,39 @@ class Peers:
 
     def exchange(self, timeout: float, handle: Callable[[link.Link, Any], None]) -> None:
         """Wait for messages and handle all that have arrived."""
-        writes = [peer for peer in self.links if peer.wants_write]
         poll = select.poll()  # select() ends at 1,024 files
-        files = {peer.fileno(): peer for peer in self.links}
+        files = {connection.fileno(): connection for connection in self.by_link}
         poll.register(self.listening, select.POLLIN)
-        for number, peer in files.items():
-            poll.register(number, select.POLLIN | (select.POLLOUT if peer in writes else 0))
+        for number, connection in files.items():
+            poll.register(number, select.POLLIN | (select.POLLOUT if connection.wants_write else 0))
         for number, _ in poll.poll(timeout * 1000):
             if number == self.listening.fileno():
                 self._accept()
-                continue
-            peer = files[number]
-            if peer not in self.links:
-                continue
-            try:
-                peer.flush()
-                for body in peer.receive():
-                    handle(peer, message_of(body))
-            except link.LinkError as error:
-                self._drop(peer, str(error))
-            except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-                self._drop(peer, f"a message of another version ({type(error).__name__}: {error})")
-        for peer in [peer for peer in self.links if peer.late]:
-            self._drop(peer, "no proof that it holds the secret")
+            elif (connection := files[number]) in self.by_link:
+                self._receive(connection, handle)
+        for connection in [connection for connection in self.by_link if connection.late]:
+            self._drop(connection, "no proof that it holds the secret")
+
+    def _receive(self, connection: link.Link, handle: Callable[[link.Link, Any], None]) -> None:
+        try:
+            connection.flush()
+            for body in connection.receive():
+                handle(connection, message_of(body))
+        except link.LinkError as error:
+            self._drop(connection, str(error))
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            self._drop(connection, f"a message of another version ({type(error).__name__}: {error})")
 
     def _accept(self) -> None:
-        while len(self.links) < MAX_CONNECTIONS:
+        while len(self.by_link) < MAX_CONNECTIONS:
             try:
                 sock, _ = self.listening.accept()
             except OSError:
                 return
             with contextlib.suppress(link.LinkError, OSError):
-                self.links.add(link.Link(sock, self.secret, server=True))
+                self.by_link[link.Link(sock, self.secret, server=True)] = None
 
     def _drop(self, connection: link.Link, reason: str) -> None:
-        self.links.discard(connection)
         peer = self.by_link.pop(connection, None)
         if not reason.startswith("closed"):
             print_line(f"refused {peer.node if peer else connection.peer}: {reason}")
@@ -134,5 +129,5 @@ class Peers:
         for peer in self.by_node.values():
             self.send(peer, Leave(code))
         deadline = time.monotonic() + seconds
-        while any(peer.link in self.links for peer in self.by_node.values()) and time.monotonic() < deadline:
+        while any(peer.link in self.by_link for peer in self.by_node.values()) and time.monotonic() < deadline:
             self.exchange(0.05, lambda connection, message: None)
