@@ -196,8 +196,8 @@ def _seconds(stamp: re.Match, year: int) -> float | None:
 
 @dataclass
 class Attempt:
-    """number: None if the logs have no attempts. step: the last one that the logs name. action, reason: what would have
-    been done.
+    """number: None if the logs have no attempts. step: the last one that the logs name. action, reason: of the decision
+    that would have followed.
     """
 
     number: int | None
@@ -263,10 +263,6 @@ def _decide(attempts: list[Attempt], rules: Rules) -> None:
             cluster.apply(dataclasses.replace(decision, **stamp))
 
 
-def _plain(result: Diagnosis) -> dict[str, Any]:
-    return {name: value for name, value in to_json(result).items() if name not in ("kind", "time", "generation")}
-
-
 def _still_runs(diagnosis: Diagnosis, rules: Rules) -> bool:
     """Whether the run has not failed as far as the logs show: nothing but what may end by itself, or is only counted."""
     others = [rules[name] for name in (diagnosis.cause, *diagnosis.cascades) if name in rules]
@@ -296,6 +292,17 @@ def show(attempt: Attempt, rules: Rules) -> str:
     if rule and rule.fix:
         lines += textwrap.wrap(f"a person: {rule.fix}", 100, initial_indent="  ", subsequent_indent="    ")
     return "\n".join(lines)
+
+
+def as_json(attempts: list[Attempt]) -> list[dict[str, Any]]:
+    """Return the attempts as plain data."""
+    rows = []
+    for one in attempts:
+        result = {
+            name: value for name, value in to_json(one.result).items() if name not in ("kind", "time", "generation")
+        }
+        rows.append({"attempt": one.number, **result, "action": one.action, "reason": one.reason})
+    return rows
 
 
 def show_rule(rule: Rule) -> str:
@@ -347,11 +354,7 @@ def main(argv: list[str]) -> int:
         raise mistake("DIR", os.fspath(options.folder), problem=problem, fix="name a folder of logs")
     attempts = explain(options.folder, rules)
     if options.json:
-        rows = [
-            {"attempt": one.number, **_plain(one.result), "action": one.action, "reason": one.reason}
-            for one in attempts
-        ]
-        print(json.dumps(rows, indent=1))
+        print(json.dumps(as_json(attempts), indent=1))
     else:
         print("\n\n".join(show(one, rules) for one in attempts))
     sys.stdout.flush()
