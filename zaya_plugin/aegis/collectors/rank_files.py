@@ -181,12 +181,8 @@ def valid_beat(beat: object) -> dict:
     return {**pid, "step": fields["step"], **numbers, **loss, **texts}
 
 
-class Guards(Collector):
-    """Turns rank<N>.guard.json, of guards inside the run before a rank ended, into one piece of evidence; its kind is the
-    name of the rule: loss_spike, non_finite.
-    """
-
-    name, source, interval, deadline = "guards", "rank", 0.5, 5.0
+class _Files(Collector):
+    """Reads files of the ranks."""
 
     def __init__(self, node: str, folder: Path | None = None):
         super().__init__(node)
@@ -194,8 +190,16 @@ class Guards(Collector):
 
     def watch(self, folder: Path | None) -> None:
         """Follow the ranks of a new attempt."""
-        self._seen: set[Path] = set()
+        self._seen: dict[Path, object] = {}
         self._folder = folder
+
+
+class Guards(_Files):
+    """Turns rank<N>.guard.json, of guards inside the run before a rank ended, into one piece of evidence; its kind is the
+    name of the rule: loss_spike, non_finite.
+    """
+
+    name, source, interval, deadline = "guards", "rank", 0.5, 5.0
 
     def poll(self, now: float) -> list[Evidence]:
         evidence = []
@@ -208,24 +212,15 @@ class Guards(Collector):
                 at, rank = float(at), int(rank)
             except (OSError, ValueError, TypeError, KeyError, OverflowError):
                 continue
-            self._seen.add(path)
+            self._seen[path] = at
             evidence.append(Evidence(at, self.node, self.source, printable(str(text)), rank, str(kind), values))
         return evidence
 
 
-class FlightRecorder(Collector):
+class FlightRecorder(_Files):
     """Sums up each dump of this node's ranks as one piece of evidence; `missing_ranks` compares those of all nodes."""
 
     name, source, interval, deadline = "flight_recorder", "agent", 0.25, 10.0
-
-    def __init__(self, node: str, folder: Path | None = None):
-        super().__init__(node)
-        self.watch(folder)
-
-    def watch(self, folder: Path | None) -> None:
-        """Follow the ranks of a new attempt."""
-        self._seen: dict[Path, str] = {}
-        self._folder = folder
 
     def ask(self) -> None:
         """Ask the ranks of this node for their dumps."""
