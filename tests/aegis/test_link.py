@@ -110,9 +110,9 @@ def test_a_changed_line_a_missing_one_and_one_sent_back_are_refused():
 @pytest.mark.parametrize(
     ("sent", "said"),
     [
-        (b"GET / HTTP/1.1\r\n", "no peer"),
+        (b"GET / HTTP/1.1\r\n", "not a peer"),
         (b"\xff" * 5000, "too long"),
-        (link.HELLO + b"1" * 31 + b"\n", "no peer"),
+        (link.HELLO + b"1" * 31 + b"\n", "not a peer"),
         (link.HELLO + b"1" * 32 + b"\n" + b"x" * 200_000, "too long"),
         (link.HELLO + b"1" * 32 + b"\n{}\n", "wrong secret"),
         (link.HELLO + b"1" * 32 + b"\n" + b"0" * 64 + b' {"kind": "join"}\n', "wrong secret"),
