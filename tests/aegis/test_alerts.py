@@ -105,7 +105,7 @@ def test_a_hook_that_writes_without_end_keeps_little_and_ends(tmp_path):
     program = sender.alerts[0].running[0]
     ((_, delivered),) = all_of(sender)
     assert delivered["hook"].startswith("exit code 3 xxx") and len(delivered["hook"]) < 600
-    assert len(program.said) <= 4 * alerts.KEPT
+    assert len(program.errors) <= 4 * alerts.SHOWN_BYTES
 
 
 def test_more_alerts_than_can_be_delivered_are_left_out(capsys):
