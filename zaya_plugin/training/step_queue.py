@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zaya_plugin.checkpoint.saver import Saver
-from zaya_plugin.optim.host_copy import HostCopy
+from zaya_plugin.optim.chained import HostCopy
 from zaya_plugin.training import heartbeat
 from zaya_plugin.training.loss_guard import RollBackError
 
@@ -112,12 +112,12 @@ class AgreedSignal:
 
     Megatron gathers all ranks' flags after each step and reads them, which waits for all work of the device. Here the
     answer of the step before is read, which is on the host already. So a run ends one step later, and on all ranks at
-    the same step. The same message carries the state of the ranks' saves, and the wish of a guard to roll back.
+    the same step. The same message carries the state of the ranks' saves, and a guard's request to roll back.
 
     Args:
         handler: Megatron's handler, installed.
         device: of the process group's collectives; on "cpu" the answer of the same step is read.
-        saver: tells how its save stands, and hears how those of all ranks do; or None.
+        saver: its state is compared with those of all ranks, and it gets the result; or None.
         spiked: returns the first step of a loss spike because of which the run is to roll back, or 0; None on all ranks
             if no guard may roll back.
 
@@ -145,15 +145,15 @@ class AgreedSignal:
         """Return [1] if any rank had received the signal, else [0]: the same on all ranks. All ranks must call it.
 
         Raises:
-            RollBackError: a guard of any rank asks for it. It is raised on all ranks, before a save at this step.
+            RollBackError: a guard of any rank requests it. It is raised on all ranks, before a save at this step.
         """
         own = int(self.handler._signal_received)
         if own and self._noticed is None:
             self._noticed = time.monotonic()
         load, saves = (0, 0) if self.saver is None else (self.saver.load, self.saver.count)
-        wish = [] if self.spiked is None else [self.spiked()]
+        requests = [] if self.spiked is None else [self.spiked()]
         flags = torch.cat(  # filled on the device: a copy from the host would wait
-            [torch.full((1,), flag, dtype=torch.int32, device=self.device) for flag in (own, load, *wish)]
+            [torch.full((1,), flag, dtype=torch.int32, device=self.device) for flag in (own, load, *requests)]
         )
         torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
         now = HostCopy([flags]), saves
