@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from zaya_plugin.aegis.collectors.progress import read_beats
+from zaya_plugin.aegis.collectors.rank_files import read_beats
 
 # A ZAYA as small as all its parts allow: 4 layers, 16 experts and the skip class, 8 query and 2 key/value heads.
 MICRO = (

@@ -12,9 +12,9 @@ from importlib import import_module, metadata
 from pathlib import Path
 
 from tests.aegis.labelled_logs import cases
-from zaya_plugin.aegis.diagnose import UNKNOWN
+from zaya_plugin.aegis.diagnose.diagnosis import UNKNOWN
+from zaya_plugin.aegis.diagnose.rules import KERNEL, Rules
 from zaya_plugin.aegis.explain import explain
-from zaya_plugin.aegis.rules import KERNEL, Rules
 
 GENERIC = "observed_exception"  # NVRx's row of any exception of Python
 
@@ -57,8 +57,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for case in cases():
             (attempt,) = explain(case.write(Path(folder) / case.name), rules)
-            if attempt.found.cause not in (UNKNOWN, "traceback", "hang"):
-                roots.append((attempt.found.evidence[0].source, attempt.found.evidence[0].text))
+            if attempt.result.cause not in (UNKNOWN, "traceback", "hang"):
+                roots.append((attempt.result.evidence[0].source, attempt.result.evidence[0].text))
     clean = [case for case in cases() if case.cause == "none"]
     right += [
         (KERNEL if "dmesg" in name else "rank", line)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decision maker for the tests of its parts."""
+"""A decider for the tests of its parts."""
 
 import pytest
 
@@ -16,14 +16,14 @@ def maker(tmp_path, monkeypatch):
     """Two nodes of a rank each that train, and a spare."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     settings = Settings(COMMAND, "rank", "n1", 2, 1, (2,), 1, tmp_path, "h", 1, skip_steps=("5",))
-    made = Decider(settings, b"s" * 32, None)
+    maker = Decider(settings, b"s" * 32, None)
     for number, node in enumerate(("n1", "n2", "n3")):
         peer = Peer(Wire(), node, f"10.0.0.{number}")
         peer.running = {number}
-        made.peers.add(peer)
-    made.launcher.order = ("n1", "n2")
-    made.launcher.start(29500)
-    peer_of(made, "n3").running = set()
-    made.in_run()
-    yield made
-    made.record.journal.close()
+        maker.peers.add(peer)
+    maker.attempt.order = ("n1", "n2")
+    maker.attempt.start(29500)
+    peer_of(maker, "n3").running = set()
+    maker.watch()
+    yield maker
+    maker.record.journal.close()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decision maker without processes: its agents are made here, and say what a test lets them say."""
+"""A decider without processes: its agents are stand-ins, whose messages a test sends."""
 
 from zaya_plugin.aegis.journal import read
+from zaya_plugin.aegis.protocol import message_of
 
 
 class Wire:
@@ -11,7 +12,7 @@ class Wire:
         self.sent = []
 
     def send(self, body):
-        self.sent.append(body)
+        self.sent.append(message_of(body))
 
     def close(self):
         pass
@@ -26,6 +27,6 @@ def rows(maker, kind):
 
 
 def settle(maker):
-    """Let the time pass in which more evidence could come."""
-    maker.phase.since -= 60.0
-    maker.in_settle()
+    """Let the time pass in which more evidence could arrive."""
+    maker.clock.since -= 60.0
+    maker.settle()

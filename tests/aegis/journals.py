@@ -2,16 +2,17 @@
 """Rows of journals for the tests of the account, the report and the status."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
-from zaya_plugin.aegis.journal import KINDS
+from zaya_plugin.aegis.protocol import ROWS
 
 BEGIN = 1_000_000.0
 GPUS = 16
 
 
 def row(time, kind, generation=1, **values):
-    assert set(values) <= set(KINDS[kind])
+    assert set(values) <= {column.name for column in fields(ROWS[kind])}
     return {"time": BEGIN + time, "kind": kind, "generation": generation, **values}
 
 

@@ -6,9 +6,9 @@ import json
 import pytest
 
 from tests.aegis.journals import BEGIN, GPUS, ONE_CRASH, TWO_STAGES, attempt, begin, failure, first_step, row
-from zaya_plugin.aegis.account import INTERRUPTED, account
-from zaya_plugin.aegis.attempts import END, START, TRAINING
+from zaya_plugin.aegis.account import END, INTERRUPTED, START, TRAINING, account
 from zaya_plugin.aegis.journal import Journal, read
+from zaya_plugin.aegis.protocol import AttemptStart, Progress, row_of
 
 
 def test_one_crash_by_hand():
@@ -152,7 +152,7 @@ def test_the_pause_until_a_person_starts_again_is_not_supervised():
 
 
 def test_an_attempt_without_an_end_was_interrupted():
-    """The whole job was killed; SLURM started it again, and the decision maker went on."""
+    """The whole job was killed; SLURM started it again, and the decider went on."""
     rows = [begin(0), attempt(0, 1), first_step(2, 1), row(62, "progress", step=31, step_seconds=2.0)]
     rows += [row(100, "decider", 1, pid=2, reason="again"), attempt(110, 2, 20), first_step(122, 21, 2)]
     found = account(rows)
@@ -225,6 +225,7 @@ def test_fields_of_any_kind_break_nothing(wrong):
 
 def test_the_journal_takes_the_time_of_a_step(tmp_path):
     journal = Journal(tmp_path / "journal.jsonl")
-    journal.write("attempt", 1, nodes=["n1"], world_size=1, resume_step=None)
-    line = journal.write("progress", 1, step=3, step_seconds=0.5, at=1.0)
-    assert list(read(tmp_path / "journal.jsonl"))[-1] == line
+    journal.write(AttemptStart(["n1"], 1), 1)
+    row = Progress(3, 0.5, at=1.0)
+    journal.write(row, 1)
+    assert row_of(list(read(tmp_path / "journal.jsonl"))[-1]) == row

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks, agents and the decision maker are killed, and the run ends with all its steps."""
+"""Ranks, agents and the decider are killed, and the run ends with all its steps."""
 
 import errno
 import json
@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.aegis.toy_run import ToyRun, free_port, kill, secret
-from zaya_plugin.aegis.agent import Agent
+from zaya_plugin.aegis.agent import Agent, ClockOffset
 from zaya_plugin.aegis.collectors.tail import Tail
-from zaya_plugin.aegis.evidence import Evidence
+from zaya_plugin.aegis.diagnose.evidence import Evidence
+from zaya_plugin.aegis.protocol import Beat, Dumped, RankExit, Start
 from zaya_plugin.aegis.ranks import Process
 from zaya_plugin.aegis.settings import Settings
 from zaya_plugin.ground import processes
@@ -161,14 +163,14 @@ def test_stacks_are_asked_of_the_process_in_the_heartbeat_alone(tmp_path, monkey
             (folder / f"rank{number}.json").write_text(json.dumps({"pid": pid, "phase": "train", "step": 1}))
             agent.ranks.processes.append(Process(number, shell, Tail(tmp_path / "log"), None))
         agent.collectors.flight_recorder.watch(folder)
-        monkeypatch.setattr("zaya_plugin.aegis.dumps.DUMP_SECONDS", 0.1)
-        monkeypatch.setattr(agent, "_send", lambda kind, **values: sent.append((kind, values)))
+        monkeypatch.setattr("zaya_plugin.aegis.ranks.DUMP_SECONDS", 0.1)
+        monkeypatch.setattr(agent, "_send", sent.append)
         agent._dump()
         deadline = time.monotonic() + 60
         while not (tmp_path / "told").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         assert (tmp_path / "told").exists() and stranger.poll() is None
-        assert sent[-1] == ("dumped", {"generation": 0, "ranks": [0]})
+        assert sent[-1] == Dumped(0)
     finally:
         agent.collectors.close()
         processes.kill_all(processes.ranks_mark(folder), 2.0)
@@ -193,19 +195,18 @@ def test_a_log_that_cannot_be_read_holds_no_heartbeat(tmp_path, monkeypatch):
         time.sleep(0.01)
     agent.collectors.close()
     assert process.code == 1
-    assert [kind for kind, _ in agent.sent if kind != "beat"] == ["exit"]
+    assert [type(message) for message in agent.sent if not isinstance(message, Beat)] == [RankExit]
     os.close(writer)  # lets the thread go
 
 
 @pytest.mark.parametrize("renamed", [False, True])
 def test_a_log_that_a_rotation_truncates_or_renames_keeps_its_evidence(tmp_path, monkeypatch, renamed):
     agent, told = quiet_agent(tmp_path, monkeypatch), []
-    agent.ranks.tell = told.append
+    agent.ranks.report = told.append
     agent.ranks.follow_logs()
     code = f"print('x' * 20_000, flush=True); open({str(tmp_path / 'go')!r}).read(); raise KeyError(7)"
     os.mkfifo(tmp_path / "go")
-    start = {"generation": 1, "first_rank": 3, "node_rank": 0, "nodes": 1, "address": "h", "port": 1, "turn": 0}
-    agent.ranks.start({**start, "command": [sys.executable, "-c", code]})
+    agent.ranks.start(Start(1, 1, 0, 3, "h", 1, [sys.executable, "-c", code], 0))
     (process,) = agent.ranks.processes
     log = process.log.path
 
@@ -234,13 +235,12 @@ def test_a_log_that_a_rotation_truncates_or_renames_keeps_its_evidence(tmp_path,
 def test_only_a_wrong_command_is_the_users_mistake(tmp_path, monkeypatch, what, code, rule):
     agent = quiet_agent(tmp_path, monkeypatch)
     told = []
-    monkeypatch.setattr(agent, "_tell", told.append)
+    monkeypatch.setattr(agent, "report", told.append)
     command = {"absent": "/absent", "no rights": str(tmp_path / "plain"), "full": "true"}[what]
     (tmp_path / "plain").write_text("x")
     if what == "full":
         monkeypatch.setattr("builtins.open", full_disk)
-    start = {"generation": 1, "first_rank": 0, "node_rank": 0, "nodes": 1, "address": "h", "port": 1, "turn": 0}
-    agent._start({**start, "command": [command]})
+    agent._start(Start(1, 1, 0, 0, "h", 1, [command], 0))
     agent.collectors.close()
     monkeypatch.undo()
     assert [(each.rule, each.values.get("exit_code")) for each in told][-1] == (None, code)
@@ -258,10 +258,10 @@ def test_a_second_supervisor_of_the_run_is_refused_and_the_first_one_goes_on(tmp
     with ToyRun(tmp_path, steps=None).start("n1") as run:
         run.wait_for(lambda: run.step_of("n1", 0) > 5)
         first, port = run.nodes["n1"], run.port
-        for run.port in (port, free_port()):  # with its decision maker, and with one of its own
+        for run.port in (port, free_port()):  # with its decider, and with one of its own
             run.start("n1")
             assert run.end("n1") == 2
-        run.start("n9")  # another name, and another decision maker: of the same journal
+        run.start("n9")  # another name, and another decider: of the same journal
         assert run.end("n9") == 2
         told = run.told()
         assert told.count("already, on this node (n1)") == 2 and told.count("supervises this run already") == 3
@@ -285,12 +285,12 @@ def test_an_output_that_nobody_reads_any_more_ends_no_run(tmp_path):
 
 
 def quiet_agent(tmp_path, monkeypatch):
-    """An agent without a decision maker; `sent` is what it would have told it."""
+    """An agent without a decider; `sent` are the messages to it."""
     settings = Settings(("sh",), "rank", "n1", 1, 0, (1,), 1, tmp_path, "127.0.0.1", 1, kernel_log=tmp_path / "kernel")
     (tmp_path / "node").mkdir()
     agent = Agent(settings, secret(), tmp_path / "node")
     agent.sent = []
-    monkeypatch.setattr(agent, "_send", lambda kind, **values: agent.sent.append((kind, values)))
+    monkeypatch.setattr(agent, "_send", agent.sent.append)
     return agent
 
 
@@ -307,9 +307,9 @@ def test_a_copy_of_a_signal_is_no_second_one(tmp_path, monkeypatch):
         (608, term, 2),
     ):
         monkeypatch.setattr("zaya_plugin.aegis.agent.time.monotonic", lambda at=at: 1000.0 + at)
-        agent._note_signal(number)
+        agent._on_signal(number)
         assert len(agent.signals) == noted, at
-    agent._note_signal(usr1)
+    agent._on_signal(usr1)
     assert agent.signals == [usr1, term, usr1]
 
 
@@ -318,5 +318,41 @@ def test_a_launchers_line_with_a_process_is_of_the_rank_with_that_heartbeat(tmp_
     for rank, pid in ((4, 1004), (5, 1005)):
         (agent.folder / f"rank{rank}.json").write_text(json.dumps({"pid": pid, "phase": "train", "step": 3}))
     for source, pid in (("exit", 1005), ("exit", 77), ("kernel", 1005)):
-        agent._tell(Evidence(1.0, "n1", source, "failed", None, "sigkill", {"pid": pid}))
+        agent.report(Evidence(1.0, "n1", source, "failed", None, "sigkill", {"pid": pid}))
     assert [each.rank for each in agent._evidence] == [5, None, None]
+
+
+def test_the_times_of_evidence_and_exits_are_sent_by_the_deciders_clock(tmp_path, monkeypatch):
+    agent = quiet_agent(tmp_path, monkeypatch)
+    agent.link, agent.clock.offset = object(), 3600.0
+    agent.report(Evidence(5.0, "n1", "rank", "x", 0, "traceback"))
+    agent._send_exit(0, -9, 6.0)
+    agent.collectors.close()
+    evidence, rank_exit = agent.sent
+    assert [row["time"] for row in evidence.rows] == [3605.0] and rank_exit == RankExit(0, 0, -9, 3606.0)
+
+
+def test_no_command_line_shows_the_hook_the_command_or_the_secret(tmp_path):
+    """Other users of a node can read /proc/PID/cmdline."""
+    with ToyRun(tmp_path, steps=None, options=("--hook", "true --token hunter22")).start("n1") as run:
+        run.wait_for(lambda: run.step_of("n1", 0) > 1)
+        key = (run.folder / "secret").read_text()
+        for pid in (run.nodes["n1"].pid, run.child("n1", "agent"), run.child("n1", "decider")):
+            line = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+            assert "zaya_plugin.aegis." in line
+            assert not any(text in line for text in ("hunter22", "ZAYA_AEGIS_DIR", str(tmp_path), key))
+        assert (run.folder / "secret").stat().st_mode & 0o777 == 0o600
+        run.release()
+        assert run.end() == 0
+
+
+def test_a_clock_that_is_set_is_noticed_at_the_next_answer():
+    clock = ClockOffset()
+    for now, trip in ((1000.0, 0.002), (1002.0, 0.001), (1004.0, 0.004)):
+        clock.measure(now, now - trip, now - trip / 2 + 5.0)  # the other clock is 5 s ahead
+    assert clock.offset == pytest.approx(5.0, abs=1e-3)
+    clock.measure(1006.0, 990.0, 1006.0)  # an answer that took 16 s says nothing
+    assert clock.offset == pytest.approx(5.0, abs=1e-3)
+    now = 1008.0 + 3600.0  # an hour ahead all at once
+    clock.measure(now, now - 0.004, 1008.0 - 0.002 + 5.0)
+    assert clock.offset == pytest.approx(5.0 - 3600.0, abs=1e-2)

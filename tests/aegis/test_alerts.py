@@ -23,7 +23,7 @@ def hook(code, *words):
 
 
 def all_of(sender, seconds=60.0):
-    """Poll until every alert is done, as the decision maker does."""
+    """Poll until every alert is done, as the decider does."""
     found, deadline = [], time.monotonic() + seconds
     while sender.alerts and time.monotonic() < deadline:
         found += sender.poll()
@@ -105,7 +105,7 @@ def test_a_hook_that_writes_without_end_keeps_little_and_ends(tmp_path):
     program = sender.alerts[0].running[0]
     ((_, delivered),) = all_of(sender)
     assert delivered["hook"].startswith("exit code 3 xxx") and len(delivered["hook"]) < 600
-    assert len(program.said) <= 4 * alerts.KEPT
+    assert len(program.errors) <= 4 * alerts.SHOWN_BYTES
 
 
 def test_more_alerts_than_can_be_delivered_are_left_out(capsys):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several nodes: spares, lost nodes, strangers, and a decision maker that starts again at any point."""
+"""Several nodes: spares, lost nodes, strangers, and a decider that starts again at any point."""
 
 import signal
 import socket
@@ -67,7 +67,7 @@ def test_strangers_change_nothing(tmp_path):
             with socket.create_connection(("127.0.0.1", run.port)) as sock:
                 sock.sendall(first)
                 sock.settimeout(60)
-                while sock.recv(1000):  # until the decision maker closes
+                while sock.recv(1000):  # until the decider closes
                     pass
         wrong = link.Link(link.connect("127.0.0.1", run.port), b"w" * 32, server=False)
         wrong.send({"kind": "join", "node": "n1"})

@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decision maker without processes: from evidence to a decision."""
+"""The decider without processes: from evidence to a decision."""
 
 import time
 
 import pytest
 
-from tests.aegis.decision_maker import peer_of, rows, settle
-from zaya_plugin.aegis.decide import Decision
+from tests.aegis.decision_maker import rows, settle
+from zaya_plugin.aegis.attempt_phases import Phase
 from zaya_plugin.aegis.decider import Decider
-from zaya_plugin.aegis.evidence import Evidence
-from zaya_plugin.aegis.sightings import PROBE_SECONDS
+from zaya_plugin.aegis.diagnose.diagnosis import PROBE_SECONDS
+from zaya_plugin.aegis.diagnose.evidence import Evidence
+from zaya_plugin.aegis.protocol import Decision, Diagnosis
 
 
 @pytest.mark.parametrize("others, action", [((), ["exchange"]), (("n1",), []), (("n3",), [])])
 def test_a_disk_that_fails_on_one_node_alone_is_exchanged_and_a_file_server_is_not(maker, others, action):
     for node in ("n2", *others):
-        maker.see(Evidence(time.time() - PROBE_SECONDS, node, "storage", "Input/output error", rule="eio"), 1)
+        maker.add(Evidence(time.time() - PROBE_SECONDS, node, "storage", "Input/output error", rule="eio"), 1)
     assert [row["evidence"]["node"] for row in rows(maker, "symptom")][:1] == ["n2"]
-    maker.in_run()
-    if maker.phase.name == "settle":
+    maker.watch()
+    if maker.clock.phase is Phase.SETTLE:
         settle(maker)
     assert [row["action"] for row in rows(maker, "decision")] == action
 
@@ -26,7 +27,7 @@ def test_a_disk_that_fails_on_one_node_alone_is_exchanged_and_a_file_server_is_n
 @pytest.mark.parametrize("old", [0.0, 1400.0, 90_000.0])
 def test_sure_evidence_is_the_cause_whatever_its_clock_says(maker, old):
     """Kernel lines have the time since the boot; a clock that is set, or a recorded line, makes them look old."""
-    maker.see(Evidence(time.time() - old, "n2", "kernel", "uncorrectable hardware error", rule="ras_ue"), 1)
+    maker.add(Evidence(time.time() - old, "n2", "kernel", "uncorrectable hardware error", rule="ras_ue"), 1)
     settle(maker)
     assert [(row["cause"], row["node"]) for row in rows(maker, "diagnosis")] == [("ras_ue", "n2")]
     assert [row["action"] for row in rows(maker, "decision")] == ["exchange"]
@@ -34,15 +35,15 @@ def test_sure_evidence_is_the_cause_whatever_its_clock_says(maker, old):
 
 def test_an_alert_speaks_amds_code_of_the_cause(maker, monkeypatch):
     told = []
-    monkeypatch.setattr(maker.alerts, "send", lambda text, level, **facts: told.append(facts))
-    maker.look(Evidence(time.time(), "n2", "kernel", "uncorrectable hardware error", rule="ras_ue"))
-    maker.judge(maker.sightings.symptom, alive=False)
+    monkeypatch.setattr(maker.alerts, "send", lambda text, **facts: told.append(facts))
+    maker.begin_diagnosis(Evidence(time.time(), "n2", "kernel", "uncorrectable hardware error", rule="ras_ue"))
+    maker.decide(maker.observations.symptom, alive=False)
     assert (told[0]["cause"], told[0]["safe_code"]) == ("ras_ue", "008")
 
 
 def test_a_decision_maker_killed_right_after_a_decision_knows_which_node_it_left_out(maker):
-    maker.note("diagnosis", cause="ras_ue", node="n2", rank=None, fingerprint="ras_ue on n2")
-    maker.note("decision", **Decision("exchange", "broken", ("n2",)).to_json())
+    maker.write(Diagnosis("ras_ue", "n2", fingerprint="ras_ue on n2"))
+    maker.write(Decision("exchange", "broken", ("n2",)))
     again = Decider(maker.settings, b"s" * 32, None)
     assert again.cluster.out == {"n2": "ras_ue"}
     again.record.journal.close()
@@ -60,24 +61,18 @@ def test_heartbeats_that_arrive_while_the_decision_maker_is_held_count(maker, mo
     assert len(maker.peers.by_node) == 3 and not rows(maker, "symptom")
 
 
-def test_the_time_of_an_exit_is_that_of_this_clock(maker):
-    at = time.time()
-    maker.on_exit(peer_of(maker, "n2"), {"generation": 1, "rank": 1, "code": -9, "time": at - 3600, "offset": 3600.0})
-    assert [row["evidence"]["time"] for row in rows(maker, "symptom")] == [at]
-
-
 def test_a_run_that_hangs_until_it_is_given_up_ends_with_the_code_of_a_hang(maker):
-    assert maker.sightings.failed_code() == 1
-    maker.note("diagnosis", cause="hang", node="n2", rank=1, fingerprint="hang of rank 1")
-    maker.note("decision", **Decision("stop", "hangs").to_json())
-    assert maker.sightings.failed_code() == 100
+    assert maker.observations.failed_code() == 1
+    maker.write(Diagnosis("hang", "n2", 1, fingerprint="hang of rank 1"))
+    maker.write(Decision("stop", "hangs"))
+    assert maker.observations.failed_code() == 100
 
 
 def test_a_disk_that_fails_changes_nothing_where_no_spare_is_left(maker):
     del maker.peers.by_node["n3"]
-    maker.see(Evidence(time.time() - PROBE_SECONDS, "n2", "storage", "Input/output error", rule="eio"), 1)
-    maker.in_run()
-    assert maker.phase.name == "run" and rows(maker, "decision") == []
+    maker.add(Evidence(time.time() - PROBE_SECONDS, "n2", "storage", "Input/output error", rule="eio"), 1)
+    maker.watch()
+    assert maker.clock.phase is Phase.RUN and rows(maker, "decision") == []
 
 
 def test_a_spike_that_comes_again_goes_back_further(maker):
@@ -85,8 +80,8 @@ def test_a_spike_that_comes_again_goes_back_further(maker):
     for port in (29501, 29502):
         spike = Evidence(time.time(), "n2", "rank", "spiked", 1, "loss_spike", values)
         maker.cluster.checkpoints = [8, 16]
-        maker.look(spike)
-        maker.sightings.evidence.append(spike)
-        maker.judge(spike, alive=False, said=maker.sightings.diagnose(maker.steps.stepped))
-        maker.launcher.start(port)
+        maker.begin_diagnosis(spike)
+        maker.observations.evidence.append(spike)
+        maker.decide(spike, alive=False, result=maker.observations.diagnose(maker.steps.stepped))
+        maker.attempt.start(port)
     assert [row["to_step"] for row in rows(maker, "decision")] == [16, 8]

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.aegis.diagnose.test_rules import realistic
 from tests.aegis.journals import ONE_CRASH, failure
 from tests.aegis.labelled_logs import COLLECTED, cases
-from tests.aegis.test_rules import realistic
 from tests.cpu_speed import allowed
 from zaya_plugin import cli
+from zaya_plugin.aegis.diagnose.rules import Rules
 from zaya_plugin.aegis.explain import STAMP, _seconds, explain, read_logs
-from zaya_plugin.aegis.rules import Rules
 
 RULES = Rules.load()
 RESET = "RuntimeError: [pair.cc:537] Read error [10.0.0.2]:41234: Connection reset by peer\n"
@@ -35,7 +35,7 @@ def write(folder: Path, files: dict[str, str | bytes]) -> Path:
 
 def one(folder: Path):
     (attempt,) = explain(folder, RULES)
-    return attempt.found
+    return attempt.result
 
 
 def test_the_command_names_cause_evidence_cascades_and_action(tmp_path, capsys):
@@ -115,7 +115,7 @@ def test_each_attempt_of_a_supervised_run_has_its_own_cause(tmp_path, capsys):
             "journal.jsonl": '{"kind": "diagnosis", "cause": "device lost from bus"}\n',
         },
     )
-    found = [(each.number, each.found.cause, each.found.node, each.found.rank) for each in explain(tmp_path, RULES)]
+    found = [(each.number, each.result.cause, each.result.node, each.result.rank) for each in explain(tmp_path, RULES)]
     assert found == [(1, "hip_illegal", None, 1), (2, "gpu_lost", "n4", None), (3, "unknown", None, None)]
     assert cli.main(["aegis", "explain", str(tmp_path)]) == 0
     text = capsys.readouterr().out
@@ -218,8 +218,8 @@ REPLAY = r"""
 import re, sys, time
 from pathlib import Path
 from zaya_plugin.aegis.explain import read_logs
-from zaya_plugin.aegis.diagnose import diagnosis
-from zaya_plugin.aegis.rules import Rules
+from zaya_plugin.aegis.diagnose.diagnosis import diagnosis
+from zaya_plugin.aegis.diagnose.rules import Rules
 began = time.process_time()
 rules = Rules.load()
 logs = read_logs(Path(sys.argv[1]), rules)
@@ -268,9 +268,9 @@ def test_the_journal_of_a_supervised_run_knows_more_than_its_logs(tmp_path, caps
     rows = [*ONE_CRASH, *failure(290, 289, "node_lost", "exchange", 110, 288, generation=3)]
     (folder / "journal.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "diagn')
     first, second, third = explain(tmp_path, RULES)
-    assert (first.found.cause, first.found.node, first.found.rank) == ("sigkill", "n2", 9)
-    assert (first.action, first.reason) == ("restart", "sigkill: restart") and second.found.evidence == []
-    assert (third.number, third.found.cause, third.action) == (3, "node_lost", "exchange")
+    assert (first.result.cause, first.result.node, first.result.rank) == ("sigkill", "n2", 9)
+    assert (first.action, first.reason) == ("restart", "sigkill: restart") and second.result.evidence == []
+    assert (third.number, third.result.cause, third.action) == (3, "node_lost", "exchange")
     assert cli.main(["aegis", "explain", str(folder)]) == 0
     out = capsys.readouterr().out
     assert "attempt 1: sigkill on n2 rank 9 (sure, high)" in out and "the supervisor: restart: sigkill: restart" in out

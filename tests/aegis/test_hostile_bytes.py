@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes that a run does not choose: rank logs, the kernel's, files of ranks, messages of an agent, and a damaged journal.
-None of them may end an agent, the decision maker or a command.
+None of them may end an agent, the decider or a command.
 """
 
 import json
@@ -14,15 +14,27 @@ from tests.aegis.decision_maker import Wire, peer_of
 from tests.aegis.journals import ONE_CRASH, TWO_STAGES
 from zaya_plugin.aegis import link
 from zaya_plugin.aegis.agent import EVIDENCE_BYTES, Agent
-from zaya_plugin.aegis.cluster import Cluster
-from zaya_plugin.aegis.collectors.flight_recorder import FlightRecorder
-from zaya_plugin.aegis.collectors.guards import Guards
+from zaya_plugin.aegis.attempt_phases import Phase
 from zaya_plugin.aegis.collectors.kernel_log import KernelLog
-from zaya_plugin.aegis.collectors.progress import read_beats
-from zaya_plugin.aegis.evidence import Evidence
+from zaya_plugin.aegis.collectors.rank_files import FlightRecorder, Guards, read_beats
+from zaya_plugin.aegis.diagnose.evidence import Evidence
+from zaya_plugin.aegis.diagnose.policy import Cluster
+from zaya_plugin.aegis.diagnose.rules import Reader, Rules
 from zaya_plugin.aegis.journal import read
-from zaya_plugin.aegis.record import Record
-from zaya_plugin.aegis.rules import Reader, Rules
+from zaya_plugin.aegis.protocol import (
+    Beat,
+    Checkpoint,
+    Ended,
+    EndSignal,
+    EvidenceBatch,
+    FreePort,
+    Join,
+    RankExit,
+    message_of,
+    row_of,
+    to_json,
+)
+from zaya_plugin.aegis.run_record import Record
 from zaya_plugin.aegis.settings import Settings
 
 DEEP = "[" * 200_000
@@ -126,37 +138,27 @@ def test_evidence_of_any_length_fits_into_messages(tmp_path):
 
     agent.link = Client()
     for number in range(300):
-        agent._tell(Evidence(1.0, "n1", "rank", "\U0001f600" * 500, number, "traceback", {"line": "\x01" * 500}))
-    agent._tell(Evidence(1.0, "n1", "rank", "large", 300, "traceback", {"line": "x" * EVIDENCE_BYTES}))
+        agent.report(Evidence(1.0, "n1", "rank", "\U0001f600" * 500, number, "traceback", {"line": "\x01" * 500}))
+    agent.report(Evidence(1.0, "n1", "rank", "large", 300, "traceback", {"line": "x" * EVIDENCE_BYTES}))
     agent._send_evidence()
     assert [row["rank"] for row in sent] == [*range(301)] and "values" in sent[0] and "values" not in sent[300]
 
 
 STRANGE = (None, True, -1, 10**30, 1e308, "x", "", [], [[]], {}, {"a": 1}, ["n2"], "n2")
 MESSAGES = (
-    {
-        "kind": "join",
-        "node": "n2",
-        "address": "a",
-        "pid": 1,
-        "generation": 1,
-        "codes": {},
-        "running": [],
-        "over": None,
-        "asked": [],
-    },
-    {"kind": "beat", "time": 1.0, "generation": 1, "ranks": {"1": {"phase": "train", "step": 3, "step_seconds": 0.1}}},
-    {"kind": "exit", "generation": 1, "rank": 1, "code": 0, "time": 1.0, "offset": 0.0},
-    {
-        "kind": "evidence",
-        "generation": 1,
-        "offset": 0.0,
-        "rows": [{"time": 1.0, "node": "n2", "source": "rank", "text": "x"}],
-    },
-    {"kind": "ended", "generation": 1, "seconds": 1.0, "survivors": []},
-    {"kind": "asked", "number": 15, "times": 1},
-    {"kind": "port", "generation": 2, "port": 1},
-    *({"kind": kind, "generation": 1} for kind in ("started", "dumped", "free", "", "_", "exit", "stop")),
+    *map(
+        to_json,
+        (
+            Join(1, "n2", "a", 1, [], {}),
+            Beat(1, 1.0, {"1": {"phase": "train", "step": 3, "step_seconds": 0.1}}),
+            RankExit(1, 1, 0, 1.0),
+            EvidenceBatch(1, [{"time": 1.0, "node": "n2", "source": "rank", "text": "x"}]),
+            Ended(1, []),
+            EndSignal(1, 15, 1),
+            FreePort(2, 1),
+        ),
+    ),
+    *({"kind": kind, "generation": 1} for kind in ("Started", "Dumped", "SurvivorsEnded", "", "_", "RankExit", "Stop")),
 )
 
 
@@ -176,18 +178,18 @@ def test_no_message_of_an_agent_ends_the_decision_maker(maker):
                 break
             where = where[name] if isinstance(where[name], dict) else where[name][0]
         try:
-            maker.handle(peer_of(maker, "n2").link, message)
+            maker.handle(peer_of(maker, "n2").link, message_of(message))
         except refused:
             pass
-        if maker.phase.name == "run":
-            maker.in_run()
-        if maker.phase.name != "run":  # a sign that was right: look on
-            maker.phase.since -= 100.0
-            if maker.phase.name == "settle":
-                maker.in_settle()
-            maker.phase.to("run")
+        if maker.clock.phase is Phase.RUN:
+            maker.watch()
+        if maker.clock.phase is not Phase.RUN:  # a sign that was right: look on
+            maker.clock.since -= 100.0
+            if maker.clock.phase is Phase.SETTLE:
+                maker.settle()
+            maker.clock.enter(Phase.RUN)
             maker.cluster.running, maker.code, maker.cluster.asked = True, None, False
-    maker.on_beat(peer_of(maker, "n1"), {"time": 0.0, "generation": maker.cluster.generation, "ranks": {}})
+    maker.on_beat(peer_of(maker, "n1"), Beat(maker.cluster.generation, 0.0, {}))
     assert list(read(maker.settings.journal))
 
 
@@ -205,7 +207,7 @@ def test_a_journal_that_is_damaged_anywhere_is_replayed(tmp_path, monkeypatch):
         text = "\n".join(line if rnd.random() < 0.8 else broken(line, rnd) for line in lines if rnd.random() < 0.95)
         settings.journal.write_bytes(text.encode("utf-8", "surrogatepass")[: rnd.randrange(1, 4 * len(text))])
         record = Record(settings)
-        record.note("checkpoint", step=1)
+        record.write(Checkpoint(1))
         record.journal.close()
         assert isinstance(record.cluster.generation, int) and 1 in record.cluster.checkpoints
         assert list(read(settings.journal))[-1]["kind"] == "checkpoint"
@@ -216,7 +218,7 @@ def test_a_line_with_a_field_of_another_kind_is_left_out_of_the_replay(wrong):
     rows = list(read(Path(__file__).parent / "corpus" / "curriculum.jsonl"))
     good, applied = Cluster(stages=True).replay(rows), Cluster(stages=True)
     for each in rows:
-        applied.apply(each)
+        applied.apply(row_of(each))
     assert good == applied and (good.ended, good.stage, good.best, len(good.failures)) == (True, 1, 300, 1)
     for number, each in enumerate(rows):
         for name in each.keys() - {"kind"}:

@@ -110,9 +110,9 @@ def test_a_changed_line_a_missing_one_and_one_sent_back_are_refused():
 @pytest.mark.parametrize(
     ("sent", "said"),
     [
-        (b"GET / HTTP/1.1\r\n", "no peer"),
+        (b"GET / HTTP/1.1\r\n", "not a peer"),
         (b"\xff" * 5000, "too long"),
-        (link.HELLO + b"1" * 31 + b"\n", "no peer"),
+        (link.HELLO + b"1" * 31 + b"\n", "not a peer"),
         (link.HELLO + b"1" * 32 + b"\n" + b"x" * 200_000, "too long"),
         (link.HELLO + b"1" * 32 + b"\n{}\n", "wrong secret"),
         (link.HELLO + b"1" * 32 + b"\n" + b"0" * 64 + b' {"kind": "join"}\n', "wrong secret"),
@@ -138,7 +138,7 @@ def test_a_signed_message_may_be_no_message_and_none_is_too_long():
     client, server = talking()
     client._sign(b"{{")
     client.flush()
-    with pytest.raises(LinkError, match="no JSON"):
+    with pytest.raises(LinkError, match="not JSON"):
         received(server)
     with pytest.raises(ValueError, match="bytes"):
         client.send({"kind": "x", "text": "x" * link.LINE_BYTES})

@@ -7,11 +7,12 @@ import time
 import pytest
 
 from tests.aegis.decision_maker import Wire, settle
+from zaya_plugin.aegis.attempt_phases import BETTER_SECONDS, Phase
 from zaya_plugin.aegis.decider import Decider
-from zaya_plugin.aegis.evidence import Evidence
+from zaya_plugin.aegis.diagnose.evidence import Evidence
 from zaya_plugin.aegis.journal import read
-from zaya_plugin.aegis.launcher import BETTER_SECONDS
-from zaya_plugin.aegis.nodes import KEPT_SECONDS, QUARANTINE, Nodes
+from zaya_plugin.aegis.nodes import HISTORY_SECONDS, QUARANTINE_FAILURES, NodeHistory
+from zaya_plugin.aegis.protocol import Join
 from zaya_plugin.aegis.settings import Settings
 
 
@@ -22,7 +23,7 @@ def home(tmp_path, monkeypatch):
 
 
 class Run:
-    """A run of two nodes and a spare in a folder of its own, with its decision maker and its journal."""
+    """A run of two nodes and a spare in a folder of its own, with its decider and its journal."""
 
     def __init__(self, folder, spares=1):
         settings = Settings(("zaya", "train"), "rank", "n1", 2, spares, (2,), 1, folder, "h", 1)
@@ -31,30 +32,29 @@ class Run:
     def join(self, *names):
         for node in names:
             wire = Wire()
-            self.maker.peers.links.add(wire)
-            of_node = {"node": node, "address": f"10.0.0.{node[1:]}", "pid": int(node[1:]), "generation": 0}
-            self.maker.joined(wire, {**of_node, "running": [], "codes": {}, "over": None, "asked": []})
-        if self.maker.phase.name == "run":
-            self.maker.in_run()
+            self.maker.peers.by_link[wire] = None
+            self.maker.on_join(wire, Join(0, node, f"10.0.0.{node[1:]}", int(node[1:]), [], {}))
+        if self.maker.clock.phase is Phase.RUN:
+            self.maker.watch()
         return self
 
     def attempt(self):
-        """Begin an attempt, if the decision maker wants to; return its nodes."""
-        self.maker.launcher.in_wait()
-        if self.maker.phase.name != "port":
+        """Begin an attempt, if the decider wants to; return its nodes."""
+        self.maker.attempt.wait_for_nodes()
+        if self.maker.clock.phase is not Phase.PORT:
             return None
-        self.maker.launcher.start(29500)
+        self.maker.attempt.start(29500)
         return self.rows("attempt")[-1]["nodes"]
 
     def lose(self, node):
         """The node does not answer; its ranks end, and the decision is carried out. It comes back later."""
         self.maker.lose(node, "silent")
         settle(self.maker)
-        for each in tuple(self.maker.launcher.stopping):
-            self.maker.launcher.ended(each, [])
-        self.maker.launcher.in_stop()
-        self.maker.phase.since -= self.maker.cluster.pending["delay"]
-        self.maker.launcher.in_delay()
+        for each in tuple(self.maker.attempt.stopping):
+            self.maker.attempt.ended(each, [])
+        self.maker.attempt.wait_for_ends()
+        self.maker.clock.since -= self.maker.cluster.pending.delay
+        self.maker.attempt.carry_out()
 
     def rows(self, kind):
         return [row for row in read(self.maker.settings.journal) if row["kind"] == kind]
@@ -88,7 +88,7 @@ def test_a_node_that_failed_in_two_runs_is_taken_last_by_the_third(home):
         ("n3", "node_lost", "second"),
         ("n2", "node_lost", "second"),
     ]
-    assert Nodes().quarantined("n2") and not Nodes().quarantined("n3")
+    assert NodeHistory().quarantined("n2") and not NodeHistory().quarantined("n3")
 
     third = Run(home / "third").join("n2", "n3")  # n2 is quick, as a node often is that has just been started again
     assert third.attempt() is None and third.rows("decision") == []
@@ -104,22 +104,22 @@ def test_a_node_that_no_spare_can_replace_is_remembered_too(home):
     run = Run(home / "run", spares=0).join("n1", "n2")
     run.attempt()
     run.lose("n2")
-    assert run.rows("decision")[0]["action"] == "restart" and Nodes().failures == {"n2": 1}
+    assert run.rows("decision")[0]["action"] == "restart" and NodeHistory().failures == {"n2": 1}
     run.join("n2").attempt()
     for node, rule, values in (("n1", "segfault", {}), ("n1", "agent_lost", {"back": True}), ("n1", "eio", {})):
-        run.maker.judge(Evidence(time.time(), node, "rank", "text", 0, rule, values), alive=False)
+        run.maker.decide(Evidence(time.time(), node, "rank", "text", 0, rule, values), alive=False)
         run.maker.cluster.running = True
     assert [row["action"] for row in run.rows("decision")] == ["restart"] * 4
-    assert Nodes().failures == {"n2": 1, "n1": 1}  # of the disk alone
+    assert NodeHistory().failures == {"n2": 1, "n1": 1}  # of the disk alone
     run.end()
 
 
 def test_a_quarantined_node_is_used_where_no_other_one_comes(home):
-    for _ in range(QUARANTINE):
-        Nodes().add("n2", "node_lost", "earlier")
+    for _ in range(QUARANTINE_FAILURES):
+        NodeHistory().add("n2", "node_lost", "earlier")
     run = Run(home / "run").join("n1", "n2")
     assert run.attempt() is None
-    run.maker.phase.since -= BETTER_SECONDS
+    run.maker.clock.since -= BETTER_SECONDS
     assert run.attempt() == ["n1", "n2"]
     run.end()
     again = Run(home / "again").join("n2", "n1", "n3")
@@ -138,12 +138,12 @@ def test_a_node_that_fails_in_a_run_beside_this_one_is_the_last_spare(home):
 
 
 def test_old_failures_and_damaged_lines_do_not_count(home):
-    history = Nodes()
+    history = NodeHistory()
     history.add("n1", "ras_ue", "run")
     with open(history.path, "ab") as file:
         file.write(b'{"time": 1e12, "node": "n2"')  # the disk was full
     history.add("n1", "ras_ue", "run")
     with open(history.path, "ab") as file:
         file.write(b'\xff\n[]\n{"time": "x", "node": "n3"}\n{"node": "n4"}\n' + b"[" * 100_000 + b"\n")
-    assert Nodes().failures == {"n1": 2}
-    assert Nodes(now=time.time() + KEPT_SECONDS + 60).failures == {}
+    assert NodeHistory().failures == {"n1": 2}
+    assert NodeHistory(now=time.time() + HISTORY_SECONDS + 60).failures == {}

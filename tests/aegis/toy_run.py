@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised runs of a small program in place of the training: real agents, a real decision maker, no torch."""
+"""Supervised runs of a small program in place of the training: real agents, a real decider, no torch."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class ToyRun:
             processes.kill_all(processes.ranks_mark(folder), 2.0)
 
     def start(self, *names: str, nodes: int = 1, spares: int = 0, out: int | None = None) -> ToyRun:
-        """Start `zaya aegis run` for these nodes; the first one of all gets the decision maker. out: an open file."""
+        """Start `zaya aegis run` for these nodes; the first one of all gets the decider. out: an open file."""
         for name in names:
             if self.nodes:
                 self.wait_for(lambda: self.rows("decider"))
@@ -178,7 +178,7 @@ class ToyRun:
         return "\n".join([*texts, *(json.dumps(row)[:300] for row in self.rows())])
 
     def child(self, name: str, module: str) -> int:
-        """The process id of a node's agent or decision maker."""
+        """The process id of a node's agent or decider."""
         return self.wait_for(lambda: self._child(name, module))
 
     def _child(self, name: str, module: str) -> int | None:

@@ -105,15 +105,15 @@ def sigkill_agent(trial: Trial) -> float:
     return send_signal(trial.start().agent_pid("n2"))
 
 
-@fault("SIGKILL of the decision maker", quiet=True)
+@fault("SIGKILL of the decider", quiet=True)
 def sigkill_decider(trial: Trial) -> float:
     run = trial.start()
     now = send_signal(run.decider_pid())
-    run.wait(lambda: len([row for row in run.journal() if row["kind"] == "decider"]) > 1, 20, "new decision maker")
+    run.wait(lambda: len([row for row in run.journal() if row["kind"] == "decider"]) > 1, 20, "new decider")
     return now
 
 
-@fault("SIGKILL of a rank and of the decision maker at once", causes=("sigkill",), actions=("restart",), attempts=2)
+@fault("SIGKILL of a rank and of the decider at once", causes=("sigkill",), actions=("restart",), attempts=2)
 def sigkill_rank_and_decider(trial: Trial) -> float:
     run = trial.start()
     send_signal(run.decider_pid())

@@ -197,7 +197,7 @@ class SlurmRun(Run):
         aegis = zaya("aegis", "run", "--decider", f"127.0.0.1:{PORT}", "--kernel-log", self.folder / "kernel", *options)
         (self.folder / "kernel").touch()
         environment = cluster.environment(PYTHONPATH=python_path(), OMP_NUM_THREADS="1")
-        # All nodes have this machine's address; the decision maker is to be on the first one, as in a real job.
+        # All nodes have this machine's address; the decider is to be on the first one, as in a real job.
         later = ["sh", "-c", '[ "$SLURM_NODEID" = 0 ] || sleep 2; exec "$@"', "sh"]
         script = shlex.join([*srun, *later, *aegis, "--", *self.command])
         return cluster.submit(*words, script=script, environment=environment)

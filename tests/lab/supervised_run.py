@@ -211,7 +211,7 @@ class Run:
         return self._below(self.agents[node].pid, "zaya_plugin.aegis.agent")
 
     def decider_pid(self) -> int:
-        """Return the process of the decision maker."""
+        """Return the process of the decider."""
         return self._below(self.agents[self.stand.names[0]].pid, "zaya_plugin.aegis.decider")
 
     def _below(self, parent: int, module: str) -> int:

@@ -12,7 +12,7 @@ import pytest
 from tests.lab import __main__ as lab
 from tests.lab import endurance, hooks, machine, results, stand
 from tests.lab.supervised_run import PROJECT, Reference, rows
-from zaya_plugin.aegis.rules import Rules
+from zaya_plugin.aegis.diagnose.rules import Rules
 
 SIGKILL = [
     {"time": 100.0, "kind": "attempt", "generation": 1, "nodes": ["n1", "n2"], "world_size": 2, "resume_step": None},
@@ -174,7 +174,7 @@ def test_a_hook_changes_a_module_after_its_import(tmp_path):
 def test_everything_that_a_lab_started_is_ended(tmp_path):
     with stand.Stand(tmp_path, ("n1",), network=False) as nodes:
         environment = {**os.environ, **nodes.environment()}
-        words = ["sh", "-c", "trap '' TERM; sleep 600 & wait"]
+        words = ["sh", "-c", "trap '' TERM; while :; do sleep 600; done"]
         process = subprocess.Popen(words, env=environment, start_new_session=True)
         while len(nodes.processes()) < 2:
             pass

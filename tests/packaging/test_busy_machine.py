@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # What failed on such a machine once, and what starts processes and waits for them.
 FRAGILE = (
     "aegis/test_agent.py",
-    "aegis/test_launcher.py",
+    "aegis/test_attempt_phases.py",
     "machines/test_nodes.py",
     "checkpoint/test_saver.py",
     "checkpoint/test_writer.py",
@@ -26,7 +26,7 @@ FRAGILE = (
     "run/test_launch.py",
     "run/test_megatron_check.py",
     "training/test_metrics.py",
-    "machines/test_check_process.py",
+    "verify/test_worker.py",
 )
 BUSY = "while True: pass"
 

@@ -15,8 +15,7 @@ import pytest
 
 from tests.cpu_speed import allowed
 from tests.running import MICRO, train
-from zaya_plugin.aegis.collectors.guards import Guards
-from zaya_plugin.aegis.collectors.progress import read_beats
+from zaya_plugin.aegis.collectors.rank_files import Guards, read_beats
 from zaya_plugin.config.compose import compose, save_recipe
 from zaya_plugin.config.validate import validate
 from zaya_plugin.ground.errors import ROLL_BACK

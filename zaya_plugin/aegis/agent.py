@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent of a node: starts and ends the ranks of an attempt, watches them, and reports to the decision maker.
+"""The agent of a node: starts and ends the ranks of an attempt, watches them, and reports to the decider.
 
-When the decision maker is gone the ranks train on and the agent connects again. When the agent itself is killed its
-ranks end with it; the agent that `zaya aegis run` then starts kills those that are left, and joins with nothing running.
+While the decider is gone the ranks train on and the agent connects again. When the agent itself is killed its ranks end
+with it; the agent that `zaya aegis run` then starts kills those that are left, and joins with nothing running.
 """
 
 from __future__ import annotations
@@ -22,50 +22,89 @@ from pathlib import Path
 from typing import Any
 
 from zaya_plugin.aegis import link
-from zaya_plugin.aegis.clock_offset import ClockOffset
-from zaya_plugin.aegis.collectors.of_node import NodeCollectors
-from zaya_plugin.aegis.collectors.progress import read_beats
-from zaya_plugin.aegis.dumps import ask_for_dumps
-from zaya_plugin.aegis.evidence import Evidence, say
-from zaya_plugin.aegis.exit_codes import meaning
+from zaya_plugin.aegis.collectors.node_collectors import NodeCollectors
+from zaya_plugin.aegis.collectors.rank_files import read_beats
+from zaya_plugin.aegis.diagnose.evidence import Evidence, print_line
+from zaya_plugin.aegis.diagnose.rules import KERNEL, Reader, Rules
+from zaya_plugin.aegis.protocol import (
+    Beat,
+    BeatAnswer,
+    BeatRequest,
+    Dump,
+    Dumped,
+    Ended,
+    EndSignal,
+    EvidenceBatch,
+    FindPort,
+    FreePort,
+    Join,
+    Leave,
+    RankExit,
+    Save,
+    Start,
+    Started,
+    Stop,
+    SurvivorsEnded,
+    message_of,
+    to_json,
+)
 from zaya_plugin.aegis.ranks import Process, Ranks, runnable
-from zaya_plugin.aegis.rules import Reader, Rules
 from zaya_plugin.aegis.settings import Settings, is_train
 from zaya_plugin.ground import processes
-from zaya_plugin.ground.parent_death import COPY_SECONDS, adopt_orphans, die_with_parent, on_end_signals
+from zaya_plugin.ground.parent_death import COPY_SECONDS, adopt_orphans, die_with_parent
 
 POLL_SECONDS = 0.1  # exit codes and logs
 BEAT_SECONDS = 2.0
 START_BEAT_SECONDS = 0.5  # until all ranks train, so that the time of the first step is known
-CONNECT_SECONDS = 0.5  # between two tries to reach the decision maker
-ALONE_SECONDS = 900.0  # without ranks and without a decision maker: a whole job must not wait for nothing
+CONNECT_SECONDS = 0.5  # between two tries to reach the decider
+ALONE_SECONDS = 900.0  # without ranks and without a decider: a whole job must not wait for nothing
 UNKILLABLE_SECONDS = 5.0
-EVIDENCE = 10_000  # lines that are kept while the decision maker is gone
-EVIDENCE_BYTES = 2**18  # in one message, and of one line
+MAX_EVIDENCE = 10_000  # pieces that are kept while the decider is gone
+EVIDENCE_BYTES = 2**18  # in one message, and of one piece
 WRONG_COMMAND = (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR, errno.EISDIR)
 
 
+class ClockOffset:
+    """How far the decider's clock is ahead of this node's, from the answers to heartbeats.
+
+    offset: seconds to add to a time of this node. trip: seconds of the answer that it was measured with.
+    """
+
+    def __init__(self) -> None:
+        self.offset, self.trip = 0.0, float("inf")
+
+    def measure(self, now: float, sent: float, theirs: float) -> None:
+        """Measure the offset with one answer, which arrived `now`; the quickest answer is the most accurate."""
+        trip = now - sent
+        if trip < 0:  # this clock was set back in between
+            return
+        offset = theirs + trip / 2 - now
+        if trip <= self.trip or abs(offset - self.offset) > trip + self.trip:  # further off: a clock was set
+            self.trip, self.offset = trip, offset
+        self.trip *= 1.05  # clocks drift: an old measurement gives way to a slightly worse new one
+
+
 class Agent:
-    """The loop of one node; `run` returns the exit code that the decision maker names."""
+    """The loop of one node; `run` returns the exit code that the decider names."""
 
     def __init__(self, settings: Settings, secret: bytes, folder: Path):
         self.settings, self.secret, self.folder = settings, secret, folder
         self.rules = Rules.load(settings.rules)
         self.link: link.Link | None = None
         self.generation = 0
-        self.ranks = Ranks(settings, secret, folder, self.rules, self._tell)
-        self.stopping: dict[str, Any] | None = None  # how far a stop is
-        self.over: dict[str, Any] | None = None  # the last stop's result, until the decision maker has started anew
-        self.signals: list[int] = []  # the first one, and those that came again
-        self._signal_times: dict[int, float] = {}  # when each came, without its copies
+        self.ranks = Ranks(settings, secret, folder, self.rules, self.report)
+        self.kill_at: float | None = None  # of the ranks of an attempt that ends
+        self.ended: Ended | None = None  # the result of the last stop, until the decider starts another attempt
+        self.signals: list[int] = []  # the first one, and those after it
+        self._signal_times: dict[int, float] = {}  # when each arrived, without its copies
         self.code: int | None = None
         self.clock = ClockOffset()
         self._next_beat = self._next_try = 0.0
-        self._said = ""
+        self._last_line = ""
         self._evidence: list[Evidence] = []
-        self._alone = time.monotonic()
+        self._connected = time.monotonic()  # or with ranks that run
         self._passed = 0  # signals that were passed on
-        self._kernel = Reader(self.rules, "kernel", settings.node)
+        self._kernel = Reader(self.rules, KERNEL, settings.node)
         self._survivors: list[int] = []
         self.collectors = NodeCollectors(
             settings.node,
@@ -76,16 +115,11 @@ class Agent:
         )
 
     def run(self) -> int:
-        """Work until the decision maker ends the run."""
+        """Work until the decider ends the run."""
         adopt_orphans()
         self.ranks.follow_logs()
-        processes.kill_all(processes.ranks_mark(self.folder), UNKILLABLE_SECONDS)  # of an agent that was killed here
-        wake, sleep = os.pipe()
-        os.set_blocking(wake, False)
-        os.set_blocking(sleep, False)
-        signal.set_wakeup_fd(sleep)
-        on_end_signals(lambda number, frame: self._note_signal(number))
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # wakes the loop
+        processes.kill_all(processes.ranks_mark(self.folder), UNKILLABLE_SECONDS)  # of an agent that was killed before
+        wake = processes.wake_on_signals(self._on_signal)
         try:
             while self.code is None:
                 self._step(wake)
@@ -101,9 +135,9 @@ class Agent:
     def _step(self, wake: int) -> None:
         now = time.monotonic()
         if self.link is not None or self.ranks.running:
-            self._alone = now
-        elif now - self._alone > ALONE_SECONDS:
-            self._say(f"nothing runs here, and the decision maker is gone for {ALONE_SECONDS:.0f} s: leaves")
+            self._connected = now
+        elif now - self._connected > ALONE_SECONDS:
+            self._print(f"no rank runs, and the decider is gone for {ALONE_SECONDS:.0f} s: leaves")
             self.code = 1
         if self.link is None and now >= self._next_try:
             self._connect()
@@ -118,76 +152,72 @@ class Agent:
             if self.link is not None:
                 self.link.flush()
                 if self.link in readable:
-                    for message in self.link.receive():
-                        self._obey(message)
+                    for body in self.link.receive():
+                        self._obey(message_of(body))
                 if self.link is not None and self.link.late:
-                    raise link.LinkError("does not answer as a decision maker")
+                    raise link.LinkError("does not answer as a decider")
         except (link.LinkError, KeyError, TypeError, ValueError) as error:  # of another version
-            self._say(f"the decision maker {self.link.peer}: {error}; ranks go on, connecting again")
+            self._print(f"the decider {self.link.peer}: {error}; the ranks train on, connecting again")
             self.link.close()
             self.link = None
         self._poll()
-        if self.stopping is not None:
-            self._go_on_stopping()
+        if self.kill_at is not None:
+            self._continue_stop()
         self._collect()
         self._beat_if_due()
 
-    # The decision maker
+    # The decider
 
     def _connect(self) -> None:
         try:
             sock = link.connect(self.settings.host, self.settings.port)
         except OSError as error:
-            self._say(f"waits for the decision maker at {self.settings.host}:{self.settings.port} ({error.strerror})")
+            self._print(f"waits for the decider at {self.settings.host}:{self.settings.port} ({error.strerror})")
             return
         address = sock.getsockname()[0]
         if address.startswith("127.") and not self.settings.host.startswith(("127.", "localhost")):
             address = self.settings.host  # this is its host, and the others reach it under that name
         self.link = link.Link(sock, self.secret, server=False)
-        self._said = ""
-        self._send(
-            "join",
-            node=self.settings.node,
-            address=address,
-            pid=os.getpid(),
-            generation=self.generation,
-            codes={process.rank: process.code for process in self.ranks.processes if process.code is not None},
-            running=[process.rank for process in self.ranks.processes if process.code is None],
-            over=self.over,
-            asked=self.signals[:1],
-        )
+        self._last_line = ""
+        codes = {process.rank: process.code for process in self.ranks.processes if process.code is not None}
+        running = [process.rank for process in self.ranks.running]
+        self._send(Join(self.generation, self.settings.node, address, os.getpid(), running, codes))
+        if self.signals:
+            self._send(EndSignal(self.generation, self.signals[0], 1))
+        if self.ended is not None:
+            self._send(self.ended)
         self._next_beat = 0.0
 
-    def _send(self, kind: str, **values: Any) -> None:
+    def _send(self, message: Any) -> None:
         if self.link is not None:
             try:
-                self.link.send({"kind": kind, **values})
+                self.link.send(to_json(message))
             except link.LinkError:
-                pass  # `receive` says so
+                pass  # `receive` raises it again
 
-    def _say(self, text: str) -> None:
-        if text != self._said:
-            say(f"{self.settings.node}: {text}")
-        self._said = text
+    def _print(self, text: str) -> None:
+        if text != self._last_line:
+            print_line(f"{self.settings.node}: {text}")
+        self._last_line = text
 
-    def _obey(self, message: dict[str, Any]) -> None:
-        kind = message["kind"]
-        if kind == "beat":
-            self.clock.measure(time.time(), message["echo"], message["time"])
-        elif kind == "ask":
-            self._next_beat = 0.0
-        elif kind == "port":
-            self._send("port", generation=message["generation"], port=link.free_port())
-        elif kind == "start" and message["generation"] > self.generation:
-            self._start(message)
-        elif kind == "dump" and message["generation"] == self.generation:
-            self._dump()
-        elif kind == "stop" and message["generation"] >= self.generation:
-            self._stop(message)
-        elif kind == "save" and message["generation"] == self.generation:
-            self.ranks.signal(signal.SIGTERM)
-        elif kind == "end":
-            self.code = message["code"]
+    def _obey(self, message: Any) -> None:
+        match message:
+            case BeatAnswer():
+                self.clock.measure(time.time(), message.echo, message.time)
+            case BeatRequest():
+                self._next_beat = 0.0
+            case FindPort():
+                self._send(FreePort(message.generation, link.free_port()))
+            case Start() if message.generation > self.generation:
+                self._start(message)
+            case Dump() if message.generation == self.generation:
+                self._dump()
+            case Stop() if message.generation >= self.generation:
+                self._stop(message)
+            case Save() if message.generation == self.generation:
+                self.ranks.signal(signal.SIGTERM)
+            case Leave():
+                self.code = message.code
 
     def _beat_if_due(self) -> None:
         if time.monotonic() >= self._next_beat:
@@ -197,25 +227,23 @@ class Agent:
         ranks = read_beats(self.folder)
         starts = len(ranks) < len(self.ranks.running) or any(beat.get("phase") != "train" for beat in ranks.values())
         self._next_beat = time.monotonic() + (START_BEAT_SECONDS if starts else BEAT_SECONDS)
-        self._send("beat", time=time.time(), offset=self.clock.offset, generation=self.generation, ranks=ranks)
+        self._send(Beat(self.generation, time.time(), ranks))
 
-    def _note_signal(self, number: int) -> None:
-        """Note a signal, once: its copies come later where the node is busy."""
+    def _on_signal(self, number: int) -> None:
+        """Add a signal, once: its copies arrive later where the node is busy."""
         now = time.monotonic()
         if not self.signals or now - self._signal_times.setdefault(number, now) > COPY_SECONDS:
             self.signals.append(number)
             self._signal_times[number] = now
 
     def _pass_on_signals(self) -> None:
-        """The first signal asks the ranks to save and leave; when it comes again they are killed. The decision maker is
-        told.
-        """
+        """Report a signal to the decider. The first one asks the ranks to save and leave, the second one kills them."""
         while self._passed < len(self.signals):
             number, self._passed = self.signals[self._passed], self._passed + 1
-            self._send("asked", number=number, times=self._passed)
+            self._send(EndSignal(self.generation, number, self._passed))
             if self._passed == 1:
                 if self.ranks.running:
-                    self._say(
+                    self._print(
                         f"{signal.Signals(number).name}: the ranks save and leave; sent again after {COPY_SECONDS:g} s, "
                         "it ends them at once"
                     )
@@ -227,122 +255,115 @@ class Agent:
 
     # The ranks
 
-    def _start(self, message: dict[str, Any]) -> None:
+    def _start(self, message: Start) -> None:
         if self.ranks.processes:
             processes.kill_all(processes.ranks_mark(self.folder), UNKILLABLE_SECONDS)
-        self.generation, self.stopping, self.over = message["generation"], None, None
+        self.generation, self.kill_at, self.ended = message.generation, None, None
         try:
             self.ranks.start(message)
         except OSError as error:
-            self._cannot_start(runnable(message["command"]), self.ranks.numbers(message)[0], error)
-        per_rank = self.settings.each == "rank" and is_train(self.settings.command)
+            self._cannot_start(runnable(message.command), self.ranks.numbers(message)[0], error)
+        per_rank = self.settings.start_per == "rank" and is_train(self.settings.command)
         self.collectors.watch(self.folder, self.ranks.numbers(message) if per_rank else ())
-        self._say(f"attempt {self.generation}: {len(self.ranks.processes)} started")
-        pids = [process.popen.pid for process in self.ranks.processes]
-        self._send("started", generation=self.generation, pids=pids)
+        self._print(f"attempt {self.generation}: {len(self.ranks.processes)} started")
+        self._send(Started(self.generation))
 
     def _cannot_start(self, command: list[str], rank: int, error: OSError) -> None:
-        """Tell why the ranks were not started. A command that is absent is the user's mistake; a full disk is not."""
+        """Report why the ranks were not started. A command that is absent is the user's mistake; a full disk is not."""
         now, text = time.time(), f"{command[0]} cannot be started: {error}"
         wrong = error.filename == command[0] and error.errno in WRONG_COMMAND
         code = (127 if isinstance(error, FileNotFoundError) else 126) if wrong else 1
         for evidence in [] if wrong else Reader(self.rules, "rank", self.settings.node).read(text, now):
-            self._tell(evidence)
-        self._tell(Evidence(now, self.settings.node, "exit", text, rank, None, {"exit_code": code}))
-        self._send_evidence()
+            self.report(evidence)
+        self.report(Evidence(now, self.settings.node, "exit", text, rank, None, {"exit_code": code}))
         self._send_exit(rank, code, now)
 
     def _poll(self) -> None:
-        """Take what the ranks wrote, and take note of those that have ended."""
+        """Report the evidence in new lines of the logs, and the ranks that have ended."""
         for process in self.ranks.poll():
             self._has_ended(process)
 
     def _has_ended(self, process: Process) -> None:
         now = time.time()
         self._beat()  # with its last step
-        if process.code and self.stopping is None:
-            beat = read_beats(self.folder).get(process.rank, {}) if self.settings.each == "rank" else {}
-            values = {"exit_code": process.code} | ({"step": beat["step"]} if "step" in beat else {})
-            text = f"ended with exit code {process.code}: {meaning(process.code).text}"
-            rank = process.rank if self.settings.each == "rank" else None
-            self._tell(Evidence(now, self.settings.node, "exit", text, rank, None, values))
-            self._send_evidence()
+        if process.code and self.kill_at is None:
+            rank = process.rank if self.settings.start_per == "rank" else None
+            beat = read_beats(self.folder).get(rank, {})
+            step = {"step": beat["step"]} if "step" in beat else {}
+            self.report(self.rules.exit_evidence(process.code, now, self.settings.node, rank, **step))
         self._send_exit(process.rank, process.code, now)
 
     def _send_exit(self, rank: int, code: int, at: float) -> None:
-        self._send("exit", generation=self.generation, rank=rank, code=code, time=at, offset=self.clock.offset)
+        self._send_evidence()
+        self._send(RankExit(self.generation, rank, code, at + self.clock.offset))
 
-    def _tell(self, evidence: Evidence) -> None:
+    def report(self, evidence: Evidence) -> None:
+        """Add evidence to the next message."""
         pid = evidence.values.get("pid")
-        if evidence.rank is None and pid is not None and evidence.source != "kernel":  # a container has pids of its own
+        if evidence.rank is None and pid is not None and evidence.source != KERNEL:  # a container has pids of its own
             beats = read_beats(self.folder).items()
             evidence = replace(evidence, rank=next((rank for rank, beat in beats if beat.get("pid") == pid), None))
         self._evidence.append(evidence)
-        del self._evidence[:-EVIDENCE]
+        del self._evidence[:-MAX_EVIDENCE]
 
     def _send_evidence(self) -> None:
         while self._evidence and self.link is not None:
             rows, size = [], 0
             while self._evidence and size < EVIDENCE_BYTES:
-                row = self._evidence.pop(0).to_json()
+                evidence = self._evidence.pop(0)
+                row = replace(evidence, time=evidence.time + self.clock.offset).to_json()
                 if (length := len(json.dumps(row))) > EVIDENCE_BYTES:
                     row, length = {name: value for name, value in row.items() if name != "values"}, 0
                 rows, size = [*rows, row], size + length
-            self._send("evidence", generation=self.generation, offset=self.clock.offset, rows=rows)
+            self._send(EvidenceBatch(self.generation, rows))
 
     def _collect(self) -> None:
         for item in self.collectors.drain():
-            if item.rule is None and item.source == "kernel":
+            if item.rule is None and item.source == KERNEL:
                 for evidence in self._kernel.read(item.text, item.time):
-                    self._tell(evidence)
+                    self.report(evidence)
             elif item.rule is not None:
-                self._tell(item)
+                self.report(item)
         self._send_evidence()
         if self._survivors and not any(processes.state(pid) for pid in self._survivors):
             self._survivors = []
-            self._send("free")
+            self._send(SurvivorsEnded(self.generation))
 
     # The end of an attempt
 
-    def _stop(self, message: dict[str, Any]) -> None:
-        if self.over is not None and self.over["generation"] == message["generation"]:
-            self._send("ended", **self.over)
-            return
-        if self.stopping is not None:
-            self.stopping["until"] = min(self.stopping["until"], time.monotonic() + message["grace"])
-            return
-        self.generation = message["generation"]
-        self.stopping = {"since": time.monotonic(), "until": time.monotonic() + message["grace"]}
-        if message["grace"]:
-            self.ranks.signal(signal.SIGTERM)
-        if message.get("dump"):
-            self._dump()
+    def _stop(self, message: Stop) -> None:
+        kill_at = time.monotonic() + message.grace
+        if self.ended is not None and self.ended.generation == message.generation:
+            self._send(self.ended)
+        elif self.kill_at is not None:
+            self.kill_at = min(self.kill_at, kill_at)
+        else:
+            self.generation, self.kill_at = message.generation, kill_at
+            if message.grace:
+                self.ranks.signal(signal.SIGTERM)
 
-    def _go_on_stopping(self) -> None:
-        if self.ranks.running and time.monotonic() < self.stopping["until"]:
+    def _continue_stop(self) -> None:
+        if self.ranks.running and time.monotonic() < self.kill_at:
             return
-        left = processes.kill_all(processes.ranks_mark(self.folder), UNKILLABLE_SECONDS, self._beat_if_due)
+        survivors = processes.kill_all(processes.ranks_mark(self.folder), UNKILLABLE_SECONDS, self._beat_if_due)
         self._poll()
         while any(process.ended is not None for process in self.ranks.running):  # until their last lines are read
             time.sleep(processes.POLL)
             self._poll()
-        for pid in left:
+        for pid in survivors:
             text = f"process {pid} is in state {processes.state(pid)} and survives SIGKILL"
             rank = next((process.rank for process in self.ranks.processes if process.popen.pid == pid), None)
-            self._tell(Evidence(time.time(), self.settings.node, "agent", text, rank, "unkillable", {"pid": pid}))
+            self.report(Evidence(time.time(), self.settings.node, "agent", text, rank, "unkillable", {"pid": pid}))
         self._send_evidence()
-        seconds = time.monotonic() - self.stopping["since"]
-        self.over = {"generation": self.generation, "seconds": seconds, "survivors": left}
-        self._survivors = left
-        self.stopping = None
-        self._send("ended", **self.over)
+        self.ended, self._survivors, self.kill_at = Ended(self.generation, survivors), survivors, None
+        self._send(self.ended)
 
     def _dump(self) -> None:
-        """Ask the ranks where they wait; the answers are evidence."""
+        """Ask the ranks for their stacks and collectives; the answers are evidence."""
         logs = self.settings.folder / f"attempt_{self.generation}"
-        asked = ask_for_dumps(self.folder, logs, self.collectors.flight_recorder, self._beat_if_due)
+        self.ranks.dump(logs, self.collectors.flight_recorder, self._beat_if_due)
         self._collect()
-        self._send("dumped", generation=self.generation, ranks=asked)
+        self._send(Dumped(self.generation))
 
 
 def node_folder(settings: Settings, secret: bytes) -> Path:
@@ -351,14 +372,15 @@ def node_folder(settings: Settings, secret: bytes) -> Path:
     path.mkdir(mode=0o700, exist_ok=True)
     status = path.lstat()
     if path.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise PermissionError(f"{path} belongs to another user, or others can write there")
+        raise PermissionError(f"{path} belongs to another user, or others can write in it")
     return path
 
 
-def main(argv: list[str]) -> int:
-    """Run the agent with the settings in argv[0], and the file of the secret in argv[1]."""
+def main() -> int:
+    """Run the agent with the settings on stdin."""
     die_with_parent(signal.SIGKILL)
-    settings, secret = Settings.from_word(argv[0]), link.read_secret(Path(argv[1]))
+    settings = Settings.from_json(sys.stdin.read())
+    secret = link.read_secret(settings.secret_file)
     try:
         return Agent(settings, secret, node_folder(settings, secret)).run()
     except Exception:  # any exit code would be taken for the run's
@@ -369,4 +391,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Alerts: the user's hook command, and W&B where the run is online. Each is a program with a deadline that this one
-starts and never waits for, so that no alert can hold up the decision maker.
+starts and never waits for, so that no alert can delay the decider.
 
     python -m zaya_plugin.aegis.alerts      sends one alert to W&B; JSON on stdin
 """
@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.aegis.evidence import printable, say
+from zaya_plugin.aegis.diagnose.evidence import print_line, printable
 from zaya_plugin.ground.parent_death import die_with_parent
 from zaya_plugin.ground.secrets import without_secrets
 
 HOOK_SECONDS, WANDB_SECONDS = 10.0, 60.0
 AT_ONCE, WAITING = 4, 64  # programs, and alerts that wait for one to end
-KEPT = 2000  # characters of what a program says
+SHOWN_BYTES = 2000  # of the error messages of a program
 LEVELS = ("info", "warn", "error")
 # The hook gets these variables alone: a token for its own use belongs into a file of its own.
 FOR_HOOK = re.compile(r"(PATH|HOME|USER|LOGNAME|LANG|LC_\w+|TZ|TMPDIR|SLURM_JOB_ID|SLURM_CLUSTER_NAME)$")
@@ -48,13 +48,13 @@ class _Program:
     channel: str
     process: subprocess.Popen
     deadline: float
-    said: bytes = b""
+    errors: bytes = b""
 
     def poll(self, now: float) -> str | None:
         """Return "ok" or what went wrong, None while it runs. It is killed at its deadline."""
         with contextlib.suppress(BlockingIOError):
             while read := os.read(self.process.stderr.fileno(), 65536):
-                self.said = (self.said + read)[-4 * KEPT :]
+                self.errors = (self.errors + read)[-4 * SHOWN_BYTES :]
         code = self.process.poll()
         if code is None and now < self.deadline:
             return None
@@ -64,7 +64,7 @@ class _Program:
         self.process.stderr.close()
         if late:
             return "not done in time; it was killed"
-        lines = self.said.decode(errors="replace").strip().splitlines() or [""]
+        lines = self.errors.decode(errors="replace").strip().splitlines() or [""]
         return "ok" if code == 0 else f"exit code {code} {printable(lines[-1])}".strip()
 
 
@@ -90,12 +90,12 @@ class Alerts:
         self.hook, self.run_dir = list(hook), run_dir
         self.seconds = {"hook": hook_seconds, "wandb": wandb_seconds}
         self.alerts: deque[_Alert] = deque()
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
 
     def send(self, text: str, level: str = "warn", **facts: Any) -> None:
-        """Begin to deliver an alert. facts: plain data beside the text; secrets are removed from all of it."""
+        """Begin to deliver an alert. facts: further plain data; secrets are removed from all of it."""
         if len(self.alerts) >= WAITING:
-            return self._say("alert", f"more than {WAITING} wait; further ones are left out")
+            return self._report("alert", f"more than {WAITING} wait; further ones are left out")
         level = level if level in LEVELS else "warn"
         body = {"text": text, "level": level, "time": time.time(), "host": socket.gethostname(), **facts}
         channels = ["hook"] * bool(self.hook) + ["wandb"] * (online_run(self.run_dir) is not None)
@@ -142,9 +142,9 @@ class Alerts:
                     self._answer(alert, channel, f"cannot be started ({error})")
 
     def _program(self, channel: str, body: dict[str, Any]) -> _Program:
-        command, kept = self.hook, FOR_HOOK
+        command, variables = self.hook, FOR_HOOK
         if channel == "wandb":
-            command, kept = [sys.executable, "-m", "zaya_plugin.aegis.alerts"], FOR_WANDB
+            command, variables = [sys.executable, "-m", "zaya_plugin.aegis.alerts"], FOR_WANDB
             run = online_run(self.run_dir)
             if run is None:
                 raise ValueError("the run is not online any more")
@@ -157,7 +157,7 @@ class Alerts:
                 stdin=file,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                env=environment(os.environ, kept),
+                env=environment(os.environ, variables),
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
@@ -167,14 +167,13 @@ class Alerts:
     def _answer(self, alert: _Alert, channel: str, answer: str) -> None:
         alert.delivered[channel] = answer
         if answer != "ok":
-            self._say(channel, answer)
+            self._report(channel, answer)
 
-    def _say(self, channel: str, problem: str) -> None:
-        if channel not in self._said:
-            self._said.add(channel)
-            what = {"hook": "--hook", "wandb": "W&B"}.get(channel, channel)
-            text = f"an alert was not delivered by {what}: {problem}; said once, the journal has each"
-            say(text)
+    def _report(self, channel: str, problem: str) -> None:
+        if channel not in self._reported:
+            self._reported.add(channel)
+            name = {"hook": "--hook", "wandb": "W&B"}.get(channel, channel)
+            print_line(f"an alert was not delivered by {name}: {problem}; printed once, the journal has every alert")
 
 
 def environment(environ: Mapping[str, str], kept: re.Pattern = FOR_HOOK) -> dict[str, str]:

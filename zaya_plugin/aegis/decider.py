@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decision maker: one process that agents connect to. It takes what they tell, waits for the first sign of a failure,
-names the cause, decides, writes down why, and has the launcher carry it out.
+"""The decider: one process that agents connect to. It collects their evidence, waits for the first sign of a failure,
+names the cause, decides, writes the reason into the journal, and starts or ends attempts.
 
-All that it must remember is in the journal. After its own crash it reads that, waits for the agents, whose ranks have
-trained on, and goes on where it was.
+All of its memory is in the journal. After its own crash it reads the journal, waits for the agents, whose ranks have
+trained on, and continues.
 """
 
 from __future__ import annotations
@@ -14,199 +14,238 @@ import socket
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from zaya_plugin.aegis import link, slurm
 from zaya_plugin.aegis.alerts import Alerts
-from zaya_plugin.aegis.collectors.progress import sound_beat
-from zaya_plugin.aegis.decide import GONE, decide
-from zaya_plugin.aegis.diagnose import UNKNOWN, Diagnosis, diagnosis
-from zaya_plugin.aegis.evidence import Evidence, say
-from zaya_plugin.aegis.exit_codes import meaning
-from zaya_plugin.aegis.launcher import Launcher
-from zaya_plugin.aegis.peers import LOST_SECONDS, Peer, Peers, of_kind
-from zaya_plugin.aegis.record import Record
-from zaya_plugin.aegis.rules import Rules
+from zaya_plugin.aegis.attempt_phases import AttemptPhases, Phase
+from zaya_plugin.aegis.collectors.rank_files import valid_beat
+from zaya_plugin.aegis.diagnose.diagnosis import DECIDE, DIAGNOSE, RECORD, UNKNOWN, Observations, diagnosis
+from zaya_plugin.aegis.diagnose.evidence import Evidence, print_line
+from zaya_plugin.aegis.diagnose.policy import agent_is_back, decide
+from zaya_plugin.aegis.diagnose.rules import Rules
+from zaya_plugin.aegis.peers import LOST_SECONDS, Peer, Peers
+from zaya_plugin.aegis.protocol import (
+    BACK,
+    JOINED,
+    LOST,
+    Beat,
+    BeatAnswer,
+    BeatRequest,
+    Checkpoint,
+    Decision,
+    Diagnosis,
+    Dump,
+    Dumped,
+    End,
+    Ended,
+    EndSignal,
+    EvidenceBatch,
+    FreePort,
+    Join,
+    NodeChange,
+    RankExit,
+    Save,
+    Started,
+    Stop,
+    SurvivorsEnded,
+    Symptom,
+    to_json,
+)
+from zaya_plugin.aegis.run_record import Record, Steps
 from zaya_plugin.aegis.settings import Settings
-from zaya_plugin.aegis.sightings import JUDGE, LOOK, NOTE, Sightings
-from zaya_plugin.aegis.steps import Steps
 from zaya_plugin.ground.errors import ENDED_EARLY
 from zaya_plugin.ground.parent_death import die_with_parent, on_end_signals
 
 SETTLE_SECONDS = 0.5  # evidence of the same failure arrives from other nodes
-EXPLAIN_SECONDS = 8.0  # ranks that lost their peer are explained by a node that is found lost later
+EXPLAIN_SECONDS = 8.0  # ranks that lost their peer are explained by a node whose loss is detected later
 DUMP_SECONDS = 3.0  # the agents' 2 s and the way
 SAVE_SECONDS = 600.0  # for the other ranks, once one has saved and left
 LEAVE_SECONDS = 2.0  # for the agents, at the end
-RETURN = ("node_lost", "agent_lost")  # causes upon which a node may be used again when it answers
+ATTEMPT_RUNS = (Phase.RUN, Phase.ADOPT, Phase.SETTLE)
+ALERT_FACTS = (
+    *("cause", "node", "rank", "severity", "confidence", "evidence"),
+    *("action", "nodes_out", "delay", "to_step", "skip", "reason"),
+)
 
 
 class Decider:
     """The loop; `run` returns the exit code of the run."""
 
-    def __init__(self, settings: Settings, secret: bytes, listening: socket.socket):
+    def __init__(self, settings: Settings, secret: bytes, listening: socket.socket | None):
         self.settings = settings
         self.rules = Rules.load(settings.rules)
         self.record = Record(settings)
-        self.cluster, self.note = self.record.cluster, self.record.note
+        self.cluster, self.write = self.record.cluster, self.record.write
         self.peers = Peers(secret, listening)
-        self.sightings = Sightings(self.rules, self.cluster)
+        self.observations = Observations(self.rules, self.cluster)
         self.steps = Steps(self.record)
-        self.launcher = Launcher(settings, self.record, self.peers, self.sightings, self.steps, self.finish)
-        self.phase = self.launcher.phase
+        self.attempt = AttemptPhases(settings, self.record, self.peers, self.observations, self.steps, self.finish)
+        self.clock = self.attempt.clock
         self.alerts = Alerts(settings.hook, settings.folder.parent)
         self.dumping: set[str] = set()  # nodes whose ranks write stacks and flight recorders
         self.code: int | None = None
-        self.acts = {
-            "adopt": self.in_adopt,
-            "wait": self.launcher.in_wait,
-            "port": self.launcher.in_port,
-            "run": self.in_run,
-            "settle": self.in_settle,
-            "stop": self.launcher.in_stop,
-            "delay": self.launcher.in_delay,
+        self.phases = {
+            Phase.ADOPT: self.adopt,
+            Phase.WAIT: self.attempt.wait_for_nodes,
+            Phase.PORT: self.attempt.wait_for_port,
+            Phase.RUN: self.watch,
+            Phase.SETTLE: self.settle,
+            Phase.STOP: self.attempt.wait_for_ends,
+            Phase.DELAY: self.attempt.carry_out,
         }
-        if self.record.goes_on:
-            self.phase.to("adopt")
+        self.handlers = {
+            Beat: self.on_beat,
+            EvidenceBatch: self.on_evidence,
+            Started: self.on_started,
+            RankExit: self.on_exit,
+            FreePort: self.on_port,
+            Dumped: self.on_dumped,
+            Ended: self.on_ended,
+            SurvivorsEnded: self.on_survivors_ended,
+            EndSignal: self.on_end_signal,
+        }
+        if self.record.has_unfinished_attempt:
+            self.clock.enter(Phase.ADOPT)
 
     def run(self) -> int:
         """Work until the run has ended."""
         while self.code is None:
             self.tick()
         self.peers.leave(self.code, LEAVE_SECONDS)
-        self.record.note_alerts(self.alerts.close())
+        self.record.write_alerts(self.alerts.close())
         self.record.journal.close()
         return self.code
 
     def tick(self) -> None:
-        """Take messages, then act by the phase."""
+        """Handle messages, then act by the phase."""
         # Heartbeats that arrive while this process is held, as by a file server, are read in the next tick.
         begun = time.monotonic()
         self.peers.exchange(0.1, self.handle)
-        self.launcher.drains.poll()
+        self.attempt.drains.poll()
         self.record.flush_if_due()
-        self.record.note_alerts(self.alerts.poll())
+        self.record.write_alerts(self.alerts.poll())
         for node in self.peers.silent(begun):
             self.lose(node, f"silent for {LOST_SECONDS:.0f} s")
-        self.acts[self.phase.name]()
+        self.phases[self.clock.phase]()
 
     # Messages
 
-    def handle(self, connection: link.Link, message: dict[str, Any]) -> None:
-        kind, peer = message["kind"], self.peers.by_link.get(connection)
-        if kind == "join":
-            self.joined(connection, message)
+    def handle(self, connection: link.Link, message: Any) -> None:
+        """Handle one message of an agent."""
+        peer = self.peers.by_link.get(connection)
+        if isinstance(message, Join):
+            self.on_join(connection, message)
         elif peer is None:
-            raise link.LinkError("speaks before it has joined")
+            raise link.LinkError("sends before it has joined")
         else:
             peer.beat = time.monotonic()
-            getattr(self, f"on_{kind}")(peer, message)
+            self.handlers[type(message)](peer, message)
 
-    def joined(self, connection: link.Link, message: dict[str, Any]) -> None:
-        new = message["node"] not in self.peers.by_node
+    def on_join(self, connection: link.Link, message: Join) -> None:
+        is_new, phase = message.node not in self.peers.by_node, self.clock.phase
         peer = self.peers.join(connection, message)
         node = peer.node
-        if new:
-            before = f", failed {count} times in 30 days" if (count := self.launcher.history.failures[node]) else ""
-            self.note("node", node=node, state="joined", reason=peer.address + before)
-            if self.cluster.out.get(node) in RETURN and not peer.running:
-                self.note("node", node=node, state="back", reason="its agent answers again, and runs nothing")
-        if message["asked"]:
-            self.on_asked(peer, {"number": message["asked"][0], "times": 1})
-        if message["over"] is not None:
-            self.on_ended(peer, message["over"])
-        if self.phase.name == "stop" and node in self.launcher.stopping:  # it was killed, or what it was told is lost
-            self.peers.tell(peer, "stop", generation=self.cluster.generation, grace=self.launcher.grace())
+        if is_new:
+            history = f", failed {count} times in 30 days" if (count := self.attempt.history.failures[node]) else ""
+            self.write(NodeChange(node, JOINED, peer.address + history))
+            if self._may_return(node) and not peer.running:
+                self.write(NodeChange(node, BACK, "its agent answers again, and runs nothing"))
+        if phase is Phase.STOP and node in self.attempt.stopping:  # it was killed, or the message was lost
+            self.peers.send(peer, Stop(self.cluster.generation, self.attempt.grace()))
         if node not in self.cluster.nodes or not self.cluster.running:
-            if peer.running and self.phase.name not in ("adopt", "stop"):
-                self.peers.tell(peer, "stop", generation=peer.generation, grace=0)
-        elif peer.generation == self.cluster.generation or self.phase.name in ("run", "settle", "adopt"):
-            self.take_over(peer)
+            if peer.running and phase not in (Phase.ADOPT, Phase.STOP):
+                self.peers.send(peer, Stop(peer.generation, 0))
+        elif peer.generation == self.cluster.generation or phase in ATTEMPT_RUNS:
+            self.adopt_agent(peer)
 
-    def take_over(self, peer: Peer) -> None:
-        """Take what an agent of the attempt has to tell after it was not connected."""
+    def adopt_agent(self, peer: Peer) -> None:
+        """Handle the exits of ranks while an agent of the attempt was not connected, or the loss of its ranks."""
         if peer.generation == self.cluster.generation:
             for rank, code in sorted(peer.codes.items()):
-                self.take_exit(peer, rank, code, time.time())
+                self.rank_has_ended(peer, rank, code, time.time())
         else:
             text = "the agent was killed, its ranks have ended, and it has started again"
-            self.see(Evidence(time.time(), peer.node, "agent", text, rule="agent_lost", values={"back": True}))
+            self.add(Evidence(time.time(), peer.node, "agent", text, rule="agent_lost", values={"back": True}))
 
-    def on_beat(self, peer: Peer, message: dict[str, Any]) -> None:
-        self.peers.tell(peer, "beat", echo=message["time"], time=time.time())
-        if message["generation"] != self.cluster.generation or not self.cluster.running:
+    def on_beat(self, peer: Peer, message: Beat) -> None:
+        self.peers.send(peer, BeatAnswer(message.time, time.time()))
+        if message.generation != self.cluster.generation or not self.cluster.running:
             return
-        peer.ranks = {int(rank): sound_beat(beat) for rank, beat in message["ranks"].items()}
+        peer.ranks = {int(rank): valid_beat(beat) for rank, beat in message.ranks.items()}
         beats = {rank: beat for peer in self.active() for rank, beat in peer.ranks.items()}
         if self.steps.follow(list(beats.values())):
-            self.sightings.hanging = None
+            self.observations.held_hang = None
         training = {rank: beat for rank, beat in beats.items() if beat["phase"] == "train"}
         for evidence in self.steps.slow(training, self.settings.ranks_per_node):
-            self.see(evidence)
+            self.add(evidence)
 
-    def on_free(self, peer: Peer, message: dict[str, Any]) -> None:
-        if self.cluster.out.get(peer.node) in GONE:  # and not for broken hardware beside it
-            self.note("node", node=peer.node, state="back", reason="the processes that survived SIGKILL have ended")
+    def on_survivors_ended(self, peer: Peer, message: SurvivorsEnded) -> None:
+        if self._affects_node(self.cluster.out.get(peer.node)):  # and not for broken hardware as well
+            self.write(NodeChange(peer.node, BACK, "the processes that survived SIGKILL have ended"))
 
-    def on_port(self, peer: Peer, message: dict[str, Any]) -> None:
-        of_kind(message, generation=int, port=int)
-        first = self.phase.name == "port" and peer.node == self.launcher.order[0]
-        if first and message["generation"] == self.cluster.generation + 1:
-            self.launcher.start(message["port"])
+    def on_port(self, peer: Peer, message: FreePort) -> None:
+        first = self.clock.phase is Phase.PORT and peer.node == self.attempt.order[0]
+        if first and message.generation == self.cluster.generation + 1:
+            self.attempt.start(message.port)
 
-    def on_started(self, peer: Peer, message: dict[str, Any]) -> None:
-        of_kind(message, generation=int)
-        peer.generation = message["generation"]
+    def on_started(self, peer: Peer, message: Started) -> None:
+        peer.generation = message.generation
 
-    def on_exit(self, peer: Peer, message: dict[str, Any]) -> None:
-        if message["generation"] == self.cluster.generation:
-            of_kind(message, rank=int, code=int)
-            self.take_exit(peer, message["rank"], message["code"], message["time"] + message["offset"])
+    def on_exit(self, peer: Peer, message: RankExit) -> None:
+        if message.generation == self.cluster.generation:
+            self.rank_has_ended(peer, message.rank, message.code, message.time)
 
-    def take_exit(self, peer: Peer, rank: int, code: int, at: float) -> None:
+    def rank_has_ended(self, peer: Peer, rank: int, code: int, at: float) -> None:
         peer.running.discard(rank)
         peer.codes[rank] = code
-        if code and self.phase.name in ("run", "adopt", "settle"):
-            text = f"ended with exit code {code}: {meaning(code).text}"
-            evidence = Evidence(at, peer.node, "exit", text, rank, None, {"exit_code": code})
-            if not self.sightings.has_exit(peer.node, rank):
-                self.sightings.evidence.append(evidence)
-            self.look(evidence)
+        if code and self.clock.phase in ATTEMPT_RUNS:
+            evidence = self.rules.exit_evidence(code, at, peer.node, rank)
+            if not self.observations.has_exit(peer.node, rank):
+                self.observations.evidence.append(evidence)
+            self.begin_diagnosis(evidence)
 
-    def on_evidence(self, peer: Peer, message: dict[str, Any]) -> None:
-        for row in message["rows"]:
-            evidence = Evidence.from_json({**row, "time": row["time"] + message["offset"]})
+    def on_evidence(self, peer: Peer, message: EvidenceBatch) -> None:
+        for row in message.rows:
+            evidence = Evidence.from_json(row)
             if evidence.rule != "checkpoint_saved":
-                self.see(evidence, message["generation"])
+                self.add(evidence, message.generation)
             elif (step := int(evidence.values["step"])) not in self.cluster.checkpoints:
-                self.note("checkpoint", step=step)
+                self.write(Checkpoint(step))
 
-    def on_dumped(self, peer: Peer, message: dict[str, Any]) -> None:
+    def on_dumped(self, peer: Peer, message: Dumped) -> None:
         self.dumping.discard(peer.node)
 
-    def on_ended(self, peer: Peer, message: dict[str, Any]) -> None:
-        of_kind(message, survivors=list)
-        if message["generation"] == self.cluster.generation and peer.node in self.launcher.stopping:
-            self.launcher.ended(peer.node, message["survivors"])
-        elif not message["survivors"] and self.cluster.out.get(peer.node) in RETURN:
-            self.note("node", node=peer.node, state="back", reason="its agent answers again, and its ranks have ended")
+    def on_ended(self, peer: Peer, message: Ended) -> None:
+        if message.generation == self.cluster.generation and peer.node in self.attempt.stopping:
+            self.attempt.ended(peer.node, message.survivors)
+        elif not message.survivors and self._may_return(peer.node):
+            self.write(NodeChange(peer.node, BACK, "its agent answers again, and its ranks have ended"))
 
-    def on_asked(self, peer: Peer, message: dict[str, Any]) -> None:
-        of_kind(message, times=int)
-        number = int(signal.Signals(message["number"]))
+    def on_end_signal(self, peer: Peer, message: EndSignal) -> None:
+        number = int(signal.Signals(message.number))
         if not self.cluster.asked:
             self.cluster.asked = True
             text = f"asked to end by signal {number}"
-            self.note("symptom", evidence=Evidence(time.time(), peer.node, "agent", text).to_json())
-        if (self.cluster.pending or {}).get("action") == "requeue":
+            self.write(Symptom(Evidence(time.time(), peer.node, "agent", text)))
+        if self.cluster.pending is not None and self.cluster.pending.action == "requeue":
             return  # SLURM ends the job's processes
-        if not self.cluster.running or self.phase.name in ("wait", "port", "delay") or message["times"] > 1:
+        starts = self.clock.phase in (Phase.WAIT, Phase.PORT, Phase.DELAY)
+        if not self.cluster.running or starts or message.times > 1:
             self.finish(128 + number, "ended by a signal")
             return
         for other in self.active():  # a signal to one node is for the run
             if other is not peer:
-                self.peers.tell(other, "save", generation=self.cluster.generation)
+                self.peers.send(other, Save(self.cluster.generation))
+
+    def _affects_node(self, cause: str | None) -> bool:
+        rule = self.rules.get(cause)
+        return rule is not None and rule.affects == "node"
+
+    def _may_return(self, node: str) -> bool:
+        """Whether a node that is out can be used again when its agent answers: it was lost, and nothing survives there."""
+        cause = self.cluster.out.get(node)
+        return self._affects_node(cause) and cause != "unkillable"
 
     # From evidence to a decision
 
@@ -214,71 +253,72 @@ class Decider:
         """Return the agents of the attempt that are connected or may connect again."""
         return self.peers.of(self.cluster.nodes)
 
-    def see(self, evidence: Evidence, generation: int | None = None) -> None:
-        """Keep evidence, and do what it calls for."""
-        calls_for = self.sightings.add(evidence, generation)
-        if calls_for == JUDGE:
-            self.judge(evidence, alive=True)
-        elif calls_for == LOOK:
-            self.look(evidence)
-        elif calls_for == NOTE:
-            self.note("symptom", evidence=evidence.to_json())
+    def add(self, evidence: Evidence, generation: int | None = None) -> None:
+        """Keep evidence, and react to it."""
+        reaction = self.observations.add(evidence, generation)
+        if reaction == DECIDE:
+            self.decide(evidence, alive=True)
+        elif reaction == DIAGNOSE:
+            self.begin_diagnosis(evidence)
+        elif reaction == RECORD:
+            self.write(Symptom(evidence))
 
-    def look(self, evidence: Evidence) -> None:
+    def begin_diagnosis(self, evidence: Evidence) -> None:
         """Wait a moment for more evidence, then name the cause."""
-        if self.phase.name not in ("run", "adopt"):
+        if self.clock.phase not in (Phase.RUN, Phase.ADOPT):
             return
-        self.sightings.symptom = evidence
-        self.note("symptom", evidence=evidence.to_json())
+        self.observations.symptom = evidence
+        self.write(Symptom(evidence))
         for peer in self.active():
-            self.peers.tell(peer, "ask")
+            self.peers.send(peer, BeatRequest(self.cluster.generation))
             peer.asked = time.monotonic()
         if evidence.rule == "hang":
             self.dumping = {peer.node for peer in self.active()}
             for peer in self.active():
-                self.peers.tell(peer, "dump", generation=self.cluster.generation)
-        self.phase.to("settle")
+                self.peers.send(peer, Dump(self.cluster.generation))
+        self.clock.enter(Phase.SETTLE)
 
     def lose(self, node: str, reason: str) -> None:
-        """Take note that a node does not answer any more."""
+        """A node does not answer any more."""
         self.peers.remove(node)
-        self.note("node", node=node, state="lost", reason=reason)
-        self.launcher.stopping.discard(node)
+        self.write(NodeChange(node, LOST, reason))
+        self.attempt.stopping.discard(node)
         self.dumping.discard(node)
         if self.cluster.running and node in self.cluster.nodes:
-            self.see(Evidence(time.time(), node, "agent", f"the agent is {reason}", rule="node_lost"))
+            self.add(Evidence(time.time(), node, "agent", f"the agent is {reason}", rule="node_lost"))
 
-    def in_adopt(self) -> None:
-        """After a crash of this process: wait for the agents, whose ranks go on."""
+    def adopt(self) -> None:
+        """After a crash of this process: wait for the agents, whose ranks train on."""
         active = self.active()
-        if len(active) < len(self.cluster.nodes) and self.phase.seconds < LOST_SECONDS:
+        if len(active) < len(self.cluster.nodes) and self.clock.seconds < LOST_SECONDS:
             return
         if self.cluster.pending is not None:
-            self.launcher.begin_stop()
+            self.attempt.begin_stop()
         elif any(peer.generation == self.cluster.generation for peer in active):
             self.steps.stepped = time.time()
-            self.phase.to("run")
+            self.clock.enter(Phase.RUN)
             for node in [node for node in self.cluster.nodes if node not in self.peers.by_node]:
-                self.see(Evidence(time.time(), node, "agent", "the agent has not come back", rule="node_lost"))
+                self.add(Evidence(time.time(), node, "agent", "the agent has not come back", rule="node_lost"))
             for peer in active:
-                self.take_over(peer)
+                self.adopt_agent(peer)
         else:
             self.cluster.running = False  # all nodes are new: a job that SLURM has started again
-            self.phase.to("wait")
+            self.clock.enter(Phase.WAIT)
 
-    def in_run(self) -> None:
-        self.launcher.note_spares(self.cluster.nodes)
-        if (evidence := self.sightings.due()) is not None:
-            return self.look(evidence)
+    def watch(self) -> None:
+        """Diagnose evidence that was held back, and end the run after its last step."""
+        self.attempt.update_spares(self.cluster.nodes)
+        if (evidence := self.observations.due()) is not None:
+            return self.begin_diagnosis(evidence)
         active = self.active()
         if len(active) == len(self.cluster.nodes) and not any(peer.running for peer in active):
             if {code for peer in active for code in peer.codes.values()} == {0}:
                 self.finish(0, "all ranks have ended with exit code 0")
         return None
 
-    def in_settle(self) -> None:
-        """More evidence may come; then name the cause. Consequences alone wait for a node that is found lost."""
-        seconds, symptom, active = self.phase.seconds, self.sightings.symptom, self.active()
+    def settle(self) -> None:
+        """Wait for more evidence, then name the cause. Consequences alone wait for the loss of a node."""
+        seconds, symptom, active = self.clock.seconds, self.observations.symptom, self.active()
         if seconds < SETTLE_SECONDS or self.dumping and seconds < DUMP_SECONDS:
             return
         leaving = symptom.values.get("exit_code") == ENDED_EARLY and any(peer.running for peer in active)
@@ -286,85 +326,81 @@ class Decider:
             return
         if symptom.rule == "hang":
             world = [rank for peer in active for rank in peer.ranks]
-            self.sightings.name_missing(world, self.settings.ranks_per_node)
-        said = self.sightings.diagnose(self.steps.stepped)
-        explained = said.cause != UNKNOWN and said.role == "root" and said.confidence != "weak"
+            self.observations.name_missing(world, self.settings.ranks_per_node)
+        result = self.observations.diagnose(self.steps.stepped)
+        explained = result.cause != UNKNOWN and result.role == "root" and result.confidence != "weak"
         if any(peer.beat < peer.asked for peer in active) and not explained and seconds < EXPLAIN_SECONDS:
             return
-        self.judge(symptom, alive=False, said=said)
+        self.decide(symptom, alive=False, result=result)
 
-    def judge(self, symptom: Evidence, alive: bool, said: Diagnosis | None = None) -> None:
-        """Diagnose, decide, write it down, and begin to carry it out."""
-        if said is None:
-            said = diagnosis([symptom], self.rules)
-        rule = self.rules[said.cause] if said.cause in self.rules else None
+    def decide(self, symptom: Evidence, alive: bool, result: Diagnosis | None = None) -> None:
+        """Write the diagnosis and the decision, and begin to carry it out. alive: whether all ranks run."""
+        result = result or diagnosis([symptom], self.rules)
         if not alive:
-            self.steps.note_last()
-        self.record.look_for_checkpoints(not self.sightings.rides())
-        decision = decide(said, self.cluster, rule, alive)
+            self.steps.write_last()
+        self.record.write_checkpoints(not self.observations.rides())
+        decision = decide(result, self.cluster, self.rules, alive)
         if not alive and self.cluster.asked and decision.action not in ("done", "stop"):
             decision = replace(decision, action="stop", nodes_out=(), reason=f"{decision.reason}; asked to end")
-        self.note("diagnosis", **said.to_json())
-        where = f" on {said.node}" if said.node else ""
-        who = f", rank {said.rank}" if said.rank is not None else ""
-        text = f"{said.cause}{where}{who}: {decision.action}. {decision.reason}"
-        say(text)
-        of_start = {"start": slurm.start_of_job()} if decision.action == "requeue" else {}
-        self.note("decision", **decision.to_json(), **of_start)
+        if decision.action == "requeue":
+            decision.start = slurm.start_of_job()
+        self.write(result)
+        self.write(decision)
+        place = f" on {result.node}" if result.node else ""
+        rank = f", rank {result.rank}" if result.rank is not None else ""
+        text = f"{result.cause}{place}{rank}: {decision.action}. {decision.reason}"
+        print_line(text)
         if decision.action != "watch":
-            self.alert(text, "warn", said, decision.to_json())
+            self.alert(text, result, decision)
         if decision.action in ("ride", "watch"):
             return
         for node in decision.nodes_out:
-            self.launcher.leave_out(node, said.cause, said.severity == "fatal" and said.confidence == "sure")
-        if decision.action == "restart" and said.node and not decision.nodes_out and self.is_nodes_fault(said):
-            self.launcher.remember(said.node, said.cause)  # no other node was there to take over
-        self.launcher.begin_stop()
+            self.attempt.leave_out(node, result.cause, result.severity == "fatal" and result.confidence == "sure")
+        if decision.action == "restart" and result.node and not decision.nodes_out and self.is_nodes_fault(result):
+            self.attempt.remember(result.node, result.cause)  # no other node was available
+        self.attempt.begin_stop()
 
-    def is_nodes_fault(self, diagnosis: Diagnosis) -> bool:
+    def is_nodes_fault(self, result: Diagnosis) -> bool:
         """Whether a diagnosis is a reason to take another node."""
-        if diagnosis.cause in GONE:
-            return not (diagnosis.evidence and diagnosis.evidence[0].values.get("back"))
-        return (
-            diagnosis.cause in self.rules
-            and self.rules[diagnosis.cause].action == "exchange"
-            and diagnosis.confidence != "weak"
-        )
+        rule = self.rules.get(result.cause)
+        if rule is None or rule.affects == "node":
+            return rule is not None and not agent_is_back(result)
+        return rule.action == "exchange" and result.confidence != "weak"
 
-    def alert(self, text: str, level: str, said: Diagnosis, decision: dict[str, Any]) -> None:
-        """Tell a decision to the user's hook and to W&B."""
-        values = said.to_json()
-        facts = {name: values.get(name) for name in ("cause", "node", "rank", "severity", "confidence", "evidence")}
-        where = {"generation": self.cluster.generation, "step": self.cluster.step, "run": str(self.settings.folder)}
-        safe_code = self.rules[said.cause].safe_code if said.cause in self.rules else ""
-        self.alerts.send(text, level, **where, **facts, **decision, safe_code=safe_code)
+    def alert(self, text: str, result: Diagnosis, decision: Decision) -> None:
+        """Send a decision to the user's hook and to W&B."""
+        run = {"generation": self.cluster.generation, "step": self.cluster.step, "run": str(self.settings.folder)}
+        facts = to_json(result) | to_json(decision)
+        rule = self.rules.get(result.cause)
+        safe_code = rule.safe_code if rule else ""
+        self.alerts.send(text, **run, **{name: facts[name] for name in ALERT_FACTS}, safe_code=safe_code)
 
     def finish(self, code: int, reason: str, ended: bool = True) -> None:
-        """Leave. ended: the run has; else another start of the job goes on with it."""
+        """Leave. ended: the run has; else another start of the job continues it."""
         if self.code is not None:
             return
         self.code = code
         if not ended:
             return
-        self.steps.note_last()
-        self.record.look_for_checkpoints(not self.sightings.rides())
-        self.note("end", code=code, reason=reason)
-        say(f"end, exit code {code}: {reason}")
+        self.steps.write_last()
+        self.record.write_checkpoints(not self.observations.rides())
+        self.write(End(code, reason))
+        print_line(f"end, exit code {code}: {reason}")
         level = "info" if code in (0, ENDED_EARLY) else "error"
         self.alerts.send(f"end, exit code {code}: {reason}", level, action="end", code=code, step=self.cluster.step)
 
 
-def main(argv: list[str]) -> int:
-    """Run the decision maker: settings, the file of the secret, and the number of the listening socket."""
+def main() -> int:
+    """Run the decider with the settings on stdin."""
     die_with_parent(signal.SIGKILL)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection a node: 1,024 files are too few
-    on_end_signals(signal.SIG_IGN)  # the agent says that the run is to end
-    settings = Settings.from_word(argv[0])
-    listening = socket.socket(fileno=int(argv[2]))
-    Decider(settings, link.read_secret(Path(argv[1])), listening).run()
+    on_end_signals(signal.SIG_IGN)  # the agent reports that the run is to end
+    settings = Settings.from_json(sys.stdin.read())
+    listening = socket.socket(fileno=int(sys.argv[1]))
+    Decider(settings, link.read_secret(settings.secret_file), listening).run()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import calendar
-import contextlib
 import dataclasses
 import re
 import textwrap
@@ -12,11 +11,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from zaya_plugin.aegis.diagnose import Diagnosis, diagnosis
-from zaya_plugin.aegis.evidence import Evidence
+from zaya_plugin.aegis.diagnose.diagnosis import diagnosis
+from zaya_plugin.aegis.diagnose.evidence import Evidence
+from zaya_plugin.aegis.diagnose.policy import Cluster, decide
+from zaya_plugin.aegis.diagnose.rules import KERNEL, Reader, Rule, Rules
 from zaya_plugin.aegis.journal import NAME, read
-from zaya_plugin.aegis.rules import KERNEL, Reader, Rule, Rules
+from zaya_plugin.aegis.protocol import AttemptStart, Decision, Diagnosis, FirstStep, row_of, to_json
 
 SKIPPED = {".json", ".jsonl", ".yaml", ".html", ".pt", ".bin", ".idx", ".distcp", ".gz", ".zst", ".tar", ".png", ".py"}
 KERNEL_NAME = re.compile(r"dmesg|kern|kmsg|messages|syslog|journal", re.IGNORECASE)
@@ -43,7 +45,7 @@ MONTHS = {name: number for number, name in enumerate(calendar.month_abbr)}
 
 @dataclass
 class Log:
-    """A file, who wrote it, and what was found in it."""
+    """A file, its writer, and the evidence in it."""
 
     path: Path
     name: str  # below the folder
@@ -70,7 +72,7 @@ def read_logs(folder: Path, rules: Rules) -> list[Log]:
             min((log.first for log in logs if log.first and not log.by_boot), default=0),
             max(ends, default=None),
         )
-        # The times of copied files say nothing: those that do not fit to the others become the end of the logs.
+        # The times of copied files are not reliable: those that do not fit to the others become the end of the logs.
         changed = log.changed if end is None or begin <= log.changed <= end + 3600 else end
         if log.by_boot:
             log.evidence = [dataclasses.replace(item, time=item.time + changed - log.last) for item in log.evidence]
@@ -172,12 +174,12 @@ def _seconds(stamp: re.Match, year: int) -> float | None:
 
 @dataclass
 class Attempt:
-    """number: None if the logs have no attempts. step: the last one that the logs name. action, reason: what would have
-    been done.
+    """number: None if the logs have no attempts. step: the last one that the logs name. action, reason: of the decision
+    that would have followed.
     """
 
     number: int | None
-    found: Diagnosis
+    result: Diagnosis
     nodes: tuple[str, ...]
     step: int | None
     action: str = "watch"
@@ -205,50 +207,41 @@ def explain(folder: Path, rules: Rules) -> list[Attempt]:
     _decide(attempts, rules)
     for one in attempts:
         if one.number in journal and (decision := journal[one.number][1]):
-            one.action, one.reason = decision["action"], decision["reason"]
+            one.action, one.reason = decision.action, decision.reason
     return attempts
 
 
-def _journal(folder: Path) -> dict[int, tuple[Diagnosis, dict]]:
-    """Return what the supervisor of the run in `folder` has written: attempt -> its last diagnosis, and the decision upon
-    it. It saw more than the logs: exit codes, heartbeats, lost nodes.
+def _journal(folder: Path) -> dict[int, tuple[Diagnosis, Decision | None]]:
+    """Return from the journal of the run in `folder`: attempt -> its last diagnosis, and the decision upon it. The
+    supervisor has more evidence than the logs: exit codes, heartbeats, lost nodes.
     """
     paths = list(folder.rglob(NAME))
-    known: dict[int, tuple[Diagnosis, dict]] = {}
-    for row in read(paths[0]) if len(paths) == 1 else ():  # attempts of several runs have the same numbers
-        with contextlib.suppress(KeyError, TypeError, ValueError):  # a disk may damage lines
-            if row["kind"] == "diagnosis":
-                known[row["generation"]] = Diagnosis.from_json(row), {}
-            elif row["kind"] == "decision" and row["generation"] in known:
-                known[row["generation"]] = (
-                    known[row["generation"]][0],
-                    {name: row[name] for name in ("action", "reason")},
-                )
+    known: dict[int, tuple[Diagnosis, Decision | None]] = {}
+    for row in map(row_of, read(paths[0]) if len(paths) == 1 else ()):  # attempts of several runs have equal numbers
+        if isinstance(row, Diagnosis) and row.generation is not None:
+            known[row.generation] = row, None
+        elif isinstance(row, Decision) and row.generation in known:
+            known[row.generation] = known[row.generation][0], row
     return known
 
 
 def _decide(attempts: list[Attempt], rules: Rules) -> None:
-    """Fill in what the supervisor would have done, with one spare, and the attempts before as its history."""
-    from zaya_plugin.aegis.cluster import Cluster
-    from zaya_plugin.aegis.decide import decide
-
+    """Add what the supervisor would have done, with one spare, and the attempts before as its history."""
+    cluster = Cluster(sizes=(len(attempts[0].nodes),))
     for number, one in enumerate(attempts, 1):
-        if number == 1:
-            cluster = Cluster(len(one.nodes), (len(one.nodes),))
-        row = {"time": one.found.first, "generation": number}
-        cluster.apply(row | {"kind": "attempt", "nodes": one.nodes, "resume_step": None})
+        stamp = {"time": one.result.first or 0.0, "generation": number}
+        cluster.apply(AttemptStart(list(one.nodes), **stamp))
         cluster.spares = ("a spare",)
         if one.step is not None:
-            cluster.apply(row | {"kind": "first_step", "step": one.step})
-        rule = rules[one.found.cause] if one.found.cause in rules else None
-        if one.found.evidence:
-            decision = decide(one.found, cluster, rule, alive=_goes_on(one.found, rules))
+            cluster.apply(FirstStep(one.step))
+        if one.result.evidence:
+            decision = decide(one.result, cluster, rules, alive=_still_runs(one.result, rules))
             one.action, one.reason = decision.action, decision.reason
-            cluster.apply(row | {"kind": "diagnosis", **one.found.to_json()})
-            cluster.apply(row | {"kind": "decision", **decision.to_json()})
+            cluster.apply(one.result)
+            cluster.apply(dataclasses.replace(decision, **stamp))
 
 
-def _goes_on(diagnosis: Diagnosis, rules: Rules) -> bool:
+def _still_runs(diagnosis: Diagnosis, rules: Rules) -> bool:
     """Whether the run has not failed as far as the logs show: nothing but what may end by itself, or is only counted."""
     others = [rules[name] for name in (diagnosis.cause, *diagnosis.cascades) if name in rules]
     return all(rule.role != "cascade" and rule.action in ("ride", "watch") for rule in others)
@@ -256,15 +249,15 @@ def _goes_on(diagnosis: Diagnosis, rules: Rules) -> bool:
 
 def show(attempt: Attempt, rules: Rules) -> str:
     """Return an attempt as text for a person."""
-    result, head = attempt.found, "" if attempt.number is None else f"attempt {attempt.number}: "
+    result, head = attempt.result, "" if attempt.number is None else f"attempt {attempt.number}: "
     if not result.evidence:
         return f"{head}no row of the rules names a line"
     where = " ".join(
         [f"on {result.node}" * bool(result.node), f"rank {result.rank}" * (result.rank is not None)]
     ).strip()
     lines = [f"{head}{result.cause} {where}".rstrip() + f" ({result.confidence}, {result.severity})"]
-    rule = rules[result.cause] if result.cause in rules else None
-    text = rule.explain if rule else "Only signs that something else had failed before were found."
+    rule = rules.get(result.cause)
+    text = rule.explain if rule else "The logs hold only signs of an earlier failure of something else."
     lines += textwrap.wrap(text, 100, initial_indent="  ", subsequent_indent="  ")
     lines.append("  evidence:")
     for item in result.evidence:
@@ -279,13 +272,26 @@ def show(attempt: Attempt, rules: Rules) -> str:
     return "\n".join(lines)
 
 
+def as_json(attempts: list[Attempt]) -> list[dict[str, Any]]:
+    """Return the attempts as plain data."""
+    rows = []
+    for one in attempts:
+        result = {
+            name: value for name, value in to_json(one.result).items() if name not in ("kind", "time", "generation")
+        }
+        rows.append({"attempt": one.number, **result, "action": one.action, "reason": one.reason})
+    return rows
+
+
 def show_rule(rule: Rule) -> str:
     """Return what a class means, and what is done about it, as text for a person."""
     rows = [
         ("what", rule.explain),
         ("read from", ", ".join(rule.source) + ("" if rule.pattern else " (no line of a log)")),
+        ("exit code", ", ".join(map(str, rule.exit_code))),
         ("role", f"{rule.role}, {rule.severity}, {rule.confidence}"),
         ("action", rule.action + (f", up to {rule.ride:g} s" if rule.ride else "")),
+        ("affects", rule.affects),
         ("from", f"{rule.count} lines in {rule.within:g} s" if rule.count > 1 else ""),
         ("same again", f"the same {rule.repeats}"),
         ("a person", rule.fix),

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of `zaya aegis run` on a node: the locks against a second supervisor, the decision maker's socket, and the
-agent and the decision maker themselves, which are started again when they are killed.
+"""The process of `zaya aegis run` on a node: it holds the locks against a second supervisor and the decider's socket,
+starts the agent, and on the first node the decider, and restarts either if it is killed.
+
+    python -m zaya_plugin.aegis.keeper FILE [SOCKET]
+
+are numbers of open files that `zaya aegis run` passes on when it becomes this program.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -14,39 +19,33 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 from zaya_plugin.aegis import link
-from zaya_plugin.aegis.evidence import printable, say
+from zaya_plugin.aegis.diagnose.evidence import print_line, printable
 from zaya_plugin.aegis.settings import Settings
+from zaya_plugin.ground import processes
 from zaya_plugin.ground.errors import mistake
-from zaya_plugin.ground.parent_death import on_end_signals
 
 QUICK_SECONDS, QUICK_DEATHS = 60.0, 5  # an agent that dies so often in so long is not started again
 LOCK_SECONDS = 120.0  # for the lock of a host that is lost
-LAST_SECONDS = 5.0  # for the decision maker to leave after the agent
+LAST_SECONDS = 5.0  # for the decider to leave after the agent
+USER_ERROR, INTERRUPTED = 2, 130  # exit codes
 
 
 class Keeper:
-    """Starts the agent, and here or not the decision maker; both again when they are killed."""
+    """Starts the agent, and on the first node (with a socket) the decider; restarts either if it is killed."""
 
-    def __init__(self, settings: Settings, secret: Path, listening: socket.socket | None):
-        self.settings, self.secret, self.listening = settings, secret, listening
+    def __init__(self, settings: Settings, listening: socket.socket | None):
+        self.settings, self.listening = settings, listening
         self.agent = self.decider = None
         self.deaths: list[float] = []
-        self.again = 0.0  # when the decision maker may start
+        self.next_start = 0.0  # of the decider
         self.signals: list[int] = []
 
     def run(self) -> int:
         """Return the exit code of the run."""
-        wake, sleep = os.pipe()
-        os.set_blocking(wake, False)
-        os.set_blocking(sleep, False)
-        signal.set_wakeup_fd(sleep, warn_on_full_buffer=False)
-        on_end_signals(lambda number, frame: self._pass_on(number))
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        wake = processes.wake_on_signals(self._pass_on)
         while True:
             if self.listening is not None and (self.decider is None or self.decider.poll() is not None):
                 self._start_decider()
@@ -54,42 +53,35 @@ class Keeper:
                 code = None if self.agent is None else self.agent.returncode
                 if code is not None and code >= 0:
                     return self._leave(code)
-                if code is not None and not self._may_start_again(code):
+                if code is not None and not self._may_restart(code):
                     return self._leave(128 - code)
                 self.agent = self._start("agent")
             select.select([wake], [], [], 1.0)
-            try:
+            with contextlib.suppress(BlockingIOError):
                 os.read(wake, 4096)
-            except BlockingIOError:
-                pass
 
-    def _start(self, module: str, *words: str, files: Sequence[int] = ()) -> subprocess.Popen:
-        command = [
-            sys.executable,
-            "-m",
-            f"zaya_plugin.aegis.{module}",
-            self.settings.to_word(),
-            str(self.secret),
-            *words,
-        ]
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=files)
+    def _start(self, module: str, *files: int) -> subprocess.Popen:
+        command, settings = [*_program(module), *map(str, files)], self.settings.to_file()
+        try:
+            return subprocess.Popen(command, stdin=settings, start_new_session=True, pass_fds=files)
+        finally:
+            os.close(settings)
 
     def _start_decider(self) -> None:
-        if self.decider is not None and self.decider.returncode == 0 or time.monotonic() < self.again:
+        if self.decider is not None and self.decider.returncode == 0 or time.monotonic() < self.next_start:
             return
         if self.decider is not None:
-            text = f"the decision maker has ended with code {self.decider.returncode}; it starts again from its journal"
-            say(text)
-        self.again = time.monotonic() + 1.0
-        self.decider = self._start("decider", str(self.listening.fileno()), files=[self.listening.fileno()])
+            print_line(f"the decider has ended with code {self.decider.returncode}; it starts again from its journal")
+        self.next_start = time.monotonic() + 1.0
+        self.decider = self._start("decider", self.listening.fileno())
 
-    def _may_start_again(self, code: int) -> bool:
+    def _may_restart(self, code: int) -> bool:
         now = time.monotonic()
         self.deaths = [at for at in self.deaths if now - at < QUICK_SECONDS] + [now]
         name = signal.Signals(-code).name
         if self.signals or len(self.deaths) >= QUICK_DEATHS:
             return False
-        say(f"the agent was ended by {name}; it starts again")
+        print_line(f"the agent was ended by {name}; it starts again")
         return True
 
     def _pass_on(self, number: int) -> None:
@@ -136,7 +128,7 @@ def journal_lock(settings: Settings) -> IO[str]:
             host = printable(lock.read(100)) or "another host"
             if host == socket.gethostname() or time.monotonic() > deadline:
                 raise _second(settings, f"on {host}") from None
-            say(f"{settings.folder}: a supervisor on {host} has this run; waits for its end")
+            print_line(f"{settings.folder}: a supervisor on {host} has this run; waits for its end")
             time.sleep(LOCK_SECONDS / 10)
         except OSError:  # a file system without locks
             break
@@ -158,9 +150,9 @@ def _second(settings: Settings, where: str) -> ValueError:
 
 
 def listen(settings: Settings) -> socket.socket | None:
-    """Return the decision maker's socket if it belongs to this machine, and no other agent here has taken it.
+    """Return the decider's socket if its address is this machine's, and no other agent of the machine has it.
 
-    It is kept by this process: agents that connect while the decision maker starts again wait in its queue.
+    It is kept by this process: agents that connect while the decider starts again wait in its queue.
     """
     try:
         return link.listen(settings.host, settings.port)
@@ -173,3 +165,43 @@ def listen(settings: Settings) -> socket.socket | None:
             problem=f"cannot be used ({error.strerror or error})",
             allowed="a host name that resolves, and a free port",
         ) from None
+
+
+def _program(module: str) -> list[str]:
+    return [sys.executable, "-m", f"zaya_plugin.aegis.{module}"]
+
+
+def become_keeper(settings: Settings, listening: socket.socket | None) -> NoReturn:
+    """Replace this process by the keeper. Its command line shows neither the hook nor the command, and the memory of what
+    composed the recipe is free.
+    """
+    file = settings.to_file()
+    os.set_inheritable(file, True)
+    words = [*_program("keeper"), str(file)]
+    if listening is not None:
+        listening.set_inheritable(True)
+        words.append(str(listening.fileno()))
+    sys.stdout.flush()
+    os.execv(sys.executable, words)
+
+
+def main() -> int:
+    """Run the keeper and return the exit code of the run."""
+    with open(int(sys.argv[1])) as file:
+        settings = Settings.from_json(file.read())
+    listening = socket.socket(fileno=int(sys.argv[2])) if sys.argv[2:] else None
+    try:
+        with contextlib.ExitStack() as locks:
+            locks.enter_context(node_lock(settings, link.read_secret(settings.secret_file)))
+            if listening is not None:
+                locks.enter_context(journal_lock(settings))
+            return Keeper(settings, listening).run()
+    except ValueError as error:  # a second supervisor
+        print(f"zaya: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

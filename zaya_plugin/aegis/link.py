@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between agents and the decision maker: lines over TCP that only holders of the run's secret can write.
+"""Messages between agents and the decider: lines over TCP that only holders of the run's secret can write.
 
 Each side begins with a line that holds a random number of its own (nonce). Both numbers and the secret give the key of
 this connection, so lines that were recorded on another one are worth nothing. A line is `<MAC> <JSON>`; the MAC
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.aegis.evidence import parsed, printable
+from zaya_plugin.aegis.diagnose.evidence import parsed, printable
 from zaya_plugin.ground.errors import mistake
 
 HELLO, REFUSED = b"zaya-aegis-1 ", b"refused "
@@ -32,7 +32,7 @@ SECRET_BYTES = 32
 
 
 class LinkError(Exception):
-    """The connection cannot be used any more; the text says why."""
+    """The connection cannot be used any more; the text is the reason."""
 
 
 def read_secret(path: Path) -> bytes:
@@ -67,7 +67,7 @@ def make_secret(path: Path) -> bytes:
 
 
 def fingerprint(secret: bytes) -> str:
-    """Return a name for the supervised run that tells nothing about its secret."""
+    """Return a name for the supervised run that does not reveal its secret."""
     return hashlib.sha256(b"zaya aegis run " + secret).hexdigest()[:16]
 
 
@@ -106,7 +106,7 @@ class Link:
         return not self.ready and time.monotonic() - self.since > HANDSHAKE_SECONDS
 
     def send(self, body: dict[str, Any]) -> None:
-        """Queue a message and write what the peer takes now. Raises LinkError."""
+        """Queue a message and write as much as the peer reads now. Raises LinkError."""
         text = json.dumps(body).encode()
         if len(text) > LINE_BYTES - 80:
             raise ValueError(f"a message of {len(text)} bytes")
@@ -117,7 +117,7 @@ class Link:
         self.flush()
 
     def flush(self) -> None:
-        """Write what the peer takes now. Raises LinkError."""
+        """Write as much as the peer reads now. Raises LinkError."""
         while self._out:
             try:
                 done = self.socket.send(self._out[: 2**16])
@@ -159,7 +159,7 @@ class Link:
         return messages
 
     def refuse(self, reason: str) -> None:
-        """Tell the peer why it is refused, and close. The peer cannot check who says so."""
+        """Send the reason of the refusal, and close. The peer cannot verify its sender."""
         try:
             self.socket.send(REFUSED + reason.encode() + b"\n")
         except OSError:
@@ -175,7 +175,7 @@ class Link:
                 raise LinkError(f"refused: {printable(line[len(REFUSED) : 120])}")
             nonce = line.removeprefix(HELLO)
             if len(nonce) != 32 or not line.startswith(HELLO):
-                raise LinkError("is no peer of zaya aegis of this version")
+                raise LinkError("not a peer of zaya aegis of this version")
             both = self._nonce, nonce
             client, server = reversed(both) if self.server else both
             self._key = hmac.digest(self.secret, HELLO + client + b" " + server, "sha256")
@@ -197,7 +197,7 @@ class Link:
         try:
             body = parsed(text)
         except ValueError:
-            raise LinkError("a message that is no JSON") from None
+            raise LinkError("a message that is not JSON") from None
         if not isinstance(body, dict) or not isinstance(body.get("kind"), str):
             raise LinkError("a message without a kind")
         return body

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The history of nodes across a user's runs: in every cluster a few nodes cause most failures.
+"""On which nodes the next attempt runs, and the history of nodes across a user's runs: in every cluster a few nodes cause
+most failures.
 
-One line of JSON for each time that a run gave a node up, or would have if another one had been there, in <state>/zaya_plugin/nodes.jsonl of the user's home.
+The history is <state>/zaya_plugin/nodes.jsonl of the user's home: one line of JSON for each time that a run gave a node
+up, or would have done so with a spare.
 """
 
 from __future__ import annotations
@@ -10,12 +12,14 @@ import json
 import os
 import time
 from collections import Counter
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from zaya_plugin.aegis.evidence import parsed
+from zaya_plugin.aegis.diagnose.evidence import parsed
+from zaya_plugin.aegis.diagnose.policy import Cluster
 
-KEPT_SECONDS = 30 * 86400.0
-QUARANTINE = 3  # failures in that time; the node is then only used where no other one is left
+HISTORY_SECONDS = 30 * 86400.0
+QUARANTINE_FAILURES = 3  # failures in that time; the node is then only used where no other one is left
 
 
 def state_file() -> Path:
@@ -24,8 +28,8 @@ def state_file() -> Path:
     return Path(base) / "zaya_plugin" / "nodes.jsonl"
 
 
-class Nodes:
-    """Failures by node. A file that cannot be read or written is no failure of the run."""
+class NodeHistory:
+    """Failures by node. A file that cannot be read or written does not fail the run."""
 
     def __init__(self, path: Path | None = None, now: float | None = None):
         self.path = state_file() if path is None else path
@@ -34,7 +38,7 @@ class Nodes:
 
     def read(self, now: float | None = None) -> None:
         """Count the failures of the last days, also those that other runs have written since."""
-        since = (time.time() if now is None else now) - KEPT_SECONDS
+        since = (time.time() if now is None else now) - HISTORY_SECONDS
         try:
             lines = self.path.read_text(errors="replace").splitlines()
         except OSError:
@@ -49,7 +53,7 @@ class Nodes:
                 continue
 
     def add(self, node: str, cause: str, run: str) -> None:
-        """Write down that `node` has failed in a run, because of `cause`."""
+        """Write that `node` has failed in a run, because of `cause`."""
         self.failures[node] += 1
         row = json.dumps({"time": time.time(), "node": node, "cause": cause, "run": run}) + "\n"
         try:
@@ -64,4 +68,34 @@ class Nodes:
 
     def quarantined(self, node: str) -> bool:
         """Whether a node failed so often that others are taken first, also at the start of a run."""
-        return self.failures[node] >= QUARANTINE
+        return self.failures[node] >= QUARANTINE_FAILURES
+
+
+def available(connected: Collection[str], cluster: Cluster, history: NodeHistory) -> list[str]:
+    """Return the nodes that an attempt may use: those of the last one, then the others by failures in all runs."""
+    nodes = [node for node in connected if node not in cluster.out]
+    exchanged = cluster.pending.nodes_out if cluster.pending else ()  # such a node may be back already
+    known = [node for node in cluster.nodes if node in nodes and node not in exchanged]
+    others = [node for node in nodes if node not in known]
+    return known + sorted(others, key=lambda node: (history.failures[node], node))
+
+
+def quarantined(nodes: Sequence[str], size: int, cluster: Cluster, history: NodeHistory) -> list[str]:
+    """Return the nodes of `nodes` with a history that a first attempt would use."""
+    if any(node in nodes for node in cluster.nodes):
+        return []
+    return [node for node in nodes[:size] if history.quarantined(node)]
+
+
+def in_order(nodes: Sequence[str], size: int, cluster: Cluster) -> tuple[str, ...]:
+    """Return the nodes of the next attempt, the first ones of `nodes`: a spare takes the place of the node that it
+    replaces.
+    """
+    kept = [node for node in cluster.nodes if node in nodes[:size]]
+    spares = [node for node in nodes[:size] if node not in kept]
+    if len(cluster.nodes) == size:
+        order = [node if node in kept else spares.pop(0) for node in cluster.nodes]
+    else:
+        order = kept + spares
+    turn = cluster.turns % size
+    return tuple(order[turn:] + order[:turn])

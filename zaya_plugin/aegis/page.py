@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from zaya_plugin.aegis.attempts import END, START, TRAINING, Account, Failure, Span
-from zaya_plugin.aegis.evidence import printable
+from zaya_plugin.aegis.account import END, START, TRAINING, Account, Failure, Span
+from zaya_plugin.aegis.diagnose.evidence import printable
 
 WIDTH, LEFT, RIGHT = 1000, 84, 14  # of the timeline, and its margins
 USE_Y, ATTEMPT_Y, FAULT_Y, CHECKPOINT_Y, STEPS_Y, STEPS_HEIGHT, BAR = 18, 56, 94, 152, 178, 120, 22
@@ -58,7 +58,7 @@ class Timeline:
     """The drawing. Its x axis has the seconds of the account."""
 
     def __init__(self, account: Account):
-        self.found = account
+        self.account = account
         self.seconds = max(account.seconds, 1.0)
         causes = [row["cause"] for row in account.by_cause()]
         self.colours = {cause: f"c{min(number, COLOURS - 1)}" for number, cause in enumerate(causes)}
@@ -100,18 +100,18 @@ class Timeline:
             x = self.x(number * step)
             yield f'<line class="grid" x1="{x}" x2="{x}" y1="{USE_Y}" y2="{AXIS_Y}"/>'
             yield f'<text x="{x}" y="{AXIS_Y + 18}" text-anchor="middle">{_clock(number * step, step)}</text>'
-        for time in self.found.pauses:
+        for time in self.account.pauses:
             x = self.x(time)
             yield f'<line class="pause" x1="{x}" x2="{x}" y1="{USE_Y - 12}" y2="{AXIS_Y}">'
             yield "<title>the run had ended, and a person started it again</title></line>"
 
     def uses(self) -> Iterable[str]:
-        for begin, end, use in _joined(self.found.spans, NARROW * self.seconds / (WIDTH - LEFT - RIGHT)):
+        for begin, end, use in _joined(self.account.spans, NARROW * self.seconds / (WIDTH - LEFT - RIGHT)):
             name = f"{use.cause} on {use.node or 'no node'}" if isinstance(use, Failure) else use
             yield _bar(self.x(begin), self.x(end), USE_Y, self.kind(use), f"{name}: {end - begin:,.1f} s")
 
     def attempts(self) -> Iterable[str]:
-        for one in self.found.attempts:
+        for one in self.account.attempts:
             left, right = self.x(one.start), self.x(one.end)
             title = f"attempt {one.generation}: {one.world_size} ranks on {' '.join(one.nodes[:8])}"
             yield _bar(left, right, ATTEMPT_Y, "attempt", title)
@@ -120,7 +120,7 @@ class Timeline:
 
     def failures(self) -> Iterable[str]:
         free = [float("-inf")] * FAULT_ROWS  # where each row's last mark ends
-        for number, one in enumerate(self.found.failures, 1):
+        for number, one in enumerate(self.account.failures, 1):
             x = min(max(self.x(one.time), LEFT + FAULT_SIZE), WIDTH - FAULT_SIZE)
             row = next((i for i in range(FAULT_ROWS) if free[i] <= x - FAULT_SIZE), free.index(min(free)))
             free[row] = x + FAULT_SIZE
@@ -131,21 +131,21 @@ class Timeline:
 
     def checkpoints(self) -> Iterable[str]:
         last = float("-inf")
-        for time, step in self.found.checkpoints:
+        for time, step in self.account.checkpoints:
             if (x := self.x(time)) - last >= 2:
                 last = x
                 yield f'<line class="checkpoint" x1="{x}" x2="{x}" y1="{CHECKPOINT_Y}" y2="{CHECKPOINT_Y + 12}">'
                 yield f"<title>checkpoint of step {step:,}</title></line>"
 
     def steps(self) -> Iterable[str]:
-        most = max((one.last_step for one in self.found.attempts if one.points), default=0.0)
-        least = min((one.base for one in self.found.attempts if one.points), default=0.0)
+        most = max((one.last_step for one in self.account.attempts if one.points), default=0.0)
+        least = min((one.base for one in self.account.attempts if one.points), default=0.0)
 
         def y(step: float) -> float:
             share = (step - least) / (most - least) if most > least else 0.0
             return round(AXIS_Y - share * (STEPS_HEIGHT - 10), 2)
 
-        for one in self.found.attempts:
+        for one in self.account.attempts:
             if not one.points:
                 continue
             kept = max(min(one.kept, one.last_step), one.base)
@@ -189,7 +189,7 @@ def _bar(left: float, right: float, y: int, kind: str, title: str) -> str:
 
 
 def _joined(spans: Sequence[Span], narrow: float) -> list[tuple[float, float, str | Failure]]:
-    """Return the spans with neighbours of one use joined, and those that are too narrow to see with the one before."""
+    """Return the spans with neighbours of one use joined, and those that are too narrow to be visible with the one before."""
     points: list[tuple[float, float, str | Failure]] = []
     for span in spans:
         if points and (points[-1][2] is span.use or points[-1][2] == span.use or span.end - span.begin < narrow):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agents that are connected to the decision maker: who they are, and the messages from and to them."""
+"""The agents that are connected to the decider, and the messages from and to them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from zaya_plugin.aegis import link
-from zaya_plugin.aegis.evidence import say
+from zaya_plugin.aegis.diagnose.evidence import print_line
+from zaya_plugin.aegis.protocol import Join, Leave, message_of, to_json
 
 LOST_SECONDS = 6.0  # three heartbeats
-MOST = 4096  # connections that have not proved yet that they hold the secret count too
-
-
-def of_kind(message: dict[str, Any], **kinds: type) -> None:
-    """Raise TypeError for a field of a message that is not of its kind."""
-    for name, kind in kinds.items():
-        if not isinstance(message[name], kind):
-            raise TypeError(f"{name} is {message[name]!r:.40}")
+MAX_CONNECTIONS = 4096  # those that have not proved yet that they hold the secret count too
 
 
 class Peer:
-    """A connected agent. beat: when it was heard last, asked: when it was to answer (monotonic).
+    """A connected agent. beat: the time of its last message; asked: of the last BeatRequest (monotonic).
 
     ranks: their heartbeats. running, codes: its ranks that run, and the exit codes of the others.
     """
@@ -44,8 +38,7 @@ class Peers:
     def __init__(self, secret: bytes, listening: socket.socket):
         self.secret, self.listening = secret, listening
         self.by_node: dict[str, Peer] = {}
-        self.links: set[link.Link] = set()
-        self.by_link: dict[link.Link, Peer] = {}
+        self.by_link: dict[link.Link, Peer | None] = {}  # open connections; None: it has not joined yet
 
     def of(self, nodes: Iterable[str]) -> list[Peer]:
         """Return the agents of `nodes` that are connected or may connect again."""
@@ -53,30 +46,28 @@ class Peers:
 
     def connected(self) -> list[str]:
         """Return the nodes whose agents are connected now."""
-        return [node for node, peer in self.by_node.items() if peer.link in self.links]
+        return [node for node, peer in self.by_node.items() if peer.link in self.by_link]
 
     def silent(self, now: float) -> list[str]:
-        """Return the nodes that were not heard for too long."""
+        """Return the nodes without a message for too long."""
         return [node for node, peer in self.by_node.items() if now - peer.beat > LOST_SECONDS]
 
     def add(self, peer: Peer) -> None:
-        """Take an agent, in place of one of the same node."""
+        """Add an agent, in place of one of the same node."""
         known = self.by_node.get(peer.node)
         if known is not None and known.link is not peer.link:
             self.forget_link(known)
-        self.links.add(peer.link)
         self.by_link[peer.link] = self.by_node[peer.node] = peer
 
-    def join(self, connection: link.Link, message: dict[str, Any]) -> Peer:
-        """Take the agent that sent a `join`. Raises LinkError if its name is that of another host which answers."""
-        of_kind(message, node=str, address=str, pid=int, generation=int, running=list, codes=dict, asked=list)
-        peer = Peer(connection, message["node"], message["address"], message["pid"])
+    def join(self, connection: link.Link, message: Join) -> Peer:
+        """Add the agent that has joined. Raises LinkError if its name is that of another host which answers."""
+        peer = Peer(connection, message.node, message.address, message.pid)
         known = self.by_node.get(peer.node)
-        answers = known is not None and known.link in self.links and time.monotonic() - known.beat < LOST_SECONDS
+        answers = known is not None and known.link in self.by_link and time.monotonic() - known.beat < LOST_SECONDS
         if answers and known.pid != peer.pid and known.address != peer.address:
             raise link.LinkError(f"another node is named {known.node}; --node names this one")
-        peer.generation, peer.running = message["generation"], set(message["running"])
-        peer.codes = {int(rank): int(code) for rank, code in message["codes"].items()}
+        peer.generation, peer.running = message.generation, set(message.running)
+        peer.codes = {int(rank): int(code) for rank, code in message.codes.items()}
         self.add(peer)
         return peer
 
@@ -85,61 +76,58 @@ class Peers:
         self.forget_link(self.by_node.pop(node))
 
     def forget_link(self, peer: Peer) -> None:
-        self.links.discard(peer.link)
         self.by_link.pop(peer.link, None)
         peer.link.close()
 
-    def tell(self, peer: Peer, kind: str, **values: Any) -> None:
-        with contextlib.suppress(link.LinkError, OSError):  # a lost agent is found by its silence
-            peer.link.send({"kind": kind, **values})
+    def send(self, peer: Peer, message: Any) -> None:
+        with contextlib.suppress(link.LinkError, OSError):  # a lost agent is known by its silence
+            peer.link.send(to_json(message))
 
-    def exchange(self, timeout: float, handle: Callable[[link.Link, dict[str, Any]], None]) -> None:
+    def exchange(self, timeout: float, handle: Callable[[link.Link, Any], None]) -> None:
         """Wait for messages and handle all that have arrived."""
-        writes = [peer for peer in self.links if peer.wants_write]
         poll = select.poll()  # select() ends at 1,024 files
-        files = {peer.fileno(): peer for peer in self.links}
+        files = {connection.fileno(): connection for connection in self.by_link}
         poll.register(self.listening, select.POLLIN)
-        for number, peer in files.items():
-            poll.register(number, select.POLLIN | (select.POLLOUT if peer in writes else 0))
+        for number, connection in files.items():
+            poll.register(number, select.POLLIN | (select.POLLOUT if connection.wants_write else 0))
         for number, _ in poll.poll(timeout * 1000):
             if number == self.listening.fileno():
                 self._accept()
-                continue
-            peer = files[number]
-            if peer not in self.links:
-                continue
-            try:
-                peer.flush()
-                for message in peer.receive():
-                    handle(peer, message)
-            except link.LinkError as error:
-                self._drop(peer, str(error))
-            except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-                self._drop(peer, f"a message of another version ({type(error).__name__}: {error})")
-        for peer in [peer for peer in self.links if peer.late]:
-            self._drop(peer, "no proof that it holds the secret")
+            elif (connection := files[number]) in self.by_link:
+                self._receive(connection, handle)
+        for connection in [connection for connection in self.by_link if connection.late]:
+            self._drop(connection, "no proof that it holds the secret")
+
+    def _receive(self, connection: link.Link, handle: Callable[[link.Link, Any], None]) -> None:
+        try:
+            connection.flush()
+            for body in connection.receive():
+                handle(connection, message_of(body))
+        except link.LinkError as error:
+            self._drop(connection, str(error))
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            self._drop(connection, f"a message of another version ({type(error).__name__}: {error})")
 
     def _accept(self) -> None:
-        while len(self.links) < MOST:
+        while len(self.by_link) < MAX_CONNECTIONS:
             try:
                 sock, _ = self.listening.accept()
             except OSError:
                 return
             with contextlib.suppress(link.LinkError, OSError):
-                self.links.add(link.Link(sock, self.secret, server=True))
+                self.by_link[link.Link(sock, self.secret, server=True)] = None
 
     def _drop(self, connection: link.Link, reason: str) -> None:
-        self.links.discard(connection)
         peer = self.by_link.pop(connection, None)
         if not reason.startswith("closed"):
-            say(f"refused {peer.node if peer else connection.peer}: {reason}")
+            print_line(f"refused {peer.node if peer else connection.peer}: {reason}")
             connection.refuse(reason)
         connection.close()
 
     def leave(self, code: int, seconds: float) -> None:
-        """Tell all agents the end of the run, and wait until they have gone."""
+        """Send the end of the run to all agents, and wait until they have left."""
         for peer in self.by_node.values():
-            self.tell(peer, "end", code=code)
+            self.send(peer, Leave(code))
         deadline = time.monotonic() + seconds
-        while any(peer.link in self.links for peer in self.by_node.values()) and time.monotonic() < deadline:
+        while any(peer.link in self.by_link for peer in self.by_node.values()) and time.monotonic() < deadline:
             self.exchange(0.05, lambda connection, message: None)

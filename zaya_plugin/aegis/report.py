@@ -8,8 +8,8 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zaya_plugin.aegis.attempts import Account, Stage
-from zaya_plugin.aegis.evidence import printable
+from zaya_plugin.aegis.account import Account, Stage
+from zaya_plugin.aegis.diagnose.evidence import printable
 
 SHOWN = 500  # rows of a table
 
@@ -50,7 +50,7 @@ def moment(clock: float | None) -> str:
 
 
 def state(account: Account) -> str:
-    """Say how the run stands."""
+    """Return the state of the run for a person."""
     if account.begin is None:
         return "the journal is empty"
     if not account.ended:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings that `zaya aegis run` passes to the agent and the decision maker, as one word of JSON."""
+"""The settings of a supervised run, which the keeper, the agent and the decider read from a file in memory: other users of
+the node can read command lines, and a hook or a command may hold a secret.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,24 +17,25 @@ from pathlib import Path
 class Settings:
     """One supervised run, on one node.
 
-    command: what is started. each: "rank" or "node", once for which it is started.
+    command: the words that are started. start_per: "rank" or "node", once for each of which they are started.
     node: this node's name. nodes, spares: how many train, and how many more wait.
     sizes: numbers of nodes with which the command can train, the largest first.
     ranks_per_node: ranks on each node.
     group: how many nodes hold one copy of the model; they are neighbours in the order of nodes.
     folder: of the journal and the logs, on a file system that all nodes share.
-    host, port: where the decision maker listens.
+    host, port: the address of the decider.
+    secret_file: with the key of all messages of the run.
     grace: seconds from SIGTERM to SIGKILL when healthy ranks are to save. restarts: allowed without a new step.
     checkpoints: folder of the run's checkpoints, of `zaya train` only.
     kernel_log: the kernel's messages, or a file in their place. links: network interfaces to watch, () for all.
-    exclude: nodes that are not to be used.
+    exclude: nodes that the run does not use.
     rules, hook: files with rows of the user's own, and the words of the user's command for alerts.
     skip_steps: data.skip_steps of the recipe.
     requeue: whether the job is given back to SLURM when too few nodes are left.
     """
 
     command: tuple[str, ...]
-    each: str
+    start_per: str
     node: str
     nodes: int
     spares: int
@@ -40,6 +44,7 @@ class Settings:
     folder: Path
     host: str
     port: int
+    secret_file: Path | None = None
     group: int = 1
     grace: float = 10.0
     restarts: int = 10
@@ -56,17 +61,18 @@ class Settings:
     def journal(self) -> Path:
         return self.folder / "journal.jsonl"
 
-    def to_word(self) -> str:
-        """Return the settings as one word of a command line."""
-        return json.dumps(asdict(self), default=str)
+    def to_file(self) -> int:
+        """Return an open file in memory with the settings, for the stdin of a program."""
+        file = os.memfd_create("settings")
+        os.write(file, json.dumps(asdict(self), default=str).encode())
+        os.lseek(file, 0, os.SEEK_SET)
+        return file
 
     @classmethod
-    def from_word(cls, word: str) -> Settings:
-        """Return the settings that `to_word` wrote."""
-        values = json.loads(word)
-        for name in ("command", "sizes", "links", "exclude", "rules", "hook", "skip_steps"):
-            values[name] = tuple(values[name])
-        for name in ("folder", "checkpoints", "kernel_log"):
+    def from_json(cls, text: str | bytes) -> Settings:
+        """Return the settings that `to_file` wrote."""
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(text).items()}
+        for name in ("folder", "secret_file", "checkpoints", "kernel_log"):
             values[name] = None if values[name] is None else Path(values[name])
         return cls(**values)
 
@@ -91,13 +97,13 @@ def only(command: Sequence[str]) -> str | None:
     parser.add_argument("--only")
     try:
         return parser.parse_known_args(words)[0].only
-    except argparse.ArgumentError:  # without a name: the command says so itself
+    except argparse.ArgumentError:  # without a name: the command reports it itself
         return None
 
 
 def resumed(settings: Settings, skips: Sequence[tuple[int, int]] = ()) -> list[str]:
     """Return the command of a later attempt: training continues from its newest checkpoint, and leaves out the data of
-    `skips`, first and last steps, beside what the recipe leaves out.
+    `skips`, first and last steps, as well as those that the recipe leaves out.
     """
     if not is_train(settings.command):
         return list(settings.command)

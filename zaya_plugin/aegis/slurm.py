@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The requests of a supervised run to SLURM: start the job again without the nodes that failed, and keep others off.
 
-Every call is a list of words with a deadline; SLURM's controller may be busy or gone, and the run goes on without it.
+Every call is a list of words with a deadline; SLURM's controller may be busy or down, and the run continues without it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from zaya_plugin.aegis.evidence import printable
+from zaya_plugin.aegis.diagnose.evidence import printable
 from zaya_plugin.ground.whole_file import write_whole
 
 CALL_SECONDS = 10.0
@@ -25,7 +25,7 @@ HELPER = (
     "--output=/dev/null",
     "--no-requeue",
 )
-# `PENDING` is said when the last process has ended; a start that was set before is overwritten by then.
+# The state is PENDING when the last process has ended; a start that was set before is overwritten by then.
 START_NOW = """sh -c 'for second in $(seq 240); do
     case "$(scontrol --oneliner show job $0)" in
         *JobState=PENDING*) scontrol update JobId=$0 StartTime=now && exit ;;
@@ -36,7 +36,7 @@ FAILING = "failing_nodes.txt"
 
 
 def call(*words: str, seconds: float = CALL_SECONDS) -> tuple[bool, str]:
-    """Run a command of SLURM; return whether it succeeded, and what it said."""
+    """Run a command of SLURM; return whether it succeeded, and its output."""
     try:
         done = subprocess.run(
             words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds
@@ -59,10 +59,10 @@ def start_of_job() -> str:
 
 
 def requeue(job_id: str, nodes_out: Iterable[str] = ()) -> tuple[bool, str]:
-    """Start the job again, soon and without `nodes_out`; return whether SLURM took it, and what it said of the rest.
+    """Start the job again, soon and without `nodes_out`; return whether SLURM accepts it, and its other answers.
 
     SLURM lets a requeued job wait for two minutes from the end of its last process on; only after that end may the user
-    set its start to now. This process does not live that long, so a job of its own does it. If SLURM does not take that
+    set its start to now. This process does not live that long, so a job of its own does it. If SLURM refuses that
     job the two minutes pass. The list of excluded nodes is kept. None of it needs the rights of an operator.
     """
     taken, answer = call("scontrol", "requeue", job_id)
@@ -80,7 +80,7 @@ def requeue(job_id: str, nodes_out: Iterable[str] = ()) -> tuple[bool, str]:
 
 
 class Drains:
-    """Asks SLURM to keep jobs off nodes, beside the work of this process. Without an operator's rights it is refused,
+    """Asks SLURM to keep jobs off nodes, without a wait of this process. Without an operator's rights it is refused,
     once, and then no more asked; --exclude and failing_nodes.txt do not need it.
     """
 
@@ -100,7 +100,7 @@ class Drains:
             self.refused = True
 
     def poll(self) -> None:
-        """Take note of calls that have ended, and end those that are late."""
+        """Remove calls that have ended, and end those that are late."""
         for entry in list(self._calls):
             deadline, process = entry
             if process.poll() is not None:

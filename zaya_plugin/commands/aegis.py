@@ -15,8 +15,8 @@ from zaya_plugin.aegis import explain as logs
 from zaya_plugin.aegis import report as tables
 from zaya_plugin.aegis import status as present
 from zaya_plugin.aegis.account import account
+from zaya_plugin.aegis.diagnose.rules import Rules
 from zaya_plugin.aegis.journal import find, read
-from zaya_plugin.aegis.rules import Rules
 from zaya_plugin.commands.parser import Parser, option
 from zaya_plugin.ground.errors import mistake
 
@@ -149,11 +149,7 @@ def _explain(options: argparse.Namespace) -> None:
         raise mistake("DIR", os.fspath(options.folder), problem=problem, fix="name a folder of logs")
     attempts = logs.explain(options.folder, rules)
     if options.json:
-        rows = [
-            {"attempt": one.number, **one.found.to_json(), "action": one.action, "reason": one.reason}
-            for one in attempts
-        ]
-        print(json.dumps(rows, indent=1))
+        print(json.dumps(logs.as_json(attempts), indent=1))
     else:
         print("\n\n".join(logs.show(one, rules) for one in attempts))
     sys.stdout.flush()

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
 import shlex
@@ -15,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from zaya_plugin.aegis import link
+from zaya_plugin.aegis.diagnose.rules import Rules
 from zaya_plugin.aegis.journal import NAME, read
-from zaya_plugin.aegis.keeper import Keeper, journal_lock, listen, node_lock
-from zaya_plugin.aegis.rules import Rules
+from zaya_plugin.aegis.keeper import become_keeper, listen
 from zaya_plugin.aegis.settings import Settings, is_train, only, words_of
 from zaya_plugin.commands import curriculum, train
 from zaya_plugin.commands.parser import Parser, option
@@ -204,7 +203,7 @@ def settings_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Sett
         raise mistake("--node", node, problem="not a valid node name", allowed="letters, digits, - _ and .")
     return Settings(
         command=command,
-        each=start,
+        start_per=start,
         node=node,
         nodes=options.nodes,
         spares=options.spares,
@@ -314,7 +313,7 @@ def describe(settings: Settings) -> str:
     local_ranks = settings.ranks_per_node
     once = (
         f"{settings.nodes * local_ranks} ranks"
-        if settings.each == "rank"
+        if settings.start_per == "rank"
         else f"once on each node, for {local_ranks} ranks"
     )
     sizes = f", or {', '.join(map(str, settings.sizes[1:]))}" if settings.sizes[1:] else ""
@@ -339,13 +338,9 @@ def run(options: argparse.Namespace) -> int:
     listening = listen(settings)
     if settings.port == 0:
         settings = replace(settings, port=listening.getsockname()[1])
-    secret = Path(os.environ.get("ZAYA_AEGIS_SECRET_FILE") or settings.folder / "secret")
+    secret = Path(os.environ.get("ZAYA_AEGIS_SECRET_FILE") or settings.folder / "secret").absolute()
     if "ZAYA_AEGIS_SECRET_FILE" in os.environ:
         link.read_secret(secret)
     else:
         link.make_secret(secret)
-    with contextlib.ExitStack() as held:
-        held.enter_context(node_lock(settings, link.read_secret(secret)))
-        if listening is not None:
-            held.enter_context(journal_lock(settings))
-        return Keeper(settings, secret, listening).run()
+    become_keeper(replace(settings, secret_file=secret), listening)

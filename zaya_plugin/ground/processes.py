@@ -93,6 +93,19 @@ def reap() -> None:
 OWN_CHILDREN: set[int] = set()
 
 
+def wake_on_signals(on_signal: Callable[[int], None]) -> int:
+    """Call `on_signal` at each signal that ends a run, and return a file that can be read after any signal, such as the
+    end of a child.
+    """
+    wake, sleep = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(sleep, False)
+    signal.set_wakeup_fd(sleep, warn_on_full_buffer=False)
+    on_end_signals(lambda number, frame: on_signal(number))
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    return wake
+
+
 def _zombies(parent: int) -> list[int]:
     try:
         children = Path(f"/proc/self/task/{parent}/children").read_text().split()

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.aegis.evidence import printable
+from zaya_plugin.aegis.diagnose.evidence import printable
 from zaya_plugin.aegis.slurm import write_failing
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.node_list import node_names

@@ -10,9 +10,7 @@ import pytest
 
 from zaya_plugin.aegis.collectors.gpu import DEFECT, AmdSmi, GpuSysfs
 from zaya_plugin.aegis.collectors.host import Host
-from zaya_plugin.aegis.collectors.links import Links
-from zaya_plugin.aegis.collectors.packets import Packets
-from zaya_plugin.aegis.collectors.rdma import LEAST, Rdma, statistics
+from zaya_plugin.aegis.collectors.network import LEAST_GROWTH, Links, Packets, Rdma, statistics
 
 
 def write(path, text):
@@ -204,11 +202,11 @@ def test_a_port_is_compared_with_its_peers(tmp_path):
     rdma = Rdma("n1", tmp_path, rdma="none", ethtool="none")
     count([10**6, 0, 0, 0])
     assert told(rdma) == []
-    count([10**6 + 20 * LEAST] + [20 * LEAST] * 3)  # a burst on all rails
+    count([10**6 + 20 * LEAST_GROWTH] + [20 * LEAST_GROWTH] * 3)  # a burst on all rails
     assert told(rdma) == []
-    count([10**6 + 20 * LEAST, 50 * LEAST, 20 * LEAST + 5, 20 * LEAST], fatal=1)
+    count([10**6 + 20 * LEAST_GROWTH, 50 * LEAST_GROWTH, 20 * LEAST_GROWTH + 5, 20 * LEAST_GROWTH], fatal=1)
     found = told(rdma)
-    assert ("counter_rdma", {"port": "bnxt_re1/1", "counter": "out_of_sequence", "growth": 30 * LEAST}) in found
+    assert ("counter_rdma", {"port": "bnxt_re1/1", "counter": "out_of_sequence", "growth": 30 * LEAST_GROWTH}) in found
     assert ("counter_rdma_fatal", {"port": "bnxt_re2/1", "counter": "unrecoverable_err", "growth": 1}) in found
     assert len(found) == 2
 

@@ -10,9 +10,8 @@ import time
 
 import pytest
 
-from zaya_plugin.aegis.collectors.flight_recorder import FlightRecorder, missing, summary
-from zaya_plugin.aegis.collectors.guards import Guards
-from zaya_plugin.aegis.collectors.progress import read_beats
+from zaya_plugin.aegis.collectors.rank_files import FlightRecorder, Guards, read_beats, summary
+from zaya_plugin.aegis.diagnose.diagnosis import missing_ranks
 from zaya_plugin.ground.errors import STACKS_SIGNAL
 
 
@@ -32,7 +31,7 @@ def dump(rank, *entries, request="1"):
 
 
 def waiting_for(*dumps, world=()):
-    return missing({each["rank"]: summary(each) for each in dumps}, world)
+    return missing_ranks({each["rank"]: summary(each) for each in dumps}, world)
 
 
 def test_the_rank_with_the_lowest_number_did_not_arrive():
@@ -161,7 +160,7 @@ def test_two_real_ranks_of_which_one_does_not_arrive(hanging_ranks):
 
     recorder.ask()
     wait(dumped)
-    assert missing(found, world=(0, 1)) == (
+    assert missing_ranks(found, world=(0, 1)) == (
         [1],
         "rank 1 enqueued collective 3 of group 0:default_pg last, and others 4",
     )
@@ -179,7 +178,7 @@ def test_two_real_ranks_of_which_one_does_not_arrive(hanging_ranks):
     wait(lambda: found.update({e.rank: e.values for e in recorder.poll(1.0)}) or found)
     time.sleep(0.5)
     recorder.poll(1.0)
-    assert missing(found, world=(0, 1)) == ([1], "rank 1 wrote no dump, and 1 other(s) did")
+    assert missing_ranks(found, world=(0, 1)) == ([1], "rank 1 wrote no dump, and 1 other(s) did")
 
 
 def test_without_a_supervisor_nothing_is_written(tmp_path):

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from zaya_plugin.aegis.collectors.progress import BUDGET, HOLD, LIMITS, WITHOUT, Progress
+from zaya_plugin.aegis.collectors.rank_files import BUDGET, HOLD, LIMITS, WITHOUT, Progress
 
 NODE = "n1"
 

@@ -13,9 +13,11 @@ from zaya_plugin.aegis.collectors.runner import Collector, Collectors, Growth, T
 
 class Counting(Collector):
     name, interval, deadline = "counting", 0.01, 60.0
+    polls = 0
 
     def poll(self, now):
-        return [self.found(now, "link_flap", "a line", interface="a")]
+        self.polls += 1
+        return [self.evidence(now, "link_flap", "a line", interface="a")]
 
 
 class Blocking(Collector):
@@ -67,13 +69,14 @@ def test_a_failure_is_told_once_and_the_polls_go_on():
 
 
 def test_evidence_that_nobody_drains_takes_no_more_memory(monkeypatch):
-    monkeypatch.setattr(runner, "HELD", 5)
-    collectors = Collectors([Counting("n1")])
+    monkeypatch.setattr(runner, "MAX_EVIDENCE", 5)
+    counting = Counting("n1")
+    collectors = Collectors([counting])
     end = time.monotonic() + 60
-    while collectors.lost < 3 and time.monotonic() < end:
+    while counting.polls < 8 and time.monotonic() < end:
         time.sleep(0.01)
     collectors.close()
-    assert collectors.lost >= 3 and len(collectors.drain()) == 5
+    assert counting.polls >= 8 and len(collectors.drain()) == 5
 
 
 def test_only_growth_from_the_first_value_counts():

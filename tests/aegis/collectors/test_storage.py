@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from zaya_plugin.aegis.collectors.checkpoints import Checkpoints
-from zaya_plugin.aegis.collectors.storage import Storage, low
+from zaya_plugin.aegis.collectors.storage import Checkpoints, Storage, low
 from zaya_plugin.checkpoint import manifest
 from zaya_plugin.ground.storage_probe import StorageProbe
 

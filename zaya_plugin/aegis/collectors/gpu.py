@@ -15,7 +15,7 @@ from typing import Any
 
 from zaya_plugin.aegis.collectors.host import read
 from zaya_plugin.aegis.collectors.runner import Collector, Growth, Tool
-from zaya_plugin.aegis.evidence import Evidence
+from zaya_plugin.aegis.diagnose.evidence import Evidence
 
 AMD = "0x1002"
 # Some queries of rocm-smi add so many to a count at each call: a defect of the report, not errors.
@@ -51,7 +51,7 @@ class GpuSysfs(Collector):
         evidence = []
         for name in sorted(self._cards - cards.keys()):
             text = f"{name} is gone; {len(cards)} of {len(self._cards)} GPUs are left"
-            evidence.append(self.found(now, "gpu_missing", text, gpu=name, left=len(cards)))
+            evidence.append(self.evidence(now, "gpu_missing", text, gpu=name, left=len(cards)))
         self._cards = set(cards)
         for name, path in sorted(cards.items()):
             for file in sorted((path / "device/ras").glob("*_err_count")):
@@ -61,7 +61,7 @@ class GpuSysfs(Collector):
                     rule = "counter_xgmi" if LINKS in block else rule
                     if grown := self._counts.grown((name, block, kind), int(value), least):
                         text = f"{name}: {kind} errors of block {block} have grown by {grown} to {value}"
-                        evidence.append(self.found(now, rule, text, gpu=name, block=block, kind=kind, growth=grown))
+                        evidence.append(self.evidence(now, rule, text, gpu=name, block=block, kind=kind, growth=grown))
         return evidence
 
 
@@ -81,18 +81,18 @@ class AmdSmi(Collector):
             metric = parsed(self._tool.output(self.command, "metric", "-g", "all", "--json"))
             pages = self._tool.output(self.command, "bad-pages", "--json")
         except TimeoutError as error:
-            return [self.found(now, "collector_late", str(error), collector=self.name)]
+            return [self.evidence(now, "collector_late", str(error), collector=self.name)]
         evidence = []
         for gpu, path, value in numbers(metric):
             for pattern, rule, least in FIELDS:
                 if pattern.fullmatch(path) and (grown := self._counts.grown((gpu, path), value, least)):
                     text = f"GPU {gpu}: {path} has grown by {grown} to {value}"
-                    evidence.append(self.found(now, rule, text, gpu=gpu, field=path, growth=grown))
+                    evidence.append(self.evidence(now, rule, text, gpu=gpu, field=path, growth=grown))
         none = {gpu.get("gpu", at): 0 for at, gpu in enumerate(gpus(metric))} if pages is not None else {}
         for gpu, count in (none | bad_pages(parsed(pages))).items():
             if grown := self._counts.grown((gpu, "bad pages"), count, 1):
                 text = f"GPU {gpu}: {grown} more memory page(s) are out of use, {count} in all"
-                evidence.append(self.found(now, "counter_bad_pages", text, gpu=gpu, growth=grown, count=count))
+                evidence.append(self.evidence(now, "counter_bad_pages", text, gpu=gpu, growth=grown, count=count))
         return evidence
 
 

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from zaya_plugin.aegis.collectors.runner import Collector, Growth
-from zaya_plugin.aegis.evidence import Evidence
+from zaya_plugin.aegis.diagnose.evidence import Evidence
 
 LEAST_MEMORY = 0.03  # of the whole
 # Resource -> percent of 10 s in which all processes waited. A node that reads data waits for disks often.
@@ -29,7 +29,7 @@ class Host(Collector):
         super().__init__(node)
         self.root = root
         self._growth = Growth()
-        self._low: set[str] = set()  # what is told until it is over
+        self._low: set[str] = set()  # states that last, reported once
 
     def poll(self, now: float) -> list[Evidence]:
         return [*self._kills(now), *self._memory(now), *self._pressure(now), *self._space(now)]
@@ -43,7 +43,7 @@ class Host(Collector):
             return []
         where, count = next(reversed(grown.items()))  # the cgroup, where it counted too
         text = f"the kernel killed {count} process(es) of {where} for want of memory"
-        return [self.found(now, "oom_kill", text, count=count, where=where)]
+        return [self.evidence(now, "oom_kill", text, count=count, where=where)]
 
     def _cgroup_files(self) -> list[tuple[str, Path]]:
         """Return the files that count kills in this process's memory cgroup: of version 2, or of version 1."""
@@ -90,7 +90,7 @@ class Host(Collector):
         """Return evidence when a state begins, and nothing while it lasts."""
         begins = holds and key not in self._low
         (self._low.add if holds else self._low.discard)(key)
-        return [self.found(now, rule, text, **values)] if begins else []
+        return [self.evidence(now, rule, text, **values)] if begins else []
 
 
 def read(path: Path) -> str:

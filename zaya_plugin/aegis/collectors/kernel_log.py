@@ -15,7 +15,7 @@ from pathlib import Path
 
 from zaya_plugin.aegis.collectors.runner import Collector
 from zaya_plugin.aegis.collectors.tail import Tail
-from zaya_plugin.aegis.evidence import Evidence
+from zaya_plugin.aegis.diagnose.evidence import Evidence
 
 RECORD = re.compile(r"(?:\d+,\d+,(?P<micro>\d+),[^;]*;|(?:<\d+>)?\[ *(?P<seconds>\d+\.\d+)\] )(?P<text>.*)", re.DOTALL)
 OLD = 3600.0  # seconds; an older stamp is of another boot, as in a recorded file
@@ -29,8 +29,7 @@ DEVICE = Path("/dev/kmsg")
 class KernelLog(Collector):
     """Reads the kernel's messages from now on.
 
-    path: the device, or a file or pipe of lines as /dev/kmsg or dmesg print them.
-    absent: why nothing is read, or None.
+    path: the device, or a file or pipe of lines as /dev/kmsg or dmesg print them. Without rights nothing is read.
     """
 
     name, source, interval, deadline = "kernel_log", "kernel", 0.25, 5.0
@@ -38,7 +37,6 @@ class KernelLog(Collector):
     def __init__(self, node: str, path: Path = DEVICE):
         super().__init__(node)
         self.path = path
-        self.absent: str | None = None
         self._device: int | None = None
         self._tail: Tail | None = None
         self._stalled: set[str] = set()
@@ -48,13 +46,12 @@ class KernelLog(Collector):
                 os.lseek(self._device, 0, os.SEEK_END)
             else:
                 self._tail = Tail(path)
-                self.absent = None if path.exists() else f"{path} does not exist"
-        except OSError as error:
-            self.absent = f"{path}: {error.strerror}"
+        except OSError:
+            pass
 
     @property
     def stalled(self) -> bool:
-        """Whether a file server does not respond, as the kernel said."""
+        """Whether a file server does not respond, according to the kernel."""
         return bool(self._stalled)
 
     def poll(self, now: float) -> list[Evidence]:
@@ -68,7 +65,7 @@ class KernelLog(Collector):
                 at = boot + (float(match["seconds"]) if match["seconds"] else float(match["micro"]) / 1e6)
                 at = at if now - OLD < at <= now + 1 else now
             self._note(text)
-            evidence.append(self.found(at, None, text))
+            evidence.append(self.evidence(at, None, text))
         return evidence
 
     def _lines(self) -> Iterator[str]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import subprocess
 import threading
@@ -10,9 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zaya_plugin.aegis.evidence import Evidence, printable
+from zaya_plugin.aegis.diagnose.evidence import Evidence, printable
 
-HELD = 20_000  # pieces of evidence that wait for `drain`; further ones are counted and lost
+MAX_EVIDENCE = 20_000  # pieces that wait for `drain`; further ones are lost
 
 
 class Collector:
@@ -35,22 +36,21 @@ class Collector:
         """Return what is new at `now`, in seconds since 1970; [] where the source is absent."""
         raise NotImplementedError
 
-    def found(self, at: float, rule: str | None, text: str, rank: int | None = None, **values: Any) -> Evidence:
+    def evidence(self, at: float, rule: str | None, text: str, rank: int | None = None, **values: Any) -> Evidence:
         """Return evidence of this node."""
         return Evidence(at, self.node, self.source, printable(text), rank, rule, values)
 
 
 class Collectors:
-    """Polls collectors until `close`. `drain` returns what they found since the last call; it never waits."""
+    """Polls collectors until `close`. `drain` returns their evidence since the last call; it never waits."""
 
     def __init__(self, collectors: Sequence[Collector], clock: Callable[[], float] = time.time):
         self.collectors, self.clock = list(collectors), clock
-        self._found: queue.Queue[Evidence] = queue.Queue(HELD)
+        self._evidence: queue.Queue[Evidence] = queue.Queue(MAX_EVIDENCE)
         self._ended = threading.Event()
         self._busy: dict[str, float] = {}  # collector -> start of its poll (monotonic)
         self._late: set[str] = set()
         self._failed: set[str] = set()
-        self.lost = 0
         for collector in self.collectors:
             threading.Thread(
                 target=self._run, args=(collector,), name=f"collector {collector.name}", daemon=True
@@ -72,18 +72,16 @@ class Collectors:
                 self._put(item)
             self._ended.wait(collector.interval)
 
-    def _about(self, collector: Collector, what: str) -> Evidence:
-        text, values = f"collector {collector.name} {what}", {"collector": collector.name}
+    def _about(self, collector: Collector, problem: str) -> Evidence:
+        text, values = f"collector {collector.name} {problem}", {"collector": collector.name}
         return Evidence(self.clock(), collector.node, "agent", printable(text), rule="collector_late", values=values)
 
     def _put(self, evidence: Evidence) -> None:
-        try:
-            self._found.put_nowait(evidence)
-        except queue.Full:
-            self.lost += 1
+        with contextlib.suppress(queue.Full):
+            self._evidence.put_nowait(evidence)
 
     def drain(self) -> list[Evidence]:
-        """Return the evidence since the last call, in the order in which it was found."""
+        """Return the evidence since the last call, in its order."""
         for collector in self.collectors:
             begun = self._busy.get(collector.name)
             if begun is not None and time.monotonic() - begun > collector.deadline and collector.name not in self._late:
@@ -92,7 +90,7 @@ class Collectors:
         evidence = []
         while True:
             try:
-                evidence.append(self._found.get_nowait())
+                evidence.append(self._evidence.get_nowait())
             except queue.Empty:
                 return evidence
 

@@ -26,11 +26,10 @@ class Tail:
 
     output: an open file to read, of a process that writes to it under any name that it may get; in place of a path.
     position: of the next byte to read.
-    skipped: bytes that were left out because the file grew faster than it was read.
     """
 
     def __init__(self, path: Path, output: int | None = None):
-        self.path, self.skipped = path, 0
+        self.path = path
         self._file, self._follows_name = output, output is None
         self._identity: tuple[int, int] | None = None
         self.position, self._mark = 0, b""
@@ -49,7 +48,7 @@ class Tail:
             empty = stat.S_ISREG(status.st_mode) and not status.st_size  # its writer may still write to the one before
             if identity == self._identity or empty:
                 return False
-            file = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would wait here
+            file = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would wait
         except OSError:  # it may come back: what is open is read on
             return False
         self.close()
@@ -77,7 +76,6 @@ class Tail:
         if os.pread(self._file, known, self.position - known) != self._mark:
             self.position, self._mark, end = 0, b"", b"\n"
         if state.st_size - self.position > BACKLOG:
-            self.skipped += state.st_size - AT_ONCE - self.position
             self.position, self._mark, self._part, self._cut = state.st_size - AT_ONCE, b"", b"", True
         new = os.pread(self._file, AT_ONCE, self.position)
         self.position += len(new)

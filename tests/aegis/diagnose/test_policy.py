@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is done about a diagnosis, by the history of the run."""
 
+from dataclasses import replace
+
 import pytest
 
-from zaya_plugin.aegis.cluster import LONG, Cluster
-from zaya_plugin.aegis.decide import decide
-from zaya_plugin.aegis.diagnose import Diagnosis
-from zaya_plugin.aegis.evidence import Evidence
-from zaya_plugin.aegis.rules import Rules
+from zaya_plugin.aegis.diagnose.evidence import Evidence
+from zaya_plugin.aegis.diagnose.policy import LONG_ATTEMPT_SECONDS, Cluster, decide
+from zaya_plugin.aegis.diagnose.rules import Rules
+from zaya_plugin.aegis.protocol import Diagnosis, row_of
 
 RULES = Rules.load()
 NODES = ("n1", "n2", "n3", "n4")
@@ -17,13 +18,13 @@ class Run:
     """A run of four nodes that train and some spares, as its journal tells it."""
 
     def __init__(self, spares=("n5",), sizes=(4,), **more):
-        self.cluster = Cluster(4, sizes, restarts=10, **more)
+        self.cluster = Cluster(sizes, restarts=10, **more)
         self.clock, self.spares = 1000.0, tuple(spares)
         self.apply("begin", command=["x"])
         self.start()
 
     def apply(self, kind, **values):
-        self.cluster.apply({"time": self.clock, "kind": kind, "generation": self.cluster.generation, **values})
+        self.cluster.apply(row_of({"time": self.clock, "kind": kind, "generation": self.cluster.generation, **values}))
 
     def start(self, step=None):
         nodes = [node for node in NODES + self.spares if node not in self.cluster.out][:4]
@@ -41,11 +42,11 @@ class Run:
         rule = RULES[cause]
         said = Diagnosis(cause, node, rank, rule.role, rule.severity, rule.confidence, self.clock)
         key = {"node": node, "rank": rank}.get(rule.repeats)
-        said.__dict__["fingerprint"] = f"{cause} on {key}"
+        said.fingerprint = f"{cause} on {key}"
         said.evidence.append(Evidence(self.clock, node or "", "rank", cause, rank, cause, values))
-        decision = decide(said, self.cluster, rule, alive)
+        decision = decide(said, self.cluster, RULES, alive)
         self.apply("diagnosis", cause=cause, node=node, rank=rank, fingerprint=said.fingerprint)
-        self.apply("decision", **decision.to_json())
+        self.cluster.apply(replace(decision, time=self.clock, generation=self.cluster.generation))
         if not alive:
             self.start()
         return decision
@@ -168,5 +169,5 @@ def test_stages_of_another_program_count_from_one_again_and_are_progress():
 
 
 def test_long_attempts_of_another_program_are_progress():
-    assert Run(stages=True).actions(*["segfault"] * 4, step=9, seconds=LONG + 1) == ["restart"] * 4
-    assert Run().actions(*["segfault"] * 3, step=9, seconds=LONG + 1) == ["restart", "restart", "stop"]
+    assert Run(stages=True).actions(*["segfault"] * 4, step=9, seconds=LONG_ATTEMPT_SECONDS + 1) == ["restart"] * 4
+    assert Run().actions(*["segfault"] * 3, step=9, seconds=LONG_ATTEMPT_SECONDS + 1) == ["restart", "restart", "stop"]

@@ -4,15 +4,16 @@
 import time
 
 from tests.aegis.decision_maker import peer_of, rows
-from zaya_plugin.aegis.cluster import Cluster
-from zaya_plugin.aegis.evidence import Evidence
+from zaya_plugin.aegis.diagnose.evidence import Evidence
+from zaya_plugin.aegis.diagnose.policy import Cluster
 from zaya_plugin.aegis.journal import read
-from zaya_plugin.aegis.steps import slow_ranks
+from zaya_plugin.aegis.protocol import Beat
+from zaya_plugin.aegis.run_record import slow_ranks
 
 
 def beat(maker, node, step, busy):
     ranks = {("n1", "n2").index(node): {"phase": "train", "step": step, "step_seconds": 0.2, "busy_seconds": busy}}
-    maker.on_beat(peer_of(maker, node), {"time": 0.0, "generation": 1, "ranks": ranks})
+    maker.on_beat(peer_of(maker, node), Beat(1, 0.0, ranks))
 
 
 def test_a_slow_rank_is_found_among_nodes_of_one_rank_each(maker, monkeypatch):
@@ -54,16 +55,16 @@ def stage_beats(maker, stage, step, seconds=0.2, phase="train", nodes=("n1", "n2
     for node in nodes:
         rank = ("n1", "n2").index(node)
         ranks = {rank: {"phase": phase, "step": step, "step_seconds": seconds, "stage": stage}}
-        maker.on_beat(peer_of(maker, node), {"time": 0.0, "generation": maker.cluster.generation, "ranks": ranks})
+        maker.on_beat(peer_of(maker, node), Beat(maker.cluster.generation, 0.0, ranks))
 
 
 def fail(maker):
-    maker.look(Evidence(time.time(), "n1", "exit", "ended", 0, "segfault", {"exit_code": -11}))
-    maker.sightings.evidence.append(maker.sightings.symptom)
-    maker.judge(maker.sightings.symptom, alive=False, said=maker.sightings.diagnose(maker.steps.stepped))
+    maker.begin_diagnosis(Evidence(time.time(), "n1", "exit", "ended", 0, "segfault", {"exit_code": -11}))
+    maker.observations.evidence.append(maker.observations.symptom)
+    maker.decide(maker.observations.symptom, alive=False, result=maker.observations.diagnose(maker.steps.stepped))
     action = rows(maker, "decision")[-1]["action"]
     if action == "restart":
-        maker.launcher.start(29500)
+        maker.attempt.start(29500)
     return action
 
 
@@ -97,7 +98,7 @@ def test_a_later_stage_that_fails_at_a_step_that_an_earlier_one_has_made_is_not_
         stage_beats(maker, "two", 0, None, "warm_up")
         stage_beats(maker, "two", step)
         assert fail(maker) == "restart"
-    again = Cluster(2, stages=True).replay(read(maker.settings.journal))
+    again = Cluster(stages=True).replay(read(maker.settings.journal))
     assert (again.stage, again.stage_name, again.best) == (1, "two", 25)
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The classes of failures: loads rules.yaml and a user's own file, and finds the rows that name a line of a log.
+"""The classes of failures: loads rules.yaml and a user's own file, and matches lines of logs and exit codes with rows.
 
 `Rules.load()` reads the rows of zaya_plugin; `Rules.load([path])` adds the rows of a user's file, and a row of the same
-name replaces ours. `match(source, line)` returns the rows that name a line, `find` also what they read from it.
+name replaces ours. `match(source, line)` returns the rows that name a line, `find` also the values that they read from
+it.
 
 A row has the keys of `Rule`; docs/aegis.md describes them. A line is cut at LINE characters before it is compared, and
 patterns whose time grows faster than the square of that are refused, so no line takes long.
@@ -10,25 +11,19 @@ patterns whose time grows faster than the square of that are refused, so no line
 
 from __future__ import annotations
 
+import math
 import re
+import signal
 from collections.abc import Iterable, Iterator
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from zaya_plugin.aegis.evidence import Evidence, printable
-from zaya_plugin.aegis.exit_codes import meaning
+from zaya_plugin.aegis.diagnose.evidence import Evidence, printable
 from zaya_plugin.ground.errors import mistake
-
-try:
-    from re import _constants as sre
-    from re import _parser as sre_parser
-except ImportError:  # Python 3.10
-    import sre_constants as sre
-    import sre_parse as sre_parser
 
 FILE = Path(__file__).with_name("rules.yaml")
 LINE = 2000  # characters of a line that are compared
@@ -42,24 +37,30 @@ CHOICES = {
     "severity": ("fatal", "high", "warn", "user", "policy"),
     "confidence": ("sure", "likely", "weak"),
     "action": ("ride", "restart", "exchange", "stop", "rollback", "watch"),
+    "affects": ("link", "state", "node"),
     "repeats": ("node", "rank", "frame", "run"),
 }
-LISTS = ("source", "pattern", "not", "samples", "near")
+LISTS = ("source", "words", "pattern", "not", "exit_code", "samples", "near")
 NUMBERS = ("count", "within", "ride")
+LIMITED = 16  # a repeat of more than so many may take long within another one
 
 
 @dataclass(frozen=True)
 class Rule:
     """A class of failures.
 
-    source: where its lines come from; without patterns: who reports it.
+    source: where its lines come from; without patterns: the reporter.
+    words: in small letters; every line of the row holds one of them. Without words each line is compared.
     pattern: Python patterns, each sufficient; their named groups become Evidence.values.
     but_not: patterns of lines that do not count (the key `not`).
+    exit_code: of a rank, as Python shows it (-9 for SIGKILL).
     role: root names a first cause; cascade never does; confirmation joins one; watch is only counted.
-    action: what is done about it, before the history of the run is looked at.
+    action: what is done about it, before the history of the run counts.
+    affects: a link (down twice in five minutes: the node is exchanged), the state of the training (the same failure at
+        the same step again: roll back), or the node as a whole, which the next attempt cannot use.
     count, within: so many lines of one node within so many seconds are a fault; fewer are only counted.
     recover, ride: the pattern of the line that ends it, and how many seconds it may last without a loss.
-    repeats: what must be the same for a second failure to be the same again: the node, the rank, the place in the code
+    repeats: what must be equal for a second failure to be the same failure: the node, the rank, the place in the code
         (frame), or only the run.
     fallback: the row counts only for lines that no other row names.
     safe_code: AMD's code of the class in Primus-SaFE.
@@ -73,8 +74,11 @@ class Rule:
     action: str
     explain: str
     fix: str = ""
+    words: tuple[str, ...] = ()
     pattern: tuple[str, ...] = ()
     but_not: tuple[str, ...] = ()
+    exit_code: tuple[int, ...] = ()
+    affects: str = ""
     count: int = 1
     within: float = 0
     recover: str = ""
@@ -91,8 +95,8 @@ KEYS = {"not" if field.name == "but_not" else field.name: field for field in fie
 
 
 @dataclass(frozen=True)
-class Found:
-    """A row that names a line, what its groups read from it, and whether the line says that the fault is over."""
+class Match:
+    """A row that names a line, the values of its groups, and whether the line says that the fault is over."""
 
     rule: Rule
     values: dict[str, Any]
@@ -100,22 +104,27 @@ class Found:
 
 
 class Rules:
-    """Rows by name, and a quick search for those that name a line."""
+    """Rows by name, a quick search for those that name a line, and the row of an exit code."""
 
     def __init__(self, rows: Iterable[Rule]):
         self.rows = {rule.name: rule for rule in rows}
         self._kernel = _Family(rule for rule in self if KERNEL in rule.source)
         self._texts = _Family(rule for rule in self if not {KERNEL} >= set(rule.source))
+        self._exits = {code: rule for rule in self for code in rule.exit_code}
 
     @classmethod
     def load(cls, paths: Iterable[str | Path] = ()) -> Rules:
-        """Return the rows of zaya_plugin with those of the files `paths`, the later ones before the earlier ones.
+        """Return the rows of zaya_plugin with those of the files `paths`, the later ones before the earlier ones. A row
+        that replaces another one keeps its exit codes and what it affects, unless it names its own.
 
         Raises ValueError, in the form of `mistake`, for a file that holds no valid rows.
         """
         rows: dict[str, Rule] = {}
         for path in (FILE, *map(Path, paths)):
-            rows.update({rule.name: rule for rule in read(path)})
+            for rule in read(path):
+                old = rows.get(rule.name, rule)
+                kept = {"exit_code": rule.exit_code or old.exit_code, "affects": rule.affects or old.affects}
+                rows[rule.name] = replace(rule, **kept)
         return cls(rows.values())
 
     def __getitem__(self, name: str) -> Rule:
@@ -130,58 +139,76 @@ class Rules:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def get(self, name: str | None) -> Rule | None:
+        """Return the row of a name, or None."""
+        return self.rows.get(name)
+
+    def of_exit(self, code: int) -> Rule | None:
+        """Return the row of an exit code, as Python shows it (-9) or as a shell does (137); None for 0."""
+        code = 128 - code if code > 128 else code
+        unknown = "signal" if -code in {*signal.Signals} else "rank_failed"
+        return self._exits.get(code, self.rows[unknown]) if code else None
+
+    def exit_evidence(self, code: int, at: float, node: str, rank: int | None, **values: Any) -> Evidence:
+        """Return the evidence that a rank has ended with an exit code other than 0."""
+        text = f"ended with exit code {code}: {self.of_exit(code).explain}"
+        return Evidence(at, node, "exit", text, rank, None, {"exit_code": code, **values})
+
     def match(self, source: str, line: str | bytes) -> list[Rule]:
         """Return the rows that name `line` as a fault. source: kernel, or rank, agent or slurm, which are the same."""
         return [match.rule for match in self.find(source, line) if not match.recovered]
 
-    def find(self, source: str, line: str | bytes) -> list[Found]:
+    def find(self, source: str, line: str | bytes) -> list[Match]:
         """Return the rows that name `line` as a fault, or as the end of one."""
-        if isinstance(line, bytes):
-            line = line[: 4 * LINE].decode(errors="replace")
-        line = line[:LINE]
+        line = _cut(line)
         if "\x1b" in line:
             line = ESCAPES.sub("", line)
         return (self._kernel if source == KERNEL else self._texts).find(line)
 
 
+def _cut(line: str | bytes) -> str:
+    return (line[: 4 * LINE].decode(errors="replace") if isinstance(line, bytes) else line)[:LINE]
+
+
 class _Family:
-    """The rows of one kind of log. Most lines hold none of the words that the patterns need, and are left early."""
+    """The rows of one kind of log. Most lines hold none of the words of the rows, and are left early."""
 
     def __init__(self, rules: Iterable[Rule]):
-        self.tests: list[tuple[str, re.Pattern, Rule, list[re.Pattern], bool]] = []
-        for rule in rules:
-            excluded = [re.compile(text) for text in rule.but_not]
-            for text, recovered in [(text, False) for text in rule.pattern] + [(rule.recover, True)] * bool(
-                rule.recover
-            ):
-                for word in words(text) or [""]:
-                    self.tests.append((word, re.compile(text), rule, excluded, recovered))
+        self.rules = [
+            (
+                rule,
+                [re.compile(text) for text in rule.but_not],
+                [(re.compile(text), text == rule.recover) for text in (*rule.pattern, rule.recover) if text],
+            )
+            for rule in rules
+            if rule.pattern
+        ]
         # Grouped by their first letter: re tries the branches of a pattern one after the other.
-        groups = groupby(sorted({word for word, *_ in self.tests if word}), key=lambda word: word[0])
+        words = sorted({word for rule, *_ in self.rules for word in rule.words})
         branches = (
-            re.escape(letter) + f"(?:{'|'.join(re.escape(word[1:]) for word in group)})" for letter, group in groups
+            re.escape(letter) + f"(?:{'|'.join(re.escape(word[1:]) for word in group)})"
+            for letter, group in groupby(words, key=lambda word: word[0])
         )
         self.any_word = re.compile("|".join(branches) or r"(?!)")
-        self.wordless = [test for test in self.tests if not test[0]]
+        self.wordless = [entry for entry in self.rules if not entry[0].words]
 
-    def find(self, line: str) -> list[Found]:
-        lowered = line.lower()
-        tests = self.tests if self.any_word.search(lowered) else self.wordless
-        by_name: dict[str, Found] = {}
-        for word, pattern, rule, excluded, recovered in tests:
-            if word in lowered and rule.name not in by_name and (read := pattern.search(line)):
-                if not any(other.search(line) for other in excluded):
-                    by_name[rule.name] = Found(rule, _values(read), recovered)
-        if any(not one.rule.fallback for one in by_name.values()):
-            return [one for one in by_name.values() if not one.rule.fallback]
-        return list(by_name.values())
+    def find(self, line: str) -> list[Match]:
+        lowered, matches = line.lower(), []
+        for rule, excluded, patterns in self.rules if self.any_word.search(lowered) else self.wordless:
+            if rule.words and not any(word in lowered for word in rule.words):
+                continue
+            for pattern, recovers in patterns:
+                if (groups := pattern.search(line)) and not any(other.search(line) for other in excluded):
+                    matches.append(Match(rule, _values(groups), recovers))
+                    break
+        return [match for match in matches if not match.rule.fallback] or matches
 
 
 class Reader:
-    """Reads one log line by line, and gives the evidence in it.
+    """Reads one log line by line, and returns the evidence in it.
 
-    It knows what a single line does not show: in which file an exception was raised, which rank a line of a common log
-    belongs to, and how far the run came (`step`, at the time `progress`).
+    It holds what a single line does not show: in which file an exception was raised, which rank a line of a common log
+    belongs to, and how far the run is (`step`, at the time `progress`).
     """
 
     # torch of today, srun --label, zaya_plugin, torch of before
@@ -196,24 +223,25 @@ class Reader:
         self.progress: float | None = None
         self._frames: dict[int | None, tuple[bool, str]] = {}  # by rank: whether it is the run's own code, and where
         self._summary: dict[str, str] = {}
-        self._given: dict[str, tuple[float, int]] = {}  # row -> begin of the minute, lines in it
+        self._counts: dict[str, tuple[float, int]] = {}  # row -> begin of the minute, lines in it
 
     def read(self, line: str | bytes, time: float) -> list[Evidence]:
         """Return the evidence of one line that was written at `time`; none for almost all lines."""
-        if isinstance(line, bytes):
-            line = line[: 4 * LINE].decode(errors="replace")
-        line = line[:LINE]
+        line = _cut(line)
         if self.source != KERNEL:
             self._follow(line, time)
-        matches = self.rules.find(self.source, line)
-        return [self._evidence(one, line, time) for one in matches if self._is_new(one.rule, time)] if matches else []
+        return [
+            self._evidence(match, line, time)
+            for match in self.rules.find(self.source, line)
+            if self._is_new(match.rule, time)
+        ]
 
     def _is_new(self, rule: Rule, time: float) -> bool:
         """Whether the row was not yet named A_MINUTE times in this minute: one bad rank may write a line a million times."""
-        since, number = self._given.get(rule.name, (time, 0))
+        since, number = self._counts.get(rule.name, (time, 0))
         if not 0 <= time - since < 60:
             since, number = time, 0
-        self._given[rule.name] = since, number + 1
+        self._counts[rule.name] = since, number + 1
         return number < max(A_MINUTE, rule.count)
 
     def _follow(self, line: str, time: float) -> None:
@@ -234,13 +262,13 @@ class Reader:
             return int(next(number for number in read.groups() if number is not None))
         return self.rank
 
-    def _evidence(self, match: Found, line: str, time: float) -> Evidence:
+    def _evidence(self, match: Match, line: str, time: float) -> Evidence:
         rule, values, rank, source = match.rule, dict(match.values), self._rank_of(line), self.source
         if match.recovered:
             values["recovered"] = True
         node = str(values.get("host", self.node))
         if "exit_code" in values:
-            source, rule = "exit", self.rules[meaning(values["exit_code"]).rule or rule.name]
+            source, rule = "exit", self.rules.of_exit(values["exit_code"]) or rule
             if "task" not in values and self._summary:
                 node = self._summary.get("host", node)
                 rank = int(number) if (number := self._summary.get("rank", "")).isdecimal() else rank
@@ -265,36 +293,6 @@ def _values(read: re.Match) -> dict[str, Any]:
     }
 
 
-def words(pattern: str) -> list[str] | None:
-    """Return words, in lower case, one of which every match of `pattern` holds; None if there are none of 3 letters."""
-    groups = _words(sre_parser.parse(pattern))
-    return groups if groups and min(map(len, groups)) >= 3 else None
-
-
-def _words(parsed: Iterable) -> list[str] | None:
-    """Of the parts that every match must hold take the one whose shortest word is the longest."""
-    candidates: list[list[str]] = []
-    run = ""
-    for kind, value in [*parsed, (None, None)]:
-        if kind is sre.LITERAL and value < 128:
-            run += chr(value).lower()
-            continue
-        if run:
-            candidates.append([run])
-            run = ""
-        inner = None
-        if kind is sre.SUBPATTERN:
-            inner = _words(value[-1])
-        elif kind is sre.BRANCH:
-            branches = [_words(branch) for branch in value[1]]
-            inner = [word for branch in branches for word in branch] if all(branches) else None
-        elif kind in (sre.MAX_REPEAT, sre.MIN_REPEAT) and value[0] > 0:
-            inner = _words(value[2])
-        if inner:
-            candidates.append(inner)
-    return max(candidates, key=lambda words: min(map(len, words)), default=None)
-
-
 def read(path: Path) -> list[Rule]:
     """Return the rows of a file. Raises ValueError, in the form of `mistake`, naming the row and the key."""
     try:
@@ -302,9 +300,9 @@ def read(path: Path) -> list[Rule]:
     except OSError as error:
         raise mistake("--rules", path, problem=error.strerror or str(error), fix="correct the path") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise mistake("--rules", path, problem=f"is not YAML: {' '.join(str(error).split())}") from None
+        raise mistake("--rules", path, problem=f"not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(rows, list):
-        raise mistake("--rules", path, problem="holds no list of rows", fix="begin each row with `- name: ...`")
+        raise mistake("--rules", path, problem="must hold a list of rows", fix="begin each row with `- name: ...`")
     rules = [_rule(path, number, row) for number, row in enumerate(rows, 1)]
     for rule in rules:
         if sum(other.name == rule.name for other in rules) > 1:
@@ -316,7 +314,7 @@ def _rule(path: Path, number: int, row: Any) -> Rule:
     name = row.get("name") if isinstance(row, dict) else None
     where = f"{path}, row {number}" + (f" ({name})" if isinstance(name, str) else "")
     if not isinstance(row, dict):
-        raise mistake(where, problem="is not a row of keys and values", fix="begin it with `- name: ...`")
+        raise mistake(where, problem="must be a row of keys and values", fix="begin it with `- name: ...`")
     for key in row:
         if key not in KEYS:
             raise mistake(f"{where}, key {key}", problem="no such key", allowed=", ".join(KEYS))
@@ -324,17 +322,21 @@ def _rule(path: Path, number: int, row: Any) -> Rule:
         if field.default is MISSING and not row.get(key):
             raise mistake(f"{where}, key {key}", problem="is missing")
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", name):
-        raise mistake(f"{where}, key name", name, problem="is no name", allowed="small letters, digits and _")
+        raise mistake(f"{where}, key name", name, problem="not a valid name", allowed="small letters, digits and _")
     values = {}
     for key, value in row.items():
         at = f"{where}, key {key}"
         if key in LISTS:
             value = tuple(value) if isinstance(value, list) else (value,)
-        kind = {"fallback": bool}.get(key, (int, float) if key in NUMBERS else str)
+        kind = {"fallback": bool, "exit_code": int}.get(key, (int, float) if key in NUMBERS else str)
         for one in value if key in LISTS else (value,):
             if not isinstance(one, kind) or (isinstance(one, bool) and kind is not bool):
-                want = {bool: "true or false", str: "text"}.get(kind, "a number")
-                raise mistake(at, one, problem=f"is not {want}", fix="put the value in quotes" if kind is str else "")
+                type_name = {bool: "true or false", str: "text", int: "a whole number"}.get(kind, "a number")
+                raise mistake(
+                    at, one, problem=f"must be {type_name}", fix="put the value in quotes" if kind is str else ""
+                )
+            if key == "words" and one != (one.lower() or None):
+                raise mistake(at, one, problem="must be a word in small letters")
             if key in CHOICES and one not in CHOICES[key]:
                 raise mistake(at, one, problem="no such value", allowed=", ".join(CHOICES[key]))
             if key in NUMBERS and (one < 0 or key == "count" and one < 1):
@@ -353,16 +355,25 @@ def _rule(path: Path, number: int, row: Any) -> Rule:
     return Rule(**values)
 
 
+REPEAT = r"(?:[*+?]|\{(?:\d+(?:,\d*)?|,\d*)\})"
+TOKENS = re.compile(
+    rf"(?P<repeat>{REPEAT})[?+]?"
+    r"|(?P<open>\((?:\?(?:P<\w+>|P=\w+|<?[=!]|[>:]|[aiLmsux-]+:?|\(\w+\)|#[^)]*))?)|(?P<close>\))"
+    r"|(?P<wide>\.|\\[SDW]|\[\^\]?(?:\\.|[^\]\\])*\]|\[\]?(?:\\.|[^\]\\])*?\\[SDW](?:\\.|[^\]\\])*\])"
+    r"|\[\]?(?:\\.|[^\]\\])*\]|\\.|.",
+    re.DOTALL,
+)
+
+
 def _check_pattern(at: str, pattern: str) -> None:
     """Refuse a pattern that does not compile, matches every line, or may need very long for one."""
     try:
-        parsed = sre_parser.parse(pattern)
         matches_nothing = re.compile(pattern).search("")
     except (re.error, OverflowError, RecursionError) as error:
-        raise mistake(at, pattern, problem=f"is no pattern of Python: {error}") from None
+        raise mistake(at, pattern, problem=f"not a valid Python pattern: {error}") from None
     if matches_nothing:
         raise mistake(at, pattern, problem="matches every line", fix="name a word of the line")
-    wide, nested = _repeats(parsed)
+    wide, nested = _repeats(pattern)
     if nested or wide > 1:
         problem = "repeats a repeated part" if nested else "has more than one repeat without a limit, such as .* or .+"
         raise mistake(
@@ -370,34 +381,31 @@ def _check_pattern(at: str, pattern: str) -> None:
         )
 
 
-def _repeats(parsed: Iterable, inside: bool = False) -> tuple[int, bool]:
+def _repeats(pattern: str) -> tuple[int, bool]:
     """Return how many repeats without a limit take almost any letter, and whether a repeat lies within another one."""
-    wide, nested = 0, False
-    for kind, value in parsed:
-        parts, repeated = [], inside
-        if kind in (sre.MAX_REPEAT, sre.MIN_REPEAT):
-            wide += value[1] > 1000 and any(_is_wide(one) for one in value[2])
-            nested |= inside and value[1] > 16
-            parts, repeated = [value[2]], inside or value[1] > 16
-        elif kind is sre.SUBPATTERN:
-            parts = [value[-1]]
-        elif kind is sre.BRANCH:
-            parts = value[1]
-        elif kind in (sre.ASSERT, sre.ASSERT_NOT):
-            parts = [value[1]]
-        for part in parts:
-            more, deeper = _repeats(part, repeated)
-            wide, nested = wide + more, nested or deeper
-    return wide, nested
+    wide_repeats, nested = 0, False
+    groups = [
+        (False, False)
+    ]  # of each open group: whether a part of it takes most letters, and whether one is repeated
+    wide, repeated, outer = False, False, (False, False)  # of the last part, and of its group before it
+    for token in TOKENS.finditer(pattern):
+        if token["open"]:
+            groups.append((False, False))
+        elif token["repeat"]:
+            most = _most(token["repeat"])
+            nested |= repeated and most > LIMITED
+            wide_repeats += wide and most > 1000
+            groups[-1] = outer[0], outer[1] or repeated or most > LIMITED
+        else:
+            wide, repeated = groups.pop() if token["close"] else (bool(token["wide"]), False)
+            outer = groups[-1]
+            groups[-1] = outer[0] or wide, outer[1] or repeated
+    return wide_repeats, nested
 
 
-def _is_wide(one: tuple) -> bool:
-    """Whether a part of a pattern takes most letters: `.`, `[^x]` or a class such as \\S."""
-    kind, value = one
-    if kind is sre.SUBPATTERN:
-        return any(map(_is_wide, value[-1]))
-    if kind is sre.BRANCH:
-        return any(_is_wide(part) for branch in value[1] for part in branch)
-    if kind is sre.IN:
-        return any(what is sre.NEGATE or what is sre.CATEGORY and "NOT" in str(which) for what, which in value)
-    return kind in (sre.ANY, sre.NOT_LITERAL)
+def _most(repeat: str) -> float:
+    """Return how often the part before a repeat may come."""
+    if repeat in "*+?":
+        return 1 if repeat == "?" else math.inf
+    least, limited, most = repeat.strip("{}").partition(",")
+    return int(most or least) if most or not limited else math.inf

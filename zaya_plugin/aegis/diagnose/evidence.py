@@ -9,17 +9,18 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 TEXT = 500  # characters of a line that are kept
+LARGEST_NUMBER = 1e15  # that a message, a heartbeat or a line of the journal may hold
 
 
 @dataclass(frozen=True)
 class Evidence:
     """An observation, with its place and time.
 
-    time: seconds since 1970, by the node's clock until the decision maker has converted it to its own.
+    time: seconds since 1970, by the decider's clock once an agent has sent it.
     source: kernel, rank, exit, progress, counter, link, host, storage, checkpoint, agent or slurm.
     text: as it may be shown to a person; see `printable`.
     rule: the name of a row of rules.yaml; None: a line that was not compared with the rules yet.
-    values: numbers and names beside the text, such as {"step": 12, "exit_code": -9}.
+    values: numbers and names of the observation, such as {"step": 12, "exit_code": -9}.
     """
 
     time: float
@@ -39,22 +40,27 @@ class Evidence:
         """Return the evidence that `to_json` described. Raises TypeError for an unknown, missing or wrong field."""
         evidence = cls(**values)
         texts = (evidence.node, evidence.source, evidence.text, evidence.rule or "")
-        sound = all(isinstance(text, str) for text in texts) and isinstance(evidence.values, dict)
-        if not sound or not isinstance(evidence.time, (int, float)) or not isinstance(evidence.rank, (int, type(None))):
-            raise TypeError("a field of evidence is of another kind")
+        valid = all(isinstance(text, str) for text in texts) and isinstance(evidence.values, dict)
+        if not valid or not is_number(evidence.time) or not isinstance(evidence.rank, (int, type(None))):
+            raise TypeError("a field of evidence is of another type")
         return evidence
 
 
+def is_number(value: object, kind: type | tuple[type, ...] = (int, float)) -> bool:
+    """Whether a value that another program has written is a number that can be calculated with."""
+    return isinstance(value, kind) and not isinstance(value, bool) and abs(value) < LARGEST_NUMBER
+
+
 def parsed(text: str | bytes) -> Any:
-    """Return the value of a JSON text that another program has written. Raises ValueError for all that is none."""
+    """Return the value of a JSON text that another program has written. Raises ValueError for text that is not JSON."""
     try:
         return json.loads(text)
     except RecursionError:  # a million brackets
         raise ValueError("JSON that is nested too deep") from None
 
 
-def say(text: str) -> None:
-    """Print a line for a person. A terminal or pipe that is gone ends no run: the journal has it all."""
+def print_line(text: str) -> None:
+    """Print a line for a person. A terminal or pipe that is closed ends no run: the journal has every fact."""
     try:
         print(f"zaya aegis: {text}", file=sys.stderr, flush=True)
     except (OSError, ValueError):

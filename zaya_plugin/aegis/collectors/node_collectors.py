@@ -6,18 +6,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from zaya_plugin.aegis.collectors.checkpoints import Checkpoints
-from zaya_plugin.aegis.collectors.flight_recorder import FlightRecorder
 from zaya_plugin.aegis.collectors.gpu import AmdSmi, GpuSysfs
-from zaya_plugin.aegis.collectors.guards import Guards
 from zaya_plugin.aegis.collectors.host import Host
 from zaya_plugin.aegis.collectors.kernel_log import DEVICE, KernelLog
-from zaya_plugin.aegis.collectors.links import Links
-from zaya_plugin.aegis.collectors.packets import Packets
-from zaya_plugin.aegis.collectors.progress import Progress
-from zaya_plugin.aegis.collectors.rdma import Rdma
+from zaya_plugin.aegis.collectors.network import Links, Packets, Rdma
+from zaya_plugin.aegis.collectors.rank_files import FlightRecorder, Guards, Progress
 from zaya_plugin.aegis.collectors.runner import Collectors
-from zaya_plugin.aegis.collectors.storage import Storage
+from zaya_plugin.aegis.collectors.storage import Checkpoints, Storage
 
 
 class NodeCollectors(Collectors):

@@ -9,36 +9,35 @@ import pytest
 
 from tests.aegis.decision_maker import Wire, peer_of, rows
 from zaya_plugin.aegis import slurm
-from zaya_plugin.aegis.decide import Decision
+from zaya_plugin.aegis.attempt_phases import REJOIN_SECONDS, Phase
 from zaya_plugin.aegis.decider import Decider
-from zaya_plugin.aegis.evidence import Evidence
+from zaya_plugin.aegis.diagnose.evidence import Evidence
 from zaya_plugin.aegis.journal import Journal
-from zaya_plugin.aegis.launcher import REJOIN_SECONDS
+from zaya_plugin.aegis.protocol import Begin, Decision, Diagnosis, Ended, Join, Stop, SurvivorsEnded
 from zaya_plugin.aegis.settings import is_train, resumed
 from zaya_plugin.commands.aegis_run import parser, settings_of
 
 
 def test_an_agent_that_was_killed_while_its_ranks_are_ended_is_told_again(maker):
-    maker.judge(Evidence(time.time(), "n1", "exit", "ended", 0, None, {"exit_code": 1}), alive=False)
-    assert maker.phase.name == "stop" and maker.launcher.stopping == {"n1", "n2"}
+    maker.decide(Evidence(time.time(), "n1", "exit", "ended", 0, None, {"exit_code": 1}), alive=False)
+    assert maker.clock.phase is Phase.STOP and maker.attempt.stopping == {"n1", "n2"}
     link = Wire()
-    maker.peers.links.add(link)
-    new = {"node": "n2", "address": "10.0.0.1", "pid": 7, "generation": 0, "running": [], "codes": {}, "over": None}
+    maker.peers.by_link[link] = None
     peer_of(maker, "n2").pid = 6
-    maker.peers.links.discard(peer_of(maker, "n2").link)  # its connection has ended with it
-    maker.joined(link, {"kind": "join", **new, "asked": []})
-    assert [(each["kind"], each["generation"]) for each in link.sent] == [("stop", 1)]
+    del maker.peers.by_link[peer_of(maker, "n2").link]  # its connection has ended with it
+    maker.on_join(link, Join(0, "n2", "10.0.0.1", 7, [], {}))
+    assert link.sent == [Stop(1, 0.0)]
     for node in ("n1", "n2"):
-        maker.on_ended(peer_of(maker, node), {"generation": 1, "survivors": []})
-    maker.launcher.in_stop()
-    assert maker.phase.name == "delay" and maker.cluster.out == {}
+        maker.on_ended(peer_of(maker, node), Ended(1, []))
+    maker.attempt.wait_for_ends()
+    assert maker.clock.phase is Phase.DELAY and maker.cluster.out == {}
 
 
 def test_a_node_with_broken_hardware_does_not_come_back_with_the_end_of_its_processes(maker):
-    maker.launcher.leave_out("n2", "ras_ue", broken=True)
-    maker.on_free(peer_of(maker, "n2"), {})
-    maker.launcher.leave_out("n1", "unkillable", broken=False)
-    maker.on_free(peer_of(maker, "n1"), {})
+    maker.attempt.leave_out("n2", "ras_ue", broken=True)
+    maker.on_survivors_ended(peer_of(maker, "n2"), SurvivorsEnded(1))
+    maker.attempt.leave_out("n1", "unkillable", broken=False)
+    maker.on_survivors_ended(peer_of(maker, "n1"), SurvivorsEnded(1))
     assert maker.cluster.out == {"n2": "ras_ue"}
 
 
@@ -46,14 +45,14 @@ def test_too_few_nodes_after_a_failure_are_a_requeue_where_that_is_asked_for(mak
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     asked = []
     monkeypatch.setattr(slurm, "requeue", lambda job, out: asked.append(job) or (True, ""))
-    maker.launcher.settings = dataclasses.replace(maker.settings, requeue=True)
+    maker.attempt.settings = dataclasses.replace(maker.settings, requeue=True)
     del maker.peers.by_node["n2"], maker.peers.by_node["n3"]
-    maker.launcher.patience = REJOIN_SECONDS
-    maker.phase.to("wait")
-    maker.launcher.in_wait()
+    maker.attempt.patience = REJOIN_SECONDS
+    maker.clock.enter(Phase.WAIT)
+    maker.attempt.wait_for_nodes()
     assert not asked
-    maker.phase.since -= REJOIN_SECONDS + 1
-    maker.launcher.in_wait()
+    maker.clock.since -= REJOIN_SECONDS + 1
+    maker.attempt.wait_for_nodes()
     assert asked == ["7"] and maker.code == 0
     assert [row["action"] for row in rows(maker, "decision")] == ["requeue"]
 
@@ -62,14 +61,14 @@ def test_the_data_of_a_roll_back_are_left_out_by_the_next_attempt_and_by_all_lat
     values = {"step": 23, "first_step": 20, "skip": [20, 23]}
     spike = Evidence(time.time(), "n2", "rank", "spiked", 1, "loss_spike", values)
     maker.cluster.checkpoints = [8, 16]
-    maker.look(spike)
-    maker.sightings.evidence.append(spike)
-    maker.judge(spike, alive=False)
+    maker.begin_diagnosis(spike)
+    maker.observations.evidence.append(spike)
+    maker.decide(spike, alive=False)
     assert [(row["action"], row["to_step"], row["skip"]) for row in rows(maker, "decision")] == [
         ("rollback", 16, [20, 23])
     ]
-    maker.launcher.start(29501)
-    command = peer_of(maker, "n1").link.sent[-1]["command"]
+    maker.attempt.start(29501)
+    command = peer_of(maker, "n1").link.sent[-1].command
     assert command == ["zaya", "train", "experiment=cpu_demo", "resume=auto", "data.skip_steps=[5,20-23]"]
     again = Decider(maker.settings, b"s" * 32, None)  # after its own crash
     assert again.cluster.skips == [(20, 23)]
@@ -93,7 +92,7 @@ def settings_for(words):
 def test_a_stage_of_a_curriculum_is_supervised_as_a_training(tmp_path):
     words = ("experiment=cpu_demo", "nproc=2", f"run_dir={tmp_path}", "demo_2:data.skip_steps=[3]")
     settings = settings_for(["--node", "n1", "--", "zaya", "curriculum", "--only=demo_2", *words])
-    assert settings.each == "rank" and settings.ranks_per_node == 2 and settings.skip_steps == ("3",)
+    assert settings.start_per == "rank" and settings.ranks_per_node == 2 and settings.skip_steps == ("3",)
     assert settings.journal == tmp_path / "demo_2" / "aegis" / "journal.jsonl"
     assert settings.checkpoints == tmp_path / "demo_2" / "checkpoints"
     with pytest.raises(ValueError, match="--only=demo_9: no such stage. Allowed: demo_1, demo_2, demo_3"):
@@ -124,7 +123,7 @@ def test_all_stages_of_a_curriculum_are_started_on_one_node(tmp_path):
     options = ["--decider", "n1:29400", "--output", str(tmp_path / "aegis"), "--ranks-per-node", "2", "--nodes"]
     for command in (["zaya", "curriculum", "experiment=cpu_demo"], [sys.executable, "train.py", "curriculum"]):
         settings = settings_for([*options, "1", "--spares", "1", "--", *command])
-        assert settings.each == "node"
+        assert settings.start_per == "node"
     assert settings_for([*options, "2", "--", *command]).nodes == 2
     with pytest.raises(ValueError, match="--nodes=2: `zaya curriculum` starts its stages on one node"):
         settings_for([*options, "2", "--", "zaya", "curriculum", "experiment=cpu_demo"])
@@ -136,13 +135,13 @@ def test_a_stage_has_a_journal_of_its_own_and_recipes_of_the_user(tmp_path):
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ndefaults:\n  - cpu_demo\n  - _self_\n")
     for form in (["--config-dir", str(tmp_path)], [f"--config-dir={tmp_path}"], ["-cd", str(tmp_path)]):
         settings = settings_for(["--", "zaya", "train", *form, *words])
-        assert settings.each == "rank" and settings.folder == tmp_path / "run" / "aegis"
+        assert settings.start_per == "rank" and settings.folder == tmp_path / "run" / "aegis"
     command = ("zaya", "curriculum", f"--config-dir={tmp_path}", *words)
     folder = tmp_path / "aegis"
     settings = settings_for(["--output", str(folder), "--", *command, "--only", "demo_1"])
     folder.mkdir()
     journal = Journal(folder / "journal.jsonl")
-    journal.write("begin", 0, command=list(settings.command), nodes=1, spares=0, ranks_per_node=1)
+    journal.write(Begin(list(settings.command), 1, 0, 1), 0)
     journal.close()
     settings_for(["--output", str(folder), "--", *command, "--only", "demo_1"])
     with pytest.raises(ValueError, match=r"--output=.*aegis: its journal is of zaya curriculum .*--only demo_1"):
@@ -169,12 +168,11 @@ def test_a_supervised_command_line_is_read_as_zaya_train_reads_it(words, message
 @pytest.mark.parametrize("count, pending", [(None, True), ("0", True), ("1", False)])
 def test_a_requeue_is_carried_out_once(maker, monkeypatch, count, pending):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    said = Decision("requeue", "too few nodes", ("n2",)).to_json()
-    maker.note("diagnosis", cause="node_lost", node="n2", rank=None, fingerprint="node_lost on n2")
-    maker.note("decision", **said, start=slurm.start_of_job())
+    maker.write(Diagnosis("node_lost", "n2", fingerprint="node_lost on n2"))
+    maker.write(Decision("requeue", "too few nodes", ("n2",), start=slurm.start_of_job()))
     if count is not None:
         monkeypatch.setenv("SLURM_RESTART_COUNT", count)
     again = Decider(maker.settings, b"s" * 32, None)
     assert (again.cluster.pending is not None) is pending
-    assert again.phase.name == ("adopt" if pending else "wait")
+    assert again.clock.phase is (Phase.ADOPT if pending else Phase.WAIT)
     again.record.journal.close()
