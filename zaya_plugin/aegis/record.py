@@ -17,6 +17,7 @@ from zaya_plugin.aegis.cluster import OUT, Cluster
 from zaya_plugin.aegis.evidence import say
 from zaya_plugin.aegis.journal import Journal, read, without_secrets_in
 from zaya_plugin.aegis.settings import Settings, is_train
+from zaya_plugin.checkpoint import places
 from zaya_plugin.config.run_directory import COMPLETE
 
 FLUSH_SECONDS = 2.0  # between two tries to write lines of the journal for which the disk had no room
@@ -77,14 +78,14 @@ class Record:
         if folder is None or not answers:
             return
         with contextlib.suppress(OSError):
+            place = places.at(folder)
             steps = {
-                int(match[1]): entry
-                for entry in os.scandir(folder)
-                if (match := COMPLETE.fullmatch(entry.name))
-                and os.path.exists(os.path.join(entry.path, "manifest.json"))
+                int(match[1])
+                for name in place.list(sizes=False)
+                if (match := COMPLETE.fullmatch(name)) and places.exists(place / name / places.MANIFEST)
             }
             self.cluster.checkpoints = [step for step in self.cluster.checkpoints if step in steps]
-            for step in sorted(set(steps) - set(self.cluster.checkpoints)):
+            for step in sorted(steps - set(self.cluster.checkpoints)):
                 self.note("checkpoint", step=step)
 
     def put_aside(self, to_step: int) -> None:

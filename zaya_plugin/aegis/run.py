@@ -354,7 +354,7 @@ def main(argv: list[str]) -> int:
     else:
         link.make_secret(secret)
     with contextlib.ExitStack() as held:
-        held.enter_context(node_lock(settings, link.read_secret(secret)))
+        held.enter_context(node_lock(settings))
         if listening is not None:
             held.enter_context(journal_lock(settings))
         return Keeper(settings, secret, listening).run()

@@ -23,7 +23,7 @@ from typing import Any
 
 from zaya_plugin import compat
 from zaya_plugin.checkpoint import manifest, on_disk
-from zaya_plugin.checkpoint.convert.beside import resolve
+from zaya_plugin.checkpoint.convert.model_folder import resolve
 from zaya_plugin.checkpoint.run_lock import check_free
 from zaya_plugin.config.arguments import megatron_arguments
 from zaya_plugin.config.graphs import with_graphs

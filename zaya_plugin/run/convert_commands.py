@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zaya_plugin.checkpoint import progress, reading
-from zaya_plugin.checkpoint.convert.beside import check_new, resolve
+from zaya_plugin.checkpoint.convert.model_folder import check_new, resolve
 from zaya_plugin.config.option_parser import OptionParser
 from zaya_plugin.ground.errors import mistake, of_the_machine
 from zaya_plugin.ground.option_numbers import INT32, MOST_STEPS, whole_number
