@@ -58,7 +58,7 @@ test: setup ## Run the tests that are neither slow nor need an accelerator (7 mi
 	@tools/apt_packages.sh
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not gpu" --durations=20 --durations-min=1 $(PYTEST_ARGS)
 
-test-all: setup ## Run all tests but those that need an accelerator (more than an hour on 2 cores); ends with the 20 slowest
+test-all: setup ## Run all tests but those that need an accelerator (60 minutes on 2 cores); ends with the 20 slowest
 	@tools/apt_packages.sh
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not gpu" --durations=20 --durations-min=1 $(PYTEST_ARGS)
 

@@ -131,7 +131,7 @@ def test_ranks_of_srun_end_with_their_slurmstepd(worker_program, tmp_path):  # n
 def test_a_rank_that_does_not_react_is_ended(worker_program, tmp_path):  # noqa: F811
     """It waits for another rank, say; the time is torchrun's, made short here."""
     words, variables = worker_program
-    short = "from zaya_plugin import parent_death; parent_death.GRACE_SECONDS = 1.0\n"
+    short = "from zaya_plugin.ground import parent_death; parent_death.GRACE_SECONDS = 1.0\n"
     worker = tmp_path / "programs" / "stand_in_worker.py"
     worker.write_text(short + worker.read_text())
     running = start([*words, f"run_dir={tmp_path}/run"], variables, 4, mode="stuck")

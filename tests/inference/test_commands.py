@@ -424,10 +424,12 @@ def test_a_model_that_is_none_is_named_before_torch_is_loaded(tmp_path):
 def test_results_go_to_wandb(published, corpus, tmp_path):
     words = ("eval", published, "--data", corpus, "--limit", 1, "--wandb", "project")
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    # Without WANDB_SERVICE: a service that a test of this process has started writes to its own directory.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     done = subprocess.run(
         command(*map(str, words)),
         cwd=tmp_path,
-        env={**os.environ, "WANDB_MODE": "offline", "PYTHONPATH": path},
+        env={**environment, "WANDB_MODE": "offline", "PYTHONPATH": path},
         capture_output=True,
         text=True,
     )
