@@ -57,8 +57,8 @@ def attention_of_the_model(
     from megatron.core.transformer.spec_utils import build_module
 
     from zaya_plugin.model.config import ZayaConfig
+    from zaya_plugin.model.gpt_model import ZayaRotaryEmbedding
     from zaya_plugin.model.layer_specs import zaya_layer_submodules
-    from zaya_plugin.model.rotary import ZayaRotaryEmbedding
 
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -90,7 +90,7 @@ def of_the_model(attention: nn.Module, angles: Tensor, x: Tensor, upstream: Tens
     """Return the block [s, b, h] -> [s, b, h], and its calls with the arguments that they have in it."""
     import hip_ops
     from zaya_plugin.model import attention as module
-    from zaya_plugin.model.small_gradients import view_together
+    from zaya_plugin.model.parameters import view_together
 
     work, parameters, noted = operations(x.shape[1], x.shape[0], x.shape[2]), tuple(attention.parameters()), {}
 

@@ -233,11 +233,12 @@ def trials(kernel: str, processors: int) -> list[HeadLaunch]:
     resident at once, or in a given number of rounds.
     """
     from hip_ops.ops.cca_prologue.triton import launch
+    from hip_ops.runtime.launch import WARP_SIZE
 
     def resident(count: float, part: int = D) -> int:
         return max(1, int(processors * count * part / ((HEADS + GROUPS) * D)))
 
-    default = launch(kernel, D, HEADS + GROUPS, 2, processors=processors)
+    default = launch(kernel, D, HEADS + GROUPS, 2, processors=processors, warp_size=WARP_SIZE)
     if kernel == "forward":
         others = [
             replace(default, programs=None),
@@ -299,8 +300,8 @@ def as_run(kernel: str, trial: HeadLaunch, inputs: Inputs) -> HeadLaunch:
     from hip_ops.ops.cca_prologue import triton as module
 
     projected, *parameters, rope, halo, value_halo, starts, groups, delayed = inputs.arguments
-    call = module.Call.of(projected, parameters[2], rope, halo, value_halo, starts, groups, delayed)
-    plan = module._plan(call, kernel != "forward", module.launch)
+    call = (projected, parameters[2], rope, halo, value_halo, starts, groups, delayed)
+    plan = module._plan_for(kernel != "forward", *call)
     return trial if kernel == "norm" else replace(trial, stages=plan.keywords[kernel]["num_stages"])
 
 

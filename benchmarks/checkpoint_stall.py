@@ -99,8 +99,7 @@ def main(argv: list[str]) -> int:
     from zaya_plugin.bench.options import Options, measured_recipe, with_data_path
     from zaya_plugin.config.compose import compose
     from zaya_plugin.config.run_directory import keep_recipe
-    from zaya_plugin.config.validate import validate
-    from zaya_plugin.run import before_start, launch, rank_plan
+    from zaya_plugin.run import launch, rank_plan, start_recipe
 
     choices = Choices(
         arguments.kinds,
@@ -114,8 +113,7 @@ def main(argv: list[str]) -> int:
     recipe = measured_recipe(compose(overrides), Options(warmup=10_000), str(arguments.work))
     recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, save_interval=1, keep_last=1))
     plan = rank_plan.make_plan(recipe, os.environ, (MODULE, json.dumps(asdict(choices))))
-    validate(recipe, plan.world_size)
-    recipe = before_start.with_choices(recipe, plan)
+    recipe = start_recipe.with_choices(recipe, plan)
     shutil.rmtree(arguments.work, ignore_errors=True)
     arguments.work.mkdir(parents=True)
     keep_recipe(recipe, arguments.work)
@@ -237,7 +235,7 @@ def measure(choices: Choices, recipe, rank: int, world_size: int, console) -> No
     from zaya_plugin.training.lifecycle import Lifecycle
     from zaya_plugin.training.metrics import Reporter
 
-    worker.prepare(recipe, world_size)
+    worker.prepare(recipe)
     if recipe.cluster.device != "cpu":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 

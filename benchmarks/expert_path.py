@@ -277,11 +277,12 @@ def launched_as(kind: str, trial):
 def trials(kind: str, hidden: int) -> list:
     from hip_ops.ops.expert_permutation import triton as expert_permutation
     from hip_ops.ops.weighted_swiglu import triton as weighted_swiglu
+    from hip_ops.runtime.launch import WARP_SIZE
 
     if kind.startswith("swiglu"):
-        default = weighted_swiglu.launch(hidden, 2, backward="backward" in kind)
+        default = weighted_swiglu.launch(hidden, 2, backward="backward" in kind, warp_size=WARP_SIZE)
     else:
-        default = expert_permutation.launch(hidden, 2)
+        default = expert_permutation.launch(hidden, 2, warp_size=WARP_SIZE)
     return [
         replace(default, rows=rows, columns=block, num_warps=warps)
         for rows, block, warps in itertools.product((1, 2, 4), (1024, 2048, 4096), (1, 2, 4, 8, 16))

@@ -30,8 +30,7 @@ from result_record import RESULTS, described, file_part, write
 
 import hip_ops
 from hip_ops import use_kernels
-from hip_ops.ops.muon import multi_tensor
-from hip_ops.ops.muon.matrix_batches import MatrixBatches
+from hip_ops.ops.muon import MatrixBatches, multi_tensor
 
 LAYERS, RANKS = 40, 8
 # (rows, columns) and how many of them a layer of ZAYA1-base has: experts' gate+up and down, output, query, key, two

@@ -21,8 +21,7 @@ import torch
 from result_record import RESULTS, described, file_part, write
 
 import hip_ops
-from hip_ops.ops.newton_schulz.coefficients import coefficient_triples
-from hip_ops.ops.newton_schulz.plan import default_restarts, multiply_adds
+from hip_ops.ops.newton_schulz.plan import coefficient_triples, default_restarts, multiply_adds
 
 SHAPES = [
     (16, 2048, 4096),

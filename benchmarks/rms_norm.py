@@ -169,8 +169,8 @@ def launched_as(trial, backward: bool):
 
     chosen = triton_kernels.launch
 
-    def launch(hidden_size, *, scaled, backward, place=backward):
-        return trial if backward == place else chosen(hidden_size, scaled=scaled, backward=backward)
+    def launch(hidden_size, *, place=backward, **options):
+        return trial if options["backward"] == place else chosen(hidden_size, **options)
 
     with mock.patch.object(triton_kernels, "launch", launch):
         yield
@@ -179,8 +179,9 @@ def launched_as(trial, backward: bool):
 def trials(work: Work, hidden: int, backward: bool) -> list:
     """Return other tiles, warps, grids and stages than `launch` chooses."""
     from hip_ops.ops.rms_norm.triton import launch
+    from hip_ops.runtime.launch import WARP_SIZE
 
-    default = launch(hidden, scaled=work.scaled, backward=backward)
+    default = launch(hidden, scaled=work.scaled, backward=backward, warp_size=WARP_SIZE)
     grids = (1, 2, 3, 4, 6, 8) if backward else (None, 2, 4, 8)
     return [
         replace(default, rows=rows, num_warps=warps, programs=grid, stages=stages)

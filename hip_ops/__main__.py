@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 
 from hip_ops.runtime import conditions, hazards
-from hip_ops.runtime.build import BuildError, build, library_note, prebuilt
-from hip_ops.runtime.cache import cache_folder
+from hip_ops.runtime.build import BuildError, build, cache_folder, library_note, prebuilt
 from hip_ops.runtime.compilers import (
     AMD_ARCHITECTURES,
     CompilerNotFound,
@@ -21,7 +20,7 @@ from hip_ops.runtime.compilers import (
     default_amd_target,
     find_compiler,
 )
-from hip_ops.runtime.library import default_target, target_of
+from hip_ops.runtime.launchers import default_target, target_of
 from hip_ops.runtime.operator import Operator, all_operators, table
 
 ENVIRONMENT = """\
@@ -44,38 +43,40 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="{build,info,scan}")
-    builder = commands.add_parser(
+    build_options = commands.add_parser(
         "build",
         help="build the kernels into the cache, and print the library's path",
         description="Builds the kernels for one target into the cache and prints the path of the library. Does nothing "
         "where it is there, or where the package ships it (gfx942).",
     )
-    builder.add_argument(
+    build_options.add_argument(
         "--target",
         type=check_target_argument,
         help="gfx942, sm_90, cpu, ... (default: this machine's GPU, else HIP_OPS_ARCH or gfx942)",
     )
-    builder.add_argument("--force", action="store_true", help="build although the library is shipped or in the cache")
-    teller = commands.add_parser(
+    build_options.add_argument(
+        "--force", action="store_true", help="build although the library is shipped or in the cache"
+    )
+    info_options = commands.add_parser(
         "info",
         help="the version of every operator on every device and why, compilers, cache",
         description="Prints which version of every operator runs on every device and why, which compilers were found, "
         "and where the "
-        "cache is. Exit status: 1 if a version that is asked for is not available or fails its check.",
+        "cache is. Exit status: 1 if a requested version is not available or fails its check.",
     )
-    teller.add_argument(
+    info_options.add_argument(
         "--check",
         action="store_true",
         help="compare every operator with its reference on every device, on GPUs also on streams, in a captured graph "
         "and on a full device; prints the seconds of each; builds the kernels where hip is used",
     )
-    scanner = commands.add_parser(
+    scan_options = commands.add_parser(
         "scan",
         help="find stores in gfx942 code whose data is overwritten too early",
         description="Disassembles gfx942 code objects and libraries and prints every wide store with an instruction "
         "that overwrites its data too early. Exit status: 1 if there are any.",
     )
-    scanner.add_argument(
+    scan_options.add_argument(
         "paths",
         nargs="*",
         type=Path,
@@ -153,7 +154,7 @@ def scan(paths: list[Path]) -> int:
     if not paths:
         print(f"Triton's cache: {hazards.triton_cache()}")
         files = hazards.triton_objects()
-    by_file = hazards.scan_files(files)
+    by_file = {file: hazards.scan(file) for file in files}
     for file, violations in by_file.items():
         for violation in violations:
             print(f"{file}: {violation}")

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 
-def mistake(given: str, problem: str, allowed: str, fix: str = "") -> ValueError:
-    """Return the ValueError `<given>: <problem>. Allowed: <allowed>. Fix: <fix>.`
+def mistake(subject: str, problem: str, allowed: str, fix: str = "") -> ValueError:
+    """Return the ValueError `<subject>: <problem>. Allowed: <allowed>. Fix: <fix>.`
 
-    given: the setting as it is typed, `<key>=<value>`, or the function. fix: what to type; left out where it is empty.
+    subject: the setting as it is typed, `<key>=<value>`, or the function. fix: what to type; may be empty.
     """
-    return ValueError(f"{given}: {problem}. Allowed: {allowed}." + (f" Fix: {fix}." if fix else ""))
+    return ValueError(f"{subject}: {problem}. Allowed: {allowed}." + (f" Fix: {fix}." if fix else ""))

@@ -70,7 +70,7 @@ def grouped_product(tokens: int, hidden: int, dtype_bytes: int) -> dict[str, flo
 
 
 def weighted_swiglu(rows: int, width: int, experts: int, dtype_bytes: int) -> dict[str, float]:
-    """Return the bytes of gate_up, fp32 probs and int32 offsets. experts: of this rank. The output is computed again."""
+    """Return the bytes of gate_up, fp32 probs and int32 offsets. experts: of this rank. The output is recomputed."""
     return {"gate and up": dtype_bytes * 2 * width * rows, "weights": FLOAT32 * rows, "offsets": INT32 * experts}
 
 

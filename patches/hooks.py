@@ -40,14 +40,6 @@ BUFFERS = MEGATRON + "core/distributed/param_and_grad_buffer.py"
 DDP_SOURCE = MEGATRON + "core/distributed/distributed_data_parallel.py"
 OWN_OPTIMIZER = "a registered optimizer can be a DistributedOptimizer (optimizer/emerging_optimizers.py)"
 
-# Fields of our configuration that a host reads in its own.
-SHARED_WITH_HOST = (
-    "hetereogenous_dist_checkpoint",
-    "fp32_residual_connection",
-    "pipeline_dtype",
-    "pipeline_state_size",
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class HostChange:
@@ -133,6 +125,19 @@ HOOKS: dict[str, HostChange] = dict(
             "Megatron's asynchronous save has no collective, writes a checkpoint of one step, and survives its writer",
             versions=LOOP,
         ),
+        _hook(
+            TRAINING + "setup_model_and_optimizer",
+            "pretrain_gpt.py builds its own model, with another head, loss, embedding gradient and RoPE",
+            "a spec names the model's class",
+            versions=LOOP,
+        ),
+        _hook(
+            "gpt_builders.GPTModel",
+            "Primus' own stage builds its own model, with another head, loss, embedding gradient and RoPE",
+            "Primus pins 0.19 or later",
+            upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.16.0/gpt_builders.py",
+            versions=f">={compat.OLDEST},<0.19",
+        ),
         _hook(TRAINING + "save_checkpoint", "in a guest: older checkpoints are removed after a save"),
         _hook(
             SAVE,
@@ -151,7 +156,7 @@ HOOKS: dict[str, HostChange] = dict(
         ),
         _hook(
             TRAINING + "dummy_train_step",
-            "a step of data.skip_steps reads its batches on every rank, and the learning rate goes on",
+            "a step of data.skip_steps reads its batches on every rank, and the learning rate advances",
             "Megatron's reads them on one rank of a tensor group, and leaves the schedule behind",
             versions=LOOP,
         ),
@@ -213,34 +218,15 @@ HOOKS: dict[str, HostChange] = dict(
     )
 )
 # Attributes of objects that a run builds, by class and attribute; they end with the run. `set_attribute` sets them.
-_CONVERTED = "the model becomes a ZayaGPTModel, also where the host has built it (zaya_plugin.model.loss)"
 _ONE_GROUP = "puts a layer's buckets of experts into one group (zaya_plugin.optim.gradient_buffers)"
 INSTANCES: dict[str, HostChange] = {
     ".".join(symbol.split(".")[-2:]): change
     for symbol, change in (
         _hook(
-            "megatron.core.models.gpt.GPTModel().__class__",
-            f"{_CONVERTED}: its head and its loss",
-            "a spec names the model's head",
-            upstream=MEGATRON + "core/models/gpt/gpt_model.py",
-        ),
-        _hook(
-            "megatron.core.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding().__class__",
-            f"{_CONVERTED}: positions of every order of the context, and of packed documents",
-            "a spec names the model's RoPE",
-            upstream=MEGATRON + "core/models/common/embeddings/rotary_pos_embedding.py",
-        ),
-        _hook(
-            "megatron.core.tensor_parallel.VocabParallelEmbedding().__class__",
-            f"{_CONVERTED}: the embedding adds its gradient's rows to the main gradient",
-            "a spec names the model's embedding",
-            upstream=MEGATRON + "core/models/common/embeddings/language_model_embedding.py",
-        ),
-        _hook(
             "torch.nn.Parameter().zero_out_wgrad",
             "DDP must not add the embedding's gradient, which is in the main gradient already "
-            "(zaya_plugin.model.tied_head)",
-            "a spec names the model's embedding",
+            "(zaya_plugin.model.gpt_model)",
+            "GPTModel leaves it to the head",
             upstream=MEGATRON + "core/models/gpt/gpt_model.py",
         ),
         _hook(
@@ -251,7 +237,7 @@ INSTANCES: dict[str, HostChange] = {
         ),
         _hook(
             "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer().scale_gradients",
-            "the optimizer multiplies by the scale as it reads the gradients (zaya_plugin.optim.gradient_buffers)",
+            "the optimizer multiplies by the scale as it reads the gradients (zaya_plugin.optim.chained)",
             "DDP passes the scale to the optimizer",
             upstream=BUFFERS,
         ),
@@ -296,15 +282,6 @@ INSTANCES: dict[str, HostChange] = {
             "0.16 leaves shards of experts out of the gradients' norm (zaya_plugin.compat)",
             "Primus pins 0.17 or later",
             upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.16.0/megatron/core/optimizer/optimizer.py",
-        ),
-        *(
-            _hook(
-                f"megatron.core.transformer.TransformerConfig().{name}",
-                "pretrain_gpt.py builds its own configuration, which its block and its schedules read",
-                "pretrain_gpt.py takes a class of configuration",
-                upstream=MEGATRON + "training/arguments.py",
-            )
-            for name in SHARED_WITH_HOST
         ),
     )
 }

@@ -3,7 +3,7 @@
 experts one block.
 
 DDP takes a layout of its buffers, but pretrain() computes it itself and has no hook. In the stock layout bucket and
-shard borders can fall inside a layer's experts; zaya_plugin/optim/sharding/layout.py keeps them whole. For models
+shard borders can fall inside a layer's experts; zaya_plugin/optim/sharding/placement.py keeps them whole. For models
 without expert blocks it places parameters as the stock one does, up to the places where a bucket closes.
 """
 
@@ -12,7 +12,7 @@ from zaya_plugin.patches.registry import MEGATRON, Patch
 
 
 def expert_blocks(_):
-    from zaya_plugin.optim.sharding.layout import compute_expert_block_layout
+    from zaya_plugin.optim.sharding.placement import compute_expert_block_layout
 
     return staticmethod(compute_expert_block_layout)
 

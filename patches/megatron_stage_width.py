@@ -3,7 +3,7 @@
 channels.
 
 Both schedules make the shape of a received tensor from config.hidden_size, the interleaved one with no hook
-(it refuses adjust_tensor_shapes_fn). A ZAYA stage also sends the router state (zaya_plugin/parallel/stage_boundary.py).
+(it refuses adjust_tensor_shapes_fn). A ZAYA stage also sends the router state (zaya_plugin/model/stream.py).
 variable_seq_lengths would need no patch, but it sends every shape ahead of its tensor and waits for it on the host.
 Configurations without `pipeline_state_size` are not changed.
 """

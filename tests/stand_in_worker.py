@@ -64,11 +64,11 @@ def worker_program(tmp_path, environment) -> tuple[list[str], dict[str, str]]:
 LAUNCH = """
     import os, sys
     from zaya_plugin.config.compose import compose
-    from zaya_plugin.run import before_start, launch, rank_plan
+    from zaya_plugin.run import launch, rank_plan, surroundings
 
     rank_plan.WORKER = launch.WORKER = "stand_in_worker"
     launch.COPY_SECONDS = float(os.environ.get("COPY_SECONDS", launch.COPY_SECONDS))
-    before_start.check_surroundings = lambda recipe, plan: None  # there is no data
+    surroundings.check_surroundings = lambda *_: None  # there is no data
     try:
         code = launch.launch(compose(["experiment=cpu_demo", *sys.argv[1:]]))
     except ValueError as error:

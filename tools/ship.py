@@ -7,7 +7,7 @@
 Compiler and flags of the device code are those of tests/gfx942/toolchain.py, so that emulator, budgets and bug tests
 see the shipped bytes. The same sources give the same bytes in every folder: the commands hold relative paths only, a
 unit's name comes from its file's name, and symbol table and dates are left out. The library names no HIP runtime:
-hip_ops/runtime/hip_runtime.py binds it to the one that torch has mapped.
+hip_ops/runtime/launchers.py binds it to the one that torch has mapped.
 """
 
 import argparse

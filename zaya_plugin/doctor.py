@@ -337,7 +337,7 @@ def _kernels() -> list[dict[str, Any]]:
     import torch
 
     from hip_ops.runtime.build import library_note
-    from hip_ops.runtime.library import target_of
+    from hip_ops.runtime.launchers import target_of
     from hip_ops.runtime.operator import report
 
     devices = []

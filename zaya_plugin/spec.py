@@ -1,29 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block spec for Megatron-LM's own script: `pretrain_gpt.py --spec zaya_plugin.spec zaya_block`, with arguments by
+"""The guest for Megatron-LM's own script: `pretrain_gpt.py --spec zaya_plugin.spec zaya_block`, with arguments by
 `zaya export megatron`.
 
-Megatron 0.19 imports this module when it reads --spec, after its arguments and before it starts anything. The import
-therefore applies the patches and installs the guest (hosts/guest.py): optimizers, balancing, hand-over. --spec names an
-object before any model configuration exists, so `zaya_block` makes its layers when Megatron reads `layer_specs`.
+Megatron imports this module when it reads --spec: 0.19 after its arguments and before it starts anything, 0.16 (Primus'
+own stage) when it builds the model. The import therefore applies the patches and installs the guest (hosts/guest.py):
+model, optimizers, balancing, hand-over.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from megatron.core.transformer import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.training import get_args
 
-from zaya_plugin import patches
+from zaya_plugin import compat, patches
 from zaya_plugin.config.compose import check_own_version, load_recipe
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.hosts.guest import Guest
-from zaya_plugin.model.layer import ZayaTransformerLayer
-from zaya_plugin.model.layer_specs import zaya_layer_submodules
-from zaya_plugin.model.norm import norm_class
+from zaya_plugin.patches.hooks import TRAINING
 
 RECIPE_VARIABLE = "ZAYA_RECIPE"
 
@@ -48,7 +45,7 @@ def recipe_of_run(args) -> Path:
     if not path.is_file():
         raise mistake(
             str(path),
-            problem="no such recipe; it holds the settings that Megatron has no argument for (router, Muon, balancing, "
+            problem="the recipe does not exist; it holds the settings that Megatron has no argument for (router, Muon, balancing, "
             "hand-over)",
             fix=f"zaya export megatron experiment=<name> run_dir={path.parent}, or {RECIPE_VARIABLE}=<recipe> in the "
             "environment",
@@ -56,35 +53,28 @@ def recipe_of_run(args) -> Path:
     return path
 
 
-class GuestLayer(ZayaTransformerLayer):
-    """A layer in a model that the host builds.
+def zaya_block(*_):
+    """The object that --spec names. In a run the guest builds the model, and Megatron does not call this."""
+    raise mistake(
+        "--spec",
+        "zaya_plugin.spec zaya_block",
+        problem="this script builds its model in another way than Megatron's pretrain_gpt.py",
+        allowed="scripts that call megatron.training.pretrain, such as pretrain_gpt.py",
+        fix="zaya_plugin.build_zaya_model in a script of your own",
+    )
 
-    It has the guest's configuration, and its matrices are marked for Muon before the host lays out its buffers.
+
+def our_setup(setup_model_and_optimizer, model_type, *, cfg_container, model_provider_func=None, **named):
+    """Call Megatron's setup_model_and_optimizer with the guest's model, which `zaya train` builds too, in place of the
+    one that Megatron's builder makes of the arguments.
     """
-
-    def __init__(self, config, layer_number: int = 1, **named):
-        guest.share_config(config)
-        super().__init__(guest.config, zaya_layer_submodules(guest.config), layer_number, **named)
-        guest.mark(self, f"decoder.layers.{layer_number - 1}.")
+    container = replace(cfg_container, model=None)  # with a configuration of the model it would not call the function
+    return setup_model_and_optimizer(model_type, model_provider_func=guest.model, cfg_container=container, **named)
 
 
-class GuestBlock(TransformerBlockSubmodules):
-    """The layers of a stage and our final norm, which reads the fp32 stream. All stages have the same number of
-    layers.
-    """
-
-    def __init__(self):
-        pass
-
-    @property
-    def layer_specs(self) -> list[ModuleSpec]:
-        config = guest.config
-        parts = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
-        return [ModuleSpec(module=GuestLayer)] * (config.num_layers // parts)
-
-    @property
-    def layer_norm(self):
-        return norm_class(guest.config)
+def our_model(_, *, pre_process, post_process, vp_stage=None, **named):
+    """Build the guest's model where a script of 0.16 builds its GPTModel."""
+    return guest.model(pre_process, post_process, vp_stage, pg_collection=named.get("pg_collection"))
 
 
 def move_in(args) -> Guest:
@@ -96,7 +86,9 @@ def move_in(args) -> Guest:
     check_own_version(path, f"zaya export megatron experiment=<name> run_dir={path.parent}, with the same overrides")
     guest = Guest(load_recipe(path), args)
     guest.check()
-    guest.install()
+    # 0.16 imports this module while it builds the model.
+    later = (TRAINING + "setup_model_and_optimizer", our_setup)
+    guest.install([later if compat.at_least("0.19.0rc0") else ("gpt_builders.GPTModel", our_model)])
     if args.rank == 0:
         print(*guest.summary(), sep="\n", flush=True)
     return guest
@@ -107,4 +99,3 @@ try:
     guest = move_in(get_args())
 except (ValueError, ImportError) as error:
     sys.exit(f"zaya: {error}")
-zaya_block = GuestBlock()

@@ -4,10 +4,9 @@
     python benchmarks/research/aiter_in_emulator.py CLONE v0.1.18 v0.1.19.post2 v0.1.20.post1
 
 CLONE is a clone or bare mirror of github.com/ROCm/aiter. For each tag the installed Triton compiles its unmodified
-kernels for gfx942, and the emulator of tests/gfx942 runs them behind AITER's host functions and hip_ops/ops/*/aiter.py. The
-operators run their self-checks, then the cases of tests/hip_ops/rms_norm_cases.py and grouped_cases.py against fp64.
-At the end nptgmm takes ptgmm's place, and AITER's own autograd function of addition and norm that of _rmsnorm_backward:
-both have a defect that the self-check must find.
+kernels for gfx942, and the emulator of tests/gfx942 runs them behind AITER's host functions and hip_ops/ops/grouped_product/aiter.py. The
+operators run their self-checks, then the cases of tests/hip_ops/grouped_cases.py against fp64. At the end nptgmm takes
+ptgmm's place, whose defect the self-check must find.
 
 Not AITER on a device: the emulator has no time and no caches, and its three programs stand for 304 compute units. It
 has no scratch memory either, which AITER's tiles of 256 x 256 spill to under Triton 3.7.1, so gmm has tiles of 64 x 64
@@ -36,22 +35,19 @@ import triton
 from hip_ops.runtime import aiter as runtime_aiter
 from hip_ops.runtime.aiter import Function
 from hip_ops.runtime.operator import Operator
-from hip_ops.runtime.self_check import difference
 from tests.gfx942.emulator import Device
 from tests.gfx942.triton_objects import triton_code_object
 from tests.hip_ops.expert_path_device import to_numpy
 from tests.hip_ops.grouped_cases import Grouped, check_outer, check_rows
-from tests.hip_ops.rms_norm_cases import FP32, Case, check, of_module
 
 NAMES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
-NORM, GMM, CONFIG = "normalization.rmsnorm", "gmm", "aiter/ops/triton/configs/gfx942-GMM.json"
+CONFIG = "aiter/ops/triton/configs/gfx942-GMM.json"
 PROGRAMS = 3
 TILES = {
     ("gmm", False): dict(BLOCK_SIZE_M=64, BLOCK_SIZE_K=64, BLOCK_SIZE_N=64, num_warps=4),
     ("ptgmm", False): dict(BLOCK_SIZE_M=64, BLOCK_SIZE_K=128, BLOCK_SIZE_N=128),
     ("nptgmm", False): dict(BLOCK_SIZE_M=64, BLOCK_SIZE_K=128, BLOCK_SIZE_N=128),
 }
-NORMS = (Case(False, 7, 64), Case(True, 5, 33, pad=3), Case(False, 4, 520, FP32, FP32, FP32, d_new_residual=False))
 PRODUCTS = (Grouped((0, 3, 0, 37, 5), 48, 40), Grouped((70, 1), 32, 64, "fp16", padding_rows=0))
 
 
@@ -110,16 +106,6 @@ class Emulated:
         return launch
 
 
-class OnCpu:
-    """torch, whose `empty` makes a tensor on the CPU where AITER names "cuda"."""
-
-    def __getattr__(self, name: str):
-        return getattr(torch, name)
-
-    def empty(self, *shape, device=None, **options) -> torch.Tensor:
-        return torch.empty(*shape, **options)
-
-
 def load(clone: Path, tag: str, folder: Path) -> None:
     """Import AITER's Triton host functions of a tag with emulated kernels, without aiter/__init__.py, which builds C++."""
     archive = subprocess.run(
@@ -132,8 +118,7 @@ def load(clone: Path, tag: str, folder: Path) -> None:
     for name in ("aiter", "aiter.ops", "aiter.jit"):
         sys.modules[name] = types.ModuleType(name)
         sys.modules[name].__path__ = [str(folder / name.replace(".", "/"))]
-    norm, gmm = (importlib.import_module(f"aiter.ops.triton.{name}") for name in (NORM, GMM))
-    norm.get_num_sms, norm.torch = lambda *_: PROGRAMS, OnCpu()
+    gmm = importlib.import_module("aiter.ops.triton.gmm")
     settings = json.loads((folder / CONFIG).read_text())
 
     def config(kind: str, m: int, k: int, n: int, groups: int, accumulate: bool = False) -> dict:
@@ -141,31 +126,24 @@ def load(clone: Path, tag: str, folder: Path) -> None:
         return chosen | {"GRID_DIM": PROGRAMS} | TILES.get((kind, accumulate), {})
 
     gmm.get_config = config
-    for module in (norm, gmm):
-        for name, value in list(vars(module).items()):
-            if isinstance(value, triton.runtime.KernelInterface):
-                setattr(module, name, Emulated(value))
+    for name, value in list(vars(gmm).items()):
+        if isinstance(value, triton.runtime.KernelInterface):
+            setattr(gmm, name, Emulated(value))
     runtime_aiter.installed = lambda: tag.removeprefix("v")
-    Function._found.cache_clear()
+    Function._resolved.cache_clear()
 
 
 def compare(tag: str) -> bool:
     """Run the self-checks and the cases; return whether all passed."""
-    norms, products = (importlib.import_module(f"hip_ops.ops.{name}") for name in ("rms_norm", "grouped_product"))
-    operators = [norms._forward, norms._backward]
-    cases = [(str(case), lambda case=case: check(of_module(norms.aiter), case)) for case in NORMS]
-    if runtime_aiter.missing(products.aiter.FIRST_RELEASE) is None:
-        operators += [products._rows, products._outer]
-        for case in PRODUCTS:
-            for flag in (False, True):
-                cases.append((f"rows {case} {flag}", lambda c=case, f=flag: check_rows(products.aiter, c, f)))
-                cases.append((f"outer {case} {flag}", lambda c=case, f=flag: check_outer(products.aiter, c, f)))
-    for each in operators:
-        cases.append((f"self-check of {each.name}", lambda each=each: self_check(each)))
+    products, cases = importlib.import_module("hip_ops.ops.grouped_product"), []
+    for case in PRODUCTS:
+        for flag in (False, True):
+            cases.append((f"rows {case} {flag}", lambda c=case, f=flag: check_rows(products.aiter, c, f)))
+            cases.append((f"outer {case} {flag}", lambda c=case, f=flag: check_outer(products.aiter, c, f)))
+    for operator in (products._rows, products._outer):
+        cases.append((f"self-check of {operator.name}", lambda operator=operator: self_check(operator)))
     passed = [report(tag, name, run) for name, run in cases]
-    if products._rows in operators:
-        passed.append(report(tag, "nptgmm", lambda: with_nptgmm(products), defect="it gives nan, torch 0"))
-    passed.append(report(tag, "AITER's autograd", lambda: own_autograd(norms), defect="result, element"))
+    passed.append(report(tag, "nptgmm", lambda: with_nptgmm(products), defect="it gives nan, torch 0"))
     return all(passed)
 
 
@@ -194,24 +172,6 @@ def with_nptgmm(products: types.ModuleType) -> str | None:
         return self_check(products._outer)
     finally:
         products.aiter.PTGMM = ptgmm
-
-
-def own_autograd(norms: types.ModuleType) -> str | None:
-    """The self-check with AITER's autograd function, which gives the residual no gradient (ROCm/aiter#576)."""
-    own = sys.modules[f"aiter.ops.triton.{NORM}"].rmsnorm2d_fwd_with_add
-
-    def d_residual_by_aiter(dy, d_new_residual, output, new_residual, mean, rstd, *vectors_weight_and_dtype):
-        weight = vectors_weight_and_dtype[-2]
-        rows = [each.reshape(-1, weight.shape[0]) for each in (torch.zeros_like(new_residual), new_residual, dy)]
-        leaves = [each.clone().requires_grad_() for each in (*rows[:2], weight)]
-        with torch.enable_grad():
-            y = own(torch.empty_like(rows[2]), *leaves[:2], torch.empty_like(rows[1]), leaves[2], 1e-5)
-            _, d_residual, _ = torch.autograd.grad(y, leaves, rows[2], allow_unused=True)
-        return torch.zeros_like(new_residual) if d_residual is None else d_residual.view_as(new_residual)
-
-    _, plain = norms._backward.examples
-    reference = norms._backward.reference
-    return difference(d_residual_by_aiter, lambda *a: reference(*a)[1], plain, torch.device("cpu"))
 
 
 def main() -> int:

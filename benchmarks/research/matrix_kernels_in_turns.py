@@ -201,7 +201,7 @@ def check_hip() -> None:
     import torch
 
     from hip_ops.ops.newton_schulz import hip
-    from hip_ops.ops.newton_schulz.iteration import normalised
+    from hip_ops.ops.newton_schulz.reference import normalised
 
     for side in (64, 128, 256):
         a, b = (torch.randn(2, rows, 168, device="cuda").half() for rows in (side + 72, side + 8))

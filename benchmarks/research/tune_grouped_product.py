@@ -29,7 +29,7 @@ from triton.testing import do_bench
 from hip_ops.ops.grouped_product import reference
 from hip_ops.ops.grouped_product.configs import DERIVED, KINDS, TABLE, GroupedConfig, read_table
 from hip_ops.ops.grouped_product.triton import grouped_outer_, grouped_rows
-from hip_ops.runtime.architecture import architecture
+from hip_ops.runtime.launch import architecture
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules of benchmarks/
 from compile_ahead import compile_ahead  # noqa: E402

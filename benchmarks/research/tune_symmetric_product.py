@@ -25,7 +25,7 @@ import torch
 from triton.testing import do_bench_cudagraph
 
 from hip_ops.ops.newton_schulz.product_configs import TABLE, ProductConfig, read_table
-from hip_ops.ops.newton_schulz.triton_product import product
+from hip_ops.ops.newton_schulz.triton import product
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules of benchmarks/
 from compile_ahead import compile_ahead  # noqa: E402

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from hip_ops.errors import mistake
-from hip_ops.runtime.architecture import architecture
+from hip_ops.runtime.launch import architecture
 
 logger = logging.getLogger("hip_ops")
 DISTRIBUTION = "amd-aiter"  # PyPI's package `aiter` is an unrelated library
@@ -83,10 +83,10 @@ class Function:
     arguments: tuple[str, ...]
 
     def __call__(self, **arguments: Any) -> Any:
-        return self._found()(**arguments)
+        return self._resolved()(**arguments)
 
     @functools.cache  # noqa: B019  (the instances are constants of modules)
-    def _found(self) -> Callable:
+    def _resolved(self) -> Callable:
         problem = self.problem()
         if problem is not None:
             raise mistake(f"{DISTRIBUTION}={installed()}", problem, RELEASES, "request another version")

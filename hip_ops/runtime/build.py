@@ -10,6 +10,9 @@ a manifest.json that holds its checksum. Both are renamed into place, and a libr
 manifest's is built again. So a killed build or a full disk never leaves a file that would be loaded as a library.
 """
 
+import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -19,23 +22,23 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
 from hip_ops.errors import mistake
-from hip_ops.runtime.cache import cache_folder, locked
-from hip_ops.runtime.compilers import AMD_ARCHITECTURES, Compiler, CompilerNotFound, check_target, find_compiler
+from hip_ops.runtime.compilers import AMD_ARCHITECTURES, Compiler, CompilerNotFound, find_compiler
 
 CSRC = Path(__file__).resolve().parent / "csrc"  # headers that all kernels share, and the library's own functions
 PACKAGE = CSRC.parents[1]  # hip_ops: each operator's sources lie in its folder
 SHIPPED = PACKAGE / "shipped"  # a folder for each target
 LIBRARY = "libhip_ops.so"
 MANIFEST = "manifest.json"
-SWITCH = "HIP_OPS_LIBRARY"  # environment variable: shipped (default) or source
-SCRATCH = "building-"  # prefix of the folders that a build works in
+LIBRARY_VARIABLE = "HIP_OPS_LIBRARY"  # environment variable: shipped (default) or source
+SCRATCH_PREFIX = "building-"  # prefix of the folders that a build works in
 
-# an estimate, for the message at the start of the first build
+# an estimate, for the message at the start of a build
 _SECONDS_A_FILE = {"gfx": 5, "sm_": 10, "cpu": 3}
 
 
@@ -51,12 +54,11 @@ def build(target: str, *, force: bool = False, sources: Path = PACKAGE) -> Path:
     machine). Raises CompilerNotFound, BuildError with the compiler's message, and OSError where the cache cannot be
     written.
     """
-    check_target(target)
     library, why_not = shipped(target, sources=sources)
     if library and not force:
         return library
     if library:
-        why_not = f"--force; runs use the shipped library unless {SWITCH}=source"
+        why_not = f"--force; runs use the shipped library unless {LIBRARY_VARIABLE}=source"
     if why_not and os.environ.get("LOCAL_RANK", "0") == "0":  # one line a machine
         print(f"hip_ops: the {target} kernels are built from source: {why_not}", file=sys.stderr, flush=True)
     try:
@@ -72,9 +74,9 @@ def build(target: str, *, force: bool = False, sources: Path = PACKAGE) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / "lock") as alone:
-            if force or not _is_whole(folder):  # another process may have built it meanwhile
+            if force or not _is_whole(folder):  # another process may have built it since
                 if alone:
-                    for left_over in folder.glob(SCRATCH + "*"):
+                    for left_over in folder.glob(SCRATCH_PREFIX + "*"):
                         shutil.rmtree(left_over, ignore_errors=True)
                 _build(target, compiler, folder, sources)
     except OSError as error:
@@ -85,6 +87,36 @@ def build(target: str, *, force: bool = False, sources: Path = PACKAGE) -> Path:
     return folder / LIBRARY
 
 
+def cache_folder() -> Path:
+    """Return HIP_OPS_CACHE, otherwise hip_ops in XDG_CACHE_HOME, otherwise ~/.cache/hip_ops."""
+    requested = os.environ.get("HIP_OPS_CACHE")
+    if requested:
+        return Path(requested).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "hip_ops"
+
+
+@contextlib.contextmanager
+def locked(file: Path) -> Iterator[bool]:
+    """Hold an exclusive lock on `file` between processes; the lock ends with its process.
+
+    Yields False where the file system has no locks (some network mounts). Then two processes may build at once, and the
+    atomic renames keep both results intact.
+    """
+    with open(file, "a") as handle:
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"hip_ops: waiting for another process that builds ({file})", file=sys.stderr, flush=True)
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+                raise
+            yield False
+            return
+        yield True  # closing the file unlocks it
+
+
 def shipped_folder(target: str) -> Path:
     return SHIPPED / target
 
@@ -93,14 +125,16 @@ def shipped(target: str, *, sources: Path = PACKAGE) -> tuple[Path | None, str]:
     """Return the shipped library of `target` and "", or None and why an AMD target is built from source instead."""
     if target not in AMD_ARCHITECTURES:
         return None, ""
-    requested = os.environ.get(SWITCH) or "shipped"
+    requested = os.environ.get(LIBRARY_VARIABLE) or "shipped"
     if requested not in ("shipped", "source"):
-        raise mistake(f"{SWITCH}={requested}", "no such library", "shipped, source", f"unset {SWITCH}")
+        raise mistake(
+            f"{LIBRARY_VARIABLE}={requested}", "no such library", "shipped, source", f"unset {LIBRARY_VARIABLE}"
+        )
     folder = shipped_folder(target)
     if not (folder / MANIFEST).is_file():
         return None, f"no library is shipped for {target}, and its kernels are unverified"
     if requested == "source":
-        return None, f"{SWITCH}=source, so the verified library is not used"
+        return None, f"{LIBRARY_VARIABLE}=source, so the verified library is not used"
     why_not = _unusable(folder, sources)
     return (None, why_not) if why_not else (folder / LIBRARY, "")
 
@@ -108,7 +142,7 @@ def shipped(target: str, *, sources: Path = PACKAGE) -> tuple[Path | None, str]:
 @lru_cache
 def _unusable(folder: Path, sources: Path) -> str:
     """Say why the library in `folder` must not run in place of `sources`, or "". Reads all of their files, so once a
-    process: every operator asks for it."""
+    process: every operator needs it."""
     if not _is_whole(folder):
         return f"the shipped library {folder / LIBRARY} is damaged; install the package again"
     if manifest_of(folder / LIBRARY).get("sources") != sources_digest(sources):
@@ -171,47 +205,27 @@ def _build(target: str, compiler: Compiler, folder: Path, sources: Path) -> None
     files = kernel_sources(sources)
     assert files, f"no .hip file in {sources}"
     workers = min(len(files), os.cpu_count() or 1)
-    print(
-        f"hip_ops: building kernels for {target} (once, about {_estimate(target, len(files), workers)} s)",
-        file=sys.stderr,
-        flush=True,
-    )
+    estimate = -(-len(files) // workers) * _SECONDS_A_FILE[target[:3]]
+    print(f"hip_ops: building kernels for {target} (once, about {estimate} s)", file=sys.stderr, flush=True)
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder) as scratch:
+    with tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=folder) as scratch:
         objects = [Path(scratch) / f"{file.stem}.o" for file in files]
         with ThreadPoolExecutor(workers) as pool:
             list(pool.map(_run, map(compiler.compile_command, files, objects)))
         library = Path(scratch) / LIBRARY
         _run(compiler.link_command(objects, library))
-        seconds = time.monotonic() - started
         manifest = {
             "target": target,
             "sources": sources_digest(sources),
             "sha256": hashlib.sha256(library.read_bytes()).hexdigest(),
             "compiler": compiler.version.splitlines()[0],
             "command": shlex.join(compiler.compile_command(Path("FILE.hip"), Path("FILE.o"))),
-            "files": len(files),
-            "seconds": round(seconds, 1),
         }
         written = Path(scratch) / MANIFEST
         written.write_text(json.dumps(manifest, indent=1))
         os.replace(library, folder / LIBRARY)
         os.replace(written, folder / MANIFEST)
-    print(f"hip_ops: built in {seconds:.0f} s: {folder / LIBRARY}", file=sys.stderr, flush=True)
-
-
-def _estimate(target: str, files: int, workers: int) -> int:
-    """Estimate the seconds of a build: from the last one for this target in this cache, otherwise from the number of
-    files.
-    """
-    taken = []
-    for manifest in cache_folder().glob(f"{target}-*/{MANIFEST}"):
-        try:
-            recorded = json.loads(manifest.read_text())
-            taken.append((manifest.stat().st_mtime, recorded["seconds"] / recorded["files"]))
-        except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
-            continue
-    return max(1, round(max(taken)[1] * files)) if taken else -(-files // workers) * _SECONDS_A_FILE[target[:3]]
+    print(f"hip_ops: built in {time.monotonic() - started:.0f} s: {folder / LIBRARY}", file=sys.stderr, flush=True)
 
 
 def _run(command: list[str]) -> None:

@@ -16,8 +16,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from hip_ops.runtime.availability import missing
-from hip_ops.runtime.selection import selection
+from hip_ops.runtime.choice import missing
+from hip_ops.versions import selection
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,7 +45,7 @@ def compile_function(function: Callable) -> Callable:
 
 
 def formula(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a differentiable function of plain torch: compiles it for tensors on an accelerator unless the
+    """Decorate a differentiable function of plain torch: it is compiled for tensors on an accelerator unless the
     reference is requested.
 
     The function is no operator: it has no other versions and no self-check. Where hip or triton is requested it is
@@ -55,7 +55,7 @@ def formula(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.cache
     def compiled() -> Callable:
-        """Called at the first use, because torch.compile imports its compilers."""
+        """Return the compiled function; made at the first use, because torch.compile imports its compilers."""
         not_available = missing("compiled", torch.device("cuda"), named=False)
         return function if not_available else compile_function(function)
 

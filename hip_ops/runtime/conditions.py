@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from hip_ops.runtime.on_device import multiprocessors, on
+from hip_ops.runtime.launch import multiprocessors, on
 from hip_ops.runtime.self_check import PLAIN_CALL, Condition, copied, in_turn, tensors_of
 
 if TYPE_CHECKING:
     from hip_ops.runtime.operator import Operator
 
-CALLS = 2  # under a condition; they must give the same bits
-CALLS_AT_ONCE = 4  # on a full device
-LARGEST_TILE = 256  # of a BLAS library's products
-SLEEP = 5_000_000  # cycles, 2 to 3 ms: longer than the host takes to launch a condition's calls
+CALLS_PER_CONDITION = 2  # under a condition; they must give the same bits
+CONCURRENT_CALLS = 4  # on a full device
+MAX_BLAS_TILE = 256  # of a BLAS library's products
+SLEEP_CYCLES = 5_000_000  # cycles, 2 to 3 ms: longer than the host takes to launch a condition's calls
 
 
 class Result(NamedTuple):
@@ -70,10 +70,16 @@ def conditions_on(device: torch.device) -> tuple[Condition, ...]:
     if device.type != "cuda":
         return (PLAIN_CALL._replace(name="plain call"),)
     return (
-        Condition("default stream", CALLS, lambda *work: _on_a_late_stream(torch.cuda.default_stream(device), *work)),
-        Condition("side stream", CALLS, lambda *work: _on_a_late_stream(torch.cuda.Stream(device), *work)),
-        Condition("captured graph", CALLS, lambda *work: in_a_graph(*work, capture=_capture)),
-        Condition("full device", CALLS_AT_ONCE, lambda *work: _on_a_full_device(device, *work)),
+        Condition(
+            "default stream",
+            CALLS_PER_CONDITION,
+            lambda *work: _on_a_late_stream(torch.cuda.default_stream(device), *work),
+        ),
+        Condition(
+            "side stream", CALLS_PER_CONDITION, lambda *work: _on_a_late_stream(torch.cuda.Stream(device), *work)
+        ),
+        Condition("captured graph", CALLS_PER_CONDITION, lambda *work: in_a_graph(*work, capture=_capture)),
+        Condition("full device", CONCURRENT_CALLS, lambda *work: _on_a_full_device(device, *work)),
     )
 
 
@@ -85,7 +91,7 @@ def _on_a_late_stream(stream: torch.cuda.Stream, candidate: Callable, arguments:
     assign(held)
     torch.cuda.synchronize(stream.device)
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(SLEEP)
+        torch.cuda._sleep(SLEEP_CYCLES)
         assign(held, arguments)
         calls = in_turn(candidate, held)
     torch.cuda.synchronize(stream.device)
@@ -149,11 +155,11 @@ def _on_a_full_device(device: torch.device, candidate: Callable, arguments: list
     """Call the candidate on several streams at once, beside a matrix product with two blocks for every
     multiprocessor, which leaves its numbers in LDS and registers.
     """
-    side = LARGEST_TILE * math.ceil(math.sqrt(2 * multiprocessors(device)))
+    side = MAX_BLAS_TILE * math.ceil(math.sqrt(2 * multiprocessors(device)))
     matrix = torch.full((side, side), 1.0 / side, device=device, dtype=torch.bfloat16)
     streams = [torch.cuda.Stream(device) for _ in range(len(arguments) + 1)]
     torch.cuda.synchronize(device)
-    torch.cuda._sleep(SLEEP)
+    torch.cuda._sleep(SLEEP_CYCLES)
     for stream in streams:
         stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(streams[-1]):

@@ -12,17 +12,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 MAX_CHECKED_DESCRIPTORS = 4096
 _checked: dict[tuple, dict] = {}
-_here = threading.local()
+_thread = threading.local()
 
 
 def descriptor(base: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> TensorDescriptor:
     """Return TensorDescriptor(base, shape, strides, block). base.data_ptr() must be a multiple of 16
     (`describable`).
     """
-    if base.is_cuda and not hasattr(_here, "context"):
+    if base.is_cuda and not hasattr(_thread, "context"):
         # the driver encodes descriptors only in a thread with a CUDA context, which autograd's threads may lack
         torch.cuda.set_device(torch.cuda.current_device())
-        _here.context = True
+        _thread.context = True
     key = (*shape, *strides, *block, base.dtype)
     known = _checked.get(key)
     if known is None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds stores whose data is overwritten too early: `python -m hip_ops scan OBJECT_OR_FOLDER`. Needs neither torch nor a
-GPU.
+"""Finds stores whose data is overwritten too early: `python -m hip_ops scan OBJECT_OR_FOLDER`. Needs neither torch nor
+a GPU.
 
 CDNA3 does not stall for some dependent instructions. The compiler must put a number of wait states between them, and
 compilers have got one of these rules wrong: after a wide store its data registers were overwritten too early, and the
@@ -60,7 +60,7 @@ class Rule:
 
 @dataclass
 class Instruction:
-    """One instruction with what the rule asks about it. Registers are bit masks."""
+    """One instruction, with the facts that the rule needs. Registers are bit masks."""
 
     pc: int
     text: str
@@ -75,8 +75,8 @@ class Instruction:
 
     @property
     def stored(self) -> tuple[int, int]:
-        """Data registers of a store of more than 8 bytes and the wait states before a VALU may write them; 0, 0 for
-        other instructions.
+        """Return the data registers of a store of more than 8 bytes and the wait states before a VALU may write them;
+        0, 0 for other instructions.
         """
         # createsVALUHazard, with the distance for an SGPR soffset that llvm/llvm-project#197267 added
         match = _WIDE_STORE.fullmatch(self.name)
@@ -101,11 +101,11 @@ class Violation:
     first: str
     second: str
     needed: int
-    found: int
+    waited: int
 
     def __str__(self) -> str:
         return (
-            f"{self.function}: {self.second} comes {self.found} wait states after {self.first}; {self.needed} are "
+            f"{self.function}: {self.second} comes {self.waited} wait states after {self.first}; {self.needed} are "
             f"needed ({self.rule})"
         )
 
@@ -135,12 +135,12 @@ def _register_mask(operand: str) -> int:
 
 
 def _split(text: str) -> tuple[str, ...]:
-    """Operands are separated by commas outside brackets."""
+    """Return the operands, which commas outside brackets separate."""
     return tuple(part.strip() for part in re.split(r",(?![^\[(]*[\])])", text)) if text else ()
 
 
 def parse(text: str, pc: int = 0, low_half: int = 0, decode: Callable[[str], Instruction] | None = None) -> Instruction:
-    """An instruction from its disassembly. `low_half`: the low 16 bits of its first word, for a branch's target."""
+    """Return an instruction from its disassembly. low_half: the low half of its first word, for a branch's target."""
     instruction = copy.copy((decode or decoded)(text))
     instruction.pc = pc
     if instruction.name.startswith(("s_branch", "s_cbranch")):
@@ -174,7 +174,7 @@ WIDE_STORE = Rule("data of a wide store is overwritten: checkVALUHazardsHelper",
 
 @lru_cache(maxsize=1)
 def objdump() -> str:
-    """Path of an llvm-objdump that knows gfx942, from ROCm or PATH. Raises ToolNotFound."""
+    """Return the path of an llvm-objdump that knows gfx942, from ROCm or PATH. Raises ToolNotFound."""
     names = ["llvm-objdump", *(f"llvm-objdump-{major}" for major in range(OLDEST_LLVM + 15, OLDEST_LLVM - 1, -1))]
     rocm = [Path(place) / "llvm" / "bin" for place in (os.environ.get("ROCM_PATH"), *ROCM) if place]
     wheel = importlib.util.find_spec(ROCM_WHEEL)
@@ -195,7 +195,7 @@ def objdump() -> str:
 
 
 def disassemble(path: Path, decode: Callable[[str], Instruction] | None = None) -> dict[str, list[Instruction]]:
-    """Function -> its instructions, of a gfx942 code object. decode: for other facts than this module's rule asks."""
+    """Return the instructions of a gfx942 code object by function. decode: replaces `decoded`, for other rules."""
     done = subprocess.run([objdump(), "-d", f"--mcpu={ARCHITECTURE}", str(path)], capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"{path}: llvm-objdump failed: {done.stderr.strip()}")
@@ -215,8 +215,8 @@ def disassemble(path: Path, decode: Callable[[str], Instruction] | None = None) 
 
 
 def violations(functions: dict[str, list[Instruction]], extra: int = 0) -> Iterator[Violation]:
-    """Yield the pairs of instructions that are too close. `extra` wait states more are asked of wide stores, which
-    shows that the scan sees them.
+    """Yield the pairs of instructions that are too close. extra: wait states that wide stores need beyond the rule, to
+    show that the scan sees them.
     """
     names = [function for function, code in functions.items() for _ in code]
     code = [instruction for part in functions.values() for instruction in part]
@@ -248,8 +248,8 @@ def _successors(code: list[Instruction], place: int, places: dict[int, int]) -> 
 def _behind(
     code: list[Instruction], following: list[tuple[int, ...]], place: int, rule: Rule, mask: int, limit: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield what can execute within `limit` wait states behind an instruction: its place, the wait states between,
-    the registers still watched.
+    """Yield the instructions that can execute within `limit` wait states behind an instruction: place, wait states
+    between, registers still watched.
     """
     seen: dict[int, tuple[int, int]] = {}
     open_paths = [(at, 0, mask) for at in following[place]]
@@ -271,7 +271,7 @@ def _behind(
 
 
 def is_gfx942(content: bytes) -> bool:
-    """Whether these bytes begin with an ELF of gfx942."""
+    """Return whether these bytes begin with an ELF of gfx942."""
     if content[:5] != b"\x7fELF\x02" or len(content) < 64:
         return False
     (machine,), (flags,) = struct.unpack_from("<H", content, 18), struct.unpack_from("<I", content, 48)
@@ -279,7 +279,7 @@ def is_gfx942(content: bytes) -> bool:
 
 
 def code_objects(content: bytes) -> Iterator[bytes]:
-    """The gfx942 ELFs of a file: itself, or those in the offload bundles of a library."""
+    """Yield the gfx942 ELFs of a file: itself, or those in the offload bundles of a library."""
     if is_gfx942(content):
         yield content
         return
@@ -297,7 +297,8 @@ def code_objects(content: bytes) -> Iterator[bytes]:
 
 
 def scan(path: Path, check: Callable[[Path], Iterable[Violation]] | None = None) -> list[Violation]:
-    """Violations in a gfx942 code object, or in those of a library. Raises ValueError where the file holds none.
+    """Return the violations in a gfx942 code object, or in those of a library. Raises ValueError where the file holds
+    none.
 
     check: of one code object; None: that of this module.
     """
@@ -313,7 +314,7 @@ def scan(path: Path, check: Callable[[Path], Iterable[Violation]] | None = None)
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Files below a folder that hold gfx942 code, sorted."""
+    """Return the files below a folder that hold gfx942 code, sorted."""
     files = (path for path in folder.rglob("*") if path.is_file() and head(path).startswith(b"\x7fELF"))
     return sorted(path for path in files if any(code_objects(path.read_bytes())))
 
@@ -324,17 +325,12 @@ def head(path: Path) -> bytes:
 
 
 def triton_cache() -> Path:
-    """Triton's cache folder, as Triton finds it."""
+    """Return Triton's cache folder, as Triton finds it."""
     home = os.environ.get("TRITON_HOME") or Path.home()
     return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home) / ".triton" / "cache")
 
 
 def triton_objects(folder: Path | None = None) -> list[Path]:
-    """The gfx942 objects (.hsaco) that Triton has compiled into a cache folder."""
+    """Return the gfx942 objects (.hsaco) that Triton has compiled into a cache folder."""
     objects = sorted((folder or triton_cache()).rglob("*.hsaco"))
     return [path for path in objects if is_gfx942(head(path))]
-
-
-def scan_files(paths: Iterable[Path]) -> dict[Path, list[Violation]]:
-    """File -> its violations; files without any are in the result too."""
-    return {path: scan(path) for path in paths}

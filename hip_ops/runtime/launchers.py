@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the HIP kernels' launchers and the types of their parameters from the sources. Needs no torch.
+"""Loads the built kernels, one library per target, and calls their launchers on the current stream.
 
 This is the convention of all launchers. A launcher is
 
@@ -8,21 +8,160 @@ This is the convention of all launchers. A launcher is
 with int64_t for integers and flags, float or double for real numbers, pointers for tensors, and the stream last. It
 only checks that a variant exists, and returns 0, the runtime's error code, or -1 for "no such variant". The operator
 checks shapes, dtypes, strides and alignment before the call. ctypes would pass any number of arguments of any type, so
-their types are set from the declarations.
+their types are set from the declarations in the sources.
+
+A process must have one HIP runtime (libamdhip64). With two, launches on the default stream work, and every other stream
+of torch is unknown to the second runtime: error 709 (ROCm/mori#402, sgl-project/sglang#39513). So the shipped library
+names no runtime of its own. Its symbols are found in the one that torch has mapped, after that was opened again with
+RTLD_GLOBAL.
 """
 
+from __future__ import annotations
+
 import ctypes
+import mmap
 import os
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from hip_ops.runtime.build import kernel_sources
+import torch
+
+from hip_ops.errors import mistake
+from hip_ops.runtime.build import SHIPPED, BuildError, build, kernel_sources, manifest_of
+from hip_ops.runtime.compilers import AMD_ARCHITECTURES, CompilerNotFound, default_amd_target
+from hip_ops.runtime.launch import aligned, architecture, blocks_for
 
 ABI_VERSION = 1
 
 _DECLARATION = re.compile(r"HO_EXPORT\s+(int|int64_t)\s+(ho_\w+)\s*\(([^)]*)\)")
 _NUMBERS = {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "float": ctypes.c_float, "double": ctypes.c_double}
+
+_FILE = re.compile(r"libamdhip64[^/]*\.so[^/]*$")
+_NUMBER = re.compile(r"\.so\.(\d+)")
+_SONAME = re.compile(rb"\0libamdhip64\.so\.(\d+)\0")
+
+# a failed build is not repeated in this process, because every operator would wait for it
+_failures: dict[str, Exception] = {}
+_paths: dict[str, Path] = {}  # of the libraries that this process has loaded, by target
+
+
+def target_of(device: torch.device) -> str:
+    """Return the target whose library runs on `device`. Raises ValueError where the kernels cannot run."""
+    if device.type == "cpu":
+        return "cpu"
+    if device.type != "cuda":
+        raise ValueError(f"hip_ops: the kernels run on AMD and NVIDIA GPUs and on the CPU, not on device {device}")
+    name = architecture(device)
+    if torch.version.hip is None or name in AMD_ARCHITECTURES:
+        return name
+    raise ValueError(
+        f"hip_ops: {device} is {name}; the kernels need waves of 64 and MFMA: {', '.join(AMD_ARCHITECTURES)}"
+    )
+
+
+def library(target: str) -> ctypes.CDLL:
+    """Return the library of `target`; builds it if none is shipped and the cache has none. Raises the errors of
+    `build`, OSError where it cannot be loaded, and ValueError where the process has not one HIP runtime, that of torch.
+    """
+    if target in _failures:
+        raise _failures[target]
+    try:
+        return _library(target)
+    except (BuildError, CompilerNotFound, OSError, RuntimeError, ValueError) as error:
+        _failures[target] = error
+        raise
+
+
+@lru_cache
+def _library(target: str) -> ctypes.CDLL:
+    path = _paths[target] = build(target)
+    if target not in AMD_ARCHITECTURES:
+        return load(path)
+    if torch.version.hip is None:
+        raise RuntimeError(
+            f"hip_ops: the {target} kernels need a ROCm build of torch; this torch is {torch.__version__}"
+        )
+    bind(the_runtime(torch.version.hip, own_maps()))
+    loaded = load(path)
+    the_runtime(torch.version.hip, own_maps())  # a library that hipcc built brings the runtime of that ROCm
+    return loaded
+
+
+def identity(device: torch.device) -> str | None:
+    """Say which library this process has loaded for `device`, or None: equal texts mean the same code."""
+    path = _paths.get(target_of(device))
+    if path is None:
+        return None
+    if SHIPPED in path.parents:
+        return f"shipped, sha256 {manifest_of(path)['sha256']}"
+    return f"built from source, {path.parent.name}"  # target, and the hash of sources, flags and compiler
+
+
+def call(name: str, *arguments, device: torch.device) -> None:
+    """Run launcher `name` on the current stream of `device`.
+
+    arguments: all but the stream. A pointer is a tensor on `device`, None or a ctypes array.
+    Raises RuntimeError with the launcher's name and code unless it returns 0. Does not wait for the device.
+    """
+    target = target_of(device)
+    loaded = library(target)
+    function = getattr(loaded, name)
+    types = function.argtypes
+    assert types is not None, f"{name} is exported by no .hip file"
+    assert len(arguments) == len(types) - 1, (
+        f"{name} takes {len(types) - 1} arguments and the stream, {len(arguments)} were given"
+    )
+    converted = [
+        _convert(name, place, argument, kind, device)
+        for place, (argument, kind) in enumerate(zip(arguments, types, strict=False))
+    ]
+    if device.type == "cpu":
+        code = function(*converted, None)
+    else:
+        with torch.cuda.device(device):
+            code = function(*converted, torch.cuda.current_stream(device).cuda_stream)
+    if code == 0:
+        return
+    if code < 0:
+        raise RuntimeError(f"hip_ops: {name} has no variant for these arguments on {target}: {_numbers(arguments)}")
+    raise RuntimeError(f"hip_ops: {name} failed on {device} with code {code}: {loaded.ho_error_string(code).decode()}")
+
+
+def call_rows(name: str, *arguments, wide: Sequence[torch.Tensor], device: torch.device) -> None:
+    """Run a launcher of a row kernel, whose last arguments are the choice of the kernel with 16 bytes per lane and the
+    number of blocks. wide: the tensors whose rows that kernel reads and writes. Does nothing without rows.
+    """
+    if len(wide[0]):
+        call(name, *arguments, aligned(*wide), blocks_for(len(wide[0]), device), device=device)
+
+
+def _convert(name: str, place: int, argument, kind: type, device: torch.device):
+    if kind is ctypes.c_void_p:
+        if isinstance(argument, torch.Tensor):
+            assert argument.device.type == device.type and device.index in (None, argument.device.index), (
+                f"{name}: argument {place} is on {argument.device}, the call on {device}"
+            )
+            return argument.data_ptr()
+        assert argument is None or isinstance(argument, ctypes.Array), (
+            f"{name}: argument {place} is {type(argument).__name__}, the launcher takes a pointer"
+        )
+        return argument
+    whole = kind is ctypes.c_int64
+    assert isinstance(argument, int if whole else (int, float)), (
+        f"{name}: argument {place} is {type(argument).__name__}, the launcher takes {kind.__name__}"
+    )
+    return argument
+
+
+def _numbers(arguments) -> list:
+    return [tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in arguments]
+
+
+def default_target() -> str:
+    """Return the default of `python -m hip_ops build --target`: the first device's target, otherwise AMD's default."""
+    return target_of(torch.device("cuda", 0)) if torch.cuda.is_available() else default_amd_target()
 
 
 @lru_cache
@@ -77,3 +216,58 @@ def load(path: Path, *files: Path) -> ctypes.CDLL:
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, types
     return loaded
+
+
+def own_maps() -> str:
+    return Path("/proc/self/maps").read_text()
+
+
+def mapped_runtimes(maps: str) -> list[Path]:
+    """Return the files of HIP's runtime in the text of /proc/<id>/maps, each once."""
+    paths = (line.split(maxsplit=5)[5] for line in maps.splitlines() if "libamdhip64" in line)
+    return [Path(path) for path in dict.fromkeys(paths) if _FILE.search(path)]
+
+
+def major_version(runtime: Path) -> int | None:
+    """Return HIP's major version: of the file's name, otherwise of the SONAME inside it (torch's wheels drop the
+    number from the name), otherwise None."""
+    numbered = _NUMBER.search(runtime.name)
+    if numbered:
+        return int(numbered[1])
+    try:
+        with open(runtime, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            soname = _SONAME.search(content)
+            return int(soname[1]) if soname else None
+    except (OSError, ValueError):
+        return None
+
+
+def the_runtime(torch_hip: str, maps: str) -> Path:
+    """Return the one HIP runtime of the process. Raises ValueError where there is none, more than one, or one of
+    another major version than torch's.
+
+    torch_hip: torch.version.hip. maps: text of /proc/self/maps.
+    """
+    required = int(torch_hip.split(".")[0])
+    versions = {path: major_version(path) for path in mapped_runtimes(maps)}
+    if len(versions) == 1 and set(versions.values()) <= {required, None}:
+        return next(iter(versions))
+
+    def described(path: Path, major: int | None) -> str:
+        relation = "" if major is None else ", torch's version" if major == required else ", not torch's version"
+        return f"{path} (HIP {major or 'unknown'}{relation})"
+
+    listed = " and ".join(described(*entry) for entry in versions.items()) or "no HIP runtime"
+    raise mistake(
+        "libamdhip64",
+        f"this process has mapped {listed}, and torch was built for HIP {torch_hip}",
+        f"one HIP runtime, of major version {required}",
+        f"let LD_LIBRARY_PATH and LD_PRELOAD name only a ROCm {required}, and reinstall for ROCm {required} the "
+        "packages that load another one (`ldd FILE.so | grep amdhip64` shows what a library loads)",
+    )
+
+
+def bind(runtime: Path) -> None:
+    """Open the mapped `runtime` again, so that libraries that are loaded later find its symbols. Raises OSError where
+    it is not mapped."""
+    ctypes.CDLL(str(runtime), mode=os.RTLD_GLOBAL | os.RTLD_NOLOAD)

@@ -58,7 +58,7 @@ def handed_over_block(weights: Sequence[Tensor], block: Tensor) -> tuple[Tensor 
 
 
 def add_product(weight: Tensor, a: Tensor, b: Tensor) -> Tensor | None:
-    """weight.main_grad += a^T b in fp32. a [T, out] and b [T, in] in the weight's dtype, rows may be strided.
+    """Add a^T b to weight.main_grad in fp32. a [T, out] and b [T, in] in the weight's dtype, rows may be strided.
 
     Return the value for the backward function to return as the weight's gradient [out, in]: `handed_over`, or without
     a main gradient the gradient itself, rounded as autograd rounds it. For a product in pieces: `add_product_` per
@@ -72,7 +72,7 @@ def add_product(weight: Tensor, a: Tensor, b: Tensor) -> Tensor | None:
 
 
 def add_products_(totals: Sequence[Tensor], a: Tensor, b: Tensor) -> None:
-    """totals[i] += a_i^T b, where a_i are consecutive columns of a, as many as totals[i] has rows.
+    """Add a_i^T b to totals[i], where a_i are consecutive columns of a, as many as totals[i] has rows.
 
     On a GPU several products become one product and one pass of additions, because products as small as 128 x 2048
     leave most of the device idle. `way_of_adding` says what is rounded.
@@ -89,8 +89,8 @@ def add_products_(totals: Sequence[Tensor], a: Tensor, b: Tensor) -> None:
 
 
 def add_gradients(weights: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> list[Tensor | None]:
-    """weight.main_grad += gradient for every weight that is not None. Return the values for the backward function, as
-    `add_product`.
+    """Add each gradient to its weight's main_grad, where the weight is not None. Return the values for the backward
+    function, as `add_product`.
     """
     totals = [None if weight is None else main_grad_of(weight) for weight in weights]
     direct = [(total, gradient) for total, gradient in zip(totals, gradients, strict=True) if total is not None]
@@ -104,16 +104,8 @@ def add_gradients(weights: Sequence[Tensor | None], gradients: Sequence[Tensor])
 
 @formula
 def add_in_place(total: Tensor, part: Tensor) -> None:
-    """total += part for different dtypes; torch's own kernel for mixed dtypes moves one element at a time."""
+    """Add part to total, of different dtypes; torch's own kernel for mixed dtypes moves one element at a time."""
     total.add_(part)
-
-
-def add_or_write(total: Tensor, part: Tensor, add: bool) -> None:
-    """total += part for different dtypes, or total = part."""
-    if add:
-        add_in_place(total, part)
-    else:
-        total.copy_(part)
 
 
 class MainGradLinear(torch.autograd.Function):
@@ -152,7 +144,9 @@ class MainGradLinear(torch.autograd.Function):
 
 
 def main_grad_linear(x: Tensor, *weights: Tensor) -> Tensor:
-    """F.linear(x, torch.cat(weights)); adds the weight gradients to `main_grad`, or uses plain autograd without one."""
+    """Return F.linear(x, torch.cat(weights)). The weight gradients are added to `main_grad`, or, without one, go
+    through plain autograd.
+    """
     if any(main_grad_of(weight) is None for weight in weights):
         return F.linear(x, weights[0] if len(weights) == 1 else torch.cat(weights))
     return MainGradLinear.apply(x, *weights)
@@ -173,8 +167,8 @@ def way_of_adding(total: Tensor, a: Tensor) -> str:
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """total += a^T b in place. a [T, m] and b [T, n] of one dtype; total [m, n] of that dtype, or fp32, where nothing
-    is rounded before the sum unless `way_of_adding` is "rounded".
+    """Add a^T b to total in place. a [T, m] and b [T, n] of one dtype; total [m, n] of that dtype, or fp32, where
+    nothing is rounded before the sum unless `way_of_adding` is "rounded".
     """
     way = way_of_adding(total, a)
     if way == "same":
@@ -192,8 +186,8 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def scaled_product(a: Tensor, b: Tensor, factors: Tensor, out: Tensor) -> Tensor:
-    """out = factors * (a b), rounded once where the device multiplies into fp32. a [T, m], b [m, n] and out [T, n] of
-    one dtype, factors [T, 1].
+    """Compute out = factors * (a b), rounded once where the device multiplies into fp32. a [T, m], b [m, n] and out [T,
+    n] of one dtype, factors [T, 1].
     """
     if a.is_cuda and a.dtype != torch.float32 and fp32_product(a.device, a.dtype):
         return torch.mul(torch.ops.aten.mm.dtype(a, b, torch.float32), factors, out=out)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An operator: its declaration, its registration with torch, and the choice among its versions.
+"""An operator: the tensors that it takes, its registration with torch, and its call.
 
     _scale = Operator(
         reference.scale,
@@ -10,12 +10,13 @@
 
 `reference` is the definition, in `hip_ops/ops/<operator>/reference.py`; its annotations are the schema of the torch
 operator `hip_ops::scale`, and on meta tensors it gives the shapes and dtypes of fake results. The other versions are
-the functions of the same name in hip.py, triton.py, ... beside it, as hip_ops/versions.py lists them. Each is compared
-with the reference before its first use on a device. One that fails is skipped with a warning; one that was requested by
-name raises ValueError, unless it is in NOT_RUN.
+the functions of the same name in hip.py, triton.py, ... beside it, as hip_ops/versions.py lists them; choice.py chooses
+among them.
 
-The way of a call: `Operator.__call__`, `Operator.run`, `Versions.implementations` (at the first call: `_choose`, which
-runs the self-checks), the first version whose function of `fits` accepts the arguments.
+A call goes through `Operator.__call__`, `Operator.run`, which checks the arguments, `Versions.implementations` of
+choice.py (at the first call it runs the self-checks), and the first version whose function of `fits` accepts the
+arguments. In a Triton version launch.py makes rows, tile and grid; in a HIP version launchers.py loads the library and
+calls its launcher.
 
 A call bypasses torch's dispatcher where nothing can observe it: the dispatcher costs the host more than the kernels
 take on the device. The registered operator is called where something may observe or replace operators by name:
@@ -27,9 +28,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
-import threading
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
@@ -39,22 +40,183 @@ from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map
 
 from hip_ops.errors import mistake
-from hip_ops.runtime import availability
+from hip_ops.runtime.choice import Versions, warn_once
 from hip_ops.runtime.compiled import compile_function
-from hip_ops.runtime.declaration import Declaration, Rule
-from hip_ops.runtime.library import identity
-from hip_ops.runtime.selection import Request, selection
-from hip_ops.runtime.self_check import PLAIN_CALL, Condition, differences
-from hip_ops.versions import ANY_ORDER, NOT_RUN, VERSIONS
+from hip_ops.runtime.launch import wide
+from hip_ops.runtime.launchers import identity
+from hip_ops.versions import VERSIONS
 
-logger = logging.getLogger("hip_ops")
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "bool": torch.bool,
+}
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+MAX_CHECKED_CALLS = 4096
 OPERATORS: dict[str, Operator] = {}
-_checking = threading.RLock()  # autograd's threads may reach the first use together
-_warnings: set[tuple[torch.device, str, str]] = set()  # one warning for a failed build, not one per operator
+LIBRARY, TRITON = "library of the HIP kernels", "Triton"  # what versions come from, beside the operators in `running`
+Rule = Callable[[dict], "tuple[str, str] | None"]
+_LINE = re.compile(r"(\w+)(\?)?\s+\[(.*?)\]\s+(\S+)$")
+_INTS = (int, torch.SymInt)
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _OTHERS = frozenset((int, float, bool, str, NoneType, torch.dtype))
 _LISTS = frozenset((list, tuple))
-LIBRARY, TRITON = "library of the HIP kernels", "Triton"  # what versions come from, beside the operators in `running`
+
+
+@dataclass(frozen=True)
+class Line:
+    """One declared tensor. sizes: the shape without the leading `...`."""
+
+    name: str
+    optional: bool
+    leading: bool
+    sizes: tuple[str, ...]
+    dtype: str
+
+    @classmethod
+    def parse(cls, text: str) -> Line:
+        match = _LINE.match(text)
+        assert match, f"not a declaration of a tensor: {text!r}"
+        name, optional, shape, dtype = match.groups()
+        sizes = [size.strip() for size in shape.split(",")] if shape else []
+        leading = bool(sizes) and sizes[0] == "..."
+        return cls(name, optional is not None, leading, tuple(sizes[leading:]), dtype)
+
+
+class Declaration:
+    """Declares the tensors that an operator takes, as text, and checks an operator's arguments by it.
+
+        TAKES = '''
+            output    [..., h>0]  bf16|fp32
+            weight    [h]         bf16|fp32
+            offsets?  [experts]   int32
+        '''
+    A line is a name, a shape and a dtype. `?` after the name allows None.
+
+    A size in a shape is one of
+        ...         the leading sizes, which all tensors of the call share
+        name        the first tensor with this name sets its value, or an integer argument of this name does
+        name>0      the same, and an empty size is refused
+        (n+g)*d     arithmetic over names that have a value
+
+    A dtype is one of these, or several joined by `|`
+        fp32        or bf16, fp16, int32, int64, bool
+        =name       the dtype of another tensor
+        wide(name)  fp32, or fp64 where that tensor is fp64
+        fp32!       fp32 only
+
+    Where bf16, fp16 or fp32 is allowed, all these tensors of a call may be fp64 instead; `fp32!` stays fp32.
+
+    Args:
+        operator: name in messages. parameters: names of the operator's arguments, in order.
+        takes: the declaration as text. rule: further conditions; gets sizes and arguments by name and returns None, or
+            what is wrong and what is allowed.
+    """
+
+    def __init__(self, operator: str, parameters: Sequence[str], takes: str, rule: Rule | None = None):
+        self.operator, self.parameters, self.rule = operator, tuple(parameters), rule
+        self.takes = tuple(Line.parse(line.strip()) for line in takes.strip().splitlines() if line.strip())
+        unknown = {line.name for line in self.takes} - set(parameters)
+        assert not unknown, f"{operator} has no arguments {unknown}"
+        self._known: set[tuple] = set()
+
+    def check(self, arguments: Sequence[Any]) -> None:
+        """Raise ValueError for a wrong argument; the message names operator, argument, what was given and what is
+        allowed.
+        """
+        if not self.takes and self.rule is None:
+            return
+        key = tuple([(a.shape, a.dtype, a.device) if isinstance(a, Tensor) else a for a in arguments])
+        try:
+            if key in self._known:
+                return
+        except TypeError:  # symbolic sizes, while something is traced
+            key = None
+        self._check(dict(zip(self.parameters, arguments, strict=True)))
+        if key is not None:
+            if len(self._known) >= MAX_CHECKED_CALLS:
+                self._known.clear()
+            self._known.add(key)
+
+    def fail(self, name: str, what: str, allowed: str) -> None:
+        """Raise ValueError for an argument. what: "has shape (3,)", for example."""
+        raise mistake(f"hip_ops.{self.operator}", f"{name} {what}", allowed)
+
+    def _check(self, arguments: Mapping[str, Any]) -> None:
+        """Check all tensors, with the sizes by name; the leading sizes are under "..."."""
+        sizes = {
+            name: value for name, value in arguments.items() if isinstance(value, _INTS) and not isinstance(value, bool)
+        }
+        first = double = None
+        for line in self.takes:
+            tensor = arguments[line.name]
+            if tensor is None:
+                if not line.optional:
+                    self.fail(line.name, "is None", "a tensor")
+                continue
+            first = first or (line.name, tensor)
+            if tensor.device != first[1].device:
+                self.fail(line.name, f"is on {tensor.device}", f"on {first[1].device} like {first[0]}")
+            self._shape(line, tensor, sizes)
+            if double is None and tensor.is_floating_point():
+                double = tensor.dtype == torch.float64
+            allowed = self._dtypes(line.dtype, arguments, bool(double))
+            if tensor.dtype not in allowed:
+                like = f" like {line.dtype[1:]}" if line.dtype.startswith("=") else ""
+                either = not double and not like and "!" not in line.dtype and set(allowed) & set(FLOATS)
+                double_too = " (or all tensors torch.float64)" if either else ""
+                self.fail(line.name, f"is {tensor.dtype}", " or ".join(map(str, allowed)) + like + double_too)
+        wrong = self.rule({**arguments, **sizes}) if self.rule else None
+        if wrong:
+            raise mistake(f"hip_ops.{self.operator}", *wrong)
+
+    def _shape(self, line: Line, tensor: Tensor, sizes: dict[str, Any]) -> None:
+        """Check one shape and store the sizes that it names for the first time."""
+        shape, count = tuple(tensor.shape), len(line.sizes)
+        leading, tail = shape[: max(0, len(shape) - count)], shape[max(0, len(shape) - count) :]
+        right = len(tail) == count and (sizes.setdefault("...", leading) == leading if line.leading else not leading)
+        for size, extent in zip(line.sizes, tail, strict=False):
+            name = size.removesuffix(">0")
+            right = right and extent == (
+                sizes.setdefault(name, extent) if name.isidentifier() else evaluate(name, sizes)
+            )
+            right = right and (extent > 0 or name == size)
+        if not right:
+            self.fail(line.name, f"has shape {shape}", self._shape_text(line, sizes))
+
+    @staticmethod
+    def _shape_text(line: Line, sizes: Mapping[str, Any]) -> str:
+        """Describe the declared shape, in numbers where the sizes are known."""
+        declared = f"[{', '.join(('...', *line.sizes) if line.leading else line.sizes)}]"
+        try:
+            tail = tuple(evaluate(size.removesuffix(">0"), sizes) for size in line.sizes)
+        except (NameError, ZeroDivisionError):
+            return declared
+        return (
+            declared if ">0" in declared else f"{(*sizes.get('...', ()), *tail) if line.leading else tail}, {declared}"
+        )
+
+    def _dtypes(self, text: str, arguments: Mapping[str, Any], double: bool) -> tuple[torch.dtype, ...]:
+        allowed = []
+        for part in text.split("|"):
+            if part.startswith("="):
+                allowed.append(arguments[part[1:]].dtype)
+            elif part.startswith("wide("):
+                allowed.append(wide(arguments[part[5:-1]].dtype))
+            elif part.endswith("!"):
+                allowed.append(DTYPES[part[:-1]])
+            else:
+                allowed.append(torch.float64 if double and DTYPES[part] in FLOATS else DTYPES[part])
+        return tuple(dict.fromkeys(allowed))
+
+
+def evaluate(text: str, sizes: Mapping[str, Any]):
+    """Evaluate arithmetic over sizes. `text` is a literal of this package, never a user's input."""
+    return eval(text, {"__builtins__": {}}, dict(sizes))  # noqa: S307
 
 
 def unobserved() -> bool:
@@ -68,237 +230,6 @@ def unobserved() -> bool:
     )
 
 
-class Versions:
-    """The versions of one computation: the choice among them on a device, their comparison with the reference, and the
-    report. This class does not call them. `Operator` does, and is registered with torch; CoreAttention of zaya_plugin
-    is the other subclass. A subclass defines `__call__` and `_function_of`, and may replace `request`, `_order`,
-    `_failure`, `_candidate` and `last`.
-
-    Args:
-        name: in messages. folder: the key of `kernel_overrides` that requests a version; operators of one folder share
-            it. versions: names, best first.
-        reference: the definition. example: device -> arguments of a small call that passes through all of the kernel
-            (tails, several tiles). It may use torch's global random generator, which is seeded before and restored
-            after. A tuple of functions gives several calls.
-        compare, tolerance, written: as in `self_check.differences`.
-        more_examples, tolerances: version -> further examples, and a tolerance of its own.
-        fits: version -> function that returns whether the version takes these arguments; a version without one takes
-            all.
-        prefers: version -> function that returns whether the version is also the fastest. Not used where it is
-            requested by name.
-        available: version -> function of the device that returns why the version is not available, or None; for
-            optional packages.
-    """
-
-    last = "reference"  # the version that takes every call, for which the other versions need no function of `fits`
-
-    def __init__(
-        self,
-        name: str,
-        folder: str,
-        versions: Sequence[str],
-        *,
-        reference: Callable,
-        example: Callable[[torch.device], tuple] | tuple[Callable[[torch.device], tuple], ...],
-        compare: Callable[[list, list, float | None], str | None] | None = None,
-        tolerance: float | None = None,
-        written: Callable[[list], Any] | None = None,
-        more_examples: dict[str, tuple[Callable[[torch.device], tuple], ...]] | None = None,
-        tolerances: dict[str, float] | None = None,
-        fits: dict[str, Callable[..., bool]] | None = None,
-        prefers: dict[str, Callable[..., bool]] | None = None,
-        available: dict[str, Callable[[torch.device], str | None]] | None = None,
-    ):
-        self.name, self.folder, self.versions, self.reference = name, folder, tuple(versions), reference
-        self.setting = f"kernel_overrides.{folder}"  # which requests a version
-        self.examples = example if isinstance(example, tuple) else (example,)
-        self.compare, self.tolerance, self.written = compare, tolerance, written
-        self.more_examples, self.tolerances = more_examples or {}, tolerances or {}
-        self.fits, self.prefers, self.available = fits or {}, prefers or {}, available or {}
-        for by_version in (self.more_examples, self.tolerances, self.fits, self.prefers, self.available):
-            assert by_version.keys() <= {*self.versions}, f"{self.name} has no versions {[*by_version]}"
-        self.results: dict[tuple[torch.device, str], str] = {}  # "passed", or the failure
-        self.choices: dict[tuple[torch.device, Request], str] = {}  # the chosen version and the reason
-        self._names: dict[tuple[torch.device, Request], list[str]] = {}
-        self._chosen: dict[tuple[torch.device, Request], list[tuple[Callable | None, Callable]]] = {}
-        # Devices on which the compiled version is not compared before its first call.
-        self._unchecked: set[torch.device] = set()
-
-    def request(self) -> Request:
-        """Return the version that is requested now."""
-        return selection().of(self.folder)
-
-    def _candidate(self, version: str) -> Callable:
-        """Return the function of `version` as the self-check calls it."""
-        return self._function_of(version)
-
-    def implementations(self, device: torch.device) -> list[tuple[Callable | None, Callable]]:
-        """Return the functions of the versions that run on `device` under the current selection, best first, each after
-        a function that returns whether the version gets a call, or None where it gets every call.
-
-        The first call checks them and imports or builds what they need. Raises ValueError where a version requested by
-        name is not available or fails its self-check, and RuntimeError while a graph is captured.
-        """
-        key = (device, self.request())
-        entries = self._chosen.get(key)
-        if entries is None:
-            with _checking:
-                entries = self._chosen.get(key)
-                if entries is None:
-                    names, self.choices[key] = self._choose(*key, check=True)
-                    self._names[key] = names
-                    entries = [self._entry(name, *key) for name in names]
-                    if names[-1] == "reference":
-                        # A version whose function of `prefers` declines a call is still faster than the reference. So
-                        # it is asked a second time, right before the reference, with its function of `fits`.
-                        slower = [name for name in names if name in self.prefers and name != key[1].version]
-                        entries[-1:-1] = [(self.fits[name], self._function_of(name)) for name in slower]
-                    self._chosen[key] = entries
-                    logger.info("hip_ops: %s on %s: %s", self.name, device, self.choices[key])
-        return entries
-
-    def _entry(self, version: str, device: torch.device, request: Request) -> tuple[Callable | None, Callable]:
-        """Return one entry of `implementations`: the function of `prefers` or `fits`, or None, and that of the version.
-
-        A compiled version that `_choose` has not compared is compared at its first call; if it fails, the reference
-        runs.
-        """
-        fits = self.fits.get(version)
-        if version != request.version:
-            fits = self.prefers.get(version, fits)
-        if (device, version) in self.results or version != "compiled":
-            return fits, self._function_of(version)
-        self._unchecked.add(device)
-
-        def checked_at_first_call(*arguments):
-            with _checking:
-                failed = self._failure(version, device, check=True)
-            return (self.reference if failed else self._function_of(version))(*arguments)
-
-        return fits, checked_at_first_call
-
-    def choice(self, device: torch.device, check: bool = True) -> str:
-        """Say which version runs on `device` and why. check=False: without running or building
-        anything; an operator whose versions are packages imports them.
-
-        Raises ValueError where a version requested by name is not available.
-        """
-        key = (device, self.request())
-        if check:
-            self.implementations(device)
-            if device in self._unchecked:  # a compiled version behind another one: compared now, not at its first call
-                with _checking:
-                    self._failure("compiled", device, check=True)
-        return self.choices[key] if key in self.choices else self._choose(*key, check=False)[1]
-
-    def running(self, device: torch.device) -> tuple[str, ...]:
-        """Return the names of the versions that run on `device`, best first, as `implementations` has checked them.
-
-        A later one runs where the earlier ones do not take a call. Raises ValueError as `choice`.
-        """
-        self.implementations(device)
-        names = self._names[device, self.request()]
-        return tuple(dict.fromkeys(self.last if self._failure(name, device, check=False) else name for name in names))
-
-    def _choose(self, device: torch.device, request: Request, check: bool) -> tuple[list[str], str]:
-        """Return the names of the available versions up to the first that takes every call, and a text with them and
-        the reason.
-
-        check: compare each with the reference first. A version requested by name that is not available or fails raises
-        ValueError; one in NOT_RUN that fails is skipped.
-        """
-        chosen, skipped, allowed = [], [], dict.fromkeys(("auto", *self.versions, self.last))
-        if request.version not in ("auto", *self.versions, self.last):
-            skipped.append(f"it has no version {request.version!r}")
-        for version in self._order(device, request):
-            named = version == request.version
-            # Compiling takes seconds per operator, so behind another version it waits for the first call that needs it.
-            checked = check and not (version == "compiled" and chosen)
-            missing = self._missing(version, device, named)
-            why_not = missing or self._failure(version, device, checked)
-            if why_not is None:
-                chosen.append(version)
-                if version not in self.fits:
-                    break
-            elif named and (missing or version not in NOT_RUN):
-                problem = f"version {version!r} of {self.name} is not available on {device}: {why_not}"
-                raise mistake(request.source, problem, f"{', '.join(allowed)}, where available", "request auto")
-            else:
-                skipped.append(f"no {version}: {why_not.splitlines()[0]}")
-        if not chosen:
-            problem = f"no version of {self.name} is available on {device}: {'; '.join(skipped)}"
-            raise mistake(request.source, problem, ", ".join(allowed), "request another version")
-        text = ", then ".join(name + " where it takes the arguments" * (name in self.fits) for name in chosen)
-        return chosen, f"{text} ({'; '.join([request.source, *skipped])})"
-
-    def _order(self, device: torch.device, request: Request) -> tuple[str, ...]:
-        """Return the names of the versions in the order in which they are tried: the requested one, then those of
-        auto. On a CPU auto is the reference alone.
-        """
-        run = (version for version in self.versions if version not in NOT_RUN)
-        auto = ("reference",) if device.type == "cpu" else (*run, "reference")
-        if request.version in self.versions or request.version == "reference":
-            return (request.version, *(version for version in auto if version != request.version))
-        return auto
-
-    def _missing(self, version: str, device: torch.device, named: bool) -> str | None:
-        reason = availability.missing(version, device, named)
-        if reason is None and version in self.available:
-            reason = self.available[version](device)
-        return reason
-
-    def _failure(self, version: str, device: torch.device, check: bool) -> str | None:
-        """Return the failure of the self-check of `version` on `device`, or None. The check runs once per process and
-        device; check=False reads the result of an earlier check and runs none.
-        """
-        if version == "reference" or not check and (device, version) not in self.results:
-            return None
-        result = self.results.get((device, version))
-        if result is None:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    f"hip_ops: {self.name} was first used on {device} while a graph is captured. It must be compared "
-                    "with its reference "
-                    f"before. Fix: call hip_ops.warm_up({str(device)!r}) before the capture"
-                )
-            result = self.results[device, version] = self._check(version, device)
-        return None if result == "passed" else f"it failed its self-check: {result}"
-
-    def difference(self, candidate: Callable, device: torch.device, version: str | None = None) -> str | None:
-        """Return None if `candidate` agrees with the reference on all examples of `version`, otherwise both numbers at
-        the worst place. Raises the candidate's errors.
-        """
-        return self.differences(candidate, device, (PLAIN_CALL,), version)[0]
-
-    def differences(
-        self, candidate: Callable, device: torch.device, conditions: Sequence[Condition], version: str | None = None
-    ) -> list[str | None]:
-        """Return for each condition what `difference` returns for the plain call."""
-        options = {"compare": self.compare, "tolerance": self.tolerances.get(version, self.tolerance)}
-        options |= {"written": self.written, "repeats": version not in ANY_ORDER}
-        result_texts: list[str | None] = [None] * len(conditions)
-        for example in (*self.examples, *self.more_examples.get(version, ())):
-            places = [place for place, text in enumerate(result_texts) if text is None]
-            remaining = [conditions[place] for place in places]
-            texts = differences(candidate, self.reference, example, device, remaining, **options) if places else []
-            for place, text in zip(places, texts, strict=True):
-                result_texts[place] = text
-        return result_texts
-
-    def _check(self, version: str, device: torch.device) -> str:
-        try:
-            problem = self.difference(self._candidate(version), device, version)
-        except Exception as error:  # a failed build, launch or compilation; other versions still work
-            problem = f"{type(error).__name__}: {error}"
-        if problem is None:
-            return "passed"
-        if (device, version, problem) not in _warnings:
-            _warnings.add((device, version, problem))
-            text = "hip_ops: version %s of %s failed its self-check on %s and is not used. %s"
-            logger.warning(text, version, self.name, device, problem)
-        return problem
-
-
 class Operator(Versions):
     """An operator, called with the arguments of its reference; the module's docstring explains it.
 
@@ -309,7 +240,6 @@ class Operator(Versions):
         mutates: names of the arguments that it writes to.
         choosing: example, compare, tolerance, written, more_examples, tolerances, fits, prefers and available, as
             `Versions`. Calls whose first tensor is fp64 run the reference.
-        without: versions of the folder that this operator does not have.
     """
 
     def __init__(
@@ -319,14 +249,12 @@ class Operator(Versions):
         takes: str = "",
         rule: Rule | None = None,
         mutates: Sequence[str] = (),
-        without: Sequence[str] = (),
         **choosing: Any,
     ):
         assert reference.__name__ not in OPERATORS, f"there is an operator {reference.__name__} already"
         self.module = reference.__module__.rpartition(".")[0]
         folder = self.module.rpartition(".")[2]
-        versions = [version for version in VERSIONS[folder] if version not in without]
-        super().__init__(reference.__name__, folder, versions, reference=reference, **choosing)
+        super().__init__(reference.__name__, folder, VERSIONS[folder], reference=reference, **choosing)
         signature = inspect.signature(reference)
         # torch leaves out arguments that equal their default.
         assert all(p.default is p.empty for p in signature.parameters.values()), f"{self.name}: defaults"
@@ -417,11 +345,11 @@ class Operator(Versions):
     def _warn_if_requested(self, first: Tensor) -> None:
         """Warn once if a version that was requested by name does not take a call. first: the call's first tensor."""
         request = self.request()
-        key = (first.device, request.version, f"{self.name} of {request.source}")
-        if request.version in self.versions and key not in _warnings:
-            _warnings.add(key)
+        if request.version in self.versions:
+            key = (first.device, request.version, f"{self.name} of {request.source}")
             text = "hip_ops: %s: this version of %s does not take %s %s; such calls run another version"
-            logger.warning(text, request.source, self.name, str(first.dtype).removeprefix("torch."), tuple(first.shape))
+            dtype = str(first.dtype).removeprefix("torch.")
+            warn_once(key, text, request.source, self.name, dtype, tuple(first.shape))
 
     def _function_of(self, version: str) -> Callable:
         """Return the function of `version`: `<operator>` of hip_ops/ops/<folder>/<version>.py, imported here. compiled

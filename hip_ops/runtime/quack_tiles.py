@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hip_ops.runtime.architecture import architecture
+from hip_ops.runtime.launch import architecture
 
 
 @dataclass(frozen=True)

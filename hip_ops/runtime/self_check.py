@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hip_ops.runtime.row_views import INTEGERS
+from hip_ops.runtime.launch import INTEGERS
 
 # Largest error, relative to the reference's largest value: two roundings of bf16 (8 bits); fp32 sums in another order.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -37,16 +37,6 @@ def in_turn(candidate: Callable, arguments: list[tuple]) -> list[list]:
 
 
 PLAIN_CALL = Condition("", 1, in_turn)
-
-
-def difference(
-    candidate: Callable, reference: Callable, example: Callable[[torch.device], tuple], device: torch.device, **options
-) -> str | None:
-    """Return None if one call of `candidate` agrees with `reference`, otherwise both numbers at the worst place.
-
-    options: of `differences`. Raises the candidate's errors.
-    """
-    return differences(candidate, reference, example, device, (PLAIN_CALL,), **options)[0]
 
 
 def differences(

@@ -13,7 +13,6 @@ from zaya_plugin.aegis import preflight
 from zaya_plugin.aegis.preflight import rounds
 from zaya_plugin.aegis.preflight_node import Node, look_at_links, look_at_storage, take_verify
 from zaya_plugin.aegis.preflight_verdict import judge
-from zaya_plugin.aegis.slurm import expand
 
 
 def node(name, gemm=500.0, pairs=(), **figures):
@@ -225,4 +224,4 @@ def test_a_slurm_job_starts_a_step_on_each_of_its_nodes(tmp_path, capsys, monkey
     assert cli.main(["aegis", "preflight", "--output", str(tmp_path / "out"), "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition("--nodelist=")[2].split()[0] for line in lines[:4]] == ["m1", "n08", "n09", "n10"]
-    assert not (tmp_path / "out").exists() and expand("r[0-1]n[3,5]") == ["r0n3", "r0n5", "r1n3", "r1n5"]
+    assert not (tmp_path / "out").exists()

@@ -107,7 +107,7 @@ def test_backward_kernels_belong_to_what_made_their_node(recorder):
     recorder.operator("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 90, 99, ENGINE)
     recorder.launch(95, [("add to main_grad", 7, 120, 130)], ENGINE)
     recorder.launch(97, [("ncclDevKernel_ReduceScatter", 20, 125, 300)], ENGINE)
-    # zaya_plugin.model.small_gradients
+    # zaya_plugin.model.parameters
     recorder.operator("autograd::engine::evaluate_function: ViewTogetherBackward", 99, 101, ENGINE)
     recorder.launch(100, [("add to several", 7, 129, 130)], ENGINE)
     recorder.operator("autograd::engine::evaluate_function: Unknown", 101, 110, ENGINE)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.running import MICRO, zaya
-from zaya_plugin.bench.record import SCHEMA
 from zaya_plugin.bench.step_parts import PARTS, STEP
+from zaya_plugin.bench.step_record import SCHEMA
 from zaya_plugin.bench.trace import read
 from zaya_plugin.plan.flops import Shape, training_flops
 

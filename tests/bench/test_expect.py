@@ -92,7 +92,7 @@ def test_more_layers_and_ranks(record, measured):
     # Newton-Schulz bounds it, and has no part in the embedding
     assert found["optimizer"] == pytest.approx(40 / 12 / 8 * measured["optimizer"])
     sent = 7 / 8 * 4 * 8_840_488_784  # bytes of gradients that a rank sends
-    messages = 80 + 4  # as zaya_plugin.optim.sharding.layout cuts them (docs/optimizer.md)
+    messages = 80 + 4  # as zaya_plugin.optim.sharding.placement cuts them (docs/optimizer.md)
     rates = machine("h100_8")
     assert eight["communication"]["gradients"]["ms"] == pytest.approx(
         1e3 * (sent / (rates.link_gb_per_s * 1e9) + messages * rates.latency_us / 1e6), rel=0.001

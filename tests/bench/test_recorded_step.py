@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
-from zaya_plugin.bench import attribution, record, report
+from zaya_plugin.bench import attribution, step_record, step_report
 from zaya_plugin.bench.attribution import Activity
 from zaya_plugin.bench.step_parts import PARTS, STEP, Ranges, methods
 from zaya_plugin.bench.trace import read
@@ -49,7 +49,7 @@ def test_every_part_is_found_and_the_shares_add_up_to_the_step(recorded, model, 
     start, end = trace.window(STEP)
     activities = attribution.operator_activities(trace, start, end)
     work = step_work(shape, LENGTH, Rank(LAYERS, SIZE * LENGTH, 1, experts=4, activation_bytes=4))
-    found = record.breakdown(activities, start, end, work, gemm=1e12, copy=1e11)
+    found = step_record.breakdown(activities, start, end, work, gemm=1e12, copy=1e11)
     rows = {row["part"]: row for row in found["parts"]}
     assert list(rows) == list(PARTS) and json.loads(json.dumps(found)) == found
     assert sum(row["share"] for row in rows.values()) == pytest.approx(1, abs=1e-9)
@@ -105,7 +105,7 @@ def test_the_longest_stretches_come_first_and_are_told():
         activity("experts", 5000.0, 9000.0, backward=True),
         activity("optimizer", 9500.0, 10_000.0),
     ]
-    found = record.breakdown(
+    found = step_record.breakdown(
         [*kernels, activity("other", 1500.0, 4000.0, name="ncclReduce(args)")], 0.0, 10_000.0, {}, gemm=1e12, copy=1e11
     )["not_computing"]
     assert [(each["at_ms"], each["ms"], each["communication_ms"]) for each in found] == [
@@ -115,10 +115,10 @@ def test_the_longest_stretches_come_first_and_are_told():
     ]
     assert found[0]["after"] == {"part": "experts", "backward": True, "name": "experts"} and found[1]["before"] is None
     assert (
-        report._stretch(found[0]).split()
+        step_report._stretch(found[0]).split()
         == "3.00 ms at 2.0, 2.00 of it communication (ncclReduce): between head and experts backward".split()
     )
-    assert report._stretch(found[1]).endswith("0.00 of it communication: between the beginning and head")
+    assert step_report._stretch(found[1]).endswith("0.00 of it communication: between the beginning and head")
 
 
 def test_every_method_is_wrapped_on_a_model_of_one_stage(model):
@@ -188,8 +188,10 @@ def test_a_report_of_it(recorded, shape):
     trace = read(recorded)
     start, end = trace.window(STEP)
     work = step_work(shape, LENGTH, Rank(LAYERS, SIZE * LENGTH, 1, experts=4, activation_bytes=4))
-    found = record.breakdown(attribution.operator_activities(trace, start, end), start, end, work, gemm=1e12, copy=1e11)
-    line = report.bar(found["parts"], 100)
+    found = step_record.breakdown(
+        attribution.operator_activities(trace, start, end), start, end, work, gemm=1e12, copy=1e11
+    )
+    line = step_report.bar(found["parts"], 100)
     assert len(line) == 100
     for row in found["parts"]:
-        assert abs(line.count(report.LOOKS[row["part"]][0]) - 100 * row["share"]) <= 1
+        assert abs(line.count(step_report.LOOKS[row["part"]][0]) - 100 * row["share"]) <= 1

@@ -9,11 +9,11 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from zaya_plugin import cli
-from zaya_plugin.bench import report, step_command
+from zaya_plugin.bench import step_command, step_report
 from zaya_plugin.bench.attribution import Activity
 from zaya_plugin.bench.options import Options
-from zaya_plugin.bench.record import breakdown, host_microseconds
 from zaya_plugin.bench.step_parts import PARTS
+from zaya_plugin.bench.step_record import breakdown, host_microseconds
 from zaya_plugin.bench.trace import parse
 from zaya_plugin.checkpoint.run_lock import RunLock
 from zaya_plugin.config.validate import validate
@@ -202,7 +202,7 @@ def test_the_table_says_what_the_record_holds(record):
     assert rows["idle"]["roofline"] is None and rows["communication"]["longest"] == [
         {"name": "nccl", "count": 1, "ms": 20.0}
     ]
-    lines = report.text(record, width=80).splitlines()
+    lines = step_report.text(record, width=80).splitlines()
     assert "n" * 16 + "x" * 48 + "=" * 8 + "." * 8 in lines  # in the order of PARTS
     (experts,) = (line.split() for line in lines if line.startswith("x experts"))
     assert experts[2:] == ["60.00", "60.0%", "60.00", "0.00", "30", "60", "65%", "33%", "65%"]
@@ -212,7 +212,7 @@ def test_the_table_says_what_the_record_holds(record):
 
 
 def test_the_picture_is_svg_and_as_wide_as_the_step(record):
-    root = ElementTree.fromstring(report.picture(record))
+    root = ElementTree.fromstring(step_report.picture(record))
     space = "{http://www.w3.org/2000/svg}"
     bars = [rect for rect in root.iter(f"{space}rect") if rect.get("height") == "40"]
     assert len(bars) == len(PARTS) and sum(float(rect.get("width")) for rect in bars) == pytest.approx(900, abs=0.1)
@@ -226,9 +226,9 @@ def test_the_anchors_figures_join_the_record(tmp_path, record):
     found = step_command.add_anchor(tmp_path)
     assert found["anchor"]["ratio"] == 2.0 and found["anchor"]["tflops_per_device"] == pytest.approx(377 / 2)
     assert json.loads((tmp_path / "step.json").read_text()) == found
-    assert "ours / theirs: 2.000" in report.anchor_text(found) and "99.0 GiB" in report.anchor_text(found)
+    assert "ours / theirs: 2.000" in step_report.anchor_text(found) and "99.0 GiB" in step_report.anchor_text(found)
     (tmp_path / "anchor.json").write_text(json.dumps({"what": "transformers", "error": "out of memory: 3 GiB"}))
-    assert report.anchor_text(step_command.add_anchor(tmp_path)) == "anchor: transformers: out of memory: 3 GiB"
+    assert step_report.anchor_text(step_command.add_anchor(tmp_path)) == "anchor: transformers: out of memory: 3 GiB"
 
 
 def test_the_host_works_where_it_does_not_wait():

@@ -12,7 +12,7 @@ import torch
 
 from hip_ops import use_kernels
 from hip_ops.ops.router_mlp import _backward, _forward, reference
-from hip_ops.runtime.selection import selection
+from hip_ops.versions import selection
 
 CPU = torch.device("cpu")
 DIRECTIONS = ("forward", "backward", "both")

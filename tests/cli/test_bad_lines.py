@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli import bad_lines
 from zaya_plugin import cli
-from zaya_plugin.run import before_start, launch
+from zaya_plugin.run import launch, surroundings
 
 SEED = 26
 LONGEST = 20  # seconds of one line on a busy machine; most take 0.1
@@ -28,7 +28,7 @@ def refused(tmp_path, monkeypatch, capsys):
     for name in ("run_ranks", "become_rank"):
         monkeypatch.setattr(launch, name, started)
     # The data is the one part of the demo's recipe that is missing here.
-    monkeypatch.setattr(before_start, "check_surroundings", before_start.check_machine)
+    monkeypatch.setattr(surroundings, "check_surroundings", surroundings.check_machine)
     for name in os.environ:
         if name.startswith(("SLURM_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_")):
             monkeypatch.delenv(name)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tools.keys_table import keys_table, with_table
 from zaya_plugin.config.compose import compose
-from zaya_plugin.config.keys_table import keys_table, with_table
 from zaya_plugin.config.train_help import GROUPS, options
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +21,7 @@ COMMANDS = re.findall(r"^(?:srun )?zaya train (experiment=.*)$", PAGE.read_text(
 
 def test_the_table_of_keys_is_the_schemas():
     page = PAGE.read_text()
-    assert with_table(page) == page, "run: python -m zaya_plugin.config.keys_table docs/recipes.md"
+    assert with_table(page) == page, "run: python -m tools.keys_table docs/recipes.md"
     assert "| `optim.lr` | `0.0006` | highest learning rate | `--lr` | warns |\n" in keys_table()
     assert "| `data.path` | must be given |" in keys_table()
 

@@ -4,8 +4,7 @@
 import pytest
 
 from zaya_plugin.config.compose import compose
-from zaya_plugin.config.graphs import with_graphs
-from zaya_plugin.config.validate import validate
+from zaya_plugin.config.validate import validate, with_graphs
 
 BASE = ("experiment=zaya1_base", "data.path=none")
 

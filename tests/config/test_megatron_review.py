@@ -5,7 +5,7 @@ import argparse
 
 import pytest
 
-from zaya_plugin.config.arguments import HOST, OWN_ARGUMENTS, ZAYA, megatron_problems
+from zaya_plugin.config.arguments import HOST, OWN_ARGUMENTS, ZAYA
 from zaya_plugin.config.compose import compose
 from zaya_plugin.config.megatron_review import (
     HOLDS,
@@ -15,6 +15,7 @@ from zaya_plugin.config.megatron_review import (
     impossible,
     owners,
     passed_on,
+    review_problems,
     unchecked_lines,
 )
 from zaya_plugin.config.schema import leaves
@@ -53,7 +54,7 @@ def test_only_what_is_passed_on_is_accepted(installed):
         for group in ("megatron", "megatron_unchecked"):
             recipe.megatron, recipe.megatron_unchecked = {}, {}
             setattr(recipe, group, {name: True})
-            problems = list(megatron_problems(recipe))
+            problems = list(review_problems(recipe, frozenset({**ZAYA, **HOST})))
             accepted += [name] if not problems else []
             for problem in problems:
                 assert problem.startswith(f"{group}.{name}=true: ") and "Fix: " in problem

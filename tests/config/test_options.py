@@ -4,6 +4,7 @@
 import subprocess
 import sys
 from dataclasses import MISSING, fields
+from pathlib import Path
 
 import pytest
 
@@ -26,7 +27,7 @@ exec(compile(source.replace(where, field + where), path, "exec"), module.__dict_
 from zaya_plugin.config import train_help
 from zaya_plugin.config.arguments import OWN_ARGUMENTS, megatron_arguments
 from zaya_plugin.config.compose import compose
-from zaya_plugin.config.keys_table import keys_table
+from tools.keys_table import keys_table
 
 recipe = compose(["experiment=cpu_demo", "model.added_width=3"])
 assert recipe.model.added_width == 3
@@ -62,7 +63,7 @@ def test_one_field_of_the_schema_defines_an_option():
     range.
     """
     words = [sys.executable, "-c", ADDED, zaya_plugin.config.schema.__file__, "    residual_in_fp32: bool = option("]
-    done = subprocess.run(words, capture_output=True, text=True)
+    done = subprocess.run(words, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert done.stdout == "defined once\n", done.stderr
 
 

@@ -14,7 +14,7 @@ from zaya_plugin.checkpoint.run_lock import RunLock
 from zaya_plugin.config.compose import compose, save_recipe
 from zaya_plugin.config.resume import changes, trains_alike, values_in, values_of
 from zaya_plugin.config.schema import leaves
-from zaya_plugin.run import before_start
+from zaya_plugin.run import dry_run, start_recipe
 from zaya_plugin.run.rank_plan import make_plan
 
 FIELDS = dict(leaves())
@@ -137,11 +137,11 @@ def test_a_resume_with_another_optimizer_is_refused_before_the_start(tmp_path, c
     with pytest.raises(
         ValueError, match=r"optim\.name=adamw: the run in .* was trained with muon; .*\nseed=5: "
     ) as error:
-        before_start.check_changed_keys(recipe, make_plan(recipe, {}))
+        start_recipe.check_changed_keys(recipe, make_plan(recipe, {}))
     assert "Fix: optim.name=muon to continue this run" in str(error.value)
-    assert str(error.value) in before_start.stops(recipe, make_plan(recipe, {})), "the dry run says it too"
+    assert str(error.value) in dry_run.stops(recipe, make_plan(recipe, {})), "the dry run says it too"
     fast = demo(tmp_path, "optim.lr=0.005", "nproc=1")
-    before_start.check_changed_keys(fast, make_plan(fast, {}))
+    start_recipe.check_changed_keys(fast, make_plan(fast, {}))
     told = capsys.readouterr().err
     changed, rate = told.splitlines()
     assert changed.startswith("zaya: resume: optim.lr: was 0.01, is 0.005; the learning rates")
@@ -151,8 +151,8 @@ def test_a_resume_with_another_optimizer_is_refused_before_the_start(tmp_path, c
 def test_the_recipe_in_the_checkpoint_counts_more_than_that_of_a_start_that_failed(tmp_path):
     saved(tmp_path, demo(tmp_path))
     save_recipe(demo(tmp_path, "optim.lr=0.005"), tmp_path / "recipe.yaml")
-    assert before_start.changed_keys(demo(tmp_path)) == ([], [])
-    assert len(before_start.changed_keys(demo(tmp_path, "optim.lr=0.005"))[1]) == 2
+    assert start_recipe.changed_keys(demo(tmp_path)) == ([], [])
+    assert len(start_recipe.changed_keys(demo(tmp_path, "optim.lr=0.005"))[1]) == 2
 
 
 def test_another_length_says_what_becomes_of_the_learning_rate(tmp_path):
@@ -162,7 +162,7 @@ def test_another_length_says_what_becomes_of_the_learning_rate(tmp_path):
     saved(tmp_path, then)
 
     def told(**stage):
-        return before_start.changed_keys(replace(then, stage=replace(then.stage, **stage)))
+        return start_recipe.changed_keys(replace(then, stage=replace(then.stage, **stage)))
 
     assert told() == ([], [])
     for steps, rate in ((80, "0.5"), (200, "0.8"), (41, "0.02439")):
@@ -179,16 +179,16 @@ def test_another_length_says_what_becomes_of_the_learning_rate(tmp_path):
 def test_a_finished_run_that_is_asked_again_says_so(tmp_path):
     recipe = demo(tmp_path, "stage.train_iters=40")
     saved(tmp_path, recipe)
-    refused, (line,) = before_start.changed_keys(recipe)
+    refused, (line,) = start_recipe.changed_keys(recipe)
     assert refused == [] and "newest checkpoint is of step 40, and the recipe has 40 steps" in line
 
 
 def test_a_new_run_and_a_new_stage_are_no_resumes(tmp_path):
     before, stage = tmp_path / "before", tmp_path / "stage"
     saved(before, demo(before))
-    assert before_start.changed_keys(demo(stage, "optim=adamw", f"handover.from_run={before}")) == ([], [])
+    assert start_recipe.changed_keys(demo(stage, "optim=adamw", f"handover.from_run={before}")) == ([], [])
     save_recipe(demo(stage), (stage.mkdir(), stage / "recipe.yaml")[1])  # begun, and never saved
-    assert before_start.changed_keys(demo(stage, "optim=adamw")) == ([], [])
+    assert start_recipe.changed_keys(demo(stage, "optim=adamw")) == ([], [])
 
 
 def test_recipes_of_other_versions_resume(tmp_path):
@@ -197,10 +197,10 @@ def test_recipes_of_other_versions_resume(tmp_path):
     lines = [line for line in path.read_text().splitlines() if "muon_dtype" not in line and "seed:" not in line]
     path.write_text("\n".join([*lines, "of_another_version:", "  key: 1"]) + "\n")
     assert "seed" not in values_in(tmp_path)
-    assert before_start.changed_keys(demo(tmp_path, "seed=5", "optim.muon_dtype=fp32")) == ([], [])
-    assert len(before_start.changed_keys(demo(tmp_path, "optim.name=adamw"))[0]) == 1
+    assert start_recipe.changed_keys(demo(tmp_path, "seed=5", "optim.muon_dtype=fp32")) == ([], [])
+    assert len(start_recipe.changed_keys(demo(tmp_path, "optim.name=adamw"))[0]) == 1
     path.unlink()
-    assert before_start.changed_keys(demo(tmp_path, "optim.name=adamw")) == ([], []), "nothing to compare with"
+    assert start_recipe.changed_keys(demo(tmp_path, "optim.name=adamw")) == ([], []), "nothing to compare with"
 
 
 @pytest.mark.parametrize("content", ["a: [", "- 1", "\x00", "seed: ${nowhere}"])
@@ -208,7 +208,7 @@ def test_a_damaged_recipe_is_one_message(tmp_path, content):
     saved(tmp_path, demo(tmp_path), facts=False)
     (tmp_path / "recipe.yaml").write_text(content)
     with pytest.raises(ValueError, match=r"recipe\.yaml: is damaged .* Fix: copy the newest"):
-        before_start.changed_keys(demo(tmp_path))
+        start_recipe.changed_keys(demo(tmp_path))
 
 
 def test_a_dry_run_says_that_a_run_is_writing_there(tmp_path, monkeypatch):
@@ -216,8 +216,8 @@ def test_a_dry_run_says_that_a_run_is_writing_there(tmp_path, monkeypatch):
     recipe = demo(tmp_path / "run")
     lock = RunLock.take({"run_dir": tmp_path / "run"})
     try:
-        found = before_start.stops(recipe, make_plan(recipe, {}))
+        found = dry_run.stops(recipe, make_plan(recipe, {}))
     finally:
         lock.release()
     assert found[0].startswith(f"run_dir={tmp_path / 'run'}: a run is writing there: process {os.getpid()} on ")
-    assert len(before_start.stops(recipe, make_plan(recipe, {}))) == len(found) - 1
+    assert len(dry_run.stops(recipe, make_plan(recipe, {}))) == len(found) - 1

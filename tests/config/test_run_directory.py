@@ -13,7 +13,7 @@ from zaya_plugin.config import run_directory
 from zaya_plugin.config.compose import compose, load_recipe
 from zaya_plugin.config.run_directory import check_resume, checkpoint_path, checkpoints_of, keep_recipe, make_writable
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.run import before_start, megatron_check
+from zaya_plugin.run import dry_run, megatron_check, surroundings
 from zaya_plugin.run.rank_plan import make_plan
 
 
@@ -134,15 +134,15 @@ def test_a_changed_recipe_keeps_the_older_ones(tmp_path):
 
 @pytest.mark.parametrize("name", ["checkpoints", "logs", "tensorboard", "wandb", "metrics.jsonl", "recipe.yaml"])
 def test_a_file_for_a_folder_or_the_reverse_is_refused_by_a_dry_run(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(before_start, "check_surroundings", lambda recipe, plan: None)
+    monkeypatch.setattr(surroundings, "check_surroundings", lambda *_: None)
     monkeypatch.setattr(megatron_check, "check", lambda recipe, plan: None)
     recipe = compose(["experiment=cpu_demo", "data.path=none", f"run_dir={tmp_path}"])
     plan = make_plan(recipe, {})
-    assert before_start.stops(recipe, plan) == []
+    assert dry_run.stops(recipe, plan) == []
     (tmp_path / name).mkdir() if "." in name else (tmp_path / name).write_text("")
-    problems = before_start.stops(recipe, plan)
+    problems = dry_run.stops(recipe, plan)
     kind = "file" if "." in name else "folder"
-    assert f"{tmp_path / name} is no {kind}, and the run writes a {kind} of this name" in problems[-1]
+    assert f"{tmp_path / name} must be a {kind}: the run writes it" in problems[-1]
     assert f"Fix: mv {tmp_path / name} <another place>, or run_dir=<another directory>." in problems[-1]
 
 

@@ -4,9 +4,8 @@
 import pytest
 
 from zaya_plugin.config.compose import compose
-from zaya_plugin.config.graphs import REQUIRED
 from zaya_plugin.config.messages import refused, schema
-from zaya_plugin.config.validate import EXCLUSIONS, data_parallel_size, validate
+from zaya_plugin.config.validate import EXCLUSIONS, GRAPH_REQUIREMENTS, data_parallel_size, validate
 
 # Overrides of the demo, ranks -> parts of the message.
 IMPOSSIBLE = [
@@ -340,7 +339,8 @@ def test_what_is_possible_passes(overrides):
 
 
 def test_tables_name_keys_and_values_that_exist():
-    rows = [(*pair, "") for pair in EXCLUSIONS] + [row for rows in EXCLUSIONS.values() for row in rows] + [*REQUIRED]
+    rows = [(*pair, "") for pair in EXCLUSIONS] + [row for rows in EXCLUSIONS.values() for row in rows]
+    rows += GRAPH_REQUIREMENTS
     for key, value, _ in rows:
         assert refused(key, schema()[key], value) is None, (key, value)
 

@@ -81,7 +81,7 @@ def test_planned_reads_and_what_cannot_be_bundled(shards, prepared, tmp_path, ca
     assert "8 sequences of 64 tokens each 2 s" in capsys.readouterr().out
     for arguments, message in (
         ([shards[0], shards[0], "--dry-run"], "is named twice"),
-        ([shards[0], str(prepared / "train"), "--dry-run"], "is no whole dataset"),
+        ([shards[0], str(prepared / "train"), "--dry-run"], "must be a whole dataset"),
         ([shards[0], str(tmp_path / "none"), "--dry-run"], "there is no dataset"),
     ):
         assert bundle.main(arguments) == 2

@@ -209,7 +209,7 @@ def test_options_that_exclude_chats_are_refused(tmp_path, run, prepared, prepare
         ([*common, "--train-bpe", 300], "--train-bpe=300: excludes --chat"),
         ([*common, *tokenizer, "--no-append-eod"], "--no-append-eod=true: excludes --chat"),
         ([*common, *tokenizer], "has no chat template"),
-        ([*common, *tokenizer, "--chat-template", "nowhere"], "--chat-template=nowhere: is no file"),
+        ([*common, *tokenizer, "--chat-template", "nowhere"], "--chat-template=nowhere: must be a file"),
         ([*common[:3], "--input", tmp_path / "a.txt", *tokenizer], "a.txt: holds no chats. Allowed: .jsonl"),
         (["--chat", *tokenizer, "--output", tmp_path / "out"], "--input=stdlib: holds no chats"),
     ):

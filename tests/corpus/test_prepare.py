@@ -284,7 +284,7 @@ def test_a_directory_of_others_is_never_replaced(tmp_path, corpus, run, capsys):
         (["--input", "one.txt"], "--valid-fraction=0.05: the valid split is empty: 1 document in all"),
         (["--input", "empty"], "no file in it matches"),
         (["--input", "{corpus}", "--tokenizer", "empty"], "--tokenizer=empty: cannot be opened: "),
-        (["--input", "pipe"], "is no regular file, and an input is read more than once"),
+        (["--input", "pipe"], "must be a regular file, since an input is read more than once"),
     ],
 )
 def test_errors_that_name_the_cause(tmp_path, monkeypatch, corpus, run, capsys, options, message):

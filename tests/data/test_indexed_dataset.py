@@ -49,7 +49,7 @@ def test_same_bytes_as_megatron_and_read_by_it(tmp_path, vocab_size):
 def test_chunks_do_not_show(tmp_path, monkeypatch):
     lengths = np.random.default_rng(0).integers(0, 9, 1000).astype(np.int32)
     write_index(str(tmp_path / "whole.idx"), np.dtype("int32"), lengths)
-    monkeypatch.setattr("zaya_plugin.data.indexed_dataset.CHUNK", 7)
+    monkeypatch.setattr("zaya_plugin.data.indexed_dataset.CHUNK_ELEMENTS", 7)
     write_index(str(tmp_path / "chunks.idx"), np.dtype("int32"), lengths)
     assert (tmp_path / "whole.idx").read_bytes() == (tmp_path / "chunks.idx").read_bytes()
     np.arange(lengths.sum(), dtype=np.int32).tofile(tmp_path / "chunks.bin")

@@ -177,7 +177,7 @@ def test_of_a_large_file_stretches_are_read(tmp_path, monkeypatch):
     from zaya_plugin.data import fingerprint
 
     monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 1000)
-    monkeypatch.setattr(fingerprint, "BLOCKS", 4)
+    monkeypatch.setattr(fingerprint, "BLOCK_COUNT", 4)
     monkeypatch.setattr(fingerprint, "BLOCK_BYTES", 100)
     (tmp_path / "a.idx").write_bytes(b"index")
     content = np.zeros(3100, np.uint8)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from zaya_plugin.data.dataset import build_gpt_datasets, build_stream
-from zaya_plugin.data.sealed_cache import RECORD, CacheWarning
+from zaya_plugin.data.sealed_cache import RECORD_FILE, CacheWarning
 
 LENGTH = 32
 
@@ -100,7 +100,7 @@ def test_an_index_of_another_seed_or_length_is_not_read(tmp_path, prepared, draw
 @pytest.mark.parametrize("kind", ["single", "continuing"])
 def test_a_whole_cache_of_other_data_is_not_read(tmp_path, prepared, drawn, kind):
     whole = drawn(kind, prepared, tmp_path / "a")
-    record = next((tmp_path / "a").rglob(RECORD))
+    record = next((tmp_path / "a").rglob(RECORD_FILE))
     content = json.loads(record.read_text())
     content["made_from"] = "0" * 16
     record.write_text(json.dumps(content))
@@ -111,7 +111,7 @@ def test_a_whole_cache_of_other_data_is_not_read(tmp_path, prepared, drawn, kind
 @pytest.mark.parametrize("record", [None, b"", b"{", b"[]", b'{"made_from": 1}', b"\xff\xfe"])
 def test_an_index_without_a_readable_record_is_made_again(tmp_path, prepared, drawn, record):
     whole = drawn("single", prepared, tmp_path)
-    path = next(tmp_path.rglob(RECORD))
+    path = next(tmp_path.rglob(RECORD_FILE))
     path.unlink() if record is None else path.write_bytes(record)
     with pytest.warns(CacheWarning):
         assert drawn("single", prepared, tmp_path) == whole

@@ -51,7 +51,7 @@ def test_validation_blend(prepared, bins):
 def test_names_of_domains():
     assert domain_names(["data/web", "data/code"]) == ["web", "code"]
     assert domain_names(["a/web", "b/web", "/c/code"]) == ["a_web", "b_web", "code"]
-    with pytest.raises(ValueError, match="data/web, data/web: a source comes twice"):
+    with pytest.raises(ValueError, match="data/web, data/web: a source is listed twice"):
         domain_names(["data/web", "data/web"])
     with pytest.raises(ValueError, match="sources would share the names a_b, a_b, c_b"):
         domain_names(["x/a_b", "a/b", "c/b"])

@@ -71,7 +71,7 @@ def test_order_depends_on_seed_and_content_alone(stream, tmp_path):
 
 
 def test_window_shuffle_is_a_permutation_of_the_stage(monkeypatch):
-    monkeypatch.setattr("zaya_plugin.data.stream_dataset.WINDOW", 16)
+    monkeypatch.setattr("zaya_plugin.data.stream_dataset.WINDOW_SAMPLES", 16)
     shuffle = StageShuffle(50, [1, 2])
     places = [shuffle[number] for number in range(50)]
     assert sorted(places) == list(range(50)) and places != list(range(50))
@@ -162,4 +162,4 @@ def test_mixture_prints_tokens_epochs_and_the_ledger(sources, capsys):
     assert shown([f"1 {sources}/web", f"2 {sources}/web"], 10) == 2
     assert shown([f"1 {sources}/web"], 10, "data.consumed=[much]") == 2
     err = capsys.readouterr().err
-    assert "a source comes twice" in err and "Allowed: a number of tokens, a blank and a path" in err
+    assert "a source is listed twice" in err and "Allowed: a number of tokens, a blank and a path" in err

@@ -13,8 +13,9 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from zaya_plugin.model.build import build_zaya_model
 from zaya_plugin.model.config import ZayaConfig
-from zaya_plugin.optim.factory import muon_factory, tag_parameters
+from zaya_plugin.optim.factory import build_muon_adamw
 from zaya_plugin.optim.muon import MuonSettings
+from zaya_plugin.optim.parameter_role import tag_parameters
 
 
 def build_model():
@@ -56,5 +57,5 @@ def with_optimizer(model):
         use_distributed_optimizer=True,
         clip_grad=0.0,  # the norm would be summed in another order with other ranks, and bf16 momentum would show it
     )
-    factory = muon_factory(get_megatron_optimizer, MuonSettings(momentum_dtype="bf16"), non_finite="skip")
-    return ddp, factory(optimizer_config, [ddp])
+    muon = MuonSettings(momentum_dtype="bf16")
+    return ddp, build_muon_adamw(get_megatron_optimizer, optimizer_config, [ddp], muon, non_finite="skip")

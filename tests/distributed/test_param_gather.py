@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters that are gathered while the model already runs must have arrived where they are read, also those of
-modules that are never called (see zaya_plugin/model/parameter_gather.py; tests/model/test_parameter_gather.py looks at
+modules that are never called (see `gathered` of zaya_plugin/model/parameters.py; tests/model/test_gathered_parameters.py looks at
 each).
 """
 
@@ -16,7 +16,7 @@ STEPS = 5
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_overlapping_the_gather_changes_no_bit(tmp_path, corpus, servers, optim):
     """Overlapping the gather of parameters changes no bit, with the smallest buckets that the layout makes; some hold
-    several parameters, and tests/model/test_parameter_gather.py looks at each.
+    several parameters, and tests/model/test_gathered_parameters.py looks at each.
     """
     recipe = (
         *MICRO,

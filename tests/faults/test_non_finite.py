@@ -85,8 +85,8 @@ def test_a_loss_that_is_not_finite_is_never_saved_although_the_gradients_are(cor
     (site / "sitecustomize.py").write_text(
         "import sys\n"
         "if '-m' in sys.orig_argv and 'zaya_plugin.hosts.worker' in sys.orig_argv:\n"
-        "    from zaya_plugin.optim import host_copy\n"
-        "    plain = host_copy.HostCopy.read\n"
+        "    from zaya_plugin.optim import chained\n"
+        "    plain = chained.HostCopy.read\n"
         "    count = []\n"
         "    def read(self):\n"
         "        found = plain(self)\n"
@@ -95,7 +95,7 @@ def test_a_loss_that_is_not_finite_is_never_saved_although_the_gradients_are(cor
         "            if len(count) == 3:\n"
         "                found[0].fill_(float('nan'))\n"
         "        return found\n"
-        "    host_copy.HostCopy.read = read\n"
+        "    chained.HostCopy.read = read\n"
     )
     words = (
         "nproc=2",

@@ -62,7 +62,7 @@ def test_no_object_lacks_wait_states(compiler):
     assert [str(one) for functions in code for one in wait_states.violations(functions)] == []
     asked = [one for functions in code for one in wait_states.violations(functions, extra=1)]
     stores = sum(bool(each.stored[0]) for functions in code for part in functions.values() for each in part)
-    assert all((one.needed, one.found) == (3, 2) for one in asked), asked
+    assert all((one.needed, one.waited) == (3, 2) for one in asked), asked
     assert stores > 200 and 5 * len(asked) > stores / 2, (len(asked), stores)
 
 

@@ -115,7 +115,7 @@ def test_each_distance(objects, name):
     first, second, count = DISTANCES[name]
     enough, less = objects[name]
     assert enough == []
-    assert [(found.needed, found.found) for found in less] == [(count, count - 1)]
+    assert [(found.needed, found.waited) for found in less] == [(count, count - 1)]
     assert str(less[0]).endswith(")") and f"{count} are needed" in str(less[0])
 
 
@@ -139,7 +139,7 @@ CLAUSES = {
 def test_a_soft_clause_that_a_replay_would_break(name):
     first, second = CLAUSES[name]
     (found,) = violations(first, second, "s_endpgm")
-    assert (found.rule, found.needed, found.found) == (wait_states.SOFT_CLAUSE, 1, 0)
+    assert (found.rule, found.needed, found.waited) == (wait_states.SOFT_CLAUSE, 1, 0)
     assert violations(first, "s_nop 0", second, "s_endpgm") == []
 
 
@@ -172,7 +172,7 @@ def test_across_a_branch(wait, count):
     """Behind a branch forward the branch itself is one wait state; the other path is long enough."""
     found = violations(STORE, "s_cbranch_scc1 there", *nops(2), OVERWRITE, "there:", *wait, OVERWRITE, "s_endpgm")
     assert len(found) == count
-    assert all((one.needed, one.found) == (2, 1) for one in found)
+    assert all((one.needed, one.waited) == (2, 1) for one in found)
 
 
 @pytest.mark.parametrize("wait, count", [([], 1), (["s_nop 0"], 0)])
@@ -180,7 +180,7 @@ def test_around_a_loop(wait, count):
     """The store at a loop's end and the write at its head."""
     found = violations("again:", *wait, OVERWRITE, *nops(4), STORE, "s_cbranch_scc1 again", *nops(4))
     assert len(found) == count
-    assert all("s_cbranch" not in one.second and one.found == 1 for one in found)
+    assert all("s_cbranch" not in one.second and one.waited == 1 for one in found)
 
 
 def test_an_end_is_not_passed():

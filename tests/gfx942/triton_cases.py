@@ -97,7 +97,7 @@ def _muon(which: str) -> TritonObject:
 
 def _product(symmetric: bool) -> TritonObject:
     from hip_ops.ops.newton_schulz.product_configs import choose_config
-    from hip_ops.ops.newton_schulz.triton_pointers import pointer_product_kernel
+    from hip_ops.ops.newton_schulz.triton import pointer_product_kernel
 
     config = choose_config("gram" if symmetric else "general", 16, 2048, 4096, amd=True)
     sizes = ("m", "n", "k", "a_stride", "b_stride", "d_stride", "c_stride", "a_batch", "b_batch", "d_batch", "c_batch")
@@ -161,7 +161,7 @@ def grouped_product(kind: str, config=None, small: bool = False) -> TritonObject
     small: all tensors are below 2 GiB. Otherwise those that are views of Megatron's buffers (matrices, main gradients)
     are not.
     """
-    from hip_ops.ops.grouped_product import triton_pointers as kernels
+    from hip_ops.ops.grouped_product import triton as kernels
     from hip_ops.ops.grouped_product.configs import choose_config
 
     config = config or choose_config("gfx942", kind, 1024, *((2048, 4096) if kind == "rows_t" else (4096, 2048)))
@@ -201,7 +201,7 @@ def _vocabulary_rows(gradient: bool) -> TritonObject:
 def _vocabulary_exponentials(finish: bool) -> TritonObject:
     """A chunk of ZAYA1's 262,272 classes, in 129 parts of 2048."""
     from hip_ops.ops.linear_cross_entropy import triton as kernels
-    from hip_ops.ops.linear_cross_entropy.reference import LARGE, MOST, PERIOD
+    from hip_ops.ops.linear_cross_entropy.reference import EXPONENT_PERIOD, MAX_EXPONENT, MAX_ROUNDED
 
     sizes = dict.fromkeys(
         ("rows", "classes", "row_stride", "first_class", "size", "all_parts", "first_part", "parts"), "i32"
@@ -214,7 +214,7 @@ def _vocabulary_exponentials(finish: bool) -> TritonObject:
     return _compile(
         kernels.exponentials_kernel,
         types,
-        {"MOST": MOST, "PERIOD": PERIOD, "LARGE": LARGE, "BLOCK": block},
+        {"MAX_EXPONENT": MAX_EXPONENT, "EXPONENT_PERIOD": EXPONENT_PERIOD, "MAX_ROUNDED": MAX_ROUNDED, "BLOCK": block},
         warps,
         unaligned=unaligned,
     )
@@ -258,7 +258,7 @@ def _cca_prologue(which: str) -> TritonObject:
         "OUT": chosen.columns,
         "ZERO_BLOCK": chosen.zero_rows,
         "INPUTS": 128,
-        **cca_prologue.SUM,
+        **cca_prologue.SUM_KEYWORDS,
     }
     return _compile(kernel, types, constexprs, chosen.num_warps, chosen.stages, unaligned=cca_prologue_rows.SIZES)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hip_ops import use_kernels
-from hip_ops.runtime.availability import missing
+from hip_ops.runtime.choice import missing
 from tests.running import descendants
 
 ROOT = Path(__file__).resolve().parents[2]

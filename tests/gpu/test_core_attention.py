@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hip_ops.runtime.architecture import architecture
+from hip_ops.runtime.launch import architecture
 from tests.no_waiting import no_waiting
 from zaya_plugin.model.block_attention import block_attention, takes_blocks
 from zaya_plugin.model.core_attention import (
-    MEASURED,
+    MEASURED_ORDER,
     VERSIONS,
     attention_of,
     causal_attention,
@@ -76,7 +76,7 @@ def test_the_check_before_the_first_use_accepts_it(backend):
 def test_auto_takes_the_fastest_that_was_measured():
     device = torch.device("cuda", torch.cuda.current_device())
     (version,) = core_attention("auto", "whole", torch.bfloat16, 8, 2, 128, False).running(device)
-    for faster in (*MEASURED.get(architecture(device), ()), "sdpa"):
+    for faster in (*MEASURED_ORDER.get(architecture(device), ()), "sdpa"):
         if faster == version:
             return
         with pytest.raises(pytest.skip.Exception):
@@ -134,7 +134,7 @@ def test_deterministic_algorithms_take_no_blocks():
 @pytest.mark.parametrize("shard", [ContextShard(), ContextShard("zigzag", 2, 1), ContextShard("contiguous", 2, 1)])
 def test_packed_documents(shard):
     tokens = torch.randint(0, 50, (2, 512), generator=torch.Generator().manual_seed(7)).cuda()
-    packed = PackedDocuments.from_tokens(tokens, 0, shard)
+    packed = PackedDocuments.from_ends(tokens == 0, shard)
     assert packed.document_ids.max() > 4
     compare(lambda *qkv: document_attention(*qkv, SCALE, packed), packed.dense_mask, 512 // shard.size, 512)
 
@@ -142,7 +142,7 @@ def test_packed_documents(shard):
 def test_other_documents_cannot_change_a_bit():
     tokens = torch.full((2, 384), 5).cuda()
     tokens[:, [99, 260]] = 0
-    packed = PackedDocuments.from_tokens(tokens, 0)
+    packed = PackedDocuments.from_ends(tokens == 0)
     inputs = [random(384, heads, seed).detach() for seed, heads in enumerate((8, 2, 2))]
     before = document_attention(*inputs, SCALE, packed)
     for x in inputs:
@@ -171,7 +171,7 @@ def boundaries_in_turn():
     """Return a function that gives a zig-zag rank the boundaries of another batch at each call, computed on the
     device.
     """
-    from zaya_plugin.training.batches import micro_batch
+    from zaya_plugin.hosts.adapter import micro_batch
 
     generator = torch.Generator().manual_seed(8)
     tokens = iter(torch.randint(0, 50, (4, 2, 512), generator=generator).cuda())

@@ -11,7 +11,7 @@ import torch
 import hip_ops
 from hip_ops import use_kernels
 from hip_ops.ops.expert_permutation import reference
-from hip_ops.runtime.availability import missing
+from hip_ops.runtime.choice import missing
 from hip_ops.runtime.operator import OPERATORS, all_operators, warm_up
 from tests.hip_ops.expert_path_cases import (
     BF16,

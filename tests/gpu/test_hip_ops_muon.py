@@ -11,9 +11,8 @@ import torch
 
 import hip_ops
 from hip_ops import use_kernels
-from hip_ops.ops.muon import multi_tensor, rms_matching_scale
-from hip_ops.ops.muon.matrix_batches import MatrixBatches
-from hip_ops.runtime import availability
+from hip_ops.ops.muon import MatrixBatches, multi_tensor, rms_matching_scale
+from hip_ops.runtime import choice
 from tests.hip_ops.muon_oracle import GUARD, Lists, check_momentum, check_update, guards_intact, make_lists
 from tests.no_waiting import no_waiting
 
@@ -102,7 +101,7 @@ def test_update_against_fp64(chosen, update, master, param, lr_on_device):
 
 
 @pytest.mark.skipif(
-    torch.cuda.is_available() and bool(availability.missing("hip", DEVICE, named=True)),
+    torch.cuda.is_available() and bool(choice.missing("hip", DEVICE, named=True)),
     reason="the HIP sources cannot be built here",
 )
 def test_triton_and_hip_give_the_same_bits():

@@ -12,8 +12,7 @@ import hip_ops
 from hip_ops import use_kernels
 from hip_ops.runtime.build import CSRC
 from hip_ops.runtime.compilers import find_compiler
-from hip_ops.runtime.launchers import load
-from hip_ops.runtime.library import target_of
+from hip_ops.runtime.launchers import load, target_of
 from hip_ops.runtime.operator import all_operators, warm_up
 from tests.hip_ops.cpu_kernels import KERNELS, source_files
 

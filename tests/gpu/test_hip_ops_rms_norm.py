@@ -11,7 +11,7 @@ import torch
 
 import hip_ops
 from hip_ops import use_kernels
-from hip_ops.runtime import availability
+from hip_ops.runtime import choice
 from hip_ops.runtime.operator import OPERATORS, all_operators, warm_up
 from tests.hip_ops.rms_norm_cases import BF16, FP32, Case, check, make, of_module
 
@@ -144,7 +144,7 @@ def test_back_ends_agree(scaled, centered):
     """Triton and HIP have the same new_residual; the other results differ by at most a rounding of bf16."""
     case, found = Case(scaled, 1024, 2048, centered=centered), []
     for name in ("triton", "hip"):
-        if availability.missing(name, DEVICE, named=True):
+        if choice.missing(name, DEVICE, named=True):
             pytest.skip(f"no {name}")
         with use_kernels(name):
             found.append(gradients(case, lambda *a: operator(case)(*a, case.eps), leaves(case)))

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-WAITS = {"zaya_plugin/optim/host_copy.py:read calls synchronize"}
+WAITS = {"zaya_plugin/optim/chained.py:read calls synchronize"}
 
 
 def test_a_step_waits_once(tmp_path, record_property):

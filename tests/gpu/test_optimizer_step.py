@@ -6,7 +6,7 @@ without a wait.
 import torch
 
 from tests.no_waiting import no_waiting
-from zaya_plugin.optim.host_copy import HostCopy
+from zaya_plugin.optim.chained import HostCopy
 from zaya_plugin.optim.muon import MuonAdamW, MuonSettings, StepContext
 from zaya_plugin.optim.parameter_role import ParameterRole
 

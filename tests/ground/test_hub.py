@@ -60,7 +60,7 @@ def test_a_name_without_a_network_is_refused_with_what_was_tried(monkeypatch, re
             opens("organisation/no-such-name")
         text = str(refused.value)
         assert text.startswith(
-            f"{key}organisation/no-such-name: is no folder, and the local cache of the Hugging Face Hub"
+            f"{key}organisation/no-such-name: is not a folder, and the local cache of the Hugging Face Hub"
         )
         assert (
             f"({address} cannot be reached: " in text

@@ -42,7 +42,9 @@ class EmulatedTriton:
         with contextlib.ExitStack() as patched:
             for name in KERNELS:
                 patched.enter_context(mock.patch.object(module, name, _Kernel(self, getattr(module, name))))
-            patched.enter_context(mock.patch.object(module, "launch", lambda *a, **k: choose(*a, **k, warp_size=64)))
+            patched.enter_context(
+                mock.patch.object(module, "launch", lambda *a, **k: choose(*a, **(k | {"warp_size": 64})))
+            )
             patched.enter_context(mock.patch.object(module, "multiprocessors", lambda device: self.processors))
             return getattr(module, function)(*arguments)
 

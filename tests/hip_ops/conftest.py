@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.overrides import _pop_mode, _push_mode
 
-from hip_ops import use_kernels
-from hip_ops.runtime import selection
+from hip_ops import use_kernels, versions
 from hip_ops.runtime.operator import OPERATORS, Operator
 from hip_ops.versions import VERSIONS
 
@@ -46,10 +45,10 @@ def nothing_selected(monkeypatch):
     """Requests no version, and resets the test's selection afterwards."""
     for name in ("HIP_OPS_KERNELS", "TRITON_INTERPRET"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(selection, "_stack", [])
-    selection._from_environment.cache_clear()
+    monkeypatch.setattr(versions, "_stack", [])
+    versions._from_environment.cache_clear()
     yield
-    selection._from_environment.cache_clear()
+    versions._from_environment.cache_clear()
 
 
 @pytest.fixture

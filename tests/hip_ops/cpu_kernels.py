@@ -31,8 +31,7 @@ from pathlib import Path
 
 import pytest
 
-from hip_ops.runtime.build import CSRC, build
-from hip_ops.runtime.cache import cache_folder
+from hip_ops.runtime.build import CSRC, build, cache_folder
 from hip_ops.runtime.compilers import find_compiler
 from hip_ops.runtime.launchers import load
 from tests.hip_ops.kernel_files import kernel_source

@@ -21,7 +21,7 @@ BUGS = {
         "(tl.load(ids + start - 1, mask=start > 0, other=-1) == id).to(tl.int32)",
         "(id == -7).to(tl.int32)",
     ),
-    "every_id_came_in": ("came_in *= 1 - ends", "came_in *= 1"),
+    "every_id_came_in": ("continued *= 1 - ends", "continued *= 1"),
     "sums_go_on": ("sums = tl.where(ends > 0, 0.0, sums)", "sums = tl.where(ends > 0, 1.0, 1.0) * sums"),
     "order_forgotten": ("row = tl.load(order + at)", "row = tl.load(order + at) * 0 + at"),
     "total_overwritten": ("(now + sums).to(total", "sums.to(total"),

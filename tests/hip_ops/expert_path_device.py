@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hip_ops.runtime.row_views import ROWS_A_BLOCK
+from hip_ops.runtime.launch import ROWS_A_BLOCK
 from tests.gfx942.emulator import Buffer, Counters, Device
 from tests.gfx942.toolchain import code_object
 from tests.gfx942.triton_objects import triton_code_object

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from hip_ops.runtime import availability, library, operator
+from hip_ops.runtime import choice, launchers, operator
 from hip_ops.runtime.self_check import differences
 
 CPU = torch.device("cpu")
@@ -27,14 +27,14 @@ class FakeGpu:
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         monkeypatch.setattr(
-            operator,
+            choice,
             "differences",
             lambda a, b, example, _, *given, **more: differences(a, b, example, CPU, *given, **more),
         )
-        monkeypatch.setattr(operator, "_warnings", set())
-        monkeypatch.setattr(library, "_failures", {})
+        monkeypatch.setattr(choice, "_warnings", set())
+        monkeypatch.setattr(launchers, "_failures", {})
         found = SimpleNamespace(find_spec=lambda name: object() if self.triton else None)
-        monkeypatch.setattr(availability, "importlib", SimpleNamespace(util=found))
+        monkeypatch.setattr(choice, "importlib", SimpleNamespace(util=found))
         monkeypatch.setattr(operator, "compile_function", functools.partial)
         self.triton, self.capturing = True, False
 

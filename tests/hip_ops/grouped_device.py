@@ -71,7 +71,7 @@ class GroupedOnDevice:
         return self.device.put(to_numpy(flat)), x.dtype
 
     def grouped_rows(self, x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
-        from hip_ops.ops.grouped_product.triton_pointers import grouped_pointer_rows_kernel
+        from hip_ops.ops.grouped_product.triton import grouped_pointer_rows_kernel
 
         experts, k, n = matrices.shape
         transposed = matrices.stride(2) != 1
@@ -95,7 +95,7 @@ class GroupedOnDevice:
         return to_torch(out.read()).view(x.dtype)
 
     def grouped_outer_(self, out: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulate: bool) -> None:
-        from hip_ops.ops.grouped_product.triton_pointers import grouped_pointer_outer_kernel
+        from hip_ops.ops.grouped_product.triton import grouped_pointer_outer_kernel
 
         experts, m, n = out.shape
         buffer, _ = self.put(out)

@@ -44,7 +44,7 @@ def write_source(folder: Path, bug: Bug, name: str) -> Path:
 
 
 def cpu_copy(folder: Path, bug: Bug, name: str):
-    """The library of `write_source` alone, as hip_ops.runtime.library gives it."""
+    """The library of `write_source` alone, as hip_ops.runtime.launchers gives it."""
     path = write_source(folder, bug, name)
     return CpuKernels(build_cpu_library(path), [path]).library
 

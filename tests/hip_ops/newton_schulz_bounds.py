@@ -4,7 +4,7 @@
 import math
 from collections.abc import Sequence
 
-from hip_ops.ops.newton_schulz.coefficients import Triple
+from hip_ops.ops.newton_schulz.plan import Triple
 
 
 def singular_value_interval(triples: Sequence[Triple], smallest: float, largest: float = 1.0) -> tuple[float, float]:

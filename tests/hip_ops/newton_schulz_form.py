@@ -18,6 +18,11 @@ def plan_of(form: str, triples, dtype, restarts: Sequence[int] | None = None) ->
     return Plan(triples, form, tuple(default_restarts(len(triples)) if restarts is None else restarts), dtype)
 
 
+def arguments(plan: Plan, eps: float = 1e-7) -> tuple:
+    """Return the arguments of a version behind x and square_sums."""
+    return newton_schulz._flat(plan.triples), plan.form, plan.restarts, plan.dtype, eps
+
+
 def in_form(form: str, restarts: Sequence[int] | None = None):
     """A context. form: "standard", "gram", or "auto" for the operator's choice."""
     if form == "auto":

@@ -56,8 +56,8 @@ BUGS = {
         "weight = tl.where(choice == unweighted, 0.0, tl.sum(tl.where(chosen, p, 0.0), axis=1))",
         "weight = tl.sum(tl.where(chosen, p, 0.0), axis=1)",
     ),
-    "rows_behind_the_end_count": ("(chosen & here).to(tl.float32)", "chosen.to(tl.float32)"),
-    "entropy_of_rows_behind_the_end": ("tl.where(here, -p *", "tl.where(p >= 0.0, -p *"),
+    "rows_behind_the_end_count": ("(chosen & live).to(tl.float32)", "chosen.to(tl.float32)"),
+    "entropy_of_rows_behind_the_end": ("tl.where(live, -p *", "tl.where(p >= 0.0, -p *"),
     "skipped_have_gradients": ("mask=inside & (choice != unweighted)", "mask=inside"),
     "gradient_without_probability": ("    upstream *= tl.sum(tl.where(chosen, p, 0.0), axis=1)\n", ""),
     "gradient_of_gelu_without_its_slope": (" + wide * INVERSE_SQRT_2_PI * tl.exp(-0.5 * wide * wide)", ""),
@@ -85,7 +85,7 @@ def kernels(folder: Path, name: str | None = None) -> ModuleType:
     from hip_ops.ops.router_mlp import triton as router_mlp
 
     module = triton_copy(folder, router_mlp, BUGS, name)
-    module.launch = lambda width: module.Launch(16, 16, 4, stages=2)
+    module.launch = lambda width, warp_size: module.Launch(16, 16, 4, stages=2)
     return module
 
 

@@ -170,7 +170,7 @@ def gradients(found: RouterGradients, classes: int) -> dict[str, Tensor]:
         return a.double().t() @ b.double()
 
     assert not found.d_logits[:, classes:].any(), "d_logits is wrong behind the last class"
-    own = dict(zip(reference.SUMS, found.sums, strict=True)) | {
+    own = dict(zip(reference.SUM_NAMES, found.sums, strict=True)) | {
         "projected": found.d_projected,
         "previous": found.d_previous,
     }

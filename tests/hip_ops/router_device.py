@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hip_ops.ops.router_mlp.reference import SUMS
+from hip_ops.ops.router_mlp.reference import SUM_NAMES
 from hip_ops.saved_bytes import router_columns
 from tests.gfx942.emulator import Counters, Device
 from tests.gfx942.triton_objects import triton_code_object
@@ -159,7 +159,7 @@ class RouterOnDevice:
         results = {name: ((rows, width), dtype) for name in GRADIENTS} | {
             "d_previous": ((rows if gamma is not None else 0, width), dtype),
             "d_logits": ((rows, router_columns(classes)), dtype),
-            "sums": ((self.programs(rows, width), len(SUMS), width), torch.float32),
+            "sums": ((self.programs(rows, width), len(SUM_NAMES), width), torch.float32),
         }
         found = self.run(
             "backward",

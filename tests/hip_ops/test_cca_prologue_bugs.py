@@ -3,7 +3,7 @@
 
 import pytest
 
-import hip_ops.runtime.library
+import hip_ops.runtime.launchers
 from hip_ops.ops.cca_prologue import hip as hip_kernels
 from hip_ops.runtime.launchers import load
 from tests.gfx942.emulator import Device
@@ -19,7 +19,7 @@ from tests.hip_ops.kernel_files import kernel_source
 PROGRAM = """
 import sys
 from pathlib import Path
-import hip_ops.runtime.library
+import hip_ops.runtime.launchers
 from hip_ops.ops.cca_prologue import hip as kernels
 from hip_ops.runtime.launchers import load
 from tests.hip_ops import cca_prologue_bugs as bugs
@@ -27,7 +27,7 @@ from tests.hip_ops.cca_prologue_cases import check
 
 library, name, *sources = sys.argv[1:]
 loaded = load(Path(library), *map(Path, sources))
-for module in (hip_ops.runtime.library, kernels):
+for module in (hip_ops.runtime.launchers, kernels):
     module.library = lambda target: loaded
 try:
     check(kernels, bugs.BUGS[name].case)
@@ -43,7 +43,7 @@ else:
 def test_the_copy_without_a_bug_passes(tmp_path, monkeypatch, case):
     sources = bugs.copy(tmp_path)
     loaded = load(build_cpu_library(*sources), *sources, kernel_source("abi.hip"))
-    for module in (hip_ops.runtime.library, hip_kernels):
+    for module in (hip_ops.runtime.launchers, hip_kernels):
         monkeypatch.setattr(module, "library", lambda target: loaded)
     check(hip_kernels, case)
 

@@ -15,7 +15,7 @@ import torch
 
 from hip_ops.ops.linear_cross_entropy import passes
 from hip_ops.ops.newton_schulz import LARGE_TILES, _example_of_large_tiles
-from hip_ops.runtime import library
+from hip_ops.runtime import launchers
 from hip_ops.runtime.build import kernel_sources
 from hip_ops.runtime.launchers import load
 from hip_ops.runtime.operator import OPERATORS, all_operators
@@ -93,7 +93,7 @@ def recorded():
     def launches(function, makers) -> list[Launch]:
         loaded.take_records()
         with pytest.MonkeyPatch.context() as patch, torch.no_grad(), torch.random.fork_rng():
-            patch.setattr(library, "_library", lambda target: loaded)
+            patch.setattr(launchers, "_library", lambda target: loaded)
             for name, module in list(sys.modules.items()):
                 if name.startswith("hip_ops.") and hasattr(module, "multiprocessors"):
                     patch.setattr(module, "multiprocessors", lambda device: MI300X_UNITS)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hip_ops.runtime import declaration
-from hip_ops.runtime.declaration import Declaration, Line
+from hip_ops.runtime import operator
+from hip_ops.runtime.operator import Declaration, Line
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 TAKES = """
@@ -134,7 +134,7 @@ def test_a_rule_gets_sizes_and_arguments_and_is_remembered():
 
 
 def test_what_is_known_is_bounded(declared, monkeypatch):
-    monkeypatch.setattr(declaration, "MAX_CHECKED_CALLS", 3)
+    monkeypatch.setattr(operator, "MAX_CHECKED_CALLS", 3)
     for rows in range(10):
         declared.check(arguments(x=torch.ones(rows, 3)))
         assert len(declared._known) <= 3

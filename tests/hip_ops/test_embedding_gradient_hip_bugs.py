@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-import hip_ops.runtime.library
+import hip_ops.runtime.launchers
 from hip_ops.ops.embedding_gradient import hip as embedding_gradient
 from tests.gfx942.emulator import Device
 from tests.gfx942.emulator.faults import OutOfBounds
@@ -27,7 +27,7 @@ FAST = "joined_by_every_run"  # each costs a build of the source
 )
 def test_each_bug_is_caught(tmp_path, monkeypatch, name):
     copy = cpu_copy(tmp_path, bugs.BUGS[name], "embedding_gradient")
-    monkeypatch.setattr(hip_ops.runtime.library, "library", lambda target: copy)
+    monkeypatch.setattr(hip_ops.runtime.launchers, "library", lambda target: copy)
     monkeypatch.setenv("HO_CPU_SCHEDULE", SCHEDULES[-1])  # no kernel has a barrier: any order shows each bug
     with pytest.raises(AssertionError, match="off by"):
         bugs.shows(embedding_gradient)

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-import hip_ops.runtime.library
+import hip_ops.runtime.launchers
 from hip_ops.ops.expert_permutation import hip as expert_permutation
 from hip_ops.ops.weighted_swiglu import hip as weighted_swiglu
 from tests.gfx942.emulator import Device
@@ -42,7 +42,7 @@ def named(sort: bool):
 def test_each_bug_is_caught(tmp_path, monkeypatch, name):
     bug = bugs.BUGS[name]
     copy = cpu_copy(tmp_path, bug, bug.case)
-    monkeypatch.setattr(hip_ops.runtime.library, "library", lambda target: copy)
+    monkeypatch.setattr(hip_ops.runtime.launchers, "library", lambda target: copy)
     for schedule in SCHEDULES:  # no kernel on rows has a barrier: each schedule shows each bug
         monkeypatch.setenv("HO_CPU_SCHEDULE", schedule)
         with pytest.raises(AssertionError, match="are wrong"):

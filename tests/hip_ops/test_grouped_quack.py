@@ -107,9 +107,9 @@ def test_its_products_are_compared_before_they_are_used(calls, monkeypatch):
 
 
 def test_plans_do_not_pile_up(monkeypatch):
-    plans = dict.fromkeys(range(quack.PLANS))
+    plans = dict.fromkeys(range(quack.MAX_PLANS))
     module = SimpleNamespace(_gemm_plan_cache=plans, gemm="gemm")
     monkeypatch.setattr(quack.importlib, "import_module", lambda name: module)
-    assert quack._gemm() == "gemm" and len(plans) == quack.PLANS
+    assert quack._gemm() == "gemm" and len(plans) == quack.MAX_PLANS
     plans["one more"] = None
     assert quack._gemm() == "gemm" and not plans

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hip_ops.runtime.hip_runtime import major_version, mapped_runtimes, the_runtime
+from hip_ops.runtime.launchers import major_version, mapped_runtimes, the_runtime
 from tests.hip_ops.cpu_kernels import ROOT
 
 ROCM_6 = "/opt/rocm-6.4.1/lib/libamdhip64.so.6.4.60401"
@@ -71,7 +71,7 @@ def run(program: str, *arguments, **environment: str) -> str:
 
 MAPS = """
 import ctypes, sys
-from hip_ops.runtime.hip_runtime import own_maps, the_runtime
+from hip_ops.runtime.launchers import own_maps, the_runtime
 for path in sys.argv[1:]:
     ctypes.CDLL(path)
     try:
@@ -94,15 +94,15 @@ def test_two_runtimes_that_are_mapped(tmp_path, require_tool):
 LOADS = """
 import sys, torch
 from pathlib import Path
-from hip_ops.runtime import library
+from hip_ops.runtime import launchers
 import ctypes
 ctypes.CDLL(sys.argv[1])
 torch.version.hip = "7.1"
-library.build = lambda target: Path(sys.argv[2])
-library.load = lambda path: ctypes.CDLL(str(path))
+launchers.build = lambda target: Path(sys.argv[2])
+launchers.load = lambda path: ctypes.CDLL(str(path))
 for _ in range(2):
     try:
-        library.library("gfx950")
+        launchers.library("gfx950")
     except ValueError as error:
         print(error)
 """
@@ -125,8 +125,8 @@ import pytest
 from tests.hip_ops.fake_gpu import GPU, FakeGpu
 FakeGpu(pytest.MonkeyPatch(), hip="7.1")
 from hip_ops.ops.expert_permutation import _gather
-from hip_ops.runtime import library
-library.target_of = lambda device: "gfx942"
+from hip_ops.runtime import launchers
+launchers.target_of = lambda device: "gfx942"
 print(_gather.choice(GPU))
 print(_gather.results[GPU, "hip"])
 """
@@ -142,7 +142,7 @@ def test_a_process_without_a_runtime(tmp_path):
 
 BINDS = """
 import ctypes, sys, torch
-from hip_ops.runtime import library
+from hip_ops.runtime import launchers
 from hip_ops.runtime.build import shipped
 from hip_ops.runtime.launchers import load
 try:
@@ -151,7 +151,7 @@ except OSError as error:
     print(error)
 ctypes.CDLL(sys.argv[1])
 torch.version.hip = "5.2.21153"
-loaded = library.library("gfx942")
+loaded = launchers.library("gfx942")
 print(loaded.ho_abi_version(), loaded.ho_error_string(100).decode())
 print(loaded.ho_muon_momentum.argtypes[-1].__name__, loaded.ho_gather_rows.restype.__name__)
 codes = [loaded.ho_weighted_swiglu(None, None, None, None, 1, 8, 16, 1, 2, 4, 1, 1, None) for _ in range(2)]

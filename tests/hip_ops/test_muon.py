@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hip_ops
-from hip_ops.ops.muon import rms_matching_scale
-from hip_ops.ops.muon.matrix_batches import MatrixBatches
+from hip_ops.ops.muon import MatrixBatches, rms_matching_scale
 from tests.hip_ops.muon_oracle import check_momentum, check_update, guards_intact, make_lists
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64

@@ -8,7 +8,7 @@ import torch
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, EPS, _zeropower_via_newtonschulz
 
 import hip_ops
-from hip_ops.ops.muon.matrix_batches import MatrixBatches
+from hip_ops.ops.muon import MatrixBatches
 from tests.hip_ops.muon_oracle import unit
 
 SHAPES = [(32, 48), (48, 32), (16, 16), (32, 48), (17, 40)]

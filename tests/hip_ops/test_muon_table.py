@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hip_ops.ops.muon import multi_tensor
-from hip_ops.ops.muon.matrix_batches import MatrixBatches
+from hip_ops.ops.muon import MatrixBatches, multi_tensor
 from hip_ops.ops.muon.multi_tensor import ROW_WORDS, Staging, head_of, pack, vector_elements, work_table, work_tables
 
 

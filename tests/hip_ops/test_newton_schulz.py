@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import hip_ops
 from hip_ops.ops import newton_schulz
-from hip_ops.ops.newton_schulz.coefficients import COEFFICIENT_SETS, coefficient_triples
+from hip_ops.ops.newton_schulz.plan import COEFFICIENT_SETS, coefficient_triples
 from tests.hip_ops.newton_schulz_bounds import singular_value_interval
 from tests.hip_ops.newton_schulz_form import in_form
 

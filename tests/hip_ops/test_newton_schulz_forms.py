@@ -5,10 +5,16 @@ import pytest
 import torch
 
 import hip_ops
-from hip_ops.ops.newton_schulz.coefficients import COEFFICIENT_SETS, coefficient_triples
-from hip_ops.ops.newton_schulz.iteration import iterate, normalised
-from hip_ops.ops.newton_schulz.plan import Plan, default_restarts, make_plan, multiply_adds, newton_schulz_flops
-from hip_ops.ops.newton_schulz.reference import TorchProducts
+from hip_ops.ops.newton_schulz.plan import (
+    COEFFICIENT_SETS,
+    Plan,
+    coefficient_triples,
+    default_restarts,
+    make_plan,
+    multiply_adds,
+    newton_schulz_flops,
+)
+from hip_ops.ops.newton_schulz.reference import TorchProducts, iterate, normalised
 from tests.hip_ops.newton_schulz_form import in_form, plan_of
 
 N, M = 96, 192

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hip_ops.ops.newton_schulz import hip
-from hip_ops.ops.newton_schulz.iteration import normalised
+from hip_ops.ops.newton_schulz.reference import normalised
 from tests.gfx942.emulator import SCHEDULES, Counters, Device
 from tests.gfx942.toolchain import code_object
 from tests.hip_ops.cpu_kernels import build_cpu_library, cpu_kernels, run_sanitized

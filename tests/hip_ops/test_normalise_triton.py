@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 PROGRAM = """
 import torch
-from hip_ops.ops.newton_schulz.iteration import normalised
+from hip_ops.ops.newton_schulz.reference import normalised
 from hip_ops.ops.newton_schulz import triton as kernels
 
 torch.manual_seed(2)
@@ -74,7 +74,7 @@ def test_on_gfx942_it_gives_torchs_bits(numel):
     import triton.language as tl
 
     from hip_ops.ops.newton_schulz import triton as kernels
-    from hip_ops.ops.newton_schulz.iteration import normalised
+    from hip_ops.ops.newton_schulz.reference import normalised
     from tests.gfx942.emulator import Device
     from tests.gfx942.triton_objects import triton_code_object
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hip_ops import use_kernels
-from hip_ops.runtime.self_check import difference
+from hip_ops.runtime.self_check import PLAIN_CALL, differences
 from tests.hip_ops.fake_gpu import CPU, GPU, FakeGpu
 
 pytestmark = pytest.mark.usefixtures("nothing_selected", "no_function_modes")
@@ -173,7 +173,7 @@ def test_the_example_is_the_same_in_every_process():
 
     for seed in (1, 2):
         torch.manual_seed(seed)
-        assert difference(keep, scale, example, CPU) is None
+        assert differences(keep, scale, example, CPU, (PLAIN_CALL,)) == [None]
     assert torch.equal(*seen)
 
 
@@ -208,7 +208,7 @@ def test_fake_and_meta_tensors_come_from_the_reference(make):
 def test_a_first_use_while_a_graph_is_captured_says_what_to_do(make, monkeypatch):
     """The check reads numbers from the device, which a capture does not allow. (Simulated without a GPU.)"""
     gpu = FakeGpu(monkeypatch, hip="7.1")
-    monkeypatch.setattr("hip_ops.runtime.availability._hip", lambda device, named: None)
+    monkeypatch.setattr("hip_ops.runtime.choice._hip", lambda device, named: None)
     scaled = make(scale)
     gpu.capturing = True
     message = r"first used on cuda:0 while a graph is captured.*hip_ops.warm_up\('cuda:0'\) before the capture"

@@ -15,8 +15,8 @@ from tests.hip_ops.compiled_for_hopper import compiled_for_hopper
 
 pytest.importorskip("triton")
 
-from hip_ops.ops.newton_schulz.triton_product import empty_rows, stored, symmetric_product_kernel  # noqa: E402
-from hip_ops.runtime.compute_units import tile_count  # noqa: E402
+from hip_ops.ops.newton_schulz.plan import tile_count  # noqa: E402
+from hip_ops.ops.newton_schulz.triton import empty_rows, stored, symmetric_product_kernel  # noqa: E402
 
 
 def test_table_has_every_kind_and_fits_the_machine():

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-import hip_ops.runtime.library
+import hip_ops.runtime.launchers
 from hip_ops.ops.rms_norm import hip as hip_kernels
 from tests.gfx942.emulator import Device
 from tests.gfx942.emulator.faults import EmulatorFault, LdsRace, OutOfBounds, UninitialisedLds
@@ -29,7 +29,7 @@ def copy(copies, monkeypatch):
     """Makes the HIP version on the CPU run copy `name`."""
 
     def use(name: str):
-        for module in (hip_ops.runtime.library, hip_kernels):
+        for module in (hip_ops.runtime.launchers, hip_kernels):
             monkeypatch.setattr(module, "library", lambda target: bugs.Renamed(copies, name))
 
     return use

@@ -12,7 +12,7 @@ import hip_ops
 from hip_ops import saved_bytes, use_kernels
 from hip_ops.ops import router_mlp
 from hip_ops.ops.router_mlp import Routed, RouterParameters, reference
-from hip_ops.runtime import availability
+from hip_ops.runtime import choice
 from tests.hip_ops.router_bugs import check_ties
 from tests.hip_ops.router_cases import EPS, Router, check_backward, check_forward, parameters_of, public_call
 
@@ -158,7 +158,7 @@ def test_there_is_no_hip_version():
 
 def test_the_order_of_versions_on_an_accelerator(monkeypatch):
     """Triton runs where it takes the arguments, otherwise the compiled version, which takes all."""
-    monkeypatch.setattr(availability, "missing", lambda version, device, named: None)
+    monkeypatch.setattr(choice, "missing", lambda version, device, named: None)
     with use_kernels("auto"):
         for mine in OPERATORS:
             said = mine.choice(torch.device("cuda", 0), check=False)

@@ -31,7 +31,7 @@ cases = [Router(37, 32, 5), Router(16, 64, 17, averaged=False), Router(1, 128, 1
     Router(5, 32, 9, uses_state=False),
          Router(20, 64, 33, unweighted=False), Router(0, 32, 5)]
 for block, part in ((16, 16), (32, 32)):
-    module.launch = lambda width: module.Launch(block, part, 4, stages=2)
+    module.launch = lambda width, warp_size: module.Launch(block, part, 4, stages=2)
     for case in cases:
         check_forward(module, case)
         check_backward(module, case)

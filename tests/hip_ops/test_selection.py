@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from hip_ops import set_kernels, use_kernels
-from hip_ops.runtime import availability, operator
-from hip_ops.runtime.library import library, target_of
+from hip_ops.runtime import choice, operator
+from hip_ops.runtime.launchers import library, target_of
 from hip_ops.runtime.operator import report, table, warm_up
-from hip_ops.runtime.selection import selection
-from hip_ops.versions import NO_FP32, VERSIONS
+from hip_ops.versions import NO_FP32, VERSIONS, selection
 from tests.hip_ops.fake_gpu import CPU, GPU, FakeGpu, compiler
 
 pytestmark = pytest.mark.usefixtures("nothing_selected")
@@ -215,7 +214,7 @@ def test_nvidia_takes_triton_and_hip_only_by_name(make, monkeypatch, tmp_path):
 
 
 def test_a_device_of_another_kind(rocm):
-    assert "not on device meta" in availability.missing("hip", torch.device("meta"), named=True)
+    assert "not on device meta" in choice.missing("hip", torch.device("meta"), named=True)
 
 
 def test_a_hip_build_that_fails_drops_to_triton_and_is_told_once(make, rocm, caplog):
@@ -254,7 +253,7 @@ def missing_runtime(monkeypatch, folder):
     """The shipped library in a process without libamdhip64; neither a compiler nor a cache is used."""
     monkeypatch.delenv("HIP_OPS_LIBRARY")
     monkeypatch.setenv("HIP_OPS_CACHE", "/proc/hip_ops")
-    monkeypatch.setattr("hip_ops.runtime.library.own_maps", lambda: "")  # another test may have loaded Debian's
+    monkeypatch.setattr("hip_ops.runtime.launchers.own_maps", lambda: "")  # another test may have loaded Debian's
     (folder / "empty" / "hipcc").unlink()
     return "ValueError: libamdhip64: this process has mapped no HIP runtime, and torch was built for HIP 7.1"
 
@@ -281,7 +280,7 @@ def test_the_shipped_library_needs_no_compiler(make, rocm, monkeypatch, tmp_path
     (tmp_path / "empty" / "hipcc").unlink()
     assert "no hip: neither hipcc nor a clang" in make().choice(GPU)
     monkeypatch.delenv("HIP_OPS_LIBRARY")
-    assert availability.missing("hip", GPU, named=False) is None and chosen(make()) == ["hip"]
+    assert choice.missing("hip", GPU, named=False) is None and chosen(make()) == ["hip"]
     monkeypatch.setenv("HIP_OPS_LIBRARY", "gcc")
     assert "no hip: HIP_OPS_LIBRARY=gcc: no such library. Allowed: shipped, source" in make().choice(GPU)
 

@@ -9,11 +9,16 @@ from torch import Tensor
 
 from hip_ops import use_kernels
 from hip_ops.runtime import conditions, self_check
-from hip_ops.runtime.conditions import CALLS, in_a_graph
-from hip_ops.runtime.self_check import Condition, difference, differences, in_turn
+from hip_ops.runtime.conditions import CALLS_PER_CONDITION, in_a_graph
+from hip_ops.runtime.self_check import PLAIN_CALL, Condition, differences, in_turn
 from tests.hip_ops.fake_gpu import CPU, GPU
 
 X = torch.arange(1.0, 9.0)
+
+
+def difference(candidate, reference, example) -> str | None:
+    """Return the difference of one plain call on the CPU."""
+    return differences(candidate, reference, example, CPU, (PLAIN_CALL,))[0]
 
 
 class Somewhere:
@@ -27,7 +32,7 @@ class Somewhere:
             self.where, self.calls = name, 0
             return in_turn(candidate, arguments)
 
-        return Condition(name, CALLS, run)
+        return Condition(name, CALLS_PER_CONDITION, run)
 
     def both(self) -> list[Condition]:
         return [self.condition(name) for name in ("default stream", "side stream")]
@@ -59,7 +64,7 @@ def test_every_call_gets_arguments_of_its_own(somewhere):
         return double_(x, total)
 
     assert found(version, conditions=somewhere.both()) == [None, None]
-    assert seen == [(name, [1.0] * 8) for name in ("default stream", "side stream") for _ in range(CALLS)]
+    assert seen == [(name, [1.0] * 8) for name in ("default stream", "side stream") for _ in range(CALLS_PER_CONDITION)]
 
 
 def test_a_version_that_is_wrong_on_one_stream(somewhere):
@@ -83,11 +88,11 @@ def test_a_version_that_raises_on_one_stream(somewhere):
 def test_a_plain_call(monkeypatch):
     """A run compares one call of each version; the operator reports its error."""
     seen = []
-    assert difference(lambda x, total: (seen.append(x), double_(x, total))[1], double_, example, CPU) is None
+    assert difference(lambda x, total: (seen.append(x), double_(x, total))[1], double_, example) is None
     assert len(seen) == 1
-    assert difference(lambda x, total: double_(x, total) + 1, double_, example, CPU).startswith("result, element 0: ")
+    assert difference(lambda x, total: double_(x, total) + 1, double_, example).startswith("result, element 0: ")
     with pytest.raises(ZeroDivisionError):
-        difference(lambda x, total: 1 / 0, double_, example, CPU)
+        difference(lambda x, total: 1 / 0, double_, example)
 
 
 def sums_in_any_order(somewhere):
@@ -126,7 +131,7 @@ class Graph:
         return result, lambda: self.replays(call, result)
 
     def condition(self) -> Condition:
-        return Condition("captured graph", CALLS, lambda *work: in_a_graph(*work, capture=self.capture))
+        return Condition("captured graph", CALLS_PER_CONDITION, lambda *work: in_a_graph(*work, capture=self.capture))
 
 
 def test_a_graph_is_replayed_with_fresh_arguments():
@@ -160,7 +165,7 @@ def test_the_results_of_an_operator(make_operator, somewhere):
     ]
     assert [bool(each.difference) for each in results] == [False, True, False, False]
     assert results[1].difference.startswith("call 1: result, element 7: it gives 24, torch 16")
-    assert [each for each in seen if each[0] == "side stream"] == [("side stream", 2.0)] * CALLS
+    assert [each for each in seen if each[0] == "side stream"] == [("side stream", 2.0)] * CALLS_PER_CONDITION
     assert ("default stream", 3.0) in seen
 
 
@@ -194,5 +199,5 @@ def test_the_conditions_of_a_device():
 def test_references_are_quiet_while_a_version_is_compared():
     seen = []
     version = lambda x, total: (seen.append(self_check.comparing), double_(x, total))[1]  # noqa: E731
-    assert difference(version, double_, example, CPU) is None
+    assert difference(version, double_, example) is None
     assert seen == [True] and not self_check.comparing

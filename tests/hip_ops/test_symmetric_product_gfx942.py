@@ -188,7 +188,7 @@ def test_lds_time(side):
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_triton_objects_for_gfx942_agree(symmetric):
     pytest.importorskip("triton")
-    from hip_ops.ops.newton_schulz.triton_pointers import pointer_product_kernel
+    from hip_ops.ops.newton_schulz.triton import pointer_product_kernel
     from tests.gfx942.triton_objects import triton_code_object
 
     batch, m, k, dtype = 1, 200, 72, "bf16"

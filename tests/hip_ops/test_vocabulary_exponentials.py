@@ -100,8 +100,8 @@ def test_references_keep_exponents_between_least_and_most():
     assert reference.reference_of(tops).tolist() == [*BORDERS.values(), -torch.inf, torch.inf]
     some = torch.linspace(-1000, 1000, 100001)
     exponents = some - reference.reference_of(some)
-    assert exponents.min() > reference.LEAST - 1e-4 and exponents.max() <= reference.MOST + 1e-4
-    assert torch.equal(reference.reference_of(some) % reference.PERIOD, torch.zeros_like(some))
+    assert exponents.min() > reference.MIN_EXPONENT - 1e-4 and exponents.max() <= reference.MAX_EXPONENT + 1e-4
+    assert torch.equal(reference.reference_of(some) % reference.EXPONENT_PERIOD, torch.zeros_like(some))
 
 
 @MODULES

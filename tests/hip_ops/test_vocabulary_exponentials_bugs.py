@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-import hip_ops.runtime.library
+import hip_ops.runtime.launchers
 from hip_ops.ops.linear_cross_entropy import hip as vocabulary_exponentials
 from tests.gfx942.emulator import Device
 from tests.gfx942.emulator.faults import OutOfBounds
@@ -29,7 +29,7 @@ FAST = "parts_of_the_first_rank"  # each costs a build of the source
 def test_each_bug_is_caught(tmp_path, monkeypatch, name):
     bug = bugs.BUGS[name]
     copy = cpu_copy(tmp_path, bug, "vocabulary_exponentials")
-    monkeypatch.setattr(hip_ops.runtime.library, "library", lambda target: copy)
+    monkeypatch.setattr(hip_ops.runtime.launchers, "library", lambda target: copy)
     with pytest.raises(AssertionError, match="are wrong"):
         for schedule in SCHEDULES if bug.schedule else SCHEDULES[-1:]:
             monkeypatch.setenv("HO_CPU_SCHEDULE", schedule)

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-import hip_ops.runtime.library
+import hip_ops.runtime.launchers
 from hip_ops.ops.linear_cross_entropy import hip as vocabulary_rows
 from tests.gfx942.emulator import Device
 from tests.gfx942.emulator.faults import OutOfBounds
@@ -25,7 +25,7 @@ FAST = "total_not_rescaled"  # each costs a build of the source
 )
 def test_each_bug_is_caught(tmp_path, monkeypatch, name):
     copy = cpu_copy(tmp_path, bugs.BUGS[name], "vocabulary_rows")
-    monkeypatch.setattr(hip_ops.runtime.library, "library", lambda target: copy)
+    monkeypatch.setattr(hip_ops.runtime.launchers, "library", lambda target: copy)
     monkeypatch.setenv("HO_CPU_SCHEDULE", SCHEDULES[-1])  # no kernel has a barrier: any order shows each bug
     with pytest.raises(AssertionError, match="are wrong"):
         bugs.shows(vocabulary_rows)

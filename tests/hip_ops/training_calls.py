@@ -10,7 +10,7 @@ import torch
 
 from hip_ops.ops.linear_cross_entropy import passes
 from hip_ops.ops.newton_schulz import plan
-from hip_ops.ops.newton_schulz.coefficients import coefficient_triples
+from hip_ops.ops.newton_schulz.plan import coefficient_triples
 from hip_ops.saved_bytes import chunk_for, parts_of_exponentials, router_columns
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -61,7 +61,12 @@ def recorded_kernels(name: str) -> Iterator[Callable[[Callable, Iterable[tuple]]
         patch.setattr(driver, "_active", Driver(GPUTarget(*target), number))
         patch.setattr(triton.knobs.runtime, "jit_cache_hook", not_compiled)
         patch.setattr(torch.version, "hip", "7.1" if amd else None)
-        here = {"multiprocessors": lambda device: processors, "XCDS": 8 if amd else 1, "AMD": amd}
+        here = {
+            "multiprocessors": lambda device: processors,
+            "XCDS": 8 if amd else 1,
+            "AMD": amd,
+            "WARP_SIZE": target[2],
+        }
         for module in modules:
             for attribute in here.keys() & vars(module).keys():
                 patch.setattr(module, attribute, here[attribute])

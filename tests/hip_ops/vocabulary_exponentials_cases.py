@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hip_ops.ops.linear_cross_entropy.reference import PERIOD, part_size, reference_of
+from hip_ops.ops.linear_cross_entropy.reference import EXPONENT_PERIOD, part_size, reference_of
 from tests.hip_ops.rms_norm_cases import FP32, FP64
 from tests.hip_ops.vocabulary_rows_cases import EXPONENT, FIRST, ROUNDING, Logits, inputs, near
 
@@ -51,7 +51,7 @@ def check(module, case: Logits, device: str = "cpu", other_ranks: int = 0) -> No
     shares = torch.full((case.rows,), 1.0 + other_ranks, dtype=FP64)
     everyone = statistics.cpu()
     for rank in range(other_ranks):  # the same logits moved by a whole number of periods, the label not among them
-        moved = PERIOD * (rank - 1)
+        moved = EXPONENT_PERIOD * (rank - 1)
         copied = everyone[-case.parts :].clone()
         copied[:, 0] += moved
         copied[:, 2] = 0.0

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hip_ops.ops.linear_cross_entropy.reference import LARGE, MOST, PERIOD, part_size
-from hip_ops.runtime.row_views import ROWS_A_BLOCK
+from hip_ops.ops.linear_cross_entropy.reference import EXPONENT_PERIOD, MAX_EXPONENT, MAX_ROUNDED, part_size
+from hip_ops.runtime.launch import ROWS_A_BLOCK
 from tests.hip_ops.expert_path_device import SHORT, HipOnDevice, TritonOnDevice, to_torch
 from tests.hip_ops.rms_norm_cases import FP32
 from tests.hip_ops.vocabulary_rows_device import taken_back
@@ -118,7 +118,12 @@ class TritonExponentials(TritonOnDevice):
                 "first_class": first_class,
                 "size": size,
             },
-            {"MOST": MOST, "PERIOD": PERIOD, "LARGE": LARGE, "BLOCK": block},
+            {
+                "MAX_EXPONENT": MAX_EXPONENT,
+                "EXPONENT_PERIOD": EXPONENT_PERIOD,
+                "MAX_ROUNDED": MAX_ROUNDED,
+                "BLOCK": block,
+            },
             warps,
         )
         taken_back(logits, given)
@@ -152,7 +157,7 @@ class TritonExponentials(TritonOnDevice):
                 "labels": (self.put(labels), torch.int64),
                 "statistics": (self.put(statistics), FP32),
                 "grad": (self.put(grad), FP32),
-                "found": (out, FP32),
+                "losses_and_factors": (out, FP32),
                 "rows": rows,
                 "classes": classes,
                 "row_stride": exponentials.stride(0),

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import torch
 
-from hip_ops.ops.linear_cross_entropy.reference import PERIOD
+from hip_ops.ops.linear_cross_entropy.reference import EXPONENT_PERIOD
 from tests.hip_ops.rms_norm_cases import FP64
 from tests.hip_ops.vocabulary_rows_cases import EXPONENT, near
 
 # maximum -> reference
 BORDERS = {
-    -40.0: -PERIOD,
+    -40.0: -EXPONENT_PERIOD,
     -39.9: 0.0,
     40.0: 0.0,
-    40.1: PERIOD,
-    -40.1: -PERIOD,
-    500.0: 6 * PERIOD,
-    -500.0: -6 * PERIOD,
+    40.1: EXPONENT_PERIOD,
+    -40.1: -EXPONENT_PERIOD,
+    500.0: 6 * EXPONENT_PERIOD,
+    -500.0: -6 * EXPONENT_PERIOD,
     2e9: 2e9,
     -3e8: -3e8,
 }
@@ -66,7 +66,7 @@ def largest_sum(module) -> None:
     statistics = module.overwrite_with_exponentials(logits, labels, 0, 1)
     everyone = statistics.repeat(130, 1, 1)
     everyone[1:, 2] = 0.0
-    everyone[-1, 0] -= 5 * PERIOD
+    everyone[-1, 0] -= 5 * EXPONENT_PERIOD
     losses, factors = module.finish_gradient(logits, labels, 0, everyone, 0, 1, torch.ones(1), 0.0)
     p = torch.tensor([1 / (129 * 2048)], dtype=FP64)
     near("loss", losses, -p.log(), 1e-6)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hip_ops.ops.linear_cross_entropy.hip import GRADIENT_PARTS
 from hip_ops.ops.linear_cross_entropy.reference import part_size
-from hip_ops.runtime.row_views import ROWS_A_BLOCK
+from hip_ops.runtime.launch import ROWS_A_BLOCK
 from tests.gfx942.emulator import Buffer
 from tests.hip_ops.expert_path_device import SHORT, HipOnDevice, TritonOnDevice, to_torch
 from tests.hip_ops.rms_norm_cases import FP32

@@ -95,7 +95,7 @@ def main(run_dir: str, *overrides: str) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": os.environ.get("MASTER_PORT", "29517"),
     }
-    worker.prepare(recipe, 1)
+    worker.prepare(recipe)
     from zaya_plugin.bench.random_tokens import RandomTokens
     from zaya_plugin.hosts import pretrain
     from zaya_plugin.hosts.measured_steps import before_steps

@@ -50,7 +50,7 @@ RANK = """
 import os, sys, threading, time
 from zaya_plugin.hosts import data_loaders
 
-data_loaders.DEVICES = (sys.argv[1] + "/dri",)
+data_loaders.DEVICE_FILES = (sys.argv[1] + "/dri",)
 device, other = open(sys.argv[1] + "/dri/renderD128"), open(sys.argv[1] + "/data.bin")
 data_loaders.prepare(1)
 

@@ -15,7 +15,7 @@ from zaya_plugin.training import heartbeat
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(heartbeat, "_beat", None)
-    monkeypatch.setenv(heartbeat.FOLDER, str(tmp_path))
+    monkeypatch.setenv(heartbeat.FOLDER_VARIABLE, str(tmp_path))
     return tmp_path
 
 
@@ -77,5 +77,5 @@ def test_steps_count_from_the_checkpoint_in_a_host_that_does_not_name_them_and_a
 def test_nothing_of_the_host_is_replaced_without_a_supervisor(folder, monkeypatch):
     assert {name for name, _ in GuestHeartbeat(argparse.Namespace(rank=3), 0).hooks()} <= set(HOOKS)
     monkeypatch.setattr(heartbeat, "_beat", None)
-    monkeypatch.delenv(heartbeat.FOLDER)
+    monkeypatch.delenv(heartbeat.FOLDER_VARIABLE)
     assert GuestHeartbeat(argparse.Namespace(rank=3), 0).hooks() == []

@@ -14,9 +14,9 @@ import zaya_plugin
 from tests.megatron_rank import seed, single_rank  # noqa: F401  (fixtures of every test here)
 from zaya_plugin import ZayaConfig, balance_experts, build_zaya_model, muon_optimizer, zaya_block_spec
 from zaya_plugin.optim.chained import NonFiniteGradientsError
-from zaya_plugin.optim.factory import muon_factory, tag_parameters
+from zaya_plugin.optim.factory import build_muon_adamw
 from zaya_plugin.optim.muon import MuonSettings
-from zaya_plugin.optim.parameter_role import role_of
+from zaya_plugin.optim.parameter_role import role_of, tag_parameters
 
 BF16 = dict(bf16=True, params_dtype=torch.bfloat16)
 GPT = dict(share_embeddings_and_output_weights=True, position_embedding_type="rope", rotary_percent=0.5)
@@ -76,7 +76,7 @@ def test_a_step_is_muon_and_balancing(zero):
     ours = wrapped(by_ours(), zero)
     optimizer = muon_optimizer(settings(zero), [ours])
     theirs = wrapped(by_ours(), zero)
-    parts = muon_factory(get_megatron_optimizer, MuonSettings())(settings(zero), [theirs])
+    parts = build_muon_adamw(get_megatron_optimizer, settings(zero), [theirs], MuonSettings())
     losses = []
     for _ in range(4):
         losses.append(step(ours, optimizer))

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--spec zaya_plugin.spec zaya_block` in Megatron's own model builder: the model of `zaya train`, and the guest in its
-loop.
-"""
+"""`--spec zaya_plugin.spec zaya_block` in Megatron's own script: the model of `zaya train`, and the guest in its loop."""
 
 import importlib
 import sys
@@ -16,7 +14,13 @@ from zaya_plugin.data.sources import DataSources
 from zaya_plugin.run import megatron_export
 
 MODULE = "zaya_plugin.spec"
-HOOKS = ("finalize_model_grads", "get_megatron_optimizer", "save_checkpoint", "load_checkpoint")
+HOOKS = (
+    "setup_model_and_optimizer",
+    "finalize_model_grads",
+    "get_megatron_optimizer",
+    "save_checkpoint",
+    "load_checkpoint",
+)
 
 
 @pytest.fixture
@@ -83,20 +87,25 @@ def seeded():
 def test_megatron_builds_the_model_of_zaya_train(host, monkeypatch, normalization):
     norms = f"model.normalization={normalization}"
     args, spec = host(norms, "optim=muon", "optim.z_loss=1e-3", "model.router_init_std=0.3", "model.balancing_lr=0.02")
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.argument_utils import gpt_config_from_args
-    from megatron.training.models.gpt import GPTModelBuilder
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
     from zaya_plugin.hosts.stage_model import model_config
     from zaya_plugin.model.build import build_zaya_model
-    from zaya_plugin.model.loss import ZayaGPTModel
-    from zaya_plugin.model.norm import norm_class
+    from zaya_plugin.model.residual import norm_class
 
     monkeypatch.setitem(sys.modules, MODULE, spec)
+
+    def setup(model_type, *, model_provider_func, cfg_container):
+        """As Megatron's: it calls the function where the configuration has no model."""
+        assert cfg_container.model is None and cfg_container.rng.seed == args.seed
+        return model_provider_func(pre_process=True, post_process=True, config=None, pg_collection=None)
+
+    container = pretrain_cfg_container_from_args(
+        args, gpt_config_from_args(args)
+    )  # imports the spec, as the script does
+    assert container.model.transformer_layer_spec is spec.zaya_block
     seeded()
-    theirs = GPTModelBuilder(gpt_config_from_args(args)).build_model(
-        ProcessGroupCollection.use_mpu_process_groups(), True, True
-    )
+    theirs = spec.our_setup(setup, None, cfg_container=container)
     seeded()
     ours = build_zaya_model(model_config(args), vocab_size=192, max_sequence_length=32, rotary_base=args.rotary_base)
     state = {name: value for name, value in ours.state_dict().items() if value is not None}
@@ -110,7 +119,8 @@ def test_megatron_builds_the_model_of_zaya_train(host, monkeypatch, normalizatio
         "from the recipe, since Megatron has no argument for it"
     )
     ids = torch.randint(1, 192, (2, 32), generator=torch.Generator().manual_seed(1))
-    ZayaGPTModel.convert_in_place(theirs, spec.guest.config)  # as `Guest.optimizer` does, in a run behind DDP
+    with pytest.raises(ValueError, match="this script builds its model in another way"):
+        spec.zaya_block(None)
     for model in (theirs, ours):
         model(ids, torch.arange(32).expand(2, -1), None, labels=ids.roll(-1, 1)).mean().backward()
     gradients = dict(ours.named_parameters())
@@ -138,6 +148,7 @@ def test_the_guest_moves_into_the_loop(host):
         ("load_checkpoint", "load"),
     ):
         assert getattr(training, name).func == getattr(guest, method)
+    assert training.setup_model_and_optimizer.func is spec.our_setup
     assert args.router_hidden_size == 16 and args.load is None and args.zaya["recipe"] == "cpu_demo"
     assert guest.differences == {}
 
@@ -162,7 +173,7 @@ def test_ranks_with_other_kernels_are_stopped_before_the_first_step(host, monkey
         chosen, *others = mine
         return [mine, (chosen | {"newton_schulz": ("triton",)}, *others)]
 
-    monkeypatch.setattr(kernels, "_of_all_ranks", with_another)
+    monkeypatch.setattr(kernels, "gathered", with_another)
     _, spec = host()
     said = r"zaya: cluster.kernels=auto: ranks chose .*newton_schulz \(reference on rank 0; triton on rank 1\)"
     with pytest.raises(SystemExit, match=said):
@@ -179,7 +190,7 @@ def test_a_load_that_begins_anew_is_stopped(host, monkeypatch):
 
 
 def test_without_its_recipe_the_run_ends_with_a_message(host):
-    with pytest.raises(SystemExit, match="zaya: .*recipe.yaml: no such recipe.*zaya export megatron"):
+    with pytest.raises(SystemExit, match="zaya: .*recipe.yaml: the recipe does not exist.*zaya export megatron"):
         host(recipe_file=False)
 
 

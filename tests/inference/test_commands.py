@@ -129,8 +129,8 @@ def test_perplexity_is_that_of_trainings_validation(zaya, checkpoint, corpus, tm
     stream = numpy.fromfile(corpus / "valid.bin", json.loads((corpus / "manifest.json").read_text())["dtype"])
     assert found["tokens"] == len(stream) - 1
 
+    from zaya_plugin.hosts.adapter import micro_batch
     from zaya_plugin.parallel.context_order import ContextShard
-    from zaya_plugin.training.batches import micro_batch
 
     opened = open_given(checkpoint, needs_tokenizer=False)
     total = count = 0.0
@@ -186,8 +186,8 @@ def test_perplexity_of_chats_is_that_of_trainings_validation(zaya, checkpoint, c
     from megatron.core.tokenizers import MegatronTokenizer
 
     from zaya_plugin.data.dataset import build_gpt_datasets
+    from zaya_plugin.hosts.adapter import micro_batch
     from zaya_plugin.parallel.context_order import ContextShard
-    from zaya_plugin.training.batches import micro_batch
 
     out = tmp_path / "found.json"
     assert zaya("eval", checkpoint, "--data", chats, "--batch-size", 3, "--out", out)[0] == 0

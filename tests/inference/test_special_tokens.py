@@ -68,8 +68,8 @@ def test_a_stage_whose_texts_follow_another_rule_says_so(published, tmp_path):
     before = SimpleNamespace(checkpoints=checkpoints, steps=steps, recipe=recipe, tokens=0)
     for rule, lines in ((True, [f"note: {checkpoints}: its texts had not the "]), (False, []), (None, [])):
         lifecycle = Lifecycle(recipe)
-        lifecycle.data = {"tokenizer": None, "special_tokens": rule}
-        lifecycle.describe_into(SimpleNamespace(load=None, rank=0), before)
+        data = {"tokenizer": None, "special_tokens": rule}
+        lifecycle.describe_into(SimpleNamespace(load=None, rank=0), before, data)
         assert [line.partition("tokenizer's special")[0] for line in lifecycle.changed] == lines
 
 

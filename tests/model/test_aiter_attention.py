@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from hip_ops.runtime import aiter as runtime_aiter
 from tests.stand_ins import aiter as stand_in
-from zaya_plugin.model.aiter_attention import FLASH, aiter_flash
+from zaya_plugin.model.aiter_attention import FLASH_FUNCTION, aiter_flash
 
 EVERY = pytest.mark.parametrize("version", stand_in.VERSIONS)
 
@@ -40,7 +40,7 @@ def test_the_recorded_facts(version):
     """What aiter_attention.py states of each release: arguments, defaults, layouts and the mask's alignment."""
     data = stand_in.recorded(version)["aiter.flash_attn_func"]
     signature = stand_in.signature_of(data["parameters"])
-    signature.bind(**dict.fromkeys(FLASH.arguments))
+    signature.bind(**dict.fromkeys(FLASH_FUNCTION.arguments))
     defaults = {name: each.default for name, each in signature.parameters.items()}
     assert (defaults["deterministic"], defaults["return_lse"], defaults["causal"]) == (True, False, False)
     assert (defaults["dropout_p"], defaults["window_size"], defaults["return_attn_probs"]) == (0.0, (-1, -1, 0), False)

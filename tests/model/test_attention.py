@@ -68,7 +68,7 @@ def errors(make_model, dtype, channels, form, packed):
     assert parameters.keys() == {*NAMES}
     leaves = [torch.randn(ROWS, BATCH, WIDTH).to(dtype).requires_grad_(), *(parameters[name] for name in NAMES)]
     upstream = torch.randn(ROWS, BATCH, WIDTH).to(dtype)
-    documents = PackedDocuments.from_tokens(tokens, 0) if packed else None
+    documents = PackedDocuments.from_ends(tokens == 0) if packed else None
     output, _ = attention(leaves[0], rotary_pos_emb=angles, packed_seq_params=documents)
     found = output, *torch.autograd.grad(output, leaves, upstream)
 

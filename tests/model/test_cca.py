@@ -4,8 +4,7 @@
 import pytest
 import torch
 
-from zaya_plugin.model.cca import key_scale, rope_table
-from zaya_plugin.parallel.local_heads import LocalHeads
+from zaya_plugin.model.attention import LocalHeads, key_scale, rope_table
 
 
 def test_temperature_forms():

@@ -31,6 +31,7 @@ def nothing_is_kept():
     yield
     core_attention.cache_clear()
     attention_of.cache_clear()
+    module._missing.cache_clear()
 
 
 def operator(version, form="whole", dtype=torch.float32, exact=False):
@@ -143,7 +144,7 @@ def test_wrong_results_of_a_version_end_the_run_or_are_left_by_auto(wrong, monke
 
     versions = {"flash_attn": attend, "sdpa": causal_attention}
     monkeypatch.setattr(module, "attention_of", versions.__getitem__)
-    monkeypatch.setattr(module, "MEASURED", {"cpu": ("flash_attn",)})
+    monkeypatch.setattr(module, "MEASURED_ORDER", {"cpu": ("flash_attn",)})
     form = "chunks" if wrong == "alignment" else "whole"
     with pytest.raises(ValueError, match="cluster.core_attention=flash_attn: .* it failed its self-check: "):
         operator("flash_attn", form).choice(CPU)
@@ -157,13 +158,14 @@ def test_wrong_results_of_a_version_end_the_run_or_are_left_by_auto(wrong, monke
 
 def test_what_auto_takes(monkeypatch):
     """The first that is installed of those measured on the architecture, in half precision; else torch's."""
-    monkeypatch.setattr(module, "MEASURED", {"cpu": ("flash_attn", "cudnn")})
+    monkeypatch.setattr(module, "MEASURED_ORDER", {"cpu": ("flash_attn", "cudnn")})
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     monkeypatch.setattr(torch.version, "cuda", None)
     choice = operator("auto", dtype=torch.bfloat16).choice(CPU)
     assert choice.startswith("sdpa (cluster.core_attention=auto; no flash_attn: its package cannot be imported")
     assert "no cudnn: this torch is not built with cuDNN" in choice
     core_attention.cache_clear()
+    module._missing.cache_clear()
     install(monkeypatch, "flash_attn")
     whole = operator("auto", dtype=torch.bfloat16)
     assert whole.choice(CPU) == "flash_attn (cluster.core_attention=auto)" and whole.running(CPU) == ("flash_attn",)
@@ -190,6 +192,7 @@ def test_calls_that_the_requested_version_does_not_take_are_named(caplog):
     )
     documents = operator("flash_attn", "documents")
     assert documents.running(CPU) == ("sdpa",) and "it has no version 'flash_attn'" in documents.choice(CPU)
+    assert documents.running(torch.device("cuda", 0)) == ("flex_attention",)
     assert "cluster.core_attention=flash_attn: this version takes no packed documents" in caplog.text
 
 

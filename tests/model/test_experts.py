@@ -141,7 +141,7 @@ def test_names_shapes_and_reversed_registration(experts):
     assert experts.linear_fc1.weight0.shape == (48, 32) and experts.linear_fc2.weight0.shape == (32, 24)
     experts.set_layer_number(3)
     role, other = role_of(experts.linear_fc2.weight2), role_of(experts.linear_fc1.weight2)
-    assert (role.block.layer, role.block.size, role.block.writes_first, role.index) == (3, 4, True, 2)
+    assert (role.block.layer, role.block.size, role.index) == (3, 4, 2)
     assert role.block is role_of(experts.linear_fc2.weight0).block and role.block is not other.block
 
 

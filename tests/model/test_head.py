@@ -8,8 +8,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from tests.model.steps import train
-from zaya_plugin.model.loss import ZayaGPTModel
-from zaya_plugin.model.tied_head import EmbeddingRows
+from zaya_plugin.model.gpt_model import EmbeddingRows, ZayaGPTModel
 
 TIED = "embedding.word_embeddings.weight"
 

@@ -11,8 +11,8 @@ import hip_ops
 from tests.model.steps import train
 from tests.parity.state_dict import from_hf, to_hf
 from zaya_plugin.bench.step_command import check_anchor
-from zaya_plugin.model.norm import ZayaLayerNorm
-from zaya_plugin.optim.grouping import assign
+from zaya_plugin.model.residual import ZayaLayerNorm
+from zaya_plugin.optim.parameter_role import assign
 from zaya_plugin.plan.flops import Shape, count_parameters
 
 NORMS = 2 * 4 + 1  # of a model of 4 layers

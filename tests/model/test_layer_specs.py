@@ -6,7 +6,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from zaya_plugin.model import layer_specs
-from zaya_plugin.model.norm import ZayaLayerNorm, ZayaRMSNorm
+from zaya_plugin.model.residual import ZayaLayerNorm, ZayaRMSNorm
 
 GPT = dict(
     vocab_size=64,

@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import hip_ops
 from tests.model.steps import assert_same_bits, train
-from zaya_plugin.model.norm import ZayaRMSNorm
-from zaya_plugin.model.residual import InputAffine
+from zaya_plugin.model.residual import InputAffine, ZayaRMSNorm
 from zaya_plugin.model.stream import LinkedContext
 from zaya_plugin.parallel.packed_documents import PackedDocuments
 
@@ -77,8 +76,8 @@ def test_recomputation_changes_no_bit_and_layers_are_linked_within_what_it_runs_
 def test_packed_documents_and_given_experts(make_model, batch):
     s, b = 12, 2
     inputs = dict(
-        packed_seq_params=PackedDocuments.from_tokens(
-            torch.randint(0, 4, (b, s), generator=torch.Generator().manual_seed(1)), 0
+        packed_seq_params=PackedDocuments.from_ends(
+            torch.randint(0, 4, (b, s), generator=torch.Generator().manual_seed(1)) == 0
         ),
         extra_block_kwargs={
             "context_mask": torch.randint(-1, 4, (LAYERS, s, b), generator=torch.Generator().manual_seed(2))

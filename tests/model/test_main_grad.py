@@ -19,7 +19,7 @@ from hip_ops.runtime.main_grad import (
     handed_over_block,
     main_grad_linear,
 )
-from zaya_plugin.model import experts, small_gradients, tied_head
+from zaya_plugin.model import experts, gpt_model, parameters
 
 
 def weight_with_main_grad(out, columns, dtype=torch.float32, main_dtype=torch.float32):
@@ -144,7 +144,7 @@ def gradients_of_a_step(
     """
     with monkeypatch.context() as patch:
         if not direct:
-            for module in (main_grad, experts, small_gradients, tied_head):
+            for module in (main_grad, experts, parameters, gpt_model):
                 patch.setattr(module, "main_grad_of", lambda weight: None)
         model = make_model(params_dtype=dtype, bf16=dtype == torch.bfloat16, **overrides)
         options = DistributedDataParallelConfig(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer of every parameter of the real model."""
 
-from zaya_plugin.optim.grouping import assign
+from zaya_plugin.optim.parameter_role import assign
 
 
 def test_every_parameter_of_the_model_is_assigned(make_model):

@@ -67,7 +67,7 @@ def test_a_packed_sequence_equals_its_documents_alone(lively, recompute, reset):
         alone.append(out[0].detach())
     expected = gradients(model)
 
-    packed = logits(model, tokens, PackedDocuments.from_tokens(tokens, EOD, reset_positions=reset))
+    packed = logits(model, tokens, PackedDocuments.from_ends(tokens == EOD, reset_positions=reset))
     (packed * weights).sum().backward()
     together = torch.cat(alone)
     assert together.std() > 0.5
@@ -81,7 +81,7 @@ def test_a_packed_sequence_equals_its_documents_alone(lively, recompute, reset):
 def test_without_boundaries_documents_do_see_each_other(lively):
     model = lively()
     tokens = torch.cat([document(12, 1), document(12, 2)]).unsqueeze(0)
-    kept_apart = logits(model, tokens, PackedDocuments.from_tokens(tokens, EOD))
+    kept_apart = logits(model, tokens, PackedDocuments.from_ends(tokens == EOD))
     mixed = logits(model, tokens)
     assert torch.equal(kept_apart[:, :12], mixed[:, :12])
     assert (kept_apart[:, 12:] - mixed[:, 12:]).abs().mean() > 0.1
@@ -97,7 +97,7 @@ def test_changing_one_document_leaves_every_other_one_bit_identical(lively, rese
     def run(documents):
         ids.clear()
         tokens = torch.cat(documents).unsqueeze(0)
-        out = logits(model, tokens, PackedDocuments.from_tokens(tokens, EOD, reset_positions=reset))
+        out = logits(model, tokens, PackedDocuments.from_ends(tokens == EOD, reset_positions=reset))
         return out[0].detach().split(LENGTHS), torch.stack(ids)[:, :, 0].split(LENGTHS, dim=1)
 
     documents = [document(length, seed) for seed, length in enumerate(LENGTHS)]
@@ -120,7 +120,7 @@ def test_changing_one_document_leaves_every_other_one_bit_identical(lively, rese
 
 def test_boundaries_positions_and_masks_of_a_batch():
     tokens = torch.tensor([[5, EOD, 6, 7, EOD, EOD, 8], [5, 5, 5, 5, 5, 5, EOD]])
-    packed = PackedDocuments.from_tokens(tokens, EOD)
+    packed = PackedDocuments.from_ends(tokens == EOD)
     assert packed.document_ids.tolist() == [[0, 0, 1, 1, 1, 2, 3], [0] * 7]
     assert packed.positions.t().tolist() == [[0, 1, 0, 1, 2, 0, 0], [0, 1, 2, 3, 4, 5, 6]]
     assert packed.starts.shape == (1, 8, 2)
@@ -138,7 +138,7 @@ def test_the_block_mask_says_what_the_dense_mask_says():
 
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, 40, (2, 300), generator=generator)
-    packed = PackedDocuments.from_tokens(tokens, EOD)
+    packed = PackedDocuments.from_ends(tokens == EOD)
     assert packed.document_ids.max() > 3
     made = create_mask(packed.block_mask.mask_mod, 2, 1, 300, 300, device="cpu")
     assert torch.equal(made, packed.dense_mask)

@@ -6,8 +6,7 @@ import torch
 
 import hip_ops
 from hip_ops import affine, rms_norm, scale_residual
-from zaya_plugin.model.norm import ZayaRMSNorm
-from zaya_plugin.model.residual import InputAffine, ResidualScaling
+from zaya_plugin.model.residual import InputAffine, ResidualScaling, ZayaRMSNorm
 
 
 def test_scale_comes_after_bias():

@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hip_ops
 from tests.model.steps import train
 from tests.model.test_main_grad import weight_with_main_grad
-from zaya_plugin.model.router import ZayaRouter
-from zaya_plugin.model.shared_input import InputAndLinear, input_and_linear
+from zaya_plugin.model.router import InputAndLinear, ZayaRouter, input_and_linear
 
 IDS = torch.tensor([2, 0, 3, 1, 0, 2, 3])  # class 3 is that of no expert
 OF_AN_EXPERT = (IDS < 3).float().view(7, 1, 1)

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hip_ops.ops.rms_norm.reference import scale_residual
-from zaya_plugin.model import small_gradients
-from zaya_plugin.model.small_gradients import add_together_, direct, view_together
+from zaya_plugin.model import parameters
+from zaya_plugin.model.parameters import add_together_, direct, view_together
 from zaya_plugin.model.stream import LinkedContext
 from zaya_plugin.parallel.packed_documents import PackedDocuments
 
@@ -121,7 +121,7 @@ def main_grads_of_a_step(make_model, batch, monkeypatch, *, together, micro_batc
     """main_grad of every parameter after a step, and the names of those of which DDP was told that all was added."""
     with monkeypatch.context() as patch:
         if not together:
-            patch.setattr(small_gradients, "main_grad_of", lambda parameter: None)
+            patch.setattr(parameters, "main_grad_of", lambda parameter: None)
         model, ddp = under_ddp(make_model, **options)
         ids, positions, labels = batch()
         for step in range(micro_batches):
@@ -172,7 +172,7 @@ def multiply_streams(model):
         (
             dict(
                 micro_batches=1,
-                inputs=dict(packed_seq_params=PackedDocuments.from_tokens(torch.arange(24).view(2, 12) % 5, 0)),
+                inputs=dict(packed_seq_params=PackedDocuments.from_ends(torch.arange(24).view(2, 12) % 5 == 0)),
             ),
             VECTORS,
         ),
@@ -192,7 +192,7 @@ def test_a_step_has_the_bits_of_autograd_and_ddp(make_model, batch, monkeypatch,
 @pytest.mark.parametrize("together, calls", [(False, [1] * VECTORS), (True, [VECTORS])])
 def test_calls_that_add_a_layers_vectors(make_model, batch, monkeypatch, together, calls):
     if not together:
-        monkeypatch.setattr(small_gradients, "main_grad_of", lambda parameter: None)
+        monkeypatch.setattr(parameters, "main_grad_of", lambda parameter: None)
     model, ddp = under_ddp(make_model, **BF16)
     ids, positions, labels = batch()
     loss = ddp(ids, positions, None, labels=labels).mean()

@@ -97,7 +97,7 @@ def test_switches_of_older_hosts_count_too(switch):
 def test_only_whole_blocks_in_order_without_gaps_write():
     def block(places, together=3, indices=None):
         params = [torch.nn.Parameter(torch.zeros(1)) for _ in places]
-        members = ExpertBlock(1, together, writes_first=True)
+        members = ExpertBlock(1, together)
         for param, index in zip(params, indices or range(len(places)), strict=True):
             param.zaya_role = ParameterRole(members, index)
         return blocks_that_write({p: (*place, 0) for p, place in zip(params, places, strict=True)})
@@ -111,7 +111,7 @@ def test_only_whole_blocks_in_order_without_gaps_write():
 
 def test_a_block_that_writes_first_must_lie_in_one_piece():
     matrices = [torch.nn.Parameter(torch.zeros(2, 3)) for _ in range(2)]
-    matrices[0].zaya_role = ParameterRole(ExpertBlock(1, 2, writes_first=True, gradient_is_unwritten=True))
+    matrices[0].zaya_role = ParameterRole(ExpertBlock(1, 2, gradient_is_unwritten=True))
     with pytest.raises(AssertionError, match="lie apart"):
         experts.weight_gradients(
             matrices,

@@ -13,9 +13,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # i
 from megatron.core.optimizer.optimizer import ChainedOptimizer  # isort: skip
 
 from tests.distributed.muon_model import build_model
-from zaya_plugin.optim.chained import NonFiniteGradientsError
-from zaya_plugin.optim.factory import muon_factory
-from zaya_plugin.optim.gradient_buffers import DeferredScale
+from zaya_plugin.optim.chained import DeferredScale, NonFiniteGradientsError
+from zaya_plugin.optim.factory import build_muon_adamw
 from zaya_plugin.optim.muon import MuonSettings, StepContext
 
 TOKENS = 4096
@@ -41,7 +40,9 @@ def make(distributed=True, bf16=True, non_finite=None, clip_grad=1.0, **options)
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         **options,
     )
-    return ddp, muon_factory(get_megatron_optimizer, MuonSettings(dtype="fp32"), non_finite)(config, [ddp])
+    return ddp, build_muon_adamw(
+        get_megatron_optimizer, config, [ddp], MuonSettings(dtype="fp32"), non_finite=non_finite
+    )
 
 
 def give_gradients(ddp, optimizer, number, tokens=TOKENS):

@@ -17,8 +17,8 @@ pytest.importorskip("megatron.core.optimizer.param_layout", reason="megatron-cor
 
 from hip_ops.ops.newton_schulz.plan import newton_schulz_flops  # noqa: E402
 from zaya_plugin.optim.parameter_role import ExpertBlock, ParameterRole, role_of  # noqa: E402
-from zaya_plugin.optim.sharding.layout import BufferLayout, compute_expert_block_layout  # noqa: E402
-from zaya_plugin.optim.sharding.placement import MAX_PADDING  # noqa: E402
+from zaya_plugin.optim.sharding.distributed import BufferLayout  # noqa: E402
+from zaya_plugin.optim.sharding.placement import MAX_PADDING, compute_expert_block_layout  # noqa: E402
 
 NO_PADDING = SimpleNamespace(pad_buckets_for_high_nccl_busbw=False)
 

@@ -44,7 +44,7 @@ def test_no_other_cuts_are_cheaper(seed):
     def cost(cuts):
         buckets = [units[a:b] for a, b in itertools.pairwise((0, *cuts, len(units)))]
         sizes = [sum(unit.numel for unit in bucket) for bucket in buckets]
-        if min(sizes[:-1], default=least) < least or len(buckets) > 1 and sizes[-1] < least / placement.FINENESS:
+        if min(sizes[:-1], default=least) < least or len(buckets) > 1 and sizes[-1] < least / placement.ENDS_PER_BUCKET:
             return float("inf")
         behind = [sum(sizes[index + 1 :]) for index in range(len(sizes))]
         return sum(
@@ -81,7 +81,9 @@ def test_without_a_size_there_is_one_bucket():
         placement.cut_into_buckets(units, None, SHARDS) == [units]
         and placement.cut_into_buckets([], None, SHARDS) == []
     )
-    assert placement.cost_of_buckets([100, 50]) == pytest.approx(2 * 150 + placement.SIZE * (100**2 + 50**2) / 150 + 50)
+    assert placement.cost_of_buckets([100, 50]) == pytest.approx(
+        2 * 150 + placement.BUCKET_SIZE_COST * (100**2 + 50**2) / 150 + 50
+    )
 
 
 def _block(count, rows, columns):

@@ -109,6 +109,7 @@ def violations(root: Path, rules: list[Rule]) -> list[str]:
                 continue
             ours = frozenset().union(*(rule.ours for rule in matching))
             outside = tuple(word for rule in matching for word in rule.outside)
+            at_import = {"ground"}.union(*((*rule.ours, *rule.outside) for rule in matching if not rule.lazily))
             lazily = any(rule.lazily for rule in matching)
             dotted = ".".join([package, *path.relative_to(root / folder).with_suffix("").parts])
             is_package = path.name == "__init__.py"
@@ -129,7 +130,7 @@ def violations(root: Path, rules: list[Rule]) -> list[str]:
                     continue
                 elif room not in ours and "all" not in ours:
                     found.append(f"{where}, allowed of ours: {', '.join(sorted(ours)) or 'nothing'}")
-                if lazily and each.runs_at_import and room != "ground":  # which imports nothing
+                if lazily and each.runs_at_import and room not in at_import:
                     found.append(f"{where} at the top; only inside functions here")
     return found
 

@@ -25,11 +25,11 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
 
 from tests.model.conftest import perturb  # noqa: E402
+from zaya_plugin.hosts.adapter import micro_batch  # noqa: E402
 from zaya_plugin.model.build import build_zaya_model  # noqa: E402
 from zaya_plugin.model.config import ZayaConfig  # noqa: E402
-from zaya_plugin.parallel.boundary_exchange import BoundaryExchange  # noqa: E402
+from zaya_plugin.parallel.context_exchange import BoundaryExchange  # noqa: E402
 from zaya_plugin.parallel.context_order import ContextShard  # noqa: E402
-from zaya_plugin.training.batches import micro_batch  # noqa: E402
 
 EOD, RANKS = 0, 4
 

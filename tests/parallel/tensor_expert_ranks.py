@@ -29,8 +29,9 @@ from zaya_plugin.model.build import build_zaya_model  # noqa: E402
 from zaya_plugin.model.config import ZayaConfig  # noqa: E402
 from zaya_plugin.model.router import ZayaRouter  # noqa: E402
 from zaya_plugin.optim.balancing import update_biases  # noqa: E402
-from zaya_plugin.optim.factory import muon_factory, tag_parameters  # noqa: E402
+from zaya_plugin.optim.factory import build_muon_adamw  # noqa: E402
 from zaya_plugin.optim.muon import MuonSettings  # noqa: E402
+from zaya_plugin.optim.parameter_role import tag_parameters  # noqa: E402
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
 METADATA |= {"chained_optim_avoid_prefix": True}  # as megatron.training.checkpointing sets it
@@ -133,8 +134,7 @@ def build(layout: Layout):
         use_distributed_optimizer=True,
         clip_grad=1.0,
     )
-    factory = muon_factory(get_megatron_optimizer, MuonSettings(dtype="fp32"))
-    return ddp, factory(settings, [ddp]), model
+    return ddp, build_muon_adamw(get_megatron_optimizer, settings, [ddp], MuonSettings(dtype="fp32")), model
 
 
 @torch.no_grad()

@@ -67,7 +67,7 @@ def test_for_the_rest_of_the_process(training):
 
 def test_what_is_refused_changes_nothing(training, monkeypatch):
     before = training.save_checkpoint, training.load_checkpoint
-    with pytest.raises(KeyError), hooks.replaced({SAVE: None, hooks.TRAINING + "setup_model_and_optimizer": None}):
+    with pytest.raises(KeyError), hooks.replaced({SAVE: None, hooks.TRAINING + "get_model": None}):
         pass
     assert training.save_checkpoint is before[0]
     name = hooks.TRAINING + "load_checkpoint"

@@ -35,9 +35,6 @@ OF_A_RUN = (
 # Attributes of the run's objects; expert_parallel_bucket_groups is another list in every run, with the old groups in it
 # where no two of them are joined.
 OBJECTS = {
-    "GPTModel().__class__",
-    "RotaryEmbedding().__class__",
-    "VocabParallelEmbedding().__class__",
     "Parameter().zero_out_wgrad",
     "_ParamAndGradBuffer().reset",
     "_ParamAndGradBuffer().scale_gradients",

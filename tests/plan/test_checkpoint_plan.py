@@ -8,11 +8,11 @@ import pytest
 from zaya_plugin.config.compose import compose
 from zaya_plugin.config.schema import MachineConfig
 from zaya_plugin.plan import checkpoint_plan
-from zaya_plugin.plan.checkpoint_plan import ASYNC_COST, best_interval, rank_bytes
+from zaya_plugin.plan.checkpoint_plan import ASYNC_COST_SECONDS, best_interval, rank_bytes
 from zaya_plugin.plan.flops import Shape
 from zaya_plugin.plan.memory import Optimizer
 from zaya_plugin.plan.parallelism import ParallelSizes
-from zaya_plugin.run import before_start
+from zaya_plugin.run import dry_run
 from zaya_plugin.run.rank_plan import make_plan
 
 ZAYA1_BASE = Shape(40, 2048, 8, 2, 128, 16, 2048, 256, 262272)
@@ -70,19 +70,19 @@ def test_interval(ranks, device_hours, hours, of_stall, of_10_seconds):
 
 def test_the_interval_is_not_shorter_than_the_drain():
     slow = plan(4096, storage_gb_per_s=0.5)
-    assert slow.interval(ASYNC_COST) == slow.drain == pytest.approx(145.9, abs=0.1)
+    assert slow.interval(ASYNC_COST_SECONDS) == slow.drain == pytest.approx(145.9, abs=0.1)
     fast = plan(4096, storage_gb_per_s=25.0)
-    assert fast.interval(ASYNC_COST) == best_interval(ASYNC_COST, fast.failures) > fast.drain
+    assert fast.interval(ASYNC_COST_SECONDS) == best_interval(ASYNC_COST_SECONDS, fast.failures) > fast.drain
 
 
 def test_a_copy_longer_than_a_step_costs_the_difference():
     machine = {"gemm_tflops": 600.0}
     short = plan(8, **machine)
     assert short.hiding_tokens == pytest.approx(12_511, rel=0.001)
-    assert short.costs == {"synchronous": short.copy + short.drain, "asynchronous": ASYNC_COST}
+    assert short.costs == {"synchronous": short.copy + short.drain, "asynchronous": ASYNC_COST_SECONDS}
     long = plan(8, host_link_gb_per_s=5.0, **machine)
     assert long.copy == pytest.approx(1.823, abs=0.001) and long.least_step == pytest.approx(0.955, abs=0.001)
-    assert long.costs["asynchronous"] == pytest.approx(ASYNC_COST + 1.823 - 0.955, abs=0.002)
+    assert long.costs["asynchronous"] == pytest.approx(ASYNC_COST_SECONDS + 1.823 - 0.955, abs=0.002)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_without_a_distributed_optimizer_each_rank_holds_everything():
 def test_the_dry_run_prints_it():
     recipe = compose(["experiment=zaya1_base", "cluster=mi300x_128x8", "data.path=none", "machine.storage_gb_per_s=25"])
     place = {"RANK": "0", "WORLD_SIZE": "1024", "LOCAL_RANK": "0", "MASTER_ADDR": "node0", "MASTER_PORT": "20000"}
-    text = "\n".join(before_start.describe(recipe, make_plan(recipe, place), verbose=True))
+    text = "\n".join(dry_run.describe(recipe, make_plan(recipe, place), verbose=True))
     lines = text.split("\ncheckpoints  ")[1].split("\nenvironment ")[0].splitlines()
     assert lines == [
         "(prediction) 72.9 GB: fp32 weights and the optimizer's state",

@@ -10,11 +10,11 @@ import pytest
 from hip_ops.saved_bytes import chunk_for
 from zaya_plugin.config.compose import compose
 from zaya_plugin.plan import memory
+from zaya_plugin.plan.expected_step import between_instances, collective_seconds
 from zaya_plugin.plan.flops import Shape
-from zaya_plugin.plan.machines import between_instances, collective_seconds
 from zaya_plugin.plan.memory import Optimizer, Recompute, in_flight, layer_tensors, memory_plan, padded_parameters
 from zaya_plugin.plan.parallelism import Batch, ParallelSizes
-from zaya_plugin.plan.recipe_plan import RESERVE, choices, choose
+from zaya_plugin.plan.recipe_plan import RESERVED_SHARE, choices, choose
 
 GIB = 2**30
 BASE = Shape(40, 2048, 8, 2, 128, 16, 2048, 256, 262_272)
@@ -39,7 +39,7 @@ def test_the_measured_peak_on_one_h100():
 )
 def test_what_two_h200s_reserved_for_a_step_as_a_graph(monkeypatch, recompute, optimizer, measured_gib):
     """benchmarks/results/step40-2xh200-{graphs,fused_router}.json; Muon took rounds of 2^30 elements then."""
-    monkeypatch.setattr(memory, "ROUND_OF_MUON", 2**30)
+    monkeypatch.setattr(memory, "MUON_ROUND_ELEMENTS", 2**30)
     planned = memory_plan(BASE, ParallelSizes(data=2), Batch(4096, 4, 4), recompute, optimizer, graph=True).total / GIB
     assert 0.97 < planned / measured_gib < 1
     alone = memory_plan(BASE, ParallelSizes(data=2), Batch(4096, 4, 4), recompute, optimizer).total / GIB
@@ -109,9 +109,9 @@ def test_the_cheapest_that_fits_is_chosen():
     names = {}
     for memory_gib in (140, 100, 98, 95, 80):
         chosen = choose(found, memory_gib)
-        assert chosen.plan.total <= (1 - RESERVE) * memory_gib * GIB
+        assert chosen.plan.total <= (1 - RESERVED_SHARE) * memory_gib * GIB
         cheaper = [choice for choice in found if choice.milliseconds < chosen.milliseconds]
-        assert all(choice.plan.total > (1 - RESERVE) * memory_gib * GIB for choice in cheaper)
+        assert all(choice.plan.total > (1 - RESERVED_SHARE) * memory_gib * GIB for choice in cheaper)
         names[memory_gib] = chosen.name
     assert (
         names[140] == "nothing"

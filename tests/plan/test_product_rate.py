@@ -9,7 +9,7 @@ import pytest
 from zaya_plugin.config.compose import compose
 from zaya_plugin.plan.flops import Shape
 from zaya_plugin.plan.parallelism import Batch, ParallelSizes
-from zaya_plugin.plan.product_rate import CDNA3, H200, LARGE, Tile, processor_of, rates_of_parts
+from zaya_plugin.plan.product_rate import CDNA3, H200, LARGE_PRODUCT, Tile, processor_of, rates_of_parts
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -39,7 +39,7 @@ def test_rounds_and_stores_by_hand():
     whole, more = (CDNA3.share(256 * tiles, 256, 1 << 20) for tiles in (304, 305))
     assert whole == pytest.approx(1.0, rel=1e-3)
     assert more == pytest.approx(4 * 305 / (5 * 304), rel=1e-3)
-    assert CDNA3.relative_rate(*LARGE) == 1.0
+    assert CDNA3.relative_rate(*LARGE_PRODUCT) == 1.0
 
 
 # TFLOP/s at m = n = k on an MI325X, which has MI300X's units: hipBLASLt and HipKittens, HipKittens' analysis/bf16_gemm.

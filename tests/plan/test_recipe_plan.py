@@ -11,7 +11,7 @@ from zaya_plugin.config.arguments import megatron_arguments
 from zaya_plugin.config.compose import compose
 from zaya_plugin.config.validate import validate
 from zaya_plugin.plan import recipe_plan
-from zaya_plugin.run import before_start
+from zaya_plugin.run import dry_run, surroundings
 from zaya_plugin.run.rank_plan import make_plan
 
 ON_H200 = [
@@ -121,12 +121,12 @@ def test_the_mi300x_recipes_fit_without_recomputation(experiment, cluster, gib):
 
 def test_a_dry_run_shows_the_plan(on_h200):
     recipe = on_h200(memory_gib=95)
-    text = "\n".join(before_start.describe(recipe, make_plan(recipe, {}), verbose=True))
+    text = "\n".join(dry_run.describe(recipe, make_plan(recipe, {}), verbose=True))
     assert "memory plan  GiB of the fullest device (prediction); sum 85." in text and "of 95 (8% of them" in text
     assert "  gradients (fp32)" in text and "  gate and up" in text and "rows sorted by expert" not in text
     assert '--recompute-modules ["layernorm", "permute"]' in text
     on_cpu = compose(["experiment=cpu_demo", "dry_run=true"])
-    assert not any("memory plan" in line for line in before_start.describe(on_cpu, make_plan(on_cpu, {})))
+    assert not any("memory plan" in line for line in dry_run.describe(on_cpu, make_plan(on_cpu, {})))
 
 
 def test_a_step_that_does_not_fit_is_refused_by_a_dry_run_and_a_start_with_the_same_words(
@@ -148,6 +148,6 @@ def test_a_step_that_does_not_fit_is_refused_by_a_dry_run_and_a_start_with_the_s
     assert told.err.startswith(f"zaya: {problem}") and "Fix: parallel.recompute_granularity=auto" in told.err
     recipe = compose([*words[1:], "stage.micro_batch_size=32"])
     with pytest.raises(ValueError, match=re.escape(problem)):
-        before_start.check_sizes(recipe, make_plan(recipe, {}))
+        surroundings.check_sizes(recipe, make_plan(recipe, {}))
     recipe = compose([*words[1:], "stage.micro_batch_size=32", "cluster.memory_gib=null"])
-    before_start.check_sizes(recipe, make_plan(recipe, {}))
+    surroundings.check_sizes(recipe, make_plan(recipe, {}))

@@ -264,7 +264,7 @@ def test_no_torch_is_imported(run_dir):
 def test_a_pipe_in_the_place_of_the_recipe_is_not_waited_for(run_dir, capsys):
     os.mkfifo(run_dir / "recipe.yaml")
     assert cli.main(["checkpoint", "list", str(run_dir)]) == 2
-    assert capsys.readouterr().err.startswith(f"zaya: {run_dir / 'recipe.yaml'}: is no regular file.")
+    assert capsys.readouterr().err.startswith(f"zaya: {run_dir / 'recipe.yaml'}: must be a regular file.")
 
 
 def test_a_recipe_of_other_bytes_hides_no_checkpoint(run_dir):

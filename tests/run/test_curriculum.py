@@ -180,7 +180,7 @@ def test_a_mistake_in_the_last_stage_is_named_before_the_first_one_trains(tmp_pa
 
 
 def test_a_signal_leaves_with_the_way_to_continue(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(curriculum_run, "launch", lambda recipe: ENDED_EARLY)
+    monkeypatch.setattr(curriculum_run, "launch", lambda recipe, plan: ENDED_EARLY)
     assert curriculum_run.run_curriculum(made(tmp_path)) == ENDED_EARLY
     assert capsys.readouterr().err == "zaya: the same command continues the curriculum in stage demo_1\n"
 

@@ -16,7 +16,7 @@ from tests.checkpoint_files import pretend_checkpoint
 from zaya_plugin import cli
 from zaya_plugin.config.compose import compose
 from zaya_plugin.ground.errors import ENDED_EARLY
-from zaya_plugin.run import before_start, launch, rank_plan
+from zaya_plugin.run import launch, rank_plan, surroundings
 from zaya_plugin.run.launch import Ended, capture_failed, first_failure, last_words
 
 
@@ -94,7 +94,7 @@ def test_only_a_failed_capture_that_auto_chose_starts_again(monkeypatch, tmp_pat
 
     monkeypatch.setattr(launch, "run_ranks", fails)
     monkeypatch.setattr(launch, "capture_failed", lambda folder: True)
-    monkeypatch.setattr(before_start, "check_surroundings", lambda recipe, plan: None)
+    monkeypatch.setattr(surroundings, "check_surroundings", lambda *_: None)
     words = ("cluster=gpu", "nproc=1", "cluster.kernels=auto", f"cluster.graphs={graphs}", f"run_dir={tmp_path}")
     assert launch.launch(demo(*words)) == ended.code
     assert seen == launches
@@ -277,7 +277,7 @@ def test_ranks_of_an_outer_launcher_share_a_run_directory(worker_program, tmp_pa
 def test_a_port_in_use_is_named_and_a_free_one_passes(monkeypatch, tmp_path):
     # the port is asked about first
     sources = SimpleNamespace(cache_path=tmp_path)
-    monkeypatch.setattr("zaya_plugin.run.before_start.find_sources", lambda recipe: sources)
+    monkeypatch.setattr("zaya_plugin.run.surroundings.find_sources", lambda recipe: sources)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -286,22 +286,22 @@ def test_a_port_in_use_is_named_and_a_free_one_passes(monkeypatch, tmp_path):
         plan = rank_plan.make_plan(recipe, {})
         assert f"localhost:{number}" in plan.command
         with pytest.raises(ValueError, match=f"master_port={number}: the port is in use"):
-            before_start.check_surroundings(recipe, plan)
-    before_start.check_surroundings(recipe, plan)
+            surroundings.check_surroundings(recipe, plan)
+    surroundings.check_surroundings(recipe, plan)
 
 
 def test_missing_data_and_missing_devices_are_found_before_the_start(monkeypatch, tmp_path):
     recipe = demo(f"data.path={tmp_path}/absent")
     with pytest.raises(ValueError, match=f"{tmp_path}/absent"):
-        before_start.check_surroundings(recipe, rank_plan.make_plan(recipe, {}))
-    monkeypatch.setattr(before_start, "DEVICE_FILES", (str(tmp_path / "no_device"),))
+        surroundings.check_surroundings(recipe, rank_plan.make_plan(recipe, {}))
+    monkeypatch.setattr(surroundings, "DEVICE_FILES", (str(tmp_path / "no_device"),))
     with pytest.raises(ValueError, match="cluster.device=cuda: no accelerator on this machine"):
-        before_start.check_surroundings(demo("cluster=gpu"), rank_plan.make_plan(recipe, {}))
+        surroundings.check_surroundings(demo("cluster=gpu"), rank_plan.make_plan(recipe, {}))
 
 
 def test_the_plan_follows_nproc_the_cluster_and_the_outer_launcher():
     assert rank_plan.make_plan(demo(), {}).world_size == 2
-    assert rank_plan.make_plan(demo("nproc=null", "cluster.gpus_per_node=5"), {}).world_size == 5
+    assert rank_plan.make_plan(demo("nproc=null", "cluster.gpus_per_node=4"), {}).world_size == 4
     torchrun = rank_plan.make_plan(
         demo(), {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **STORE}
     )
@@ -409,25 +409,25 @@ def test_a_signal_ends_a_multirun_and_a_failed_job_does_not(monkeypatch, tmp_pat
 
 def test_more_ranks_than_devices_or_memory_is_refused(monkeypatch):
     recipe = demo("cluster=gpu", "nproc=4")
-    monkeypatch.setattr(before_start, "device_count", lambda: 2)
+    monkeypatch.setattr(surroundings, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="nproc=4: this machine has 2 devices.*Fix: nproc=2"):
-        before_start.check_sizes(recipe, rank_plan.make_plan(recipe, {}))
+        surroundings.check_sizes(recipe, rank_plan.make_plan(recipe, {}))
     large = demo("cluster=gpu", "nproc=1", "model.hidden_size=1048576", "cluster.memory_gib=140")
     with pytest.raises(
         ValueError,
         match="cluster.memory_gib=140: the step does not fit: the memory plan needs [0-9,.]+ GiB of a device",
     ):
-        before_start.check_sizes(large, rank_plan.make_plan(large, {}))
+        surroundings.check_sizes(large, rank_plan.make_plan(large, {}))
     large = demo("model.num_layers=10000", "model.hidden_size=65536")
     with pytest.raises(ValueError, match="need [0-9,.]+ GiB for 2 ranks on a machine with"):
-        before_start.check_sizes(large, rank_plan.make_plan(large, {}))
+        surroundings.check_sizes(large, rank_plan.make_plan(large, {}))
 
 
 def test_what_a_cpu_run_does_not_use_is_said(monkeypatch):
-    monkeypatch.setattr(before_start, "core_count", lambda: 2)
+    monkeypatch.setattr(surroundings, "core_count", lambda: 2)
     recipe = demo("nproc=4", "optim=adamw", "cluster.kernels=hip")
-    ranks, kernels = before_start.unused(recipe, rank_plan.make_plan(recipe, {}))
+    ranks, kernels = surroundings.unused(recipe, rank_plan.make_plan(recipe, {}))
     assert ranks == "zaya: 4 ranks share the 2 cores of this machine; nproc=2 is the most without"
     assert "g++ build" in kernels and "router_mlp, grouped_product, newton_schulz, muon" in kernels
     recipe = demo("nproc=2")
-    assert before_start.unused(recipe, rank_plan.make_plan(recipe, {})) == []
+    assert surroundings.unused(recipe, rank_plan.make_plan(recipe, {})) == []

@@ -11,7 +11,7 @@ import pytest
 from zaya_plugin import compat
 from zaya_plugin.config.compose import compose
 from zaya_plugin.ground.parent_death import started
-from zaya_plugin.run import before_start, launch, megatron_check
+from zaya_plugin.run import dry_run, launch, megatron_check, surroundings
 from zaya_plugin.run.rank_plan import make_plan
 
 # Notes each question, and refuses 3 ranks, a crash for 4, no answer for 5.
@@ -136,18 +136,18 @@ def test_the_folder_is_the_users_and_bounded(asked, tmp_path, monkeypatch):
 def test_what_was_not_checked_is_said(asked, monkeypatch):
     recipe = compose(["experiment=cpu_demo", "nproc=2"])
     plan = make_plan(recipe, {})
-    assert before_start.unchecked_parts(recipe, plan) == []
+    assert dry_run.unchecked_parts(recipe, plan) == []
     monkeypatch.setattr(compat, "zaya_train_fits", lambda: False)
     said = "not checked: Megatron's own validation of its arguments: "
-    assert before_start.unchecked_parts(recipe, plan) == [said + "no torch or Megatron 0.19 here"]
+    assert dry_run.unchecked_parts(recipe, plan) == [said + "no torch or Megatron 0.19 on this machine"]
     monkeypatch.setenv("ZAYA_CHECK", "off")
-    assert before_start.unchecked_parts(recipe, plan) == [said + "ZAYA_CHECK=off"]
+    assert dry_run.unchecked_parts(recipe, plan) == [said + "ZAYA_CHECK=off"]
     check("nproc=3", "stage.global_batch_size=12")
     assert asked() == []
 
 
 def test_a_start_and_a_dry_run_stop_with_the_same_words_before_any_rank(asked, tmp_path, monkeypatch):
-    monkeypatch.setattr(before_start, "check_surroundings", lambda recipe, plan: None)
+    monkeypatch.setattr(surroundings, "check_surroundings", lambda *_: None)
     monkeypatch.setattr(launch, "run_ranks", lambda plan, logs: sys.exit("a rank was started"))
     words = ["experiment=cpu_demo", "nproc=3", "stage.global_batch_size=12", f"run_dir={tmp_path / 'run'}"]
     for more in ([], ["dry_run=true"]):
@@ -157,7 +157,7 @@ def test_a_start_and_a_dry_run_stop_with_the_same_words_before_any_rank(asked, t
 
 
 def test_ranks_that_an_outer_launcher_started_validate_themselves(asked, tmp_path, monkeypatch):
-    monkeypatch.setattr(before_start, "check_surroundings", lambda recipe, plan: None)
+    monkeypatch.setattr(surroundings, "check_surroundings", lambda *_: None)
     monkeypatch.setattr(launch, "become_rank", lambda recipe, plan: 7)
     outer = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     for name, value in outer.items():

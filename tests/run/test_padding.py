@@ -4,7 +4,7 @@
 from tests.checkpoint_files import pretend_checkpoint
 from zaya_plugin.config.compose import compose, save_recipe
 from zaya_plugin.data.sources import padded
-from zaya_plugin.run.before_start import with_padding
+from zaya_plugin.run.start_recipe import with_padding
 
 WORDS = ["experiment=zaya1_base", "data.path=data/corpus"]
 

@@ -78,7 +78,7 @@ def test_every_argument_of_zaya_train_is_there_and_the_run_is_where_primus_saves
     assert os.path.join(*parts, "checkpoints") == overrides["save"]
     assert made["env"].items() >= recipe.cluster.environment.items()
     assert "load" not in overrides, "the plugin finds out at the start what there is to go on from"
-    for key, (allowed, _) in traps.FIXED.items():
+    for key, (allowed, _) in traps.FIXED_KEYS.items():
         assert overrides.get(key, allowed) == allowed
 
 

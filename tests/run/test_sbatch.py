@@ -53,7 +53,7 @@ def test_a_curriculum_is_one_step_a_stage(tmp_path, capsys):
         ),
         (
             ["experiment=cpu_demo", "cluster.gpus_per_node=2", "--", "partition"],
-            "cluster.sbatch=partition: is no option. Allowed: options of sbatch",
+            "cluster.sbatch=partition: must begin with -. Allowed: options of sbatch",
         ),
         (["experiment=zaya1_base_131k", "cluster=mi300x_8", "data.path=x", "cluster.num_nodes=3"], "is not a multiple"),
         (["cpu_demo"], "cpu_demo: is not key=value.* Fix: experiment=cpu_demo"),

@@ -3,7 +3,7 @@
 
 import pytest
 
-from zaya_plugin.run.rank_plan import first_host, port, slurm_variables, tasks_on_node
+from zaya_plugin.run.rank_plan import port, slurm_variables, tasks_on_node
 
 TASK = {
     "SLURM_JOB_ID": "4711",
@@ -17,24 +17,10 @@ TASK = {
 }
 
 
-@pytest.mark.parametrize(
-    ("node_list", "host"),
-    [
-        ("a[01-03,7],b", "a01"),
-        ("b,a[01-03]", "b"),
-        ("node7", "node7"),
-        ("rack[0-1]n[3,5]", "rack0n3"),
-        ("gpu-[9,11-12].cluster.local,x", "gpu-9.cluster.local"),
-    ],
-)
-def test_first_host(node_list, host):
-    assert first_host(node_list) == host
-
-
-@pytest.mark.parametrize("node_list", ["", "a[1", "a]1", "[", ",b"])
-def test_what_is_no_host_list_is_refused(node_list):
-    with pytest.raises(ValueError, match="SLURM_JOB_NODELIST"):
-        first_host(node_list)
+@pytest.mark.parametrize("node_list", ["a[1", "a]1", "[", ",b"])
+def test_without_a_node_list_rank_0_has_no_address(node_list):
+    with pytest.raises(ValueError, match="^SLURM_JOB_NODELIST=.*must be a node list"):
+        slurm_variables({**TASK, "SLURM_JOB_NODELIST": node_list})
 
 
 def test_variables_of_a_task():

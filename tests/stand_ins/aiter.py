@@ -29,18 +29,16 @@ from hip_ops.runtime import aiter as runtime_aiter
 from hip_ops.runtime.aiter import Function
 
 VERSIONS = ("0.1.14.post1", "0.1.18", "0.1.19.post2", "0.1.20.post1")
-NORM, GMM = "aiter.ops.triton.normalization.rmsnorm", "aiter.ops.triton.gmm"
+GMM = "aiter.ops.triton.gmm"
 SYMBOLS = (
     "aiter.flash_attn_func",
     "aiter.ops.mha.FlashAttnFunc",
     "aiter.ops.triton.attention.mha.flash_attn_func",
-    *(f"{NORM}.{name}" for name in ("rms_norm", "rmsnorm2d_fwd_with_add", "_RMSNorm", "_RMSNorm2dFwdWithAdd")),
-    *(f"{NORM}.{name}" for name in ("_rmsnorm_forward", "_rmsnorm_forward_with_add", "_rmsnorm_backward")),
     *(f"{GMM}.{name}" for name in ("gmm", "ptgmm", "nptgmm")),
     "aiter.ops.triton.utils.gmm_common.DTYPE",
 )
 # inf: gradients that are not finite (AMD-AGI/Primus#764). raises: a failure in the backward pass (ROCm/aiter#3139 hangs
-# the device, which no check survives). lost: a gradient that is missing (ROCm/aiter#576).
+# the device, which no check survives). lost: a missing gradient.
 DEFECTS = ("inf", "raises", "lost")
 
 
@@ -69,9 +67,9 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str, defect: str | None = 
     """Make `import aiter` give the stand-in of a release; returns the arguments of all calls by function."""
     assert defect in (None, *DEFECTS)
     monkeypatch.setattr(runtime_aiter, "installed", lambda: version)
-    for owner, name in ((Function, "_found"), (runtime_aiter, "_announce")):  # what earlier tests found is forgotten
+    for owner, name in ((Function, "_resolved"), (runtime_aiter, "_announce")):  # what earlier tests found is forgotten
         monkeypatch.setattr(owner, name, functools.cache(getattr(owner, name).__wrapped__))
-    symbols, calls, computing = recorded(version), {}, Computing(recorded(version), defect)
+    symbols, calls, computing = recorded(version), {}, Computing(defect)
     for symbol, data in symbols.items():
         if data["kind"] == "function":
             name = symbol.rpartition(".")[2]
@@ -114,8 +112,8 @@ def _strict(data: dict, compute: Callable, calls: list[dict]) -> Callable:
 class Computing:
     """What the functions compute, with the roundings and layouts of the sources, and one defect."""
 
-    def __init__(self, symbols: dict, defect: str | None):
-        self.symbols, self.defect = symbols, defect
+    def __init__(self, defect: str | None):
+        self.defect = defect
 
     def _spoil(self, gradient: Tensor) -> None:
         """Apply the defect to a gradient in place."""
@@ -125,68 +123,6 @@ class Computing:
             gradient[..., 3] = torch.inf
         if self.defect == "lost":
             gradient.zero_()
-
-    # normalization/rmsnorm.py: two dimensions, y like x, sums in fp32
-
-    def _rmsnorm_forward(self, x, weight, epsilon):
-        rows, columns = x.shape
-        assert x.stride(1) == 1 and weight.shape == (columns,) and weight.is_contiguous()
-        rsigma = torch.rsqrt(x.float().square().mean(1) + epsilon)
-        return (x.float() * rsigma[:, None] * weight.float()).to(x.dtype), rsigma
-
-    def _rmsnorm_forward_with_add(self, out, x, residual_in, residual_out, weight, rsigma, epsilon):
-        assert x.is_contiguous() and residual_in.is_contiguous() and residual_out.is_contiguous()  # one stride for all
-        total = x + residual_in
-        residual_out.copy_(total)
-        rsigma.copy_(torch.rsqrt(total.float().square().mean(1) + epsilon))  # of the sum before it is rounded
-        out.copy_(total.float() * rsigma[:, None] * weight.float())
-
-    def _rmsnorm_backward(self, dz, x, gamma, rsigma):
-        rows, columns = x.shape
-        assert rsigma.shape == (rows,) and dz.shape == x.shape
-        normalized = x.float() * rsigma[:, None]
-        wide = dz.float() * gamma.float()
-        dx = (rsigma[:, None] * (wide - normalized * (wide * normalized).mean(1, keepdim=True))).to(x.dtype)
-        dgamma = (dz.float() * normalized).sum(0).to(gamma.dtype)
-        self._spoil(dx)
-        return dx, dgamma
-
-    def rms_norm(self, input, weight, epsilon):
-        computing = self
-
-        class Norm(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x, weight):
-                y, rsigma = computing._rmsnorm_forward(x, weight, epsilon)
-                ctx.save_for_backward(x, weight, rsigma)
-                return y
-
-            @staticmethod
-            def backward(ctx, dy):
-                return computing._rmsnorm_backward(dy, *ctx.saved_tensors)
-
-        return Norm.apply(input, weight)
-
-    def rmsnorm2d_fwd_with_add(self, out, input, residual_in, residual_out, weight, epsilon):
-        """The gradients that the recorded backward returns as a literal None are None here."""
-        computing = self
-        (returned,) = self.symbols[f"{NORM}._RMSNorm2dFwdWithAdd"]["methods"]["backward"]["returns"]
-
-        class AddNorm(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, y, x, res_in, res_out, weight, epsilon, is_grad_enabled):
-                rsigma = torch.empty(len(x))
-                computing._rmsnorm_forward_with_add(y, x, res_in, res_out, weight, rsigma, epsilon)
-                ctx.save_for_backward(res_out, weight, rsigma)
-                return y
-
-            @staticmethod
-            def backward(ctx, dy):
-                dx, dg = computing._rmsnorm_backward(dy, *ctx.saved_tensors)
-                whole = [None, dx, dx, None, dg, None, None]
-                return (*(None if place in returned["none"] else each for place, each in enumerate(whole)),)
-
-        return AddNorm.apply(out, input, residual_in, residual_out, weight, epsilon, torch.is_grad_enabled())
 
     # gmm.py: groups of rows
 

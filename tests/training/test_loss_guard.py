@@ -111,7 +111,7 @@ def test_a_step_costs_less_than_a_millisecond():
 @pytest.mark.parametrize("entry", ["0", "20", "18-20", "9-8", "a", "-3", "3-", "1.5", "3,4"])
 def test_steps_to_skip_that_are_none(entry):
     recipe = compose([*MICRO, "data.path=x", f"data.skip_steps=['{entry}']"])
-    with pytest.raises(ValueError, match=r"data.skip_steps=.*no step or range of steps.*from 1 to 19"):
+    with pytest.raises(ValueError, match=r"data.skip_steps=.*not a step or range of steps.*from 1 to 19"):
         validate(recipe, 1)
 
 

@@ -45,7 +45,7 @@ def test_what_a_recipe_sets_reaches_the_optimizer(monkeypatch, overrides, muon, 
         return SimpleNamespace(chained_optimizers=[])
 
     recipe = compose(["experiment=cpu_demo", "optim=muon", "parallel.use_distributed_optimizer=true", *overrides])
-    chained = optimizer.optimizer_factory(recipe)(get_megatron_optimizer, "config", [], use_gloo_process_groups=True)
+    chained = optimizer.build_optimizer(recipe, get_megatron_optimizer, "config", [], use_gloo_process_groups=True)
     inner = happened.pop()
     assert happened == [("grouped", []), ("built", [], "config", {"use_gloo_process_groups": True})]
     assert inner.muon == muon and inner.defaults["lr"] == 0.5
@@ -53,7 +53,7 @@ def test_what_a_recipe_sets_reaches_the_optimizer(monkeypatch, overrides, muon, 
 
 
 def test_a_recipe_can_choose_every_set_of_coefficients():
-    from hip_ops.ops.newton_schulz.coefficients import COEFFICIENT_SETS
+    from hip_ops.ops.newton_schulz.plan import COEFFICIENT_SETS
     from zaya_plugin.config.messages import schema
 
     assert schema()["optim.muon_coefficients"].metadata["choices"] == tuple(COEFFICIENT_SETS)

@@ -6,7 +6,7 @@ simulates a late device.
 import pytest
 import torch
 
-from zaya_plugin.optim.host_copy import HostCopy
+from zaya_plugin.optim.chained import HostCopy
 from zaya_plugin.training import step_queue
 from zaya_plugin.training.loss_guard import RollBackError
 from zaya_plugin.training.step_queue import AgreedSignal, StepClock, StepQueue

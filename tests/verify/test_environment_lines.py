@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hip_ops.runtime import build, hazards, hip_runtime
+from hip_ops.runtime import build, hazards, launchers
 from tests.gfx942.assembly_kernel import HEAD, TAIL
 from tests.gfx942.toolchain import assemble
 from zaya_plugin import doctor
@@ -34,7 +34,7 @@ def reported(monkeypatch):
     report = {**REPORT, "packages": [dict(REPORT["packages"][0])], "problems": []}
     environment.doctor_report.cache_clear()
     monkeypatch.setattr(doctor, "examine", lambda: report)
-    monkeypatch.setattr(hip_runtime, "own_maps", lambda: "")  # tests before this may have mapped a libamdhip64
+    monkeypatch.setattr(launchers, "own_maps", lambda: "")  # tests before this may have mapped a libamdhip64
     yield report
     environment.doctor_report.cache_clear()
 
@@ -54,11 +54,11 @@ def test_the_environment_of_this_machine(monkeypatch):
 @pytest.mark.parametrize("hip", ["7.1.2", "6.4.1"])
 def test_two_hip_runtimes_are_wrong(monkeypatch, hip):
     monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(hip_runtime, "own_maps", lambda: MAPS + OTHER)
+    monkeypatch.setattr(launchers, "own_maps", lambda: MAPS + OTHER)
     found = environment.environment(HERE)
     assert found.state == "wrong" and "rocm-6.4" in found.reason and "/venv/torch/lib" in found.reason
     assert len(found.figures["hip_runtimes"]) == 2
-    monkeypatch.setattr(hip_runtime, "own_maps", lambda: MAPS if hip[0] == "6" else OTHER)
+    monkeypatch.setattr(launchers, "own_maps", lambda: MAPS if hip[0] == "6" else OTHER)
     assert environment.environment(HERE).state == "pass"
 
 
@@ -66,7 +66,7 @@ def test_two_hip_runtimes_are_wrong(monkeypatch, hip):
 def test_a_torch_for_gpus_that_finds_none_is_wrong(monkeypatch, built_for):
     for name in ("hip", "cuda"):
         monkeypatch.setattr(torch.version, name, "7.1" if name == built_for else None)
-    monkeypatch.setattr(hip_runtime, "own_maps", lambda: OTHER if built_for == "hip" else "")
+    monkeypatch.setattr(launchers, "own_maps", lambda: OTHER if built_for == "hip" else "")
     found = environment.environment(replace(HERE, chosen="auto"))
     assert found.state == ("wrong" if built_for else "pass")
     assert ("7.1 and finds no device" in found.reason and "--device cpu" in found.reason) == (built_for is not None)
@@ -101,7 +101,7 @@ def test_a_machine_with_fewer_devices_than_its_recipe_is_wrong(monkeypatch, name
 
 
 def test_a_hip_runtime_beside_another_torch_is_wrong(monkeypatch):
-    monkeypatch.setattr(hip_runtime, "own_maps", lambda: MAPS)
+    monkeypatch.setattr(launchers, "own_maps", lambda: MAPS)
     assert "torch is not built for ROCm" in environment.environment(HERE).reason
 
 

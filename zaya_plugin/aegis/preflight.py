@@ -26,9 +26,10 @@ from pathlib import Path
 
 from zaya_plugin.aegis.preflight_node import Node
 from zaya_plugin.aegis.preflight_verdict import SLOWER, judge, table
-from zaya_plugin.aegis.slurm import expand, write_failing
+from zaya_plugin.aegis.slurm import write_failing
 from zaya_plugin.config.run_directory import check_creatable
 from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.node_list import node_names
 from zaya_plugin.ground.option_numbers import DAY, MOST_AMOUNT, real_number
 from zaya_plugin.ground.parent_death import die_with_parent
 from zaya_plugin.ground.whole_file import write_whole
@@ -214,7 +215,7 @@ def _nodes(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[lis
     listed = options.nodes if options.nodes is not None else environ.get("SLURM_JOB_NODELIST", socket.gethostname())
     launcher = options.launcher or (SRUN if "SLURM_JOB_NODELIST" in environ else "")
     try:
-        names, words = sorted(set(expand(listed))), shlex.split(launcher)
+        names, words = sorted(set(node_names(listed))), shlex.split(launcher)
     except ValueError as error:
         key, value = ("--launcher", launcher) if "quotation" in str(error) else ("--nodes", listed)
         raise mistake(key, value, problem=f"is not clear ({error})", allowed="n[1-3,08],m1") from None

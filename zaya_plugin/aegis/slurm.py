@@ -7,14 +7,12 @@ Every call is a list of words with a deadline; SLURM's controller may be busy or
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from zaya_plugin.aegis.evidence import printable
-from zaya_plugin.ground.option_numbers import MOST_RANKS
 from zaya_plugin.ground.whole_file import write_whole
 
 CALL_SECONDS = 10.0
@@ -35,7 +33,6 @@ START_NOW = """sh -c 'for second in $(seq 240); do
     sleep 1
 done'"""
 FAILING = "failing_nodes.txt"
-_ONE_HOST = r"(?:[^,\[\]]|\[\d{1,9}(?:-\d{1,9})?(?:,\d{1,9}(?:-\d{1,9})?)*\])+"
 
 
 def call(*words: str, seconds: float = CALL_SECONDS) -> tuple[bool, str]:
@@ -116,21 +113,3 @@ class Drains:
 def write_failing(folder: Path, nodes: Iterable[str]) -> None:
     """Write failing_nodes.txt, one node a line, as AMD's tools do; `sbatch --exclude=$(paste -sd, FILE)` reads it."""
     write_whole(folder / FAILING, "".join(f"{node}\n" for node in sorted(nodes)))
-
-
-def expand(hosts: str) -> list[str]:
-    """Return the names of a SLURM node list such as n[1-3,08],m1; raises ValueError for other text."""
-    if not re.fullmatch(rf"{_ONE_HOST}(,{_ONE_HOST})*", hosts):
-        raise ValueError("no node list such as n[1-3,08],m1")
-    names = []
-    for name in re.findall(_ONE_HOST, hosts):
-        if (inner := re.search(r"\[([^\]]*)\]", name)) is None:
-            names.append(name)
-            continue
-        for part in inner[1].split(","):
-            low, _, high = part.partition("-")
-            if not 0 <= int(high or low) - int(low) < MOST_RANKS:
-                raise ValueError(f"{part}: a range of 1 to {MOST_RANKS:,} nodes")
-            for number in range(int(low), int(high or low) + 1):
-                names += expand(f"{name[: inner.start()]}{number:0{len(low)}d}{name[inner.end() :]}")
-    return names

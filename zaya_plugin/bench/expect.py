@@ -16,21 +16,30 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from zaya_plugin.bench import step_record
+from zaya_plugin.bench.options import with_data_path
+from zaya_plugin.config import train_help
+from zaya_plugin.config.compose import compose
+from zaya_plugin.config.schema import MachineConfig, Recipe
+from zaya_plugin.config.validate import validate
 from zaya_plugin.ground.errors import mistake
-
-if TYPE_CHECKING:
-    from zaya_plugin.config.schema import MachineConfig, Recipe
-    from zaya_plugin.plan.flops import Shape
-    from zaya_plugin.plan.parallelism import ParallelSizes
-    from zaya_plugin.plan.step_work import OptimizerShare, Work
+from zaya_plugin.plan import recipe_plan
+from zaya_plugin.plan.expected_step import Overlap, accumulated, communication, limit
+from zaya_plugin.plan.flops import Shape, count_parameters, training_flops
+from zaya_plugin.plan.memory import Recompute, tokens_of_rank
+from zaya_plugin.plan.parallelism import ParallelSizes
+from zaya_plugin.plan.product_rate import rates_of_parts
+from zaya_plugin.plan.step_work import OptimizerShare, Rank, Work, step_work
+from zaya_plugin.run.rank_plan import COPY_ENGINES
+from zaya_plugin.run.recipe_commands import Parser
 
 SCHEMA = "zaya bench expect/1"
 NOT_CARRIED = ("communication", "idle")
-# Kernels beside a collective take longer, since it uses processors and memory bandwidth: this share of the collective's
-# expected time. Measured in two steps on four H200s, of one and of four micro-batches (docs/log.md); the same value is
+# Kernels that run during a collective take longer, since it uses processors and memory bandwidth: this share of the
+# collective's expected time. Measured in two steps on four H200s, of one and of four micro-batches (docs/log.md); the same value is
 # assumed for other devices.
 SLOWED = 0.26
 PARTS_WITHOUT_COLLECTIVES = ("optimizer", "gradients")  # parts during which no collective runs
@@ -49,11 +58,6 @@ examples:
 
 def main(argv: list[str]) -> int:
     """Run `zaya bench expect` and return its exit code; raises ValueError for a user's mistake."""
-    from zaya_plugin.bench.options import with_data_path
-    from zaya_plugin.config.compose import compose
-    from zaya_plugin.config.validate import validate
-    from zaya_plugin.run.recipe_commands import Parser
-
     parser = Parser("bench expect", DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "record", type=Path, metavar="STEP_JSON", help="the record of `zaya bench step` on an accelerator"
@@ -74,8 +78,6 @@ def main(argv: list[str]) -> int:
 
 def load(path: Path) -> dict:
     """Return the record in a step.json; raises ValueError for any other file."""
-    from zaya_plugin.bench import record as step_record
-
     try:
         record = json.loads(path.read_text())
         usable = record["schema"] == step_record.SCHEMA and record["parts"] and record["traced"]["source"] == "kernels"
@@ -93,24 +95,16 @@ def recorded_recipe(record: dict) -> Recipe:
 
     The machine's rates are those of today's recipe of the same cluster, if there is one.
     """
-    from dataclasses import fields, is_dataclass
-
-    from zaya_plugin.config.compose import compose
-    from zaya_plugin.config.schema import Recipe
-    from zaya_plugin.config.train_help import options
 
     def filled(target, values: dict):
-        for item in fields(target):
-            if item.name in values:
-                value = getattr(target, item.name)
-                setattr(
-                    target, item.name, filled(value, values[item.name]) if is_dataclass(value) else values[item.name]
-                )
+        for name in values.keys() & {item.name for item in fields(target)}:
+            value = getattr(target, name)
+            setattr(target, name, filled(value, values[name]) if is_dataclass(value) else values[name])
         return target
 
     recipe = filled(Recipe(), record["recipe"])
     recipe.nproc = record["world_size"]
-    if recipe.cluster.name in options("cluster"):
+    if recipe.cluster.name in train_help.options("cluster"):
         recipe.machine = compose([f"cluster={recipe.cluster.name}", "data.path=none"]).machine
     return recipe
 
@@ -122,13 +116,6 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
         ValueError: pipeline parallelism, whose idle time does not follow from rates; a record with another
             recomputation.
     """
-    from zaya_plugin.plan import recipe_plan
-    from zaya_plugin.plan.expected_step import Overlap, communication, limit
-    from zaya_plugin.plan.flops import training_flops
-    from zaya_plugin.plan.memory import Recompute, tokens_of_rank
-    from zaya_plugin.plan.product_rate import rates_of_parts
-    from zaya_plugin.plan.step_work import Work
-
     before, measured = recorded_recipe(record), record["rates"]
     if recipe.parallel.pipeline_model_parallel_size > 1:
         raise mistake(
@@ -247,8 +234,8 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
 
 
 def hidden_behind_kernels(record: dict) -> float:
-    """Return milliseconds of the record's collectives that ran beside kernels on the same processors; copy engines are
-    others.
+    """Return milliseconds of the record's collectives that ran during kernels on the same processors; copy engines are
+    not among them.
     """
     rows = [kernel for row in record["parts"] if row["part"] == "communication" for kernel in row["longest"]]
     copies = sum(kernel["ms"] for kernel in rows if kernel["name"].startswith("Memcpy"))
@@ -256,9 +243,7 @@ def hidden_behind_kernels(record: dict) -> float:
 
 
 def copies_parameters(recipe: Recipe, world: int, machine: MachineConfig | None) -> bool:
-    """Whether parameters are gathered by copy engines, which do not slow down the kernels beside them."""
-    from zaya_plugin.run.rank_plan import COPY_ENGINES
-
+    """Return whether parameters are gathered by copy engines, which do not slow down kernels."""
     policy = (COPY_ENGINES | recipe.cluster.environment)["NCCL_CTA_POLICY"]
     return (
         bool(machine)
@@ -276,16 +261,11 @@ def work_of(
     optimizer: bool = True,
     written: frozenset[str] = frozenset({"experts"}),
 ) -> dict[str, Work]:
-    """Return the work of one rank by part, from the recipe alone; zaya_plugin.bench.record.work_of reads the model that
+    """Return the work of one rank by part, from the recipe alone; zaya_plugin.bench.step_record.work_of reads the model that
     ran.
 
     written: the parts whose gradients the first micro-batch writes (zaya_plugin.optim.gradient_buffers).
     """
-    from zaya_plugin.plan import recipe_plan
-    from zaya_plugin.plan.expected_step import accumulated
-    from zaya_plugin.plan.memory import tokens_of_rank
-    from zaya_plugin.plan.step_work import Rank, step_work
-
     shape, layout, batch = (
         recipe_plan.shape_of(recipe, vocabulary),
         recipe_plan.layout_of(recipe, world),
@@ -311,8 +291,6 @@ def optimizer_share(shape: Shape, layout: ParallelSizes, recipe: Recipe) -> Opti
     """Return the share of the busiest rank; matrices are never cut, so it has at least one of the largest ones."""
     from hip_ops.ops.newton_schulz.plan import newton_schulz_flops
     from zaya_plugin.optim.muon import DTYPES
-    from zaya_plugin.plan.flops import count_parameters
-    from zaya_plugin.plan.step_work import OptimizerShare
 
     momentum = 2 if recipe.optim.muon_momentum_dtype == "bf16" else 4
     ranks = layout.expert_shards, layout.shards

@@ -81,7 +81,7 @@ def seconds(call: Callable[[], object], device, calls: int) -> float:
 def numbers_and_sum(count: int, device, rank: int, ranks: int):
     """Return the fp32 numbers that `rank` gives to an all-reduce, and their exact sum over the ranks.
 
-    Elements at a distance that is no multiple of the prime 251 differ, so data at a wrong place is found.
+    Elements at a distance that is not a multiple of the prime 251 differ, so data at a wrong place changes the sum.
     """
     import torch
 

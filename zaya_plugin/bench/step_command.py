@@ -10,12 +10,13 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zaya_plugin.bench import report
+from zaya_plugin.bench import step_report
 from zaya_plugin.bench.options import ANCHOR, ANCHORS, RECORD, VOCABULARY, Options, measured_recipe, with_data_path
-from zaya_plugin.bench.record import write
+from zaya_plugin.bench.step_record import write
 from zaya_plugin.ground.errors import mistake
 
 if TYPE_CHECKING:
@@ -124,49 +125,22 @@ def recipe_of(options: Options, output: str | None, overrides: list[str]) -> Rec
 
 def run(recipe: Recipe, options: Options) -> int:
     """Start the ranks, and the anchor's after they have ended; return the first exit code that is not 0."""
-    from zaya_plugin.checkpoint.run_lock import LOCKS, RunLock
-    from zaya_plugin.config.run_directory import check_resume, make_writable, written_by
-    from zaya_plugin.config.validate import validate
-    from zaya_plugin.run import before_start, megatron_check, rank_plan
+    from zaya_plugin.run.launch import launch
+    from zaya_plugin.run.rank_plan import make_plan
 
-    plan = rank_plan.make_plan(recipe, os.environ, ("zaya_plugin.bench.step_rank", options.to_json()))
-    validate(recipe, plan.world_size)
+    plan = make_plan(recipe, os.environ, ("zaya_plugin.bench.step_rank", options.to_json()))
     if options.anchor is not None:
         check_anchor(recipe.model.normalization)
-    if recipe.dry_run:
-        text, problems = before_start.dry_run(recipe, plan, verbose=True, vocabulary=options.random_tokens or None)
-        print(text, flush=True)
-        if problems:
-            raise ValueError("\n".join(problems))
-        return 0
-    recipe = before_start.with_choices(recipe, plan)
-    check_resume(recipe)
-    before_start.check_directories(recipe)
-    if options.random_tokens:
-        before_start.check_machine(recipe, plan, options.random_tokens)
-    else:
-        before_start.check_surroundings(recipe, plan)
-    if plan.command is not None:
-        megatron_check.check(recipe, plan)
-        megatron_check.close()
-    make_writable(recipe.run_dir)
-    if plan.rank != 0:
-        return _measure(recipe, options, plan)
-    lock = RunLock.take(written_by(recipe))
-    try:
-        return _measure(recipe, options, replace(plan, environment={**plan.environment, LOCKS: lock.shared()}))
-    finally:
-        lock.release()
+    rows = options.random_tokens or None
+    return launch(recipe, verbose=True, plan=plan, vocabulary=rows, run=partial(_measure, options))
 
 
-def _measure(recipe: Recipe, options: Options, plan: Plan) -> int:
+def _measure(options: Options, recipe: Recipe, plan: Plan) -> int:
     """Run the ranks of `plan`, then the anchor's."""
-    from zaya_plugin.config.run_directory import keep_recipe
     from zaya_plugin.run import launch, rank_plan
 
     run_dir = Path(recipe.run_dir)
     if plan.rank == 0:
-        keep_recipe(recipe, run_dir)
         for left in (RECORD, ANCHOR):  # of an earlier run
             (run_dir / left).unlink(missing_ok=True)
     if plan.command is None and options.anchor is None:
@@ -187,7 +161,7 @@ def _measure(recipe: Recipe, options: Options, plan: Plan) -> int:
     if (run_dir / ANCHOR).is_file():  # out of memory is a result too
         code = 0
     if plan.rank == 0 and code == 0:
-        print(report.anchor_text(add_anchor(run_dir)), flush=True)
+        print(step_report.anchor_text(add_anchor(run_dir)), flush=True)
     return code
 
 

@@ -49,11 +49,9 @@ def methods() -> dict[str, dict[Callable, str]]:
     Transformer Engine has the same method name as ours.
     """
     from zaya_plugin.model.attention import ZayaSelfAttention
-    from zaya_plugin.model.loss import ZayaGPTModel
+    from zaya_plugin.model.gpt_model import ZayaGPTModel, ZayaRotaryEmbedding
     from zaya_plugin.model.moe import ZayaMoELayer
-    from zaya_plugin.model.norm import ZayaLayerNorm, ZayaRMSNorm
-    from zaya_plugin.model.residual import InputAffine, ResidualScaling
-    from zaya_plugin.model.rotary import ZayaRotaryEmbedding
+    from zaya_plugin.model.residual import InputAffine, ResidualScaling, ZayaLayerNorm, ZayaRMSNorm
     from zaya_plugin.model.router import ZayaRouter
 
     norm, merge = (

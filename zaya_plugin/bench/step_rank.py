@@ -11,7 +11,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from zaya_plugin.bench import record, report
+from zaya_plugin.bench import probes, step_record, step_report
 from zaya_plugin.bench.options import PICTURE, RECORD, TRACE, Options
 from zaya_plugin.bench.random_tokens import RandomTokens
 from zaya_plugin.bench.session import Session
@@ -29,14 +29,13 @@ def measure(options: Options, recipe, rank: int, world_size: int, console) -> No
     """Run the steps; on rank 0 print the breakdown to `console` and write it to the run directory."""
     import torch
 
-    from zaya_plugin.bench import probes
     from zaya_plugin.hosts import worker
 
     def say(line: str) -> None:
         if rank == 0:
             print(f"bench: {line}", file=console, flush=True)
 
-    worker.prepare(recipe, world_size)
+    worker.prepare(recipe)
     from zaya_plugin.data.sources import find_sources
     from zaya_plugin.hosts import pretrain
     from zaya_plugin.hosts.measured_steps import NoOptimizer, before_steps
@@ -68,13 +67,13 @@ def measure(options: Options, recipe, rank: int, world_size: int, console) -> No
         say(f"building the model; {options.warmup} steps of warm-up")
         reporter = StepLines(recipe, rank, world_size, console)
         pretrain.run(recipe, sources, Lifecycle(recipe), reporter, None if options.optimizer else NoOptimizer)
-        result = record.of_rank(session, recipe, options, rates, device)
+        result = step_record.of_rank(session, recipe, options, rates, device)
         if rank == 0:
             say("reading the trace")
-            result = record.with_breakdown(result, session, recipe, trace if options.trace else None)
-            record.write(run_dir / RECORD, result)
-            (run_dir / PICTURE).write_text(report.picture(result))
-            print(report.text(result), file=console, flush=True)
+            result = step_record.with_breakdown(result, session, recipe, trace if options.trace else None)
+            step_record.write(run_dir / RECORD, result)
+            (run_dir / PICTURE).write_text(step_report.picture(result))
+            print(step_report.text(result), file=console, flush=True)
             print(
                 f"written to {run_dir}: {RECORD}, {PICTURE}" + (f", {TRACE}" if options.trace else ""),
                 file=console,

@@ -5,12 +5,10 @@ Recipe fields whose metadata names a Megatron argument are copied. This file add
 every ZAYA model, and those that are computed from the recipe (data, checkpoints, precision, profiling).
 """
 
-import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.config.megatron_review import review_problems
+from zaya_plugin.config.entries import skipped_steps
 from zaya_plugin.config.run_directory import checkpoint_path, checkpoints_of, has_checkpoint
 from zaya_plugin.config.schema import Recipe, get, leaves, megatron_argument
 from zaya_plugin.ground.errors import mistake
@@ -66,11 +64,10 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         recipe: a validated recipe.
-        data: tokenizer arguments found from the data set (see zaya_plugin.data.sources).
+        data: tokenizer arguments of the data set (see zaya_plugin.data.sources).
 
     Raises:
-        ValueError: `megatron.<name>` in the recipe is refused (config/megatron_review.py), or
-            parallel.recompute_granularity=auto is not resolved.
+        ValueError: parallel.recompute_granularity=auto is not resolved.
     """
     if recipe.parallel.recompute_granularity == "auto":
         raise mistake(
@@ -80,8 +77,6 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
             allowed="null, full, selective",
             fix="the value that `zaya train --dry-run` shows for auto",
         )
-    if problems := list(megatron_problems(recipe)):
-        raise ValueError("\n".join(problems))
     values = {**ZAYA, **HOST, **data}
     for path, field in leaves():
         if (name := megatron_argument(field)) and (value := get(recipe, path)) is not None:
@@ -109,7 +104,7 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
         values["iterations_to_skip"] = skipped_steps(recipe)
     # zaya_plugin.training.optimizer replaces the optimizer that Megatron builds for this name.
     values["optimizer"] = "adam"
-    # With it Megatron would wait for the device in each micro-batch; the optimizer here finds NaNs without waiting.
+    # With it Megatron would wait for the device in each micro-batch; this plugin's optimizer detects NaNs without waiting.
     if recipe.parallel.use_distributed_optimizer:
         values["check_for_nan_in_loss_and_grad"] = False
     # Megatron counts the batches of all domains, the recipe those of one.
@@ -120,46 +115,9 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
 def arguments_with_event_files(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
     """Return `megatron_arguments` for a host in which Megatron itself writes TensorBoard's event files."""
     values = megatron_arguments(recipe, data)
-    if recipe.logger.tensorboard or recipe.profile.enabled:  # the profiler writes its traces beside this directory
+    if recipe.logger.tensorboard or recipe.profile.enabled:  # the profiler writes its traces next to this directory
         values["tensorboard_dir"] = str(Path(recipe.run_dir) / "tensorboard")
     return values
-
-
-MOST_SKIPPED = 100_000  # of data.skip_steps: Megatron holds each, and every checkpoint keeps them
-
-
-def skipped_steps(recipe: Recipe) -> list[int]:
-    """Return the steps of data.skip_steps, ascending.
-
-    Raises:
-        ValueError: an entry is malformed, or names a step that is not between the first and the last.
-    """
-    steps: set[int] = set()
-    for entry in recipe.data.skip_steps:
-        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", entry.strip())
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-        if not 0 < first <= last < recipe.stage.train_iters:
-            raise mistake(
-                "data.skip_steps",
-                recipe.data.skip_steps,
-                problem=f"{entry!r} is no step or range of steps of this stage, or holds its last step",
-                allowed=f"'120' or '120-140', from 1 to {recipe.stage.train_iters - 1}",
-            )
-        steps |= set(range(first, min(last, first + MOST_SKIPPED) + 1))
-        if len(steps) > MOST_SKIPPED:
-            raise mistake(
-                "data.skip_steps",
-                recipe.data.skip_steps,
-                problem=f"{entry!r} makes them more than {MOST_SKIPPED:,} steps, whose batches are read in vain",
-                allowed=f"at most {MOST_SKIPPED:,} steps",
-                fix="fewer steps",
-            )
-    return sorted(steps)
-
-
-def megatron_problems(recipe: Recipe) -> Iterator[str]:
-    """Yield a message for each entry of `megatron` and `megatron_unchecked` that is refused."""
-    yield from review_problems(recipe, frozenset({**ZAYA, **HOST}))
 
 
 def _checkpoints(recipe: Recipe) -> dict[str, Any]:

@@ -62,7 +62,8 @@ def variable_problems(variables: Mapping[str, str], group: str = "") -> Iterator
         text = variables.get(name)
         if not text or holds(text):
             continue
-        problem = "is no value of this variable" if group else "is set in the environment to no value of this variable"
+        problem = "this variable does not accept the value"
+        problem = problem if group else f"the environment sets it, and {problem}"
         yield message(
             f"{group}{name}",
             text,

@@ -13,7 +13,7 @@ from typing import Any
 from zaya_plugin.config.schema import Recipe, leaves, megatron_argument
 from zaya_plugin.ground.errors import as_typed, message
 
-# Recipe key -> the arguments that it decides, beside the one that its field names.
+# Recipe key -> the arguments that it decides, in addition to the one that its field names.
 OWNED_BY_KEY = {
     "checkpoint.keep_every": "save_retain_interval",
     "checkpoint.local_path": """

@@ -36,30 +36,6 @@ OTHER_NAMES = {
     "steps": "stage.train_iters",
 }
 TO_CONTINUE = "auto"  # what `resume=true` means
-# Keys of earlier versions -> (what became of them, what to type instead).
-_OVERRIDE = "this key was replaced by cluster.kernel_overrides, or cluster.kernels for all operators (docs/kernels.md)"
-_REMOVED = "this key was removed: "
-_BY_NCCL = (_REMOVED + "gradients are reduced by NCCL or RCCL", "remove it")
-REPLACED = {
-    "cluster.hip_ops_backend": (
-        "this key was replaced by cluster.kernels (its value torch is now reference)",
-        "cluster.kernels=<version>",
-    ),
-    "cluster.grouped_gemm": (_OVERRIDE, "cluster.kernel_overrides={grouped_product: <version>}"),
-    "cluster.fused_residual_norm": (_OVERRIDE, "cluster.kernel_overrides={rms_norm: <version>}"),
-    "cluster.fused_cca_prologue": (_OVERRIDE, "cluster.kernel_overrides={cca_prologue: <version>}"),
-    "cluster.fused_router": (_OVERRIDE, "cluster.kernel_overrides={router_mlp: <version>}"),
-    "cluster.fused_expert_path": (
-        _OVERRIDE,
-        "cluster.kernel_overrides={expert_permutation: <version>, weighted_swiglu: <version>}",
-    ),
-    "cluster.fused_linear_cross_entropy": (_OVERRIDE, "cluster.kernel_overrides={linear_cross_entropy: <version>}"),
-    "cluster.fused_muon": (_OVERRIDE, "cluster.kernel_overrides={muon: <version>, newton_schulz: <version>}"),
-    "model.qk_norm_in_fp32": (_REMOVED + "the q-k norm is always in fp32", "remove it"),
-    "model.router_softmax_in_fp32": (_REMOVED + "the router's softmax is always in fp32", "remove it"),
-    "parallel.reduce_by_copies": _BY_NCCL,
-    "parallel.reduce_by_copies_mib": _BY_NCCL,
-}
 
 
 @cache
@@ -196,9 +172,6 @@ def accepts(path: str, value: object) -> bool:
 def unknown_key(path: str, value: object = None) -> str:
     """Return the message for a key that is not in the schema."""
     values = () if value is None else (value,)
-    if path in REPLACED:
-        problem, fix = REPLACED[path]
-        return message(path, *values, problem=problem, fix=fix)
     group = path.split(".", 1)[0]
     if group in groups() and "." in path:
         keys = f"keys of {group}: {', '.join(f.name for f in fields(groups()[group]))}"
@@ -231,7 +204,9 @@ def explain(error: BaseException, value_of: Callable[[str], object] | None = Non
     cause = error
     while cause.__cause__ is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__
-    in_file = re.search(r"In '(.+)': (\w+) raised while composing config:\n(.*)", text)  # Hydra drops the cause here
+    in_file = re.search(
+        r"In '(.+)': (\w+) raised while composing config:\n(.*)", text
+    )  # Hydra drops the cause of these
     named = re.search(r"full_key: (\S+)", text)
     path = getattr(cause, "full_key", None) or (named.group(1) if named else "")
     key = field_path(path)

@@ -14,8 +14,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from zaya_plugin.config.blend_entry import parse_blend
-from zaya_plugin.config.optimizer_override import Override
+from zaya_plugin.config.entries import Override, parse_blend
 from zaya_plugin.config.run_directory import RECIPE
 from zaya_plugin.config.schema import Recipe, get, leaves
 from zaya_plugin.ground.errors import as_typed, message, mistake

@@ -41,7 +41,7 @@ def checkpoints_of(run_dir: str | os.PathLike) -> Path:
         if (file := Path(run_dir) / RECIPE).exists() and not file.is_file():  # a pipe would be waited for
             raise mistake(
                 str(file),
-                problem="is no regular file",
+                problem="must be a regular file",
                 allowed="the recipe of a run, or none",
                 fix="run_dir=<another directory>",
             )
@@ -57,7 +57,7 @@ def iterations(directory) -> list[int]:
     directory: a path, or a place of checkpoints (checkpoint/places.py), which lists itself.
 
     Raises:
-        ValueError: the directory exists and cannot be read; to take it for an empty one would start the run anew.
+        ValueError: the directory exists and cannot be read; treating it as empty would restart the run from its first step.
     """
     return sorted(int(COMPLETE.fullmatch(path.name)[1]) for path in _folders(directory, COMPLETE))
 
@@ -108,7 +108,7 @@ def _has_files(folder, name: str | None = None) -> bool:
     """Return whether a folder has files, or the one with this name."""
     try:
         names = _names(folder)
-    except OSError:  # it is counted, and reported as damaged
+    except OSError:  # it counts, and its check reports the damage
         return name is None
     return bool(names) if name is None else name in names
 
@@ -174,7 +174,7 @@ def check_creatable(directory: str | os.PathLike, key: str) -> None:
     run says what the run would say.
 
     Raises:
-        ValueError: a part of the path is no directory, may not be written, or is on a full file system.
+        ValueError: a part of the path is not a directory, may not be written, or is on a full file system.
     """
     place = Path(os.path.abspath(directory))
     while True:
@@ -183,7 +183,7 @@ def check_creatable(directory: str | os.PathLike, key: str) -> None:
             break
         except FileNotFoundError:
             if place.is_symlink():
-                raise _not_writable(key, directory, f"{place} is a link to nothing") from None
+                raise _not_writable(key, directory, f"{place} is a link to a missing target") from None
             place = place.parent
         except OSError as error:
             raise _not_writable(key, directory, error.strerror) from None
@@ -211,7 +211,7 @@ def check_kinds(recipe: Recipe) -> None:
             raise mistake(
                 "run_dir",
                 run_dir,
-                problem=f"{path} is no {kind}, and the run writes a {kind} of this name",
+                problem=f"{path} must be a {kind}: the run writes it",
                 allowed=f"a {kind}, or nothing there",
                 fix=f"mv {path} <another place>, or run_dir=<another directory>",
             )

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute a stage's schedule: its steps, tokens and batches, and its learning rate at any sample. Imports no torch.
 
+They are written a second time because a dry run, `zaya curriculum` and a hand-over compute them on a login node, where
+neither torch nor Megatron can be imported.
+
 The formulas are those of Megatron (`megatron.core.optimizer_param_scheduler`,
 `megatron.core.num_microbatches_calculator`), which count in sequences; `tests/config/test_schedule.py` compares them.
 """

@@ -106,11 +106,11 @@ SEED_OF_THE_RUN = OnResume("refused", "the order of the data follows from it")
 SAMPLES_OF_THE_RUN = OnResume("refused", "the run has read other samples than these, so that some would be repeated")
 WEIGHTS_OF_SOURCES = OnResume("refused", "the order of the data follows from the weights; paths alone warn")
 BY_CONTENT = OnResume("warns", "what it holds is compared with the checkpoint, see data.changed")
-LENGTH = OnResume("warns", "the schedule ends at another step, and data that repeats is shuffled anew")
+LENGTH = OnResume("warns", "the schedule ends at another step, and data that repeats is shuffled in another order")
 STEPS_TO_TRAIN = OnResume(
     "warns",
     "the schedule ends at another step, which changes the learning rates of the steps to come, and data that repeats is "
-    "shuffled anew; with no step left the run trains nothing and ends with exit code 0",
+    "shuffled in another order; with no step left the run trains nothing and ends with exit code 0",
 )
 SCHEDULE = OnResume("warns", "the learning rates of the steps to come follow the new schedule")
 UPDATES = OnResume("warns", "the steps to come are computed with the new value")
@@ -477,7 +477,7 @@ class OptimConfig:
     )
     max_non_finite_steps: int = own(
         10,
-        "with non_finite_gradients=skip: so many steps in a row with infinite or NaN gradients end the run",
+        "with non_finite_gradients=skip: steps in a row with infinite or NaN gradients that end the run",
         "training.optimizer",
         limit=STEPS,
         resume=MAY_CHANGE,
@@ -687,7 +687,7 @@ class ClusterConfig:
     )
     reachable_tflops: float | None = own(
         None,
-        "TFLOP/s that the best GEMMs reach on the device, shown beside MFU",
+        "TFLOP/s that the best GEMMs reach on the device, shown with MFU",
         "training.metrics",
         limit=RATE,
         resume=MAY_CHANGE,
@@ -745,21 +745,33 @@ class MachineConfig:
         3.0, "TB/s that a copy reads and writes", "plan.recipe_plan", limit=RATE, resume=MAY_CHANGE
     )
     devices_per_node: int = own(
-        8, "devices of a node, which its links connect", "plan.machines", limit=RANKS_OF_A_MACHINE, resume=MAY_CHANGE
+        8,
+        "devices of a node, which its links connect",
+        "plan.expected_step",
+        limit=RANKS_OF_A_MACHINE,
+        resume=MAY_CHANGE,
     )
     link_gb_per_s: float = own(
-        340.0, "GB/s that a device sends in a collective inside a node", "plan.machines", limit=RATE, resume=MAY_CHANGE
+        340.0,
+        "GB/s that a device sends in a collective inside a node",
+        "plan.expected_step",
+        limit=RATE,
+        resume=MAY_CHANGE,
     )
     latency_us: float = own(
-        45.0, "microseconds of a small collective inside a node", "plan.machines", limit=RATE_OR_ZERO, resume=MAY_CHANGE
+        45.0,
+        "microseconds of a small collective inside a node",
+        "plan.expected_step",
+        limit=RATE_OR_ZERO,
+        resume=MAY_CHANGE,
     )
     network_gb_per_s: float = own(
-        50.0, "GB/s that a device sends between nodes", "plan.machines", limit=RATE, resume=MAY_CHANGE
+        50.0, "GB/s that a device sends between nodes", "plan.expected_step", limit=RATE, resume=MAY_CHANGE
     )
     hop_us: float = own(
         10.0,
         "microseconds that each further rank between nodes adds to a collective",
-        "plan.machines",
+        "plan.expected_step",
         limit=RATE_OR_ZERO,
         resume=MAY_CHANGE,
     )
@@ -904,7 +916,7 @@ class HandoverConfig:
     from_hf: str | None = own(
         None,
         "published weights to start from: a folder, or a name on the Hugging Face Hub such as Zyphra/ZAYA1-base; the "
-        "optimizer and the balancing of the experts start anew",
+        "optimizer and the balancing of the experts start from zero",
         "hosts.stage_handover",
         limit=NOT_EMPTY,
         resume=UNUSED,
@@ -1014,9 +1026,7 @@ class GuardConfig:
 class Recipe:
     """A whole run."""
 
-    name: str = own(
-        MISSING, "name of the run: directory, W&B name", "run.before_start", limit=NOT_EMPTY, resume=MAY_CHANGE
-    )
+    name: str = own(MISSING, "name of the run: directory, W&B name", "run.dry_run", limit=NOT_EMPTY, resume=MAY_CHANGE)
     model: ModelConfig = field(default_factory=ModelConfig)
     stage: StageConfig = field(default_factory=StageConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -1042,7 +1052,7 @@ class Recipe:
     )
     master_port: int | None = own(
         None,
-        "rendezvous port of the ranks started here; null: a free one",
+        "rendezvous port of the ranks that this command starts; null: a free one",
         "run.rank_plan",
         limit=PORT,
         resume=MAY_CHANGE,

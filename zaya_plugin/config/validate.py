@@ -9,14 +9,14 @@ import math
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from hip_ops.versions import KERNELS, NO_FP32, VERSIONS, check_selection
-from zaya_plugin.config.arguments import megatron_problems, skipped_steps
-from zaya_plugin.config.blend_entry import parse_blend
+from zaya_plugin.config.arguments import HOST, ZAYA
+from zaya_plugin.config.entries import Override, parse_blend, skipped_steps
 from zaya_plugin.config.environment import variable_problems
-from zaya_plugin.config.graphs import obstacles
+from zaya_plugin.config.megatron_review import review_problems
 from zaya_plugin.config.messages import multiples, must_be, must_be_multiple, must_divide, require
-from zaya_plugin.config.optimizer_override import Override
 from zaya_plugin.config.paths import PATHS
 from zaya_plugin.config.schedule import schedule_problems
 from zaya_plugin.config.schema import RECOMPUTE_MODULES, Recipe, get
@@ -58,9 +58,25 @@ EXCLUSIONS = {
         ("parallel.virtual_pipeline_stages", 1, "virtual stages are parts of a pipeline rank"),
     ),
     ("logger.wandb_mode", "disabled"): (("logger.wandb", False, "nothing is logged then; auto logs"),),
-    ("optim.lr_warmup_iters", 0): (("optim.lr_warmup_init", 0.0, "there is no warm-up that could start from it"),),
+    ("optim.lr_warmup_iters", 0): (("optim.lr_warmup_init", 0.0, "it requires a warm-up"),),
 }
 
+# Key, the value that a graph requires, and why: all steps must be alike, and the host must not wait for the device
+# within one.
+GRAPH_REQUIREMENTS = (
+    ("cluster.device", "cuda", "a CPU has no graphs"),
+    ("cluster.dtype", "bf16", "on a GPU, grouped GEMMs of other types synchronise with the host"),
+    (
+        "parallel.use_distributed_optimizer",
+        True,
+        "without the distributed optimizer Megatron reads each loss on the host",
+    ),
+    ("stage.batch_size_ramp", None, "every replay of a graph has the same number of micro-batches"),
+    ("data.packing", "none", "the host computes the blocks of documents"),
+    ("parallel.pipeline_model_parallel_size", 1, "a graph does not capture sends between stages"),
+    ("parallel.expert_model_parallel_size", 1, "the host reads how many tokens are sent"),
+)
+WHOLE_STEP_GRAPH = "cluster.graphs=full_iteration"
 
 LONGEST_NAME = 255  # bytes
 LONGEST_PATH = 3_500  # bytes: the system takes 4,096, and a run makes folders and files below its paths
@@ -124,7 +140,35 @@ def _exclusions(recipe: Recipe, world_size: int) -> Iterator[str]:
             recipe, "handover.from_run", None, "handover.from_hf", "the stage starts from published weights"
         )
     if recipe.cluster.graphs == "full_iteration":
-        yield from obstacles(recipe)
+        yield from graph_obstacles(recipe)
+
+
+def graph_obstacles(recipe: Recipe) -> Iterator[str]:
+    """Yield a message for each value of `recipe` with which a step cannot be one graph."""
+    for key, value, why in GRAPH_REQUIREMENTS:
+        yield from must_be(recipe, key, value, WHOLE_STEP_GRAPH, why)
+    overrides = recipe.cluster.kernel_overrides
+    yield from require(
+        overrides.get("grouped_product", recipe.cluster.kernels) != "reference",
+        f"cluster.{'kernel_overrides.grouped_product' if 'grouped_product' in overrides else 'kernels'}",
+        "reference",
+        problem="grouped_product's reference reads the experts' borders on the host, which a graph does not support",
+        allowed=f"another version of grouped_product with {WHOLE_STEP_GRAPH}",
+        fix="cluster.kernel_overrides.grouped_product=auto",
+    )
+
+
+def with_graphs(recipe: Recipe) -> tuple[Recipe, str | None]:
+    """Resolve `cluster.graphs=auto` to none or full_iteration.
+
+    Returns:
+        The recipe, and a line with the reason if auto becomes none. With another value the recipe itself, and None.
+    """
+    if recipe.cluster.graphs != "auto":
+        return recipe, None
+    obstacle = next(graph_obstacles(recipe), None)
+    cluster = replace(recipe.cluster, graphs="none" if obstacle else "full_iteration")
+    return replace(recipe, cluster=cluster), f"no graph of a step: {obstacle}" if obstacle else None
 
 
 def _model(recipe: Recipe, world_size: int) -> Iterator[str]:
@@ -534,7 +578,7 @@ def _environment(recipe: Recipe, world_size: int) -> Iterator[str]:
         key = f"cluster.environment.{name}"
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) or "\0" in value:
             allowed = "letters, digits and _, not beginning with a digit"
-            yield message(key, value, problem="is no name and value of an environment variable", allowed=allowed)
+            yield message(key, value, problem="is not of the form NAME=VALUE", allowed=allowed)
         elif OF_THE_LAUNCHER.fullmatch(name):
             fix = f"leave {name} out; nproc, master_port and the launcher set it"
             yield message(key, value, problem="is set by the launcher, for each rank another value", fix=fix)
@@ -543,4 +587,4 @@ def _environment(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 
 def _megatron(recipe: Recipe, world_size: int) -> Iterator[str]:
-    yield from megatron_problems(recipe)
+    yield from review_problems(recipe, frozenset({**ZAYA, **HOST}))

@@ -189,8 +189,8 @@ def documents(block: Block, form: Format, counts: Counter) -> Iterator[Document 
     """Yield the documents and rejects of a block, in order of the input.
 
     Args:
-        counts: increased here: "read" documents, of them "empty" (white space alone; not yielded) and "rejected";
-            "blank_lines" of jsonl files, which are no documents.
+        counts: increased: "read" documents, of them "empty" (white space alone; not yielded) and "rejected";
+            "blank_lines" of jsonl files, which are not documents.
 
     Raises:
         LostFileError: a file cannot be read.

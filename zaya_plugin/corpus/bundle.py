@@ -127,7 +127,7 @@ def _shard(path: str) -> Manifest:
     if manifest is None or set(prefixes) != set(manifest.splits):
         raise mistake(
             path,
-            problem="is no whole dataset with a manifest.json",
+            problem="must be a whole dataset with a manifest.json",
             allowed="directories of `zaya data prepare` or `zaya data pack`",
             fix="give the directory, not a prefix in it" if manifest else "prepare its text with `zaya data prepare`",
         )

@@ -41,7 +41,7 @@ def chat_text(record: dict) -> str:
             goes to the template too.
 
     Raises:
-        ValueError: it is no chat; the message names the key and what is allowed.
+        ValueError: it is not a chat; the message names the key and what is allowed.
     """
     field = next((name for name in ("messages", "conversations") if name in record), None)
     if field is None:
@@ -166,7 +166,7 @@ class ChatEncoder:
                 if ids[: len(tokens)] != tokens:
                     raise ValueError(
                         f"the chat template has no {{% generation %}}, and the tokens of {name} messages[{number}] are "
-                        "not the first tokens of the whole chat, so its answer cannot be found"
+                        "not the first tokens of the whole chat, so the place of its answer is unknown"
                     )
             if len(end) <= len(prompt):
                 raise ValueError(f"the chat template leaves out the answer messages[{number}]")

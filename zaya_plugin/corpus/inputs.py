@@ -167,7 +167,7 @@ def _status(path: str) -> os.stat_result:
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         raise _unreadable(
-            path, "is no regular file, and an input is read more than once", "write what it gives to a file first"
+            path, "must be a regular file, since an input is read more than once", "write what it gives to a file first"
         )
     with contextlib.suppress(*DAMAGE):  # the reader tells where
         _refuse_other_content(path, ending, packing)

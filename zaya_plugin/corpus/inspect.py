@@ -206,7 +206,7 @@ def parts_of(sample: Sample, tokenizer, length: int) -> list[tuple[bool, str]]:
 
 
 def shortened(parts: list[tuple[bool, str]], characters: int) -> list[tuple[bool, str]]:
-    """Return at most so many characters of the parts, half from each end; 0: all."""
+    """Return at most `characters` characters of the parts, half from each end; 0: all."""
     half, total, at, out = characters // 2, sum(len(text) for _, text in parts), 0, []
     if not characters or total <= characters:
         return parts

@@ -3,7 +3,7 @@
 
 The result is an indexed dataset whose documents are the bins, each of exactly `sequence_length` tokens: documents ended
 by the end-of-document token, then more of these as filling. Megatron's own sampling joins documents and cuts at
-multiples of the sequence length; here it draws exactly one bin a sample, in any host.
+multiples of the sequence length; from this dataset it draws exactly one bin a sample, in any host.
 """
 
 import argparse
@@ -121,14 +121,14 @@ def pack(args: argparse.Namespace, workspace: Workspace) -> None:
     """Make the packed dataset, or find that it is complete, and print a summary.
 
     Raises:
-        ValueError: the source is no prepared dataset, or the output is something else.
+        ValueError: the source is not a prepared dataset, or the output is something else.
     """
     for marker in args.trim_reasoning or ():
         if not marker.strip() or args.trim_reasoning.count(marker) > 1:
             raise mistake(
                 "--trim-reasoning",
                 " ".join(map(repr, args.trim_reasoning)),
-                problem="the markers are empty or equal, and would be found everywhere",
+                problem="the markers are empty or equal",
                 allowed="two different texts",
                 fix="--trim-reasoning '<think>' '</think>'",
             )
@@ -263,7 +263,7 @@ def windows(
     """Yield the bins of every window of documents, each a list of pieces in order of their documents.
 
     Args:
-        counts: increased here, see COUNTS.
+        counts: increased, see COUNTS.
         dropped: called with number, tokens and reason of each document that is left out.
     """
     for first in range(0, len(reader), window):

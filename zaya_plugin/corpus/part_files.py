@@ -43,7 +43,7 @@ DAMAGED = (ValueError, KeyError, EOFError, zipfile.BadZipFile)  # by np.load, of
 
 @dataclass(frozen=True)
 class Job:
-    """The settings of a worker, which it needs beside its block.
+    """The settings of a worker, which it needs in addition to its block.
 
     before, behind: token ids around each document; of chats `behind` alone. special: special tokens whose occurrences in
     the text are counted. dtype is the name of the token dtype;

@@ -37,7 +37,7 @@ from zaya_plugin.corpus.workspace import INPUT_FILES, INPUT_TIMES, Workspace
 from zaya_plugin.data import tokenizer
 from zaya_plugin.data.indexed_dataset import token_dtype
 from zaya_plugin.data.prepared import Manifest, file_sha256
-from zaya_plugin.data.tokenizer import SMALLEST_BPE, TokenizerRecord, added_tokens, open_tokenizer, special_tokens
+from zaya_plugin.data.tokenizer import MIN_BPE_ENTRIES, TokenizerRecord, added_tokens, open_tokenizer, special_tokens
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.option_numbers import MOST_AMOUNT, whole_number
 
@@ -150,7 +150,7 @@ def parser() -> argparse.ArgumentParser:
     choice.add_argument("--tokenizer", metavar="NAME", help="Hugging Face tokenizer: a directory or a name on the hub")
     choice.add_argument(
         "--train-bpe",
-        type=whole_number(SMALLEST_BPE, LARGEST_BPE),
+        type=whole_number(MIN_BPE_ENTRIES, LARGEST_BPE),
         metavar="VOCAB_SIZE",
         help=f"train a byte-level BPE on the training documents (default, with {DEFAULT_BPE})",
     )
@@ -283,7 +283,7 @@ def refuse_without_template(args: argparse.Namespace) -> None:
             fix="--tokenizer <directory, or name on the Hugging Face hub>",
         )
     if args.chat_template is not None and not os.path.isfile(args.chat_template):
-        raise mistake("--chat-template", args.chat_template, problem="is no file", allowed="a Jinja template")
+        raise mistake("--chat-template", args.chat_template, problem="must be a file", allowed="a Jinja template")
 
 
 def deciding(args: argparse.Namespace) -> dict:
@@ -343,7 +343,7 @@ def make_tokenizer(args: argparse.Namespace, workspace: Workspace, files: list[I
                 raise
             except ValueError:
                 first = f"; the first document that was rejected is {rejected[0]}" if rejected else ""
-                problem = f"there is no text to train a tokenizer on{first}"
+                problem = f"the documents hold no text to train a tokenizer on{first}"
                 raise mistake(
                     "--input", " ".join(args.input), problem=problem, fix="give documents with text"
                 ) from None

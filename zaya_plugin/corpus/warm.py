@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zaya_plugin.config.blend_entry import parse_blend
+from zaya_plugin.config.entries import parse_blend
 from zaya_plugin.config.schedule import batches
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.corpus.invocation import add_recipe_options, command, command_parser, is_recipe, recipe_of, size

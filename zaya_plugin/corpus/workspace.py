@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build a dataset beside its final name, under a lock, so that the final name only ever shows a whole dataset.
+"""Build a dataset next to its final name, under a lock, so that the final name only ever shows a whole dataset.
 
 <output>            the dataset; appears by one rename
 <output>.partial/   plan.json, tokenizer/, parts/ and final/ of a run that is under way or was interrupted
@@ -7,7 +7,7 @@
 <output>.lock       held while a process works on any of them
 
 A plan holds the arguments that decide the content, by option name. A run of `zaya data prepare` continues the unfinished
-one of the same plan; `pack` and `bundle` copy what is there, and begin anew. A finished dataset of the same plan is taken
+one of the same plan; `pack` and `bundle` only copy, and begin from the start. A finished dataset of the same plan is taken
 as it is.
 """
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
-from zaya_plugin.config.blend_entry import Blend, parse_blend
+from zaya_plugin.config.entries import Blend, parse_blend
 from zaya_plugin.data.indexed_dataset import stored_tokens
 from zaya_plugin.data.prepared import locate, prefix_of
 from zaya_plugin.ground.errors import mistake
@@ -30,7 +30,7 @@ def resolve_blend(blend: Blend | None, split: str) -> tuple[list[str], list[floa
     prefixes = [prefix_of(entry.path, split) for entry in entries]
     if entries[0].weight is not None:
         return prefixes, [entry.weight for entry in entries]
-    # Left to Megatron, several datasets without weights end after one epoch, however many samples are asked for.
+    # Left to Megatron, several datasets without weights end after one epoch, for any number of requested samples.
     return prefixes, [float(stored_tokens(prefix)) for prefix in prefixes] if len(prefixes) > 1 else None
 
 
@@ -55,11 +55,13 @@ def domain_names(paths: Sequence[str]) -> list[str]:
     """Return a name for each source of a validation blend: the shortest end of its path that no other source has.
 
     Raises:
-        ValueError: a path comes twice, or two names are equal.
+        ValueError: a path is listed twice, or two names are equal.
     """
     parts = [Path(path).parts for path in paths]
     if len(set(parts)) < len(parts):
-        raise mistake("data.valid_blend", ", ".join(paths), problem="a source comes twice", fix="add up its weights")
+        raise mistake(
+            "data.valid_blend", ", ".join(paths), problem="a source is listed twice", fix="add up its weights"
+        )
     alone = [next(n for n in count(1) if sum(other[-n:] == path[-n:] for other in parts) == 1) for path in parts]
     names = ["_".join(path[-n:]).strip("/") for path, n in zip(parts, alone, strict=True)]
     if len(set(names)) < len(names):

@@ -13,7 +13,7 @@ import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
-from zaya_plugin.config.blend_entry import Blend
+from zaya_plugin.config.entries import Blend
 from zaya_plugin.data.blend import content_name, resolve_blend
 from zaya_plugin.data.fingerprint import content_fingerprint
 from zaya_plugin.data.ledger import stage_use
@@ -96,7 +96,7 @@ def build_gpt_datasets(
         [train, valid, test]; None for a split without samples.
 
     Raises:
-        ValueError: see `check_dataset`; or samples are asked for of a split that has no data.
+        ValueError: see `check_dataset`; or samples are requested of a split without data.
     """
     blends = [resolve_blend(train, "train"), resolve_blend(valid, "valid"), None]
     for index, name in enumerate(("train", "valid", "test")):
@@ -104,13 +104,13 @@ def build_gpt_datasets(
             raise mistake(
                 "num_samples",
                 num_samples,
-                problem=f"{num_samples[index]} {name} samples are asked for, and there is no {name} data",
+                problem=f"{num_samples[index]} {name} samples are requested, without {name} data",
                 fix="name a dataset or ask for 0",
             )
         if not num_samples[index]:
             blends[index] = None
     if not any(blends):
-        raise mistake("num_samples", num_samples, problem="asks for no sample of any split")
+        raise mistake("num_samples", num_samples, problem="requests no sample of any split")
     prefixes = sorted({prefix for blend in blends if blend for prefix in blend[0]})
     for prefix in prefixes:
         refuse_other_length(prefix, sequence_length)

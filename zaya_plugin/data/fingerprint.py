@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fingerprints of datasets: 16 hexadecimal digits that change when the data changes, cheap enough for every start.
 
-Read are all of the index and, of tokens and marks, everything up to WHOLE_BYTES or else BLOCKS stretches that are
+Read are all of the index and, of tokens and marks, everything up to WHOLE_BYTES or else BLOCK_COUNT stretches that are
 spread over the file. So a change that keeps the size of a larger file is noticed only where it meets a stretch; `zaya
 data check` compares every byte.
 """
@@ -14,7 +14,7 @@ import xxhash
 
 MARKS = ".marks"
 READ_BYTES = 16 << 20
-WHOLE_BYTES, BLOCKS, BLOCK_BYTES = 64_000_000, 256, 1 << 16
+WHOLE_BYTES, BLOCK_COUNT, BLOCK_BYTES = 64_000_000, 256, 1 << 16
 
 
 def file_xxh3(path: str | os.PathLike) -> str:
@@ -63,4 +63,4 @@ def _stretches(size: int) -> Iterator[tuple[int, int]]:
     if size <= WHOLE_BYTES:
         yield from ((begin, READ_BYTES) for begin in range(0, size, READ_BYTES))
     else:
-        yield from (((size - BLOCK_BYTES) * block // (BLOCKS - 1), BLOCK_BYTES) for block in range(BLOCKS))
+        yield from (((size - BLOCK_BYTES) * block // (BLOCK_COUNT - 1), BLOCK_BYTES) for block in range(BLOCK_COUNT))

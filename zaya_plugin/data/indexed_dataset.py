@@ -40,7 +40,7 @@ DTYPE_OF_CODE = {
     8: np.dtype("uint16"),
 }
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
-CHUNK = 1 << 22  # elements read or written at once: 32 MiB of int64
+CHUNK_ELEMENTS = 1 << 22  # elements read or written at once: 32 MiB of int64
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ def write_index(path: str, dtype: np.dtype, lengths: np.ndarray) -> None:
         out.write(HEADER.pack(MAGIC, VERSION, CODE_OF_DTYPE[np.dtype(dtype)], count, count + 1))
         out.write(lengths.tobytes())
         offset = 0
-        for begin in range(0, count, CHUNK):
-            ends = np.cumsum(lengths[begin : begin + CHUNK], dtype=np.int64) * dtype.itemsize + offset
+        for begin in range(0, count, CHUNK_ELEMENTS):
+            ends = np.cumsum(lengths[begin : begin + CHUNK_ELEMENTS], dtype=np.int64) * dtype.itemsize + offset
             out.write(np.concatenate(([offset], ends[:-1])).astype("<i8").tobytes())
             offset = int(ends[-1])
-        for begin in range(0, count + 1, CHUNK):
-            out.write(np.arange(begin, min(begin + CHUNK, count + 1), dtype="<i8").tobytes())
+        for begin in range(0, count + 1, CHUNK_ELEMENTS):
+            out.write(np.arange(begin, min(begin + CHUNK_ELEMENTS, count + 1), dtype="<i8").tobytes())
 
 
 def read_index(prefix: str) -> IndexedFile:
@@ -101,7 +101,9 @@ def read_index(prefix: str) -> IndexedFile:
         raise _damaged(index_path, "damaged: it has no document boundaries")
     tokens = _check_sequences(index_path, bin_path, dtype, sequences, bin_bytes)
     marks = np.memmap(index_path, "<i8", "r", HEADER.size + 12 * sequences, (boundaries,))
-    rises = (bool((np.diff(marks[at : at + CHUNK + 1]) >= 0).all()) for at in range(0, boundaries, CHUNK))
+    rises = (
+        bool((np.diff(marks[at : at + CHUNK_ELEMENTS + 1]) >= 0).all()) for at in range(0, boundaries, CHUNK_ELEMENTS)
+    )
     if marks[0] != 0 or marks[-1] != sequences or not all(rises):
         raise _damaged(index_path, f"damaged: its document boundaries do not run from 0 to {sequences}")
     return IndexedFile(prefix, dtype, sequences, boundaries - 1, tokens)
@@ -145,10 +147,12 @@ def _check_sequences(index_path: str, bin_path: str, dtype: np.dtype, sequences:
     if sequences:
         lengths = np.memmap(index_path, "<i4", "r", HEADER.size, (sequences,))
         offsets = np.memmap(index_path, "<i8", "r", HEADER.size + 4 * sequences, (sequences,))
-        for begin in range(0, sequences, CHUNK):
-            part = lengths[begin : begin + CHUNK].astype(np.int64)
+        for begin in range(0, sequences, CHUNK_ELEMENTS):
+            part = lengths[begin : begin + CHUNK_ELEMENTS].astype(np.int64)
             ends = np.cumsum(part) * dtype.itemsize + end
-            if part.min() < 0 or not np.array_equal(ends - part * dtype.itemsize, offsets[begin : begin + CHUNK]):
+            if part.min() < 0 or not np.array_equal(
+                ends - part * dtype.itemsize, offsets[begin : begin + CHUNK_ELEMENTS]
+            ):
                 raise _damaged(index_path, "damaged: lengths and byte offsets of its sequences contradict each other")
             end = int(ends[-1])
     if end != bin_bytes:
@@ -168,7 +172,9 @@ def largest_token(indexed: IndexedFile, limit_bytes: int | None = None) -> tuple
     whole = limit_bytes is None or tokens.nbytes <= limit_bytes
     half = 0 if whole else limit_bytes // 2 // indexed.dtype.itemsize
     pieces = [tokens] if whole else [tokens[:half], tokens[-half:]]
-    chunks = (piece[begin : begin + CHUNK] for piece in pieces for begin in range(0, len(piece), CHUNK))
+    chunks = (
+        piece[begin : begin + CHUNK_ELEMENTS] for piece in pieces for begin in range(0, len(piece), CHUNK_ELEMENTS)
+    )
     return max((int(chunk.max()) for chunk in chunks), default=-1), whole
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute which samples a stage draws from each source of its blend, and where the next stage goes on. No torch import.
+"""Compute which samples a stage draws from each source of its blend, and where the next stage continues. No torch import.
 
 The source of a sample follows from arithmetic alone, so that any sample can be looked up and nothing is stored: a table
 of Megatron's kind takes ten bytes a sample, 20 GB for ZAYA1's first stage. A ledger maps the prefix of a source to the
@@ -17,13 +17,13 @@ from math import ceil
 
 import numpy as np
 
-from zaya_plugin.config.blend_entry import Blend
+from zaya_plugin.config.entries import Blend
 from zaya_plugin.data.blend import resolve_blend
 from zaya_plugin.data.indexed_dataset import read_index
 from zaya_plugin.data.prepared import prefix_of
 from zaya_plugin.ground.errors import mistake
 
-LEAST_BLOCK = 1024
+MIN_BLOCK_SAMPLES = 1024
 
 
 def exact(weights: Sequence[float | Fraction]) -> list[Fraction]:
@@ -48,7 +48,7 @@ class BlendOrder:
         assert shares and min(shares) > 0
         self.seed, self.edges = seed, [Fraction(0), *accumulate(shares)]
         # Then every block has at least one sample of the rarest source, and no count ever falls.
-        self.block = max(LEAST_BLOCK, ceil(2 / min(shares)))
+        self.block = max(MIN_BLOCK_SAMPLES, ceil(2 / min(shares)))
         self._block_of = lru_cache(maxsize=4)(self._make_block)
 
     def _whole_blocks(self, blocks: int) -> np.ndarray:
@@ -102,7 +102,7 @@ def parse_ledger(entries: Sequence[str]) -> dict[str, int]:
     """Return the ledger of 'TOKENS PATH' entries; a source is named by the real path of its training split's prefix.
 
     Raises:
-        ValueError: an entry is malformed, or a source comes twice.
+        ValueError: an entry is malformed, or a source is listed twice.
     """
     ledger: dict[str, int] = {}
     for entry in entries:
@@ -116,7 +116,7 @@ def parse_ledger(entries: Sequence[str]) -> dict[str, int]:
             )
         key = os.path.realpath(prefix_of(path.strip(), "train"))
         if key in ledger:
-            raise mistake("data.consumed", list(entries), problem=f"{key} comes twice", fix="add up its tokens")
+            raise mistake("data.consumed", list(entries), problem=f"{key} is listed twice", fix="add up its tokens")
         ledger[key] = int(tokens)
     return ledger
 
@@ -139,7 +139,7 @@ def stage_use(blend: Blend, samples: int, sequence_length: int, ledger: dict[str
         raise mistake(
             "data.blend",
             list(blend),
-            problem="a source comes twice, and its samples would be drawn twice",
+            problem="a source is listed twice, and its samples would be drawn twice",
             fix="add up its weights",
         )
     uses = []

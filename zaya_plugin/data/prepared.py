@@ -130,7 +130,7 @@ def load_manifest(path: str) -> Manifest:
     if not os.path.isfile(file):
         raise mistake(
             file,
-            problem="does not exist, so its directory is no prepared dataset",
+            problem="does not exist, so its directory is not a prepared dataset",
             allowed="a directory of `zaya data prepare`, `pack` or `bundle`",
             fix=f"`zaya data prepare --output {os.path.dirname(file)}` makes one",
         )
@@ -204,7 +204,7 @@ def locate(path: str | os.PathLike, key: str = "") -> tuple[Manifest | None, dic
         prefixes = sorted(os.path.join(path, name[:-4]) for name in os.listdir(path) if name.endswith(".idx"))
         raise mistake(
             *subject,
-            problem=f"is a directory without {MANIFEST}, so no dataset of `zaya data prepare`",
+            problem=f"is a directory without {MANIFEST}, so not a dataset of `zaya data prepare`",
             allowed=allowed,
             fix=f"give one of its prefixes: {', '.join(prefixes)}"
             if prefixes

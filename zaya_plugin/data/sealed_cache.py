@@ -18,7 +18,7 @@ from zaya_plugin.data.fingerprint import file_xxh3
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.whole_file import write_whole
 
-RECORD, LOCK = "checksums.json", "lock"
+RECORD_FILE, LOCK_FILE = "checksums.json", "lock"
 
 
 class CacheWarning(UserWarning):
@@ -41,7 +41,7 @@ def sealed(folder: str | os.PathLike, data_fingerprint: str, pattern: str) -> It
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / LOCK, "w")
+        lock = open(folder / LOCK_FILE, "w")
     except OSError as error:
         raise mistake(
             "data.cache_path",
@@ -59,7 +59,9 @@ def sealed(folder: str | os.PathLike, data_fingerprint: str, pattern: str) -> It
                 name: seal for name, seal in _recorded(folder, data_fingerprint).items() if (folder / name).exists()
             }
             files = {**others, **seals}
-            write_whole(folder / RECORD, json.dumps({"made_from": data_fingerprint, "files": files}, indent=1) + "\n")
+            write_whole(
+                folder / RECORD_FILE, json.dumps({"made_from": data_fingerprint, "files": files}, indent=1) + "\n"
+            )
 
 
 def _seal(path: Path) -> list:
@@ -69,7 +71,7 @@ def _seal(path: Path) -> list:
 def _recorded(folder: Path, data_fingerprint: str) -> dict[str, list]:
     """Return size and xxh3 of each recorded file; none if the record is damaged or of other data."""
     try:
-        record = json.loads((folder / RECORD).read_text())
+        record = json.loads((folder / RECORD_FILE).read_text())
         return record["files"] if record["made_from"] == data_fingerprint and isinstance(record["files"], dict) else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
@@ -87,7 +89,7 @@ def _fitting(folder: Path, data_fingerprint: str, pattern: str) -> set[str]:
         names = ", ".join(sorted(path.name for path in bad)[:3])
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         warnings.warn(
-            f"{folder}: {names}{more} did not fit {RECORD} or the data, and the sample index is made again",
+            f"{folder}: {names}{more} did not fit {RECORD_FILE} or the data, and the sample index is made again",
             CacheWarning,
             stacklevel=4,
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.config.blend_entry import Blend, BlendEntry, parse_blend
+from zaya_plugin.config.entries import Blend, BlendEntry, parse_blend
 from zaya_plugin.config.schedule import sample_count
 from zaya_plugin.config.schema import MISSING, DataConfig, Recipe
 from zaya_plugin.data.blend import domain_names, resolve_blend
@@ -133,7 +133,7 @@ def find_sources(recipe: Recipe) -> DataSources:
 
     Raises:
         ValueError: a path is missing, an index is damaged, a blend entry is malformed, no tokenizer is known, the
-            tokenizer does not fit the data, or validation is asked for and there is no data for it.
+            tokenizer does not fit the data, or the recipe has validation steps without data for them.
     """
     data = recipe.data
     recorded = tokenizer_of(data.path, "data.path")

@@ -2,10 +2,9 @@
 """Training samples of one stage with data.order=continuing, which starts where the stages before it stopped.
 
 A source is one endless stream of tokens: epoch after epoch, each with its documents in an order of its own. How far a
-    source
-has been read is then a single number of tokens, which is valid for any sequence length, blend and stage: the next stage
-repeats no token and leaves none out. The samples of a stage are a stretch of each stream, cut at multiples of the
-sequence length and shuffled within that stretch.
+source has been read is then a single number of tokens, which is valid for any sequence length, blend and stage: the
+next stage repeats no token and leaves none out. The samples of a stage are a stretch of each stream, cut at multiples
+of the sequence length and shuffled within that stretch.
 """
 
 import os
@@ -24,7 +23,7 @@ from zaya_plugin.data.sealed_cache import sealed
 from zaya_plugin.ground.errors import mistake
 
 # Samples shuffled with each other. Documents are in random order already; this parts the samples of one long document.
-WINDOW = 1 << 16
+WINDOW_SAMPLES = 1 << 16
 
 
 class TokenStream:
@@ -93,7 +92,9 @@ class TokenStream:
 
 
 class StageShuffle:
-    """Order of the samples that one stage draws from one source: windows of WINDOW samples, each shuffled by itself."""
+    """Order of the samples that one stage draws from one source: windows of WINDOW_SAMPLES, each shuffled by
+    itself.
+    """
 
     def __init__(self, samples: int, words: list[int]):
         self.samples, self.words = samples, words
@@ -101,11 +102,11 @@ class StageShuffle:
 
     def __getitem__(self, number: int) -> int:
         assert 0 <= number < self.samples
-        window, at = divmod(number, WINDOW)
-        return window * WINDOW + int(self._window(window)[at])
+        window, at = divmod(number, WINDOW_SAMPLES)
+        return window * WINDOW_SAMPLES + int(self._window(window)[at])
 
     def _make_window(self, window: int) -> np.ndarray:
-        size = min(WINDOW, self.samples - window * WINDOW)
+        size = min(WINDOW_SAMPLES, self.samples - window * WINDOW_SAMPLES)
         return np.random.RandomState([3, *self.words, window]).permutation(size)
 
 
@@ -134,7 +135,7 @@ class StreamDataset(torch.utils.data.Dataset):
                 raise mistake(
                     "data.consumed",
                     f"{use.before} {use.prefix}",
-                    problem=f"{use.prefix} is packed into bins of {sequence_length} tokens, and this is no multiple",
+                    problem=f"{use.prefix} is packed into bins of {sequence_length} tokens, and the stage would start inside one",
                     allowed=f"a multiple of {sequence_length}",
                     fix="the numbers that `zaya data mixture` prints for the stage before",
                 )

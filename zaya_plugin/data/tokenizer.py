@@ -21,7 +21,7 @@ from zaya_plugin.ground.hub import unreachable
 END_OF_TEXT = "<|endoftext|>"
 # Without a padding token of its own Megatron's `tokenizer.pad` is None, or the id of a token that occurs in the data.
 PADDING = "<|padding|>"
-SMALLEST_BPE = 256 + 2  # every byte and the two special tokens
+MIN_BPE_ENTRIES = 256 + 2  # every byte and the two special tokens
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def check_name(tokenizer: str) -> None:
     if folder.is_dir() and any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*")):
         return
     if os.path.lexists(folder):
-        problem = "holds no tokenizer" if folder.is_dir() else "is no folder"
+        problem = "holds no tokenizer" if folder.is_dir() else "is not a folder"
     elif re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", tokenizer):
         return
     else:
@@ -175,7 +175,7 @@ def check_name(tokenizer: str) -> None:
 
 
 def check_opens(tokenizer: str) -> None:
-    """Raise ValueError if the ranks could not open a tokenizer that is no folder with tokenizer.json."""
+    """Raise ValueError if the ranks could not open a tokenizer that is not a folder with tokenizer.json."""
     if os.path.isfile(os.path.join(tokenizer, "tokenizer.json")):
         return  # is opened with the data
     _of_transformers(tokenizer, "data.tokenizer")
@@ -195,7 +195,7 @@ def _of_transformers(name: str, key: str):
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         problem = f"cannot be opened: {reason}"
         if why is not None:
-            problem = f"is no folder, and the local cache of the Hugging Face Hub does not hold it ({why})"
+            problem = f"is not a folder, and the local cache of the Hugging Face Hub does not hold it ({why})"
         raise mistake(
             key,
             name,

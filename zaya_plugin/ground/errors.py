@@ -106,7 +106,7 @@ def of_the_machine(error: BaseException, directory: str | os.PathLike, offline: 
     """Return the message about an error of storage or memory, or None if it is of another kind: a traceback is then
     needed.
 
-    directory: of the run; it may be full where an error names no file. offline: the command is no run of ranks.
+    directory: of the run; it may be full where an error names no file. offline: the command runs no ranks.
     """
     if (of_storage := _of_storage(error, directory, offline)) is not None:
         return of_storage

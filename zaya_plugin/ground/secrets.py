@@ -72,7 +72,7 @@ def is_secret(name: str) -> bool:
 
 
 def is_plain(name: str, text: str, place: int = 0) -> bool:
-    """Whether the value at `place` is no secret though its name is one: true, null, a digit; a number of tokens."""
+    """Return whether the value at `place` is not a secret though its name is one: true, null, a digit; a number of tokens."""
     number = PASSWORD.search(name) is None and NUMBER.match(text, place)
     return bool(number or CONSTANT.match(text, place))
 

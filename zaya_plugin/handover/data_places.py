@@ -18,14 +18,14 @@ from zaya_plugin.ground.errors import mistake
 from zaya_plugin.handover.predecessor import saved_step
 
 # Keys that decide which samples a stage reads, and in which order.
-OF_THE_ORDER = ("data.path", "data.blend", "data.order", "stage.seq_length", "seed")
+KEYS_OF_THE_ORDER = ("data.path", "data.blend", "data.order", "stage.seq_length", "seed")
 
 
 def source_uses(recipe: Recipe) -> list[SourceUse]:
     """Return what the stage reads of each source; opens the sources' indices.
 
     Raises:
-        ValueError: a source is missing or comes twice, or data.consumed is malformed.
+        ValueError: a source is missing or listed twice, or data.consumed is malformed.
     """
     ledger, blend = parse_ledger(recipe.data.consumed), recipe.data.blend or recipe.data.path
     return stage_use(blend, sample_count(recipe), recipe.stage.seq_length, ledger, recipe.seed)
@@ -95,7 +95,7 @@ def _consumes(recipe: Recipe, consumed: Sequence[str], who: str) -> Recipe:
 def _refuse_another_order(recipe: Recipe, begun: Recipe) -> None:
     changed = [
         f"{path} was {was!r} and is {now!r}"
-        for path in OF_THE_ORDER
+        for path in KEYS_OF_THE_ORDER
         if (was := get(begun, path)) != (now := get(recipe, path))
     ]
     if (was := sample_count(begun)) != (now := sample_count(recipe)):

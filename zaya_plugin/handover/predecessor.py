@@ -4,6 +4,7 @@
 import contextlib
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -15,7 +16,7 @@ from zaya_plugin.config.schedule import first_learning_rate, last_learning_rate,
 from zaya_plugin.config.schema import NETWORK, Recipe, get, leaves
 from zaya_plugin.ground.errors import as_typed, mistake
 
-CONTINUOUS = 1e-6  # relative difference of learning rates that counts as none
+CONTINUOUS_TOLERANCE = 1e-6  # relative difference of learning rates that counts as none
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def predecessor(recipe: Recipe) -> Predecessor | None:
                 "begun)",
             )
     ends, begins = last_learning_rate(before.recipe), first_learning_rate(recipe)
-    if recipe.handover.continuous_lr and not math.isclose(ends, begins, rel_tol=CONTINUOUS):
+    if recipe.handover.continuous_lr and not math.isclose(ends, begins, rel_tol=CONTINUOUS_TOLERANCE):
         raise mistake(
             "handover.continuous_lr",
             True,
@@ -149,7 +150,7 @@ def losses(run_dir: Path) -> dict[str, float | None]:
     """Return first and last losses in <run_dir>/metrics.jsonl: `first`, `last` of training, `valid_first`,
     `valid_last`.
     """
-    rows = _rows(run_dir)
+    rows = list(metric_rows(run_dir))
     ends = dict.fromkeys(("first", "last", "valid_first", "valid_last"))
     for key, name in (("loss", ""), ("valid_loss", "valid_")):
         if values := [row[key] for row in rows if row.get(key) is not None]:
@@ -160,16 +161,16 @@ def losses(run_dir: Path) -> dict[str, float | None]:
 def domain_losses(run_dir: Path) -> dict[str, tuple[float, float]]:
     """Return first and last validation loss of each domain in <run_dir>/metrics.jsonl."""
     ends: dict[str, tuple[float, float]] = {}
-    for key, value in chain.from_iterable(row.items() for row in _rows(run_dir)):
+    for key, value in chain.from_iterable(row.items() for row in metric_rows(run_dir)):
         if key.startswith("validation/") and key.endswith("/loss"):
             name = key.removeprefix("validation/").removesuffix("/loss")
             ends[name] = (ends.get(name, (value,))[0], value)
     return ends
 
 
-def _rows(run_dir: Path) -> list[dict]:
-    path, rows = Path(run_dir) / "metrics.jsonl", []
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        with contextlib.suppress(ValueError):  # cut off by a kill
-            rows.append(json.loads(line))
-    return rows
+def metric_rows(run_dir: Path) -> Iterator[dict]:
+    """Yield the rows of <run_dir>/metrics.jsonl, without lines that a kill has cut off; none if it cannot be read."""
+    with contextlib.suppress(OSError), open(run_dir / "metrics.jsonl", errors="replace") as file:
+        for line in file:
+            with contextlib.suppress(ValueError):
+                yield json.loads(line)

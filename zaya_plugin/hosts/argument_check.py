@@ -25,7 +25,7 @@ from zaya_plugin.data.tokenizer import check_opens
 
 
 def main() -> int:
-    """Answer until stdin ends; return 0, or 1 after a failure that is no mistake of the user."""
+    """Answer until stdin ends; return 0, or 1 after a failure that is not a user's mistake."""
     answers = os.dup(1)
     os.dup2(2, 1)  # what Megatron prints
     prepare()
@@ -59,7 +59,7 @@ def prepare() -> None:
     """Apply the patches and make the imports of `check`."""
     patches.apply_torch()
     patches.apply()
-    for module in ("megatron.training", "zaya_plugin.hosts.explain", "zaya_plugin.hosts.stage_model"):
+    for module in ("megatron.training", "zaya_plugin.hosts.optimizer_table", "zaya_plugin.hosts.stage_model"):
         importlib.import_module(module)
 
 
@@ -81,7 +81,7 @@ def check(recipe: Recipe, world_size: int) -> None:
         from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
         from megatron.training.global_vars import destroy_global_vars
 
-        from zaya_plugin.hosts.explain import model_without_memory
+        from zaya_plugin.hosts.optimizer_table import model_without_memory
         from zaya_plugin.training.optimizer import assign_optimizers
 
         destroy_global_vars()

@@ -19,7 +19,7 @@ from torch.utils.data import _utils
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.parent_death import PR_SET_PDEATHSIG
 
-DEVICES = ("/dev/kfd", "/dev/dri/")  # of AMD; Megatron closes NVIDIA's itself (its worker_init_fn)
+DEVICE_FILES = ("/dev/kfd", "/dev/dri/")  # of AMD; Megatron closes NVIDIA's itself (its worker_init_fn)
 END_SECONDS = 5.0
 
 
@@ -68,7 +68,7 @@ def _tie_to_rank() -> None:
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         for descriptor in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
-                if os.readlink(f"/proc/self/fd/{descriptor}").startswith(DEVICES):
+                if os.readlink(f"/proc/self/fd/{descriptor}").startswith(DEVICE_FILES):
                     os.close(int(descriptor))
 
     os.register_at_fork(after_in_child=in_fork)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """ZAYA as a guest in a training script that is not ours: Megatron-LM's pretrain_gpt.py, Primus.
 
-The host parses arguments, reads data, logs and calls pretrain(). The guest adds the model's configuration and head, the
-optimizers, the balancing of experts, the load at the start and the removal of old checkpoints. It replaces functions of
+The host parses arguments, reads data, logs and calls pretrain(). The guest adds the model, the optimizers, the balancing
+of experts, the load at the start and the removal of old checkpoints. It replaces functions of
 `megatron.training.training`, as `zaya train` does (zaya_plugin.patches.hooks).
 """
 
@@ -13,10 +13,8 @@ import atexit
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-
-from torch import nn
 
 from zaya_plugin import compat
 from zaya_plugin.checkpoint import commit, on_disk, restore
@@ -30,13 +28,11 @@ from zaya_plugin.ground.parent_death import BATCH_SIGNALS
 from zaya_plugin.hosts import data_loaders
 from zaya_plugin.hosts.adapter import Adapter
 from zaya_plugin.hosts.measured_steps import graph_warm_up
-from zaya_plugin.model.loss import ZayaGPTModel
 from zaya_plugin.patches import hooks
 from zaya_plugin.patches.hooks import SAVE, TRAINING
 from zaya_plugin.training import heartbeat
 from zaya_plugin.training.kernels import kernel_lines, select_kernels, warm_up_kernels
 from zaya_plugin.training.lifecycle import Lifecycle, damage
-from zaya_plugin.training.optimizer import assign_optimizers
 
 
 class Guest(Adapter):
@@ -81,7 +77,7 @@ class Guest(Adapter):
         self.built_optimizer = False
 
     def summary(self) -> list[str]:
-        """Return lines for the first rank: the run's start, arguments that differ from the recipe, and the kernels."""
+        """Return lines for the first rank: the run's start, and arguments that differ from the recipe."""
         begins = f"resumes from step {self.resumed_at}" if self.resumed_at else "begins"
         first = (
             f"{self.recipe.name} {begins}, optimizer {self.recipe.optim.name}, megatron.core {compat.core_version()}"
@@ -90,13 +86,13 @@ class Guest(Adapter):
             f"--{name.replace('_', '-')} is {of_host!r} here and {of_recipe!r} in the recipe"
             for name, (of_host, of_recipe) in sorted(self.differences.items())
         )
-        return [f"zaya: {line}" for line in (first, *differences, *kernel_lines(self.recipe))]
+        return [f"zaya: {line}" for line in (first, *differences)]
 
-    def install(self) -> None:
-        """Replace the host's functions for the rest of the process."""
+    def install(self, more: Iterable[tuple[str, Callable]] = ()) -> None:
+        """Replace the host's functions for the rest of the process. more: further symbols of this host, as `hooks`."""
         relay_batch_signals(self.args)
         atexit.register(data_loaders.end)  # before multiprocessing's own, which was registered earlier
-        self.restore = hooks.install(self.hooks())
+        self.restore = hooks.install([*self.hooks(), *more])
 
     def hooks(self) -> list[tuple[str, Callable]]:
         saves = [(TRAINING + "save_checkpoint", self.save_and_prune), (SAVE, commit.save)]
@@ -131,21 +127,8 @@ class Guest(Adapter):
             for line in self.lifecycle.changed:
                 print(f"zaya: {line}", flush=True)
 
-    def share_config(self, host) -> None:
-        """Copy the fields that the host reads into its own configuration; may be called again."""
-        for name in hooks.SHARED_WITH_HOST:
-            hooks.set_attribute(f"TransformerConfig().{name}", host, getattr(self.config, name))
-
-    def mark(self, layer: nn.Module, prefix: str) -> None:
-        """Mark the matrices of one layer for Muon before the host lays out its buffers; `optimizer` later assigns all
-        parameters.
-
-        prefix: of the layer's parameters in the model, since overrides match whole names.
-        """
-        assign_optimizers(self.recipe, layer, part_of=prefix)
-
-    def optimizer(self, get_megatron_optimizer, config, model_chunks, *positional, **named):
-        """Give the models their head, loss and optimizer assignments, and build the optimizer.
+    def optimizer(self, *positional, **named):
+        """Check the kernels and build the optimizer.
 
         Every rank calls it before the first step and with the process group, so the kernels are checked here too. Ends
         the run where ranks chose different versions.
@@ -154,14 +137,10 @@ class Guest(Adapter):
             checked = warm_up_kernels(self.recipe)
         except ValueError as error:
             raise SystemExit(f"zaya: {error}") from None
-        if self.args.rank == 0:
-            print(f"zaya: {checked}", flush=True)
-        for chunk in model_chunks:
-            model = _unwrapped(chunk)
-            ZayaGPTModel.convert_in_place(model, self.config)
-            assign_optimizers(self.recipe, model)
+        if self.args.rank == 0:  # the table raises where a version is not available, which is on no rank by now
+            print(*(f"zaya: {line}" for line in (*kernel_lines(self.recipe), checked)), sep="\n", flush=True)
         self.built_optimizer = True
-        return super().optimizer(get_megatron_optimizer, config, model_chunks, *positional, **named)
+        return super().optimizer(*positional, **named)
 
     def finalize(self, finalize_model_grads, model, *positional, **named):
         """Finish the gradients and balance the experts. Ends the run if the host has built an optimizer of its own."""
@@ -178,12 +157,9 @@ class Guest(Adapter):
             )
         super().finalize(finalize_model_grads, model, *positional, **named)
 
-    @heartbeat.during("load")
-    def load(self, load_checkpoint, model, optimizer, *positional, **named):
-        """Load, unless the checkpoint is damaged."""
+    def check_content(self) -> None:
         if self.resumed_at and (damaged := restore.compare(self.lifecycle.directory, self.resumed_at).damaged):
             raise SystemExit("zaya: " + damage(self.lifecycle.directory, damaged))
-        return super().load(load_checkpoint, model, optimizer, *positional, **named)
 
     def check_loaded(self, iteration: int) -> None:
         """Stop a host that starts from step 0 although a checkpoint exists."""
@@ -271,12 +247,6 @@ def relay_batch_signals(args: argparse.Namespace) -> None:
         known = getattr(args, "exit_signal", signal.SIGTERM)
         for number in {*BATCH_SIGNALS} - {known}:
             signal.signal(number, lambda *unused: os.kill(os.getpid(), known))
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    while not hasattr(module, "decoder"):
-        module = module.module
-    return module
 
 
 def _same(of_host, of_recipe) -> bool:

@@ -12,12 +12,13 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.utils import unwrap_model
 from torch import nn
 
-from zaya_plugin.config.optimizer_override import Override
+from zaya_plugin.config.entries import Override
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.optim.balancing import RouterStatistics
 from zaya_plugin.optim.chained import ChainedMuonAdamW
-from zaya_plugin.optim.factory import muon_factory, tag_parameters
+from zaya_plugin.optim.factory import build_muon_adamw
 from zaya_plugin.optim.muon import MuonSettings
+from zaya_plugin.optim.parameter_role import tag_parameters
 from zaya_plugin.training.balancer import Balancer
 
 
@@ -42,9 +43,7 @@ def balance_experts(model_chunks: list[nn.Module]) -> RouterStatistics:
     Call it on every rank once a step, after the backward passes of all micro-batches. model_chunks: this rank's models,
     with or without DDP.
     """
-    balancer = Balancer()
-    balancer.balance(model_chunks)
-    return balancer.statistics
+    return Balancer().balance(model_chunks)
 
 
 def muon_optimizer(
@@ -85,7 +84,7 @@ def muon_optimizer(
             allowed="None",
             fix='overrides=["<pattern> lr_mult=... weight_decay_mult=..."]',
         )
-    overrides = [Override.parse(entry) for entry in overrides]
+    parsed = [Override.parse(entry) for entry in overrides]
     for chunk in model_chunks:
         if not hasattr(chunk, "ddp_config"):
             raise mistake(
@@ -95,6 +94,8 @@ def muon_optimizer(
                 allowed="models under DDP",
                 fix="wrap it in DistributedDataParallel",
             )
-        tag_parameters(unwrap_model(chunk), overrides)
-    factory = muon_factory(get_megatron_optimizer, muon or MuonSettings(), non_finite="stop", chain=BalancedMuonAdamW)
-    return factory(config, model_chunks, **named)
+        tag_parameters(unwrap_model(chunk), parsed)
+    muon = muon or MuonSettings()
+    return build_muon_adamw(
+        get_megatron_optimizer, config, model_chunks, muon, non_finite="stop", chain=BalancedMuonAdamW, **named
+    )

@@ -53,9 +53,7 @@ from zaya_plugin.training.step_queue import AgreedSignal, StepClock, StepQueue
 
 # With deterministic algorithms torch fills every new tensor with NaN, to show reads of uninitialised memory; this
 # doubles a step's launches.
-NEW_MEMORY = "torch.utils.deterministic.fill_uninitialized_memory"
-
-SECONDS_FOR_A_SAVE = 60.0
+FILL_OF_NEW_MEMORY = "torch.utils.deterministic.fill_uninitialized_memory"
 
 
 def run(
@@ -82,7 +80,7 @@ def run(
     phases.begin(f"connecting {args.world_size} ranks" if args.world_size > 1 else "setting up Megatron")
     try:
         with (
-            hooks.replaced({NEW_MEMORY: False} if recipe.cluster.deterministic else {}),
+            hooks.replaced({FILL_OF_NEW_MEMORY: False} if recipe.cluster.deterministic else {}),
             hooks.wrapped(trainer.hooks(build_optimizer)),
         ):
             training.pretrain(
@@ -99,23 +97,17 @@ def run(
     except RollBackError as error:
         # The weights after the step before gave the first spike.
         first = error.first_step - 1
-        if trainer.saved.last_step >= first:
-            saver.abandon()
-        else:
-            saver.wait(SECONDS_FOR_A_SAVE)
+        trainer.saved.leave_from(first)
         if args.rank == 0:
             lifecycle.put_aside_from(first)
         raise loss_guard.roll_back(error.first_step, trainer.step, lifecycle.last_good()) from None
     except NonFiniteGradientsError as error:
-        saver.wait(SECONDS_FOR_A_SAVE)  # all ranks are here; it is of a good step
+        trainer.saved.leave_from(trainer.step + 1)  # the save in flight is of a good step
         step = args.curr_iteration + 1
         text = f"step {step}: {error} {lifecycle.last_good()}."
         raise as_guard(recipe, NonFiniteGradientsError(text), step) from error
     except NonFiniteLossError as error:
-        if trainer.saved.last_step >= error.step:
-            saver.abandon()
-        else:
-            saver.wait(SECONDS_FOR_A_SAVE)
+        trainer.saved.leave_from(error.step)
         raised = NonFiniteLossError(f"{error} {lifecycle.last_good()}.", error.step)
         raise as_guard(recipe, raised, error.step) from error
     finally:
@@ -215,7 +207,7 @@ class Trainer(Adapter):
             keep_every=recipe.checkpoint.keep_every,
             collectives=60 * args.distributed_timeout_minutes,
         )
-        saver.report = reporter.saved if args.rank == 0 else print
+        saver.report = reporter.print if args.rank == 0 else print
         self.saved = SavedState(recipe, saver)
         self.started = False
         self.scheduler = None
@@ -277,18 +269,6 @@ class Trainer(Adapter):
             checked = warm_up_kernels(self.recipe)
         if kernels := kernel_lines(self.recipe):
             self.reporter.note([*kernels, checked])
-
-    @heartbeat.during("load")
-    def load(self, *positional, **named):
-        if self.args.load:
-            phases.begin("loading the checkpoint")
-        return super().load(*positional, **named)
-
-    def datasets(self, num_samples, vp_stage=None) -> list:
-        phases.begin("opening the data")
-        return super().datasets(num_samples, vp_stage)
-
-    datasets.is_distributed = True  # as the adapter's
 
     def prepare_and_train(self, train, forward_step_func, model, optimizer, scheduler, *positional, **named):
         """Validate before the first step of a stage, plan the checkpoints, then run Megatron's training loop."""

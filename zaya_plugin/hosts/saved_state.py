@@ -26,6 +26,8 @@ from zaya_plugin.ground.errors import RunEndedError, message
 from zaya_plugin.ground.parent_death import GRACE, GRACE_SECONDS
 from zaya_plugin.optim.sharding.distributed import WITHOUT_TENSORS, MuonDistributedOptimizer
 
+SECONDS_FOR_A_SAVE = 60.0  # of a run that an error ends
+
 
 class SavedState:
     """The saves of one rank.
@@ -88,6 +90,13 @@ class SavedState:
     def last_step(self) -> int:
         """The step of the last save that was begun, 0 without one."""
         return 0 if self._last is None else self._last[0]
+
+    def leave_from(self, step: int) -> None:
+        """Give the save in flight up if it is of `step` or a later one, or wait for it. All ranks must call it."""
+        if self.last_step >= step:
+            self.saver.abandon()
+        else:
+            self.saver.wait(SECONDS_FOR_A_SAVE)
 
     # When
 

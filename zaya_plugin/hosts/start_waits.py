@@ -26,7 +26,7 @@ from zaya_plugin.ground.parent_death import END_SIGNALS, on_end_signals
 
 SAY_SECONDS, REPEAT_SECONDS = 15.0, 60.0
 LOOK_SECONDS = 5.0  # between two notes of a rank about where it is
-DISTRIBUTED = (
+WAITING_FILES = (
     "torch/distributed/distributed_c10d.py",
     "torch/distributed/rendezvous.py",
 )  # there a rank waits for others
@@ -42,7 +42,7 @@ class Start:
 
     def __init__(self, rank: int, world_size: int, console: TextIO):
         self.rank, self.world_size, self.console = rank, world_size, console
-        self.order = [0, world_size - 1, *range(1, world_size - 1)]  # the first of these that waits says for whom
+        self.order = [0, world_size - 1, *range(1, world_size - 1)]  # the first of these that waits reports
         _starts.append(self)
         self.store: PrefixStore | None = None
         self._notes = 0
@@ -186,7 +186,7 @@ def _listed(ranks: list[int]) -> str:
 
 
 def _waits(frame) -> bool:
-    return frame is not None and frame.f_code.co_filename.endswith(DISTRIBUTED)
+    return frame is not None and frame.f_code.co_filename.endswith(WAITING_FILES)
 
 
 def _place() -> str:

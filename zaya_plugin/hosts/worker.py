@@ -36,7 +36,7 @@ EXIT_SECONDS = 120
 
 
 class RankLog(io.FileIO):
-    """A log file whose writes never raise: on a full disk lines are lost and the training goes on."""
+    """A log file whose writes never raise: on a full disk lines are lost and the training continues."""
 
     def write(self, data) -> int:
         with contextlib.suppress(OSError):
@@ -112,14 +112,14 @@ def _end_in_any_case() -> None:
     faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True, file=open(os.devnull, "w"))
 
 
-def prepare(recipe, world_size: int) -> None:
-    """Validate the recipe, select the kernels and apply the patches, before any use of Megatron in a rank."""
+def prepare(recipe) -> None:
+    """Select the kernels and apply the patches, before any use of Megatron in a rank. The process that started or joined
+    the ranks has validated the recipe.
+    """
     import torch
 
-    from zaya_plugin.config.validate import validate
     from zaya_plugin.training.kernels import select_kernels
 
-    validate(recipe, world_size)
     select_kernels(recipe)
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
@@ -127,7 +127,7 @@ def prepare(recipe, world_size: int) -> None:
 
 
 def _train(recipe, rank: int, world_size: int, console) -> int:
-    prepare(recipe, world_size)
+    prepare(recipe)
     import torch
 
     from zaya_plugin.data.sources import find_sources

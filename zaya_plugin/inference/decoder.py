@@ -134,7 +134,7 @@ class Decoder:
         return model.decoder.final_layernorm(hidden)
 
     def _make_room(self, batch: int, tokens: int) -> None:
-        """Allocate states for so many sequences and tokens, or clear those that fit."""
+        """Allocate states for `batch` sequences of `tokens` tokens, or clear those that fit."""
         if self.states and self.tokens.shape[0] == batch and self.room >= tokens:
             for state in self.states:
                 state.clear()

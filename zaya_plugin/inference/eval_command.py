@@ -126,8 +126,8 @@ def _of_recipe(start: Path) -> list[str]:
     """Return the validation data of a run: its domains, else the one dataset, and each source of the blend that holds
     out a part.
     """
-    from zaya_plugin.config.blend_entry import parse_blend
     from zaya_plugin.config.compose import load_recipe
+    from zaya_plugin.config.entries import parse_blend
     from zaya_plugin.config.run_directory import RECIPE
     from zaya_plugin.data.prepared import locate
 

@@ -85,7 +85,7 @@ class Opened:
         return torch.cuda.mem_get_info()[0] if self.device == "cuda" else free_memory()
 
     def bytes_of_pass(self, batch: int, tokens: int) -> int:
-        """Return the least bytes that the weights, unless they are loaded, and one pass over `batch` sequences of so many
+        """Return the least bytes that the weights, unless they are loaded, and one pass over `batch` sequences of `tokens`
         tokens still take: two copies of the hidden states in fp32, and a token's logits of each sequence.
         """
         weights = 0 if "decoder" in vars(self) else sum(map(math.prod, self.shapes)) * self.dtype.itemsize
@@ -120,7 +120,7 @@ def find_model(options: argparse.Namespace) -> Path | Reading:
     and held. Imports no torch where the checkpoint has a manifest.
 
     Raises:
-        ValueError: there is none, or it is damaged; --tokenizer is no tokenizer's folder.
+        ValueError: it does not exist, or is damaged; --tokenizer is not a tokenizer's folder.
     """
     name = options.given
     if options.tokenizer and not (Path(options.tokenizer) / "tokenizer.json").is_file():
@@ -143,10 +143,10 @@ def _no_tokenizer(name: str | None, home: str | Path) -> ValueError:
 
 
 def open_model(options: argparse.Namespace, model: Path | Reading, needs_tokenizer: bool = True) -> Opened:
-    """Return the model of the options, which `find_model` has found.
+    """Return the model of the options, whose files `find_model` returned.
 
     Raises:
-        ValueError: it cannot be computed here, or a tokenizer is needed and missing.
+        ValueError: this machine cannot compute it, or a tokenizer is needed and missing.
     """
     import torch
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from hip_ops.runtime import aiter
 
 logger = logging.getLogger(__name__)
-FIRST = "0.1.14"
-FLASH = aiter.Function(
+FIRST_RELEASE = "0.1.14"
+FLASH_FUNCTION = aiter.Function(
     "aiter", "flash_attn_func", ("q", "k", "v", "softmax_scale", "causal", "deterministic", "return_lse")
 )
 
@@ -30,7 +30,7 @@ def aiter_flash() -> Callable[..., Tensor]:
     Raises:
         ValueError: AITER is missing, too old, or its function does not take these arguments.
     """
-    problem = aiter.missing(FIRST) or FLASH.problem()
+    problem = aiter.missing(FIRST_RELEASE) or FLASH_FUNCTION.problem()
     if problem is not None:
         raise ValueError(f"{problem} (allowed: {aiter.RELEASES})")
     logger.warning("core attention of aiter %s: this project has not run it on any device", aiter.installed())
@@ -41,7 +41,7 @@ def _flash(
     query: Tensor, key: Tensor, value: Tensor, *, softmax_scale: float, causal: bool, deterministic: bool
 ) -> Tensor:
     # The same call with and without gradients, so that recomputing an activation runs the same kernel.
-    context, *_ = FLASH(
+    context, *_ = FLASH_FUNCTION(
         q=query,
         k=key,
         v=value,

@@ -20,19 +20,16 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import hip_ops
 from hip_ops.runtime.main_grad import main_grad_linear
 from zaya_plugin.ground.errors import mistake
-from zaya_plugin.model.cca import key_scale, rope_table
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.decode_state import DecodeState
-from zaya_plugin.model.initialization import constant_parameter, random_parameter
-from zaya_plugin.model.parameter_gather import gathered
-from zaya_plugin.model.small_gradients import ParameterView, direct
-from zaya_plugin.parallel.boundary_exchange import BoundaryExchange, last_rows
+from zaya_plugin.model.parameters import ParameterView, constant_parameter, direct, gathered, random_parameter
+from zaya_plugin.parallel.context_exchange import BoundaryExchange, last_rows
 from zaya_plugin.parallel.context_order import ContextShard
-from zaya_plugin.parallel.local_heads import LocalHeads
 from zaya_plugin.parallel.packed_documents import PackedDocuments
 
 
@@ -87,8 +84,7 @@ class ZayaSelfAttention(MegatronModule):
         name: str | None = None,
     ):
         super().__init__(config)
-        if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self.tp_group = pg_collection.tp
         self.context_group = pg_collection.cp
         self.shard = ContextShard.of(self.context_group, config.context_parallel_order)
@@ -195,14 +191,6 @@ class ZayaSelfAttention(MegatronModule):
         """Return the small parameters: all but the matrices and the grouped convolution's weight."""
         return self.conv_qk_depthwise.weight, self.conv_qk_depthwise.bias, self.conv_qk_grouped.bias, self.temperature
 
-    def mixing_parameters(self, view: ParameterView = direct) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return this rank's depthwise weight and bias, grouped weight and bias, and temperature, as
-        `hip_ops.cca_prologue` takes them.
-        """
-        convolutions = (gathered(self.conv_qk_depthwise), gathered(self.conv_qk_grouped))
-        tensors = [self.local.of_queries_and_keys(view(t)) for conv in convolutions for t in (conv.weight, conv.bias)]
-        return *tensors, self.local.of_heads(view(self.temperature))
-
     def forward(
         self,
         hidden_states: Tensor,
@@ -270,11 +258,12 @@ class ZayaSelfAttention(MegatronModule):
         return self.linear_proj(context)[0], None
 
     def _prologue(self, projected, z_halo, value_halo, angles, starts, view) -> tuple[Tensor, Tensor, Tensor]:
-        *weights, temperature = self.mixing_parameters(view)
+        convolutions = (gathered(self.conv_qk_depthwise), gathered(self.conv_qk_grouped))
+        weights = [self.local.of_queries_and_keys(view(t)) for conv in convolutions for t in (conv.weight, conv.bias)]
         return hip_ops.cca_prologue(
             projected,
             *weights,
-            key_scale(temperature, self.config.temperature_form),
+            key_scale(self.local.of_heads(view(self.temperature)), self.config.temperature_form),
             None if angles is None else rope_table(angles),
             query_groups=self.query_groups,
             delayed_channels=self.delayed_channels,
@@ -312,3 +301,72 @@ class ZayaSelfAttention(MegatronModule):
         return self.core_attention(
             query, key, value, attention_mask, attn_mask_type=self.attn_mask_type, packed_seq_params=packed
         )
+
+
+@dataclass(frozen=True)
+class LocalHeads:
+    """The query groups [rank g / ranks, (rank + 1) g / ranks) and their query heads, on one of `ranks` tensor-parallel
+    ranks, and this rank's rows of the parameters that every rank holds whole.
+
+    Query groups are distributed in order, each with its query heads, so that no attention head needs another rank. The
+    heads of the values are [current half | delayed half]: with two groups and two ranks the first rank has the current
+    head and the second rank the delayed head.
+
+    heads, query_groups: numbers in the whole model, n and g.
+    head_dim: channels of a head, d.
+    """
+
+    rank: int
+    ranks: int
+    heads: int
+    query_groups: int
+    head_dim: int
+
+    def of_heads(self, x: Tensor) -> Tensor:
+        """Return this rank's rows of x, which has equally many rows for each query group."""
+        return x if self.ranks == 1 else x.chunk(self.ranks)[self.rank]
+
+    def of_queries_and_keys(self, x: Tensor) -> Tensor:
+        """Return this rank's rows of x [(n + g) d, ...], in the order of the convolutions' channels."""
+        if self.ranks == 1:
+            return x
+        query, key = x.split((self.heads * self.head_dim, self.query_groups * self.head_dim))
+        return torch.cat((query.chunk(self.ranks)[self.rank], key.chunk(self.ranks)[self.rank]))
+
+    @property
+    def delayed_channels(self) -> int:
+        """Number of this rank's value channels that lag one token: those in the second half of all value channels."""
+        channels, share = self.query_groups * self.head_dim, self.query_groups * self.head_dim // self.ranks
+        return min(share, max((self.rank + 1) * share - channels // 2, 0))
+
+    def of_values(self, current: Tensor, delayed: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this rank's rows of the two halves [g d / 2, ...] of the value channels; one of them may be empty."""
+        half, share = len(current), 2 * len(current) // self.ranks
+        start, end = self.rank * share, (self.rank + 1) * share
+        return current[min(start, half) : min(end, half)], delayed[max(start - half, 0) : max(end - half, 0)]
+
+
+def key_scale(temperature: Tensor, form: str) -> Tensor:
+    """Return the length of the keys relative to sqrt(d); temperature [g] -> [g]. `form` as
+    ZayaConfig.temperature_form.
+    """
+    if form == "linear":
+        return temperature
+    temperature = temperature.to(hip_ops.wide(temperature.dtype))
+    if form == "exp":
+        return temperature.exp()
+    assert form == "clamped_exp", form
+    return temperature.clamp(1e-7, 2.0).exp()
+
+
+_rope_tables = WeakTensorKeyDictionary()
+
+
+def rope_table(angles: Tensor) -> Tensor:
+    """Return (cos, sin) of angles [s, 1 or b, 1, r] as `hip_ops.cca_prologue` takes them; computed once for all layers
+    that get the same angles.
+    """
+    table = _rope_tables.get(angles)
+    if table is None:
+        table = _rope_tables[angles] = hip_ops.rope_table(angles)
+    return table

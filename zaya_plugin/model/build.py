@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.model.config import ZayaConfig
+from zaya_plugin.model.gpt_model import ZayaGPTModel
 from zaya_plugin.model.layer_specs import zaya_block_spec
-from zaya_plugin.model.loss import ZayaGPTModel
-from zaya_plugin.optim.factory import tag_parameters
+from zaya_plugin.optim.parameter_role import tag_parameters
 
 
 def build_zaya_model(
@@ -27,7 +26,7 @@ def build_zaya_model(
     pg_collection=None,
     fp16_lm_cross_entropy: bool = False,
     parallel_output: bool = True,
-) -> GPTModel:
+) -> ZayaGPTModel:
     """Build a ZAYA1 model, its matrices marked for Muon.
 
     Args:
@@ -39,7 +38,7 @@ def build_zaya_model(
         pre_process, post_process, vp_stage, pg_collection, fp16_lm_cross_entropy, parallel_output: as in GPTModel.
 
     Returns:
-        GPTModel; `model(input_ids, position_ids, attention_mask, labels=)` gives losses [b, s] or logits [b, s, v].
+        `model(input_ids, position_ids, attention_mask, labels=)` gives losses [b, s] or logits [b, s, v].
 
     Raises:
         ValueError: rotary_percent leaves no even number of channels to rotate.
@@ -53,9 +52,9 @@ def build_zaya_model(
             allowed="an even number of channels, at least 2",
             fix="rotary_percent=0.5, which is 64 of 128 channels in ZAYA1",
         )
-    model = GPTModel(
+    model = ZayaGPTModel(
         config,
-        zaya_block_spec(config, vp_stage),  # ty: ignore[invalid-argument-type]  # as Megatron's block accepts it too
+        zaya_block_spec(config, vp_stage),
         vocab_size=vocab_size,
         max_sequence_length=max_sequence_length,
         pre_process=pre_process,
@@ -69,7 +68,6 @@ def build_zaya_model(
         pg_collection=pg_collection,
         vp_stage=vp_stage,
     )
-    ZayaGPTModel.convert_in_place(model, config)
     # Before DDP lays out its buffers, so that a matrix of Muon stays whole there; a recipe's assignment replaces it.
     tag_parameters(model)
     return model

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import init_method_normal
+from torch import Tensor
 
 from zaya_plugin.config.messages import refused
 from zaya_plugin.config.schema import (
@@ -74,13 +76,14 @@ class ZayaConfig(ZayaOptions, TransformerConfig):
     """Experts per token; ZAYA1 is top-1 and nothing else is supported."""
 
     gated_linear_unit: bool = True
-    activation_func: object = F.silu
-    normalization: str = ModelConfig.normalization
+    activation_func: Callable[[Tensor], Tensor] = F.silu
+    # The schema has the choices of these, and `_check` refuses others.
+    normalization: str = ModelConfig.normalization  # ty: ignore[incompatible-attribute-override]
     add_bias_linear: bool = False
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
 
-    transformer_impl: str = ClusterConfig.transformer_impl
+    transformer_impl: str = ClusterConfig.transformer_impl  # ty: ignore[incompatible-attribute-override]
     """Linears of queries, keys and attention's output: `local`, Megatron's own; `transformer_engine`, that package's."""
 
     cca_time0: int = 2
@@ -96,6 +99,7 @@ class ZayaConfig(ZayaOptions, TransformerConfig):
     @property
     def num_router_classes(self) -> int:
         """Experts plus the skip class."""
+        assert self.num_moe_experts is not None, "`_check` refuses it"
         return self.num_moe_experts + int(self.moe_skip_expert)
 
     @property

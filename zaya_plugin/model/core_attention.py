@@ -6,18 +6,20 @@ too.
 queries against the keys and values of the sequence up to the last query, the mask aligned at the end (lower right). At
 its first use on a device a version is compared with attention written out, gradients included, except torch's own on a
 CPU and for documents. hip_ops' class `Versions` chooses, compares and reports, as for its own operators. CoreAttention
-is no `Operator`: it is not registered with torch, does not check its arguments, and records gradients by the versions'
+is not an `Operator`: it is not registered with torch, does not check its arguments, and records gradients by the versions'
 own autograd. cluster.kernels and HIP_OPS_KERNELS do not select its version, and no version is a kernel of hip_ops.
 
 The way of a call: `ZayaCoreAttention.forward`, `core_attention` (one CoreAttention for all layers),
 `CoreAttention.__call__`, `Versions.implementations`, the function of `CoreAttention._function_of`. A call has one of
 three forms:
 
-    whole      all queries of a sequence: every version; `auto` takes the fastest that was measured (MEASURED)
+    whole      all queries of a sequence: every version; `auto` takes the fastest that was measured (MEASURED_ORDER)
     chunks     a context-parallel rank's chunks of queries: with auto, sdpa and cudnn in blocks (block_attention.py)
                where torch has a kernel for them, otherwise chunk by chunk by the version itself (cudnn: by sdpa)
-    documents  packed documents: by torch with every value of the key, flex_attention on an accelerator and a mask of all
-               pairs elsewhere; the log says so where another version is requested
+    documents  packed documents: by torch with every value of the key, flex_attention on an accelerator and sdpa with a
+               mask of all pairs elsewhere; the log says so where another version is requested. The packages' kernels
+               for sequences of several lengths (varlen) are not used: their arguments depend on the number of
+               documents, which the host would have to read in every step
 
 A version that is requested by name and is not available, or is wrong, raises; `auto` takes the next one. AITER, which was
 not run by this project, is left out with a warning where its check fails.
@@ -40,13 +42,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from hip_ops.runtime.architecture import architecture
-from hip_ops.runtime.operator import Versions
-from hip_ops.runtime.selection import Request
+from hip_ops.runtime.choice import Versions
+from hip_ops.runtime.launch import architecture
+from hip_ops.versions import Request
 from zaya_plugin.model.aiter_attention import aiter_flash
 from zaya_plugin.model.block_attention import block_attention, takes_blocks
+from zaya_plugin.parallel.context_exchange import gather_key_value
 from zaya_plugin.parallel.context_order import ContextShard
-from zaya_plugin.parallel.key_value_gather import gather_key_value
 from zaya_plugin.parallel.packed_documents import PackedDocuments
 
 logger = logging.getLogger(__name__)
@@ -54,23 +56,30 @@ logger = logging.getLogger(__name__)
 Attention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 # The order of `auto` by architecture, in half precision: fastest first, as measured there in steps of ZAYA1-base
 # (docs/log.md, 2026-11-22: FlashAttention-4). sdpa follows, and is the only one elsewhere.
-MEASURED = {"sm_90": ("flash_attn_4", "cudnn")}
+MEASURED_ORDER = {"sm_90": ("flash_attn_4", "cudnn")}
 # Modules with FlashAttention-2's function; flash_attn_4 is flash-attn-4, for Hopper and later.
 PACKAGES = {"flash_attn": "flash_attn", "flash_attn_4": "flash_attn.cute"}
 VERSIONS = ("cudnn", *PACKAGES, "aiter", "transformer_engine", "sdpa")
 FORMS = {
     "whole": VERSIONS,
     "chunks": ("blocks", *(version for version in VERSIONS if version != "cudnn")),  # blocks are cuDNN's kernel
-    "documents": ("sdpa",),
+    "documents": ("flex_attention", "sdpa"),
 }
 # What a version that a form lacks does not compute.
-NOT_TAKEN = {"chunks": "chunks of a sequence other than in blocks", "documents": "packed documents"}
+UNSUPPORTED_CALLS = {"chunks": "chunks of a sequence other than in blocks", "documents": "packed documents"}
 # Queries of the check, half as many a chunk. AITER's training kernel starts at 129 queries, another backward kernel at
 # 257 keys.
-ROWS = 320
+CHECKED_ROWS = 320
 MAGNITUDES = (1.0, 6.0)  # of queries and keys: the second makes scores of about 36, where the softmax is nearly one-hot
 # Largest relative error (Frobenius norm) of the result and of each gradient; fp32 products may be TF32.
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 5e-3, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+
+
+def by_torch(function: Callable, query: Tensor, key: Tensor, value: Tensor, scale: float, **mask) -> Tensor:
+    """Return [s, b, n * d] by one of torch's functions, which take heads before rows; shapes as `causal_attention`."""
+    query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
+    context = function(query, key, value, scale=scale, enable_gqa=query.shape[1] != key.shape[1], **mask)
+    return context.permute(2, 0, 1, 3).flatten(2)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -78,15 +87,12 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
 
     Args: query [s, b, n, d], key and value [t, b, g, d] with n a multiple of g and t >= s. Returns [s, b, n * d].
     """
-    query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
-    grouped = query.shape[1] != key.shape[1]
-    s, t = query.shape[2], key.shape[2]
+    s, t = len(query), len(key)
     if s == t:
-        context = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+        mask = dict(is_causal=True)
     else:
-        mask = causal_lower_right(s, t) if query.is_cuda else lower_right_mask(s, t, query.device)
-        context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
-    return context.permute(2, 0, 1, 3).flatten(2)
+        mask = dict(attn_mask=causal_lower_right(s, t) if query.is_cuda else lower_right_mask(s, t, query.device))
+    return by_torch(F.scaled_dot_product_attention, query, key, value, scale, **mask)
 
 
 def lower_right_mask(s: int, t: int, device: torch.device) -> Tensor:
@@ -106,15 +112,9 @@ def document_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, 
     """Compute causal attention inside each document: this rank's queries [s, b, n, d], all keys and values [S, b, g,
     d].
     """
-    query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    grouped = query.shape[1] != key.shape[1]
     if query.is_cuda:
-        context = _flex_attention()(query, key, value, block_mask=packed.block_mask, scale=scale, enable_gqa=grouped)
-    else:
-        context = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=packed.dense_mask, scale=scale, enable_gqa=grouped
-        )
-    return context.permute(2, 0, 1, 3).flatten(2)
+        return by_torch(_flex_attention(), query, key, value, scale, block_mask=packed.block_mask)
+    return by_torch(F.scaled_dot_product_attention, query, key, value, scale, attn_mask=packed.dense_mask)
 
 
 @functools.cache
@@ -183,9 +183,10 @@ def attention_of(version: str) -> Attention:
     return cudnn_attention if version == "cudnn" else causal_attention
 
 
+@functools.cache
 def _missing(version: str, _: torch.device) -> str | None:
     """Return why the package of `version` cannot be used, or None: a function of `available`, which `Versions._missing`
-    calls.
+    calls. Every layer asks, and Python would try the import of a missing package each time.
     """
     try:
         attention_of(version)
@@ -267,7 +268,7 @@ class CoreAttention(Versions):
         self.half = dtype in (torch.bfloat16, torch.float16)
         self.heads, self.groups, self.head_dim = heads, groups, head_dim
         self.requested = Request(requested, f"cluster.core_attention={requested}")
-        rows, *starts = (ROWS,) if form == "whole" else (ROWS // 2, (0, ROWS))
+        rows, *starts = (CHECKED_ROWS,) if form == "whole" else (CHECKED_ROWS // 2, (0, CHECKED_ROWS))
         keys, queries = rows + (starts[0][-1] if starts else 0), rows * (2 if starts else 1)
 
         def example(magnitude: float, device: torch.device) -> tuple:
@@ -295,7 +296,7 @@ class CoreAttention(Versions):
         self.setting = "core_attention"
         if requested not in ("auto", *self.versions):
             text = "cluster.core_attention=%s: this version takes no %s; torch's attention computes them"
-            logger.warning(text, requested, NOT_TAKEN[form])
+            logger.warning(text, requested, UNSUPPORTED_CALLS[form])
 
     def request(self) -> Request:
         return self.requested
@@ -310,9 +311,11 @@ class CoreAttention(Versions):
         """Return the requested version, or with auto the fastest measured ones, then sdpa. For chunks `blocks` is before
         them with auto, sdpa and cudnn.
         """
+        if self.form == "documents":
+            return ("flex_attention",) if device.type == "cuda" else ("sdpa",)
         order = () if request.version == "auto" else (request.version,)
         if request.version == "auto" and self.form == "whole" and self.half and not self.exact:
-            order = MEASURED.get(architecture(device), ())
+            order = MEASURED_ORDER.get(architecture(device), ())
         if self.form == "chunks" and request.version in ("auto", "sdpa", "cudnn"):
             order = ("blocks", *order)
         return tuple(dict.fromkeys(version for version in (*order, "sdpa") if version in self.versions))
@@ -323,7 +326,7 @@ class CoreAttention(Versions):
         return None if takes_blocks(query, key) else "torch would not choose cuDNN's kernel"
 
     def _failure(self, version: str, device: torch.device, check: bool) -> str | None:
-        if version == "sdpa" and (device.type == "cpu" or self.form == "documents"):  # torch's plain attention
+        if self.form == "documents" or (version == "sdpa" and device.type == "cpu"):  # torch's plain attention
             return None
         if check and (device, version) not in self.results:
             # Before the check: should a kernel end the process, the log names it.
@@ -370,8 +373,7 @@ class ZayaCoreAttention(nn.Module):
         super().__init__()
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
         assert not (attention_dropout or config.attention_dropout)
-        if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self.context_group = pg_collection.cp
         self.shard = ContextShard.of(self.context_group, config.context_parallel_order)
         self.name = config.core_attention

@@ -3,7 +3,7 @@
 
 Every expert's matrix is a named 2-D parameter of its own, so that an optimizer such as Muon sees matrices. All matrices
 of a kind lie one after another in one block of memory, so that `hip_ops.grouped_rows` reads them in place, without a
-copy. Megatron's DDP moves parameters into its own buffer; `zaya_plugin.optim.sharding.layout` keeps the block whole
+copy. Megatron's DDP moves parameters into its own buffer; `zaya_plugin.optim.sharding.placement` keeps the block whole
 there.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import hip_ops
 from hip_ops.runtime.main_grad import handed_over_block, main_grad_of
 from zaya_plugin.model.config import ZayaConfig
-from zaya_plugin.model.initialization import initial_device, initialize
+from zaya_plugin.model.parameters import initial_device, initialize
 from zaya_plugin.optim.parameter_role import ExpertBlock, role_of
 
 
@@ -101,24 +101,6 @@ class ExpertMLP(torch.autograd.Function):
         return grad_x, grad_weights, None, None, None, *grad_fc1, *grad_fc2
 
 
-def reduce_over_expert_ranks(matrix: nn.Parameter) -> None:
-    """Mark an expert's parameter, so that Megatron sums its gradient over the ranks that hold the same expert.
-
-    The mark is also set where all ranks hold it. Optimizer and checkpoint then have a part for experts in every layout,
-    and state can move between layouts.
-    """
-    matrix.allreduce = False
-
-
-def mark_block(matrices: Sequence[nn.Parameter], layer_number: int, writes_first: bool) -> None:
-    """Give `matrices`, in ascending order of experts, roles as members of one block
-    (zaya_plugin/optim/parameter_role.py).
-    """
-    block = ExpertBlock(layer_number, len(matrices), writes_first)
-    for index, matrix in enumerate(matrices):
-        matrix.zaya_role = replace(role_of(matrix), block=block, index=index)
-
-
 class GroupedWeight(nn.Module):
     """Matrices [output_size, input_size] of this rank's experts as parameters weight0 .. over one block of memory.
 
@@ -143,7 +125,9 @@ class GroupedWeight(nn.Module):
         # Megatron lays parameters out in reverse order of registration, so this puts them ascending there.
         for expert in reversed(range(self.num_experts)):
             self.register_parameter(f"weight{expert}", nn.Parameter(block[expert]))
-            reduce_over_expert_ranks(self._parameters[f"weight{expert}"])
+            # Megatron sums its gradient over the ranks that hold the same expert. Set also where all ranks hold it:
+            # optimizer and checkpoint then have a part for experts in every layout, and state can move between layouts.
+            self._parameters[f"weight{expert}"].allreduce = False
 
     def forward(self) -> list[nn.Parameter]:
         """Return `matrices`. The call runs DDP's hook, which waits for parameters that are being gathered."""
@@ -173,8 +157,7 @@ class GroupedExperts(MegatronModule):
 
     def __init__(self, num_local_experts: int, config: ZayaConfig, pg_collection=None):
         super().__init__(config)
-        if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self.pg_collection = pg_collection
         self.num_local_experts = num_local_experts
         self.first_expert = get_pg_rank(pg_collection.ep) * num_local_experts
@@ -188,7 +171,9 @@ class GroupedExperts(MegatronModule):
         1.
         """
         for weight in (self.linear_fc1, self.linear_fc2):
-            mark_block(weight.matrices(), layer_number, writes_first=True)
+            block = ExpertBlock(layer_number, weight.num_experts)
+            for index, matrix in enumerate(weight.matrices()):
+                matrix.zaya_role = replace(role_of(matrix), block=block, index=index)
 
     def forward(
         self, x: Tensor, weights: Tensor, offsets: Tensor, recompute_rows: Callable[[], Tensor] | None = None

@@ -15,8 +15,7 @@ from megatron.core.utils import get_pg_rank
 from torch import Tensor
 
 from zaya_plugin.model.config import ZayaConfig
-from zaya_plugin.model.norm import ZayaRMSNorm
-from zaya_plugin.model.residual import InputAffine, ResidualScaling
+from zaya_plugin.model.residual import InputAffine, ResidualScaling, ZayaRMSNorm
 from zaya_plugin.model.stream import LinkedContext, Stream
 
 

@@ -31,10 +31,10 @@ from zaya_plugin.model.core_attention import ZayaCoreAttention
 from zaya_plugin.model.experts import GroupedExperts
 from zaya_plugin.model.layer import ZayaLayerSubmodules, ZayaTransformerLayer
 from zaya_plugin.model.moe import ZayaMoELayer
-from zaya_plugin.model.norm import norm_class
+from zaya_plugin.model.residual import norm_class
 
 
-class WithoutExtraState:
+class WithoutExtraState(nn.Module):
     """Base class of a linear whose `_extra_state` is neither saved in a checkpoint nor demanded from one.
 
     It holds Transformer Engine's fp8 scales; without fp8 it is empty. Megatron's own linears have an empty one too.
@@ -47,7 +47,7 @@ class WithoutExtraState:
 
     def sharded_state_dict(self, prefix: str = "", *args, **named) -> dict:
         """As Megatron's, without `_extra_state`."""
-        state = super().sharded_state_dict(prefix, *args, **named)
+        state = super().sharded_state_dict(prefix, *args, **named)  # ty: ignore[missing-attribute]  # the linear's
         state.pop(f"{prefix}_extra_state", None)
         return state
 
@@ -56,13 +56,15 @@ def _complete(module: nn.Module, state: dict, prefix: str, *_) -> None:
     state.setdefault(f"{prefix}_extra_state")  # None: both libraries' set_extra_state ignore it
 
 
-class AddsToMainGrad:
+class AddsToMainGrad(nn.Module):
     """Base class of a Transformer Engine linear that adds its weight's gradient to DDP's fp32 buffer, if there is one.
 
     Otherwise the gradient would be rounded to bf16 before the addition. Both attributes are Transformer Engine's:
     `fuse_wgrad_accumulation=True` raises without a buffer. `is_first_microbatch=True` overwrites the buffer; Megatron
     sets it for the first call of a module, and context parallelism calls the projections twice a forward pass.
     """
+
+    weight: Tensor
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x [s, b, in] -> ([s, b, out], None)."""
@@ -83,7 +85,7 @@ def linear_classes(config: ZayaConfig) -> tuple[type, type]:
         ValueError: Transformer Engine is requested and not installed.
     """
     if config.transformer_impl == "local":
-        return tuple(_derived(linear, WithoutExtraState) for linear in (ColumnParallelLinear, RowParallelLinear))
+        return _derived(ColumnParallelLinear, WithoutExtraState), _derived(RowParallelLinear, WithoutExtraState)
     from megatron.core.extensions import transformer_engine as te
 
     if not te.HAVE_TE:
@@ -95,7 +97,7 @@ def linear_classes(config: ZayaConfig) -> tuple[type, type]:
             fix="cluster.transformer_impl=local",
         )
     bases = AddsToMainGrad, WithoutExtraState
-    return tuple(_derived(linear, *bases) for linear in (te.TEColumnParallelLinear, te.TERowParallelLinear))
+    return _derived(te.TEColumnParallelLinear, *bases), _derived(te.TERowParallelLinear, *bases)
 
 
 def zaya_layer_submodules(config: ZayaConfig) -> ZayaLayerSubmodules:

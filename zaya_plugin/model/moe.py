@@ -38,8 +38,7 @@ class ZayaMoELayer(MegatronModule):
         **_,
     ):
         super().__init__(config)
-        if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self.tp_group = pg_collection.tp
         self.num_experts = config.num_moe_experts
         num_local_experts = self.num_experts // get_pg_size(pg_collection.ep)
@@ -78,7 +77,7 @@ class ZayaMoELayer(MegatronModule):
         projected = None
         if self.dispatch is None and not self.identity_skip:
             # The gather of rows is then the only other reader of the tokens: its gradient may be overwritten
-            # (shared_input.py).
+            # (`input_and_linear`).
             hidden_states, projected = self.router.project(hidden_states)
         weights, ids, router_state = self.router(hidden_states, router_state, forced_expert_ids, projected)
         tokens_Th, weights_T, ids_T = hidden_states.flatten(0, 1), weights.flatten(), ids.flatten()

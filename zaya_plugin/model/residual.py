@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learned affines on the residual stream: one on the embedding, one pair at each merge. The scale comes after the bias.
+"""The operators of the residual stream: norms, merges of a sublayer's output, and the affine on the embedding.
 
-The report's equation 6 (arXiv 2605.05365) adds the bias after the scale: the same functions with other parameter
-values. The released weights are stored for the form used here.
+Norms read the fp32 stream and write the parameters' dtype. A merge scales and shifts both of its inputs by learned
+vectors. The scale comes after the bias; the report's equation 6 (arXiv 2605.05365) adds the bias after the scale: the
+same functions with other parameter values. The released weights are stored for the form used here.
 """
 
 from __future__ import annotations
@@ -12,10 +13,69 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 import hip_ops
-from zaya_plugin.model.initialization import constant_parameter
-from zaya_plugin.model.norm import ZayaRMSNorm
-from zaya_plugin.model.parameter_gather import gathered
-from zaya_plugin.model.small_gradients import ParameterView, direct
+from zaya_plugin.model.parameters import ParameterView, constant_parameter, direct, gathered
+
+
+class ZayaRMSNorm(nn.Module):
+    """RMSNorm with weight w (not 1 + w), as transformers `ZayaRMSNorm`.
+
+    transformers rounds the stream to the weight's dtype first; here the statistics see the fp32 stream. The two are
+    equal in an fp32 model. Built by Megatron as `norm(config=, hidden_size=, eps=)`.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
+        super().__init__()
+        self.eps = eps
+        self.recompute = False  # whether the backward pass computes it again; set by the layer
+        self.weight = constant_parameter(config, (hidden_size,), 1.0)
+
+    def vectors(self) -> tuple[Tensor, ...]:
+        """All parameters, as the operators take them."""
+        return (self.weight,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., h] -> [..., h] in the weight's dtype."""
+        return hip_ops.rms_norm(x, *self.vectors(), self.eps)
+
+    def merge_then_norm(self, output: Tensor, residual: Tensor, *vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the normed stream and the new stream of a merge. vectors: the merge's, then this norm's."""
+        return hip_ops.scaled_residual_rms_norm(output, residual, *vectors, self.eps)
+
+    def affine_then_norm(
+        self, embedding: Tensor, bias: Tensor, scale: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Return the normed stream, and the stream: the affine of the embedding in `dtype`."""
+        return hip_ops.affine_rms_norm(embedding, bias, scale, *self.vectors(), self.eps, dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class ZayaLayerNorm(ZayaRMSNorm):
+    """LayerNorm with weight and bias, for models other than ZAYA1; otherwise as ZayaRMSNorm."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
+        super().__init__(config, hidden_size, eps)
+        self.bias = constant_parameter(config, (hidden_size,), 0.0)
+
+    def vectors(self) -> tuple[Tensor, ...]:
+        return self.weight, self.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return hip_ops.layer_norm(x, *self.vectors(), self.eps)
+
+    def merge_then_norm(self, output: Tensor, residual: Tensor, *vectors: Tensor) -> tuple[Tensor, Tensor]:
+        return hip_ops.scaled_residual_layer_norm(output, residual, *vectors, self.eps)
+
+    def affine_then_norm(
+        self, embedding: Tensor, bias: Tensor, scale: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        return hip_ops.affine_layer_norm(embedding, bias, scale, *self.vectors(), self.eps, dtype)
+
+
+def norm_class(config: TransformerConfig) -> type[ZayaRMSNorm]:
+    """Return the class of the layers' norms and the final norm, by config.normalization."""
+    return {"RMSNorm": ZayaRMSNorm, "LayerNorm": ZayaLayerNorm}[config.normalization]
 
 
 class ResidualScaling(nn.Module):
@@ -44,8 +104,7 @@ class ResidualScaling(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the normed stream and the new stream, by one operator.
 
-        The forward of neither module is called, so `gathered` waits here for the parameters of both
-        (parameter_gather.py).
+        The forward of neither module is called, so `gathered` waits here for the parameters of both.
         """
         gathered(self)
         gathered(norm)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hip_ops
@@ -18,10 +19,13 @@ from hip_ops.ops.router_mlp import Routed, RouterParameters
 from hip_ops.runtime.main_grad import add_gradients, add_product, main_grad_linear
 from zaya_plugin.ground.errors import message
 from zaya_plugin.model.config import ZayaConfig
-from zaya_plugin.model.float32_buffers import Float32BuffersMixin
-from zaya_plugin.model.initialization import constant_parameter, initial_device, random_parameter
-from zaya_plugin.model.parameter_gather import gathered
-from zaya_plugin.model.shared_input import input_and_linear
+from zaya_plugin.model.parameters import (
+    Float32BuffersMixin,
+    constant_parameter,
+    gathered,
+    initial_device,
+    random_parameter,
+)
 
 
 class RouterMLP(torch.autograd.Function):
@@ -69,6 +73,56 @@ class RouterMLP(torch.autograd.Function):
         gradients = RouterParameters(d_gamma, d_b_down, d_norm, d_w1, d_b1, d_w2, d_b2, d_out, biases=None)
         d_projected = chain.d_projected if needs_projected else None
         return d_projected, chain.d_previous if needs_previous else None, None, None, None, *gradients
+
+
+class InputAndLinear(torch.autograd.Function):
+    """x [..., in] and weight [out, in] -> x again, for the other reader, and x W^T. The backward product adds to the
+    other reader's gradient of x.
+
+    Autograd would store the product, and another pass would read both gradients and write their sum: 8.0 ms of a step
+    of 40 layers on H200s, where the product that adds takes 1.9 ms longer (`router` in
+    benchmarks/results/step40-h200-graphs.json and, before it, step40-2xh200-graphs.json).
+
+    The gradient of the first result is overwritten, so no other code may hold that tensor. Autograd does not check
+    this; see `input_and_linear`.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        ctx.weight = weight  # the parameter itself: a saved tensor loses the attributes that DDP sets
+        ctx.set_materialize_grads(False)
+        return x.view_as(x), F.linear(x, weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_x, grad):
+        if grad is None:
+            return grad_x, None
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        grad_weight = add_product(ctx.weight, rows, x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
+        if grad_x is None or not ctx.needs_input_grad[0]:
+            return grad @ weight if ctx.needs_input_grad[0] else None, grad_weight
+        if grad_x.is_contiguous() and not grad_x.requires_grad:
+            into = grad_x.view(-1, grad_x.shape[-1])
+            torch.addmm(into, rows, weight, out=into)
+        else:  # it belongs to a graph of the backward pass, or it is an expanded tensor
+            grad_x = grad_x + grad @ weight
+        return grad_x, grad_weight
+
+
+def input_and_linear(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x for its other reader and F.linear(x, weight), whose gradients go to `main_grad` and into the other
+    reader's gradient of x.
+
+    Conditions: the other reader is one function, directly or behind views; its backward allocates the gradient (a
+    gather of rows does; an addition, which returns one tensor for both operands, does not); the first result has no
+    other use: no hook, no second reader, no return to a caller. Not differentiable twice.
+    """
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x, main_grad_linear(x, weight)
+    return InputAndLinear.apply(x, weight)
 
 
 @hip_ops.formula
@@ -137,9 +191,9 @@ class RouterNorm(nn.Module):
 class ZayaRouter(Float32BuffersMixin, nn.Module):
     """Router of one layer.
 
-    Buffers, fp32 whatever the module is cast to, last entry the skip class: `balancing_biases` [E + 1], 0 but -1 for
-    the skip class; `balancing_exp_avg`, `balancing_exp_avg_sq` [E + 1] and `balancing_step` (int64 scalar), the state
-    of their AdamW, which `optim.balancing` updates. Not saved: `tokens_per_expert` (int64 [E + 1]) and
+    Buffers, which stay fp32 in every cast of the module, last entry the skip class: `balancing_biases` [E + 1], 0 but
+    -1 for the skip class; `balancing_exp_avg`, `balancing_exp_avg_sq` [E + 1] and `balancing_step` (int64 scalar), the
+    state of their AdamW, which `optim.balancing` updates. Not saved: `tokens_per_expert` (int64 [E + 1]) and
     `router_entropy_sum` (sum over tokens of the entropy of the softmax, nats), which only grow in training and with
     gradients on, so that activation recomputation counts each token once.
     """

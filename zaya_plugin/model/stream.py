@@ -11,7 +11,9 @@ layers:
 * Megatron's transformer block passes a `context` from layer to layer, for cross-attention. Here it is the router state,
   which is a tensor, so that it may also cross the border of a recomputed part; between linked layers it is a
   `LinkedContext`, which holds the normed stream too.
-* Between pipeline stages the block passes one tensor only, so the state travels at the end of the stream's channels.
+* Between pipeline stages Megatron's schedules send one tensor only, and its gradient back. So the last layer of a stage
+  appends the router state to the stream's channels, and the first layer of the next stage splits them. The stream is
+  fp32; a bf16 state is converted to fp32 and back without loss.
 """
 
 from __future__ import annotations
@@ -20,16 +22,15 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from zaya_plugin.model.config import ZayaConfig
-from zaya_plugin.model.norm import ZayaRMSNorm
-from zaya_plugin.model.residual import InputAffine, ResidualScaling
-from zaya_plugin.model.small_gradients import view_together
-from zaya_plugin.parallel.stage_boundary import join_stream_and_state, split_stream_and_state
+from zaya_plugin.model.parameters import view_together
+from zaya_plugin.model.residual import InputAffine, ResidualScaling, ZayaRMSNorm
 
 
 class LinkedContext(NamedTuple):
@@ -47,7 +48,7 @@ class LinkedContext(NamedTuple):
 class Stream:
     """The residual stream [s, b, h] in one forward pass of `layer`, a ZayaTransformerLayer.
 
-    view: the `ParameterView` through which the layer's vectors are used (small_gradients.py).
+    view: the `ParameterView` through which the layer's vectors are used (`view_together`).
     """
 
     def __init__(self, layer: TransformerLayer, value: Tensor, normed: Tensor | None):
@@ -139,3 +140,16 @@ def _ends_recomputed_part(config: ZayaConfig, index: int) -> bool:
         return (index + 1) % config.recompute_num_layers == 0
     # block: each of the first layers is a unit, the others are not recomputed
     return index < config.recompute_num_layers
+
+
+def join_stream_and_state(stream: Tensor, state: Tensor | None) -> Tensor:
+    """Join stream [s, b, h] and router state [s, b, r] to [s, b, h + r] in the stream's dtype; return the stream if
+    state is None.
+    """
+    return stream if state is None else torch.cat((stream, state.to(stream.dtype)), dim=-1)
+
+
+def split_stream_and_state(joined: Tensor, hidden_size: int, state_dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Split [s, b, h + r] into the stream [s, b, h] and the router state [s, b, r] in state_dtype, None if r is 0."""
+    stream, state = joined.split((hidden_size, joined.shape[-1] - hidden_size), dim=-1)
+    return stream.contiguous(), state.to(state_dtype).contiguous() if state.shape[-1] else None

@@ -10,8 +10,9 @@ returns the exact outcome, and the device does not idle.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -20,9 +21,8 @@ from torch import Tensor
 
 from zaya_plugin import compat
 from zaya_plugin.ground.errors import NotFiniteError, message
-from zaya_plugin.optim.gradient_buffers import DeferredScale
-from zaya_plugin.optim.host_copy import HostCopy
 from zaya_plugin.optim.muon import StepContext
+from zaya_plugin.patches import hooks
 
 
 class NonFiniteGradientsError(NotFiniteError):
@@ -189,3 +189,76 @@ class ChainedMuonAdamW(ChainedOptimizer):
             assert len(cached[0]) == len(grads)
             self._counted[id(optimizer)] = cached
         return cached
+
+
+class DeferredScale:
+    """Replacement of `scale_gradients` of DDP's gradient buffers: it stores the factor, and the optimizer multiplies by
+    it.
+
+    factor: fp32 scalar on the device, 1 after `reset`. `ChainedMuonAdamW.step` multiplies it into `StepContext.scale`.
+        No call reads it on the host, so it works inside a CUDA graph too.
+
+    Megatron's finalize_model_grads multiplies the whole of every gradient buffer by 1 / num_tokens in a pass of its
+    own. With ZeRO-1 over N ranks that is N times what a rank reads.
+    """
+
+    def __init__(self, buffers: Iterable, device: torch.device | str):
+        self.factor = torch.ones((), dtype=torch.float32, device=device)
+        # During one call of finalize_model_grads: the buffers that it has scaled, and by which number.
+        self._scaled: set[int] = set()
+        self._by: Tensor | float | None = None
+        self._buffers = list(buffers)
+        for i, buffer in enumerate(self._buffers):
+            hooks.set_attribute("_ParamAndGradBuffer().scale_gradients", buffer, functools.partial(self.scale, i))
+
+    def scale(self, index: int, scaling_factor: Tensor | float) -> None:
+        """Note that buffer `index` is to be scaled. Megatron scales all buffers by the same number, one after
+        another.
+        """
+        if not self._scaled:
+            self._by = scaling_factor
+            self.factor.mul_(scaling_factor.reshape(()) if isinstance(scaling_factor, Tensor) else scaling_factor)
+        assert self._by is scaling_factor and index not in self._scaled, (
+            "all gradient buffers are scaled by one number, each once"
+        )
+        self._scaled.add(index)
+        if len(self._scaled) == len(self._buffers):
+            self._scaled.clear()
+            self._by = None
+
+    def reset(self) -> None:
+        """Set the factor to 1, because the buffers were zeroed or the optimizer has multiplied by the factor."""
+        self.factor.fill_(1.0)
+        self._scaled.clear()
+
+
+class HostCopy:
+    """Copies of `tensors` in host memory, complete once the device has done the work launched before; the host
+    continues to launch work meanwhile.
+
+    Only `read` waits. Later work of the same stream may overwrite the sources. On the CPU the copies are complete at
+    once.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        # From a device, torch copies to pinned memory.
+        self._copies = [t.detach().to("cpu", non_blocking=True, copy=True) for t in tensors]
+        self._event = None
+        if any(t.is_cuda for t in tensors):
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether `read` would return at once. False during the capture of a CUDA graph, when events must not be
+        queried.
+        """
+        if self._event is None:
+            return True
+        return not torch.cuda.is_current_stream_capturing() and self._event.query()
+
+    def read(self) -> list[Tensor]:
+        """Return the tensors on the host. It waits for this copy, not for work launched after it."""
+        if not self.is_complete:
+            self._event.synchronize()
+        return self._copies

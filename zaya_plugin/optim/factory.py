@@ -10,95 +10,76 @@ zaya_plugin/optim/sharding/distributed.py).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from typing import TypeVar
 
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
-from torch import nn
 
 from zaya_plugin import compat
-from zaya_plugin.config.optimizer_override import Override
 from zaya_plugin.optim.chained import ChainedMuonAdamW
 from zaya_plugin.optim.gradient_buffers import group_layers, skip_zeroing_experts
-from zaya_plugin.optim.grouping import assign
 from zaya_plugin.optim.muon import MuonAdamW, MuonSettings
-from zaya_plugin.optim.parameter_role import ParameterRole, role_of
+from zaya_plugin.optim.parameter_role import role_of
 from zaya_plugin.optim.sharding.distributed import MuonDistributedOptimizer
 from zaya_plugin.patches import hooks
 
 CORE = "megatron.core.optimizer"
+Chain = TypeVar("Chain", bound=ChainedMuonAdamW)
 
 
-def tag_parameters(
-    model: nn.Module,
-    overrides: Iterable[Override] = (),
-    split_gate_up: bool = False,
-    default: str = "muon",
-    part_of: str | None = None,
-) -> dict[str, ParameterRole]:
-    """Attach each parameter's role, before DDP lays out its buffers; return all roles by name.
-
-    part_of: the prefix of the parameters' names, if `model` is a part of a model. Other arguments, and errors: as
-    `zaya_plugin.optim.grouping.assign`.
-    """
-    parameters = {(part_of or "") + name: parameter for name, parameter in model.named_parameters()}
-    roles = assign(parameters.items(), overrides, split_gate_up, default, is_whole=part_of is None)
-    for name, role in roles.items():
-        parameters[name].zaya_role = role
-    return roles
-
-
-def muon_factory(
+def build_muon_adamw(
     get_megatron_optimizer: Callable,
+    config,
+    model_chunks,
     muon: MuonSettings,
+    *,
     non_finite: str | None = None,
     max_non_finite: int | None = None,
-    chain: type[ChainedMuonAdamW] = ChainedMuonAdamW,
-) -> Callable:
-    """Return a function with the signature of `get_megatron_optimizer` that builds MuonAdamW for models with roles.
+    chain: type[Chain] = ChainedMuonAdamW,
+    config_overrides=None,
+    **named,
+) -> Chain:
+    """Build MuonAdamW for models with roles, in Megatron's wrappers.
 
     Args:
         get_megatron_optimizer: Megatron's function.
-        muon: settings of Muon. AdamW's settings, the learning rate and the weight decay are Megatron's arguments.
+        config, model_chunks, named: its arguments. AdamW's settings, the learning rate and the weight decay are in
+            `config`.
+        config_overrides: not used; the roles give Megatron's parameter groups.
+        muon: settings of Muon.
         non_finite: "skip" skips a step with non-finite gradients on all ranks, "stop" also raises
             NonFiniteGradientsError, None disables the check.
         max_non_finite: with "skip": raise after so many such steps in a row.
         chain: class of the result.
     """
-
-    def adam(params, **settings):
-        return MuonAdamW(params, muon, **settings)
-
-    def factory(config, model_chunks, config_overrides=None, **named):
-        overrides = _config_overrides(config, model_chunks)
-        group_layers(model_chunks)
-        with hooks.replaced(
-            {
-                f"{CORE}.Adam": adam,
-                f"{CORE}.DistributedOptimizer": MuonDistributedOptimizer,
-                f"{CORE}.USING_PYTORCH_OPTIMIZER": False,
-                f"{CORE}.distrib_optimizer.Adam": MuonAdamW,  # 0.16 checks the type of the inner optimizer
-            }
-        ):
-            parts = get_megatron_optimizer(config, model_chunks, config_overrides=overrides, **named).chained_optimizers
-        skip_zeroing_experts(model_chunks)
-        for optimizer in parts:
-            if (group := compat.group_of_experts_norm(optimizer)) is not None:
-                hooks.set_attribute("MegatronOptimizer().tp_group", optimizer, group)
-            if optimizer.optimizer is not None and not isinstance(optimizer, MuonDistributedOptimizer):
-                _tag_copies(optimizer)
-                # Megatron's own function would create a second moment for Muon's matrices.
-                hooks.set_attribute(
-                    "MegatronOptimizer().init_state_fn", optimizer, lambda inner, config=None: inner.initialise_state()
-                )
-                # It looks for a saved group with the settings of each of this run's; the inner optimizer needs none.
-                hooks.set_attribute(
-                    "MegatronOptimizer()._filter_and_reorder_param_groups", optimizer, lambda groups, saved: saved
-                )
-                described = functools.partial(_described, optimizer.sharded_state_dict)
-                hooks.set_attribute("MegatronOptimizer().sharded_state_dict", optimizer, described)
-        return chain(parts, model_chunks, non_finite, max_non_finite)
-
-    return factory
+    overrides = _config_overrides(config, model_chunks)
+    group_layers(model_chunks)
+    with hooks.replaced(
+        {
+            f"{CORE}.Adam": functools.partial(MuonAdamW, muon=muon),
+            f"{CORE}.DistributedOptimizer": MuonDistributedOptimizer,
+            f"{CORE}.USING_PYTORCH_OPTIMIZER": False,
+            f"{CORE}.distrib_optimizer.Adam": MuonAdamW,  # 0.16 checks the type of the inner optimizer
+        }
+    ):
+        parts = get_megatron_optimizer(config, model_chunks, config_overrides=overrides, **named).chained_optimizers
+    skip_zeroing_experts(model_chunks)
+    for optimizer in parts:
+        if (group := compat.group_of_experts_norm(optimizer)) is not None:
+            hooks.set_attribute("MegatronOptimizer().tp_group", optimizer, group)
+        if optimizer.optimizer is not None and not isinstance(optimizer, MuonDistributedOptimizer):
+            _tag_copies(optimizer)
+            # Megatron's own function would create a second moment for Muon's matrices.
+            hooks.set_attribute(
+                "MegatronOptimizer().init_state_fn", optimizer, lambda inner, config=None: inner.initialise_state()
+            )
+            # It looks for a saved group with the settings of each of this run's; the inner optimizer needs none.
+            hooks.set_attribute(
+                "MegatronOptimizer()._filter_and_reorder_param_groups", optimizer, lambda groups, saved: saved
+            )
+            described = functools.partial(_described, optimizer.sharded_state_dict)
+            hooks.set_attribute("MegatronOptimizer().sharded_state_dict", optimizer, described)
+    return chain(parts, model_chunks, non_finite, max_non_finite)
 
 
 def _described(sharded_state_dict: Callable, model_state: dict, is_loading: bool = False, **named) -> dict:
@@ -111,11 +92,11 @@ def _described(sharded_state_dict: Callable, model_state: dict, is_loading: bool
 
 def _config_overrides(config, model_chunks) -> dict:
     """Return Megatron's config_overrides: one parameter group for each pair of multipliers that is not (1, 1)."""
-    parameters = [pair for chunk in model_chunks for pair in chunk.named_parameters()]
-    for name, parameter in parameters:
-        assert role_of(parameter).optimizer is not None, f"{name} has no optimizer: call tag_parameters first"
+    roles = [(name, role_of(parameter)) for chunk in model_chunks for name, parameter in chunk.named_parameters()]
+    for name, role in roles:
+        assert role.optimizer is not None, f"{name} has no optimizer: call tag_parameters first"
     overrides = {}
-    for lr_mult, weight_decay_mult in dict.fromkeys(_multipliers(parameter) for _, parameter in parameters):
+    for lr_mult, weight_decay_mult in dict.fromkeys((role.lr_mult, role.weight_decay_mult) for _, role in roles):
         values = {}
         if lr_mult != 1:
             values.update(max_lr=config.lr * lr_mult, min_lr=(config.min_lr or 0.0) * lr_mult)
@@ -124,15 +105,12 @@ def _config_overrides(config, model_chunks) -> dict:
         if values:
             predicate = ParamPredicate(
                 name=f"lr_mult={lr_mult} weight_decay_mult={weight_decay_mult}",
-                fn=lambda p, pair=(lr_mult, weight_decay_mult): _multipliers(p) == pair,
+                fn=lambda p, pair=(lr_mult, weight_decay_mult): (
+                    (role_of(p).lr_mult, role_of(p).weight_decay_mult) == pair
+                ),
             )
             overrides[ParamKey(predicate=predicate)] = values
     return overrides
-
-
-def _multipliers(parameter: nn.Parameter) -> tuple[float, float]:
-    """Return the multipliers of the learning rate and of the weight decay."""
-    return role_of(parameter).lr_mult, role_of(parameter).weight_decay_mult
 
 
 def _tag_copies(optimizer) -> None:

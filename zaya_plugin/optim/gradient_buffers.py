@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three changes to the gradient buffers of Megatron's DDP, all made when the optimizer is built:
+"""Two changes to the gradient buffers of Megatron's DDP, both made when the optimizer is built:
 
 * `group_layers`: one reduce-scatter and one all-gather for all buckets of a layer's experts;
-* `skip_zeroing_experts`: a step's first micro-batch writes the experts' gradients, so that they are not zeroed before;
-* `DeferredScale`: the division of all gradients by the number of tokens happens when the optimizer reads them.
+* `skip_zeroing_experts`: a step's first micro-batch writes the experts' gradients, so that they are not zeroed before.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from itertools import groupby, pairwise
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
-from torch import Tensor
 from torch.nn import Parameter
 
 from zaya_plugin.optim.parameter_role import ExpertBlock, role_of
@@ -105,15 +102,14 @@ def _separates_micro_batches(config) -> bool:
 
 
 def blocks_that_write(places: dict[Parameter, tuple[int, int, int]]) -> list[tuple[ExpertBlock, int, int]]:
-    """Return (block, start, end) of every block that is written first and lies in the buffer whole, in order and
-    without gaps.
+    """Return (block, start, end) of every block that lies in the buffer whole, in order and without gaps.
 
     places: a buffer's parameters with (start, end, bucket).
     """
     members: dict[ExpertBlock, dict[int, tuple[int, int]]] = {}
     for param, (start, end, _) in places.items():
         role = role_of(param)
-        if role.block is not None and role.block.writes_first:
+        if role.block is not None:
             members.setdefault(role.block, {})[role.index] = (start, end)
     written = []
     for block, by_index in members.items():
@@ -146,44 +142,3 @@ class ZeroOtherGradients:
             grad.zero_()
         for block in self.blocks:
             block.gradient_is_unwritten = True
-
-
-class DeferredScale:
-    """Replacement of `scale_gradients` of DDP's gradient buffers: it stores the factor, and the optimizer multiplies by
-    it.
-
-    factor: fp32 scalar on the device, 1 after `reset`. `ChainedMuonAdamW.step` multiplies it into `StepContext.scale`.
-        No call reads it on the host, so it works inside a CUDA graph too.
-
-    Megatron's finalize_model_grads multiplies the whole of every gradient buffer by 1 / num_tokens in a pass of its
-    own. With ZeRO-1 over N ranks that is N times what a rank reads.
-    """
-
-    def __init__(self, buffers: Iterable, device: torch.device | str):
-        self.factor = torch.ones((), dtype=torch.float32, device=device)
-        # During one call of finalize_model_grads: the buffers that it has scaled, and by which number.
-        self._scaled: set[int] = set()
-        self._by: Tensor | float | None = None
-        self._buffers = list(buffers)
-        for i, buffer in enumerate(self._buffers):
-            hooks.set_attribute("_ParamAndGradBuffer().scale_gradients", buffer, functools.partial(self.scale, i))
-
-    def scale(self, index: int, scaling_factor: Tensor | float) -> None:
-        """Note that buffer `index` is to be scaled. Megatron scales all buffers by the same number, one after
-        another.
-        """
-        if not self._scaled:
-            self._by = scaling_factor
-            self.factor.mul_(scaling_factor.reshape(()) if isinstance(scaling_factor, Tensor) else scaling_factor)
-        assert self._by is scaling_factor and index not in self._scaled, (
-            "all gradient buffers are scaled by one number, each once"
-        )
-        self._scaled.add(index)
-        if len(self._scaled) == len(self._buffers):
-            self._scaled.clear()
-            self._by = None
-
-    def reset(self) -> None:
-        """Set the factor to 1, because the buffers were zeroed or the optimizer has multiplied by the factor."""
-        self.factor.fill_(1.0)
-        self._scaled.clear()

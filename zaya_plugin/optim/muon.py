@@ -18,20 +18,21 @@ The path of a matrix's gradient to its new weight under the distributed optimize
     hip_ops.runtime.main_grad   `add_product(s_)`: all other matrices, added to `main_grad`; `handed_over` sets DDP's
                                 `grad_added_to_main_grad`
     Megatron's DDP              reduce-scatter of a bucket group. gradient_buffers.py joins the groups of a layer's
-                                experts, and replaces the division by the number of tokens by a factor (`DeferredScale`)
+                                experts; chained.py's `DeferredScale` replaces the division by the number of tokens
+    chained.py                  `step`: calls the next line, then makes norm, clipping coefficient and decision to skip a
+                                `StepContext`
     sharding/distributed.py     `_copy_model_grads_to_main_grads`: this rank's part becomes `grad` of its fp32 weight
-    chained.py                  `step`: norm, clipping coefficient and decision to skip, as a `StepContext`
     muon.py                     `MuonAdamW.update`: whole matrices in rounds (`update_matrices`), cut ones together
                                 (`update_pieces`)
       hip_ops.MatrixBatches     batches of matrices of one shape
       hip_ops.muon_momentum_    multiplies the gradient by the scale and updates the momentum
       hip_ops.newton_schulz     orthogonalises a batch
       hip_ops.muon_update_      writes the fp32 weight and this rank's part of DDP's parameter buffer
-    Megatron's DDP              all-gather of the parameter buffer; model/parameter_gather.py waits for it in modules
-                                that are not called
+    Megatron's DDP              all-gather of the parameter buffer; model/parameters.py waits for it in modules that are
+                                not called (`gathered`)
 
-The owner of a matrix is planned before, when DDP lays out its buffers: by sharding/placement.py, for
-sharding/layout.py. Where a layout cuts a matrix between ranks, layout.py's `MatrixExchange` collects it at its owner.
+The owner of a matrix is planned before, when DDP lays out its buffers, by sharding/placement.py. Where a layout cuts a
+matrix between ranks, `MatrixExchange` of sharding/distributed.py collects it at its owner.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from hip_ops import muon_momentum_, muon_update_, newton_schulz
-from hip_ops.ops.muon.matrix_batches import MatrixBatches
+from hip_ops.ops.muon import MatrixBatches
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.optim.parameter_role import role_of
 
@@ -77,7 +78,7 @@ class MuonSettings:
 
 
 class PieceExchange(Protocol):
-    """Exchange of matrices that several ranks share (`zaya_plugin.optim.sharding.layout.MatrixExchange`).
+    """Exchange of matrices that several ranks share (`zaya_plugin.optim.sharding.distributed.MatrixExchange`).
 
     cut: fp32 weight of which this rank has only a piece -> an object with the `index` of the whole parameter, equal on
         all ranks (`CutMatrix`).

@@ -30,7 +30,7 @@ class ContextShard:
     def __post_init__(self):
         if self.order not in ORDERS:
             raise mistake(
-                "parallel.context_parallel_order", self.order, problem="no such order", allowed=", ".join(ORDERS)
+                "parallel.context_parallel_order", self.order, problem="not a valid order", allowed=", ".join(ORDERS)
             )
         assert 0 <= self.rank < self.size
 

@@ -43,15 +43,6 @@ class PackedDocuments(PackedSeqParams):
     reset_positions: bool = False
 
     @classmethod
-    def from_tokens(
-        cls, tokens: Tensor, eod: int, shard: ContextShard | None = None, reset_positions: bool = False
-    ) -> PackedDocuments:
-        """Find the boundaries in tokens int64 [b, S], the whole sequences. A document ends with a token `eod`, which
-        belongs to it.
-        """
-        return cls.from_ends(tokens == eod, shard, reset_positions)
-
-    @classmethod
     def from_ends(
         cls, last: Tensor, shard: ContextShard | None = None, reset_positions: bool = False
     ) -> PackedDocuments:

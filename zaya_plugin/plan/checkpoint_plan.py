@@ -14,14 +14,14 @@ from math import ceil, sqrt
 
 from zaya_plugin.config.schema import MachineConfig, Recipe
 from zaya_plugin.plan.flops import Shape, training_flops
-from zaya_plugin.plan.memory import FLOAT32, Optimizer, optimizer_bytes, padded_parameters
+from zaya_plugin.plan.memory import FLOAT32_BYTES, Optimizer, optimizer_bytes, padded_parameters
 from zaya_plugin.plan.parallelism import ParallelSizes, local_parameters
 from zaya_plugin.plan.recipe_plan import layout_of, optimizer_of, shape_of
 
-ASYNC_COST = (
+ASYNC_COST_SECONDS = (
     0.05  # seconds that an asynchronous save may cost (docs/checkpoints.md); a copy that is not hidden adds to it
 )
-FP32_WEIGHTS = 2  # bytes of the model's own weights with which optimizer_bytes counts the fp32 weights too
+MODEL_WEIGHT_BYTES = 2  # bytes of the model's own weights with which optimizer_bytes counts the fp32 weights too
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class CheckpointPlan:
         """Seconds that training waits for a save, by the way of saving."""
         return {
             "synchronous": self.copy + self.drain,
-            "asynchronous": ASYNC_COST + max(0.0, self.copy - self.least_step),
+            "asynchronous": ASYNC_COST_SECONDS + max(0.0, self.copy - self.least_step),
         }
 
     def interval(self, cost: float) -> float:
@@ -67,8 +67,8 @@ def rank_bytes(shape: Shape, layout: ParallelSizes, optimizer: Optimizer) -> flo
     """
     local, padded = local_parameters(shape, layout), padded_parameters(shape, layout, optimizer.muon)
     experts = local["experts"] / layout.expert_shards
-    experts *= FLOAT32 + (optimizer.momentum_bytes if optimizer.muon else 2 * FLOAT32)
-    rest = optimizer_bytes(shape, layout, optimizer, FP32_WEIGHTS) - experts
+    experts *= FLOAT32_BYTES + (optimizer.momentum_bytes if optimizer.muon else 2 * FLOAT32_BYTES)
+    rest = optimizer_bytes(shape, layout, optimizer, MODEL_WEIGHT_BYTES) - experts
     return experts * padded["experts"] / local["experts"] + rest * padded["rest"] / local["rest"]
 
 
@@ -82,7 +82,7 @@ def checkpoint_plan(
     seq: int,
 ) -> CheckpointPlan:
     """Return the plan of a job of `ranks` devices. tokens: of one device and step; seq: of a sequence."""
-    total = optimizer_bytes(shape, ParallelSizes(), optimizer, FP32_WEIGHTS)
+    total = optimizer_bytes(shape, ParallelSizes(), optimizer, MODEL_WEIGHT_BYTES)
     rank = rank_bytes(shape, layout, optimizer)
     copy = rank / (machine.host_link_gb_per_s * 1e9)
     of_token = training_flops(shape, 1, seq) / (machine.gemm_tflops * 1e12)

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 from zaya_plugin.config.schema import MachineConfig
 from zaya_plugin.plan.flops import Shape, count_parameters
-from zaya_plugin.plan.machines import between_instances, collective_seconds
 from zaya_plugin.plan.memory import padded_parameters
 from zaya_plugin.plan.parallelism import Batch, ParallelSizes, sent_bytes
 from zaya_plugin.plan.step_work import Work
 
-LEAST_BUCKET = 40_000_000  # elements of Megatron's own bucket, or a million for each rank if that is more
+MIN_BUCKET_ELEMENTS = 40_000_000  # elements of Megatron's own bucket, or a million for each rank if that is more
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def communication(
                 if part == "experts"
                 else shape.query_channels * shape.hidden_size
             )
-            least = max(overlap.bucket or max(LEAST_BUCKET, 1_000_000 * ranks), ranks * largest)
+            least = max(overlap.bucket or max(MIN_BUCKET_ELEMENTS, 1_000_000 * ranks), ranks * largest)
             buckets = buckets_of(shape, layout, part, padded[part], least)
             seconds = collective_seconds(
                 machine, ranks, (ranks - 1) / ranks * padded[part] * size * (1 if sharded else 2), buckets
@@ -129,3 +128,35 @@ def communication(
             seconds = collective_seconds(machine, ranks, sent[name], messages)
             costs[name] = {"ms": 1e3 * seconds, "exposed_ms": 1e3 * seconds}
     return costs
+
+
+def collective_seconds(machine: MachineConfig, ranks: int, sent_bytes: float, messages: float = 1.0) -> float:
+    """Return the time of reduce-scatters or all-gathers in which a device sends `sent_bytes` in total, in `messages`
+    one after the other.
+
+    Within a node they use its links. Over several nodes a ring crosses each node's border with as many NICs as the node
+    has devices, so a device's rate is the smaller of its links' and of all NICs of the node; each further rank of the
+    ring adds a hop of latency to a message.
+    """
+    if ranks == 1 or not sent_bytes:
+        return 0.0
+    rate, latency = machine.link_gb_per_s, machine.latency_us
+    if ranks > machine.devices_per_node:
+        rate = min(rate, machine.devices_per_node * machine.network_gb_per_s)
+        latency += machine.hop_us * (ranks - 1)
+    return sent_bytes / (rate * 1e9) + messages * latency / 1e6
+
+
+def between_instances(
+    machine: MachineConfig, ranks: int, instances: int, shard_bytes: float, messages: float = 1.0
+) -> float:
+    """Return the time of all-reduces of a shard of `shard_bytes` between `instances` instances of `ranks` ranks, one
+    rank of each taking part.
+
+    Over several nodes each device uses its own NIC.
+    """
+    if instances == 1:
+        return 0.0
+    rate = machine.link_gb_per_s if ranks * instances <= machine.devices_per_node else machine.network_gb_per_s
+    latency = machine.latency_us + machine.hop_us * 2 * (instances - 1)
+    return 2 * (instances - 1) / instances * shard_bytes / (rate * 1e9) + messages * latency / 1e6

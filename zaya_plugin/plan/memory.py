@@ -15,9 +15,9 @@ from hip_ops import saved_bytes
 from zaya_plugin.plan.flops import Shape, count_parameters
 from zaya_plugin.plan.parallelism import GRADIENT_BYTES, Batch, ParallelSizes, local_parameters
 
-FLOAT32, INT64 = 4, 8
-RANDOM_STATE = 2 * 5056  # bytes that a checkpoint keeps of the random generators
-ROUND_OF_MUON = 2**27  # elements; zaya_plugin.optim.muon.MuonSettings.elements_at_once
+FLOAT32_BYTES, INT64_BYTES = 4, 8
+RANDOM_STATE_BYTES = 2 * 5056  # bytes that a checkpoint keeps of the random generators
+MUON_ROUND_ELEMENTS = 2**27  # elements; zaya_plugin.optim.muon.MuonSettings.elements_at_once
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def layer_tensors(
     yield Saved("attention", "values", a * keys)
     yield Saved("attention", "context", a * q * whole)
     if not recompute_core:
-        yield Saved("attention", "logsumexp", FLOAT32 * shape.num_attention_heads // tp * whole)
+        yield Saved("attention", "logsumexp", FLOAT32_BYTES * shape.num_attention_heads // tp * whole)
         if cp > 1:  # without block_attention, as on AMD; with it this is the context itself
             yield Saved("attention", "context of each chunk", a * q * whole)
     yield Saved("norms", "output of attention", merge["output"])
@@ -113,7 +113,7 @@ def layer_tensors(
     yield Saved("norms", "output of the experts", merge["output"])
     checkpoints = recompute_core + recompute_moe
     if checkpoints:
-        yield Saved("other", "random generators", checkpoints * RANDOM_STATE)
+        yield Saved("other", "random generators", checkpoints * RANDOM_STATE_BYTES)
 
 
 def _kept(part: str, sizes: dict[str, float]) -> Iterator[Saved]:
@@ -136,7 +136,7 @@ def whole_layer_tensors(shape: Shape, layout: ParallelSizes, batch: Batch) -> It
     tokens = tokens_of_rank(layout, batch)
     yield Saved("norms", "stream into the layer", batch.stream_bytes * shape.hidden_size * tokens)
     yield Saved("router", "router state", batch.dtype_bytes * shape.router_hidden_size * tokens)
-    yield Saved("other", "random generators", RANDOM_STATE)
+    yield Saved("other", "random generators", RANDOM_STATE_BYTES)
 
 
 def layers_bytes(
@@ -164,9 +164,9 @@ def ends_bytes(shape: Shape, layout: ParallelSizes, batch: Batch, first: bool = 
     a, s, h, tp = batch.dtype_bytes, batch.stream_bytes, shape.hidden_size, layout.tensor
     tokens = tokens_of_rank(layout, batch)
     # RoPE's angles, of half the channels
-    kept = s * h * tokens * first + FLOAT32 * shape.kv_channels // 2 * (batch.seq_length // layout.context)
+    kept = s * h * tokens * first + FLOAT32_BYTES * shape.kv_channels // 2 * (batch.seq_length // layout.context)
     if last:
-        kept += (s * h + FLOAT32 * shape.norm_vectors) * tokens  # the final norm's
+        kept += (s * h + FLOAT32_BYTES * shape.norm_vectors) * tokens  # the final norm's
         kept += sum(saved_bytes.linear_cross_entropy(tokens * tp, h, a).values())
     return kept
 
@@ -177,8 +177,8 @@ def optimizer_bytes(shape: Shape, layout: ParallelSizes, optimizer: Optimizer, d
     owned = {"experts": local["experts"] / layout.expert_shards, "rest": local["rest"] / layout.shards}
     adamw = sum(owned.values()) if not optimizer.muon else _adamw_elements(shape, layout) / layout.shards
     muon = sum(owned.values()) - adamw
-    master = FLOAT32 if dtype_bytes < FLOAT32 else 0
-    return muon * (master + optimizer.momentum_bytes) + adamw * (master + 2 * FLOAT32)
+    master = FLOAT32_BYTES if dtype_bytes < FLOAT32_BYTES else 0
+    return muon * (master + optimizer.momentum_bytes) + adamw * (master + 2 * FLOAT32_BYTES)
 
 
 def _adamw_elements(shape: Shape, layout: ParallelSizes) -> float:
@@ -194,7 +194,7 @@ def _adamw_elements(shape: Shape, layout: ParallelSizes) -> float:
 
 def padded_parameters(shape: Shape, layout: ParallelSizes, muon: bool = True) -> dict[str, float]:
     """Return elements of the gradient buffers of a rank, "experts" and "rest". Every shard holds whole matrices
-    (zaya_plugin.optim.sharding.layout).
+    (zaya_plugin.optim.sharding.placement).
     """
     local = local_parameters(shape, layout)
     largest = (
@@ -295,4 +295,4 @@ def _optimizer_work(shape: Shape, layout: ParallelSizes, optimizer: Optimizer) -
     if not optimizer.muon:
         return 0.0
     owned = local_parameters(shape, layout)["experts"] / layout.expert_shards
-    return 6 * 2 * min(owned, ROUND_OF_MUON)
+    return 6 * 2 * min(owned, MUON_ROUND_ELEMENTS)

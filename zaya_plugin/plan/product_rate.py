@@ -17,8 +17,8 @@ from zaya_plugin.plan.flops import Shape
 from zaya_plugin.plan.memory import tokens_of_rank
 from zaya_plugin.plan.parallelism import Batch, ParallelSizes
 
-SLAB, HALF = 32, 2  # of k in one step of a loop; bytes of an operand
-LARGE = (8192, 8192, 8192)
+SLAB_DEPTH, HALF_BYTES = 32, 2  # of k in one step of a loop; bytes of an operand
+LARGE_PRODUCT = (8192, 8192, 8192)
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,15 @@ class Processor:
 
     def clocks(self, tile: Tile) -> dict[str, float]:
         """Return clocks of a unit for one slab of a tile: matrix unit, LDS (written once, read by every wave), L1."""
-        loaded = (tile.rows + tile.columns) * SLAB * HALF
-        read = tile.waves * (tile.wave_rows + tile.wave_columns) * SLAB * HALF
+        loaded = (tile.rows + tile.columns) * SLAB_DEPTH * HALF_BYTES
+        read = tile.waves * (tile.wave_rows + tile.wave_columns) * SLAB_DEPTH * HALF_BYTES
         return {
-            "matrix": 2 * tile.rows * tile.columns * SLAB / self.flops,
+            "matrix": 2 * tile.rows * tile.columns * SLAB_DEPTH / self.flops,
             "lds": (loaded + read) / self.lds_bytes,
             "l1": loaded / self.l1_bytes,
         }
 
-    def share(self, m: int, n: int, k: int, batch: int = 1, out_bytes: int = HALF) -> float:
+    def share(self, m: int, n: int, k: int, batch: int = 1, out_bytes: int = HALF_BYTES) -> float:
         """Return the share of the matrix units' peak that the best tile reaches, over whole rounds of tiles. out_bytes:
         of an element of the result.
         """
@@ -65,7 +65,7 @@ class Processor:
         def taken(tile: Tile) -> float:
             rounds = ceil(batch * ceil(m / tile.rows) * ceil(n / tile.columns) / self.units)
             stored = tile.rows * tile.columns * out_bytes / self.copy_bytes
-            return rounds * (ceil(k / SLAB) * max(self.clocks(tile).values()) + stored)
+            return rounds * (ceil(k / SLAB_DEPTH) * max(self.clocks(tile).values()) + stored)
 
         return needed / min(map(taken, self.tiles))
 
@@ -73,7 +73,7 @@ class Processor:
         """Return the rate of a product, or of `batch` equal ones at once, as a multiple of that of the large one;
         arguments of `share`.
         """
-        return self.share(*product) / self.share(*LARGE)
+        return self.share(*product) / self.share(*LARGE_PRODUCT)
 
 
 # A copy at 4.33 TB/s and 2.1 GHz; Hopper's at 4.2 and 3.0 TB/s and 1.83 GHz.

@@ -11,9 +11,8 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from zaya_plugin.config.graphs import with_graphs
 from zaya_plugin.config.schema import RECOMPUTE_MODULES, MachineConfig, Recipe
-from zaya_plugin.config.validate import data_parallel_size
+from zaya_plugin.config.validate import data_parallel_size, with_graphs
 from zaya_plugin.data.sources import padded, vocabulary_of
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.plan.flops import Shape, forward_flops_by_part
@@ -21,7 +20,7 @@ from zaya_plugin.plan.memory import MemoryPlan, Optimizer, Recompute, memory_pla
 from zaya_plugin.plan.parallelism import Batch, ParallelSizes
 
 GIB = 2**30
-RESERVE = 0.08  # of a device's memory: context, NCCL's buffers, and fragmentation of the allocator
+RESERVED_SHARE = 0.08  # of a device's memory: context, NCCL's buffers, and fragmentation of the allocator
 # Shares of the matrix-product rate that the parts' forward passes reached on an H100
 # (benchmarks/results/step12-h100.json); other parts are bound by copies.
 FORWARD_SHARE = {"projections": 0.8, "attention": 0.6, "experts": 0.65, "router": 0.2, "prologue": 0.08}
@@ -134,7 +133,7 @@ def with_recompute(recipe: Recipe, world_size: int, vocabulary: int | None = Non
             "parallel.recompute_granularity",
             "auto",
             problem=f"the step needs {least.plan.total / GIB:.1f} GiB a device even with {least.name} recomputed "
-            f"({table(least.plan)}), and {(1 - RESERVE) * memory_gib:.1f} of cluster.memory_gib={memory_gib:g} are "
+            f"({table(least.plan)}), and {(1 - RESERVED_SHARE) * memory_gib:.1f} of cluster.memory_gib={memory_gib:g} are "
             "available",
             allowed="a step that fits",
             fix=f"a smaller stage.micro_batch_size (currently {recipe.stage.micro_batch_size}), or more data-, "
@@ -163,8 +162,8 @@ def lines(recipe: Recipe, world_size: int, verbose: bool = True) -> list[str]:
     if recipe.cluster.device == "cpu":
         return []
     plan, memory = plan_of(recipe, world_size), recipe.cluster.memory_gib
-    of = "" if memory is None else f", of {memory:g} ({RESERVE:.0%} of them for libraries and allocator)"
-    if memory is not None and plan.total > (1 - RESERVE) * memory * GIB:
+    of = "" if memory is None else f", of {memory:g} ({RESERVED_SHARE:.0%} of them for libraries and allocator)"
+    if memory is not None and plan.total > (1 - RESERVED_SHARE) * memory * GIB:
         of += ": does not fit" if plan.total > memory * GIB else ": leaves less than that"
     report = [f"memory plan  GiB of the fullest device (prediction); sum {plan.total / GIB:.2f}{of}"]
     if not verbose:
@@ -212,8 +211,8 @@ def choices(
 
 
 def choose(candidates: list[Choice], memory_gib: float) -> Choice | None:
-    """Return the cheapest choice that leaves RESERVE of `memory_gib` free, or None."""
-    return next((choice for choice in candidates if choice.plan.total <= (1 - RESERVE) * memory_gib * GIB), None)
+    """Return the cheapest choice that leaves RESERVED_SHARE of `memory_gib` free, or None."""
+    return next((choice for choice in candidates if choice.plan.total <= (1 - RESERVED_SHARE) * memory_gib * GIB), None)
 
 
 def table(plan: MemoryPlan) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from zaya_plugin.plan.flops import Shape, count_parameters, forward_flops_by_part
 
-FLOAT32 = 4
+FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -77,17 +77,19 @@ def step_work(shape: Shape, seq_length: int, rank: Rank, optimizer: OptimizerSha
     # each micro-batch reads and writes the fp32 buffer once, where it adds
     for part, elements in rank.accumulated.items():
         not_written = 0 if part == "gradients" else rank.activation_bytes
-        not_read = FLOAT32 if part in rank.written else 0
-        moved[part] = moved.get(part, 0.0) + ((2.0 * FLOAT32 - not_written) * rank.micro_batches - not_read) * elements
+        not_read = FLOAT32_BYTES if part in rank.written else 0
+        moved[part] = (
+            moved.get(part, 0.0) + ((2.0 * FLOAT32_BYTES - not_written) * rank.micro_batches - not_read) * elements
+        )
     apart = rank.accumulated.get("gradients", 0)
-    zeroed = FLOAT32 * sum(elements for part, elements in rank.accumulated.items() if part not in rank.written)
+    zeroed = FLOAT32_BYTES * sum(elements for part, elements in rank.accumulated.items() if part not in rank.written)
     moved["gradients"] = moved.get("gradients", 0.0) + rank.activation_bytes * apart * rank.micro_batches + zeroed
     if optimizer is not None:
         flops["optimizer"] = optimizer.newton_schulz_flops
         # gradient read for the norm and again; fp32 weight read and written; the model's dtype written; the state.
-        common = 2 * FLOAT32 + 2 * FLOAT32 + rank.activation_bytes
+        common = 2 * FLOAT32_BYTES + 2 * FLOAT32_BYTES + rank.activation_bytes
         moved["optimizer"] = optimizer.muon * (common + 3 * optimizer.momentum_bytes) + optimizer.adamw * (
-            common + 4 * FLOAT32
+            common + 4 * FLOAT32_BYTES
         )
     return {part: Work(flops.get(part, 0.0), moved.get(part, 0.0)) for part in {**flops, **moved}}
 
@@ -133,7 +135,7 @@ def _activation_bytes(shape: Shape, rank: Rank) -> dict[str, float]:
     # Hidden state in, its gradient out; the logits need no memory.
     moved["head"] = float(rank.head * rank.tokens * a * 3 * h)
     # A row read and written; backward a row added to the fp32 gradient.
-    moved["embedding"] = float(rank.embedding * rank.tokens * (2 * a * h + (a + 2 * FLOAT32) * h))
+    moved["embedding"] = float(rank.embedding * rank.tokens * (2 * a * h + (a + 2 * FLOAT32_BYTES) * h))
     return moved
 
 

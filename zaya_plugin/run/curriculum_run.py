@@ -17,16 +17,15 @@ from pathlib import Path
 from zaya_plugin.config.compose import load_recipe
 from zaya_plugin.config.schedule import first_learning_rate, last_learning_rate, step_count, token_count
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.config.validate import validate
 from zaya_plugin.data.ledger import report
 from zaya_plugin.ground.errors import ENDED_EARLY, mistake, nearest_name
 from zaya_plugin.ground.whole_file import write_whole
 from zaya_plugin.handover.data_places import source_uses, with_consumed
 from zaya_plugin.handover.predecessor import domain_losses, finished_stage, losses
-from zaya_plugin.run import before_start
 from zaya_plugin.run.curriculum import Curriculum, Stage
+from zaya_plugin.run.dry_run import MORE, describe, stops, unchecked_parts, verdict
 from zaya_plugin.run.launch import last_words, launch
-from zaya_plugin.run.rank_plan import check_environment, rank_environment, task_count, whole_variable
+from zaya_plugin.run.rank_plan import Plan, check_environment, make_plan, rank_environment, task_count, whole_variable
 
 NOTHING_CREATED = "--dry-run: nothing was created or started"
 STATE = "curriculum.json"
@@ -61,16 +60,15 @@ def run_curriculum(curriculum: Curriculum, only: str | None = None) -> int:
             fix="--only <stage>; `zaya slurm --curriculum` writes a script that runs all of them",
         )
     first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    plans = {}
     if only is None:  # a mistake in the last stage's recipe is named before the first one trains
-        for stage in chosen:
-            if not stage.finished:
-                validate(stage.recipe, before_start.plan_of(stage.recipe, os.environ).world_size)
+        plans = {stage.name: make_plan(stage.recipe, os.environ) for stage in chosen if not stage.finished}
     for stage in chosen:
         if stage.finished:
             if first:
                 print(f"zaya: stage {stage.name} is finished ({stage.done} steps)", flush=True)
             continue
-        code = _run_stage(curriculum, stage, first)
+        code = _run_stage(curriculum, stage, plans.get(stage.name), first)
         if code == ENDED_EARLY and first:
             print(f"zaya: the same command continues the curriculum in stage {stage.name}", file=sys.stderr, flush=True)
         if code or not stage.finished:
@@ -93,7 +91,7 @@ def chosen_stages(curriculum: Curriculum, only: str | None) -> list[Stage]:
     return chosen
 
 
-def _run_stage(curriculum: Curriculum, stage: Stage, first: bool) -> int:
+def _run_stage(curriculum: Curriculum, stage: Stage, plan: Plan | None, first: bool) -> int:
     if stage.recipe.handover.from_run is not None and not stage.done:
         finished_stage(Path(stage.recipe.handover.from_run))
     if first:
@@ -102,7 +100,7 @@ def _run_stage(curriculum: Curriculum, stage: Stage, first: bool) -> int:
         if stage.recipe.data.order == "continuing":
             print(report(source_uses(with_consumed(stage.recipe))), flush=True)
         write_state(curriculum, {stage.name: {"started": time.time()}})
-    code = launch(stage.recipe)
+    code = launch(stage.recipe, plan=plan)
     if first:
         write_state(curriculum, {stage.name: {"ended": time.time(), "exit_code": code}})
     return code
@@ -141,7 +139,7 @@ def dry_run(curriculum: Curriculum, only: str | None = None, verbose: bool = Fal
     """Return what would run, with the verdict first: each stage's plan and what it starts from; and the messages with
     which the stages would stop. A stage that has not ended yet stops none after it.
 
-    only: as in `run_curriculum`. verbose: as in `before_start.describe`.
+    only: as in `run_curriculum`. verbose: as in `describe`.
     """
     chosen = chosen_stages(curriculum, only)
     lines, problems, unchecked = [], {}, {}
@@ -150,9 +148,8 @@ def dry_run(curriculum: Curriculum, only: str | None = None, verbose: bool = Fal
             continue
         before = curriculum.stages[number - 2] if number > 1 else None
         state = "finished" if stage.finished else f"resumes after step {stage.done}" if stage.done else "not started"
-        plan = before_start.plan_of(stage.recipe, os.environ)
-        validate(stage.recipe, plan.world_size)
-        text = before_start.describe(stage.recipe, plan, stage.overrides, verbose=verbose)
+        plan = make_plan(stage.recipe, os.environ, any_node=True)
+        text = describe(stage.recipe, plan, stage.overrides, verbose=verbose)
         taken_over = "the optimizer's state" if stage.recipe.handover.optimizer == "keep" else "a fresh optimizer"
         if before is not None and not stage.done:
             text.insert(2, f"starts from  the weights of stage {before.name} and {taken_over}")
@@ -160,13 +157,13 @@ def dry_run(curriculum: Curriculum, only: str | None = None, verbose: bool = Fal
             f"stage {number} of {len(curriculum.stages)}: {stage.name} ({state})",
             *("  " + line for line in text),
         ]
-        unchecked |= dict.fromkeys(before_start.unchecked_parts(stage.recipe, plan))
+        unchecked |= dict.fromkeys(unchecked_parts(stage.recipe, plan))
         waits = before is not None and not before.finished
-        for problem in before_start.stops(stage.recipe, plan):
+        for problem in stops(stage.recipe, plan):
             if not (waits and problem.startswith("handover.from_run")):
                 problems.setdefault(f"stage {stage.name}: {problem}")
-    lines = [before_start.verdict([*problems], [*unchecked]), *lines, *unchecked, table(curriculum)]
-    return "\n".join([*lines, *([] if verbose else [before_start.MORE]), NOTHING_CREATED]), [*problems]
+    lines = [verdict([*problems], [*unchecked]), *lines, *unchecked, table(curriculum)]
+    return "\n".join([*lines, *([] if verbose else [MORE]), NOTHING_CREATED]), [*problems]
 
 
 def write_state(curriculum: Curriculum, news: dict[str, dict] | None = None) -> None:

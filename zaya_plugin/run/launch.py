@@ -2,9 +2,9 @@
 """From a recipe to running ranks: joins the ranks that torchrun or SLURM has started, or starts them, and reports the
 first failure.
 
-No torch import: errors in a recipe, its data or its directory are found before any slow import, and the environment
-that torch reads at import is set first. Ranks started here are torchrun's children, but signals go directly to them:
-torchrun would kill them 30 seconds after SIGTERM, possibly during a save.
+No torch import: errors in a recipe, its data or its directory are reported before any slow import, and the environment
+that torch reads at import is set first. The ranks are torchrun's children, but signals go directly to them: torchrun
+would kill them 30 seconds after SIGTERM, possibly during a save.
 
 When one rank fails, the others follow within moments with errors about closed connections, and torchrun's summary names
 one of them. The failure that is shown is that of a rank with a message for the user, else of a rank killed by a signal,
@@ -19,7 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from zaya_plugin.checkpoint import places
@@ -27,7 +29,6 @@ from zaya_plugin.checkpoint.run_lock import LOCKS, RunLock
 from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.run_directory import check_resume, checkpoint_path, keep_recipe, make_writable, written_by
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.config.validate import validate
 from zaya_plugin.data.sources import damaged_data
 from zaya_plugin.ground import phases
 from zaya_plugin.ground.errors import ENDED_EARLY, FULL_DISK, ROLL_BACK, free_space, message, mistake
@@ -41,10 +42,11 @@ from zaya_plugin.ground.parent_death import (
     die_with_parent,
     on_end_signals,
 )
-from zaya_plugin.run import before_start, megatron_check
+from zaya_plugin.run import megatron_check, start_recipe, surroundings
+from zaya_plugin.run.dry_run import dry_run
 from zaya_plugin.run.rank_plan import WORKER, Plan, make_plan
 
-EXPLAIN = "zaya_plugin.hosts.explain"
+EXPLAIN = "zaya_plugin.hosts.optimizer_table"
 SHOWN_LINES = 30
 # In what torch, CUDA, HIP and hip_ops say about a capture that failed, or about a query during one (NCCL's watchdog on
 # ROCm).
@@ -62,54 +64,59 @@ ENDED_NOTHING = re.compile(
 FROM_TORCHRUN = (signal.SIGTERM,)  # how torchrun itself stops the surviving ranks
 
 
-def launch(recipe: Recipe, verbose: bool = False) -> int:
+def launch(
+    recipe: Recipe,
+    verbose: bool = False,
+    plan: Plan | None = None,
+    vocabulary: int | None = None,
+    run: Callable[[Recipe, Plan], int] | None = None,
+) -> int:
     """Run `recipe` and return an exit code: 0, that of the first failing rank, ENDED_EARLY after a signal upon which the
     ranks have saved, or 128 + signal after one upon which they have not.
 
-    Raises ValueError for mistakes that are found before the start. With `dry_run` nothing is created. verbose: the dry
-    run prints everything.
+    Raises ValueError for a user's mistake before the start. With `dry_run` nothing is created.
+
+    Args:
+        verbose: the dry run prints everything.
+        plan: of `make_plan` for this recipe, which has validated it; None: made by this call.
+        vocabulary: rows of the embedding for random tokens in place of the recipe's data.
+        run: called in place of the training with the recipe without `auto` and the plan, rank 0 holding the run's lock.
     """
     phases.begin("checking directories, checkpoints and data")
-    if recipe.dry_run:
-        plan = before_start.plan_of(recipe, os.environ)
-        validate(recipe, plan.world_size)
-        if not recipe.explain_optim:
-            text, problems = before_start.dry_run(recipe, plan, verbose=verbose)
-            phases.end()
-            print(text, flush=True)
-            if problems:
-                raise ValueError("\n".join(problems))
-            return 0
-    else:
-        plan = make_plan(recipe, os.environ)
-        if plan.rank != 0:
-            phases.show(None)
-        validate(recipe, plan.world_size)
-    auto_graphs = recipe.cluster.graphs == "auto"
-    recipe = before_start.with_choices(recipe, plan)
+    plan = plan or make_plan(recipe, os.environ, any_node=recipe.dry_run)
+    if recipe.dry_run and not recipe.explain_optim:
+        text, problems = dry_run(recipe, plan, verbose, vocabulary)
+        phases.end()
+        print(text, flush=True)
+        if problems:
+            raise ValueError("\n".join(problems))
+        return 0
+    if plan.rank != 0:
+        phases.show(None)
+    run = run or partial(_start, auto_graphs=recipe.cluster.graphs == "auto")
+    recipe = start_recipe.with_choices(recipe, plan)
     if recipe.explain_optim:
         return become_rank(recipe, replace(plan, worker=(EXPLAIN,)))
     places.require_answer(checkpoint_path(recipe), "checkpoint.path")
     if recipe.handover.from_run is not None:
         places.require_answer(recipe.handover.from_run, "handover.from_run")
     check_resume(recipe)
-    before_start.check_changed_keys(recipe, plan)
-    recipe = before_start.take_over(recipe)
-    before_start.check_directories(recipe)
-    before_start.check_surroundings(recipe, plan)
-    if plan.command is not None:  # ranks of an outer launcher are here already, and validate at once
+    start_recipe.check_changed_keys(recipe, plan)
+    recipe = start_recipe.take_over(recipe)
+    surroundings.check_directories(recipe)
+    surroundings.check_surroundings(recipe, plan, vocabulary)
+    if plan.command is not None:  # ranks of an outer launcher have Megatron validate at once
         megatron_check.check(recipe, plan)
         megatron_check.close()
     make_writable(recipe.run_dir)
     if Path(recipe.checkpoint.path).is_absolute():
         make_writable(checkpoint_path(recipe), "checkpoint.path")
     if plan.rank != 0:
-        return _start(recipe, plan, auto_graphs)
+        return run(recipe, plan)
     lock = RunLock.take(written_by(recipe))
     try:
         keep_recipe(recipe, recipe.run_dir)
-        plan = replace(plan, environment={**plan.environment, LOCKS: lock.shared()})
-        return _start(recipe, plan, auto_graphs)
+        return run(recipe, replace(plan, environment={**plan.environment, LOCKS: lock.shared()}))
     finally:
         phases.end()
         lock.release()
@@ -153,12 +160,12 @@ class Ended:
 
 
 def capture_failed(folder: Path) -> bool:
-    """Whether a rank of the launch with this folder of logs said that the capture of a graph failed."""
+    """Return whether a rank of the launch with this folder of logs reports that the capture of a graph failed."""
     return any(CAPTURE.search(_read(path)) for path in folder.glob("attempt_*/*/stderr.log"))
 
 
 def capture_raised(error: BaseException | None) -> bool:
-    """Whether this error, or one that led to it, says that the capture of a graph failed."""
+    """Return whether this error, or one that led to it, says that the capture of a graph failed."""
     while error is not None and not CAPTURE.search(str(error)):
         error = error.__cause__ or error.__context__
     return error is not None
@@ -305,7 +312,7 @@ def _await_orphans(others: list[int]) -> None:
 
 
 def early_ends(folder: Path) -> list[str]:
-    """Return what the ranks of the launch with this folder of logs said about an early end, each line once."""
+    """Return the lines about an early end in the ranks' logs of this launch, without repetitions."""
     texts = (_read(path) for path in sorted(folder.glob("attempt_*/*/stderr.log")))
     lines = (line for text in texts for line in text.splitlines(keepends=True))
     return list(dict.fromkeys(line for line in lines if line.startswith("zaya: a signal ended the run early")))
@@ -377,7 +384,7 @@ def first_failure(log_dir: Path, torchrun_log: Path) -> RankFailure | None:
 
 
 def _left_with_message(code: int, stderr: Path) -> bool:
-    """Whether a rank left with a message of its own, for a user's mistake (2) or because training cannot go on (1,
+    """Return whether a rank left with a message of its own, for a user's mistake (2) or because training cannot go on (1,
     ROLL_BACK).
     """
     text = _last_part(stderr)

@@ -3,7 +3,7 @@
 
 Torch and Megatron are imported in a process of its own without a device (zaya_plugin.hosts.argument_check), which answers
 for all recipes of one command. A recipe that was accepted is remembered in a folder of the user, so that a restart does
-not pay for the process again; a refused one is examined anew each time.
+not pay for the process again; a refused one is checked at every start.
 """
 
 import atexit
@@ -50,11 +50,11 @@ _server: "_Server | None" = None
 
 
 def skipped() -> str | None:
-    """Return why the check is not made here, or None."""
+    """Return why the check is not made on this machine, or None."""
     if os.environ.get(SWITCH) == "off":
         return f"{SWITCH}=off"
     if not all(map(compat.has_module, REQUIRED)) or not compat.zaya_train_fits():
-        return "no torch or Megatron 0.19 here"
+        return "no torch or Megatron 0.19 on this machine"
     return None
 
 

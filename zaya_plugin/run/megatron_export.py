@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`zaya export megatron`: a recipe as words for pretrain_gpt.py, and the parts that the export for Primus shares.
 
-The guest (hosts/guest.py) reads <run_dir>/recipe.yaml, written beside the words, for the values that the host has no
+The guest (hosts/guest.py) reads <run_dir>/recipe.yaml, written with the words, for the values that the host has no
 argument for.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_plugin.config.arguments import DECIDED_AT_START, OWN_ARGUMENTS, arguments_with_event_files
-from zaya_plugin.config.blend_entry import parse_blend
+from zaya_plugin.config.entries import parse_blend
 from zaya_plugin.config.messages import require
 from zaya_plugin.config.run_directory import keep_recipe, make_writable
 from zaya_plugin.config.schema import CheckpointConfig, Recipe
@@ -128,14 +128,15 @@ def placed(recipe: Recipe) -> Recipe:
     """Return a copy with absolute paths, since a host starts in another directory.
 
     Raises:
-        ValueError: the checkpoints are in another directory than the one beside which a host finds the recipe.
+        ValueError: the checkpoints are not in the run directory, where a host reads the recipe.
     """
     recipe = copy.deepcopy(recipe)
     if recipe.checkpoint.path != CheckpointConfig.path:
         raise mistake(
             "checkpoint.path",
             recipe.checkpoint.path,
-            problem="is not available in a host, which finds the recipe beside its checkpoints; `zaya train` supports it",
+            problem="is not available in a host, which reads the recipe from the parent folder of its checkpoints; "
+            "`zaya train` supports it",
             allowed=CheckpointConfig.path,
             fix=f"checkpoint.path={CheckpointConfig.path}",
         )
@@ -200,7 +201,7 @@ def ranks_of_node(recipe: Recipe, world_size: int) -> int:
 
 
 def written(path: Path, notes: list[str]) -> list[str]:
-    """Return the comment lines that name the files beside `path`, and `notes` on ignored settings."""
+    """Return the comment lines that name the files written with `path`, and `notes` on ignored settings."""
     return [
         f"# written: {path} and {path.with_name('recipe.yaml')}",
         *(f"# ignored by the host: {note}" for note in notes),
@@ -208,7 +209,7 @@ def written(path: Path, notes: list[str]) -> list[str]:
 
 
 def write(recipe: Recipe, name: str, text: str) -> Path:
-    """Write `text` to <run_dir>/name and the recipe beside it; return the path of the former."""
+    """Write `text` to <run_dir>/name and the recipe to <run_dir>/recipe.yaml; return the path of the former."""
     make_writable(recipe.run_dir)
     keep_recipe(recipe, recipe.run_dir)
     path = Path(recipe.run_dir) / name

@@ -17,7 +17,7 @@ from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import find_sources
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.plan.recipe_plan import with_recompute
-from zaya_plugin.run.before_start import tokenizer_arguments
+from zaya_plugin.run.dry_run import tokenizer_arguments
 from zaya_plugin.run.megatron_export import SPEC, host_arguments, left_out, placed, ranks_of_node, write, written
 from zaya_plugin.run.rank_plan import COPY_ENGINES, DETERMINISTIC, FULL_FP32, HIDDEN_DEVICES, rank_environment
 

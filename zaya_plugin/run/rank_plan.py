@@ -11,7 +11,9 @@ from pathlib import Path
 
 from zaya_plugin.config.environment import variable_problems
 from zaya_plugin.config.schema import Recipe
+from zaya_plugin.config.validate import validate
 from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.node_list import node_names
 
 WORKER = "zaya_plugin.hosts.worker"
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -19,7 +21,7 @@ HIDDEN_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_D
 # Required by Megatron's --deterministic-mode; one ring adds in one order, and a fixed workspace keeps cuBLAS to one
 # algorithm.
 DETERMINISTIC = {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
-# Transformer Engine's fp32 products are TF32 on NVIDIA, whatever torch's switches say; cuBLAS reads this when it starts.
+# Transformer Engine's fp32 products are TF32 on NVIDIA, independent of torch's switches; cuBLAS reads this when it starts.
 FULL_FP32 = {"NVIDIA_TF32_OVERRIDE": "0"}
 # Read by NCCL 2.28 and later, and by RCCL of that age: registered buffers are gathered by copy engines.
 COPY_ENGINES = {"NCCL_CTA_POLICY": "2"}
@@ -45,9 +47,25 @@ class Plan:
     worker: tuple[str, ...] = ()
 
 
-def make_plan(recipe: Recipe, environ: Mapping[str, str], worker: Sequence[str] = ()) -> Plan:
-    """Return the plan for `environ`: join the ranks of torchrun or SLURM, or start them here. worker: as Plan's."""
+def make_plan(recipe: Recipe, environ: Mapping[str, str], worker: Sequence[str] = (), any_node: bool = False) -> Plan:
+    """Return the plan for `environ`: join the ranks of torchrun or SLURM, or start them.
+
+    This is the one place in which a process that starts or joins a run validates its recipe.
+
+    Args:
+        worker: as Plan's.
+        any_node: for a dry run, return the launch on every node where the recipe has several nodes.
+
+    Raises:
+        ValueError: the environment contradicts itself, or the recipe is impossible on these ranks.
+    """
     check_environment(environ)
+    plan = _plan(recipe, environ, tuple(worker), any_node)
+    validate(recipe, plan.world_size)
+    return plan
+
+
+def _plan(recipe: Recipe, environ: Mapping[str, str], worker: tuple[str, ...], any_node: bool) -> Plan:
     if all(name in environ for name in TORCHRUN_VARIABLES):
         outer, started_by = {name: environ[name] for name in TORCHRUN_VARIABLES}, "torchrun"
     else:
@@ -57,23 +75,27 @@ def make_plan(recipe: Recipe, environ: Mapping[str, str], worker: Sequence[str] 
             outer.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_WORLD_SIZE") or recipe.cluster.gpus_per_node
         )
         variables = {**rank_environment(recipe, local_ranks, environ), **outer}
-        return Plan(
-            int(outer["WORLD_SIZE"]), local_ranks, int(outer["RANK"]), started_by, None, variables, tuple(worker)
-        )
-    if recipe.cluster.num_nodes > 1:
+        return Plan(int(outer["WORLD_SIZE"]), local_ranks, int(outer["RANK"]), started_by, None, variables, worker)
+    nodes, local_ranks = recipe.cluster.num_nodes, recipe.cluster.gpus_per_node
+    if nodes > 1 and any_node:
+        words = ["torchrun", "--nnodes", str(nodes), "--nproc-per-node", str(local_ranks), "--rdzv-backend", "c10d"]
+        words += ["--rdzv-endpoint", "<first host>:29500", "-m", "zaya_plugin.cli", "train"]
+        variables = rank_environment(recipe, local_ranks, environ)
+        return Plan(nodes * local_ranks, local_ranks, 0, "torchrun on every node, or `zaya slurm`", words, variables)
+    if nodes > 1:
         raise mistake(
             "cluster.num_nodes",
-            recipe.cluster.num_nodes,
+            nodes,
             problem="`zaya train` starts ranks on one machine only",
             allowed="1, or an outer launcher on every node",
             fix="`srun zaya train ...`, or on every node `torchrun --nnodes <n> --nproc-per-node <n> --rdzv-backend "
             "c10d --rdzv-endpoint <host>:<port> -m zaya_plugin.cli train ...`",
         )
-    ranks = recipe.nproc if recipe.nproc is not None else recipe.cluster.gpus_per_node
+    ranks = local_ranks if recipe.nproc is None else recipe.nproc
     if ranks < 1:
         raise mistake("nproc", ranks, problem="a run has at least one rank", allowed="1 or more", fix="nproc=1")
     variables = rank_environment(recipe, ranks, environ)
-    return Plan(ranks, ranks, 0, "zaya train", command(recipe, ranks, worker), variables, tuple(worker))
+    return Plan(ranks, ranks, 0, "zaya train", command(recipe, ranks, worker), variables, worker)
 
 
 def check_environment(environ: Mapping[str, str]) -> None:
@@ -126,7 +148,7 @@ def _complete(environ: Mapping[str, str], names: Sequence[str], how: str) -> Non
 
 
 def whole_variable(environ: Mapping[str, str], name: str, least: int, most: int | None = None, of: str = "") -> int:
-    """Return the variable as a number; raises ValueError if it is none, or out of range. of: the variable that limits it."""
+    """Return the variable as a number; raises ValueError if it is not one, or out of range. of: the variable that limits it."""
     text = environ[name]
     number = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
     if number is None or number < least or most is not None and number > most:
@@ -134,7 +156,7 @@ def whole_variable(environ: Mapping[str, str], name: str, least: int, most: int 
         raise mistake(
             name,
             text,
-            problem="is set in the environment and is " + ("no whole number" if number is None else "out of range"),
+            problem="is set in the environment and is " + ("not a whole number" if number is None else "out of range"),
             allowed=allowed + (f" ({of}={environ[of]})" if of else ""),
             fix=f"unset {name}, or start the ranks with torchrun or srun, which set it",
         )
@@ -179,7 +201,7 @@ def rank_environment(recipe: Recipe, local_ranks: int, environ: Mapping[str, str
     if recipe.cluster.device == "cpu":
         variables |= dict.fromkeys(HIDDEN_DEVICES, "")
         variables["TORCHDYNAMO_DISABLE"] = (
-            "1"  # compiling Megatron's jit_fuser functions takes seconds and saves microseconds here
+            "1"  # compiling Megatron's jit_fuser functions takes seconds and saves microseconds on a CPU
         )
     ordered = recipe.parallel.tensor_model_parallel_size > 1 or recipe.parallel.context_parallel_size > 1
     if recipe.cluster.device == "cuda" and "CUDA_DEVICE_MAX_CONNECTIONS" not in environ:
@@ -207,7 +229,7 @@ def slurm_variables(environ: Mapping[str, str], master_port: int | None = None) 
     """Return RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT of this task, or None outside
     `srun`.
 
-    The batch script itself also has SLURM_PROCID=0, but it is no task of a step.
+    The batch script itself also has SLURM_PROCID=0, but it is not a task of a step.
     All tasks must agree without communication: the address is the first host of the step, the port is computed from the
     job id.
     """
@@ -220,7 +242,7 @@ def slurm_variables(environ: Mapping[str, str], master_port: int | None = None) 
     if tasks < 2:
         return None
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
-    if not hosts and "MASTER_ADDR" not in environ:
+    if not hosts and not environ.get("MASTER_ADDR"):
         raise mistake(
             "SLURM_JOB_NODELIST",
             problem="is not set, so the address of rank 0 is unknown",
@@ -257,15 +279,9 @@ def tasks_on_node(environ: Mapping[str, str]) -> int | None:
     return counts[node] if node < len(counts) else None
 
 
-def first_host(node_list: str) -> str:
-    """Return the first host of Slurm's list notation: `a[01-03,7],b` -> `a01`, `rack[0-1]n[3,5]` -> `rack0n3`."""
-    depth, first = 0, ""
-    for character in node_list.strip():
-        depth += (character == "[") - (character == "]")
-        if character == "," and depth == 0:
-            break
-        first += character
-    host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
-    if depth or not host or "[" in host:
-        raise mistake("SLURM_JOB_NODELIST", node_list, problem="is not a node list", allowed="such as a[01-03,7],b")
-    return host
+def first_host(hosts: str) -> str:
+    """Return the first name of the node list in SLURM_JOB_NODELIST."""
+    try:
+        return node_names(hosts)[0]
+    except ValueError as error:
+        raise mistake("SLURM_JOB_NODELIST", hosts, problem=str(error)) from None

@@ -76,7 +76,7 @@ def check_slurm(recipe: Recipe) -> None:
     for option in recipe.cluster.sbatch:
         if not option.startswith("-"):
             allowed = "options of sbatch, such as --partition=mi300x"
-            raise mistake("cluster.sbatch", option, problem="is no option", allowed=allowed)
+            raise mistake("cluster.sbatch", option, problem="must begin with -", allowed=allowed)
 
 
 def submit(recipe: Recipe, commands: Sequence[Sequence[str]]) -> str:

@@ -20,9 +20,9 @@ class Balancer:
         self.statistics: RouterStatistics | None = None
         self.moe_layers: list[ZayaMoELayer] | None = None
 
-    def balance(self, model) -> None:
+    def balance(self, model) -> RouterStatistics:
         """Balance the experts of this rank's chunks by the counts of all ranks; once a step, after the backward
-        passes.
+        passes. Return the statistics.
         """
         if self.moe_layers is None:
             layers = (m for chunk in model for m in chunk.modules() if isinstance(m, ZayaMoELayer))
@@ -31,8 +31,10 @@ class Balancer:
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         routers = [layer.router for layer in self.moe_layers]
         config = routers[0].config
-        self.statistics = update_biases(routers, config, group)
+        statistics = update_biases(routers, config, group)
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
             numbers = [layer.layer_number for layer in self.moe_layers]
             stages = parallel_state.get_pipeline_model_parallel_group()
-            self.statistics = over_pipeline_stages(self.statistics, numbers, config.num_layers, stages)
+            statistics = over_pipeline_stages(statistics, numbers, config.num_layers, stages)
+        self.statistics = statistics
+        return statistics

@@ -3,7 +3,7 @@
 
 `zaya aegis run` sets ZAYA_AEGIS_DIR, a folder of the node; without it every function here returns at once. In it:
 
-    rank<N>.json         one line of LINE bytes, written in place at every change of phase and at every step
+    rank<N>.json         one line of LINE_BYTES bytes, written in place at every change of phase and at every step
     rank<N>.stacks       the stacks of all threads, appended at each STACKS_SIGNAL, also while a thread waits in C++
     request              a number, written by the supervisor; when it changes, each rank writes
     rank<N>.flight.json  torch's flight recorder: the collectives that this rank has enqueued
@@ -27,9 +27,9 @@ from pathlib import Path
 from zaya_plugin.ground.errors import STACKS_SIGNAL
 from zaya_plugin.ground.whole_file import write_whole
 
-FOLDER = "ZAYA_AEGIS_DIR"
-LINE = 256  # bytes; a line of one size is replaced by one write
-NAME = 32  # letters of a stage, the last ones
+FOLDER_VARIABLE = "ZAYA_AEGIS_DIR"
+LINE_BYTES = 256  # bytes; a line of one size is replaced by one write
+STAGE_LETTERS = 32  # letters of a stage, the last ones
 PHASES = ("start", "build", "load", "warm_up", "train", "validate", "save", "end")
 LOOK_SECONDS = 0.25  # between two looks for a request
 
@@ -54,7 +54,7 @@ class Heartbeat:
         """Replace the line of this rank."""
         values = {"pid": os.getpid(), "phase": self.phase, "step": self.last, "time": round(time.time(), 3)}
         stage = {"stage": self.stage} if self.stage else {}
-        line = json.dumps({**values, **self.numbers, **stage}).ljust(LINE - 1) + "\n"
+        line = json.dumps({**values, **self.numbers, **stage}).ljust(LINE_BYTES - 1) + "\n"
         with contextlib.suppress(OSError):
             os.pwrite(self.file, line.encode(), 0)
 
@@ -81,7 +81,7 @@ class Heartbeat:
 def start(rank: int) -> None:
     """Begin the heartbeats of this rank, in phase `start`, where a supervisor asks for them."""
     global _beat
-    if (folder := os.environ.get(FOLDER)) and _beat is None:
+    if (folder := os.environ.get(FOLDER_VARIABLE)) and _beat is None:
         with contextlib.suppress(OSError):  # a supervisor that is gone ends the rank otherwise
             _beat = Heartbeat(Path(folder), rank)
 
@@ -89,7 +89,7 @@ def start(rank: int) -> None:
 def stage(name: str) -> None:
     """Name the stage whose steps these are: those of the next one of a curriculum count from 1 again."""
     if _beat is not None:
-        _beat.stage = name.encode("ascii", "replace").decode()[-NAME:]
+        _beat.stage = name.encode("ascii", "replace").decode()[-STAGE_LETTERS:]
         _beat.write()
 
 

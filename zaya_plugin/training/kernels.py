@@ -8,14 +8,15 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
-from itertools import zip_longest
+from collections.abc import Sequence
 
 import torch
 
 import hip_ops
 from hip_ops.runtime import operator
+from hip_ops.runtime.choice import Versions
 from hip_ops.runtime.operator import OPERATORS, report
+from zaya_plugin.checkpoint.restore import gathered
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.ground.errors import mistake
 
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # of cluster.dtype
 # Where ranks have different HIP libraries, cluster.kernels=triton makes them equal: Triton's versions do not use the
 # library. Where they have different releases of Triton, cluster.kernels=reference does.
-SAME = {operator.LIBRARY: "triton", operator.TRITON: "reference"}
+KERNELS_WITHOUT = {operator.LIBRARY: "triton", operator.TRITON: "reference"}
 Choices = dict[str, tuple[str, ...]]  # by operator: the versions that run, best first
 
 
@@ -48,7 +49,8 @@ def warm_up_kernels(recipe: Recipe) -> str:
     except ValueError as error:  # raised below, on all ranks: the others would wait for this one in the exchange
         failed = str(error)
     seconds = time.monotonic() - started
-    everyone = _of_all_ranks((chosen, failed, seconds))
+    mine = chosen, failed, seconds
+    everyone = gathered(mine) if torch.distributed.is_initialized() else [mine]
     for rank, (_, text, _) in enumerate(everyone):
         if text:
             raise ValueError(f"on rank {rank}: {text}" if len(everyone) > 1 else text)
@@ -67,7 +69,7 @@ def _choices(recipe: Recipe) -> Choices:
     return chosen
 
 
-def attention(recipe: Recipe) -> operator.Versions:
+def attention(recipe: Recipe) -> Versions:
     """Return core attention as the recipe's steps call it, for the heads of one rank."""
     from zaya_plugin.model.core_attention import core_attention  # imports Megatron, which a rank must patch before
 
@@ -79,14 +81,6 @@ def attention(recipe: Recipe) -> operator.Versions:
     sizes = (model.num_attention_heads // ranks, model.num_query_groups // ranks, model.kv_channels)
     exact = torch.are_deterministic_algorithms_enabled()
     return core_attention(cluster.core_attention, form, DTYPES[cluster.dtype], *sizes, exact)
-
-
-def _of_all_ranks(mine: object) -> list:
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return [mine]
-    everyone: list = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, mine)
-    return everyone
 
 
 def check_agreement(everyone: Sequence[Choices], recipe: Recipe) -> None:
@@ -106,11 +100,9 @@ def check_agreement(everyone: Sequence[Choices], recipe: Recipe) -> None:
             continue
         texts = (f"{', then '.join(versions)} on {_ranks(of)}" for versions, of in ranks.items())
         differences.append(f"{name} ({'; '.join(texts)})")
-        if name in SAME:
-            fixes["cluster.kernels"] = SAME[name]
-        else:
-            key = f"cluster.{operators[name].setting}"
-            fixes[key] = _equal_version(operators[name], ranks, fixes.get(key))
+        own = operators.get(name)  # None: a library
+        key, version = ("kernels", KERNELS_WITHOUT[name]) if own is None else (own.setting, own.last)
+        fixes[f"cluster.{key}"] = version
     if not differences:
         return
     key = "core_attention" if fixes.keys() == {"cluster.core_attention"} else "kernels"
@@ -122,23 +114,6 @@ def check_agreement(everyone: Sequence[Choices], recipe: Recipe) -> None:
         allowed="the same versions on all ranks",
         fix=install + " ".join(f"{key}={version}" for key, version in fixes.items()),
     )
-
-
-def _equal_version(own: operator.Versions, chosen: Iterable[tuple[str, ...]], other: str | None) -> str:
-    """Return the version to request for the folder of operator `own`, so that the ranks run the same: at the first
-    place where they differ, the last in the operator's order.
-
-    It is the reference where that version does not take every call, since other versions then follow it, which may
-    differ again; and where `other`, the version for another operator of the folder, is not one of this operator's.
-    """
-    if own.setting == "core_attention":  # its versions stand in no order, and any may be missing on the other ranks
-        return own.last
-    differing = next(versions for versions in zip_longest(*chosen) if len(set(versions)) > 1)
-    order = tuple(dict.fromkeys((*own.versions, own.last)))
-    candidates = {*differing, other} - {None}
-    last = max(candidates & {*order}, key=order.index)
-    fits = [one.fits for one in (own, *OPERATORS.values()) if one.folder == own.folder]
-    return last if candidates <= {*order} and not any(last in by_version for by_version in fits) else own.last
 
 
 def _ranks(ranks: Sequence[int]) -> str:

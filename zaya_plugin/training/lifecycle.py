@@ -76,15 +76,16 @@ class Lifecycle:
         """Whether the run has checkpoints of its own, complete or not."""
         return has_checkpoint(self.directory)
 
-    def describe_into(self, args, before: Predecessor | None = None) -> None:
+    def describe_into(self, args, before: Predecessor | None = None, data: dict | None = None) -> None:
         """Choose the checkpoint to load, check it against `args`, and set `args.zaya`, which later checkpoints store.
 
         Args:
-            before: the preceding stage, for a new run.
+            before: the preceding stage, for a new run. data: becomes the attribute.
 
         Raises:
             ValueError: no checkpoint is complete, with resume=must the newest is not, or it is of another model.
         """
+        self.data = data
         if args.load and self.has_checkpoint:
             # A first choice, for early errors; settle() makes it, together with uploads that it can finish.
             known, pending = on_disk.iterations(self.directory), uploads(self.directory)

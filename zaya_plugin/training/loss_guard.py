@@ -10,7 +10,6 @@ the norm alone often spikes without harm, since gradients are clipped. Only the 
 
 from __future__ import annotations
 
-import json
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -20,8 +19,9 @@ from statistics import median
 
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.ground.errors import ROLL_BACK, RunEndedError, message
+from zaya_plugin.handover.predecessor import metric_rows
 
-NORMAL = 1.4826  # standard deviations of a normal distribution in one MAD
+DEVIATIONS_IN_MAD = 1.4826  # standard deviations of a normal distribution in one MAD
 MIN_DEVIATION = 1e-3  # of the median: the least deviation, for losses that hardly vary
 
 
@@ -113,7 +113,7 @@ def robust_z(value: float, values: list[float]) -> float:
     if not values:
         return 0.0
     middle = median(values)
-    deviation = NORMAL * median(abs(other - middle) for other in values)
+    deviation = DEVIATIONS_IN_MAD * median(abs(other - middle) for other in values)
     return (value - middle) / max(deviation, MIN_DEVIATION * abs(middle), 1e-12)
 
 
@@ -124,24 +124,9 @@ def make_guard(recipe: Recipe, resumed_at: int) -> LossGuard | None:
         return None
     loss_guard = LossGuard(guard.window, guard.threshold, guard.patience)
     if resumed_at:
-        loss_guard.fill(_last_rows(Path(recipe.run_dir) / "metrics.jsonl", resumed_at, guard.window))
+        steps = (row for row in metric_rows(Path(recipe.run_dir)) if isinstance(row.get("loss"), float))
+        loss_guard.fill(deque((row for row in steps if row["step"] <= resumed_at), maxlen=guard.window))
     return loss_guard
-
-
-def _last_rows(path: Path, until: int, count: int) -> list[dict]:
-    rows: deque[dict] = deque(maxlen=count)
-    try:
-        with open(path, errors="replace") as file:
-            for line in file:
-                try:
-                    row = json.loads(line)
-                    if row["step"] <= until and isinstance(row["loss"], float):
-                        rows.append(row)
-                except (ValueError, KeyError, TypeError):  # of a validation, or cut off by a kill
-                    continue
-    except OSError:
-        pass
-    return list(rows)
 
 
 def roll_back(first_step: int, step: int, last_good: str) -> RollBackError:

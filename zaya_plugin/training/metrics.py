@@ -89,11 +89,11 @@ class Reporter:
         if logger.tensorboard:
             self._add_sink("TensorBoard", lambda: TensorBoard(run_dir / "tensorboard", resumed_at))
         if logger.wandb and "disabled" not in (logger.wandb_mode, os.environ.get("WANDB_MODE")):
-            wandb = Background("W&B", lambda: self._open_wandb(run_id, run_dir), self._print)
+            wandb = Background("W&B", lambda: self._open_wandb(run_id, run_dir), self.print)
             self._add_sink("W&B", lambda: wandb)
             if not wandb.opened.wait(wandb.START_SECONDS):
-                self._print("W&B: no answer yet; the run does not wait for it")
-        self._print(
+                self.print("W&B: no answer yet; the run does not wait for it")
+        self.print(
             f"{self.recipe.name}: {self.recipe.model.name} on {self.recipe.cluster.name}, stage "
             f"{self.recipe.stage.name}, "
             f"{self.world_size} rank{'s' if self.world_size > 1 else ''}, "
@@ -121,7 +121,7 @@ class Reporter:
             row["expert_load"] = [[round(share, 5) for share in layer] for layer in step.statistics.load.tolist()]
         self._log(row)
         if step.step % self.recipe.logger.log_interval == 0 or step.step == step.last_step:
-            self._print(step_line({**row, "last_step": step.last_step}))
+            self.print(step_line({**row, "last_step": step.last_step}))
 
     def validation(self, step: int, loss: float, tokens: int, domains: Mapping[str, float] | None = None) -> None:
         """Report a validation loss (mean nats a token) of so many `tokens`, and that of each of its `domains`."""
@@ -132,13 +132,7 @@ class Reporter:
             self._log(row | {f"validation/{name}/loss": value for name, value in domains.items()})
             parts = ", ".join(f"{name} {value:.4f}" for name, value in domains.items())
             text = f"step {step}: validation loss {loss:.4f} of {tokens:,} tokens"
-            self._print(text + (f" ({parts})" if parts else ""))
-
-    def saved(self, line: str) -> None:
-        """Print a console line about a checkpoint. Rank 0, which completes checkpoints, may be another rank than the one
-        that reports the steps.
-        """
-        self._print(line)
+            self.print(text + (f" ({parts})" if parts else ""))
 
     def close(self) -> None:
         """Close the sinks, which may not have been opened, and print the summary."""
@@ -146,7 +140,7 @@ class Reporter:
             sink.close()
         self.sinks.clear()
         if self.losses:
-            self._print(summary(self.losses, self.validated, self.seconds, self.recipe.run_dir, self.at))
+            self.print(summary(self.losses, self.validated, self.seconds, self.recipe.run_dir, self.at))
             self.losses = []
 
     def _row(self, step: Step) -> dict[str, Any]:
@@ -185,7 +179,7 @@ class Reporter:
         return row
 
     def _add_sink(self, name: str, open_sink: Callable[[], Any]) -> None:
-        self.sinks.append(Guarded(name, open_sink, self._print))
+        self.sinks.append(Guarded(name, open_sink, self.print))
 
     def _open_wandb(self, run_id: str, run_dir: Path) -> WandbRun | None:
         logger = self.recipe.logger
@@ -199,25 +193,26 @@ class Reporter:
                 directory=unless_set("WANDB_DIR", run_dir),
                 config={**asdict(self.recipe), "lineage": self.lineage},
                 group=unless_set("WANDB_RUN_GROUP", logger.wandb_group),
-                say=self._print,
+                say=self.print,
             )
         except ImportError:
             problem = "the package wandb is not installed, so W&B is disabled"
-            self._print(message("logger.wandb", True, problem=problem, fix="pip install wandb, or logger.wandb=false"))
+            self.print(message("logger.wandb", True, problem=problem, fix="pip install wandb, or logger.wandb=false"))
             return None
-        self._print(f"W&B: {run.where}")
+        self.print(f"W&B: {run.where}")
         return run
 
     def note(self, lines: list[str]) -> None:
         """Print console lines about the run."""
         if self.reports:
-            self._print("\n".join(lines))
+            self.print("\n".join(lines))
 
     def _log(self, row: dict[str, Any]) -> None:
         for sink in self.sinks:
             sink.log(row)
 
-    def _print(self, text: str) -> None:
+    def print(self, text: str) -> None:
+        """Print a line, on any rank: rank 0, which completes checkpoints, may be another than the one that reports."""
         # A console that is full, closed or without a character is no reason to end a run.
         with contextlib.suppress(OSError, ValueError):
             self.out.write(text + "\n")

@@ -9,30 +9,28 @@ from collections.abc import Callable
 
 from torch import nn
 
-from zaya_plugin.config.optimizer_override import Override
+from zaya_plugin.config.entries import Override
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.optim.factory import muon_factory, tag_parameters
+from zaya_plugin.optim.chained import ChainedMuonAdamW
+from zaya_plugin.optim.factory import build_muon_adamw
 from zaya_plugin.optim.muon import MuonSettings
-from zaya_plugin.optim.parameter_role import ParameterRole
+from zaya_plugin.optim.parameter_role import ParameterRole, tag_parameters
 
 
-def assign_optimizers(recipe: Recipe, model: nn.Module, part_of: str | None = None) -> dict[str, ParameterRole]:
+def assign_optimizers(recipe: Recipe, model: nn.Module) -> dict[str, ParameterRole]:
     """Attach the roles of the parameters of `model`, before DDP wraps it; return them by name.
 
-    part_of: the prefix of the parameters' names, if `model` is a part of a model. A host that builds the model itself
-    lays out its buffers, which depend on the roles, before the whole model can be passed here.
-
     Raises:
-        ValueError: see `zaya_plugin.optim.grouping.assign`.
+        ValueError: see `zaya_plugin.optim.parameter_role.assign`.
     """
     overrides = [Override.parse(entry) for entry in recipe.optim.overrides]
-    return tag_parameters(model, overrides, recipe.optim.muon_split_gate_up, recipe.optim.name, part_of)
+    return tag_parameters(model, overrides, recipe.optim.muon_split_gate_up, recipe.optim.name)
 
 
-def muon_settings(recipe: Recipe) -> MuonSettings:
-    """Return Muon's settings of `recipe`."""
+def build_optimizer(recipe: Recipe, get_megatron_optimizer: Callable, *positional, **named) -> ChainedMuonAdamW:
+    """Build the recipe's optimizer; arguments as of Megatron's `get_megatron_optimizer`."""
     optim = recipe.optim
-    return MuonSettings(
+    muon = MuonSettings(
         momentum=optim.muon_momentum,
         nesterov=optim.muon_nesterov,
         steps=optim.muon_steps,
@@ -41,16 +39,7 @@ def muon_settings(recipe: Recipe) -> MuonSettings:
         rms_scale=optim.muon_rms_scale,
         momentum_dtype=optim.muon_momentum_dtype,
     )
-
-
-def optimizer_factory(recipe: Recipe) -> Callable:
-    """Return the replacement of Megatron's `get_megatron_optimizer` for a run of `recipe`; its first argument is that
-    function.
-    """
-    non_finite = recipe.optim.non_finite_gradients if recipe.parallel.use_distributed_optimizer else None
-    limit = recipe.optim.max_non_finite_steps if non_finite == "skip" else None
-
-    def factory(get_megatron_optimizer, *positional, **named):
-        return muon_factory(get_megatron_optimizer, muon_settings(recipe), non_finite, limit)(*positional, **named)
-
-    return factory
+    non_finite = optim.non_finite_gradients if recipe.parallel.use_distributed_optimizer else None
+    limit = optim.max_non_finite_steps if non_finite == "skip" else None
+    settings = dict(muon=muon, non_finite=non_finite, max_non_finite=limit)
+    return build_muon_adamw(get_megatron_optimizer, *positional, **settings, **named)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zaya_plugin.checkpoint.saver import FREE, Saver
-from zaya_plugin.optim.host_copy import HostCopy
+from zaya_plugin.optim.chained import HostCopy
 from zaya_plugin.training import heartbeat
 from zaya_plugin.training.loss_guard import RollBackError
 
@@ -159,7 +159,7 @@ class AgreedSignal:
         """Return [1] if any rank had received the signal, else [0]: the same on all ranks. All ranks must call it.
 
         Raises:
-            RollBackError: a guard of any rank asks for it. It is raised on all ranks, before a save at this step.
+            RollBackError: a guard of any rank requests it. It is raised on all ranks, before a save at this step.
         """
         received = int(self.handler._signal_received)
         if received and self._noticed is None:
@@ -177,7 +177,7 @@ class AgreedSignal:
             return [0]
         agreed = StepMessage(*answer[0].read()[0].tolist())
         if agreed.spike:
-            raise RollBackError("a guard asks to roll back", first_step=agreed.spike)
+            raise RollBackError("a guard requests a roll back", first_step=agreed.spike)
         if self.saver is not None and answer[1] == self.saver.count:  # else it is about the save before
             self.saver.agree(agreed.writer)
         if agreed.signal and self.since is None:

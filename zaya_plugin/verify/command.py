@@ -210,12 +210,12 @@ def summary(record: dict[str, Any], out: Path) -> list[str]:
 
 
 def commit() -> str | None:
-    from zaya_plugin.bench import record
+    from zaya_plugin.bench import step_record
 
-    return record.commit()
+    return step_record.commit()
 
 
 def write(out: Path, record: dict[str, Any]) -> None:
-    from zaya_plugin.bench import record as step_record
+    from zaya_plugin.bench import step_record
 
     step_record.write(out, record)

@@ -52,8 +52,8 @@ def environment(setting: Setting) -> Outcome:
     """
     import torch
 
-    from hip_ops.runtime.build import SWITCH, library_note
-    from hip_ops.runtime.hip_runtime import mapped_runtimes, own_maps
+    from hip_ops.runtime.build import LIBRARY_VARIABLE, library_note
+    from hip_ops.runtime.launchers import mapped_runtimes, own_maps
 
     figures: dict[str, Any] = {
         "doctor": doctor_report(),
@@ -74,7 +74,7 @@ def environment(setting: Setting) -> Outcome:
     failures = devices_problem(setting), runtime_problem(torch.version.hip, own_maps()), library_problem()
     problems = [*filter(None, failures)]
     text = f"{figures['doctor']['devices']['built_for']}, torch {torch.__version__}, library {TARGET} "
-    text += "built from source" if os.environ.get(SWITCH) == "source" else "as shipped"
+    text += "built from source" if os.environ.get(LIBRARY_VARIABLE) == "source" else "as shipped"
     return Outcome("wrong" if problems else "pass", "; ".join(problems) or text, figures)
 
 
@@ -107,7 +107,7 @@ def runtime_problem(hip: str | None, maps: str) -> str | None:
     """Say what is wrong with the HIP runtimes in `maps`, the text of /proc/self/maps, or return None. hip:
     torch.version.hip.
     """
-    from hip_ops.runtime.hip_runtime import mapped_runtimes, the_runtime
+    from hip_ops.runtime.launchers import mapped_runtimes, the_runtime
 
     if hip is None:
         mapped = mapped_runtimes(maps)
@@ -121,16 +121,16 @@ def runtime_problem(hip: str | None, maps: str) -> str | None:
 
 def library_problem() -> str | None:
     """Say why the shipped library cannot be used, or return None; HIP_OPS_LIBRARY=source is not a problem."""
-    from hip_ops.runtime.build import SWITCH, shipped
+    from hip_ops.runtime.build import LIBRARY_VARIABLE, shipped
 
-    return None if os.environ.get(SWITCH) == "source" else shipped(TARGET)[1] or None
+    return None if os.environ.get(LIBRARY_VARIABLE) == "source" else shipped(TARGET)[1] or None
 
 
 def load_library() -> str:
     """Load the kernels' library on the first device, which maps what it needs; return its target."""
     import torch
 
-    from hip_ops.runtime.library import library, target_of
+    from hip_ops.runtime.launchers import library, target_of
 
     target = target_of(torch.device("cuda", 0))
     library(target)

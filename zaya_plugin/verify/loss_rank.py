@@ -30,7 +30,7 @@ class SkewedTokens(RandomTokens):
 def train(recipe, rank: int, world_size: int, console) -> None:
     from zaya_plugin.hosts import worker
 
-    worker.prepare(recipe, world_size)
+    worker.prepare(recipe)
     import torch
 
     from zaya_plugin.hosts import adapter, pretrain

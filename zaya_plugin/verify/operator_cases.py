@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hip_ops.ops.newton_schulz.coefficients import coefficient_triples
-from hip_ops.ops.newton_schulz.plan import make_plan, newton_schulz_flops
+from hip_ops.ops.newton_schulz.plan import coefficient_triples, make_plan, newton_schulz_flops
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hip_ops import use_kernels
 from hip_ops.ops.router_mlp import Routed
-from hip_ops.runtime import availability
+from hip_ops.runtime import choice
 from hip_ops.runtime import conditions as self_check_conditions
 from hip_ops.runtime.operator import Operator, all_operators
 from hip_ops.runtime.self_check import SEED, TOLERANCES, copied, tensors_of
@@ -80,7 +80,7 @@ def versions_of(operator: Operator, device: torch.device) -> dict[str, str | Non
         if version in NOT_RUN:
             versions[version] = "only by name: this project has not run it on any device"
         else:
-            missing = availability.missing(version, device, named=False)
+            missing = choice.missing(version, device, named=False)
             available = operator.available.get(version, lambda device: None)
             versions[version] = missing or available(device)
     return {**versions, "reference": None}

@@ -47,14 +47,12 @@ def losses_of(setting: Setting, run_dir: Path) -> tuple[int, list[float], str]:
     """Train the recipe of demo_losses; return the exit code, the loss of each step, and what the launcher printed."""
     from zaya_plugin.config.compose import compose
     from zaya_plugin.config.run_directory import keep_recipe, make_writable
-    from zaya_plugin.config.validate import validate
-    from zaya_plugin.run import before_start, launch, rank_plan
+    from zaya_plugin.run import launch, rank_plan, surroundings
 
     device = demo_losses.ON_CPU if setting.on_cpu else demo_losses.ON_GPU
     recipe = compose([*demo_losses.RECIPE, *device, f"run_dir={run_dir}"])
     plan = rank_plan.make_plan(recipe, os.environ, (RANK,))
-    validate(recipe, plan.world_size)
-    before_start.check_machine(recipe, plan)
+    surroundings.check_machine(recipe, plan)
     make_writable(recipe.run_dir)
     keep_recipe(recipe, recipe.run_dir)
     with contextlib.redirect_stderr(io.StringIO()) as errors:

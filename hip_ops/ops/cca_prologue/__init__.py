@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from hip_ops.ops.cca_prologue import reference
-from hip_ops.runtime.declaration import wide
-from hip_ops.runtime.on_device import multiprocessors
+from hip_ops.runtime.launch import multiprocessors, wide
 from hip_ops.runtime.operator import Operator
 
 HEADS, GROUPS, HEAD_DIM = 8, 2, 128  # ZAYA1's

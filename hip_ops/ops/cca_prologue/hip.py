@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from hip_ops.ops.cca_prologue import HEAD_DIM
-from hip_ops.runtime.library import call, library, target_of
-from hip_ops.runtime.on_device import multiprocessors
-from hip_ops.runtime.row_views import contiguous, empty_results, starts_aligned
+from hip_ops.ops.cca_prologue.reference import chunk_count
+from hip_ops.runtime.launch import contiguous, empty_results, multiprocessors, starts_aligned
+from hip_ops.runtime.launchers import call, library, target_of
 
 ZERO_RUNS = 512  # blocks that recompute keys whose temperature is zero
 
@@ -35,12 +35,6 @@ def _rope(rope: Tensor | None) -> tuple[Tensor | None, int, int, int]:
     )
 
 
-def _rows(projected: Tensor, *chunked: Tensor | None) -> tuple[int, int, int]:
-    """Return the number of flat rows, rows of a chunk, and micro batch."""
-    s, b = projected.shape[:2]
-    return s * b, s // next((len(t) for t in chunked if t is not None), 1), b
-
-
 def cca_prologue(
     projected: Tensor, depthwise_weight: Tensor, depthwise_bias: Tensor, grouped_weight: Tensor, grouped_bias: Tensor,
     temperature: Tensor, rope: Tensor | None, halo: Tensor | None, value_halo: Tensor | None, starts: Tensor | None,
@@ -55,7 +49,7 @@ def cca_prologue(
         for count in (heads, query_groups, query_groups)
     )
     inverse_norm = torch.empty((heads + query_groups, s, b), dtype=torch.float32, device=device)
-    total, rows, b = _rows(projected, halo, value_halo, starts)
+    total, rows = s * b, s // chunk_count(halo, value_halo, starts)
     if total:
         projected = _aligned(projected)
         table, rope_row_stride, rope_batch_stride, rotary = _rope(rope)
@@ -77,10 +71,10 @@ def cca_prologue_backward(
 ) -> tuple[Tensor, ...]:
     """As reference.cca_prologue_backward."""
     parameters = (depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature)
-    device, processors = projected.device, multiprocessors(projected.device)
+    device, processors, (s, b) = projected.device, multiprocessors(projected.device), projected.shape[:2]
     inputs = (projected, *parameters, halo, value_halo)
     gradients = empty_results(*inputs, like=projected)
-    total, rows, b = _rows(projected, halo, value_halo, starts)
+    total, rows = s * b, s // chunk_count(halo, value_halo, starts)
     if not total:
         return tuple(gradient.zero_() for gradient in gradients)
     d_projected, *d_parameters, d_halo, d_value_halo = gradients

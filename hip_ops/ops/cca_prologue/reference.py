@@ -29,7 +29,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hip_ops.runtime.declaration import cast, wide
+from hip_ops.runtime.launch import cast, wide
 
 
 def cca_prologue(
@@ -48,7 +48,7 @@ def cca_prologue(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return query [s, b, n, d], key and value [s, b, g, d], and 1 / max(|x|, eps) [N, s, b] in the compute dtype."""
     weights = (depthwise_weight, depthwise_bias, grouped_weight, grouped_bias)
-    chunks = _chunk_count(halo, value_halo, starts)
+    chunks = chunk_count(halo, value_halo, starts)
     x = _before_norm(projected, *weights, halo, starts, chunks, query_groups)[0]
     inverse_norm = x.square().sum(-1).clamp_min(torch.finfo(x.dtype).eps ** 2).rsqrt()
     x.mul_(_factor(inverse_norm, temperature, x.shape[3]).unsqueeze(-1))
@@ -90,7 +90,7 @@ def cca_prologue_backward(
     """
     del query, key
     weights = (depthwise_weight, depthwise_bias, grouped_weight, grouped_bias)
-    chunks, dtype = _chunk_count(halo, value_halo, starts), projected.dtype
+    chunks, dtype = chunk_count(halo, value_halo, starts), projected.dtype
     x, matrices, padded, taps = _before_norm(projected, *weights, halo, starts, chunks, query_groups)
     heads, d = x.shape[2:]
     inverse_norm = inverse_norm.permute(1, 2, 0)
@@ -139,7 +139,8 @@ def cca_prologue_backward(
     )
 
 
-def _chunk_count(halo: Tensor | None, value_halo: Tensor | None, starts: Tensor | None) -> int:
+def chunk_count(halo: Tensor | None, value_halo: Tensor | None, starts: Tensor | None) -> int:
+    """Return the number of chunks of a sequence."""
     return next((len(t) for t in (halo, value_halo, starts) if t is not None), 1)
 
 

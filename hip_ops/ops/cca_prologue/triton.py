@@ -7,6 +7,7 @@ The kernels take head dimensions that are powers of two from 32 to 256 (`fits`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from hip_ops.ops.cca_prologue.reference import chunk_count
 from hip_ops.ops.cca_prologue.triton_backward import (
     cca_prologue_input_kernel,
     cca_prologue_norm_kernel,
@@ -22,14 +24,12 @@ from hip_ops.ops.cca_prologue.triton_backward import (
 )
 from hip_ops.ops.cca_prologue.triton_forward import cca_prologue_forward_kernel
 from hip_ops.ops.cca_prologue.triton_rows import divisor
-from hip_ops.runtime.launch import Launch, default_warp_size
-from hip_ops.runtime.on_device import multiprocessors, on
-from hip_ops.runtime.row_views import empty_results
+from hip_ops.runtime.launch import WARP_SIZE, Launch, empty_results, multiprocessors, on, run_kernel
 
-# flat rows of a call, for every kernel
+# the values of a call that every kernel is compiled for
 CONSTEXPRS = ("HEADS", "GROUPS", "D", "ROTARY", "DELAYED", "HAS_ROPE", "HAS_HALO", "HAS_STARTS")
 # of the sum kernel: input channels per program, and partial sums in flight
-SUM = {"COLUMNS": 8, "TOGETHER": 8, "RUNS": 64}
+SUM_KEYWORDS = {"COLUMNS": 8, "TOGETHER": 8, "RUNS": 64}
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -46,16 +46,14 @@ class HeadLaunch(Launch):
 
 @lru_cache
 def launch(
-    kernel: str, d: int, heads: int, element_size: int, *, processors: int, warp_size: int | None = None
+    kernel: str, d: int, heads: int, element_size: int, *, processors: int, warp_size: int
 ) -> HeadLaunch:
-    """Choose tile and grid of `kernel` - forward, norm, input or weight - for N = `heads` heads of d channels;
-    warp_size None: this torch's device.
+    """Choose tile and grid of `kernel` - forward, norm, input or weight - for N = `heads` heads of d channels.
 
     Programs stay resident and loop over tiles: weights are read, and partial sums written, once per program. fp32 (for
     checks; its products do not run on matrix units) has few rows, because Triton unrolls such a product and compiles
     many rows for a minute.
     """
-    warp_size = warp_size or default_warp_size()
     nvidia = warp_size == 32
     exact, narrow = nvidia and element_size > 2, element_size > 2 or d > 128
     inputs = 32 if narrow else None  # its weights would not fit into shared memory
@@ -105,28 +103,6 @@ def _rope_strides(rope: Tensor | None) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Call:
-    """The sizes of a call and the grids and compile-time values that follow from them, computed once."""
-
-    s: int
-    batch: int
-    chunks: int
-    constexprs: tuple[tuple[str, int], ...]
-    element_size: int
-    device: torch.device
-
-    @classmethod
-    def of(
-        cls, projected: Tensor, grouped_weight: Tensor, rope, halo, value_halo, starts, groups: int, delayed: int
-    ) -> Call:
-        d = grouped_weight.shape[1]
-        chunks = next((len(t) for t in (halo, value_halo, starts) if t is not None), 1)
-        values = (len(grouped_weight) // d - groups, groups, d, d if rope is None else rope.shape[-1], delayed)
-        constexprs = zip(CONSTEXPRS, (*values, rope is not None, halo is not None, starts is not None), strict=True)
-        return cls(*projected.shape[:2], chunks, tuple(constexprs), projected.element_size(), projected.device)
-
-
-@dataclass(frozen=True)
 class Plan:
     """Grid and keywords of each kernel.
 
@@ -143,15 +119,19 @@ class Plan:
 
 
 @lru_cache(maxsize=256)
-def _plan(call: Call, backward: bool, choose) -> Plan:
-    """`choose` is `launch`; it is part of the key because benchmarks and tests replace it."""
-    of = dict(call.constexprs)
-    heads, d, rows, total = of["HEADS"] + of["GROUPS"], of["D"], call.s // call.chunks, call.s * call.batch
+def _plan(
+    choose: Callable[..., HeadLaunch], backward: bool, s: int, batch: int, chunks: int,
+    constexprs: tuple[tuple[str, int], ...], element_size: int, device: torch.device,
+) -> Plan:
+    """Return the plan of a call. choose: `launch`; it is part of the key because benchmarks and tests replace it."""
+    of = dict(constexprs)
+    heads, d, rows, total = of["HEADS"] + of["GROUPS"], of["D"], s // chunks, s * batch
     names = ("norm", "input", "weight") if backward else ("forward",)
     chosen = {
-        name: choose(name, d, heads, call.element_size, processors=multiprocessors(call.device)) for name in names
+        name: choose(name, d, heads, element_size, processors=multiprocessors(device), warp_size=WARP_SIZE)
+        for name in names
     }
-    sizes = (total, rows, call.batch, divisor(rows), divisor(call.batch))
+    sizes = (total, rows, batch, divisor(rows), divisor(batch))
 
     def keywords(kernel, tile: HeadLaunch, stages: int, **more) -> dict:
         return (
@@ -168,7 +148,7 @@ def _plan(call: Call, backward: bool, choose) -> Plan:
         return Plan(sizes, {"forward": (heads, *tile.grid(total))}, {"forward": of_forward})
     norm, to_input, weight = (chosen[name] for name in names)
     early_rows = 2 if of["HAS_HALO"] else 0
-    early_total = (call.s + early_rows * call.chunks) * call.batch
+    early_total = (s + early_rows * chunks) * batch
     runs = weight.grid(total) + norm.grid(total)
     return Plan(
         sizes,
@@ -176,7 +156,7 @@ def _plan(call: Call, backward: bool, choose) -> Plan:
             "norm": (heads + 1, runs[1]),
             "input": (heads * (d // to_input.columns), *to_input.grid(early_total)),
             "weight": (heads * (d // weight.columns) + of["GROUPS"], runs[0]),
-            "sum": (heads, d // SUM["COLUMNS"]),
+            "sum": (heads, d // SUM_KEYWORDS["COLUMNS"]),
         },
         {
             "norm": keywords(cca_prologue_norm_kernel, norm, 1, STAGES=norm.stages),
@@ -190,11 +170,24 @@ def _plan(call: Call, backward: bool, choose) -> Plan:
                 INPUTS=weight.inputs or d,
             ),
             "sum": {name: of[name] for name in cca_prologue_sum_kernel.arg_names if name in of}
-            | SUM
+            | SUM_KEYWORDS
             | {"num_warps": 8},
         },
         (early_total, divisor(rows + early_rows)),
         runs,
+    )
+
+
+def _plan_for(
+    backward: bool, projected: Tensor, grouped_weight: Tensor, rope: Tensor | None, halo: Tensor | None,
+    value_halo: Tensor | None, starts: Tensor | None, groups: int, delayed: int,
+) -> Plan:
+    d = grouped_weight.shape[1]
+    values = (len(grouped_weight) // d - groups, groups, d, d if rope is None else rope.shape[-1], delayed)
+    constexprs = zip(CONSTEXPRS, (*values, rope is not None, halo is not None, starts is not None), strict=True)
+    chunks = chunk_count(halo, value_halo, starts)
+    return _plan(
+        launch, backward, *projected.shape[:2], chunks, tuple(constexprs), projected.element_size(), projected.device
     )
 
 
@@ -228,20 +221,18 @@ def cca_prologue(
     )
     inverse_norm = torch.empty((n, s, b), dtype=torch.float32, device=device)
     if s * b:
-        plan = _plan(
-            Call.of(projected, grouped_weight, rope, halo, value_halo, starts, query_groups, delayed_channels),
-            False,
-            launch,
+        plan = _plan_for(
+            False, projected, grouped_weight, rope, halo, value_halo, starts, query_groups, delayed_channels
         )
         projected = _by_rows(projected)
         rope = None if rope is None else _by_rows(rope)
-        with on(device):
-            cca_prologue_forward_kernel[plan.grids["forward"]](
-                projected, *(t.contiguous() for t in parameters), inverse_norm if rope is None else rope,
-                *(projected if t is None else t.contiguous() for t in (halo, value_halo)),
-                _bytes(starts, projected), query, key, value, inverse_norm, *plan.sizes, projected.stride(0),
-                projected.stride(1), *_rope_strides(rope), EPS, **plan.keywords["forward"],
-            )
+        run_kernel(
+            cca_prologue_forward_kernel, plan.grids["forward"], projected, *(t.contiguous() for t in parameters),
+            inverse_norm if rope is None else rope,
+            *(projected if t is None else t.contiguous() for t in (halo, value_halo)), _bytes(starts, projected), query,
+            key, value, inverse_norm, *plan.sizes, projected.stride(0), projected.stride(1), *_rope_strides(rope), EPS,
+            device=device, **plan.keywords["forward"],
+        )
     return query, key, value, inverse_norm
 
 
@@ -259,9 +250,7 @@ def cca_prologue_backward(
     gradients = tuple(empty_results(*inputs, like=projected))
     if not s * b:
         return tuple(gradient.zero_() for gradient in gradients)
-    plan = _plan(
-        Call.of(projected, grouped_weight, rope, halo, value_halo, starts, query_groups, delayed_channels), True, launch
-    )
+    plan = _plan_for(True, projected, grouped_weight, rope, halo, value_halo, starts, query_groups, delayed_channels)
     d_projected, *d_parameters, d_halo, d_value_halo = gradients
     d_query, d_key, d_value, projected = map(_by_rows, (d_query, d_key, d_value, projected))
     query, key = query.contiguous(), key.contiguous()

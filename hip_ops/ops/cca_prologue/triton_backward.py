@@ -45,13 +45,13 @@ def shift_value_gradients(
     for i in tl.static_range(GROUPS):
         inside = tl.arange(0, D)
         column = i * D + inside
-        here = d_value + base[:, None] + (i * d_head_stride + inside)[None, :]
+        source = d_value + base[:, None] + (i * d_head_stride + inside)[None, :]
         if CURRENT > i * D:
             mask = live[:, None] & (column < CURRENT)[None, :]
-            tl.store(out[:, None] + column[None, :], tl.load(here, mask=mask, other=0.0), mask=mask)
+            tl.store(out[:, None] + column[None, :], tl.load(source, mask=mask, other=0.0), mask=mask)
         if CURRENT < (i + 1) * D:
             late = (column >= CURRENT)[None, :]
-            v = tl.load(here, mask=near[:, None] & late, other=0.0)
+            v = tl.load(source, mask=near[:, None] & late, other=0.0)
             tl.store((out - batch * WIDTH)[:, None] + column[None, :], v, mask=(live & (t >= 1))[:, None] & late)
             tl.store(out[:, None] + column[None, :], tl.zeros_like(v), mask=(live & (t == rows - 1))[:, None] & late)
             if HAS_HALO:
@@ -127,15 +127,15 @@ def cca_prologue_norm_kernel(
             f = start + tl.arange(0, BLOCK)
             live = f < total
             _, entry, row, _ = place(f, rows, batch, by_rows, by_batch)
-            here = upstream + (at_row(row, entry, d_row_stride, d_batch_stride))[:, None]
-            there = out + (f.to(tl.int64) * out_stride)[:, None]
-            g_first = tl.load(here + first[None, :], mask=live[:, None], other=0.0).to(tl.float32)
-            g_second = tl.load(here + second[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+            gradient_at = upstream + (at_row(row, entry, d_row_stride, d_batch_stride))[:, None]
+            unit_at = out + (f.to(tl.int64) * out_stride)[:, None]
+            g_first = tl.load(gradient_at + first[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+            g_second = tl.load(gradient_at + second[None, :], mask=live[:, None], other=0.0).to(tl.float32)
             # Rotated like g, with length 1: the norm's gradient is the same in the rotated frame.
-            unit_first = tl.load(there + first[None, :], mask=live[:, None], other=0.0).to(tl.float32) * (
+            unit_first = tl.load(unit_at + first[None, :], mask=live[:, None], other=0.0).to(tl.float32) * (
                 inverse_length / tl.sqrt(D * 1.0)
             )
-            unit_second = tl.load(there + second[None, :], mask=live[:, None], other=0.0).to(tl.float32) * (
+            unit_second = tl.load(unit_at + second[None, :], mask=live[:, None], other=0.0).to(tl.float32) * (
                 inverse_length / tl.sqrt(D * 1.0)
             )
             inverse = tl.load(inverse_norm + role * total.to(tl.int64) + f, mask=live, other=0.0)
@@ -216,11 +216,11 @@ def cca_prologue_input_kernel(
         near1, _ = reach(starts, t + 1, entry, chunk, live & (t >= -1) & (t + 1 < rows), rows, batch, HAS_STARTS)
         _, far2 = reach(starts, t + 2, entry, chunk, live & (t + 2 < rows), rows, batch, HAS_STARTS)
         base = dy + flat * CHANNELS
-        here = (base + head * D)[:, None] + out[None, :]
+        dy_at = (base + head * D)[:, None] + out[None, :]
         step = batch * CHANNELS
-        dy0 = tl.load(here, mask=own[:, None], other=0.0)
-        dy1 = tl.load(here + step, mask=near1[:, None], other=0.0)
-        dy2 = tl.load(here + 2 * step, mask=far2[:, None], other=0.0)
+        dy0 = tl.load(dy_at, mask=own[:, None], other=0.0)
+        dy1 = tl.load(dy_at + step, mask=near1[:, None], other=0.0)
+        dy2 = tl.load(dy_at + 2 * step, mask=far2[:, None], other=0.0)
         # The means' part is loaded before the products, which hide the loads: for a query head also the key head's
         # gradient, for the key head also those of all its query heads.
         mine = tl.load(base[:, None] + into[None, :], mask=own[:, None], other=0.0)
@@ -265,9 +265,9 @@ def zero_temperature(
         )
         live = f < total
         _, entry, row, _ = place(f, rows, batch, by_rows, by_batch)
-        here = d_key + (group * k_head_stride + at_row(row, entry, k_row_stride, k_batch_stride))[None, :]
-        g_first = tl.load(here + first[:, None], mask=live[None, :], other=0.0).to(tl.float32)
-        g_second = tl.load(here + second[:, None], mask=live[None, :], other=0.0).to(tl.float32)
+        gradient_at = d_key + (group * k_head_stride + at_row(row, entry, k_row_stride, k_batch_stride))[None, :]
+        g_first = tl.load(gradient_at + first[:, None], mask=live[None, :], other=0.0).to(tl.float32)
+        g_second = tl.load(gradient_at + second[:, None], mask=live[None, :], other=0.0).to(tl.float32)
         along += tl.sum(g_first * x_first + g_second * x_second, axis=0) * inverse
     tl.store(partial + tl.program_id(1) * GROUPS + group, tl.sum(along, axis=0) * tl.sqrt(D * 1.0))
 
@@ -381,9 +381,9 @@ def cca_prologue_sum_kernel(
             group = head - HEADS
             is_zero = tl.abs(tl.load(temperature + group).to(tl.float32)) < LEAST_TEMPERATURE
             count = tl.where(is_zero, runs, bias_runs)
-            given = partial_zero if is_zero else partial_temperature
+            partials = partial_zero if is_zero else partial_temperature
             along = tl.zeros([RUNS], tl.float32)
             for start in range(0, count, RUNS):
                 several = start + tl.arange(0, RUNS)
-                along += tl.load(given + several * GROUPS + group, mask=several < count, other=0.0)
+                along += tl.load(partials + several * GROUPS + group, mask=several < count, other=0.0)
             tl.store(d_temperature + group, tl.sum(along, axis=0).to(d_temperature.dtype.element_ty))

@@ -94,9 +94,9 @@ def rotated_head(
     # heads.
     is_key = head >= HEADS
     weight = tl.where(is_key, 0.5 / PER, 0.5)
-    here = base[None, :] + tl.where(is_key, group * PER, HEADS + group) * D
-    m_first = tl.load(here + first[:, None], mask=live[None, :], other=0.0)
-    m_second = tl.load(here + second[:, None], mask=live[None, :], other=0.0)
+    mean_at = base[None, :] + tl.where(is_key, group * PER, HEADS + group) * D
+    m_first = tl.load(mean_at + first[:, None], mask=live[None, :], other=0.0)
+    m_second = tl.load(mean_at + second[:, None], mask=live[None, :], other=0.0)
     if HAS_ROPE:
         cos, sin = rotation(
             rope,
@@ -132,8 +132,8 @@ def rotated_head(
     x_first += weight * m_first.to(tl.float32)
     x_second += weight * m_second.to(tl.float32)
     for i in tl.range(1, tl.where(is_key, PER, 1), num_stages=1):
-        x_first += weight * tl.load(here + i * D + first[:, None], mask=live[None, :], other=0.0).to(tl.float32)
-        x_second += weight * tl.load(here + i * D + second[:, None], mask=live[None, :], other=0.0).to(tl.float32)
+        x_first += weight * tl.load(mean_at + i * D + first[:, None], mask=live[None, :], other=0.0).to(tl.float32)
+        x_second += weight * tl.load(mean_at + i * D + second[:, None], mask=live[None, :], other=0.0).to(tl.float32)
     x_first += y_first
     x_second += y_second
     inverse = tl.rsqrt(tl.maximum(tl.sum(x_first * x_first + x_second * x_second, axis=0), eps * eps))

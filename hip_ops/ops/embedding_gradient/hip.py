@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hip_ops.runtime.library import call, library, target_of
-from hip_ops.runtime.row_views import aligned, as_rows
+from hip_ops.runtime.launch import aligned, as_rows
+from hip_ops.runtime.launchers import call, library, target_of
 
 
 def add_rows_(total: Tensor, ids: Tensor, rows: Tensor) -> None:

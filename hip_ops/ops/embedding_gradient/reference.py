@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def add_rows_(total: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """total[ids] += rows in total's dtype, in place. total [V, h], ids int64 [n] within it, rows [n, h]."""
+    """Add rows to total[ids] in total's dtype, in place. total [V, h], ids int64 [n] within it, rows [n, h]."""
     if len(ids) == 0:
         return
     in_order, order = ids.sort(stable=True)

@@ -17,9 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hip_ops.runtime.launch import default_warp_size
-from hip_ops.runtime.on_device import on
-from hip_ops.runtime.row_views import as_rows
+from hip_ops.runtime.launch import WARP_SIZE, as_rows, run_kernel
 
 RUN = 32  # rows per program
 AT_ONCE = 8  # partial sums of one id that are read at a time
@@ -39,7 +37,7 @@ def add_runs_kernel(
     end = min(start + RUN, count)
     of_part = part.to(tl.int64) * width + column
     id = tl.load(ids + start)
-    came_in = (tl.load(ids + start - 1, mask=start > 0, other=-1) == id).to(tl.int32)
+    continued = (tl.load(ids + start - 1, mask=start > 0, other=-1) == id).to(tl.int32)
     sums = tl.zeros([BLOCK], tl.float32)
     for at in range(start, end):
         row = tl.load(order + at)
@@ -47,15 +45,15 @@ def add_runs_kernel(
         following = tl.load(ids + at + 1, mask=at + 1 < count, other=-1)
         # masks instead of branches, which Triton 3.6 fails to compile where sizes are multiples of 16
         ends = (following != id).to(tl.int32)
-        to_total, to_head = ends * (1 - came_in), tl.maximum(ends, (at + 1 == end).to(tl.int32)) * came_in
-        to_tail = (at + 1 == end).to(tl.int32) * (1 - ends) * (1 - came_in)
+        to_total, to_head = ends * (1 - continued), tl.maximum(ends, (at + 1 == end).to(tl.int32)) * continued
+        to_tail = (at + 1 == end).to(tl.int32) * (1 - ends) * (1 - continued)
         to = total + id * total_stride + column
         now = tl.load(to, mask=inside & (to_total > 0), other=0.0).to(tl.float32)
         tl.store(to, (now + sums).to(total.dtype.element_ty), mask=inside & (to_total > 0))
         tl.store(heads + of_part, sums, mask=inside & (to_head > 0))
         tl.store(tails + of_part, sums, mask=inside & (to_tail > 0))
         sums = tl.where(ends > 0, 0.0, sums)
-        came_in *= 1 - ends
+        continued *= 1 - ends
         id = following
 
 
@@ -99,35 +97,14 @@ def add_rows_(total: Tensor, ids: Tensor, rows: Tensor) -> None:
     rows = as_rows(rows)
     heads, tails = torch.empty((2, parts, width), dtype=torch.float32, device=rows.device)
     grid = (parts, triton.cdiv(width, block))
-    with on(rows.device):
-        add_runs_kernel[grid](
-            total,
-            in_order,
-            order,
-            rows,
-            heads,
-            tails,
-            count,
-            width,
-            total.stride(0),
-            rows.stride(0),
-            RUN=RUN,
-            BLOCK=block,
-            num_warps=warps(block),
-        )
-        join_runs_kernel[grid](
-            total,
-            in_order,
-            heads,
-            tails,
-            count,
-            width,
-            total.stride(0),
-            RUN=RUN,
-            AT_ONCE=AT_ONCE,
-            BLOCK=block,
-            num_warps=warps(block),
-        )
+    run_kernel(
+        add_runs_kernel, grid, total, in_order, order, rows, heads, tails, count, width, total.stride(0),
+        rows.stride(0), RUN=RUN, BLOCK=block, num_warps=warps(block, WARP_SIZE), device=rows.device,
+    )
+    run_kernel(
+        join_runs_kernel, grid, total, in_order, heads, tails, count, width, total.stride(0), RUN=RUN, AT_ONCE=AT_ONCE,
+        BLOCK=block, num_warps=warps(block, WARP_SIZE), device=rows.device,
+    )
 
 
 def columns_of_block(width: int) -> int:
@@ -135,6 +112,6 @@ def columns_of_block(width: int) -> int:
     return min(1024, triton.next_power_of_2(width))
 
 
-def warps(block: int, warp_size: int | None = None) -> int:
-    """Return the number of warps. warp_size None: of the devices that this torch is built for."""
-    return max(1, block // 8 // (warp_size or default_warp_size()))
+def warps(block: int, warp_size: int) -> int:
+    """Return the number of warps."""
+    return max(1, block // 8 // warp_size)

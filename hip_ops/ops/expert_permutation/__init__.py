@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from hip_ops.ops.expert_permutation import reference
+from hip_ops.runtime.launch import rows_for_a_second
 from hip_ops.runtime.operator import Operator
-from hip_ops.runtime.row_views import rows_for_a_second
 
 MAX_EXPERTS = 256  # of the kernels
 

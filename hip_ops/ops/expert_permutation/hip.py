@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hip_ops.runtime.library import call, call_rows, library, target_of
-from hip_ops.runtime.row_views import as_rows, contiguous, empty_results
+from hip_ops.runtime.launch import as_rows, contiguous, empty_results
+from hip_ops.runtime.launchers import call, call_rows, library, target_of
 
 
 def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -35,10 +35,9 @@ def gather_rows(rows: Tensor, index: Tensor, inverse: Tensor, probs: Tensor | No
     """As reference.gather_rows."""
     device, (count, hidden) = rows.device, rows.shape
     out, moved_probs = empty_results(rows, probs, like=rows)
-    if count:
-        rows, (index, probs) = as_rows(rows), contiguous(index, probs)
-        call_rows(
-            "ho_gather_rows", rows, index, probs, out, moved_probs, count, hidden, rows.stride(0), rows.element_size(),
-            0 if probs is None else probs.element_size(), rows=count, wide=(rows, out), device=device,
-        )
+    rows, (index, probs) = as_rows(rows), contiguous(index, probs)
+    call_rows(
+        "ho_gather_rows", rows, index, probs, out, moved_probs, count, hidden, rows.stride(0), rows.element_size(),
+        0 if probs is None else probs.element_size(), wide=(rows, out), device=device,
+    )
     return out, moved_probs

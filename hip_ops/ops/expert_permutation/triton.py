@@ -16,11 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hip_ops.runtime.launch import Launch, default_warp_size, plan
-from hip_ops.runtime.on_device import on
-from hip_ops.runtime.row_views import as_rows, empty_results
+from hip_ops.runtime.launch import Launch, as_rows, empty_results, plan, run_kernel
 
-TILE = ("ROWS", "BLOCK")
+TILE_NAMES = ("ROWS", "BLOCK")
 PROGRAMS = 256  # of the sort, at most, because each program reads the counts of all
 
 
@@ -58,9 +56,9 @@ def expert_place_kernel(
     total, before = tl.zeros([EXPERTS], tl.int32), tl.zeros([EXPERTS], tl.int32)
     for first in range(0, programs, ROWS):
         other = first + tl.arange(0, ROWS)[:, None]
-        found = tl.load(counted + other * EXPERTS + experts[None, :], mask=other < programs, other=0)
-        total += tl.sum(found, axis=0)
-        before += tl.sum(tl.where(other < program, found, 0), axis=0)
+        program_counts = tl.load(counted + other * EXPERTS + experts[None, :], mask=other < programs, other=0)
+        total += tl.sum(program_counts, axis=0)
+        before += tl.sum(tl.where(other < program, program_counts, 0), axis=0)
     ends = tl.cumsum(total, axis=0)
     if program == 0:
         tl.store(counts + experts, total, mask=experts < num_experts)
@@ -86,7 +84,7 @@ def expert_gather_kernel(
     source, index, side, out, side_out, rows, hidden, source_stride, HAS_SIDE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out[i] = source[index[i]]; side_out[i] = side[index[i]]; zeros where index is negative."""
+    """Compute out[i] = source[index[i]] and side_out[i] = side[index[i]]; zeros where index is negative."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     place = tl.load(index + row, mask=inside, other=-1)
@@ -107,12 +105,11 @@ def sort_tile(num_experts: int) -> tuple[int, int]:
     return experts, 4096 // experts
 
 
-def launch(hidden_size: int, element_bytes: int, *, warp_size: int | None = None) -> Launch:
-    """Choose the tile for rows of `hidden_size` elements. warp_size None: of the devices that this torch is built for.
+def launch(hidden_size: int, element_bytes: int, *, warp_size: int) -> Launch:
+    """Choose the tile for rows of `hidden_size` elements.
 
     A lane has 32 bytes of a row, in two pieces of 16.
     """
-    warp_size = warp_size or default_warp_size()
     block = min(max(triton.next_power_of_2(hidden_size), 128), 4096 // element_bytes)
     rows = max(1, 8192 // (block * element_bytes))
     per_lane = 32 // element_bytes
@@ -131,22 +128,20 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor
     """As reference.sort_by_expert; num_experts up to 256."""
     tokens, device = expert_ids.shape[0], expert_ids.device
     token_of_row, row_of_token = (torch.empty(tokens, dtype=torch.int32, device=device) for _ in range(2))
-    if not tokens:
-        return (
-            token_of_row,
-            row_of_token,
-            *(torch.zeros(num_experts, dtype=torch.int32, device=device) for _ in range(2)),
+    counts, offsets = (
+        (torch.empty if tokens else torch.zeros)(num_experts, dtype=torch.int32, device=device) for _ in range(2)
+    )
+    if tokens:
+        expert_ids = expert_ids.contiguous()
+        tiles, programs, keywords = _sort_plan(tokens, num_experts)
+        experts = keywords["EXPERTS"]
+        counted = torch.empty((programs, experts), dtype=torch.int32, device=device)
+        run_kernel(
+            expert_count_kernel, (programs,), expert_ids, counted, tokens, num_experts, tiles, device=device, **keywords
         )
-    counts, offsets = (torch.empty(num_experts, dtype=torch.int32, device=device) for _ in range(2))
-    expert_ids = expert_ids.contiguous()
-    tiles, programs, keywords = _sort_plan(tokens, num_experts)
-    experts = keywords["EXPERTS"]
-    counted = torch.empty((programs, experts), dtype=torch.int32, device=device)
-    with on(device):
-        expert_count_kernel[(programs,)](expert_ids, counted, tokens, num_experts, tiles, **keywords)
-        expert_place_kernel[(programs,)](
-            expert_ids, counted, token_of_row, row_of_token, counts, offsets, tokens, num_experts, tiles, programs,
-            ROWS=4096 // experts, **keywords,
+        run_kernel(
+            expert_place_kernel, (programs,), expert_ids, counted, token_of_row, row_of_token, counts, offsets, tokens,
+            num_experts, tiles, programs, ROWS=4096 // experts, device=device, **keywords,
         )
     return token_of_row, row_of_token, counts, offsets
 
@@ -155,13 +150,12 @@ def gather_rows(rows: Tensor, index: Tensor, inverse: Tensor, probs: Tensor | No
     """As reference.gather_rows."""
     count, hidden = rows.shape
     out, moved_probs = empty_results(rows, probs, like=rows)
-    if count and (hidden or probs is not None):
+    if hidden or probs is not None:
         rows, index = as_rows(rows), index.contiguous()
-        grid, keywords = plan(launch, TILE, (count, max(hidden, 1)), max(hidden, 1), rows.element_size())
-        with on(rows.device):
-            expert_gather_kernel[grid](
-                rows, index, index if probs is None else probs.contiguous(), out,
-                index if probs is None else moved_probs, count, hidden, rows.stride(0), HAS_SIDE=probs is not None,
-                **keywords,
-            )
+        grid, keywords = plan(launch, TILE_NAMES, (count, max(hidden, 1)), max(hidden, 1), rows.element_size())
+        run_kernel(
+            expert_gather_kernel, grid, rows, index, index if probs is None else probs.contiguous(), out,
+            index if probs is None else moved_probs, count, hidden, rows.stride(0), HAS_SIDE=probs is not None,
+            device=rows.device, **keywords,
+        )
     return out, moved_probs

@@ -24,7 +24,7 @@ from hip_ops.runtime.operator import Operator
 from hip_ops.runtime.quack_tiles import available
 from hip_ops.runtime.self_check import worst
 
-HALF = (torch.bfloat16, torch.float16)
+HALF_TYPES = (torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # bytes; alignment of addresses and strides that TMA requires
 AVAILABLE = {
     "quack": available,
@@ -93,7 +93,7 @@ def _rows_example(transposed: bool, k: int = 320, of_training: bool = False):
 
 
 def _outer_example(dtype: torch.dtype, accumulate: bool, of_training: bool = False):
-    """of_training: as of `_rows_example`."""
+    """Make operands of a_e^T b_e. of_training: as of `_rows_example`."""
 
     def make(device: torch.device) -> tuple:
         large = of_training and _on_amd()
@@ -131,7 +131,7 @@ _rows = Operator(
     available=AVAILABLE,
     fits={
         "quack": lambda x, matrices, offsets: x.dtype == torch.bfloat16 and _aligned(x, matrices),
-        "triton": lambda x, matrices, offsets: x.dtype in HALF,
+        "triton": lambda x, matrices, offsets: x.dtype in HALF_TYPES,
         "grouped_mm": lambda x, matrices, offsets: (
             x.dtype in grouped_mm.DTYPES[x.device.type] and _aligned(x, matrices)
         ),
@@ -152,12 +152,14 @@ _outer = Operator(
         _outer_example(torch.float32, False),
         _outer_example(torch.bfloat16, False),
     ),
-    more_examples={"triton": tuple(_outer_example(torch.float32, each, of_training=True) for each in (True, False))},
+    more_examples={
+        "triton": tuple(_outer_example(torch.float32, accumulate, of_training=True) for accumulate in (True, False))
+    },
     tolerances={"grouped_mm": 2.0**-7},  # it rounds products to bf16
     available=AVAILABLE,
     fits={
         "quack": lambda out, a, b, *_: a.dtype == torch.bfloat16 and out.stride(2) == 1 and _aligned(out, a, b),
-        "triton": lambda out, a, *_: a.dtype in HALF and out.stride(2) == 1,
+        "triton": lambda out, a, *_: a.dtype in HALF_TYPES and out.stride(2) == 1,
         "grouped_mm": lambda out, a, b, *_: a.dtype in grouped_mm.DTYPES[a.device.type] and _aligned(a, b),
         "aiter": aiter.fits_outer,
     },

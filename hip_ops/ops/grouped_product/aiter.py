@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped products on the Triton kernels of AITER. Not run on any device by this project.
 
-AITER names ptgmm's results as fp16 or bf16, but its kernel adds to and stores whatever dtype the output has; the
+AITER names ptgmm's results as fp16 or bf16, but its kernel adds to and stores the dtype of the output; the
 self-check compares sums in fp32. `nptgmm` is not used: it leaves the block of an expert without rows unwritten.
 """
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hip_ops.runtime.aiter import Function
-from hip_ops.runtime.on_device import on
+from hip_ops.runtime.launch import on
 
 FIRST_RELEASE = "0.1.16"  # before, each call reads the groups' sizes on the host, and fails where no expert has rows
 _MODULE = "aiter.ops.triton.gmm"

@@ -15,8 +15,7 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hip_ops.runtime import config_rows
-from hip_ops.runtime.compute_units import relative_time
+from hip_ops.runtime.tile_choice import nearest, parse, relative_time
 
 TABLE = Path(__file__).with_name("grouped_configs.json")
 KINDS = ("rows_t", "rows", "outer")
@@ -69,8 +68,8 @@ _NARROW = replace(_MFMA16, block_n=128, num_warps=4)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A tile and what its compiled inner loop takes at most beside 256 MFMA passes; see `relative_time`. kpack=2 has LDS
-    bank conflicts where an operand is transposed.
+    """A tile, and the arguments of `relative_time` for its compiled inner loop. kpack=2 has LDS bank conflicts where an
+    operand is transposed.
     """
 
     config: GroupedConfig
@@ -120,9 +119,7 @@ def read_table(path: Path = TABLE) -> dict[str, dict]:
     GroupedConfig.
     """
     table = json.loads(path.read_text()).items()
-    return {
-        name: {**part, "rows": config_rows.parse(part["rows"], GroupedConfig, KINDS, path.name)} for name, part in table
-    }
+    return {name: {**part, "rows": parse(part["rows"], GroupedConfig, KINDS, path.name)} for name, part in table}
 
 
 def choose_config(architecture: str, kind: str, rows: int, k: int, n: int, experts: int = 16) -> GroupedConfig:
@@ -142,9 +139,4 @@ def choose_config(architecture: str, kind: str, rows: int, k: int, n: int, exper
 
 @functools.lru_cache(maxsize=1024)  # every call of a product looks a row up
 def _nearest(architecture: str, kind: str, rows: int, k: int, n: int) -> GroupedConfig:
-    log = lambda number: math.log2(max(number, 1))  # noqa: E731
-
-    def distance(row: dict) -> float:
-        return sum(abs(log(mine) - log(row[name])) for name, mine in (("rows", rows), ("k", k), ("n", n)))
-
-    return min((row for row in read_table()[architecture]["rows"] if row["kind"] == kind), key=distance)["config"]
+    return nearest(read_table()[architecture]["rows"], kind, rows=(rows, 1.0), k=(k, 1.0), n=(n, 1.0))

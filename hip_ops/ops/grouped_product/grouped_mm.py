@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hip_ops.runtime.main_grad import add_or_write
+from hip_ops.runtime.main_grad import add_in_place
 
 _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16,)}
@@ -30,4 +30,8 @@ def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
 
 def grouped_outer_(out: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulate: bool) -> None:
     """As reference.grouped_outer_, but each product is rounded before it is added."""
-    add_or_write(out, _grouped_mm(a.t(), b, offs=offsets), accumulate)
+    products = _grouped_mm(a.t(), b, offs=offsets)
+    if accumulate:
+        add_in_place(out, products)
+    else:
+        out.copy_(products)

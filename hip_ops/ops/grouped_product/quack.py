@@ -19,8 +19,8 @@ from torch import Tensor
 
 from hip_ops.runtime.quack_tiles import Tile
 
-QUACK = "quack.gemm"  # the module, imported at first use
-PLANS = 4096  # some kilobytes each
+GEMM_MODULE = "quack.gemm"  # the module, imported at first use
+MAX_PLANS = 4096  # some kilobytes each
 
 
 TILE = Tile(192, 128, True, 1, 2)
@@ -56,11 +56,11 @@ def borders(offsets: Tensor) -> Tensor:
 
 
 def _gemm() -> Callable:
-    """Return quack's function, and clears its plans above PLANS: it keeps one per number of rows, which changes in
+    """Return quack's function, and clears its plans above MAX_PLANS: it keeps one per number of rows, which changes in
     every call under expert parallelism.
     """
-    module = importlib.import_module(QUACK)
+    module = importlib.import_module(GEMM_MODULE)
     plans = getattr(module, "_gemm_plan_cache", ())
-    if len(plans) > PLANS:
+    if len(plans) > MAX_PLANS:
         plans.clear()
     return module.gemm

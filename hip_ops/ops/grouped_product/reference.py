@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hip_ops.runtime import self_check
-from hip_ops.runtime.declaration import wide
+from hip_ops.runtime.launch import wide
 
 logger = logging.getLogger("hip_ops")
 
@@ -44,7 +44,7 @@ def _counts(offsets: Tensor, rows: int, dtype: torch.dtype) -> list[int]:
 
 
 def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
-    """out[i] = x[i] @ matrices[expert of i]; x [T, k], matrices [E, k, n] -> [T, n], zeros in padding rows.
+    """Return out[i] = x[i] @ matrices[expert of i]; x [T, k], matrices [E, k, n] -> [T, n], zeros in padding rows.
 
     Rows of zeros are added to a small group, because otherwise a token's bits would depend on how many tokens its
     expert has.
@@ -63,8 +63,8 @@ def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
 
 
 def grouped_outer_(out: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulate: bool) -> None:
-    """out[e] (+)= a[rows of e]^T b[rows of e]; a [T, m], b [T, n], out [E, m, n]. Without accumulate, an expert without
-    rows gets zeros.
+    """Compute out[e] (+)= a[rows of e]^T b[rows of e]; a [T, m], b [T, n], out [E, m, n]. Without accumulate, an expert
+    without rows gets zeros.
     """
     counts, compute = _counts(offsets, len(a), a.dtype), wide(a.dtype)
     parts = zip(

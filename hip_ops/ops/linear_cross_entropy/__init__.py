@@ -31,8 +31,9 @@ from hip_ops.ops.linear_cross_entropy.passes import (
     parts_for,
     row_statistics,
 )
-from hip_ops.runtime.declaration import Declaration, wide
+from hip_ops.runtime.launch import wide
 from hip_ops.runtime.main_grad import add_product_, scaled_product
+from hip_ops.runtime.operator import Declaration
 from hip_ops.saved_bytes import chunk_for, parts_of_exponentials
 
 # At most 254 characters, the limit of asserts on the device.
@@ -216,8 +217,8 @@ def linear_cross_entropy(
     group=None,
     first_class: int = 0,
 ) -> Tensor:
-    """Cross-entropy of softmax(hidden weight^T) with labels, in chunks of tokens with at most 1.25 GiB of logits
-    (`chunk_for`).
+    """Return the cross-entropy of softmax(hidden weight^T) and labels, in chunks of tokens with at most 1.25 GiB of
+    logits (`chunk_for`).
 
     Args:
         hidden: [T, h]. weight: [V, h] of the same dtype, bf16 or fp32; with a group this rank's rows of it.

@@ -19,7 +19,7 @@ from hip_ops.saved_bytes import MAX_PART_CLASSES, parts_of_exponentials
 ROWS_THAT_FILL_A_DEVICE = {"nvidia": 2048, "amd": 8192}
 MAX_PARTS = 16
 CLASSES = 262272  # ZAYA1's vocabulary
-LOGITS = """
+LOGITS_AND_LABELS = """
     logits            [tokens, classes]       bf16|fp32
     labels            [tokens]                int64
 """
@@ -93,7 +93,7 @@ def _first_part_fits(values: dict) -> tuple[str, str] | None:
 
 row_statistics = Operator(
     reference.row_statistics,
-    takes=LOGITS,
+    takes=LOGITS_AND_LABELS,
     example=_example,
     more_examples=_of_all_classes(_example),
     compare=_compare,
@@ -101,7 +101,7 @@ row_statistics = Operator(
 )
 overwrite_with_gradient = Operator(
     reference.overwrite_with_gradient,
-    takes=LOGITS
+    takes=LOGITS_AND_LABELS
     + """
     normalizer        [2, tokens]             wide(logits)
     grad              [tokens]                =normalizer
@@ -114,7 +114,7 @@ overwrite_with_gradient = Operator(
 )
 overwrite_with_exponentials = Operator(
     reference.overwrite_with_exponentials,
-    takes=LOGITS,
+    takes=LOGITS_AND_LABELS,
     rule=_parts_fit,
     mutates=("logits",),
     example=_exponentials_example,
@@ -124,7 +124,7 @@ overwrite_with_exponentials = Operator(
 )
 finish_gradient = Operator(
     reference.finish_gradient,
-    takes=LOGITS.replace("logits", "exponentials")
+    takes=LOGITS_AND_LABELS.replace("logits", "exponentials")
     + """
     statistics        [all, 3, tokens]        wide(exponentials)
     grad              [tokens]                =statistics

@@ -12,10 +12,10 @@ rows fill a device. `combined` and `joined` add parts in their order, so every r
 is fp32, or fp64 for fp64 logits.
 
 The reference of a part need not be its maximum; it only keeps the numbers in range. `reference_of` takes the multiple
-of PERIOD by which the part's largest exponent lies in (LEAST, MOST]. e^40 times 262,272 does not overflow; a hidden
-state divided by that, times a small gradient of the loss, is no denormal number of bf16; and only logits below e^-47 of
-the largest are lost. For logits of ordinary size the reference is 0 in every part; a part with another reference than
-its row's largest is scaled afterwards.
+of EXPONENT_PERIOD by which the part's largest exponent lies in (MIN_EXPONENT, MAX_EXPONENT]. e^40 times 262,272 does
+not overflow; a hidden state divided by that, times a small gradient of the loss, is no denormal number of bf16; and
+only logits below e^-47 of the largest are lost. For logits of ordinary size the reference is 0 in every part; a part
+with another reference than its row's largest is scaled afterwards.
 
 Shapes: logits [T, V], V the classes of this rank from class first_class on; labels int64 [T]; statistics [parts, 3, T]:
 of each part the maximum (or the reference), the sum of exponentials relative to it, and the label's logit, 0 where the
@@ -31,14 +31,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hip_ops.runtime.declaration import wide
+from hip_ops.runtime.launch import wide
 
 PART_ALIGNMENT = 16  # classes: every part starts at a multiple of 16 bytes
 ELEMENTS_AT_ONCE = {"cpu": 2**20, "cuda": 2**24, "meta": 2**24}  # of a block of rows; on a CPU it fits into the cache
-LEAST, MOST = -40.0, 40.0
-PERIOD = MOST - LEAST
-# From here on multiples of PERIOD are not exact enough in fp32, and the maximum itself is the reference.
-LARGE = 2.0**24
+MIN_EXPONENT, MAX_EXPONENT = -40.0, 40.0
+EXPONENT_PERIOD = MAX_EXPONENT - MIN_EXPONENT
+# From here on multiples of EXPONENT_PERIOD are not exact enough in fp32, and the maximum itself is the reference.
+MAX_ROUNDED = 2.0**24
 
 
 def part_size(classes: int, parts: int) -> int:
@@ -48,7 +48,9 @@ def part_size(classes: int, parts: int) -> int:
 
 def reference_of(top: Tensor) -> Tensor:
     """Return the reference of a part with maximum `top`; infinities are their own reference."""
-    return torch.where(top.abs() < LARGE, PERIOD * ((top - MOST) * (1 / PERIOD)).ceil(), top)
+    return torch.where(
+        top.abs() < MAX_ROUNDED, EXPONENT_PERIOD * ((top - MAX_EXPONENT) * (1 / EXPONENT_PERIOD)).ceil(), top
+    )
 
 
 def combined(statistics: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,7 +90,7 @@ def row_statistics(logits: Tensor, labels: Tensor, first_class: int, parts: int)
 def overwrite_with_gradient(
     logits: Tensor, labels: Tensor, first_class: int, normalizer: Tensor, grad: Tensor, z_loss: float
 ) -> None:
-    """logits <- grad * (softmax(logits) * (1 + 2 z_loss logsumexp(logits)) - onehot(labels)), in place; grad [T]."""
+    """Overwrite logits with grad * (softmax(logits) * (1 + 2 z_loss logsumexp(logits)) - onehot(labels)); grad [T]."""
     column, classes = labels - first_class, torch.arange(logits.shape[1], device=logits.device)
     for rows in _blocks(logits):
         top, log_sum = normalizer[:, rows, None]
@@ -100,7 +102,7 @@ def overwrite_with_gradient(
 
 
 def overwrite_with_exponentials(logits: Tensor, labels: Tensor, first_class: int, parts: int) -> Tensor:
-    """logits <- exp(logits - reference of the part), rounded to their dtype.
+    """Overwrite logits with exp(logits - reference of the part), rounded to their dtype.
 
     Return statistics [parts, 3, T] in fp32 or wider: reference, sum of the exponentials before they were rounded,
     label's logit.

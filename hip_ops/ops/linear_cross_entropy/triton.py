@@ -14,10 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hip_ops.ops.linear_cross_entropy.reference import LARGE, MOST, PERIOD, part_size
-from hip_ops.runtime.launch import default_warp_size
-from hip_ops.runtime.on_device import on
-from hip_ops.runtime.row_views import as_rows, written_rows
+from hip_ops.ops.linear_cross_entropy.reference import EXPONENT_PERIOD, MAX_EXPONENT, MAX_ROUNDED, part_size
+from hip_ops.runtime.launch import WARP_SIZE, as_rows, run_kernel, written_rows
 
 
 @triton.jit
@@ -50,8 +48,8 @@ def row_statistics_kernel(
     shift = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(total * tl.exp(largest - shift), axis=0)
     label = tl.load(labels + row) - first_class
-    here = (label >= start) & (label < end)
-    of_label = tl.load(logits + row * row_stride + label, mask=here, other=0.0).to(tl.float32)
+    in_part = (label >= start) & (label < end)
+    of_label = tl.load(logits + row * row_stride + label, mask=in_part, other=0.0).to(tl.float32)
     to = statistics + part.to(tl.int64) * 3 * rows + row
     tl.store(to, top)
     tl.store(to + rows, total)
@@ -80,8 +78,8 @@ def row_gradient_kernel(
 
 @triton.jit
 def exponentials_kernel(
-    logits, labels, statistics, rows, classes, row_stride, first_class, size, MOST: tl.constexpr, PERIOD: tl.constexpr,
-    LARGE: tl.constexpr, BLOCK: tl.constexpr,
+    logits, labels, statistics, rows, classes, row_stride, first_class, size, MAX_EXPONENT: tl.constexpr,
+    EXPONENT_PERIOD: tl.constexpr, MAX_ROUNDED: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Keep a part of a row in registers between its maximum and its exponentials."""
     row, part, start, end = _part_of_row(size, classes)
@@ -89,7 +87,9 @@ def exponentials_kernel(
     to = logits + row * row_stride + column
     x = tl.load(to, mask=column < end, other=float("-inf")).to(tl.float32)
     top = tl.max(x, axis=0)
-    reference = tl.where(tl.abs(top) < LARGE, tl.ceil((top - MOST) * (1.0 / PERIOD)) * PERIOD, top)
+    reference = tl.where(
+        tl.abs(top) < MAX_ROUNDED, tl.ceil((top - MAX_EXPONENT) * (1.0 / EXPONENT_PERIOD)) * EXPONENT_PERIOD, top
+    )
     e = tl.exp(x - tl.where(reference == float("-inf"), 0.0, reference))
     tl.store(to, e.to(logits.dtype.element_ty), mask=column < end)
     label = tl.load(labels + row) - first_class
@@ -104,10 +104,10 @@ def exponentials_kernel(
 
 @triton.jit
 def finish_gradient_kernel(
-    exponentials, labels, statistics, grad, found, rows, classes, row_stride, first_class, size, all_parts, first_part,
-    parts, z_loss, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    exponentials, labels, statistics, grad, losses_and_factors, rows, classes, row_stride, first_class, size, all_parts,
+    first_part, parts, z_loss, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """PARTS: a power of two, at least all_parts."""
+    """Compute a row's loss and factor, and finish its gradient. PARTS: a power of two, at least all_parts."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     at = statistics + part.to(tl.int64) * 3 * rows + row
@@ -123,12 +123,12 @@ def finish_gradient_kernel(
     loss = tl.where(most, tl.log(total / of_label), log_total - label_less)
     log_sum = shift + log_total
     factor = 1.0 + 2.0 * z_loss * log_sum
-    tl.store(found + row, loss + z_loss * log_sum * log_sum)
-    tl.store(found + rows + row, tl.load(grad + row) * factor / total)
+    tl.store(losses_and_factors + row, loss + z_loss * log_sum * log_sum)
+    tl.store(losses_and_factors + rows + row, tl.load(grad + row) * factor / total)
 
     label = tl.load(labels + row) - first_class
-    here = (label >= 0) & (label < classes)
-    label = tl.where(here, label, 0)
+    in_row = (label >= 0) & (label < classes)
+    label = tl.where(in_row, label, 0)
     row_start = exponentials + row * row_stride
     mine = (part >= first_part) & (part < first_part + parts)
     if tl.max((mine & (reference != shift)).to(tl.int32), axis=0) > 0:  # rare
@@ -142,7 +142,7 @@ def finish_gradient_kernel(
                     x = tl.load(row_start + column, mask=column < end, other=0.0).to(tl.float32) * scale
                     tl.store(row_start + column, x.to(exponentials.dtype.element_ty), mask=column < end)
         tl.debug_barrier()  # they may contain the label's exponential
-    tl.store(row_start + label, (of_label - total / factor).to(exponentials.dtype.element_ty), mask=here)
+    tl.store(row_start + label, (of_label - total / factor).to(exponentials.dtype.element_ty), mask=in_row)
 
 
 @dataclass(frozen=True)
@@ -154,11 +154,9 @@ class StepTile:
     num_warps: int
 
 
-def launch(element_bytes: int, warp_size: int | None = None) -> StepTile:
-    """Choose the tile of row_statistics_kernel and row_gradient_kernel: 16 bytes per lane, twice a step. warp_size
-    None: of this torch's devices.
+def launch(element_bytes: int, warp_size: int) -> StepTile:
+    """Choose the tile of row_statistics_kernel and row_gradient_kernel: 16 bytes per lane, twice a step.
     """
-    warp_size = warp_size or default_warp_size()
     return StepTile(2 * 256, 16 // element_bytes, 256 // warp_size)
 
 
@@ -169,11 +167,10 @@ def parts_of_gradient(classes: int) -> int:
     return max(1, min(16, classes // 16384))
 
 
-def tile(size: int, element_bytes: int, warp_size: int | None = None) -> tuple[int, int]:
+def tile(size: int, element_bytes: int, warp_size: int) -> tuple[int, int]:
     """Return block and warps of exponentials_kernel for a part of `size` classes: 16 bytes per lane, twice if the part
     is that large.
     """
-    warp_size = warp_size or default_warp_size()
     block = triton.next_power_of_2(size)
     return block, max(1, min(16, block * element_bytes // (2 * 16 * warp_size)))
 
@@ -182,13 +179,12 @@ def row_statistics(logits: Tensor, labels: Tensor, first_class: int, parts: int)
     """As reference.row_statistics."""
     rows, classes = logits.shape
     statistics = torch.empty((parts, 3, rows), dtype=torch.float32, device=logits.device)
-    if rows:
-        logits, chosen = as_rows(logits), launch(logits.element_size())
-        with on(logits.device):
-            row_statistics_kernel[(rows, parts)](
-                logits, labels.contiguous(), statistics, rows, classes, logits.stride(0), first_class,
-                part_size(classes, parts), LANES=chosen.lanes, WIDTH=chosen.width, num_warps=chosen.num_warps,
-            )
+    logits, chosen = as_rows(logits), launch(logits.element_size(), WARP_SIZE)
+    run_kernel(
+        row_statistics_kernel, (rows, parts), logits, labels.contiguous(), statistics, rows, classes, logits.stride(0),
+        first_class, part_size(classes, parts), LANES=chosen.lanes, WIDTH=chosen.width, num_warps=chosen.num_warps,
+        device=logits.device,
+    )
     return statistics
 
 
@@ -197,28 +193,27 @@ def overwrite_with_gradient(
 ) -> None:
     """As reference.overwrite_with_gradient."""
     rows, classes = logits.shape
-    if rows and classes:
-        chosen, parts, normalizer = launch(logits.element_size()), parts_of_gradient(classes), as_rows(normalizer)
-        with on(logits.device):
-            row_gradient_kernel[(rows, parts)](
-                written_rows(logits), labels.contiguous(), normalizer, grad.contiguous(), classes, logits.stride(0),
-                normalizer.stride(0), first_class, part_size(classes, parts), z_loss, BLOCK=chosen.lanes * chosen.width,
-                num_warps=chosen.num_warps,
-            )
+    if classes:
+        chosen, parts = launch(logits.element_size(), WARP_SIZE), parts_of_gradient(classes)
+        normalizer = as_rows(normalizer)
+        run_kernel(
+            row_gradient_kernel, (rows, parts), written_rows(logits), labels.contiguous(), normalizer,
+            grad.contiguous(), classes, logits.stride(0), normalizer.stride(0), first_class, part_size(classes, parts),
+            z_loss, BLOCK=chosen.lanes * chosen.width, num_warps=chosen.num_warps, device=logits.device,
+        )
 
 
 def overwrite_with_exponentials(logits: Tensor, labels: Tensor, first_class: int, parts: int) -> Tensor:
     """As reference.overwrite_with_exponentials."""
     rows, classes = logits.shape
     statistics = torch.empty((parts, 3, rows), dtype=torch.float32, device=logits.device)
-    if rows:
-        size = part_size(classes, parts)
-        block, warps = tile(size, logits.element_size())
-        with on(logits.device):
-            exponentials_kernel[(rows, parts)](
-                written_rows(logits), labels.contiguous(), statistics, rows, classes, logits.stride(0), first_class,
-                size, MOST=MOST, PERIOD=PERIOD, LARGE=LARGE, BLOCK=block, num_warps=warps,
-            )
+    size = part_size(classes, parts)
+    block, warps = tile(size, logits.element_size(), WARP_SIZE)
+    run_kernel(
+        exponentials_kernel, (rows, parts), written_rows(logits), labels.contiguous(), statistics, rows, classes,
+        logits.stride(0), first_class, size, MAX_EXPONENT=MAX_EXPONENT, EXPONENT_PERIOD=EXPONENT_PERIOD,
+        MAX_ROUNDED=MAX_ROUNDED, BLOCK=block, num_warps=warps, device=logits.device,
+    )
     return statistics
 
 
@@ -235,12 +230,11 @@ def finish_gradient(
     """As reference.finish_gradient."""
     rows, classes = exponentials.shape
     losses_and_factors = torch.empty((2, rows), dtype=torch.float32, device=exponentials.device)
-    if rows:
-        with on(exponentials.device):
-            finish_gradient_kernel[(rows,)](
-                written_rows(exponentials), labels.contiguous(), statistics.contiguous(), grad.contiguous(),
-                losses_and_factors, rows, classes, exponentials.stride(0), first_class, part_size(classes, parts),
-                len(statistics), first_part, parts, z_loss, PARTS=triton.next_power_of_2(len(statistics)), BLOCK=1024,
-                num_warps=4 if torch.version.hip is None else 2,
-            )
+    run_kernel(
+        finish_gradient_kernel, (rows,), written_rows(exponentials), labels.contiguous(), statistics.contiguous(),
+        grad.contiguous(), losses_and_factors, rows, classes, exponentials.stride(0), first_class,
+        part_size(classes, parts), len(statistics), first_part, parts, z_loss,
+        PARTS=triton.next_power_of_2(len(statistics)), BLOCK=1024, num_warps=4 if torch.version.hip is None else 2,
+        device=exponentials.device,
+    )
     return losses_and_factors

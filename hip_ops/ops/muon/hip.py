@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from hip_ops.ops.muon.multi_tensor import blocks_for, work_tables
-from hip_ops.runtime.library import call
+from hip_ops.runtime.launchers import call
 
 
 def muon_momentum_(gradients, momenta, outputs, square_sums, grad_scale, found_inf, momentum, nesterov) -> None:

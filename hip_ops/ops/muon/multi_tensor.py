@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hip_ops.runtime.on_device import multiprocessors
+from hip_ops.runtime.launch import multiprocessors
 
 ROW_WORDS = 6
 VECTOR_BYTES = 16
@@ -53,7 +53,7 @@ class WorkTable:
 
     @property
     def chunk_rows(self) -> torch.Tensor:
-        """int32 [chunks] (and one more where their number is odd): a view into `data`."""
+        """Return int32 [chunks] (and one more where their number is odd), a view into `data`."""
         return self.data[self.tensors * ROW_WORDS :].view(torch.int32)
 
 

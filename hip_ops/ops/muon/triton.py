@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from hip_ops.ops.muon.multi_tensor import ROW_WORDS, blocks_for, vector_elements, work_tables
-from hip_ops.runtime.on_device import on
+from hip_ops.runtime.launch import WARP_SIZE, on
 
 THREADS = 256
 TILE_ELEMENTS = 16  # per thread: four vectors of 16 bytes in flight for fp32, two for bf16 only
@@ -147,7 +147,7 @@ def muon_momentum_kernel(
 
 @triton.jit
 def muon_square_sums_kernel(words, found_inf, partials, square_sums, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """square_sums[place] = sum of the partial sums of one tensor, always in the same order."""
+    """Compute square_sums[place], the sum of the partial sums of one tensor, always in the same order."""
     row = tl.program_id(0).to(tl.int64)
     numel = tl.load(words + row * WORDS + 3)
     packed = tl.load(words + row * WORDS + 4)
@@ -170,8 +170,8 @@ def muon_update_kernel(
     UPDATE: tl.constexpr, WEIGHT: tl.constexpr, COPY: tl.constexpr,
     CHUNK: tl.constexpr, UNROLL: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr,
 ):
-    """weight = weight * (1 - lr * weight_decay) - lr * scale * update; the copy, if there is one, gets the rounded
-    result.
+    """Compute weight = weight * (1 - lr * weight_decay) - lr * scale * update; the copy, if there is one, gets the
+    rounded result.
     """
     tl.static_assert(CHUNK % (UNROLL * INNER) == 0, "whole chunks go in whole tiles")
     if lr_pointer is not None:
@@ -207,9 +207,6 @@ def tile_of(dtypes: Sequence[torch.dtype], wave: int) -> dict:
     return dict(UNROLL=TILE_ELEMENTS // width, INNER=THREADS * width, WIDTH=width, num_warps=THREADS // wave)
 
 
-WAVE = 64 if torch.version.hip else 32
-
-
 def muon_momentum_(gradients, momenta, outputs, square_sums, grad_scale, found_inf, momentum, nesterov) -> None:
     """As reference.muon_momentum_."""
     device = gradients[0].device
@@ -219,7 +216,8 @@ def muon_momentum_(gradients, momenta, outputs, square_sums, grad_scale, found_i
             if table.chunks:
                 muon_momentum_kernel[(blocks_for(table),)](
                     table.data, table.chunk_rows, table.chunks, grad_scale, found_inf, partials, momentum, 1 - momentum,
-                    *(TYPES[dtype] for dtype in dtypes), nesterov, CHUNK=table.chunk_elements, **tile_of(dtypes, WAVE),
+                    *(TYPES[dtype] for dtype in dtypes), nesterov, CHUNK=table.chunk_elements,
+                    **tile_of(dtypes, WARP_SIZE),
                 )
             if square_sums is not None:
                 muon_square_sums_kernel[(table.tensors,)](
@@ -237,5 +235,5 @@ def muon_update_(updates, masters, params, scales, lr, lr_tensor, weight_decay, 
                 copy = TYPES[dtypes[2]] if masters else None
                 muon_update_kernel[(blocks_for(table),)](
                     table.data, table.chunk_rows, table.chunks, found_inf, lr_tensor, lr, weight_decay,
-                    TYPES[dtypes[0]], TYPES[dtypes[1]], copy, CHUNK=table.chunk_elements, **tile_of(dtypes, WAVE),
+                    TYPES[dtypes[0]], TYPES[dtypes[1]], copy, CHUNK=table.chunk_elements, **tile_of(dtypes, WARP_SIZE),
                 )

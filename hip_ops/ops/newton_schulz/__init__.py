@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from hip_ops.ops.newton_schulz import quack, reference
-from hip_ops.ops.newton_schulz.coefficients import Triple, coefficient_triples
-from hip_ops.ops.newton_schulz.plan import HALF_TYPES, make_plan
-from hip_ops.runtime.on_device import multiprocessors
+from hip_ops.ops.newton_schulz.plan import HALF_TYPES, Triple, coefficient_triples, make_plan
+from hip_ops.runtime.launch import multiprocessors
 from hip_ops.runtime.operator import Operator
 from hip_ops.runtime.quack_tiles import available
 
@@ -32,7 +31,7 @@ def _rule(values: dict) -> tuple[str, str] | None:
 
 
 def _fits(x, square_sums, coefficients, form, restarts, dtype, eps) -> bool:
-    """Kernels multiply 16-bit matrices."""
+    """Return whether a kernel takes the call: kernels multiply 16-bit matrices."""
     return dtype in (None, *HALF_TYPES) and x.numel() > 0 and len(coefficients) > 0
 
 

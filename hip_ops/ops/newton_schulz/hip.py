@@ -7,24 +7,23 @@ kernel computes X^T Z + a X^T and writes the transpose of its result in the same
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from hip_ops.ops.newton_schulz.captured import graphed
-from hip_ops.ops.newton_schulz.iteration import Products, iterate, norms
 from hip_ops.ops.newton_schulz.plan import HALF_TYPES, Plan, tile_side
-from hip_ops.runtime.library import call
+from hip_ops.ops.newton_schulz.reference import Products, iterate, norms
+from hip_ops.runtime.launchers import call
 
-INPUTS = (torch.bfloat16, torch.float16, torch.float32)
+INPUT_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _is_half(x: Tensor) -> int:
     return int(x.dtype == torch.float16)
 
 
-def _symmetric(
-    a: Tensor, b: Tensor, d: Tensor | None, alpha: float, beta: float, tile: int | None = None
-) -> Tensor:
+def _symmetric(a: Tensor, b: Tensor, d: Tensor | None, alpha: float, beta: float, tile: int | None = None) -> Tensor:
     """Return alpha a b + beta d. tile: side of the kernel's tiles; by default `tile_side` chooses."""
     batch, n, k = a.shape
     tile = tile or tile_side(True, batch, n, n)
@@ -45,8 +44,8 @@ def _general(
     c = a.new_empty((batch, m, n), dtype=dtype)
     to_bf16 = int(c.dtype == torch.bfloat16)
     call(
-        "ho_general_product", a, b_transposed, d, c, transposed, batch, m, n, k, alpha, beta, _is_half(a), to_bf16, tile,
-        device=a.device,
+        "ho_general_product", a, b_transposed, d, c, transposed, batch, m, n, k, alpha, beta, _is_half(a), to_bf16,
+        tile, device=a.device,
     )
     return c
 
@@ -60,8 +59,8 @@ def _start(
     start = torch.empty(x.shape, dtype=dtype, device=x.device)
     turned = start.new_empty((batch, columns, rows))
     call(
-        "ho_newton_schulz_start", x.contiguous(), factors, start, turned, batch, rows, columns, INPUTS.index(x.dtype),
-        _is_half(start), device=x.device,
+        "ho_newton_schulz_start", x.contiguous(), factors, start, turned, batch, rows, columns,
+        INPUT_TYPES.index(x.dtype), _is_half(start), device=x.device,
     )
     return start, turned
 
@@ -96,8 +95,12 @@ class HipProducts(Products):
         )
 
 
-@graphed
-def newton_schulz(x: Tensor, square_sums: Tensor | None, plan: Plan, eps: float) -> Tensor:
+def newton_schulz(
+    x: Tensor, square_sums: Tensor | None, coefficients: Sequence[float], form: str, restarts: Sequence[int],
+    dtype: torch.dtype | None, eps: float,
+) -> Tensor:
+    """As reference.newton_schulz; dtype None is fp16."""
+    plan = Plan.of(coefficients, form, restarts, dtype)
     start, turned = _start(x, square_sums, eps, plan.scales[0], plan.dtype)
     tall = x.shape[-2] > x.shape[-1]
     return iterate(HipProducts(tall, x.dtype), (turned, start) if tall else (start, turned), plan)

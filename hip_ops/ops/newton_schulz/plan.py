@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans one Newton-Schulz iteration: the form, the restarts, and the powers of two that scale half precision.
+"""Plans one Newton-Schulz iteration: its coefficients, the form, the restarts, and the powers of two that scale half
+precision.
 
 With X [n, m], n <= m, and the polynomial factors P_t = a_t I + b_t R + c_t R^2 of R = X X^T:
 
@@ -20,17 +21,24 @@ half precision loses digits. X, R (and b R + c R^2) and Q are therefore stored m
 This is exact, and the factors of each product contain it. Bounds: entries of X are at most 1.21 and of R 1.21^2 (the
 largest singular value that any set here makes), Q is at most the product of three a's (130), so all numbers stay far
 below 65504.
+
+Coefficients. Names are those of Megatron's `muon_coefficient_type` and of emerging_optimizers 0.3.0
+(`_COEFFICIENT_SETS`), so that a recipe's value means the same in all three; a set of this project alone has a name that
+they do not use. "simple" is Keller Jordan's triple (https://kellerjordan.github.io/posts/muon/, torch.optim.Muon's
+default), "quintic" is NOT that one but the five triples of modded-nanogpt
+(https://leloykun.github.io/ponder/muon-opt-coeffs/).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from hip_ops.ops.newton_schulz.coefficients import Triple
-from hip_ops.runtime.compute_units import relative_time, tile_count
+from hip_ops.errors import mistake
+from hip_ops.runtime.tile_choice import relative_time
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 HALF_SCALES = (2.0**8, 2.0**10, 2.0**4)  # of X, R and Q
@@ -38,6 +46,62 @@ LAST_STRETCH, STRETCH = 2, 3  # steps between restarts
 MIN_GRAM_SIDE = 384  # below, launches take longer than the products themselves
 # required share of the standard form's multiply-adds; reached from m/n = 1.27 for 5 steps and 1 restart
 GRAM_GAIN = 0.9
+
+Triple = tuple[float, float, float]
+
+# The recipe's `optim.muon_coefficients` (zaya_plugin/config/schema.py) lists the same names; a test compares them.
+# name: (triples, continuation after the last one: "cycle" starts over, "repeat_last" repeats it)
+COEFFICIENT_SETS: dict[str, tuple[tuple[Triple, ...], str]] = {
+    "simple": (((3.4445, -4.7750, 2.0315),), "cycle"),
+    "quintic": (
+        (
+            (4.0848, -6.8946, 2.9270),
+            (3.9505, -6.3029, 2.6377),
+            (3.7418, -5.5913, 2.3037),
+            (2.8769, -3.1427, 1.2046),
+            (2.8366, -3.0525, 1.2012),
+        ),
+        "cycle",
+    ),
+    # arXiv 2505.16932. The published polynomials p(x) are used as p(x / 1.01), the paper's safety factor (Algorithm 1):
+    # a / 1.01, b / 1.01^3, c / 1.01^5; the last one, of the limit x (15 - 10 x^2 + 3 x^4) / 8, is not scaled.
+    "polar_express": (
+        (
+            (8.2051, -22.9019, 16.4607),
+            (4.0664, -2.8612, 0.5184),
+            (3.9096, -2.8234, 0.5250),
+            (3.2856, -2.4153, 0.4853),
+            (2.2779, -1.6198, 0.3985),
+            (1.8726, -1.2307, 0.3585),
+            (1.8564, -1.2132, 0.3568),
+            (1.8750, -1.2500, 0.3750),
+        ),
+        "repeat_last",
+    ),
+}
+
+
+def coefficient_triples(coefficients: str | Sequence[Sequence[float]], steps: int) -> tuple[Triple, ...]:
+    """Return the triples (a, b, c) of `steps` steps. coefficients: a name of COEFFICIENT_SETS, or triples, which are
+    used in a cycle.
+
+    Raises ValueError for an unknown name, triples that are not three finite numbers each, an empty list, and steps < 0.
+    """
+    if not isinstance(steps, int) or steps < 0:
+        raise mistake("hip_ops.newton_schulz", f"steps is {steps!r}", "a whole number, 0 or more")
+    follow = "cycle"
+    if isinstance(coefficients, str):
+        if coefficients not in COEFFICIENT_SETS:
+            allowed = f"{', '.join(COEFFICIENT_SETS)} or a list of triples (a, b, c)"
+            raise mistake("hip_ops.newton_schulz", f"coefficients is {coefficients!r}", allowed)
+        triples, follow = COEFFICIENT_SETS[coefficients]
+    else:
+        triples = tuple(tuple(float(v) for v in triple) for triple in coefficients)
+        if not triples or any(len(triple) != 3 or not all(map(math.isfinite, triple)) for triple in triples):
+            allowed = "one or more triples (a, b, c) of finite numbers"
+            raise mistake("hip_ops.newton_schulz", f"coefficients is {coefficients!r}", allowed)
+    last = len(triples) - 1
+    return tuple(triples[i % len(triples) if follow == "cycle" else min(i, last)] for i in range(steps))
 
 
 @dataclass(frozen=True)
@@ -48,10 +112,12 @@ class Plan:
     dtype: torch.dtype  # of X, R and Q
 
     @classmethod
-    def of(cls, coefficients: Sequence[float], form: str, restarts: Sequence[int], dtype: torch.dtype) -> Plan:
-        """Return the plan whose triples are `coefficients` in one flat list, as in the operator's schema."""
+    def of(cls, coefficients: Sequence[float], form: str, restarts: Sequence[int], dtype: torch.dtype | None) -> Plan:
+        """Return the plan whose triples are `coefficients` in one flat list, as in the operator's schema; dtype None is
+        fp16.
+        """
         triples = zip(coefficients[0::3], coefficients[1::3], coefficients[2::3], strict=True)
-        return cls(tuple(triples), form, tuple(restarts), dtype)
+        return cls(tuple(triples), form, tuple(restarts), dtype or torch.float16)
 
     @property
     def scales(self) -> tuple[float, float, float]:
@@ -93,6 +159,16 @@ def _choose_form(n: int, m: int, steps: int, dtype: torch.dtype) -> tuple[str, t
     if n >= MIN_GRAM_SIDE and dtype != torch.bfloat16 and gram <= GRAM_GAIN * standard:
         return "gram", restarts, gram
     return "standard", (), standard
+
+
+def tile_count(symmetric: bool, m: int, n: int, block_m: int, block_n: int) -> int:
+    """Return the number of tiles of one matrix, as the kernel counts them."""
+    rows, columns = -(-m // block_m), -(-n // block_n)
+    if not symmetric:
+        return rows * columns
+    if block_m == block_n:
+        return rows * (rows + 1) // 2
+    return rows * (rows + 1) if block_m > block_n else (rows // 2 + rows % 2) * (rows // 2 + 1)
 
 
 # Sides of the HIP kernels' tiles, with the other issue slots and the LDS time of their inner loops for 256 MFMA passes.

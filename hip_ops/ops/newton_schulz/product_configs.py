@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from hip_ops.runtime import config_rows
+from hip_ops.runtime.tile_choice import nearest, parse
 
 TABLE = Path(__file__).with_name("product_configs.json")
 KINDS = ("gram", "square", "update")
@@ -49,12 +48,12 @@ BEFORE_HOPPER_CONFIG = ProductConfig(persistent=False, flatten=False)
 def read_table(path: Path = TABLE) -> tuple[str, list[dict]]:
     """Return the device that the table was measured on, and its rows, {"kind", "batch", "n", "m", "config", "ms"}."""
     table = json.loads(path.read_text())
-    return table["measured_on"], config_rows.parse(table["rows"], ProductConfig, KINDS, path.name)
+    return table["measured_on"], parse(table["rows"], ProductConfig, KINDS, path.name)
 
 
 @functools.cache
-def _rows() -> tuple[tuple[str, int, int, int, ProductConfig], ...]:
-    return tuple((row["kind"], row["batch"], row["n"], row["m"], row["config"]) for row in read_table()[1])
+def _rows() -> list[dict]:
+    return [row | {"work": row["batch"] * row["n"] ** 2} for row in read_table()[1]]
 
 
 def choose_config(kind: str, batch: int, n: int, m: int, amd: bool = False) -> ProductConfig:
@@ -63,11 +62,4 @@ def choose_config(kind: str, batch: int, n: int, m: int, amd: bool = False) -> P
     """
     if amd:
         return GFX942_CONFIG
-    log = math.log2
-
-    def distance(row) -> float:
-        _, batch_, n_, m_, _ = row
-        work = abs(log(batch * n * n) - log(batch_ * n_ * n_))
-        return work + 0.5 * abs(log(n) - log(n_)) + 0.25 * abs(log(m) - log(m_))
-
-    return min((row for row in _rows() if row[0] == kind), key=distance)[4]
+    return nearest(_rows(), kind, work=(batch * n * n, 1.0), n=(n, 0.5), m=(m, 0.25))

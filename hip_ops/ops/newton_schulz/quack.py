@@ -8,19 +8,19 @@ stays in the caller's orientation, as in triton.py: quack reads operands by rows
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from hip_ops.ops.newton_schulz.captured import graphed
-from hip_ops.ops.newton_schulz.iteration import ProductsInOrientation, iterate, normalised
 from hip_ops.ops.newton_schulz.plan import Plan
-from hip_ops.runtime.on_device import on
+from hip_ops.ops.newton_schulz.reference import ProductsInOrientation, iterate, normalised
+from hip_ops.runtime.launch import on
 from hip_ops.runtime.quack_tiles import Tile
 
-# Faster than Triton on an H200 (benchmarks/results/newton_schulz-h200-quack.json) from SMALLEST_SIDE on, except single
+# Faster than Triton on an H200 (benchmarks/results/newton_schulz-h200-quack.json) from MIN_SIDE on, except single
 # matrices of about 1024 rows, whose tiles do not fill the device. Smaller matrices were not measured.
-SMALLEST_SIDE, LARGEST_FEW = 256, 512
+MIN_SIDE, MAX_SIDE_OF_FEW = 256, 512
 # quack requires square tiles of a whole cluster and does not check it: other tiles give wrong numbers without an error.
 SQUARE_LARGE, SQUARE_SMALL = Tile(128, 128, True, 1, 1), Tile(64, 64, True, 1, 1)
 GENERAL_LARGE, GENERAL_BATCH, GENERAL_SMALL = (
@@ -39,7 +39,7 @@ def fits(x: Tensor) -> bool:
 def faster(x: Tensor) -> bool:
     """Return whether quack was measured to be faster than Triton at this size."""
     n = min(x.shape[1:])
-    return n >= SMALLEST_SIDE and (n <= LARGEST_FEW or _fills_device(len(x), n))
+    return n >= MIN_SIDE and (n <= MAX_SIDE_OF_FEW or _fills_device(len(x), n))
 
 
 def _fills_device(batch: int, n: int) -> bool:
@@ -73,8 +73,17 @@ class QuackProducts(ProductsInOrientation):
         return c
 
 
-@graphed
-def newton_schulz(x: Tensor, square_sums: Tensor | None, plan: Plan, eps: float) -> Tensor:
+def newton_schulz(
+    x: Tensor,
+    square_sums: Tensor | None,
+    coefficients: Sequence[float],
+    form: str,
+    restarts: Sequence[int],
+    dtype: torch.dtype | None,
+    eps: float,
+) -> Tensor:
+    """As reference.newton_schulz; dtype None is fp16."""
+    plan = Plan.of(coefficients, form, restarts, dtype)
     with on(x.device):
         start = normalised(x, square_sums, eps, plan.scales[0], x.new_empty(x.shape, dtype=plan.dtype))
         return iterate(QuackProducts(x), start, plan)

@@ -4,7 +4,7 @@
 `_forward` is the operator `merge_norm`, with optional vectors of the merge and an optional bias, which makes the norm a
 LayerNorm. `_backward` is the operator `merge_norm_backward`, which autograd calls through `_gradients`. Each is checked
 and chosen by itself, so that they may run different versions. The functions below call `_forward`. reference.py,
-hip.py, triton.py and aiter.py define both; `kernel_overrides.rms_norm` requests a version of both.
+hip.py and triton.py define both; `kernel_overrides.rms_norm` requests a version of both.
 
 The gradient of a merge reaches its inputs through both results: through y by the norm, and through new_residual, which
 the next merge reads. reference.py defines the statistics and the roundings. Saved for the backward pass: rstd, and
@@ -17,17 +17,15 @@ compiles it, without a self-check, also where hip or triton is requested (runtim
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hip_ops.ops.rms_norm import aiter, reference
-from hip_ops.runtime.aiter import available
+from hip_ops.ops.rms_norm import reference
 from hip_ops.runtime.compiled import formula
-from hip_ops.runtime.on_device import multiprocessors
+from hip_ops.runtime.launch import multiprocessors
 from hip_ops.runtime.operator import Operator
 
 rms_norm = formula(reference.rms_norm)
@@ -55,14 +53,8 @@ def _rule(values: dict) -> tuple[str, str] | None:
     return (f"{missing[0]} is None", "all four vectors of the merge, or none") if 0 < len(missing) < 4 else None
 
 
-def _fits(stream: int, of_layer_norm: int) -> dict[str, Callable[..., bool]]:
-    """Make `fits`: a Triton program keeps a row in its registers. stream: the place of the stream among the arguments;
-    of_layer_norm: that of an argument which only LayerNorm has.
-    """
-    return {
-        "triton": lambda rows, *_: rows.shape[-1] <= 32768,
-        "aiter": lambda *arguments: aiter.fits(arguments[stream], arguments[of_layer_norm] is not None),
-    }
+# A Triton program keeps a row in its registers.
+FITS = {"triton": lambda rows, *_: rows.shape[-1] <= 32768}
 
 
 def _example(
@@ -95,24 +87,20 @@ def _example(
 
 
 def _examples(backward: bool) -> dict[str, Any]:
-    """Make `example` and `more_examples` of an operator: ZAYA's merge and the plain one with RMSNorm, which every
-    version takes; LayerNorm for all but AITER; for the fast HIP kernels of the plain form a bf16 stream; and for
-    kernels that read a pointer that may be null a last norm.
+    """Make `example` and `more_examples` of an operator: ZAYA's merge and the plain one, with RMSNorm and with
+    LayerNorm; for the fast HIP kernels of the plain form a bf16 stream; and for kernels that read a pointer that may be
+    null a last norm.
     """
     example = functools.partial(_example, backward)
-    layer_norm = tuple(example(scaled, centered=True) for scaled in (True, False))
-    forms = tuple(itertools.product((True, False), (False, True)))
+    forms = ((True, False), (False, False), (True, True), (False, True))  # scaled, centered
     last = tuple(example(*form, last=True) for form in forms) if backward else ()
     of_bf16 = tuple(example(False, centered, stream=torch.bfloat16) for centered in (False, True))
-    more = {"hip": (*layer_norm, *last, *of_bf16), "triton": (*layer_norm, *last), "compiled": layer_norm}
-    return {"example": (example(True), example(False)), "more_examples": more}
+    examples = tuple(example(*form) for form in forms)
+    return {"example": examples, "more_examples": {"hip": (*last, *of_bf16), "triton": last}}
 
 
-AVAILABLE = {"aiter": functools.partial(available, first=aiter.FIRST_RELEASE)}
-_forward = Operator(
-    reference.merge_norm, takes=TAKES, rule=_rule, fits=_fits(1, 7), available=AVAILABLE, **_examples(backward=False)
-)
-_backward = Operator(reference.merge_norm_backward, fits=_fits(3, 4), available=AVAILABLE, **_examples(backward=True))
+_forward = Operator(reference.merge_norm, takes=TAKES, rule=_rule, fits=FITS, **_examples(backward=False))
+_backward = Operator(reference.merge_norm_backward, fits=FITS, **_examples(backward=True))
 
 
 def _save(ctx, inputs, output) -> None:
@@ -146,8 +134,39 @@ def _gradients(ctx, dy, d_new_residual, *_):
 _forward.register_autograd(_gradients, setup_context=_save)
 
 
+def forward_results(output: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+    """Allocate the results of merge_norm for a kernel."""
+    y = torch.empty(output.shape, dtype=weight.dtype, device=output.device)
+    new_residual = torch.empty(output.shape, dtype=residual.dtype, device=output.device)
+    mean, rstd = (
+        torch.empty(shape, dtype=torch.float32, device=output.device)
+        for shape in ((0,) if bias is None else (*output.shape[:-1], 1), (*output.shape[:-1], 1))
+    )
+    return y, new_residual, mean, rstd
+
+
+def backward_results(
+    dy: Tensor,
+    residual: Tensor,
+    mean: Tensor | None,
+    vectors: Sequence[Tensor | None],
+    weight: Tensor,
+    output_dtype: torch.dtype,
+) -> tuple[Tensor, ...]:
+    """Allocate the results of merge_norm_backward for a kernel; those of vectors are zeros where there are no rows."""
+    once = vectors[0] is None and output_dtype == residual.dtype
+    d_output = torch.empty(0 if once else residual.shape, dtype=output_dtype, device=dy.device)
+    d_residual = torch.empty(residual.shape, dtype=residual.dtype, device=dy.device)
+    allocate = torch.empty if dy.numel() else torch.zeros
+    inputs = (*vectors, weight, None if mean is None else weight)
+    sizes = (0 if vector is None else len(vector) for vector in inputs)
+    return d_output, d_residual, *(allocate(size, dtype=weight.dtype, device=dy.device) for size in sizes)
+
+
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
-    """new_residual = x + residual; y = new_residual / sqrt(mean(new_residual^2) + eps) * weight (arXiv 1910.07467).
+    """Add x to the stream and return the RMSNorm of the sum and the sum, in one pass (arXiv 1910.07467).
+
+    new_residual = x + residual;  y = new_residual / sqrt(mean(new_residual^2) + eps) * weight
 
     Args: x and residual [..., h], bf16 or fp32 each, with any strides (a copy is made where rows are not contiguous);
     weight [h]. Return (y in weight's dtype, new_residual in residual's), contiguous. Statistics are fp32, of
@@ -167,7 +186,7 @@ def scaled_residual_rms_norm(
     weight: Tensor,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
-    """ZAYA's merge (transformers `ZayaResidualScaling`) and the RMSNorm of its result, in one pass.
+    """Return the RMSNorm of ZAYA's merge (transformers `ZayaResidualScaling`) and the merge, in one pass.
 
     new_residual = (output + output_bias) * output_scale + (residual + residual_bias) * residual_scale, multiplied out
     y = new_residual / sqrt(mean(new_residual^2) + eps) * weight
@@ -182,7 +201,9 @@ def scaled_residual_rms_norm(
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    """new_residual = x + residual; y = (new_residual - mean) / sqrt(var + eps) * weight + bias (arXiv 1607.06450).
+    """Add x to the stream and return the LayerNorm of the sum and the sum, in one pass (arXiv 1607.06450).
+
+    new_residual = x + residual;  y = (new_residual - mean) / sqrt(var + eps) * weight + bias
 
     Args and results as of add_rms_norm, and bias [h] in weight's dtype.
     """
@@ -200,7 +221,7 @@ def scaled_residual_layer_norm(
     bias: Tensor,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
-    """ZAYA's merge, as in scaled_residual_rms_norm, and the LayerNorm of its result, in one pass.
+    """Return the LayerNorm of ZAYA's merge, as in scaled_residual_rms_norm, and the merge, in one pass.
 
     y = (new_residual - mean) / sqrt(var + eps) * weight + bias; bias [h] in weight's dtype.
     """

@@ -20,10 +20,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from hip_ops.ops.rms_norm.reference import empty_gradients, empty_results
-from hip_ops.runtime.library import call, library, target_of
-from hip_ops.runtime.on_device import multiprocessors
-from hip_ops.runtime.row_views import as_rows, contiguous, starts_aligned
+from hip_ops.ops.rms_norm import backward_results, forward_results
+from hip_ops.runtime.launch import as_rows, contiguous, multiprocessors, starts_aligned
+from hip_ops.runtime.launchers import call, library, target_of
 
 # Bits of the launchers' `types`, as in rms_norm.h.
 BF16_X, BF16_RESIDUAL, BF16_WEIGHT, ALIGNED = 1, 2, 4, 8
@@ -45,7 +44,7 @@ def merge_norm(
 ) -> tuple[Tensor, ...]:
     """As reference.merge_norm."""
     device, hidden = output.device, output.shape[-1]
-    y, new_residual, mean, rstd = empty_results(output, residual, weight, bias)
+    y, new_residual, mean, rstd = forward_results(output, residual, weight, bias)
     if output.numel():
         output, residual = as_rows(output), as_rows(residual)
         vectors = contiguous(output_bias, output_scale, residual_bias, residual_scale, weight, bias)
@@ -66,7 +65,7 @@ def merge_norm_backward(
     """As reference.merge_norm_backward."""
     device, hidden, scaled, centered = dy.device, dy.shape[-1], output_scale is not None, mean is not None
     vectors = contiguous(output_bias, output_scale, residual_bias, residual_scale)
-    d_output, d_residual, *gradients = results = empty_gradients(dy, residual, mean, vectors, weight, output_dtype)
+    d_output, d_residual, *gradients = results = backward_results(dy, residual, mean, vectors, weight, output_dtype)
     if not dy.numel():
         return results
     dy, residual, (mean, rstd, weight) = as_rows(dy), as_rows(residual), contiguous(mean, rstd, weight)

@@ -17,31 +17,29 @@ are (normed, stream).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from hip_ops.runtime.declaration import wide
+from hip_ops.runtime.launch import wide
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467); x [..., h], weight [h], in
-    weight's dtype.
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467), in weight's dtype; x
+    [..., h], weight [h].
     """
     return _normalize(x, weight, eps)[0]
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension (arXiv 1607.06450); x [..., h], weight
-    and bias [h], in weight's dtype.
+    """Return (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension (arXiv 1607.06450), in weight's
+    dtype; x [..., h], weight and bias [h].
     """
     return _center_and_normalize(x, weight, bias, eps)[0]
 
 
 def affine(x: Tensor, bias: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """(x + bias) * scale, rounded to `dtype`; x [..., h], bias and scale [h]. The scale comes after the bias, as the
-    released weights are stored.
+    """Return (x + bias) * scale, rounded to `dtype`; x [..., h], bias and scale [h]. The scale comes after the bias, as
+    the released weights are stored.
     """
     return ((x.to(wide(x.dtype)) + bias) * scale).to(dtype)
 
@@ -72,7 +70,7 @@ def scale_residual(
     residual_bias: Tensor,
     residual_scale: Tensor,
 ) -> Tensor:
-    """(output + output_bias) * output_scale + (residual + residual_bias) * residual_scale, rounded to residual's dtype.
+    """Return (output + output_bias) * output_scale + (residual + residual_bias) * residual_scale, in residual's dtype.
 
     Multiplied out: the biases become one vector, and each operand is read once.
     """
@@ -140,39 +138,10 @@ def merge_norm_backward(
         output, residual = output.contiguous(), residual.contiguous()
         new_residual = scale_residual(output, residual, *vectors)
     total, d_weight, d_bias = _through_norm(dy, d_new_residual, new_residual, mean, rstd, weight)
-    return *merge_gradients(total, output, residual, *vectors, weight, output_dtype), d_weight, d_bias
+    return *_merge_gradients(total, output, residual, *vectors, weight, output_dtype), d_weight, d_bias
 
 
-def empty_results(output: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-    """Allocate the results of merge_norm for a kernel."""
-    y = torch.empty(output.shape, dtype=weight.dtype, device=output.device)
-    new_residual = torch.empty(output.shape, dtype=residual.dtype, device=output.device)
-    mean, rstd = (
-        torch.empty(shape, dtype=torch.float32, device=output.device)
-        for shape in ((0,) if bias is None else (*output.shape[:-1], 1), (*output.shape[:-1], 1))
-    )
-    return y, new_residual, mean, rstd
-
-
-def empty_gradients(
-    dy: Tensor,
-    residual: Tensor,
-    mean: Tensor | None,
-    vectors: Sequence[Tensor | None],
-    weight: Tensor,
-    output_dtype: torch.dtype,
-) -> tuple[Tensor, ...]:
-    """Allocate the results of merge_norm_backward for a kernel; those of vectors are zeros where there are no rows."""
-    once = vectors[0] is None and output_dtype == residual.dtype
-    d_output = torch.empty(0 if once else residual.shape, dtype=output_dtype, device=dy.device)
-    d_residual = torch.empty(residual.shape, dtype=residual.dtype, device=dy.device)
-    allocate = torch.empty if dy.numel() else torch.zeros
-    inputs = (*vectors, weight, None if mean is None else weight)
-    sizes = (0 if vector is None else len(vector) for vector in inputs)
-    return d_output, d_residual, *(allocate(size, dtype=weight.dtype, device=dy.device) for size in sizes)
-
-
-def merge_gradients(
+def _merge_gradients(
     total: Tensor,
     output: Tensor | None,
     residual: Tensor,

@@ -15,12 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hip_ops.ops.rms_norm.reference import empty_gradients, empty_results
-from hip_ops.runtime.launch import Launch, default_warp_size, plan
-from hip_ops.runtime.on_device import multiprocessors, on
-from hip_ops.runtime.row_views import as_rows, contiguous
+from hip_ops.ops.rms_norm import backward_results, forward_results
+from hip_ops.runtime.launch import Launch, as_rows, contiguous, multiprocessors, plan, run_kernel
 
-TILE = ("ROWS", "BLOCK", "STAGES")
+TILE_NAMES = ("ROWS", "BLOCK", "STAGES")
 
 
 @triton.jit
@@ -45,8 +43,8 @@ def rms_norm_forward_kernel(
     rows, hidden, x_stride, residual_stride, eps, SCALED: tl.constexpr, CENTERED: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Compute y, new_residual and the statistics of rows pid * ROWS + [0, ROWS), then of every num_programs * ROWS-th block of
-    rows.
+    """Compute y, new_residual and the statistics of rows pid * ROWS + [0, ROWS), then of every num_programs * ROWS-th
+    block of rows.
     """
     columns = tl.arange(0, BLOCK)[None, :]
     inside = columns < hidden
@@ -86,13 +84,13 @@ def rms_norm_forward_kernel(
 def rms_norm_backward_kernel(
     dy, d_new_residual, x, residual, mean, rstd, output_bias, output_scale, residual_bias, residual_scale, weight, d_x,
     d_residual, partial, rows, hidden, dy_stride, d_new_residual_stride, x_stride, residual_stride,
-    SCALED: tl.constexpr, CENTERED: tl.constexpr, HAS_D_NEW_RESIDUAL: tl.constexpr, WRITES_D_X: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    SCALED: tl.constexpr, CENTERED: tl.constexpr, HAS_D_NEW_RESIDUAL: tl.constexpr, WRITES_D_X: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Compute d_x and d_residual of the program's rows, and their sums in partial [programs, sums, hidden].
 
-    Sums: g, g * x, g * residual (where SCALED), dy * normalized, dy (where CENTERED). Without SCALED, `residual` is new_residual and `x`
-    unused.
+    Sums: g, g * x, g * residual (where SCALED), dy * normalized, dy (where CENTERED). Without SCALED, `residual` is
+    new_residual and `x` unused.
     """
     columns = tl.arange(0, BLOCK)[None, :]
     inside = columns < hidden
@@ -201,14 +199,13 @@ def rms_norm_sum_kernel(
         tl.store(d_residual_scale + columns, tl.fma(total, b_x, tl.sum(sum_gr, axis=0)).to(vector), mask=inside)
 
 
-def launch(hidden_size: int, *, scaled: bool, backward: bool, warp_size: int | None = None) -> Launch:
-    """Choose tile and grid for a hidden size. warp_size None: of the devices that this torch is built for.
+def launch(hidden_size: int, *, scaled: bool, backward: bool, warp_size: int) -> Launch:
+    """Choose tile and grid for a hidden size.
 
     Forward: one program per tile, because a program that loops could only keep the vectors, which the cache holds
     anyway (measured on an H100). On MI300X (not measured) ZAYA's form keeps its five vectors. Backward: as many
     programs as the registers allow, so that vectors are read and partial sums written once per program.
     """
-    warp_size = warp_size or default_warp_size()
     nvidia = warp_size == 32
     block = max(triton.next_power_of_2(hidden_size), 128)
     rows = max(1, 1024 // block)
@@ -237,18 +234,17 @@ def merge_norm(
 ) -> tuple[Tensor, ...]:
     """As reference.merge_norm."""
     hidden, device, scaled, centered = output.shape[-1], output.device, output_scale is not None, bias is not None
-    y, new_residual, mean, rstd = empty_results(output, residual, weight, bias)
+    y, new_residual, mean, rstd = forward_results(output, residual, weight, bias)
     if output.numel():
         output, residual = as_rows(output), as_rows(residual)
         *vectors, weight, bias = contiguous(output_bias, output_scale, residual_bias, residual_scale, weight, bias)
         rows, processors = output.shape[0], multiprocessors(device)
-        grid, keywords = plan(launch, TILE, (rows,), hidden, scaled=scaled, backward=False, processors=processors)
-        with on(device):
-            rms_norm_forward_kernel[grid](
-                output, residual, *(vectors if scaled else (weight,) * 4), weight, bias, y, new_residual,
-                mean if centered else None, rstd, rows, hidden, output.stride(0), residual.stride(0), eps,
-                SCALED=scaled, CENTERED=centered, **keywords,
-            )
+        grid, keywords = plan(launch, TILE_NAMES, (rows,), hidden, scaled=scaled, backward=False, processors=processors)
+        run_kernel(
+            rms_norm_forward_kernel, grid, output, residual, *(vectors if scaled else (weight,) * 4), weight, bias, y,
+            new_residual, mean if centered else None, rstd, rows, hidden, output.stride(0), residual.stride(0), eps,
+            SCALED=scaled, CENTERED=centered, device=device, **keywords,
+        )
     return y, new_residual, mean, rstd
 
 
@@ -260,27 +256,26 @@ def merge_norm_backward(
     """As reference.merge_norm_backward."""
     hidden, device, scaled, centered = dy.shape[-1], dy.device, output_scale is not None, mean is not None
     vectors = contiguous(output_bias, output_scale, residual_bias, residual_scale)
-    d_output, d_residual, *gradients = results = empty_gradients(dy, residual, mean, vectors, weight, output_dtype)
+    d_output, d_residual, *gradients = results = backward_results(dy, residual, mean, vectors, weight, output_dtype)
     if not dy.numel():
         return results
     dy, residual, (mean, rstd, weight) = as_rows(dy), as_rows(residual), contiguous(mean, rstd, weight)
     output, upstream = (dy if t is None else as_rows(t) for t in (output, d_new_residual))
     rows, processors = dy.shape[0], multiprocessors(device)
-    grid, keywords = plan(launch, TILE, (rows,), hidden, scaled=scaled, backward=True, processors=processors)
+    grid, keywords = plan(launch, TILE_NAMES, (rows,), hidden, scaled=scaled, backward=True, processors=processors)
     (count,) = grid
     partial = torch.empty((count, (4 if scaled else 1) + centered, hidden), dtype=torch.float32, device=device)
     *d_vectors, d_weight, d_bias = gradients
     if not scaled:  # pointers that the kernels do not read
         vectors, d_vectors = (weight,) * 4, (d_weight,) * 4
-    with on(device):
-        rms_norm_backward_kernel[grid](
-            dy, upstream, output, residual, mean, rstd, *vectors, weight, d_output, d_residual, partial, rows, hidden,
-            dy.stride(0), upstream.stride(0), output.stride(0), residual.stride(0),
-            HAS_D_NEW_RESIDUAL=d_new_residual is not None, WRITES_D_X=scaled or output_dtype != residual.dtype,
-            SCALED=scaled, CENTERED=centered, **keywords,
-        )
-        rms_norm_sum_kernel[(-(-hidden // 32),)](
-            partial, *vectors, *d_vectors, d_weight, d_bias if centered else None, count, hidden, SCALED=scaled,
-            CENTERED=centered, PROGRAMS=64, BLOCK=32, num_warps=8,
-        )
+    run_kernel(
+        rms_norm_backward_kernel, grid, dy, upstream, output, residual, mean, rstd, *vectors, weight, d_output,
+        d_residual, partial, rows, hidden, dy.stride(0), upstream.stride(0), output.stride(0), residual.stride(0),
+        HAS_D_NEW_RESIDUAL=d_new_residual is not None, WRITES_D_X=scaled or output_dtype != residual.dtype,
+        SCALED=scaled, CENTERED=centered, device=device, **keywords,
+    )
+    run_kernel(
+        rms_norm_sum_kernel, (-(-hidden // 32),), partial, *vectors, *d_vectors, d_weight, d_bias if centered else None,
+        count, hidden, SCALED=scaled, CENTERED=centered, PROGRAMS=64, BLOCK=32, num_warps=8, device=device,
+    )
     return results

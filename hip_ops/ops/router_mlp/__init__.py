@@ -93,7 +93,7 @@ def _example(device: torch.device, first: bool = False, replay: bool = True) -> 
 
 
 def _backward_example(device: torch.device, first: bool = False, last: bool = False) -> tuple:
-    """last: of the model's last layer, whose state has no gradient."""
+    """Make gradients and the results of `_example`. last: of the model's last layer, whose state has no gradient."""
     inputs = _example(device, first)
     _, previous, gamma, _, w_norm, w1, _, w2, _, w_out, _, _, eps, unweighted = inputs
     state, weights, ids, hidden1, hidden2, logits, _ = reference.router_mlp(*inputs)

@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hip_ops.runtime.declaration import cast, wide
+from hip_ops.runtime.launch import cast, wide
 from hip_ops.saved_bytes import router_columns
 
-SUMS = ("b_down", "gamma", "w_norm", "b1", "b2")  # the rows of the sums that `router_mlp_backward` returns
+SUM_NAMES = ("b_down", "gamma", "w_norm", "b1", "b2")  # the rows of the sums that `router_mlp_backward` returns
 
 
 def router_mlp(
@@ -88,8 +88,8 @@ def router_mlp_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return, for the gradients d_weights [n] and d_state [n, r] (None: no gradient of state):
 
-    d_projected [n, r], d_previous [n, r] (empty without gamma), sums over the rows fp32 [5, r], the gradients of SUMS,
-    and three pairs whose products are the gradients of w1, w2 and w_out: d_hidden1 and normed, d_hidden2 and
+    d_projected [n, r], d_previous [n, r] (empty without gamma), sums over the rows fp32 [5, r], the gradients of
+    SUM_NAMES, and three pairs whose products are the gradients of w1, w2 and w_out: d_hidden1 and normed, d_hidden2 and
     gelu(hidden1) [n, r], d_logits [n, router_columns(c)] and gelu(hidden2).
     """
     dtype, compute = state.dtype, wide(state.dtype)

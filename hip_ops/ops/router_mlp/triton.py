@@ -16,16 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hip_ops.ops.router_mlp.reference import SUMS
-from hip_ops.runtime.launch import Launch, default_warp_size, plan
-from hip_ops.runtime.on_device import on
-from hip_ops.runtime.row_views import contiguous
+from hip_ops.ops.router_mlp.reference import SUM_NAMES
+from hip_ops.runtime.launch import Launch, contiguous, plan, run_kernel
 from hip_ops.saved_bytes import router_columns
 
 INVERSE_SQRT_2 = tl.constexpr(0.7071067811865476)
 INVERSE_SQRT_2_PI = tl.constexpr(0.3989422804014327)
 
-TILE = ("BLOCK", "PART", "num_stages")
+TILE_NAMES = ("BLOCK", "PART", "num_stages")
 
 
 @triton.jit
@@ -36,27 +34,27 @@ def gelu(x):
 
 @triton.jit
 def gelu_backward(grad, x):
-    """grad * gelu'(x) in x's dtype; grad and x in it."""
+    """Return grad * gelu'(x) in x's dtype, which is grad's too."""
     wide = x.to(tl.float32)
     slope = 0.5 * (1.0 + tl.erf(wide * INVERSE_SQRT_2)) + wide * INVERSE_SQRT_2_PI * tl.exp(-0.5 * wide * wide)
     return (grad.to(tl.float32) * slope).to(x.dtype)
 
 
 @triton.jit
-def back_through_gelu(grad, hidden, active, d_hidden, total, at, here):
-    """For the columns `at`: writes the gradient of hidden to d_hidden, gelu(hidden) to active and the sum over rows to
+def back_through_gelu(grad, hidden, active, d_hidden, total, at, live):
+    """Write, for the columns `at`, the gradient of hidden to d_hidden, gelu(hidden) to active and the sum over rows to
     total. grad: of gelu(hidden).
     """
-    x = tl.load(hidden + at, mask=here, other=0.0)
-    tl.store(active + at, gelu(x), mask=here)
+    x = tl.load(hidden + at, mask=live, other=0.0)
+    tl.store(active + at, gelu(x), mask=live)
     grad = gelu_backward(grad, x)
-    tl.store(d_hidden + at, grad, mask=here)
+    tl.store(d_hidden + at, grad, mask=live)
     tl.store(total, tl.sum(grad.to(tl.float32), axis=0))
 
 
 @triton.jit
 def softmax(logits, known):
-    """Softmax in fp32 over the columns where `known` holds; zeros in the others."""
+    """Return the softmax in fp32 over the columns where `known` holds; zeros in the others."""
     wide = tl.where(known, logits.to(tl.float32), float("-inf"))
     raised = tl.exp(wide - tl.max(wide, axis=1)[:, None])
     return raised / tl.sum(raised, axis=1)[:, None]
@@ -82,34 +80,34 @@ def router_mlp_forward_kernel(
     inside = row < rows
     channel = tl.arange(0, R)
     at = row.to(tl.int64)[:, None] * R + channel[None, :]
-    here = inside[:, None]
+    live = inside[:, None]
     squares = tl.zeros([BLOCK], tl.float32)
     for first in range(0, R, PART):
         part, to = part_of_rows(row, first, R, PART)
         wide = (
-            tl.load(projected + to, mask=here, other=0.0).to(tl.float32)
+            tl.load(projected + to, mask=live, other=0.0).to(tl.float32)
             + tl.load(b_down + part).to(tl.float32)[None, :]
         )
         if HAS_PREVIOUS:
             wide += (
-                tl.load(previous + to, mask=here, other=0.0).to(tl.float32)
+                tl.load(previous + to, mask=live, other=0.0).to(tl.float32)
                 * tl.load(gamma + part).to(tl.float32)[None, :]
             )
         y = wide.to(state.dtype.element_ty)
-        tl.store(state + to, y, mask=here)
+        tl.store(state + to, y, mask=live)
         squares += tl.sum(y.to(tl.float32) * y.to(tl.float32), axis=1)
     inverse = tl.rsqrt(squares / R + eps)[:, None]
     tl.debug_barrier()
     for first in range(0, R, PART):
         part, to = part_of_rows(row, first, R, PART)
-        direction = tl.load(state + to, mask=here, other=0.0).to(tl.float32) * inverse
+        direction = tl.load(state + to, mask=live, other=0.0).to(tl.float32) * inverse
         tl.store(
             hidden2 + to,
             (direction * tl.load(w_norm + part).to(tl.float32)[None, :]).to(hidden2.dtype.element_ty),
-            mask=here,
+            mask=live,
         )
     tl.debug_barrier()
-    x = tl.load(hidden2 + at, mask=here, other=0.0)
+    x = tl.load(hidden2 + at, mask=live, other=0.0)
     tl.debug_barrier()
     for first in range(0, R, PART):
         part, to = part_of_rows(row, first, R, PART)
@@ -118,10 +116,10 @@ def router_mlp_forward_kernel(
             + tl.load(b1 + part).to(tl.float32)[None, :]
         )
         y = y.to(x.dtype)
-        tl.store(hidden1 + to, y, mask=here)
-        tl.store(hidden2 + to, gelu(y), mask=here)  # loaded ahead for the next product
+        tl.store(hidden1 + to, y, mask=live)
+        tl.store(hidden2 + to, gelu(y), mask=live)  # loaded ahead for the next product
     tl.debug_barrier()
-    x = tl.load(hidden2 + at, mask=here, other=0.0)
+    x = tl.load(hidden2 + at, mask=live, other=0.0)
     tl.debug_barrier()
     column = tl.arange(0, COLUMNS)
     known = (column < CLASSES)[None, :]
@@ -133,27 +131,27 @@ def router_mlp_forward_kernel(
             + tl.load(b2 + part).to(tl.float32)[None, :]
         )
         y = y.to(x.dtype)
-        tl.store(hidden2 + to, y, mask=here)
+        tl.store(hidden2 + to, y, mask=live)
         matrix = tl.load(w_out + column[None, :] * R + part[:, None], mask=known, other=0.0)
         scores = tl.dot(gelu(y), matrix, scores, input_precision="ieee")
     scores = scores.to(x.dtype)
-    tl.store(logits + row.to(tl.int64)[:, None] * COLUMNS + column[None, :], scores, mask=here)
+    tl.store(logits + row.to(tl.int64)[:, None] * COLUMNS + column[None, :], scores, mask=live)
     p = softmax(scores, known)
     biased = p + tl.load(biases + column, mask=column < CLASSES, other=0.0)[None, :]
     biased = tl.where(known, tl.where(biased == biased, biased, float("inf")), float("-inf"))
     best = biased == tl.max(biased, axis=1)[:, None]
     choice = tl.min(tl.where(best, column[None, :], CLASSES - 1), axis=1)
     if HAS_FORCED:
-        given = tl.load(forced + row, mask=inside, other=-1)
-        choice = tl.where(given >= 0, given.to(tl.int32), choice)
+        forced_choice = tl.load(forced + row, mask=inside, other=-1)
+        choice = tl.where(forced_choice >= 0, forced_choice.to(tl.int32), choice)
     chosen = column[None, :] == choice[:, None]
     weight = tl.where(choice == unweighted, 0.0, tl.sum(tl.where(chosen, p, 0.0), axis=1))
     tl.store(weights + row, weight, mask=inside)
     tl.store(ids + row, choice.to(tl.int64), mask=inside)
-    found = statistics + tl.program_id(0) * (CLASSES + 1)
-    tl.store(found + column, tl.sum((chosen & here).to(tl.float32), axis=0), mask=column < CLASSES)
-    addends = tl.where(here, -p * tl.log(tl.where(p == 0.0, 1.0, p)), 0.0)
-    tl.store(found + CLASSES, tl.sum(tl.sum(addends, axis=1), axis=0))
+    statistics_at = statistics + tl.program_id(0) * (CLASSES + 1)
+    tl.store(statistics_at + column, tl.sum((chosen & live).to(tl.float32), axis=0), mask=column < CLASSES)
+    addends = tl.where(live, -p * tl.log(tl.where(p == 0.0, 1.0, p)), 0.0)
+    tl.store(statistics_at + CLASSES, tl.sum(tl.sum(addends, axis=1), axis=0))
 
 
 @triton.jit
@@ -166,37 +164,37 @@ def router_mlp_backward_kernel(
     """Compute BLOCK tokens; sums: the five of this program. Rows beyond the last one are zeros."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
-    here = inside[:, None]
+    live = inside[:, None]
     channel, column = tl.arange(0, R), tl.arange(0, COLUMNS)
     at = row.to(tl.int64)[:, None] * R + channel[None, :]
     total = sums + tl.program_id(0).to(tl.int64) * 5 * R
     known = (column < CLASSES)[None, :]
-    p = softmax(tl.load(logits + row.to(tl.int64)[:, None] * COLUMNS + column[None, :], mask=here, other=0.0), known)
+    p = softmax(tl.load(logits + row.to(tl.int64)[:, None] * COLUMNS + column[None, :], mask=live, other=0.0), known)
     choice = tl.load(ids + row, mask=inside, other=0).to(tl.int32)
     chosen = column[None, :] == choice[:, None]
     upstream = tl.load(d_weights + row, mask=inside & (choice != unweighted), other=0.0).to(tl.float32)
     upstream *= tl.sum(tl.where(chosen, p, 0.0), axis=1)
     grad = (upstream[:, None] * (tl.where(chosen, 1.0, 0.0) - p)).to(state.dtype.element_ty)
-    tl.store(d_logits + row.to(tl.int64)[:, None] * COLUMNS + column[None, :], grad, mask=here)
+    tl.store(d_logits + row.to(tl.int64)[:, None] * COLUMNS + column[None, :], grad, mask=live)
     for first in range(0, R, PART):
         part, to = part_of_rows(row, first, R, PART)
         matrix = tl.load(w_out + column[:, None] * R + part[None, :], mask=(column < CLASSES)[:, None], other=0.0)
         back = tl.dot(grad, matrix, input_precision="ieee").to(grad.dtype)
-        back_through_gelu(back, hidden2, active2, d_hidden2, total + 4 * R + part, to, here)
+        back_through_gelu(back, hidden2, active2, d_hidden2, total + 4 * R + part, to, live)
     tl.debug_barrier()
-    grad = tl.load(d_hidden2 + at, mask=here, other=0.0)
+    grad = tl.load(d_hidden2 + at, mask=live, other=0.0)
     for first in range(0, R, PART):
         part, to = part_of_rows(row, first, R, PART)
         back = tl.dot(grad, tl.load(w2 + channel[:, None] * R + part[None, :]), input_precision="ieee").to(grad.dtype)
-        back_through_gelu(back, hidden1, active1, d_hidden1, total + 3 * R + part, to, here)
+        back_through_gelu(back, hidden1, active1, d_hidden1, total + 3 * R + part, to, live)
     tl.debug_barrier()
-    grad = tl.load(d_hidden1 + at, mask=here, other=0.0)
+    grad = tl.load(d_hidden1 + at, mask=live, other=0.0)
     squares, products = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for first in range(0, R, PART):
         part, to = part_of_rows(row, first, R, PART)
         back = tl.dot(grad, tl.load(w1 + channel[:, None] * R + part[None, :]), input_precision="ieee").to(grad.dtype)
-        tl.store(d_projected + to, back, mask=here)  # loaded ahead for the loop below
-        wide = tl.load(state + to, mask=here, other=0.0).to(tl.float32)
+        tl.store(d_projected + to, back, mask=live)  # loaded ahead for the loop below
+        wide = tl.load(state + to, mask=live, other=0.0).to(tl.float32)
         squares += tl.sum(wide * wide, axis=1)
         products += tl.sum(back.to(tl.float32) * tl.load(w_norm + part).to(tl.float32)[None, :] * wide, axis=1)
     inverse = tl.rsqrt(squares / R + eps)
@@ -205,30 +203,28 @@ def router_mlp_backward_kernel(
     tl.debug_barrier()
     for first in range(0, R, PART):
         part, to = part_of_rows(row, first, R, PART)
-        direction = tl.load(state + to, mask=here, other=0.0).to(tl.float32) * inverse
+        direction = tl.load(state + to, mask=live, other=0.0).to(tl.float32) * inverse
         scale = tl.load(w_norm + part).to(tl.float32)[None, :]
-        tl.store(normed + to, (direction * scale).to(grad.dtype), mask=here)
-        wide = tl.load(d_projected + to, mask=here, other=0.0).to(tl.float32)
+        tl.store(normed + to, (direction * scale).to(grad.dtype), mask=live)
+        wide = tl.load(d_projected + to, mask=live, other=0.0).to(tl.float32)
         tl.debug_barrier()  # before they are written
         tl.store(total + 2 * R + part, tl.sum(wide * direction, axis=0))
         wide = inverse * (wide * scale - direction * common)
         if HAS_D_STATE:
-            wide += tl.load(d_state + to, mask=here, other=0.0).to(tl.float32)
-        tl.store(d_projected + to, wide.to(grad.dtype), mask=here)
+            wide += tl.load(d_state + to, mask=live, other=0.0).to(tl.float32)
+        tl.store(d_projected + to, wide.to(grad.dtype), mask=live)
         tl.store(total + part, tl.sum(wide, axis=0))
         if HAS_PREVIOUS:
-            tl.store(d_previous + to, (wide * tl.load(gamma + part).to(tl.float32)[None, :]).to(grad.dtype), mask=here)
-            before = tl.load(previous + to, mask=here, other=0.0).to(tl.float32)
+            tl.store(d_previous + to, (wide * tl.load(gamma + part).to(tl.float32)[None, :]).to(grad.dtype), mask=live)
+            before = tl.load(previous + to, mask=live, other=0.0).to(tl.float32)
             tl.store(total + R + part, tl.sum(wide * before, axis=0))
         else:
             tl.store(total + R + part, tl.zeros([PART], tl.float32))
 
 
-def launch(width: int, *, warp_size: int | None = None) -> Launch:
-    """Choose the tile of both kernels for a router of `width` channels. warp_size None: of the devices that this torch
-    is built for.
+def launch(width: int, *, warp_size: int) -> Launch:
+    """Choose the tile of both kernels for a router of `width` channels.
     """
-    warp_size = warp_size or default_warp_size()
     if warp_size == 64:
         return Launch(32, 32, 4, stages=2)
     return Launch(64, 64, 8, stages=2, registers=128) if width >= 128 else Launch(64, width, 4, stages=2)
@@ -244,7 +240,7 @@ def router_mlp(
         projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced
     )
     (rows, width), classes, device = projected.shape, w_out.shape[0], projected.device
-    (programs,), keywords = plan(launch, TILE, (rows,), width)
+    grid, keywords = plan(launch, TILE_NAMES, (rows,), width)
     columns = router_columns(classes)
     state, hidden1, hidden2 = (torch.empty_like(projected) for _ in range(3))
     logits = torch.empty((rows, columns), dtype=projected.dtype, device=device)
@@ -252,16 +248,14 @@ def router_mlp(
         torch.empty(rows, dtype=torch.float32, device=device),
         torch.empty(rows, dtype=torch.int64, device=device),
     )
-    statistics = torch.empty((programs, classes + 1), dtype=torch.float32, device=device)
-    if rows:
-        with on(device):
-            router_mlp_forward_kernel[(programs,)](
-                projected, projected if gamma is None else previous, b_down if gamma is None else gamma, b_down, w_norm,
-                w1, b1, w2, b2, w_out, biases, ids if forced is None else forced, state, weights, ids, hidden1, hidden2,
-                logits, statistics, rows, eps, unweighted, HAS_PREVIOUS=gamma is not None,
-                HAS_FORCED=forced is not None, R=width, CLASSES=classes,
-                COLUMNS=columns, **keywords,
-            )
+    statistics = torch.empty((*grid, classes + 1), dtype=torch.float32, device=device)
+    run_kernel(
+        router_mlp_forward_kernel, grid, projected, projected if gamma is None else previous,
+        b_down if gamma is None else gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases,
+        ids if forced is None else forced, state, weights, ids, hidden1, hidden2, logits, statistics, rows, eps,
+        unweighted, HAS_PREVIOUS=gamma is not None, HAS_FORCED=forced is not None, R=width, CLASSES=classes,
+        COLUMNS=columns, device=device, **keywords,
+    )
     return state, weights, ids, hidden1, hidden2, logits, statistics.sum(0)
 
 
@@ -275,19 +269,17 @@ def router_mlp_backward(
         d_weights, d_state, state, previous, gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out
     )
     (rows, width), classes, device = state.shape, w_out.shape[0], state.device
-    (programs,), keywords = plan(launch, TILE, (rows,), width)
+    grid, keywords = plan(launch, TILE_NAMES, (rows,), width)
     columns = router_columns(classes)
     d_projected, d_hidden1, normed, d_hidden2, active1, active2 = (torch.empty_like(state) for _ in range(6))
     d_previous = torch.empty_like(state) if gamma is not None else state.new_empty(0)
     d_logits = torch.empty((rows, columns), dtype=state.dtype, device=device)
-    sums = torch.empty((programs, len(SUMS), width), dtype=torch.float32, device=device)
-    if rows:
-        with on(device):
-            router_mlp_backward_kernel[(programs,)](
-                d_weights, state if d_state is None else d_state, state, state if gamma is None else previous,
-                w_norm if gamma is None else gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out, d_projected,
-                d_previous, sums, d_hidden1, normed, d_hidden2, active1, d_logits, active2, rows, eps, unweighted,
-                HAS_PREVIOUS=gamma is not None, HAS_D_STATE=d_state is not None, R=width, CLASSES=classes,
-                COLUMNS=columns, **keywords,
-            )
+    sums = torch.empty((*grid, len(SUM_NAMES), width), dtype=torch.float32, device=device)
+    run_kernel(
+        router_mlp_backward_kernel, grid, d_weights, state if d_state is None else d_state, state,
+        state if gamma is None else previous, w_norm if gamma is None else gamma, hidden1, hidden2, logits, ids, w_norm,
+        w1, w2, w_out, d_projected, d_previous, sums, d_hidden1, normed, d_hidden2, active1, d_logits, active2, rows,
+        eps, unweighted, HAS_PREVIOUS=gamma is not None, HAS_D_STATE=d_state is not None, R=width, CLASSES=classes,
+        COLUMNS=columns, device=device, **keywords,
+    )
     return d_projected, d_previous, sums.sum(0), d_hidden1, normed, d_hidden2, active1, d_logits, active2

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from hip_ops.ops.weighted_swiglu import reference
+from hip_ops.runtime.launch import rows_for_a_second
 from hip_ops.runtime.operator import Operator
-from hip_ops.runtime.row_views import rows_for_a_second
 
-INPUTS = """
+TAKES = """
     gate_up   [n, columns>0]  bf16|fp32
     probs     [n]             bf16|fp32
     offsets?  [experts>0]     int32
@@ -55,14 +55,14 @@ def _backward_example(example: Callable[[torch.device], tuple]) -> Callable[[tor
 
 _forward = Operator(
     reference.weighted_swiglu,
-    takes=INPUTS,
+    takes=TAKES,
     rule=_two_halves,
     example=_example,
     more_examples={"hip": (_example_of_many_rows,)},
 )
 _backward = Operator(
     reference.weighted_swiglu_backward,
-    takes=INPUTS + "grad [n, columns//2] =gate_up",
+    takes=TAKES + "grad [n, columns//2] =gate_up",
     rule=_two_halves,
     example=_backward_example(_example),
     more_examples={"hip": (_backward_example(_example_of_many_rows),)},

@@ -14,8 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hip_ops.runtime.declaration import wide
-from hip_ops.runtime.row_views import clear_rows_
+from hip_ops.runtime.launch import clear_rows_, wide
 
 
 def _kept(offsets: Tensor | None, rows: int) -> Tensor | None:

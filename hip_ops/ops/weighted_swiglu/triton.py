@@ -11,11 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hip_ops.runtime.launch import Launch, default_warp_size, plan
-from hip_ops.runtime.on_device import on
-from hip_ops.runtime.row_views import as_rows, empty_results
+from hip_ops.runtime.launch import Launch, as_rows, empty_results, plan, run_kernel
 
-TILE = ("ROWS", "BLOCK")
+TILE_NAMES = ("ROWS", "BLOCK")
 
 
 @triton.jit
@@ -82,13 +80,11 @@ def weighted_swiglu_backward_kernel(
     tl.store(d_probs + row, tl.sum(d_prob, axis=1).to(d_probs.dtype.element_ty), mask=inside)
 
 
-def launch(width: int, element_bytes: int, *, backward: bool, warp_size: int | None = None) -> Launch:
-    """Choose the tile for outputs of `width` columns: 16 bytes of each tensor per lane. warp_size None: of the devices
-    that this torch is built for.
+def launch(width: int, element_bytes: int, *, backward: bool, warp_size: int) -> Launch:
+    """Choose the tile for outputs of `width` columns: 16 bytes of each tensor per lane.
 
     Two rows of ZAYA1's width per program, as measured on an H100, where evict_first made every kernel 1 to 2 % slower.
     """
-    warp_size = warp_size or default_warp_size()
     block = min(max(triton.next_power_of_2(width), 128), (8192 if backward else 4096) // element_bytes)
     rows = max(1, (8192 if warp_size == 32 else 4096) // (block * element_bytes))
     return Launch(rows, block, min(max(rows * block * element_bytes // (16 * warp_size), 1), 1024 // warp_size))
@@ -98,14 +94,13 @@ def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> T
     """As reference.weighted_swiglu."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
-    if rows:
-        gate_up, probs = as_rows(gate_up), probs.contiguous()
-        grid, keywords = plan(launch, TILE, (rows, width), width, gate_up.element_size(), backward=False)
-        with on(gate_up.device):
-            weighted_swiglu_forward_kernel[grid](
-                gate_up, probs, probs if offsets is None else offsets.contiguous(), out, rows, width, gate_up.stride(0),
-                0 if offsets is None else offsets.shape[0], HAS_OFFSETS=offsets is not None, **keywords,
-            )
+    gate_up, probs = as_rows(gate_up), probs.contiguous()
+    grid, keywords = plan(launch, TILE_NAMES, (rows, width), width, gate_up.element_size(), backward=False)
+    run_kernel(
+        weighted_swiglu_forward_kernel, grid, gate_up, probs, probs if offsets is None else offsets.contiguous(), out,
+        rows, width, gate_up.stride(0), 0 if offsets is None else offsets.shape[0], HAS_OFFSETS=offsets is not None,
+        device=gate_up.device, **keywords,
+    )
     return out
 
 
@@ -116,13 +111,12 @@ def weighted_swiglu_backward(
     rows, width = grad.shape
     d_gate_up, d_probs = empty_results(gate_up, probs, like=gate_up)
     out = torch.empty((rows, width) if with_output else 0, dtype=gate_up.dtype, device=grad.device)
-    if rows:
-        grad, gate_up, probs = as_rows(grad), as_rows(gate_up), probs.contiguous()
-        grid, keywords = plan(launch, TILE, (rows,), width, gate_up.element_size(), backward=True)
-        with on(grad.device):
-            weighted_swiglu_backward_kernel[grid](
-                grad, gate_up, probs, probs if offsets is None else offsets.contiguous(), d_gate_up, d_probs, out, rows,
-                width, grad.stride(0), gate_up.stride(0), 0 if offsets is None else offsets.shape[0],
-                HAS_OFFSETS=offsets is not None, WITH_OUTPUT=with_output, **keywords,
-            )
+    grad, gate_up, probs = as_rows(grad), as_rows(gate_up), probs.contiguous()
+    grid, keywords = plan(launch, TILE_NAMES, (rows,), width, gate_up.element_size(), backward=True)
+    run_kernel(
+        weighted_swiglu_backward_kernel, grid, grad, gate_up, probs, probs if offsets is None else offsets.contiguous(),
+        d_gate_up, d_probs, out, rows, width, grad.stride(0), gate_up.stride(0),
+        0 if offsets is None else offsets.shape[0], HAS_OFFSETS=offsets is not None, WITH_OUTPUT=with_output,
+        device=grad.device, **keywords,
+    )
     return d_gate_up, d_probs, out

@@ -24,7 +24,7 @@ OUR_KEYS = frozenset({RECIPE_KEY, TOLERATED_KEY, "stage", "spec", *OWN_ARGUMENTS
 ADDED_BY_PRIMUS = frozenset({"model", "rank", "world_size", "local_rank"})
 
 # key -> the allowed value, and what happens with another one.
-FIXED = {
+FIXED_KEYS = {
     "stage": ("zaya_pretrain", "another stage trains another model"),
     "model_type": ("gpt", "other types ignore the trainer's model, data and forward step"),
     "auto_continue_train": (
@@ -55,7 +55,7 @@ def recipe_path(args) -> Path:
         raise mistake(
             RECIPE_KEY,
             path,
-            problem="no such recipe",
+            problem="the recipe does not exist",
             allowed="the recipe.yaml that `zaya export primus` writes beside the experiment",
             fix="zaya export primus experiment=<name> run_dir=<run directory>",
         )
@@ -80,9 +80,9 @@ def check(args, recipe: Recipe, known: Collection[str], failed_patches: Collecti
 
 
 def fixed_values(args) -> list[str]:
-    """Return a message for each key of FIXED that has another value."""
+    """Return a message for each key of FIXED_KEYS that has another value."""
     problems = []
-    for key, (allowed, otherwise) in FIXED.items():
+    for key, (allowed, otherwise) in FIXED_KEYS.items():
         value = getattr(args, key, None)
         if value != allowed and not (not value and not allowed):
             typed = str(allowed).lower() if isinstance(allowed, bool) else allowed

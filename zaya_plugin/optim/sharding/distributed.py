@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's ZeRO-1 optimizer over MuonAdamW: whole matrices at their owners, AdamW's state sharded flat.
 
-The buffer layout (zaya_plugin/optim/sharding/layout.py) keeps each matrix inside one shard of Megatron's ordinary
-distributed optimizer, whose bucketed reduce-scatter, all-gather and their overlap apply unchanged. If another layout
-cuts a matrix, its pieces are collected at one rank for Newton-Schulz.
+The buffer layout (placement.py) keeps each matrix inside one shard of Megatron's ordinary distributed optimizer, whose
+bucketed reduce-scatter, all-gather and their overlap apply unchanged. If another layout cuts a matrix,
+`MatrixExchange` collects its pieces at one rank for Newton-Schulz.
 
 Megatron's own Muon uses its layer-wise optimizer (`use_layer_wise_distributed_optimizer`), which is not used here for
 three reasons. It distributes a layer's experts over the shards, so the grouped GEMM would need a copy of all experts
@@ -13,21 +13,133 @@ parameters to ranks, so the embedding is not cut.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
+from torch.distributed import P2POp, ProcessGroup, batch_isend_irecv, get_global_rank, irecv, isend
+from torch.nn import Parameter
 
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.optim.muon import MuonAdamW
 from zaya_plugin.optim.parameter_role import role_of
 from zaya_plugin.optim.sharding.boxes import sharded_boxes
-from zaya_plugin.optim.sharding.layout import MatrixExchange, cut_matrices
 
 # In Megatron's metadata of a sharded state: only what is no tensor is asked for.
 WITHOUT_TENSORS = "zaya_without_tensors"
+
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """Places of parameters in one buffer.
+
+    places: parameter -> (start, end, bucket), in elements of the buffer.
+    buckets: (start, end) of every bucket, padding included, in the order of the backward pass.
+    shards: number of equal shards of every bucket; shard i belongs to rank i.
+    """
+
+    places: Mapping[Parameter, tuple[int, int, int]]
+    buckets: Sequence[tuple[int, int]]
+    shards: int
+
+    @classmethod
+    def of(cls, buffer, shards: int) -> BufferLayout:
+        """Describe `buffer`, one of DDP's."""
+        buckets = [(bucket.offset, bucket.offset + bucket.grad_data.numel()) for bucket in buffer.buckets]
+        return cls(buffer.param_index_map, buckets, shards)
+
+    def pieces(self, param: Parameter) -> tuple[tuple[int, int, int], ...]:
+        """Return (rank, start, end) of each rank's part of the flat parameter, in ascending order."""
+        start, end, bucket = self.places[param]
+        low, high = self.buckets[bucket]
+        shard = (high - low) // self.shards
+        return tuple(
+            (rank, max(start, low + rank * shard) - start, min(end, low + (rank + 1) * shard) - start)
+            for rank in range((start - low) // shard, (end - 1 - low) // shard + 1)
+        )
+
+
+@dataclass(frozen=True)
+class CutMatrix:
+    """A Muon parameter that several ranks share: one matrix, or several if its role says so.
+
+    index: its number among all cut parameters, the same on every rank.
+    pieces: as `BufferLayout.pieces`.
+    """
+
+    index: int
+    pieces: tuple[tuple[int, int, int], ...]
+
+    @property
+    def owner(self) -> int:
+        """The rank that orthogonalises it: the one with the largest piece, the lowest of several."""
+        return max(self.pieces, key=lambda piece: (piece[2] - piece[1], -piece[0]))[0]
+
+    @property
+    def numel(self) -> int:
+        return self.pieces[-1][2]
+
+
+def cut_matrices(buffers, shards: int) -> dict[Parameter, CutMatrix]:
+    """Return the Muon parameters of DDP's `buffers` that several ranks share; the same on every rank."""
+    cut = {}
+    for buffer_layout in (BufferLayout.of(buffer, shards) for buffer in buffers):
+        for param in buffer_layout.places:
+            if role_of(param).matrices is not None and len(pieces := buffer_layout.pieces(param)) > 1:
+                cut[param] = CutMatrix(len(cut), pieces)
+    return cut
+
+
+class MatrixExchange:
+    """Sends pieces of matrices to their owners and back, over the data-parallel group.
+
+    cut: fp32 weight of which this rank has only a piece -> the CutMatrix of the whole parameter. State is not
+        exchanged: momentum and weight of a piece stay on its rank.
+    """
+
+    def __init__(self, group: ProcessGroup, cut: Mapping[Tensor, CutMatrix]):
+        self.group, self.cut = group, cut
+        self.rank = group.rank()
+
+    def collect(self, params: Sequence[Tensor], pieces: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Return the parameters that this rank owns, flat and whole, by index. pieces: this rank's part of each of
+        `params`.
+        """
+        shared = ((self.cut[param], piece) for param, piece in zip(params, pieces, strict=True))
+        whole = {matrix.index: piece.new_empty(matrix.numel) for matrix, piece in shared if matrix.owner == self.rank}
+        self._exchange(params, pieces, whole, to_owner=True)
+        return whole
+
+    def give_back(self, params: Sequence[Tensor], whole: dict[int, Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """Return this rank's part of each of `params`. whole: as from `collect`; like: gives dtypes and sizes."""
+        parts = [torch.empty_like(part) for part in like]
+        self._exchange(params, parts, whole, to_owner=False)
+        return parts
+
+    def _exchange(self, params: Sequence[Tensor], parts: Sequence[Tensor], whole: dict[int, Tensor], to_owner: bool):
+        """Copy this rank's `parts` into the owners' matrices, or the owners' matrices into `parts`."""
+        non_owner_op, owner_op = (isend, irecv) if to_owner else (irecv, isend)
+        pairs = [(self.cut[param], part) for param, part in zip(params, parts, strict=True)]
+        operations = []
+        for matrix, part in sorted(pairs, key=lambda pair: pair[0].index):  # all ranks send in this order
+            if matrix.owner != self.rank:
+                operations.append(P2POp(non_owner_op, part, get_global_rank(self.group, matrix.owner), self.group))
+                continue
+            for rank, start, end in matrix.pieces:
+                segment = whole[matrix.index][start:end]
+                if rank != self.rank:
+                    operations.append(P2POp(owner_op, segment, get_global_rank(self.group, rank), self.group))
+                elif to_owner:
+                    segment.copy_(part)
+                else:
+                    part.copy_(segment)
+        for request in batch_isend_irecv(operations) if operations else ():
+            request.wait()
 
 
 class MuonDistributedOptimizer(DistributedOptimizer):
@@ -52,7 +164,10 @@ class MuonDistributedOptimizer(DistributedOptimizer):
         self._gradients: dict[Tensor, tuple[Tensor, Tensor]] = {}
         for model_param, main_param in self._pairs():
             main_param.zaya_role = role_of(model_param)
-            share = self._share_of_buffer(model_param)
+            # The flat part of DDP's parameter buffer that this rank writes and the other ranks gather.
+            buffer, _, bucket = self.model_param_gbuf_map[model_param]
+            place = self._get_model_param_range_map(model_param)["gbuf_world_in_bucket"]
+            share = self.buffers[buffer].buckets[bucket].param_data.view(-1)[place.start : place.end]
             if main_param.data_ptr() == share.data_ptr():  # an fp32 model: the weight itself
                 continue
             if role_of(model_param).matrices is not None:
@@ -74,12 +189,6 @@ class MuonDistributedOptimizer(DistributedOptimizer):
             for model_group, main_group in zip(model_groups, main_groups, strict=True)
             for pair in zip(model_group, main_group, strict=True)
         ]
-
-    def _share_of_buffer(self, model_param: Tensor) -> Tensor:
-        """Return the flat part of DDP's parameter buffer that this rank writes and the other ranks gather."""
-        buffer, _, bucket = self.model_param_gbuf_map[model_param]
-        bucket_range = self._get_model_param_range_map(model_param)["gbuf_world_in_bucket"]
-        return self.buffers[buffer].buckets[bucket].param_data.view(-1)[bucket_range.start : bucket_range.end]
 
     def _copy_main_params_to_model_params(self) -> None:
         """Copy AdamW's fp32 weights to the parameter buffer. Muon's update kernel has written its `targets` already."""

@@ -1,5 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of a layout: the parameters of each bucket, their order and their offsets.
+"""The layout of DDP's flat buffers: the parameters of each bucket, their order and their offsets.
+
+Megatron's DDP copies all weights of one dtype into a flat buffer (experts into one of their own) and cuts the buffer
+into buckets. ZeRO-1 cuts every bucket into equal shards, one a data-parallel rank. In Megatron's own layout bucket and
+shard borders may lie inside a parameter. `layout` plans buffers in which
+
+* the matrices of an expert block (e.g. the 16 gate+up matrices of a layer) are neighbours in ascending order, so that
+  the grouped GEMM reads them in place as one [E, out, in] tensor; shard borders lie only between them;
+* a parameter that Muon updates lies whole in one shard; the rank of that shard is its owner and alone keeps its
+  momentum and updates it; owners have about equal work over all buckets;
+* every other parameter fills the gaps and may be cut, because AdamW works element by element.
+
+megatron-core has what this file imports from 0.19 on. Before, hence in Primus, its own layout stays, which cuts about
+one matrix at each shard border (distributed.py, `MatrixExchange`).
 
 A unit is an expert block or a single parameter. First the units, in the order of the backward pass, are cut into
 buckets, so that whole matrices cost little padding and gradients are sent early. Then the units of each bucket are
@@ -19,42 +32,90 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from megatron.core.optimizer.param_layout import pad_param_start, pad_to_divisor
+from megatron.core.optimizer.param_layout import (
+    PerBufferParamLayout,
+    bucket_end_divisor,
+    pad_param_start,
+    pad_to_divisor,
+)
 from torch.nn import Parameter
 
 from hip_ops.ops.newton_schulz.plan import newton_schulz_flops
 from zaya_plugin.optim.parameter_role import role_of
+from zaya_plugin.optim.sharding.distributed import BufferLayout
 
 # Cost of reading and writing an element's gradient, momentum and weight, as FLOPs of Newton-Schulz that take as long.
 # For all of ZAYA1-base these passes take 60 of 596 ms on one H200 (benchmarks/results/optimizer_step-h200.json), where
 # Newton-Schulz ran at 470 TFLOP/s.
 FLOPS_PER_ELEMENT = 3_000
 # Factors of the requested bucket size that `placed_buckets` tries: larger buckets leave less padding.
-SIZES = (1, 2, 4)
+BUCKET_SIZE_FACTORS = (1, 2, 4)
 # A parameter that may be cut, such as the embedding, gets its own bucket unless that adds more padding than this share.
 MAX_PADDING = 0.10
-# A bucket may close after every `least` / FINENESS elements.
-FINENESS = 4
-# A bucket of n of N elements costs SIZE * n * n / N elements, because its gradients are sent together and its
+# A bucket may close after every `least` / ENDS_PER_BUCKET elements.
+ENDS_PER_BUCKET = 4
+# A bucket of n of N elements costs BUCKET_SIZE_COST * n * n / N elements, because its gradients are sent together and its
 # parameters arrive together. A split is worth as much padding.
-SIZE = 0.2
+BUCKET_SIZE_COST = 0.2
 # Elements that are reduced during the backward pass over one element: on four H200s 90 to 138 ms beside 225 ms, of
 # 16,384 tokens (docs/benchmarks.md). Elements whose reduction the remaining backward pass cannot hide count as padding
 # too.
-HIDDEN = 2
+HIDDEN_ELEMENTS = 2
+
+
+def layout(params: Sequence[Parameter], bucket_size: int | None, shards: int, divisor: int) -> BufferLayout:
+    """Plan the layout of one buffer. Every rank plans for itself and gets the same result.
+
+    Args:
+        params: parameters in forward order, with their roles.
+        bucket_size: elements after which a bucket may close; None puts all parameters into one bucket.
+        shards: shards of a bucket.
+        divisor: a divisor of every bucket's length.
+    """
+    places, buckets, start = {}, [], 0
+    for bucket, (offsets, numel) in enumerate(placed_buckets(params, bucket_size, shards, divisor)):
+        for param, offset in offsets.items():
+            places[param] = (start + offset, start + offset + param.numel(), bucket)
+        buckets.append((start, start + numel))
+        start += numel
+    return BufferLayout(places, buckets, shards)
+
+
+def compute_expert_block_layout(
+    params: list[Parameter],
+    bucket_size: int | None,
+    data_parallel_world_size: int,
+    ddp_config,
+    param_indices: list[int] | None = None,
+):
+    """Return `layout` as Megatron's PerBufferParamLayout; takes the place of
+    DistributedOptimizer._compute_per_buffer_param_layout.
+
+    ddp_config: Megatron's DistributedDataParallelConfig (bucket padding for NCCL). param_indices: passed through.
+    """
+    divisor = bucket_end_divisor(data_parallel_world_size, ddp_config.pad_buckets_for_high_nccl_busbw)
+    planned = layout(params, bucket_size, data_parallel_world_size, divisor)
+    return PerBufferParamLayout(
+        param_index_map=dict(planned.places),
+        bucket_indices=list(planned.buckets),
+        # Padding included. Without it, `fully_reshardable` checkpoints (distrib_optimizer.py,
+        # get_parameter_state_dp_zero) join the buckets without padding but look parameters up by their place in the
+        # buffer: from the second bucket on they hold shifted state.
+        per_bucket_numel_unpadded=[end - start for start, end in planned.buckets],
+        param_indices=param_indices if param_indices is not None else [],
+        num_optimizer_shards=data_parallel_world_size,
+    )
 
 
 def placed_buckets(
     params: Sequence[Parameter], bucket_size: int | None, shards: int, divisor: int
 ) -> list[tuple[dict[Parameter, int], int]]:
-    """Return, of each bucket, the offsets of its parameters and its length. Arguments as for
-    `zaya_plugin.optim.sharding.layout.layout`.
-    """
+    """Return, of each bucket, the offsets of its parameters and its length. Arguments as for `layout`."""
     bucket_shards = Shards(shards, divisor)
     units = units_of(reversed(params))
     candidates = [
         balanced(cut_into_buckets(units, bucket_size and times * bucket_size, bucket_shards), bucket_shards)
-        for times in (SIZES if bucket_size is not None and shards > 1 else (1,))
+        for times in (BUCKET_SIZE_FACTORS if bucket_size is not None and shards > 1 else (1,))
     ]
     # An element of a bucket costs about as much on the links as its owner's passes over it.
     chosen, _ = min(
@@ -166,15 +227,10 @@ def usual_orders(units: Sequence[Unit]) -> list[list[Unit]]:
     Blocks by descending size leave no gaps between them. Single matrices by descending size rarely straddle a border.
     The other parameters fill gaps.
     """
-    blocks, matrices, rest = sorted_out(units)
-    return [[*order, *matrices, *rest] for order in (blocks, sorted(blocks, key=lambda unit: -unit.largest))]
-
-
-def sorted_out(units: Sequence[Unit]) -> tuple[list[Unit], list[Unit], list[Unit]]:
-    """Return the expert blocks, the single matrices that must not be cut, largest first, and the other parameters."""
     blocks = [unit for unit in units if unit.is_block]
     matrices = sorted((unit for unit in units if unit.is_whole and not unit.is_block), key=lambda unit: -unit.numel)
-    return blocks, matrices, [unit for unit in units if not unit.is_whole]
+    rest = [unit for unit in units if not unit.is_whole]
+    return [[*order, *matrices, *rest] for order in (blocks, sorted(blocks, key=lambda unit: -unit.largest))]
 
 
 def place(units: Sequence[Unit], shards: int, shard: int) -> tuple[list[tuple[Unit, int]], int]:
@@ -259,7 +315,7 @@ def _cost_of_bucket(numel: int, behind: int, total: int) -> float:
     """Return the cost of a bucket. Elements count twice, on the links and in memory. behind: elements of the buckets
     reduced later.
     """
-    return 2 * numel + SIZE * numel * numel / total + max(0, numel - HIDDEN * behind)
+    return 2 * numel + BUCKET_SIZE_COST * numel * numel / total + max(0, numel - HIDDEN_ELEMENTS * behind)
 
 
 def _spreads_better_alone(unit: Unit, units: Sequence[Unit], shards: Shards) -> bool:
@@ -283,7 +339,7 @@ def _cut(units: list[Unit], least: int | None, shards: Shards) -> list[list[Unit
 
 def _cheapest(units: list[Unit], least: int, shards: Shards) -> list[list[Unit]]:
     """Return the buckets with the least cost, by dynamic programming over their ends."""
-    ends = _possible_ends(units, least / FINENESS)
+    ends = _possible_ends(units, least / ENDS_PER_BUCKET)
     total = sum(unit.numel for unit in units)
     kinds = {kind: index for index, kind in enumerate(dict.fromkeys(unit.kind for unit in units))}
     counts, elements = [[0] * len(kinds)], [0]  # units of each kind, and elements, before each unit
@@ -304,7 +360,10 @@ def _cheapest(units: list[Unit], least: int, shards: Shards) -> list[list[Unit]]
     for end in ends:
         for start in list(best):
             all_in_one = start == 0 and end == len(units)
-            if elements[end] - elements[start] < (least if end < len(units) else least / FINENESS) and not all_in_one:
+            if (
+                elements[end] - elements[start] < (least if end < len(units) else least / ENDS_PER_BUCKET)
+                and not all_in_one
+            ):
                 continue
             cost = best[start][0] + _cost_of_bucket(length(start, end), total - elements[end], total)
             if end not in best or cost < best[end][0]:
@@ -337,7 +396,9 @@ def balanced(buckets: Sequence[Sequence[Unit]], shards: Shards) -> tuple[list[tu
     work, placed = [0] * shards.count, {}
     for index in sorted(range(len(buckets)), key=lambda index: -sum(unit.work for unit in buckets[index])):
         shard, choices = shards.size(buckets[index]), []
-        for order in (orders := usual_orders(buckets[index])) + [_blocks_reversed(order) for order in orders]:
+        orders = usual_orders(buckets[index])  # each begins with the blocks
+        blocks = sum(unit.is_block for unit in buckets[index])
+        for order in orders + [[*reversed(order[:blocks]), *order[blocks:]] for order in orders]:
             units, end = place(order, shards.count, shard)
             if end <= shards.count * shard:
                 total = [before + more for before, more in zip(work, _owners_work(units, shards, shard), strict=True)]
@@ -345,12 +406,6 @@ def balanced(buckets: Sequence[Sequence[Unit]], shards: Shards) -> tuple[list[tu
         *_, work, units = min(choices)
         placed[index] = units, shards.count * shard
     return [placed[index] for index in range(len(buckets))], max(work)
-
-
-def _blocks_reversed(order: Sequence[Unit]) -> list[Unit]:
-    """Return `order`, which begins with its blocks, with these in the opposite order."""
-    blocks = [unit for unit in order if unit.is_block]
-    return [*reversed(blocks), *order[len(blocks) :]]
 
 
 def _owners_work(placed: Iterable[tuple[Unit, int]], shards: Shards, shard: int) -> list[int]:

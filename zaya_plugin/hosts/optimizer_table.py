@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Print the optimizer, learning rate and weight decay of every parameter: `zaya train ... explain_optim=true`.
+
+The model is the real one, built without memory (on torch's meta device) in this process; nothing is launched.
+`zaya train` runs this file as a program: `python -m zaya_plugin.hosts.optimizer_table <recipe.yaml>`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from zaya_plugin import patches
+from zaya_plugin.config.compose import load_recipe
+from zaya_plugin.config.schema import Recipe
+from zaya_plugin.data.sources import padded, vocabulary_of
+from zaya_plugin.optim.parameter_role import ParameterRole
+
+
+@dataclass(frozen=True)
+class Row:
+    """Parameters that differ only in layer and expert number."""
+
+    name: str
+    shape: tuple[int, ...]
+    role: ParameterRole
+    count: int
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements of all parameters of this row."""
+        return self.count * torch.Size(self.shape).numel()
+
+
+def main(argv: list[str]) -> int:
+    """Print the table for the recipe in the file argv[0]. Return the exit status: 0, or 2 for a mistake of the user."""
+    try:
+        explain_optimizer(load_recipe(argv[0]))
+    except ValueError as error:
+        if os.environ.get("ZAYA_TRACEBACK") == "1":
+            raise
+        print(f"zaya: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def explain_optimizer(recipe: Recipe) -> None:
+    """Print the table for `recipe`; raise ValueError, as a run does, for overrides that do not fit the model."""
+    from zaya_plugin.training.optimizer import assign_optimizers
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        model = model_without_memory(recipe)
+    for line in table(recipe, rows(model, assign_optimizers(recipe, model))):
+        print(line)
+
+
+def model_without_memory(recipe: Recipe) -> nn.Module:
+    """Build the recipe's model on the meta device, with this process as the only rank."""
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    os.environ.update(environment)
+    patches.apply_torch()
+    patches.apply()
+    from zaya_plugin.config.arguments import megatron_arguments
+    from zaya_plugin.hosts import stage_model
+
+    vocabulary = vocabulary_of(recipe)
+    values = megatron_arguments(recipe, {"tokenizer_type": "NullTokenizer", "vocab_size": vocabulary})
+    args = stage_model.arguments_of_model({**values, "use_cpu_initialization": True})
+    stage_model.begin_alone(recipe.seed)
+    with torch.device("meta"):
+        return stage_model.build_model(args, vocab_size=padded(vocabulary, recipe.model.make_vocab_size_divisible_by))
+
+
+def rows(model: nn.Module, roles: dict[str, ParameterRole]) -> list[Row]:
+    """Return one row for all parameters that differ only in layer and expert number, in the model's order."""
+    counts: dict[tuple, int] = {}
+    for name, parameter in model.named_parameters():
+        general = re.sub(r"\.layers\.\d+\.", ".layers.*.", re.sub(r"(linear_fc[12]\.weight)\d+", r"\1*", name))
+        key = (general, tuple(parameter.shape), replace(roles[name], block=None, index=0))
+        counts[key] = counts.get(key, 0) + 1
+    return [Row(*key, count) for key, count in counts.items()]
+
+
+def table(recipe: Recipe, rows: list[Row]) -> Iterable[str]:
+    """Yield the lines to print."""
+    optim = recipe.optim
+    width = max(len(row.name) for row in rows)
+    yield f"{'parameter':{width}}  {'count':>5}  {'shape':15}  {'optimizer':32}  {'lr':>9}  {'weight decay':>12}"
+    for row in rows:
+        role = row.role
+        what = role.optimizer
+        if role.matrices is not None:
+            b, m, n = role.matrices
+            scale = optim.muon_rms_scale * max(m, n) ** 0.5
+            what += f" {f'{b} x ' if b > 1 else ''}{m} x {n}, scale {scale:.3g}"
+        yield (
+            f"{row.name:{width}}  {row.count:>5}  {' x '.join(map(str, row.shape)):15}  {what:32}  "
+            f"{optim.lr * role.lr_mult:>9.3g}  {optim.weight_decay * role.weight_decay_mult:>12.3g}"
+        )
+    yield ""
+    momentum = 4 if optim.muon_momentum_dtype == "fp32" else 2
+    for name, state in (("muon", momentum), ("adamw", 8)):
+        chosen = [row for row in rows if row.role.optimizer == name]
+        numel = sum(row.numel for row in chosen)
+        master = 4 if recipe.cluster.dtype == "bf16" else 0
+        yield (
+            f"{name:6} {sum(row.count for row in chosen):>6,} parameters, {numel:>14,} elements, "
+            f"{numel * (state + master) / 2**30:8.2f} GiB of state and fp32 weights, shared by the data-parallel ranks"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
