@@ -361,7 +361,7 @@ def trainer_class(choices: Choices, recipe, console):
         def own(self, save: Callable[[], None], waits: bool) -> Callable[[], bool]:
             self.saved.waits = waits
             save()
-            return lambda: self.saved.saver.load != BUSY
+            return lambda: self.saved.saver.state != BUSY
 
         def megatron(self, save: Callable[[], None], gathers: bool) -> Callable[[], bool]:
             args = get_args()

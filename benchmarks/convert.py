@@ -32,8 +32,7 @@ from zaya_plugin.checkpoint.convert import hf_config, safetensors_files
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.exporting import SHARD, ordered
 from zaya_plugin.checkpoint.convert.safetensors_files import Written
-from zaya_plugin.checkpoint.direct_file import DirectFiles
-from zaya_plugin.checkpoint.manifest import PIECE, write_all
+from zaya_plugin.checkpoint.direct_file import PIECE, DirectFiles
 
 BASE = dict(hidden_size=2048, num_attention_heads=8, num_query_groups=2, kv_channels=128, num_experts=16)
 BASE |= dict(moe_ffn_hidden_size=2048, router_hidden_size=256, vocab_size=262272)
@@ -96,9 +95,9 @@ def plain_copy(source: Path, target: Path) -> None:
 
 
 def _write(path: Path, parts: Iterable[bytes]) -> None:
-    with open(path, "wb", buffering=0) as file:
-        for part in parts:
-            write_all(file, part)
+    with open(path, "wb") as file:
+        file.writelines(parts)
+        file.flush()
         os.fsync(file.fileno())
 
 

@@ -16,7 +16,7 @@ import time
 
 import xxhash
 
-from zaya_plugin.checkpoint.manifest import PIECE
+from zaya_plugin.checkpoint.direct_file import PIECE
 from zaya_plugin.checkpoint.writer import NICE
 from zaya_plugin.ground.parent_death import follow_rank
 

@@ -8,10 +8,10 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # EXPORTS, for editors and type checkers
-    from zaya_plugin.checkpoint.convert.distributed import config_from_hf as config_from_hf
-    from zaya_plugin.checkpoint.convert.distributed import load_hf as load_hf
-    from zaya_plugin.checkpoint.convert.distributed import save_hf as save_hf
-    from zaya_plugin.checkpoint.convert.distributed import zaya_from_hf as zaya_from_hf
+    from zaya_plugin.checkpoint.convert.built_model import config_from_hf as config_from_hf
+    from zaya_plugin.checkpoint.convert.built_model import load_hf as load_hf
+    from zaya_plugin.checkpoint.convert.built_model import save_hf as save_hf
+    from zaya_plugin.checkpoint.convert.built_model import zaya_from_hf as zaya_from_hf
     from zaya_plugin.ground.phases import quiet_hosts as quiet_hosts
     from zaya_plugin.hosts.own_loop import balance_experts as balance_experts
     from zaya_plugin.hosts.own_loop import muon_optimizer as muon_optimizer
@@ -30,10 +30,10 @@ EXPORTS = {
     "build_zaya_model": "zaya_plugin.model.build.build_zaya_model",
     "muon_optimizer": "zaya_plugin.hosts.own_loop.muon_optimizer",
     "balance_experts": "zaya_plugin.hosts.own_loop.balance_experts",
-    "zaya_from_hf": "zaya_plugin.checkpoint.convert.distributed.zaya_from_hf",
-    "config_from_hf": "zaya_plugin.checkpoint.convert.distributed.config_from_hf",
-    "load_hf": "zaya_plugin.checkpoint.convert.distributed.load_hf",
-    "save_hf": "zaya_plugin.checkpoint.convert.distributed.save_hf",
+    "zaya_from_hf": "zaya_plugin.checkpoint.convert.built_model.zaya_from_hf",
+    "config_from_hf": "zaya_plugin.checkpoint.convert.built_model.config_from_hf",
+    "load_hf": "zaya_plugin.checkpoint.convert.built_model.load_hf",
+    "save_hf": "zaya_plugin.checkpoint.convert.built_model.save_hf",
     "apply_patches": "zaya_plugin.patches.apply",
     "quiet_hosts": "zaya_plugin.ground.phases.quiet_hosts",
 }

@@ -3,6 +3,8 @@
 
 import pytest
 
+from tests.checkpoint.storages import Disk, Memory
+
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory):
@@ -17,3 +19,11 @@ def one_rank(tmp_path_factory):
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(params=[Disk, Memory], ids=["posix", "memory"])
+def storage(request, tmp_path):
+    """The storages under which checkpoints are tested. The path of a socket has at most 107 bytes."""
+    made = request.param(tmp_path)
+    yield made
+    made.close()

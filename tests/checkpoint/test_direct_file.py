@@ -18,7 +18,7 @@ MEMORY = memoryview(random.Random(1).randbytes(5 * 2**16 + 7))
 
 @pytest.fixture
 def files(monkeypatch):
-    monkeypatch.setattr(manifest, "PIECE", 2**16)
+    monkeypatch.setattr(direct_file, "PIECE", 2**16)
     return DirectFiles()
 
 
@@ -37,13 +37,12 @@ def test_the_file_has_the_slices_in_their_order(files, tmp_path, sizes):
     path.write_bytes(b"longer, and from before" * 10**5)
     wanted = b"".join(MEMORY[start : start + size] for start, size in parts)
     for _ in range(2):  # with the blocks of the file before
-        told = files.write(path, MEMORY, parts, seen.append)
+        written = files.write(path, (MEMORY[start : start + size] for start, size in parts), seen.append)
         assert path.read_bytes() == wanted
-        assert told == {"bytes": len(wanted), "xxh3_128": checksum(wanted)} == manifest.describe(path)
-    assert seen == sorted(seen[: len(seen) // 2]) * 2 and seen[-1:] == [len(wanted)][: len(seen)]
-    counts = []
-    written = files.write_parts(path, iter([wanted[:9], memoryview(wanted)[9:]]), counts.append, checksum=False)
-    assert path.read_bytes() == wanted and written == {"bytes": len(wanted)} and sum(counts) == len(wanted)
+        assert written == {"bytes": len(wanted), "xxh3_128": checksum(wanted)} == manifest.describe(path)
+    assert sum(seen) == 2 * len(wanted) and 0 not in seen
+    written = files.write(path, iter([wanted[:9], memoryview(wanted)[9:]]), checksum=False)
+    assert path.read_bytes() == wanted and written == {"bytes": len(wanted)}
 
 
 @pytest.mark.parametrize(("refuses", "code"), [("open", errno.EINVAL), ("pwrite", errno.EINVAL), ("open", 95)])
@@ -63,7 +62,7 @@ def test_a_file_system_without_direct_writes(files, tmp_path, monkeypatch, refus
         return system["pwrite"](file, *what)
 
     monkeypatch.setattr(os, refuses, {"open": refusing_open, "pwrite": refusing_write}[refuses])
-    files.write(tmp_path / "file", MEMORY, slices([len(MEMORY)]))
+    files.write(tmp_path / "file", [MEMORY])
     assert (tmp_path / "file").read_bytes() == MEMORY
     assert flags[0] == os.O_DIRECT and flags[-1] == 0
 
@@ -71,7 +70,7 @@ def test_a_file_system_without_direct_writes(files, tmp_path, monkeypatch, refus
 def test_short_writes_are_continued_and_errors_are_not_hidden(files, tmp_path, monkeypatch):
     write = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda file, data, place: write(file, data[: max(1, len(data) // 3)], place))
-    files.write(tmp_path / "file", MEMORY, slices([len(MEMORY)]))
+    files.write(tmp_path / "file", [MEMORY])
     assert (tmp_path / "file").read_bytes() == MEMORY
 
     def full(file, data, place):
@@ -79,10 +78,10 @@ def test_short_writes_are_continued_and_errors_are_not_hidden(files, tmp_path, m
 
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(OSError, match="No space left"):
-        files.write(tmp_path / "file", MEMORY, slices([len(MEMORY)]))
+        files.write(tmp_path / "file", [MEMORY])
     monkeypatch.setattr(os, "pwrite", lambda file, data, place: 0)
     with pytest.raises(OSError, match="writes nothing"):
-        files.write(tmp_path / "file", MEMORY, slices([len(MEMORY)]))
+        files.write(tmp_path / "file", [MEMORY])
 
 
 def test_any_write_that_fails_fails_the_file(files, tmp_path, monkeypatch):
@@ -95,13 +94,13 @@ def test_any_write_that_fails_fails_the_file(files, tmp_path, monkeypatch):
         return write(file, data, place)
 
     monkeypatch.setattr(os, "pwrite", failing)
-    for place in range(0, len(MEMORY), manifest.PIECE):
+    for place in range(0, len(MEMORY), direct_file.PIECE):
         fails.add(place)
         with pytest.raises(OSError, match="Input/output error"):
-            files.write(tmp_path / "file", MEMORY, slices([3 * 2**16 + 1, len(MEMORY) - 3 * 2**16 - 1]))
+            files.write(tmp_path / "file", [MEMORY[: 3 * 2**16 + 1], MEMORY[3 * 2**16 + 1 :]])
         fails.clear()
-    told = files.write(tmp_path / "file", MEMORY, slices([len(MEMORY)]))
-    assert manifest.describe(tmp_path / "file") == told, "the blocks of a failed file are free again"
+    written = files.write(tmp_path / "file", [MEMORY])
+    assert manifest.describe(tmp_path / "file") == written, "the blocks of a failed file are free again"
 
 
 def test_the_page_cache_is_left_alone(files, tmp_path):
@@ -110,7 +109,7 @@ def test_the_page_cache_is_left_alone(files, tmp_path):
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
     except OSError:
         pytest.skip("this file system has no direct writes")
-    files.write(path, MEMORY, slices([len(MEMORY)]))
+    files.write(path, [MEMORY])
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
         pages = (ctypes.c_ubyte * -(-len(MEMORY) // mmap.PAGESIZE))()
         start = ctypes.c_char.from_buffer(mapped)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from zaya_plugin.checkpoint import manifest, on_disk
-from zaya_plugin.checkpoint.index import COMMON, FORMAT, Entry, index
+from zaya_plugin.checkpoint.rank_file import COMMON, FORMAT, Entry, index
 
 MODEL = dict(
     on_disk.FIXED_OPTIONS,

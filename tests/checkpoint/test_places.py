@@ -7,6 +7,7 @@ import time
 import pytest
 
 from zaya_plugin.checkpoint import manifest, places
+from zaya_plugin.checkpoint.places import at
 
 CONTENT = bytes(range(256)) * 4096  # 1 MiB
 
@@ -23,18 +24,18 @@ def files(tmp_path):
 def test_an_upload_copies_and_is_found_again(files):
     source, target, expected = files
     counted = []
-    places.upload(source, target, expected, progress=counted.append)
+    places.upload(at(source), at(target), expected, progress=counted.append)
     assert target.read_bytes() == CONTENT and sum(counted) == 2 * len(CONTENT), "written, and read back"
     assert [path.name for path in target.parent.iterdir()] == [target.name]
     before, counted[:] = target.stat().st_ino, []
-    places.upload(source, target, expected, progress=counted.append)
+    places.upload(at(source), at(target), expected, progress=counted.append)
     assert target.stat().st_ino == before and sum(counted) == len(CONTENT), "read, and left as it is"
 
 
 def test_a_wrong_file_at_the_target_is_replaced(files):
     source, target, expected = files
     target.write_bytes(CONTENT[:-1] + b"x")
-    places.upload(source, target, expected)
+    places.upload(at(source), at(target), expected)
     assert target.read_bytes() == CONTENT
 
 
@@ -42,7 +43,7 @@ def test_a_source_that_changed_since_the_manifest_is_not_uploaded(files):
     source, target, expected = files
     source.write_bytes(CONTENT[:-1] + b"x")
     with pytest.raises(ValueError, match=r"local/__0_0.distcp has 1048576 bytes with the checksum .*manifest states"):
-        places.upload(source, target, expected)
+        places.upload(at(source), at(target), expected)
     assert list(target.parent.iterdir()) == []
 
 
@@ -57,7 +58,7 @@ def test_what_arrived_otherwise_than_it_was_sent_gets_no_name(files, monkeypatch
 
     monkeypatch.setattr(os, "fsync", corrupted)
     with pytest.raises(ValueError, match=r"shared/__0_0.distcp has 1048576 bytes"):
-        places.upload(source, target, expected)
+        places.upload(at(source), at(target), expected)
     assert list(target.parent.iterdir()) == []
 
 
@@ -66,16 +67,16 @@ def test_a_full_target_is_named_and_left_clean(files):
     (source.parent / "full").mkdir()
     (source.parent / "full" / f"x.{os.getpid()}.partial").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device"):
-        places.upload(source, source.parent / "full" / "x", expected)
+        places.upload(at(source), at(source.parent / "full" / "x"), expected)
     assert list((source.parent / "full").iterdir()) == []
 
 
 def test_the_limit_holds_for_writing_and_reading_back(files):
     source, target, expected = files
     began = time.monotonic()
-    places.upload(source, target, expected, limit=8 * 2**20)
+    places.upload(at(source), at(target), expected, limit=8 * 2**20)
     assert time.monotonic() - began >= 0.25
-    assert places.Pace(10_000).piece == 4096 and places.Pace(1e12).piece == manifest.PIECE
+    assert places.Pace(10_000).piece == 4096 and places.Pace(1e12).piece == places.PIECE
 
 
 def test_what_the_callback_raises_ends_the_upload(files):
@@ -85,7 +86,7 @@ def test_what_the_callback_raises_ends_the_upload(files):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        places.upload(source, target, expected, progress=stop)
+        places.upload(at(source), at(target), expected, progress=stop)
     assert list(target.parent.iterdir()) == []
 
 

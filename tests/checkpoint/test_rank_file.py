@@ -1,14 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """A file that is made of slices of a buffer is one of torch's distributed checkpoints: Megatron's loader reads it."""
 
+import io
+
 import pytest
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 
 from zaya_plugin.checkpoint.host_buffer import HostBuffer, Staging
-from zaya_plugin.checkpoint.index import COMMON, FORMAT, MAIN_WEIGHTS, Entry, index
-from zaya_plugin.checkpoint.rank_file import Box, RankFile, contents, main_weights, without_derived
+from zaya_plugin.checkpoint.rank_file import (
+    COMMON,
+    FORMAT,
+    LONGEST_COMMENT,
+    MAIN_WEIGHTS,
+    Box,
+    Entry,
+    RankFile,
+    contents,
+    index,
+    main_weights,
+    padded_archive,
+    saved,
+    without_derived,
+)
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -90,3 +105,18 @@ def test_boxes_that_do_not_make_a_tensor_are_an_error():
 def test_a_weight_of_another_shape_is_stored():
     box = Box("w", (0,), (4,), (4,), torch.zeros(4))
     assert without_derived([box], {"w": (8,)}) == ([box], [])
+
+
+@pytest.mark.parametrize("more", [0, 1, LONGEST_COMMENT])
+def test_torch_reads_an_object_with_a_longer_end(more):
+    whole = saved({"step": 3, "names": ["a"]})
+    longer = padded_archive(whole, len(whole) + more)
+    assert len(longer) == len(whole) + more
+    assert torch.load(io.BytesIO(longer), weights_only=True) == {"step": 3, "names": ["a"]}
+
+
+@pytest.mark.parametrize("more", [-1, LONGEST_COMMENT + 1])
+def test_an_archive_that_cannot_have_the_size_is_refused(more):
+    whole = saved([1])
+    with pytest.raises(ValueError, match="cannot become"):
+        padded_archive(whole, len(whole) + more)

@@ -30,8 +30,9 @@ from torch.distributed.checkpoint.metadata import (
 from tests.checkpoint.kills import Killed, kill_at
 from tests.running import command
 from zaya_plugin import cli
-from zaya_plugin.checkpoint import manifest, on_disk, reshape
+from zaya_plugin.checkpoint import finished_files, manifest, on_disk, reshape
 from zaya_plugin.checkpoint.stored_boxes import common_box, pieces
+from zaya_plugin.ground.lock import locked
 from zaya_plugin.optim.sharding.boxes import boxes
 
 STEP = 7
@@ -222,7 +223,9 @@ def test_a_kill_at_any_operation_is_continued(tmp_path, source):
                 pass
         if not ended:
             unfinished = final.with_name(final.name + manifest.UNFINISHED)
-            finished = json.loads(path.read_text())["files"] if (path := unfinished / reshape.DONE).exists() else {}
+            finished = (
+                json.loads(path.read_text())["files"] if (path := unfinished / finished_files.NAME).exists() else {}
+            )
             times = {name: (unfinished / name).stat().st_mtime_ns for name in finished}
             if not final.exists():  # else the kill came after the commit
                 kept, files = reshape.reshape(source, final, 3)
@@ -240,7 +243,7 @@ def test_sigkill_in_the_middle_and_the_same_command_again(tmp_path, capfd):
     words = ("checkpoint", "reshape", str(tmp_path / "old"), "--output", str(tmp_path / "new"), "--files", "16")
     process = subprocess.Popen(command(*words), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     final = target(tmp_path)
-    done = final.with_name(final.name + manifest.UNFINISHED) / reshape.DONE
+    done = final.with_name(final.name + manifest.UNFINISHED) / finished_files.NAME
     deadline = time.monotonic() + 60
     while not (done.exists() and len(json.loads(done.read_text())["files"]) >= 2):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
@@ -343,11 +346,11 @@ def test_a_users_mistakes(tmp_path, source, words, named, capsys):
 
 
 def test_a_second_command_on_the_same_target_is_refused(tmp_path, source):
-    unfinished = target(tmp_path).with_name(target(tmp_path).name + manifest.UNFINISHED)
-    unfinished.mkdir(parents=True)
-    with reshape._alone(unfinished), pytest.raises(ValueError, match="is being written by another"):
-        reshape.reshape(source, target(tmp_path), 2)
-    reshape.reshape(source, target(tmp_path), 2)
+    final = target(tmp_path)
+    with locked(final, "writing"), pytest.raises(ValueError, match=f"another process is writing {final} "):
+        reshape.reshape(source, final, 2)
+    reshape.reshape(source, final, 2)
+    assert [path.name for path in final.parent.iterdir()] == [final.name]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ import time
 import pytest
 
 from zaya_plugin.checkpoint import run_lock
-from zaya_plugin.checkpoint.run_lock import EXPIRES, LOCKS, LostLockError, RunLock
+from zaya_plugin.checkpoint.run_lock import LOCKS, LostLockError, RunLock
+from zaya_plugin.ground import lock as locks
+from zaya_plugin.ground.lock import EXPIRES
 
 HOLDER = """
 import sys, time
@@ -111,7 +113,7 @@ def test_a_far_owner_holds_until_its_last_sign_of_life_is_old(tmp_path, owner):
 
 
 def test_a_stopped_far_owner_that_goes_on_finds_that_it_has_lost(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_lock, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(locks, "CHECK_SECONDS", 0.0)
     first = take(tmp_path)
     first.check()
     far(tmp_path / "run.lock.1")
@@ -131,7 +133,7 @@ def test_a_stopped_far_owner_that_goes_on_finds_that_it_has_lost(tmp_path, monke
 
 
 def test_a_loser_gives_no_sign_of_life_for_the_winner(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_lock, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(locks, "BEAT_SECONDS", 0.05)
     lock = take(tmp_path)
     file = tmp_path / "run.lock.1"
     age(file, 1000)
@@ -217,8 +219,8 @@ def test_the_lock_holds_while_rank_0_lives_without_its_launcher(tmp_path, owner,
 
 
 def test_a_restart_of_the_same_launch_on_another_node_waits_for_the_lock(tmp_path, owner, monkeypatch):
-    monkeypatch.setattr(run_lock, "EXPIRES", 2.0)
-    monkeypatch.setattr(run_lock, "CHECK_SECONDS", 0.1)
+    monkeypatch.setattr(locks, "EXPIRES", 2.0)
+    monkeypatch.setattr(locks, "CHECK_SECONDS", 0.1)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job7")
     file = tmp_path / "run.lock.1"
     far(file, launch="job7")

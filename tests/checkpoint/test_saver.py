@@ -10,11 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
+from tests.checkpoint.storages import MEMORY_IS_SLOW, Memory
 from tests.checkpoint.test_writer import broken_disk, ended, names
-from zaya_plugin.checkpoint import manifest, on_disk, saver
+from zaya_plugin.checkpoint import places, saver
+from zaya_plugin.checkpoint.checkpoints import Checkpoints
+from zaya_plugin.checkpoint.places import PosixPlace
 from zaya_plugin.checkpoint.saver import BUSY, FAILED, FREE, Saver
 from zaya_plugin.hosts import saved_state
 from zaya_plugin.hosts.saved_state import SavedState
@@ -52,13 +54,12 @@ class Training:
         self.lines.clear()
 
     def saved(self, step: int) -> dict:
-        """Read a checkpoint with Megatron's loader."""
-        assert on_disk.latest(self.directory) == (step, [])
-        folder = on_disk.folder(self.directory, step)
-        assert not manifest.damaged(folder)
+        """Read the newest checkpoint, of this step, with Megatron's loader."""
+        checkpoints = Checkpoints(self.directory)
+        assert checkpoints.newest() == step
         read = self.state(0)
         read["w"] = ShardedTensor.from_rank_offsets("w", torch.empty(SHAPE))
-        return dist_checkpointing.load(read, str(folder))
+        return checkpoints.load(step, read)
 
     def poll_until(self, condition, seconds: float = 60.0) -> None:
         """Poll as a training loop does."""
@@ -71,12 +72,12 @@ class Training:
     def until_part(self) -> None:
         """Wait until the file is written, and only the other rank's is missing."""
         note = self.saver._save.note("part", 0)
-        self.poll_until(note.exists)
+        self.poll_until(lambda: places.exists(note))
 
 
 @pytest.fixture
-def training(tmp_path):
-    started = Training(tmp_path)
+def training(storage):
+    started = Training(storage.place)
     yield started
     started.saver.close()
     assert ended(started.saver._process.pid, 5)
@@ -94,7 +95,7 @@ def test_the_file_holds_the_values_of_the_save_and_not_of_later_steps(training, 
             for name in collectives:
                 without.setattr(torch.distributed, name, None)
             training.save(step)
-            while training.saver.load == BUSY:
+            while training.saver.state == BUSY:
                 training.weights += 1  # the next steps
                 training.saver.poll()
         loaded = training.saved(step)
@@ -118,14 +119,14 @@ def test_a_killed_writer_is_noticed_at_the_next_poll_and_replaced(training, when
         first.kill()
         first.wait()
         training.saver.poll()
-        assert training.lines == [] and training.saver.load == FREE
+        assert training.lines == [] and training.saver.state == FREE
     elif when == "during":
         training.save(10, world=2)
         training.until_part()
         first.kill()
         first.wait()
         training.saver.poll()
-        assert (training.saver.load, training.saver.failed) == (FAILED, 10)
+        assert (training.saver.state, training.saver.failed) == (FAILED, 10)
         assert training.lines == [
             "WARNING: the checkpoint of step 10 was not written: rank 0: the process that writes it has ended"
         ]
@@ -135,13 +136,13 @@ def test_a_killed_writer_is_noticed_at_the_next_poll_and_replaced(training, when
         first.kill()
         first.wait()
         training.saver.poll()
-        assert len(training.lines) == 1 and training.saver.load == FREE
+        assert len(training.lines) == 1 and training.saver.state == FREE
     assert training.saver._process.pid != first.pid
-    training.saver.agreed(training.saver.load)
+    training.saver.agree(training.saver.state)
     training.save(20)
     assert training.saver.wait(60) and training.saver.failed is None
     assert torch.equal(training.saved(20)["w"], torch.full(SHAPE, 20.0))
-    # the writer removes what the killed one has left after it has told that the save is done
+    # the writer removes the folder of the killed one after it has stated that the save is done
     training.poll_until(lambda: names(training.directory) == ["iter_0000020", "latest_checkpointed_iteration.txt"])
 
 
@@ -150,15 +151,15 @@ def test_a_writer_that_dies_again_and_again_does_not_end_training(training):
         training.saver._process.kill()
         training.saver._process.wait()
         training.save(10)  # handed over to a process that has ended
-        training.poll_until(lambda: training.saver.load == FAILED)
-        training.saver.agreed(FAILED)
-        assert training.saver.load == FREE
+        training.poll_until(lambda: training.saver.state == FAILED)
+        training.saver.agree(FAILED)
+        assert training.saver.state == FREE
     assert len(training.lines) == 3
     training.saver._process.kill()
     training.saver.abandon()
     training.saver._send_layout()  # to a process that has ended, as a new one may have
     training.save(20)
-    training.poll_until(lambda: training.saver.load != BUSY)
+    training.poll_until(lambda: training.saver.state != BUSY)
 
 
 def test_the_writer_notes_for_the_other_ranks_that_its_predecessor_was_killed(training, tmp_path):
@@ -170,8 +171,8 @@ def test_the_writer_notes_for_the_other_ranks_that_its_predecessor_was_killed(tr
     training.saver._process.kill()
     training.saver._process.wait()
     training.saver.poll()
-    training.poll_until(save.note("failed", 1).exists)
-    assert json.loads(save.note("failed", 1).read_text()) == "rank 1: the process that writes it has ended"
+    training.poll_until(lambda: places.exists(save.note("failed", 1)))
+    assert json.loads(places.read(save.note("failed", 1))) == "rank 1: the process that writes it has ended"
 
 
 def test_rank_0s_new_writer_notes_its_predecessors_end_too(training):
@@ -185,12 +186,11 @@ def test_rank_0s_new_writer_notes_its_predecessors_end_too(training):
     training.saver._process.wait()
     training.saver.poll()
     assert told == ["layout", "fail"]
-    training.poll_until(lambda: not folder.exists())
+    training.poll_until(lambda: folder.name not in names(folder.parent))
 
 
-def test_a_writer_that_hangs_is_replaced_after_the_deadline(tmp_path, monkeypatch):
+def test_a_writer_that_hangs_is_replaced_after_the_deadline(training, monkeypatch):
     """NVIDIA/Megatron-LM#2422, radixark/miles#2816: training waited for a save for ever."""
-    training = Training(tmp_path)
     training.first_save()
     monkeypatch.setattr(saver, "SILENCE", 0.3)
     training.saver.deadline = 0.2
@@ -209,7 +209,6 @@ def test_a_writer_that_hangs_is_replaced_after_the_deadline(tmp_path, monkeypatc
     training.save(20)
     assert training.saver.wait(60)
     training.saved(20)
-    training.saver.close()
 
 
 @pytest.mark.slow
@@ -222,7 +221,7 @@ def test_a_stopped_writer_is_noticed_long_before_the_deadline(training, monkeypa
     training.save(10)
     assert training.saver.wait(10) and training.saver.failed == 10
     assert "gives no sign of life for 1 s" in training.lines[0] and ended(first.pid, 5)
-    training.saver.agreed(FAILED)
+    training.saver.agree(FAILED)
     monkeypatch.setattr(saver, "HANGS", 30.0)
     training.save(20, world=2)  # waits for the other rank's file
     training.until_part()
@@ -231,8 +230,12 @@ def test_a_stopped_writer_is_noticed_long_before_the_deadline(training, monkeypa
 
 
 @pytest.fixture
-def hanging(tmp_path):
-    """A mount whose file server never answers."""
+def hanging(storage, tmp_path):
+    """A place that never answers: on a mount without a file server, or of the store."""
+    if isinstance(storage, Memory):
+        storage.hang("make", "hanging")
+        yield storage.place / "hanging"
+        return
     folder, libc = tmp_path / "mount", ctypes.CDLL(None, use_errno=True)
     folder.mkdir()
     try:
@@ -243,7 +246,7 @@ def hanging(tmp_path):
     if libc.mount(b"none", str(folder).encode(), b"fuse", 0, options):
         os.close(server)
         pytest.skip(f"mounting needs root: {os.strerror(ctypes.get_errno())}")
-    yield folder
+    yield PosixPlace(folder) / "checkpoints"
     os.close(server)
     libc.umount2(str(folder).encode(), 2)  # MNT_DETACH
 
@@ -278,7 +281,7 @@ def test_a_new_writer_that_cannot_be_started_fails_the_save_and_not_the_training
             training.saver.poll()
     assert training.saver.failed == 10 and len(training.lines) == 1
     assert "has ended, and no other can be started ([Errno 11] Resource temporarily" in training.lines[0]
-    training.saver.agreed(FAILED)
+    training.saver.agree(FAILED)
     training.saver.poll()
     training.save(20)
     assert training.saver.wait(60)
@@ -294,15 +297,16 @@ def test_a_rank_gives_its_writer_up_before_a_collective_of_the_others_ends_the_r
     waiting.close()
 
 
+@MEMORY_IS_SLOW
 def test_storage_that_hangs_does_not_hold_training_up(training, hanging, monkeypatch):
     training.first_save()
-    good, training.saver.directory = training.saver.directory, hanging / "checkpoints"
+    good, training.saver.directory = training.saver.directory, hanging
     monkeypatch.setattr(saver, "SILENCE", 0.3)
     monkeypatch.setattr(saver, "HANGS", 3.0)  # not taken for a process that hangs
     training.saver.deadline = 4.0
     first, slowest = training.saver._process, 0.0
     training.save(10)
-    while training.saver.load == BUSY:
+    while training.saver.state == BUSY:
         began = time.monotonic()
         training.saver.poll()
         slowest = max(slowest, time.monotonic() - began)
@@ -310,7 +314,7 @@ def test_storage_that_hangs_does_not_hold_training_up(training, hanging, monkeyp
     assert ended(first.pid, 5)
     training.saver.directory, training.saver.deadline = good, 30.0
     monkeypatch.setattr(saver, "SILENCE", 20.0)
-    training.saver.agreed(FAILED)
+    training.saver.agree(FAILED)
     training.save(20)
     assert training.saver.wait(60)
     training.saved(20)
@@ -324,7 +328,7 @@ def test_a_writer_that_is_killed_after_the_checkpoint_is_complete_has_not_failed
     training.saver._process.kill()
     training.saver._process.wait()
     training.saver.poll()
-    assert (training.saver.load, training.saver.failed) == (FREE, None)
+    assert (training.saver.state, training.saver.failed) == (FREE, None)
     assert [line.partition(":")[0] for line in training.lines] == ["step 10"]
 
 
@@ -335,20 +339,17 @@ def test_a_completion_of_another_save_is_ignored(training):
     training.saver.poll()
     for state in ("complete", "done", "failed", "abandoned"):
         training.saver._hear({"state": state, "number": 0, "reason": "old"})
-    assert training.saver.load == BUSY and training.saver.completed is None and training.lines == []
+    assert training.saver.state == BUSY and training.saver.completed is None and training.lines == []
 
 
-def test_a_disk_without_room_fails_the_save_and_not_the_training(training):
-    folder = training.directory
-    blocked = folder / "iter_0000010.g_1.unfinished"
-    blocked.mkdir()
-    (blocked / "__0_0.distcp").symlink_to("/dev/full")
+def test_a_disk_without_room_fails_the_save_and_not_the_training(training, storage):
+    storage.fill("iter_0000010.g_1.unfinished", "__0_0.distcp")
     training.save(10)
     assert training.saver.wait(60) and training.saver.failed == 10
     (line,) = training.lines
     assert line.startswith("WARNING: the checkpoint of step 10 was not written: rank 0: [Errno 28] No space left")
-    assert "GiB and" in line and "files are free" in line
-    training.saver.agreed(FAILED)
+    assert line.endswith(f"({training.directory.free()})") or "GiB and" in line and "files are free" in line
+    training.saver.agree(FAILED)
     training.save(20)
     assert training.saver.wait(60)
     training.saved(20)
@@ -357,29 +358,35 @@ def test_a_disk_without_room_fails_the_save_and_not_the_training(training):
 def test_an_object_that_has_grown_too_large_fails_the_save(training):
     training.saver.save(10, {**training.state(10, model=False), "step": os.urandom(2**20)}, {})
     assert training.saver.failed == 10 and "rank 0" in training.lines[0]
-    training.saver.agreed(FAILED)
+    training.saver.agree(FAILED)
     training.save(20)
     assert training.saver.wait(60)
     assert training.saved(20)["step"] == 20
 
 
-def test_the_end_of_a_run_during_a_slow_removal_loses_nothing(tmp_path, monkeypatch, require_tool):
+@MEMORY_IS_SLOW
+def test_the_end_of_a_run_during_a_slow_removal_loses_nothing(storage, tmp_path, monkeypatch, require_tool):
     """The removal is cut off by the end of the writer; the next save removes what is left."""
-    directory = tmp_path / "checkpoints"
+    directory, doomed = storage.place / "checkpoints", "iter_0000010.removed"
     monkeypatch.setattr(saver, "CLOSING", 0.2)
     with monkeypatch.context() as slow:
-        for name, value in broken_disk(tmp_path, require_tool, "unlinkat").items():
-            slow.setenv(name, value)
+        if isinstance(storage, Memory):
+            storage.hang("remove", f"{doomed}/")
+        else:
+            for name, value in broken_disk(tmp_path, require_tool, "unlinkat").items():
+                slow.setenv(name, value)
         training = Training(directory)
     for step in (10, 20):
         training.save(step)
         assert training.saver.wait(60)
-    training.poll_until(lambda: "iter_0000010.removed" in names(directory))
+    training.poll_until(lambda: doomed in names(directory))
     began = time.monotonic()
     training.saver.close()
     assert time.monotonic() - began < 60 and ended(training.saver._process.pid, 60)
     training.saved(20)
-    assert names(directory) == ["iter_0000010.removed", "iter_0000020", "latest_checkpointed_iteration.txt"]
+    assert set(names(directory)) - {"iter_0000010"} == {doomed, "iter_0000020", "latest_checkpointed_iteration.txt"}
+    if isinstance(storage, Memory):
+        storage.repair()
     again = Training(directory)
     again.save(30)
     assert again.saver.wait(60)
@@ -390,8 +397,8 @@ def test_the_end_of_a_run_during_a_slow_removal_loses_nothing(tmp_path, monkeypa
 def test_another_ranks_failure_gives_the_save_up(training):
     training.save(10, world=2)
     training.until_part()
-    training.saver.agreed(FAILED)
-    assert training.saver.load == FREE and training.saver.failed == 10
+    training.saver.agree(FAILED)
+    assert training.saver.state == FREE and training.saver.failed == 10
     assert names(training.directory) == []
     assert "another rank has failed" in training.lines[0]
 
@@ -419,20 +426,20 @@ def release(training) -> None:
     """Let the save in flight end: the other rank has nothing to write."""
     save = training.saver._save
     training.until_part()
-    save.note("part", 1).write_text("{}")
+    save.note("part", 1).put("{}")
 
 
 def test_a_save_while_the_one_before_is_written_is_left_out_and_reported(run, training):
     training.saver.world = 2
     run.at(10)
     training.until_part()
-    training.saver.agreed(training.saver.load)
+    training.saver.agree(training.saver.state)
     run.at(20)
     assert training.saver.count == 1
     assert training.lines[-1].startswith("WARNING: no checkpoint at step 20: the one before is still being written")
     release(training)
-    training.poll_until(lambda: training.saver.load == FREE)
-    training.saver.agreed(FREE)
+    training.poll_until(lambda: training.saver.state == FREE)
+    training.saver.agree(FREE)
     training.saver.world = 1
     run.at(30)
     run.finish(30)
@@ -442,7 +449,7 @@ def test_a_save_while_the_one_before_is_written_is_left_out_and_reported(run, tr
 def test_the_last_save_waits_for_the_one_before_and_for_itself(run, training):
     training.saver.world = 2
     run.at(10)
-    training.saver.agreed(BUSY)
+    training.saver.agree(BUSY)
     release(training)
     training.saver.world = 1
     run.at(100)
@@ -454,7 +461,7 @@ def test_the_last_save_waits_for_the_one_before_and_for_itself(run, training):
 def test_a_save_that_was_left_out_at_the_end_is_made(run, training):
     training.saver.world = 2
     run.at(10)
-    training.saver.agreed(BUSY)
+    training.saver.agree(BUSY)
     run.at(20)
     release(training)
     training.saver.world = 1
@@ -463,7 +470,7 @@ def test_a_save_that_was_left_out_at_the_end_is_made(run, training):
 
 
 def test_a_failed_last_save_is_tried_once_more(run, training):
-    (training.directory / "iter_0000100.g_1.unfinished").write_text("in the way")
+    (training.directory / "iter_0000100.g_1.unfinished").put("in the way")
     run.at(100)
     run.finish(100)
     assert training.saved(100)["step"] == 100
@@ -471,7 +478,7 @@ def test_a_failed_last_save_is_tried_once_more(run, training):
 
 def test_a_failed_last_save_is_an_error_with_the_step(run, training):
     for number in (1, 2):
-        (training.directory / f"iter_0000100.g_{number}.unfinished").write_text("in the way")
+        (training.directory / f"iter_0000100.g_{number}.unfinished").put("in the way")
     run.at(100)
     with pytest.raises(RuntimeError, match="the last checkpoint, of step 100, was not written; a WARNING above has"):
         run.finish(100)
@@ -487,11 +494,11 @@ def test_sigterm_with_a_save_in_flight(run, training, monkeypatch, grace, old, n
     """
     training.save(10)
     training.saver.wait()
-    training.saver.agreed(FREE)
+    training.saver.agree(FREE)
     training.saver.world = 2
     run.at(20)
     training.until_part()
-    monkeypatch.setattr(Saver, "seconds_left", property(lambda self: 70.0 if self.load == BUSY else 0.0))
+    monkeypatch.setattr(Saver, "seconds_left", property(lambda self: 70.0 if self.state == BUSY else 0.0))
     monkeypatch.setattr(Saver, "seconds_for_one", property(lambda self: 80.0))
     monkeypatch.setenv("ZAYA_GRACE_SECONDS", str(grace))
     run.end_is_near(time.monotonic())
@@ -506,7 +513,7 @@ def test_sigterm_with_a_save_in_flight(run, training, monkeypatch, grace, old, n
     kept = names(training.directory)
     if new:
         assert training.saved(23)["step"] == 23 and training.saver.completed == 23
-        assert not unfinished.exists()
+        assert unfinished.name not in kept
         assert any("given up for one of this step" in line for line in training.lines) == (old == "abandoned")
         assert any(line.startswith("step 20: checkpoint saved") for line in training.lines) == (old == "complete")
     else:
@@ -515,11 +522,12 @@ def test_sigterm_with_a_save_in_flight(run, training, monkeypatch, grace, old, n
         assert "WARNING: the last checkpoint was not complete when the time was over" in training.lines
 
 
+@MEMORY_IS_SLOW
 def test_sigterm_during_an_upload_starts_no_save_that_cannot_be_uploaded(run, training, tmp_path, monkeypatch):
     """An upload transfers twice the file, since it reads back what it has written."""
     training.first_save()
     training.saver.local, training.saver.leads, training.saver.limit = tmp_path / "local", True, 100e3
-    training.saver.agreed(FREE)
+    training.saver.agree(FREE)
     run.at(10)
     training.poll_until(lambda: training.saver._uploaded)
     size = training.saver.bytes
@@ -538,11 +546,11 @@ def test_sigterm_during_an_upload_starts_no_save_that_cannot_be_uploaded(run, tr
 def test_no_save_starts_while_the_one_before_is_still_in_flight_when_the_time_is_over(run, training, monkeypatch):
     """Its rates let it fit, but another rank's file does not come."""
     training.first_save()
-    training.saver.agreed(FREE)
+    training.saver.agree(FREE)
     training.saver.world = 2
     run.at(10)
     training.until_part()
-    monkeypatch.setattr(Saver, "seconds_left", property(lambda self: 0.1 if self.load == BUSY else 0.0))
+    monkeypatch.setattr(Saver, "seconds_left", property(lambda self: 0.1 if self.state == BUSY else 0.0))
     monkeypatch.setattr(Saver, "seconds_for_one", property(lambda self: 0.1))
     monkeypatch.setenv("ZAYA_GRACE_SECONDS", "2.5")
     run.end_is_near(time.monotonic())

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.writer_process import CONTENT, WriterProcess, checksum
-from zaya_plugin.checkpoint import manifest, on_disk, starts
+from tests.checkpoint.writer_process import CONTENT, WriterProcess, checksum, request
+from zaya_plugin.checkpoint import manifest, on_disk, places, starts
 from zaya_plugin.checkpoint.writer import Save, Writer
 from zaya_plugin.config.run_directory import uploads
 
@@ -65,6 +65,13 @@ def start():
 
 
 @pytest.fixture
+def directory(storage):
+    """The place of the checkpoints, on a disk and in memory."""
+    (storage.place / "checkpoints").make()
+    return storage.place / "checkpoints"
+
+
+@pytest.fixture
 def disk(tmp_path):
     """Mounts a small file system, with options as of mount(8)."""
     folder = tmp_path / "disk"
@@ -101,8 +108,8 @@ def broken_disk(folder: Path, require_tool, call: str) -> dict[str, str]:
     return {"LD_PRELOAD": str(library), "FAILS": call, "FAILS_WHILE": str(broken)}
 
 
-def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
+def names(directory) -> list[str]:
+    return sorted(places.names(places.at(directory)))
 
 
 def until(condition, seconds: float = 60.0) -> None:
@@ -112,25 +119,25 @@ def until(condition, seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
-def test_checkpoints_are_complete_and_the_older_ones_are_removed_after(start, tmp_path):
+def test_checkpoints_are_complete_and_the_older_ones_are_removed_after(start, directory):
     """NVIDIA-NeMo/Megatron-Bridge#4678, NovaSky-AI/SkyRL#2145: the removal ran before the new checkpoint was durable.
     NVIDIA/Megatron-LM#6767: one process makes all saves, also the last. NVIDIA-NeMo/Megatron-Bridge#5184: two threads
     removed; here rank 0's writer alone does.
     """
     writer = start()
     for number, iteration in enumerate((10, 20), 1):
-        writer.save(tmp_path, iteration, number)
+        writer.save(directory, iteration, number)
         writer.hear("done")
     writer.ask(do="abandon", number=2)  # too late, and ignored
-    writer.save(tmp_path, 30, 3, keep_every=20)
+    writer.save(directory, 30, 3, keep_every=20)
     writer.hear("done")
     writer.connection.close()
     assert writer.end() == (0, "")
-    assert names(tmp_path) == ["iter_0000020", "iter_0000030", starts.NAME, on_disk.TRACKER]
-    assert (tmp_path / on_disk.TRACKER).read_text() == "30"
-    folder = tmp_path / "iter_0000030"
+    assert names(directory) == ["iter_0000020", "iter_0000030", starts.NAME, on_disk.TRACKER]
+    assert places.read(directory / on_disk.TRACKER) == b"30"
+    folder = directory / "iter_0000030"
     assert names(folder) == [".metadata", "__0_0.distcp", "manifest.json", "metadata.json"]
-    assert (folder / "__0_0.distcp").read_bytes() == CONTENT
+    assert places.read(folder / "__0_0.distcp") == CONTENT
     content = manifest.read(folder)
     assert content["files"]["__0_0.distcp"] == {"bytes": len(CONTENT), "xxh3_128": checksum(CONTENT)}
     assert (content["iteration"], content["ranks"], content["run_id"]) == (30, 1, "r")
@@ -140,18 +147,18 @@ def test_checkpoints_are_complete_and_the_older_ones_are_removed_after(start, tm
     assert states == ["written", "described", "complete", "done"]
 
 
-def test_nothing_is_named_before_all_ranks_are_durable(start, tmp_path):
+def test_nothing_is_named_before_all_ranks_are_durable(start, directory):
     """KempnerInstitute/KempnerForge#102: the pointer moved before the data was durable."""
     first, second = start(0), start(1)
-    save = first.save(tmp_path, 10, world=2)
+    save = first.save(directory, 10, world=2)
     first.hear("written")
     time.sleep(0.2)
-    assert names(tmp_path) == [save.folder.name] and on_disk.latest(tmp_path) == (None, [])
-    second.save(tmp_path, 10, world=2)
+    assert names(directory) == [save.folder.name] and on_disk.latest(directory) == (None, [])
+    second.save(directory, 10, world=2)
     second.hear("done")
     first.hear("done")
-    assert on_disk.latest(tmp_path) == (10, []) and not manifest.damaged(tmp_path / "iter_0000010")
-    assert len(manifest.read(tmp_path / "iter_0000010")["files"]) == 4
+    assert on_disk.latest(directory) == (10, []) and not manifest.damaged(directory / "iter_0000010")
+    assert len(manifest.read(directory / "iter_0000010")["files"]) == 4
 
 
 def test_a_checkpoint_is_complete_on_the_nodes_disk_before_the_upload(start, tmp_path):
@@ -159,9 +166,8 @@ def test_a_checkpoint_is_complete_on_the_nodes_disk_before_the_upload(start, tmp
     shared, local = tmp_path / "shared", tmp_path / "local"
     pair = start(0), start(1)
     for number, step in enumerate((10, 20), 1):
-        name = f"iter_{step:07d}.g-{number}.unfinished"
         for rank, writer in enumerate(pair):
-            writer.save(shared, step, number, world=2, local=str(local / name), leads=rank == 0, limit=10e6)
+            writer.save(shared, step, number, world=2, local=local, leads=rank == 0, limit=10e6)
         for writer in pair:
             writer.hear("done")
     assert on_disk.latest(shared) == (20, [])
@@ -174,8 +180,7 @@ def test_a_checkpoint_is_complete_on_the_nodes_disk_before_the_upload(start, tmp
 
 def local_saves(tmp_path, writers, step: int, number: int = 1, **changes) -> Save:
     """Ask writers for a checkpoint below `local` first, then below `shared`. Return the request of rank 0."""
-    name = f"iter_{step:07d}.g_{number}.unfinished"
-    named = dict(world=len(writers), local=str(tmp_path / "local" / name), **changes)
+    named = dict(world=len(writers), local=tmp_path / "local", **changes)
     return [
         writer.save(tmp_path / "shared", step, number, leads=rank == 0, **named) for rank, writer in enumerate(writers)
     ][0]
@@ -183,7 +188,7 @@ def local_saves(tmp_path, writers, step: int, number: int = 1, **changes) -> Sav
 
 def block_upload(save: Save, rank: int = 0) -> Path:
     """Let the upload of a rank's file fail: its name is that of a folder with a file."""
-    blocked = save.folder / f"__{rank}_0.distcp"
+    blocked = save.folder.path / f"__{rank}_0.distcp"
     blocked.mkdir(parents=True)
     (blocked / "file").touch()
     return blocked
@@ -195,9 +200,7 @@ def test_a_failed_upload_leaves_what_a_start_can_finish_and_the_older_ones_are_r
     """
     pair = start(0), start(1)
     for number, step in enumerate((10, 20, 30), 1):
-        name = tmp_path / "shared" / f"iter_{step:07d}.g_{number}.unfinished"
-        save = Save(number, step, "", str(name), 0, 2, {}, 1, None, 30.0)
-        block_upload(save, rank=1)
+        block_upload(request(tmp_path / "shared", step, number), rank=1)
         save = local_saves(tmp_path, pair, step, number)
         assert "__1_0.distcp" in pair[1].hear("failed")["reason"]
         pair[0].hear("failed")
@@ -218,11 +221,9 @@ def test_two_nodes_upload_their_own_files_side_by_side(start, tmp_path):
     common = [".metadata", "manifest.json", "metadata.json"]
 
     def save(step: int, number: int) -> Path:
-        name = f"iter_{step:07d}.g_{number}.unfinished"
         for rank, writer in enumerate(ranks):
-            local = str(disks[rank // 2] / name)
-            writer.save(shared, step, number, world=4, local=local, leads=rank % 2 == 0, limit=20e6)
-        return shared / name
+            save = writer.save(shared, step, number, world=4, local=disks[rank // 2], leads=rank % 2 == 0, limit=20e6)
+        return save.folder.path
 
     save(10, 1)
     for writer in ranks:
@@ -260,32 +261,31 @@ def test_an_upload_of_a_state_that_is_rolled_back_is_not_finished_by_the_next_st
     writer.hear("uploading")
     writer.ask(do="abandon", number=2)
     writer.hear("abandoned")
-    assert uploads(tmp_path / "shared") == [(20, save.folder)], "of an abandoned save, which may be a good one"
-    assert on_disk.put_aside_from(tmp_path / "shared", 15) == [save.folder.with_name(f"{save.folder.name}.failed")]
+    assert uploads(tmp_path / "shared") == [(20, save.folder.path)], "of an abandoned save, which may be a good one"
+    assert on_disk.put_aside_from(tmp_path / "shared", 15) == [save.folder.path.with_name(f"{save.folder.name}.failed")]
     assert uploads(tmp_path / "shared") == [] and on_disk.latest(tmp_path / "shared") == (10, [])
     manifest.remove_leftovers(tmp_path / "shared")
     assert (tmp_path / "shared" / f"{save.folder.name}.failed" / manifest.NAME).exists()
 
 
-def test_a_late_rank_of_a_failed_save_leaves_nothing_on_a_full_disk(start, tmp_path):
+def test_a_late_rank_of_a_failed_save_leaves_nothing_on_a_full_disk(start, directory):
     """It makes the folder again that rank 0 has removed; its file kept the disk full, and every later save failed."""
     pair = start(0), start(1)
-    for number, local in ((1, None), (3, tmp_path / "local")):
-        more = {} if local is None else {"local": str(local / f"iter_0000010.g_{number}.unfinished")}
-        save = pair[0].save(tmp_path / "shared", 10, number, world=2, leads=True, **more)
+    for number, local in ((1, None), (3, directory / "local")):
+        more = {"local": local}
+        save = pair[0].save(directory / "shared", 10, number, world=2, leads=True, **more)
         pair[0].hear("written")
-        save.note("failed", 1).write_text(json.dumps("a full disk"))
+        save.note("failed", 1).put(json.dumps("a full disk"))
         pair[0].hear("failed")
-        pair[1].save(tmp_path / "shared", 10, number, world=2, **more)
-        until(lambda save=save: save.note("part", 1).exists())
+        pair[1].save(directory / "shared", 10, number, world=2, **more)
+        until(lambda save=save: places.exists(save.note("part", 1)))
         pair[1].ask(do="abandon", number=number)  # as its rank does at the next step
         pair[1].hear("done" if local is None else "abandoned")
         assert local is None or names(local) == [save.folder.name]
         number += 1
-        more = {} if local is None else {"local": str(local / f"iter_0000020.g_{number}.unfinished")}
-        pair[0].save(tmp_path / "shared", 20, number, world=2, leads=True, **more)
+        pair[0].save(directory / "shared", 20, number, world=2, leads=True, **more)
         pair[0].hear("written")
-        assert names(tmp_path / "shared") == [f"iter_0000020.g_{number}.unfinished"]
+        assert names(directory / "shared") == [f"iter_0000020.g_{number}.unfinished"]
         assert local is None or names(local) == [f"iter_0000020.g_{number}.unfinished"]
         pair[0].ask(do="abandon", number=number)
         pair[0].hear("abandoned")
@@ -347,7 +347,7 @@ def test_an_old_local_checkpoint_of_the_step_is_not_taken_for_the_new_one(start,
 def test_a_checkpoint_of_another_run_or_version_is_put_aside_and_not_kept_in_place(start, tmp_path):
     """The new checkpoint was removed as a repetition, and reported as saved."""
     writer = start()
-    writer.save(tmp_path, 10, facts={"run_id": "other"})
+    writer.save(tmp_path, 10, facts={"run_id": "other", "generation": "g"})
     writer.hear("done")
     old = tmp_path / "iter_0000020"
     old.mkdir()
@@ -372,8 +372,9 @@ def test_a_file_that_is_renamed_while_the_folder_is_listed(tmp_path, monkeypatch
     """Notes and uploads of other ranks get their names at any time; it failed one save in ten with 64 ranks."""
     mine, its = Pipe()
     writer = Writer(its, os.memfd_create("content"))
-    save = Save(1, 10, str(tmp_path / "iter"), str(tmp_path), 0, 1, {}, 1, None, 30.0)
-    gone, passes = tmp_path / "part_0.json.tmp", []
+    save = request(tmp_path, 10)
+    save.folder.make()
+    gone, passes = save.folder.path / "part_0.json.tmp", []
     scan = os.scandir
 
     def scandir(folder):
@@ -381,7 +382,7 @@ def test_a_file_that_is_renamed_while_the_folder_is_listed(tmp_path, monkeypatch
             return scan(folder)
         passes.append(folder)
         if len(passes) > 1:
-            save.note("part", 0).write_text("{}")
+            save.note("part", 0).put("{}")
         gone.touch()
         listed = list(scan(folder))
         gone.unlink()
@@ -402,7 +403,6 @@ def test_the_name_and_the_pointer_come_after_the_data_and_removal_after_both(tmp
     mine, its = Pipe()
     writer = Writer(its, memory)
     writer.take_layout("__0_0.distcp", [(0, 4096)], 4096, "index", "{}")
-    fields = dict(rank=0, world=1, facts={}, keep_last=1, keep_every=None, deadline=30.0)
     done: list[str] = []
 
     def noted(name, call, shown):
@@ -422,9 +422,7 @@ def test_the_name_and_the_pointer_come_after_the_data_and_removal_after_both(tmp
             for call in ("rename", "replace"):
                 patched.setattr(os, call, noted("name", getattr(os, call), lambda _, new: Path(new).name))
             patched.setattr(writer, "tell", lambda state, **_: done.append(f"tell {state}"))
-            unfinished = tmp_path / f"iter_{step:07d}.unfinished"
-            final = str(tmp_path / f"iter_{step:07d}")
-            writer.save(Save(number=step, iteration=step, final=final, unfinished=str(unfinished), **fields))
+            writer.save(request(tmp_path, step, facts={"generation": "g"}))
     os.close(memory)
     place = {text: number for number, text in reversed(list(enumerate(done)))}
     order = [
@@ -432,7 +430,7 @@ def test_the_name_and_the_pointer_come_after_the_data_and_removal_after_both(tmp
         "sync .metadata",
         "sync manifest.json",
         "name manifest.json",
-        "sync iter_0000020.unfinished",
+        "sync iter_0000020.g_1.unfinished",
         "name iter_0000020",
         f"sync {tmp_path.name}",
         f"name {on_disk.TRACKER}",
@@ -442,7 +440,7 @@ def test_the_name_and_the_pointer_come_after_the_data_and_removal_after_both(tmp
     ]
     assert [text for text in order if text not in place] == []
     assert sorted(order, key=place.get) == order
-    assert place["sync metadata.json"] < place["sync iter_0000020.unfinished"]
+    assert place["sync metadata.json"] < place["sync iter_0000020.g_1.unfinished"]
 
 
 @pytest.mark.parametrize("busy", [False, True])
@@ -486,19 +484,19 @@ def test_the_writer_ends_with_its_rank_and_its_folder_is_no_checkpoint(start, tm
     assert names(tmp_path) == []
 
 
-def test_a_writer_killed_while_it_writes_leaves_the_checkpoint_before(start, tmp_path):
+def test_a_writer_killed_while_it_writes_leaves_the_checkpoint_before(start, directory):
     first = start()
-    first.save(tmp_path, 10)
+    first.save(directory, 10)
     first.hear("done")
-    first.save(tmp_path, 20, 2, world=2)
+    first.save(directory, 20, 2, world=2)
     first.hear("written")
     first.process.kill()
     assert first.end()[0] == -signal.SIGKILL
-    assert on_disk.latest(tmp_path) == (10, [])
+    assert on_disk.latest(directory) == (10, [])
     again = start()
-    again.save(tmp_path, 20, 3)
+    again.save(directory, 20, 3)
     again.hear("done")
-    until(lambda: names(tmp_path) == ["iter_0000020", starts.NAME, on_disk.TRACKER])
+    until(lambda: names(directory) == ["iter_0000020", starts.NAME, on_disk.TRACKER])
 
 
 def test_a_writer_of_an_earlier_start_cannot_complete_a_checkpoint(start, tmp_path):
@@ -507,26 +505,26 @@ def test_a_writer_of_an_earlier_start_cannot_complete_a_checkpoint(start, tmp_pa
     old = orphan.save(tmp_path, 10, world=2)
     orphan.hear("written")
     manifest.remove_leftovers(tmp_path)  # what a start does
-    new = start(1).save(tmp_path, 10, world=2, unfinished=str(tmp_path / "iter_0000010.new-1.unfinished"))
-    until(lambda: new.note("part", 1).exists())
+    new = start(1).save(tmp_path, 10, world=2, facts={"generation": "new"})
+    until(lambda: places.exists(new.note("part", 1)))
     assert "No such file" in orphan.hear("failed")["reason"]
-    assert not old.folder.exists() and on_disk.latest(tmp_path) == (None, [])
+    assert old.folder.name not in names(tmp_path) and on_disk.latest(tmp_path) == (None, [])
 
 
-def test_a_rank_that_fails_or_says_nothing_ends_the_save(start, tmp_path):
+def test_a_rank_that_fails_or_says_nothing_ends_the_save(start, directory):
     """OLMo-core's done_callback: a checkpoint was completed although a rank's upload had failed.
     NVIDIA/Megatron-LM#2422, radixark/miles#2816: a save without a deadline waited for ever.
     """
     writer = start()
-    save = writer.save(tmp_path, 10, world=2)
+    save = writer.save(directory, 10, world=2)
     writer.hear("written")
-    save.note("failed", 1).write_text(json.dumps("no space"))
+    save.note("failed", 1).put(json.dumps("no space"))
     assert writer.hear("failed")["reason"].startswith("rank 1: no space")
-    writer.save(tmp_path, 10, 2, world=3, deadline=0.3)
+    writer.save(directory, 10, 2, world=3, deadline=0.3)
     began = time.monotonic()
     assert "nothing came from rank 1, 2 within 0.3 s" in writer.hear("failed")["reason"]
     assert time.monotonic() - began < 60
-    assert names(tmp_path) == []
+    assert names(directory) == []
 
 
 @pytest.mark.parametrize(

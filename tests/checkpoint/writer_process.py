@@ -15,7 +15,8 @@ from pathlib import Path
 
 import xxhash
 
-from zaya_plugin.checkpoint.manifest import UNFINISHED
+from zaya_plugin.checkpoint import places
+from zaya_plugin.checkpoint.places import Place
 from zaya_plugin.checkpoint.writer import Save
 
 CONTENT = bytes(range(256)) * 4096  # 1 MiB
@@ -55,22 +56,9 @@ class WriterProcess:
         """Send a request."""
         self.connection.send_bytes(json.dumps(request).encode())
 
-    def save(self, directory: Path, iteration: int, number: int = 1, world: int = 1, **changes) -> Save:
+    def save(self, directory: Place | Path, iteration: int, number: int = 1, world: int = 1, **changes) -> Save:
         """Ask for a checkpoint, of generation "g"."""
-        final = directory / f"iter_{iteration:07d}"
-        save = Save(
-            number=number,
-            iteration=iteration,
-            final=str(final),
-            unfinished=f"{final}.g_{number}{UNFINISHED}",
-            rank=self.rank,
-            world=world,
-            facts={"run_id": "r", "generation": "g"},
-            keep_last=1,
-            keep_every=None,
-            deadline=30.0,
-        )
-        save = dataclasses.replace(save, **changes)
+        save = request(directory, iteration, number, rank=self.rank, world=world, **changes)
         self.ask(do="save", save=dataclasses.asdict(save))
         return save
 
@@ -101,6 +89,20 @@ class WriterProcess:
             self.process.kill()
             self.process.wait()
         self.process.stderr.close()
+
+
+def request(
+    directory: Place | Path, iteration: int, number: int = 1, local: Place | Path | None = None, **changes
+) -> Save:
+    """Return the request of a save, of generation "g"."""
+    named = dict(rank=0, world=1, facts={"run_id": "r", "generation": "g"}, keep_last=1, keep_every=None, deadline=30.0)
+    return Save(
+        number=number,
+        iteration=iteration,
+        place=places.to_text(places.at(directory)),
+        local=None if local is None else places.to_text(places.at(local)),
+        **named | changes,
+    )
 
 
 def checksum(content: bytes) -> str:

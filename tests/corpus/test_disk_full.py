@@ -35,7 +35,7 @@ def test_full_disk(small_disk, size, command, run, prepared, contents, capsys):
     error = capsys.readouterr().err
     assert error.startswith("zaya: ") and ": No space left on device (" in error and "Traceback" not in error
     assert f" {output} was not touched, " in error or f" {output} was not touched." in error
-    assert not output.exists() and not list(disk.glob("*.lock")) and not list(disk.glob("**/*.part.*"))
+    assert not output.exists() and not list(disk.glob("*.lock.*")) and not list(disk.glob("**/*.part.*"))
     resize("1m")
     assert run(*command, "--output", output) == 0
     assert contents(output) == contents(prepared)

@@ -81,9 +81,9 @@ def entering(points: Points, phase: str, method: Callable) -> Callable:
 
 def main(argv: list[str]) -> None:
     """Serve as the writer does."""
-    from zaya_plugin.checkpoint import manifest, writer
+    from zaya_plugin.checkpoint import direct_file, places, writer
 
-    manifest.PIECE = SMALL_PIECE
+    direct_file.PIECE = places.PIECE = SMALL_PIECE
     points = Points()
     (points.folder / f"writer_{os.getpid()}").write_text(os.environ["RANK"])
     for phase, name in {
@@ -162,7 +162,7 @@ def install(folder: Path, at: dict) -> None:
     def saved(self, *what):
         """Wait for the save before: on a busy machine it would be left out, and the points would be others."""
         self.saver.wait()
-        self.saver.agreed_load = self.saver.load
+        self.saver.agreed_state = self.saver.state
         save(self, *what)
 
     saved_state.SavedState.save = saved

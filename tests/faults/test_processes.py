@@ -15,9 +15,9 @@ import pytest
 
 from tests.running import MICRO, command, descendants
 from tests.stand_in_worker import environment, worker_program  # noqa: F401
-from zaya_plugin.checkpoint import run_lock
+from zaya_plugin.checkpoint.run_lock import RunLock
 from zaya_plugin.config.compose import compose, save_recipe
-from zaya_plugin.ground import parent_death
+from zaya_plugin.ground import lock, parent_death
 from zaya_plugin.ground.errors import ENDED_EARLY
 
 SECONDS = 120  # of a slow and busy machine; the ranks need 0.5 s for their save
@@ -249,12 +249,12 @@ def test_a_stopped_run_that_was_taken_over_ends_when_it_goes_on_and_writes_nothi
     everything = [running.pid, *descendants(running.pid)]
     for pid in everything:
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(1.5 * run_lock.CHECK_SECONDS)
+    time.sleep(1.5 * lock.CHECK_SECONDS)
     file = run_dir / "run.lock.1"
     first, rank_0 = file.read_text().splitlines()
     file.write_text(json.dumps({**json.loads(first), "machine": "node7 other-boot"}) + "\n" + rank_0 + "\n")
-    os.utime(file, times=(time.time() - 2 * run_lock.EXPIRES,) * 2)
-    lock = run_lock.RunLock.take({"run_dir": run_dir})
+    os.utime(file, times=(time.time() - 2 * lock.EXPIRES,) * 2)
+    taken = RunLock.take({"run_dir": run_dir})
     before = metrics.read_bytes()
     for pid in everything:
         os.kill(pid, signal.SIGCONT)
@@ -262,5 +262,5 @@ def test_a_stopped_run_that_was_taken_over_ends_when_it_goes_on_and_writes_nothi
     assert running.returncode == 2 and "Traceback" not in output, output
     assert f"it was taken over by process {os.getpid()} on" in output
     assert metrics.read_bytes() == before and not list((run_dir / "checkpoints").glob("iter_*"))
-    lock.check(now=True)
-    lock.release()
+    taken.check(now=True)
+    taken.release()

@@ -13,7 +13,7 @@ from tests.running import MICRO
 from zaya_plugin import cli
 from zaya_plugin.checkpoint import on_disk
 from zaya_plugin.checkpoint.convert import importing
-from zaya_plugin.checkpoint.convert.beside import copy_companions
+from zaya_plugin.checkpoint.convert.model_folder import copy_companions
 from zaya_plugin.checkpoint.convert.torch_dist import CheckpointWriter
 from zaya_plugin.config.compose import compose
 from zaya_plugin.training.lifecycle import Lifecycle

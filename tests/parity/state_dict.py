@@ -14,7 +14,6 @@ from torch import Tensor
 
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.exporting import check_expressible
-from zaya_plugin.checkpoint.convert.reachable import skip_is_reachable
 from zaya_plugin.checkpoint.convert.tables import (
     BIASES,
     EMBEDDING,
@@ -24,6 +23,7 @@ from zaya_plugin.checkpoint.convert.tables import (
     check_cover,
     recognise,
     rows,
+    skip_is_reachable,
 )
 from zaya_plugin.config.messages import check_transformers_has
 from zaya_plugin.ground.errors import mistake

@@ -145,7 +145,7 @@ def test_a_signal_counts_once_all_ranks_agree_on_it_and_from_when_it_was_noticed
     assert signal.signals_received() == [1] and signal.since == 100.0
 
 
-def test_all_ranks_hear_of_a_roll_back_and_a_run_without_one_sends_no_more(one_rank):
+def test_all_ranks_hear_of_a_roll_back(one_rank):
     first_spiked = 0
     signal = AgreedSignal(Handler(), "cpu", spiked=lambda: first_spiked)
     assert signal.signals_received() == [0]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import select
 import signal
@@ -19,16 +18,17 @@ import socket
 import subprocess
 import sys
 import time
-from typing import IO, NoReturn
+from typing import NoReturn
 
 from zaya_plugin.aegis import link
 from zaya_plugin.aegis.diagnose.evidence import print_line, printable
 from zaya_plugin.aegis.settings import Settings
 from zaya_plugin.ground import processes
 from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.lock import Held, Lock
 
 QUICK_SECONDS, QUICK_DEATHS = 60.0, 5  # an agent that dies so often in so long is not started again
-LOCK_SECONDS = 120.0  # for the lock of a host that is lost
+LOCK_SECONDS = 120.0  # for the end of a supervisor on another host
 LAST_SECONDS = 5.0  # for the decider to leave after the agent
 USER_ERROR, INTERRUPTED = 2, 130  # exit codes
 
@@ -98,55 +98,30 @@ class Keeper:
         return code
 
 
-def node_lock(settings: Settings, secret: bytes) -> socket.socket:
+def node_lock(settings: Settings) -> Lock:
     """Return a lock that this process alone has on this node. A second agent would end the ranks of the first one."""
-    lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    try:
-        lock.bind(
-            f"\0zaya_aegis_{link.fingerprint(secret + settings.node.encode())}"
-        )  # of no file: ends with the process
-    except OSError as error:
-        lock.close()
-        if error.errno != errno.EADDRINUSE:
-            raise
-        raise _second(settings, f"on this node ({settings.node})") from None
-    return lock
+    return _lock(settings, f"node.{settings.node}.lock", where=f", on this node ({settings.node})")
 
 
-def journal_lock(settings: Settings) -> IO[str]:
-    """Return the lock of the journal's writer, on all nodes that share the folder. That of a host that is lost lasts until
-    the file server gives it up, so this waits.
+def journal_lock(settings: Settings) -> Lock:
+    """Return the lock of the journal's writer, on all nodes that share the folder. Waits for one on another host, which may
+    be leaving.
     """
-    lock = open(settings.folder / "lock", "a+")
-    deadline = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            lock.seek(0)
-            host = printable(lock.read(100)) or "another host"
-            if host == socket.gethostname() or time.monotonic() > deadline:
-                raise _second(settings, f"on {host}") from None
-            print_line(f"{settings.folder}: a supervisor on {host} has this run; waits for its end")
-            time.sleep(LOCK_SECONDS / 10)
-        except OSError:  # a file system without locks
-            break
-    lock.truncate(0)
-    lock.write(socket.gethostname())
-    lock.flush()
+    return _lock(settings, "lock", patience=LOCK_SECONDS)
+
+
+def _lock(settings: Settings, name: str, where: str = "", patience: float = 0.0) -> Lock:
+    def refused(held: Held) -> ValueError:
+        problem = f"`zaya aegis run` supervises this run already{where}: {held}"
+        fix = f"end that one first, or another --output{held.wait}"
+        return mistake("--output", settings.folder, problem=problem, allowed="one at a time", fix=fix)
+
+    def waits(held: Held) -> None:
+        print_line(f"{settings.folder}: a supervisor on {printable(held.host)} has this run; waits for its end")
+
+    lock = Lock.acquire([settings.folder / name], refused, launch="zaya aegis run", patience=patience, waits=waits)
+    lock.lost = lambda: os.kill(os.getpid(), signal.SIGTERM)  # another one runs, after this host was silent
     return lock
-
-
-def _second(settings: Settings, where: str) -> ValueError:
-    problem = f"`zaya aegis run` supervises this run already, {where}"
-    return mistake(
-        "--output",
-        settings.folder,
-        problem=problem,
-        allowed="one at a time",
-        fix="end that one first, or another --output",
-    )
 
 
 def listen(settings: Settings) -> socket.socket | None:
@@ -192,7 +167,7 @@ def main() -> int:
     listening = socket.socket(fileno=int(sys.argv[2])) if sys.argv[2:] else None
     try:
         with contextlib.ExitStack() as locks:
-            locks.enter_context(node_lock(settings, link.read_secret(settings.secret_file)))
+            locks.enter_context(node_lock(settings))
             if listening is not None:
                 locks.enter_context(journal_lock(settings))
             return Keeper(settings, listening).run()

@@ -33,6 +33,7 @@ from zaya_plugin.aegis.protocol import (
     Symptom,
 )
 from zaya_plugin.aegis.settings import Settings, is_train
+from zaya_plugin.checkpoint import places
 from zaya_plugin.config.run_directory import COMPLETE
 
 FLUSH_SECONDS = 2.0  # between two tries to write lines of the journal for which the disk had no room
@@ -92,14 +93,14 @@ class Record:
         if folder is None or not storage_answers:
             return
         with contextlib.suppress(OSError):
+            place = places.at(folder)
             steps = {
-                int(match[1]): entry
-                for entry in os.scandir(folder)
-                if (match := COMPLETE.fullmatch(entry.name))
-                and os.path.exists(os.path.join(entry.path, "manifest.json"))
+                int(match[1])
+                for name in place.list(sizes=False)
+                if (match := COMPLETE.fullmatch(name)) and places.exists(place / name / places.MANIFEST)
             }
             self.cluster.checkpoints = [step for step in self.cluster.checkpoints if step in steps]
-            for step in sorted(set(steps) - set(self.cluster.checkpoints)):
+            for step in sorted(steps - set(self.cluster.checkpoints)):
                 self.write(Checkpoint(step))
 
     def put_aside(self, to_step: int) -> None:

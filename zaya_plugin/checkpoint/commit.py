@@ -7,13 +7,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from zaya_plugin.checkpoint import manifest
+from zaya_plugin.checkpoint import manifest, places
 from zaya_plugin.checkpoint.on_disk import MANIFEST_MARK
 from zaya_plugin.config.run_directory import is_checkpoint
 from zaya_plugin.ground.errors import mistake
@@ -27,13 +26,13 @@ def save(stock: Callable, sharded_state_dict: dict, checkpoint_dir: str, *positi
     if named.get("async_sharded_save"):
         raise mistake("--async-save", problem="saves without a commit", fix="leave --async-save out")
     final = Path(checkpoint_dir)
-    if not is_checkpoint(final):  # something else that a host saves in this format
+    if not is_checkpoint(final):  # another folder that a host saves in this format
         return stock(sharded_state_dict, checkpoint_dir, *positional, **named)
     unfinished = final.with_name(final.name + manifest.UNFINISHED)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if rank == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)  # of a save that was killed
-        unfinished.mkdir(parents=True)
+        places.at(unfinished).remove()  # of a save that was killed
+        places.at(unfinished).make()
     torch.distributed.barrier()
     facts = getattr(sharded_state_dict.get("args"), "zaya", {})
     named["content_metadata"] = {**(named.get("content_metadata") or {}), MANIFEST_MARK: True}
@@ -56,7 +55,7 @@ def _commit(unfinished: Path, final: Path, world: int, facts: dict) -> None:
 
 
 def _described(path: Path) -> dict:
-    manifest.sync(path)
+    places.sync(path)
     return manifest.describe(path)
 
 

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import mmap
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,65 +19,50 @@ from pathlib import Path
 
 import xxhash
 
-from zaya_plugin.checkpoint import manifest
-
+PIECE = 16 * 2**20  # bytes read or written at once
 AT_ONCE = 2  # writes in flight
 ALIGNMENT = 4096  # of memory, place and length of a direct write; no disk asks for more
-REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)  # what a file system without direct writes says
+REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)  # errors of a file system without direct writes
 
 
 class DirectFiles:
-    """Writes files, one after the other, with the same blocks: AT_ONCE + 1 of manifest.PIECE bytes."""
+    """Writes files, one after the other, with the same blocks: AT_ONCE + 1 of PIECE bytes."""
 
     def __init__(self):
-        self._blocks = [memoryview(mmap.mmap(-1, manifest.PIECE)) for _ in range(AT_ONCE + 1)]
+        self._blocks = [memoryview(mmap.mmap(-1, PIECE)) for _ in range(AT_ONCE + 1)]
+        self._alone = threading.Lock()
 
     def write(
-        self,
-        path: Path,
-        memory: memoryview,
-        slices: Iterable[tuple[int, int]],
-        progress: Callable[[int], None] = lambda size: None,
-    ) -> dict:
-        """Write a file and make it durable. Return its bytes and checksum, as of the manifest.
-
-        slices: (start, length) in `memory`. progress: called with the bytes so far; what it raises ends the writing.
-
-        Raises:
-            OSError: the file cannot be written; a part of it may be there.
-        """
-        size = 0
-
-        def so_far(count: int) -> None:
-            nonlocal size
-            size += count
-            progress(size)
-
-        return self.write_parts(path, (memory[start : start + length] for start, length in slices), so_far)
-
-    def write_parts(
         self,
         path: Path,
         parts: Iterable[bytes | memoryview],
         progress: Callable[[int], None] = lambda count: None,
         checksum: bool = True,
     ) -> dict:
-        """Write a file of `parts`, one behind the other; as `write`, but `progress` is called with further bytes. Another
-        thread takes the parts, ahead of the writing.
+        """Write a file of `parts`, one behind the other, and make it durable. Return its bytes and checksum, as of the
+        manifest. Another thread takes the parts, ahead of the writing.
 
-        checksum: False leaves it out of the result.
+        progress: called with the bytes of each block; what it raises ends the writing. checksum: False leaves it out of
+        the result.
+
+        Raises:
+            OSError: the file cannot be written; a part of it may remain.
         """
+        with self._alone:
+            return self._write(path, parts, progress, checksum)
+
+    def _write(self, path: Path, parts: Iterable, progress: Callable[[int], None], checksum: bool) -> dict:
         digest, size = xxhash.xxh3_128(), 0
         descriptor = _open(path)
         try:
             with ThreadPoolExecutor(AT_ONCE + 1) as threads:
                 flying: deque[Future] = deque()
                 blocks = self._filled(parts)
-                coming, number = threads.submit(next, blocks, 0), 0
-                while filled := coming.result():
+                next_block, number = threads.submit(next, blocks, 0), 0
+                while filled := next_block.result():
                     if len(flying) == AT_ONCE:
                         flying.popleft().result()
-                    coming = threads.submit(next, blocks, 0)  # into the block of the write that has just ended
+                    next_block = threads.submit(next, blocks, 0)  # into the block of the write that has just ended
                     block, number = self._blocks[number % len(self._blocks)], number + 1
                     if checksum:
                         digest.update(block[:filled])

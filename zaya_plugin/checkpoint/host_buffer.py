@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory that a rank fills and its writer process reads, and the copy of the rank's tensors into it.
 
-On a GPU the copy runs on streams of its own beside the next step's forward and backward pass. It starts after an event
+On a GPU the copy runs on streams of its own during the next step's forward and backward pass. It starts after an event
 that the caller's stream records, so it reads what the optimizer has written; and the next update waits, by events on
-the device, only for what is not copied yet.
+the device, only for tensors that are not copied yet.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HostBuffer:
         """Reserve `size` bytes; pin: for copies from a GPU.
 
         Raises:
-            OSError: there is no memory for it.
+            OSError: the memory is not available.
         """
         self.release()
         os.ftruncate(self.descriptor, size)
@@ -73,7 +73,7 @@ class HostBuffer:
 
 
 class Staging:
-    """Copies tensors into a buffer, again and again.
+    """Copies tensors into a buffer, once for each save.
 
     Args:
         tensors: (start in the buffer, tensor), in the order of the buffer; they are on one device and stay where they
@@ -113,13 +113,13 @@ class Staging:
             size += pair[1].nbytes
             copies += 1
         self._events = [torch.cuda.Event() for _ in self._groups]
-        # Which group's copy an update of a tensor has to wait for.
+        # The group whose copy an update of a tensor has to wait for.
         addresses = [(tensor.data_ptr(), n) for n, group in enumerate(self._groups) for _, tensor in group]
         self._addresses, self._group_of = map(list, zip(*sorted(addresses), strict=True)) if addresses else ([], [])
 
     @torch.no_grad()
     def start(self) -> None:
-        """Copy what the tensors hold at this point of the current stream; on the CPU all of it before this returns."""
+        """Copy the values that the tensors hold at this point of the current stream; on the CPU all of it before this returns."""
         if not self.on_device:
             for place, tensor in self._pairs:
                 place.copy_(tensor)

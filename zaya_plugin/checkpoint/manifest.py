@@ -8,131 +8,79 @@ named `iter_<n>` is complete, and a kill at any moment leaves the checkpoint bef
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
 import re
-import shutil
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import BinaryIO
+from typing import TypeVar
 
 import xxhash
 
-from zaya_plugin.ground.whole_file import write_whole
+from zaya_plugin.checkpoint import places
+from zaya_plugin.checkpoint.places import MANIFEST as NAME
+from zaya_plugin.checkpoint.places import Place, at, describe, exists, ignore
 
-NAME = "manifest.json"
 FORMAT = "zaya checkpoint/1"
 # Ends of the names of folders that are no checkpoints: a save that has not ended, a removal that has not ended, a
 # checkpoint whose content does not have its checksums, and one from which two starts failed at the same step.
 UNFINISHED, REMOVED, DAMAGED, FAILED = ".unfinished", ".removed", ".damaged", ".failed"
-REPLACED = ".replaced"  # what was in the place of a checkpoint that this run has saved
+REPLACED = ".replaced"  # the end of another folder of the name of a checkpoint that this run has saved
 LEFTOVER = re.compile(rf"iter_(\d+)(\.\w+)?({re.escape(UNFINISHED)}|{re.escape(REMOVED)})", re.ASCII)
 RECIPE = "recipe_values"  # the fact that holds the recipe, by key
-PIECE = 16 * 2**20  # bytes read at once
+
+Folder = TypeVar("Folder", Place, Path)
 
 
-def describe(
-    path: Path, progress: Callable[[int], None] = lambda count: None, piece: int = PIECE, copy: BinaryIO | None = None
-) -> dict[str, int | str]:
-    """Return the bytes and the xxh3_128 checksum of a file.
-
-    progress: called with the bytes of each piece. piece: bytes read at once. copy: what is read is written to it.
-    """
-    digest, size = xxhash.xxh3_128(), 0
-    with open(path, "rb", buffering=0) as file:
-        while content := file.read(piece):
-            if copy is not None:
-                write_all(copy, content)
-            digest.update(content)
-            size += len(content)
-            progress(len(content))
-    return {"bytes": size, "xxh3_128": digest.hexdigest()}
-
-
-def write_all(file: BinaryIO, content: bytes) -> None:
-    """Write all of `content`; an unbuffered file may take a part of it."""
-    left = memoryview(content)
-    while left:
-        left = left[file.write(left) :]
-
-
-def write_parts(
-    path: Path, parts: Iterable[bytes | memoryview], progress: Callable[[int], None] = lambda count: None
-) -> dict[str, int | str]:
-    """Write a file, make it durable, and return its bytes and checksum as `describe` does, taken of what was written.
-
-    progress: called with the bytes of each part.
-    """
-    digest, size = xxhash.xxh3_128(), 0
-    with open(path, "wb", buffering=0) as file:
-        for part in parts:
-            write_all(file, part)
-            digest.update(part)
-            size += len(part)
-            progress(len(part))
-        os.fsync(file.fileno())
-    return {"bytes": size, "xxh3_128": digest.hexdigest()}
-
-
-def sync(path: Path) -> None:
-    """Make a file, or the names in a folder, durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write(folder: Path, iteration: int, files: Mapping[str, Mapping], **facts) -> None:
+def write(folder: Place | Path, iteration: int, files: Mapping[str, Mapping], **facts) -> None:
     """Write the manifest of `folder`. files: name -> as `describe`; facts: about the run, for `zaya checkpoint show`."""
     content = {"format": FORMAT, "iteration": iteration, **facts, "files": dict(sorted(files.items()))}
     content["xxh3_128"] = _own_checksum(content)
-    write_whole(folder / NAME, json.dumps(content, indent=1) + "\n")
+    at(folder / NAME).put(json.dumps(content, indent=1) + "\n")
 
 
-def commit(unfinished: Path, final: Path, files: Mapping[str, Mapping], **facts) -> None:
+def commit(unfinished: Folder, final: Folder, files: Mapping[str, Mapping], **facts) -> None:
     """Write the manifest of `unfinished`, whose files are durable, and give it the name `final`."""
     write(unfinished, int(final.name.removeprefix("iter_")), files, **facts)
     give_name(unfinished, final)
 
 
-def give_name(unfinished: Path, final: Path) -> None:
+def give_name(unfinished: Folder, final: Folder) -> None:
     """Give a folder with files and manifest, all durable, the name of a checkpoint, unless there is a complete one:
     the run has saved this step before. Anything else of that name is put aside.
     """
-    sync(unfinished)
-    if (final / NAME).exists() and not problems(final, read(unfinished).get("run_id")):
-        shutil.rmtree(unfinished)
-        return
+    unfinished, final = at(unfinished), at(final)
     with contextlib.suppress(OSError):
-        final.rmdir()  # Megatron has made it
-    if final.exists():
+        if exists(final / NAME) and not problems(final, read(unfinished).get("run_id")):
+            return unfinished.remove()
+        if not final.list():
+            final.remove()  # Megatron has made it
+    if final.name in final.parent.list():
         put_aside(final, REPLACED)
-    unfinished.rename(final)
-    sync(final.parent)
+    unfinished.commit(final)
 
 
-def put_aside(path: Path, end: str) -> Path:
+def put_aside(path: Folder, end: str) -> Folder:
     """Give a checkpoint that is not to be loaded a name that is no checkpoint's, and return it; nothing removes it.
 
     end: of the name; with a number where the name exists.
     """
-    names = [path.name + end, *(f"{path.name}.{number}{end}" for number in range(1, 1000))]
-    aside = next(path.with_name(name) for name in names if not path.with_name(name).exists())
-    path.rename(aside)
+    names = at(path.parent).list()
+    candidates = [path.name + end, *(f"{path.name}.{number}{end}" for number in range(1, 1000))]
+    aside = path.parent / next(name for name in candidates if name not in names)
+    at(path).commit(at(aside))
     return aside
 
 
-def remove_leftovers(directory: Path, newest: int | None = None, keep: Container[str] = ()) -> None:
+def remove_leftovers(directory: Place | Path, newest: int | None = None, keep: Container[str] = ()) -> None:
     """Remove what saves and removals that were killed have left, up to the iteration `newest`. keep: names that stay."""
-    for left in directory.glob("iter_*"):
-        named = LEFTOVER.fullmatch(left.name)
-        if named and left.name not in keep and (newest is None or int(named[1]) <= newest):
-            shutil.rmtree(left, ignore_errors=True)
+    for name in places.names(at(directory)):
+        step = LEFTOVER.fullmatch(name)
+        if step and name not in keep and (newest is None or int(step[1]) <= newest):
+            at(directory / name).remove()
 
 
-def read(folder: Path, run_id: str | None = None) -> dict:
+def read(folder: Place | Path, run_id: str | None = None) -> dict:
     """Return the manifest.
 
     run_id: of the run that the checkpoints belong to, if it is known.
@@ -143,7 +91,7 @@ def read(folder: Path, run_id: str | None = None) -> dict:
     """
     path = folder / NAME
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(places.read(at(path)))
         whole = content.get("xxh3_128") == _own_checksum(content)
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} cannot be read ({error})") from error
@@ -157,12 +105,12 @@ def read(folder: Path, run_id: str | None = None) -> dict:
     if named and int(named[1]) != content["iteration"]:
         raise ValueError(f"{path} is of step {content['iteration']}, and not of this folder's")
     if run_id is not None and content.get("run_id") not in (None, run_id):
-        others = f"the checkpoints here are of the run {run_id} (last_start.json)"
+        others = f"the other checkpoints are of the run {run_id} (last_start.json)"
         raise ValueError(f"{path} is of the run {content['run_id']}, and {others}")
     return content
 
 
-def is_of(folder: Path, run_id: str | None) -> bool:
+def is_of(folder: Place | Path, run_id: str | None) -> bool:
     """Return whether a folder has an intact manifest of this run."""
     try:
         return bool(read(folder, run_id))
@@ -175,20 +123,20 @@ def _own_checksum(content: Mapping) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True).encode())
 
 
-def problems(folder: Path, run_id: str | None = None) -> list[str]:
+def problems(folder: Place | Path, run_id: str | None = None) -> list[str]:
     """Return what is wrong with the manifest (see `read`) and with the files' names and sizes; reads no file but the
     manifest.
     """
     try:
         files = read(folder, run_id)["files"]
-        sizes = {entry.name: entry.stat().st_size for entry in os.scandir(folder) if entry.is_file()}
+        sizes = at(folder).list()
     except ValueError as error:
         return [str(error)]
     except OSError as error:
         return [f"{folder} cannot be read ({error.strerror})"]
     texts = []
     for name, file in files.items():
-        if name not in sizes:
+        if sizes.get(name) is None:
             texts.append(f"{folder / name} is missing")
         elif sizes[name] != file["bytes"]:
             texts.append(f"{folder / name} has {sizes[name]} bytes, its manifest states {file['bytes']}")
@@ -196,9 +144,9 @@ def problems(folder: Path, run_id: str | None = None) -> list[str]:
 
 
 def damaged(
-    folder: Path,
+    folder: Place | Path,
     names: list[str] | None = None,
-    progress: Callable[[int], None] = lambda count: None,
+    progress: Callable[[int], None] = ignore,
     files: Mapping[str, Mapping] | None = None,
 ) -> list[str]:
     """Return the files of `names` (default: all) whose content does not have its checksum, as texts.
@@ -219,28 +167,28 @@ def damaged(
     return wrong
 
 
-def hold(folder: Path) -> BinaryIO | None:
-    """Return the manifest, opened with a lock for reading: while it is open, `removing` leaves the checkpoint. None
-    without a manifest; on a file system without locks it holds nothing.
+def hold(folder: Place | Path) -> AbstractContextManager | None:
+    """Return a lock for reading on the manifest: while it is open, the checkpoint is not removed. None without a
+    manifest; in a storage without locks it holds nothing.
     """
     try:
-        file = open(folder / NAME, "rb")
+        return at(folder / NAME).lock(shared=True)
     except OSError:
         return None
-    with contextlib.suppress(OSError):
-        fcntl.flock(file, fcntl.LOCK_SH)
-    return file
 
 
-@contextlib.contextmanager
-def removing(folder: Path) -> Iterator[bool]:
-    """Keep readers from a checkpoint while its folder gets another name. Yield False if one is reading it."""
-    with contextlib.ExitStack() as stack:
-        free = True
-        with contextlib.suppress(OSError):  # no manifest, or no locks; NFS requires a file that may be written
-            file = stack.enter_context(open(folder / NAME, "r+b"))
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                free = False
-        yield free
+def remove(folder: Place) -> bool:
+    """Remove a checkpoint and return True; one that is being read stays, for the next removal. A kill during the removal
+    leaves no folder with a checkpoint's name.
+    """
+    doomed = folder.parent / (folder.name + REMOVED)
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context((folder / NAME).lock())
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass  # no manifest, or no permission to lock it
+        folder.commit(doomed)
+    doomed.remove()
+    return True

@@ -3,22 +3,23 @@
 
 The layout is Megatron's torch_dist: `<dir>/iter_0000015/` and `<dir>/latest_checkpointed_iteration.txt`. Checkpoints of
 this version have a manifest (manifest.py), which decides; for those of earlier versions and of other programs their own
-index does. The file that names the latest iteration is written for Megatron and not read here.
+index does. The file that names the latest iteration is written for Megatron and not read.
 """
 
 from __future__ import annotations
 
-import shutil
+import contextlib
 from pathlib import Path
+from typing import TypeVar
 
-from zaya_plugin.checkpoint import manifest, starts
+from zaya_plugin.checkpoint import manifest, places, starts
+from zaya_plugin.checkpoint.places import Place, at
 from zaya_plugin.config.run_directory import iterations, uploads
 from zaya_plugin.config.schema import leaves
 from zaya_plugin.ground.errors import message, mistake
-from zaya_plugin.ground.whole_file import write_whole
 
 TRACKER = "latest_checkpointed_iteration.txt"
-INDEX, FORMAT = ".metadata", "metadata.json"  # files of a checkpoint that are no shards, see index.py
+INDEX, FORMAT = ".metadata", "metadata.json"  # files of a checkpoint that are no shards, see rank_file.py
 # In Megatron's record of a checkpoint's content: it was written by this version, so it has a manifest.
 MANIFEST_MARK = "zaya_manifest"
 
@@ -39,25 +40,28 @@ MODEL_ARGUMENTS = (
 )
 
 
-def folder(directory: Path, iteration: int) -> Path:
+Directory = TypeVar("Directory", Place, Path)
+
+
+def folder(directory: Directory, iteration: int) -> Directory:
     """Return the folder of one iteration."""
     return directory / f"iter_{iteration:07d}"
 
 
-def iteration_of(path: Path) -> int:
+def iteration_of(path: Place | Path) -> int:
     """Return the iteration in the name of a checkpoint's folder."""
     return int(path.name.removeprefix("iter_"))
 
 
-def has_manifest(path: Path) -> bool:
+def has_manifest(path: Place | Path) -> bool:
     """Return whether a checkpoint has a manifest; no, if its folder cannot be read."""
     try:
-        return (path / manifest.NAME).exists()
+        return places.exists(at(path / manifest.NAME))
     except OSError:
         return False
 
 
-def latest(directory: Path, below: int | None = None) -> tuple[int | None, list[str]]:
+def latest(directory: Place | Path, below: int | None = None) -> tuple[int | None, list[str]]:
     """Return the newest complete checkpoint's iteration, below `below` if given, and the problems of newer ones.
 
     None if the directory has no checkpoint, not even an incomplete one.
@@ -76,18 +80,20 @@ def latest(directory: Path, below: int | None = None) -> tuple[int | None, list[
         raise mistake(
             str(directory),
             problem="no checkpoint is complete" + (f": {'; '.join(skipped)}" if skipped else f" below step {below}"),
-            fix="run_dir=<another directory> to start anew, or restore the files",
+            fix="run_dir=<another directory> to start a new run, or restore the files",
         )
     return None, []
 
 
-def before(directory: Path, iteration: int) -> int | None:
+def before(directory: Place | Path, iteration: int) -> int | None:
     """Return the newest complete checkpoint before `iteration`, or None."""
     older = (i for i in reversed(iterations(directory)) if i < iteration)
     return next((i for i in older if not problems(directory, i)), None)
 
 
-def removable(directory: Path, keep_last: int, keep_every: int | None = None, newest: int | None = None) -> list[int]:
+def removable(
+    directory: Place | Path, keep_last: int, keep_every: int | None = None, newest: int | None = None
+) -> list[int]:
     """Return the iterations that may be removed: complete, with a manifest, and older than the newest `keep_last` of
     those up to `newest`; never a multiple of `keep_every`, nor a link to a folder elsewhere. keep_last=0 keeps all.
     """
@@ -95,15 +101,16 @@ def removable(directory: Path, keep_last: int, keep_every: int | None = None, ne
     own = [i for i in own if newest is None or i <= newest]
     complete = [i for i in own if not problems(directory, i)]
     older = complete[:-keep_last] if keep_last else []
-    return [i for i in older if not (keep_every and i % keep_every == 0) and not folder(directory, i).is_symlink()]
+    links = {i for i in older if (path := at(folder(directory, i)).path) is not None and path.is_symlink()}
+    return [i for i in older if not (keep_every and i % keep_every == 0) and i not in links]
 
 
-def put_aside(directory: Path, iteration: int, end: str = manifest.DAMAGED) -> Path:
+def put_aside(directory: Directory, iteration: int, end: str = manifest.DAMAGED) -> Directory:
     """Put a checkpoint aside, see `manifest.put_aside`. end: DAMAGED or FAILED of manifest.py."""
     return manifest.put_aside(folder(directory, iteration), end)
 
 
-def put_aside_from(directory: Path, step: int) -> list[Path]:
+def put_aside_from(directory: Directory, step: int) -> list[Directory]:
     """Put the checkpoints of `step` and later ones aside, because they hold a state that is not to be loaded, and the
     uploads of such that a start would finish. Return their new paths.
     """
@@ -112,46 +119,41 @@ def put_aside_from(directory: Path, step: int) -> list[Path]:
     return [manifest.put_aside(path, manifest.FAILED) for path in later]
 
 
-def remove(directory: Path, iteration: int) -> bool:
-    """Remove a checkpoint and return True; one that is being read stays, for the next removal. A kill during the removal
-    leaves no folder with a checkpoint's name.
-    """
-    path = folder(directory, iteration)
-    doomed = path.with_name(path.name + manifest.REMOVED)
-    with manifest.removing(path) as free:
-        if free:
-            path.rename(doomed)
-    if free:
-        shutil.rmtree(doomed, ignore_errors=True)
-    return free
+def remove(directory: Place | Path, iteration: int) -> bool:
+    """Remove a checkpoint, see `manifest.remove`."""
+    return manifest.remove(at(folder(directory, iteration)))
 
 
-def name_as_latest(directory: Path, iteration: int) -> None:
-    """Write the file by which Megatron finds the checkpoint to load; nothing here relies on it."""
-    tracker = directory / TRACKER
-    if not tracker.is_file() or tracker.read_bytes().strip() != str(iteration).encode():
-        write_whole(tracker, str(iteration))
+def name_as_latest(directory: Place | Path, iteration: int) -> None:
+    """Write the file by which Megatron finds the checkpoint to load; this package does not read it."""
+    tracker, text = at(directory / TRACKER), str(iteration).encode()
+    with contextlib.suppress(FileNotFoundError):
+        if places.read(tracker).strip() == text:
+            return
+    tracker.put(text)
 
 
-def problems(directory: Path, iteration: int) -> list[str]:
+def problems(directory: Place | Path, iteration: int) -> list[str]:
     """Return the missing parts of a checkpoint by its manifest, or by its own index if another program wrote it; empty
     if it is complete.
     """
     path = folder(directory, iteration)
     try:
-        if not path.is_dir():
-            return [f"{path} does not exist"]
-        if (path / manifest.NAME).exists():
+        if places.exists(at(path / manifest.NAME)):
             return manifest.problems(path, starts.read(directory).get("run_id"))
-        texts = _problems_by_index(path)
+        if path.name not in places.names(at(path.parent)):
+            return [f"{path} does not exist"]
+        if (local := at(path).path) is None:
+            return [f"{path / manifest.NAME} is missing"]
+        texts = _problems_by_index(local)
     except OSError as error:
         return [f"{error.filename or path} cannot be read ({error.strerror})"]
-    return texts or _missing_manifest(path)
+    return texts or _missing_manifest(local)
 
 
 def _missing_manifest(path: Path) -> list[str]:
     """Return why a checkpoint without a manifest cannot be used: it is of this version, which writes one, or what
-    Megatron stores beside the tensors cannot be read.
+    Megatron's arguments and progress cannot be read.
     """
     from megatron.core.dist_checkpointing import load_content_metadata
     from torch.distributed.checkpoint.api import CheckpointException
@@ -203,11 +205,11 @@ def saved_arguments(directory: Path, iteration: int):
 
 
 class UnreadableError(ValueError):
-    """The index of a checkpoint, or what lies beside its tensors, cannot be read."""
+    """The index of a checkpoint, or its arguments and progress, cannot be read."""
 
 
 def unreadable(path: Path, broken: BaseException) -> UnreadableError:
-    """Return the error of a checkpoint of which torch or Megatron cannot read the index or what lies beside the tensors.
+    """Return the error of a checkpoint of which torch or Megatron cannot read the index, arguments or progress.
     broken: theirs; torch's CheckpointException is no Exception.
     """
     *_, reason = str(broken).strip().splitlines() or [repr(broken)]  # behind a traceback

@@ -2,15 +2,20 @@
 """The part of a checkpoint that one rank writes: the tensors and objects of which it is the owner, and their places in its file.
 
 The file is a file of torch's distributed checkpoints, made of slices of one buffer. The places are the same in every
-save: a tensor keeps its shape, and an object gets room to grow. So the index of the checkpoint is made once.
+save: a tensor keeps its shape, and an object gets room to grow. So the index of the checkpoint, `.metadata`, is made once.
 """
 
 from __future__ import annotations
 
+import io
+import json
+import math
+import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
@@ -21,11 +26,26 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from zaya_plugin.checkpoint.index import MAIN_WEIGHTS, Entry
-from zaya_plugin.checkpoint.stored_tensor import LONGEST_COMMENT, around, padded_archive, saved
+from zaya_plugin.checkpoint.stored_tensor import around
 
 ALIGNMENT = 64  # of the tensors in the buffer
+LONGEST_COMMENT = 4000  # torch looks for an archive's end in its last 4 KiB
+# Megatron's description of the format, as its own save writes it.
+FORMAT = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
+COMMON = "common_state/shard_0_1"  # Megatron's key of what is not sharded, as a list of one dictionary
+# Megatron's key of the fp32 weights of a parameter begins with this; the rest is the parameter's own key.
+MAIN_WEIGHTS = "optimizer.state.param."
 
 
 @dataclass(frozen=True)
@@ -152,3 +172,73 @@ class RankFile:
         """
         start, room = self.rooms[key]
         return start, padded_archive(saved(value), room)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A place in a file of the checkpoint. dtype: None for an object, which has no shape."""
+
+    key: str
+    file: str
+    start: int
+    length: int
+    dtype: torch.dtype | None = None
+    offset: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+
+
+def index(entries: Iterable[Entry], derived: Iterable[str]) -> bytes:
+    """Return the content of `.metadata`, the index of a checkpoint by torch's readers.
+
+    entries: of all ranks. derived: keys of the model's weights, which point to the bytes of the fp32 weights; torch's
+    reader converts them to the dtype of the tensor that it fills.
+
+    Raises:
+        ValueError: the boxes of a tensor do not have as many elements as the tensor.
+    """
+    by_key: dict[str, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        by_key[entry.key].append(entry)
+    for key in sorted(set(derived)):
+        by_key[key] = by_key[MAIN_WEIGHTS + key]
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for key, parts in by_key.items():
+        first = parts[0]
+        for part in parts:
+            offset = torch.Size(part.offset) if part.dtype is not None else None
+            places[MetadataIndex(key, offset)] = _StorageInfo(part.file, part.start, part.length)
+        if first.dtype is None:
+            described[key] = BytesStorageMetadata()
+            continue
+        held = sum(math.prod(part.sizes) for part in parts)
+        if held != math.prod(first.shape) or any(part.shape != first.shape for part in parts):
+            raise ValueError(f"{key}: the ranks hold {held} elements of a tensor of {list(first.shape)}")
+        described[key] = TensorStorageMetadata(
+            properties=TensorProperties.create_from_tensor(torch.empty(0, dtype=first.dtype)),
+            size=torch.Size(first.shape),
+            chunks=[ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.sizes)) for part in parts],
+        )
+    metadata = Metadata(described, storage_data=places, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
+    return pickle.dumps(metadata)
+
+
+def padded_archive(archive: bytes, size: int) -> bytes:
+    """Return a zip archive with a comment of zeros, so that it has `size` bytes.
+
+    Raises:
+        ValueError: it is longer, or shorter by more than LONGEST_COMMENT.
+    """
+    room = size - len(archive)
+    if not 0 <= room <= LONGEST_COMMENT:
+        raise ValueError(f"an archive of {len(archive)} bytes cannot become one of {size}")
+    assert archive[-22:-18] == b"PK\5\6" and archive[-2:] == b"\0\0", "an end of the directory without a comment"
+    return archive[:-2] + room.to_bytes(2, "little") + bytes(room)
+
+
+def saved(value: Tensor | object) -> bytes:
+    """Return an object as `torch.save` writes it."""
+    archive = io.BytesIO()
+    torch.save(value, archive)
+    return archive.getvalue()

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Open a checkpoint for reading, from outside of its run: choose it, keep the run's removal of old checkpoints from it,
-and compare its files with their checksums. Everything that reads tensors of a checkpoint in one process begins here;
+and compare its files with their checksums. Every reader of a checkpoint's tensors in one process begins with `begin`;
 the ranks of a start do the same together (restore.py). Imports no torch for a checkpoint with a manifest.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from zaya_plugin.checkpoint import manifest, on_disk
 from zaya_plugin.checkpoint.progress import bar
@@ -27,7 +25,7 @@ class Reading:
     """A checkpoint that may be read. lock: holds it until this object is gone."""
 
     folder: Path
-    lock: BinaryIO | None
+    lock: AbstractContextManager | None
 
 
 def folder_of(path: Path, step: int | None = None, key: str = "CKPT") -> Path:
@@ -83,8 +81,9 @@ def begin(path: Path, step: int | None = None, key: str = "CKPT", compare: bool 
     for _ in range(TRIES):
         folder = folder_of(path, step, key)
         reading = Reading(folder, manifest.hold(folder))
-        if _exists(reading):
-            break  # else the run has removed it meanwhile, and has a newer one
+        has_manifest = on_disk.has_manifest(folder)
+        if has_manifest if reading.lock else folder.is_dir() and not has_manifest:
+            break  # else the run has removed it after the choice, and has a newer one
     directory, iteration = folder.parent, on_disk.iteration_of(folder)
     if not (broken := on_disk.problems(directory, iteration)):
         if reading.lock is None:
@@ -103,11 +102,3 @@ def begin(path: Path, step: int | None = None, key: str = "CKPT", compare: bool 
             fix=f"zaya checkpoint list {directory}" if older is None else f"--step {older}",
         )
     return reading
-
-
-def _exists(reading: Reading) -> bool:
-    if reading.lock is None:
-        return reading.folder.is_dir()
-    with contextlib.suppress(OSError):
-        return os.path.samestat(os.fstat(reading.lock.fileno()), os.stat(reading.folder / manifest.NAME))
-    return False

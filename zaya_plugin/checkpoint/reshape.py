@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a checkpoint anew with another number of files, in one process without ranks, piece by piece.
+"""Writes a checkpoint again with another number of files, in one process without ranks, piece by piece.
 
 Every tensor is cut into pieces of at most PIECE bytes, and each piece is put together from the boxes of the source that
 it intersects. At any time one piece and the part of one source box that goes into it are in memory. Names, shapes and
@@ -8,9 +8,7 @@ values stay as they are, so the new checkpoint loads wherever the old one does, 
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import fcntl
 import json
 import math
 import pickle
@@ -26,15 +24,19 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from zaya_plugin.checkpoint import manifest, on_disk
+from zaya_plugin.checkpoint.finished_files import FinishedFiles
+from zaya_plugin.checkpoint.places import at
 from zaya_plugin.checkpoint.stored_boxes import Archive, Box, Indices, common_box, elements, pieces
 from zaya_plugin.checkpoint.stored_tensor import around
 from zaya_plugin.ground.errors import check_space, mistake
-from zaya_plugin.ground.whole_file import write_whole
+from zaya_plugin.ground.lock import locked
 
 PIECE = 32 * 2**20  # bytes: one of ZAYA1-base's gate+up matrices in fp32, so that Muon's matrices stay whole
-# In an unfinished folder: the files that are finished; held while it is written.
-DONE, LOCK = "reshape.json", "reshape.lock"
-NOT_COPIED = {manifest.NAME, on_disk.INDEX, "integrity.json"}  # written anew; Megatron's checksums of the old files
+NOT_COPIED = {
+    manifest.NAME,
+    on_disk.INDEX,
+    "integrity.json",
+}  # written by reshape; Megatron's checksums of the old files
 STATE = re.compile(r"^.*optimizer\.state\.\w+?\.")  # before a parameter's name, in the names of its optimizer state
 
 
@@ -108,7 +110,7 @@ def reshape(
     unfinished = final.with_name(final.name + manifest.UNFINISHED)
     try:
         unfinished.mkdir(parents=True, exist_ok=True)
-        with _alone(unfinished):
+        with locked(final, "writing"):
             return _write(source, index, contents, unfinished, final, progress)
     except OSError as error:
         parent = next(folder for folder in final.parents if folder.is_dir())
@@ -186,35 +188,27 @@ def _write(
     source: Path, index: Metadata, contents: list[list[Entry]], unfinished: Path, final: Path, progress
 ) -> tuple[int, int]:
     stated = [manifest.describe(source / name) for name in (on_disk.INDEX, manifest.NAME) if (source / name).exists()]
-    plan = [stated, [sum(entry.length for entry in content) for content in contents]]
-    earlier = json.loads((unfinished / DONE).read_text()) if (unfinished / DONE).exists() else {}
-    if earlier.get("plan") != plan:  # of another source or another number of files
-        for path in unfinished.iterdir():
-            if path.name != LOCK:
-                path.unlink()
-        earlier = {"files": {}}
-    done, kept = {}, 0
+    lengths, kept = [sum(entry.length for entry in content) for content in contents], 0
+    finished = FinishedFiles(unfinished, json.dumps([stated, lengths]))  # of this source and this number of files
     for number, content in enumerate(contents):
         path = unfinished / f"__{number}_0.distcp"
-        if path.exists() and earlier["files"].get(path.name) == manifest.describe(path):
-            done[path.name] = earlier["files"][path.name]
+        if path.exists() and finished.files[path.name] == manifest.describe(path):
             kept += 1
             progress(path.stat().st_size)
             continue
         path.unlink(missing_ok=True)
-        check_space(unfinished, sum(plan[1][number:]))
+        check_space(unfinished, sum(lengths[number:]))
         parts = (part for entry in content for part in entry.content())
-        done[path.name] = manifest.write_parts(path, parts, progress)
-        write_whole(unfinished / DONE, json.dumps({"plan": plan, "files": earlier["files"] | done}))
-    done[on_disk.INDEX] = manifest.write_parts(unfinished / on_disk.INDEX, [pickle.dumps(_index_of(index, contents))])
+        finished.note(path.name, **at(path).write(parts, progress))
+    done = dict(finished.files)
+    done[on_disk.INDEX] = at(unfinished / on_disk.INDEX).write([pickle.dumps(_index_of(index, contents))])
     for path in source.iterdir():
         if path.is_file() and path.suffix != ".distcp" and path.name not in NOT_COPIED:
-            done[path.name] = manifest.write_parts(unfinished / path.name, [path.read_bytes()])
+            done[path.name] = at(unfinished / path.name).write([path.read_bytes()])
+    finished.end()
     own = manifest.read(source) if (source / manifest.NAME).exists() else {}
     facts = {key: own[key] for key in own if key not in ("format", "iteration", "files", "xxh3_128")}
     manifest.commit(unfinished, final, done, **{**facts, "reshaped_from": str(source)})
-    for name in (DONE, LOCK):
-        (final / name).unlink(missing_ok=True)
     return kept, len(contents)
 
 
@@ -242,16 +236,3 @@ def _index_of(source: Metadata, contents: list[list[Entry]]) -> Metadata:
         for key, described in source.state_dict_metadata.items()
     }
     return target
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold a lock on the folder, so that a second command does not write the same files."""
-    with open(folder / LOCK, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise mistake(str(folder), problem="is being written by another `zaya checkpoint reshape`") from error
-        except OSError:
-            pass  # a file system without locks
-        yield

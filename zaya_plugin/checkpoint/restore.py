@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,9 @@ from pathlib import Path
 import torch
 
 from zaya_plugin.checkpoint import manifest, on_disk, places, starts
+from zaya_plugin.checkpoint.places import Place, at
 from zaya_plugin.config.run_directory import uploads
+from zaya_plugin.ground.errors import mistake
 
 LINKS = "load"  # folder of a node's local folder: the checkpoint to load, as links to the files of both places
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # differs between machines that have one host name
@@ -74,17 +75,19 @@ class Nodes:
         return [values[ranks[0]] for ranks in self.ranks]
 
 
-def finish_uploads(directory: Path, nodes: Nodes) -> list[str]:
+def finish_uploads(directory: Place | Path, nodes: Nodes) -> list[str]:
     """Complete the newest checkpoint at the shared path that a kill has left without a name: upload the files that only
     nodes have.
 
     Return lines about what was done, and what could not be.
     """
-    lines = []
+    lines, directory = [], at(directory)
     for iteration, folder in on_rank_0(lambda: _interrupted(directory)):
         files = on_rank_0(lambda folder=folder: manifest.read(folder)["files"])
         complete_files = set(on_rank_0(lambda folder=folder, files=files: _with_its_size(folder, files)))
-        local = [nodes.local / name for name in (on_disk.folder(directory, iteration).name, folder.name) if nodes.local]
+        local = [
+            at(nodes.local) / name for name in (on_disk.folder(directory, iteration).name, folder.name) if nodes.local
+        ]
         sources = {name: path / name for path in local for name in _with_its_size(path, files)}
         of_nodes = [set(names) for names in nodes.gathered(lambda sources=sources: list(sources))]
         work, missing = _shared_out([name for name in files if name not in complete_files], nodes, of_nodes)
@@ -110,7 +113,7 @@ def finish_uploads(directory: Path, nodes: Nodes) -> list[str]:
     return lines
 
 
-def _interrupted(directory: Path) -> list[tuple[int, Path]]:
+def _interrupted(directory: Place) -> list[tuple[int, Place]]:
     """Return the uploads of this run that are newer than its newest complete checkpoint, newest first."""
     complete = next((i for i in reversed(on_disk.iterations(directory)) if not on_disk.problems(directory, i)), 0)
     folders = [(iteration, folder) for iteration, folder in uploads(directory) if iteration > complete]
@@ -118,10 +121,10 @@ def _interrupted(directory: Path) -> list[tuple[int, Path]]:
     return [(iteration, folder) for iteration, folder in reversed(folders) if manifest.is_of(folder, run_id)]
 
 
-def _with_its_size(folder: Path, files: dict) -> list[str]:
+def _with_its_size(folder: Place, files: dict) -> list[str]:
     """Return the files of a manifest that a folder has, each with its size."""
     try:
-        sizes = {entry.name: entry.stat().st_size for entry in os.scandir(folder) if entry.is_file()}
+        sizes = folder.list()
     except OSError:
         return []
     return [name for name, file in files.items() if sizes.get(name) == file["bytes"]]
@@ -146,16 +149,16 @@ def _reader(name: str, ranks: list[int]) -> int:
     return number if number in ranks else ranks[number % len(ranks)]
 
 
-def _complete(folder: Path, directory: Path, iteration: int) -> None:
+def _complete(folder: Place, directory: Place, iteration: int) -> None:
     final = on_disk.folder(directory, iteration)
     if broken := manifest.problems(folder):
         raise ValueError("; ".join(broken))
     files = manifest.read(folder)["files"]
-    if final.exists():
+    if final.name in places.names(directory):
         on_disk.put_aside(directory, iteration)
-    for path in folder.iterdir():  # what the writers told each other, and parts of uploads
-        if path.name != manifest.NAME and path.name not in files:
-            path.unlink()
+    for name in folder.list():  # notes of the writers to each other, and parts of uploads
+        if name != manifest.NAME and name not in files:
+            (folder / name).remove()
     manifest.give_name(folder, final)
 
 
@@ -176,17 +179,17 @@ class Compared:
     files: dict | None
 
 
-def compare(directory: Path, iteration: int, nodes: Nodes | None = None) -> Compared:
+def compare(directory: Place | Path, iteration: int, nodes: Nodes | None = None) -> Compared:
     """Read all files of a checkpoint that the load will read, once, and compare their checksums.
 
     A local copy that is wrong is replaced by the shared one. Without a manifest no checksum is known.
     """
     nodes = nodes or Nodes.find(None)
-    path = on_disk.folder(directory, iteration)
-    files = on_rank_0(lambda: manifest.read(path)["files"] if (path / manifest.NAME).exists() else None)
+    path = at(on_disk.folder(directory, iteration))
+    files = on_rank_0(lambda: manifest.read(path)["files"] if places.exists(path / manifest.NAME) else None)
     if files is None:
         return Compared([], [], [set() for _ in nodes.ranks], None)
-    local = None if nodes.local is None else nodes.local / path.name
+    local = None if nodes.local is None else at(nodes.local / path.name)
     has = nodes.gathered(lambda: _with_its_size(local, files) if local else [])
     ranks = nodes.ranks[nodes.own]
     mine = [name for name in sorted(has[nodes.own]) if _reader(name, list(ranks)) == torch.distributed.get_rank()]
@@ -199,11 +202,11 @@ def compare(directory: Path, iteration: int, nodes: Nodes | None = None) -> Comp
     return Compared(texts, notes, good, files)
 
 
-def _damaged(folder: Path, files: dict, names: list[str]) -> dict[str, str]:
+def _damaged(folder: Place, files: dict, names: list[str]) -> dict[str, str]:
     return {name: text for name in names for text in manifest.damaged(folder, [name], files=files)}
 
 
-def origin(directory: Path, iteration: int, nodes: Nodes, compared: Compared) -> str:
+def origin(directory: Place | Path, iteration: int, nodes: Nodes, compared: Compared) -> str:
     """Return a line about the places that a checkpoint is read from."""
     locally = set().union(*compared.local)
     size = sum(compared.files[name]["bytes"] for name in locally) / 1e9
@@ -214,20 +217,26 @@ def origin(directory: Path, iteration: int, nodes: Nodes, compared: Compared) ->
     )
 
 
-def link(directory: Path, iteration: int, nodes: Nodes, compared: Compared) -> Path:
+def link(directory: Place | Path, iteration: int, nodes: Nodes, compared: Compared) -> Path:
     """Return the directory to load from on this node: of links that prefer local files, or the shared one."""
-    local = compared.local[nodes.own]
-    if not local:
+    directory, local = at(directory), compared.local[nodes.own]
+    if not local and directory.path is not None:
         gathered(None)
-        return directory
+        return directory.path
+    if nodes.local is None:
+        allowed = "a folder, into which each node copies the files: the loader reads paths"
+        raise mistake("checkpoint.local_path", None, problem=f"{directory} has no paths", allowed=allowed)
     links, path = nodes.local / LINKS, on_disk.folder(directory, iteration)
     if nodes.place == 0:
-        shutil.rmtree(links, ignore_errors=True)
+        at(links).remove()
         folder = on_disk.folder(links, iteration)
-        folder.mkdir(parents=True)
-        for entry in os.scandir(path):
-            source = nodes.local / path.name / entry.name if entry.name in local else Path(entry.path)
-            (folder / entry.name).symlink_to(source.absolute())
+        at(folder).make()
+        for name in path.list(sizes=False):
+            source = at(nodes.local / path.name / name) if name in local else path / name
+            if source.path is not None:
+                (folder / name).symlink_to(source.path.absolute())
+            else:
+                places.copy(source, at(folder / name))
         on_disk.name_as_latest(links, iteration)
     gathered(None)
     return links

@@ -7,7 +7,7 @@
     saver.poll()                             # every step
     saver.finish()                           # at the end
 
-Only `prepare` has collectives. All ranks must make the same saves; `Saver.load` and `Saver.agreed` are for an agreement
+Only `prepare` has collectives. All ranks must make the same saves; `Saver.state` and `Saver.agree` are for an agreement
 that the training loop makes anyway.
 """
 
@@ -27,13 +27,13 @@ from pathlib import Path
 
 import torch
 
-from zaya_plugin.checkpoint import manifest
+from zaya_plugin.checkpoint import places
 from zaya_plugin.checkpoint.host_buffer import HostBuffer, Staging
-from zaya_plugin.checkpoint.index import COMMON, FORMAT, index
-from zaya_plugin.checkpoint.rank_file import RankFile, contents, main_weights, without_derived
+from zaya_plugin.checkpoint.places import Place
+from zaya_plugin.checkpoint.rank_file import COMMON, FORMAT, RankFile, contents, index, main_weights, without_derived
 from zaya_plugin.checkpoint.writer import Save
 
-FREE, BUSY, FAILED = 0, 1, 2
+FREE, BUSY, FAILED = 0, 1, 2  # states of a rank's writer; ranks agree on the largest
 DEADLINE = 600.0
 # Seconds for a removal of older checkpoints that is still going on; the next save or start ends what is left of it.
 CLOSING = 5.0
@@ -57,12 +57,12 @@ class Saver:
         report: called with a line about a save. before_writing: called with the iteration once its copy is complete.
         completed: the last iteration whose checkpoint is complete, on rank 0. waited: seconds that training has waited
             for the last save. failed: the iteration of the last save, if it has failed on this rank.
-        count: of the saves of this run, the same on all ranks. agreed_load: the largest `load` of all ranks.
+        count: of the saves of this run, the same on all ranks. agreed_state: the largest `state` of all ranks.
     """
 
     def __init__(
         self,
-        directory: Path,
+        directory: Place | Path,
         rank: int,
         world: int,
         *,
@@ -74,7 +74,7 @@ class Saver:
         self.directory, self.rank, self.world = directory, rank, world
         self.keep_last, self.keep_every = keep_last, keep_every
         self.deadline, self.collectives = min(deadline, 0.7 * collectives), collectives
-        self.local: Path | None = None
+        self.local: Place | Path | None = None
         self.leads, self.limit = False, None
         self.generation = ""
         self.report: Callable[[str], None] = print
@@ -83,7 +83,7 @@ class Saver:
         self.waited = 0.0
         self.failed: int | None = None
         self.count = 0
-        self.agreed_load = FREE
+        self.agreed_state = FREE
         self.rate: float | None = None  # bytes a second of this rank's last file
         self.upload_rate: float | None = None  # the same of its last upload
         self._buffer = HostBuffer()
@@ -123,7 +123,7 @@ class Saver:
         self._connection.send_bytes(json.dumps({"do": what, **more}).encode())
 
     def _send_layout(self) -> None:
-        """Tell the writer where the layout is in the memory: the text may be larger than what a socket takes without a
+        """Send the writer the place of the layout in the memory: the text may be larger than what a socket takes without a
         reader.
         """
         with contextlib.suppress(ConnectionError):  # it has ended: the next poll starts another
@@ -211,25 +211,22 @@ class Saver:
         assert self._state != BUSY, "one save at a time"
         self.count += 1
         self.failed = None
-        final = self.directory / f"iter_{iteration:07d}"
-        name = f"{final.name}.{self.generation}_{self.count}{manifest.UNFINISHED}"
         self._save = Save(
-            self.count,
-            iteration,
-            str(final),
-            str(self.directory / name),
-            self.rank,
-            self.world,
-            {**facts, "generation": self.generation},
-            self.keep_last,
-            self.keep_every,
-            self.deadline,
-            str(self.local / name) if self.local else None,
-            self.leads,
-            self.limit,
+            number=self.count,
+            iteration=iteration,
+            place=places.to_text(places.at(self.directory)),
+            rank=self.rank,
+            world=self.world,
+            facts={**facts, "generation": self.generation},
+            keep_last=self.keep_last,
+            keep_every=self.keep_every,
+            deadline=self.deadline,
+            local=places.to_text(places.at(self.local)) if self.local else None,
+            leads=self.leads,
+            limit=self.limit,
         )
         self._state, self._handed_over, self._written, self._uploaded = BUSY, False, 0, 0
-        self.agreed_load = BUSY
+        self.agreed_state = BUSY
         self._began = self._heard = time.monotonic()
         try:
             for key, value in self._objects(state).items():
@@ -248,7 +245,7 @@ class Saver:
         return objects
 
     def poll(self) -> None:
-        """Hand the copy over once it is complete, and hear the writer. Does not wait."""
+        """Hand the copy over once it is complete, and read the writer's messages. Does not wait."""
         try:
             while self._connection.poll():
                 self._hear(json.loads(self._connection.recv_bytes()))
@@ -335,14 +332,14 @@ class Saver:
         return min(self.deadline + SILENCE, 0.9 * self.collectives)
 
     @property
-    def load(self) -> int:
-        """FREE, BUSY or FAILED: ranks agree on the largest, see `agreed`."""
+    def state(self) -> int:
+        """FREE, BUSY or FAILED: the state of this rank's writer, for `agree`."""
         return self._state
 
-    def agreed(self, load: int) -> None:
-        """Take the largest `load` of all ranks: where one has failed, all give the save up."""
-        self.agreed_load = load
-        if load != FAILED:
+    def agree(self, state: int) -> None:
+        """Take the largest `state` of all ranks: where one has failed, all give the save up."""
+        self.agreed_state = state
+        if state != FAILED:
             return
         if self._state == BUSY:
             self.report(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a run's last start, beside its checkpoints: which run they belong to, and whether starts fail again.
+"""The record of a run's last start, in the directory of its checkpoints: the run, and the failures of its starts.
 
 A start that fails at the step at which the start before it from the same checkpoint had failed may owe that to the
 checkpoint (LLNL/scr#174: restarts from a bad one without end). Failures are losses and gradients that are not finite,
@@ -17,28 +17,36 @@ from pathlib import Path
 
 import xxhash
 
+from zaya_plugin.checkpoint import places
+from zaya_plugin.checkpoint.places import Place, at, exists
 from zaya_plugin.config.compose import to_yaml
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.ground.whole_file import write_whole
 
 NAME = "last_start.json"
 FAILED = "last_start.failed"  # exists if an error ended it
 TAIL = 2**16  # bytes of metrics.jsonl in which the last step is looked for
 
 
-def read(directory: Path) -> dict:
+def read(directory: Place | Path) -> dict:
     """Return the record; empty where there is none."""
     try:
-        content = json.loads((directory / NAME).read_text())
+        content = json.loads(places.read(at(directory / NAME)))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
 
 
-def keep_run(directory: Path, run_id: str | None) -> None:
-    """Write whose checkpoints these are, once there is one; a record that is there stays. Starts that resume replace it."""
-    if run_id is not None and not (directory / NAME).exists():
-        write_whole(directory / NAME, json.dumps({"run_id": run_id, "path": os.path.realpath(directory)}) + "\n")
+def keep_run(directory: Place | Path, run_id: str | None) -> None:
+    """Write the run to which these checkpoints belong, once there is one. An existing record stays; starts that resume
+    replace it.
+    """
+    directory = at(directory)
+    if run_id is not None and not exists(directory / NAME):
+        (directory / NAME).put(json.dumps({"run_id": run_id, "path": _origin(directory)}) + "\n")
+
+
+def _origin(directory: Place) -> str:
+    return directory.address if directory.path is None else os.path.realpath(directory.path)
 
 
 def original_of_copy(directory: Path, run_id: str, saved_in: str | None = None) -> Path | None:
@@ -54,7 +62,7 @@ def original_of_copy(directory: Path, run_id: str, saved_in: str | None = None) 
 
 
 def begin(
-    directory: Path,
+    directory: Place | Path,
     *,
     run_id: str,
     step: int,
@@ -67,23 +75,24 @@ def begin(
 
     Args:
         step: the checkpoint that it loads, 0: none.
-        recipe: checksum of the recipe; a start with a changed one is no repetition. None: the recipe differs from the
+        recipe: checksum of the recipe; a start with a changed one is not a repetition. None: the recipe differs from the
             checkpoint's, and a failure is attributed to that.
         failed_at: the step at which the last start from the same checkpoint failed.
         passed: the newer checkpoint that was put aside because two starts from it had failed.
-        fork: what tells a copied run from its original, None for an original.
+        fork: the end of the name of a copied run in W&B, None for an original.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = at(directory)
+    directory.make()
     content = {"run_id": run_id, "step": step, "recipe": recipe, "failed_at": failed_at, "passed": passed}
-    content |= {"fork": fork, "path": os.path.realpath(directory)}
-    (directory / FAILED).unlink(missing_ok=True)
-    write_whole(directory / NAME, json.dumps(content) + "\n")
+    content |= {"fork": fork, "path": _origin(directory)}
+    (directory / FAILED).remove()
+    (directory / NAME).put(json.dumps(content) + "\n")
 
 
-def note_failure(directory: Path) -> None:
+def note_failure(directory: Place | Path) -> None:
     """Note that an error ends this start. A disk that is full is no further error."""
     with contextlib.suppress(OSError):
-        os.close(os.open(directory / FAILED, os.O_CREAT | os.O_WRONLY, 0o644))
+        at(directory / FAILED).put(b"")
 
 
 @dataclass(frozen=True)
@@ -101,13 +110,13 @@ class History:
     passed: int | None = None
 
 
-def history(directory: Path, step: int, recipe: str | None, run_dir: Path) -> History:
+def history(directory: Place | Path, step: int, recipe: str | None, run_dir: Path) -> History:
     """Return the history of the checkpoint of `step`."""
     last = read(directory)
     if last.get("step") != step:
         return History()
     passed, before = last.get("passed"), last.get("failed_at")
-    if recipe is None or last.get("recipe") != recipe or not (directory / FAILED).exists():
+    if recipe is None or last.get("recipe") != recipe or not exists(at(directory / FAILED)):
         return History(passed=passed)
     failed_at = max(step, last_step(run_dir / "metrics.jsonl"))
     # A step is reported one later, so that the same failure may show up one step apart.

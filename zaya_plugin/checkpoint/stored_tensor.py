@@ -8,14 +8,10 @@ bytes around that record are known, the values can be written from any buffer, i
 from __future__ import annotations
 
 import functools
-import io
 import os
 import zipfile
 
 import torch
-from torch import Tensor
-
-LONGEST_COMMENT = 4000  # torch looks for an archive's end in its last 4 KiB
 
 
 @functools.lru_cache(maxsize=4096)
@@ -45,23 +41,3 @@ def record_start(descriptor: int, header: int) -> int:
     fixed = os.pread(descriptor, 30, header)
     name, extra = (int.from_bytes(fixed[at : at + 2], "little") for at in (26, 28))
     return header + 30 + name + extra
-
-
-def padded_archive(archive: bytes, size: int) -> bytes:
-    """Return a zip archive with a comment of zeros, so that it has `size` bytes.
-
-    Raises:
-        ValueError: it is longer, or shorter by more than LONGEST_COMMENT.
-    """
-    room = size - len(archive)
-    if not 0 <= room <= LONGEST_COMMENT:
-        raise ValueError(f"an archive of {len(archive)} bytes cannot become one of {size}")
-    assert archive[-22:-18] == b"PK\5\6" and archive[-2:] == b"\0\0", "an end of the directory without a comment"
-    return archive[:-2] + room.to_bytes(2, "little") + bytes(room)
-
-
-def saved(value: Tensor | object) -> bytes:
-    """Return an object as `torch.save` writes it."""
-    archive = io.BytesIO()
-    torch.save(value, archive)
-    return archive.getvalue()

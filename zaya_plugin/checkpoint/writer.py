@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process that writes a rank's part of every checkpoint, and on rank 0 completes the checkpoint. Imports no torch.
+Its only access to files is a place (places.py).
 
 `python -m zaya_plugin.checkpoint.writer <socket> <memory>`: descriptors of the rank's socket and of the memory that it
 fills. It ends with its rank. The writers of a checkpoint meet in its unfinished folder: each publishes the checksum of
-its file there, and rank 0's writer waits for all of them. No writer waits for a collective, and no rank for a writer.
+its file in it, and rank 0's writer waits for all of them. No writer waits for a collective, and no rank for a writer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import mmap
 import os
-import shutil
+import re
 import signal
 import sys
 import threading
@@ -21,13 +23,11 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 from zaya_plugin.checkpoint import manifest, on_disk, places, starts
-from zaya_plugin.checkpoint.direct_file import DirectFiles
+from zaya_plugin.checkpoint.places import Place, exists
 from zaya_plugin.config.run_directory import iterations
 from zaya_plugin.ground.parent_death import follow_rank, on_end_signals
-from zaya_plugin.ground.whole_file import write_whole
 
 NICE = 10
 POLL_SECONDS = 0.05
@@ -38,26 +38,26 @@ class AbandonedError(Exception):
     """The rank has given the save up."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Save:
     """A request of the rank.
 
     Attributes:
         number: of the saves of this run, the same on all ranks.
-        final: folder of the checkpoint; unfinished: where it is written.
+        iteration: of the checkpoint.
+        place: of the run's checkpoints; local: of those on this node's own disk, where the file is written first, or
+            None. Both as `places.to_text` returns them.
         rank, world: of the process; rank 0 completes the checkpoint.
-        facts: about the run, for the manifest.
+        facts: about the run, for the manifest; `generation` is that of this start.
         keep_last, keep_every: which older checkpoints stay.
         deadline: seconds without progress of the other ranks after which the save has failed.
-        local: unfinished folder on this node's own disk, where the file is written first; None: there is none.
         leads: this process gives the local folder its name.
-        limit: bytes a second of the upload from there.
+        limit: bytes a second of the upload from the local place.
     """
 
     number: int
     iteration: int
-    final: str
-    unfinished: str
+    place: str
     rank: int
     world: int
     facts: dict
@@ -68,14 +68,28 @@ class Save:
     leads: bool = False
     limit: float | None = None
 
-    @property
-    def folder(self) -> Path:
-        """The unfinished folder."""
-        return Path(self.unfinished)
+    @functools.cached_property
+    def final(self) -> Place:
+        """The folder of the complete checkpoint."""
+        return on_disk.folder(places.from_text(self.place), self.iteration)
 
-    def note(self, kind: str, rank: int) -> Path:
-        """Return the file in which the writer of `rank` says that its file is durable ("part"), that it is uploaded
-        ("uploaded"), or why not ("failed").
+    @functools.cached_property
+    def folder(self) -> Place:
+        """The folder in which the checkpoint is written."""
+        return self.final.parent / self._unfinished
+
+    @functools.cached_property
+    def local_folder(self) -> Place | None:
+        """The same on this node's disk."""
+        return places.from_text(self.local) / self._unfinished if self.local else None
+
+    @property
+    def _unfinished(self) -> str:
+        return f"{self.final.name}.{self.facts['generation']}_{self.number}{manifest.UNFINISHED}"
+
+    def note(self, kind: str, rank: int) -> Place:
+        """Return the file in which the writer of `rank` states that its file is durable ("part"), that it is uploaded
+        ("uploaded"), or the reason of its failure ("failed").
         """
         return self.folder / f"{kind}_{rank}.json"
 
@@ -92,12 +106,11 @@ class Writer:
         self.index = b""
         self.format = ""
         self.number = 0
-        self.files = DirectFiles()
         self._reported = 0.0
         self._sending = threading.Lock()
 
     def serve(self) -> None:
-        """Take requests until the rank ends."""
+        """Serve requests until the rank ends."""
         while True:
             request = json.loads(self.connection.recv_bytes())
             if request["do"] == "layout":
@@ -112,7 +125,7 @@ class Writer:
 
     @contextlib.contextmanager
     def alive(self) -> Iterator[None]:
-        """Tell the rank again and again that this process runs, also while its storage does not answer."""
+        """Send the rank a sign of life twice a second, also while the storage does not answer."""
         over = threading.Event()
 
         def tell() -> None:
@@ -135,31 +148,31 @@ class Writer:
         self.index = index.encode("latin-1")
 
     def save(self, save: Save) -> None:
-        """Write one checkpoint, and tell the rank how it ends."""
+        """Write one checkpoint, and send the rank its outcome."""
         self.number = save.number
         try:
             start = time.perf_counter()
             self.sweep(save)
-            save.folder.mkdir(parents=True, exist_ok=True)
-            first = Path(save.local) if save.local else save.folder
-            first.mkdir(parents=True, exist_ok=True)
+            save.folder.make()
+            first = save.local_folder or save.folder
+            first.make()
             written = self.write(first / self.file)
-            write_whole(save.note("part", save.rank), json.dumps({self.file: written}))
+            save.note("part", save.rank).put(json.dumps({self.file: written}))
             self.tell("written", bytes=written["bytes"], seconds=time.perf_counter() - start)
             if save.rank == 0:
                 self.describe(save)
             if save.local:
-                self.upload(save, first, written)
+                self.upload(save, written)
             if save.rank == 0:
                 self.complete(save)
             self.tell("done")
         except AbandonedError:
             self.remove(save)
             self.tell("abandoned")
-        except ConnectionError:  # the rank has ended: that is no failed save, and a start may finish the upload
+        except ConnectionError:  # the rank has ended: the save has not failed, and a start may finish the upload
             raise
         except (OSError, ValueError) as error:
-            reason = _explained(error, save.folder)
+            reason = f"{error} ({save.folder.free()})"  # a full disk has many faces
             self.fail(save, reason)
             self.tell("failed", reason=reason)
         try:
@@ -169,54 +182,59 @@ class Writer:
 
     @staticmethod
     def sweep(save: Save) -> None:
-        """Remove what earlier saves of this start that have failed have left: a rank that began late has made the folder
-        again, with its file, and a full disk stays full. Not what a start can upload, nor a later save, which a rank may
-        have begun already while rank 0 is late with this one.
+        """Remove unfinished folders of earlier failed saves of this run: a rank that began late has made the folder again,
+        with its file, and a full disk stays full. Folders that a start can upload stay, and later saves, which a rank may
+        have begun while rank 0 is late with this one.
         """
         folders = [save.folder] if save.rank == 0 else []
-        folders += [Path(save.local)] if save.local and save.leads else []
-        for folder in folders:
-            for left in folder.parent.glob(f"iter_*.{save.facts.get('generation')}_*{manifest.UNFINISHED}"):
-                number = int(left.name.removesuffix(manifest.UNFINISHED).rpartition("_")[2])
-                if number < save.number and not (save.folder.with_name(left.name) / manifest.NAME).exists():
-                    shutil.rmtree(left, ignore_errors=True)
+        folders += [save.local_folder] if save.local_folder and save.leads else []
+        generation = re.escape(save.facts["generation"])
+        for folder in (folder.parent for folder in folders):
+            for name in places.names(folder):
+                unfinished = re.fullmatch(rf"iter_\d+\.{generation}_(\d+){re.escape(manifest.UNFINISHED)}", name)
+                if unfinished and int(unfinished[1]) < save.number:
+                    if not exists(save.final.parent / name / manifest.NAME):
+                        (folder / name).remove()
 
     def fail(self, save: Save, reason: str) -> None:
         """Let the other ranks' writers know that this rank's part will not come."""
         with contextlib.suppress(OSError):
-            write_whole(save.note("failed", save.rank), json.dumps(reason))
+            save.note("failed", save.rank).put(json.dumps(reason))
         self.remove(save)
 
-    def write(self, path: Path) -> dict:
+    def write(self, file: Place) -> dict:
         """Write the rank's file, make it durable, and return its bytes and checksum."""
-        total = sum(length for _, length in self.slices)
+        total, size = sum(length for _, length in self.slices), 0
 
-        def progress(size: int) -> None:
+        def progress(count: int) -> None:
+            nonlocal size
+            size += count
             self.heed()
             self.tell_rarely("writing", bytes=size, of=total)
 
-        return self.files.write(path, self.memory, self.slices, progress)
+        parts = (self.memory[start : start + length] for start, length in self.slices)
+        return file.write(parts, progress, direct=True)
 
     def describe(self, save: Save) -> None:
         """Wait for all ranks' files; write index and manifest."""
         start = time.perf_counter()
         files = self.notes(save, "part")
         for name, text in ((on_disk.INDEX, self.index), (on_disk.FORMAT, self.format.encode())):
-            files[name] = manifest.write_parts(save.folder / name, [text])
+            files[name] = (save.folder / name).write([text])
         manifest.write(save.folder, save.iteration, files, **save.facts, save=save.number, ranks=save.world)
         self.tell("described", bytes=sum(file["bytes"] for file in files.values()), waited=time.perf_counter() - start)
 
-    def upload(self, save: Save, local: Path, written: dict) -> None:
+    def upload(self, save: Save, written: dict) -> None:
         """Complete the checkpoint on this node's disk, then copy this rank's file to the place that all nodes see."""
-        named = local.parent / Path(save.final).name
-        stated = self.wait_for(save, save.folder / manifest.NAME)
+        local, stated = save.local_folder, self.wait_for(save, save.folder / manifest.NAME)
+        complete = local.parent / save.final.name
         if save.leads:
             for name in (on_disk.INDEX, on_disk.FORMAT, manifest.NAME):
-                write_whole(local / name, (save.folder / name).read_bytes())
-            shutil.rmtree(named, ignore_errors=True)  # of this step, saved before
-            manifest.give_name(local, named)
+                (local / name).put(places.read(save.folder / name))
+            complete.remove()  # of this step, saved before
+            manifest.give_name(local, complete)
         else:
-            self.wait_for(save, named / manifest.NAME, stated)
+            self.wait_for(save, complete / manifest.NAME, stated)
 
         start, copied = time.perf_counter(), 0
 
@@ -226,8 +244,8 @@ class Writer:
             self.heed()
             self.tell_rarely("uploading", bytes=copied, seconds=time.perf_counter() - start)
 
-        places.upload(named / self.file, save.folder / self.file, written, save.limit, progress)
-        write_whole(save.note("uploaded", save.rank), json.dumps({}))
+        places.upload(complete / self.file, save.folder / self.file, written, save.limit, progress)
+        save.note("uploaded", save.rank).put(json.dumps({}))
 
     def complete(self, save: Save) -> None:
         """Give the checkpoint its name, once all files are in its folder."""
@@ -235,19 +253,19 @@ class Writer:
         self.notes(save, kinds[-1])
         for rank in range(save.world):
             for kind in kinds:
-                save.note(kind, rank).unlink()
-        directory = Path(save.final).parent
-        manifest.give_name(save.folder, Path(save.final))
+                save.note(kind, rank).remove()
+        directory = save.final.parent
+        manifest.give_name(save.folder, save.final)
         with contextlib.suppress(OSError):  # the checkpoint is complete without them
             on_disk.name_as_latest(directory, save.iteration)
             starts.keep_run(directory, save.facts.get("run_id"))
         self.tell("complete")
 
     def prune(self, save: Save) -> None:
-        """Remove what this checkpoint replaces, once it is complete or whole on the nodes' disks, from where a start can
+        """Remove the checkpoints that this one replaces, once it is complete or whole on the nodes' disks, from where a start can
         upload it; no rank and no other writer waits for that.
         """
-        directory, complete = Path(save.final).parent, (Path(save.final) / manifest.NAME).exists()
+        directory, complete = save.final.parent, exists(save.final / manifest.NAME)
         if not complete and not self.is_described(save):
             return
         newest = save.iteration if complete else save.iteration - 1  # this step may be tried again at once
@@ -256,7 +274,7 @@ class Writer:
             for old in on_disk.removable(directory, save.keep_last, save.keep_every, newest=save.iteration):
                 on_disk.remove(directory, old)
         if save.leads and save.local:
-            local = Path(save.local).parent
+            local = save.local_folder.parent
             manifest.remove_leftovers(local, newest)
             for old in iterations(local):
                 if old < save.iteration:
@@ -265,34 +283,36 @@ class Writer:
     @staticmethod
     def is_described(save: Save) -> bool:
         """Return whether all files of an unfinished checkpoint are whole on the nodes' disks, by its manifest."""
-        return save.local is not None and (save.folder / manifest.NAME).exists()
+        return save.local is not None and exists(save.folder / manifest.NAME)
 
-    def wait_for(self, save: Save, path: Path, content: bytes | None = None) -> bytes:
-        """Wait until another writer has made a file, with this content if it is given. Return its content.
+    def wait_for(self, save: Save, file: Place, content: bytes | None = None) -> bytes:
+        """Wait until another writer has made a file, with this content unless it is None. Return its content.
 
         Raises:
-            OSError: a writer has failed, or nothing came for `deadline` seconds.
+            OSError: a writer has failed, or the file is missing after `deadline` seconds.
         """
         since = looked = time.monotonic()
         while True:
             with contextlib.suppress(FileNotFoundError):
-                if (data := path.read_bytes()) and content in (None, data):
+                if (data := places.read(file)) and content in (None, data):
                     return data
             now = time.monotonic()
             if now - since > save.deadline:
-                raise OSError(f"{path} did not come within {save.deadline:g} s")
+                raise OSError(f"{file} did not come within {save.deadline:g} s")
             if now - looked > REPORT_SECONDS:
                 looked = now
-                if not save.folder.exists():
-                    raise OSError("rank 0 has given the save up")
-                for name in os.listdir(save.folder):
+                try:
+                    names = save.folder.list(sizes=False)
+                except FileNotFoundError:
+                    raise OSError("rank 0 has given the save up") from None
+                for name in names:
                     if name.startswith("failed_") and name.endswith(".json"):
-                        raise OSError(json.loads((save.folder / name).read_text()))
+                        raise OSError(json.loads(places.read(save.folder / name)))
             self.heed(POLL_SECONDS)
             self.tell_rarely("waiting")
 
     def notes(self, save: Save, kind: str) -> dict[str, dict]:
-        """Return what all ranks have noted under `kind`, once all have: their files with size and checksum.
+        """Return the notes of all ranks of this kind, once all have written one: their files with size and checksum.
 
         Raises:
             OSError: a rank has failed, or nothing has changed for `deadline` seconds.
@@ -303,17 +323,13 @@ class Writer:
             for rank in sorted(missing):
                 # opened, because a network file system shows new names to a reader that opens them
                 with contextlib.suppress(FileNotFoundError):
-                    files |= json.loads(save.note(kind, rank).read_text())
+                    files |= json.loads(places.read(save.note(kind, rank)))
                     missing.discard(rank)
                 with contextlib.suppress(FileNotFoundError):
-                    raise OSError(f"rank {rank}: {json.loads(save.note('failed', rank).read_text())}")
+                    raise OSError(f"rank {rank}: {json.loads(places.read(save.note('failed', rank)))}")
             if not missing:
                 return files
-            sizes = []
-            for file in sorted(os.scandir(save.folder), key=lambda entry: entry.name):
-                with contextlib.suppress(FileNotFoundError):  # a file that has just been given another name
-                    sizes.append((file.name, file.stat().st_size))
-            if sizes != seen:
+            if (sizes := save.folder.list()) != seen:
                 seen, since = sizes, time.monotonic()
             elif time.monotonic() - since > save.deadline:
                 ranks = ", ".join(map(str, sorted(missing)[:8]))
@@ -331,16 +347,13 @@ class Writer:
                 raise ValueError(f"the rank asks for {request['do']!r} during a save")
 
     def remove(self, save: Save) -> None:
-        """Remove what a failed save has left, rank 0 the folder, another rank its file; but not what a start can upload."""
+        """Remove the folder of a failed save, or its file on another rank than 0; but not files that a start can upload."""
         with contextlib.suppress(OSError):
             if self.is_described(save):
                 return
-            if save.local and save.leads:
-                shutil.rmtree(save.local, ignore_errors=True)
-            if save.rank == 0:
-                shutil.rmtree(save.folder)
-            else:
-                (save.folder / self.file).unlink()
+            if save.local_folder and save.leads:
+                save.local_folder.remove()
+            (save.folder if save.rank == 0 else save.folder / self.file).remove()
 
     def tell(self, state: str, **more) -> None:
         """Tell the rank about the save."""
@@ -355,17 +368,6 @@ class Writer:
         """Tell the rank how far the save is."""
         if time.monotonic() - self._reported > REPORT_SECONDS:
             self.tell(state, **more)
-
-
-def _explained(error: Exception, folder: Path) -> str:
-    """Return what went wrong with the space that is left, since a full disk has many faces."""
-    with contextlib.suppress(OSError):
-        while not folder.exists():
-            folder = folder.parent
-        room = os.statvfs(folder)
-        left = f"{room.f_bavail * room.f_frsize / 2**30:.1f} GiB and {room.f_favail} files are free in {folder}"
-        return f"{error} ({left})"
-    return str(error)
 
 
 def main(argv: list[str]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zaya_plugin.checkpoint import progress, reading
-from zaya_plugin.checkpoint.convert.beside import check_new, resolve
+from zaya_plugin.checkpoint.convert.model_folder import check_new, resolve
 from zaya_plugin.commands.parser import Option, Parser, option
 from zaya_plugin.commands.process import prepare_torch
 from zaya_plugin.ground.errors import mistake, of_the_machine

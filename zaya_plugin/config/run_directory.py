@@ -6,12 +6,14 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.schema import CheckpointConfig, Recipe
 from zaya_plugin.ground.errors import free_space, mistake
+from zaya_plugin.ground.whole_file import listing
 
 RECIPE, MANIFEST = "recipe.yaml", "manifest.json"
 # The folder of a checkpoint, and that of one that is being written, with the identity of the start that writes it.
@@ -49,36 +51,39 @@ def checkpoints_of(run_dir: str | os.PathLike) -> Path:
         return Path(run_dir) / CheckpointConfig.path  # no run, or one of an earlier version
 
 
-def iterations(directory: str | os.PathLike) -> list[int]:
+def iterations(directory) -> list[int]:
     """Return the iterations that have a folder with files in a directory of checkpoints, ascending, complete or not.
+
+    directory: a path, or a place of checkpoints (checkpoint/places.py), which lists itself.
 
     Raises:
         ValueError: the directory exists and cannot be read; treating it as empty would restart the run from its first step.
     """
-    return sorted(int(COMPLETE.fullmatch(path.name)[1]) for path in _folders(Path(directory), COMPLETE))
+    return sorted(int(COMPLETE.fullmatch(path.name)[1]) for path in _folders(directory, COMPLETE))
 
 
-def uploads(directory: str | os.PathLike) -> list[tuple[int, Path]]:
-    """Return the iterations whose manifest is written, but not yet all files of it, each with its folder, ascending."""
-    folders = _folders(Path(directory), UNFINISHED)
-    return sorted(
-        (int(UNFINISHED.fullmatch(path.name)[1]), path) for path in folders if os.path.isfile(path / MANIFEST)
-    )
+def uploads(directory) -> list[tuple[int, Any]]:
+    """Return the iterations whose manifest is written, but not yet all files of it, each with its folder, ascending.
+
+    directory: as of `iterations`.
+    """
+    folders = [path for path in _folders(directory, UNFINISHED) if _has_files(path, MANIFEST)]
+    return sorted(((int(UNFINISHED.fullmatch(path.name)[1]), path) for path in folders), key=lambda one: one[0])
 
 
-def has_checkpoint(directory: str | os.PathLike) -> bool:
+def has_checkpoint(directory) -> bool:
     """Return whether a directory has checkpoints, complete or not, or one whose upload can be finished."""
     return bool(iterations(directory) or uploads(directory))
 
 
-def is_checkpoint(path: Path) -> bool:
+def is_checkpoint(path) -> bool:
     """Return whether the name is that of a checkpoint's folder."""
     return COMPLETE.fullmatch(path.name) is not None
 
 
-def _folders(directory: Path, name: re.Pattern) -> list[Path]:
-    try:  # not glob(), which takes a directory that cannot be read for an empty one
-        folders = [Path(entry.path) for entry in os.scandir(directory) if name.fullmatch(entry.name) and entry.is_dir()]
+def _folders(directory, name: re.Pattern) -> list:
+    try:
+        names = _names(directory)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
@@ -88,14 +93,24 @@ def _folders(directory: Path, name: re.Pattern) -> list[Path]:
             allowed="a directory of checkpoints, or none",
             fix="make it readable again; nothing was started or changed",
         ) from error
-    return [path for path in folders if _has_files(path)]
+    return [
+        directory / one
+        for one, size in names.items()
+        if size is None and name.fullmatch(one) and _has_files(directory / one)
+    ]
 
 
-def _has_files(folder: Path) -> bool:
+def _names(folder) -> dict[str, int | None]:
+    return folder.list(sizes=False) if hasattr(folder, "list") else listing(folder, sizes=False)
+
+
+def _has_files(folder, name: str | None = None) -> bool:
+    """Return whether a folder has files, or the one with this name."""
     try:
-        return any(os.scandir(folder))
+        names = _names(folder)
     except OSError:  # it counts, and its check reports the damage
-        return True
+        return name is None
+    return bool(names) if name is None else name in names
 
 
 def check_resume(recipe: Recipe) -> None:

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 from zaya_plugin.config.run_directory import check_creatable
 from zaya_plugin.data.prepared import MANIFEST, Manifest, load_manifest
 from zaya_plugin.ground.errors import mistake
-from zaya_plugin.ground.output_lock import locked
+from zaya_plugin.ground.lock import locked
 from zaya_plugin.ground.whole_file import write_whole
 
 INPUT_FILES = "input files"
@@ -48,7 +48,7 @@ class Workspace:
         self.final = os.path.join(self.partial, "final")
 
     def locked(self) -> AbstractContextManager[None]:
-        """Hold the lock of the output; see ground/output_lock.py."""
+        """Hold the lock of the output; see ground/lock.py."""
         return locked(self.output, "preparing")
 
     def dataset(self, plan: dict, build: Callable[[], None]) -> tuple[Manifest, bool]:

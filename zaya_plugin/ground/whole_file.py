@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a file that appears whole or not at all."""
+"""Write a file that appears whole or not at all; list a folder that others change."""
 
+import contextlib
 import os
 
 
@@ -17,3 +18,14 @@ def write_whole(path: str | os.PathLike, content) -> None:
         if os.path.exists(temporary):
             os.unlink(temporary)
         raise
+
+
+def listing(folder: str | os.PathLike, sizes: bool = True) -> dict[str, int | None]:
+    """Return the names in a folder: bytes of a file (0 where `sizes` is false), None for a folder. Names that vanish
+    while it is read are left out.
+    """
+    names: dict[str, int | None] = {}
+    for entry in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):
+            names[entry.name] = None if entry.is_dir() else entry.stat().st_size if sizes else 0
+    return names

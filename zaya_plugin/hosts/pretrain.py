@@ -220,7 +220,7 @@ class Trainer(Adapter):
         self.clock = StepClock(on_device=recipe.cluster.device != "cpu")
         self.signal: AgreedSignal | None = None
         self.guard: LossGuard | None = None  # on the rank that reports
-        self.spiked = 0  # the first step of a loss spike, once the guard acts
+        self.spiked = 0  # the first step of a loss spike, once the guard asks to roll back
         self.rolls_back = recipe.guard.loss_spike == "roll_back"
 
     def check(self) -> None:
@@ -293,8 +293,9 @@ class Trainer(Adapter):
     def signal_handler(self, get_signal_handler: Callable) -> AgreedSignal:
         """Replaces Megatron's get_signal_handler."""
         if self.signal is None:
-            spiked = (lambda: self.spiked) if self.rolls_back else None
-            self.signal = AgreedSignal(get_signal_handler(), torch.cuda.current_device(), self.saved.saver, spiked)
+            self.signal = AgreedSignal(
+                get_signal_handler(), torch.cuda.current_device(), self.saved.saver, lambda: self.spiked
+            )
         return self.signal
 
     def finalize(self, *positional, **named):

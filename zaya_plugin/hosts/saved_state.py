@@ -18,10 +18,11 @@ from megatron.core.utils import unwrap_model
 from megatron.training import checkpointing, get_args
 from torch import Tensor
 
+from zaya_plugin.checkpoint import places
 from zaya_plugin.checkpoint.on_disk import MANIFEST_MARK
 from zaya_plugin.checkpoint.saver import BUSY, Saver
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.ground.errors import RunEndedError, free_space, message
+from zaya_plugin.ground.errors import RunEndedError, message
 from zaya_plugin.ground.parent_death import GRACE, GRACE_SECONDS
 from zaya_plugin.optim.sharding.distributed import WITHOUT_TENSORS, MuonDistributedOptimizer
 
@@ -104,7 +105,7 @@ class SavedState:
         call = iteration, model, optimizer, scheduler, flops, data_iterator
         at_interval = self.interval and iteration % self.interval == 0 and iteration != self.train_iters
         if at_interval and self.ends_at is None and not self.waits:
-            if self.saver.agreed_load == BUSY:
+            if self.saver.agreed_state == BUSY:
                 self._left_out = call
                 self.saver.report(
                     f"WARNING: no checkpoint at step {iteration}: the one before is still being written and needs "
@@ -180,14 +181,14 @@ class SavedState:
             self._start(*self._last)
             if not self._last_failed():
                 return
-        if self.saver.load == BUSY:
+        if self.saver.state == BUSY:
             self.saver.report("WARNING: the last checkpoint was not complete when the time was over")
         elif self.saver.failed == self._last[0]:
             raise RunEndedError(
                 message(
                     str(self.saver.directory),
                     problem=f"the last checkpoint, of step {self._last[0]}, was not written; a WARNING above has the "
-                    f"reason ({free_space(str(self.saver.directory))})",
+                    f"reason ({places.at(self.saver.directory).free()})",
                     fix="remove the cause, then the same command with resume=auto continues from the checkpoint before",
                 )
             )

@@ -15,8 +15,8 @@ from megatron.training import get_args, get_tokenizer
 from torch.utils.data import Dataset, Subset
 
 from zaya_plugin.checkpoint import on_disk, restore
+from zaya_plugin.checkpoint.convert.built_model import load_hf
 from zaya_plugin.checkpoint.convert.description import Description
-from zaya_plugin.checkpoint.convert.distributed import load_hf
 from zaya_plugin.checkpoint.convert.importing import open_source
 from zaya_plugin.config.schedule import sample_count
 from zaya_plugin.config.schema import Recipe

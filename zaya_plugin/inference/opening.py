@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.checkpoint.convert.beside import resolve
+from zaya_plugin.checkpoint.convert.model_folder import resolve
 from zaya_plugin.checkpoint.progress import bar
 from zaya_plugin.checkpoint.reading import Reading, begin
 from zaya_plugin.data.tokenizer import added_tokens
@@ -128,9 +128,9 @@ def open_model(options: argparse.Namespace, model: Path | Reading, needs_tokeniz
 
     from zaya_plugin.checkpoint import on_disk
     from zaya_plugin.checkpoint.convert import exporting
-    from zaya_plugin.checkpoint.convert.beside import token_ids
     from zaya_plugin.checkpoint.convert.importing import open_source
     from zaya_plugin.checkpoint.convert.loading import load_model
+    from zaya_plugin.checkpoint.convert.model_folder import token_ids
     from zaya_plugin.checkpoint.convert.tables import EMBEDDING
     from zaya_plugin.data.tokenizer import open_tokenizer, tokenizer_digest
 

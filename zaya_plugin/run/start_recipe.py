@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_plugin.checkpoint import manifest, on_disk
-from zaya_plugin.checkpoint.convert.beside import resolve
+from zaya_plugin.checkpoint.convert.model_folder import resolve
 from zaya_plugin.config.megatron_review import unchecked_lines
 from zaya_plugin.config.resume import changes, values_in
 from zaya_plugin.config.run_directory import checkpoint_path, has_checkpoint

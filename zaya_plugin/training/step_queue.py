@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from zaya_plugin.checkpoint.saver import Saver
+from zaya_plugin.checkpoint.saver import FREE, Saver
 from zaya_plugin.optim.chained import HostCopy
 from zaya_plugin.training import heartbeat
 from zaya_plugin.training.loss_guard import RollBackError
@@ -106,24 +107,37 @@ class StepClock:
         return event
 
 
+class StepMessage(NamedTuple):
+    """The numbers of a rank that all ranks agree on after each step, on the largest of each.
+
+    Attributes:
+        signal: 1 once a signal to end was received.
+        writer: the state of the process that writes the rank's checkpoints: FREE, BUSY or FAILED of saver.py.
+        spike: the first step of a loss spike because of which the run is to roll back, or 0.
+    """
+
+    signal: int
+    writer: int = FREE
+    spike: int = 0
+
+
 class AgreedSignal:
-    """Takes the place of Megatron's DistributedSignalHandler in its loop: all ranks agree on a signal to end, without a
+    """Takes the place of Megatron's DistributedSignalHandler in its loop: all ranks agree on a StepMessage, without a
     wait.
 
     Megatron gathers all ranks' flags after each step and reads them, which waits for all work of the device. Here the
     answer of the step before is read, which is on the host already. So a run ends one step later, and on all ranks at
-    the same step. The same message carries the state of the ranks' saves, and a guard's request to roll back.
+    the same step.
 
     Args:
         handler: Megatron's handler, installed.
         device: of the process group's collectives; on "cpu" the answer of the same step is read.
-        saver: its state is compared with those of all ranks, and it gets the result; or None.
-        spiked: returns the first step of a loss spike because of which the run is to roll back, or 0; None on all ranks
-            if no guard may roll back.
+        saver: states how its save stands, and gets the state of all ranks'; or None.
+        spiked: returns the message's `spike`; None if no guard may roll back.
 
     Attributes:
-        since: the time (monotonic) at which the signal was noticed here, or None: set once all ranks agree on the signal,
-            since decisions that follow from it have collectives.
+        since: the time (monotonic) at which the signal was noticed on this rank, or None: set once all ranks agree on the
+            signal, since decisions that follow from it have collectives.
     """
 
     def __init__(
@@ -131,7 +145,7 @@ class AgreedSignal:
         handler,
         device: torch.device | int | str,
         saver: Saver | None = None,
-        spiked: Callable[[], int] | None = None,
+        spiked: Callable[[], int] = lambda: 0,
     ):
         self.handler = handler
         self.device = torch.device(device)
@@ -147,25 +161,25 @@ class AgreedSignal:
         Raises:
             RollBackError: a guard of any rank requests it. It is raised on all ranks, before a save at this step.
         """
-        own = int(self.handler._signal_received)
-        if own and self._noticed is None:
+        received = int(self.handler._signal_received)
+        if received and self._noticed is None:
             self._noticed = time.monotonic()
-        load, saves = (0, 0) if self.saver is None else (self.saver.load, self.saver.count)
-        requests = [] if self.spiked is None else [self.spiked()]
-        flags = torch.cat(  # filled on the device: a copy from the host would wait
-            [torch.full((1,), flag, dtype=torch.int32, device=self.device) for flag in (own, load, *requests)]
+        writer, saves = (FREE, 0) if self.saver is None else (self.saver.state, self.saver.count)
+        own = StepMessage(received, writer, self.spiked())
+        numbers = torch.cat(  # filled on the device: a copy from the host would wait
+            [torch.full((1,), number, dtype=torch.int32, device=self.device) for number in own]
         )
-        torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
-        now = HostCopy([flags]), saves
+        torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX)
+        now = HostCopy([numbers]), saves
         before, self._before = self._before, now
         answer = now if self.device.type == "cpu" else before
         if answer is None:
             return [0]
-        signal, load, *agreed = answer[0].read()[0].tolist()
-        if any(agreed):
-            raise RollBackError("a guard asks to roll back", first_step=agreed[0])
+        agreed = StepMessage(*answer[0].read()[0].tolist())
+        if agreed.spike:
+            raise RollBackError("a guard requests a roll back", first_step=agreed.spike)
         if self.saver is not None and answer[1] == self.saver.count:  # else it is about the save before
-            self.saver.agreed(load)
-        if signal and self.since is None:
+            self.saver.agree(agreed.writer)
+        if agreed.signal and self.since is None:
             self.since = time.monotonic() if self._noticed is None else self._noticed
-        return [signal]
+        return [agreed.signal]

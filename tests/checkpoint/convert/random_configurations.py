@@ -142,7 +142,7 @@ def build(case: Case, config=None):
 
 def outcome(case: Case, folder: Path) -> str:
     """Return "exact", "folded" or "refused". Raises AssertionError for anything else."""
-    from zaya_plugin.checkpoint.convert.distributed import load_hf, save_hf
+    from zaya_plugin.checkpoint.convert.built_model import load_hf, save_hf
     from zaya_plugin.checkpoint.convert.importing import open_source
     from zaya_plugin.checkpoint.convert.values import whole
     from zaya_plugin.checkpoint.convert.verification import our_logits

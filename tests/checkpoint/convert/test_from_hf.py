@@ -56,7 +56,7 @@ def test_weights_of_another_model_are_refused_before_the_run(tmp_path, corpus):
     run = train(tmp_path / "run", corpus, *STILL, f"handover.from_hf={folder}", "model.kv_channels=16", check=False)
     assert run.code == 2 and "kv_channels 16 and 8. Fix: model.kv_channels=8." in run.output
     run = train(tmp_path / "run", corpus, *STILL, "handover.from_hf=no/such/place", check=False)
-    assert run.code == 2 and "handover.from_hf=no/such/place: is no folder" in run.output
+    assert run.code == 2 and "handover.from_hf=no/such/place: must be a folder or a name on the Hub" in run.output
     run = train(tmp_path / "run", corpus, f"handover.from_hf={folder}", "handover.from_run=other", check=False)
     assert run.code == 2 and "handover.from_run=other" in run.output
     assert "Traceback" not in run.output

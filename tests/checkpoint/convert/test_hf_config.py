@@ -239,7 +239,7 @@ def test_a_share_beside_rope_parameters_is_what_transformers_takes():
     assert "partial_rotary_factor=0.25 contradicts rope_parameters, whose 0.5 is taken" in note
     assert transformers.ZayaConfig(**values).rope_parameters["hybrid"]["partial_rotary_factor"] == 0.5
     del values["rope_parameters"]["hybrid"]["partial_rotary_factor"]  # transformers then takes 1, vLLM's class 0.25
-    with pytest.raises(ValueError, match=r"^config.json: rope_parameters=.*\(beside it: 0.25\)"):
+    with pytest.raises(ValueError, match=r"^config.json: rope_parameters=.*\(the outer value is 0.25\)"):
         read("native", values, TINY)
     del values["rope_parameters"]  # transformers then takes 0.5
     with pytest.raises(ValueError, match=r"^config.json: partial_rotary_factor=0.25: loaders read it differently"):

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from tests.checkpoint.convert.published import TINY, publish
-from zaya_plugin.checkpoint.convert.beside import resolve, token_ids, tokenizer_entries
 from zaya_plugin.checkpoint.convert.importing import import_model, open_source
+from zaya_plugin.checkpoint.convert.model_folder import resolve, token_ids, tokenizer_entries
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 
@@ -41,7 +41,7 @@ def test_what_the_cache_lacks_is_named(cache, name):
 
 @pytest.mark.parametrize("name", ["model", "a/b/c", "./model", "/model"])
 def test_what_is_neither_folder_nor_name(cache, name):
-    with pytest.raises(ValueError, match=f"^SOURCE={name}: is no folder"):
+    with pytest.raises(ValueError, match=f"^SOURCE={name}: must be a folder or a name on the Hub"):
         resolve(name)
 
 
@@ -68,7 +68,7 @@ def test_token_ids_and_entries(tmp_path):
     for text, problem in (
         ("{", "is not JSON"),
         ("[]", "is not a JSON object"),
-        ('{"added_tokens": [5]}', "is no tokeni"),
+        ('{"added_tokens": [5]}', "is not a valid tokenizer file"),
     ):
         (tmp_path / "tokenizer.json").write_text(text)
         with pytest.raises(ValueError, match=f"tokenizer.json: {problem}"):

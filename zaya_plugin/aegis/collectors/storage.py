@@ -13,7 +13,7 @@ from pathlib import Path
 
 from zaya_plugin.aegis.collectors.runner import Collector
 from zaya_plugin.aegis.diagnose.evidence import Evidence
-from zaya_plugin.checkpoint import manifest, on_disk
+from zaya_plugin.checkpoint import manifest, on_disk, places
 from zaya_plugin.ground.storage_probe import StorageProbe
 
 LATE = 1800.0  # seconds from the first file of a checkpoint; uploads to a slow file server take minutes
@@ -106,7 +106,7 @@ class Checkpoints(Collector):
 
     def __init__(self, node: str, directory: Path, stalled: Callable[[], bool] = lambda: False, late: float = LATE):
         super().__init__(node)
-        self.directory, self.stalled, self.late = directory, stalled, late
+        self.directory, self.stalled, self.late = places.at(directory), stalled, late
         self._known: set[int] | None = None
         self._begun: dict[str, float] = {}
         self._reported: set[str] = set()
@@ -121,9 +121,9 @@ class Checkpoints(Collector):
         return evidence + self._late(now)
 
     def _is_complete(self, step: int) -> bool:
-        return bool(self._known and step in self._known) or (self._folder(step) / manifest.NAME).is_file()
+        return bool(self._known and step in self._known) or on_disk.has_manifest(self._folder(step))
 
-    def _folder(self, step: int) -> Path:
+    def _folder(self, step: int) -> places.Place:
         return on_disk.folder(self.directory, step)
 
     def _saved(self, step: int, now: float) -> Evidence:
@@ -134,7 +134,7 @@ class Checkpoints(Collector):
 
     def _late(self, now: float) -> list[Evidence]:
         try:
-            names = [name for name in os.listdir(self.directory) if name.endswith(manifest.UNFINISHED)]
+            names = [name for name in places.names(self.directory) if name.endswith(manifest.UNFINISHED)]
         except OSError:
             names = []
         self._begun = {name: self._begun.get(name, now) for name in names}

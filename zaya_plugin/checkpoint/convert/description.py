@@ -86,7 +86,7 @@ class Description:
 
     @classmethod
     def of_recipe(cls, recipe, vocab_size: int) -> Description:
-        """Return the description of a recipe's model with so many rows of the embedding."""
+        """Return the description of a recipe's model with `vocab_size` rows of the embedding."""
         values = {name: get(recipe, path) for name, path in KEYS.items() if name in cls.__dataclass_fields__}
         return cls(**values, vocab_size=vocab_size).simplified()
 

@@ -17,9 +17,11 @@ import torch
 import xxhash
 
 from zaya_plugin import __version__
-from zaya_plugin.checkpoint import manifest, on_disk
+from zaya_plugin.checkpoint import manifest, on_disk, places
 from zaya_plugin.checkpoint.convert import hf_config, model_card, safetensors_files
-from zaya_plugin.checkpoint.convert.beside import (
+from zaya_plugin.checkpoint.convert.description import Description
+from zaya_plugin.checkpoint.convert.importing import TOKENIZER, check_rows
+from zaya_plugin.checkpoint.convert.model_folder import (
     CONFIG,
     adds_tokens,
     check_new,
@@ -27,10 +29,6 @@ from zaya_plugin.checkpoint.convert.beside import (
     token_ids,
     tokenizer_entries,
 )
-from zaya_plugin.checkpoint.convert.description import Description
-from zaya_plugin.checkpoint.convert.importing import TOKENIZER, check_rows
-from zaya_plugin.checkpoint.convert.journal import Journal, bytes_in
-from zaya_plugin.checkpoint.convert.reachable import skip_is_reachable
 from zaya_plugin.checkpoint.convert.safetensors_files import Written
 from zaya_plugin.checkpoint.convert.tables import (
     BIASES,
@@ -44,14 +42,16 @@ from zaya_plugin.checkpoint.convert.tables import (
     balancing_state,
     layers_of,
     rows,
+    skip_is_reachable,
 )
 from zaya_plugin.checkpoint.convert.torch_dist import CheckpointTensors
 from zaya_plugin.checkpoint.convert.values import Changed, OfLength, Values, Zeros, byte_blocks, whole
 from zaya_plugin.checkpoint.direct_file import DirectFiles
+from zaya_plugin.checkpoint.finished_files import FinishedFiles, bytes_in
 from zaya_plugin.checkpoint.reading import Reading
 from zaya_plugin.config.messages import check_transformers_has
 from zaya_plugin.ground.errors import check_space, mistake
-from zaya_plugin.ground.output_lock import locked
+from zaya_plugin.ground.lock import locked
 from zaya_plugin.ground.whole_file import write_whole
 
 RECORD = "zaya_export.json"  # the checksum of every tensor, and the checkpoint
@@ -62,7 +62,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint's model. tensors: by the names here; arguments: Megatron's, of the save; reading: holds its files."""
+    """A checkpoint's model. tensors: by this package's names; arguments: Megatron's, of the save; reading: holds its files."""
 
     folder: Path
     model: Description
@@ -85,7 +85,7 @@ class Trained:
 
     @property
     def tokenizer(self) -> str | None:
-        """Return the folder of the tokenizer: that beside an import, which may have been moved, else the run's."""
+        """Return the folder of the tokenizer: that of an import, which may have been moved, else the run's."""
         imported = self.folder.absolute().parent / TOKENIZER
         if self.imported and (imported / "tokenizer.json").is_file():
             return str(imported)
@@ -125,7 +125,7 @@ def open_checkpoint(checkpoint: Path | Reading) -> Trained:
 def checked(
     folder: Path, arguments: object, shapes: Mapping[str, tuple[int, ...]], values: Callable[[str], Values]
 ) -> Trained:
-    """Return the model that Megatron's arguments describe, whose tensors have `shapes` by the names here.
+    """Return the model that Megatron's arguments describe, whose tensors have `shapes` by this package's names.
 
     values: returns a tensor.
 
@@ -333,20 +333,20 @@ def export_model(
         unfinished = output.with_name(output.name + manifest.UNFINISHED)
         check_space(unfinished, size - bytes_in(unfinished))
         begins(size)
-        journal = Journal(unfinished, _identity(export, shard))
+        finished = FinishedFiles(unfinished, _identity(export, shard))
         groups = safetensors_files.shards(export.tensors, shard)
         names, files = safetensors_files.file_names(len(groups)), DirectFiles()
         for name, tensors in zip(names, groups, strict=True):
-            if name in journal.files:
+            if name in finished.files:
                 progress(sum(tensor.bytes for tensor in tensors))
                 continue
             checksums = safetensors_files.write_file(files, unfinished / name, tensors, progress)
-            journal.note(name, bytes=(unfinished / name).stat().st_size, tensors=checksums)
+            finished.note(name, bytes=(unfinished / name).stat().st_size, tensors=checksums)
         safetensors_files.write_index(unfinished, groups, names)
         config = hf_config.write(export.layout, export.trained.model, export.dtype)
         _write_json(unfinished / CONFIG, config)
         _copy_companions(export, unfinished)
-        checksums = {name: sum_ for file in names for name, sum_ in journal.files[file]["tensors"].items()}
+        checksums = {name: sum_ for file in names for name, sum_ in finished.files[file]["tensors"].items()}
         record = {
             "version": __version__,
             "layout": export.layout,
@@ -360,12 +360,12 @@ def export_model(
         }
         _write_json(unfinished / RECORD, record)
         (unfinished / model_card.NAME).write_text(model_card.text(export, config))
-        journal.end()
-        manifest.sync(unfinished)
+        finished.end()
+        places.sync(unfinished)
         if output.exists():
             output.rmdir()
         unfinished.rename(output)
-        manifest.sync(output.parent)
+        places.sync(output.parent)
         return output
 
 

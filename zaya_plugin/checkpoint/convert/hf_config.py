@@ -85,12 +85,12 @@ class _Fields:
         return value
 
     def token(self, name: str, several: bool = False) -> Any:
-        """Return the id of a token, or where there may be several a list of ids; raise for what is no whole number."""
+        """Return the id of a token, or or a list of ids where several are allowed; raise for other values."""
         value = self.get(name)
         ids = value if several and isinstance(value, list) else [value]
         if any(i is not None and type(i) is not int for i in ids):
             raise self.refuse(
-                name, "is no id of a token", "a whole number" + (", or a list of them" if several else "")
+                name, "must be the id of a token", "a whole number" + (", or a list of them" if several else "")
             )
         return value
 
@@ -110,7 +110,7 @@ class _Fields:
         for name, values in CONSTANTS.items():
             if name in self.values and self.get(name) not in values and self.values[name] is not None:
                 allowed = " or ".join(as_typed(value) for value in values)
-                raise self.refuse(name, "this model has no such part here", allowed)
+                raise self.refuse(name, "this model lacks that part", allowed)
 
     def rest(self) -> list[str]:
         """Return a note of each field that is left."""
@@ -193,10 +193,10 @@ def _native(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
             raise mistake("tensors", problem=f"native models always have {name}", allowed="all tensors of the layout")
     rope, notes = fields.get("rope_parameters", {}), []
     if not isinstance(rope, dict) or not isinstance(rope.get("hybrid", {}), dict):
-        raise fields.refuse("rope_parameters", "is no object", "hybrid: {rope_theta: ..., rope_type: default}")
+        raise fields.refuse("rope_parameters", "must be an object", "hybrid: {rope_theta: ..., rope_type: default}")
     for name, default in (("rope_theta", 5_000_000), ("partial_rotary_factor", 0.5)):
         if not rope and fields.get(name, default) != default:  # transformers ignores it, vLLM's class does not
-            raise fields.refuse(name, "loaders read it differently here", "rope_parameters: {hybrid: ...}")
+            raise fields.refuse(name, "loaders read this place in different ways", "rope_parameters: {hybrid: ...}")
     if not rope:
         notes.append(
             f"{fields.where}: rope_parameters is missing; transformers' default, a base of 5,000,000 and a share of 0.5, "
@@ -210,10 +210,8 @@ def _native(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     if "hybrid" not in rope and outer_share is not None:  # read by vLLM's class alone
         flat = {"partial_rotary_factor": outer_share} | flat
     hybrid = flat | rope.get("hybrid", {})
-    if hybrid.get("partial_rotary_factor") is None:  # transformers then takes 1, vLLM's class the field beside it
-        problem = (
-            f"has no partial_rotary_factor; loaders do not agree what it is then (beside it: {as_typed(outer_share)})"
-        )
+    if hybrid.get("partial_rotary_factor") is None:  # transformers then takes 1, vLLM's class the outer field
+        problem = f"lacks partial_rotary_factor, for which loaders take different defaults (the outer value is {as_typed(outer_share)})"
         raise fields.refuse("rope_parameters", problem, "hybrid: {partial_rotary_factor: ...}")
     if outer_share not in (None, hybrid["partial_rotary_factor"]):
         notes.append(
@@ -226,7 +224,7 @@ def _native(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     if hybrid or base is None:
         raise fields.refuse(
             "rope_parameters",
-            f"unknown: {sorted(hybrid)}" if hybrid else "has no rope_theta",
+            f"unknown: {sorted(hybrid)}" if hybrid else "lacks rope_theta",
             "rope_theta, rope_type, partial_rotary_factor",
         )
     return {

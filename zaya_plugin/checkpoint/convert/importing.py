@@ -16,7 +16,8 @@ import xxhash
 from zaya_plugin import __version__
 from zaya_plugin.checkpoint import manifest, on_disk
 from zaya_plugin.checkpoint.convert import hf_config, safetensors_files
-from zaya_plugin.checkpoint.convert.beside import (
+from zaya_plugin.checkpoint.convert.description import Description
+from zaya_plugin.checkpoint.convert.model_folder import (
     CONFIG,
     copy_companions,
     json_object,
@@ -24,9 +25,6 @@ from zaya_plugin.checkpoint.convert.beside import (
     token_ids,
     tokenizer_entries,
 )
-from zaya_plugin.checkpoint.convert.description import Description
-from zaya_plugin.checkpoint.convert.journal import bytes_in
-from zaya_plugin.checkpoint.convert.reachable import skip_is_reachable
 from zaya_plugin.checkpoint.convert.tables import (
     BIASES,
     EMBEDDING,
@@ -37,21 +35,23 @@ from zaya_plugin.checkpoint.convert.tables import (
     layers_of,
     recognise,
     sizes_of,
+    skip_is_reachable,
 )
 from zaya_plugin.checkpoint.convert.torch_dist import CheckpointWriter, Stored
 from zaya_plugin.checkpoint.convert.values import OfLength, Region, Values, Zeros, byte_blocks, whole
+from zaya_plugin.checkpoint.finished_files import bytes_in
 from zaya_plugin.config.run_directory import iterations
 from zaya_plugin.ground.errors import check_space, mistake
-from zaya_plugin.ground.output_lock import locked
+from zaya_plugin.ground.lock import locked
 
-TOKENIZER = "tokenizer"  # folder beside the iterations with the tokenizer and the settings of generation
+TOKENIZER = "tokenizer"  # folder next to the iterations with the tokenizer and the settings of generation
 
 
 @dataclass(frozen=True)
 class Source:
     """A published model, checked: every tensor is there once with its shape, and config.json fits.
 
-    name: the folder's, or that on the Hub; tensors: by the names here; notes: for the user.
+    name: the folder's, or that on the Hub; tensors: by this package's names; notes: for the user.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Source:
     notes: tuple[str, ...]
 
     def with_rows(self, rows: int) -> Source:
-        """Return the source with so many rows of the embedding: rows of padding are added as zeros, or left out.
+        """Return the source with `rows` rows of the embedding: rows of padding are added as zeros, or left out.
 
         Raises:
             ValueError: rows of the tokenizer's entries would be left out.
@@ -91,7 +91,7 @@ def open_source(
     """Return a published model.
 
     Args:
-        source, download: see beside.resolve.
+        source, download: see model_folder.resolve.
         fallback: the description of the recipe's model, for a folder without config.json (Primus writes none).
         name: what the user has given, where `source` is the folder that it was resolved to.
 
@@ -234,7 +234,7 @@ def _identity(source: Source) -> str:
 
 
 def _check_companions(source: Source) -> None:
-    """Raise ValueError if the files beside the weights are damaged, or the tokenizer is one of another model."""
+    """Raise ValueError if the files other than the weights are damaged, or the tokenizer is one of another model."""
     token_ids(source.folder)
     used = tokenizer_entries(source.folder)
     if used is not None and used > source.model.vocab_size:

@@ -25,7 +25,7 @@ def load_model(
     """Return the model in evaluation mode. Tensors are read one by one, so that memory holds the weights once.
 
     Args:
-        tensors: by the names here, as of an opened checkpoint or a published model.
+        tensors: by this package's names, as of an opened checkpoint or a published model.
         dtype: of the parameters; balancing biases stay fp32.
         progress: called with the elements of each tensor that is loaded.
     """

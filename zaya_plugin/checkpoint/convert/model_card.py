@@ -55,7 +55,7 @@ def text(export, config: dict) -> str:
 
 
 def add_verified(folder: Path, results: list[str]) -> None:
-    """Write what a verification found into the card of `folder`."""
+    """Write the results of a verification into the card of `folder`."""
     path = folder / NAME
     write_whole(
         path,

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's folder of safetensors files: found, indexed with every check that needs no values, and written.
+"""A model's folder of safetensors files: its tensors, with every check that needs no values, and its files written.
 
-The format is read and written here, not by its library, because tensors are passed through in pieces: eight bytes with
-the header's length, the header (JSON: name, dtype, shape, place), the values.
+The library reads the headers. This module reads the values, since those that the library maps into memory count as memory of the
+process, and a model of any size passes through little. It writes the files too, since the library takes all tensors of a
+file (5 GB) at once: eight bytes with the header's length, the header (JSON: name, dtype, shape, place), the values.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from zaya_plugin.checkpoint.convert.beside import json_object, without_weights
+from zaya_plugin.checkpoint.convert.model_folder import json_object, without_weights
 from zaya_plugin.checkpoint.convert.tables import check_once
 from zaya_plugin.checkpoint.convert.values import Region
 from zaya_plugin.checkpoint.direct_file import DirectFiles
@@ -26,7 +27,6 @@ from zaya_plugin.ground.whole_file import write_whole
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-LONGEST_HEADER = 100 * 2**20  # the format's own limit
 
 
 def tensors_of(folder: Path) -> dict[str, Region]:
@@ -53,7 +53,7 @@ def tensors_of(folder: Path) -> dict[str, Region]:
     if not files:
         raise without_weights(folder, "SOURCE")
     if missing := [name for name in files if not (folder / name).is_file()]:
-        problem = "is no file" if named is None else f"is missing, and {index.name} names it"
+        problem = "must be a file" if named is None else f"is missing, and {index.name} names it"
         raise _damaged(folder / missing[0], problem)
     regions = [(name, region) for file in files for name, region in header(folder / file).items()]
     check_once(name for name, _ in regions)
@@ -75,48 +75,32 @@ def _damaged(key: object, problem: str) -> ValueError:
 
 
 def header(path: Path) -> dict[str, Region]:
-    """Return the tensors of one safetensors file.
+    """Return the tensors of one safetensors file, whose header the library checks.
 
     Raises:
         ValueError: the file is malformed or shorter than its header states, or a tensor has an unsupported dtype.
     """
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(LONGEST_HEADER, size - 8):
-            raise _damaged(path, f"is no safetensors file, or is cut off at {size} bytes")
-        try:
-            entries = json_object(file.read(length), "header")
-            regions = {
-                name: _region(path, name, entry, 8 + length) for name, entry in entries.items() if name != METADATA
-            }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _damaged(path, f"has a malformed header ({error})") from error
-    end = 8 + length
-    for name, region in sorted(regions.items(), key=lambda item: item[1].offset):
-        if region.offset != end:
-            raise _damaged(path, f"the values of {name} overlap with others, or leave a gap")
-        end += prod(region.shape) * region.dtype.itemsize
-    if end != size:
-        raise _damaged(path, f"has {size} bytes, and its header states {end}")
-    return regions
-
-
-METADATA = "__metadata__"
-
-
-def _region(path: Path, name: str, entry: Mapping, start: int) -> Region:
-    if entry["dtype"] not in DTYPES:
-        raise ValueError(f"{name} has the dtype {entry['dtype']}; allowed are {', '.join(DTYPES)}")
-    (first, last), shape = entry["data_offsets"], tuple(entry["shape"])
-    if any(type(number) is not int or number < 0 for number in (first, last, *shape)):
-        raise ValueError(
-            f"the shape or the place of {name} holds {[first, last, *shape]}, not whole numbers of 0 or more"
-        )
-    region = Region(path, start + first, DTYPES[entry["dtype"]], shape)
-    if last - first != prod(shape) * region.dtype.itemsize:
-        raise ValueError(f"{name} has {last - first} bytes for the shape {list(shape)} in {entry['dtype']}")
-    return region
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        fix = "pip install safetensors"
+        raise mistake(str(path), problem="reading it requires the package safetensors", fix=fix) from None
+    size, described = path.stat().st_size, []
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.offset_keys():
+                tensor = file.get_slice(name)
+                described.append((name, tensor.get_dtype(), tuple(tensor.get_shape())))
+    except SafetensorError as error:
+        raise _damaged(path, f"is not a valid safetensors file of {size} bytes ({error})") from error
+    if unknown := [(name, dtype) for name, dtype, _ in described if dtype not in DTYPES]:
+        name, dtype = unknown[0]
+        raise _damaged(path, f"{name} has the dtype {dtype}; allowed are {', '.join(DTYPES)}")
+    regions, end = {}, size
+    for name, dtype, shape in reversed(described):  # without gaps, up to the end of the file
+        end -= prod(shape) * DTYPES[dtype].itemsize
+        regions[name] = Region(path, end, DTYPES[dtype], shape)
+    return dict(reversed(regions.items()))
 
 
 @dataclass(frozen=True)
@@ -155,7 +139,7 @@ def write_file(
     files: DirectFiles, path: Path, tensors: list[Written], progress: Callable[[int], None]
 ) -> dict[str, str]:
     """Write one file, durable before it has its name, and return the checksum of every tensor's values."""
-    entries: dict[str, dict] = {METADATA: {"format": "pt"}}  # transformers requires it
+    entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     offset = 0
     for tensor in tensors:
         place = [offset, offset + tensor.bytes]
@@ -175,7 +159,7 @@ def write_file(
                 progress(len(block))
             checksums[tensor.name] = digest.hexdigest()
 
-    written = files.write_parts(part, content(), checksum=False)["bytes"]
+    written = files.write(part, content(), checksum=False)["bytes"]
     if written != 8 + len(head) + offset:
         raise ValueError(f"{part} has {written} bytes, and {8 + len(head) + offset} were to be written")
     part.rename(path)

@@ -33,7 +33,7 @@ def _merge(ours: str, native: str, legacy: str) -> Iterator[tuple[str, str, str,
             yield f"{ours}.{our_name}_{part}", f"{native}.{their_name}_{part}", f"{legacy}.{their_name}_{part}", "h"
 
 
-# (here, native, legacy, shape of the tensor here). {l}: layer; {e}: expert, whose matrices native stacks; {a} and {m}:
+# (this package, native, legacy, shape of this package's tensor). {l}: layer; {e}: expert, whose matrices native stacks; {a} and {m}:
 # the attention and the MoE stage of the layer; {next}: the module that consumes the layer's output, which in legacy
 # owns the merge. Letters of shapes: Description.sizes.
 TABLE: tuple[tuple[str, str, str, str], ...] = (
@@ -98,7 +98,7 @@ TABLE: tuple[tuple[str, str, str, str], ...] = (
 TEMPERATURE, EDA_SCALE, BIASES = _CCA + "temperature", _ROUTER + "router_states_scale", _ROUTER + "balancing_biases"
 DOWN_PROJECTION = (_ROUTER + "down_proj.weight", _ROUTER + "down_proj.bias")
 EMBEDDING = "embedding.word_embeddings.weight"
-TIED_HEAD = "lm_head.weight"  # some files hold it beside the embedding, which it equals; never written
+TIED_HEAD = "lm_head.weight"  # some files hold it, equal to the embedding; never written
 
 # State of the balancing optimizer, which no layout holds: dropped on export, zero after import.
 BALANCING_STATE: tuple[tuple[str, str, str], ...] = (
@@ -110,7 +110,7 @@ BALANCING_STATE: tuple[tuple[str, str, str], ...] = (
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor of a layout. ours: its tensors here, several if they are stacked along a new first dimension."""
+    """One tensor of a layout. ours: this package's tensors, several if they are stacked along a new first dimension."""
 
     name: str
     shape: tuple[int, ...]
@@ -119,7 +119,7 @@ class Row:
 
     @property
     def part(self) -> tuple[int, ...]:
-        """Shape of each tensor here."""
+        """Shape of each tensor of this package."""
         return self.shape[1:] if self.stacked else self.shape
 
 
@@ -142,9 +142,9 @@ LAYOUTS: dict[str, tuple[int, Callable[[str], str]]] = {
     "primus": (2, _as_primus),
 }
 WRITTEN = ("native", "legacy")
-# What loaders of a layout compute for a token that chooses the skip class.
+# The output of the skip class in the loaders of a layout.
 SKIP_OUTPUT = {"native": "zero", "legacy": "identity", "smoe": "identity", "primus": "identity"}
-# What a file of a layout may hold beside the model: Primus' port gives the first MoE stage a scale that it does not use,
+# Further tensors that a file of a layout may hold: Primus' port gives the first MoE stage a scale that it does not use,
 # and stores its balancing optimizer.
 _EXTRA_TENSORS = {
     "primus": re.compile(
@@ -328,3 +328,13 @@ def check_once(names: Iterable[str]) -> None:
     """Raise ValueError if a name comes twice."""
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise mistake(twice[0], problem=f"{len(twice)} tensors are in more than one file", allowed="one file a tensor")
+
+
+def skip_is_reachable(biases) -> bool:
+    """Return whether some token may choose the skip class, the last entry of `biases`, of at least two.
+
+    The router takes the largest p + bias. With p of the skip class at most 1 and all others at least 0, the class never
+    wins if 1 + its bias is at most the largest of the others.
+    """
+    biases = biases.float()
+    return not bool(1 + biases[-1] <= biases[:-1].max())

@@ -14,12 +14,12 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from zaya_plugin.checkpoint import manifest, on_disk, reading
-from zaya_plugin.checkpoint.convert.journal import Journal
 from zaya_plugin.checkpoint.convert.values import Boxes, Region
-from zaya_plugin.checkpoint.direct_file import DirectFiles
-from zaya_plugin.checkpoint.index import COMMON, FORMAT, Entry, index
+from zaya_plugin.checkpoint.finished_files import FinishedFiles
+from zaya_plugin.checkpoint.places import at
+from zaya_plugin.checkpoint.rank_file import COMMON, FORMAT, Entry, index, saved
 from zaya_plugin.checkpoint.stored_boxes import Archive, values_of
-from zaya_plugin.checkpoint.stored_tensor import around, saved
+from zaya_plugin.checkpoint.stored_tensor import around
 from zaya_plugin.ground.errors import mistake
 
 
@@ -29,7 +29,7 @@ class CheckpointTensors:
     checkpoint: its folder, or as `reading.begin` returns it.
 
     Raises:
-        ValueError: files are missing or damaged, or the folder is no checkpoint.
+        ValueError: files are missing or damaged, or the folder is not a checkpoint.
     """
 
     def __init__(self, checkpoint: Path | reading.Reading):
@@ -94,19 +94,18 @@ class Stored:
 
 
 class CheckpointWriter:
-    """Writes a checkpoint of iteration 0, file by file. What a killed import has written is not written again.
+    """Writes a checkpoint of iteration 0, file by file. Files that a killed import has finished are kept.
 
     Args:
         directory: of the iterations, as a run's `checkpoints` is.
-        origin: identifies what is imported; a folder that was begun with another origin is begun anew.
+        origin: identifies what is imported; the files of another origin are removed.
     """
 
     def __init__(self, directory: Path, origin: str):
         self.final = on_disk.folder(directory, 0)
         self.unfinished = self.final.with_name(self.final.name + manifest.UNFINISHED)
-        self.journal = Journal(self.unfinished, origin)
+        self.finished = FinishedFiles(self.unfinished, origin)
         self.entries: list[Entry] = []
-        self.direct = DirectFiles()
 
     def write(self, tensors: list[Stored], progress: Callable[[int], None]) -> None:
         """Write the next file, unless an earlier import has."""
@@ -116,18 +115,18 @@ class CheckpointWriter:
             entry = Entry(tensor.key, name, length, tensor.length, tensor.dtype, place, tensor.shape, tensor.shape)
             self.entries.append(entry)
             length += tensor.length
-        if name in self.journal.files:
+        if name in self.finished.files:
             progress(length)
             return
         part = self.unfinished / (name + ".part")
-        written = self.direct.write_parts(part, (data for tensor in tensors for data in tensor.content()), progress)
+        written = at(part).write((data for tensor in tensors for data in tensor.content()), progress, direct=True)
         if written["bytes"] != length:
             raise ValueError(f"{part} has {written['bytes']} bytes, and {length} were to be written")
         part.rename(self.unfinished / name)
-        self.journal.note(name, **written)
+        self.finished.note(name, **written)
 
     def finish(self, arguments: Mapping, **facts) -> Path:
-        """Write the index, what Megatron stores beside tensors, and the manifest; give the folder its name."""
+        """Write the index, Megatron's arguments and progress, and the manifest; give the folder its name."""
         common = {
             "args": argparse.Namespace(**arguments),
             "checkpoint_version": 3.0,
@@ -135,13 +134,13 @@ class CheckpointWriter:
             "num_floating_point_operations_so_far": 0.0,
             "content_metadata": {"distrib_optim_sharding_type": "fully_reshardable", on_disk.MANIFEST_MARK: True},
         }
-        name, data = f"__{len(self.journal.files)}_0.distcp", saved([common])
+        name, data = f"__{len(self.finished.files)}_0.distcp", saved([common])
         self.entries.append(Entry(COMMON, name, 0, len(data)))
-        files = dict(self.journal.files)
+        files = dict(self.finished.files)
         content = {name: data, on_disk.INDEX: index(self.entries, ()), on_disk.FORMAT: FORMAT.encode()}
         for file, written in content.items():
-            files[file] = manifest.write_parts(self.unfinished / file, [written])
-        self.journal.end()
+            files[file] = at(self.unfinished / file).write([written])
+        self.finished.end()
         manifest.commit(self.unfinished, self.final, files, **facts)
         on_disk.name_as_latest(self.final.parent, 0)
         return self.final

@@ -38,7 +38,7 @@ def verify(export: exporting.Export, folder: Path, progress: Callable[[int], Non
             *lines,
             f"Logits were not compared: the model takes {needed / 2**30:.1f} GiB in fp32, more than is free.",
         ]
-    # What the files hold before rounding differs from them: both sides get the values as they were written.
+    # The checkpoint's values differ from the files' by rounding: both sides get the values as they were written.
     order = exporting.ordered(export.layout, export.trained.model)
     written = {name: tensor.dtype for row, tensor in zip(order, export.tensors, strict=True) for name in row.ours}
     rounded = {name: _Rounded(values, written[name]) for name, values in export.trained.tensors.items()}

@@ -109,7 +109,7 @@ def load_hf(model: nn.Module | Sequence[nn.Module], source: str | Path | Source)
     if different := mine.differences(theirs):
         raise mistake(
             str(published.name),
-            problem=f"holds another model (here and there): {different}",
+            problem=f"holds another model (built and published): {different}",
             allowed="a model of this configuration",
         )
     base = getattr(chunks[0], "rotary_base", theirs.rotary_base)
@@ -125,7 +125,7 @@ def load_hf(model: nn.Module | Sequence[nn.Module], source: str | Path | Source)
         if shapes.get(tensor.key) != tuple(tensor.global_shape):
             raise mistake(
                 tensor.key,
-                problem=f"has the shape {list(tensor.global_shape)} here, and {shapes.get(tensor.key)} there",
+                problem=f"the built model has the shape {list(tensor.global_shape)}, the published one {shapes.get(tensor.key)}",
             )
     for tensor in sharded:
         if tensor.key not in shapes:

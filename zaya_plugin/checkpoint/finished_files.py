@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which files of an unfinished folder are whole, so that work that was killed continues behind them. Imports no torch."""
+"""The whole files of an unfinished folder, so that a killed command continues behind them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def bytes_in(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*") if path.is_file())
 
 
-class Journal:
+class FinishedFiles:
     """A folder that is being written.
 
     Args:
-        folder: made if it is missing; what is in it and not noted for this `origin` is removed.
+        folder: made if it is missing; files in it that are not noted for this `origin` are removed.
         origin: identifies the work; notes of other work do not count.
 
     Attributes:
-        files: name -> what was noted of the file, `bytes` among it.
+        files: name -> the facts of the file, `bytes` among them.
     """
 
     def __init__(self, folder: Path, origin: str):
@@ -38,7 +38,7 @@ class Journal:
             if noted["origin"] == origin:
                 self.files = {name: file for name, file in noted["files"].items() if self._size(name) == file["bytes"]}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            pass  # there is none, or a full disk has cut it off
+            pass  # it does not exist, or a full disk has cut it off
         for path in folder.iterdir():
             if path.name not in (*self.files, NAME):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

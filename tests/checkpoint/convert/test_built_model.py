@@ -38,7 +38,7 @@ def test_another_model_is_refused_before_a_weight_changes(tmp_path):
     model = build_zaya_model(config, **rest)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items() if tensor is not None}
     with pytest.raises(
-        ValueError, match=r"holds another model \(here and there\): router_norm_epsilon 0.0001 and None"
+        ValueError, match=r"holds another model \(built and published\): router_norm_epsilon 0.0001 and None"
     ):
         load_hf(model, folder)
     config.router_norm_epsilon = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A published model's folder, and the files in it beside the weights: the tokenizer, its chat template, the settings of
+"""A published model's folder, and its files other than the weights: the tokenizer, its chat template, the settings of
 generation. Imports no torch.
 """
 
@@ -15,7 +15,7 @@ from zaya_plugin.ground.hub import unreachable
 from zaya_plugin.ground.whole_file import write_whole
 
 CONFIG = "config.json"
-# Files beside the weights that belong to a model: what a tokenizer's `save_pretrained` writes, with the vocabulary in
+# Files of a model other than its weights: what a tokenizer's `save_pretrained` writes, with the vocabulary in
 # the form of its class, its code and all chat templates; the settings of generation; the licence. A list, since a folder
 # may hold weights in other formats too.
 COMPANION_FILES = (
@@ -59,7 +59,10 @@ def resolve(source: str, *, download: bool = True, key: str = "SOURCE") -> Path:
     name, _, revision = source.partition("@")
     if name.count("/") != 1 or name.startswith((".", "/")):
         raise mistake(
-            key, source, problem="is no folder", allowed="a folder, or a name on the Hub such as Zyphra/ZAYA1-base"
+            key,
+            source,
+            problem="must be a folder or a name on the Hub",
+            allowed="a folder, or a name on the Hub such as Zyphra/ZAYA1-base",
         )
     from huggingface_hub import snapshot_download
 
@@ -99,7 +102,7 @@ def check_new(output: Path) -> None:
 
 
 def copy_companions(source: Path, target: Path, special_tokens: bool = True) -> None:
-    """Copy the files beside the weights from the folder `source` to the folder `target`, which is made if there are any.
+    """Copy the files other than the weights from the folder `source` to the folder `target`, which is made if there are any.
 
     special_tokens: False takes from the tokenizer what adds tokens to every text.
     """
@@ -188,10 +191,10 @@ def _vocabulary(folder: Path) -> dict[str, int]:
             entries = {token: index for index, (token, _) in enumerate(entries)}
         vocabulary = entries | {token["content"]: token["id"] for token in content.get("added_tokens", ())}
         if wrong := next((token for token, index in vocabulary.items() if type(index) is not int or index < 0), None):
-            raise ValueError(f"{wrong!r} has no number")
+            raise ValueError(f"{wrong!r} must have a number")
         return vocabulary
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise mistake(str(folder / "tokenizer.json"), problem=f"is no tokenizer's file ({error!r})") from error
+        raise mistake(str(folder / "tokenizer.json"), problem=f"is not a valid tokenizer file ({error!r})") from error
 
 
 def _json(path: Path) -> dict[str, Any]:

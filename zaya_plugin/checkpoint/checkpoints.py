@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of a training loop of your own:
+
+    checkpoints = Checkpoints("/shared/run/checkpoints")
+    checkpoints.save(100, state)               # returns once the tensors are copied; a process writes them
+    newest = checkpoints.newest()              # 100, once it is complete
+    state = checkpoints.load(newest, state)    # compares the checksums, and reads with Megatron's loader
+
+`state` is Megatron's sharded state, as `model.sharded_state_dict()` returns it. `zaya train` uses the parts itself: saver.py,
+on_disk.py and restore.py.
+"""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+from pathlib import Path
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+from zaya_plugin.checkpoint import manifest, on_disk, places, restore
+from zaya_plugin.checkpoint.places import Place
+from zaya_plugin.checkpoint.saver import Saver
+from zaya_plugin.ground.errors import mistake
+
+
+class Checkpoints:
+    """The checkpoints at a place, of all ranks of torch.distributed.
+
+    options: of `Saver`, such as keep_last.
+    """
+
+    def __init__(self, place: Place | str | Path, **options):
+        self.place, self.options = places.at(place), options
+        self._saver: Saver | None = None
+
+    def save(self, iteration: int, state: dict, facts: dict | None = None) -> None:
+        """Start a checkpoint, after the one before has ended. The first call is a collective and plans the files: later
+        states must have the same tensors, changed in place. facts: about the run, for the manifest.
+        """
+        if self._saver is None:
+            world = torch.distributed.get_world_size()
+            self._saver = Saver(self.place, torch.distributed.get_rank(), world, **self.options)
+            self._saver.generation = restore.on_rank_0(lambda: secrets.token_hex(4))
+            on_device = any(
+                getattr(value.data, "is_cuda", False) for value in nested_values(state) if hasattr(value, "data")
+            )
+            self._saver.prepare(dict(state), pin=on_device)
+        self._saver.wait()
+        self._saver.save(iteration, dict(state), facts or {})
+
+    def wait(self) -> bool:
+        """Wait for the save in flight. Return whether no save has failed on this rank."""
+        return self._saver is None or self._saver.wait() and self._saver.failed is None
+
+    def newest(self) -> int | None:
+        """Return the iteration of the newest complete checkpoint; None: the place has no checkpoint."""
+        return on_disk.latest(self.place)[0]
+
+    def load(self, iteration: int, state: dict) -> dict:
+        """Return `state` with the values of a checkpoint. A storage without paths is copied to this machine first.
+
+        Raises:
+            ValueError: a file of the checkpoint is missing or damaged.
+        """
+        folder = on_disk.folder(self.place, iteration)
+        if wrong := manifest.problems(folder) or manifest.damaged(folder):
+            raise mistake(str(folder), problem="; ".join(wrong), allowed="an intact checkpoint")
+        if folder.path is not None:
+            return dist_checkpointing.load(state, str(folder.path))
+        with tempfile.TemporaryDirectory() as copied:
+            for name in folder.list():
+                places.copy(folder / name, places.at(copied) / name)
+            return dist_checkpointing.load(state, copied)
+
+    def close(self) -> None:
+        """Wait for the save in flight and end the writer."""
+        if self._saver is not None:
+            self._saver.wait()
+            self._saver.close()
