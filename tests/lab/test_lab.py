@@ -178,7 +178,8 @@ def test_everything_that_a_lab_started_is_ended(tmp_path):
         process = subprocess.Popen(words, env=environment, start_new_session=True)
         while len(nodes.processes()) < 2:
             pass
-    assert process.wait(60) == -9 and not nodes.processes()
+    process.wait(60)  # the code is lost: the lab has reaped it
+    assert not nodes.processes()
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import _pop_mode_temporarily
 
 from zaya_plugin.model.decode_state import DecodeState, Progress
+from zaya_plugin.model.gpt_model import embedded
 
 ROOM = 256  # stored tokens are allocated, and read by a step, in this many times a power of two
 
@@ -121,7 +122,7 @@ class Decoder:
     def _run(self, tokens: Tensor, positions: Tensor, states: Sequence[DecodeState | None]) -> Tensor:
         """tokens int64 [b, s], positions int64 [s, 1 or b] -> hidden states [s, b, h] behind the final norm."""
         model, context = self.model, None
-        hidden = model.embedding(tokens, None)
+        hidden = embedded(model.embedding, tokens, marks_main_grad=False)
         angles = model.rotary_pos_emb.of_positions(positions)
         for layer, state in zip(model.decoder.layers, states, strict=True):
             hidden, context = layer(

@@ -242,7 +242,9 @@ def test_a_share_beside_rope_parameters_is_what_transformers_takes():
     with pytest.raises(ValueError, match=r"^config.json: rope_parameters=.*\(the outer value is 0.25\)"):
         read("native", values, TINY)
     del values["rope_parameters"]  # transformers then takes 0.5
-    with pytest.raises(ValueError, match=r"^config.json: partial_rotary_factor=0.25: loaders read it differently"):
+    with pytest.raises(
+        ValueError, match=r"^config.json: partial_rotary_factor=0.25: loaders read this place in different ways"
+    ):
         read("native", values, TINY)
     model, (note,) = read("native", values | {"partial_rotary_factor": 0.5}, TINY)
     assert model.rotary_percent == 0.5 and "a share of 0.5" in note
