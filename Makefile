@@ -21,7 +21,7 @@ DEMO_DATA = $(BIN)/zaya data prepare --input stdlib --output data/stdlib --train
 DEMO_TRAIN = $(BIN)/zaya train experiment=cpu_demo run_dir=$(RUN_DIR)
 
 # `make check`: what a change of a formula, a key or a message breaks first.
-CHECK_TESTS := tests/model tests/optim tests/config tests/cli tests/packaging/test_import_rules.py tests/packaging/test_project_text.py
+CHECK_TESTS := tests/model tests/optim tests/config tests/cli tests/commands tests/packaging/test_import_rules.py tests/packaging/test_project_text.py
 
 .PHONY: help setup tools demo check test test-all test-core16 test-gpu lab lint clean distclean
 

@@ -70,7 +70,9 @@ def test_the_check_before_the_first_use_accepts_it(backend):
     device = torch.device("cuda", torch.cuda.current_device())
     for form in ("whole", "chunks"):
         versions = core_attention(backend, form, torch.bfloat16, 8, 2, 128, False).running(device)
-        assert [version for version in versions if version != "blocks"] == [backend]
+        # cuDNN computes chunks in blocks alone; a call that does not fit them is sdpa's, with a warning.
+        others = "sdpa" if (form, backend) == ("chunks", "cudnn") else backend
+        assert [version for version in versions if version != "blocks"] == [others]
 
 
 def test_auto_takes_the_fastest_that_was_measured():

@@ -68,9 +68,9 @@ def test_against_fp64(chosen, case):
 
 def test_the_self_check_passes(chosen):
     mine = [each for each in all_operators() if each.folder == "rms_norm"]
-    assert len(mine) == 8
+    assert len(mine) == 2  # forward and backward
     found = warm_up(DEVICE, mine)
-    assert [found[each.name].split()[0] for each in mine] == [chosen] * 8
+    assert [found[each.name].split()[0] for each in mine] == [chosen] * 2
     assert all(set(each.results.values()) == {"passed"} for each in mine)
 
 
