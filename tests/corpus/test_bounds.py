@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes on the command line of `zaya data` are checked first, and broken files are one message; ranges of numbers are
-tested by tests/cli/test_option_ranges.py.
+tested by tests/commands/test_option_ranges.py.
 """
 
 import numpy as np

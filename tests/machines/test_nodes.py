@@ -192,6 +192,8 @@ def test_two_nodes_of_this_machine_for_real(tmp_path, capsys):
         (["--nodes", "--min", "gemm"], "--min: 'gemm' is not a figure: gemm_tflops, "),
         (["--nodes", "--launcher", "ssh '{node}"], "cannot be read (No closing quotation)"),
         (["--min", "rails=8"], "--min: requires --nodes. Fix: zaya verify --nodes --output "),
+        (["--slower", "0"], "--slower: requires --nodes. Fix: "),
+        (["--nodes", "n1", "--bundle", "runs/mine"], "--bundle=runs/mine: packs the record of this node"),
     ],
 )
 def test_mistakes_of_the_user(tmp_path, capsys, monkeypatch, words, says):

@@ -26,7 +26,7 @@ FRAGILE = (
     "run/test_launch.py",
     "run/test_megatron_check.py",
     "training/test_metrics.py",
-    "verify/test_worker.py",
+    "machines/test_check_process.py",
 )
 BUSY = "while True: pass"
 

@@ -12,6 +12,7 @@ on_disk.py and restore.py.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import tempfile
 from pathlib import Path
@@ -36,9 +37,12 @@ class Checkpoints:
         self.place, self.options = places.at(place), options
         self._saver: Saver | None = None
 
-    def save(self, iteration: int, state: dict, facts: dict | None = None) -> None:
+    def save(self, iteration: int, state: dict, facts: dict | None = None) -> bool:
         """Start a checkpoint, after the one before has ended. The first call is a collective and plans the files: later
         states must have the same tensors, changed in place. facts: about the run, for the manifest.
+
+        Returns:
+            whether no earlier save has failed on this rank.
         """
         if self._saver is None:
             world = torch.distributed.get_world_size()
@@ -48,8 +52,9 @@ class Checkpoints:
                 getattr(value.data, "is_cuda", False) for value in nested_values(state) if hasattr(value, "data")
             )
             self._saver.prepare(dict(state), pin=on_device)
-        self._saver.wait()
+        sound = self.wait()
         self._saver.save(iteration, dict(state), facts or {})
+        return sound
 
     def wait(self) -> bool:
         """Wait for the save in flight. Return whether no save has failed on this rank."""
@@ -60,20 +65,22 @@ class Checkpoints:
         return on_disk.latest(self.place)[0]
 
     def load(self, iteration: int, state: dict) -> dict:
-        """Return `state` with the values of a checkpoint. A storage without paths is copied to this machine first.
+        """Return `state` with the values of a checkpoint, a collective; rank 0 compares the checksums. A storage without
+        paths is copied to this machine first.
 
         Raises:
             ValueError: a file of the checkpoint is missing or damaged.
         """
         folder = on_disk.folder(self.place, iteration)
-        if wrong := manifest.problems(folder) or manifest.damaged(folder):
-            raise mistake(str(folder), problem="; ".join(wrong), allowed="an intact checkpoint")
-        if folder.path is not None:
-            return dist_checkpointing.load(state, str(folder.path))
-        with tempfile.TemporaryDirectory() as copied:
-            for name in folder.list():
-                places.copy(folder / name, places.at(copied) / name)
-            return dist_checkpointing.load(state, copied)
+        with manifest.hold(folder) or contextlib.nullcontext():  # not removed meanwhile
+            if wrong := restore.on_rank_0(lambda: manifest.problems(folder) or manifest.damaged(folder)):
+                raise mistake(str(folder), problem="; ".join(wrong), allowed="an intact checkpoint")
+            if folder.path is not None:
+                return dist_checkpointing.load(state, str(folder.path))
+            with tempfile.TemporaryDirectory() as copied:
+                for name in folder.list():
+                    places.copy(folder / name, places.at(copied) / name)
+                return dist_checkpointing.load(state, copied)
 
     def close(self) -> None:
         """Wait for the save in flight and end the writer."""

@@ -148,8 +148,11 @@ def verify() -> Parser:
 
 
 def _verify(options: argparse.Namespace) -> int:
+    if options.nodes is not None and options.bundle is not None:
+        raise mistake("--bundle", options.bundle, problem="packs the record of this node", fix="leave --nodes out")
     for name in ("launcher", "min", "slower", "seconds", "dry_run"):
-        if options.nodes is None and getattr(options, name):
+        value = getattr(options, name)
+        if options.nodes is None and value is not None and value is not False and value != []:
             fix = options.command.replace("zaya verify", "zaya verify --nodes", 1)
             raise mistake(f"--{name.replace('_', '-')}", problem="requires --nodes", fix=fix)
     checks = chosen(options.only, NODES if options.nodes else VERIFY)

@@ -91,9 +91,13 @@ class Parser(argparse.ArgumentParser):
         for word in typed:
             name, equals, value = word.partition("=")
             if present := RENAMED.get(f"{self.prog} {name}"):
-                raise mistake(name, problem="has another name now", fix=f"{present}{equals}{value}")
+                raise mistake(
+                    name,
+                    problem="has another name now",
+                    fix=f"{present}{equals}{value}" if present.startswith("--") else present,
+                )
         words = [f"{word}={self.bare[word]}" if word in self.bare else word for word in typed]
-        if self.takes_recipe:
+        if self.takes_recipe and (any(map(_is_override, words)) or not self.takes_datasets):
             words = with_search_path(words)
             for position, word in enumerate(words):
                 check_flag(word, words[position + 1 :], self._long_options())
@@ -101,6 +105,10 @@ class Parser(argparse.ArgumentParser):
         options.command, options.behind_dashes = shlex.join([*self.prog.split(), *typed]), behind
         if self.takes_datasets and not any(map(_is_override, options.overrides)):
             options.datasets, options.overrides = options.overrides, []
+            if options.config_dir is not None:
+                raise mistake(
+                    "--config-dir", options.config_dir, problem="requires a recipe", fix=f"{self.prog} DATASET"
+                )
         elif self.takes_recipe:
             options.datasets = []
             for word in options.overrides:

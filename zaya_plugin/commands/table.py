@@ -139,7 +139,7 @@ def split(words: Sequence[str]) -> tuple[str, list[str]]:
     first, *rest = words
     for command in (f"zaya {first}", f"zaya {first} {rest[0]}" if rest else ""):
         if command in RENAMED:
-            more = words[len(command.split()) - 1 :] if command in ("zaya convert", "zaya slurm") else []
+            more = [] if RENAMED[command].startswith("make ") else words[len(command.split()) - 1 :]
             fix = " ".join([RENAMED[command], shlex.join(more)]).strip()
             raise mistake(command, problem="has another name now", fix=fix)
     if first not in COMMANDS:
@@ -172,6 +172,6 @@ def unknown(command: str, name: str) -> ValueError:
         fix = f"zaya train {name}"
     elif name in options("experiment"):
         fix = f"zaya train experiment={name}"
-    elif close := nearest_name(name, elsewhere):
+    elif (close := nearest_name(name, elsewhere)) and close[0] == name[0]:
         fix = elsewhere[close]
     return mistake(f"{command} {name}", problem="no such command", allowed=f"{', '.join(known)}, --help", fix=fix)

@@ -2,7 +2,7 @@
 """Types for argparse: numbers with a range, the options' counterpart of the limits in the schema.
 
 Each option of a command with a number has one of these types, so that no number reaches a loop, an allocation or a
-sleep unchecked (`tests/cli/test_option_ranges.py`).
+sleep unchecked (`tests/commands/test_option_ranges.py`).
 """
 
 import argparse

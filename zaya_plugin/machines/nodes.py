@@ -181,10 +181,13 @@ def nodes_and_launcher(options: argparse.Namespace, environ: Mapping[str, str]) 
     """Return the names of the nodes and the words of the launcher, none for this machine alone."""
     launcher = options.launcher or (SRUN if "SLURM_JOB_NODELIST" in environ else "")
     try:
-        names, words = sorted(set(node_names(options.nodes))), shlex.split(launcher)
+        words = shlex.split(launcher)
     except ValueError as error:
-        key, value = ("--launcher", launcher) if "quotation" in str(error) else ("--nodes", options.nodes)
-        raise mistake(key, value, problem=f"cannot be read ({error})", allowed="n[1-3,08],m1") from None
+        raise mistake("--launcher", launcher, problem=f"cannot be read ({error})", fix="ssh {node}") from None
+    try:
+        names = sorted(set(node_names(options.nodes)))
+    except ValueError as error:
+        raise mistake("--nodes", options.nodes, problem=f"cannot be read ({error})", allowed="n[1-3,08],m1") from None
     for name in names:
         if NODE_NAME.fullmatch(name) is None:
             raise mistake("--nodes", name, problem="not a valid node name", allowed="letters, digits, - _ and .")
