@@ -167,6 +167,8 @@ class Store:
         return {key: size for key, size in within.items() if "/" not in key}
 
     def _read(self, name: str) -> bytes:
+        if name in self.folders:
+            raise IsADirectoryError(errno.EISDIR, "Is a directory", name)
         if name not in self.files:
             raise missing(name)
         return self.files[name]

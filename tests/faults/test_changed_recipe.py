@@ -15,7 +15,7 @@ import pytest
 from tests.faults.micro_curriculum import SMALL
 from zaya_plugin.config.schema import leaves
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 RULES = {path: field.metadata["resume"] for path, field in leaves()}
 TRAIN = ("train", "experiment=cpu_demo", "optim=muon", *SMALL, "nproc=1", "resume=auto", "stage.train_iters=6")
 TRAIN = (*TRAIN, "optim.overrides=['*.router.* lr_mult=0.5']", "stage.batch_size_ramp='0:2'")
@@ -115,9 +115,11 @@ def resume(tmp_path_factory, corpus, ranks):
 
 
 def test_the_table_is_whole():
-    assert WARNING.keys() == {path for path, rule in RULES.items() if rule.rule == "warns"}
+    warns = {path for path, rule in RULES.items() if rule.rule == "warns"}
+    assert WARNING.keys() == warns, "each key that warns needs a row of WARNING, with a value that changes the run"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", WARNING)
 def test_a_run_resumes_with_a_change_that_warns(resume, path):
     words = ("optim=adamw",) if path in ADAMW else ()
@@ -127,6 +129,7 @@ def test_a_run_resumes_with_a_change_that_warns(resume, path):
     assert (changed[6] == plain[6]) == (path in SAME_LOSSES), "the change has the effect that the table says"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [(), ("optim=adamw",), ("parallel.use_distributed_optimizer=false",)], ids=["muon", "adamw", "no shards"]
 )
@@ -164,6 +167,7 @@ HARMLESS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", HARMLESS)
 def test_a_run_resumes_with_changes_that_need_no_word(resume, group):
     changes = HARMLESS[group]
@@ -172,6 +176,7 @@ def test_a_run_resumes_with_changes_that_need_no_word(resume, group):
     assert changed.keys() == plain.keys() and changed[6] == pytest.approx(plain[6], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_each_validation_reads_the_same_samples_and_is_in_the_metrics_once(tmp_path, corpus, ranks):
     words = (*TRAIN, f"run_dir={tmp_path}", f"data.path={corpus}", "stage.eval_interval=3", "stage.eval_iters=2")
 

@@ -21,7 +21,8 @@ SNIPPETS = [
     for number, match in enumerate(FENCE.finditer(page.read_text()))
 ]
 SHOWN_AND_RUN_ELSEWHERE = {("api.md", 0): "tests/test_example.py"}
-NOT_RUN = {("weights.md", 0): "network"}  # tests/checkpoint/convert runs its calls on a model that it makes
+# tests/checkpoint/convert and tests/checkpoint/test_checkpoints.py run their calls on models that they make.
+NOT_RUN = {("weights.md", 0): "network", ("checkpoints.md", 0): "fragment"}
 TORCH = "import torch\nimport hip_ops\n"
 SORTED = TORCH + "order = hip_ops.sort_by_expert(torch.arange(32) % 16, 16)\n"
 FRAGMENTS = {  # (page, number) -> the lines before it
@@ -58,7 +59,7 @@ def test_a_fragment_runs(fragment):
     [
         pytest.param(page, f"{FRAGMENTS.get((page, number), '')}\n{text}", id=f"{page}-{number}")
         for page, number, why, text in SNIPPETS
-        if page != "kernels.md" and why != "network" and (page, number) not in SHOWN_AND_RUN_ELSEWHERE
+        if page != "kernels.md" and (page, number) not in {**NOT_RUN, **SHOWN_AND_RUN_ELSEWHERE}
     ],
 )
 def test_a_snippet_runs_as_printed(tmp_path, page, text):

@@ -39,8 +39,9 @@ def ignore(count: int) -> None:
 
 
 class Place(Protocol):
-    """A folder or a file of a storage, which need not exist. Errors are OSError, FileNotFoundError among them, but no
-    ConnectionError, by which the writer knows the end of its rank.
+    """A folder or a file of a storage, which need not exist. Errors are OSError (FileNotFoundError where nothing is,
+    IsADirectoryError and NotADirectoryError where the other kind is, FileExistsError by `make` over a file), but no
+    ConnectionError, by which the writer knows the end of its rank. Places of one address are equal and have one hash.
 
     Attributes:
         address: from which `type(place)(address)` makes an equal place in another process.

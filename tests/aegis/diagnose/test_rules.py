@@ -73,7 +73,8 @@ def given_names(path: Path) -> set[str]:
 def test_the_figures_of_the_documents_are_those_of_the_rows():
     text = (Path(__file__).parents[3] / "docs" / "aegis.md").read_text()
     figures = len(list(RULES)), len(list(RULES)) - len(WITH_LINES), sum(len(rule.pattern) for rule in RULES)
-    assert "| {} rows ({} without a line), {} patterns |".format(*figures) in text
+    counts = "| {} rows ({} without a line), {} patterns |".format(*figures)
+    assert counts in text, f"docs/aegis.md has another row than {counts}"
     labelled = list(cases())
     several, causes = sum(len(case.files) > 1 for case in labelled), len({case.cause for case in labelled})
     row = "| labelled failures ({} causes, {} of several files) | {} of {}: cause, node and rank |"
@@ -94,7 +95,7 @@ def test_every_name_that_the_code_gives_has_a_row():
 
 @pytest.mark.parametrize("rule", WITH_LINES, ids=lambda rule: rule.name)
 def test_a_row_names_its_samples_alone_and_none_of_its_near_misses(rule):
-    assert rule.samples and rule.near
+    assert rule.samples and rule.near, f"{rule.name}: add samples and near misses (near)"
     for source in rule.source:
         if source != "metrics":
             assert [names(source, line) for line in rule.samples] == [[rule.name]] * len(rule.samples)
