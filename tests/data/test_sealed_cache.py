@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A cached sample index that was damaged, or belongs to something else, is made again: the samples stay the same."""
 
+import errno
 import json
 import shutil
 import warnings
@@ -8,6 +9,7 @@ import warnings
 import numpy as np
 import pytest
 
+from zaya_plugin.data import sealed_cache
 from zaya_plugin.data.dataset import build_gpt_datasets, build_stream
 from zaya_plugin.data.sealed_cache import RECORD_FILE, CacheWarning
 
@@ -120,4 +122,13 @@ def test_an_index_without_a_readable_record_is_made_again(tmp_path, prepared, dr
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, prepared, drawn):
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(ValueError, match="data.cache_path=.*cannot be written .Not a directory"):
+        drawn("single", prepared, tmp_path / "cache")
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, prepared, drawn, monkeypatch):
+    def no_locks(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(sealed_cache.fcntl, "flock", no_locks)
+    with pytest.raises(ValueError, match="data.cache_path=.*has no locks .No locks available"):
         drawn("single", prepared, tmp_path / "cache")

@@ -36,7 +36,7 @@ def sealed(folder: str | os.PathLike, data_fingerprint: str, pattern: str) -> It
         pattern: of the names of the caller's files. Names that differ only behind their last "-" are one cache.
 
     Raises:
-        ValueError: the folder cannot be written.
+        ValueError: the folder cannot be written or locked.
     """
     folder = Path(folder)
     try:
@@ -50,7 +50,12 @@ def sealed(folder: str | os.PathLike, data_fingerprint: str, pattern: str) -> It
             fix="data.cache_path=<folder that this user can write>",
         ) from error
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            problem = f"its file system has no locks ({error.strerror}), so two runs could remove each other's files"
+            fix = "data.cache_path=<folder on a file system with flock, such as a local disk>"
+            raise mistake("data.cache_path", folder, problem=problem, fix=fix) from None
         kept = _fitting(folder, data_fingerprint, pattern)
         yield
         seals = {path.name: _seal(path) for path in folder.glob(pattern) if path.name not in kept}

@@ -41,6 +41,7 @@ from zaya_plugin.ground.parent_death import (
     adopt_orphans,
     die_with_parent,
     on_end_signals,
+    stat,
 )
 from zaya_plugin.run import megatron_check, start_recipe, surroundings
 from zaya_plugin.run.dry_run import dry_run
@@ -320,15 +321,8 @@ def early_ends(folder: Path) -> list[str]:
 
 def _children(parent: int) -> list[int]:
     """Return the processes whose parent is `parent`; none without /proc."""
-    children = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:  # the process has ended
-            continue
-        if int(fields[1]) == parent and fields[0] != "Z":
-            children.append(int(path.parent.name))
-    return children
+    pids = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+    return [pid for pid in pids if (fields := stat(pid)) and int(fields[1]) == parent and fields[0] != "Z"]
 
 
 @dataclass(frozen=True)
