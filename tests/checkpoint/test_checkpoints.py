@@ -72,3 +72,32 @@ def test_an_error_at_any_operation_loses_nothing(tmp_path, monkeypatch):
     memory.close()
     os.close(content)
     mine.close()
+
+
+def test_an_error_while_a_complete_step_is_saved_again_loses_nothing(tmp_path, monkeypatch):
+    memory, (mine, its), content = Memory(tmp_path), Pipe(), os.memfd_create("content")
+    os.ftruncate(content, 4096)
+    writer = Writer(its, content)
+    writer.take_layout("__0_0.distcp", [(0, 4096)], 4096, "index", "{}")
+    monkeypatch.setattr(writer, "_send", lambda **message: None)
+    number, reached = 0, True
+    while reached:
+        place, done = memory.place / str(number), []
+        memory.repair()
+        writer.save(request(place, 20))
+
+        def fault(operation: str, name: str, last: int = number, done: list = done) -> None:
+            if operation in CHANGES:
+                done.append(name)
+                if len(done) - 1 == last:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO), name)
+
+        memory.store.fault = fault
+        writer.save(request(place, 20, 2))
+        reached = len(done) > number
+        assert on_disk.latest(place) == (20, []) and manifest.damaged(on_disk.folder(place, 20)) == [], done
+        number += 1
+    assert number > 5
+    memory.close()
+    os.close(content)
+    mine.close()

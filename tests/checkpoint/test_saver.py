@@ -348,7 +348,10 @@ def test_a_disk_without_room_fails_the_save_and_not_the_training(training, stora
     assert training.saver.wait(60) and training.saver.failed == 10
     (line,) = training.lines
     assert line.startswith("WARNING: the checkpoint of step 10 was not written: rank 0: [Errno 28] No space left")
-    assert line.endswith(f"({training.directory.free()})") or "GiB and" in line and "files are free" in line
+    if isinstance(storage, Memory):
+        assert line.endswith(f"({training.directory.free()})")
+    else:
+        assert "GiB and" in line and "files are free" in line
     training.saver.agree(FAILED)
     training.save(20)
     assert training.saver.wait(60)
@@ -384,7 +387,9 @@ def test_the_end_of_a_run_during_a_slow_removal_loses_nothing(storage, tmp_path,
     training.saver.close()
     assert time.monotonic() - began < 60 and ended(training.saver._process.pid, 60)
     training.saved(20)
-    assert set(names(directory)) - {"iter_0000010"} == {doomed, "iter_0000020", "latest_checkpointed_iteration.txt"}
+    # A storage without renames copies a folder before it removes it.
+    old = {"iter_0000010"} & set(names(directory)) if isinstance(storage, Memory) else set()
+    assert set(names(directory)) == {doomed, "iter_0000020", "latest_checkpointed_iteration.txt"} | old
     if isinstance(storage, Memory):
         storage.repair()
     again = Training(directory)

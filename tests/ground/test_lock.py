@@ -2,6 +2,7 @@
 """The lock of an output, by processes. tests/checkpoint/test_run_lock.py holds the rules of all locks."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -64,3 +65,34 @@ def test_an_owner_learns_that_its_lock_was_taken(tmp_path, monkeypatch):
     lock.lost = told.set
     (tmp_path / "lock.1").unlink()
     assert told.wait(60) and lock.why_lost() == (tmp_path, "its lock was removed")
+
+
+def test_an_output_that_another_process_has_taken_over_is_said(tmp_path, far):
+    name, file = far
+    with pytest.raises(ValueError, match="this process lost its lock: it was taken over by process .* on node7"):
+        with locked(tmp_path / "out", "writing"):
+            file.rename(tmp_path / "out.lock.2")
+
+
+def test_a_generation_that_was_free_again_is_judged_again(tmp_path, far, monkeypatch):
+    """Between the judgement of a dead owner and the next generation, another process may have taken and released that
+    one, and a third may have begun at 1.
+    """
+    name, file = far
+    dead, create = tmp_path / "lock.3", os.open
+    file.rename(dead)
+    os.utime(dead, (0, 0))
+    taken = []
+
+    def create_late(path, flags, mode=0o777):
+        if not taken:
+            taken.append(True)
+            dead.unlink()
+            taken.append(Lock.acquire([name], lambda held: ValueError(held)))
+        return create(path, flags, mode)
+
+    monkeypatch.setattr(locks.os, "open", create_late)
+    with pytest.raises(ValueError, match="lock.1|generation 1"):
+        Lock.acquire([name], lambda held: ValueError(held))
+    assert taken[1].why_lost() is None and [path.name for path in tmp_path.iterdir()] == ["lock.1"]
+    taken[1].release()

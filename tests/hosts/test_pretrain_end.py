@@ -44,7 +44,7 @@ def ended(monkeypatch):
             "release_graphs": note("graphs"),
         }.items():
             monkeypatch.setattr(pretrain, name, value)
-        monkeypatch.setattr(pretrain.data_loaders, "end", note("loaders"))
+        monkeypatch.setattr(pretrain.loader_processes, "end", note("loaders"))
         monkeypatch.setattr(pretrain.registered_buffers, "end_with_release", note("end with release"))
         monkeypatch.setattr(pretrain.registered_buffers, "release", note("memory"))
 

@@ -21,7 +21,7 @@ FRAGILE = (
     "cli/test_interrupt.py",
     "corpus/test_resume.py",
     "faults/test_processes.py",
-    "hosts/test_data_loaders.py",
+    "hosts/test_loader_processes.py",
     "hosts/test_start_waits.py",
     "run/test_launch.py",
     "run/test_megatron_check.py",

@@ -42,7 +42,7 @@ class Checkpoints:
         states must have the same tensors, changed in place. facts: about the run, for the manifest.
 
         Returns:
-            whether no earlier save has failed on this rank.
+            whether the save before has not failed on this rank.
         """
         if self._saver is None:
             world = torch.distributed.get_world_size()
@@ -57,7 +57,7 @@ class Checkpoints:
         return sound
 
     def wait(self) -> bool:
-        """Wait for the save in flight. Return whether no save has failed on this rank."""
+        """Wait for the save in flight. Return whether the last save has not failed on this rank."""
         return self._saver is None or self._saver.wait() and self._saver.failed is None
 
     def newest(self) -> int | None:
@@ -78,8 +78,11 @@ class Checkpoints:
             if folder.path is not None:
                 return dist_checkpointing.load(state, str(folder.path))
             with tempfile.TemporaryDirectory() as copied:
+                files = manifest.read(folder)["files"]
                 for name in folder.list():
-                    places.copy(folder / name, places.at(copied) / name)
+                    stated = places.copy(folder / name, places.at(copied) / name)
+                    if stated != files.get(name, stated):
+                        raise mistake(str(folder / name), problem="changed while it was copied", fix="load it again")
                 return dist_checkpointing.load(state, copied)
 
     def close(self) -> None:

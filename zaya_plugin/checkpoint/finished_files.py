@@ -52,6 +52,6 @@ class FinishedFiles:
         self.files[name] = facts
         write_whole(self.folder / NAME, json.dumps({"origin": self.origin, "files": self.files}))
 
-    def end(self) -> None:
-        """Remove the notes: the folder is complete."""
-        (self.folder / NAME).unlink(missing_ok=True)
+    def end(self, folder: Path | None = None) -> None:
+        """Remove the notes: the folder is complete. folder: its name now, if it has another one."""
+        ((folder or self.folder) / NAME).unlink(missing_ok=True)

@@ -50,9 +50,9 @@ def give_name(unfinished: Folder, final: Folder) -> None:
     the run has saved this step before. Anything else of that name is put aside.
     """
     unfinished, final = at(unfinished), at(final)
+    if exists(final / NAME) and not problems(final, read(unfinished).get("run_id")):
+        return unfinished.remove()
     with contextlib.suppress(OSError):
-        if exists(final / NAME) and not problems(final, read(unfinished).get("run_id")):
-            return unfinished.remove()
         if not final.list():
             final.remove()  # Megatron has made it
     if final.name in final.parent.list():

@@ -232,7 +232,15 @@ def at(place: Place | str | os.PathLike) -> Place:
 
 
 def to_text(place: Place) -> str:
-    """Return a place as a text, for another process."""
+    """Return a place as a text, for another process.
+
+    Raises:
+        ValueError: the other process could not import the class.
+    """
+    kind = type(place)
+    if kind.__module__ == "__main__" or "." in kind.__qualname__:
+        problem = "the writer's process cannot import the class"
+        raise mistake("place", f"{kind.__module__}.{kind.__qualname__}", problem=problem, allowed="a class of a module")
     return f"{type(place).__module__}:{type(place).__qualname__}:{place.address}"
 
 
@@ -290,10 +298,13 @@ def require_answer(path: str | os.PathLike, key: str, seconds: float = 60) -> No
     probe = StorageProbe(path, "read", MANIFEST)
     probe.ask()
     answer = probe.answer(seconds)
+    ended = probe.process.poll()
     probe.close()
     fix = "make it readable again; nothing was started or changed"
     if answer is None:
         problem = f"does not answer within {seconds:g} s"
+        if ended is not None:
+            problem = f"was not examined: the process that reads it ended with code {ended}"
         raise mistake(key, path, problem=problem, allowed="a file system that answers", fix=fix)
     if answer and answer["errno"] not in (errno.ENOENT, errno.ENOTDIR):
         problem = f"cannot be read ({path}: {answer['text']})"

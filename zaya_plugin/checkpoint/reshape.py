@@ -205,10 +205,10 @@ def _write(
     for path in source.iterdir():
         if path.is_file() and path.suffix != ".distcp" and path.name not in NOT_COPIED:
             done[path.name] = at(unfinished / path.name).write([path.read_bytes()])
-    finished.end()
     own = manifest.read(source) if (source / manifest.NAME).exists() else {}
     facts = {key: own[key] for key in own if key not in ("format", "iteration", "files", "xxh3_128")}
     manifest.commit(unfinished, final, done, **{**facts, "reshaped_from": str(source)})
+    finished.end(final)
     return kept, len(contents)
 
 

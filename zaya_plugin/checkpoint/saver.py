@@ -5,7 +5,7 @@
     saver.prepare(state)                     # once, on all ranks: plans the files, allocates the memory
     saver.save(iteration, objects)           # copies; returns at once
     saver.poll()                             # every step
-    saver.finish()                           # at the end
+    saver.close()                            # at the end
 
 Only `prepare` has collectives. All ranks must make the same saves; `Saver.state` and `Saver.agree` are for an agreement
 that the training loop makes anyway.

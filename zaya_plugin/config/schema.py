@@ -411,7 +411,7 @@ class OptimConfig:
     Published of ZAYA1: Muon on 2-D weights with five Newton-Schulz steps and AdamW's root mean square; AdamW on
     convolutions, embedding, norms, scales and temperatures; stage 1's cosine from 6e-4 to 2e-4. Not published:
     momentum, Nesterov, coefficients, the update's scale, weight decay, betas, epsilon, clipping. The defaults for those
-    are Jordan's (momentum 0.95, Nesterov, the quintic) and Liu et al.'s (scale 0.2, decay 0.1; arXiv 2502.16982).
+    are Jordan's (momentum 0.95, Nesterov, his triple of coefficients) and Liu et al.'s (scale 0.2, decay 0.1; arXiv 2502.16982).
     """
 
     name: str = own(

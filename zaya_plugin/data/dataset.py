@@ -31,7 +31,8 @@ from zaya_plugin.ground.errors import mistake
 
 
 class BinGPTDataset(GPTDataset):
-    """Megatron's GPTDataset with the loss mask of packed bins, and the ends of their documents.
+    """Every run's dataset: Megatron's GPTDataset with the ends of documents, which data.packing=documents reads, and the
+    loss mask of packed bins.
 
     Each sample of a dataset made by `zaya data pack` is one bin; positions that predict nothing are out of the loss,
     and of chats all but those that predict answers.

@@ -9,6 +9,8 @@ time of change is the owner's sign of life:
 - On the owner's machine the lock holds while one of its processes lives, stopped (SIGSTOP) or not, and no longer.
 - On another machine it holds until the sign of life is EXPIRES seconds old, by the clock of the file system.
 
+  Some file systems (Lustre, CephFS) take a node's clock: clocks of nodes must then agree within a minute.
+
 An owner that was stopped for so long finds a higher generation, or no file, when it goes on; see `Lock.why_lost`.
 """
 
@@ -18,6 +20,7 @@ import contextlib
 import json
 import os
 import secrets
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -190,7 +193,7 @@ class Lock:
                 with contextlib.suppress(OSError):
                     if (owner := read(file)) is not None and owner["token"] == self.token:
                         os.utime(file)
-                    elif owner is not None or not file.exists():
+                    elif owner is not None or _is_removed(file):
                         self._ended.set()
                         self.lost()
 
@@ -212,8 +215,13 @@ def locked(output: str | os.PathLike, doing: str) -> Iterator[None]:
             "--output", output, problem=problem, fix=f"wait for it to end, or choose another --output{held.wait}"
         )
 
-    with Lock.acquire([output.with_name(output.name + ".lock")], refused):
+    with Lock.acquire([output.with_name(output.name + ".lock")], refused) as lock:
+        lock.lost = lambda: os.kill(os.getpid(), signal.SIGTERM)  # another process writes the output now
         yield
+        if lost := lock.why_lost():
+            raise mistake(
+                "--output", output, problem=f"this process lost its lock: {lost[1]}", fix="run the command again"
+            )
 
 
 def held_by_other(name: Path) -> Held | None:
@@ -239,13 +247,12 @@ def _take(name: Path, token: str, refused, launch, attempt, patience: float, wai
     while True:
         newest = _newest(name)
         if newest is not None:
-            owner, silent = read(newest), _silence(newest)
-            if silent is None:
+            held = _held(name, newest)
+            if held is None:
                 continue  # it was released
-            held = Held(name, newest, owner, silent)
+            owner, silent = held.owner, held.silent
             same_launch = owner is not None and owner["launch"] == launch is not None
-            earlier = same_launch and None not in (attempt, owner["attempt"]) and owner["attempt"] < attempt
-            if held.holds and not earlier:
+            if held.holds and not _is_earlier(owner, launch, attempt):
                 # An owner of this launch whose machine is lost: its lock expires, unless it is still alive.
                 expires = same_launch and silent >= seen.get(newest, 0.0)
                 if not held.is_far or not expires and time.monotonic() >= deadline:
@@ -273,12 +280,37 @@ def _take(name: Path, token: str, refused, launch, attempt, patience: float, wai
             if isinstance(error, OSError):
                 error.filename = error.filename or str(file)
             raise
-        for older in _files(name):
-            if _generation(older) < generation:
-                older.unlink(missing_ok=True)
-        if _newest(name) == file:
+        older = [path for path in _files(name) if _generation(path) < generation]
+        # A generation is free again once all locks are released, so an older one may be newer than the judgement above.
+        owners = [held for path in older if (held := _held(name, path)) is not None]
+        if _newest(name) == file and not any(
+            held.holds and not _is_earlier(held.owner, launch, attempt) for held in owners
+        ):
+            for path in older:
+                with contextlib.suppress(OSError):  # the highest generation counts
+                    path.unlink()
             return file
-        file.unlink(missing_ok=True)  # a later process read this one's file before its content
+        file.unlink(missing_ok=True)  # or a later process read this one's file before its content
+
+
+def _held(name: Path, file: Path) -> Held | None:
+    """Return a generation of a lock with its owner; None: it was released."""
+    owner, silent = read(file), _silence(file)
+    return None if silent is None else Held(name, file, owner, silent)
+
+
+def _is_earlier(owner: dict | None, launch: str | None, attempt: int | None) -> bool:
+    """Return whether the owner is a lower attempt of the same launch."""
+    same_launch = owner is not None and owner["launch"] == launch is not None
+    return same_launch and None not in (attempt, owner["attempt"]) and owner["attempt"] < attempt
+
+
+def _is_removed(file: Path) -> bool:
+    try:
+        os.stat(file)
+    except FileNotFoundError:
+        return True
+    return False  # another OSError leaves by `_beat`
 
 
 def read(file: Path) -> dict | None:

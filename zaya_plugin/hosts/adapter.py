@@ -39,7 +39,7 @@ from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import DataSources
 from zaya_plugin.ground import phases
 from zaya_plugin.handover.predecessor import predecessor
-from zaya_plugin.hosts import data_loaders
+from zaya_plugin.hosts import loader_processes
 from zaya_plugin.hosts.stage_handover import Handover, stage_datasets
 from zaya_plugin.hosts.stage_model import build_stage, model_config
 from zaya_plugin.model.config import ZayaConfig
@@ -61,8 +61,8 @@ def forward_step(data_iterator, model):
     mask = batch.loss_mask
 
     def reduce_loss(losses):
-        """Return the sum over the tokens that count, their number, and both for the report (Megatron adds and
-        divides).
+        """Return the sum over the tokens that count, their number, and both for the report. The loss stays the sum:
+        gradients are divided by the number of tokens later, and Megatron divides the report.
         """
         total, count = (losses.float() * mask).sum(), mask.sum()
         return total, count.to(torch.int), {"lm loss": torch.stack((total.detach(), count))}
@@ -127,7 +127,7 @@ class Adapter:
 
     def __init__(self, recipe: Recipe, args: argparse.Namespace, lifecycle: Lifecycle, sources: DataSources | None):
         self.recipe, self.args, self.lifecycle, self.sources = recipe, args, lifecycle, sources
-        data_loaders.prepare(args.num_workers)
+        loader_processes.prepare(args.num_workers)
         self.before = None if lifecycle.has_checkpoint else predecessor(recipe)
         self.balancer = Balancer()
 

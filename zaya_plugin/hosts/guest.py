@@ -25,7 +25,7 @@ from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import DataSources
 from zaya_plugin.ground.errors import message, mistake
 from zaya_plugin.ground.parent_death import BATCH_SIGNALS
-from zaya_plugin.hosts import data_loaders
+from zaya_plugin.hosts import loader_processes
 from zaya_plugin.hosts.adapter import Adapter
 from zaya_plugin.hosts.measured_steps import graph_warm_up
 from zaya_plugin.patches import hooks
@@ -91,7 +91,7 @@ class Guest(Adapter):
     def install(self, more: Iterable[tuple[str, Callable]] = ()) -> None:
         """Replace the host's functions for the rest of the process. more: further symbols of this host, as `hooks`."""
         relay_batch_signals(self.args)
-        atexit.register(data_loaders.end)  # before multiprocessing's own, which was registered earlier
+        atexit.register(loader_processes.end)  # before multiprocessing's own, which was registered earlier
         self.restore = hooks.install([*self.hooks(), *more])
 
     def hooks(self) -> list[tuple[str, Callable]]:

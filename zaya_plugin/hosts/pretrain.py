@@ -34,7 +34,7 @@ from zaya_plugin.data.dataset import mean_loss
 from zaya_plugin.data.sources import DataSources
 from zaya_plugin.ground import phases
 from zaya_plugin.ground.errors import ENDED_EARLY, ROLL_BACK, NotFiniteError, RunEndedError, message
-from zaya_plugin.hosts import data_loaders, start_waits
+from zaya_plugin.hosts import loader_processes, start_waits
 from zaya_plugin.hosts.adapter import Adapter, forward_step
 from zaya_plugin.hosts.measured_steps import graph_warm_up
 from zaya_plugin.hosts.saved_state import SavedState
@@ -123,7 +123,7 @@ def run(
             if sys.exc_info()[0] is None:
                 trainer.saved.finish(trainer.step)
         finally:
-            data_loaders.end()
+            loader_processes.end()
             saver.close()
             release_graphs()
             reporter.close()  # last, since it may wait for a tracker

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first launch of a stage that takes over from another: Megatron's checkpoint load, with steps and schedule from 0.
+"""The data of every run (`stage_datasets`), and the first launch of a stage that takes over from another: Megatron's
+checkpoint load, with steps and schedule from 0.
 
 Neither of Megatron's own ways fits: --finetune drops the optimizer's state, and a plain load continues steps, samples
 and schedule.

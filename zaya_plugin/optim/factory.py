@@ -45,7 +45,7 @@ def build_muon_adamw(
         get_megatron_optimizer: Megatron's function.
         config, model_chunks, named: its arguments. AdamW's settings, the learning rate and the weight decay are in
             `config`.
-        config_overrides: not used; the roles give Megatron's parameter groups.
+        config_overrides: ignored; Megatron gets those that the roles make.
         muon: settings of Muon.
         non_finite: "skip" skips a step with non-finite gradients on all ranks, "stop" also raises
             NonFiniteGradientsError, None disables the check.

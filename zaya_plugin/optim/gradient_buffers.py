@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two changes to the gradient buffers of Megatron's DDP, both made when the optimizer is built:
 
-* `group_layers`: one reduce-scatter and one all-gather for all buckets of a layer's experts;
+* `group_layers`: one coalesced reduce-scatter and all-gather for all buckets of a layer's experts;
 * `skip_zeroing_experts`: a step's first micro-batch writes the experts' gradients, so that they are not zeroed before.
 """
 
@@ -68,7 +68,7 @@ def _joined(groups: list) -> _ParamAndGradBucketGroup:
 
 
 def _layer(bucket_group) -> int | tuple:
-    """Return the layer that waits for the group first and fills it last; a unique key for a group without expert
+    """Return the lowest layer in the group, which waits for it first and fills it last; a unique key for a group without expert
     blocks.
     """
     blocks = (role_of(param).block for bucket in bucket_group.buckets for param in bucket.params_list)

@@ -15,21 +15,22 @@ The path of a matrix's gradient to its new weight under the distributed optimize
 
     model/experts.py            `weight_gradients`: experts, one product for all matrices of a block
       hip_ops.grouped_outer_    writes the products to the block's main gradients, or adds them (`ExpertBlock`)
-    hip_ops.runtime.main_grad   `add_product(s_)`: all other matrices, added to `main_grad`; `handed_over` sets DDP's
-                                `grad_added_to_main_grad`
+    hip_ops.runtime.main_grad   `add_product(s_)`: all other matrices, added to `main_grad`. `handed_over` and, for
+                                experts, `handed_over_block` set DDP's `grad_added_to_main_grad`
     Megatron's DDP              reduce-scatter of a bucket group. gradient_buffers.py joins the groups of a layer's
                                 experts; chained.py's `DeferredScale` replaces the division by the number of tokens
-    chained.py                  `step`: calls the next line, then makes norm, clipping coefficient and decision to skip a
-                                `StepContext`
+    chained.py                  `step`, in which all lines up to the next of DDP run
     sharding/distributed.py     `_copy_model_grads_to_main_grads`: this rank's part becomes `grad` of its fp32 weight
-    muon.py                     `MuonAdamW.update`: whole matrices in rounds (`update_matrices`), cut ones together
+    chained.py                  `_measure`: norm, clipping coefficient and decision to skip become a `StepContext`
+    muon.py                     by Megatron's `step_with_ready_grads`: `MuonAdamW.update`: whole matrices in rounds (`update_matrices`), cut ones together
                                 (`update_pieces`)
       hip_ops.MatrixBatches     batches of matrices of one shape
       hip_ops.muon_momentum_    multiplies the gradient by the scale and updates the momentum
       hip_ops.newton_schulz     orthogonalises a batch
       hip_ops.muon_update_      writes the fp32 weight and this rank's part of DDP's parameter buffer
-    Megatron's DDP              all-gather of the parameter buffer; model/parameters.py waits for it in modules that are
-                                not called (`gathered`)
+    Megatron's DDP              all-gather of the parameter buffer. The forward pass waits for it: experts by the hook of
+                                `GroupedWeight` (model/experts.py), modules that are not called by `gathered`
+                                (model/parameters.py)
 
 The owner of a matrix is planned before, when DDP lays out its buffers, by sharding/placement.py. Where a layout cuts a
 matrix between ranks, `MatrixExchange` of sharding/distributed.py collects it at its owner.
@@ -61,7 +62,7 @@ class MuonSettings:
     momentum: of the moving average b = lerp(b, g, 1 - momentum).
     nesterov: orthogonalise lerp(g, b, momentum) instead of b.
     steps, coefficients, dtype: Newton-Schulz iterations, their coefficient set (names of hip_ops.newton_schulz) and
-        the dtype they run in, "bf16", "fp16" or "fp32".
+        the dtype they run in, "bf16", "fp16" or "fp32"; batches and results stay bf16 with the first two.
     rms_scale: the update is scaled by rms_scale * sqrt(max(m, n)).
     momentum_dtype: dtype of the stored momentum, "fp32" or "bf16".
     elements_at_once: largest number of elements updated in one round, which bounds the memory of a step.

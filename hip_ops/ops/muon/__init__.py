@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon's momentum and weight update on lists of matrices: one launch each, for any number of matrices of any shapes.
+"""Muon's momentum and weight update on lists of matrices: one launch a call, for any number of matrices of any
+shapes, and one more for the sums of squares.
 
 One step of Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) with the update scale of Liu et al.
 2025 (arXiv 2502.16982) is

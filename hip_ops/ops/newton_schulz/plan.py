@@ -4,11 +4,11 @@ precision.
 
 With X [n, m], n <= m, and the polynomial factors P_t = a_t I + b_t R + c_t R^2 of R = X X^T:
 
-standard   X <- P X, with R = X X^T computed in every step: T (3 m/n + 1) n^3 multiply-adds where symmetric products
+standard   X <- P X, with R = X X^T computed in every step: T (3 m/n + 1) n^3 FLOPs, where symmetric products
            cost half.
 gram       all P_t commute with R, so Q <- Q P and R <- P R P need n x n products only, each of them symmetric, and X is
-           read again at the end, X <- Q X (Dao-AILab, gram-newton-schulz): (4 T + 3 (m/n) - 3) n^3, and
-           3 (m/n - 1) n^3 more for every restart. For square matrices it saves nothing.
+           read again at the end, X <- Q X (Dao-AILab, gram-newton-schulz): (4 T + 3 (m/n) - 3) n^3 FLOPs,
+           and 3 (m/n - 1) n^3 more for every restart. For square matrices it saves nothing.
 
 Restarts. R is known to about eps |R|, and a step multiplies that error, where R is small, by a_t^2: three steps of a =
 3.4445 lift the rounding of half precision (2^-11) above R itself, so that Q is no longer a polynomial of R and can

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Residual merge + RMSNorm or LayerNorm in one pass over the stream: a torch operator with gradients of all arguments.
 
-`_forward` is the operator `merge_norm`, with optional vectors of the merge and an optional bias, which makes the norm a
-LayerNorm. `_backward` is the operator `merge_norm_backward`, which autograd calls through `_gradients`. Each is checked
-and chosen by itself, so that they may run different versions. The functions below call `_forward`. reference.py,
+`_merge_norm` is the operator `merge_norm`, with optional vectors of the merge and an optional bias, which makes the norm a
+LayerNorm. `_merge_norm_backward` is the operator `merge_norm_backward`, which autograd calls through `_gradients`. Each is checked
+and chosen by itself, so that they may run different versions. The functions below call `_merge_norm`. reference.py,
 hip.py and triton.py define both; `kernel_overrides.rms_norm` requests a version of both.
 
 The gradient of a merge reaches its inputs through both results: through y by the norm, and through new_residual, which
@@ -99,12 +99,12 @@ def _examples(backward: bool) -> dict[str, Any]:
     return {"example": examples, "more_examples": {"hip": (*last, *of_bf16), "triton": last}}
 
 
-_forward = Operator(reference.merge_norm, takes=TAKES, rule=_rule, fits=FITS, **_examples(backward=False))
-_backward = Operator(reference.merge_norm_backward, fits=FITS, **_examples(backward=True))
+_merge_norm = Operator(reference.merge_norm, takes=TAKES, rule=_rule, fits=FITS, **_examples(backward=False))
+_merge_norm_backward = Operator(reference.merge_norm_backward, fits=FITS, **_examples(backward=True))
 
 
 def _save(ctx, inputs, output) -> None:
-    """Save the arguments of `_backward`. In the plain form new_residual takes the place of output and residual."""
+    """Save the arguments of `_merge_norm_backward`. In the plain form new_residual takes the place of output and residual."""
     of_layer, residual, *vectors, weight, bias, _ = inputs
     _, new_residual, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
@@ -115,13 +115,13 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _gradients(ctx, dy, d_new_residual, *_):
-    """Return the gradients of merge_norm's arguments by one call of `_backward`, whose results have the order of the
+    """Return the gradients of merge_norm's arguments by one call of `_merge_norm_backward`, whose results have the order of the
     arguments; those of arguments that are None are replaced by None.
     """
     output, residual, mean, rstd, *vectors, weight = ctx.saved_tensors
     if dy is None:  # y is not used. All versions read dy; they take None only for d_new_residual.
         dy = torch.zeros(residual.shape, dtype=weight.dtype, device=residual.device)
-    d_output, d_residual, *d_parameters = _backward(
+    d_output, d_residual, *d_parameters = _merge_norm_backward(
         dy, d_new_residual, output, residual, mean, rstd, *vectors, weight, ctx.output_dtype
     )
     if output is None and ctx.output_dtype == residual.dtype:
@@ -131,7 +131,7 @@ def _gradients(ctx, dy, d_new_residual, *_):
     return d_output, d_residual, *d_parameters, None
 
 
-_forward.register_autograd(_gradients, setup_context=_save)
+_merge_norm.register_autograd(_gradients, setup_context=_save)
 
 
 def forward_results(output: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
@@ -173,7 +173,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5)
     new_residual as stored. All-fp64 tensors are computed by the torch reference. Raises ValueError on wrong shapes,
     dtypes or devices.
     """
-    return _forward(x, residual, *[None] * 4, weight, None, eps)[:2]
+    return _merge_norm(x, residual, *[None] * 4, weight, None, eps)[:2]
 
 
 def scaled_residual_rms_norm(
@@ -195,7 +195,7 @@ def scaled_residual_rms_norm(
     dtype. Return (y in weight's dtype, new_residual in residual's), contiguous. Otherwise as add_rms_norm.
     """
     vectors = (output_bias, output_scale, residual_bias, residual_scale)
-    return _forward(output, residual, *vectors, weight, None, eps)[:2]
+    return _merge_norm(output, residual, *vectors, weight, None, eps)[:2]
 
 
 def add_layer_norm(
@@ -207,7 +207,7 @@ def add_layer_norm(
 
     Args and results as of add_rms_norm, and bias [h] in weight's dtype.
     """
-    return _forward(x, residual, *[None] * 4, weight, bias, eps)[:2]
+    return _merge_norm(x, residual, *[None] * 4, weight, bias, eps)[:2]
 
 
 def scaled_residual_layer_norm(
@@ -226,4 +226,4 @@ def scaled_residual_layer_norm(
     y = (new_residual - mean) / sqrt(var + eps) * weight + bias; bias [h] in weight's dtype.
     """
     vectors = (output_bias, output_scale, residual_bias, residual_scale)
-    return _forward(output, residual, *vectors, weight, bias, eps)[:2]
+    return _merge_norm(output, residual, *vectors, weight, bias, eps)[:2]

@@ -13,7 +13,7 @@ import pytest
 from torch.utils.data import _utils
 
 from zaya_plugin.ground.parent_death import started
-from zaya_plugin.hosts import data_loaders
+from zaya_plugin.hosts import loader_processes
 
 
 @pytest.fixture
@@ -42,17 +42,17 @@ def test_loaders_that_ignore_sigterm_are_ended(as_torch_leaves_it):
     for loader, event in zip(loaders, told, strict=True):
         loader.start()
         assert event.wait(20)
-    data_loaders.end()
+    loader_processes.end()
     assert [loader.exitcode for loader in loaders] == 2 * [-signal.SIGKILL]
 
 
 RANK = """
 import os, sys, threading, time
-from zaya_plugin.hosts import data_loaders
+from zaya_plugin.hosts import loader_processes
 
-data_loaders.DEVICE_FILES = (sys.argv[1] + "/dri",)
+loader_processes.DEVICE_FILES = (sys.argv[1] + "/dri",)
 device, other = open(sys.argv[1] + "/dri/renderD128"), open(sys.argv[1] + "/data.bin")
-data_loaders.prepare(1)
+loader_processes.prepare(1)
 
 def tell(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
@@ -102,7 +102,7 @@ def test_a_fork_holds_no_device_and_ends_with_its_rank(tmp_path):
 
 @pytest.mark.slow
 def test_a_folder_whose_name_is_too_long_for_sockets_is_refused(tmp_path):
-    code = "from zaya_plugin.hosts import data_loaders; data_loaders.prepare(1)"
+    code = "from zaya_plugin.hosts import loader_processes; loader_processes.prepare(1)"
     for folder, refused in ((tmp_path / ("long" * 20), True), (tempfile.mkdtemp(dir="/tmp"), False)):
         os.makedirs(folder, exist_ok=True)
         environment = {**os.environ, "TMPDIR": str(folder)}
