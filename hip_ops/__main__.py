@@ -22,6 +22,7 @@ from hip_ops.runtime.compilers import (
 )
 from hip_ops.runtime.launchers import default_target, target_of
 from hip_ops.runtime.operator import Operator, all_operators, table
+from hip_ops.runtime.rocm import torch_is_built_for
 
 ENVIRONMENT = """\
 environment:
@@ -30,7 +31,7 @@ environment:
   HIP_OPS_LIBRARY    shipped (default): the verified gfx942 library of the package; source: build it with hipcc
   HIP_OPS_CACHE      folder of the built libraries (default: ~/.cache/hip_ops)
   HIP_OPS_ARCH       AMD architecture to build for on a machine without a GPU (default: PYTORCH_ROCM_ARCH, else gfx942)
-  ROCM_PATH, CUDA_HOME   folders that are searched for hipcc and nvcc before PATH
+  ROCM_PATH, CUDA_HOME   folders that are searched for hipcc and nvcc before PATH; then ROCm's Python wheels
   HO_CPU_SCHEDULE    order of the threads in the cpu library: forward (default), reverse, random:<seed>
 """
 
@@ -100,8 +101,7 @@ def devices() -> list[torch.device]:
 
 def info(check: bool) -> int:
     """Print the versions to stdout; return 1 where a requested version is not available or failed its self-check."""
-    kinds = (("ROCm", torch.version.hip), ("CUDA", torch.version.cuda), ("CPU", "only"))
-    print(f"torch {torch.__version__} ({next(f'{kind} {version}' for kind, version in kinds if version)})")
+    print(f"torch {torch.__version__} ({torch_is_built_for(torch)})")
     failed = 0
     for device in devices():
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

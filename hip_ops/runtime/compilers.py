@@ -16,15 +16,14 @@ from functools import lru_cache
 from pathlib import Path
 
 from hip_ops.errors import mistake
+from hip_ops.runtime import rocm
 
 HEADERS = Path(__file__).resolve().parent / "csrc"  # headers of several operators' kernels
 
 # Waves of 64 and bf16 MFMA with four values per lane: MI200, MI300, MI350. Only gfx942 is verified.
 AMD_ARCHITECTURES = ("gfx90a", "gfx942", "gfx950")
 OLDEST_CLANG = 17  # the first release that knows gfx942
-# Default folders of installers; searched after the environment variables.
-ROCM_FOLDERS = ("/opt/rocm",)
-NVCC_FOLDERS = ("/usr/local/cuda/bin",)
+NVCC_FOLDERS = ("/usr/local/cuda/bin",)  # of the installer; searched after the environment variables
 DEBIAN_DEVICE_LIBRARIES = Path("/usr/lib/x86_64-linux-gnu/amdgcn/bitcode")
 
 _OPTIMIZE = ("-O3", "-std=c++17")
@@ -97,14 +96,8 @@ def _version(program: str, _changed: int) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def rocm_folders() -> list[Path]:
-    return [
-        Path(folder) for folder in (os.environ.get("ROCM_PATH"), os.environ.get("HIP_PATH"), *ROCM_FOLDERS) if folder
-    ]
-
-
 def _programs(names: list[str], folders: list[Path]) -> Iterator[str]:
-    """Yield the programs of `names` that run: first in `folders`, which the user named in variables, then on PATH."""
+    """Yield the programs of `names` that run: first in `folders`, then on PATH."""
     for folder in (*map(str, folders), None):
         for name in names:
             program = shutil.which(name, path=folder)
@@ -114,32 +107,39 @@ def _programs(names: list[str], folders: list[Path]) -> Iterator[str]:
 
 def _amd(target: str) -> Compiler:
     flags = ("-x", "hip", f"--offload-arch={target}", *_OPTIMIZE, *_HOST)
-    for program in _programs(["hipcc"], [folder / "bin" for folder in rocm_folders()]):
+    wheel = rocm.wheel_without_headers()
+    compilers = [folder for folder in rocm.folders("bin") if wheel not in folder.parents]
+    if wheel and not any((folder / "hipcc").is_file() for folder in compilers):
+        raise CompilerNotFound(
+            f"ROCm's Python wheel in {wheel} has no headers: install the wheel rocm-sdk-devel of the same version and "
+            "unpack it with `rocm-sdk init`"
+        )
+    for program in _programs(["hipcc"], compilers):
         return Compiler(program, compiler_version(program), flags, ("-shared", "-fPIC"))
     clangs = ["clang++", "amdclang++", *(f"clang++-{major}" for major in range(OLDEST_CLANG, OLDEST_CLANG + 10))]
     too_old = []
-    for program in _programs(clangs, [folder / "llvm" / "bin" for folder in rocm_folders()]):
+    for program in _programs(clangs, rocm.folders(*rocm.LLVM_FOLDERS)):
         version = compiler_version(program)
         major = re.search(r"clang version (\d+)", version)
         if major is None or int(major[1]) < OLDEST_CLANG:
             too_old.append(program)
             continue
-        folders = (*(folder / "amdgcn" / "bitcode" for folder in rocm_folders()), DEBIAN_DEVICE_LIBRARIES)
+        folders = (*rocm.folders(*rocm.DEVICE_LIBRARY_FOLDERS), DEBIAN_DEVICE_LIBRARIES)
         isa = f"oclc_isa_version_{target.removeprefix('gfx')}.bc"
         libraries = next((folder for folder in folders if (folder / isa).is_file()), None)
         if libraries is None:
             raise CompilerNotFound(
-                f"{program} was found, but not the ROCm device libraries for {target} (a folder amdgcn/bitcode under "
-                "ROCM_PATH, /opt/rocm or "
-                "/usr/lib): install rocm-device-libs, or a ROCm and set ROCM_PATH"
+                f"{program} runs, but there are no ROCm device libraries for {target} (a folder amdgcn/bitcode under "
+                f"{rocm.SEARCHED} or /usr/lib): install rocm-device-libs, or a ROCm and set ROCM_PATH"
             )
+        runtime = next((str(file) for file in rocm.folders("lib/libamdhip64.so") if file.is_file()), "-lamdhip64")
         return Compiler(
-            program, version, (*flags, f"--rocm-device-lib-path={libraries}"), ("-shared", "-fPIC", "-lamdhip64")
+            program, version, (*flags, f"--rocm-device-lib-path={libraries}"), ("-shared", "-fPIC", runtime)
         )
     old = f" ({', '.join(too_old)} is older than clang {OLDEST_CLANG})" if too_old else ""
     raise CompilerNotFound(
-        f"neither hipcc nor a clang++ that knows {target} is on PATH, under ROCM_PATH or /opt/rocm{old}: install "
-        "ROCm's hipcc and set ROCM_PATH"
+        f"neither hipcc nor a clang++ that knows {target} is on PATH or under {rocm.SEARCHED}{old}: install ROCm's "
+        "hipcc and set ROCM_PATH"
     )
 
 

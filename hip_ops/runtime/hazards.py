@@ -13,7 +13,6 @@ and compressed offload bundles.
 """
 
 import copy
-import importlib.util
 import os
 import re
 import shutil
@@ -26,11 +25,10 @@ from functools import lru_cache
 from pathlib import Path
 
 from hip_ops.errors import mistake
+from hip_ops.runtime import rocm
 
 ARCHITECTURE = "gfx942"
 OLDEST_LLVM = 17  # the first release that knows gfx942
-ROCM = ("/opt/rocm",)  # searched after PATH and ROCM_PATH
-ROCM_WHEEL = "_rocm_sdk_core"  # the package of AMD's wheel rocm-sdk-core, searched last
 _MACHINE_AMDGPU, _MACH_GFX942 = 224, 0x4C  # e_machine, and the low byte of e_flags
 _BUNDLE = b"__CLANG_OFFLOAD_BUNDLE__"
 
@@ -176,10 +174,8 @@ WIDE_STORE = Rule("data of a wide store is overwritten: checkVALUHazardsHelper",
 def objdump() -> str:
     """Return the path of an llvm-objdump that knows gfx942, from ROCm or PATH. Raises ToolNotFound."""
     names = ["llvm-objdump", *(f"llvm-objdump-{major}" for major in range(OLDEST_LLVM + 15, OLDEST_LLVM - 1, -1))]
-    rocm = [Path(place) / "llvm" / "bin" for place in (os.environ.get("ROCM_PATH"), *ROCM) if place]
-    wheel = importlib.util.find_spec(ROCM_WHEEL)
-    rocm += [Path(place) / "lib" / "llvm" / "bin" for place in (wheel and wheel.submodule_search_locations) or ()]
-    for folder in (None, *map(str, rocm)):
+    folders = rocm.folders(*rocm.LLVM_FOLDERS)
+    for folder in (None, *map(str, folders)):
         for name in names:
             program = shutil.which(name, path=folder)
             if program is None:
@@ -189,7 +185,7 @@ def objdump() -> str:
             if version and int(version[1]) >= OLDEST_LLVM:
                 return program
     raise ToolNotFound(
-        f"no llvm-objdump of LLVM {OLDEST_LLVM} or newer on PATH or in {', '.join(map(str, rocm))}: install ROCm's "
+        f"no llvm-objdump of LLVM {OLDEST_LLVM} or newer on PATH or in {', '.join(map(str, folders))}: install ROCm's "
         "LLVM (package rocm-llvm, or AMD's wheel rocm-sdk-core) or Debian's llvm-19, or set ROCM_PATH"
     )
 

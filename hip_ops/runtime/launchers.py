@@ -40,7 +40,7 @@ _NUMBERS = {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "float": ctypes.c_fl
 
 _FILE = re.compile(r"libamdhip64[^/]*\.so[^/]*$")
 _NUMBER = re.compile(r"\.so\.(\d+)")
-_SONAME = re.compile(rb"\0libamdhip64\.so\.(\d+)\0")
+_SONAME = re.compile(rb"\0libamdhip64\.so\.(\d+)\0")  # as a library's own name, or as that of one it needs
 
 # a failed build is not repeated in this process, because every operator would wait for it
 _failures: dict[str, Exception] = {}
@@ -83,9 +83,9 @@ def _library(target: str) -> ctypes.CDLL:
         raise RuntimeError(
             f"hip_ops: the {target} kernels need a ROCm build of torch; this torch is {torch.__version__}"
         )
-    bind(the_runtime(torch.version.hip, own_maps()))
+    bind(the_runtime(torch.version.hip, own_maps(), major := linked_major()))
     loaded = load(path)
-    the_runtime(torch.version.hip, own_maps())  # a library that hipcc built brings the runtime of that ROCm
+    the_runtime(torch.version.hip, own_maps(), major)  # a library that hipcc built brings the runtime of that ROCm
     return loaded
 
 
@@ -242,13 +242,23 @@ def major_version(runtime: Path) -> int | None:
         return None
 
 
-def the_runtime(torch_hip: str, maps: str) -> Path:
+def linked_major() -> int | None:
+    """Return the major version of the HIP runtime with which torch was linked: of the runtime in its own folder, else of
+    the one that its libraries name. None where neither tells it."""
+    folder = Path(torch.__file__).parent / "lib"
+    known = (major_version(folder / name) for name in ("libamdhip64.so", "libc10_hip.so"))
+    return next((major for major in known if major is not None), None)
+
+
+def the_runtime(torch_hip: str, maps: str, linked: int | None = None) -> Path:
     """Return the one HIP runtime of the process. Raises ValueError where there is none, more than one, or one of
     another major version than torch's.
 
-    torch_hip: torch.version.hip. maps: text of /proc/self/maps.
+    torch_hip: torch.version.hip. maps: text of /proc/self/maps. linked: the answer of `linked_major`, which counts where
+    there is one: some builds of torch write ROCm's version into torch.version.hip (pytorch/pytorch#166336), and ROCm 10
+    brings HIP 7.
     """
-    required = int(torch_hip.split(".")[0])
+    required = int(torch_hip.split(".")[0]) if linked is None else linked
     versions = {path: major_version(path) for path in mapped_runtimes(maps)}
     if len(versions) == 1 and set(versions.values()) <= {required, None}:
         return next(iter(versions))
@@ -262,8 +272,8 @@ def the_runtime(torch_hip: str, maps: str) -> Path:
         "libamdhip64",
         f"this process has mapped {listed}, and torch was built for HIP {torch_hip}",
         f"one HIP runtime, of major version {required}",
-        f"let LD_LIBRARY_PATH and LD_PRELOAD name only a ROCm {required}, and reinstall for ROCm {required} the "
-        "packages that load another one (`ldd FILE.so | grep amdhip64` shows what a library loads)",
+        "let LD_LIBRARY_PATH and LD_PRELOAD name only the ROCm of this torch, and reinstall for that ROCm the packages "
+        "that load another one (`ldd FILE.so | grep amdhip64` shows what a library loads)",
     )
 
 

@@ -9,7 +9,7 @@ import struct
 import pytest
 
 from hip_ops import __main__ as command
-from hip_ops.runtime import hazards
+from hip_ops.runtime import hazards, rocm
 from tests.gfx942 import wait_states
 from tests.gfx942.assembly_kernel import HEAD, TAIL
 from tests.gfx942.toolchain import assemble, code_object
@@ -270,14 +270,14 @@ def test_objects_inside_a_library(tmp_path):
 
 def test_the_disassembler_of_rocm_s_wheel(monkeypatch, tmp_path):
     """Without ROCm on the machine: rocm-sdk-core holds LLVM's tools in a package's folder."""
-    tools = tmp_path / hazards.ROCM_WHEEL / "lib" / "llvm" / "bin"
+    tools = tmp_path / "_rocm_sdk_core" / "lib" / "llvm" / "bin"
     tools.mkdir(parents=True)
     (tools / "llvm-objdump").symlink_to(hazards.objdump())
-    (tmp_path / hazards.ROCM_WHEEL / "__init__.py").touch()
+    (tmp_path / "_rocm_sdk_core" / "__init__.py").touch()
     path = code_object("muon")
     for name in ("PATH", "ROCM_PATH"):
         monkeypatch.setenv(name, str(tmp_path))
-    monkeypatch.setattr(hazards, "ROCM", ())
+    monkeypatch.setattr(rocm, "DEFAULT_FOLDERS", ())
     monkeypatch.syspath_prepend(tmp_path)
     hazards.objdump.cache_clear()
     try:
@@ -291,7 +291,7 @@ def test_a_missing_disassembler(monkeypatch, tmp_path, capsys):
     hazards.objdump.cache_clear()
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("ROCM_PATH", str(tmp_path))
-    monkeypatch.setattr(hazards, "ROCM", ())
+    monkeypatch.setattr(rocm, "DEFAULT_FOLDERS", ())
     try:
         assert command.main(["scan", str(path)]) == 1
         assert "no llvm-objdump of LLVM 17 or newer" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import torch
 from torch.overrides import _pop_mode, _push_mode
 
 from hip_ops import use_kernels, versions
+from hip_ops.runtime import rocm
 from hip_ops.runtime.operator import OPERATORS, Operator
 from hip_ops.versions import VERSIONS
 
@@ -86,7 +87,7 @@ def no_compilers(tmp_path, monkeypatch):
     """Simulates a machine without any compiler: none on PATH, no ROCm and no CUDA in their default folders."""
     empty = tmp_path / "empty"
     empty.mkdir()
-    for name in ("PATH", "ROCM_PATH", "HIP_PATH", "CUDA_HOME", "CUDA_PATH"):
+    for name in ("PATH", *rocm.VARIABLES, "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.setenv(name, str(empty))
     monkeypatch.setattr("hip_ops.runtime.compilers.NVCC_FOLDERS", ())
-    monkeypatch.setattr("hip_ops.runtime.compilers.ROCM_FOLDERS", ())
+    monkeypatch.setattr(rocm, "DEFAULT_FOLDERS", ())

@@ -170,7 +170,9 @@ def test_without_a_compiler_a_library_from_elsewhere_will_do(sources, empty_cach
 
 
 def test_what_is_said_where_there_is_no_compiler(no_compilers):
-    with pytest.raises(CompilerNotFound, match="neither hipcc nor a clang\\+\\+ that knows gfx942 .* set ROCM_PATH"):
+    with pytest.raises(
+        CompilerNotFound, match="neither hipcc nor a clang\\+\\+ that knows gfx942 is on PATH .* set ROCM_PATH"
+    ):
         find_compiler("gfx942")
     with pytest.raises(CompilerNotFound, match="nvcc is not on PATH, nor under CUDA_HOME"):
         find_compiler("sm_90")

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from hip_ops.runtime.launchers import major_version, mapped_runtimes, the_runtime
+from hip_ops.runtime.launchers import linked_major, major_version, mapped_runtimes, the_runtime
 from tests.hip_ops.cpu_kernels import ROOT
 
 ROCM_6 = "/opt/rocm-6.4.1/lib/libamdhip64.so.6.4.60401"
@@ -23,6 +24,42 @@ def maps(*runtimes: str) -> str:
     """Text of /proc/self/maps in which each runtime has two mappings."""
     lines = [LINE.format(2 * i + part, 2 * i + part, path) for i, path in enumerate(runtimes) for part in (0, 1)]
     return "".join(lines) + OTHERS
+
+
+@pytest.mark.parametrize(
+    ("hip", "linked", "major"),
+    [
+        ("6.4.43484", None, 6),
+        ("7.2.53211", None, 7),
+        ("7.15.26301", 7, 7),
+        ("7.16.26341", 7, 7),  # ROCm 10
+        ("10.0.0", 7, 7),  # a torch that wrote ROCm's version into torch.version.hip
+        ("8.0.1", None, 8),
+    ],
+)
+def test_the_runtime_of_each_rocm(hip, linked, major):
+    path = f"/opt/rocm/lib/libamdhip64.so.{major}"
+    assert the_runtime(hip, maps(path), linked) == Path(path)
+    with pytest.raises(ValueError, match=f"HIP {major + 1}, not torch's version.*of major version {major}"):
+        the_runtime(hip, maps(f"/opt/rocm/lib/libamdhip64.so.{major + 1}"), linked)
+
+
+def test_rocm_10_without_the_linked_version():
+    """Nothing tells HIP's version, so the runtime is refused with the number that torch gives."""
+    with pytest.raises(ValueError, match=r"HIP 7, not torch's version.*torch was built for HIP 10\.0\.0"):
+        the_runtime("10.0.0", maps(ROCM_7), None)
+
+
+def test_the_version_with_which_torch_was_linked(tmp_path, monkeypatch, require_tool):
+    require_tool("g++")
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    lib = tmp_path / "torch" / "lib"
+    assert linked_major() is None, "a torch for CPUs"
+    runtime = shared_object(tmp_path / "rocm" / "libamdhip64.so.7", "libamdhip64.so.7")
+    c10 = shared_object(lib / "libc10_hip.so", "libc10_hip.so", runtime)
+    assert linked_major() == 7, "the name that c10 needs"
+    shared_object(lib / "libamdhip64.so", "libamdhip64.so.6")
+    assert linked_major() == 6 and c10.is_file(), "a runtime in torch's own folder"
 
 
 def test_one_runtime_of_torchs_version():
@@ -44,7 +81,7 @@ def test_one_runtime_of_torchs_version():
 def test_any_other_is_an_error_that_says_which_is_which(runtimes, told):
     said = (
         f"libamdhip64: this process has mapped {told}, and torch was built for HIP 7.1.2. Allowed: one HIP runtime, of "
-        "major version 7. Fix: let LD_LIBRARY_PATH and LD_PRELOAD name only a ROCm 7"
+        "major version 7. Fix: let LD_LIBRARY_PATH and LD_PRELOAD name only the ROCm of this torch, and reinstall for "
     )
     with pytest.raises(ValueError, match=re.escape(said)):
         the_runtime("7.1.2", maps(*runtimes))

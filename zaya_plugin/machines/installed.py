@@ -17,7 +17,7 @@ from zaya_plugin import compat
 from zaya_plugin.machines.checks import Outcome, Setting
 from zaya_plugin.machines.known_problems import TRITONS, Facts, problems
 
-NO_DEVICES = {"built_for": "CPU", "accelerators": []}
+NO_DEVICES = {"built_for": "CPU", "hip": None, "cuda": None, "accelerators": []}
 UNKNOWN = "unknown: "
 # distribution, module, its use, how to get it
 PACKAGES = (
@@ -118,7 +118,8 @@ def torch_devices() -> dict[str, Any]:
     """Return the accelerator for which torch is built, and the devices that it has; raises what its import raises."""
     import torch
 
-    hip, cuda = torch.version.hip, torch.version.cuda
+    from hip_ops.runtime.rocm import torch_is_built_for
+
     accelerators = []
     # device_count() alone returns 1 where the CPU's patches are applied
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -126,8 +127,8 @@ def torch_devices() -> dict[str, Any]:
         architecture = getattr(properties, "gcnArchName", None) or f"sm_{properties.major}{properties.minor}"
         gib = round(properties.total_memory / 2**30)
         accelerators.append({"index": index, "name": properties.name, "memory_gib": gib, "arch": architecture})
-    built_for = f"ROCm {hip}" if hip else f"CUDA {cuda}" if cuda else "CPU"
-    return {"built_for": built_for, "cpu_cores": os.cpu_count(), "accelerators": accelerators}
+    built_for = {"built_for": torch_is_built_for(torch), "hip": torch.version.hip, "cuda": torch.version.cuda}
+    return {**built_for, "cpu_cores": os.cpu_count(), "accelerators": accelerators}
 
 
 def devices(setting: Setting) -> Outcome:
@@ -160,7 +161,6 @@ def known_problems(setting: Setting) -> Outcome:
 def facts_of_this_environment() -> Facts:
     devices = answer(torch_devices)  # the check `devices` names an error
     devices = NO_DEVICES if is_unknown(devices) else devices
-    kind, _, version = devices["built_for"].partition(" ")
     names = ("aiter", "amd-aiter", "primus", "transformer-engine", *TRITONS)
     modules = ("triton", "psutil", "primus", "primus.core")
     return Facts(
@@ -172,8 +172,8 @@ def facts_of_this_environment() -> Facts:
         training=compat.has_training(),
         mixed=compat.has_module("megatron.training") and not compat.has_training(),
         failures={} if devices is NO_DEVICES else failures(),
-        hip=version if kind == "ROCm" else None,
-        cuda=version if kind == "CUDA" else None,
+        hip=devices["hip"],
+        cuda=devices["cuda"],
         archs=tuple(item["arch"] for item in devices["accelerators"]),
         unfit=tuple(patch.symbol for patch in patches() if patch.applies and not patch.fits),
     )

@@ -75,7 +75,7 @@ def _no_zaya_train(facts: Facts) -> str | None:
 
 
 def _devices_hidden(facts: Facts) -> str | None:
-    built = f"ROCm {facts.hip}" if facts.hip else f"CUDA {facts.cuda}" if facts.cuda else None
+    built = f"HIP {facts.hip}" if facts.hip else f"CUDA {facts.cuda}" if facts.cuda else None
     hidden = [f"{name}=''" for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if facts.environ.get(name) == ""]
     return ", ".join([f"torch for {built}, no device", *hidden]) if built and not facts.archs else None
 
@@ -194,7 +194,7 @@ RULES = (
         "warning",
         # of a version such as 7.0.51831-abc only the numbers can be compared
         lambda facts: (
-            facts.hip and _before((re.match(r"\d+(\.\d+){0,2}", facts.hip) or ["0"])[0], "7.1") and f"ROCm {facts.hip}"
+            facts.hip and _before((re.match(r"\d+(\.\d+){0,2}", facts.hip) or ["0"])[0], "7.1") and f"HIP {facts.hip}"
         ),
         "asynchronous torch_dist saves fork with HIP's pinned memory and crashed before ROCm 7.1 (AMD-AGI/Primus #46, "
         "#267)",

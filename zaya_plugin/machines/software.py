@@ -14,6 +14,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from hip_ops.runtime.rocm import find_program, rocm_roots, torch_is_built_for
 from zaya_plugin.ground import secrets
 from zaya_plugin.machines import installed
 from zaya_plugin.machines.checks import Outcome, Setting
@@ -54,9 +55,10 @@ def environment(setting: Setting) -> Outcome:
         "host_changes": answer(lambda: installed.host_changes(setting).figures),
         "libc": " ".join(platform.libc_ver()),
         "torch": {"version": torch.__version__, "hip": torch.version.hip, "cuda": torch.version.cuda},
+        "rocm_roots": [str(folder) for folder in rocm_roots() if folder.is_dir()],
         "nccl": answer(lambda: ".".join(map(str, torch.cuda.nccl.version()))),
         "compilers": {target: answer(lambda target=target: compiler_of(target)) for target in (TARGET, "sm_90", "cpu")},
-        "commands": {" ".join(words): output_of(words) for words in COMMANDS if shutil.which(words[0])},
+        "commands": {" ".join(words): output_of(words) for words in COMMANDS if find_program(words[0])},
         "firmware_files": files_below(Path("/sys"), FIRMWARE_FILES),
         "limits": {"memlock_bytes": memlock(), "shm_bytes": answer(lambda: shutil.disk_usage("/dev/shm").total)},
         "variables": secrets.of_data({k: v for k, v in os.environ.items() if VARIABLES.match(k)}),
@@ -84,8 +86,7 @@ def devices_problem(setting: Setting) -> str | None:
     if setting.chosen == "cpu":
         return None
     if setting.on_cpu:
-        built_for = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-        text = f"torch is built for {built_for} and finds no device, so all checks run at their CPU sizes. Under SLURM "
+        text = f"torch is built for {torch_is_built_for(torch)} and finds no device, so all checks run at their CPU sizes. Under SLURM "
         text += "request devices (srun --gpus-per-node=8). To examine the CPU: --device cpu"
         return text if torch.version.hip or torch.version.cuda else None
     if (machine := machine_of(setting.name)) is None:
@@ -102,13 +103,13 @@ def runtime_problem(hip: str | None, maps: str) -> str | None:
     """Say what is wrong with the HIP runtimes in `maps`, the text of /proc/self/maps, or return None. hip:
     torch.version.hip.
     """
-    from hip_ops.runtime.launchers import mapped_runtimes, the_runtime
+    from hip_ops.runtime.launchers import linked_major, mapped_runtimes, the_runtime
 
     if hip is None:
         mapped = mapped_runtimes(maps)
         return f"torch is not built for ROCm, and this process has mapped {mapped[0]}" if mapped else None
     try:
-        the_runtime(hip, maps)
+        the_runtime(hip, maps, linked_major())
     except ValueError as error:
         return str(error)
     return None
@@ -156,6 +157,7 @@ def memlock() -> int:
 
 def output_of(words: tuple[str, ...]) -> str:
     """Return the output of a command, at most 20,000 characters, or why it has none."""
+    words = (find_program(words[0]) or words[0], *words[1:])
     try:
         done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=COMMAND_S)
     except (OSError, subprocess.TimeoutExpired) as error:
