@@ -5,6 +5,7 @@ import json
 import os
 import stat
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -123,11 +124,79 @@ def test_amd_smi_in_the_forms_of_its_versions(amd_smi, form):
     assert [rule for rule, _ in told(collector)] == ["counter_xgmi", "counter_throttle"]
 
 
-@pytest.mark.parametrize("text", ["", "not json", "[", "null", "[1, 2]", '{"a": {"b": []}}', '"N/A"'])
-def test_an_answer_of_an_unknown_form_is_no_evidence(amd_smi, text):
+UNKNOWN = ["", "not json", "[", "null", "[1, 2]", '{"a": {"b": []}}', '"N/A"']
+
+
+@pytest.mark.parametrize("text", UNKNOWN)
+def test_an_answer_of_an_unknown_form_is_reported_once(amd_smi, text):
     (amd_smi.parent / "metric").write_text(text)
     (amd_smi.parent / "bad-pages").write_text(text)
-    assert told(AmdSmi("n1", str(amd_smi))) == []
+    collector = AmdSmi("n1", str(amd_smi))
+    metric, pages = collector.poll(1000.0)
+    assert metric.rule == pages.rule == "collector_late" and collector.poll(1030.0) == []
+    assert "metric --json: no " in metric.text and "These counters are not watched" in metric.text
+    assert "bad-pages --json: no field retired, pending, un_res" in pages.text
+
+
+def test_a_counter_with_a_new_name_is_reported(amd_smi):
+    """The other counters are still watched."""
+    gpu = json.loads(json.dumps(METRIC))
+    gpu["ecc"] = {"uncorrectable": 0}
+    collector = AmdSmi("n1", str(amd_smi))
+    for replays in (0, 5000):
+        gpu["pcie"]["replay_count"] = replays
+        (amd_smi.parent / "metric").write_text(json.dumps({"gpu_data": [gpu]}))
+        last = collector.poll(1000.0)
+        if not replays:
+            assert "no field ecc.total_uncorrectable_count in its answer" in last[0].text and len(last) == 1
+    assert [(e.rule, e.values["growth"]) for e in last] == [("counter_pcie", 5000)]
+
+
+RECORDED = Path(__file__).parent / "amd_smi"
+
+
+def recorded(name):
+    """The answer that a file holds, behind the lines that name its source."""
+    lines = (RECORDED / name).read_text().splitlines()
+    return json.loads("\n".join(line for line in lines if not line.startswith("#")))
+
+
+@pytest.mark.parametrize("name", ["metric_24.txt", "metric_26.txt", "metric_27.txt"])
+def test_the_forms_of_the_releases(amd_smi, name):
+    """Each counter of each release is read where it has a number; "N/A" is neither a number nor an unknown form."""
+    answer = recorded(name)
+    gpu = (answer if isinstance(answer, list) else answer["gpu_data"])[0]
+    (amd_smi.parent / "bad-pages").write_text(json.dumps(recorded("bad_pages_27.txt")[0]))
+    collector = AmdSmi("n1", str(amd_smi))
+    (amd_smi.parent / "metric").write_text(json.dumps(answer))
+    assert collector.poll(1000.0) == []
+    places = {
+        "counter_ue": ("ecc", "total_uncorrectable_count"),
+        "counter_deferred": ("ecc", "total_deferred_count"),
+        "counter_ce": ("ecc", "total_correctable_count"),
+        "counter_pcie": ("pcie", "replay_count"),
+        "counter_throttle": ("throttle", "hbm_thermal_accumulated"),
+        "counter_xgmi": ("ecc_blocks", "XGMI_WAFL", "uncorrectable_count"),
+    }
+    for rule, (*groups, field) in places.items():
+        place = gpu
+        for group in groups:
+            place = place.get(group, {})
+        known = isinstance(place.get(field), int)
+        assert known or name != "metric_27.txt", f"{rule}: the newest form has every counter"
+        place[field] = place[field] + 2000 if known else "N/A"
+        (amd_smi.parent / "metric").write_text(json.dumps(answer))
+        assert [e.rule for e in collector.poll(1000.0)] == [rule] * known
+
+
+def test_pages_of_the_newest_release(amd_smi):
+    """None, one (an object, no list), three of two kinds, and a GPU that does not tell."""
+    (amd_smi.parent / "metric").write_text(json.dumps([{**METRIC, "gpu": gpu} for gpu in (0, 1)]))
+    collector, counts = AmdSmi("n1", str(amd_smi)), []
+    for answer in recorded("bad_pages_27.txt"):
+        (amd_smi.parent / "bad-pages").write_text(json.dumps(answer))
+        counts.append([(e.rule, e.values["gpu"], e.values["growth"]) for e in collector.poll(1000.0)])
+    assert counts == [[], [("counter_bad_pages", 0, 1)], [("counter_bad_pages", 0, 2)], []]
 
 
 def test_an_amd_smi_that_hangs_is_told_and_left_alone(tmp_path):

@@ -2,7 +2,8 @@
 """Counters of AMD GPUs: memory errors (RAS), links between GPUs, PCIe, heat, and whether a GPU is gone.
 
 sysfs costs nothing and is read often. amd-smi starts a process that wakes the driver and may hang in it, so it runs
-every 30 s with a deadline. Only growth is evidence.
+every 30 s with a deadline. Only growth is evidence. The forms of its JSON that are known are those of the releases 24
+to 27 (ROCm 6.2 to 10.1); another form is reported once, as is a name that is missing from it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hip_ops.runtime.rocm import find_program
 from zaya_plugin.aegis.collectors.host import read
 from zaya_plugin.aegis.collectors.runner import Collector, Growth, Tool
 from zaya_plugin.aegis.diagnose.evidence import Evidence
@@ -31,6 +33,11 @@ FIELDS = (
     (re.compile(r"pcie\.(?:replay_count|nak_\w*count)"), "counter_pcie", 1000),
     (re.compile(r"throttle\.(?:prochot|socket_thermal|vr_thermal|hbm_thermal)\w*_accumulated"), "counter_throttle", 1),
 )
+NAMES = ("ecc.total_uncorrectable_count", "pcie.replay_count")  # in every release, with a number or "N/A"
+# Fields of `amd-smi bad-pages --json`: a sentence where there is no page, an object for one, a list for more.
+PAGES = ("retired", "pending", "un_res")
+NO_PAGES = "No bad pages found"
+UNREAD = "These counters are not watched: compare `amd-smi version` with the releases that docs/aegis.md names"
 KINDS = {"ue": ("counter_ue", 1), "de": ("counter_deferred", 1), "ce": ("counter_ce", 100)}
 
 
@@ -70,26 +77,32 @@ class AmdSmi(Collector):
 
     name, source, interval, deadline = "amd_smi", "counter", 30.0, 25.0
 
-    def __init__(self, node: str, command: str = "amd-smi", seconds: float = 20.0):
+    def __init__(self, node: str, command: str | None = None, seconds: float = 20.0):
         super().__init__(node)
-        self.command = command
+        self.command = command or find_program("amd-smi") or "amd-smi"
+        self._reported: set[str] = set()  # commands of amd-smi whose answer has an unknown form
         self._tool = Tool(seconds)
         self._counts = Counts()
 
     def poll(self, now: float) -> list[Evidence]:
         try:
-            metric = parsed(self._tool.output(self.command, "metric", "-g", "all", "--json"))
-            pages = self._tool.output(self.command, "bad-pages", "--json")
+            metric_text = self._tool.output(self.command, "metric", "-g", "all", "--json")
+            pages_text = self._tool.output(self.command, "bad-pages", "--json")
         except TimeoutError as error:
             return [self.evidence(now, "collector_late", str(error), collector=self.name)]
+        metric, pages = gpus(metric_text), gpus(pages_text)
         evidence = []
+        for problem in filter(None, (metric_problem(metric_text, metric), pages_problem(pages_text, pages))):
+            if (command := problem.split()[0]) not in self._reported:
+                self._reported.add(command)
+                evidence.append(self.evidence(now, "collector_late", f"{self.command} {problem}", collector=self.name))
         for gpu, path, value in numbers(metric):
             for pattern, rule, least in FIELDS:
                 if pattern.fullmatch(path) and (grown := self._counts.grown((gpu, path), value, least)):
                     text = f"GPU {gpu}: {path} has grown by {grown} to {value}"
                     evidence.append(self.evidence(now, rule, text, gpu=gpu, field=path, growth=grown))
-        none = {gpu.get("gpu", at): 0 for at, gpu in enumerate(gpus(metric))} if pages is not None else {}
-        for gpu, count in (none | bad_pages(parsed(pages))).items():
+        none = {gpu.get("gpu", at): 0 for at, gpu in enumerate(metric)} if pages_text and not pages else {}
+        for gpu, count in (none | bad_pages(pages)).items():
             if grown := self._counts.grown((gpu, "bad pages"), count, 1):
                 text = f"GPU {gpu}: {grown} more memory page(s) are out of use, {count} in all"
                 evidence.append(self.evidence(now, "counter_bad_pages", text, gpu=gpu, growth=grown, count=count))
@@ -121,19 +134,48 @@ def parsed(text: str | None) -> Any:
     return None
 
 
-def numbers(metric: Any) -> Iterator[tuple[int, str, int]]:
-    """Yield GPU, path and value of every whole number in `amd-smi metric --json`: a list of GPUs, or an object with
-    one, by version. A number may stand in {"value": 1, "unit": "W"}; "N/A" is none.
+def metric_problem(text: str | None, metric: list[dict]) -> str | None:
+    """Say why the counters of `amd-smi metric --json` cannot be read, or return None. text: None where it did not run."""
+    if text is None:
+        return None
+    if not metric:
+        return f"metric --json: no list of GPUs in its answer, which begins with {text.strip()[:60]!r}. {UNREAD}"
+    known = {path for gpu in metric for path in names(gpu)}
+    absent = [name for name in NAMES if name not in known and name.split(".")[0] not in known]
+    return f"metric --json: no field {' and '.join(absent)} in its answer. {UNREAD}" if absent else None
+
+
+def pages_problem(text: str | None, pages: list[dict]) -> str | None:
+    """Say why the pages of `amd-smi bad-pages --json` cannot be read, or return None."""
+    if text is None or NO_PAGES in text or any(name in gpu for gpu in pages for name in PAGES):
+        return None
+    return f"bad-pages --json: no field {', '.join(PAGES)} in its answer: {text.strip()[:60]!r}. {UNREAD}"
+
+
+def numbers(metric: list[dict]) -> Iterator[tuple[int, str, int]]:
+    """Yield GPU, path and value of every whole number in the GPUs' objects. A number may stand in {"value": 1, "unit":
+    "W"}; "N/A" is none.
     """
-    for at, gpu in enumerate(gpus(metric)):
+    for at, gpu in enumerate(metric):
         yield from ((gpu.get("gpu", at), path, value) for path, value in leaves(gpu))
 
 
-def gpus(answer: Any) -> list[dict]:
-    """Return the objects of the GPUs."""
-    if isinstance(answer, dict):
+def names(values: Any, path: str = "") -> Iterator[str]:
+    """Yield the dotted paths, in lower case, of all that is no object, and of the objects that are empty."""
+    if isinstance(values, dict) and values and "value" not in values:
+        for name, value in values.items():
+            yield from names(value, f"{path}.{name}".lower().lstrip("."))
+    else:
+        yield path
+
+
+def gpus(text: str | None) -> list[dict]:
+    """Return the objects of the GPUs in an answer: a list of them, or an object with one (`gpu_data`), by release."""
+    answer = parsed(text)
+    if isinstance(answer, dict) and "gpu" not in answer:
         answer = next((value for value in answer.values() if isinstance(value, list)), [answer])
-    return [gpu for gpu in answer or [] if isinstance(gpu, dict)]
+    answer = answer if isinstance(answer, list) else [answer]
+    return [gpu for gpu in answer if isinstance(gpu, dict)]
 
 
 def leaves(values: Any, path: str = "") -> Iterator[tuple[str, int]]:
@@ -147,10 +189,11 @@ def leaves(values: Any, path: str = "") -> Iterator[tuple[str, int]]:
         yield path, int(values)
 
 
-def bad_pages(answer: Any) -> dict[int, int]:
-    """Return the pages out of use of each GPU; `amd-smi bad-pages` says "No bad pages found." for none."""
+def bad_pages(pages: list[dict]) -> dict[int, int]:
+    """Return the pages out of use, or about to be, of each GPU that tells them."""
     counts = {}
-    for at, gpu in enumerate(gpus(answer)):
-        pages = next((value for name, value in gpu.items() if name != "gpu"), None)
-        counts[gpu.get("gpu", at)] = len(pages) if isinstance(pages, list) else 0
+    for at, gpu in enumerate(pages):
+        kinds = [gpu[name] for name in PAGES if gpu.get(name, "N/A") != "N/A"]
+        if kinds:
+            counts[gpu.get("gpu", at)] = sum(len(k) if isinstance(k, list) else isinstance(k, dict) for k in kinds)
     return counts
