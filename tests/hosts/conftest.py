@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkout of Megatron-LM, for the tests that need one."""
+"""A checkout of Megatron-LM, or a wheel built from one, for the tests that need it."""
 
 import os
 import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,15 @@ import pytest
 @pytest.fixture(scope="session")
 def checkout(tmp_path_factory) -> Path:
     """A copy of its Python files beside the compiled module of the installed wheel: nothing is compiled, and the
-    checkout stays as it is.
+    checkout stays as it is. Of a wheel all its files, with the compiled module of its own.
     """
     if not (given := os.environ.get("ZAYA_MEGATRON_LM")):
-        pytest.skip("ZAYA_MEGATRON_LM names no checkout of Megatron-LM (0.19 or 0.20)")
+        pytest.skip("ZAYA_MEGATRON_LM names no checkout of Megatron-LM (0.19 or 0.20) and no wheel of one")
     copy = tmp_path_factory.mktemp("megatron_lm")
+    if given.endswith(".whl"):
+        with zipfile.ZipFile(given) as wheel:
+            wheel.extractall(copy)
+        return copy
     for script in ("pretrain_gpt.py", "gpt_builders.py", "model_provider.py"):
         shutil.copy(Path(given) / script, copy)
     shutil.copytree(Path(given) / "megatron", copy / "megatron", ignore=shutil.ignore_patterns("__pycache__"))

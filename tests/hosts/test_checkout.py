@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya train` on a checkout of Megatron-LM (0.19 or 0.20) against the installed wheel: the same losses and norms, bit
-for bit.
+"""`zaya train` on a checkout of Megatron-LM (0.19 or 0.20), or on a wheel built from one, against the installed wheel:
+the same losses and norms, bit for bit.
 
-Needs ZAYA_MEGATRON_LM=<directory of Megatron-LM>.
+Needs ZAYA_MEGATRON_LM=<directory of Megatron-LM, or the file of a wheel>.
 """
 
 import json
