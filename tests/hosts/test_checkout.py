@@ -34,6 +34,17 @@ def rows(run_dir: Path, data: Path, *overrides: str, path: str) -> list[tuple]:
     return [tuple(row.get(key) for key in ("step", "loss", "grad_norm", "valid_loss")) for row in found]
 
 
+def test_a_checkout_continues_as_the_wheel_does(tmp_path, corpus, checkout):
+    """Muon with a multiplier of the learning rate, stopped after 2 of 4 steps."""
+    overrides, path = (
+        (*LAYOUTS["muon"], "optim.overrides=['*router* lr_mult=0.5']"),
+        os.pathsep.join([str(checkout), str(ROOT)]),
+    )
+    wheel = rows(tmp_path / "wheel", corpus, *overrides, path=str(ROOT))
+    rows(tmp_path / "checkout", corpus, *overrides, "exit_interval=2", path=path)
+    assert rows(tmp_path / "checkout", corpus, *overrides, "resume=auto", path=path)[-3:] == wheel[-3:]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_checkout_trains_as_the_wheel_does(tmp_path, corpus, checkout, layout):
     wheel = rows(tmp_path / "wheel", corpus, *LAYOUTS[layout], path=str(ROOT))

@@ -43,6 +43,7 @@ from zaya_plugin.hosts import loader_processes
 from zaya_plugin.hosts.stage_handover import Handover, stage_datasets
 from zaya_plugin.hosts.stage_model import build_stage, model_config
 from zaya_plugin.model.config import ZayaConfig
+from zaya_plugin.optim.factory import load_with_rates
 from zaya_plugin.parallel.context_order import ContextShard
 from zaya_plugin.parallel.packed_documents import PackedDocuments
 from zaya_plugin.patches.hooks import TRAINING
@@ -172,7 +173,8 @@ class Adapter:
         if self.args.load:
             phases.begin("loading the checkpoint")
         self.check_content()
-        loaded = self.handover.load(load_checkpoint, model, optimizer, *positional, **named)
+        load = functools.partial(load_with_rates, load_checkpoint)
+        loaded = self.handover.load(load, model, optimizer, *positional, **named)
         self.check_loaded(loaded[0])
         if self.args.load:
             check_replicas(model, optimizer)

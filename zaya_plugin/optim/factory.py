@@ -113,6 +113,24 @@ def _config_overrides(config, model_chunks) -> dict:
     return overrides
 
 
+def load_with_rates(load_checkpoint: Callable, model, optimizer, scheduler, *positional, **named):
+    """Load a checkpoint by Megatron's `load_checkpoint`, and return what it returns. Every parameter group keeps its
+    highest and lowest learning rate, which hold the multipliers of the recipe.
+
+    Under override_opt_param_scheduler Megatron 0.20 sets both to those of the run for all groups after a load, and the
+    multipliers are lost without a message; 0.19 leaves them.
+    """
+    groups = getattr(optimizer, "param_groups", ())
+    before = [{key: group[key] for key in ("max_lr", "min_lr") if key in group} for group in groups]
+    loaded = load_checkpoint(model, optimizer, scheduler, *positional, **named)
+    groups = getattr(optimizer, "param_groups", ())
+    if any(group[key] != value for group, rates in zip(groups, before, strict=True) for key, value in rates.items()):
+        for group, rates in zip(groups, before, strict=True):
+            group.update(rates)
+        scheduler.step(increment=0)
+    return loaded
+
+
 def _tag_copies(optimizer) -> None:
     """Attach the roles to the fp32 copies of a bf16 model, which are separate tensors without the distributed
     optimizer.
