@@ -37,6 +37,7 @@ SOURCES = tuple(
         (r"symmetric_product|pointer_product|^normalise_kernel|^ho_(symmetric|general|start)_", "newton_schulz"),
         (r"muon_", "muon"),
         (r"(add|join)_runs", "embedding_gradient"),
+        (r"add_gradient_", "gradient_addition"),
         (r"cudnn|flash|fmha|sdpa|attn", "attention"),
         (r"nvjet|cublas|cutlass|gemm|splitK|^Cijk_", "matrix products"),
         (r"^nccl|ncclDevKernel|rccl|Memcpy PtoP", "collectives"),
