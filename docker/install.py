@@ -124,7 +124,8 @@ def main() -> None:
         environment / "pip.conf": ["[install]", f"constraint = {keep.as_uri()}"],  # also for a later `pip install`
     }
     make = [sys.executable, "-m", "venv", str(environment)]
-    install = [python, "-m", "pip", "install", f"{REPO}[megatron]"]
+    # Editable: a copy would not be imported by what is started in the checkout, whose folder zaya_plugin/ has no patches/.
+    install = [python, "-m", "pip", "install", "--editable", f"{REPO}[megatron]"]
     if arguments.dry_run:
         print(
             shlex.join(make),

@@ -175,15 +175,16 @@ def test_commands_of_the_page_with_what_the_dockerfile_copies(tmp_path):
     (command,) = copied_by_dockerfile(image.checkout)
     assert command == commands()[0]
     before, environment = image.content(), tmp_path / "opt" / "zaya"
-    asked = ["pip list --format=freeze --path {0}", "python -c 'import torch; print(torch.__version__)'", "torchrun a"]
+    place = "python -c 'import importlib.util, torch; print(importlib.util.find_spec(\"zaya_plugin.patches\").origin)'"
+    asked = [place, f"cd / && {place}", "pip list --format=freeze --path {0}", "torchrun a"]
     packages = environment / "lib" / image.packages.parts[-2] / "site-packages"
     program = "\n".join(commands()).replace(ENVIRONMENT, str(environment)) + "\n" + "\n".join(asked).format(packages)
     done = image.run("sh", "-ec", program)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-2:] == [TORCH, f"{environment} a"]
     assert image.content() == before
-    installed = done.stdout.partition("/bin/activate\n")[2].splitlines()[:-2]
-    names = {line.partition("==")[0].replace("_", "-") for line in installed}
+    *places, launcher = done.stdout.partition("/bin/activate\n")[2].splitlines()
+    assert places[:2] == [f"{image.checkout}/patches/__init__.py"] * 2 and launcher == f"{environment} a"
+    names = {line.partition("==")[0].replace("_", "-") for line in places[2:]}
     assert names == {"pip", "zaya-plugin", "megatron-core", "transformers"}
     assert (
         f"install: unchanged: torch {TORCH} (HIP 7.2.53211) of {image.packages}/torch/__init__.py\n"
@@ -313,5 +314,5 @@ def test_a_dry_run_prints_and_changes_nothing(image):
     lines = done.stdout.splitlines()
     assert lines[0] == f"{image.python} -m venv '{environment}'"
     assert f"    import site; site.addsitedir('{image.packages}')" in lines and f"    torch=={TORCH}" in lines
-    assert lines[-1] == f"'{environment}/bin/python' -m pip install '{image.checkout}[megatron]'"
+    assert lines[-1] == f"'{environment}/bin/python' -m pip install --editable '{image.checkout}[megatron]'"
     assert "--dry-run" in image.run("python3", SCRIPT, "--help").stdout
