@@ -330,6 +330,19 @@ def triton_cache() -> Path:
     return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home) / ".triton" / "cache")
 
 
+def inductor_cache() -> Path | None:
+    """Return the folder of torch.compile's kernels, which has a folder triton/ with one folder a device; None without
+    torch.
+    """
+    if folder := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        return Path(folder)
+    try:
+        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+    except (ImportError, OSError):  # no torch, or one whose libraries are missing
+        return None
+    return Path(default_cache_dir())
+
+
 def triton_objects(folder: Path | None = None) -> list[Path]:
     """Return the gfx942 objects (.hsaco) that Triton has compiled into a cache folder."""
     objects = sorted((folder or triton_cache()).rglob("*.hsaco"))

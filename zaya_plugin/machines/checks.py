@@ -109,7 +109,7 @@ ROWS = (
     Check(
         "known_problems",
         "the rules of known problems, and missing packages",
-        "installed:known_problems",
+        "known_problems:known_problems",
         "wrong: training cannot start",
         commands=(DOCTOR, VERIFY),
         limit_s=120,
