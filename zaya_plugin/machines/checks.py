@@ -207,9 +207,9 @@ ROWS = (
     ),
     Check(
         "hazards",
-        "missing wait states in the shipped library and in the gfx942 objects of Triton's cache",
+        "missing wait states in the shipped library and in the gfx942 objects of Triton's caches, torch.compile's too",
         "software:hazards",
-        "wrong: a hazard, or an unreadable file",
+        "wrong: a hazard, with the override that avoids the kernel, or an unreadable file",
     ),
     Check(
         "links",

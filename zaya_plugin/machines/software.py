@@ -173,27 +173,70 @@ def files_below(folder: Path, patterns: tuple[str, ...]) -> dict[str, str]:
 
 
 def hazards(setting: Setting) -> Outcome:
-    """Scan gfx942 code for missing wait states: the shipped library, and what Triton has compiled on this machine."""
+    """Scan gfx942 code for missing wait states: the shipped library, and what Triton has compiled on this machine, for
+    hip_ops and for torch.compile. The reason names the setting with which a bad kernel is not used.
+    """
     from hip_ops.runtime import hazards as scanner
     from hip_ops.runtime.build import LIBRARY, shipped_folder
 
+    failure = answer(compile_formula) if setting.device == "cuda" and on_rocm() else None
+    failure = (failure or "").removeprefix(UNKNOWN)
     objects = sorted(scanner.triton_objects(), key=lambda path: path.stat().st_mtime, reverse=True)
     files = [shipped_folder(TARGET) / LIBRARY, *objects[:MAX_OBJECTS]]
-    figures: dict[str, Any] = {"triton_cache": str(scanner.triton_cache()), "violations": {}, "unreadable": {}}
+    folders, compiled = list(map(str, scanner.triton_folders())), sum(map(scanner.is_inductors, objects[:MAX_OBJECTS]))
+    figures: dict[str, Any] = {"folders": folders, "of_torch_compile": compiled, "violations": {}, "unreadable": {}}
+    overrides: dict[str, str] = {}
     for number, path in enumerate(files, 1):
         setting.say(f"{number} of {len(files)} files")
         try:
             if violations := scanner.scan(path):
                 figures["violations"][str(path)] = [str(violation) for violation in violations]
+                overrides |= without_kernel(path)
         except scanner.ToolNotFound as error:
             return Outcome("skipped", str(error))
         except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
             figures["unreadable"][str(path)] = f"{type(error).__name__}: {error}"
-    text = f"{len(files)} files, {len(objects)} of them from Triton's cache"
+    text = f"{len(files)} files, {len(files) - 1} of Triton's caches, {compiled} of them by torch.compile"
+    text += "" if compiled else ": its kernels were not examined" + (f" ({failure})" if failure else "")
     if len(objects) > MAX_OBJECTS:
-        text += f" ({len(objects) - MAX_OBJECTS} older ones not scanned)"
+        text += f"; {len(objects) - MAX_OBJECTS} older ones not scanned"
+    text += f"; folders: {', '.join(folders) or 'none'}"
     bad = {**figures["violations"], **figures["unreadable"]}
     if bad:
         first, problem = next(iter(bad.items()))
         text = f"{len(bad)} of {text}: {first}: {problem[0] if isinstance(problem, list) else problem}"
-    return Outcome("wrong" if bad else "pass", text, figures)
+        text += "".join(f"; without it: {name}={value}" for name, value in overrides.items())
+    return Outcome("wrong" if bad else "pass", text, figures, overrides=overrides)
+
+
+def on_rocm() -> bool:
+    import torch
+
+    return torch.version.hip is not None
+
+
+def compile_formula() -> None:
+    """Compile a formula of training on the first device, so that torch.compile has made a kernel there."""
+    import torch
+
+    from hip_ops.runtime.main_grad import add_in_place
+
+    device = torch.device("cuda", 0)
+    add_in_place(torch.zeros(256, 256, device=device), torch.ones(256, 256, device=device, dtype=torch.bfloat16))
+    torch.cuda.synchronize(device)
+
+
+def without_kernel(path: Path) -> dict[str, str]:
+    """Return the recipe keys with which the kernel in this file does not run; none for a kernel of another package."""
+    from hip_ops.runtime import hazards as scanner
+    from hip_ops.versions import NOT_RUN, VERSIONS
+
+    if path.suffix != ".hsaco":
+        return {"cluster.kernels": "triton"}  # the shipped library
+    if scanner.is_inductors(path):
+        return {"cluster.environment.TORCHDYNAMO_DISABLE": "1"}
+    if (operator := scanner.operator_of(path)) is None:
+        return {}
+    versions = [version for version in VERSIONS[operator] if version not in NOT_RUN]
+    following = versions[versions.index("triton") + 1 :] or ["reference"]
+    return {f"cluster.kernel_overrides.{operator}": following[0]}
