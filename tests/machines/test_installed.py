@@ -9,8 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hip_ops import use_kernels
+from hip_ops.runtime import launchers, operator
 from hip_ops.runtime.build import library_note
 from tests.running import zaya
 from zaya_plugin.machines import installed
@@ -49,6 +51,15 @@ def test_kernels_and_host_changes_of_this_environment():
     assert outcome.reason == f"{len(installed.patches())} patches, {len(hooks.describe())} hooks"
     assert len(outcome.details) == 2 + 3 * (len(installed.patches()) + len(hooks.describe()))
     assert {patch.scope for patch in installed.patches()} <= {"cpu", "always"}
+
+
+def test_the_library_is_that_of_the_device(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(launchers, "architecture", lambda device: "gfx950")
+    monkeypatch.setattr(operator, "report", lambda name, check: [])
+    figures = installed.kernels(CPU_SETTING).figures
+    assert figures["gfx950"] == [f"library of hip: {library_note('gfx950')}"] and "gfx942" not in figures
 
 
 def test_people_read_devices_and_changes(monkeypatch):

@@ -32,7 +32,7 @@ def test_the_environment_of_this_machine(monkeypatch):
     monkeypatch.setenv("ZAYA_API_KEY", "abc")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     outcome = software.environment(CPU_SETTING)
-    assert outcome.state == "pass" and "library gfx942 as shipped" in outcome.reason
+    assert outcome.state == "pass" and "library" not in outcome.reason, "none is loaded without a device of AMD"
     assert outcome.figures["variables"]["NCCL_DEBUG"] == "WARN" and "abc" not in str(outcome.figures)
     objects = outcome.figures["code_objects"]
     assert len(objects) > 10 and all(len(entry) == 64 for entry in objects)
@@ -104,6 +104,33 @@ def test_a_damaged_library_is_wrong(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "shipped_folder", lambda target: folder)
     outcome = software.environment(CPU_SETTING)
     assert outcome.state == "wrong" and "is damaged" in outcome.reason
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("shipped", [True, False])
+def test_the_library_of_the_device_is_named(monkeypatch, tmp_path, target, shipped):
+    """A device of each architecture, with the library that its kernels come from, and one whose build fails."""
+
+    def load(target):
+        launchers._paths[target] = (build.SHIPPED / target if shipped else tmp_path / f"{target}-0123") / build.LIBRARY
+
+    on_device = Setting("cuda", 1, "AMD Instinct", Path("unused"))
+    monkeypatch.setattr(torch.version, "hip", "7.1.2")
+    monkeypatch.setattr(launchers, "own_maps", lambda: OTHER)
+    monkeypatch.setattr(launchers, "architecture", lambda device: target)
+    monkeypatch.setattr(launchers, "_paths", {})
+    monkeypatch.setattr(launchers, "_failures", {})
+    monkeypatch.setattr(launchers, "_library", load)
+    monkeypatch.setattr(launchers, "manifest_of", lambda library: {"sha256": "abc"})
+    outcome = software.environment(on_device)
+    library = f"library {target} " + ("as shipped" if shipped else f"built from source, {target}-0123")
+    assert outcome.state == "pass" and outcome.reason.endswith(library)
+
+    def fails(target):
+        raise build.BuildError("hipcc failed")
+
+    monkeypatch.setattr(launchers, "_library", fails)
+    assert software.environment(on_device).reason.endswith("library unknown: BuildError: hipcc failed")
 
 
 def test_a_tool_that_hangs_is_not_waited_for(monkeypatch):
