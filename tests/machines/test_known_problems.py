@@ -64,6 +64,11 @@ CASES = [
         dict(cuda="13.0", kfd=("gfx942",), versions={"torch": "2.12.0"}),
         dict(cuda="13.0", kfd=("gfx1103",), versions={"torch": "2.12.0"}),  # a laptop with Radeon graphics
     ),
+    (
+        "cuda-torch-on-amd",
+        dict(cuda="13.0", kfd=("gfx950",)),
+        dict(kfd=("gfx950",), versions={"torch": "2.12.0+cpu"}),  # a torch for the CPU, on purpose
+    ),
     ("hidden-torch", dict(outer_torch="/tmp/zaya does not see /opt/venv/torch"), dict(versions={"torch": "2.12.0"})),
     ("megatron-release", dict(core=Version("0.21.0")), dict(core=Version("0.20.0"))),
     ("megatron-release", dict(core=Version("0.15.3")), dict(core=Version("0.16.0rc0"))),
@@ -289,3 +294,6 @@ def test_a_virtual_environment_inside_another_one(tmp_path, monkeypatch):
         known_problems.importlib.util, "find_spec", lambda name: SimpleNamespace(origin=torch / "__init__.py")
     )
     assert known_problems.outer_torch(inner) is None, "a .pth file names its site-packages"
+    (outer / "pyvenv.cfg").unlink()
+    monkeypatch.undo()
+    assert known_problems.outer_torch(inner) is None, "a base interpreter's packages are left out on purpose"

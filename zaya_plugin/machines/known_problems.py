@@ -116,16 +116,17 @@ def facts_of_torch() -> dict[str, Any]:
 
 
 def outer_torch(prefix: Path) -> str | None:
-    """Return the torch of the environment whose Python made the virtual environment `prefix`, or None: there is none, or
-    it is the one that this process imports.
+    """Say which torch of another virtual environment, from whose Python `prefix` was made, this process does not see;
+    None where there is none, or where it imports that one.
     """
-    command = re.search(r"^command = (\S+) -m venv ", read(prefix / "pyvenv.cfg"), re.MULTILINE)
-    if command is None:
+    command = re.search(r"^command = (\S+)/bin/\S+ -m venv ", read(prefix / "pyvenv.cfg"), re.MULTILINE)
+    outer = Path(command[1]) if command else prefix
+    torch = next(outer.glob("lib/python*/site-packages/torch"), None)
+    if outer == prefix or torch is None or not (outer / "pyvenv.cfg").is_file():
         return None
     spec = importlib.util.find_spec("torch")
-    outer = next(Path(command[1]).parents[1].glob("lib/python*/site-packages/torch"), None)
-    seen = spec is not None and outer is not None and spec.origin and Path(spec.origin).parent.samefile(outer)
-    return f"{sys.prefix} does not see {outer}" if outer and not seen else None
+    seen = spec is not None and spec.origin and Path(spec.origin).parent.samefile(torch)
+    return None if seen else f"{prefix} does not see {torch}"
 
 
 def facts_of_machine(root: Path) -> dict[str, Any]:

@@ -49,11 +49,10 @@ PACKAGE_RULES = (
         "cuda-torch-on-amd",
         "error",
         lambda facts: (
-            not facts.hip
+            facts.cuda
             and not facts.archs
-            and facts.versions.get("torch")
             and (devices := [arch for arch in facts.kfd if arch in INSTINCT])
-            and f"torch {facts.versions['torch']} on a machine with {len(devices)} x {devices[0]}"
+            and f"torch {facts.versions.get('torch')} for CUDA {facts.cuda} on a machine with {len(devices)} x {devices[0]}"
         ),
         "this torch has no code for AMD's devices; an install of another package has replaced the image's, or a virtual "
         "environment hides it",
