@@ -130,8 +130,8 @@ PACKAGE_RULES = (
             facts.hip
             and next((f"{name} {version} on ROCm" for name, version in facts.tritons if before(version, "3.5")), None)
         ),
-        "compiled for gfx942, 3.4 spills registers in the experts' weight gradient and fails for two kernels, and 3.3 "
-        "lacks modules that the experts' products import",
+        "for gfx942, 3.4 spills registers in the experts' weight gradient and does not compile two kernels; 3.3 spills more, "
+        "does not compile four, and has no tensor descriptors",
         "an image whose torch is 2.9 or newer (docs/mi300x.md, step 1)",
         GITHUB + "triton-lang/triton/issues/7499",
     ),
