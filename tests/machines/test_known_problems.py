@@ -33,7 +33,7 @@ ROCM = dict(
     shm_bytes=64 * 2**30,
     versions={"torch": "2.11.0+rocm7.2", "triton": "3.8.0+git0263a6a6.rocm7.2", "transformers": "5.24.0"},
     environ={"HSA_NO_SCRATCH_RECLAIM": "1", "GPU_MAX_HW_QUEUES": "4", "PRIMUS_PATCHES": "all"},
-    caches={"/root/.triton/cache": "ext4"},
+    caches={"/local/.triton/cache": "ext4"},
 )
 MI300X = replace(HEALTHY, **ROCM)
 
@@ -172,8 +172,8 @@ CASES = [
     ("iommu", rocm(iommu=("DMA-FQ",) * 8), rocm(iommu=("identity",) * 8)),
     (
         "shared-kernel-cache",
-        rocm(caches={"/home/a/.triton/cache": "nfs4"}),
-        dict(caches={"/home/a/.triton/cache": "nfs4"}),
+        rocm(caches={"/shared/.triton/cache": "nfs4"}),
+        dict(caches={"/shared/.triton/cache": "nfs4"}),
     ),
     ("noexec-kernel-cache", rocm(noexec=("/tmp/torchinductor_a is mounted noexec",)), dict(noexec=("/tmp is noexec",))),
 ]

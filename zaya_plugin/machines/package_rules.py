@@ -43,7 +43,7 @@ PACKAGE_RULES = (
         lambda facts: ", ".join(facts.missing),
         "training imports it at its start",
         "install it; the packages that `zaya doctor` lists name the command",
-        "https://pypi.org/project/megatron-core/",
+        GITHUB + "NVIDIA/Megatron-LM/blob/core_v0.19.0/pyproject.toml",
     ),
     Rule(
         "cuda-torch-on-amd",
@@ -193,7 +193,7 @@ PACKAGE_RULES = (
         ),
         "the PyPI package of that name is an asyncio library; AMD's kernels are called amd-aiter",
         "pip uninstall aiter; AMD's Primus containers hold the right one",
-        "https://pypi.org/project/aiter/",
+        GITHUB + "AMD-Ecosystem/flashinfer/pull/277",
     ),
     Rule(
         "aiter-backward",
@@ -219,7 +219,7 @@ PACKAGE_RULES = (
         ),
         "the PyPI package of that name is not AMD's Primus",
         "pip uninstall primus; clone github.com/AMD-AGI/Primus",
-        "https://pypi.org/project/primus/",
+        PRIMUS + "blob/main/README.md",
     ),
     Rule(
         "primus-patches",
