@@ -54,8 +54,9 @@ def test_healthy_environments_have_none():
 
 NO_TRITON = MODULES | {"triton": False}
 MHA = {"amd-aiter": "0.1.14", "transformer-engine": "2.13.0"}
+CUDA = dict(cuda="13.0", archs=("sm_90",))
 EXPANDABLE = "max_split_size_mb:512,expandable_segments:True"
-# A rule, facts that have its problem, and facts that nearly have it.
+# A rule, facts that have its problem, and facts that nearly have it: each condition of a rule is false in one of them.
 CASES = [
     ("missing-package", dict(missing=("torch",)), dict(versions={"torch": "2.13.0"})),
     ("cuda-torch-on-amd", rocm({"torch": "2.12.0+cu130"}, hip=None, cuda="13.0", archs=()), rocm(archs=())),
@@ -68,6 +69,7 @@ CASES = [
         "cuda-torch-on-amd",
         dict(cuda="13.0", kfd=("gfx950",)),
         dict(kfd=("gfx950",), versions={"torch": "2.12.0+cpu"}),  # a torch for the CPU, on purpose
+        dict(cuda="13.0", kfd=("gfx950",), archs=("sm_90",)),
     ),
     ("hidden-torch", dict(outer_torch="/tmp/zaya does not see /opt/venv/torch"), dict(versions={"torch": "2.12.0"})),
     ("megatron-release", dict(core=Version("0.21.0")), dict(core=Version("0.20.0"))),
@@ -78,7 +80,12 @@ CASES = [
     ("triton", dict(modules=NO_TRITON), dict(modules=NO_TRITON, core=Version("0.17.0"))),
     ("triton-of-image", rocm(modules=NO_TRITON), dict(modules=NO_TRITON)),
     ("foreign-triton", rocm({"triton": "3.8.0"}), dict(cuda="13.0", versions={"triton": "3.8.0"})),
-    ("old-triton", rocm({"triton": "3.4.0+rocm7.1"}), rocm({"triton": "3.5.0+rocm7.2"})),
+    (
+        "old-triton",
+        rocm({"triton": "3.4.0+rocm7.1"}),
+        rocm({"triton": "3.5.0+rocm7.2"}),
+        CUDA | dict(versions={"triton": "3.4.0"}),
+    ),
     ("old-triton", rocm({"triton": None, "pytorch-triton-rocm": "3.3.1"}), rocm({"pytorch-triton-rocm": "3.5.1"})),
     ("wide-stores", rocm({"triton-rocm": "3.7.1"}), rocm({"triton-rocm": "3.7.1"}, archs=("gfx950",))),
     ("wide-stores", rocm({"triton": "3.7.1+gita272dfa8"}), rocm({"triton": "3.8.0+gita272dfa8"})),
@@ -98,9 +105,14 @@ CASES = [
         dict(failures={"cudnn": "RuntimeError: cuDNN version incompatibility"}),
         dict(cuda="13.0", archs="s"),
     ),
-    ("wrong-aiter", dict(versions={"aiter": "0.13.20191203"}), dict(versions={"amd-aiter": "0.1.14.post1"})),
+    (
+        "wrong-aiter",
+        dict(versions={"aiter": "0.13.20191203"}),
+        dict(versions={"amd-aiter": "0.1.14.post1"}),
+        dict(versions={"aiter": "0.13", "amd-aiter": "0.1.14"}),
+    ),
     ("aiter-backward", rocm(MHA), rocm(MHA | {"transformer-engine": "2.15.0.dev0"})),
-    ("aiter-backward", rocm(MHA), rocm({"transformer-engine": "2.13.0"})),
+    ("aiter-backward", rocm(MHA), rocm({"transformer-engine": "2.13.0"}), CUDA | dict(versions=MHA)),
     (
         "wrong-primus",
         dict(modules=MODULES | {"primus": True}),
@@ -118,11 +130,19 @@ CASES = [
         dict(versions={"wandb": "0.26.1", "protobuf": "6.32.0"}),
     ),
     ("devices-hidden", rocm(environ={"HIP_VISIBLE_DEVICES": ""}, archs=()), dict(cuda="13.0", archs=("sm_90",))),
-    ("kfd-denied", rocm(kfd_denied=True, archs=()), rocm(kfd_denied=True)),
+    (
+        "kfd-denied",
+        rocm(kfd_denied=True, archs=()),
+        rocm(kfd_denied=True),
+        rocm(archs=()),
+        rocm(kfd_denied=True, archs=(), kfd=("gfx1103",)),
+    ),
     (
         "visible-twice",
         rocm(environ={"ROCR_VISIBLE_DEVICES": "0,1", "CUDA_VISIBLE_DEVICES": "1"}),
         rocm(environ={"HIP_VISIBLE_DEVICES": "0,1", "CUDA_VISIBLE_DEVICES": "0,1"}),
+        rocm(environ={"ROCR_VISIBLE_DEVICES": "0,1"}),
+        CUDA | dict(environ={"ROCR_VISIBLE_DEVICES": "0,1", "CUDA_VISIBLE_DEVICES": "1"}),
     ),
     (
         "other-architecture",
@@ -135,16 +155,26 @@ CASES = [
         "two-hip-runtimes",
         rocm(runtimes=("/a/libamdhip64.so.6", "/b/libamdhip64.so.7")),
         rocm(runtimes=("/a/libamdhip64.so.6",)),
+        CUDA | dict(runtimes=("/a/libamdhip64.so.6", "/b/libamdhip64.so.7")),
     ),
     ("rccl-deadlock", rocm(nccl="2.30.4", hip="7.14.60850"), rocm(nccl="2.30.4", hip="7.13.0")),
+    ("rccl-deadlock", rocm(nccl="2.30.4", hip="7.15.0"), rocm(nccl="2.29.7", hip="7.15.0")),
     ("rccl-deadlock", rocm(nccl="2.30.4", hip="7.15.0"), dict(nccl="2.30.4", cuda="13.0", archs=("sm_90",))),
     ("rccl-on-pollara", rocm(hip="7.1.52802-26aae437f6"), rocm(hip="7.1.52802-26aae437f6", networks=("mlx5_0",))),
-    ("rccl-on-pollara", rocm(hip="7.1.25424abc"), rocm(hip="7.2.26015abc")),
+    (
+        "rccl-on-pollara",
+        rocm(hip="7.1.25424abc"),
+        rocm(hip="7.2.26015abc"),
+        rocm(hip="7.0.51831"),
+        dict(networks=("ionic_0",)),
+    ),
     ("capture-on-rocm", rocm({"torch": "2.10.0+rocm7.2.4"}), dict(cuda="13.0", versions={"torch": "2.10.0+cu130"})),
     (
         "expandable-segments",
         rocm(environ={"PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE}),
         rocm({"torch": "2.10.0"}, environ={"PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE}),
+        rocm({"torch": None}, environ={"PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE}),
+        CUDA | dict(versions={"torch": "2.12.0"}, environ={"PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE}),
     ),
     (
         "expandable-segments",
@@ -160,16 +190,21 @@ CASES = [
         rocm(environ={"HSA_NO_SCRATCH_RECLAIM": "0"}),
         rocm(environ={"HSA_NO_SCRATCH_RECLAIM": "0"}, archs=("gfx950",)),
     ),
-    ("serial-launches", rocm(environ={"AMD_SERIALIZE_KERNEL": "3"}), rocm(environ={"AMD_SERIALIZE_KERNEL": "0"})),
+    (
+        "serial-launches",
+        rocm(environ={"AMD_SERIALIZE_KERNEL": "3"}),
+        rocm(environ={"AMD_SERIALIZE_KERNEL": "0"}),
+        dict(environ={"CUDA_LAUNCH_BLOCKING": "1"}),
+    ),
     (
         "no-peer-access",
         rocm(environ={"NCCL_P2P_DISABLE": "1"}),
         rocm(environ={"NCCL_P2P_DISABLE": "1"}, archs=(GFX942,)),
     ),
-    ("small-shm", rocm(shm_bytes=64 * 2**20), rocm(shm_bytes=64 * 2**20, archs=(GFX942,))),
-    ("memlock", rocm(memlock_bytes=8192 * 2**10), rocm(memlock_bytes=8192 * 2**10, networks=())),
+    ("small-shm", rocm(shm_bytes=2**26), rocm(shm_bytes=2**26, archs=(GFX942,)), rocm(shm_bytes=None)),
+    ("memlock", rocm(memlock_bytes=2**23), rocm(memlock_bytes=2**23, networks=()), rocm(memlock_bytes=2**33)),
     ("numa-balancing", rocm(numa_balancing=True), rocm(numa_balancing=True, kfd=())),
-    ("iommu", rocm(iommu=("DMA-FQ",) * 8), rocm(iommu=("identity",) * 8)),
+    ("iommu", rocm(iommu=("DMA-FQ",) * 8), rocm(iommu=("identity",) * 8), dict(iommu=("DMA",))),
     (
         "shared-kernel-cache",
         rocm(caches={"/shared/.triton/cache": "nfs4"}),
@@ -179,10 +214,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("name, wrong, nearly", CASES)
-def test_a_problem_is_seen_where_it_is_and_not_next_to_it(name, wrong, nearly):
-    assert name in names(replace(HEALTHY, **wrong))
-    assert name not in names(replace(HEALTHY, **nearly)) and replace(HEALTHY, **nearly) not in (HEALTHY, MI300X)
+@pytest.mark.parametrize("case", CASES, ids=[case[0] for case in CASES])
+def test_a_problem_is_seen_where_it_is_and_not_next_to_it(case):
+    name, wrong, *nearly = case
+    assert nearly and name in names(replace(HEALTHY, **wrong))
+    for facts in (replace(HEALTHY, **changes) for changes in nearly):
+        assert name not in names(facts) and facts not in (HEALTHY, MI300X)
 
 
 def test_every_rule_has_a_thread_a_case_and_a_near_miss():
@@ -199,7 +236,7 @@ def test_no_remedy_replaces_the_torch_or_triton_of_an_amd_image():
     """Of the rules that apply where AMD's torch or devices are, by their cases as they are and moved to ROCm."""
     moved = {key: ROCM[key] for key in ("hip", "archs", "kfd")}
     seen = {}
-    for _, wrong, _ in CASES:
+    for _, wrong, *_ in CASES:
         for facts in (wrong, {**wrong, **moved}):
             if facts.get("hip") or facts.get("kfd"):
                 seen |= {problem["name"]: problem["remedy"] for problem in problems(replace(HEALTHY, **facts))}

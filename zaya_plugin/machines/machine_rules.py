@@ -122,8 +122,7 @@ MACHINE_RULES = (
         "rccl-on-pollara",
         "warning",
         lambda facts: (
-            facts.hip
-            and not facts.hip_before("7.1")
+            not facts.hip_before("7.1")
             and facts.hip_before("7.2")
             and any(name.startswith("ionic") for name in facts.networks)
             and f"HIP {facts.hip} with {len(facts.networks)} x {facts.networks[0]}"
