@@ -16,19 +16,25 @@ PAGE = Path(__file__).parents[2] / "docs" / "mi300x.md"
 BEGIN, END = "<!-- primus: made by tests/config/test_primus_environment.py -->\n", "<!-- end of primus -->\n"
 
 
-def value_at(recorded, version: str) -> str | None:
-    """Return a recorded value at one of the versions; None: the variable is not set there."""
-    if not isinstance(recorded, dict):
-        return recorded
-    versions = FACTS["versions"]
-    since = [name for name in versions[: versions.index(version) + 1] if name in recorded]
-    return recorded[since[-1]]
+def versions_of(file: str) -> list[str]:
+    return FACTS["image_versions" if "Dockerfile" in file else "versions"]
 
 
-def of_primus(recipe: str, version: str = FACTS["versions"][-1]) -> dict[str, str]:
+def values_at(file: str, version: str) -> dict[str, str | None]:
+    """Return the values of a file at one of its versions; None: the variable is not set there."""
+    versions = versions_of(file)
+    until = versions[: versions.index(version) + 1]
+    return {
+        name: [recorded[one] for one in until if one in recorded][-1] if isinstance(recorded, dict) else recorded
+        for name, recorded in FACTS["files"][file].items()
+    }
+
+
+def of_primus(recipe: str) -> dict[str, str]:
+    """Return the newest values of the files that a recipe is compared with."""
     values: dict[str, str] = {}
     for file in FACTS["recipes"][recipe]:
-        at = {name: value_at(recorded, version) for name, recorded in FACTS["files"][file].items()}
+        at = values_at(file, versions_of(file)[-1])
         values |= {name: value for name, value in at.items() if value is not None}
     return values
 
@@ -69,16 +75,17 @@ def test_each_difference_from_primus_has_a_reason(recipe):
 
 
 def test_the_facts_are_complete():
-    versions = set(FACTS["versions"])
     for file, values in FACTS["files"].items():
         assert any(file in files for files in FACTS["recipes"].values()), file
         for name, recorded in values.items():
-            since = recorded if isinstance(recorded, dict) else {FACTS["versions"][0]: recorded}
-            assert since.keys() <= versions and FACTS["versions"][0] in since, (file, name)
+            versions = versions_of(file)
+            since = recorded if isinstance(recorded, dict) else {versions[0]: recorded}
+            assert since.keys() <= {*versions} and versions[0] in since, (file, name)
             assert all(value is None or isinstance(value, str) for value in since.values()), (file, name)
     assert all(row["reason"].endswith(".") and row["variables"] for row in FACTS["differences"])
     # AMD's plugin moved into RCCL; before, the launcher loaded a library
-    plugin = [of_primus("mi300x_128x8", version).get("NCCL_NET_PLUGIN") for version in ("v26.2", "v26.5.1", "fd1eeabb")]
+    hook = "runner/helpers/hooks/03_enable_ainic.sh"
+    plugin = [values_at(hook, version)["NCCL_NET_PLUGIN"] for version in ("v26.2", "v26.5.1", "fd1eeabb")]
     assert plugin == [None, "librccl-anp.so", "none"]
 
 
