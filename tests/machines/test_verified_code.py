@@ -30,9 +30,11 @@ def test_doctor_lists_the_code_of_a_step():
     assert figures["target"] == "gfx942" and figures["prediction"] is True
     assert sum(row["share"] for row in figures["rows"]) == pytest.approx(1)
     assert figures["verified_share"] == pytest.approx(sum(row["share"] for row in figures["rows"] if row["verified"]))
-    assert outcome.reason.startswith(f"{figures['verified_share']:.1%} of a step in verified code (PREDICTION for 8")
+    assert outcome.reason.startswith(
+        f"{100 * figures['verified_share']:.1f} % of a step in verified code (PREDICTION for 8"
+    )
     lines = "\n".join(outcome.details)
-    assert lines.startswith("verified ") and "\nunverified  35.0%  hipBLASLt (head, projections)\n" in lines
+    assert lines.startswith("verified ") and "\nunverified  35.0 %  hipBLASLt (head, projections)\n" in lines
     assert "shipped library (HIP): rms_norm, newton_schulz, cca_prologue" in lines
     assert json.loads(json.dumps(figures)) == figures
 
@@ -89,7 +91,9 @@ def table() -> str:
     lines = ["| code | share of the step | verified | operators |", "|---|---|---|---|"]
     for row in rows:
         operators = ", ".join(f"`{source}`" for source in row["of"] if source in VERSIONS)
-        lines.append(f"| {row['code']} | {row['share']:.1%} | {'yes' if row['verified'] else 'no'} | {operators} |")
+        lines.append(
+            f"| {row['code']} | {verified_code.percent(row['share'])} | {'yes' if row['verified'] else 'no'} | {operators} |"
+        )
     return "\n".join(lines) + "\n"
 
 

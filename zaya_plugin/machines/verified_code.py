@@ -26,15 +26,19 @@ def verified_code(setting: Setting) -> Outcome:
     share = sum(row["share"] for row in rows if row["verified"])
     on = prediction["on"]
     text = (
-        f"{share:.1%} of a step in verified code (PREDICTION for {on['devices']} devices, {on['cluster']}, "
+        f"{percent(share)} of a step in verified code (PREDICTION for {on['devices']} devices, {on['cluster']}, "
         f"{prediction['step_ms']:,.0f} ms)"
     )
     details = [
-        f"{'verified' if row['verified'] else 'unverified':11}{row['share']:6.1%}  {row['code']}{operators_of(row)}"
+        f"{'verified' if row['verified'] else 'unverified':11}{percent(row['share']):>7}  {row['code']}{operators_of(row)}"
         for row in rows
     ]
     figures: dict[str, Any] = {"prediction": True, "target": target, "verified_share": share, "rows": rows}
     return Outcome("pass", text, figures | {"from": prediction["from"], "on": on}, details=[*details, *EXPLANATION])
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def operators_of(row: dict) -> str:
