@@ -640,7 +640,7 @@ class ClusterConfig:
     )
     core_attention: str = option(
         "auto",
-        "softmax attention: auto, the fastest that is installed, passes its check and was measured on the device; sdpa "
+        "softmax attention: auto, the fastest that is installed and passes its check on the device; sdpa "
         "(torch chooses), cudnn (through torch), or the package of that name. docs/parallelism.md",
         choices=("auto", "sdpa", "cudnn", "flash_attn", "flash_attn_4", "aiter", "transformer_engine"),
         resume=MAY_CHANGE,

@@ -80,6 +80,14 @@ def _devices_hidden(facts: Facts) -> str | None:
     return ", ".join([f"torch for {built}, no device", *hidden]) if built and not facts.archs else None
 
 
+def _stale_mha(facts: Facts) -> str | None:
+    if not facts.hip:
+        return None
+    from hip_ops.runtime.aiter import stale_backward
+
+    return stale_backward(facts.versions.get("amd-aiter"), facts.versions.get("transformer-engine"))
+
+
 def _wide_stores(facts: Facts) -> str | None:
     """The first Triton that is older than 3.8, on gfx942."""
     if not any(arch.startswith("gfx942") for arch in facts.archs):
@@ -203,13 +211,7 @@ RULES = (
     Rule(
         "stale-mha",
         "warning",
-        lambda facts: (
-            facts.hip
-            and facts.versions.get("amd-aiter")
-            and _before(facts.versions.get("transformer-engine"), "2.14")
-            and f"transformer-engine {facts.versions['transformer-engine']} with amd-aiter "
-            f"{facts.versions['amd-aiter']}"
-        ),
+        _stale_mha,
         "its libmha_bwd.so crashed the backward pass of AITER attention with head dimension 128 on gfx942 (Primus, "
         "aiter_deepbind_patches.py)",
         "Transformer Engine 2.14, or cluster.core_attention=sdpa",
