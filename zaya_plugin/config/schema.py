@@ -744,6 +744,14 @@ class MachineConfig:
     copy_tb_per_s: float = own(
         3.0, "TB/s that a copy reads and writes", "plan.recipe_plan", limit=RATE, resume=MAY_CHANGE
     )
+    attention_tflops: float | None = own(
+        None,
+        "TFLOP/s of core attention, forward and backward at 4,096 tokens, counted as three forward passes; null: "
+        "`zaya bench expect` keeps the record's share of a large product",
+        "bench.expect",
+        limit=RATE,
+        resume=MAY_CHANGE,
+    )
     devices_per_node: int = own(
         8,
         "devices of a node, which its links connect",
