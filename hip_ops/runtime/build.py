@@ -121,15 +121,21 @@ def shipped_folder(target: str) -> Path:
     return SHIPPED / target
 
 
-def shipped(target: str, *, sources: Path = PACKAGE) -> tuple[Path | None, str]:
-    """Return the shipped library of `target` and "", or None and why an AMD target is built from source instead."""
-    if target not in AMD_ARCHITECTURES:
-        return None, ""
+def requested_library() -> str:
+    """Return the value of HIP_OPS_LIBRARY, shipped or source. Raises ValueError for another one."""
     requested = os.environ.get(LIBRARY_VARIABLE) or "shipped"
     if requested not in ("shipped", "source"):
         raise mistake(
             f"{LIBRARY_VARIABLE}={requested}", "no such library", "shipped, source", f"unset {LIBRARY_VARIABLE}"
         )
+    return requested
+
+
+def shipped(target: str, *, sources: Path = PACKAGE) -> tuple[Path | None, str]:
+    """Return the shipped library of `target` and "", or None and why an AMD target is built from source instead."""
+    if target not in AMD_ARCHITECTURES:
+        return None, ""
+    requested = requested_library()
     folder = shipped_folder(target)
     if not (folder / MANIFEST).is_file():
         return None, f"no library is shipped for {target}, and its kernels are unverified"

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
+
+if TYPE_CHECKING:
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
 MAX_CHECKED_DESCRIPTORS = 4096
 _checked: dict[tuple, dict] = {}
@@ -19,6 +22,8 @@ def descriptor(base: Tensor, shape: Sequence[int], strides: Sequence[int], block
     """Return TensorDescriptor(base, shape, strides, block). base.data_ptr() must be a multiple of 16
     (`describable`).
     """
+    from triton.tools.tensor_descriptor import TensorDescriptor  # callers without descriptors need no Triton
+
     if base.is_cuda and not hasattr(_thread, "context"):
         # the driver encodes descriptors only in a thread with a CUDA context, which autograd's threads may lack
         torch.cuda.set_device(torch.cuda.current_device())

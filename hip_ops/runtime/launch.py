@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 WARP_SIZE = 32 if torch.version.hip is None else 64  # lanes, of the devices that this torch is built for
+XCDS = 1 if torch.version.hip is None else 8  # accelerator complex dies, among which an MI300X distributes programs
 ROWS_A_BLOCK = 4
 BLOCKS_A_PROCESSOR = 32  # at most; beyond, a wave takes several rows
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes

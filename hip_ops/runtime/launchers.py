@@ -267,7 +267,7 @@ def the_runtime(torch_hip: str, maps: str) -> Path:
     )
 
 
-def bind(runtime: Path) -> None:
+def bind(runtime: Path) -> ctypes.CDLL:
     """Open the mapped `runtime` again, so that libraries that are loaded later find its symbols. Raises OSError where
     it is not mapped."""
-    ctypes.CDLL(str(runtime), mode=os.RTLD_GLOBAL | os.RTLD_NOLOAD)
+    return ctypes.CDLL(str(runtime), mode=os.RTLD_GLOBAL | os.RTLD_NOLOAD)

@@ -72,15 +72,15 @@ CANDIDATES = [
 ]
 
 
-WIDEST = [pytest.param(kind, each[0], False, id=kind) for kind, each in DERIVED.items()]
+WIDEST = [pytest.param(kind, each[0], None, id=kind) for kind, each in DERIVED.items()]
 OTHERS = [
     pytest.param(
         kind, each, small, id=f"{kind}-{each.config.block_m}x{each.config.block_n}-{small}", marks=pytest.mark.slow
     )
     for kind, candidates in DERIVED.items()
     for each in candidates
-    for small in (False, True)
-    if small or each is not candidates[0]
+    for small in (False, True, None)
+    if small is not None or each is not candidates[0]
 ]
 
 
@@ -88,9 +88,9 @@ OTHERS = [
 @pytest.mark.parametrize("kind, candidate, small", WIDEST + OTHERS)
 def test_numbers_of_every_candidate(kind, candidate, small):
     """An expert without rows, rows past a tile's end, columns past a tile's end, fewer rows than a slab. With small
-    tensors the code has buffer instructions.
+    tensors the code has buffer instructions; with those of training (None) the bytes that the package ships run.
     """
-    case = Grouped((0, 270, 0, 5), 128, 320)
+    case = Grouped((0, 270, 0, 5, *[0] * 12), 128, 320)
     for schedule in ("lockstep", "reverse"):
         on_device = GroupedOnDevice(Device(schedule, allow_shifted_waves=True), candidate.config, small=small)
         if kind == "outer":

@@ -46,6 +46,7 @@ def environment(setting: Setting) -> Outcome:
     import torch
 
     from hip_ops.runtime.build import LIBRARY_VARIABLE, library_note
+    from hip_ops.runtime.code_objects import objects_note
     from hip_ops.runtime.launchers import mapped_runtimes, own_maps
 
     figures: dict[str, Any] = {
@@ -61,6 +62,7 @@ def environment(setting: Setting) -> Outcome:
         "limits": {"memlock_bytes": memlock(), "shm_bytes": answer(lambda: shutil.disk_usage("/dev/shm").total)},
         "variables": secrets.of_data({k: v for k, v in os.environ.items() if VARIABLES.match(k)}),
         "library": answer(lambda: library_note(TARGET)),
+        "objects": answer(lambda: objects_note(TARGET)),
         "code_objects": answer(code_object_hashes),
     }
     if setting.device == "cuda" and torch.version.hip:
@@ -115,10 +117,15 @@ def runtime_problem(hip: str | None, maps: str) -> str | None:
 
 
 def library_problem() -> str | None:
-    """Say why the shipped library cannot be used, or return None; HIP_OPS_LIBRARY=source is not a problem."""
+    """Say why the shipped library or the shipped objects cannot be used, or return None; HIP_OPS_LIBRARY=source is not
+    a problem.
+    """
     from hip_ops.runtime.build import LIBRARY_VARIABLE, shipped
+    from hip_ops.runtime.code_objects import shipped_objects
 
-    return None if os.environ.get(LIBRARY_VARIABLE) == "source" else shipped(TARGET)[1] or None
+    if os.environ.get(LIBRARY_VARIABLE) == "source":
+        return None
+    return shipped(TARGET)[1] or shipped_objects(TARGET)[1] or None
 
 
 def load_library() -> str:
