@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -187,8 +187,13 @@ def kernel_sources(sources: Path = PACKAGE) -> list[Path]:
 
 
 def sources_digest(sources: Path = PACKAGE) -> str:
+    return files_digest((*sources.rglob("*.hip"), *sources.rglob("*.h")))
+
+
+def files_digest(files: Iterable[Path]) -> str:
+    """Return the sha256 over names and contents, in the order of the names."""
     digest = hashlib.sha256()
-    for file in sorted((*sources.rglob("*.hip"), *sources.rglob("*.h")), key=lambda file: file.name):
+    for file in sorted(files, key=lambda file: file.name):
         content = file.read_bytes()
         digest.update(f"{file.name} {len(content)}\n".encode() + content)
     return digest.hexdigest()

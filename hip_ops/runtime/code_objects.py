@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from hip_ops.errors import NotCompiled
-from hip_ops.runtime.build import LIBRARY_VARIABLE, PACKAGE, requested_library, shipped_folder
+from hip_ops.runtime.build import LIBRARY_VARIABLE, PACKAGE, files_digest, requested_library, shipped_folder
 from hip_ops.runtime.compilers import AMD_ARCHITECTURES
 from hip_ops.runtime.launch import architecture, on
 from hip_ops.runtime.launchers import bind, own_maps, the_runtime
@@ -198,11 +198,7 @@ def _hip() -> ctypes.CDLL:
 
 def kernels_digest() -> str:
     """Return the sha256 over the sources of the shipped kernels."""
-    digest = hashlib.sha256()
-    for name in KERNEL_SOURCES:
-        content = (PACKAGE / name).read_bytes()
-        digest.update(f"{name} {len(content)}\n".encode() + content)
-    return digest.hexdigest()
+    return files_digest(PACKAGE / name for name in KERNEL_SOURCES)
 
 
 def objects_digest(checksums: Sequence[str]) -> str:
@@ -267,8 +263,7 @@ def _loaded_objects(device: torch.device) -> CodeObjects | None:
 
 def serves(operator: str, device: torch.device) -> bool:
     """Return whether objects of an operator, a folder of hip_ops/ops, are shipped for `device`."""
-    objects = objects_for(device)
-    return objects is not None and operator in objects.operators
+    return operator in getattr(objects_for(device), "operators", ())
 
 
 def objects_identity(device: torch.device) -> str | None:

@@ -13,7 +13,7 @@ from hip_ops.ops.grouped_product.configs import GroupedConfig, choose_config
 from tests.gfx942.emulator import Counters, Device
 from tests.gfx942.inner_loop import mfma_passes
 from tests.gfx942.triton_cases import grouped_product
-from tests.gfx942.triton_objects import triton_code_object
+from tests.gfx942.triton_objects import TritonObject, triton_code_object
 from tests.hip_ops.expert_path_device import NUMPY, TYPES, to_numpy, to_torch
 
 NUMPY = {**NUMPY, torch.float16: np.uint16}
@@ -37,6 +37,7 @@ class GroupedOnDevice:
     programs: int = 3
     small: bool | None = False
     counters: Counters | None = None
+    code: TritonObject | None = None
 
     def run(self, kernel, tensors: dict[str, tuple], sizes: dict[str, int], constants: dict) -> None:
         c = self.config
@@ -60,11 +61,11 @@ class GroupedOnDevice:
             None: [name for name in tensors if name not in IN_A_BUFFER[kernel.__name__]],
         }
         divisible = [name for name in signature if name in tensors or sizes[name] % 16 == 0]
-        code = triton_code_object(
+        self.code = triton_code_object(
             kernel, signature, constants, divisible_by_16=divisible, small=small[self.small], **c.launch_options()
         )
         given = [tensors[name][0] if name in tensors else np.int32(sizes[name]) for name in signature]
-        self.counters = code.launch(self.device, (self.programs, 1, 1), given)
+        self.counters = self.code.launch(self.device, (self.programs, 1, 1), given)
 
     def put(self, x: Tensor) -> tuple:
         """The storage of rows as it lies, without what follows the last row's end."""

@@ -13,7 +13,7 @@ from hip_ops.ops.router_mlp.reference import SUM_NAMES
 from hip_ops.saved_bytes import router_columns
 from tests.gfx942.emulator import Counters, Device
 from tests.gfx942.triton_cases import NOT_SMALL
-from tests.gfx942.triton_objects import triton_code_object
+from tests.gfx942.triton_objects import TritonObject, triton_code_object
 from tests.hip_ops.expert_path_device import NUMPY, TYPES, to_numpy, to_torch
 
 RESULTS = ("state", "weights", "ids", "hidden1", "hidden2", "logits", "statistics")
@@ -22,10 +22,11 @@ GRADIENTS = ("d_projected", "d_previous", "sums", "d_hidden1", "normed", "d_hidd
 
 @dataclass
 class RouterOnDevice:
-    """counters: of the last launch."""
+    """counters, code: of the last launch."""
 
     device: Device = field(default_factory=Device)
     counters: Counters | None = None
+    code: TritonObject | None = None
 
     def run(
         self,
@@ -67,7 +68,7 @@ class RouterOnDevice:
         }
         signature = {name: types[name] for name in kernel.arg_names if name not in constants}
         pointers = [name for name, kind in signature.items() if kind.startswith("*")]
-        code = triton_code_object(
+        self.code = triton_code_object(
             kernel,
             signature,
             constants,
@@ -81,7 +82,7 @@ class RouterOnDevice:
             | outs
             | numbers
         )
-        self.counters = code.launch(self.device, -(-rows // chosen.rows), [put[name] for name in signature])
+        self.counters = self.code.launch(self.device, -(-rows // chosen.rows), [put[name] for name in signature])
         return {name: to_torch(buffer.read()) for name, buffer in outs.items()}
 
     def programs(self, rows: int, width: int) -> int:

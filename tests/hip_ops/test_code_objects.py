@@ -20,7 +20,16 @@ from hip_ops.errors import NotCompiled
 from hip_ops.ops.router_mlp import _forward, reference, triton
 from hip_ops.runtime import code_objects, operator
 from hip_ops.runtime.build import shipped_folder
-from hip_ops.runtime.code_objects import OBJECTS_MANIFEST, Call, call_of, objects_note, serves, shipped_objects
+from hip_ops.runtime.code_objects import (
+    OBJECTS_MANIFEST,
+    Call,
+    CodeObject,
+    CodeObjects,
+    call_of,
+    objects_note,
+    serves,
+    shipped_objects,
+)
 from tests.hip_ops.cpu_kernels import ROOT
 from tests.hip_ops.fake_gpu import GPU, FakeGpu
 from tests.hip_ops.recorded_modules import compiled_runtime
@@ -77,16 +86,17 @@ def test_an_object_covers_calls_with_at_least_its_properties():
 
 
 def test_of_several_objects_the_one_with_most_properties_runs():
-    """The experts' weight gradient on the smallest tile, whose result is fp32 below 2 GiB; in a larger buffer none fits."""
-    objects, _ = shipped_objects("gfx942")
-    for one in objects.all:
-        taken = objects.fitting(one.call)
-        required = [sum(map(len, (properties for _, properties in each.call.arguments))) for each in (taken, one)]
-        assert required[0] >= required[1] and taken.call.covers(one.call)
-    (outer, *_) = [one for one in objects.all if one.keywords.get("ACCUMULATE") and one.keywords["BLOCK_K"] == 32]
-    arguments = [(kind, properties.replace("S", "")) for _, kind, properties in outer.arguments]
-    assert objects.fitting(outer.call) is outer
-    assert objects.fitting(outer.call._replace(arguments=tuple(arguments))) is None
+    """A shipped object with S of all tensors, and the same without: both compute calls of small tensors."""
+    manifest = json.loads((FOLDER / OBJECTS_MANIFEST).read_text())
+    strong = next(entry for entry in manifest["objects"] if entry["operator"] == "grouped_product")
+    strong = strong | {"arguments": [[name, kind, "DS" * (kind[0] == "*")] for name, kind, _ in strong["arguments"]]}
+    less = [[name, kind, properties.replace("S", "")] for name, kind, properties in strong["arguments"]]
+    weak = strong | {"file": "weak", "arguments": less}
+    for entries in ((strong, weak), (weak, strong)):
+        objects = CodeObjects(FOLDER, {"sha256": "", "objects": entries})
+        of_strong, of_weak = (CodeObject(**entry).call for entry in (strong, weak))
+        assert objects.fitting(of_strong).file == strong["file"] and objects.fitting(of_weak).file == "weak"
+        assert objects.fitting(of_weak._replace(arguments=(("*bf16", "S"), *of_weak.arguments[1:]))) is None
 
 
 # Whether they are used

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.research.tuning_tables import SHARED_MEMORY
 from hip_ops.ops.grouped_product.configs import DERIVED
+from hip_ops.runtime.build import shipped_folder
 from tests.gfx942.budgets import resources
 from tests.gfx942.emulator import Device
 from tests.gfx942.inner_loop import inner_loop
@@ -97,6 +98,7 @@ def test_numbers_of_every_candidate(kind, candidate, small):
             check_outer(on_device, case, True)
         else:
             check_rows(on_device, case, kind == "rows_t")
+        assert (on_device.code.path.parent == shipped_folder("gfx942")) == (small is None)
 
 
 @pytest.mark.first_cases(1)

@@ -6,6 +6,7 @@ written.
 import pytest
 import torch
 
+from hip_ops.runtime.build import shipped_folder
 from tests.gfx942.emulator import Device
 from tests.hip_ops.router_cases import Router, check_backward, check_forward
 from tests.hip_ops.router_device import RouterOnDevice
@@ -26,8 +27,10 @@ CASES = [
 @pytest.mark.first_cases(1)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_numbers(case):
-    check_forward(RouterOnDevice(), case)
-    check_backward(RouterOnDevice(), case)
+    for check in (check_forward, check_backward):
+        on_device = RouterOnDevice()
+        check(on_device, case)
+        assert (on_device.code.path.parent == shipped_folder("gfx942")) == (case == ZAYA1)
 
 
 @pytest.mark.first_cases(1)
