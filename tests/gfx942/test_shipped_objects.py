@@ -2,8 +2,8 @@
 """Test the code objects of Triton kernels that the package ships: that they are those of the recipes and of the
 self-check, what they take, and how their arguments lie.
 
-The emulator runs them where a test's call fits one (triton_objects.py): tests/hip_ops/test_router_mlp_gfx942.py and
-test_grouped_product_gfx942.py compare them with fp64, and budgets.toml holds the rows of the largest ones.
+The emulator runs them where a test's call is of the form of one (triton_objects.py); budgets.toml holds the rows of
+those of ZAYA1's training.
 """
 
 import importlib
@@ -16,7 +16,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from hip_ops.ops.grouped_product.configs import GroupedConfig
 from hip_ops.runtime.build import PACKAGE, shipped_folder
 from hip_ops.runtime.code_objects import (
     KERNEL_SOURCES,
@@ -28,8 +30,13 @@ from hip_ops.runtime.code_objects import (
 )
 from tests.gfx942 import wait_states
 from tests.gfx942.budgets import LDS_A_CU, MATRIX, opcodes, resources
+from tests.gfx942.emulator import Device
 from tests.gfx942.emulator.code_object import open_code_object
 from tests.gfx942.toolchain import ARCH
+from tests.hip_ops.grouped_cases import Grouped, check_outer, check_rows
+from tests.hip_ops.grouped_device import GroupedOnDevice
+from tests.hip_ops.router_cases import Router, check_backward, check_forward
+from tests.hip_ops.router_device import RouterOnDevice
 from tests.hip_ops.training_calls import training_calls
 from tools.ship import object_differences
 
@@ -103,6 +110,45 @@ def test_what_an_object_takes(one, require_tool):
     assert any(opcodes(path, one.kernel)[name] for name in MATRIX)
     assert wait_states.scan(path) == []
     assert not re.search(rb"/\w+/|\.py\b", path.read_bytes())
+
+
+def check_grouped(one: CodeObject) -> str:
+    """An expert without rows, rows and columns past a tile's end, fewer rows than a slab. Return the object that ran."""
+    has = one.keywords
+    fields = {"block_m": "BLOCK_M", "block_n": "BLOCK_N", "block_k": "BLOCK_K", "group": "GROUP"}
+    options = {name: value for name, value in has.items() if name.islower()}
+    config = GroupedConfig(**{field: has[name] for field, name in fields.items()}, **options)
+    small = all("S" in properties for _, kind, properties in one.arguments if kind.startswith("*"))
+    on_device = GroupedOnDevice(Device(allow_shifted_waves=True), config, small=small or None)
+    case = Grouped((270, 5) if has["EXPERTS"] == 2 else (0, 270, 0, 5, *[0] * 12), 128, 320)
+    if "TRANSPOSED" in has:
+        check_rows(on_device, case, has["TRANSPOSED"])
+    else:
+        kinds = {name: kind for name, kind, _ in one.arguments}
+        out_dtype = torch.float32 if kinds["out_pointer"] == "*fp32" else torch.bfloat16
+        check_outer(on_device, case, has["ACCUMULATE"], out_dtype=out_dtype)
+    return on_device.code.path.name
+
+
+def check_router(one: CodeObject) -> str:
+    """Several programs and a tail. Return the object that ran."""
+    has, on_device = one.keywords, RouterOnDevice()
+    flags = {"forced": has.get("HAS_FORCED", False), "uses_state": has.get("HAS_D_STATE", True)}
+    case = Router(70, has["R"], has["CLASSES"], torch.bfloat16, averaged=has["HAS_PREVIOUS"], **flags)
+    (check_forward if "HAS_FORCED" in has else check_backward)(on_device, case)
+    return on_device.code.path.name
+
+
+# tests/hip_ops/test_router_mlp_gfx942.py and test_grouped_product_gfx942.py run one object of each other kernel.
+FAST = next(one for one in OBJECTS if one.keywords.get("ACCUMULATE") and one.keywords["EXPERTS"] == 16)
+
+
+@pytest.mark.parametrize(
+    "one", [pytest.param(one, id=one.file, marks=() if one is FAST else pytest.mark.slow) for one in OBJECTS]
+)
+def test_numbers(one):
+    """Against fp64."""
+    assert (check_router if one.operator == "router_mlp" else check_grouped)(one) == one.file
 
 
 @pytest.mark.parametrize("one", OBJECTS, ids=lambda one: one.file)
