@@ -113,6 +113,17 @@ def starts_aligned(tensor: Tensor) -> bool:
     return not any(start % 16 for start in starts)
 
 
+def describable(x: Tensor) -> bool:
+    """Return whether a tensor descriptor can access the tensor: contiguous rows that start at multiples of 16
+    bytes.
+    """
+    *strides, last = x.stride()
+    if last != 1 or x.data_ptr() % 16:
+        return False
+    size = x.element_size()
+    return all(stride > 0 and stride * size % 16 == 0 for stride in strides)
+
+
 def aligned(*tensors: Tensor) -> bool:
     """Return whether each row of each tensor starts and ends at a multiple of 16 bytes."""
     return all(starts_aligned(t) and t.shape[1] * t.element_size() % 16 == 0 for t in tensors)

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from hip_ops.ops.grouped_product.configs import GroupedConfig, choose_config
 from hip_ops.runtime.code_objects import run_kernel
-from hip_ops.runtime.descriptors import describable, descriptor
-from hip_ops.runtime.launch import XCDS, architecture, multiprocessors, on
+from hip_ops.runtime.launch import XCDS, architecture, describable, multiprocessors, on
 
 
 @functools.cache
@@ -86,6 +85,7 @@ def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor, config: GroupedCo
         )
         return out
     from hip_ops.ops.grouped_product.expert_tiles import ragged_rows  # imports triton
+    from hip_ops.runtime.descriptors import descriptor
 
     matrix = (1, config.block_n, config.block_k) if transposed else (1, config.block_k, config.block_n)
     with on(device):
@@ -119,6 +119,7 @@ def grouped_outer_(
         )
         return
     from hip_ops.ops.grouped_product.expert_tiles import ragged_rows  # imports triton
+    from hip_ops.runtime.descriptors import descriptor
 
     with on(a.device):
         run_kernel(
