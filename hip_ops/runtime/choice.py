@@ -237,9 +237,11 @@ class Versions:
         if not chosen:
             problem = f"no version of {self.name} is available on {device}: {'; '.join(skipped)}"
             raise mistake(request.source, problem, ", ".join(allowed), "request another version")
-        from_objects = " from shipped objects" * serves(self.folder, device)
+        served = "triton" in chosen and serves(self.folder, device)
         text = ", then ".join(
-            name + from_objects * (name == "triton") + " where it takes the arguments" * (name in self.fits)
+            name
+            + " from shipped objects" * (served and name == "triton")
+            + " where it takes the arguments" * (name in self.fits)
             for name in chosen
         )
         return chosen, f"{text} ({'; '.join([request.source, *skipped])})"
