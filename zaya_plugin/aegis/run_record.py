@@ -34,7 +34,7 @@ from zaya_plugin.aegis.protocol import (
 )
 from zaya_plugin.aegis.settings import Settings, is_train
 from zaya_plugin.checkpoint import places
-from zaya_plugin.config.run_directory import COMPLETE
+from zaya_plugin.config.run_directory import COMPLETE, MANIFEST
 
 FLUSH_SECONDS = 2.0  # between two tries to write lines of the journal for which the disk had no room
 PROGRESS_SECONDS = 60.0  # between two lines of progress in the journal
@@ -97,7 +97,7 @@ class Record:
             steps = {
                 int(match[1])
                 for name in place.list(sizes=False)
-                if (match := COMPLETE.fullmatch(name)) and places.exists(place / name / places.MANIFEST)
+                if (match := COMPLETE.fullmatch(name)) and places.exists(place / name / MANIFEST)
             }
             self.cluster.checkpoints = [step for step in self.cluster.checkpoints if step in steps]
             for step in sorted(steps - set(self.cluster.checkpoints)):

@@ -26,11 +26,11 @@ from typing import BinaryIO, Protocol
 import xxhash
 
 from zaya_plugin.checkpoint.direct_file import PIECE, DirectFiles
+from zaya_plugin.config.run_directory import MANIFEST
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.storage_probe import StorageProbe
 from zaya_plugin.ground.whole_file import listing, write_whole
 
-MANIFEST = "manifest.json"  # of a checkpoint, see manifest.py
 PARTIAL = ".partial"  # end of the name of a file that is being uploaded
 
 
@@ -47,11 +47,13 @@ class Place(Protocol):
         address: from which `type(place)(address)` makes an equal place in another process.
         path: for programs that read files by their path (torch, Megatron); None: the storage has no paths.
         name: last part of the address. parent: the folder of this place.
+        renames: whether `commit` gives a folder another name without a copy of its content.
     """
 
     address: str
     path: Path | None
     name: str
+    renames: bool
 
     @property
     def parent(self) -> Place: ...
@@ -107,6 +109,8 @@ class Place(Protocol):
 
 class PosixPlace:
     """A path."""
+
+    renames = True
 
     def __init__(self, address: str | os.PathLike):
         self.path = Path(address)
