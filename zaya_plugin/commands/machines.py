@@ -161,9 +161,10 @@ def _verify(options: argparse.Namespace) -> int:
         return 0
     check_output(options.output)
     storage = (options.storage or options.output.parent).absolute()
+    if options.storage is not None and "storage" not in [check.name for check in checks]:
+        raise mistake("--storage", options.storage, problem="no check reads it", fix="--only storage, or --nodes")
     if options.nodes is not None:
         return nodes.examine_nodes(options, checks, storage, options.command)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
     if options.bundle is not None:
         from zaya_plugin.machines.support_bundle import pack
 
@@ -171,6 +172,7 @@ def _verify(options: argparse.Namespace) -> int:
             f"written: {pack(options.bundle, options.output)}. Look through it before you send it: secrets were removed by patterns"
         )
         return 0
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     with ended_by_signals():
         record = examine(checks, options.command, options.device, storage, options.output, prints=True)
     print(summary(record, options.output))

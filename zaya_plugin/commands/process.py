@@ -5,11 +5,10 @@ import os
 import signal
 import sys
 
+from zaya_plugin.ground.exit_codes import INTERRUPTED, STOPPED
+
 # Whether this process is `zaya`: not a test, nor a process that multiprocessing starts from it.
 PROGRAM = os.path.basename(getattr(sys.modules["__main__"], "__file__", None) or "") in ("zaya", "cli.py")
-INTERRUPTED = 128 + signal.SIGINT
-STOPPED = "zaya: stopped by SIGINT"
-USER_ERROR = 2
 
 
 def _leave(number, frame) -> None:
