@@ -218,12 +218,12 @@ REPLAY = r"""
 import re, sys, time
 from pathlib import Path
 from zaya_plugin.aegis.explain import read_logs
-from zaya_plugin.aegis.diagnose.diagnosis import diagnosis
+from zaya_plugin.aegis.diagnose.diagnosis import diagnose
 from zaya_plugin.aegis.diagnose.rules import Rules
 began = time.process_time()
 rules = Rules.load()
 logs = read_logs(Path(sys.argv[1]), rules)
-found = diagnosis([each for log in logs for each in log.evidence], rules)
+found = diagnose([each for log in logs for each in log.evidence], rules)
 print(sum(log.lines for log in logs), time.process_time() - began)
 print(int(re.search(r'VmHWM:\s+(\d+)', open('/proc/self/status').read())[1]) // 1024, found.cause, found.node, found.rank)
 """

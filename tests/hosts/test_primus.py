@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.aegis.journals import lines
 from tests.hosts.test_pretrain_gpt import ROOT, SIX, float32, scalars
 from tests.running import MICRO, kill_supervised_rank, train, zaya
-from zaya_plugin.aegis.journal import read
 from zaya_plugin.run.primus_export import launcher
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -186,7 +186,7 @@ def test_the_supervisor_starts_it_again(clone, tmp_path, corpus):
     finally:
         supervisor.terminate()
         supervisor.wait()
-    rows = list(read(journal / "journal.jsonl"))
+    rows = lines(journal / "journal.jsonl")
     assert [(row["cause"], row["rank"]) for row in rows if row["kind"] == "diagnosis"] == [("sigkill", 1)]
     assert [row["action"] for row in rows if row["kind"] == "decision"] == ["restart"]
     assert [row["after"] for row in rows if row["kind"] == "first_step"] == [0, 50]

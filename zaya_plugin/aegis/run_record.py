@@ -17,8 +17,8 @@ from typing import Any
 
 from zaya_plugin import __version__
 from zaya_plugin.aegis import slurm
+from zaya_plugin.aegis.diagnose.cluster import Cluster
 from zaya_plugin.aegis.diagnose.evidence import Evidence, print_line
-from zaya_plugin.aegis.diagnose.policy import Cluster
 from zaya_plugin.aegis.journal import Journal, read, without_secrets_in
 from zaya_plugin.aegis.protocol import (
     OUT,

@@ -14,7 +14,7 @@ from pathlib import Path
 from zaya_plugin.aegis import explain as logs
 from zaya_plugin.aegis import report as tables
 from zaya_plugin.aegis import status as present
-from zaya_plugin.aegis.account import account
+from zaya_plugin.aegis.bookkeeping import account
 from zaya_plugin.aegis.diagnose.rules import Rules
 from zaya_plugin.aegis.journal import find, read
 from zaya_plugin.commands.parser import Parser, option

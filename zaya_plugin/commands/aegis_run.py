@@ -17,6 +17,7 @@ from zaya_plugin.aegis import link
 from zaya_plugin.aegis.diagnose.rules import Rules
 from zaya_plugin.aegis.journal import NAME, read
 from zaya_plugin.aegis.keeper import become_keeper, listen
+from zaya_plugin.aegis.protocol import Begin
 from zaya_plugin.aegis.settings import Settings, is_train, only, words_of
 from zaya_plugin.commands import curriculum, train
 from zaya_plugin.commands.parser import Parser, option
@@ -255,10 +256,7 @@ def _check_is_of_stage(folder: Path, command: Sequence[str]) -> None:
     be taken for this one's.
     """
     rows = read(folder / NAME) if (folder / NAME).exists() else ()
-    begins = (row.get("command") for row in rows if row["kind"] == "begin")
-    before = next(
-        (candidate for candidate in begins if isinstance(candidate, list) and candidate), command
-    )  # a disk may damage lines
+    before = next((row.command for row in rows if isinstance(row, Begin) and row.command), command)
     words = [str(word) for word in before]
     if only(words) != only(command):
         raise mistake(

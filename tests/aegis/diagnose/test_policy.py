@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from zaya_plugin.aegis.diagnose.cluster import LONG_ATTEMPT_SECONDS, Cluster
 from zaya_plugin.aegis.diagnose.evidence import Evidence
-from zaya_plugin.aegis.diagnose.policy import LONG_ATTEMPT_SECONDS, Cluster, decide
+from zaya_plugin.aegis.diagnose.policy import decide
 from zaya_plugin.aegis.diagnose.rules import Rules
 from zaya_plugin.aegis.protocol import Diagnosis, row_of
 

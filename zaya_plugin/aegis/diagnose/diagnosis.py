@@ -14,8 +14,8 @@ from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from zaya_plugin.aegis.diagnose.cluster import Cluster
 from zaya_plugin.aegis.diagnose.evidence import Evidence
-from zaya_plugin.aegis.diagnose.policy import Cluster
 from zaya_plugin.aegis.diagnose.rules import Rule, Rules
 from zaya_plugin.aegis.protocol import Diagnosis
 from zaya_plugin.ground.secrets import without_secrets
@@ -148,7 +148,7 @@ class Observations:
         relevant = [
             item for item in self.evidence if item is self.symptom or item.time > since and item.node in nodes
         ]  # the symptom counts whatever its clock says
-        return diagnosis(relevant + progress, self.rules)
+        return diagnose(relevant + progress, self.rules)
 
     def unkillable(self) -> set[str]:
         """Return the nodes of the attempt on which processes have survived SIGKILL."""
@@ -166,7 +166,7 @@ class Observations:
         return 128 - code if code < 0 else code or 1
 
 
-def diagnosis(evidence: Sequence[Evidence], rules: Rules) -> Diagnosis:
+def diagnose(evidence: Sequence[Evidence], rules: Rules) -> Diagnosis:
     """Name the first cause of `evidence`, in any order. Exit codes need no rule; lines without one are left out.
 
     Evidence of the source "progress" without a rule says that the run still made steps at that time: faults of more

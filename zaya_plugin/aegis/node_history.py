@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from zaya_plugin.aegis.diagnose.cluster import Cluster
 from zaya_plugin.aegis.diagnose.evidence import parsed
-from zaya_plugin.aegis.diagnose.policy import Cluster
 
 HISTORY_SECONDS = 30 * 86400.0
 QUARANTINE_FAILURES = 3  # failures in that time; the node is then only used where no other one is left
