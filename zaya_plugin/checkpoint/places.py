@@ -176,6 +176,8 @@ class PosixPlace:
             self.path.unlink(missing_ok=True)
 
     def lock(self, shared: bool = False) -> AbstractContextManager:
+        # Not the lock of ground/lock.py: a reader need not be allowed to write, and many read at a time. Without it a
+        # reader whose checkpoint is removed misses files, which it names.
         # NFS requires a file that may be written for a lock that excludes others.
         file = open(self.path, "rb" if shared else "r+b")
         with contextlib.ExitStack() as undone:
