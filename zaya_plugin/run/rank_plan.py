@@ -50,7 +50,8 @@ class Plan:
 def make_plan(recipe: Recipe, environ: Mapping[str, str], worker: Sequence[str] = (), any_node: bool = False) -> Plan:
     """Return the plan for `environ`: join the ranks of torchrun or SLURM, or start them.
 
-    This is the one place in which a process that starts or joins a run validates its recipe.
+    This is the one place in which a process that starts or joins a run validates its recipe; a rank validates the one that
+    it gets, with the values for `auto` (hosts/worker.py).
 
     Args:
         worker: as Plan's.
