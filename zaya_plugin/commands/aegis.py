@@ -21,6 +21,7 @@ from zaya_plugin.commands.parser import Parser, option
 from zaya_plugin.ground.errors import mistake
 
 WATCH_SECONDS = 2.0
+RUN_DIR = option("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, or its folder aegis")
 STATUS = "Shows a run under `zaya aegis run`: phase, step, nodes, the last failure and the decision."
 STATUS_EXAMPLES = """\
 examples:
@@ -65,7 +66,7 @@ def status() -> Parser:
         _status,
         STATUS,
         STATUS_EXAMPLES,
-        option("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, or its folder aegis"),
+        RUN_DIR,
         option("--watch", action="store_true", help="show it again every two seconds"),
     )
 
@@ -95,7 +96,7 @@ def report() -> Parser:
         _report,
         REPORT,
         REPORT_EXAMPLES,
-        option("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, or its folder aegis"),
+        RUN_DIR,
         option("--output", type=Path, metavar="FILE", help="write an HTML page with a timeline"),
         option("--json", action="store_true", help="print one JSON object instead of tables"),
     )

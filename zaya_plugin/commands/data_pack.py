@@ -2,7 +2,7 @@
 """`zaya data pack`: the options of putting whole documents into bins."""
 
 from zaya_plugin.commands.datasets import data_parser
-from zaya_plugin.commands.parser import Parser, option
+from zaya_plugin.commands.parser import QUIET, Parser, option
 from zaya_plugin.corpus.pack import LONGEST, pack
 from zaya_plugin.ground.option_numbers import whole_number
 
@@ -51,5 +51,5 @@ def parser() -> Parser:
             "ones, and is dropped if that is not enough or it has no answer",
         ),
         option("--overwrite", action="store_true", help="make the dataset again in place of what --output holds"),
-        option("--quiet", action="store_true", help="no summary; problems are still reported"),
+        QUIET,
     )

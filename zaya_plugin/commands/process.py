@@ -33,7 +33,7 @@ def ignore_interrupts() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def in_utf8_mode() -> None:
+def restart_in_utf8_mode() -> None:
     """Restart this program in Python's UTF-8 mode where the locale has another encoding: our files and those of
     packages are UTF-8, and Python reads them by the locale. Once: options of Python may leave the mode off.
     """
