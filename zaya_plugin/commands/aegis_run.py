@@ -232,7 +232,7 @@ def settings_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Sett
 def _recipe(command: Sequence[str]):
     """Return the recipe that the command composes; for a curriculum, the recipe of the stage."""
     from zaya_plugin.config.compose import compose
-    from zaya_plugin.run.curriculum import compose_curriculum
+    from zaya_plugin.run.stages import compose_curriculum
 
     if (words := words_of(command, "train")) is not None:
         options = train.parser().read(words)

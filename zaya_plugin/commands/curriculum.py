@@ -43,8 +43,8 @@ def parser() -> Parser:
 
 def run(options: argparse.Namespace) -> int:
     """Run the stages, or print the plan of --dry-run; raises ValueError for a user's mistake."""
-    from zaya_plugin.run.curriculum import compose_curriculum
     from zaya_plugin.run.curriculum_run import dry_run, run_curriculum
+    from zaya_plugin.run.stages import compose_curriculum
 
     whole = compose_curriculum(options.overrides)
     if not (options.dry_run or whole.recipe.dry_run):

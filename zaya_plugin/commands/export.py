@@ -55,7 +55,7 @@ def _slurm(options: argparse.Namespace) -> None:
     from zaya_plugin.config.compose import compose
     from zaya_plugin.config.validate import validate
     from zaya_plugin.run import sbatch
-    from zaya_plugin.run.curriculum import compose_curriculum
+    from zaya_plugin.run.stages import compose_curriculum
 
     overrides = options.overrides
     if options.curriculum:
@@ -102,8 +102,8 @@ def primus() -> Parser:
 
 def _primus(options: argparse.Namespace) -> None:
     from zaya_plugin.config.compose import compose
-    from zaya_plugin.run.curriculum import compose_curriculum
     from zaya_plugin.run.primus_export import export_primus
+    from zaya_plugin.run.stages import compose_curriculum
 
     if options.curriculum:
         recipes = [stage.recipe for stage in compose_curriculum(options.overrides).stages]

@@ -956,7 +956,7 @@ class CurriculumConfig:
     """The stages that `zaya curriculum` runs one after the other."""
 
     stages: list[str] = own(
-        [], "experiments, in order; each starts from the end of the one before", "run.curriculum", resume=MAY_CHANGE
+        [], "experiments, in order; each starts from the end of the one before", "run.stages", resume=MAY_CHANGE
     )
     compare_positions: bool = own(
         False,
