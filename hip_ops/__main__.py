@@ -23,7 +23,7 @@ from hip_ops.runtime.compilers import (
 from hip_ops.runtime.launchers import default_target, target_of
 from hip_ops.runtime.operator import Operator, all_operators, table
 
-ENVIRONMENT = """\
+VARIABLES_HELP = """\
 environment:
   HIP_OPS_KERNELS    auto (default), hip, triton, compiled or reference; then single operators, as in
                      auto,router_mlp=compiled
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="python -m hip_ops",
         description=__doc__,
-        epilog=ENVIRONMENT,
+        epilog=VARIABLES_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="{build,info,scan}")

@@ -43,6 +43,7 @@ from zaya_plugin.hosts import loader_processes
 from zaya_plugin.hosts.stage_handover import Handover, stage_datasets
 from zaya_plugin.hosts.stage_model import build_stage, model_config
 from zaya_plugin.model.config import ZayaConfig
+from zaya_plugin.model.gpt_model import ZayaGPTModel
 from zaya_plugin.parallel.context_order import ContextShard
 from zaya_plugin.parallel.packed_documents import PackedDocuments
 from zaya_plugin.patches.hooks import TRAINING
@@ -155,8 +156,10 @@ class Adapter:
         """The model's configuration."""
         return model_config(self.args)
 
-    def model(self, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
-        """Build the GPTModel of one (virtual) stage; a host calls this after it has made the process groups."""
+    def model(
+        self, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None
+    ) -> ZayaGPTModel:
+        """Build the model of one (virtual) stage; a host calls this after it has made the process groups."""
         stage = dict(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage, pg_collection=pg_collection)
         return build_stage(self.recipe, self.args, self.config, **stage)
 

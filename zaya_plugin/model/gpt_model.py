@@ -86,7 +86,7 @@ class ZayaGPTModel(GPTModel):
 
     def _postprocess(self, hidden_states, input_ids, position_ids, labels, *positional, loss_mask=None, **named):
         with_loss = self.post_process and labels is not None
-        if not with_loss or named.get("output_processor") is not None or getattr(self.config, "use_mup", False):
+        if not with_loss or named.get("output_processor") is not None:
             return super()._postprocess(
                 hidden_states, input_ids, position_ids, labels, *positional, loss_mask=loss_mask, **named
             )
@@ -134,8 +134,6 @@ def embedded(embedding: LanguageModelEmbedding, ids: Tensor, marks_main_grad: bo
     scatters = words.reduce_scatter_embeddings
     reduce = reduce_scatter_to_sequence_parallel_region if scatters else reduce_from_tensor_model_parallel_region
     rows = reduce(rows, group=words.tp_group)
-    if getattr(config, "use_mup", False):
-        rows = rows * config.mup_embedding_mult
     return rows.float() if config.fp32_residual_connection else rows
 
 
