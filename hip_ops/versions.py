@@ -8,8 +8,8 @@ reference.py. `compiled` is torch.compile of the reference and needs no file. Ev
 
 A request is
 
-    auto (default)   the best version that is available (runtime/choice.py): hip on ROCm, triton, torch.compile of the reference, the
-                     reference. On a CPU the reference.
+    auto (default)   the best version that is available (runtime/choice.py): hip on ROCm, triton, torch.compile of the
+                     reference, the reference. On a CPU the reference.
     hip, triton, compiled, reference    that version of every operator that has it; the others as with auto
 
 An override requests a version for the operators of one folder of hip_ops/ops by name, optional packages included

@@ -20,8 +20,8 @@ calls its launcher.
 
 A call bypasses torch's dispatcher where nothing can observe it: the dispatcher costs the host more than the kernels
 take on the device. The registered operator is called where something may observe or replace operators by name:
-compilers, tracers, modes (that of zaya_plugin on a CPU too), transforms, fake and meta tensors and other subclasses. Both ways give the same results,
-gradients and errors.
+compilers, tracers, modes (that of zaya_plugin on a CPU too), transforms, fake and meta tensors and other subclasses.
+Both ways give the same results, gradients and errors.
 """
 
 from __future__ import annotations

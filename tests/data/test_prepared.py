@@ -200,7 +200,7 @@ def test_vocabulary_that_does_not_fit(prepared):
         match=rf"holds token id {largest}, and the vocabulary has {largest} entries.* Fix: .*/tokenizer .400 entries",
     ):
         check_dataset(prepared, largest)
-    with pytest.raises(ValueError, match="ends its documents with token 0, and the tokenizer's end of document is 7"):
+    with pytest.raises(ValueError, match="ends its documents with token 0; the tokenizer's end of document is 7"):
         check_dataset(prepared, 400, eod_id=7)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The account of a supervised run, from its journal: attempts, failures, uses of time, and the figures made of them.
 
-One pass cuts the time into attempts, a second one gives every second to training, to a failure, or to a start or an end.
-Figures, all over the time in which the run was supervised (the pause between an end and a later start by a person is
-left out):
+One pass cuts the time into attempts, a second one gives every second to training, to a failure, or to a start or an
+end. Figures, all over the time in which the run was supervised (the pause between an end and a later start by a person
+is left out):
 
     ETTR    = seconds of training that was kept / seconds                       (effective training time ratio)
     goodput = steps that were kept x median seconds of a step (of its stage) / seconds
@@ -69,8 +69,8 @@ class Stage:
 
 @dataclass
 class Attempt:
-    """One start of the ranks. Times are seconds of the account, and steps are those of the run: they continue in the next
-    stage.
+    """One start of the ranks. Times are seconds of the account, and steps are those of the run: they continue in the
+    next stage.
 
     before: steps of earlier stages. origin: the step that the ranks reported to continue from.
     points: when a step was done, neither falling; the first one is the step that the attempt started from.

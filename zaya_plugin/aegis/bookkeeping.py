@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the account of a supervised run from its journal. One pass cuts the time into attempts, a second one gives every
-second to training, to a failure, or to a start or an end.
+"""Makes the account of a supervised run from its journal. One pass cuts the time into attempts, a second one gives
+every second to training, to a failure, or to a start or an end.
 """
 
 from __future__ import annotations

@@ -243,7 +243,9 @@ class Decider:
         return rule is not None and rule.affects == "node"
 
     def _may_return(self, node: str) -> bool:
-        """Whether a node that is out can be used again when its agent answers: it was lost, and nothing survives there."""
+        """Whether a node that is out can be used again when its agent answers: it was lost,
+        and nothing survives there.
+        """
         cause = self.cluster.out.get(node)
         return self._affects_node(cause) and cause != "unkillable"
 

@@ -243,7 +243,9 @@ def _decide(attempts: list[Attempt], rules: Rules) -> None:
 
 
 def _still_runs(diagnosis: Diagnosis, rules: Rules) -> bool:
-    """Whether the run has not failed as far as the logs show: nothing but what may end by itself, or is only counted."""
+    """Whether the run has not failed as far as the logs show: nothing but what may end by itself,
+    or is only counted.
+    """
     others = [rules[name] for name in (diagnosis.cause, *diagnosis.cascades) if name in rules]
     return all(rule.role != "cascade" and rule.action in ("ride", "watch") for rule in others)
 

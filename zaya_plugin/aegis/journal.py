@@ -43,7 +43,9 @@ class Journal:
         self.flush()
 
     def flush(self) -> None:
-        """Write the lines that wait. A disk that is full or fails ends no run: it is reported, and tried again later."""
+        """Write the lines that wait. A disk that is full or fails ends no run: it is reported,
+        and tried again later.
+        """
         try:
             while self.waiting:  # of a line that the disk has no room for, a part may be written
                 del self.waiting[: os.write(self.file, self.waiting)]

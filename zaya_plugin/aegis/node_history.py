@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On which nodes the next attempt runs, and the history of nodes across a user's runs: in every cluster a few nodes cause
-most failures.
+"""On which nodes the next attempt runs, and the history of nodes across a user's runs: in every cluster a few nodes
+cause most failures.
 
 The history is <state>/zaya_plugin/nodes.jsonl of the user's home: one line of JSON for each time that a run gave a node
 up, or would have done so with a spare.

@@ -197,8 +197,8 @@ class Ranks:
     def dump(self, logs: Path, recorder: FlightRecorder, while_waiting: Callable[[], None]) -> None:
         """Ask the ranks for stacks and flight recorders, and keep them with the logs.
 
-        Only a process that names itself in a heartbeat knows the signal: it would end others, such as a shell around the
-        rank. while_waiting: called again and again.
+        Only a process that names itself in a heartbeat knows the signal: it would end others, such as a shell around
+        the rank. while_waiting: called again and again.
         """
         ours = set(
             processes.started_with(processes.ranks_mark(self.folder))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint's manifest: size and checksum of every file. This package does not load its own checkpoints without one.
 
-The files are written and synced in `iter_<n>.unfinished`, then manifest.json; then the folder gets its name. So a folder
-named `iter_<n>` is complete, and a kill at any moment leaves the checkpoint before. Imports no torch.
+The files are written and synced in `iter_<n>.unfinished`, then manifest.json; then the folder gets its name. So a
+folder named `iter_<n>` is complete, and a kill at any moment leaves the checkpoint before. Imports no torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ Folder = TypeVar("Folder", Place, Path)
 
 
 def write(folder: Place | Path, iteration: int, files: Mapping[str, Mapping], **facts) -> None:
-    """Write the manifest of `folder`. files: name -> as `describe`; facts: about the run, for `zaya checkpoint show`."""
+    """Write the manifest of `folder`. files: name -> as `describe`; facts: about the run,
+    for `zaya checkpoint show`.
+    """
     content = {"format": FORMAT, "iteration": iteration, **facts, "files": dict(sorted(files.items()))}
     content["xxh3_128"] = _own_checksum(content)
     at(folder / NAME).put(json.dumps(content, indent=1) + "\n")
@@ -73,7 +75,9 @@ def put_aside(path: Folder, end: str) -> Folder:
 
 
 def remove_leftovers(directory: Place | Path, newest: int | None = None, keep: Container[str] = ()) -> None:
-    """Remove what saves and removals that were killed have left, up to the iteration `newest`. keep: names that stay."""
+    """Remove what saves and removals that were killed have left, up to the iteration `newest`. keep:
+    names that stay.
+    """
     directory = at(directory)
     for name in places.names(directory):
         step = LEFTOVER.fullmatch(name)

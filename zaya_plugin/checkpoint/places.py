@@ -97,7 +97,8 @@ class Place(Protocol):
         """
 
     def lock(self, shared: bool = False) -> AbstractContextManager:
-        """Return a lock on this file that ends with this process; a storage without locks returns one that holds nothing.
+        """Return a lock on this file that ends with this process;
+        a storage without locks returns one that holds nothing.
 
         Raises:
             BlockingIOError: another process has a lock that excludes it; where `shared` is true, this waits instead.
@@ -271,8 +272,8 @@ def names(place: Place) -> list[str]:
 
 
 def exists(place: Place) -> bool:
-    """Return whether a file exists, or a folder in its place. It is opened, because a network file system shows new names
-    to a reader that opens them.
+    """Return whether a file exists, or a folder in its place. It is opened, because a network file system shows new
+    names to a reader that opens them.
     """
     try:
         place.open().close()
@@ -287,8 +288,8 @@ QUICK = 0.25  # seconds of transfer between two waits, so that a limit also hold
 
 
 def local_folder(local_path: str | os.PathLike, directory: str | os.PathLike) -> Path:
-    """Return this run's folder below `local_path`; its name is made from `directory`, the checkpoints at the shared path,
-    so that runs that share a local disk do not meet.
+    """Return this run's folder below `local_path`; its name is made from `directory`, the checkpoints at the shared
+    path, so that runs that share a local disk do not meet.
     """
     real = os.path.realpath(directory)
     name = "-".join(Path(real).parts[-2:]).strip("/")

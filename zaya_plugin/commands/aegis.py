@@ -26,7 +26,7 @@ STATUS = "Shows a run under `zaya aegis run`: phase, step, nodes, the last failu
 STATUS_EXAMPLES = """\
 examples:
   zaya aegis status runs/mine            once
-  zaya aegis status runs/mine --watch    every two seconds, until the run ends or Ctrl-C; once where there is no terminal
+  zaya aegis status runs/mine --watch    every two seconds until the run ends or Ctrl-C; once without a terminal
 
 Exit codes: 0 the run trains, starts or has ended well; 1 trouble: it has ended with an error, it is down because of a
 failure, or nothing was heard of it for 10 minutes (and 20 steps); 2 a mistake on the command line."""
@@ -42,9 +42,9 @@ examples:
 
 Exit codes: 0, 2 a mistake on the command line."""
 EXPLAIN = """\
-Reads the logs below DIR (of ranks, kernels, torchrun and SLURM), names the first cause of the failure with its evidence,
-and prints what `zaya aegis run` would have done; for a supervised run, what it did by its journal. Starts nothing, and
-needs no device.
+Reads the logs below DIR (of ranks, kernels, torchrun and SLURM), names the first cause of the failure with its
+evidence, and prints what `zaya aegis run` would have done; for a supervised run, what it did by its journal. Starts
+nothing, and needs no device.
 
 A file belongs to the kernel when its name has dmesg, kern, messages, syslog or journal in it, or its lines look like
 it. The rank comes from the file's name (rank3.log) or from the line ([rank3]:, or srun's label). The node comes from

@@ -51,8 +51,8 @@ examples:
 `zaya aegis status DIR` shows the run, `zaya aegis report DIR` sums it up. A SIGTERM (or Ctrl-C, or a
 batch system's SIGUSR1, SIGUSR2, SIGXCPU) makes the ranks save and leave; the same signal again ends them at once.
 
-Exit codes: 0 done, 2 a mistake on the command line, 75 the run was asked to end and has saved, else that of the first rank that
-failed, or 128 + signal."""
+Exit codes: 0 done, 2 a mistake on the command line, 75 the run was asked to end and has saved, else that of the first
+rank that failed, or 128 + signal."""
 KERNEL_LOG = Path("/dev/kmsg")  # missing in many containers, which is reported and no mistake
 
 
@@ -252,8 +252,8 @@ def _recipe(command: Sequence[str]):
 
 
 def _check_is_of_stage(folder: Path, command: Sequence[str]) -> None:
-    """Raise ValueError if the journal in `folder` is of another stage of a curriculum, whose steps and checkpoints would
-    be taken for this one's.
+    """Raise ValueError if the journal in `folder` is of another stage of a curriculum, whose steps and checkpoints
+    would be taken for this one's.
     """
     rows = read(folder / NAME) if (folder / NAME).exists() else ()
     before = next((row.command for row in rows if isinstance(row, Begin) and row.command), command)
@@ -319,7 +319,8 @@ def describe(settings: Settings) -> str:
         (
             f"command:   {shlex.join(settings.command)}",
             f"started:   {once}",
-            f"nodes:     {settings.nodes} of {local_ranks} ranks{sizes}; spares: {settings.spares}; this one: {settings.node}",
+            f"nodes:     {settings.nodes} of {local_ranks} ranks{sizes}; spares: {settings.spares}; this one: "
+            f"{settings.node}",
             f"decider:   {settings.host}:{settings.port or 'a free port'}",
             f"journal:   {settings.journal}",
             f"restarts:  {settings.restarts} in a row without a new step",

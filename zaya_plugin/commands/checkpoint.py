@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya checkpoint list|show|verify|prune|adopt|reshape`: the checkpoints of a run, from outside. Starts no ranks; needs
-no device.
+"""`zaya checkpoint list|show|verify|prune|adopt|reshape`: the checkpoints of a run, from outside. Starts no ranks;
+needs no device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DESCRIPTION = """
 
 RUN is a run directory, or a directory of iter_* folders. A checkpoint of this version has a manifest with the size and
 the checksum of every file. list and show compare names and sizes; verify reads all files. Checkpoints of earlier
-versions and of other programs have none: they are compared with their own index, and adopt writes a manifest for them."""
+versions and of other programs have none: they are compared with their own index; adopt writes a manifest for them."""
 CODES = "\n\nExit codes: 0, 1 a checkpoint is damaged, 2 a mistake on the command line."
 Action = Callable[[Path, list[int], argparse.Namespace], int]
 FACT_CHARACTERS, NAMED_FILES = 100, 16  # at most, of the output of `show`

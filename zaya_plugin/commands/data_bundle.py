@@ -12,8 +12,8 @@ from zaya_plugin.ground.option_numbers import INT32, MOST_AMOUNT, MOST_TOKENS, Y
 
 DESCRIPTION = """\
 Join datasets that were prepared with the same tokenizer into one, documents in the given order, and print how many
-random reads a planned run asks of the storage, before and after packing. An interrupted run leaves nothing in the way of
-the same command."""
+random reads a planned run asks of the storage, before and after packing. An interrupted run leaves nothing in the way
+of the same command."""
 EXAMPLES = """\
 examples:
   zaya data bundle data/shard-* --output data/web

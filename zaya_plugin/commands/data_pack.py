@@ -47,8 +47,8 @@ def parser() -> Parser:
             "--trim-reasoning",
             nargs=2,
             metavar=("BEGIN", "END"),
-            help="markers of reasoning: a longer document with such blocks loses the end of the last one, then the earlier "
-            "ones, and is dropped if that is not enough or it has no answer",
+            help="markers of reasoning: a longer document with such blocks loses the end of the last one, then the "
+            "earlier ones, and is dropped if that is not enough or it has no answer",
         ),
         option("--overwrite", action="store_true", help="make the dataset again in place of what --output holds"),
         QUIET,

@@ -58,7 +58,7 @@ examples:
   zaya verify --only environment,rates,rms_norm --output rates.json
   zaya verify --nodes --output runs/mine/verify/verify.json        in a SLURM job: all of its nodes, by srun
   zaya verify --nodes n1,n2,n3 --launcher 'ssh {node}' --output /shared/v/verify.json           without SLURM
-  zaya verify --nodes --min gemm_tflops=600 --min copy_tb_per_s=3 --dry-run                     the commands it would run
+  zaya verify --nodes --min gemm_tflops=600 --min copy_tb_per_s=3 --dry-run             the commands it would run
   zaya aegis run --exclude "$(paste -sd, runs/mine/verify/failing_nodes.txt)" -- zaya train ...
   zaya verify --bundle runs/mine                 support-mine.tar.gz: the run's recipe, logs and metrics, verify.json,
                                                  doctor's report. Secrets are removed by patterns; look through
@@ -169,7 +169,8 @@ def _verify(options: argparse.Namespace) -> int:
         from zaya_plugin.machines.support_bundle import pack
 
         print(
-            f"written: {pack(options.bundle, options.output)}. Look through it before you send it: secrets were removed by patterns"
+            f"written: {pack(options.bundle, options.output)}. Look through it before you send it: secrets were "
+            "removed by patterns"
         )
         return 0
     options.output.parent.mkdir(parents=True, exist_ok=True)

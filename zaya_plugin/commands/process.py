@@ -12,8 +12,8 @@ PROGRAM = os.path.basename(getattr(sys.modules["__main__"], "__file__", None) or
 
 
 def _leave(number, frame) -> None:
-    """End the process at once. During imports KeyboardInterrupt would not do: raised in a destructor or a callback it is
-    printed and ignored, and libraries turn it into errors of their own.
+    """End the process at once. During imports KeyboardInterrupt would not do: raised in a destructor or a callback it
+    is printed and ignored, and libraries turn it into errors of their own.
     """
     os.write(2, f"{STOPPED}\n".encode())
     os._exit(INTERRUPTED)

@@ -239,6 +239,7 @@ def _roundtrip(options: argparse.Namespace) -> int:
             print("\n".join(f"zaya: {line}" for line in different), file=sys.stderr)
             return 1
     print(
-        f"{source.name}: {source.layout} -> checkpoint -> {options.layout}: {len(source.tensors)} tensors are equal bit by bit"
+        f"{source.name}: {source.layout} -> checkpoint -> {options.layout}: {len(source.tensors)} tensors are equal "
+        "bit by bit"
     )
     return 0

@@ -31,8 +31,8 @@ from zaya_plugin.ground.errors import mistake
 
 
 class BinGPTDataset(GPTDataset):
-    """Every run's dataset: Megatron's GPTDataset with the ends of documents, which data.packing=documents reads, and the
-    loss mask of packed bins.
+    """Every run's dataset: Megatron's GPTDataset with the ends of documents, which data.packing=documents reads, and
+    the loss mask of packed bins.
 
     Each sample of a dataset made by `zaya data pack` is one bin; positions that predict nothing are out of the loss,
     and of chats all but those that predict answers.

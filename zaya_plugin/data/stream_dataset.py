@@ -133,7 +133,8 @@ class StreamDataset(torch.utils.data.Dataset):
                 raise mistake(
                     "data.consumed",
                     f"{use.before} {use.prefix}",
-                    problem=f"{use.prefix} is packed into bins of {sequence_length} tokens, and the stage would start inside one",
+                    problem=f"{use.prefix} is packed into bins of {sequence_length} tokens, and the stage would start "
+                    "inside one",
                     allowed=f"a multiple of {sequence_length}",
                     fix="the numbers that `zaya data mixture` prints for the stage before",
                 )

@@ -64,7 +64,9 @@ def nearest_name(name: str, names: Iterable[str]) -> str | None:
 
 
 def check_utf8(key: str, *text: str) -> None:
-    """Raise ValueError if the word of a command line `key`, or the `text` given for it, holds bytes that are not UTF-8."""
+    """Raise ValueError if the word of a command line `key`, or the `text` given for it,
+    holds bytes that are not UTF-8.
+    """
     if any("\udc80" <= character <= "\udcff" for character in (*text, key)[0]):
         raise mistake(
             key, *text, problem="holds bytes that are not UTF-8", allowed="text in UTF-8", fix="type it in UTF-8"
@@ -72,8 +74,8 @@ def check_utf8(key: str, *text: str) -> None:
 
 
 def replace_unprintable() -> None:
-    """Let stdout and stderr replace characters that they cannot encode, in place of raising an error: by "?", and in UTF-8,
-    which lacks only the bytes of odd file names, by their numbers.
+    """Let stdout and stderr replace characters that they cannot encode, in place of raising an error: by "?", and in
+    UTF-8, which lacks only the bytes of odd file names, by their numbers.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # none, or a stand-in

@@ -17,8 +17,8 @@ The path of a batch from the data loader to the loss, in order:
                                 merges, parameters.py `gathered` and `view_together`
       model/attention.py        projections, `hip_ops.cca_prologue`, core_attention.py, output projection; with context
                                 parallelism parallel/context_exchange.py
-      model/moe.py              router.py, `hip_ops.permute_to_experts`, experts.py, `hip_ops.unpermute_from_experts`; with
-                                expert parallelism parallel/token_dispatch.py
+      model/moe.py              router.py, `hip_ops.permute_to_experts`, experts.py, `hip_ops.unpermute_from_experts`;
+                                with expert parallelism parallel/token_dispatch.py
       hip_ops.runtime.main_grad linear layers whose backward pass adds to DDP's gradient
 """
 

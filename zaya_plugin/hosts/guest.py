@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """ZAYA as a guest in a training script that is not ours: Megatron-LM's pretrain_gpt.py, Primus.
 
-The host parses arguments, reads data, logs and calls pretrain(). The guest adds the model, the optimizers, the balancing
-of experts, the load at the start and the removal of old checkpoints. It replaces functions of
+The host parses arguments, reads data, logs and calls pretrain(). The guest adds the model, the optimizers, the
+balancing of experts, the load at the start and the removal of old checkpoints. It replaces functions of
 `megatron.training.training`, as `zaya train` does (zaya_plugin.patches.hooks).
 """
 
@@ -102,8 +102,8 @@ class Guest(Adapter):
         return [*super().hooks(), *saves, *self.heartbeat.hooks()]
 
     def check(self) -> None:
-        """Take the lock of the run's directories too. Call it once the host has completed its arguments; the vocabulary's
-        padding comes late.
+        """Take the lock of the run's directories too. Call it once the host has completed its arguments; the
+        vocabulary's padding comes late.
 
         Raises:
             ValueError: as `Adapter.check`, or another run writes there.

@@ -63,7 +63,8 @@ def run(
     reporter: Reporter,
     build_optimizer: Callable | None = None,
 ) -> int:
-    """Train the recipe; return 0 after the last step or at exit_interval, or ENDED_EARLY when a signal has ended the run.
+    """Train the recipe; return 0 after the last step or at exit_interval,
+    or ENDED_EARLY when a signal has ended the run.
 
     Args:
         recipe: validated; patches are applied already.
@@ -284,7 +285,8 @@ class Trainer(Adapter):
         self.scheduler = scheduler
         if optimizer is not None:
             self.lr = get_canonical_lr_for_logging(optimizer.param_groups)
-        # The profiler writes beside this folder. At the start Megatron would open event files in it, whose errors end it.
+        # The profiler writes beside this folder. At the start Megatron would open event files in it,
+        # whose errors end it.
         self.args.tensorboard_dir = str(Path(self.recipe.run_dir) / "tensorboard")
         if self.args.save and optimizer is not None:
             self.saved.prepare(model, optimizer, scheduler)

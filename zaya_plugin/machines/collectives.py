@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks `graph_capture` and `all_reduce`: ranks of their own, which are killed at a time limit. No torch import."""
+"""The checks `graph_capture` and `all_reduce`: ranks of their own, which are killed at a time limit.
+No torch import.
+"""
 
 from __future__ import annotations
 

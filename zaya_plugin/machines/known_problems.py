@@ -147,7 +147,8 @@ RULES = (
             and f"import transformer_engine.pytorch: {facts.failures['transformer_engine']}"
         ),
         "Megatron falls back to its own modules after an ImportError only; any other error ends Megatron's import",
-        "pip uninstall transformer-engine, or install a build for this torch: github.com/ROCm/TransformerEngine, transformer-engine[pytorch]",
+        "pip uninstall transformer-engine, or install a build for this torch: github.com/ROCm/TransformerEngine, "
+        "transformer-engine[pytorch]",
     ),
     Rule(
         "no-transformer-engine",
@@ -156,15 +157,16 @@ RULES = (
             facts.failures.get("transformer_engine", "").startswith(IMPORT_ERRORS)
             and f"import transformer_engine.pytorch: {facts.failures['transformer_engine']}"
         ),
-        "Transformer Engine is installed and cannot be imported; cluster.transformer_impl=transformer_engine is refused",
+        "Transformer Engine is installed and cannot be imported; cluster.transformer_impl=transformer_engine is "
+        "refused",
         "install what is missing, or pip uninstall transformer-engine",
     ),
     Rule(
         "mixed-cudnn",
         "warning",
         lambda facts: facts.failures.get("cudnn") and f"torch.backends.cudnn.version(): {facts.failures['cudnn']}",
-        "a library, such as Transformer Engine's, has loaded parts of the system's cuDNN in addition to torch's; torch then chooses "
-        "another attention kernel (1.8 times slower on an H200)",
+        "a library, such as Transformer Engine's, has loaded parts of the system's cuDNN in addition to torch's; "
+        "torch then chooses another attention kernel (1.8 times slower on an H200)",
         "cluster.core_attention=cudnn or flash_attn_4, or remove the system's cuDNN from the loader's path",
     ),
     Rule(
@@ -229,8 +231,9 @@ RULES = (
         "wide-stores",
         "warning",
         _wide_stores,
-        "its LLVM can overwrite the data of a wide store too early, with silently wrong gradients (triton-lang/triton#10711; "
-        "LLVM before llvm/llvm-project#197267, and from there to #203770; still open on gfx942: #218550)",
+        "its LLVM can overwrite the data of a wide store too early, with silently wrong gradients "
+        "(triton-lang/triton#10711; LLVM before llvm/llvm-project#197267, and from there to #203770; still open on "
+        "gfx942: #218550)",
         "Triton 3.8 or newer; `python -m hip_ops scan` checks the kernels in Triton's cache",
     ),
     Rule(

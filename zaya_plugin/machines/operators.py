@@ -200,8 +200,9 @@ def called(function: Callable, arguments: tuple) -> list:
 
 
 def routed(result: list, oracle: list, arguments: tuple) -> tuple[float, list[tuple[str, Tensor]]]:
-    """Return of a router's result: by how much probability, in fp64, its worst choice is below the best, and the results
-    that do not depend on where two classes are equal within rounding. Weights are taken where the choice is the oracle's.
+    """Return of a router's result: by how much probability, in fp64, its worst choice is below the best, and the
+    results that do not depend on where two classes are equal within rounding.
+    Weights are taken where the choice is the oracle's.
     """
     mine, exact = Routed(*result[0]), Routed(*oracle[0])
     classes = arguments[CLASSES].shape[0]

@@ -85,7 +85,7 @@ class ZayaConfig(ZayaOptions, TransformerConfig):
     attention_dropout: float = 0.0
 
     transformer_impl: str = ClusterConfig.transformer_impl  # ty: ignore[incompatible-attribute-override]
-    """Linears of queries, keys and attention's output: `local`, Megatron's own; `transformer_engine`, that package's."""
+    """Linears of queries, keys and attention's output: Megatron's own (`local`), or those of Transformer Engine."""
 
     cca_time0: int = 2
     """Taps of the depthwise convolution over time. Only 2 is supported."""

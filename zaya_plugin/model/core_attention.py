@@ -6,8 +6,9 @@ too.
 queries against the keys and values of the sequence up to the last query, the mask aligned at the end (lower right). At
 its first use on a device a version is compared with attention written out, gradients included, except torch's own on a
 CPU and for documents. hip_ops' class `Versions` chooses, compares and reports, as for its own operators. CoreAttention
-is not an `Operator`: it is not registered with torch, does not check its arguments, and records gradients by the versions'
-own autograd. cluster.kernels and HIP_OPS_KERNELS do not select its version, and no version is a kernel of hip_ops.
+is not an `Operator`: it is not registered with torch, does not check its arguments, and records gradients by the
+versions' own autograd. cluster.kernels and HIP_OPS_KERNELS do not select its version,
+and no version is a kernel of hip_ops.
 
 The way of a call: `ZayaCoreAttention.forward`, `core_attention` (one CoreAttention for all layers),
 `CoreAttention.__call__`, `Versions.implementations`, the function of `CoreAttention._function_of`. A call has one of
@@ -102,7 +103,9 @@ def lower_right_mask(s: int, t: int, device: torch.device) -> Tensor:
 
 
 def cudnn_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """`causal_attention` with cuDNN's kernel; with fewer queries than keys, which it does not support, torch chooses."""
+    """`causal_attention` with cuDNN's kernel; with fewer queries than keys, which it does not support,
+    torch chooses.
+    """
     if len(query) != len(key):
         return causal_attention(query, key, value, scale)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -208,7 +211,9 @@ def chunk_by_chunk(
 
 
 def attention_written_out(query: Tensor, key: Tensor, value: Tensor, scale: float, *starts: Sequence[int]) -> Tensor:
-    """Compute causal attention in fp64 with every score in memory. starts: of chunks of queries; else they are whole."""
+    """Compute causal attention in fp64 with every score in memory. starts: of chunks of queries;
+    else they are whole.
+    """
     query, key, value = (x.double().permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
     repeats = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
@@ -309,8 +314,8 @@ class CoreAttention(Versions):
         raise AssertionError("the last version takes every call")
 
     def _order(self, device: torch.device, request: Request) -> tuple[str, ...]:
-        """Return the requested version, or with auto the fastest measured ones, then sdpa. For chunks `blocks` is before
-        them with auto, sdpa and cudnn.
+        """Return the requested version, or with auto the fastest measured ones, then sdpa. For chunks `blocks` is
+        before them with auto, sdpa and cudnn.
         """
         if self.form == "documents":
             return ("flex_attention",) if device.type == "cuda" else ("sdpa",)

@@ -180,8 +180,8 @@ class GroupedExperts(MegatronModule):
     ) -> Tensor:
         """x [T, h] sorted by expert, weights [T], offsets int32 [E] (end of each expert's rows) -> [T, h].
 
-        Rows at and beyond offsets[-1] are padding rows and stay uninitialised. recompute_rows: returns x once more in the
-        backward pass, so that it is not kept until then.
+        Rows at and beyond offsets[-1] are padding rows and stay uninitialised. recompute_rows: returns x once more in
+        the backward pass, so that it is not kept until then.
         """
         matrices = self.linear_fc1() + self.linear_fc2()
         return ExpertMLP.apply(x, weights, offsets, self.num_local_experts, recompute_rows, *matrices)

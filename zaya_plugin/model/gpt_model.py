@@ -78,8 +78,8 @@ class ZayaGPTModel(GPTModel):
     def promised_gradient(self, loss_mask: Tensor | None) -> Tensor | None:
         """Return the gradient [b, s] that the losses will get; None if it is not known in advance.
 
-        With calculate_per_token_loss the loss is sum(losses * loss_mask), so that gradient is loss_mask; the gradients of
-        weights are divided by the number of tokens after the backward pass.
+        With calculate_per_token_loss the loss is sum(losses * loss_mask), so that gradient is loss_mask; the gradients
+        of weights are divided by the number of tokens after the backward pass.
         """
         config = self.config
         return loss_mask if self.training and config.calculate_per_token_loss and not config.fp16 else None

@@ -98,7 +98,8 @@ class Stream:
         """Merge `output` [s, b, h] of the module that read the last norm into the stream.
 
         norm: the one that reads the stream next. The same operator computes it, and it is kept for the next call of
-        `self.norm`. Without it, or where it is recomputed, the merge is a formula of its own, which torch.compile fuses.
+        `self.norm`. Without it, or where it is recomputed, the merge is a formula of its own,
+        which torch.compile fuses.
         """
         if self._free is not None:
             self._free(output)

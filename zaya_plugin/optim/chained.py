@@ -132,8 +132,8 @@ class ChainedMuonAdamW(ChainedOptimizer):
                     message(
                         "optim.max_non_finite_steps",
                         self.max_non_finite,
-                        problem="the gradients of so many steps in a row hold an infinity or NaN. Weights and optimizer "
-                        "state are as before the first of them",
+                        problem="the gradients of so many steps in a row hold an infinity or NaN. Weights and "
+                        "optimizer state are as before the first of them",
                         fix="look at the data of these steps; with other weights or a lower optim.lr the same command "
                         "with resume=auto may pass them",
                     )

@@ -133,8 +133,8 @@ def with_recompute(recipe: Recipe, world_size: int, vocabulary: int | None = Non
             "parallel.recompute_granularity",
             "auto",
             problem=f"the step needs {least.plan.total / GIB:.1f} GiB a device even with {least.name} recomputed "
-            f"({table(least.plan)}), and {(1 - RESERVED_SHARE) * memory_gib:.1f} of cluster.memory_gib={memory_gib:g} are "
-            "available",
+            f"({table(least.plan)}), and {(1 - RESERVED_SHARE) * memory_gib:.1f} of cluster.memory_gib={memory_gib:g} "
+            "are available",
             allowed="a step that fits",
             fix=f"a smaller stage.micro_batch_size (currently {recipe.stage.micro_batch_size}), or more data-, "
             "context-, expert- or pipeline-parallel ranks",
@@ -156,8 +156,8 @@ def with_recompute(recipe: Recipe, world_size: int, vocabulary: int | None = Non
 
 
 def lines(recipe: Recipe, world_size: int, verbose: bool = True) -> list[str]:
-    """Return the plan for a dry run: the sum, and with `verbose` the components and the largest tensors that a layer keeps.
-    Empty on a CPU, which the plan does not cover.
+    """Return the plan for a dry run: the sum, and with `verbose` the components and the largest tensors that a layer
+    keeps. Empty on a CPU, which the plan does not cover.
     """
     if recipe.cluster.device == "cpu":
         return []

@@ -60,8 +60,8 @@ def without_advice(problem: str) -> str:
 def describe(recipe: Recipe, plan: Plan, overrides: Sequence[str] = (), *, verbose: bool = False) -> list[str]:
     """Return lines about what would start.
 
-    overrides: the words after `zaya train` on several nodes. verbose: with the environment, Megatron's arguments and the
-    tables of both plans.
+    overrides: the words after `zaya train` on several nodes. verbose: with the environment, Megatron's arguments and
+    the tables of both plans.
     """
     if several_nodes(plan):
         plan = replace(plan, command=[*plan.command, *overrides])

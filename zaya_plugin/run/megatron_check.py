@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's own validation of a recipe, and its optim.overrides, before any rank starts. No torch import.
 
-Torch and Megatron are imported in a process of its own without a device (zaya_plugin.hosts.argument_check), which answers
-for all recipes of one command. A recipe that was accepted is remembered in a folder of the user, so that a restart does
-not pay for the process again; a refused one is checked at every start.
+Torch and Megatron are imported in a process of its own without a device (zaya_plugin.hosts.argument_check), which
+answers for all recipes of one command. A recipe that was accepted is remembered in a folder of the user, so that a
+restart does not pay for the process again; a refused one is checked at every start.
 """
 
 import atexit

@@ -136,8 +136,8 @@ class AgreedSignal:
         spiked: returns the message's `spike`, 0 where no guard may roll back.
 
     Attributes:
-        since: the time (monotonic) at which the signal was noticed on this rank, or None: set once all ranks agree on the
-            signal, since decisions that follow from it have collectives.
+        since: the time (monotonic) at which the signal was noticed on this rank, or None: set once all ranks agree on
+            the signal, since decisions that follow from it have collectives.
     """
 
     def __init__(

@@ -129,8 +129,8 @@ def finish_gradient(
     grad: Tensor,
     z_loss: float,
 ) -> Tensor:
-    """Return the losses, and turn the exponentials of `overwrite_with_exponentials` into a row's gradient up to a factor,
-    in place.
+    """Return the losses, and turn the exponentials of `overwrite_with_exponentials` into a row's gradient up to a
+    factor, in place.
 
     Args:
         statistics: of all ranks' parts, [all parts, 3, T]; those of `exponentials` are the `parts` from first_part on.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The network of a node: carrier changes of its interfaces, the state of its InfiniBand and RoCE ports, TCP segments that
-were sent again, and the counters of ionic, bnxt and mlx5 ports.
+"""The network of a node: carrier changes of its interfaces, the state of its InfiniBand and RoCE ports, TCP segments
+that were sent again, and the counters of ionic, bnxt and mlx5 ports.
 
 Two integers of each interface reveal a link that went down and came back between two polls, without a line in any log.
 All ports of a training node carry the same traffic, so a port is evidence when its counters grow faster than those of

@@ -116,7 +116,9 @@ class Growth:
         self._reported: dict[object, int] = {}
 
     def of(self, key: object, value: int, least: int = 1) -> int:
-        """Return by how much a counter has grown, or 0 below `least`. The first value, and one that fell, is a start."""
+        """Return by how much a counter has grown, or 0 below `least`. The first value, and one that fell,
+        is a start.
+        """
         before = self._reported.setdefault(key, value)
         grown = value - before
         if grown < 0 or grown >= least:

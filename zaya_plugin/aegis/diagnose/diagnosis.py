@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From evidence to the first cause of a failure: collects the evidence of all ranks and kernels on one clock, classifies
-each new item, and names the cause.
+"""From evidence to the first cause of a failure: collects the evidence of all ranks and kernels on one clock,
+classifies each new item, and names the cause.
 
 A row with the role `root` can be the cause. Time-outs and resets by a peer never are: they are cascades of a failure
 elsewhere. Confirmations join the cause of their node. Of several causes the surest counts, and of equally sure ones
@@ -48,7 +48,9 @@ class Observations:
         self.begin_attempt()
 
     def begin_attempt(self) -> None:
-        """Forget the attempt before. Recent lines of kernels are kept: they may explain a failure of the next one too."""
+        """Forget the attempt before. Recent lines of kernels are kept:
+        they may explain a failure of the next one too.
+        """
         since = time.time() - LOOKBACK
         self.evidence = deque(
             (item for item in self.evidence if item.time > since and item.source == "kernel"), MAX_EVIDENCE
@@ -91,7 +93,9 @@ class Observations:
         return None
 
     def _ends_attempt(self, rule: Rule) -> bool:
-        """Whether evidence of a row alone ends the attempt, though all ranks live: it is sure, or the agents report it."""
+        """Whether evidence of a row alone ends the attempt, though all ranks live: it is sure,
+        or the agents report it.
+        """
         sure = rule.confidence == "sure" and rule.action in ("exchange", "rollback")
         return sure or rule.affects == "node" or rule.name == "hang"
 
@@ -256,7 +260,9 @@ def _laggard(named: Sequence[tuple[Evidence, Rule]]) -> Evidence | None:
 def _without_root(
     named: Sequence[tuple[Evidence, Rule]], laggard: Evidence | None, rules: Rules
 ) -> tuple[Evidence, Rule] | None:
-    """Of evidence without a possible cause: a hang if something timed out, then a confirmation, then what is watched."""
+    """Of evidence without a possible cause: a hang if something timed out, then a confirmation,
+    then what is watched.
+    """
     if laggard is not None or any(rule.name in TIME_OUTS for _, rule in named):
         first = laggard or next(item for item, rule in named if rule.name in TIME_OUTS)
         return (first, rules["hang"]) if "hang" in rules else None

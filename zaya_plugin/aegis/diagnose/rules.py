@@ -237,7 +237,9 @@ class Reader:
         ]
 
     def _is_new(self, rule: Rule, time: float) -> bool:
-        """Whether the row was not yet named A_MINUTE times in this minute: one bad rank may write a line a million times."""
+        """Whether the row was not yet named A_MINUTE times in this minute:
+        one bad rank may write a line a million times.
+        """
         since, number = self._counts.get(rule.name, (time, 0))
         if not 0 <= time - since < 60:
             since, number = time, 0

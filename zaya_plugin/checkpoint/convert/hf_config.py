@@ -199,8 +199,8 @@ def _native(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
             raise fields.refuse(name, "loaders read this place in different ways", "rope_parameters: {hybrid: ...}")
     if not rope:
         notes.append(
-            f"{fields.where}: rope_parameters is missing; transformers' default, a base of 5,000,000 and a share of 0.5, "
-            "is taken"
+            f"{fields.where}: rope_parameters is missing; transformers' default, a base of 5,000,000 and a share of "
+            "0.5, is taken"
         )
         rope = {"hybrid": {"rope_theta": 5_000_000.0, "partial_rotary_factor": 0.5}}
     flat = {name: value for name, value in rope.items() if not isinstance(value, dict)}
@@ -211,7 +211,8 @@ def _native(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
         flat = {"partial_rotary_factor": outer_share} | flat
     hybrid = flat | rope.get("hybrid", {})
     if hybrid.get("partial_rotary_factor") is None:  # transformers then takes 1, vLLM's class the outer field
-        problem = f"lacks partial_rotary_factor, for which loaders take different defaults (the outer value is {as_typed(outer_share)})"
+        outer = f"the outer value is {as_typed(outer_share)}"
+        problem = f"lacks partial_rotary_factor, for which loaders take different defaults ({outer})"
         raise fields.refuse("rope_parameters", problem, "hybrid: {partial_rotary_factor: ...}")
     if outer_share not in (None, hybrid["partial_rotary_factor"]):
         notes.append(

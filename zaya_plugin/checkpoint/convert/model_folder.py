@@ -16,8 +16,8 @@ from zaya_plugin.ground.whole_file import write_whole
 
 CONFIG = "config.json"
 # Files of a model other than its weights: what a tokenizer's `save_pretrained` writes, with the vocabulary in
-# the form of its class, its code and all chat templates; the settings of generation; the licence. A list, since a folder
-# may hold weights in other formats too.
+# the form of its class, its code and all chat templates; the settings of generation; the licence. A list, since a
+# folder may hold weights in other formats too.
 COMPANION_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -102,7 +102,8 @@ def check_new(output: Path) -> None:
 
 
 def copy_companions(source: Path, target: Path, special_tokens: bool = True) -> None:
-    """Copy the files other than the weights from the folder `source` to the folder `target`, which is made if there are any.
+    """Copy the files other than the weights from the folder `source` to the folder `target`,
+    which is made if there are any.
 
     special_tokens: False takes from the tokenizer what adds tokens to every text.
     """

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model's folder of safetensors files: its tensors, with every check that needs no values, and its files written.
 
-The library reads the headers. This module reads the values, since those that the library maps into memory count as memory of the
-process, and a model of any size passes through little. It writes the files too, since the library takes all tensors of a
-file (5 GB) at once: eight bytes with the header's length, the header (JSON: name, dtype, shape, place), the values.
+The library reads the headers. This module reads the values, since those that the library maps into memory count as
+memory of the process, and a model of any size passes through little. It writes the files too, since the library takes
+all tensors of a file (5 GB) at once: eight bytes with the header's length, the header (JSON: name, dtype,
+shape, place), the values.
 """
 
 from __future__ import annotations
