@@ -158,3 +158,8 @@ def skipped_steps(recipe: Recipe) -> list[int]:
                 fix="fewer steps",
             )
     return sorted(steps)
+
+
+def assigns_muon(entry: str) -> bool:
+    """Return whether an entry of optim.overrides assigns parameters to Muon."""
+    return "optimizer=muon" in entry.split()

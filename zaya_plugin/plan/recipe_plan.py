@@ -11,8 +11,9 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from zaya_plugin.config.layout import data_parallel_size
 from zaya_plugin.config.schema import RECOMPUTE_MODULES, MachineConfig, Recipe
-from zaya_plugin.config.validate import data_parallel_size, with_graphs
+from zaya_plugin.config.validate import with_graphs
 from zaya_plugin.data.sources import padded, vocabulary_of
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.plan.flops import Shape, forward_flops_by_part
