@@ -143,7 +143,7 @@ def test_a_stage_that_fails_before_its_first_step_makes_no_step_of_the_stage_bef
     assert found.attempts[1].base == 50 and found.training == 100 + 36
 
 
-def test_stages_without_a_name_are_told_by_steps_that_count_from_one_again():
+def test_stages_without_a_name_are_distinguished_by_steps_that_count_from_one_again():
     rows = [{name: value for name, value in each.items() if name not in ("stage", "after")} for each in TWO_STAGES]
     rows[0]["command"] = ["zaya", "curriculum"]
     found = account_of(rows)

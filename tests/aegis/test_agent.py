@@ -71,7 +71,7 @@ def test_a_rank_that_fails_while_the_decider_is_gone_is_not_forgotten(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_agent_comes_back_and_its_ranks_do_not_train_beside_the_next_attempt(tmp_path):
+def test_a_killed_agent_comes_back_and_its_ranks_do_not_train_during_the_next_attempt(tmp_path):
     with ToyRun(tmp_path, steps=None).start("n1") as run:
         run.wait_for(lambda: run.step_of("n1", 1) > 5)
         pids = [run.wait_for(lambda rank=rank: run.beat("n1", rank))["pid"] for rank in (0, 1)]

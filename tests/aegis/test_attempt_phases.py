@@ -18,7 +18,7 @@ from zaya_plugin.aegis.settings import is_train, resumed
 from zaya_plugin.commands.aegis_run import parser, settings_of
 
 
-def test_an_agent_that_was_killed_while_its_ranks_are_ended_is_told_again(decider):
+def test_an_agent_that_was_killed_while_its_ranks_are_ended_gets_the_message_again(decider):
     decider.decide(Evidence(time.time(), "n1", "exit", "ended", 0, None, {"exit_code": 1}), alive=False)
     assert decider.clock.phase is Phase.STOP and decider.attempt.stopping == {"n1", "n2"}
     link = Wire()

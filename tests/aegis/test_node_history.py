@@ -127,7 +127,7 @@ def test_a_quarantined_node_is_used_where_no_other_one_comes(home):
     again.end()
 
 
-def test_a_node_that_fails_in_a_run_beside_this_one_is_the_last_spare(home):
+def test_a_node_that_fails_in_another_run_is_the_last_spare(home):
     this, other = Run(home / "this", spares=2).join("n1", "n2", "n3", "n4"), Run(home / "other").join("n3", "n5", "n6")
     assert (this.attempt(), other.attempt()) == (["n1", "n2"], ["n3", "n5"])
     other.lose("n3")

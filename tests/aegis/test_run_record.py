@@ -17,7 +17,7 @@ def beat(decider, node, step, busy):
     decider.on_beat(peer_of(decider, node), Beat(1, 0.0, ranks))
 
 
-def test_a_slow_rank_is_found_among_nodes_of_one_rank_each(decider, monkeypatch):
+def test_a_slow_rank_is_detected_among_nodes_of_one_rank_each(decider, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     for number in range(6):
@@ -71,7 +71,7 @@ def fail(decider):
     return action
 
 
-def test_the_stages_of_a_curriculum_are_told_by_their_names(decider):
+def test_the_stages_of_a_curriculum_are_distinguished_by_their_names(decider):
     decider.cluster.stages = True
     stage_beats(decider, "one", 0, None, "warm_up")
     stage_beats(decider, "one", 1)

@@ -121,7 +121,7 @@ def test_prune_keeps_the_newest_the_permanent_and_what_is_not_complete(run_dir, 
     ]
 
 
-def test_odd_folders_are_told_apart_and_nothing_of_others_is_removed(run_dir, tmp_path, capsys):
+def test_odd_folders_are_distinguished_and_nothing_of_others_is_removed(run_dir, tmp_path, capsys):
     """Links, names that are nearly those of checkpoints, broken manifests, folders in the place of files."""
     checkpoints = run_dir / "checkpoints"
     moved = tmp_path / "tape" / "iter_0000100"

@@ -100,7 +100,7 @@ def test_answers_that_a_key_takes_out_of_the_loss(tmp_path, prepare_chats, capsy
     assert json.loads(capsys.readouterr().out)["parts"][1] == [True, "right<|endoftext|>"]
 
 
-def test_what_a_template_or_a_text_may_hide_is_told_at_the_end(tmp_path, prepare_chats, capsys):
+def test_what_a_template_or_a_text_may_hide_is_reported_at_the_end(tmp_path, prepare_chats, capsys):
     """Marks that cover the generation prompt, and special tokens that messages spell out."""
     covers = (
         MARKING.replace(TURN, "")

@@ -88,7 +88,7 @@ def flipped(path, at=77):
     path.write_bytes(data)
 
 
-def test_changed_byte_is_found_at_every_start_and_by_the_full_check(copied):
+def test_changed_byte_is_detected_at_every_start_and_by_the_full_check(copied):
     flipped(copied / "train.bin")
     with pytest.raises(ValueError, match="train: was changed after it was prepared"):
         check_dataset(copied)

@@ -83,7 +83,7 @@ def test_a_damaged_index_is_made_again(tmp_path, prepared, drawn, kind):
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_every_damage_is_found(tmp_path, prepared, drawn, damage):
+def test_every_damage_is_detected(tmp_path, prepared, drawn, damage):
     whole = drawn("single", prepared, tmp_path)
     damage(next(tmp_path.rglob("*-sample_index.npy")))
     with pytest.warns(CacheWarning, match="sample_index.npy did not fit"):

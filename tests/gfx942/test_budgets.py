@@ -110,7 +110,7 @@ def last_nops(code: list[wait_states.Instruction]) -> list[int]:
 
 
 @pytest.mark.slow  # it tests the scan; tests/gfx942/test_hazards.py does so for each rule
-def test_wait_states_that_are_taken_away_are_found():
+def test_wait_states_that_are_taken_away_are_detected():
     """One less at each group of s_nop that clang 19 placed in all objects is found by the scan, or has one of two
     reasons that are no hazard. The numbers change with the kernels' code; that none is missed does not.
     """

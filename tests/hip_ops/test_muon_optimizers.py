@@ -113,7 +113,7 @@ def test_fp32_equals_emerging_optimizers(chosen, nesterov):
         assert torch.equal(momentum, optimizer.state[p]["momentum_buffer"])
 
 
-def test_whole_steps_stay_beside_torch():
+def test_whole_steps_stay_close_to_torch():
     """With our Newton-Schulz the change of every matrix is torch's but for the noise of torch's bf16 products, and
     nearer to fp64.
     """

@@ -166,7 +166,7 @@ def test_half_precision_inside_is_the_default_of_kernels_alone():
     assert torch.equal(hip_ops.newton_schulz(x.double()), hip_ops.newton_schulz(x.double(), dtype=torch.float64))
 
 
-def test_self_check_passes_here():
+def test_self_check_passes_on_this_machine():
     """If it failed, the tests above would run the reference."""
     with hip_ops.use_kernels("hip"):
         hip_ops.warm_up("cpu", [newton_schulz._newton_schulz])

@@ -180,7 +180,7 @@ def test_ranks_with_other_kernels_are_stopped_before_the_first_step(host, monkey
         spec.guest.optimizer(lambda *unused: pytest.fail("the optimizer was built"), None, [])
 
 
-def test_a_load_that_begins_anew_is_stopped(host, monkeypatch):
+def test_a_load_that_begins_from_the_start_is_stopped(host, monkeypatch):
     _, spec = host()
     guest = spec.guest
     guest.resumed_at = 5

@@ -83,7 +83,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("name, wrong, right", CASES)
-def test_a_problem_is_found_where_it_is_and_not_next_to_it(name, wrong, right):
+def test_a_problem_is_reported_where_it_is_and_not_next_to_it(name, wrong, right):
     assert name in names(replace(HEALTHY, **wrong))
     assert name not in names(replace(HEALTHY, **right))
 

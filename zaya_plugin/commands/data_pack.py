@@ -3,7 +3,7 @@
 
 from zaya_plugin.commands.datasets import data_parser
 from zaya_plugin.commands.parser import QUIET, Parser, option
-from zaya_plugin.corpus.pack import LONGEST, pack
+from zaya_plugin.corpus.pack import LONGEST_BIN, pack
 from zaya_plugin.ground.option_numbers import whole_number
 
 DESCRIPTION = """\
@@ -32,9 +32,9 @@ def parser() -> Parser:
         option(
             "--sequence-length",
             required=True,
-            type=whole_number(2, LONGEST),
+            type=whole_number(2, LONGEST_BIN),
             metavar="N",
-            help=f"tokens of a bin, at most {LONGEST:,}",
+            help=f"tokens of a bin, at most {LONGEST_BIN:,}",
         ),
         option("--output", required=True, metavar="DIR", help="directory of the packed dataset"),
         option(

@@ -60,7 +60,7 @@ def test_one_that_blocks_is_reported_once_and_does_not_stop_the_others():
     collectors.close()
 
 
-def test_a_failure_is_told_once_and_the_polls_go_on():
+def test_a_failure_is_reported_once_and_the_polls_go_on():
     collectors = Collectors([Broken("n1"), Counting("n1")])
     found = drained(collectors, lambda found: sum(e.rule == "link_flap" for e in found) > 20)
     collectors.close()

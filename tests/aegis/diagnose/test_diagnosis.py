@@ -190,7 +190,7 @@ def test_what_the_run_survived_is_not_the_cause():
     assert diagnose([alarm, failure], RULES).cause == "oom_kill"
 
 
-def test_a_class_with_a_count_needs_so_many_lines_of_one_node():
+def test_a_class_with_a_count_needs_this_number_of_lines_of_one_node():
     def lockups(*where):
         return [seen(time, "soft_lockup", node, source="kernel") for time, node in where]
 

@@ -193,7 +193,7 @@ def test_two_writers_of_one_output(tmp_path, checkpoint):
         assert refused and folder.is_dir() and not list(tmp_path.glob("*.lock.*"))
 
 
-def test_an_import_of_another_source_begins_anew(tmp_path):
+def test_an_import_of_another_source_starts_over(tmp_path):
     one = publish(tmp_path / "one")
     with pytest.raises(Killed):
         import_model(open_source(one), tmp_path / "checkpoint", kill_after(150_000))
@@ -401,7 +401,7 @@ def test_biases_that_are_no_numbers_are_refused(tmp_path):
         ("generation_config.json", "{", "is not JSON"),
     ],
 )
-def test_a_bad_file_beside_the_weights_is_refused_before_anything_is_written(tmp_path, file, text, problem):
+def test_a_bad_file_next_to_the_weights_is_refused_before_anything_is_written(tmp_path, file, text, problem):
     folder = publish(tmp_path / "published")
     (folder / file).write_text(text)
     with pytest.raises(ValueError, match=f"^{folder / file}: .*{problem}"):

@@ -28,7 +28,7 @@ STEPS = 20  # from which the budget is learnt
 BUDGET, WITHOUT = 3.0, 1.5  # budget: x slowest step; a hang: x budget
 FLOOR = 5.0  # seconds
 HOLD = 900.0  # seconds for which a stall of storage excuses ranks without progress
-LONGEST = 5.0  # seconds between two polls that count: the agent itself may have been stopped
+LONGEST_PAUSE = 5.0  # seconds between two polls that count: the agent itself may have been stopped
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Progress(Collector):
 
     def poll(self, now: float) -> list[Evidence]:
         ranks, folder = self._ranks, self._folder
-        passed = 0.0 if self._before is None else min(max(0.0, now - self._before), LONGEST)
+        passed = 0.0 if self._before is None else min(max(0.0, now - self._before), LONGEST_PAUSE)
         self._before = now
         fresh = set()
         for rank, beat in read_beats(folder).items() if folder is not None else ():

@@ -15,7 +15,7 @@ from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.ground.errors import as_typed, mistake
 
 _NONE = (None, False)
-LARGEST = 2**53  # whole numbers up to here are exact in every reader of JSON
+LARGEST_NUMBER = 2**53  # whole numbers up to here are exact in every reader of JSON
 # Field -> the values of a model that this project has, in all layouts.
 CONSTANTS: dict[str, tuple] = {
     **dict.fromkeys(("hidden_act",), ("silu",)),
@@ -291,7 +291,7 @@ def _legacy(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _whole(fields: _Fields, name: str, value: Any) -> int:
-    if fields.checked(name, value, LARGEST) != int(value):
+    if fields.checked(name, value, LARGEST_NUMBER) != int(value):
         raise fields.refuse(name, f"{value} is not supported", "a whole number")
     return int(value)
 
