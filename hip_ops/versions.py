@@ -2,8 +2,8 @@
 """The operators, the versions that each has, best first, and which of them a process requests. Needs no torch: recipes
 are checked against it.
 
-A new version is one name here and one file `hip_ops/ops/<operator>/<name>.py` with functions named like those of
-reference.py. `compiled` is torch.compile of the reference and needs no file. Every operator also has the version
+A new version is one name in this table and one file `hip_ops/ops/<operator>/<name>.py` with functions named like those
+of reference.py. `compiled` is torch.compile of the reference and needs no file. Every operator also has the version
 `reference`.
 
 A request is

@@ -26,7 +26,7 @@ from hip_ops.runtime.launch import architecture
 logger = logging.getLogger("hip_ops")
 DISTRIBUTION = "amd-aiter"  # PyPI's package `aiter` is an unrelated library
 RELEASES = "the releases 0.1.14.post1 and 0.1.18 to 0.1.20.post1, whose sources were read"
-ARCHITECTURES = ("gfx942", "gfx950")  # those for which these releases hold settings of the kernels used here
+ARCHITECTURES = ("gfx942", "gfx950")  # those for which these releases hold settings of the kernels that we use
 
 
 def installed() -> str | None:

@@ -10,8 +10,8 @@
 
 `reference` is the definition, in `hip_ops/ops/<operator>/reference.py`; its annotations are the schema of the torch
 operator `hip_ops::scale`, and on meta tensors it gives the shapes and dtypes of fake results. The other versions are
-the functions of the same name in hip.py, triton.py, ... beside it, as hip_ops/versions.py lists them; choice.py chooses
-among them.
+the functions of the same name in hip.py, triton.py, ... next to it, as hip_ops/versions.py lists them; choice.py
+chooses among them.
 
 A call goes through `Operator.__call__`, `Operator.run`, which checks the arguments, `Versions.implementations` of
 choice.py (at the first call it runs the self-checks), and the first version whose function of `fits` accepts the
@@ -58,7 +58,7 @@ DTYPES = {
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 MAX_CHECKED_CALLS = 4096
 OPERATORS: dict[str, Operator] = {}
-LIBRARY, TRITON = "library of the HIP kernels", "Triton"  # what versions come from, beside the operators in `running`
+LIBRARY, TRITON = "library of the HIP kernels", "Triton"  # the sources of versions, which `running` returns too
 Rule = Callable[[dict], "tuple[str, str] | None"]
 _LINE = re.compile(r"(\w+)(\?)?\s+\[(.*?)\]\s+(\S+)$")
 _INTS = (int, torch.SymInt)
@@ -352,8 +352,8 @@ class Operator(Versions):
             warn_once(key, text, request.source, self.name, dtype, tuple(first.shape))
 
     def _function_of(self, version: str) -> Callable:
-        """Return the function of `version`: `<operator>` of hip_ops/ops/<folder>/<version>.py, imported here. compiled
-        is made from the reference.
+        """Return the function of `version`: `<operator>` of hip_ops/ops/<folder>/<version>.py, which it imports.
+        compiled is made from the reference.
         """
         if version == "reference":
             return self.reference

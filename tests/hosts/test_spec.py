@@ -156,7 +156,7 @@ def test_the_guest_moves_into_the_loop(host):
 def test_an_argument_that_was_appended_wins_and_is_named(host, capsys):
     _, spec = host(words=("--lr", "0.125"))
     assert spec.guest.differences == {"lr": (0.125, 0.008)}
-    assert "zaya: --lr is 0.125 here and 0.008 in the recipe" in capsys.readouterr().out
+    assert "zaya: --lr is 0.125 in the host and 0.008 in the recipe" in capsys.readouterr().out
 
 
 def test_a_host_that_builds_another_optimizer_is_stopped(host):

@@ -17,7 +17,7 @@ USE_Y, ATTEMPT_Y, FAULT_Y, CHECKPOINT_Y, STEPS_Y, STEPS_HEIGHT, BAR = 18, 56, 94
 FAULT_ROWS, FAULT_SIZE = 3, 9  # marks that would touch go to the next row; radius of a mark
 AXIS_Y = STEPS_Y + STEPS_HEIGHT
 HEIGHT = AXIS_Y + 34
-NARROW = 0.4  # spans and ticks below so many units are joined with their neighbours
+NARROW = 0.4  # spans and ticks below this many units are joined with their neighbours
 TICKS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800)
 COLOURS = 6  # of causes; further ones share the last colour
 

@@ -227,7 +227,7 @@ class Ranks:
 
 
 def end_with_agent() -> None:
-    """In a process that was just forked: end with the agent. The agent has threads, so nothing is loaded here."""
+    """In a process that was just forked: end with the agent. The agent has threads, so nothing may be loaded."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -38,7 +38,7 @@ from zaya_plugin.config.run_directory import COMPLETE, MANIFEST
 
 FLUSH_SECONDS = 2.0  # between two tries to write lines of the journal for which the disk had no room
 PROGRESS_SECONDS = 60.0  # between two lines of progress in the journal
-# A rank is slow if it needs this many times its peers' median, for so many steps and seconds;
+# A rank is slow if it needs this many times its peers' median, for this number of steps and seconds;
 # heartbeats come every 2 s.
 SLOW_FACTOR, SLOW_STEPS, SLOW_SECONDS = 1.5, 5, 6.0
 

@@ -172,7 +172,7 @@ def settings_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Sett
     if ranks is None:
         ranks = device_count()
     if not ranks:
-        problem = "no accelerator found on this machine; give the number of ranks"
+        problem = "this machine has no accelerator; give the number of ranks"
         raise mistake("--ranks-per-node", problem=problem, allowed="1 or more", fix="--ranks-per-node 8")
     sizes, group = tuple(range(options.nodes, least - 1, -1)), 1
     if recipe is not None:

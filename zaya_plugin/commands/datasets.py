@@ -29,7 +29,7 @@ def recipe_of(options: argparse.Namespace):
     """
     if options.datasets:
         return None
-    # Here, so that the commands without a recipe start without Hydra.
+    # In the function, so that the commands without a recipe start without Hydra.
     from zaya_plugin.config.compose import compose
     from zaya_plugin.handover.data_places import with_consumed
 

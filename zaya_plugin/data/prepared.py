@@ -407,7 +407,7 @@ def _compare(indexed: IndexedFile, manifest: Manifest, record: SplitRecord, full
 
 
 def _check_tokenizer(directory: str, record: TokenizerRecord) -> None:
-    """Raise ValueError if the tokenizer beside a dataset is not the one that it was made with; it may be missing."""
+    """Raise ValueError if the tokenizer next to a dataset is not the one that it was made with; it may be missing."""
     file = os.path.join(directory, "tokenizer.json")
     if os.path.isfile(file) and file_sha256(file) != record.sha256:
         raise mistake(file, problem="is not the tokenizer of the dataset: its sha256 differs", fix=REPAIR)

@@ -3,7 +3,7 @@
 functions do nothing), and the signals upon which a run ends.
 
 - A rank follows its launcher: torchrun, `zaya train` above it, or SLURM's slurmstepd. Without that, the ranks of a
-  killed torchrun train on for ever, beside the next start of the run.
+  killed torchrun train on for ever, during the next start of the run.
 - A process that a rank has spawned follows the rank. Megatron's checkpoint writers wait for requests for ever, also
   after the rank was killed (out of memory, a failed node agent, `kill -9`), with half a gigabyte each.
 """

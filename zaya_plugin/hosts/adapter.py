@@ -2,7 +2,7 @@
 """A recipe's part of a run in Megatron's training loop, whichever host runs it: `zaya train`, Megatron-LM's
 pretrain_gpt.py or Primus.
 
-pretrain.py adds what only `zaya train` does (reports, saves beside the training, guards), guest.py what a host that is
+pretrain.py adds what only `zaya train` does (reports, saves during the training, guards), guest.py what a host that is
 not ours needs. Both replace functions of `megatron.training.training` (zaya_plugin.patches.hooks).
 
 The path of a batch from the data loader to the loss, in order:

@@ -86,7 +86,7 @@ class Guest(Adapter):
             f"{self.recipe.name} {begins}, optimizer {self.recipe.optim.name}, megatron.core {compat.core_version()}"
         )
         differences = (
-            f"--{name.replace('_', '-')} is {of_host!r} here and {of_recipe!r} in the recipe"
+            f"--{name.replace('_', '-')} is {of_host!r} in the host and {of_recipe!r} in the recipe"
             for name, (of_host, of_recipe) in sorted(self.differences.items())
         )
         return [f"zaya: {line}" for line in (first, *differences)]
@@ -133,8 +133,8 @@ class Guest(Adapter):
     def optimizer(self, *positional, **named):
         """Check the kernels and build the optimizer.
 
-        Every rank calls it before the first step and with the process group, so the kernels are checked here too. Ends
-        the run where ranks chose different versions.
+        Every rank calls it before the first step and with the process group, so the kernels are checked at that point
+        too. Ends the run where ranks chose different versions.
         """
         try:
             checked = warm_up_kernels(self.recipe)

@@ -72,7 +72,7 @@ class Start:
         os.close(reader)
 
     def join(self, seconds: float) -> None:
-        """Wait until all ranks have started. Raises RunEndedError after so many seconds.
+        """Wait until all ranks have started. Raises RunEndedError after `seconds`.
 
         torch's own wait would be silent. Later it meets the same store.
         """

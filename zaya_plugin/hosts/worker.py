@@ -3,9 +3,9 @@
 
 Expects RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in the environment.
 
-The way to the first step: here the ranks meet (start_waits.py); pretrain.py makes Megatron's arguments (stage_model.py)
-and the trainer, and calls Megatron's pretrain(); that calls, in this order, the trainer's model, optimizer, load,
-datasets and train (pretrain.py over adapter.py), and for each micro-batch `forward_step` (adapter.py).
+The way to the first step: in `main` the ranks meet (start_waits.py); pretrain.py makes Megatron's arguments
+(stage_model.py) and the trainer, and calls Megatron's pretrain(); that calls, in this order, the trainer's model,
+optimizer, load, datasets and train (pretrain.py over adapter.py), and for each micro-batch `forward_step` (adapter.py).
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def folded(flash: Callable) -> Attention:
     """
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        # All sequences become heads of one sequence, query heads beside their group's, which keeps the layout of the
+        # All sequences become heads of one sequence, query heads next to their group's, which keeps the layout of the
         # memory. With batch first the packages would return another layout, which the projection behind would copy.
         batch = query.shape[1:3]
         query, key, value = (x.flatten(1, 2).unsqueeze(0) for x in (query, key, value))  # [1, s, b * heads, d]
@@ -384,7 +384,7 @@ class ZayaCoreAttention(nn.Module):
         self.shard = ContextShard.of(self.context_group, config.context_parallel_order)
         self.name = config.core_attention
         sizes = config.num_attention_heads, config.num_query_groups, config.kv_channels
-        # A missing package ends the run here, not in the first step.
+        # A missing package ends the run at this point, not in the first step.
         on_cpu = config.use_cpu_initialization or not torch.cuda.is_available()
         device = torch.device("cpu" if on_cpu else "cuda")
         core_attention(self.name, "whole", config.params_dtype, *sizes, False).choice(device, check=False)

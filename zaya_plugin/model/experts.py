@@ -49,7 +49,7 @@ def weight_gradients(
     function returns for the matrices: `handed_over_block`, or the products where the main gradients form no block.
 
     block: `as_block` of the matrices. Under Megatron's DDP the parameters' fp32 gradients (`main_grad`) form one block
-    too. The products are added to it here, and `grad_added_to_main_grad` is set for DDP. If the block's
+    too. The backward pass adds the products to it, and `grad_added_to_main_grad` is set for DDP. If the block's
     `gradient_is_unwritten` (zaya_plugin/optim/gradient_buffers.py), the products are written there instead.
     """
     main_grads, expert_block = [main_grad_of(matrix) for matrix in matrices], role_of(matrices[0]).block

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole model: Megatron's GPTModel with ZAYA's head, loss, embedding gradient and RoPE.
 
-Megatron's loss makes an fp32 copy of all logits; with 262,272 classes that copy is the largest tensor of a step. Here
-only the logits of one chunk of tokens exist at a time.
+Megatron's loss makes an fp32 copy of all logits; with 262,272 classes that copy is the largest tensor of a step. In
+this module only the logits of one chunk of tokens exist at a time.
 
 The vocabulary's matrix is 1 GB in bf16 and used twice. Autograd would make a dense gradient for each use, their sum,
-and a pass that adds it to the fp32 main gradient. Here the head's matrix product and the embedding's rows are added to
-the main gradient directly. DDP's hook, which waits for both uses, then adds nothing.
+and a pass that adds it to the fp32 main gradient. In this model the head's matrix product and the embedding's rows are
+added to the main gradient directly. DDP's hook, which waits for both uses, then adds nothing.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class ZayaRotaryEmbedding(RotaryEmbedding):
 def embedded(embedding: LanguageModelEmbedding, ids: Tensor, marks_main_grad: bool) -> Tensor:
     """Return the start of the stream [s, b, h] for ids int64 [b, s]; with sequence parallelism this rank's rows of it.
 
-    Computes what the call of `embedding` does, which has no positions and no dropout here, by EmbeddingRows: rows are
+    Computes what the call of `embedding` does, which has no positions and no dropout, by EmbeddingRows: rows are
     taken in the order of the stream, so that neither they nor their gradients have to be moved.
     """
     words, config = gathered(embedding.word_embeddings), embedding.config

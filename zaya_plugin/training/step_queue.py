@@ -125,9 +125,9 @@ class AgreedSignal:
     """Takes the place of Megatron's DistributedSignalHandler in its loop: all ranks agree on a StepMessage, without a
     wait.
 
-    Megatron gathers all ranks' flags after each step and reads them, which waits for all work of the device. Here the
-    answer of the step before is read, which is on the host already. So a run ends one step later, and on all ranks at
-    the same step.
+    Megatron gathers all ranks' flags after each step and reads them, which waits for all work of the device. In this
+    queue the answer of the step before is read, which is on the host already. So a run ends one step later, and on all
+    ranks at the same step.
 
     Args:
         handler: Megatron's handler, installed.

@@ -37,7 +37,7 @@ PART_ALIGNMENT = 16  # classes: every part starts at a multiple of 16 bytes
 ELEMENTS_AT_ONCE = {"cpu": 2**20, "cuda": 2**24, "meta": 2**24}  # of a block of rows; on a CPU it fits into the cache
 MIN_EXPONENT, MAX_EXPONENT = -40.0, 40.0
 EXPONENT_PERIOD = MAX_EXPONENT - MIN_EXPONENT
-# From here on multiples of EXPONENT_PERIOD are not exact enough in fp32, and the maximum itself is the reference.
+# From this value on multiples of EXPONENT_PERIOD are not exact enough in fp32, and the maximum itself is the reference.
 MAX_ROUNDED = 2.0**24
 
 

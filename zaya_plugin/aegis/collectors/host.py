@@ -2,7 +2,7 @@
 """The host: memory, processes that the kernel killed for it, pressure,
 and the file systems in memory or on a local disk.
 
-A shared file system is not asked here, since it may not answer (storage.py).
+A shared file system is not asked by this collector, since it may not answer (storage.py).
 """
 
 from __future__ import annotations

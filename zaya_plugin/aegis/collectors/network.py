@@ -19,7 +19,7 @@ from zaya_plugin.aegis.collectors.host import read
 from zaya_plugin.aegis.collectors.runner import Collector, Growth, Tool
 from zaya_plugin.aegis.diagnose.evidence import Evidence
 
-LOST_SHARE, LEAST_LOST = 0.02, 20  # of the segments of two polls, and so many of them: a few are lost everywhere
+LOST_SHARE, LEAST_LOST = 0.02, 20  # of the segments of two polls, and their least number: a few are lost everywhere
 FATAL = {"unrecoverable_err", "res_tx_pci_err", "res_rx_pci_err", "res_mem_err"}  # bnxt
 # The first line is of ionic, the second of mlx5 and bnxt.
 LOSSES = {

@@ -15,7 +15,7 @@ from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.ground.errors import as_typed, mistake
 
 _NONE = (None, False)
-LARGEST_NUMBER = 2**53  # whole numbers up to here are exact in every reader of JSON
+LARGEST_NUMBER = 2**53  # whole numbers up to this one are exact in every reader of JSON
 # Field -> the values of a model that this project has, in all layouts.
 CONSTANTS: dict[str, tuple] = {
     **dict.fromkeys(("hidden_act",), ("silu",)),
