@@ -180,7 +180,7 @@ def test_stacks_are_asked_of_the_process_in_the_heartbeat_alone(tmp_path, monkey
 
 
 def test_a_log_that_cannot_be_read_holds_no_heartbeat(tmp_path, monkeypatch):
-    """As of a file server that does not answer: here a pipe that nobody writes to."""
+    """As of a file server that does not answer: in this test a pipe without a writer."""
     agent = quiet_agent(tmp_path, monkeypatch)
     pipe, writer = os.pipe()
     process = Process(0, subprocess.Popen(["false"]), Tail(tmp_path / "log", pipe), None)

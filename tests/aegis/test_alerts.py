@@ -73,7 +73,7 @@ def test_a_hook_that_hangs_is_killed_with_its_children_and_holds_up_nothing(tmp_
     while (state := state_of(child)) not in (None, "Z") and time.monotonic() < deadline:
         time.sleep(0.02)
     assert state in (None, "Z")
-    assert capsys.readouterr().err.count("was not delivered by --hook") == 1  # said once
+    assert capsys.readouterr().err.count("was not delivered by --hook") == 1  # reported once
 
 
 def state_of(pid):

@@ -39,7 +39,8 @@ from zaya_plugin.aegis.settings import Settings
 
 DEEP = "[" * 200_000
 RULES = Rules.load()
-# What a line may hold beside words: digits of other scripts, numbers that no float or int takes, escapes, halves of pairs.
+# What a line may hold apart from words: digits of other scripts, numbers that no float or int takes, escapes,
+# halves of pairs.
 PIECES = (
     "\x00",
     "\x1b[2J",

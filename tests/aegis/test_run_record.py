@@ -76,7 +76,7 @@ def test_the_stages_of_a_curriculum_are_distinguished_by_their_names(decider):
     stage_beats(decider, "one", 0, None, "warm_up")
     stage_beats(decider, "one", 1)
     stage_beats(decider, "one", 60)
-    stage_beats(decider, "two", 1, nodes=("n1",))  # the other node is told a moment later
+    stage_beats(decider, "two", 1, nodes=("n1",))  # the other node reports a moment later
     stage_beats(decider, "two", 0, None, "warm_up", nodes=("n2",))
     stage_beats(decider, "two", 0, None, "warm_up", nodes=("n1",))
     stage_beats(decider, "two", 2)

@@ -85,8 +85,8 @@ def training(storage):
 
 def test_the_file_holds_the_values_of_the_save_and_not_of_later_steps(training, monkeypatch):
     """Megatron-core's own writer, on the CPU, wrote 13.2 M of 54.1 M elements of later steps (no copy of CPU tensors).
-    NVIDIA/Megatron-LM#2288: a buffer was filled again before it was written. NVIDIA-NeMo/RL#949: a save beside a
-    collective; here a save has none.
+    NVIDIA/Megatron-LM#2288: a buffer was filled again before it was written. NVIDIA-NeMo/RL#949: a save during a
+    collective; this save has none.
     """
     collectives = "all_gather_object", "gather_object", "broadcast_object_list", "barrier", "all_reduce", "all_gather"
     pid = training.saver._process.pid
@@ -470,7 +470,7 @@ def test_a_save_that_was_left_out_at_the_end_is_made(run, training):
     run.at(20)
     release(training)
     training.saver.world = 1
-    run.finish(20)  # exit_interval=20 ends the run here
+    run.finish(20)  # exit_interval=20 ends the run at this step
     training.saved(20)
 
 

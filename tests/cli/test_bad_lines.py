@@ -27,7 +27,7 @@ def refused(tmp_path, monkeypatch, capsys):
 
     for name in ("run_ranks", "become_rank"):
         monkeypatch.setattr(launch, name, started)
-    # The data is the one part of the demo's recipe that is missing here.
+    # The data is the one part of the demo's recipe that is missing.
     monkeypatch.setattr(surroundings, "check_surroundings", surroundings.check_machine)
     for name in os.environ:
         if name.startswith(("SLURM_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_")):

@@ -106,7 +106,7 @@ def test_blocks_are_recognised(finder):
     found = parts_of(finder, TEXT)
     assert len(found) == 2
     for (begin, inside, end), thought in zip(found, ("first it is so\nthen so", "hm"), strict=True):
-        # A marker that is no token of its own takes what its first and last token hold beside it.
+        # A marker that is no token of its own takes what its first and last token hold apart from it.
         assert "<think>" in begin and "</think>" in end and begin + inside + end in TEXT and inside in thought
     assert len(finder.find(ids_of(finder, "no thought at all"))) == 0
     assert len(finder.find(ids_of(finder, "x</think>y"))) == 0

@@ -44,7 +44,7 @@ def drawn(tokenizer):
 
 
 def zero(path):
-    """The index as it was found after a disk failure: the header is whole and all entries are 0."""
+    """The index as it was after a disk failure: the header is whole and all entries are 0."""
     array = np.load(path)
     np.save(path, np.zeros_like(array))
 

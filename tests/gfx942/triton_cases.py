@@ -273,7 +273,7 @@ ROUTER_TYPES = dict.fromkeys(("biases", "weights", "d_weights", "statistics", "s
 
 
 def router_mlp(which: str, width: int = 256, classes: int = 17) -> TritonObject:
-    """A router, ZAYA1's if nothing else is said, with a layer before it and one behind."""
+    """A router, ZAYA1's by default, with a layer before it and one behind."""
     from hip_ops.ops.router_mlp import triton as kernels
     from hip_ops.saved_bytes import router_columns
 

@@ -19,7 +19,7 @@ from hip_ops.runtime.launchers import declarations, load
 from tests.hip_ops.cpu_kernels import ROOT, run_python
 from tests.hip_ops.kernel_files import kernel_source
 
-# Not the real header: it takes a second to compile, and what is built does not matter here.
+# Not the real header: it takes a second to compile, and what is built does not matter for this test.
 HEADER = """#pragma once
 #define HO_EXPORT extern "C" __attribute__((visibility("default")))
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of Muon made of hip_ops' operators beside torch.optim.Muon and emerging_optimizers' Muon with the same
+"""Steps of Muon made of hip_ops' operators, compared with torch.optim.Muon and emerging_optimizers' Muon with the same
 settings.
 """
 

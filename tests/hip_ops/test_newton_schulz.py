@@ -75,7 +75,7 @@ def test_hip_source_against_fp64_and_bf16_products_of_torch(coefficients, form, 
 
 
 # Normalised singular values of at least 0.01 and where five steps put them, from singular_value_interval: exact bounds,
-# stated here.
+# stated in this test.
 INTERVALS = {"simple": (0.682, 1.134), "quintic": (0.978, 1.032), "polar_express": (0.870, 1.124)}
 
 

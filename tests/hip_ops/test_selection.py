@@ -404,7 +404,7 @@ def test_a_version_that_needs_a_package(make, rocm):
         made.implementations(GPU)
 
 
-# What is said
+# Messages
 
 
 def test_a_choice_without_a_check_runs_nothing(make, rocm):

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from tests.megatron_rank import single_rank  # noqa: F401  (a fixture of every test here)
+from tests.megatron_rank import single_rank  # noqa: F401  (a fixture of every test of this file)
 from tests.running import MICRO
 from zaya_plugin.config.compose import compose, save_recipe
 from zaya_plugin.data.sources import DataSources

@@ -108,7 +108,7 @@ class Run:
         self.hook = {**hook, "marker": str(self.marker)} if hook is not None else None
 
     def start(self, environments: Mapping[str, Mapping[str, str]] | None = None) -> None:
-        """Start the agents. environments: of a node, beside the common one."""
+        """Start the agents. environments: of a node, in addition to the common one."""
         site = self.folder / "site"
         site.mkdir(parents=True)
         (site / "sitecustomize.py").write_text(SITE)

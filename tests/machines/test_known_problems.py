@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each known problem is found from its facts, and not from similar facts without the problem."""
+"""Each known problem is recognised by its facts, and not from similar facts without the problem."""
 
 from dataclasses import replace
 

@@ -89,7 +89,9 @@ def test_packed_documents_and_given_experts(make_model, batch):
 
 
 class Additions(TorchDispatchMode):
-    """Counts the additions of two tensors of the stream's shape and dtype; an operator of hip_ops is one whole here."""
+    """Counts the additions of two tensors of the stream's shape and dtype;
+    an operator of hip_ops counts as one whole.
+    """
 
     def __init__(self, shape):
         super().__init__()

@@ -145,7 +145,7 @@ class Killed(BaseException):
 
 
 def kill_after(count: int):
-    """A progress function that ends the work after so many bytes, as SIGKILL would."""
+    """A progress function that ends the work after a number of bytes, as SIGKILL would."""
     done = 0
 
     def progress(size: int) -> None:
@@ -519,7 +519,7 @@ def test_generation_and_tokenizer_files_go_along(tmp_path):
     assert (output / "chat_template.jinja").read_text() == "{{ messages }}" and (output / "tokenizer.json").is_file()
     stated = json.loads((output / "generation_config.json").read_text())
     assert stated == {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0, "use_cache": True}
-    for home in (tmp_path / "moved", tmp_path / "another"):  # the tokenizer beside the import is the import's
+    for home in (tmp_path / "moved", tmp_path / "another"):  # the tokenizer next to the import is the import's
         shutil.copytree(tmp_path / "checkpoint", home)
         assert Path(exporting.open_checkpoint(home / checkpoint.name).tokenizer) == home / "tokenizer"
     card = (output / "README.md").read_text()
