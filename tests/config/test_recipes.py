@@ -32,7 +32,11 @@ def test_a_recipe_is_short_and_its_command_composes_it(path):
 
 
 PAIRS = [
-    pytest.param(experiment, cluster, marks=() if cluster in ("cpu", "mi300x_128x8") else pytest.mark.slow)
+    pytest.param(
+        experiment,
+        cluster,
+        marks=() if cluster in ("cpu", "mi300x_128x8") or experiment == "zaya1_base" else pytest.mark.slow,
+    )
     for experiment in options("experiment")
     for cluster in options("cluster")
 ]
