@@ -155,7 +155,7 @@ def report(tag: str, name: str, run: Callable[[], str | None], defect: str | Non
     except AssertionError as error:
         found = str(error)
     right = found is None if defect is None else defect in (found or "")
-    text = ("passed" if right else "FAILED") + (f", found: {found}" if found else "")
+    text = ("passed" if right else "FAILED") + (f", seen: {found}" if found else "")
     print(f"{tag:14} {name:48} {text} ({time.perf_counter() - start:.1f} s)", flush=True)
     return right
 

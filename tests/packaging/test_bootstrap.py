@@ -184,5 +184,5 @@ def test_no_python_means_no_environment(checkout):
     checkout.log.touch()
     status, asked, printed = checkout.setup()
     assert (status, asked) == (1, [])
-    assert "No usable Python found" in printed
+    assert "No usable Python is installed" in printed
     assert not (checkout.repo / ".venv").exists()
