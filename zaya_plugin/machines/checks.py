@@ -16,7 +16,7 @@ from typing import Any
 
 from hip_ops.versions import VERSIONS
 
-STATES = ("pass", "slow", "wrong", "skipped")
+STATES = ("pass", "slow", "wrong", "unsupported", "skipped")
 DOCTOR, DOCTOR_ALL, VERIFY, NODES = "doctor", "doctor --all", "verify", "verify --nodes"
 PACKAGE = "zaya_plugin.machines."
 LOG_LINES = 30  # of a failed check, for the record
@@ -27,7 +27,8 @@ class Outcome:
     """The result of a check.
 
     Attributes:
-        state: one of STATES. reason: one sentence for the page. figures: the measurements, for the record.
+        state: one of STATES; unsupported: it fails, and the machine's recipe does not use it. reason: one sentence for
+            the page. figures: the measurements, for the record.
         expected: what they were compared with, and the source of that. overrides: recipe keys that follow.
         traceback: of an exception, or the end of the log of a process that ended.
         details: further lines for the page. compared: figure -> device or "" -> value, which `--nodes` compares
@@ -111,7 +112,7 @@ ROWS = (
     Check(
         "known_problems",
         "the rules of known problems, and missing packages",
-        "installed:known_problems",
+        "known_problems:known_problems",
         "wrong: training cannot start",
         commands=(DOCTOR, VERIFY),
         limit_s=120,
@@ -163,7 +164,7 @@ ROWS = (
         "conditions",
         "the kernels that run, on two streams, in a captured graph and on a full device, twice with equal bits",
         "operators:conditions",
-        "wrong: a difference from the reference",
+        "wrong: a difference from the reference; unsupported: one of a version that no training step calls",
         "a plain call of the versions that a CPU has",
         "the self-check's examples on the first device",
         limit_s=420,
@@ -182,7 +183,7 @@ ROWS = (
         "graph_capture",
         "a graph with a collective in it, captured and replayed",
         "collectives:graph_capture",
-        "wrong: cluster.graphs=none is needed",
+        "wrong: it fails; unsupported: it fails, and the machine's recipe has cluster.graphs=none",
         "two processes, without a graph",
         "one or two devices, 30 s",
         limit_s=120,
@@ -208,9 +209,9 @@ ROWS = (
     ),
     Check(
         "hazards",
-        "missing wait states in the shipped library and in the gfx942 objects of Triton's cache",
+        "missing wait states in the shipped library and in the gfx942 objects of Triton's caches, torch.compile's too",
         "software:hazards",
-        "wrong: a hazard, or an unreadable file",
+        "wrong: a hazard, with the override that avoids the kernel, or an unreadable file",
     ),
     Check(
         "links",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from zaya_plugin.config.schema import MachineConfig
+from zaya_plugin.config.schema import MachineConfig, Recipe
 
 SLOW_BELOW = 0.8  # of the expected rate
 # This project has run on these; the rates of every other machine are predictions.
@@ -27,18 +27,26 @@ def named(name: str, architecture: str, units: int, gib: float) -> str:
 
 
 @lru_cache
-def machine_of(name: str) -> MachineConfig | None:
-    """Return the expected rates of the device called `name` in torch; None for a device that no recipe names."""
+def recipe_of(name: str) -> Recipe:
+    """Return the recipe of one node of the device called `name` in torch: that whose machine.name is part of `name`, or
+    cluster=gpu.
+    """
     from zaya_plugin.config.compose import compose
     from zaya_plugin.config.train_help import options
 
+    for cluster in options("cluster"):
+        recipe = compose([f"cluster={cluster}", "data.path=none"])
+        if recipe.cluster.num_nodes == 1 and recipe.machine.name and recipe.machine.name in name:
+            return recipe
+    return compose(["cluster=gpu", "data.path=none"])
+
+
+def machine_of(name: str) -> MachineConfig | None:
+    """Return the expected rates of the device called `name` in torch; None for a device that no recipe names."""
     if name.startswith("CPU"):
         return CPU
-    for cluster in options("cluster"):
-        machine = compose([f"cluster={cluster}", "data.path=none"]).machine
-        if machine.name and machine.name in name:
-            return machine
-    return None
+    machine = recipe_of(name).machine
+    return machine if machine.name else None
 
 
 def described(machine: MachineConfig | None, **rates: float) -> dict:

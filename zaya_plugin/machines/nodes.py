@@ -82,7 +82,7 @@ def node_of(name: str, record: Mapping[str, Any]) -> Node:
         if entry["state"] == "wrong":
             for reason in reasons:
                 node.fail(reason)
-        elif entry["state"] == "slow":  # the expected rates of some devices are predictions
+        elif entry["state"] in ("slow", "unsupported"):  # the expected rates of some devices are predictions
             node.notes += map(printable, reasons)
         node.notes += map(printable, entry["details"])
         node.figures |= entry["compared"]
