@@ -55,8 +55,8 @@ def variables(setting: Setting, ranks: int) -> dict[str, str]:
 
 
 def graph_capture(setting: Setting) -> Outcome:
-    """Capture a graph with a collective. Where it fails, recipes run kernel by kernel: cluster.graphs=none; a failure is
-    "unsupported" where the machine's recipe has that.
+    """Capture a graph with a collective. Where it fails, recipes run kernel by kernel: cluster.graphs=none; a failure
+    is "unsupported" where the machine's recipe has that.
 
     Known problem: torch's watchdog of NCCL queries events during a capture, which HIP refuses
     (pytorch/pytorch#175377, #176942, ROCm/rccl#2022).
