@@ -69,8 +69,8 @@ Figures for --min: gemm_tflops and copy_tb_per_s (each device), all_reduce_gb_pe
 (between two nodes), rails, rail_gb_per_s, storage_mb_per_s. Defaults on an MI300X, from AMD's Primus node_smoke:
 gemm_tflops=600, copy_tb_per_s=2, all_reduce_gb_per_s=100.
 
-Exit codes: 0 nothing is wrong (slow and unsupported checks do not count), 1 a check is wrong or a node fails, 2 a mistake on
-the command line."""
+Exit codes: 0 nothing is wrong (slow and unsupported checks do not count), 1 a check is wrong or a node fails,
+2 a mistake on the command line."""
 
 
 def doctor() -> Parser:
