@@ -39,6 +39,7 @@ VERSIONS = {
     "muon": ("hip", "triton"),
     "linear_cross_entropy": ("hip", "triton", "compiled"),
     "embedding_gradient": ("hip", "triton"),
+    "gradient_addition": ("hip", "compiled"),
 }
 # Versions that multiply 16-bit matrices only: calls in fp32 run another version. For newton_schulz its argument `dtype`
 # counts.
@@ -48,8 +49,9 @@ NO_FP32 = {
     "grouped_product": ("quack", "triton", "grouped_mm", "aiter"),
     "newton_schulz": ("hip", "quack", "triton"),
 }
-# Versions that this project has run on no device. Only a request by name takes them; one that fails its self-check is
-# skipped with a warning there too, because the request could not know it.
+# Versions that this project has run on no device. Of hip_ops' operators only a request by name takes them (core
+# attention's auto takes aiter after its check); one that fails its self-check is skipped with a warning there too,
+# because the request could not know it.
 NOT_RUN = ("aiter",)
 # Versions that may sum in another order at every call. All others give the same bits, which the self-check compares.
 ANY_ORDER = ("aiter",)

@@ -37,6 +37,27 @@ def installed() -> str | None:
         return None
 
 
+def installed_versions() -> tuple[str | None, str | None]:
+    """Return the versions of AITER and of Transformer Engine, None for one that is not installed."""
+    try:
+        return installed(), metadata.version("transformer-engine")
+    except metadata.PackageNotFoundError:
+        return installed(), None
+
+
+def stale_backward(aiter: str | None, transformer_engine: str | None) -> str | None:
+    """Return why AITER's attention must not train beside this Transformer Engine, or None; arguments as
+    `installed_versions` returns them.
+
+    Before 2.14 Transformer Engine on ROCm loads a libmha_bwd.so of its own, with which AITER's backward pass crashed for
+    heads of 128 channels on gfx942 (Primus, aiter_deepbind_patches.py).
+    """
+    readable = aiter and transformer_engine and re.match(r"\d", transformer_engine)
+    if not readable or _release(transformer_engine) >= (2, 14):
+        return None
+    return f"transformer-engine {transformer_engine} with amd-aiter {aiter}"
+
+
 def missing(first: str) -> str | None:
     """Return why there is no AITER of version `first` or later, or None. Imports nothing of it."""
     version = installed()

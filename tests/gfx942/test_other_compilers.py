@@ -22,7 +22,7 @@ from tests.hip_ops.product_device import run_symmetric
 
 pytestmark = pytest.mark.slow
 COMPILERS = {"hipcc": hipcc_object, "clang22": newer_object}
-MOST_REGISTERS = {"ho_cca_prologue_backward_pass": 448}
+MOST_REGISTERS = {f"ho_cca_prologue_backward_{name}": REGISTERS_A_LANE // 2 for name in ("weights", "input")}
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)

@@ -341,7 +341,7 @@ def test_the_tile_of_mi300x_depends_on_rounds_over_its_compute_units():
 
 def test_configurations_of_devices_that_the_table_does_not_know():
     assert not configs.choose_config("sm_80", "rows", 100, 64, 64).descriptors
-    shape = ("rows_t", 1024, 2048, 4096)
+    shape = ("rows_t", 512, 2048, 4096)
     known = configs.choose_config("gfx942", *shape)
     assert known.kpack == 2 and configs.choose_config("gfx950", *shape) == replace(known, kpack=1)
     assert shared_memory(configs.ANY_NVIDIA) <= 98304

@@ -181,7 +181,7 @@ CASES = [
         rocm(environ={"PYTORCH_HIP_ALLOC_CONF": EXPANDABLE}),
         rocm(environ={"PYTORCH_ALLOC_CONF": "expandable_segments:False"}),
     ),
-    ("hardware-queues", rocm(environ={"GPU_MAX_HW_QUEUES": "2"}), rocm(environ={"GPU_MAX_HW_QUEUES": "8"})),
+    ("hardware-queues", rocm(environ={"GPU_MAX_HW_QUEUES": "1"}), rocm(environ={"GPU_MAX_HW_QUEUES": "2"})),
     ("hardware-queues", rocm(environ={"GPU_MAX_HW_QUEUES": "16"}), dict(environ={"GPU_MAX_HW_QUEUES": "16"})),
     ("async-save-rocm", rocm(hip="7.0.51831-a3e329ad8"), rocm(hip="7.1.25424")),
     ("async-save-rocm", rocm(hip="6.4.43483abc"), rocm(hip="7.15.0")),

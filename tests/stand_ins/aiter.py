@@ -38,8 +38,8 @@ SYMBOLS = (
     "aiter.ops.triton.utils.gmm_common.DTYPE",
 )
 # inf: gradients that are not finite (AMD-AGI/Primus#764). raises: a failure in the backward pass (ROCm/aiter#3139 hangs
-# the device, which no check survives). lost: a missing gradient.
-DEFECTS = ("inf", "raises", "lost")
+# the device, which no check survives). lost: a missing gradient. wrong: one gradient is a tenth too large.
+DEFECTS = ("inf", "raises", "lost", "wrong")
 
 
 def recorded(version: str) -> dict:
@@ -123,6 +123,8 @@ class Computing:
             gradient[..., 3] = torch.inf
         if self.defect == "lost":
             gradient.zero_()
+        if self.defect == "wrong":
+            gradient *= 1.1
 
     # gmm.py: groups of rows
 

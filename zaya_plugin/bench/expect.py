@@ -6,7 +6,8 @@ The roofline of a part is the larger of its operations over the matrix-product r
 The matrix-product rate is the machine's, times what whole tiles of the part's largest product leave of it
 (zaya_plugin.plan.product_rate).
 Each part of the record took longer than its roofline; the same ratio is assumed for the other recipe's work on the
-other machine. Collectives take the rates of the recipe's machine keys, and are hidden under the passes that they
+other machine. Core attention is another library's kernel on another vendor's device, so it takes the machine's own rate
+where the recipe gives one. Collectives take the rates of the recipe's machine keys, and are hidden under the passes that they
 overlap with, whose kernels they slow down. The host's own time (idle) is not predicted. The same recipe on the same
 device gives the record's own parts; on several devices, communication and its cost for the kernels come from the
 formulas, not from the record.
@@ -129,9 +130,14 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
     for row in record["parts"]:
         if row["part"] in NOT_CARRIED:
             continue
+        roofline = row["roofline"]
         if row["part"] in old:
-            factor = limit(new[row["part"]], rates[0] * scale.get(row["part"], 1.0), rates[1])
-            factor /= limit(old[row["part"]], speeds[0] * old_scale.get(row["part"], 1.0), speeds[1])
+            fastest = limit(new[row["part"]], rates[0] * scale.get(row["part"], 1.0), rates[1])
+            factor = fastest / limit(old[row["part"]], speeds[0] * old_scale.get(row["part"], 1.0), speeds[1])
+            if row["part"] == "attention" and not same and machine.attention_tflops:
+                seconds = new[row["part"]].flops / (machine.attention_tflops * 1e12)
+                # The factor below that takes the record's collectives out is for times of the record.
+                factor, roofline = 1e3 * seconds / row["ms"] / alone, fastest / seconds
         else:  # a part without work of its own is proportional to tokens and layers
             factor = tokens * shape.num_layers / (old_tokens * before.model.num_layers)
         if row["part"] not in PARTS_WITHOUT_COLLECTIVES:
@@ -144,7 +150,7 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
                 "ms": row["ms"] * factor,
                 "tflop": done.flops / 1e12,
                 "gb": done.bytes / 1e9,
-                "roofline": row["roofline"],
+                "roofline": roofline,
             }
         )
         if row["part"] not in PARTS_WITHOUT_COLLECTIVES:

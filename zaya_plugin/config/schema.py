@@ -641,7 +641,7 @@ class ClusterConfig:
     )
     core_attention: str = option(
         "auto",
-        "softmax attention: auto, the fastest that is installed, passes its check and was measured on the device; sdpa "
+        "softmax attention: auto, the fastest that is installed and passes its check on the device; sdpa "
         "(torch chooses), cudnn (through torch), or the package of that name. docs/parallelism.md",
         choices=("auto", "sdpa", "cudnn", "flash_attn", "flash_attn_4", "aiter", "transformer_engine"),
         resume=MAY_CHANGE,
@@ -744,6 +744,14 @@ class MachineConfig:
     )
     copy_tb_per_s: float = own(
         3.0, "TB/s that a copy reads and writes", "plan.recipe_plan", limit=RATE, resume=MAY_CHANGE
+    )
+    attention_tflops: float | None = own(
+        None,
+        "TFLOP/s of core attention, forward and backward at 4,096 tokens, counted as three forward passes; null: "
+        "`zaya bench expect` keeps the record's share of a large product",
+        "bench.expect",
+        limit=RATE,
+        resume=MAY_CHANGE,
     )
     devices_per_node: int = own(
         8,

@@ -121,6 +121,12 @@ ROWS = (
     Check("hosts", "the hosts that this environment can be", "installed:hosts", commands=(DOCTOR,)),
     Check("devices", "the devices of torch", "installed:devices", "wrong: no import of torch", commands=(DOCTOR,)),
     Check(
+        "verified_code",
+        "the share of a step that runs in code whose bytes ship verified (predicted)",
+        "verified_code:verified_code",
+        commands=(DOCTOR,),
+    ),
+    Check(
         "optional_packages",
         "the packages that some options need",
         "installed:packages",

@@ -36,6 +36,14 @@ def _failed(facts: Facts, name: str, call: str, import_errors: bool) -> str | No
     return f"{call}: {failure}" if failure and failure.startswith(IMPORT_ERRORS) == import_errors else None
 
 
+def _aiter_backward(facts: Facts) -> str | None:
+    if not facts.hip:
+        return None
+    from hip_ops.runtime.aiter import stale_backward  # core_attention=auto asks it too
+
+    return stale_backward(facts.versions.get("amd-aiter"), facts.versions.get("transformer-engine"))
+
+
 PACKAGE_RULES = (
     Rule(
         "missing-package",
@@ -200,14 +208,9 @@ PACKAGE_RULES = (
     Rule(
         "aiter-backward",
         "warning",
-        lambda facts: (
-            facts.hip
-            and facts.versions.get("amd-aiter")
-            and (older := facts.older("transformer-engine", "2.14"))
-            and f"{older} with amd-aiter {facts.versions['amd-aiter']}"
-        ),
-        "this Transformer Engine carries an older libmha_bwd.so, whose functions replace AITER's: on gfx942 the "
-        "backward pass of attention with head dimension 128 crashed (Primus v26.3)",
+        _aiter_backward,
+        "this Transformer Engine carries an older libmha_bwd.so, whose functions replace AITER's: on gfx942 the backward pass "
+        "of attention with head dimension 128 crashed (Primus v26.3)",
         "cluster.core_attention=sdpa, or an image with Transformer Engine 2.14 or newer",
         PRIMUS + "pull/764",
     ),
