@@ -46,11 +46,11 @@ def installed_versions() -> tuple[str | None, str | None]:
 
 
 def stale_backward(aiter: str | None, transformer_engine: str | None) -> str | None:
-    """Return why AITER's attention must not train beside this Transformer Engine, or None; arguments as
+    """Return why AITER's attention must not train with this Transformer Engine, or None; arguments as
     `installed_versions` returns them.
 
-    Before 2.14 Transformer Engine on ROCm loads a libmha_bwd.so of its own, with which AITER's backward pass crashed for
-    heads of 128 channels on gfx942 (Primus, aiter_deepbind_patches.py).
+    Before 2.14 Transformer Engine on ROCm loads a libmha_bwd.so of its own, with which AITER's backward pass crashed
+    for heads of 128 channels on gfx942 (Primus, aiter_deepbind_patches.py).
     """
     readable = aiter and transformer_engine and re.match(r"\d", transformer_engine)
     if not readable or _release(transformer_engine) >= (2, 14):

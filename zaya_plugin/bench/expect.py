@@ -7,10 +7,10 @@ The matrix-product rate is the machine's, times what whole tiles of the part's l
 (zaya_plugin.plan.product_rate).
 Each part of the record took longer than its roofline; the same ratio is assumed for the other recipe's work on the
 other machine. Core attention is another library's kernel on another vendor's device, so it takes the machine's own rate
-where the recipe gives one. Collectives take the rates of the recipe's machine keys, and are hidden under the passes that they
-overlap with, whose kernels they slow down. The host's own time (idle) is not predicted. The same recipe on the same
-device gives the record's own parts; on several devices, communication and its cost for the kernels come from the
-formulas, not from the record.
+where the recipe gives one. Collectives take the rates of the recipe's machine keys, and are hidden under the passes
+that they overlap with, whose kernels they slow down. The host's own time (idle) is not predicted. The same recipe on
+the same device gives the record's own parts; on several devices, communication and its cost for the kernels come from
+the formulas, not from the record.
 """
 
 from __future__ import annotations

@@ -160,8 +160,8 @@ MACHINE_RULES = (
         "hardware-queues",
         "warning",
         _queues,
-        "HIP maps streams to this number of queues in turn: with few, a collective waits behind compute on its queue; with "
-        "16, training was 4 to 14 % slower (MI355X)",
+        "HIP maps streams to this number of queues in turn: with few, a collective waits behind compute on its queue; "
+        "with 16, training was 4 to 14 % slower (MI355X)",
         "time a step with 2, 4 and 8: zaya bench step ... cluster.environment.GPU_MAX_HW_QUEUES=8",
         GITHUB + "pytorch/torchtitan/pull/4032",
     ),

@@ -209,8 +209,8 @@ PACKAGE_RULES = (
         "aiter-backward",
         "warning",
         _aiter_backward,
-        "this Transformer Engine carries an older libmha_bwd.so, whose functions replace AITER's: on gfx942 the backward pass "
-        "of attention with head dimension 128 crashed (Primus v26.3)",
+        "this Transformer Engine carries an older libmha_bwd.so, whose functions replace AITER's: on gfx942 the "
+        "backward pass of attention with head dimension 128 crashed (Primus v26.3)",
         "cluster.core_attention=sdpa, or an image with Transformer Engine 2.14 or newer",
         PRIMUS + "pull/764",
     ),

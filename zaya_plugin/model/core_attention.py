@@ -26,7 +26,7 @@ three forms:
 A version that is requested by name and is not available, or is wrong, raises (cudnn for chunks: torch's attention takes
 what blocks do not); `auto` takes the next one. AITER, which was not run by this project, is the first of `auto` on
 MI300X and MI355X where it is installed. With a warning that says why, the next version runs where AITER cannot be
-imported, where its result or one of its gradients fails the check, and with auto beside a Transformer Engine whose
+imported, where its result or one of its gradients fails the check, and with auto next to a Transformer Engine whose
 library breaks AITER's backward pass.
 """
 
