@@ -24,7 +24,7 @@ from hip_ops.runtime.compilers import (
 from hip_ops.runtime.launchers import default_target, target_of
 from hip_ops.runtime.operator import Operator, all_operators, table
 
-ENVIRONMENT = """\
+VARIABLES_HELP = """\
 environment:
   HIP_OPS_KERNELS    auto (default), hip, triton, compiled or reference; then single operators, as in
                      auto,router_mlp=compiled
@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="python -m hip_ops",
         description=__doc__,
-        epilog=ENVIRONMENT,
+        epilog=VARIABLES_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="{build,info,scan}")
@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     info_options = commands.add_parser(
         "info",
         help="the version of every operator on every device and why, compilers, cache",
-        description="Prints which version of every operator runs on every device and why, which compilers were found, "
+        description="Prints which version of every operator runs on every device and why, the available compilers, "
         "and where the "
         "cache is. Exit status: 1 if a requested version is not available or fails its check.",
     )

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the shared library of a target: the one that the package ships, otherwise one that is built here, at first use
-or ahead of it (`python -m hip_ops build`).
+"""Finds the shared library of a target: the one that the package ships, otherwise one that is built on this machine, at
+first use or ahead of it (`python -m hip_ops build`).
 
 The package ships gfx942's library, which the emulator has run (tools/ship.py makes it). It is used as long as the
 installed sources are those that it was built from and HIP_OPS_LIBRARY=source does not request a build.
 
-A built library is known by the hash of its sources, flags and compiler: `<cache>/<target>-<hash>/libhip_ops.so`, beside
-a manifest.json that holds its checksum. Both are renamed into place, and a library whose checksum differs from its
+A built library is known by the hash of its sources, flags and compiler: `<cache>/<target>-<hash>/libhip_ops.so`, next
+to a manifest.json that holds its checksum. Both are renamed into place, and a library whose checksum differs from its
 manifest's is built again. So a killed build or a full disk never leaves a file that would be loaded as a library.
 """
 
@@ -167,7 +167,7 @@ def library_note(target: str) -> str:
 
 
 def manifest_of(library: Path) -> dict:
-    """Return the manifest beside `library`."""
+    """Return the manifest next to `library`."""
     return json.loads((library.parent / MANIFEST).read_text())
 
 

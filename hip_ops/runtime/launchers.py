@@ -12,7 +12,7 @@ their types are set from the declarations in the sources.
 
 A process must have one HIP runtime (libamdhip64). With two, launches on the default stream work, and every other stream
 of torch is unknown to the second runtime: error 709 (ROCm/mori#402, sgl-project/sglang#39513). So the shipped library
-names no runtime of its own. Its symbols are found in the one that torch has mapped, after that was opened again with
+names no runtime of its own. Its symbols are those of the one that torch has mapped, after that was opened again with
 RTLD_GLOBAL.
 """
 

@@ -10,8 +10,8 @@
 
 `reference` is the definition, in `hip_ops/ops/<operator>/reference.py`; its annotations are the schema of the torch
 operator `hip_ops::scale`, and on meta tensors it gives the shapes and dtypes of fake results. The other versions are
-the functions of the same name in hip.py, triton.py, ... beside it, as hip_ops/versions.py lists them; choice.py chooses
-among them.
+the functions of the same name in hip.py, triton.py, ... next to it, as hip_ops/versions.py lists them; choice.py
+chooses among them.
 
 A call goes through `Operator.__call__`, `Operator.run`, which checks the arguments, `Versions.implementations` of
 choice.py (at the first call it runs the self-checks), and the first version whose function of `fits` accepts the
@@ -20,8 +20,8 @@ calls its launcher.
 
 A call bypasses torch's dispatcher where nothing can observe it: the dispatcher costs the host more than the kernels
 take on the device. The registered operator is called where something may observe or replace operators by name:
-compilers, tracers, modes (that of zaya_plugin on a CPU too), transforms, fake and meta tensors and other subclasses. Both ways give the same results,
-gradients and errors.
+compilers, tracers, modes (that of zaya_plugin on a CPU too), transforms, fake and meta tensors and other subclasses.
+Both ways give the same results, gradients and errors.
 """
 
 from __future__ import annotations
@@ -357,8 +357,8 @@ class Operator(Versions):
             warn_once(key, text, request.source, self.name, dtype, tuple(first.shape))
 
     def _function_of(self, version: str) -> Callable:
-        """Return the function of `version`: `<operator>` of hip_ops/ops/<folder>/<version>.py, imported here. compiled
-        is made from the reference.
+        """Return the function of `version`: `<operator>` of hip_ops/ops/<folder>/<version>.py, which it imports.
+        compiled is made from the reference.
         """
         if version == "reference":
             return self.reference

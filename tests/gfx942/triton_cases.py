@@ -276,7 +276,7 @@ NOT_SMALL = ("gamma", "b_down", "w_norm", "w1", "b1", "w2", "b2", "w_out", "rows
 
 
 def router_mlp(which: str, width: int = 256, classes: int = 17) -> TritonObject:
-    """A router, ZAYA1's if nothing else is said, with a layer before it and one behind."""
+    """A router, ZAYA1's by default, with a layer before it and one behind."""
     from hip_ops.ops.router_mlp import triton, triton_kernels
     from hip_ops.saved_bytes import router_columns
 

@@ -58,8 +58,8 @@ def compiled_kernel(
     needed.
 
     signature: name -> "*bf16", "*fp32", "i32", "i64", "fp32"; constexprs: name -> value (their signature entry is added
-    here). divisible_by_16: names of pointers and sizes that the launcher would find divisible by 16, which is what
-    makes accesses wide. options: of Triton's back end (num_warps, num_stages, waves_per_eu, ...).
+    in these files). divisible_by_16: names of pointers and sizes that the launcher would find divisible by 16, which is
+    what makes accesses wide. options: of Triton's back end (num_warps, num_stages, waves_per_eu, ...).
     """
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget

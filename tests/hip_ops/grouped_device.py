@@ -132,7 +132,7 @@ def lds_time(kind: str, config: GroupedConfig) -> float:
         sizes = (1, m, n, m, n, m * n, n) if outer else (1, n, k, k, n * k, shapes[1][1])
         offsets = device.put(np.full(16, k if outer else m, np.int32))
         found = compiled.launch(device, 1, [a, b, out, offsets, *map(np.int32, sizes)])
-        # a pass takes 4 cycles, and the passes of four SIMDs run beside each other
+        # a pass takes 4 cycles, and the passes of four SIMDs run at the same time
         totals.append(
             (found.lds_cycles, sum(mfma_passes(name) * count for name, count in found.mfma_by_opcode.items()))
         )

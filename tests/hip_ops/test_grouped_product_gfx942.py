@@ -73,7 +73,7 @@ CANDIDATES = [
 ]
 
 
-WIDEST = [pytest.param(kind, each[0], None, id=kind) for kind, each in DERIVED.items()]
+WIDEST_TILES = [pytest.param(kind, each[0], None, id=kind) for kind, each in DERIVED.items()]
 OTHERS = [
     pytest.param(
         kind, each, small, id=f"{kind}-{each.config.block_m}x{each.config.block_n}-{small}", marks=pytest.mark.slow
@@ -85,7 +85,7 @@ OTHERS = [
 
 
 @pytest.mark.first_cases(1)
-@pytest.mark.parametrize("kind, candidate, small", WIDEST + OTHERS)
+@pytest.mark.parametrize("kind, candidate, small", WIDEST_TILES + OTHERS)
 def test_numbers_of_every_candidate(kind, candidate, small):
     """An expert without rows, rows past a tile's end, columns past a tile's end, fewer rows than a slab. With small
     tensors the code has buffer instructions; with those of training (None) the bytes that the package ships run, as

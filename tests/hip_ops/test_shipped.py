@@ -121,7 +121,7 @@ def test_a_build_from_source_is_requested_and_announced(empty_cache, no_compiler
         build("gfx942")
 
 
-def test_force_builds_it_here(empty_cache, no_compilers, capfd):
+def test_force_builds_it_on_this_machine(empty_cache, no_compilers, capfd):
     with pytest.raises(CompilerNotFound):
         build("gfx942", force=True)
     assert "--force; runs use the shipped library unless HIP_OPS_LIBRARY=source" in capfd.readouterr().err

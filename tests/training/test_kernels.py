@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test the warm-up of the kernels before the first step, the comparison of what the ranks chose, and the warnings beside
-the table of kernels at the start of a run, with a simulated GPU.
+"""Test the warm-up of the kernels before the first step, the comparison of what the ranks chose, and the warnings next
+to the table of kernels at the start of a run, with a simulated GPU.
 """
 
 import functools

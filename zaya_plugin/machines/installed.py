@@ -161,8 +161,8 @@ def is_unknown(value: Any) -> bool:
 
 
 def kernels(setting: Setting) -> Outcome:
-    """List by device the versions of hip_ops' operators, or the error where a requested version is not available; and the
-    library of the AMD target.
+    """List by device the versions of hip_ops' operators, or the error where a requested version is not available; and
+    the library of the AMD target.
     """
     import torch
 

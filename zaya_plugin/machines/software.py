@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks `environment` and `hazards`: versions of drivers, firmware and libraries, the libraries that are mapped, and
-the code that has been compiled.
+"""The checks `environment` and `hazards`: versions of drivers, firmware and libraries, the libraries that are mapped,
+and the code that has been compiled.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ MAX_OBJECTS = 400  # of Triton's cache, the newest; one takes a tenth of a secon
 
 
 def environment(setting: Setting) -> Outcome:
-    """Collect the environment. Wrong: missing devices, two HIP runtimes in the process, or a shipped library that is not
-    the verified one.
+    """Collect the environment. Wrong: missing devices, two HIP runtimes in the process, or a shipped library that is
+    not the verified one.
     """
     import torch
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check `verified_code` of `zaya doctor`: which code runs in a step on AMD devices, its share of the predicted step,
-and which of it ships as verified bytes.
+"""The check `verified_code` of `zaya doctor`: which code runs in a step on AMD devices, its share of the predicted
+step, and which of it ships as verified bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def verified_code(setting: Setting) -> Outcome:
         f"{prediction['step_ms']:,.0f} ms)"
     )
     details = [
-        f"{'verified' if row['verified'] else 'unverified':11}{percent(row['share']):>7}  {row['code']}{operators_of(row)}"
+        f"{'verified' if row['verified'] else 'unverified':11}{percent(row['share']):>7}  "
+        f"{row['code']}{operators_of(row)}"
         for row in rows
     ]
     figures: dict[str, Any] = {"prediction": True, "target": target, "verified_share": share, "rows": rows}
