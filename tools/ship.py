@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the library that the package ships for MI300X, hip_ops/shipped/gfx942/libhip_ops.so, and its manifest.
+"""Builds what the package ships for MI300X in hip_ops/shipped/gfx942/: the library libhip_ops.so and the code objects of
+Triton kernels (tools/triton_objects.py), each with a manifest.
 
-    python -m tools.ship            builds both; commit them together with the sources that changed
+    python -m tools.ship            builds all; commit it together with the sources that changed
     python -m tools.ship --check    builds in a scratch folder, and fails where the bytes differ from the shipped ones
 
 Compiler and flags of the device code are those of tests/gfx942/toolchain.py, so that emulator, budgets and bug tests
@@ -22,7 +23,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hip_ops.runtime.build import LIBRARY, MANIFEST, kernel_sources, shipped_folder, sources_digest
+from hip_ops.runtime.code_objects import OBJECTS_MANIFEST
 from tests.gfx942.toolchain import ARCH, COMPILER, FLAGS, compiler_version, device_library_flags, require
+from tools import triton_objects
 
 ROOT = Path(__file__).resolve().parents[1]
 HOST_FLAGS = ("-fPIC", "-fvisibility=hidden", "-Ihip_ops/runtime/csrc")
@@ -90,8 +93,8 @@ def code_objects(library: Path) -> list[bytes]:
 
 
 def differences(built: Path, shipped: Path) -> list[str]:
-    """Returns what differs between two folders that each hold a library and its manifest."""
-    problems = []
+    """Returns what differs between two folders that each hold a library, code objects and their manifests."""
+    problems = object_differences(built, shipped)
     old, new = (json.loads((folder / MANIFEST).read_text()) for folder in (shipped, built))
     problems += [f"{key}: shipped {old.get(key)}, built {new[key]}" for key in new if new[key] != old.get(key)]
     if (shipped / LIBRARY).read_bytes() != (built / LIBRARY).read_bytes():
@@ -99,6 +102,16 @@ def differences(built: Path, shipped: Path) -> list[str]:
         other = sum(code not in ours for code in theirs)
         problems.append(f"the bytes differ; {other} of {len(theirs)} code objects are not in the shipped library")
     return problems
+
+
+def object_differences(built: Path, shipped: Path) -> list[str]:
+    """Returns what differs between the code objects of two folders, and between their manifests."""
+    new, old = ({file.name: file.read_bytes() for file in folder.glob("*.hsaco")} for folder in (built, shipped))
+    problems = [f"{name}: not shipped" for name in sorted(new.keys() - old.keys())]
+    problems += [f"{name}: no recipe needs it" for name in sorted(old.keys() - new.keys())]
+    problems += [f"{name}: the bytes differ" for name in sorted(new.keys() & old.keys()) if new[name] != old[name]]
+    texts = [(folder / OBJECTS_MANIFEST).read_text() for folder in (built, shipped)]
+    return problems or [f"{OBJECTS_MANIFEST}: the text differs"] * (texts[0] != texts[1])
 
 
 def _run(command: list[str], folder: Path) -> None:
@@ -109,15 +122,17 @@ def _run(command: list[str], folder: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.ship", description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="compare a new build with the shipped library")
+    parser.add_argument("--check", action="store_true", help="compare a new build with what is shipped")
     if not parser.parse_args(arguments).check:
         folder = shipped_folder(ARCH)
         folder.mkdir(parents=True, exist_ok=True)
         library = build(folder)
         print(f"{library.relative_to(ROOT)}: {library.stat().st_size} bytes")
+        print(f"{folder.relative_to(ROOT)}/*.hsaco: {triton_objects.build(folder, ARCH)} bytes")
         return 0
     with tempfile.TemporaryDirectory() as scratch:
         build(Path(scratch))
+        triton_objects.build(Path(scratch), ARCH)
         problems = differences(Path(scratch), shipped_folder(ARCH))
     print("\n".join(problems) or "the same bytes")
     return 1 if problems else 0

@@ -129,7 +129,7 @@ def _amd(target: str) -> Compiler:
         libraries = next((folder for folder in folders if (folder / isa).is_file()), None)
         if libraries is None:
             raise CompilerNotFound(
-                f"{program} runs, but there are no ROCm device libraries for {target} (a folder amdgcn/bitcode under "
+                f"{program} is installed, but not the ROCm device libraries for {target} (folder amdgcn/bitcode under "
                 f"{rocm.SEARCHED} or /usr/lib): install rocm-device-libs, or a ROCm and set ROCM_PATH"
             )
         runtime = next((str(file) for file in rocm.folders("lib/libamdhip64.so") if file.is_file()), "-lamdhip64")

@@ -125,7 +125,7 @@ def test_what_was_measured_on_four_devices_is_what_was_expected():
         assert parts(found)["slowed"] == pytest.approx(expect.SLOWED * hidden)
 
 
-def test_copy_engines_take_nothing_from_the_kernels_beside_them():
+def test_copy_engines_take_nothing_from_concurrent_kernels():
     """Predicts the step with copy engines from the step without them, on one machine. Bytes moved by copy engines do
     not count as slowing the record's kernels.
     """

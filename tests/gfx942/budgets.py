@@ -8,7 +8,7 @@ table budgets.toml.
 A row's numbers are limits: registers, LDS and spills at most, waves_per_simd at least, every instruction of `requires`
 present. --write takes the numbers as they are now, keeps `requires` of rows that exist, adds rows of new kernels and
 drops those of kernels that are gone; read its difference before you commit it. To change what a row requires edit the
-table, or delete the row and --write it anew. Scratch and VGPR spills are never allowed, whatever the table says.
+table, or delete the row and --write it again. Scratch and VGPR spills are never allowed, whatever the table says.
 """
 
 import argparse
@@ -33,7 +33,7 @@ LDS_A_CU, LDS_STEP = 65536, 512
 SIMDS, MAX_WAVES = 4, 8
 TRITON = "triton"  # section of the kernels of triton_cases.py
 # what makes a kernel the kernel that it is meant to be: matrix instructions, 16-byte global accesses, 16-byte LDS
-# accesses beside MFMAs
+# accesses during MFMAs
 MATRIX = ("v_mfma_f32_32x32x8_bf16", "v_mfma_f32_16x16x16_bf16", "v_mfma_f32_32x32x8_f16", "v_mfma_f32_16x16x16_f16")
 WIDE = ("global_load_dwordx4", "global_store_dwordx4", "buffer_load_dwordx4", "buffer_store_dwordx4")
 WIDE_LDS = ("ds_read_b128", "ds_write_b128")

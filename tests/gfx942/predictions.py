@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times that derived figures predict for an MI300X. Nothing here was measured on one: every result says so."""
+"""Times that derived figures predict for an MI300X. None of these was measured on one: every result says so."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

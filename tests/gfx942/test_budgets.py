@@ -52,7 +52,7 @@ def test_triton_kernels_are_within_their_rows():
 @pytest.mark.parametrize("compiler", ["clang", "triton"])
 def test_no_object_lacks_wait_states(compiler):
     """Of hip_ops, by clang 19 and by the pinned Triton too. With one wait state more asked of wide stores many are
-    found, so the scan sees them.
+    reported, so the scan sees them.
     """
     paths = code_objects(kernel_sources())
     if compiler == "triton":
@@ -70,8 +70,8 @@ PACKED, SPILL = "packed operation", "spilled tuple"
 
 
 def without_a_hazard(before: list[wait_states.Instruction], after: wait_states.Instruction) -> str | None:
-    """Name the reason for which clang 19 places s_nop here though gfx942 has no such hazard, or return None. Both come
-    from checkVALUHazards of LLVM's GCNHazardRecognizer.cpp.
+    """Name the reason for which clang 19 places s_nop at this place though gfx942 has no such hazard, or return None.
+    Both come from checkVALUHazards of LLVM's GCNHazardRecognizer.cpp.
 
     PACKED: the rule for results that are written in part (hasDstSelForwardingHazard) asks every VALU instruction with
     op_sel for the bit DST_OP_SEL of the first operand's modifiers. SIDefines.h gives OP_SEL_1 the same bit, which
@@ -110,8 +110,8 @@ def last_nops(code: list[wait_states.Instruction]) -> list[int]:
 
 
 @pytest.mark.slow  # it tests the scan; tests/gfx942/test_hazards.py does so for each rule
-def test_wait_states_that_are_taken_away_are_found():
-    """One less at each group of s_nop that clang 19 placed in all objects is found by the scan, or has one of two
+def test_wait_states_that_are_taken_away_are_detected():
+    """One less at each group of s_nop that clang 19 placed in all objects is detected by the scan, or has one of two
     reasons that are no hazard. The numbers change with the kernels' code; that none is missed does not.
     """
     found, rules = Counter(), Counter()

@@ -20,8 +20,8 @@ def to_bits(values: np.ndarray, kind: str) -> np.ndarray:
 
 def multiply(shape: str, kind: str, a: np.ndarray, b: np.ndarray, c: np.ndarray, accumulators: str) -> np.ndarray:
     """D = A B + C by one instruction; a [m, k], b [k, n], c [m, n]. Loads and stores spell the layout lane by lane: a
-    lane's register pair holds k = 4 * (lane // m) + 0..3 of row (or column) lane % m, and D's place is found below by
-    formula.
+    lane's register pair holds k = 4 * (lane // m) + 0..3 of row (or column) lane % m, and D's place is determined below
+    by formula.
     """
     m, k = a.shape
     registers = m * m // 64

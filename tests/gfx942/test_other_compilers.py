@@ -2,8 +2,8 @@
 """The kernels as other compilers than plain clang 19 make them: with hipcc's additional flags, where users build with
 hipcc, and by clang 22. No kernel spills registers or lacks wait states, and those that differ run in the emulator.
 
-hipcc's flags are tested here and not passed in this project's own builds: they change with hipcc's version, and a build
-by hipcc adds them anyway.
+hipcc's flags are tested in this file and not passed in this project's own builds: they change with hipcc's version, and
+a build by hipcc adds them anyway.
 """
 
 import pytest

@@ -7,8 +7,8 @@ host library.
     code_object(Path(__file__).parent / "kernels/x.hip")  any other file
 
 Products are kept between sessions in $XDG_CACHE_HOME/hip_ops_gfx942 (default ~/.cache), named by a hash of the source,
-of all headers that it could include, of the flags and of the compiler's version; they are written beside and renamed,
-so parallel sessions do not disturb each other. A missing tool skips the test, or fails it under CI=true.
+of all headers that it could include, of the flags and of the compiler's version; they are written next to the target
+and renamed, so parallel sessions do not disturb each other. A missing tool skips the test, or fails it under CI=true.
 """
 
 import functools
@@ -162,7 +162,7 @@ def _kept(product: Path) -> bool:
 
 
 def _product(source: str | Path, suffix: str, flags: Iterable[str], defines: Iterable[str]) -> Path:
-    """Compile unless the cache has it. The compiler's remarks are kept beside the product."""
+    """Compile unless the cache has it. The compiler's remarks are kept next to the product."""
     # A compilation unit's name enters the code object. The default holds the path; the shipped library has this one.
     path = source_path(source)
     flags = (*_flags(defines), f"-cuid={path.stem}", *flags)

@@ -2,8 +2,9 @@
 """Runs the gfx942 code objects of hip_ops/ops/cca_prologue/cca_prologue*.hip in the emulator, under the host code of
 hip_ops.ops.cca_prologue.hip.
 
-What the launchers of csrc/ do on a GPU - which kernels, grids and arguments - is done once more here, in Python, for as
-many compute units as asked for. Results are filled with NaN before a launch: so that unwritten elements are visible.
+What the launchers of csrc/ do on a GPU - which kernels, grids and arguments - is done once more by this file, in
+Python, for as many compute units as asked for. Results are filled with NaN before a launch:
+so that unwritten elements are visible.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def test_no_finding(right, schedule):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["second_quad_as_the_first"])
-def test_a_wrong_place_is_found(tmp_path, name):
+def test_a_wrong_place_is_detected(tmp_path, name):
     sources = bugs.copy(tmp_path, bugs.OUTSIDE[name])
     said = run_sanitized(PROGRAM, build_cpu_library(*sources, sanitize=True), *sources, CASES[:1], expect_failure=True)
     assert "out of bounds" in said or "overflow" in said

@@ -194,7 +194,7 @@ def test_order_on_hopper_and_what_each_takes(monkeypatch):
     for made in operators:
         for name in ("results", "choices", "_chosen"):
             monkeypatch.setattr(made, name, {})
-        for module in (quack, triton):  # neither runs here
+        for module in (quack, triton):  # neither runs on this machine
             monkeypatch.setattr(module, made.name, functools.partial(getattr(reference, made.name)))
         monkeypatch.setitem(made.available, "quack", lambda device: None)
     x, offsets = torch.zeros(20, 24, dtype=torch.bfloat16), torch.tensor([3, 20], dtype=torch.int32)

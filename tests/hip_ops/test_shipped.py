@@ -27,6 +27,7 @@ from hip_ops.runtime.build import (
     shipped_folder,
     sources_digest,
 )
+from hip_ops.runtime.code_objects import objects_note
 from hip_ops.runtime.compilers import CompilerNotFound
 from tests.hip_ops.cpu_kernels import KERNELS, build_cpu_library
 
@@ -120,7 +121,7 @@ def test_a_build_from_source_is_requested_and_announced(empty_cache, no_compiler
         build("gfx942")
 
 
-def test_force_builds_it_here(empty_cache, no_compilers, capfd):
+def test_force_builds_it_on_this_machine(empty_cache, no_compilers, capfd):
     with pytest.raises(CompilerNotFound):
         build("gfx942", force=True)
     assert "--force; runs use the shipped library unless HIP_OPS_LIBRARY=source" in capfd.readouterr().err
@@ -152,7 +153,7 @@ def test_info_names_it(nothing_selected, capsys, monkeypatch):
     monkeypatch.setattr("hip_ops.__main__.devices", lambda: [])
     assert main(["info"]) == 0
     out = capsys.readouterr().out
-    assert f"  gfx942: {library_note('gfx942')}\n" in out
+    assert f"  gfx942: {library_note('gfx942')}\n" in out and f"  gfx942: {objects_note('gfx942')}\n" in out
     for target in ("gfx90a", "gfx950"):
         assert (
             f"  {target}: built from source: no library is shipped for {target}, and its kernels are unverified" in out

@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def nothing_is_kept():
-    """Versions are made, and checked, anew in every test."""
+    """Versions are made, and checked, again in every test."""
     yield
     forget()
 

@@ -53,15 +53,24 @@ def names(wheel) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
 
 
-# Known by the hash in its manifest; hip_ops loads it on MI300X, and pip sees data.
+# Known by the hashes in their manifests; hip_ops loads them on MI300X, and pip sees data.
 SHIPPED = "hip_ops/shipped/gfx942/libhip_ops.so"
+OBJECTS = "hip_ops/shipped/gfx942/objects.json"  # of Triton kernels
 
 
 def test_is_pure(wheel, names):
     assert wheel.name.endswith("-py3-none-any.whl")
     binaries = [name for name in names if re.search(r"\.(so|o|a|co|hsaco|pyc|pyd)(\.|$)", name)]
-    assert binaries == [SHIPPED], "one library and no other product of a compiler"
     archive = zipfile.ZipFile(wheel)
+    objects = {
+        f"{Path(OBJECTS).parent}/{entry['file']}": entry["sha256"]
+        for entry in json.loads(archive.read(OBJECTS))["objects"]
+    }
+    assert {*binaries} == {SHIPPED, *objects}, (
+        "one library, the objects of its manifest, no other product of a compiler"
+    )
+    assert {name: hashlib.sha256(archive.read(name)).hexdigest() for name in objects} == objects
+    assert sum(archive.getinfo(name).compress_size for name in objects) < 0.3e6
     manifest = json.loads(archive.read(str(Path(SHIPPED).with_name("manifest.json"))))
     assert hashlib.sha256(archive.read(SHIPPED)).hexdigest() == manifest["sha256"]
     assert archive.getinfo(SHIPPED).file_size < 1.5e6 and archive.getinfo(SHIPPED).compress_size < 0.4e6

@@ -2,13 +2,13 @@
 """A stand-in for AITER (github.com/ROCm/aiter): its modules and recorded signatures, computed by torch.
 
 Not AITER, and no evidence of its numbers: the tests show that our calls fit the recorded releases, and that the
-reported defects are found. aiter-<version>.json holds the signatures, made from a clone of the repository by
+reported defects are detected. aiter-<version>.json holds the signatures, made from a clone of the repository by
 
     python tools/record_signatures.py CLONE --rev v<version> --doc '^[qkv]: \\(|bottom right|row-major|stride \\(' \\
         --symbols <SYMBOLS below> > tests/stand_ins/aiter-<version>.json
 
 VERSIONS are the newest of each of the last three minor releases on 2026-08-22, and the one that Primus pins.
-`ops/triton/utils/gmm_common.py` is the source of the layouts that gmm and ptgmm refuse here.
+`ops/triton/utils/gmm_common.py` is the source of the layouts that gmm and ptgmm of this file refuse.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str, defect: str | None = 
     """Make `import aiter` give the stand-in of a release; returns the arguments of all calls by function."""
     assert defect in (None, *DEFECTS)
     monkeypatch.setattr(runtime_aiter, "installed", lambda: version)
-    for owner, name in ((Function, "_resolved"), (runtime_aiter, "_announce")):  # what earlier tests found is forgotten
+    for owner, name in ((Function, "_resolved"), (runtime_aiter, "_announce")):  # forget earlier results
         monkeypatch.setattr(owner, name, functools.cache(getattr(owner, name).__wrapped__))
     symbols, calls, computing = recorded(version), {}, Computing(defect)
     for symbol, data in symbols.items():

@@ -2,15 +2,15 @@
 """`zaya bench expect`: predicts a step on another machine, of another size or batch from a measured step. The result is
 marked as a prediction.
 
-The roofline of a part is the larger of its operations over the matrix-product rate and its bytes over the copy rate. The
-matrix-product rate is the machine's, times what whole tiles of the part's largest product leave of it
+The roofline of a part is the larger of its operations over the matrix-product rate and its bytes over the copy rate.
+The matrix-product rate is the machine's, times what whole tiles of the part's largest product leave of it
 (zaya_plugin.plan.product_rate).
 Each part of the record took longer than its roofline; the same ratio is assumed for the other recipe's work on the
 other machine. Core attention is another library's kernel on another vendor's device, so it takes the machine's own rate
-where the recipe gives one. Collectives take the rates of the recipe's machine keys, and are hidden under the passes that they
-overlap with, whose kernels they slow down. The host's own time (idle) is not predicted. The same recipe on the same
-device gives the record's own parts; on several devices, communication and its cost for the kernels come from the
-formulas, not from the record.
+where the recipe gives one. Collectives take the rates of the recipe's machine keys, and are hidden under the passes
+that they overlap with, whose kernels they slow down. The host's own time (idle) is not predicted. The same recipe on
+the same device gives the record's own parts; on several devices, communication and its cost for the kernels come from
+the formulas, not from the record.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from zaya_plugin.run.rank_plan import COPY_ENGINES
 SCHEMA = "zaya bench expect/1"
 NOT_CARRIED = ("communication", "idle")
 # Kernels that run during a collective take longer, since it uses processors and memory bandwidth: this share of the
-# collective's expected time. Measured in two steps on four H200s, of one and of four micro-batches (docs/log.md); the same value is
-# assumed for other devices.
+# collective's expected time. Measured in two steps on four H200s, of one and of four micro-batches (docs/log.md); the
+# same value is assumed for other devices.
 SLOWED = 0.26
 PARTS_WITHOUT_COLLECTIVES = ("optimizer", "gradients")  # parts during which no collective runs
 
@@ -233,8 +233,8 @@ def work_of(
     optimizer: bool = True,
     written: frozenset[str] = frozenset({"experts"}),
 ) -> dict[str, Work]:
-    """Return the work of one rank by part, from the recipe alone; zaya_plugin.bench.step_record.work_of reads the model that
-    ran.
+    """Return the work of one rank by part, from the recipe alone; zaya_plugin.bench.step_record.work_of reads the model
+    that ran.
 
     written: the parts whose gradients the first micro-batch writes (zaya_plugin.optim.gradient_buffers).
     """

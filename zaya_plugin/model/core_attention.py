@@ -6,8 +6,9 @@ too.
 queries against the keys and values of the sequence up to the last query, the mask aligned at the end (lower right). At
 its first use on a device a version is compared with attention written out, gradients included, except torch's own on a
 CPU and for documents. hip_ops' class `Versions` chooses, compares and reports, as for its own operators. CoreAttention
-is not an `Operator`: it is not registered with torch, does not check its arguments, and records gradients by the versions'
-own autograd. cluster.kernels and HIP_OPS_KERNELS do not select its version, and no version is a kernel of hip_ops.
+is not an `Operator`: it is not registered with torch, does not check its arguments, and records gradients by the
+versions' own autograd. cluster.kernels and HIP_OPS_KERNELS do not select its version,
+and no version is a kernel of hip_ops.
 
 The way of a call: `ZayaCoreAttention.forward`, `core_attention` (one CoreAttention for all layers),
 `CoreAttention.__call__`, `Versions.implementations`, the function of `CoreAttention._function_of`. A call has one of
@@ -25,7 +26,7 @@ three forms:
 A version that is requested by name and is not available, or is wrong, raises (cudnn for chunks: torch's attention takes
 what blocks do not); `auto` takes the next one. AITER, which was not run by this project, is the first of `auto` on
 MI300X and MI355X where it is installed. With a warning that says why, the next version runs where AITER cannot be
-imported, where its result or one of its gradients fails the check, and with auto beside a Transformer Engine whose
+imported, where its result or one of its gradients fails the check, and with auto next to a Transformer Engine whose
 library breaks AITER's backward pass.
 """
 
@@ -107,7 +108,9 @@ def lower_right_mask(s: int, t: int, device: torch.device) -> Tensor:
 
 
 def cudnn_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """`causal_attention` with cuDNN's kernel; with fewer queries than keys, which it does not support, torch chooses."""
+    """`causal_attention` with cuDNN's kernel; with fewer queries than keys, which it does not support,
+    torch chooses.
+    """
     if len(query) != len(key):
         return causal_attention(query, key, value, scale)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -136,7 +139,7 @@ def folded(flash: Callable) -> Attention:
     """
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        # All sequences become heads of one sequence, query heads beside their group's, which keeps the layout of the
+        # All sequences become heads of one sequence, query heads next to their group's, which keeps the layout of the
         # memory. With batch first the packages would return another layout, which the projection behind would copy.
         batch = query.shape[1:3]
         query, key, value = (x.flatten(1, 2).unsqueeze(0) for x in (query, key, value))  # [1, s, b * heads, d]
@@ -213,7 +216,9 @@ def chunk_by_chunk(
 
 
 def attention_written_out(query: Tensor, key: Tensor, value: Tensor, scale: float, *starts: Sequence[int]) -> Tensor:
-    """Compute causal attention in fp64 with every score in memory. starts: of chunks of queries; else they are whole."""
+    """Compute causal attention in fp64 with every score in memory. starts: of chunks of queries;
+    else they are whole.
+    """
     query, key, value = (x.double().permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
     repeats = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
@@ -392,7 +397,7 @@ class ZayaCoreAttention(nn.Module):
         self.shard = ContextShard.of(self.context_group, config.context_parallel_order)
         self.name = config.core_attention
         sizes = config.num_attention_heads, config.num_query_groups, config.kv_channels
-        # A missing package ends the run here, not in the first step.
+        # A missing package ends the run at this point, not in the first step.
         on_cpu = config.use_cpu_initialization or not torch.cuda.is_available()
         device = torch.device("cpu" if on_cpu else "cuda")
         core_attention(self.name, "whole", config.params_dtype, *sizes, False).choice(device, check=False)
