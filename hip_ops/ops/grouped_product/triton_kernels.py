@@ -90,7 +90,7 @@ def grouped_outer_kernel(
     ACCUMULATE, gets zeros.
 
     One loop over the steps of all tiles of a program: the next tile is loaded while this one's sums are stored.
-    Triton's `flatten` requires inner loops of one length; here the length depends on the expert.
+    Triton's `flatten` requires inner loops of one length; in this kernel the length depends on the expert.
     """
     starts, ends = expert_borders(offsets, experts, EXPERTS)
     rows, columns = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
