@@ -319,7 +319,9 @@ def test_table_has_every_kind_and_fits_the_machine():
 
 @pytest.mark.parametrize("kind", configs.KINDS)
 def test_candidates_of_mi300x(kind):
-    assert configs.derived_config(kind, 16, 1024, 4096, 2048) in [each.config for each in configs.DERIVED[kind]]
+    assert configs.derived_config("gfx942", kind, 16, 1024, 4096, 2048) in [
+        each.config for each in configs.DERIVED[kind]
+    ]
     for candidate in configs.DERIVED[kind]:
         assert not candidate.config.descriptors and candidate.config.parts == 1
 

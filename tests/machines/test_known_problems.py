@@ -64,7 +64,12 @@ CASES = [
     (
         "wide-stores",
         dict(hip="7.1", archs=("gfx942",), versions={"pytorch-triton-rocm": "3.5.1+gita272dfa8"}),
-        dict(hip="7.1", archs=("gfx950",), versions={"pytorch-triton-rocm": "3.5.1+gita272dfa8"}),
+        dict(hip="7.1", archs=("gfx90a",), versions={"pytorch-triton-rocm": "3.5.1+gita272dfa8"}),
+    ),
+    (
+        "wide-stores",
+        dict(hip="7.1", archs=("gfx950:sramecc+:xnack-",), versions={"triton": "3.7.1"}),
+        dict(hip="7.1", archs=("gfx950:sramecc+:xnack-",), versions={"triton": "3.8.0"}),
     ),
     (
         "wide-stores",

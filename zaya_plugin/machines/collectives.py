@@ -10,7 +10,7 @@ from typing import Any
 
 from zaya_plugin.machines.check_process import run_all
 from zaya_plugin.machines.checks import Outcome, Setting, end_of, last_line
-from zaya_plugin.machines.expected import CPU, SLOW_BELOW, described, machine_of
+from zaya_plugin.machines.expected import CPU, SLOW_BELOW, cluster_of, described, machine_of
 
 RANK = "zaya_plugin.machines.collective_rank"
 RESULT = "result.json"
@@ -53,7 +53,7 @@ def variables(setting: Setting, ranks: int) -> dict[str, str]:
     environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
     if setting.on_cpu:
         return environment
-    cluster = "mi300x_8" if "MI300X" in setting.name else "h100_8"
+    cluster = cluster_of(setting.name, "h100_8")
     return environment | compose([f"cluster={cluster}", "data.path=none"]).cluster.environment
 
 
@@ -102,7 +102,7 @@ def judged(measured: dict[str, Any], machine, ranks: int, setting: Setting) -> O
     if machine is None:
         return Outcome("pass", f"{text}; no expectation for this device", measured, described(None), compared=compared)
     required = machine.link_gb_per_s
-    if "MI300X" in setting.name:  # xGMI: a link to each other device, so fewer devices have fewer links
+    if machine.name.startswith("MI"):  # xGMI: a link to each other device, so fewer devices have fewer links
         required *= (ranks - 1) / (machine.devices_per_node - 1)
     slow = rate < SLOW_BELOW * required
     text += f"; expected {required:.3g} GB/s" if slow else ""

@@ -10,6 +10,8 @@ from zaya_plugin.config.schema import MachineConfig
 SLOW_BELOW = 0.8  # of the expected rate
 # This project has run on these; the rates of every other machine are predictions.
 RUN_ON = ("H100", "H200")
+# The cluster recipes of one node, by part of the device's name.
+CLUSTERS = {"MI355X": "mi355x_8", "MI300X": "mi300x_8", "H200": "h200_8", "H100": "h100_8"}
 # A floor for any CPU core that is not shared with something else, this project's choice.
 CPU = MachineConfig(
     name="CPU", gemm_tflops=0.005, copy_tb_per_s=0.001, link_gb_per_s=0.02, sources="a floor for one CPU core"
@@ -20,10 +22,19 @@ def named(name: str, architecture: str, units: int, gib: float) -> str:
     """Return torch's name of a device, with the model where the name lacks it.
 
     Containers often lack libdrm's table of names (amdgpu.ids), and an MI300X is then an "AMD Radeon Graphics".
-    architecture: as in gcnArchName. units: compute units. gib: of the device's memory (an MI325X has 256).
+    architecture: as in gcnArchName. units: compute units. gib: of the device's memory (an MI325X has 256). An MI350X
+    has the units and the memory of an MI355X.
     """
-    is_mi300x = architecture.startswith("gfx942") and units == 304 and gib < 200
-    return f"{name} (MI300X)" if is_mi300x and "MI300X" not in name else name
+    if architecture.startswith("gfx942") and units == 304 and gib < 200:
+        model, known = "MI300X", "MI300X" in name
+    else:
+        model, known = "MI355X or MI350X", "MI35" in name or not architecture.startswith("gfx950") or units != 256
+    return name if known else f"{name} ({model})"
+
+
+def cluster_of(name: str, otherwise: str) -> str:
+    """Return the cluster recipe of one node of the device called `name` in torch."""
+    return next((cluster for model, cluster in CLUSTERS.items() if model in name), otherwise)
 
 
 @lru_cache

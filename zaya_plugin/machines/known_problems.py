@@ -81,11 +81,11 @@ def _devices_hidden(facts: Facts) -> str | None:
 
 
 def _wide_stores(facts: Facts) -> str | None:
-    """The first Triton that is older than 3.8, on gfx942."""
-    if not any(arch.startswith("gfx942") for arch in facts.archs):
-        return None
+    """The first Triton that is older than 3.8, on gfx942 or gfx950."""
+    arch = next((arch[:6] for arch in facts.archs if arch.startswith(("gfx942", "gfx950"))), None)
     versions = ((name, facts.versions.get(name)) for name in TRITONS)
-    return next((f"{name} {version} on gfx942" for name, version in versions if _before(version, "3.8")), None)
+    old = (f"{name} {version} on {arch}" for name, version in versions if _before(version, "3.8"))
+    return next(old, None) if arch else None
 
 
 TRITONS = ("triton", "pytorch-triton-rocm", "triton-rocm")  # distributions that hold the module triton

@@ -94,7 +94,7 @@ DERIVED = {
 
 
 @functools.lru_cache(maxsize=1024)
-def derived_config(kind: str, experts: int, rows: int, k: int, n: int) -> GroupedConfig:
+def derived_config(architecture: str, kind: str, experts: int, rows: int, k: int, n: int) -> GroupedConfig:
     """Return the configuration of the candidate that finishes first by `relative_time`.
 
     An expert's rows end in the middle of a tile on average, so it has rows / block_m + 1/2 tiles in a column. Matrices
@@ -108,7 +108,7 @@ def derived_config(kind: str, experts: int, rows: int, k: int, n: int) -> Groupe
         config = candidate.config
         down = math.ceil(k / config.block_m) if kind == "outer" else rows / config.block_m + 0.5
         tiles = experts * down * math.ceil(n / config.block_n)
-        return relative_time(tiles, config.block_m * config.block_n, candidate.other_slots, candidate.lds)
+        return relative_time(architecture, tiles, config.block_m * config.block_n, candidate.other_slots, candidate.lds)
 
     return min(DERIVED[kind], key=finished).config
 
@@ -133,7 +133,7 @@ def choose_config(architecture: str, kind: str, rows: int, k: int, n: int, exper
         return _nearest(architecture, kind, rows, k, n)
     if not architecture.startswith("gfx"):
         return ANY_NVIDIA
-    config = derived_config(kind, experts, rows, k, n)
+    config = derived_config(architecture, kind, experts, rows, k, n)
     return config if architecture == "gfx942" else replace(config, kpack=1)  # which gfx950 requires
 
 

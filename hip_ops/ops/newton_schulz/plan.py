@@ -175,10 +175,11 @@ def tile_count(symmetric: bool, m: int, n: int, block_m: int, block_n: int) -> i
 TILE_SIDES = {256: (35, 128), 128: (57, 192), 64: (132, 384)}
 
 
-def tile_side(symmetric: bool, batch: int, m: int, n: int) -> int:
+def tile_side(symmetric: bool, batch: int, m: int, n: int, architecture: str = "gfx942") -> int:
     """Return the side of the tiles with which a HIP product finishes first by `relative_time`."""
 
     def finished(side: int) -> float:
-        return relative_time(batch * tile_count(symmetric, m, n, side, side), side * side, *TILE_SIDES[side])
+        tiles = batch * tile_count(symmetric, m, n, side, side)
+        return relative_time(architecture, tiles, side * side, *TILE_SIDES[side])
 
     return min(TILE_SIDES, key=finished)
