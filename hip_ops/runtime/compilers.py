@@ -19,7 +19,7 @@ from hip_ops.errors import mistake
 
 HEADERS = Path(__file__).resolve().parent / "csrc"  # headers of several operators' kernels
 
-# Waves of 64 and bf16 MFMA with four values per lane: MI200, MI300, MI350. Only gfx942 is verified.
+# Waves of 64 and bf16 MFMA: MI200, MI300, MI350. gfx942 and gfx950 are verified.
 AMD_ARCHITECTURES = ("gfx90a", "gfx942", "gfx950")
 OLDEST_CLANG = 17  # the first release that knows gfx942
 # Default folders of installers; searched after the environment variables.
