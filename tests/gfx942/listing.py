@@ -77,6 +77,7 @@ NEW = (
     New("v_bitop3_b32", _VOP3, 0xD2340000, 0xD2020000, _bitop3("v_bitop3_b32"), _TABLE),  # v_or3_b32
     New("v_bitop3_b16", _VOP3, 0xD2330000, 0xD2040000, _bitop3("v_bitop3_b16"), _TABLE),  # v_mad_u16
     New("v_cvt_pk_bf16_f32", _VOP3, 0xD2680000, 0xD2960000, _renamed("v_cvt_pk_bf16_f32")),  # v_cvt_pkrtz_f16_f32
+    New("v_cvt_pk_f16_f32", _VOP3, 0xD2670000, 0xD2960000, _renamed("v_cvt_pk_f16_f32")),
     New("v_permlane32_swap_b32", _VOP1, 0x7E00B400, 0x7E00A200, _renamed("v_permlane32_swap_b32_e32")),  # v_swap_b32
     New("v_permlane16_swap_b32", _VOP1, 0x7E00B200, 0x7E00A200, _renamed("v_permlane16_swap_b32_e32")),
     New("v_mfma_f32_16x16x32_bf16", _VOP3, 0xD3B50000, 0xD3E10000, _wider("v_mfma_f32_16x16x32_bf16")),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.gfx942.emulator import Buffer, Counters, Device
-from tests.gfx942.toolchain import cache_directory
+from tests.gfx942.toolchain import ARCH, cache_directory
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ def triton_code_object(
     small: Sequence[str] = (),
     **options,
 ) -> TritonObject:
-    """`compiled_kernel` for gfx942, kept as a file."""
+    """`compiled_kernel` for toolchain.ARCH, kept as a file."""
     compiled = compiled_kernel(
         fn,
-        ("hip", "gfx942", 64),
+        ("hip", ARCH, 64),
         signature,
         constexprs,
         divisible_by_16,

@@ -91,6 +91,17 @@ def _pack_brain_halves(instruction: Instruction):
     return lambda m: write(m, rounded(low(m)) | (rounded(high(m)) << U32(16)))
 
 
+@opcode("v_cvt_pk_f16_f32")
+def _pack_rounded_halves(instruction: Instruction):
+    """gfx950: to nearest, where v_cvt_pkrtz_f16_f32 rounds toward zero."""
+    write, low, high = vector_writer(instruction), float_reader(instruction, 1), float_reader(instruction, 2)
+
+    def rounded(value):
+        return np.ascontiguousarray(value.astype(F16)).view(U16).astype(U32)
+
+    return lambda m: write(m, rounded(low(m)) | (rounded(high(m)) << U32(16)))
+
+
 @opcode("v_cvt_f64_f32", "v_cvt_f64_i32", "v_cvt_f64_u32")
 def _to_double(instruction: Instruction):
     write, kind = wide_writer(instruction), instruction.opcode[-3:]
