@@ -128,7 +128,13 @@ def last_nops(code: list[wait_states.Instruction]) -> list[int]:
     return found
 
 
-TAKEN_AWAY = {"gfx942": {"violation": 1552, "violation behind a branch": 5, PACKED: 114, SPILL: 8}, "gfx950": {}}
+# An `asm volatile("" : "+v"(x))`, of which no instruction is left. LLVM 22 takes it for one that writes x in part and puts
+# a wait state before the next VALU instruction with x (checkVALUHazards, isInlineAsm).
+ASSEMBLY, WITH_ASSEMBLY = "empty assembly", ("cca_prologue_backward", "symmetric_product", "vocabulary_exponentials")
+TAKEN_AWAY = {
+    "gfx942": {"violation": 1552, "violation behind a branch": 5, PACKED: 114, SPILL: 8},
+    "gfx950": {"violation": 1552, "violation behind a branch": 5, PACKED: 124, SPILL: 9, ASSEMBLY: 77},
+}
 
 
 @pytest.mark.slow  # it tests the scan; tests/gfx942/test_hazards.py does so for each rule
@@ -156,6 +162,10 @@ def test_wait_states_that_are_taken_away_are_found(target):
                     code[place].wait_states -= 1
                     broken = list(wait_states.violations({"function": code}))
                     code[place].wait_states += 1
+                    assembly = target == "gfx950" and path.name.startswith(WITH_ASSEMBLY) and code[place + 1].valu
+                    if not broken and assembly and code[place].wait_states == 1:
+                        found[ASSEMBLY] += 1
+                        continue
                     assert broken, (path.stem, *map(str, code[place - 8 : place + 2]))
                     found["violation behind a branch"] += 1
     assert found == TAKEN_AWAY[target]
