@@ -35,8 +35,8 @@ help: ## Show this
 	@echo "  make demo RUN_DIR=runs/mine              choose the demo's output folder"
 	@echo "  make test ZAYA_PYTHON=/path/to/python    choose the Python of .venv"
 	@echo
-	@echo "New here: make demo trains a small ZAYA on the CPU. On a ROCm machine do not use make: pip install . adds the plugin to the"
-	@echo "installed environment and does not change its torch and megatron-core."
+	@echo "New here: make demo trains a small ZAYA on the CPU. On a ROCm machine do not use make: python3 docker/install.py FOLDER"
+	@echo "(docs/mi300x.md) adds Megatron-core and the plugin to the image's environment and does not change its torch."
 
 setup: ## Create .venv and install the versions of constraints.txt (other targets run this first)
 	@tools/bootstrap.sh

@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="*",
         type=Path,
         metavar="OBJECT_OR_FOLDER",
-        help="files, or folders that are searched (default: the .hsaco files of Triton's cache)",
+        help="files, or folders that are searched (default: the .hsaco files of Triton's caches, torch.compile's too)",
     )
     return top
 
@@ -152,7 +152,7 @@ def scan(paths: list[Path]) -> int:
     """Print the violations; return 1 where there are any."""
     files = [file for path in paths for file in (hazards.files_in(path) if path.is_dir() else [path])]
     if not paths:
-        print(f"Triton's cache: {hazards.triton_cache()}")
+        print("Triton's caches:", *hazards.triton_folders())
         files = hazards.triton_objects()
     by_file = {file: hazards.scan(file) for file in files}
     for file, violations in by_file.items():

@@ -39,6 +39,7 @@ VERSIONS = {
     "muon": ("hip", "triton"),
     "linear_cross_entropy": ("hip", "triton", "compiled"),
     "embedding_gradient": ("hip", "triton"),
+    "gradient_addition": ("hip", "compiled"),
 }
 # Versions that multiply 16-bit matrices only: calls in fp32 run another version. For newton_schulz its argument `dtype`
 # counts.

@@ -16,6 +16,7 @@ import sys
 from zaya_plugin import __version__
 from zaya_plugin.commands import table
 from zaya_plugin.ground.errors import message, of_the_machine, replace_unprintable
+from zaya_plugin.ground.exit_codes import INTERRUPTED, STOPPED, USER_ERROR
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
             raise
         rank = os.environ.get("RANK", "0")
         print(f"zaya: {error}" if rank == "0" else f"zaya: rank {rank}: {error}", file=sys.stderr)
-        return process.USER_ERROR
+        return USER_ERROR
     except (OSError, MemoryError, RuntimeError) as error:  # torch's errors of memory are RuntimeErrors
         if isinstance(error, BrokenPipeError):  # `zaya train --help | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -40,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         if text is None or process.shows_traceback():
             raise
         print(f"zaya: {text}", file=sys.stderr)
-        return process.USER_ERROR
+        return USER_ERROR
     except ModuleNotFoundError as error:
         package = error.name or ""
         # A part of a package, or of this one, is missing where an import is wrong: a bug, which needs its traceback.
@@ -49,10 +50,10 @@ def main(argv: list[str] | None = None) -> int:
         problem = f"requires the package {package}, which is not installed"
         fix = f"an environment with it: pip install 'zaya_plugin[cpu]', or pip install {package}"
         print(f"zaya: {message(f'zaya {argv[0]}', problem=problem, fix=fix)}", file=sys.stderr)
-        return process.USER_ERROR
+        return USER_ERROR
     except KeyboardInterrupt:
-        print(process.STOPPED, file=sys.stderr)
-        return process.INTERRUPTED
+        print(STOPPED, file=sys.stderr)
+        return INTERRUPTED
     finally:
         process.ignore_interrupts()
 
@@ -60,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 def _dispatch(argv: list[str]) -> int:
     if not argv or argv[0] in (*table.HELP, "help"):
         print(table.overview())
-        return 0 if argv else process.USER_ERROR
+        return 0 if argv else USER_ERROR
     if argv[0] in ("-V", "--version"):
         print(f"zaya_plugin {__version__}")
         return 0
@@ -73,7 +74,7 @@ def _dispatch(argv: list[str]) -> int:
     process.require_directory()
     if not table.COMMANDS[command][0]:
         print(table.help_of(command))
-        return 0 if words else process.USER_ERROR
+        return 0 if words else USER_ERROR
     if command not in ("train", "curriculum"):  # which may become a rank, whose log has the warnings
         from zaya_plugin.ground import phases
 

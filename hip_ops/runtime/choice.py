@@ -193,6 +193,12 @@ class Versions:
                     self._failure("compiled", device, check=True)
         return self.choices[key] if key in self.choices else self._choose(*key, check=False)[1]
 
+    def first(self, device: torch.device) -> str:
+        """Return the version that gets a call first on `device`, without running or building anything. Raises
+        ValueError as `choice`.
+        """
+        return self._choose(device, self.request(), check=False)[0][0]
+
     def running(self, device: torch.device) -> tuple[str, ...]:
         """Return the names of the versions that run on `device`, best first, as `implementations` has checked them.
 

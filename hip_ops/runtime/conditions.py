@@ -78,7 +78,7 @@ def conditions_on(device: torch.device) -> tuple[Condition, ...]:
         Condition(
             "side stream", CALLS_PER_CONDITION, lambda *work: _on_a_late_stream(torch.cuda.Stream(device), *work)
         ),
-        Condition("captured graph", CALLS_PER_CONDITION, lambda *work: in_a_graph(*work, capture=_capture)),
+        Condition("captured graph", CALLS_PER_CONDITION, lambda *work: in_a_graph(*work, capture=_captured)),
         Condition("full device", CONCURRENT_CALLS, lambda *work: _on_a_full_device(device, *work)),
     )
 
@@ -114,8 +114,20 @@ def in_a_graph(candidate: Callable, arguments: list[tuple], capture: Callable) -
     return calls
 
 
-def _capture(call: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-    """Capture without the garbage collection of torch.cuda.graph, which would take most of a comparison's time.
+def _captured(call: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    result, graph = capture(call)
+
+    def replay() -> None:
+        graph.replay()
+        torch.cuda.synchronize()
+
+    return result, replay
+
+
+def capture(call: Callable[[], Any]) -> tuple[Any, torch.cuda.CUDAGraph]:
+    """Capture `call` on the current device without the garbage collection of torch.cuda.graph, which would take most of
+    a comparison's time. Return its result, which a replay overwrites, and the graph. Raises RuntimeError where the
+    capture fails; the process can then go on without a graph.
 
     A capture that fails leaves torch's random generator and allocator in the middle of a capture: later random numbers
     raise, and freed memory is not reused. So the generator has another state during the capture, and the allocator's
@@ -143,12 +155,7 @@ def _capture(call: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         raise
     finally:
         generator.graphsafe_set_state(seed_and_offset)
-
-    def replay() -> None:
-        graph.replay()
-        torch.cuda.synchronize()
-
-    return result, replay
+    return result, graph
 
 
 def _on_a_full_device(device: torch.device, candidate: Callable, arguments: list[tuple]) -> list[list]:

@@ -8,7 +8,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # Triton before 3.4. AMD's devices use none, so the modules that import this one still work there
+    TensorDescriptor = None
 
 MAX_CHECKED_DESCRIPTORS = 4096
 _checked: dict[tuple, dict] = {}

@@ -30,6 +30,7 @@ from hip_ops.errors import mistake
 ARCHITECTURES = {"gfx942": 0x4C, "gfx950": 0x4F}  # with the low byte of e_flags
 OLDEST_LLVM = {"gfx942": 17, "gfx950": 20}  # the first releases that know them
 ROCM = ("/opt/rocm",)  # searched after PATH and ROCM_PATH
+INDUCTOR_PREFIX = "triton_"  # of the kernels of torch.compile: triton_poi_fused_add_0, triton_red_, triton_per_, ...
 ROCM_WHEEL = "_rocm_sdk_core"  # the package of AMD's wheel rocm-sdk-core, searched last
 _MACHINE_AMDGPU = 224  # e_machine
 _BUNDLE = b"__CLANG_OFFLOAD_BUNDLE__"
@@ -337,12 +338,49 @@ def head(path: Path) -> bytes:
 
 
 def triton_cache() -> Path:
-    """Return Triton's cache folder, as Triton finds it."""
-    home = os.environ.get("TRITON_HOME") or Path.home()
-    return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home) / ".triton" / "cache")
+    """Return Triton's cache folder, as Triton chooses it."""
+    return Path(os.environ.get("TRITON_CACHE_DIR") or default_triton_cache())
 
 
-def triton_objects(folder: Path | None = None) -> list[Path]:
-    """Return the objects (.hsaco) for gfx942 and gfx950 that Triton has compiled into a cache folder."""
-    objects = sorted((folder or triton_cache()).rglob("*.hsaco"))
+def default_triton_cache() -> Path:
+    return Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
+
+
+def inductor_cache() -> Path | None:
+    """Return the folder of torch.compile's kernels, which has a folder triton/ with one folder a device; None without
+    torch.
+    """
+    if folder := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        return Path(folder)
+    try:
+        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+    except (ImportError, OSError):  # no torch, or one whose libraries are missing
+        return None
+    return Path(default_cache_dir())
+
+
+def triton_folders() -> list[Path]:
+    """Return the folders that Triton has compiled into: that of TRITON_CACHE_DIR, Triton's default, and torch.compile's,
+    one a device. From its first kernel on torch.compile makes its folder that of all kernels of the process.
+    """
+    inductor = inductor_cache()
+    folders = [triton_cache(), default_triton_cache(), *(inductor.glob("triton/*") if inductor else ())]
+    return sorted({folder.resolve() for folder in folders if folder.is_dir()})
+
+
+def triton_objects() -> list[Path]:
+    """Return the objects (.hsaco) for gfx942 and gfx950 in `triton_folders`."""
+    objects = sorted({path for folder in triton_folders() for path in folder.rglob("*.hsaco")})
     return [path for path in objects if architecture_of(head(path))]
+
+
+def is_inductors(triton_object: Path) -> bool:
+    """Return whether a file of Triton's cache, which has its kernel's name, holds a kernel of torch.compile."""
+    return triton_object.stem.startswith(INDUCTOR_PREFIX)
+
+
+def operator_of(triton_object: Path) -> str | None:
+    """Return the folder of hip_ops/ops whose sources define the kernel of a file of Triton's cache, or None."""
+    definition = re.compile(rf"^def {re.escape(triton_object.stem)}\(", re.MULTILINE)
+    sources = sorted((Path(__file__).parents[1] / "ops").glob("*/*.py"))
+    return next((source.parent.name for source in sources if definition.search(source.read_text())), None)

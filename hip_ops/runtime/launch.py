@@ -161,7 +161,7 @@ class Launch:
         processors: multiplies `programs`, where they are counted by multiprocessor.
         """
         tiles = -(-rows // self.rows)
-        if self.programs is not None:
+        if self.programs is not None and tiles:
             tiles = -(-tiles // -(-tiles // (self.programs * processors)))
         return (tiles,) if columns is None else (tiles, -(-columns // self.columns))
 

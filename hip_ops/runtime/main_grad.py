@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hip_ops.runtime.compiled import formula
+from hip_ops.runtime.operator import OPERATORS, Operator, all_operators
 
 logger = logging.getLogger("hip_ops")
 ROUNDED_ELEMENTS = 2**25  # of a product that is rounded before it is added: 64 MiB, where the head's would be 1 GiB
@@ -102,10 +102,16 @@ def add_gradients(weights: Sequence[Tensor | None], gradients: Sequence[Tensor])
     ]
 
 
-@formula
 def add_in_place(total: Tensor, part: Tensor) -> None:
-    """Add part to total, of different dtypes; torch's own kernel for mixed dtypes moves one element at a time."""
-    total.add_(part)
+    """Add part [...] to total [...], fp32, by the operator `add_gradient_`."""
+    _addition()(total, part)
+
+
+@functools.cache
+def _addition() -> Operator:
+    """Return the operator; imported at the first use, because operators are built on this folder."""
+    all_operators()
+    return OPERATORS["add_gradient_"]
 
 
 class MainGradLinear(torch.autograd.Function):

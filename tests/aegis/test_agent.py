@@ -356,3 +356,15 @@ def test_a_clock_that_is_set_is_noticed_at_the_next_answer():
     now = 1008.0 + 3600.0  # an hour ahead all at once
     clock.measure(now, now - 0.004, 1008.0 - 0.002 + 5.0)
     assert clock.offset == pytest.approx(5.0 - 3600.0, abs=1e-2)
+
+
+def test_a_keeper_whose_folder_cannot_be_written_says_so(tmp_path):
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "aegis"
+    settings = Settings(("sh",), "rank", "n1", 1, 0, (1,), 1, folder, "127.0.0.1", 1, kernel_log=tmp_path / "kernel")
+    file = settings.to_file()
+    command = [sys.executable, "-m", "zaya_plugin.aegis.keeper", str(file)]
+    done = subprocess.run(command, pass_fds=(file,), capture_output=True, text=True)
+    os.close(file)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.startswith(f"zaya: {folder}: Not a directory")

@@ -60,3 +60,7 @@ def test_a_value_of_another_type_is_missing_from_a_row():
     assert row_of({"kind": "attempt", "nodes": ["n1"], "world_size": 1e30}) == AttemptStart(["n1"])
     diagnosis = {"kind": "diagnosis", "cause": "x", "evidence": [EVIDENCE.to_json(), {"text": "cut"}, 3]}
     assert row_of(diagnosis) == Diagnosis("x", evidence=[EVIDENCE])
+    later = EVIDENCE.to_json() | {"colour": "red"}
+    assert row_of({"kind": "diagnosis", "cause": "x", "evidence": [later]}) == Diagnosis("x", evidence=[EVIDENCE])
+    damaged = {"kind": "attempt", "nodes": "n1", "generation": 2, "time": 7.0}
+    assert row_of(damaged) == AttemptStart([], time=7.0, generation=2)

@@ -42,8 +42,9 @@ def test_the_job_waits_for_the_end_of_the_last_process_and_then_sets_the_start(t
     programs(tmp_path, monkeypatch, scontrol=body, sleep="exit 0")
     done, _ = slurm.call("sh", "-c", f"{slurm.START_NOW} 7")
     assert done
-    show = ["scontrol", "--oneliner", "show", "job", "7"]
-    assert asked(tmp_path) == [show, ["sleep", "1"], show, ["scontrol", "update", "JobId=7", "StartTime=now"]]
+    show, sleep = ["scontrol", "--oneliner", "show", "job", "7"], ["sleep", "1"]
+    pending = [show, ["scontrol", "update", "JobId=7", "StartTime=now"]]
+    assert asked(tmp_path) == [show, sleep, *[*pending, sleep] * 9, *pending]
 
 
 def test_what_slurm_refuses_is_said(tmp_path, monkeypatch):

@@ -4,11 +4,13 @@
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.running import without_phases
 from zaya_plugin import cli
+from zaya_plugin.commands import process
 
 # Sends itself SIGINT at the first audit event of a kind whose first argument ends in a text: an event and no time.
 PROGRAM = """\
@@ -66,6 +68,28 @@ def test_a_current_directory_that_was_removed_is_one_message(tmp_path, monkeypat
     told = capsys.readouterr().err
     assert told.startswith("zaya: current directory") and "it was removed" in told and told.count("\n") == 1
     assert cli.main(["--help"]) == 0
+
+
+def test_a_checkout_that_hides_the_installed_package_is_one_message(tmp_path, monkeypatch, capsys):
+    (tmp_path / "zaya_plugin").mkdir()
+    (tmp_path / "zaya_plugin" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["doctor"]) == 2
+    problem = (
+        f"zaya: current directory={tmp_path}: its zaya_plugin/ would be imported, and not the installed zaya_plugin."
+    )
+    printed = capsys.readouterr().err
+    assert printed.startswith(problem) and printed.endswith(
+        f"Fix: cd to another one, or `pip install -e {tmp_path}`.\n"
+    )
+
+    # In a checkout with a copy installed, `python -m zaya_plugin.cli` is of the checkout. -S: nothing is installed.
+    program = "from zaya_plugin.commands import process; process.require_directory()"
+    root = Path(cli.__file__).parents[1]
+    done = subprocess.run([sys.executable, "-S", "-c", program], cwd=root, capture_output=True, text=True)
+    assert f"current directory={root}: its zaya_plugin/ would be imported" in done.stderr
+    monkeypatch.chdir(root)  # which is installed as editable
+    process.require_directory()
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,13 @@ def test_verify_finds_a_flipped_byte(run_dir, capsys):
     assert "iter_0000300: damaged" in out and "has the checksum" in out and "iter_0000200: intact" in out
 
 
+def test_verify_also_reads_what_the_next_start_loads(run_dir, capsys):
+    shard(run_dir, 400).unlink()
+    assert cli.main(["checkpoint", "verify", str(run_dir)]) == 1
+    out = capsys.readouterr().out
+    assert "iter_0000300: intact, read" in out and "iter_0000400: damaged" in out
+
+
 def test_verify_reads_at_a_limited_rate_and_prints_it(run_dir, capsys):
     began = time.monotonic()
     assert cli.main(["checkpoint", "verify", str(run_dir), "--limit", "1e-5"]) == 0  # 10 kB a second

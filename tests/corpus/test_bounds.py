@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from zaya_plugin import cli
-from zaya_plugin.commands.process import USER_ERROR
 from zaya_plugin.corpus import pack
 from zaya_plugin.data.tokenizer import describe, open_tokenizer
+from zaya_plugin.ground.exit_codes import USER_ERROR
 
 
 @pytest.mark.parametrize(

@@ -278,7 +278,15 @@ def test_folders_and_the_command(tmp_path, capsys):
     assert "holds no gfx942 or gfx950 code" in capsys.readouterr().err
 
 
-def test_a_triton_cache(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def inductor(tmp_path_factory, monkeypatch):
+    """The folder of torch.compile, instead of that of the user who runs the tests."""
+    folder = tmp_path_factory.mktemp("torchinductor")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    return folder
+
+
+def test_a_triton_cache(tmp_path, monkeypatch, capsys, inductor):
     """The gfx942 objects of TRITON_CACHE_DIR; those of other architectures and other files are left out."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     assert hazards.triton_cache() == tmp_path and hazards.triton_objects() == []
@@ -292,6 +300,27 @@ def test_a_triton_cache(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("TRITON_CACHE_DIR")
     monkeypatch.setenv("TRITON_HOME", str(tmp_path))
     assert hazards.triton_cache() == tmp_path / ".triton" / "cache"
+
+
+def test_every_folder_of_triton_is_seen(tmp_path, monkeypatch, inductor):
+    """That of TRITON_CACHE_DIR, Triton's default, and one a device of torch.compile, each once."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(inductor / "triton" / "0"))  # as torch.compile sets it
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path))
+    places = [inductor / "triton" / "0", inductor / "triton" / "7", tmp_path / ".triton" / "cache"]
+    expected = []
+    for number, place in enumerate(places):
+        (place / "KEY").mkdir(parents=True)
+        expected.append(
+            place / "KEY" / ("triton_poi_fused_add_0.hsaco" if number else "router_mlp_forward_kernel.hsaco")
+        )
+        shutil.copy(code_object("muon"), expected[-1])
+    assert hazards.triton_folders() == sorted(places) and hazards.triton_objects() == sorted(expected)
+    assert [hazards.is_inductors(path) for path in expected] == [False, True, True]
+    assert list(map(hazards.operator_of, expected)) == ["router_mlp", None, None]
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    assert str(hazards.inductor_cache()) == default_cache_dir()
 
 
 def test_objects_inside_a_library(tmp_path):

@@ -33,6 +33,7 @@ AT_ONCE = int(os.environ.get("ZAYA_LAYOUTS_AT_ONCE", "4"))
 BASE = (
     "experiment=cpu_demo",
     "cluster=gpu",
+    "optim=adamw",  # Muon does not take tensor parallelism
     "stage.seq_length=512",
     "stage.micro_batch_size=2",
     "stage.global_batch_size=8",

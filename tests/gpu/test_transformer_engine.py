@@ -6,6 +6,7 @@ tests/gpu/test_layouts.py -k te has the parallel layouts, tests/gpu/test_core_at
 """
 
 import pytest
+import torch
 
 from tests.gpu.test_demo import continued
 from tests.gpu.test_layouts import BASE, LOSS
@@ -43,13 +44,16 @@ def test_twenty_steps_from_a_local_checkpoint_and_back(demo, tmp_path):
     assert abs(back[9] - theirs[9]) / theirs[9] < 1e-5
 
 
-def test_pretrain_gpt_beside_zaya_train(checkout, corpus, tmp_path):  # noqa: F811  the fixture
-    """pretrain_gpt.py --transformer-impl transformer_engine, 20 steps in bf16, beside `zaya train` with and without."""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_pretrain_gpt_and_zaya_train(checkout, corpus, tmp_path, ranks):  # noqa: F811  the fixture
+    """pretrain_gpt.py --transformer-impl transformer_engine, 20 steps in bf16, and `zaya train` with it and without."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
     shared = (*BASE, "stage.train_iters=20", "stage.eval_iters=0", "checkpoint.save_interval=null")
-    local = train(tmp_path / "local", corpus, "nproc=1", recipe=shared).steps()
-    own = train(tmp_path / "own", corpus, "nproc=1", *TE_WITH_ATTENTION, recipe=shared).steps()
+    local = train(tmp_path / "local", corpus, f"nproc={ranks}", recipe=shared).steps()
+    own = train(tmp_path / "own", corpus, f"nproc={ranks}", *TE_WITH_ATTENTION, recipe=shared).steps()
     guest, output = pretrain_gpt(
-        checkout, tmp_path / "guest", corpus, *TE_WITH_ATTENTION, ranks=1, recipe=shared, environment={}
+        checkout, tmp_path / "guest", corpus, *TE_WITH_ATTENTION, ranks=ranks, recipe=shared, environment={}
     )
     words = (tmp_path / "guest" / "megatron.args").read_text()
     assert "--transformer-impl transformer_engine" in words and "is not used for" not in output

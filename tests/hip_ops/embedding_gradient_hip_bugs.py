@@ -7,8 +7,8 @@ from tests.hip_ops.embedding_gradient_cases import CASES, check
 from tests.hip_ops.injected_bug import Bug
 
 
-def in_source(right: str, wrong: str) -> Bug:
-    return Bug("embedding_gradient.hip", right, wrong, case=CASES)
+def in_source(right: str, wrong: str, file: str = "embedding_gradient.hip") -> Bug:
+    return Bug(file, right, wrong, case=CASES)
 
 
 BUGS = {
@@ -29,8 +29,8 @@ BUGS = {
     "padding_of_the_matrix_ignored_in_the_join": in_source(
         "  sums.add_to(total + id * total_stride + column);\n}", "  sums.add_to(total + id * width + column);\n}"
     ),
-    "matrix_overwritten": in_source("    add_from(total);\n", ""),
-    "second_half_of_a_lane_over_the_first": in_source("store16(to + i, x);", "store16(to, x);"),
+    "matrix_overwritten": in_source("    add_from(total);\n", "", "row_vectors.h"),
+    "second_half_of_a_lane_over_the_first": in_source("store16(to + i, x);", "store16(to, x);", "row_vectors.h"),
     "columns_of_the_first_block": in_source("(int(blockIdx.y) * kWaves + wave_id())", "wave_id()"),
     "sums_of_the_first_run": in_source("of_run = int64_t(blockIdx.x) * width + column", "of_run = column"),
     "tail_forgotten": in_source("  sums.add_from(tails + run * width + column);\n", ""),

@@ -82,6 +82,7 @@ WAY = {
     "ho_muon": lambda grid, *_: None,  # a block takes a second chunk from five billion elements on
     "ho_add_runs": lambda grid, *_: grid[0] > 1,
     "ho_join_runs": lambda grid, *_: grid[0] > 1,
+    "ho_add_gradient": lambda grid, *_: grid[0] > 1,
 }
 
 
@@ -195,6 +196,7 @@ KERNELS_OF = {
         "ho_muon_square_sums_kernel",
     ],
     "muon_update_": ["ho_muon_update_bf16_fp32", "ho_muon_update_bf16_fp32_bf16"],
+    "add_gradient_": ["ho_add_gradient_any_bf16", "ho_add_gradient_bf16"],
     "add_rows_": ["ho_add_runs_any_bf16", "ho_add_runs_bf16", "ho_join_runs", "ho_join_runs_any"],
 }
 

@@ -150,4 +150,9 @@ def training_calls(statistics_parts: int, sizes: Sizes = Sizes(), device: str = 
         "finish_gradient": [(logits, labels, 0, fp32(parts, 3, chunk), 0, parts, of_chunk, 0.0)],
         "overwrite_with_gradient": [(logits, labels, 0, fp32(2, chunk), of_chunk, 0.0)],
         "add_rows_": [(fp32(classes, hidden), ids, rows)],
+        # products that were rounded: pieces of the head's (main_grad.ROUNDED_ELEMENTS), a projection's, grouped_mm's
+        "add_gradient_": [
+            (fp32(*shape), empty(*shape)) for shape in ((2**25 // hidden, hidden), (channels + values, hidden))
+        ]
+        + [(main_fc1, fc1)],
     }

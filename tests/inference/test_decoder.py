@@ -115,3 +115,19 @@ def test_more_steps_than_room(decoder):
         decoder.step(torch.tensor([3]))
     with pytest.raises(AssertionError, match="room"):
         decoder.step(torch.tensor([3]))
+
+
+def test_a_capture_that_fails_is_a_warning_once(decoder, monkeypatch, caplog):
+    """As on HIP, where a call may not be allowed in a graph; here no step can be captured."""
+    captures = []
+
+    def fails(call):
+        captures.append(call)
+        raise RuntimeError("operation not permitted when stream is capturing\nsecond line")
+
+    monkeypatch.setattr(decoder_module, "capture", fails)
+    expected = generate(Decoder(decoder.model), prompts(5, 9), 8)
+    captured = Decoder(decoder.model, graphs=True)
+    assert generate(captured, prompts(5, 9), 8) == expected and generate(captured, prompts(5, 9), 8) == expected
+    (warning,) = caplog.messages
+    assert len(captures) == 1 and warning.endswith("one by one: operation not permitted when stream is capturing")

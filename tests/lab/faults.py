@@ -159,10 +159,10 @@ def unkillable_rank(trial: Trial) -> float:
 )
 def out_of_memory(trial: Trial) -> float:
     run = trial.start(kernel_log=Path("/dev/kmsg"))
-    group = trial.cleanup.enter_context(trial.stand.cgroup("memory", run.rank_pid("n2")))
     now = time.time()
-    # memory of the rank is charged to its former group; new memory is refused
-    (group / "memory.limit_in_bytes").write_text("64k")
+    # memory of the rank is charged to its former group; new memory is refused. The limit is set before the rank joins:
+    # the kernel refuses one below what a group holds
+    trial.cleanup.enter_context(trial.stand.cgroup("memory", run.rank_pid("n2"), limit_in_bytes="64k"))
     return now
 
 

@@ -94,9 +94,26 @@ def test_where_a_capture_fails_the_recipe_runs_kernel_by_kernel(monkeypatch):
         raise collectives.RanksFailed("rank 0 was killed by signal 6: watchdog", "log")
 
     monkeypatch.setattr(collectives, "run_ranks", fails)
-    outcome = collectives.graph_capture(Setting("cuda", 8, "AMD Instinct MI300X", Path("unused")))
-    assert outcome.state == "wrong" and outcome.overrides == {"cluster.graphs": "none"}
+    outcome = collectives.graph_capture(Setting("cuda", 8, "NVIDIA H200", Path("unused")))  # cluster.graphs=auto
+    assert outcome.state == "wrong" and outcome.overrides == {"cluster.graphs": "none"} and outcome.traceback == "log"
     assert outcome.reason.endswith("; train kernel by kernel, with cluster.graphs=none")
+
+
+@pytest.mark.parametrize("failure", ["killed", "wrong numbers"])
+@pytest.mark.parametrize(
+    ("name", "cluster"),
+    [("AMD Instinct MI300X", "mi300x_8"), ("AMD Radeon Graphics", "gpu"), ("NVIDIA H100", "h100_8")],
+)
+def test_a_capture_that_the_recipe_does_not_use_is_unsupported(monkeypatch, name, cluster, failure):
+    def fails(*given):
+        if failure == "killed":
+            raise collectives.RanksFailed("rank 0 was killed by signal 6: watchdog", "log")
+        return {"wrong": ["replay 2: 7.0 for 13.0"]}
+
+    monkeypatch.setattr(collectives, "run_ranks", fails)
+    outcome = collectives.graph_capture(Setting("cuda", 8, name, Path("unused")))
+    assert outcome.state == "unsupported" and outcome.overrides == {}
+    assert outcome.reason.endswith(f"; not used: cluster={cluster} has cluster.graphs=none")
 
 
 def rows(rate: float, right: bool = True) -> dict:

@@ -13,7 +13,7 @@ import torch
 from tests.running import zaya
 from zaya_plugin.cli import main
 from zaya_plugin.machines import examination
-from zaya_plugin.machines.checks import CHECKS, DOCTOR, DOCTOR_ALL, VERIFY, Outcome, checks_of
+from zaya_plugin.machines.checks import CHECKS, DOCTOR, DOCTOR_ALL, STATES, VERIFY, Outcome, checks_of
 
 CHECKS_OF_VERIFY = [check.name for check in checks_of(VERIFY)]
 
@@ -24,6 +24,7 @@ OUTCOMES = {
     ),
     "demo_losses": Outcome("wrong", "step 3: loss 7.9", traceback="in /home/someone/x.py"),
     "all_reduce": Outcome("skipped", "one device"),
+    "graph_capture": Outcome("unsupported", "rank 0 was killed"),
 }
 
 
@@ -58,8 +59,11 @@ def test_the_page_and_the_record(outcomes, tmp_path, capsys):
     page = capsys.readouterr().out
     for name in CHECKS_OF_VERIFY:
         assert f" {name} " in page
-    assert "wrong   demo_losses" in page and "slow    rates" in page and "step 3: loss 7.9" in page
-    assert f"{len(CHECKS_OF_VERIFY) - 4} pass, 2 slow, 1 wrong, 1 skipped" in page and "8 x AMD Instinct MI300X" in page
+    assert "wrong       demo_losses" in page and "slow        rates" in page and "step 3: loss 7.9" in page
+    assert (
+        f"{len(CHECKS_OF_VERIFY) - 5} pass, 2 slow, 1 wrong, 1 unsupported, 1 skipped" in page
+        and "8 x AMD Instinct MI300X" in page
+    )
     assert "zaya train ... cluster.kernel_overrides.rms_norm=triton" in page
     record = json.loads(out.read_text())
     assert record["schema"] == examination.SCHEMA and not record["running"] and record["machine"]["devices"] == 8
@@ -69,11 +73,16 @@ def test_the_page_and_the_record(outcomes, tmp_path, capsys):
     assert record["command"].startswith("zaya verify --output") and record["zaya_plugin"]
 
 
-def test_slow_alone_is_no_failure(outcomes, tmp_path, capsys):
+def test_slow_and_unsupported_are_no_failure(outcomes, tmp_path, capsys):
     del outcomes["demo_losses"]
     assert main(["verify", "--output", str(tmp_path / "v.json"), "--only", "rates,environment"]) == 0
     record = json.loads((tmp_path / "v.json").read_text())
     assert names(record) == ["environment", "rates"], "in the table's order"
+    capsys.readouterr()
+    assert main(["verify", "--output", str(tmp_path / "v.json")]) == 0, "an unsupported check, two slow ones"
+    assert "\nunsupported graph_capture " in capsys.readouterr().out
+    outcomes["graph_capture"] = Outcome("wrong", "rank 0 was killed")
+    assert main(["verify", "--output", str(tmp_path / "v.json")]) == 1
 
 
 def test_an_interrupted_command_leaves_its_record(outcomes, tmp_path, monkeypatch):
@@ -155,7 +164,7 @@ def test_the_help_teaches(capsys):
     with pytest.raises(SystemExit) as left:
         main(["verify", "--help"])
     text = capsys.readouterr().out
-    assert left.value.code == 0 and all(word in text for word in ("pass", "slow", "wrong", "skipped", "Exit codes"))
+    assert left.value.code == 0 and all(word in text for word in (*STATES, "Exit codes"))
     assert "docs/mi300x.md" in text and "--bundle" in text
 
 
@@ -175,7 +184,7 @@ def test_a_node_without_its_gpus_does_not_pass(tmp_path):
 
 def test_two_checks_on_this_machine(tmp_path):
     done = zaya("verify", "--device", "cpu", "--only", "rates,rms_norm", "--output", str(tmp_path / "v.json"))
-    assert done.returncode == 0 and "2 pass, 0 slow, 0 wrong, 0 skipped" in done.stdout, done.stdout
+    assert done.returncode == 0 and "2 pass, 0 slow, 0 wrong, 0 unsupported, 0 skipped" in done.stdout, done.stdout
     record = json.loads((tmp_path / "v.json").read_text())
     assert (
         record["checks"][1]["figures"]["scaled_residual_rms_norm"]["versions"]["reference"]["ulps"]["result[0]"]["ulps"]

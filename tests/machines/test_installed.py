@@ -9,14 +9,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hip_ops import use_kernels
+from hip_ops.runtime import launchers, operator
 from hip_ops.runtime.build import library_note
 from tests.running import zaya
 from zaya_plugin.machines import installed
 from zaya_plugin.machines.check_process import examine
 from zaya_plugin.machines.checks import CHECKS, Setting
-from zaya_plugin.machines.known_problems import Facts
 from zaya_plugin.patches import hooks
 
 CPU_SETTING = Setting("cpu", 0, "CPU x86_64", Path("unused"), chosen="cpu")
@@ -38,7 +39,7 @@ def test_this_environment_is_described_in_json():
     assert figures["hosts"]["possible"] == ["zaya train", "pretrain_gpt.py --spec"]
     assert figures["devices"]["cpu_cores"] >= 1
     for problem in figures["known_problems"]["problems"]:
-        assert set(problem) == {"name", "severity", "evidence", "why", "remedy"}
+        assert set(problem) == {"name", "severity", "evidence", "why", "remedy", "thread"}
 
 
 def test_kernels_and_host_changes_of_this_environment():
@@ -52,15 +53,28 @@ def test_kernels_and_host_changes_of_this_environment():
     assert {patch.scope for patch in installed.patches()} <= {"cpu", "always"}
 
 
+def test_the_library_is_that_of_the_device(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(launchers, "architecture", lambda device: "gfx950")
+    monkeypatch.setattr(operator, "report", lambda name, check: [])
+    figures = installed.kernels(CPU_SETTING).figures
+    assert figures["gfx950"] == [f"library of hip: {library_note('gfx950')}"] and "gfx942" not in figures
+
+
 def test_people_read_devices_and_changes(monkeypatch):
     accelerators = [dict(index=0, name="MI300X", memory_gib=192, arch="gfx942")]
     devices = dict(built_for="ROCm 6.4", cpu_cores=8, accelerators=accelerators)
     monkeypatch.setattr(installed, "torch_devices", lambda: devices)
+    monkeypatch.setattr(installed, "sums_of_gradients", lambda: "addmm")
     outcome = installed.devices(CPU_SETTING)
     assert (outcome.reason, outcome.details) == (
         "torch is built for ROCm 6.4; 8 CPU cores",
-        ["0: MI300X, 192 GiB, gfx942"],
+        ["0: MI300X, 192 GiB, gfx942", "fp32 weight gradients, way_of_adding: addmm"],
     )
+    devices["accelerators"] = []
+    outcome = installed.devices(CPU_SETTING)
+    assert outcome.details[-1].endswith("not known without a device") and len(outcome.details) == 2
     reasons = dict(reason="because", until="callbacks exist", upstream="https://there")
     range_of = dict(scope="cpu", package="megatron-core", versions=">=2.6")
     patch = SimpleNamespace(symbol="a.b", applies=False, **reasons, **range_of)
@@ -94,22 +108,4 @@ def test_a_torch_that_cannot_be_imported_is_reported(monkeypatch):
     monkeypatch.setattr(installed, "torch_devices", broken)
     outcome = examine(CHECKS["devices"], CPU_SETTING)
     assert outcome.state == "wrong" and outcome.reason.startswith("OSError: libamdhip64.so.6: cannot open")
-    assert installed.patches() == [] and installed.facts_of_this_environment().hip is None
-
-
-def test_known_problems_come_with_why_and_remedy(monkeypatch):
-    facts = Facts(missing=("torch",), environ={"PRIMUS_PATCHES": "none"})
-    monkeypatch.setattr(installed, "facts_of_this_environment", lambda: facts)
-    outcome = installed.known_problems(CPU_SETTING)
-    assert outcome.state == "wrong"
-    assert outcome.reason == "error: missing-package (torch); warning: primus-patches (PRIMUS_PATCHES=none)"
-    assert outcome.details[:2] == ["error   missing-package: torch", "        why   training imports it at its start"]
-    assert outcome.details[2].startswith("        do    install it")
-    monkeypatch.setattr(installed, "facts_of_this_environment", Facts)
-    outcome = installed.known_problems(CPU_SETTING)
-    assert (outcome.state, outcome.reason, outcome.details) == ("pass", "none", [])
-
-
-def test_a_patch_that_does_not_fit_is_a_problem(monkeypatch):
-    monkeypatch.setattr(installed, "patches", lambda: [SimpleNamespace(symbol="a.b", applies=True, fits=False)])
-    assert installed.facts_of_this_environment().unfit == ("a.b",)
+    assert installed.patches() == []

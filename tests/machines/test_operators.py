@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hip_ops.runtime.conditions import Result
 from hip_ops.runtime.operator import OPERATORS, Operator, all_operators
 from hip_ops.versions import VERSIONS
 from zaya_plugin.machines import operators
@@ -128,3 +129,26 @@ def test_conditions(monkeypatch):
     assert outcome.state == "wrong" and outcome.reason.startswith(
         "grouped_rows, grouped_mm, plain call: call 1: result, element"
     )
+
+
+def test_a_version_that_no_training_step_calls_is_unsupported(monkeypatch):
+    """As grouped_mm behind triton on ROCm, which waits for the host in a captured graph."""
+    failing = Result("grouped_rows", "grouped_mm", "captured graph", "RuntimeError: operation not permitted")
+    accelerator = Setting("cuda", 1, "AMD Instinct MI300X", Path("unused"))
+    order = {"grouped_rows": ("triton", "grouped_mm", "reference")}
+    monkeypatch.setattr(operators, "device_of", lambda setting: CPU)
+    monkeypatch.setattr(operators, "ZAYA1_BASE", TINY)
+    monkeypatch.setattr(Operator, "running", lambda self, device: order.get(self.name, ("reference",)))
+    results = {"grouped_rows": [failing]}
+    monkeypatch.setattr(operators.self_check_conditions, "check", lambda operator, *_: results.get(operator.name, []))
+    outcome = operators.conditions(accelerator)
+    assert outcome.state == "unsupported" and outcome.reason.startswith(
+        "grouped_rows, grouped_mm, captured graph: Runtime"
+    )
+    assert outcome.figures["unsupported"] and not outcome.figures["wrong"]
+    order["grouped_rows"] = ("grouped_mm", "reference")  # without Triton a step calls it
+    assert operators.conditions(accelerator).state == "wrong"
+    order["grouped_rows"] = ("triton", "grouped_mm", "reference")
+    results["grouped_rows"].append(failing._replace(version="triton"))
+    outcome = operators.conditions(accelerator)
+    assert outcome.state == "wrong" and outcome.reason.startswith("grouped_rows, triton")

@@ -146,7 +146,7 @@ def test_as_many_layers_as_fit(monkeypatch, name, devices, gib, layers):
     options = step().read(words)
     recipe = recipe_of(settings_of(options), options.output, options.overrides)
     validate(recipe, devices)
-    assert recipe.cluster.name == short_training.cluster_of(name, "gpu")
+    assert recipe.cluster.name == short_training.recipe_of(name).cluster.name
     assert recipe.model.num_layers in layers and recipe.stage.global_batch_size == 4 * devices
     assert recipe.cluster.graphs == "none" and recipe.nproc == devices
 

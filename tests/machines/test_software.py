@@ -11,6 +11,7 @@ import torch
 from hip_ops.runtime import build, hazards, launchers
 from tests.gfx942.assembly_kernel import HEAD, TAIL
 from tests.gfx942.toolchain import assemble
+from zaya_plugin.config.compose import compose
 from zaya_plugin.machines import installed, software
 from zaya_plugin.machines.checks import Setting
 
@@ -31,7 +32,7 @@ def test_the_environment_of_this_machine(monkeypatch):
     monkeypatch.setenv("ZAYA_API_KEY", "abc")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     outcome = software.environment(CPU_SETTING)
-    assert outcome.state == "pass" and "library gfx942 as shipped" in outcome.reason
+    assert outcome.state == "pass" and "library" not in outcome.reason, "none is loaded without a device of AMD"
     assert outcome.figures["variables"]["NCCL_DEBUG"] == "WARN" and "abc" not in str(outcome.figures)
     objects = outcome.figures["code_objects"]
     assert len(objects) > 10 and all(len(entry) == 64 for entry in objects)
@@ -105,26 +106,110 @@ def test_a_damaged_library_is_wrong(monkeypatch, tmp_path):
     assert outcome.state == "wrong" and "is damaged" in outcome.reason
 
 
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("shipped", [True, False])
+def test_the_library_of_the_device_is_named(monkeypatch, tmp_path, target, shipped):
+    """A device of each architecture, with the library that its kernels come from, and one whose build fails."""
+
+    def load(target):
+        launchers._paths[target] = (build.SHIPPED / target if shipped else tmp_path / f"{target}-0123") / build.LIBRARY
+
+    on_device = Setting("cuda", 1, "AMD Instinct", Path("unused"))
+    monkeypatch.setattr(torch.version, "hip", "7.1.2")
+    monkeypatch.setattr(launchers, "own_maps", lambda: OTHER)
+    monkeypatch.setattr(launchers, "architecture", lambda device: target)
+    monkeypatch.setattr(launchers, "_paths", {})
+    monkeypatch.setattr(launchers, "_failures", {})
+    monkeypatch.setattr(launchers, "_library", load)
+    monkeypatch.setattr(launchers, "manifest_of", lambda library: {"sha256": "abc"})
+    outcome = software.environment(on_device)
+    library = f"library {target} " + ("as shipped" if shipped else f"built from source, {target}-0123")
+    assert outcome.state == "pass" and outcome.reason.endswith(library)
+
+    def fails(target):
+        raise build.BuildError("hipcc failed")
+
+    monkeypatch.setattr(launchers, "_library", fails)
+    assert software.environment(on_device).reason.endswith("library unknown: BuildError: hipcc failed")
+
+
 def test_a_tool_that_hangs_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(software, "COMMAND_S", 0.2)
     assert software.output_of(("sleep", "60")).startswith("unknown: TimeoutExpired")
 
 
-def test_a_hazard_in_triton_s_cache_is_wrong(monkeypatch, tmp_path):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+@pytest.fixture
+def scanned(monkeypatch, tmp_path):
+    """A shipped library and Triton's folders without a hazard: the folder of torch.compile's first device."""
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(build, "shipped_folder", lambda target: tmp_path)
-    good = assemble(HEAD + "  v_mov_b32 v8, 0\n" + TAIL, "no_hazard").read_bytes()
-    (tmp_path / build.LIBRARY).write_bytes(good)
+    (tmp_path / build.LIBRARY).write_bytes(good())
+    folder = tmp_path / "triton" / "0"
+    (folder / "KEY").mkdir(parents=True)
+    return folder
+
+
+def good() -> bytes:
+    return assemble(HEAD + "  v_mov_b32 v8, 0\n" + TAIL, "no_hazard").read_bytes()
+
+
+def bad() -> bytes:
+    wide_store = "  global_store_dwordx4 v1, v[8:11], s[4:5]\n  v_mov_b32 v8, 0\n"
+    return assemble(HEAD + wide_store + TAIL, "hazards").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "override"),
+    [
+        ("triton_poi_fused_silu_backward_0", {"cluster.environment.TORCHDYNAMO_DISABLE": "1"}),
+        ("grouped_outer_kernel", {"cluster.kernel_overrides.grouped_product": "grouped_mm"}),
+        ("router_mlp_backward_kernel", {"cluster.kernel_overrides.router_mlp": "compiled"}),
+        ("symmetric_product_kernel", {"cluster.kernel_overrides.newton_schulz": "reference"}),
+        ("kernel_of_another_package", {}),
+    ],
+)
+def test_a_hazard_in_triton_s_caches_is_wrong_and_names_the_override(scanned, kernel, override):
+    path = scanned / "KEY" / f"{kernel}.hsaco"
+    path.write_bytes(bad())
     outcome = software.hazards(CPU_SETTING)
-    assert (outcome.state, outcome.reason) == ("pass", "1 files, 0 of them from Triton's cache")
-    bad = assemble(HEAD + "  global_store_dwordx4 v1, v[8:11], s[4:5]\n  v_mov_b32 v8, 0\n" + TAIL, "hazards")
-    (tmp_path / "KEY").mkdir()
-    (tmp_path / "KEY" / "kernel.hsaco").write_bytes(bad.read_bytes())
+    assert outcome.state == "wrong" and f"{kernel}.hsaco" in outcome.reason and "wait states" in outcome.reason
+    assert outcome.overrides == override
+    assert all(f"; without it: {name}={value}" in outcome.reason for name, value in override.items())
+    compose(["cluster=mi300x_8", "data.path=none", *(f"{name}={value}" for name, value in override.items())])
+    path.write_bytes(good())
+    assert software.hazards(CPU_SETTING).state == "pass"
+    path.write_bytes(good()[:400])
     outcome = software.hazards(CPU_SETTING)
-    assert outcome.state == "wrong" and "kernel.hsaco" in outcome.reason and "wait states" in outcome.reason
-    (tmp_path / "KEY" / "kernel.hsaco").write_bytes(good[: len(good) // 2])
+    assert outcome.state == "wrong" and list(outcome.figures["unreadable"]) == [str(path)] and not outcome.overrides
+
+
+def test_the_scan_says_how_many_kernels_of_torch_compile_it_read(monkeypatch, scanned):
+    nothing = "1 files, 0 of Triton's caches, 0 of them by torch.compile: its kernels were not examined"
     outcome = software.hazards(CPU_SETTING)
-    assert outcome.state == "wrong" and list(outcome.figures["unreadable"]) == [str(tmp_path / "KEY" / "kernel.hsaco")]
+    assert (outcome.state, outcome.reason) == ("pass", f"{nothing}; folders: {scanned}")
+    (scanned / "KEY" / "grouped_rows_kernel.hsaco").write_bytes(good())
+    assert "2 files, 1 of Triton's caches, 0 of them by torch.compile" in software.hazards(CPU_SETTING).reason
+    # On ROCm a formula is compiled first, so that there is a kernel.
+    on_device = Setting("cuda", 8, "AMD Instinct MI300X", Path("unused"))
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    rank = scanned.with_name("7") / "KEY" / "triton_poi_fused_add_0.hsaco"
+
+    def compile_formula():
+        rank.parent.mkdir(parents=True)
+        rank.write_bytes(bad())
+
+    monkeypatch.setattr(software, "compile_formula", compile_formula)
+    outcome = software.hazards(on_device)
+    assert outcome.state == "wrong" and outcome.figures["of_torch_compile"] == 1 and str(rank) in outcome.reason
+    rank.unlink()
+
+    def fails():
+        raise RuntimeError("cannot find ld.lld")
+
+    monkeypatch.setattr(software, "compile_formula", fails)
+    assert "not examined (RuntimeError: cannot find ld.lld); folders" in software.hazards(on_device).reason
 
 
 def test_without_a_disassembler_the_scan_is_skipped(monkeypatch, tmp_path):

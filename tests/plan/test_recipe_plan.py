@@ -146,7 +146,7 @@ def test_a_step_that_does_not_fit_is_refused_by_a_dry_run_and_a_start_with_the_s
         "cluster.memory_gib=192: the step does not fit: the memory plan needs 332.9 GiB of a device, 268.5 of them"
     )
     assert other.startswith(f"does not start: {problem}") and ": does not fit\n" in other
-    assert told.err.startswith(f"zaya: {problem}") and "Fix: parallel.recompute_granularity=auto" in told.err
+    assert f"zaya: {problem}" in told.err and "Fix: parallel.recompute_granularity=auto" in told.err
     recipe = compose([*words[1:], "stage.micro_batch_size=32"])
     with pytest.raises(ValueError, match=re.escape(problem)):
         surroundings.check_sizes(recipe, make_plan(recipe, {}))

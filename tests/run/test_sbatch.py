@@ -11,7 +11,8 @@ from zaya_plugin import cli
 from zaya_plugin.commands.export import slurm as parser
 
 SRUN = """#!/bin/sh
-echo "hca=$NCCL_IB_HCA threads=${OMP_NUM_THREADS-unset} $*"
+echo "hca=$NCCL_IB_HCA net=$NCCL_NET_PLUGIN tc=${NCCL_IB_TC-unset} msccl=$RCCL_MSCCL_ENABLE \
+threads=${OMP_NUM_THREADS-unset} $*"
 """
 
 
@@ -32,8 +33,8 @@ def test_a_script_starts_one_task_a_device_with_the_clusters_environment(tmp_pat
     for line in ("--nodes=128", "--ntasks-per-node=8", "--gpus-per-node=8", "--signal=TERM@600", "--partition=mi300x"):
         assert f"\n#SBATCH {line}\n" in text
     assert run(text, tmp_path) == [
-        "hca==ionic_0,ionic_1,ionic_2,ionic_3,ionic_4,ionic_5,ionic_6,ionic_7 threads=unset --kill-on-bad-exit=1 "
-        f"--cpu-bind=map_ldom:0,0,0,0,1,1,1,1 zaya train {' '.join(words)} resume=auto"
+        "hca==ionic_0,ionic_1,ionic_2,ionic_3,ionic_4,ionic_5,ionic_6,ionic_7 net=none tc=unset msccl=0 "
+        f"threads=unset --kill-on-bad-exit=1 --cpu-bind=map_ldom:0,0,0,0,1,1,1,1 zaya train {' '.join(words)} resume=auto"
     ]
     assert (tmp_path / "run").is_dir(), "SLURM opens the output file in it"
 

@@ -207,6 +207,20 @@ def test_core_attention_is_compared_too():
         check_agreement(everyone, micro())
 
 
+def test_blocks_of_core_attention_are_torchs_choice():
+    everyone = [choices(core_attention=("blocks", "sdpa")), choices(core_attention=("sdpa",))]
+    with pytest.raises(ValueError, match="ranks. Fix: the same torch and devices on all ranks.$"):
+        check_agreement(everyone, micro())
+
+
+def test_the_fix_of_grouped_products_leaves_graphs():
+    recipe, everyone = micro(), [choices(grouped_rows=("triton",)), choices(grouped_rows=("reference",))]
+    recipe.cluster.graphs = "full_iteration"
+    fix = "Fix: cluster.kernel_overrides.grouped_product=reference cluster.graphs=none.$"
+    with pytest.raises(ValueError, match=fix):
+        check_agreement(everyone, recipe)
+
+
 def test_the_library_and_triton_are_compared_where_they_are_used():
     """Rank 1 runs no Triton and has no release of it."""
     of_rank_0 = {LIBRARY: ("shipped, sha256 1",), TRITON: ("3.6.0",)}

@@ -4,7 +4,8 @@ starts the agent, and on the first node the decider, and restarts either if it i
 
     python -m zaya_plugin.aegis.keeper FILE [SOCKET]
 
-are numbers of open files that `zaya aegis run` passes on when it becomes this program.
+FILE (the settings) and SOCKET (the decider's, on the first node) are numbers of open files, inherited from
+`zaya aegis run`, which becomes this program.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from zaya_plugin.aegis import link
 from zaya_plugin.aegis.diagnose.evidence import print_line, printable
 from zaya_plugin.aegis.settings import Settings
 from zaya_plugin.ground import processes
-from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.errors import mistake, of_the_machine
+from zaya_plugin.ground.exit_codes import INTERRUPTED, STOPPED, USER_ERROR
 from zaya_plugin.ground.lock import Held, Lock
 
 QUICK_SECONDS, QUICK_DEATHS = 60.0, 5  # an agent that dies so often in so long is not started again
 LOCK_SECONDS = 120.0  # for the end of a supervisor on another host
 LAST_SECONDS = 5.0  # for the decider to leave after the agent
-USER_ERROR, INTERRUPTED = 2, 130  # exit codes
 
 
 class Keeper:
@@ -112,7 +113,7 @@ def journal_lock(settings: Settings) -> Lock:
 
 def _lock(settings: Settings, name: str, where: str = "", patience: float = 0.0) -> Lock:
     def refused(held: Held) -> ValueError:
-        problem = f"`zaya aegis run` supervises this run already{where}: {held}"
+        problem = f"`zaya aegis run` supervises this run already{'' if held.is_far else where}: {held}"
         fix = f"end that one first, or another --output{held.wait}"
         return mistake("--output", settings.folder, problem=problem, allowed="one at a time", fix=fix)
 
@@ -157,6 +158,7 @@ def become_keeper(settings: Settings, listening: socket.socket | None) -> NoRetu
         listening.set_inheritable(True)
         words.append(str(listening.fileno()))
     sys.stdout.flush()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until `main` can answer it
     os.execv(sys.executable, words)
 
 
@@ -166,6 +168,7 @@ def main() -> int:
         settings = Settings.from_json(file.read())
     listening = socket.socket(fileno=int(sys.argv[2])) if sys.argv[2:] else None
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         with contextlib.ExitStack() as locks:
             locks.enter_context(node_lock(settings))
             if listening is not None:
@@ -174,7 +177,13 @@ def main() -> int:
     except ValueError as error:  # a second supervisor
         print(f"zaya: {error}", file=sys.stderr)
         return USER_ERROR
+    except OSError as error:
+        if (text := of_the_machine(error, settings.folder, offline=True)) is None:
+            raise
+        print(f"zaya: {text}", file=sys.stderr)
+        return USER_ERROR
     except KeyboardInterrupt:
+        print(STOPPED, file=sys.stderr)
         return INTERRUPTED
 
 

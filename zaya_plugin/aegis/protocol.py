@@ -217,7 +217,7 @@ class NodeChange(Row):
 class AttemptStart(Row):
     """nodes: their names in the order of their ranks. resume_step: of the newest checkpoint."""
 
-    nodes: list
+    nodes: list = field(default_factory=list)
     world_size: int | None = None
     resume_step: int | None = None
 
@@ -333,6 +333,7 @@ ROWS = {
     "alert": Alert,
     "end": End,
 }
+EVIDENCE_FIELDS = {column.name for column in fields(Evidence)}
 KINDS = {kind: name for name, kind in (MESSAGES | ROWS).items()}
 
 
@@ -378,9 +379,10 @@ def row_of(line: dict[str, Any]) -> Row:
 
 
 def _evidence(value: Any) -> Evidence | None:
+    """Return evidence in a journal, without the fields of another version."""
     try:
-        return Evidence.from_json(value)
-    except TypeError:
+        return Evidence.from_json({name: value[name] for name in EVIDENCE_FIELDS & value.keys()})
+    except (TypeError, AttributeError):
         return None
 
 

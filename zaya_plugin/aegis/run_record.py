@@ -92,16 +92,18 @@ class Record:
         folder = self.settings.checkpoints
         if folder is None or not storage_answers:
             return
-        with contextlib.suppress(OSError):
-            place = places.at(folder)
-            steps = {
-                int(match[1])
-                for name in place.list(sizes=False)
-                if (match := COMPLETE.fullmatch(name)) and places.exists(place / name / places.MANIFEST)
-            }
-            self.cluster.checkpoints = [step for step in self.cluster.checkpoints if step in steps]
-            for step in sorted(steps - set(self.cluster.checkpoints)):
-                self.write(Checkpoint(step))
+        place, steps = places.at(folder), set()
+        try:
+            names = place.list(sizes=False)
+        except OSError:
+            return
+        for name in names:
+            with contextlib.suppress(OSError):  # of one checkpoint
+                if (match := COMPLETE.fullmatch(name)) and places.exists(place / name / places.MANIFEST):
+                    steps.add(int(match[1]))
+        self.cluster.checkpoints = [step for step in self.cluster.checkpoints if step in steps]
+        for step in sorted(steps - set(self.cluster.checkpoints)):
+            self.write(Checkpoint(step))
 
     def put_aside(self, to_step: int) -> None:
         """Rename the checkpoints after `to_step`, so that no start loads them; nothing is deleted."""

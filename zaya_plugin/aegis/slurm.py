@@ -25,10 +25,12 @@ HELPER = (
     "--output=/dev/null",
     "--no-requeue",
 )
-# The state is PENDING when the last process has ended; a start that was set before is overwritten by then.
-START_NOW = """sh -c 'for second in $(seq 240); do
+# SLURM sets the start of a requeued job two minutes ahead when the job's last process has ended, which can be a moment
+# after the job is PENDING. So the start is set again for ten seconds; then this job gives its node back.
+START_NOW = """sh -c 'left=10
+for second in $(seq 240); do
     case "$(scontrol --oneliner show job $0)" in
-        *JobState=PENDING*) scontrol update JobId=$0 StartTime=now && exit ;;
+        *JobState=PENDING*) scontrol update JobId=$0 StartTime=now; left=$((left - 1)); [ $left = 0 ] && exit ;;
     esac
     sleep 1
 done'"""

@@ -163,11 +163,13 @@ def settings_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Sett
         raise mistake("--nodes", options.nodes, problem=problem, allowed=f"{in_job} nodes together")
     if options.requeue and not environ.get("SLURM_JOB_ID"):
         raise mistake("--requeue", problem="no SLURM job", allowed="inside of a job that SLURM may start again")
+    from zaya_plugin.run.surroundings import device_count
+
     ranks = options.ranks_per_node
     if ranks is None and recipe is not None:
         ranks = recipe.nproc or recipe.cluster.gpus_per_node
     if ranks is None:
-        ranks = accelerators()
+        ranks = device_count()
     if not ranks:
         problem = "no accelerator found on this machine; give the number of ranks"
         raise mistake("--ranks-per-node", problem=problem, allowed="1 or more", fix="--ranks-per-node 8")
@@ -236,6 +238,10 @@ def _recipe(command: Sequence[str]):
         if options.multirun:
             problem = "several runs cannot be supervised by one command"
             raise mistake("--multirun", problem=problem, fix="one `zaya aegis run` for each run")
+        for name in ("cfg", "info", "hydra_help"):
+            if getattr(options, name):
+                fix = "the same `zaya train` without `zaya aegis run`"
+                raise mistake(f"--{name.replace('_', '-')}", problem="prints, and trains nothing", fix=fix)
         return compose(options.overrides)
     options = curriculum.parser().read(words_of(command, "curriculum"))
     stages = {stage.name: stage.recipe for stage in compose_curriculum(options.overrides).stages}
@@ -300,12 +306,6 @@ def _decider(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[s
         problem = "is required for more than one node outside of SLURM"
         raise mistake("--decider", problem=problem, allowed="HOST:PORT of one of the nodes", fix="--decider n1:29400")
     return first_host(hosts), port(environ.get("SLURM_JOB_ID", "0"))
-
-
-def accelerators() -> int:
-    """Return the accelerators of this machine, by their device files."""
-    nvidia = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()]
-    return len(nvidia) or len(list(Path("/dev/dri").glob("renderD*")) if Path("/dev/kfd").exists() else [])
 
 
 def describe(settings: Settings) -> str:

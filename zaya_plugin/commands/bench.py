@@ -116,10 +116,11 @@ def _expect(options: argparse.Namespace) -> None:
     from zaya_plugin.bench.expect import expect, load, recorded_recipe, text
     from zaya_plugin.config.compose import compose
     from zaya_plugin.config.validate import validate
+    from zaya_plugin.run.rank_plan import planned_ranks
 
     record = load(options.record)
     recipe = compose(with_data_path(options.overrides)) if options.overrides else recorded_recipe(record)
-    world = recipe.nproc or recipe.cluster.num_nodes * recipe.cluster.gpus_per_node
+    world = planned_ranks(recipe)
     validate(recipe, world)
     result = expect(record, recipe, world)
     print(text(result))

@@ -130,6 +130,9 @@ def _run(action: Action, options: argparse.Namespace) -> int:
     newest = folder_of(options.run_dir, step, "RUN")
     directory = newest.parent
     chosen = iterations(directory) if every else [on_disk.iteration_of(newest)]
+    loaded = on_disk.latest(directory)[0] if action is _verify and step is None else None
+    if loaded not in (None, *chosen):  # where the newest is damaged: what the next start loads
+        chosen.insert(0, loaded)
     with contextlib.ExitStack() as held:
         for step in chosen:
             held.enter_context(manifest.hold(on_disk.folder(directory, step)) or contextlib.nullcontext())
@@ -201,7 +204,7 @@ def _verify(directory: Path, steps: list[int], options: argparse.Namespace) -> i
         begin = time.monotonic()
         damage = _damage(directory, step, options.limit)
         seconds = max(time.monotonic() - begin, 1e-3)
-        intact = "complete by its own index; without a manifest no content is checked"
+        intact = "complete by its own index; it has no manifest, so nothing was read. Fix: zaya checkpoint adopt"
         if on_disk.has_manifest(folder):
             size = sum(file["bytes"] for file in _files(folder).values())
             intact = f"intact, read {_size(size)} in {seconds:.1f} s, {size / 1e9 / seconds:.2f} GB/s"

@@ -116,8 +116,9 @@ def _primus(options: argparse.Namespace) -> None:
 def _validated(recipes: list) -> list[tuple]:
     """Return the recipes with their numbers of ranks; all are valid, before anything is written."""
     from zaya_plugin.config.validate import validate
+    from zaya_plugin.run.rank_plan import planned_ranks
 
-    sized = [(recipe, recipe.nproc or recipe.cluster.num_nodes * recipe.cluster.gpus_per_node) for recipe in recipes]
+    sized = [(recipe, planned_ranks(recipe)) for recipe in recipes]
     for recipe, ranks in sized:
         validate(recipe, ranks)
     return sized

@@ -40,10 +40,11 @@ VERIFY_DESCRIPTION = """\
 The first hour on a new machine: examines the environment, the kernels and a short training on this machine, and says
 pass, slow or wrong for each check. Every check has a size for a GPU and a small one for a CPU.
 
-  pass     as expected
-  slow     right, and slower than expected; the reason names both figures
-  wrong    a wrong result, a crash or a hang; do not train before it is understood
-  skipped  not possible on this machine; the reason says what is missing
+  pass         as expected
+  slow         right, and slower than expected; the reason names both figures
+  wrong        a wrong result, a crash or a hang; do not train before it is understood
+  unsupported  it fails, and the recipe of this machine does not use it; training is not concerned
+  skipped      not possible on this machine; the reason says what is missing
 
 A check runs in a process of its own with a time limit, so no check can end the command. Expected rates are those of the
 cluster recipes (machine.*); those of the MI300X are predictions. docs/mi300x.md says what to do with each result.
@@ -68,7 +69,7 @@ Figures for --min: gemm_tflops and copy_tb_per_s (each device), all_reduce_gb_pe
 (between two nodes), rails, rail_gb_per_s, storage_mb_per_s. Defaults on an MI300X, from AMD's Primus node_smoke:
 gemm_tflops=600, copy_tb_per_s=2, all_reduce_gb_per_s=100.
 
-Exit codes: 0 nothing is wrong (slow checks do not count), 1 a check is wrong or a node fails, 2 a mistake on the
+Exit codes: 0 nothing is wrong (slow and unsupported checks do not count), 1 a check is wrong or a node fails, 2 a mistake on the
 command line."""
 
 
@@ -161,9 +162,10 @@ def _verify(options: argparse.Namespace) -> int:
         return 0
     check_output(options.output)
     storage = (options.storage or options.output.parent).absolute()
+    if options.storage is not None and "storage" not in [check.name for check in checks]:
+        raise mistake("--storage", options.storage, problem="no check reads it", fix="--only storage, or --nodes")
     if options.nodes is not None:
         return nodes.examine_nodes(options, checks, storage, options.command)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
     if options.bundle is not None:
         from zaya_plugin.machines.support_bundle import pack
 
@@ -171,6 +173,7 @@ def _verify(options: argparse.Namespace) -> int:
             f"written: {pack(options.bundle, options.output)}. Look through it before you send it: secrets were removed by patterns"
         )
         return 0
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     with ended_by_signals():
         record = examine(checks, options.command, options.device, storage, options.output, prints=True)
     print(summary(record, options.output))

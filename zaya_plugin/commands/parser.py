@@ -94,7 +94,7 @@ class Parser(argparse.ArgumentParser):
                 raise mistake(
                     name,
                     problem="has another name now",
-                    fix=f"{present}{equals}{value}" if present.startswith("--") else present,
+                    fix=f"{present}{equals}{value}" if present == "--output" else present,
                 )
         words = [f"{word}={self.bare[word]}" if word in self.bare else word for word in typed]
         if self.takes_recipe and (any(map(_is_override, words)) or not self.takes_datasets):
@@ -133,7 +133,7 @@ class Parser(argparse.ArgumentParser):
             fix = f"{close}{equals}{value}" if close else fix
             raise mistake(name, problem="no such option", allowed=", ".join(known), fix=fix)
         if missing := re.fullmatch(r"the following arguments are required: (.*)", message):
-            raise mistake(missing[1], problem="was not given", fix=fix)
+            raise mistake(missing[1].removesuffix(", key=value"), problem="was not given", fix=fix)
         if wrong := re.fullmatch(r"argument (\S+): (.*)", message, re.DOTALL):
             raise mistake(wrong[1], problem=wrong[2], fix=fix)
         raise mistake(self.prog, problem=message, fix=fix)

@@ -5,11 +5,10 @@ import os
 import signal
 import sys
 
+from zaya_plugin.ground.exit_codes import INTERRUPTED, STOPPED
+
 # Whether this process is `zaya`: not a test, nor a process that multiprocessing starts from it.
 PROGRAM = os.path.basename(getattr(sys.modules["__main__"], "__file__", None) or "") in ("zaya", "cli.py")
-INTERRUPTED = 128 + signal.SIGINT
-STOPPED = "zaya: stopped by SIGINT"
-USER_ERROR = 2
 
 
 def _leave(number, frame) -> None:
@@ -51,12 +50,17 @@ def shows_traceback() -> bool:
 
 
 def require_directory() -> None:
-    """Raise ValueError if the current directory was removed: paths have no meaning then, and torch does not load."""
-    try:
-        os.getcwd()
-    except OSError as error:
-        from zaya_plugin.ground.errors import mistake
+    """Raise ValueError if the current directory cannot be used: it was removed, so that paths have no meaning and torch
+    does not load; or it is a checkout whose zaya_plugin/ the programs that a command starts (`python -m
+    zaya_plugin...`) would import in place of the installed one, which alone has zaya_plugin.patches.
+    """
+    import importlib.util
 
+    from zaya_plugin.ground.errors import mistake
+
+    try:
+        folder = os.getcwd()
+    except OSError as error:
         raise mistake(
             "current directory",
             os.environ.get("PWD", ""),
@@ -64,6 +68,17 @@ def require_directory() -> None:
             allowed="a directory that exists",
             fix="cd to another one (`cd .` if it was created again)",
         ) from None
+    other, ours = os.path.join(folder, "zaya_plugin"), os.path.dirname(os.path.dirname(__file__))
+    if not os.path.isfile(os.path.join(other, "__init__.py")) or getattr(sys.flags, "safe_path", False):
+        return
+    if not os.path.samefile(other, ours) or importlib.util.find_spec("zaya_plugin.patches") is None:
+        raise mistake(
+            "current directory",
+            folder,
+            problem="its zaya_plugin/ would be imported, and not the installed zaya_plugin",
+            allowed="a directory without zaya_plugin/, or a checkout that is installed as editable",
+            fix=f"cd to another one, or `pip install -e {folder}`",
+        )
 
 
 def prepare_torch() -> None:

@@ -41,7 +41,7 @@ HEADINGS: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "checkpoint verify": (
             "checkpoint:verify",
-            "read all files of a checkpoint and compare their checksums; they are then in the page cache",
+            "read all files of a checkpoint that has a manifest and compare them; they are then in the page cache",
         ),
         "checkpoint prune": ("checkpoint:prune", "remove old checkpoints that are complete and have a manifest"),
         "checkpoint adopt": ("checkpoint:adopt", "trust a checkpoint as it is, and write its manifest"),
@@ -93,7 +93,10 @@ RENAMED = {
     "zaya aegis report --html": "--output",
     "zaya checkpoint roundtrip --folder": "TMPDIR=DIR in front of the command",
     "zaya train --shell-completion": "zaya --completion bash",
+    "zaya train --version": "zaya --version",
+    "zaya train --resolve": "--cfg job, which always resolves",
 }
+SAME_WORDS = ("zaya convert", "zaya slurm", "zaya checkpoint warm", "zaya aegis --explain")  # behind the new name
 HELP = ("-h", "--help")
 
 
@@ -139,7 +142,7 @@ def split(words: Sequence[str]) -> tuple[str, list[str]]:
     first, *rest = words
     for command in (f"zaya {first}", f"zaya {first} {rest[0]}" if rest else ""):
         if command in RENAMED:
-            more = [] if RENAMED[command].startswith("make ") else words[len(command.split()) - 1 :]
+            more = words[len(command.split()) - 1 :] if command in SAME_WORDS else []
             fix = " ".join([RENAMED[command], shlex.join(more)]).strip()
             raise mistake(command, problem="has another name now", fix=fix)
     if first not in COMMANDS:

@@ -11,7 +11,9 @@ from zaya_plugin.commands.parser import Parser, option
 from zaya_plugin.commands.process import end_on_interrupt
 from zaya_plugin.config.train_help import train_help
 from zaya_plugin.ground import phases
-from zaya_plugin.ground.errors import ENDED_EARLY
+from zaya_plugin.ground.errors import ENDED_EARLY, of_the_machine
+
+REPORTS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")  # of Hydra
 
 
 def parser() -> Parser:
@@ -25,8 +27,9 @@ def parser() -> Parser:
         option("--multirun", "-m", action="store_true", help="one run after the other, for key=value,value"),
         option("--cfg", "-c", choices=("job", "hydra", "all"), help="print the composed recipe, and stop"),
         option("--package", "-p", help="with --cfg: this group of keys alone"),
-        option("--info", "-i", metavar="KIND", help="Hydra's report on its composing: all, defaults, searchpath"),
+        option("--info", "-i", choices=REPORTS, help="Hydra's report on its composing; --info alone prints all"),
         option("--hydra-help", action="store_true", help="Hydra's own help"),
+        bare={"--info": "all", "-i": "all"},
         imports_more=True,
         recipe=True,
         whole_help=train_help,
@@ -43,13 +46,18 @@ def train(options: argparse.Namespace) -> int:
 
     overrides = [*options.overrides, *["dry_run=true"] * options.dry_run]
     compose.register()
-    outcomes: list[int | Exception] = []
+    outcomes: list[int | ValueError] = []
 
     def job(config) -> None:
         try:
             outcomes.append(_run_job(config, overrides, options.verbose))
-        except Exception as error:  # raised below: Hydra would add lines to the message
+        except ValueError as error:  # raised below: Hydra would add lines to the message
             outcomes.append(error)
+        except (OSError, MemoryError, RuntimeError) as error:
+            text = of_the_machine(error, ".")
+            if text is None:
+                raise
+            outcomes.append(ValueError(text))
         code = outcomes[-1]
         if isinstance(code, int) and (code > 128 or code == ENDED_EARLY):  # stopped by a signal: no further jobs
             raise SystemExit(code)
@@ -77,9 +85,7 @@ def train(options: argparse.Namespace) -> int:
         del os.environ["HYDRA_FULL_ERROR"]
         if full_error is not None:
             os.environ["HYDRA_FULL_ERROR"] = full_error
-    errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
-    if other := [error for error in errors if not isinstance(error, ValueError)]:
-        raise other[0]
+    errors = [outcome for outcome in outcomes if isinstance(outcome, ValueError)]
     if errors:
         texts = dict.fromkeys(map(str, errors))
         raise ValueError(compose.with_experiment("\n".join(texts), overrides)) from errors[0]

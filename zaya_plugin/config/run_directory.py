@@ -10,7 +10,6 @@ from typing import Any
 
 import yaml
 
-from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.schema import CheckpointConfig, Recipe
 from zaya_plugin.ground.errors import free_space, mistake
 from zaya_plugin.ground.whole_file import listing
@@ -228,6 +227,8 @@ def keep_recipe(recipe: Recipe, run_dir: str | os.PathLike) -> Path:
     """
     path = Path(run_dir) / RECIPE
     new = path.with_name(f".recipe.{os.getpid()}.yaml")
+    from zaya_plugin.config.compose import save_recipe  # imports Hydra, which the supervisor does without
+
     save_recipe(recipe, new)
     if path.exists() and path.read_text() != new.read_text():
         n = 1

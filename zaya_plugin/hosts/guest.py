@@ -19,7 +19,8 @@ from pathlib import Path
 from zaya_plugin import compat
 from zaya_plugin.checkpoint import commit, on_disk, restore
 from zaya_plugin.checkpoint.run_lock import RunLock
-from zaya_plugin.config.arguments import DECIDED_AT_START, OWN_ARGUMENTS, megatron_arguments
+from zaya_plugin.config.arguments import DECIDED_AT_START, HOST, OWN_ARGUMENTS, ZAYA, megatron_arguments
+from zaya_plugin.config.megatron_review import review_problems
 from zaya_plugin.config.run_directory import written_by
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import DataSources
@@ -54,6 +55,8 @@ class Guest(Adapter):
     """
 
     def __init__(self, recipe: Recipe, args: argparse.Namespace, sources: DataSources | None = None):
+        if problems := [*review_problems(recipe, frozenset({**ZAYA, **HOST}))]:  # of a recipe.yaml edited by hand
+            raise ValueError("\n".join(problems))
         select_kernels(recipe)
         values = megatron_arguments(recipe, {})
         for name in OWN_ARGUMENTS:

@@ -9,6 +9,7 @@ but for rounding.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -16,9 +17,11 @@ import torch
 from torch import Tensor
 from torch.overrides import _pop_mode_temporarily
 
+from hip_ops.runtime.conditions import capture
 from zaya_plugin.model.decode_state import DecodeState, Progress
 from zaya_plugin.model.gpt_model import embedded
 
+logger = logging.getLogger(__name__)
 ROOM = 256  # stored tokens are allocated, and read by a step, in this many times a power of two
 
 
@@ -38,7 +41,7 @@ class Decoder:
 
     On a GPU a step is a few thousand short kernels whose launches take longer than they run; it is captured as a graph
     once for each size of the batch and each doubling of the longest sequence. fp32 runs without graphs, because its
-    grouped products wait for the host.
+    grouped products wait for the host; after a capture that fails, with a warning, so do all further steps.
 
     Args:
         model: as of `checkpoint.convert.loading.load_model`.
@@ -102,11 +105,13 @@ class Decoder:
             return logits
         logits = self._step(reach)
         if self.graphs:  # this step has compiled and checked all that a capture must not
-            graph = torch.cuda.CUDAGraph()
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
-                captured = self._step(reach)
-            self.captured[reach] = graph, captured
+            try:
+                captured, graph = capture(lambda: self._step(reach))
+                self.captured[reach] = graph, captured
+            except RuntimeError as error:  # of HIP or CUDA, at a call that a graph cannot hold
+                self.graphs = False
+                text = "decoding: a step cannot be captured as a graph, so each launches its kernels one by one: %s"
+                logger.warning(text, str(error).splitlines()[0])
         return logits
 
     def _step(self, reach: int) -> Tensor:

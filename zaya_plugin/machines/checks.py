@@ -14,7 +14,7 @@ from typing import Any
 
 from hip_ops.versions import VERSIONS
 
-STATES = ("pass", "slow", "wrong", "skipped")
+STATES = ("pass", "slow", "wrong", "unsupported", "skipped")
 DOCTOR, DOCTOR_ALL, VERIFY, NODES = "doctor", "doctor --all", "verify", "verify --nodes"
 PACKAGE = "zaya_plugin.machines."
 LOG_LINES = 30  # of a failed check, for the record
@@ -25,7 +25,8 @@ class Outcome:
     """The result of a check.
 
     Attributes:
-        state: one of STATES. reason: one sentence for the page. figures: the measurements, for the record.
+        state: one of STATES; unsupported: it fails, and the machine's recipe does not use it. reason: one sentence for
+            the page. figures: the measurements, for the record.
         expected: what they were compared with, and the source of that. overrides: recipe keys that follow.
         traceback: of an exception, or the end of the log of a process that ended.
         details: further lines for the page. compared: figure -> device or "" -> value, which `--nodes` compares
@@ -109,7 +110,7 @@ ROWS = (
     Check(
         "known_problems",
         "the rules of known problems, and missing packages",
-        "installed:known_problems",
+        "known_problems:known_problems",
         "wrong: training cannot start",
         commands=(DOCTOR, VERIFY),
         limit_s=120,
@@ -117,6 +118,12 @@ ROWS = (
     Check("packages", "the packages that training needs", "installed:packages", commands=(DOCTOR,), argument="needed"),
     Check("hosts", "the hosts that this environment can be", "installed:hosts", commands=(DOCTOR,)),
     Check("devices", "the devices of torch", "installed:devices", "wrong: no import of torch", commands=(DOCTOR,)),
+    Check(
+        "verified_code",
+        "the share of a step that runs in code whose bytes ship verified (predicted)",
+        "verified_code:verified_code",
+        commands=(DOCTOR,),
+    ),
     Check(
         "optional_packages",
         "the packages that some options need",
@@ -161,7 +168,7 @@ ROWS = (
         "conditions",
         "the kernels that run, on two streams, in a captured graph and on a full device, twice with equal bits",
         "operators:conditions",
-        "wrong: a difference from the reference",
+        "wrong: a difference from the reference; unsupported: one of a version that no training step calls",
         "a plain call of the versions that a CPU has",
         "the self-check's examples on the first device",
         limit_s=420,
@@ -180,7 +187,7 @@ ROWS = (
         "graph_capture",
         "a graph with a collective in it, captured and replayed",
         "collectives:graph_capture",
-        "wrong: cluster.graphs=none is needed",
+        "wrong: it fails; unsupported: it fails, and the machine's recipe has cluster.graphs=none",
         "two processes, without a graph",
         "one or two devices, 30 s",
         limit_s=120,
@@ -206,9 +213,9 @@ ROWS = (
     ),
     Check(
         "hazards",
-        "missing wait states in the shipped library and in the gfx942 objects of Triton's cache",
+        "missing wait states in the shipped library and in the gfx942 objects of Triton's caches, torch.compile's too",
         "software:hazards",
-        "wrong: a hazard, or an unreadable file",
+        "wrong: a hazard, with the override that avoids the kernel, or an unreadable file",
     ),
     Check(
         "links",

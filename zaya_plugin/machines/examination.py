@@ -104,7 +104,7 @@ def row(entry: dict[str, Any]) -> str:
     reason = " ".join(entry["reason"].split())
     if len(reason) > WIDTH and entry["state"] == "pass":
         reason = reason[: WIDTH - 3] + "..."
-    return f"{entry['state']:8}{entry['check']:22}{entry['seconds']:6.1f} s  {reason}"
+    return f"{entry['state']:12}{entry['check']:22}{entry['seconds']:6.1f} s  {reason}"
 
 
 def summary(record: dict[str, Any], output: Path) -> str:

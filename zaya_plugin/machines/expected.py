@@ -5,13 +5,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from zaya_plugin.config.schema import MachineConfig
+from zaya_plugin.config.schema import MachineConfig, Recipe
 
 SLOW_BELOW = 0.8  # of the expected rate
 # This project has run on these; the rates of every other machine are predictions.
 RUN_ON = ("H100", "H200")
-# The cluster recipes of one node, by part of the device's name.
-CLUSTERS = {"MI355X": "mi355x_8", "MI300X": "mi300x_8", "H200": "h200_8", "H100": "h100_8"}
 # A floor for any CPU core that is not shared with something else, this project's choice.
 CPU = MachineConfig(
     name="CPU", gemm_tflops=0.005, copy_tb_per_s=0.001, link_gb_per_s=0.02, sources="a floor for one CPU core"
@@ -32,24 +30,27 @@ def named(name: str, architecture: str, units: int, gib: float) -> str:
     return name if known else f"{name} ({model})"
 
 
-def cluster_of(name: str, otherwise: str) -> str:
-    """Return the cluster recipe of one node of the device called `name` in torch."""
-    return next((cluster for model, cluster in CLUSTERS.items() if model in name), otherwise)
-
-
 @lru_cache
-def machine_of(name: str) -> MachineConfig | None:
-    """Return the expected rates of the device called `name` in torch; None for a device that no recipe names."""
+def recipe_of(name: str) -> Recipe:
+    """Return the recipe of one node of the device called `name` in torch: that whose machine.name is part of `name`, or
+    cluster=gpu.
+    """
     from zaya_plugin.config.compose import compose
     from zaya_plugin.config.train_help import options
 
+    for cluster in options("cluster"):
+        recipe = compose([f"cluster={cluster}", "data.path=none"])
+        if recipe.cluster.num_nodes == 1 and recipe.machine.name and recipe.machine.name in name:
+            return recipe
+    return compose(["cluster=gpu", "data.path=none"])
+
+
+def machine_of(name: str) -> MachineConfig | None:
+    """Return the expected rates of the device called `name` in torch; None for a device that no recipe names."""
     if name.startswith("CPU"):
         return CPU
-    for cluster in options("cluster"):
-        machine = compose([f"cluster={cluster}", "data.path=none"]).machine
-        if machine.name and machine.name in name:
-            return machine
-    return None
+    machine = recipe_of(name).machine
+    return machine if machine.name else None
 
 
 def described(machine: MachineConfig | None, **rates: float) -> dict:

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of `zaya doctor`: packages, hosts, known problems, devices, kernels and host changes.
-
-The rules of known problems are in known_problems.py. They read facts alone, so that each can be tested anywhere.
-"""
+"""The checks of `zaya doctor`: packages, hosts, devices, kernels and host changes; known_problems.py has the rules."""
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable
 from functools import lru_cache
@@ -15,7 +11,6 @@ from typing import Any
 
 from zaya_plugin import compat
 from zaya_plugin.machines.checks import Outcome, Setting
-from zaya_plugin.machines.known_problems import TRITONS, Facts, problems
 
 NO_DEVICES = {"built_for": "CPU", "accelerators": []}
 UNKNOWN = "unknown: "
@@ -38,7 +33,7 @@ PACKAGES = (
         "triton",
         "triton",
         "needed by megatron-core 0.19 at import",
-        "pip install triton; ROCm builds of torch bring their own",
+        "part of the ROCm and CUDA builds of torch; for a CPU: pip install triton",
     ),
     ("wandb", "wandb", "optional: Weights & Biases", "pip install wandb"),
     (
@@ -135,61 +130,22 @@ def devices(setting: Setting) -> Outcome:
     details = [
         f"{item['index']}: {item['name']}, {item['memory_gib']} GiB, {item['arch']}" for item in figures["accelerators"]
     ]
+    details = details or ["no accelerator: use cluster=cpu"]
+    sums = sums_of_gradients() if figures["accelerators"] else "not known without a device"
+    details.append(f"fp32 weight gradients, way_of_adding: {sums}")
     text = f"torch is built for {figures['built_for']}; {figures['cpu_cores']} CPU cores"
-    return Outcome("pass", text, figures, details=details or ["no accelerator: use cluster=cpu"])
+    return Outcome("pass", text, {**figures, "way_of_adding": sums}, details=details)
 
 
-def known_problems(setting: Setting) -> Outcome:
-    """Look for known problems. Wrong: one of them is an error, so training cannot start."""
-    entries = problems(facts_of_this_environment())
-    texts = [f"{entry['severity']}: {entry['name']} ({entry['evidence']})" for entry in entries]
-    details = [
-        line
-        for entry in entries
-        for line in (
-            f"{entry['severity']:8}{entry['name']}: {entry['evidence']}",
-            f"        why   {entry['why']}",
-            f"        do    {entry['remedy']}",
-        )
-    ]
-    wrong = any(entry["severity"] == "error" for entry in entries)
-    text = "; ".join(texts) or "none"
-    return Outcome("wrong" if wrong else "pass", text, {"problems": entries}, details=details)
-
-
-def facts_of_this_environment() -> Facts:
-    devices = answer(torch_devices)  # the check `devices` names an error
-    devices = NO_DEVICES if is_unknown(devices) else devices
-    kind, _, version = devices["built_for"].partition(" ")
-    names = ("aiter", "amd-aiter", "primus", "transformer-engine", *TRITONS)
-    modules = ("triton", "psutil", "primus", "primus.core")
-    return Facts(
-        missing=missing_packages(),
-        versions={name: distribution_version(name) for name in names},
-        modules={name: compat.has_module(name) for name in modules},
-        environ=os.environ,
-        core=compat.core_version(),
-        training=compat.has_training(),
-        mixed=compat.has_module("megatron.training") and not compat.has_training(),
-        failures={} if devices is NO_DEVICES else failures(),
-        hip=version if kind == "ROCm" else None,
-        cuda=version if kind == "CUDA" else None,
-        archs=tuple(item["arch"] for item in devices["accelerators"]),
-        unfit=tuple(patch.symbol for patch in patches() if patch.applies and not patch.fits),
-    )
-
-
-def failures() -> dict[str, str]:
-    """Import Transformer Engine, then ask torch for its cuDNN; return the errors by name."""
+def sums_of_gradients() -> str:
+    """Say how the first device adds weight gradients in bf16 products to fp32, by a trial of a small product."""
     import torch
 
-    calls: dict[str, Callable[[], Any]] = {}
-    if compat.has_module("transformer_engine"):
-        calls["transformer_engine"] = lambda: importlib.import_module("transformer_engine.pytorch")
-    if torch.version.cuda:
-        calls["cudnn"] = torch.backends.cudnn.version
-    answers = {name: answer(call) for name, call in calls.items()}
-    return {name: text.removeprefix(UNKNOWN) for name, text in answers.items() if is_unknown(text)}
+    from hip_ops.runtime.main_grad import way_of_adding
+
+    device = torch.device("cuda", 0)
+    way = way_of_adding(torch.empty(0, device=device), torch.empty(0, device=device, dtype=torch.bfloat16))
+    return {"rounded": "rounded (each micro-batch's gradient is rounded to bf16 before it is added)"}.get(way, way)
 
 
 def answer(question: Callable[[], Any]) -> Any:

@@ -1,282 +1,176 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The known problems of an environment, one `Rule` each, for `zaya doctor`.
+"""The check `known_problems` of `zaya doctor`: collects the facts of this environment and applies the rules to them.
 
-A rule reads `Facts` and returns its evidence; tests/machines/test_known_problems.py has facts with and without each
-problem.
+The rules are tables (package_rules.py, machine_rules.py). They read facts alone (facts.py), so that each is tested
+with facts that have its problem and facts that nearly have it.
 """
 
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import resource
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Facts:
-    """The facts that the rules of known problems read.
-
-    Attributes:
-        missing: needed packages that are not installed.
-        versions: of distributions as pip knows them, None where absent. modules: by name, whether it can be imported.
-        core: version of megatron.core. training: whether its megatron.training is installed.
-        mixed: whether megatron.training is that of another installation.
-        failures: of an import of transformer_engine.pytorch and of a call of torch.backends.cudnn.version() after it.
-        hip, cuda: the version that torch is built for. archs: of the accelerators.
-        unfit: patches that apply and are not written for the installed version.
-    """
-
-    missing: tuple[str, ...] = ()
-    versions: Mapping[str, str | None] = field(default_factory=dict)
-    modules: Mapping[str, bool] = field(default_factory=dict)
-    environ: Mapping[str, str] = field(default_factory=dict)
-    core: object | None = None
-    training: bool = False
-    mixed: bool = False
-    failures: Mapping[str, str] = field(default_factory=dict)
-    hip: str | None = None
-    cuda: str | None = None
-    archs: tuple[str, ...] = ()
-    unfit: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A known problem. severity: "error" (training cannot work) or "warning". find: returns the evidence, or an empty
-    value.
-    """
-
-    name: str
-    severity: str
-    find: Callable[[Facts], Any]
-    why: str
-    remedy: str
-
-
-def _before(version: object | None, release: str) -> bool:
-    """Whether `version` is older than `release`; False where it is absent or cannot be read."""
-    from packaging.version import InvalidVersion, Version
-
-    try:
-        return Version(str(version)) < Version(release)
-    except InvalidVersion:
-        return False
-
-
-def _unsupported_core(facts: Facts) -> bool:
-    from zaya_plugin.compat import FIRST_UNSUPPORTED, OLDEST
-
-    return facts.core is not None and (_before(facts.core, OLDEST) or not _before(facts.core, FIRST_UNSUPPORTED))
-
-
-def _no_zaya_train(facts: Facts) -> str | None:
-    if _before(facts.core, "0.19"):
-        return f"megatron.core {facts.core}"
-    return f"megatron.core {facts.core} without megatron.training" if facts.core and not facts.training else None
-
-
-def _devices_hidden(facts: Facts) -> str | None:
-    built = f"ROCm {facts.hip}" if facts.hip else f"CUDA {facts.cuda}" if facts.cuda else None
-    hidden = [f"{name}=''" for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if facts.environ.get(name) == ""]
-    return ", ".join([f"torch for {built}, no device", *hidden]) if built and not facts.archs else None
-
-
-def _wide_stores(facts: Facts) -> str | None:
-    """The first Triton that is older than 3.8, on gfx942 or gfx950."""
-    arch = next((arch[:6] for arch in facts.archs if arch.startswith(("gfx942", "gfx950"))), None)
-    versions = ((name, facts.versions.get(name)) for name in TRITONS)
-    old = (f"{name} {version} on {arch}" for name, version in versions if _before(version, "3.8"))
-    return next(old, None) if arch else None
-
-
-TRITONS = ("triton", "pytorch-triton-rocm", "triton-rocm")  # distributions that hold the module triton
-IMPORT_ERRORS = ("ImportError", "ModuleNotFoundError")
-RULES = (
-    Rule(
-        "missing-package",
-        "error",
-        lambda facts: ", ".join(facts.missing),
-        "training imports it at its start",
-        "install it; the packages that `zaya doctor` lists name the command",
-    ),
-    Rule(
-        "megatron-release",
-        "error",
-        lambda facts: _unsupported_core(facts) and f"megatron.core {facts.core}",
-        "the plugin is written for 0.16 to 0.20",
-        "install megatron-core 0.19.2, or use Primus with its pin",
-    ),
-    Rule(
-        "mixed-megatron",
-        "error",
-        lambda facts: facts.mixed and f"megatron.core {facts.core} and a megatron.training of another installation",
-        "`megatron` is a namespace that two installations can share; their parts do not fit each other",
-        "take one of them off PYTHONPATH, or uninstall the wheel",
-    ),
-    Rule(
-        "no-zaya-train",
-        "warning",
-        _no_zaya_train,
-        "`zaya train` calls megatron.training as 0.19 and 0.20 have it",
-        "for `zaya train`: pip install 'megatron-core[training]>=0.19.2'; in Primus: `zaya export primus`",
-    ),
-    Rule(
-        "triton",
-        "error",
-        lambda facts: (
-            facts.core
-            and not _before(facts.core, "0.18")
-            and facts.modules.get("triton") is False
-            and f"megatron.core {facts.core} and no triton"
-        ),
-        "megatron.core imports it unconditionally from 0.18 on",
-        "pip install triton; ROCm builds of torch bring their own",
-    ),
-    Rule(
-        "psutil",
-        "error",
-        lambda facts: facts.core and facts.modules.get("psutil") is False and "no psutil",
-        "Megatron needs it to save a checkpoint and does not declare it; the first save would end the run",
-        "pip install psutil",
-    ),
-    Rule(
-        "broken-transformer-engine",
-        "error",
-        lambda facts: (
-            "transformer_engine" in facts.failures
-            and not facts.failures["transformer_engine"].startswith(IMPORT_ERRORS)
-            and f"import transformer_engine.pytorch: {facts.failures['transformer_engine']}"
-        ),
-        "Megatron falls back to its own modules after an ImportError only; any other error ends Megatron's import",
-        "pip uninstall transformer-engine, or install a build for this torch: github.com/ROCm/TransformerEngine, transformer-engine[pytorch]",
-    ),
-    Rule(
-        "no-transformer-engine",
-        "warning",
-        lambda facts: (
-            facts.failures.get("transformer_engine", "").startswith(IMPORT_ERRORS)
-            and f"import transformer_engine.pytorch: {facts.failures['transformer_engine']}"
-        ),
-        "Transformer Engine is installed and cannot be imported; cluster.transformer_impl=transformer_engine is refused",
-        "install what is missing, or pip uninstall transformer-engine",
-    ),
-    Rule(
-        "mixed-cudnn",
-        "warning",
-        lambda facts: facts.failures.get("cudnn") and f"torch.backends.cudnn.version(): {facts.failures['cudnn']}",
-        "a library, such as Transformer Engine's, has loaded parts of the system's cuDNN in addition to torch's; torch then chooses "
-        "another attention kernel (1.8 times slower on an H200)",
-        "cluster.core_attention=cudnn or flash_attn_4, or remove the system's cuDNN from the loader's path",
-    ),
-    Rule(
-        "wrong-aiter",
-        "error",
-        lambda facts: (
-            facts.versions.get("aiter")
-            and not facts.versions.get("amd-aiter")
-            and f"aiter {facts.versions['aiter']} of PyPI"
-        ),
-        "the PyPI package of that name is an asyncio library; AMD's kernels are called amd-aiter",
-        "pip uninstall aiter; AMD's Primus containers hold the right one",
-    ),
-    Rule(
-        "wrong-primus",
-        "warning",
-        lambda facts: (
-            facts.modules.get("primus")
-            and facts.modules.get("primus.core") is False
-            and f"primus {facts.versions.get('primus') or ''} without primus.core"
-        ),
-        "the PyPI package of that name is not AMD's Primus",
-        "pip uninstall primus; clone github.com/AMD-AGI/Primus",
-    ),
-    Rule(
-        "async-save-rocm",
-        "warning",
-        # of a version such as 7.0.51831-abc only the numbers can be compared
-        lambda facts: (
-            facts.hip and _before((re.match(r"\d+(\.\d+){0,2}", facts.hip) or ["0"])[0], "7.1") and f"ROCm {facts.hip}"
-        ),
-        "asynchronous torch_dist saves fork with HIP's pinned memory and crashed before ROCm 7.1 (AMD-AGI/Primus #46, "
-        "#267)",
-        "set megatron.async_save=false, or use ROCm 7.1",
-    ),
-    Rule(
-        "stale-mha",
-        "warning",
-        lambda facts: (
-            facts.hip
-            and facts.versions.get("amd-aiter")
-            and _before(facts.versions.get("transformer-engine"), "2.14")
-            and f"transformer-engine {facts.versions['transformer-engine']} with amd-aiter "
-            f"{facts.versions['amd-aiter']}"
-        ),
-        "its libmha_bwd.so crashed the backward pass of AITER attention with head dimension 128 on gfx942 (Primus, "
-        "aiter_deepbind_patches.py)",
-        "Transformer Engine 2.14, or cluster.core_attention=sdpa",
-    ),
-    Rule(
-        "scratch-reclaim",
-        "warning",
-        lambda facts: (
-            any(arch.startswith("gfx942") for arch in facts.archs)
-            and facts.environ.get("HSA_NO_SCRATCH_RECLAIM") != "1"
-            and f"HSA_NO_SCRATCH_RECLAIM={facts.environ.get('HSA_NO_SCRATCH_RECLAIM') or 'unset'} on gfx942"
-        ),
-        "without it MoE training can crash on gfx942 (Primus, base_env.sh)",
-        "export HSA_NO_SCRATCH_RECLAIM=1; the recipes cluster=mi300x_* set it",
-    ),
-    Rule(
-        "wide-stores",
-        "warning",
-        _wide_stores,
-        "its LLVM can overwrite the data of a wide store too early, with silently wrong gradients (triton-lang/triton#10711; "
-        "LLVM before llvm/llvm-project#197267, and from there to #203770; still open on gfx942: #218550)",
-        "Triton 3.8 or newer; `python -m hip_ops scan` checks the kernels in Triton's cache",
-    ),
-    Rule(
-        "devices-hidden",
-        "warning",
-        _devices_hidden,
-        "torch is built for an accelerator and finds none",
-        "check the driver, the rights on /dev/kfd and /dev/dri, and *_VISIBLE_DEVICES; or use cluster=cpu",
-    ),
-    Rule(
-        "dynamo-off",
-        "warning",
-        lambda facts: (
-            facts.archs
-            and facts.environ.get("TORCHDYNAMO_DISABLE") == "1"
-            and "TORCHDYNAMO_DISABLE=1 with an accelerator"
-        ),
-        "the model's fused functions then run one operation at a time on an accelerator",
-        "unset TORCHDYNAMO_DISABLE for runs on a GPU",
-    ),
-    Rule(
-        "primus-patches",
-        "warning",
-        lambda facts: (
-            facts.environ.get("PRIMUS_PATCHES", "").lower() not in ("", "all")
-            and f"PRIMUS_PATCHES={facts.environ['PRIMUS_PATCHES']}"
-        ),
-        "Primus then skips its own patches without a message",
-        "unset PRIMUS_PATCHES, or set it to all",
-    ),
-    Rule(
-        "patch-range",
-        "error",
-        lambda facts: ", ".join(facts.unfit),
-        "the code that they change may be different in this version; a run would stop before it begins",
-        "install a version in the patch's range, listed below",
-    ),
+from zaya_plugin import compat
+from zaya_plugin.machines.checks import Outcome, Setting
+from zaya_plugin.machines.facts import TRITONS, Facts
+from zaya_plugin.machines.hardware import ROOT, mount_of, read
+from zaya_plugin.machines.installed import (
+    NO_DEVICES,
+    UNKNOWN,
+    answer,
+    distribution_version,
+    is_unknown,
+    missing_packages,
+    patches,
+    torch_devices,
 )
+from zaya_plugin.machines.machine_rules import MACHINE_RULES
+from zaya_plugin.machines.package_rules import PACKAGE_RULES
+
+RULES = (*PACKAGE_RULES, *MACHINE_RULES)
+DISTRIBUTIONS = ("torch", "aiter", "amd-aiter", "primus", "transformer-engine", "transformers", "peft", "wandb")
+DISTRIBUTIONS += ("protobuf", *TRITONS)
+MODULES = ("triton", "psutil", "primus", "primus.core")
+
+
+def known_problems(setting: Setting) -> Outcome:
+    """Look for known problems. Wrong: one of them is an error, so training cannot start."""
+    entries = problems(facts_of_this_environment())
+    texts = [f"{entry['severity']}: {entry['name']} ({entry['evidence']})" for entry in entries]
+    details = [
+        line
+        for entry in entries
+        for line in (
+            f"{entry['severity']:8}{entry['name']}: {entry['evidence']}",
+            f"        why   {entry['why']}",
+            f"        do    {entry['remedy']}",
+            f"        see   {entry['thread']}",
+        )
+    ]
+    wrong = any(entry["severity"] == "error" for entry in entries)
+    text = "; ".join(texts) or "none"
+    return Outcome("wrong" if wrong else "pass", text, {"problems": entries}, details=details)
 
 
 def problems(facts: Facts) -> list[dict[str, str]]:
-    """Return the known problems that apply, errors first: name, severity, evidence, why, remedy."""
-    named = ("name", "severity", "why", "remedy")
+    """Return the known problems that apply, errors first: name, severity, evidence, why, remedy, thread."""
+    named = ("name", "severity", "why", "remedy", "thread")
     applying = [
         {**{name: getattr(rule, name) for name in named}, "evidence": evidence}
         for rule in RULES
         if (evidence := rule.find(facts))
     ]
     return sorted(applying, key=lambda problem: problem["severity"] != "error")
+
+
+def facts_of_this_environment() -> Facts:
+    devices = answer(torch_devices)  # the check `devices` names an error
+    imported = not is_unknown(devices)
+    devices = devices if imported else NO_DEVICES
+    kind, _, version = devices["built_for"].partition(" ")
+    return Facts(
+        missing=missing_packages(),
+        versions={name: distribution_version(name) for name in DISTRIBUTIONS},
+        modules={name: compat.has_module(name) for name in MODULES},
+        environ=os.environ,
+        core=compat.core_version(),
+        training=compat.has_training(),
+        mixed=compat.has_module("megatron.training") and not compat.has_training(),
+        hip=version if kind == "ROCm" else None,
+        cuda=version if kind == "CUDA" else None,
+        archs=tuple(item["arch"] for item in devices["accelerators"]),
+        unfit=tuple(patch.symbol for patch in patches() if patch.applies and not patch.fits),
+        outer_torch=outer_torch(Path(sys.prefix)),
+        **(facts_of_torch() if imported else {}),
+        **facts_of_machine(ROOT),
+    )
+
+
+def facts_of_torch() -> dict[str, Any]:
+    """Import Transformer Engine, then ask torch for its cuDNN, RCCL or NCCL, and architectures."""
+    import torch
+
+    from hip_ops.runtime.launchers import mapped_runtimes, own_maps
+
+    calls: dict[str, Callable[[], Any]] = {}
+    if compat.has_module("transformer_engine"):
+        calls["transformer_engine"] = lambda: importlib.import_module("transformer_engine.pytorch")
+    if torch.version.cuda:
+        calls["cudnn"] = torch.backends.cudnn.version
+    answers = {name: answer(call) for name, call in calls.items()}
+    nccl = answer(lambda: ".".join(map(str, torch.cuda.nccl.version())))
+    return {
+        "failures": {name: text.removeprefix(UNKNOWN) for name, text in answers.items() if is_unknown(text)},
+        "compiled_archs": tuple(torch.cuda.get_arch_list()),
+        "nccl": None if is_unknown(nccl) else nccl,
+        "runtimes": tuple(map(str, mapped_runtimes(own_maps()))),
+    }
+
+
+def outer_torch(prefix: Path) -> str | None:
+    """Say which torch of another virtual environment, from whose Python `prefix` was made, this process does not see;
+    None where there is none, or where it imports that one.
+    """
+    command = re.search(r"^command = (\S+)/bin/\S+ -m venv ", read(prefix / "pyvenv.cfg"), re.MULTILINE)
+    outer = Path(command[1]) if command else prefix
+    torch = next(outer.glob("lib/python*/site-packages/torch"), None)
+    if outer == prefix or torch is None or not (outer / "pyvenv.cfg").is_file():
+        return None
+    spec = importlib.util.find_spec("torch")
+    seen = spec is not None and spec.origin and Path(spec.origin).parent.samefile(torch)
+    return None if seen else f"{prefix} does not see {torch}"
+
+
+def facts_of_machine(root: Path) -> dict[str, Any]:
+    """Read the files of Linux and of AMD's driver below `root`."""
+    devices = sorted((root / "sys/bus/pci/drivers/amdgpu").glob("*:*:*.*"))
+    modes = {read(device / f"current_{kind}_partition") for device in devices for kind in ("compute", "memory")}
+    targets = (
+        re.search(r"^gfx_target_version (\d+)", read(file), re.MULTILINE)
+        for file in sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"))
+    )
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    memory = answer(lambda: shutil.disk_usage(root / "dev/shm").total)
+    caches = {folder: existing(folder) for folder in kernel_caches()}
+    return {
+        "kfd": tuple(named(int(target[1])) for target in targets if target and int(target[1])),
+        "kfd_denied": not os.access(root / "dev/kfd", os.R_OK | os.W_OK),
+        "partitions": tuple(sorted(modes - {"", "SPX", "NPS1"})),
+        "iommu": tuple(read(device / "iommu_group/type") for device in devices),
+        "networks": tuple(sorted(path.name for path in (root / "sys/class/infiniband").glob("*"))),
+        "memlock_bytes": None if locked == resource.RLIM_INFINITY else locked,
+        "shm_bytes": None if is_unknown(memory) else memory,
+        "numa_balancing": read(root / "proc/sys/kernel/numa_balancing") not in ("", "0"),
+        "caches": {str(folder): mount_of(parent, root)[0] for folder, parent in caches.items()},
+        "noexec": tuple(
+            f"{folder} is mounted noexec"
+            for folder, parent in caches.items()
+            if os.statvfs(parent).f_flag & os.ST_NOEXEC
+        ),
+    }
+
+
+def named(version: int) -> str:
+    """Return the architecture of KFD's gfx_target_version: gfx942 for 90402, gfx90a for 90010."""
+    major, rest = divmod(version, 10000)
+    return f"gfx{major}{rest // 100:x}{rest % 100:x}"
+
+
+def kernel_caches() -> list[Path]:
+    """Return the folders into which Triton and torch.compile compile, those that exist and those that do not yet."""
+    from hip_ops.runtime.hazards import inductor_cache, triton_cache
+
+    return [folder.absolute() for folder in (triton_cache(), inductor_cache()) if folder is not None]
+
+
+def existing(folder: Path) -> Path:
+    """Return `folder` or its nearest parent that exists."""
+    return next(path for path in (folder, *folder.parents) if path.exists())

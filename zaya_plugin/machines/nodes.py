@@ -82,7 +82,7 @@ def node_of(name: str, record: Mapping[str, Any]) -> Node:
         if entry["state"] == "wrong":
             for reason in reasons:
                 node.fail(reason)
-        elif entry["state"] == "slow":  # the expected rates of some devices are predictions
+        elif entry["state"] in ("slow", "unsupported"):  # the expected rates of some devices are predictions
             node.notes += map(printable, reasons)
         node.notes += map(printable, entry["details"])
         node.figures |= entry["compared"]
@@ -96,9 +96,10 @@ def examine_nodes(options: argparse.Namespace, checks: Sequence[Check], storage:
     folder = output.parent / "nodes"
     words = ["--only", ",".join(check.name for check in checks), "--device", options.device, "--storage", str(storage)]
     records = {name: folder / f"{name}.json" for name in names}
-    if launcher and any(shlex.quote(word) != word for word in (*words, str(folder))):
-        allowed = "folders without blanks and quotes, because ssh and its like give them to a shell"
-        raise mistake("--output", options.output, problem="cannot be passed to another node", allowed=allowed)
+    for key, value in (("--storage", storage), ("--output", folder)):
+        if launcher and shlex.quote(str(value)) != str(value):
+            allowed = "a path without blanks and quotes, because ssh and its like give it to a shell"
+            raise mistake(key, value, problem="cannot be passed to another node", allowed=allowed)
     program = [sys.executable, "-m", "zaya_plugin.cli", "verify", *words, "--output"]
     commands = [on(launcher, name) + [*program, str(records[name])] for name in names]
     if options.dry_run:

@@ -226,6 +226,11 @@ def _rows_of_embedding(sizes: Sizes, device: torch.device) -> tuple:
     return total, ids, _normal(device, sizes.tokens, sizes.hidden)
 
 
+def _addition(sizes: Sizes, device: torch.device) -> tuple:
+    shape = sizes.classes // 8, sizes.hidden
+    return _normal(device, *shape, dtype=FP32), _normal(device, *shape)
+
+
 def _expert_flops(sizes: Sizes) -> float:
     return 4.0 * sizes.tokens * sizes.hidden * sizes.ffn
 
@@ -269,6 +274,7 @@ CASES = {
     "finish_gradient": Case(_head("finish_gradient")),
     # each row of fp32 read and written, each row of bf16 read
     "add_rows_": Case(_rows_of_embedding, traffic=lambda sizes: 10.0 * sizes.tokens * sizes.hidden),
+    "add_gradient_": Case(_addition),
 }
 
 

@@ -45,9 +45,11 @@ def environment(setting: Setting) -> Outcome:
     """
     import torch
 
-    from hip_ops.runtime.build import LIBRARY_VARIABLE, library_note
+    from hip_ops.runtime.build import library_note
     from hip_ops.runtime.launchers import mapped_runtimes, own_maps
 
+    has_hip = setting.device == "cuda" and torch.version.hip is not None
+    target = answer(first_target) if has_hip else TARGET
     figures: dict[str, Any] = {
         "devices": installed.torch_devices(),
         "packages": installed.versions(),
@@ -55,21 +57,21 @@ def environment(setting: Setting) -> Outcome:
         "libc": " ".join(platform.libc_ver()),
         "torch": {"version": torch.__version__, "hip": torch.version.hip, "cuda": torch.version.cuda},
         "nccl": answer(lambda: ".".join(map(str, torch.cuda.nccl.version()))),
-        "compilers": {target: answer(lambda target=target: compiler_of(target)) for target in (TARGET, "sm_90", "cpu")},
+        "compilers": {target: answer(lambda target=target: compiler_of(target)) for target in (target, "sm_90", "cpu")},
         "commands": {" ".join(words): output_of(words) for words in COMMANDS if shutil.which(words[0])},
         "firmware_files": files_below(Path("/sys"), FIRMWARE_FILES),
         "limits": {"memlock_bytes": memlock(), "shm_bytes": answer(lambda: shutil.disk_usage("/dev/shm").total)},
         "variables": secrets.of_data({k: v for k, v in os.environ.items() if VARIABLES.match(k)}),
-        "library": answer(lambda: library_note(TARGET)),
+        "library": answer(lambda: library_note(target)),
         "code_objects": answer(code_object_hashes),
     }
-    if setting.device == "cuda" and torch.version.hip:
+    if has_hip:
         figures["loaded"] = answer(load_library)
     figures["hip_runtimes"] = [str(path) for path in mapped_runtimes(own_maps())]
     failures = devices_problem(setting), runtime_problem(torch.version.hip, own_maps()), library_problem()
     problems = [*filter(None, failures)]
-    text = f"{figures['devices']['built_for']}, torch {torch.__version__}, library {TARGET} "
-    text += "built from source" if os.environ.get(LIBRARY_VARIABLE) == "source" else "as shipped"
+    text = f"{figures['devices']['built_for']}, torch {torch.__version__}"
+    text += f", library {figures['loaded']}" if has_hip else ""
     return Outcome("wrong" if problems else "pass", "; ".join(problems) or text, figures)
 
 
@@ -115,21 +117,28 @@ def runtime_problem(hip: str | None, maps: str) -> str | None:
 
 
 def library_problem() -> str | None:
-    """Say why the shipped library cannot be used, or return None; HIP_OPS_LIBRARY=source is not a problem."""
-    from hip_ops.runtime.build import LIBRARY_VARIABLE, shipped
+    """Say why a shipped library cannot be used, or return None; HIP_OPS_LIBRARY=source is not a problem."""
+    from hip_ops.runtime.build import LIBRARY_VARIABLE, MANIFEST, shipped, shipped_folder
+    from hip_ops.runtime.compilers import AMD_ARCHITECTURES
 
-    return None if os.environ.get(LIBRARY_VARIABLE) == "source" else shipped(TARGET)[1] or None
+    if os.environ.get(LIBRARY_VARIABLE) == "source":
+        return None
+    targets = (target for target in AMD_ARCHITECTURES if (shipped_folder(target) / MANIFEST).is_file())
+    return next((why_not for target in targets if (why_not := shipped(target)[1])), None)
 
 
 def load_library() -> str:
-    """Load the kernels' library on the first device, which maps what it needs; return its target."""
+    """Load the kernels' library on the first device, which maps what it needs; return its target, and whether it is the
+    shipped one or which one was built.
+    """
     import torch
 
-    from hip_ops.runtime.launchers import library, target_of
+    from hip_ops.runtime.launchers import identity, library, target_of
 
-    target = target_of(torch.device("cuda", 0))
-    library(target)
-    return target
+    device = torch.device("cuda", 0)
+    library(target := target_of(device))
+    loaded = identity(device) or ""
+    return f"{target} " + ("as shipped" if loaded.startswith("shipped") else loaded)
 
 
 def compiler_of(target: str) -> str:
@@ -173,27 +182,80 @@ def files_below(folder: Path, patterns: tuple[str, ...]) -> dict[str, str]:
 
 
 def hazards(setting: Setting) -> Outcome:
-    """Scan gfx942 code for missing wait states: the shipped library, and what Triton has compiled on this machine."""
+    """Scan AMD code for missing wait states: the device's shipped library, and what Triton has compiled on this machine,
+    for hip_ops and for torch.compile. The reason names the setting with which a bad kernel is not used.
+    """
     from hip_ops.runtime import hazards as scanner
     from hip_ops.runtime.build import LIBRARY, shipped_folder
 
+    failure = answer(compile_formula) if setting.device == "cuda" and on_rocm() else None
+    failure = (failure or "").removeprefix(UNKNOWN)
     objects = sorted(scanner.triton_objects(), key=lambda path: path.stat().st_mtime, reverse=True)
-    files = [shipped_folder(TARGET) / LIBRARY, *objects[:MAX_OBJECTS]]
-    figures: dict[str, Any] = {"triton_cache": str(scanner.triton_cache()), "violations": {}, "unreadable": {}}
+    target = answer(first_target) if setting.device == "cuda" and on_rocm() else TARGET
+    library = shipped_folder(target if shipped_folder(target).is_dir() else TARGET) / LIBRARY
+    files = [library, *objects[:MAX_OBJECTS]]
+    folders, compiled = list(map(str, scanner.triton_folders())), sum(map(scanner.is_inductors, objects[:MAX_OBJECTS]))
+    figures: dict[str, Any] = {"folders": folders, "of_torch_compile": compiled, "violations": {}, "unreadable": {}}
+    overrides: dict[str, str] = {}
     for number, path in enumerate(files, 1):
         setting.say(f"{number} of {len(files)} files")
         try:
             if violations := scanner.scan(path):
                 figures["violations"][str(path)] = [str(violation) for violation in violations]
+                overrides |= without_kernel(path)
         except scanner.ToolNotFound as error:
             return Outcome("skipped", str(error))
         except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
             figures["unreadable"][str(path)] = f"{type(error).__name__}: {error}"
-    text = f"{len(files)} files, {len(objects)} of them from Triton's cache"
+    text = f"{len(files)} files, {len(files) - 1} of Triton's caches, {compiled} of them by torch.compile"
+    text += "" if compiled else ": its kernels were not examined" + (f" ({failure})" if failure else "")
     if len(objects) > MAX_OBJECTS:
-        text += f" ({len(objects) - MAX_OBJECTS} older ones not scanned)"
+        text += f"; {len(objects) - MAX_OBJECTS} older ones not scanned"
+    text += f"; folders: {', '.join(folders) or 'none'}"
     bad = {**figures["violations"], **figures["unreadable"]}
     if bad:
         first, problem = next(iter(bad.items()))
         text = f"{len(bad)} of {text}: {first}: {problem[0] if isinstance(problem, list) else problem}"
-    return Outcome("wrong" if bad else "pass", text, figures)
+        text += "".join(f"; without it: {name}={value}" for name, value in overrides.items())
+    return Outcome("wrong" if bad else "pass", text, figures, overrides=overrides)
+
+
+def first_target() -> str:
+    import torch
+
+    from hip_ops.runtime.launchers import target_of
+
+    return target_of(torch.device("cuda", 0))
+
+
+def on_rocm() -> bool:
+    import torch
+
+    return torch.version.hip is not None
+
+
+def compile_formula() -> None:
+    """Compile a formula of training on the first device, so that torch.compile has made a kernel there."""
+    import torch
+
+    from hip_ops.runtime.main_grad import add_in_place
+
+    device = torch.device("cuda", 0)
+    add_in_place(torch.zeros(256, 256, device=device), torch.ones(256, 256, device=device, dtype=torch.bfloat16))
+    torch.cuda.synchronize(device)
+
+
+def without_kernel(path: Path) -> dict[str, str]:
+    """Return the recipe keys with which the kernel in this file does not run; none for a kernel of another package."""
+    from hip_ops.runtime import hazards as scanner
+    from hip_ops.versions import NOT_RUN, VERSIONS
+
+    if path.suffix != ".hsaco":
+        return {"cluster.kernels": "triton"}  # the shipped library
+    if scanner.is_inductors(path):
+        return {"cluster.environment.TORCHDYNAMO_DISABLE": "1"}
+    if (operator := scanner.operator_of(path)) is None:
+        return {}
+    versions = [version for version in VERSIONS[operator] if version not in NOT_RUN]
+    following = versions[versions.index("triton") + 1 :] or ["reference"]
+    return {f"cluster.kernel_overrides.{operator}": following[0]}

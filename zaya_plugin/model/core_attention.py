@@ -21,7 +21,8 @@ three forms:
                for sequences of several lengths (varlen) are not used: their arguments depend on the number of
                documents, which the host would have to read in every step
 
-A version that is requested by name and is not available, or is wrong, raises; `auto` takes the next one. AITER, which was
+A version that is requested by name and is not available, or is wrong, raises (cudnn for chunks: torch's attention takes
+what blocks do not); `auto` takes the next one. AITER, which was
 not run by this project, is left out with a warning where its check fails.
 """
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 import hip_ops
 from hip_ops.runtime.main_grad import handed_over, main_grad_of
+from zaya_plugin.ground.errors import mistake
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.parameters import gathered
 from zaya_plugin.model.stream import link_layers
@@ -44,6 +45,11 @@ class ZayaGPTModel(GPTModel):
     config: ZayaConfig
 
     def __init__(self, config: ZayaConfig, *positional, rotary_percent: float, rotary_base: int, **named):
+        for name in ("rope_scaling", "seq_len_interpolation_factor"):
+            if named.get(name):
+                raise mistake(
+                    name, named[name], problem="ZAYA's positions are not scaled", allowed="None", fix="leave it out"
+                )
         super().__init__(config, *positional, rotary_percent=rotary_percent, rotary_base=rotary_base, **named)
         self.rotary_pos_emb = ZayaRotaryEmbedding(
             config.kv_channels,

@@ -65,6 +65,11 @@ def make_plan(recipe: Recipe, environ: Mapping[str, str], worker: Sequence[str] 
     return plan
 
 
+def planned_ranks(recipe: Recipe) -> int:
+    """Return the number of ranks that the recipe is made for, on any machine."""
+    return recipe.nproc or recipe.cluster.num_nodes * recipe.cluster.gpus_per_node
+
+
 def _plan(recipe: Recipe, environ: Mapping[str, str], worker: tuple[str, ...], any_node: bool) -> Plan:
     if all(name in environ for name in TORCHRUN_VARIABLES):
         outer, started_by = {name: environ[name] for name in TORCHRUN_VARIABLES}, "torchrun"

@@ -89,7 +89,7 @@ def check_agreement(everyone: Sequence[Choices], recipe: Recipe) -> None:
     Raises:
         ValueError: they differ.
     """
-    cluster, differences, fixes = recipe.cluster, [], {}
+    cluster, differences, fixes, torch_differs = recipe.cluster, [], {}, False
     operators = {**OPERATORS, "core_attention": attention(recipe)}
     for name in dict.fromkeys(name for choices in everyone for name in choices):
         ranks: dict[tuple[str, ...], list[int]] = {}
@@ -100,19 +100,28 @@ def check_agreement(everyone: Sequence[Choices], recipe: Recipe) -> None:
             continue
         texts = (f"{', then '.join(versions)} on {_ranks(of)}" for versions, of in ranks.items())
         differences.append(f"{name} ({'; '.join(texts)})")
+        if len({"blocks" in versions for versions in ranks}) > 1:  # torch's choice by device, which no key makes
+            torch_differs = True
+            continue
         own = operators.get(name)  # None: a library
         key, version = ("kernels", KERNELS_WITHOUT[name]) if own is None else (own.setting, own.last)
         fixes[f"cluster.{key}"] = version
     if not differences:
         return
-    key = "core_attention" if fixes.keys() == {"cluster.core_attention"} else "kernels"
-    install = "the same packages on all ranks, or " if "cluster.kernels" in fixes else ""
+    key = "core_attention" if fixes.keys() <= {"cluster.core_attention"} else "kernels"
+    if "cluster.kernel_overrides.grouped_product" in fixes and cluster.graphs != "none":
+        fixes["cluster.graphs"] = "none"  # its reference is not for graphs
+    words = " ".join(f"{key}={version}" for key, version in fixes.items())
+    if "cluster.kernels" in fixes:
+        words = f"the same packages on all ranks, or {words}"
+    if torch_differs:
+        words = f"the same torch and devices on all ranks{', and ' + words if words else ''}"
     raise mistake(
         f"cluster.{key}",
         getattr(cluster, key),
         problem=f"ranks chose different versions: {', '.join(differences)}. The logs of these ranks say why",
         allowed="the same versions on all ranks",
-        fix=install + " ".join(f"{key}={version}" for key, version in fixes.items()),
+        fix=words,
     )
 
 

@@ -133,7 +133,7 @@ class AgreedSignal:
         handler: Megatron's handler, installed.
         device: of the process group's collectives; on "cpu" the answer of the same step is read.
         saver: states how its save stands, and gets the state of all ranks'; or None.
-        spiked: returns the message's `spike`; None if no guard may roll back.
+        spiked: returns the message's `spike`, 0 where no guard may roll back.
 
     Attributes:
         since: the time (monotonic) at which the signal was noticed on this rank, or None: set once all ranks agree on the

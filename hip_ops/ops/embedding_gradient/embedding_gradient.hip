@@ -11,47 +11,6 @@ using namespace rows;
 
 constexpr int kRun = 32, kBatch = 4;  // rows per wave, and rows in flight
 
-// fp32 sums of a lane's columns.
-template <int kWidth>
-struct Sums {
-  float v[kWidth];
-
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) v[i] = 0.0f;
-  }
-  template <class T> __device__ __forceinline__ void add(const Lane<T, kWidth>& x) {
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) v[i] += to_float(x.get(i));
-  }
-  // kWidth is 8 or 4 if all arrays are aligned to 16 bytes, otherwise 1.
-  __device__ __forceinline__ void add_from(const float* from) {
-    if constexpr (kWidth == 1) v[0] += load_global(from);
-    else
-#pragma unroll
-      for (int i = 0; i < kWidth; i += 4) {
-        const ho::Vector16<float> x = load16(from + i);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) v[i + j] += x[j];
-      }
-  }
-  __device__ __forceinline__ void write(float* to) const {
-    if constexpr (kWidth == 1) store_global(to, v[0]);
-    else
-#pragma unroll
-      for (int i = 0; i < kWidth; i += 4) {
-        ho::Vector16<float> x;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) x[j] = v[i + j];
-        store16(to + i, x);
-      }
-  }
-  __device__ __forceinline__ void add_to(float* total) {
-    add_from(total);
-    write(total);
-  }
-};
-
 // The first of this lane's columns; it may be beyond the last column.
 template <int kWidth>
 __device__ __forceinline__ int first_column() {

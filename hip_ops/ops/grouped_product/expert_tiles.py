@@ -16,9 +16,8 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hip_ops.runtime.descriptors import descriptor
+from hip_ops.runtime.descriptors import TensorDescriptor, descriptor
 
 BORDER = tl.constexpr(2**30)
 MAX_EXTENT = 0x7FFF0000

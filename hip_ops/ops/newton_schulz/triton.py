@@ -26,12 +26,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hip_ops.ops.newton_schulz.plan import Plan, tile_count
 from hip_ops.ops.newton_schulz.product_configs import BEFORE_HOPPER_CONFIG, ProductConfig, choose_config
 from hip_ops.ops.newton_schulz.reference import ProductsInOrientation, iterate, normalised
-from hip_ops.runtime.descriptors import describable
+from hip_ops.runtime.descriptors import TensorDescriptor, describable
 from hip_ops.runtime.launch import multiprocessors, on
 from hip_ops.runtime.tiles import XCDS, grouped_tile, triangle_tile, xcd_contiguous
 

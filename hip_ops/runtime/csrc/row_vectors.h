@@ -59,6 +59,52 @@ __device__ __forceinline__ Lane<T, kWidth> zeros() {
   return lane;
 }
 
+// fp32 sums of kWidth neighbouring elements of one lane: 8 or 4 if all arrays are aligned to 16 bytes, otherwise 1.
+template <int kWidth>
+struct Sums {
+  float v[kWidth];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) v[i] = 0.0f;
+  }
+  template <class T> __device__ __forceinline__ void add(const Lane<T, kWidth>& x) {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) v[i] += to_float(x.get(i));
+  }
+  __device__ __forceinline__ void read(const float* from) {
+    if constexpr (kWidth == 1) v[0] = load_global(from);
+    else
+#pragma unroll
+      for (int i = 0; i < kWidth; i += 4) {
+        const ho::Vector16<float> x = load16(from + i);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) v[i + j] = x[j];
+      }
+  }
+  __device__ __forceinline__ void add_from(const float* from) {
+    Sums x;
+    x.read(from);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) v[i] += x.v[i];
+  }
+  __device__ __forceinline__ void write(float* to) const {
+    if constexpr (kWidth == 1) store_global(to, v[0]);
+    else
+#pragma unroll
+      for (int i = 0; i < kWidth; i += 4) {
+        ho::Vector16<float> x;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) x[j] = v[i + j];
+        store16(to + i, x);
+      }
+  }
+  __device__ __forceinline__ void add_to(float* total) {
+    add_from(total);
+    write(total);
+  }
+};
+
 // This lane's share of a row of `count` elements: `work.template run<pieces>(at)` does `pieces` accesses, the first at element `at`, each
 // kStep elements after the one before.
 template <int kPieces, int kWidth, class Work>

@@ -156,30 +156,22 @@ class Cluster:
         # A person has started the command again: earlier failures, and nodes that were taken out, do not count.
         fresh = Cluster(self.sizes, self.group, self.restarts, self.requeue, self.stages)
         fresh.generation, fresh.checkpoints, fresh.best = self.generation, self.checkpoints, self.best
-        fresh.trained, fresh.skips = (
-            self.best > 0,
-            self.skips,
-        )  # steps that were left out stay out, or the losses change
+        fresh.trained = self.best > 0
+        fresh.skips = self.skips  # steps that were left out stay out, or the losses change
         fresh.stage_name, fresh.begun, fresh.command = self.stage_name, True, row.command
         self.__dict__.update(fresh.__dict__)
 
     def _fail(self, diagnosis: Diagnosis, row: Decision) -> None:
-        self.failures.append(
-            Failure(
-                row.time,
-                diagnosis.cause,
-                diagnosis.node,
-                diagnosis.fingerprint,
-                self.step,
-                (self.stage, self.best),
-                row.time - self.since,
-            )
-        )
+        best, seconds = (self.stage, self.best), row.time - self.since
+        failure = Failure(row.time, diagnosis.cause, diagnosis.node, diagnosis.fingerprint, self.step, best, seconds)
+        # Collections are replaced, not changed, so that `replay` can take a row back that is damaged.
+        self.failures = [*self.failures, failure]
         self.pending, self.running = row, False
-        self.out |= dict.fromkeys(row.nodes_out, diagnosis.cause)
+        self.out = self.out | dict.fromkeys(row.nodes_out, diagnosis.cause)
         self.turns += diagnosis.cause == "rerun_other_gpu"
-        if row.skip and tuple(row.skip) not in self.skips:
-            self.skips.append(tuple(row.skip))
+        if row.skip:
+            first, last = map(int, row.skip)
+            self.skips = [*self.skips, *({(first, last)} - {*self.skips})]
         if row.action == "rollback":
             self.rollbacks += 1
             if row.to_step is not None:
