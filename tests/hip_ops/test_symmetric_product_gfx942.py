@@ -84,8 +84,9 @@ def test_the_side_of_the_tiles_depends_on_rounds_over_304_compute_units():
     # one: 36 tiles of 256, or 136 of 128 in one round, or 528 of 64 in two
     assert tile_side(True, 1, 2048, 2048) == 64 and tile_side(False, 1, 2048, 2048) == 128
     assert tile_side(True, 16, 256, 256) == 64
-    # the 256 of an MI355X: 576 tiles of 256 take 3 rounds, 2176 of 128 take 9
-    assert tile_side(True, 16, 2048, 2048, "gfx950") == 256 and tile_side(False, 1, 2048, 2048, "gfx950") == 128
+    # the 256 units of an MI355X: 576 tiles of 256 take 3 rounds, the last nearly empty, and 2176 of 128 take 9; the 2048
+    # tiles of 256 of 16 products of 4096 x 2048 take 8 whole rounds
+    assert tile_side(True, 16, 2048, 2048, "gfx950") == 128 and tile_side(False, 16, 4096, 2048, "gfx950") == 256
 
 
 @pytest.mark.parametrize("tile", [128, 256])
