@@ -29,6 +29,7 @@ FILES = (
     "tests/hip_ops/test_cca_prologue_gfx942.py",
     "tests/hip_ops/test_embedding_gradient_gfx942.py",
     "tests/hip_ops/test_expert_path_gfx942.py",
+    "tests/hip_ops/test_gradient_addition_gfx942.py",
     "tests/hip_ops/test_grouped_product_gfx942.py",
     "tests/hip_ops/test_muon_gfx942.py",
     "tests/hip_ops/test_newton_schulz_start.py",

@@ -55,7 +55,7 @@ print("right")
 
 
 @pytest.mark.slow  # in `make test` the emulator finds what lies outside (test_symmetric_product_gfx942.py)
-@pytest.mark.parametrize("defines", [[], ["HO_WIDE_MFMA=1"]], ids=["gfx942", "gfx950"])
+@pytest.mark.parametrize("defines", [(), ("HO_WIDE_MFMA=1",)], ids=["gfx942", "gfx950"])
 def test_sanitizers_find_nothing(defines):
     assert "right" in run_sanitized(
         PROGRAM,
