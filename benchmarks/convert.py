@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time, processor time and memory of `zaya checkpoint import` and `export`, beside what the same disk takes.
+"""Time, processor time and memory of `zaya checkpoint import` and `export`, and of the same disk alone.
 
     python3 benchmarks/convert.py --layers 40 --folder /scratch/convert
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure greedy decoding of `zaya generate` beside transformers' `generate`, same random weights, in one run.
+"""Measure greedy decoding of `zaya generate` and of transformers' `generate`, same random weights, in one run.
 
     python3 benchmarks/generate.py                       ZAYA1-base in bf16 on a GPU (about 40 GB), batches of 1 and 32
     python3 benchmarks/generate.py --size tiny           a tiny model in fp32 on a CPU

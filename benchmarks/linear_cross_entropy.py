@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the tied head with its cross-entropy, forward and backward: time and peak memory, beside torch.compile,
-Apple's CCE and Liger.
+"""Measure the tied head with its cross-entropy, forward and backward: time and peak memory, compared with
+torch.compile, Apple's CCE and Liger.
 
     python3 benchmarks/linear_cross_entropy.py                 8192 tokens x 2048 x 262,272 classes, bf16
     python3 benchmarks/linear_cross_entropy.py --sweep         launches of the two Triton kernels on one chunk
@@ -129,7 +129,7 @@ def entry(make: Callable[[], Callable], i: Inputs, device: torch.device, options
             found["error"] = error_of(d_hidden, i)
         found["tflops"] = round(6 * i.hidden.numel() * len(i.weight) / found["ms"] / 1e9, 1)
         return found
-    except Exception as error:  # an anchor that is not installed or does not run here becomes a row of the table
+    except Exception as error:  # an anchor that is not installed or does not run becomes a row of the table
         return failure(error)
     finally:
         i.main_grad.zero_()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure Muon's optimizer step over the matrices of one data-parallel rank of ZAYA1-base, beside torch.optim.Muon and
-torch foreach.
+"""Measure Muon's optimizer step over the matrices of one data-parallel rank of ZAYA1-base, and those of
+torch.optim.Muon and torch foreach.
 
     python3 benchmarks/muon_step.py
     python3 benchmarks/muon_step.py --versions triton hip        both versions of the kernels

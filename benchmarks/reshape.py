@@ -3,7 +3,7 @@
 
     python3 benchmarks/reshape.py --layers 8 --folder /scratch/reshape
 
-The folder needs room for twice the checkpoint, which is said and checked before anything is written.
+The folder needs room for twice the checkpoint, which is printed and checked before anything is written.
 
 Writes a checkpoint of random values as 8 ranks would: a matrix under Muon whole in one file, other parameters cut into
 boxes at the shards' borders, the model's weights under a second name for the same bytes. Then it reshapes it to 64

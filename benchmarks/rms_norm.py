@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure residual merge + RMSNorm, forward and backward, beside eager torch, torch.compile, Liger and quack on the
-same inputs.
+"""Measure residual merge + RMSNorm, forward and backward, compared with eager torch, torch.compile, Liger and quack on
+the same inputs.
 
     python3 benchmarks/rms_norm.py                     add + RMSNorm in bf16, and ZAYA's merge on an fp32 stream
     python3 benchmarks/rms_norm.py --sweep             other tiles and grids of the Triton kernels

@@ -7,11 +7,11 @@
 
 The router is zaya_plugin.model.router in Megatron's DDP, in training, with weight gradients in fp32 main gradients,
 from the normed input to routing weights, choice and state; `behind the down projection` leaves that product out. The
-gradient of the input is a separate tensor here; in a layer it is added to that of the experts. `distance` compares a
-step of the first version with the reference. `ms` is a call from Python, `graph_ms` the replay of a captured graph, as
-in training, `both` forward and backward in one; all are medians of triton's do_bench, which clears L2 before each call.
-GB/s count the bytes that a step must read and write if it keeps state and both hidden layers. Prints a table and one
-line of JSON, which it writes to benchmarks/results/<name>.json.
+gradient of the input is a separate tensor in this script; in a layer it is added to that of the experts. `distance`
+compares a step of the first version with the reference. `ms` is a call from Python, `graph_ms` the replay of a captured
+graph, as in training, `both` forward and backward in one; all are medians of triton's do_bench, which clears L2 before
+each call. GB/s count the bytes that a step must read and write if it keeps state and both hidden layers. Prints a table
+and one line of JSON, which it writes to benchmarks/results/<name>.json.
 """
 
 from __future__ import annotations

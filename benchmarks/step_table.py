@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the steps of ZAYA1-base that have a goal in this project, one after the other on the devices of one node, and
-print them beside the goals.
+print them with the goals.
 
     python3 benchmarks/step_table.py --devices 8 --dry-run                                   the commands
     python3 benchmarks/step_table.py --devices 8 cluster.core_attention=flash_attn_4 parallel.nccl_ub=true

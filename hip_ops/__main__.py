@@ -13,6 +13,7 @@ import torch
 
 from hip_ops.runtime import conditions, hazards
 from hip_ops.runtime.build import BuildError, build, cache_folder, library_note, prebuilt
+from hip_ops.runtime.code_objects import objects_note
 from hip_ops.runtime.compilers import (
     AMD_ARCHITECTURES,
     CompilerNotFound,
@@ -23,11 +24,12 @@ from hip_ops.runtime.compilers import (
 from hip_ops.runtime.launchers import default_target, target_of
 from hip_ops.runtime.operator import Operator, all_operators, table
 
-ENVIRONMENT = """\
+VARIABLES_HELP = """\
 environment:
   HIP_OPS_KERNELS    auto (default), hip, triton, compiled or reference; then single operators, as in
                      auto,router_mlp=compiled
-  HIP_OPS_LIBRARY    shipped (default): the verified library of the package for gfx942 or gfx950; source: build it with hipcc
+  HIP_OPS_LIBRARY    shipped (default): the verified libraries (gfx942, gfx950) and Triton kernels of the package; source:
+                     them with hipcc and Triton
   HIP_OPS_CACHE      folder of the built libraries (default: ~/.cache/hip_ops)
   HIP_OPS_ARCH       AMD architecture to build for on a machine without a GPU (default: PYTORCH_ROCM_ARCH, else gfx942)
   ROCM_PATH, CUDA_HOME   folders that are searched for hipcc and nvcc before PATH
@@ -39,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="python -m hip_ops",
         description=__doc__,
-        epilog=ENVIRONMENT,
+        epilog=VARIABLES_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="{build,info,scan}")
@@ -60,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     info_options = commands.add_parser(
         "info",
         help="the version of every operator on every device and why, compilers, cache",
-        description="Prints which version of every operator runs on every device and why, which compilers were found, "
+        description="Prints which version of every operator runs on every device and why, the available compilers, "
         "and where the "
         "cache is. Exit status: 1 if a requested version is not available or fails its check.",
     )
@@ -125,6 +127,8 @@ def info(check: bool) -> int:
         print("\n".join(f"  {line}" for line in table(choices)))
     print("\nlibraries of AMD targets")
     print("\n".join(f"  {target}: {library_note(target)}" for target in AMD_ARCHITECTURES))
+    print("\nTriton kernels of AMD targets")
+    print("\n".join(f"  {target}: {objects_note(target)}" for target in AMD_ARCHITECTURES))
     print("\ncompilers")
     targets = {default_amd_target(), "cpu", *filter(None, map(target_or_none, devices()))}
     for target in sorted(targets if any(target.startswith("sm_") for target in targets) else {*targets, "sm_90"}):

@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 
+class NotCompiled(RuntimeError):
+    """No shipped object fits a call, and the installed Triton cannot compile its kernel; another version can run."""
+
+
 def mistake(subject: str, problem: str, allowed: str, fix: str = "") -> ValueError:
     """Return the ValueError `<subject>: <problem>. Allowed: <allowed>. Fix: <fix>.`
 

@@ -87,8 +87,8 @@ def linear_cross_entropy(tokens: int, hidden_size: int, element_bytes: int, prom
 
 
 def linear_cross_entropy_work(tokens: int, hidden_size: int, classes: int, element_bytes: int, ranks: int = 1) -> float:
-    """Return the bytes that exist while a promised call runs, beside those it keeps. classes: of this rank; ranks:
-    sharing the vocabulary.
+    """Return the bytes that exist while a promised call runs, in addition to those it keeps. classes: of this rank;
+    ranks: sharing the vocabulary.
 
     They are the hidden states of all tokens and, for one chunk, the logits, the gradient of hidden in fp32 and three
     numbers per part of a row, twice where ranks join theirs.

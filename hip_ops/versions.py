@@ -2,14 +2,14 @@
 """The operators, the versions that each has, best first, and which of them a process requests. Needs no torch: recipes
 are checked against it.
 
-A new version is one name here and one file `hip_ops/ops/<operator>/<name>.py` with functions named like those of
-reference.py. `compiled` is torch.compile of the reference and needs no file. Every operator also has the version
+A new version is one name in this table and one file `hip_ops/ops/<operator>/<name>.py` with functions named like those
+of reference.py. `compiled` is torch.compile of the reference and needs no file. Every operator also has the version
 `reference`.
 
 A request is
 
-    auto (default)   the best version that is available (runtime/choice.py): hip on ROCm, triton, torch.compile of the reference, the
-                     reference. On a CPU the reference.
+    auto (default)   the best version that is available (runtime/choice.py): hip on ROCm, triton, torch.compile of the
+                     reference, the reference. On a CPU the reference.
     hip, triton, compiled, reference    that version of every operator that has it; the others as with auto
 
 An override requests a version for the operators of one folder of hip_ops/ops by name, optional packages included
@@ -49,8 +49,9 @@ NO_FP32 = {
     "grouped_product": ("quack", "triton", "grouped_mm", "aiter"),
     "newton_schulz": ("hip", "quack", "triton"),
 }
-# Versions that this project has run on no device. Only a request by name takes them; one that fails its self-check is
-# skipped with a warning there too, because the request could not know it.
+# Versions that this project has run on no device. Of hip_ops' operators only a request by name takes them (core
+# attention's auto takes aiter after its check); one that fails its self-check is skipped with a warning there too,
+# because the request could not know it.
 NOT_RUN = ("aiter",)
 # Versions that may sum in another order at every call. All others give the same bits, which the self-check compares.
 ANY_ORDER = ("aiter",)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replaces symbols of a host during a run, where the replacement carries the run's state, and restores them afterwards.
 
-Static changes are patches, one file each beside this one. Here the caller passes the function, and a `with` restores
-the symbol:
+Static changes are patches, one file each next to this one. For a hook the caller passes the function, and a `with`
+restores the symbol:
 
     with wrapped([("megatron.training.training.save_checkpoint", save_and_prune)]):
         pretrain(...)  # calls save_and_prune(Megatron's save_checkpoint, iteration, ...)
@@ -121,7 +121,7 @@ HOOKS: dict[str, HostChange] = dict(
         ),
         _hook(
             TRAINING + "save_checkpoint_and_time",
-            "a save copies the rank's state beside the next step, and a process of its own writes it",
+            "a save copies the rank's state during the next step, and a process of its own writes it",
             "Megatron's asynchronous save has no collective, writes a checkpoint of one step, and survives its writer",
             versions=LOOP,
         ),

@@ -41,7 +41,7 @@ def corpus(tmp_path_factory, texts) -> Path:
 
 @pytest.fixture(scope="session")
 def run():
-    """Calls the command in this process with one worker unless told otherwise; returns its exit status."""
+    """Calls the command in this process with one worker by default; returns its exit status."""
 
     def call(*argv) -> int:
         argv = [str(argument) for argument in argv]

@@ -48,7 +48,7 @@ PHASES = re.compile(
 
 
 def without_phases(text: str) -> str:
-    """Return what a command has said without the lines about its phases."""
+    """Return the messages of a command without the lines about its phases."""
     return PHASES.sub("", text)
 
 

@@ -107,7 +107,7 @@ for wanted in $SUPPORTED; do
 done
 
 {
-    echo "No usable Python found. This needs CPython 3.12 or 3.13 (64 bit, with the venv module)."
+    echo "No usable Python is installed. This needs CPython 3.12 or 3.13 (64 bit, with the venv module)."
     echo "Looked on PATH, in $PYENV/versions, in $UV and under $PREFIXES. Tried:"
     if [ -n "$tried" ]; then printf '%s' "$tried" | sort -u; else echo "  no python, python3, python3.12 or python3.13"; fi
     echo "Install one with this command, then run make again:"

@@ -31,7 +31,9 @@ def keys_table() -> str:
 
 
 def resume_table() -> str:
-    """Return a Markdown table: what a resume does with a change, why, and the keys; keys that may change are left out."""
+    """Return a Markdown table: what a resume does with a change, why, and the keys;
+    keys that may change are left out.
+    """
     keys: dict[OnResume, list[str]] = {}
     for path, field in leaves():
         keys.setdefault(field.metadata["resume"], []).append(f"`{path}`")

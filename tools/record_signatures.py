@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record signatures of a Python package as JSON, from its sources alone: nothing of the package is imported or run.
 
-The tests of optional packages that cannot be installed here (AITER, Transformer Engine) compare our calls with this
-data, and build stand-ins from it. One file holds one version of a package.
+The tests of optional packages that cannot be installed on a developer's machine (AITER, Transformer Engine) compare our
+calls with this data, and build stand-ins from it. One file holds one version of a package.
 
     python tools/record_signatures.py CHECKOUT --rev v0.1.20 --symbols aiter.flash_attn_func > aiter-0.1.20.json
     python tools/record_signatures.py UNPACKED_WHEEL --symbols package.module.Class --methods __init__ forward

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the libraries that the package ships for MI300X and MI355X, hip_ops/shipped/<target>/libhip_ops.so, and their
-manifests.
+"""Builds what the package ships for MI300X and MI355X in hip_ops/shipped/<target>/: the library libhip_ops.so and, for
+MI300X, the code objects of Triton kernels (tools/triton_objects.py), each with a manifest.
 
-    python -m tools.ship            builds all; commit them together with the sources that changed
+    python -m tools.ship            builds all; commit it together with the sources that changed
     python -m tools.ship --check    builds in a scratch folder, and fails where the bytes differ from the shipped ones
     python -m tools.ship gfx942     one of them; gfx950 needs `pip install ziglang==0.17.1`, 101 MB, which holds clang 22
 
@@ -23,14 +23,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hip_ops.runtime.build import LIBRARY, MANIFEST, kernel_sources, shipped_folder, sources_digest
+from hip_ops.runtime.code_objects import OBJECTS_MANIFEST
 from tests.gfx942 import toolchain
 from tests.gfx942.toolchain import COMPILER, TARGETS, is_newer, require
+from tools import triton_objects
 
 ROOT = Path(__file__).resolve().parents[1]
 HOST_FLAGS = ("-fPIC", "-fvisibility=hidden", "-Ihip_ops/runtime/csrc")
 LINKER = "ld.lld-19"
 # Without --as-needed the library would require libstdc++, of which it uses nothing.
 LINK_FLAGS = ("-shared", "-fPIC", "--hip-link", "-no-hip-rt", "-fuse-ld=lld-19", "-Wl,--as-needed", "-Wl,--strip-all")
+OBJECTS_TARGET = "gfx942"  # of the Triton kernels that ship
 BUNDLE = b"__CLANG_OFFLOAD_BUNDLE__"
 
 
@@ -96,8 +99,8 @@ def code_objects(library: Path) -> list[bytes]:
 
 
 def differences(built: Path, shipped: Path) -> list[str]:
-    """Returns what differs between two folders that each hold a library and its manifest."""
-    problems = []
+    """Returns what differs between two folders that each hold a library, code objects and their manifests."""
+    problems = object_differences(built, shipped)
     old, new = (json.loads((folder / MANIFEST).read_text()) for folder in (shipped, built))
     problems += [f"{key}: shipped {old.get(key)}, built {new[key]}" for key in new if new[key] != old.get(key)]
     if (shipped / LIBRARY).read_bytes() != (built / LIBRARY).read_bytes():
@@ -105,6 +108,17 @@ def differences(built: Path, shipped: Path) -> list[str]:
         other = sum(code not in ours for code in theirs)
         problems.append(f"the bytes differ; {other} of {len(theirs)} code objects are not in the shipped library")
     return problems
+
+
+def object_differences(built: Path, shipped: Path) -> list[str]:
+    """Returns what differs between the code objects of two folders, and between their manifests."""
+    new, old = ({file.name: file.read_bytes() for file in folder.glob("*.hsaco")} for folder in (built, shipped))
+    problems = [f"{name}: not shipped" for name in sorted(new.keys() - old.keys())]
+    problems += [f"{name}: no recipe needs it" for name in sorted(old.keys() - new.keys())]
+    problems += [f"{name}: the bytes differ" for name in sorted(new.keys() & old.keys()) if new[name] != old[name]]
+    files = [folder / OBJECTS_MANIFEST for folder in (built, shipped)]
+    texts = [file.read_text() if file.is_file() else "" for file in files]
+    return problems or [f"{OBJECTS_MANIFEST}: the text differs"] * (texts[0] != texts[1])
 
 
 def _run(command: list[str], folder: Path) -> None:
@@ -116,7 +130,7 @@ def _run(command: list[str], folder: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.ship", description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="compare a new build with the shipped library")
+    parser.add_argument("--check", action="store_true", help="compare a new build with what is shipped")
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)} (default: all)")
     options = parser.parse_args(arguments)
     if unknown := sorted({*options.targets} - {*TARGETS}):
@@ -127,6 +141,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.check:
             with tempfile.TemporaryDirectory() as scratch:
                 build(Path(scratch), target=target)
+                if target == OBJECTS_TARGET:
+                    triton_objects.build(Path(scratch), target)
                 problems = differences(Path(scratch), folder)
             failed |= bool(problems)
             print(f"{target}: " + ("; ".join(problems) or "the same bytes"))
@@ -134,6 +150,8 @@ def main(arguments: list[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         library = build(folder, target=target)
         print(f"{library.relative_to(ROOT)}: {library.stat().st_size} bytes")
+        if target == OBJECTS_TARGET:
+            print(f"{folder.relative_to(ROOT)}/*.hsaco: {triton_objects.build(folder, target)} bytes")
     return int(failed)
 
 

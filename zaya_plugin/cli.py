@@ -22,7 +22,7 @@ from zaya_plugin.ground.exit_codes import INTERRUPTED, STOPPED, USER_ERROR
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand and return its exit code."""
     if argv is None:
-        process.in_utf8_mode()
+        process.restart_in_utf8_mode()
     argv = sys.argv[1:] if argv is None else argv
     replace_unprintable()
     try:
@@ -81,7 +81,7 @@ def _dispatch(argv: list[str]) -> int:
         phases.quiet_hosts()
         phases.show(sys.stderr)
     parser = table.parser_of(command)
-    if not parser.imports_more:
+    if not parser.imports_large_packages:
         process.end_on_interrupt(during_imports=False)
     return parser.run(parser.read(words)) or 0
 

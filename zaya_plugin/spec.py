@@ -45,8 +45,8 @@ def recipe_of_run(args) -> Path:
     if not path.is_file():
         raise mistake(
             str(path),
-            problem="the recipe does not exist; it holds the settings that Megatron has no argument for (router, Muon, balancing, "
-            "hand-over)",
+            problem="the recipe does not exist; it holds the settings that Megatron has no argument for (router, "
+            "Muon, balancing, hand-over)",
             fix=f"zaya export megatron experiment=<name> run_dir={path.parent}, or {RECIPE_VARIABLE}=<recipe> in the "
             "environment",
         )

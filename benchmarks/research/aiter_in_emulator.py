@@ -10,7 +10,7 @@ ptgmm's place, whose defect the self-check must find.
 
 Not AITER on a device: the emulator has no time and no caches, and its three programs stand for 304 compute units. It
 has no scratch memory either, which AITER's tiles of 256 x 256 spill to under Triton 3.7.1, so gmm has tiles of 64 x 64
-here, and ptgmm without accumulation 128 x 128. The other settings are AITER's.
+in this file, and ptgmm without accumulation 128 x 128. The other settings are AITER's.
 """
 
 from __future__ import annotations
@@ -148,14 +148,14 @@ def compare(tag: str) -> bool:
 
 
 def report(tag: str, name: str, run: Callable[[], str | None], defect: str | None = None) -> bool:
-    """Run a check and print what it found. defect: what it has to find."""
+    """Run a check and print what it detects. defect: what it has to detect."""
     start = time.perf_counter()
     try:
         found = run()
     except AssertionError as error:
         found = str(error)
     right = found is None if defect is None else defect in (found or "")
-    text = ("passed" if right else "FAILED") + (f", found: {found}" if found else "")
+    text = ("passed" if right else "FAILED") + (f", seen: {found}" if found else "")
     print(f"{tag:14} {name:48} {text} ({time.perf_counter() - start:.1f} s)", flush=True)
     return right
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure other tiles of quack's grouped GEMM on this GPU, each checked against fp32, beside hip_ops' Triton.
+"""Measure other tiles of quack's grouped GEMM on this GPU, each checked against fp32, and hip_ops' Triton.
 
     python3 benchmarks/research/tune_quack_grouped_gemm.py                      16,384 tokens, two layers' loads, all of
                                                                                 TILES and CLUSTERS; a minute

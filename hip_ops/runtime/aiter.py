@@ -26,7 +26,7 @@ from hip_ops.runtime.launch import architecture
 logger = logging.getLogger("hip_ops")
 DISTRIBUTION = "amd-aiter"  # PyPI's package `aiter` is an unrelated library
 RELEASES = "the releases 0.1.14.post1 and 0.1.18 to 0.1.20.post1, whose sources were read"
-ARCHITECTURES = ("gfx942", "gfx950")  # those for which these releases hold settings of the kernels used here
+ARCHITECTURES = ("gfx942", "gfx950")  # those for which these releases hold settings of the kernels that we use
 
 
 def installed() -> str | None:
@@ -35,6 +35,27 @@ def installed() -> str | None:
         return metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:
         return None
+
+
+def installed_versions() -> tuple[str | None, str | None]:
+    """Return the versions of AITER and of Transformer Engine, None for one that is not installed."""
+    try:
+        return installed(), metadata.version("transformer-engine")
+    except metadata.PackageNotFoundError:
+        return installed(), None
+
+
+def stale_backward(aiter: str | None, transformer_engine: str | None) -> str | None:
+    """Return why AITER's attention must not train with this Transformer Engine, or None; arguments as
+    `installed_versions` returns them.
+
+    Before 2.14 Transformer Engine on ROCm loads a libmha_bwd.so of its own, with which AITER's backward pass crashed
+    for heads of 128 channels on gfx942 (Primus, aiter_deepbind_patches.py).
+    """
+    readable = aiter and transformer_engine and re.match(r"\d", transformer_engine)
+    if not readable or _release(transformer_engine) >= (2, 14):
+        return None
+    return f"transformer-engine {transformer_engine} with amd-aiter {aiter}"
 
 
 def missing(first: str) -> str | None:

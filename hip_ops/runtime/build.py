@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the shared library of a target: the one that the package ships, otherwise one that is built here, at first use
-or ahead of it (`python -m hip_ops build`).
+"""Finds the shared library of a target: the one that the package ships, otherwise one that is built on this machine, at
+first use or ahead of it (`python -m hip_ops build`).
 
 The package ships gfx942's and gfx950's libraries, which the emulator has run (tools/ship.py makes them). They are used as
 long as the installed sources are those that they were built from and HIP_OPS_LIBRARY=source does not request a build.
 
-A built library is known by the hash of its sources, flags and compiler: `<cache>/<target>-<hash>/libhip_ops.so`, beside
-a manifest.json that holds its checksum. Both are renamed into place, and a library whose checksum differs from its
+A built library is known by the hash of its sources, flags and compiler: `<cache>/<target>-<hash>/libhip_ops.so`, next
+to a manifest.json that holds its checksum. Both are renamed into place, and a library whose checksum differs from its
 manifest's is built again. So a killed build or a full disk never leaves a file that would be loaded as a library.
 """
 
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -121,15 +121,21 @@ def shipped_folder(target: str) -> Path:
     return SHIPPED / target
 
 
-def shipped(target: str, *, sources: Path = PACKAGE) -> tuple[Path | None, str]:
-    """Return the shipped library of `target` and "", or None and why an AMD target is built from source instead."""
-    if target not in AMD_ARCHITECTURES:
-        return None, ""
+def requested_library() -> str:
+    """Return the value of HIP_OPS_LIBRARY, shipped or source. Raises ValueError for another one."""
     requested = os.environ.get(LIBRARY_VARIABLE) or "shipped"
     if requested not in ("shipped", "source"):
         raise mistake(
             f"{LIBRARY_VARIABLE}={requested}", "no such library", "shipped, source", f"unset {LIBRARY_VARIABLE}"
         )
+    return requested
+
+
+def shipped(target: str, *, sources: Path = PACKAGE) -> tuple[Path | None, str]:
+    """Return the shipped library of `target` and "", or None and why an AMD target is built from source instead."""
+    if target not in AMD_ARCHITECTURES:
+        return None, ""
+    requested = requested_library()
     folder = shipped_folder(target)
     if not (folder / MANIFEST).is_file():
         return None, f"no library is shipped for {target}, and its kernels are unverified"
@@ -161,7 +167,7 @@ def library_note(target: str) -> str:
 
 
 def manifest_of(library: Path) -> dict:
-    """Return the manifest beside `library`."""
+    """Return the manifest next to `library`."""
     return json.loads((library.parent / MANIFEST).read_text())
 
 
@@ -181,8 +187,13 @@ def kernel_sources(sources: Path = PACKAGE) -> list[Path]:
 
 
 def sources_digest(sources: Path = PACKAGE) -> str:
+    return files_digest((*sources.rglob("*.hip"), *sources.rglob("*.h")))
+
+
+def files_digest(files: Iterable[Path]) -> str:
+    """Return the sha256 over names and contents, in the order of the names."""
     digest = hashlib.sha256()
-    for file in sorted((*sources.rglob("*.hip"), *sources.rglob("*.h")), key=lambda file: file.name):
+    for file in sorted(files, key=lambda file: file.name):
         content = file.read_bytes()
         digest.update(f"{file.name} {len(content)}\n".encode() + content)
     return digest.hexdigest()

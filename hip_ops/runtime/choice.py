@@ -18,6 +18,7 @@ import torch
 
 from hip_ops.errors import mistake
 from hip_ops.runtime.build import prebuilt, shipped
+from hip_ops.runtime.code_objects import serves
 from hip_ops.runtime.compilers import CompilerNotFound, find_compiler
 from hip_ops.runtime.launchers import target_of
 from hip_ops.runtime.self_check import PLAIN_CALL, Condition, differences
@@ -236,7 +237,13 @@ class Versions:
         if not chosen:
             problem = f"no version of {self.name} is available on {device}: {'; '.join(skipped)}"
             raise mistake(request.source, problem, ", ".join(allowed), "request another version")
-        text = ", then ".join(name + " where it takes the arguments" * (name in self.fits) for name in chosen)
+        served = "triton" in chosen and serves(self.folder, device)
+        text = ", then ".join(
+            name
+            + " from shipped objects" * (served and name == "triton")
+            + " where it takes the arguments" * (name in self.fits)
+            for name in chosen
+        )
         return chosen, f"{text} ({'; '.join([request.source, *skipped])})"
 
     def _order(self, device: torch.device, request: Request) -> tuple[str, ...]:
@@ -250,6 +257,8 @@ class Versions:
         return auto
 
     def _missing(self, version: str, device: torch.device, named: bool) -> str | None:
+        if version == "triton" and serves(self.folder, device):
+            return None  # shipped objects need no Triton; calls that none fits fall through to the next version
         of_package = self.available.get(version)
         return missing(version, device, named) or (of_package(device) if of_package else None)
 

@@ -9,6 +9,7 @@ disables compilation.
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -16,7 +17,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from hip_ops.runtime.choice import missing
+from hip_ops.runtime.choice import missing, warn_once
 from hip_ops.versions import selection
 
 P = ParamSpec("P")
@@ -46,12 +47,13 @@ def compile_function(function: Callable) -> Callable:
 
 def formula(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a differentiable function of plain torch: it is compiled for tensors on an accelerator unless the
-    reference is requested.
+    reference is requested. Where the compiler fails it runs uncompiled from then on, with a warning.
 
     The function is no operator: it has no other versions and no self-check. Where hip or triton is requested it is
     compiled too.
     """
     folder = function.__module__.rpartition(".")[0].rpartition(".")[2]
+    failures: list[Exception] = []
 
     @functools.cache
     def compiled() -> Callable:
@@ -63,8 +65,28 @@ def formula(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args, **kwargs):
         on_accelerator = any(isinstance(argument, Tensor) and argument.is_cuda for argument in args)
         as_written = (
-            not on_accelerator or torch.compiler.is_compiling() or selection().of(folder).version == "reference"
+            not on_accelerator
+            or torch.compiler.is_compiling()
+            or bool(failures)
+            or selection().of(folder).version == "reference"
         )
-        return (function if as_written else compiled())(*args, **kwargs)
+        if as_written:
+            return function(*args, **kwargs)
+        try:
+            return compiled()(*args, **kwargs)
+        except Exception as error:
+            if not _is_of_the_compiler(error):
+                raise
+            failures.append(error)
+            text = "hip_ops: torch.compile failed for %s, which runs uncompiled: %s"
+            reason = " ".join(str(error).splitlines()[:2])
+            warn_once(("formula", function.__qualname__), text, function.__qualname__, reason)
+        return function(*args, **kwargs)
 
     return call
+
+
+def _is_of_the_compiler(error: Exception) -> bool:
+    """Return whether torch.compile raised the error before anything ran. Its module is imported when it compiles."""
+    exceptions = sys.modules.get("torch._dynamo.exc")
+    return exceptions is not None and isinstance(error, exceptions.BackendCompilerFailed)

@@ -129,9 +129,8 @@ def _amd(target: str) -> Compiler:
         libraries = next((folder for folder in folders if (folder / isa).is_file()), None)
         if libraries is None:
             raise CompilerNotFound(
-                f"{program} was found, but not the ROCm device libraries for {target} (a folder amdgcn/bitcode under "
-                "ROCM_PATH, /opt/rocm or "
-                "/usr/lib): install rocm-device-libs, or a ROCm and set ROCM_PATH"
+                f"{program} is installed, but not the ROCm device libraries for {target} (folder amdgcn/bitcode under "
+                "ROCM_PATH, /opt/rocm or /usr/lib): install rocm-device-libs, or a ROCm and set ROCM_PATH"
             )
         return Compiler(
             program, version, (*flags, f"--rocm-device-lib-path={libraries}"), ("-shared", "-fPIC", "-lamdhip64")

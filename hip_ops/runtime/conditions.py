@@ -131,7 +131,7 @@ def capture(call: Callable[[], Any]) -> tuple[Any, torch.cuda.CUDAGraph]:
 
     A capture that fails leaves torch's random generator and allocator in the middle of a capture: later random numbers
     raise, and freed memory is not reused. So the generator has another state during the capture, and the allocator's
-    capture is ended here.
+    capture is ended by this function.
     """
     torch.cuda.synchronize()
     device, pool = torch.cuda.current_device(), torch.cuda.graph_pool_handle()
@@ -159,7 +159,7 @@ def capture(call: Callable[[], Any]) -> tuple[Any, torch.cuda.CUDAGraph]:
 
 
 def _on_a_full_device(device: torch.device, candidate: Callable, arguments: list[tuple]) -> list[list]:
-    """Call the candidate on several streams at once, beside a matrix product with two blocks for every
+    """Call the candidate on several streams at once, during a matrix product with two blocks for every
     multiprocessor, which leaves its numbers in LDS and registers.
     """
     side = MAX_BLAS_TILE * math.ceil(math.sqrt(2 * multiprocessors(device)))

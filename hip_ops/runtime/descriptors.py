@@ -21,7 +21,7 @@ _thread = threading.local()
 
 def descriptor(base: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> TensorDescriptor:
     """Return TensorDescriptor(base, shape, strides, block). base.data_ptr() must be a multiple of 16
-    (`describable`).
+    (launch.py, `describable`).
     """
     if base.is_cuda and not hasattr(_thread, "context"):
         # the driver encodes descriptors only in a thread with a CUDA context, which autograd's threads may lack
@@ -38,14 +38,3 @@ def descriptor(base: Tensor, shape: Sequence[int], strides: Sequence[int], block
     tensor_descriptor = TensorDescriptor.__new__(TensorDescriptor)
     tensor_descriptor.__dict__.update(known, base=base)
     return tensor_descriptor
-
-
-def describable(x: Tensor) -> bool:
-    """Return whether a tensor descriptor can access the tensor: contiguous rows that start at multiples of 16
-    bytes.
-    """
-    *strides, last = x.stride()
-    if last != 1 or x.data_ptr() % 16:
-        return False
-    size = x.element_size()
-    return all(stride > 0 and stride * size % 16 == 0 for stride in strides)

@@ -360,8 +360,9 @@ def inductor_cache() -> Path | None:
 
 
 def triton_folders() -> list[Path]:
-    """Return the folders that Triton has compiled into: that of TRITON_CACHE_DIR, Triton's default, and torch.compile's,
-    one a device. From its first kernel on torch.compile makes its folder that of all kernels of the process.
+    """Return the folders that Triton has compiled into: that of TRITON_CACHE_DIR, Triton's default, and
+    torch.compile's, one a device. From its first kernel on torch.compile makes its folder that of all kernels of the
+    process.
     """
     inductor = inductor_cache()
     folders = [triton_cache(), default_triton_cache(), *(inductor.glob("triton/*") if inductor else ())]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 WARP_SIZE = 32 if torch.version.hip is None else 64  # lanes, of the devices that this torch is built for
+XCDS = 1 if torch.version.hip is None else 8  # accelerator complex dies, among which an MI300X distributes programs
 ROWS_A_BLOCK = 4
 BLOCKS_A_PROCESSOR = 32  # at most; beyond, a wave takes several rows
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -110,6 +111,17 @@ def starts_aligned(tensor: Tensor) -> bool:
     """Return whether each row of the last dimension starts at a multiple of 16 bytes."""
     starts = (tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1]))
     return not any(start % 16 for start in starts)
+
+
+def describable(x: Tensor) -> bool:
+    """Return whether a tensor descriptor can access the tensor: contiguous rows that start at multiples of 16
+    bytes.
+    """
+    *strides, last = x.stride()
+    if last != 1 or x.data_ptr() % 16:
+        return False
+    size = x.element_size()
+    return all(stride > 0 and stride * size % 16 == 0 for stride in strides)
 
 
 def aligned(*tensors: Tensor) -> bool:

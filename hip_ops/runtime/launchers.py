@@ -12,7 +12,7 @@ their types are set from the declarations in the sources.
 
 A process must have one HIP runtime (libamdhip64). With two, launches on the default stream work, and every other stream
 of torch is unknown to the second runtime: error 709 (ROCm/mori#402, sgl-project/sglang#39513). So the shipped library
-names no runtime of its own. Its symbols are found in the one that torch has mapped, after that was opened again with
+names no runtime of its own. Its symbols are those of the one that torch has mapped, after that was opened again with
 RTLD_GLOBAL.
 """
 
@@ -267,7 +267,7 @@ def the_runtime(torch_hip: str, maps: str) -> Path:
     )
 
 
-def bind(runtime: Path) -> None:
+def bind(runtime: Path) -> ctypes.CDLL:
     """Open the mapped `runtime` again, so that libraries that are loaded later find its symbols. Raises OSError where
     it is not mapped."""
-    ctypes.CDLL(str(runtime), mode=os.RTLD_GLOBAL | os.RTLD_NOLOAD)
+    return ctypes.CDLL(str(runtime), mode=os.RTLD_GLOBAL | os.RTLD_NOLOAD)

@@ -2,8 +2,8 @@
 """Adds weight gradients to Megatron's main gradients in the matrix product that computes them.
 
 Megatron's DDP gives every parameter an fp32 `main_grad` in its buffer. Autograd rounds the product to bf16 and stores
-it; another pass reads both and writes the sum: 12 bytes per element. Here the product itself adds in fp32, and nothing
-is rounded. Megatron's `gradient_accumulation_fusion` does the same with a compiled extension.
+it; another pass reads both and writes the sum: 12 bytes per element. With these functions the product itself adds in
+fp32, and nothing is rounded. Megatron's `gradient_accumulation_fusion` does the same with a compiled extension.
 
 DDP's hooks run when autograd passes a gradient to the parameter, so the backward function must return a tensor.
 `handed_over` returns one that shares the weight's memory: autograd sets it as `grad` without a copy, because it is a

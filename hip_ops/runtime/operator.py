@@ -10,8 +10,8 @@
 
 `reference` is the definition, in `hip_ops/ops/<operator>/reference.py`; its annotations are the schema of the torch
 operator `hip_ops::scale`, and on meta tensors it gives the shapes and dtypes of fake results. The other versions are
-the functions of the same name in hip.py, triton.py, ... beside it, as hip_ops/versions.py lists them; choice.py chooses
-among them.
+the functions of the same name in hip.py, triton.py, ... next to it, as hip_ops/versions.py lists them; choice.py
+chooses among them.
 
 A call goes through `Operator.__call__`, `Operator.run`, which checks the arguments, `Versions.implementations` of
 choice.py (at the first call it runs the self-checks), and the first version whose function of `fits` accepts the
@@ -20,8 +20,8 @@ calls its launcher.
 
 A call bypasses torch's dispatcher where nothing can observe it: the dispatcher costs the host more than the kernels
 take on the device. The registered operator is called where something may observe or replace operators by name:
-compilers, tracers, modes (that of zaya_plugin on a CPU too), transforms, fake and meta tensors and other subclasses. Both ways give the same results,
-gradients and errors.
+compilers, tracers, modes (that of zaya_plugin on a CPU too), transforms, fake and meta tensors and other subclasses.
+Both ways give the same results, gradients and errors.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map
 
-from hip_ops.errors import mistake
+from hip_ops.errors import NotCompiled, mistake
 from hip_ops.runtime.choice import Versions, warn_once
+from hip_ops.runtime.code_objects import objects_identity, serves
 from hip_ops.runtime.compiled import compile_function
 from hip_ops.runtime.launch import wide
 from hip_ops.runtime.launchers import identity
@@ -58,7 +59,8 @@ DTYPES = {
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 MAX_CHECKED_CALLS = 4096
 OPERATORS: dict[str, Operator] = {}
-LIBRARY, TRITON = "library of the HIP kernels", "Triton"  # what versions come from, beside the operators in `running`
+# What versions come from, after the operators in `running`.
+LIBRARY, OBJECTS, TRITON = "library of the HIP kernels", "objects of the Triton kernels", "Triton"
 Rule = Callable[[dict], "tuple[str, str] | None"]
 _LINE = re.compile(r"(\w+)(\?)?\s+\[(.*?)\]\s+(\S+)$")
 _INTS = (int, torch.SymInt)
@@ -339,7 +341,10 @@ class Operator(Versions):
             if fits is None or fits(*arguments):
                 if place:
                     self._warn_if_requested(first)
-                return function(*arguments)
+                try:
+                    return function(*arguments)
+                except NotCompiled as error:  # before anything was launched
+                    warn_once((first.device, str(error)), "%s. Another version of %s runs", error, self.name)
         raise AssertionError("the last version takes every call")
 
     def _warn_if_requested(self, first: Tensor) -> None:
@@ -352,8 +357,8 @@ class Operator(Versions):
             warn_once(key, text, request.source, self.name, dtype, tuple(first.shape))
 
     def _function_of(self, version: str) -> Callable:
-        """Return the function of `version`: `<operator>` of hip_ops/ops/<folder>/<version>.py, imported here. compiled
-        is made from the reference.
+        """Return the function of `version`: `<operator>` of hip_ops/ops/<folder>/<version>.py, which it imports.
+        compiled is made from the reference.
         """
         if version == "reference":
             return self.reference
@@ -403,15 +408,20 @@ def warm_up(device: torch.device | str, operators: Iterable[Versions] | None = N
 
 def running(device: torch.device | str, others: Iterable[Versions] = ()) -> dict[str, tuple[str, ...]]:
     """Check all operators, and `others`, and return by name the versions that run, best first; and, where such a
-    version uses them, the library of the HIP kernels and the release of Triton.
+    version uses them, the library of the HIP kernels, the shipped objects of Triton kernels and the release of Triton.
 
-    A compiled version behind another one is not compiled: `warm_up` and the first call that needs it do that.
+    Operators that run from shipped objects need no release of Triton. A compiled version behind another one is not compiled: `warm_up` and the first call that needs it do that.
     """
     device = _indexed(device)
-    chosen = {operator.name: operator.running(device) for operator in (*all_operators(), *others)}
-    used = {version for versions in chosen.values() for version in versions}
+    operators = [*all_operators(), *others]
+    chosen = {operator.name: operator.running(device) for operator in operators}
+    with_triton = [one for one in operators if "triton" in chosen[one.name]]
+    from_objects = {one.name for one in with_triton if serves(one.folder, device)}
+    used = {version for name, versions in chosen.items() if name not in from_objects for version in versions}
     if "hip" in used and (loaded := identity(device)):
         chosen[LIBRARY] = (loaded,)
+    if with_triton and (objects := objects_identity(device)):
+        chosen[OBJECTS] = (objects,)
     if not used.isdisjoint(("triton", "compiled")):
         chosen[TRITON] = (importlib.import_module("triton").__version__,)
     return chosen

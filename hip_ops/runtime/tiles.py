@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Orders of output tiles over Triton programs, as in hip_ops/ops/newton_schulz/tile_order.h."""
 
-import torch
 import triton
 import triton.language as tl
-
-XCDS = 1 if torch.version.hip is None else 8  # accelerator complex dies, among which an MI300X distributes programs
 
 
 @triton.jit

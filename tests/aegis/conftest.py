@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.aegis.decision_maker import Wire, peer_of
+from tests.aegis.lone_decider import Wire, peer_of
 from zaya_plugin.aegis.decider import Decider
 from zaya_plugin.aegis.peers import Peer
 from zaya_plugin.aegis.settings import Settings
@@ -12,18 +12,18 @@ COMMAND = ("zaya", "train", "experiment=cpu_demo", "resume=never", "data.skip_st
 
 
 @pytest.fixture
-def maker(tmp_path, monkeypatch):
+def decider(tmp_path, monkeypatch):
     """Two nodes of a rank each that train, and a spare."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     settings = Settings(COMMAND, "rank", "n1", 2, 1, (2,), 1, tmp_path, "h", 1, skip_steps=("5",))
-    maker = Decider(settings, b"s" * 32, None)
+    decider = Decider(settings, b"s" * 32, None)
     for number, node in enumerate(("n1", "n2", "n3")):
         peer = Peer(Wire(), node, f"10.0.0.{number}")
         peer.running = {number}
-        maker.peers.add(peer)
-    maker.attempt.order = ("n1", "n2")
-    maker.attempt.start(29500)
-    peer_of(maker, "n3").running = set()
-    maker.watch()
-    yield maker
-    maker.record.journal.close()
+        decider.peers.add(peer)
+    decider.attempt.order = ("n1", "n2")
+    decider.attempt.start(29500)
+    peer_of(decider, "n3").running = set()
+    decider.watch()
+    yield decider
+    decider.record.journal.close()

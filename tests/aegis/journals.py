@@ -5,7 +5,10 @@ import json
 from dataclasses import fields
 from pathlib import Path
 
-from zaya_plugin.aegis.protocol import ROWS
+from zaya_plugin.aegis.account import Account
+from zaya_plugin.aegis.bookkeeping import account
+from zaya_plugin.aegis.journal import read
+from zaya_plugin.aegis.protocol import ROWS, row_of, to_json
 
 BEGIN = 1_000_000.0
 GPUS = 16
@@ -74,6 +77,15 @@ TWO_STAGES = [
     *failure(315, 314, "ras_ue", "exchange", 30, 310.0, generation=2)[2:],
     row(320, "end", 2, code=1, reason="no node is left"),
 ]
+
+
+def account_of(lines) -> Account:
+    return account(map(row_of, lines))
+
+
+def lines(path: Path, kind: str | None = None) -> list[dict]:
+    """The lines of a journal, of one kind or all."""
+    return [line for line in map(to_json, read(path)) if kind in (None, line["kind"])]
 
 
 def write(folder: Path, rows) -> Path:

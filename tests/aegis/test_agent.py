@@ -42,7 +42,7 @@ def test_a_killed_rank_is_seen_and_the_attempt_starts_again(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_ranks_train_on_while_the_decision_maker_is_killed(tmp_path):
+def test_the_ranks_train_on_while_the_decider_is_killed(tmp_path):
     with ToyRun(tmp_path, steps=None).start("n1") as run:
         run.wait_for(lambda: run.step_of("n1", 0) > 5)
         pid = run.beat("n1", 0)["pid"]
@@ -56,7 +56,7 @@ def test_the_ranks_train_on_while_the_decision_maker_is_killed(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_while_the_decision_maker_is_gone_is_not_forgotten(tmp_path):
+def test_a_rank_that_fails_while_the_decider_is_gone_is_not_forgotten(tmp_path):
     with ToyRun(tmp_path, steps=None).start("n1") as run:
         run.wait_for(lambda: run.step_of("n1", 0) > 5)
         decider, rank = run.child("n1", "decider"), run.beat("n1", 0)["pid"]
@@ -71,7 +71,7 @@ def test_a_rank_that_fails_while_the_decision_maker_is_gone_is_not_forgotten(tmp
 
 
 @pytest.mark.slow
-def test_a_killed_agent_comes_back_and_its_ranks_do_not_train_beside_the_next_attempt(tmp_path):
+def test_a_killed_agent_comes_back_and_its_ranks_do_not_train_during_the_next_attempt(tmp_path):
     with ToyRun(tmp_path, steps=None).start("n1") as run:
         run.wait_for(lambda: run.step_of("n1", 1) > 5)
         pids = [run.wait_for(lambda rank=rank: run.beat("n1", rank))["pid"] for rank in (0, 1)]
@@ -180,7 +180,7 @@ def test_stacks_are_asked_of_the_process_in_the_heartbeat_alone(tmp_path, monkey
 
 
 def test_a_log_that_cannot_be_read_holds_no_heartbeat(tmp_path, monkeypatch):
-    """As of a file server that does not answer: here a pipe that nobody writes to."""
+    """As of a file server that does not answer: in this test a pipe without a writer."""
     agent = quiet_agent(tmp_path, monkeypatch)
     pipe, writer = os.pipe()
     process = Process(0, subprocess.Popen(["false"]), Tail(tmp_path / "log", pipe), None)
@@ -330,6 +330,19 @@ def test_the_times_of_evidence_and_exits_are_sent_by_the_deciders_clock(tmp_path
     agent.collectors.close()
     evidence, rank_exit = agent.sent
     assert [row["time"] for row in evidence.rows] == [3605.0] and rank_exit == RankExit(0, 0, -9, 3606.0)
+
+
+def test_evidence_beyond_the_limit_while_the_decider_is_gone_is_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr("zaya_plugin.aegis.agent.MAX_EVIDENCE", 3)
+    agent = quiet_agent(tmp_path, monkeypatch)
+    agent.collectors.close()
+    for rank in range(5):
+        agent.report(Evidence(1.0, "n1", "rank", "x", rank, "traceback"))
+    agent.link = object()
+    agent._send_evidence()
+    (batch,) = agent.sent
+    assert [row.get("rank") for row in batch.rows] == [2, 3, 4, None]
+    assert (batch.rows[-1]["rule"], batch.rows[-1]["values"]) == ("collector_late", {"dropped": 2})
 
 
 def test_no_command_line_shows_the_hook_the_command_or_the_secret(tmp_path):

@@ -73,7 +73,7 @@ def test_a_hook_that_hangs_is_killed_with_its_children_and_holds_up_nothing(tmp_
     while (state := state_of(child)) not in (None, "Z") and time.monotonic() < deadline:
         time.sleep(0.02)
     assert state in (None, "Z")
-    assert capsys.readouterr().err.count("was not delivered by --hook") == 1  # said once
+    assert capsys.readouterr().err.count("was not delivered by --hook") == 1  # reported once
 
 
 def state_of(pid):
@@ -129,7 +129,7 @@ def a_run(folder, name="run-20261124_120000-ab-c1"):
     return folder
 
 
-def test_an_online_run_is_found_and_an_offline_one_is_not(tmp_path):
+def test_an_online_run_is_recognised_and_an_offline_one_is_not(tmp_path):
     assert online_run(None) is None and online_run(tmp_path) is None
     assert online_run(a_run(tmp_path / "off", "offline-run-20261124_120000-abc")) is None
     expected = {"project": "p", "entity": "e", "group": None, "name": "on-aegis", "id": "ab-c1-aegis"}

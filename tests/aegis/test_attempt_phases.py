@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.aegis.decision_maker import Wire, peer_of, rows
+from tests.aegis.lone_decider import Wire, peer_of, rows
 from zaya_plugin.aegis import slurm
 from zaya_plugin.aegis.attempt_phases import REJOIN_SECONDS, Phase
 from zaya_plugin.aegis.decider import Decider
@@ -18,69 +18,69 @@ from zaya_plugin.aegis.settings import is_train, resumed
 from zaya_plugin.commands.aegis_run import parser, settings_of
 
 
-def test_an_agent_that_was_killed_while_its_ranks_are_ended_is_told_again(maker):
-    maker.decide(Evidence(time.time(), "n1", "exit", "ended", 0, None, {"exit_code": 1}), alive=False)
-    assert maker.clock.phase is Phase.STOP and maker.attempt.stopping == {"n1", "n2"}
+def test_an_agent_that_was_killed_while_its_ranks_are_ended_gets_the_message_again(decider):
+    decider.decide(Evidence(time.time(), "n1", "exit", "ended", 0, None, {"exit_code": 1}), alive=False)
+    assert decider.clock.phase is Phase.STOP and decider.attempt.stopping == {"n1", "n2"}
     link = Wire()
-    maker.peers.by_link[link] = None
-    peer_of(maker, "n2").pid = 6
-    del maker.peers.by_link[peer_of(maker, "n2").link]  # its connection has ended with it
-    maker.on_join(link, Join(0, "n2", "10.0.0.1", 7, [], {}))
+    decider.peers.by_link[link] = None
+    peer_of(decider, "n2").pid = 6
+    del decider.peers.by_link[peer_of(decider, "n2").link]  # its connection has ended with it
+    decider.on_join(link, Join(0, "n2", "10.0.0.1", 7, [], {}))
     assert link.sent == [Stop(1, 0.0)]
     for node in ("n1", "n2"):
-        maker.on_ended(peer_of(maker, node), Ended(1, []))
-    maker.attempt.wait_for_ends()
-    assert maker.clock.phase is Phase.DELAY and maker.cluster.out == {}
+        decider.on_ended(peer_of(decider, node), Ended(1, []))
+    decider.attempt.wait_for_ends()
+    assert decider.clock.phase is Phase.DELAY and decider.cluster.out == {}
 
 
-def test_a_node_with_broken_hardware_does_not_come_back_with_the_end_of_its_processes(maker):
-    maker.attempt.leave_out("n2", "ras_ue", broken=True)
-    maker.on_survivors_ended(peer_of(maker, "n2"), SurvivorsEnded(1))
-    maker.attempt.leave_out("n1", "unkillable", broken=False)
-    maker.on_survivors_ended(peer_of(maker, "n1"), SurvivorsEnded(1))
-    assert maker.cluster.out == {"n2": "ras_ue"}
+def test_a_node_with_broken_hardware_does_not_come_back_with_the_end_of_its_processes(decider):
+    decider.attempt.leave_out("n2", "ras_ue", broken=True)
+    decider.on_survivors_ended(peer_of(decider, "n2"), SurvivorsEnded(1))
+    decider.attempt.leave_out("n1", "unkillable", broken=False)
+    decider.on_survivors_ended(peer_of(decider, "n1"), SurvivorsEnded(1))
+    assert decider.cluster.out == {"n2": "ras_ue"}
 
 
-def test_too_few_nodes_after_a_failure_are_a_requeue_where_that_is_asked_for(maker, monkeypatch):
+def test_too_few_nodes_after_a_failure_are_a_requeue_where_that_is_asked_for(decider, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     asked = []
     monkeypatch.setattr(slurm, "requeue", lambda job, out: asked.append(job) or (True, ""))
-    maker.attempt.settings = dataclasses.replace(maker.settings, requeue=True)
-    del maker.peers.by_node["n2"], maker.peers.by_node["n3"]
-    maker.attempt.patience = REJOIN_SECONDS
-    maker.clock.enter(Phase.WAIT)
-    maker.attempt.wait_for_nodes()
+    decider.attempt.settings = dataclasses.replace(decider.settings, requeue=True)
+    del decider.peers.by_node["n2"], decider.peers.by_node["n3"]
+    decider.attempt.patience = REJOIN_SECONDS
+    decider.clock.enter(Phase.WAIT)
+    decider.attempt.wait_for_nodes()
     assert not asked
-    maker.clock.since -= REJOIN_SECONDS + 1
-    maker.attempt.wait_for_nodes()
-    assert asked == ["7"] and maker.code == 0
-    assert [row["action"] for row in rows(maker, "decision")] == ["requeue"]
+    decider.clock.since -= REJOIN_SECONDS + 1
+    decider.attempt.wait_for_nodes()
+    assert asked == ["7"] and decider.code == 0
+    assert [row["action"] for row in rows(decider, "decision")] == ["requeue"]
 
 
-def test_the_data_of_a_roll_back_are_left_out_by_the_next_attempt_and_by_all_later_ones(maker):
+def test_the_data_of_a_roll_back_are_left_out_by_the_next_attempt_and_by_all_later_ones(decider):
     values = {"step": 23, "first_step": 20, "skip": [20, 23]}
     spike = Evidence(time.time(), "n2", "rank", "spiked", 1, "loss_spike", values)
-    maker.cluster.checkpoints = [8, 16]
-    maker.begin_diagnosis(spike)
-    maker.observations.evidence.append(spike)
-    maker.decide(spike, alive=False)
-    assert [(row["action"], row["to_step"], row["skip"]) for row in rows(maker, "decision")] == [
+    decider.cluster.checkpoints = [8, 16]
+    decider.begin_diagnosis(spike)
+    decider.observations.evidence.append(spike)
+    decider.decide(spike, alive=False)
+    assert [(row["action"], row["to_step"], row["skip"]) for row in rows(decider, "decision")] == [
         ("rollback", 16, [20, 23])
     ]
-    maker.attempt.start(29501)
-    command = peer_of(maker, "n1").link.sent[-1].command
+    decider.attempt.start(29501)
+    command = peer_of(decider, "n1").link.sent[-1].command
     assert command == ["zaya", "train", "experiment=cpu_demo", "resume=auto", "data.skip_steps=[5,20-23]"]
-    again = Decider(maker.settings, b"s" * 32, None)  # after its own crash
+    again = Decider(decider.settings, b"s" * 32, None)  # after its own crash
     assert again.cluster.skips == [(20, 23)]
     again.record.journal.close()
 
 
-def test_a_command_without_a_roll_back_keeps_its_own_steps_and_another_program_its_words(maker):
-    assert resumed(maker.settings) == ["zaya", "train", "experiment=cpu_demo", "data.skip_steps=[5]", "resume=auto"]
-    other = dataclasses.replace(maker.settings, command=("torchrun", "x.py"))
+def test_a_command_without_a_roll_back_keeps_its_own_steps_and_another_program_its_words(decider):
+    assert resumed(decider.settings) == ["zaya", "train", "experiment=cpu_demo", "data.skip_steps=[5]", "resume=auto"]
+    other = dataclasses.replace(decider.settings, command=("torchrun", "x.py"))
     assert resumed(other, [(1, 2)]) == ["torchrun", "x.py"]
     words = ("zaya", "curriculum", "--only", "demo_2", "experiment=cpu_demo")
-    stage = dataclasses.replace(maker.settings, command=words)
+    stage = dataclasses.replace(decider.settings, command=words)
     assert resumed(stage) == list(words)
     assert resumed(stage, [(7, 8)]) == [*words, "demo_2:data.skip_steps=[5,7-8]"]
 
@@ -166,13 +166,13 @@ def test_a_supervised_command_line_is_read_as_zaya_train_reads_it(words, message
 
 
 @pytest.mark.parametrize("count, pending", [(None, True), ("0", True), ("1", False)])
-def test_a_requeue_is_carried_out_once(maker, monkeypatch, count, pending):
+def test_a_requeue_is_carried_out_once(decider, monkeypatch, count, pending):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    maker.write(Diagnosis("node_lost", "n2", fingerprint="node_lost on n2"))
-    maker.write(Decision("requeue", "too few nodes", ("n2",), start=slurm.start_of_job()))
+    decider.write(Diagnosis("node_lost", "n2", fingerprint="node_lost on n2"))
+    decider.write(Decision("requeue", "too few nodes", ("n2",), start=slurm.start_of_job()))
     if count is not None:
         monkeypatch.setenv("SLURM_RESTART_COUNT", count)
-    again = Decider(maker.settings, b"s" * 32, None)
+    again = Decider(decider.settings, b"s" * 32, None)
     assert (again.cluster.pending is not None) is pending
     assert again.clock.phase is (Phase.ADOPT if pending else Phase.WAIT)
     again.record.journal.close()

@@ -78,7 +78,7 @@ def test_strangers_change_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_decision_maker_killed_between_decision_and_next_attempt_carries_it_out(tmp_path):
+def test_a_decider_killed_between_decision_and_next_attempt_carries_it_out(tmp_path):
     with ToyRun(tmp_path, [[15, 0, 0, "kill", signal.SIGKILL]], steps=40, ranks=1) as run:
         run.start("n1")
         run.wait_for(lambda: run.rows("decision"))

@@ -96,7 +96,7 @@ def test_rows_of_the_user_count(tmp_path, capsys):
         ([".", "--rules", "no.yaml"], "--rules=no.yaml: No such file or directory. Fix: correct the path"),
     ],
 )
-def test_mistakes_are_told_without_a_traceback(words, told, capsys, tmp_path, monkeypatch):
+def test_mistakes_are_reported_without_a_traceback(words, told, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["aegis", "explain", *words]) == 2
     assert told in capsys.readouterr().err
@@ -218,12 +218,12 @@ REPLAY = r"""
 import re, sys, time
 from pathlib import Path
 from zaya_plugin.aegis.explain import read_logs
-from zaya_plugin.aegis.diagnose.diagnosis import diagnosis
+from zaya_plugin.aegis.diagnose.diagnosis import diagnose
 from zaya_plugin.aegis.diagnose.rules import Rules
 began = time.process_time()
 rules = Rules.load()
 logs = read_logs(Path(sys.argv[1]), rules)
-found = diagnosis([each for log in logs for each in log.evidence], rules)
+found = diagnose([each for log in logs for each in log.evidence], rules)
 print(sum(log.lines for log in logs), time.process_time() - began)
 print(int(re.search(r'VmHWM:\s+(\d+)', open('/proc/self/status').read())[1]) // 1024, found.cause, found.node, found.rank)
 """
@@ -253,7 +253,7 @@ def test_logs_of_1024_ranks_are_replayed_within_one_core_and_300_MB(tmp_path, ra
     assert 1 / rate < allowed(1 / 20_000) and int(memory) < 300
 
 
-def test_only_classes_that_rules_name_are_told(tmp_path):
+def test_only_classes_that_rules_name_are_explained(tmp_path):
     for case in cases():
         for log in read_logs(case.write(tmp_path / case.name), RULES):
             assert all(each.rule in RULES or each.source == "progress" for each in log.evidence)

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.aegis.decision_maker import Wire, peer_of
 from tests.aegis.journals import ONE_CRASH, TWO_STAGES
+from tests.aegis.lone_decider import Wire, peer_of
 from zaya_plugin.aegis import link
 from zaya_plugin.aegis.agent import EVIDENCE_BYTES, Agent
 from zaya_plugin.aegis.attempt_phases import Phase
 from zaya_plugin.aegis.collectors.kernel_log import KernelLog
 from zaya_plugin.aegis.collectors.rank_files import FlightRecorder, Guards, read_beats
+from zaya_plugin.aegis.diagnose.cluster import Cluster
 from zaya_plugin.aegis.diagnose.evidence import Evidence
-from zaya_plugin.aegis.diagnose.policy import Cluster
 from zaya_plugin.aegis.diagnose.rules import Reader, Rules
 from zaya_plugin.aegis.journal import read
 from zaya_plugin.aegis.protocol import (
@@ -39,7 +39,8 @@ from zaya_plugin.aegis.settings import Settings
 
 DEEP = "[" * 200_000
 RULES = Rules.load()
-# What a line may hold beside words: digits of other scripts, numbers that no float or int takes, escapes, halves of pairs.
+# What a line may hold apart from words: digits of other scripts, numbers that no float or int takes, escapes,
+# halves of pairs.
 PIECES = (
     "\x00",
     "\x1b[2J",
@@ -162,7 +163,7 @@ MESSAGES = (
 )
 
 
-def test_no_message_of_an_agent_ends_the_decision_maker(maker):
+def test_no_message_of_an_agent_ends_the_decider(decider):
     """Of an agent that holds the secret: broken, or of another version. It is refused, and the others are heard."""
     rnd = random.Random(7)
     refused = (link.LinkError, LookupError, TypeError, ValueError, AttributeError, OverflowError)
@@ -178,19 +179,19 @@ def test_no_message_of_an_agent_ends_the_decision_maker(maker):
                 break
             where = where[name] if isinstance(where[name], dict) else where[name][0]
         try:
-            maker.handle(peer_of(maker, "n2").link, message_of(message))
+            decider.handle(peer_of(decider, "n2").link, message_of(message))
         except refused:
             pass
-        if maker.clock.phase is Phase.RUN:
-            maker.watch()
-        if maker.clock.phase is not Phase.RUN:  # a sign that was right: look on
-            maker.clock.since -= 100.0
-            if maker.clock.phase is Phase.SETTLE:
-                maker.settle()
-            maker.clock.enter(Phase.RUN)
-            maker.cluster.running, maker.code, maker.cluster.asked = True, None, False
-    maker.on_beat(peer_of(maker, "n1"), Beat(maker.cluster.generation, 0.0, {}))
-    assert list(read(maker.settings.journal))
+        if decider.clock.phase is Phase.RUN:
+            decider.watch()
+        if decider.clock.phase is not Phase.RUN:  # a sign that was right: look on
+            decider.clock.since -= 100.0
+            if decider.clock.phase is Phase.SETTLE:
+                decider.settle()
+            decider.clock.enter(Phase.RUN)
+            decider.cluster.running, decider.code, decider.cluster.asked = True, None, False
+    decider.on_beat(peer_of(decider, "n1"), Beat(decider.cluster.generation, 0.0, {}))
+    assert list(read(decider.settings.journal))
 
 
 def test_a_rank_beyond_the_nodes_of_the_attempt_has_no_node():
@@ -210,17 +211,18 @@ def test_a_journal_that_is_damaged_anywhere_is_replayed(tmp_path, monkeypatch):
         record.write(Checkpoint(1))
         record.journal.close()
         assert isinstance(record.cluster.generation, int) and 1 in record.cluster.checkpoints
-        assert list(read(settings.journal))[-1]["kind"] == "checkpoint"
+        assert isinstance(list(read(settings.journal))[-1], Checkpoint)
 
 
 @pytest.mark.parametrize("wrong", [None, "x", [], {}, -1, True, 10**400, DEEP], ids=lambda each: str(each)[:9])
 def test_a_line_with_a_field_of_another_kind_is_left_out_of_the_replay(wrong):
-    rows = list(read(Path(__file__).parent / "corpus" / "curriculum.jsonl"))
+    lines = [json.loads(line) for line in (Path(__file__).parent / "corpus" / "curriculum.jsonl").open()]
+    rows = [row_of(line) for line in lines]
     good, applied = Cluster(stages=True).replay(rows), Cluster(stages=True)
     for each in rows:
-        applied.apply(row_of(each))
+        applied.apply(each)
     assert good == applied and (good.ended, good.stage, good.best, len(good.failures)) == (True, 1, 300, 1)
-    for number, each in enumerate(rows):
+    for number, each in enumerate(lines):
         for name in each.keys() - {"kind"}:
-            found = Cluster(stages=True).replay([*rows[:number], each | {name: wrong}, *rows[number + 1 :]])
+            found = Cluster(stages=True).replay([*rows[:number], row_of(each | {name: wrong}), *rows[number + 1 :]])
             assert isinstance(found.generation, int) and isinstance(found.best, (int, float)) and found.ended

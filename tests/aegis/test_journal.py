@@ -20,7 +20,7 @@ def test_a_line_that_was_cut_off_is_left_out_and_the_next_one_is_whole(tmp_path)
         file.write('{"time": 1, "kind": "first_st')
     journal = Journal(path)
     journal.write(End(0, "done"), 1)
-    assert [(row["kind"], row["generation"]) for row in read(path)] == [("first_step", 1), ("end", 1)]
+    assert [(type(row), row.generation) for row in read(path)] == [(FirstStep, 1), (End, 1)]
 
 
 def test_no_secret_of_a_log_line_reaches_the_journal(tmp_path):
@@ -54,8 +54,8 @@ def test_the_words_of_a_command_and_named_values_hold_no_secret_either(tmp_path)
     journal.write(Begin(["train", "--password", "hunter22", "--lr", "0.1"]), 0)
     journal.write(Symptom(Evidence(1.0, "n1", "rank", "refused", values={"api_token": "abcdef0123", "seconds": 3})), 1)
     begin, symptom = read(path)
-    assert begin["command"] == ["train", "--password", "<removed>", "--lr", "0.1"]
-    assert symptom["evidence"]["values"] == {"api_token": "<removed>", "seconds": 3}
+    assert begin.command == ["train", "--password", "<removed>", "--lr", "0.1"]
+    assert symptom.evidence.values == {"api_token": "<removed>", "seconds": 3}
 
 
 def test_a_full_disk_keeps_the_lines_and_ends_nothing(tmp_path, capsys):
@@ -70,6 +70,6 @@ def test_a_full_disk_keeps_the_lines_and_ends_nothing(tmp_path, capsys):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     journal.write(End(0, "done"), 1)
-    assert [row.get("step") for row in read(path)] == [0, 1, 2, None]
+    assert [getattr(row, "step", None) for row in read(path)] == [0, 1, 2, None]
     assert capsys.readouterr().err.count("the journal cannot be written (File too large)") == 1
     journal.close()

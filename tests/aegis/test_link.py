@@ -62,7 +62,7 @@ def test_messages_arrive_whole_and_in_order():
     assert not readable(client, 0)
 
 
-def test_another_secret_is_refused_and_told_why():
+def test_another_secret_is_refused_with_the_reason():
     client, server = pair(b"t" * 32)
     client.send({"kind": "join"})
     with pytest.raises(LinkError, match="wrong secret"):
@@ -155,7 +155,7 @@ def test_who_says_nothing_is_late_and_who_reads_nothing_is_given_up(monkeypatch)
             client.send({"kind": "x", "text": "x" * 900_000})
 
 
-def test_the_end_of_a_connection_is_said_after_its_last_message():
+def test_the_end_of_a_connection_is_reported_after_its_last_message():
     client, server = talking()
     client.send({"kind": "last"})
     client.close()

@@ -5,8 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from tests.aegis.journals import ONE_CRASH, attempt, begin, failure, first_step, row
-from zaya_plugin.aegis.account import account
+from tests.aegis.journals import ONE_CRASH, account_of, attempt, begin, failure, first_step, row
 from zaya_plugin.aegis.page import BAR, HEIGHT, LEFT, RIGHT, STYLE, USE_Y, WIDTH, Timeline, page
 from zaya_plugin.aegis.report import figures, state, tables
 
@@ -43,7 +42,7 @@ class Elements(HTMLParser):
 
 
 def shown(rows, name="run"):
-    found = account(rows)
+    found = account_of(rows)
     html = page(found, name, state(found), figures(found), tables(found))
     elements = Elements(html)
     assert elements.open == []  # every element is closed
@@ -170,6 +169,6 @@ def contrast(one, two):
 
 def test_the_axis_has_few_round_places():
     for seconds in (0, 5, 61, 3600, 86400, 54 * 86400, 400 * 86400):
-        timeline = Timeline(account([begin(0), row(seconds, "end", code=0, reason="")]))
+        timeline = Timeline(account_of([begin(0), row(seconds, "end", code=0, reason="")]))
         texts = [each for each in timeline.axis() if each.startswith("<text")]
         assert 1 <= len(texts) <= 60 and len(set(texts)) == len(texts)

@@ -36,10 +36,10 @@ def test_a_message_and_a_row_are_the_same_after_json(kind):
     assert (message_of(body) if kind in MESSAGES.values() else row_of(body)) == item
 
 
-def test_every_message_of_an_agent_and_every_phase_has_a_method(maker):
+def test_every_message_of_an_agent_and_every_phase_has_a_method(decider):
     to_agent = {"BeatAnswer", "BeatRequest", "FindPort", "Start", "Dump", "Save", "Stop", "Leave"}
-    assert {*maker.handlers} == {kind for name, kind in MESSAGES.items() if name not in to_agent} - {Join}
-    assert {*maker.phases} == {*Phase}
+    assert {*decider.handlers} == {kind for name, kind in MESSAGES.items() if name not in to_agent} - {Join}
+    assert {*decider.phases} == {*Phase}
 
 
 @pytest.mark.parametrize("wrong", [None, "3", [3], True, float("nan"), 10**400])

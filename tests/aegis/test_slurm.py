@@ -47,7 +47,7 @@ def test_the_job_waits_for_the_end_of_the_last_process_and_then_sets_the_start(t
     assert asked(tmp_path) == [show, sleep, *[*pending, sleep] * 9, *pending]
 
 
-def test_what_slurm_refuses_is_said(tmp_path, monkeypatch):
+def test_what_slurm_refuses_is_reported(tmp_path, monkeypatch):
     programs(tmp_path, monkeypatch, scontrol="echo Access denied; exit 1", sbatch="echo no such account; exit 1")
     assert slurm.requeue("7", []) == (False, "Access denied")
     programs(tmp_path, monkeypatch, scontrol='[ "$1" = requeue ]')

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.aegis.journals import lines
 from tests.aegis.toy_run import free_port
 from tests.running import MICRO, kill_supervised_rank
-from zaya_plugin.aegis.journal import read
 
 STEPS = ("stage.train_iters=60", "checkpoint.save_interval=10", "stage.eval_interval=60")
 WORDS = (*MICRO, *STEPS, "nproc=1", "handover.continuous_lr=false")
 
 
 def rows(run_dir: Path, kind: str) -> list[dict]:
-    return [row for row in read(run_dir / "aegis" / "journal.jsonl") if row["kind"] == kind]
+    return lines(run_dir / "aegis" / "journal.jsonl", kind)
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.aegis.journals import lines
 from zaya_plugin.aegis import link
-from zaya_plugin.aegis.journal import read
 from zaya_plugin.ground import processes
 
 PATIENCE = 180.0  # seconds of a test on a busy machine; the product's own times are asserted from the journal
@@ -142,7 +142,7 @@ class ToyRun:
     def rows(self, kind: str | None = None) -> list[dict[str, Any]]:
         """The lines of the journal."""
         path = self.folder / "journal.jsonl"
-        return [row for row in read(path) if kind in (None, row["kind"])] if path.exists() else []
+        return lines(path, kind) if path.exists() else []
 
     def wait_for(self, condition: Callable[[], Any], seconds: float = PATIENCE) -> Any:
         """Wait until `condition` is true; return its value."""

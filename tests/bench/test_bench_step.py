@@ -83,7 +83,7 @@ def test_a_step_of_one_rank(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ranks_without_an_optimizer_beside_transformers(tmp_path):
+def test_two_ranks_without_an_optimizer_compared_with_transformers(tmp_path):
     words = (
         "nproc=2",
         "--steps=2",
@@ -139,7 +139,7 @@ def test_ranks_of_an_outer_launcher_leave_their_memory_to_the_anchor(tmp_path):
     assert done.stdout.count("ours / theirs") == 1
 
 
-def test_a_user_is_told_what_to_mend(tmp_path):
+def test_a_user_reads_what_to_mend(tmp_path):
     """Missing data and a layout that does not fit are reported before any rank starts."""
     done = zaya("bench", "step", *SMALL[:-2], "nproc=1", "data.path=nowhere", f"run_dir={tmp_path / 'run'}")
     assert done.returncode == 2 and "nowhere" in done.stdout and not (tmp_path / "run").exists()

@@ -125,7 +125,7 @@ def test_what_was_measured_on_four_devices_is_what_was_expected():
         assert parts(found)["slowed"] == pytest.approx(expect.SLOWED * hidden)
 
 
-def test_copy_engines_take_nothing_from_the_kernels_beside_them():
+def test_copy_engines_take_nothing_from_concurrent_kernels():
     """Predicts the step with copy engines from the step without them, on one machine. Bytes moved by copy engines do
     not count as slowing the record's kernels.
     """
@@ -181,7 +181,15 @@ def test_other_rates_count_by_what_bounds_a_part(record):
     )
     gemm = record["rates"]["gemm_tflops"] / 600
     copy = record["rates"]["copy_tb_per_s"] / 4.33
-    assert parts(found)["attention"] == pytest.approx(gemm * parts(h100)["attention"])
+    of_record = expect.expect(
+        record, compose([*ALIKE, "cluster=mi300x_8", "stage.global_batch_size=32", "machine.attention_tflops=null"]), 8
+    )
+    assert parts(of_record)["attention"] == pytest.approx(gemm * parts(h100)["attention"])
+    # the machine's own rate, whatever attention the record ran
+    row = next(row for row in found["parts"] if row["part"] == "attention")
+    rate = machine("mi300x_8").attention_tflops
+    assert row["ms"] == pytest.approx(1e3 * row["tflop"] / rate) and row["roofline"] == pytest.approx(rate / 600)
+    assert parts(found) == pytest.approx({**parts(of_record), "attention": row["ms"]}), "and nothing else changes"
     assert parts(found)["norms"] == pytest.approx(copy * parts(h100)["norms"])
     sizes = 16384, 262272, 2048  # the head's product; whole tiles leave another share of it on another device
     tiles = CDNA3.relative_rate(*sizes) / PROCESSORS["H100"].relative_rate(*sizes)
@@ -208,6 +216,28 @@ def test_a_thousand_ranks_hide_nothing_in_one_instance_and_most_in_sixteen(recor
     )
     muon = [next(row["ms"] for row in found["parts"] if row["part"] == "optimizer") for found in (one, sixteen)]
     assert muon[1] == pytest.approx(16 * muon[0], rel=0.01)  # each instance does all of Muon's work
+
+
+def test_the_documents_give_what_is_predicted_for_mi300x():
+    """From the record and with the recomputation that docs/benchmarks.md names."""
+    source = expect.load(RECORD.parent / "step40-4xh200-copy_engines.json")
+    words = ["data.path=none", "parallel.recompute_granularity=selective", "parallel.recompute_modules=[permute]"]
+
+    def step(devices: int, cluster: str, *more: str) -> tuple[str, str]:
+        recipe = compose(["experiment=zaya1_base", f"cluster={cluster}", *words, *more])
+        found = expect.expect(source, recipe, devices)["step"]
+        return f"{found['ms']:,.0f}", f"{round(found['tokens_per_s_per_device'], -2):,.0f}"
+
+    table, guide = ((RECORD.parents[2] / "docs" / f"{name}.md").read_text() for name in ("benchmarks", "mi300x"))
+    one, one_aiter = (
+        step(8, "mi300x_8", "stage.global_batch_size=128", f"machine.attention_tflops={rate}") for rate in (190, 270)
+    )
+    all_nodes = step(1024, "mi300x_128x8")
+    for ms, rate in (one, one_aiter, all_nodes):
+        assert f" {ms} (" in table and f"| {rate} |" in table
+    assert f"PREDICTION {one[0]} ms, {one[1]} tokens/s a device with torch's attention, {one_aiter[0]} ms" in guide
+    assert f"PREDICTION for 1,024 devices: {all_nodes[0]} ms, {all_nodes[1]} tokens/s" in guide
+    assert machine("mi300x_8").attention_tflops == machine("mi300x_128x8").attention_tflops == 190
 
 
 def test_the_command_marks_what_it_says(tmp_path, capsys):

@@ -22,7 +22,7 @@ from zaya_plugin.plan.step_work import Work
 from zaya_plugin.run import launch
 
 
-def test_options_and_overrides_are_told_apart(tmp_path):
+def test_options_and_overrides_are_distinguished(tmp_path):
     read = step().read(
         [
             "experiment=cpu_demo",

@@ -44,7 +44,7 @@ def recorded(model, batch, tmp_path):
     return tmp_path / "trace.json.gz"
 
 
-def test_every_part_is_found_and_the_shares_add_up_to_the_step(recorded, model, shape):
+def test_every_part_is_recognised_and_the_shares_add_up_to_the_step(recorded, model, shape):
     trace = read(recorded)
     start, end = trace.window(STEP)
     activities = attribution.operator_activities(trace, start, end)
@@ -96,7 +96,7 @@ def test_operators_are_where_the_model_calls_them(recorded):
     )
 
 
-def test_the_longest_stretches_come_first_and_are_told():
+def test_the_longest_stretches_come_first_and_are_named():
     def activity(part, start, end, backward=False, name=None):
         return Activity(name or part, start, end, part, backward, name is not None)
 

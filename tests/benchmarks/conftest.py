@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron_rank import seed, single_rank  # noqa: F401  (fixtures of every test here)
+from tests.megatron_rank import seed, single_rank  # noqa: F401  (fixtures of every test of this folder)
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """The process ends at this point."""
 
 
 def kill_at(monkeypatch, number: int) -> list[str]:

@@ -19,13 +19,14 @@ from pathlib import Path
 
 import xxhash
 
-from zaya_plugin.checkpoint.places import MANIFEST, ignore
+from zaya_plugin.checkpoint.places import ignore
+from zaya_plugin.config.run_directory import MANIFEST
 
 
 class MemoryPlace:
     """A name in a store. Its address is <socket>!<name>."""
 
-    path = None
+    path, renames = None, False
 
     def __init__(self, address: str):
         self.address = address

@@ -30,7 +30,7 @@ def finish_with_a_stale_handle(directory: Path, nodes: restore.Nodes, _: int) ->
 
 
 def replicas_differ(directory: Path, nodes: restore.Nodes, _: int) -> list[str]:
-    """Compare a model whose buffers differ on rank 3, and return what is found."""
+    """Compare a model whose buffers differ on rank 3, and return the result."""
     import torch
 
     world = torch.distributed.group.WORLD

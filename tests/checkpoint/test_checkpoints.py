@@ -13,6 +13,7 @@ from tests.checkpoint.storages import Memory
 from tests.checkpoint.writer_process import request
 from zaya_plugin.checkpoint import manifest, on_disk
 from zaya_plugin.checkpoint.checkpoints import Checkpoints
+from zaya_plugin.checkpoint.places import names
 from zaya_plugin.checkpoint.writer import Writer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -101,3 +102,44 @@ def test_an_error_while_a_complete_step_is_saved_again_loses_nothing(tmp_path, m
     memory.close()
     os.close(content)
     mine.close()
+
+
+def test_an_error_at_any_operation_of_a_removal_leaves_nothing_for_good(tmp_path):
+    """A storage without renames: no content is copied, and the manifest goes first."""
+    memory, content, number, reached = Memory(tmp_path), b"weights" * 100, 0, True
+    while reached:
+        memory.repair()
+        place, done = memory.place / str(number), []
+        for step in (10, 20):
+            folder = on_disk.folder(place, step)
+            folder.make()
+            files = {name: (folder / name).write([content]) for name in ("__0_0.distcp", ".metadata", "common.pt")}
+            manifest.write(folder, step, files)
+
+        def fault(operation: str, name: str, last: int = number, done: list = done) -> None:
+            if operation in CHANGES:
+                done.append((operation, name))
+                if len(done) - 1 == last:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO), name)
+
+        memory.store.fault = fault
+        reached = not _removed(place, 10)
+        assert [name for operation, name in done if operation != "remove"] == [f"{number}/iter_0000010.removed"]
+        assert on_disk.problems(place, 20) == [] and on_disk.latest(place)[0] == 20
+        left = on_disk.folder(place, 10)
+        # Either nothing of it is gone, or it is no checkpoint any more.
+        whole = on_disk.has_manifest(left)
+        assert not whole or manifest.problems(left) == manifest.damaged(left) == []
+        memory.repair()
+        manifest.remove_leftovers(place)
+        assert sorted(names(place)) == (["iter_0000010"] if whole else []) + ["iter_0000020"]
+        number += 1
+    assert number - 1 == 7, "the mark, four files, the folder, the mark"
+    memory.close()
+
+
+def _removed(place, step: int) -> bool:
+    try:
+        return on_disk.remove(place, step)
+    except OSError:
+        return False

@@ -85,7 +85,9 @@ def test_short_writes_are_continued_and_errors_are_not_hidden(files, tmp_path, m
 
 
 def test_any_write_that_fails_fails_the_file(files, tmp_path, monkeypatch):
-    """Megatron-core noticed a failure in the last of its buckets alone; two threads write here, blocks in turn."""
+    """Megatron-core noticed a failure in the last of its buckets alone;
+    in this one two threads write blocks in turn.
+    """
     write, fails = os.pwrite, set()
 
     def failing(file, data, place):

@@ -39,7 +39,7 @@ def test_another_size_and_a_missing_file_are_named_without_reading(folder):
     ]
 
 
-def test_every_flipped_byte_is_found_by_the_checksum(folder):
+def test_every_flipped_byte_is_detected_by_the_checksum(folder):
     content = bytearray(FILES[".metadata"])
     for place in range(len(content)):
         content[place] ^= 4
@@ -51,7 +51,7 @@ def test_every_flipped_byte_is_found_by_the_checksum(folder):
         assert manifest.damaged(folder, ["__0_0.distcp"]) == []
 
 
-def test_every_flipped_byte_of_the_manifest_itself_is_found(folder):
+def test_every_flipped_byte_of_the_manifest_itself_is_detected(folder):
     path = folder / manifest.NAME
     whole = path.read_bytes()
     for place in range(0, len(whole), 7):

@@ -21,7 +21,7 @@ def files(tmp_path):
     return source, tmp_path / "shared" / source.name, manifest.describe(source)
 
 
-def test_an_upload_copies_and_is_found_again(files):
+def test_an_upload_copies_and_is_recognised_later(files):
     source, target, expected = files
     counted = []
     places.upload(at(source), at(target), expected, progress=counted.append)

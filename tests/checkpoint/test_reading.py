@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint that is read, beside the run that removes old ones."""
+"""A checkpoint that is read while the run removes old ones."""
 
 import pytest
 

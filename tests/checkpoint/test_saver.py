@@ -85,8 +85,8 @@ def training(storage):
 
 def test_the_file_holds_the_values_of_the_save_and_not_of_later_steps(training, monkeypatch):
     """Megatron-core's own writer, on the CPU, wrote 13.2 M of 54.1 M elements of later steps (no copy of CPU tensors).
-    NVIDIA/Megatron-LM#2288: a buffer was filled again before it was written. NVIDIA-NeMo/RL#949: a save beside a
-    collective; here a save has none.
+    NVIDIA/Megatron-LM#2288: a buffer was filled again before it was written. NVIDIA-NeMo/RL#949: a save during a
+    collective; this save has none.
     """
     collectives = "all_gather_object", "gather_object", "broadcast_object_list", "barrier", "all_reduce", "all_gather"
     pid = training.saver._process.pid
@@ -374,7 +374,7 @@ def test_the_end_of_a_run_during_a_slow_removal_loses_nothing(storage, tmp_path,
     monkeypatch.setattr(saver, "CLOSING", 0.2)
     with monkeypatch.context() as slow:
         if isinstance(storage, Memory):
-            storage.hang("remove", f"{doomed}/")
+            storage.hang("remove", "iter_0000010/metadata.json")  # after the manifest
         else:
             for name, value in broken_disk(tmp_path, require_tool, "unlinkat").items():
                 slow.setenv(name, value)
@@ -387,7 +387,7 @@ def test_the_end_of_a_run_during_a_slow_removal_loses_nothing(storage, tmp_path,
     training.saver.close()
     assert time.monotonic() - began < 60 and ended(training.saver._process.pid, 60)
     training.saved(20)
-    # A storage without renames copies a folder before it removes it.
+    # A storage without renames marks a folder before it removes it.
     old = {"iter_0000010"} & set(names(directory)) if isinstance(storage, Memory) else set()
     assert set(names(directory)) == {doomed, "iter_0000020", "latest_checkpointed_iteration.txt"} | old
     if isinstance(storage, Memory):
@@ -470,7 +470,7 @@ def test_a_save_that_was_left_out_at_the_end_is_made(run, training):
     run.at(20)
     release(training)
     training.saver.world = 1
-    run.finish(20)  # exit_interval=20 ends the run here
+    run.finish(20)  # exit_interval=20 ends the run at this step
     training.saved(20)
 
 

@@ -52,7 +52,7 @@ def test_a_run_that_died_before_its_first_step_failed_at_its_checkpoint(run):
     assert history(run).failed_at == 500
 
 
-def test_the_last_step_is_found_at_the_end_of_a_long_file(tmp_path):
+def test_the_last_step_is_read_at_the_end_of_a_long_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {step}, "loss": 1.5}}\n' for step in range(20_000)) + "[]\n7\n")
     assert path.stat().st_size > 4 * starts.TAIL and starts.last_step(path) == 19_999
@@ -80,7 +80,7 @@ def test_a_mark_that_cannot_be_written_is_no_error(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_copied_directory_is_told_from_one_that_was_moved(tmp_path):
+def test_a_copied_directory_is_distinguished_from_one_that_was_moved(tmp_path):
     """m2lines/Samudra#279: a copied run would write to the W&B run of its original."""
     original, copy, moved = tmp_path / "a", tmp_path / "b", tmp_path / "c"
     original.mkdir()

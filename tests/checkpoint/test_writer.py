@@ -122,7 +122,7 @@ def until(condition, seconds: float = 60.0) -> None:
 def test_checkpoints_are_complete_and_the_older_ones_are_removed_after(start, directory):
     """NVIDIA-NeMo/Megatron-Bridge#4678, NovaSky-AI/SkyRL#2145: the removal ran before the new checkpoint was durable.
     NVIDIA/Megatron-LM#6767: one process makes all saves, also the last. NVIDIA-NeMo/Megatron-Bridge#5184: two threads
-    removed; here rank 0's writer alone does.
+    removed; in this package rank 0's writer alone does.
     """
     writer = start()
     for number, iteration in enumerate((10, 20), 1):
@@ -292,7 +292,7 @@ def test_a_late_rank_of_a_failed_save_leaves_nothing_on_a_full_disk(start, direc
 
 
 def test_a_later_save_that_a_rank_has_begun_stays_while_rank_0_is_late(start, tmp_path):
-    """A rank is done with a save once its own part is written, and rank 0's writer may have been started anew."""
+    """A rank is done with a save once its own part is written, and rank 0's writer may have been started again."""
     pair = start(0), start(1)
     for step, number in ((10, 1), (20, 2)):
         pair[1].save(tmp_path, step, number, world=2)
@@ -396,7 +396,7 @@ def test_a_file_that_is_renamed_while_the_folder_is_listed(tmp_path, monkeypatch
 
 def test_the_name_and_the_pointer_come_after_the_data_and_removal_after_both(tmp_path, monkeypatch):
     """KempnerInstitute/KempnerForge#102, #103, NovaSky-AI/SkyRL#2145: the pointer moved before the data was durable.
-    allenai/open-instruct#1810, #1821: ranks waited for a removal; here the rank is free before it begins.
+    allenai/open-instruct#1810, #1821: ranks waited for a removal; with this writer the rank is free before it begins.
     """
     memory = os.memfd_create("content")
     os.ftruncate(memory, 4096)

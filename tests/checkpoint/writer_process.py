@@ -27,7 +27,7 @@ class WriterProcess:
     """Start a writer whose file is `CONTENT`.
 
     Attributes:
-        told: what the writer has said.
+        told: messages of the writer.
     """
 
     def __init__(self, rank: int = 0, module: str = WRITER, size: int = len(CONTENT), **environment: str):

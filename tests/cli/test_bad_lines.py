@@ -12,7 +12,7 @@ from zaya_plugin import cli
 from zaya_plugin.run import launch, surroundings
 
 SEED = 26
-LONGEST = 20  # seconds of one line on a busy machine; most take 0.1
+LINE_SECONDS = 20  # seconds of one line on a busy machine; most take 0.1
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def refused(tmp_path, monkeypatch, capsys):
 
     for name in ("run_ranks", "become_rank"):
         monkeypatch.setattr(launch, name, started)
-    # The data is the one part of the demo's recipe that is missing here.
+    # The data is the one part of the demo's recipe that is missing.
     monkeypatch.setattr(surroundings, "check_surroundings", surroundings.check_machine)
     for name in os.environ:
         if name.startswith(("SLURM_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_")):
@@ -36,7 +36,7 @@ def refused(tmp_path, monkeypatch, capsys):
     previous = signal.signal(signal.SIGALRM, hangs)
 
     def run(line):
-        signal.alarm(LONGEST)
+        signal.alarm(LINE_SECONDS)
         with monkeypatch.context() as patch:
             for name, value in line.environ.items():
                 patch.setenv(name, value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A command says what it is doing while it still imports torch, here one whose import does not end."""
+"""A command says what it is doing while it still imports torch, in this test one whose import does not end."""
 
 import os
 import subprocess

@@ -121,7 +121,7 @@ def test_prune_keeps_the_newest_the_permanent_and_what_is_not_complete(run_dir, 
     ]
 
 
-def test_odd_folders_are_told_apart_and_nothing_of_others_is_removed(run_dir, tmp_path, capsys):
+def test_odd_folders_are_distinguished_and_nothing_of_others_is_removed(run_dir, tmp_path, capsys):
     """Links, names that are nearly those of checkpoints, broken manifests, folders in the place of files."""
     checkpoints = run_dir / "checkpoints"
     moved = tmp_path / "tape" / "iter_0000100"
@@ -196,7 +196,7 @@ def test_a_manifest_of_any_content_is_named(run_dir, capsys, content):
 
 
 def test_a_step_of_more_than_seven_digits(tmp_path, capsys):
-    """Megatron's folder names have seven digits or more: a run would have begun anew after step 9,999,999."""
+    """Megatron's folder names have seven digits or more: a run would have begun from the start after step 9,999,999."""
     pretend_checkpoint(tmp_path, 9_999_999)
     pretend_checkpoint(tmp_path, 12_345_678)
     assert on_disk.latest(tmp_path / "checkpoints") == (12_345_678, [])

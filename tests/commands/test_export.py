@@ -35,7 +35,7 @@ def test_paths_hold_wherever_the_host_starts(tmp_path, monkeypatch):
     assert recipe.data.blend == [f"0.5 {tmp_path}/data/a", f"1.5 {tmp_path}/data/b"]
 
 
-def test_recomputation_is_chosen_before_a_host_is_told_of_it(tmp_path, capsys):
+def test_recomputation_is_chosen_before_a_host_gets_it(tmp_path, capsys):
     words = [
         "experiment=zaya1_base",
         "cluster=h100_8",

@@ -51,7 +51,7 @@ def test_every_help_has_an_example_that_is_read_and_explains_each_option(command
 @pytest.mark.parametrize("command", LEAVES)
 def test_the_first_recipe_of_a_help_composes(command):
     from zaya_plugin.config.compose import compose
-    from zaya_plugin.run.curriculum import compose_curriculum
+    from zaya_plugin.run.stages import compose_curriculum
 
     parser = parser_of(command)
     if not parser.takes_recipe:

@@ -258,7 +258,7 @@ def test_a_refusal_shows_what_was_typed(override, start):
     assert str(error.value).startswith(start)
 
 
-def test_a_key_given_twice_is_said_with_both_values(capsys):
+def test_a_repeated_key_is_reported_with_both_values(capsys):
     say_repeated([DEMO, "optim.lr=1", "++optim.lr=2", "optim.min_lr=1", "optim.min_lr=1"])
     said = capsys.readouterr().err
     assert said == "zaya: optim.lr=2: was given before as 1; the last value counts\n"

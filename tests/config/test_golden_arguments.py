@@ -8,8 +8,8 @@ import pytest
 
 from zaya_plugin.config.arguments import megatron_arguments
 from zaya_plugin.config.compose import compose
-from zaya_plugin.run.curriculum import compose_curriculum
 from zaya_plugin.run.dry_run import argument_lines
+from zaya_plugin.run.stages import compose_curriculum
 
 GOLDEN = Path(__file__).parent / "golden"
 DATA = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "data/corpus/tokenizer"}

@@ -81,7 +81,7 @@ def test_the_message_names_the_key_or_the_reason(override, parts):
     assert all(part in str(error.value) for part in parts), error.value
 
 
-def test_what_is_unchecked_is_said():
+def test_what_is_unchecked_is_reported():
     recipe = compose(["experiment=cpu_demo", "megatron_unchecked.brand_new=2"])
     validate(recipe, 2)
     (line,) = unchecked_lines(recipe)

@@ -52,7 +52,7 @@ def test_must_needs_a_checkpoint(tmp_path):
         check_resume(Recipe(run_dir=str(tmp_path), resume="must"))
 
 
-def test_checkpoints_in_another_directory_than_the_recipes_are_found(tmp_path):
+def test_checkpoints_in_another_directory_than_the_recipes_are_seen(tmp_path):
     """NVIDIA-NeMo/Megatron-Bridge#4900, #5090: a second place was not looked at, and the run began at step 0."""
     recipe = compose(["experiment=cpu_demo", f"run_dir={tmp_path}/run", f"checkpoint.path={tmp_path}/fast"])
     assert checkpoints_of(tmp_path / "run") == tmp_path / "run" / "checkpoints", "before there is a recipe"

@@ -4,8 +4,9 @@
 import pytest
 
 from zaya_plugin.config.compose import compose
+from zaya_plugin.config.layout import data_parallel_size
 from zaya_plugin.config.messages import refused, schema
-from zaya_plugin.config.validate import EXCLUSIONS, GRAPH_REQUIREMENTS, data_parallel_size, validate
+from zaya_plugin.config.validate import EXCLUSIONS, GRAPH_REQUIREMENTS, validate
 
 # Overrides of the demo, ranks -> parts of the message.
 IMPOSSIBLE = [

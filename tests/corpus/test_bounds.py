@@ -36,7 +36,7 @@ def test_markers_that_are_empty_or_equal_are_refused(prepared, tmp_path, capsys,
 
 
 def test_packing_takes_memory_by_items():
-    bin_of, bins = pack.best_fit_decreasing(np.array([3, 1 << 23, (1 << 23) - 1, 2]), pack.LONGEST)
+    bin_of, bins = pack.best_fit_decreasing(np.array([3, 1 << 23, (1 << 23) - 1, 2]), pack.LONGEST_BIN)
     assert bins == 2 and np.bincount(bin_of).tolist() == [2, 2]
 
 

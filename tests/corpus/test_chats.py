@@ -69,7 +69,7 @@ def test_both_ways_find_the_same_answers_in_both_forms_of_chats(tmp_path, prepar
 @pytest.mark.parametrize("template", [PLAIN, MARKING], ids=["prefixes", "generation"])
 def test_answers_that_a_key_takes_out_of_the_loss(tmp_path, prepare_chats, capsys, template):
     """weight (OpenAI), train and training (axolotl) and others, as numbers and booleans, in both forms of chats; null is no
-    value. A key that no template and no rule uses is told.
+    value. A key that no template and no rule uses is reported.
     """
     values = [("weight", 0), ("weight", 0.0), ("train", False), ("loss", False), ("train", 0)]
     values += [("training", False), ("loss_weight", 0), ("mask", True)]
@@ -100,7 +100,7 @@ def test_answers_that_a_key_takes_out_of_the_loss(tmp_path, prepare_chats, capsy
     assert json.loads(capsys.readouterr().out)["parts"][1] == [True, "right<|endoftext|>"]
 
 
-def test_what_a_template_or_a_text_may_hide_is_told_at_the_end(tmp_path, prepare_chats, capsys):
+def test_what_a_template_or_a_text_may_hide_is_reported_at_the_end(tmp_path, prepare_chats, capsys):
     """Marks that cover the generation prompt, and special tokens that messages spell out."""
     covers = (
         MARKING.replace(TURN, "")

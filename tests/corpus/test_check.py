@@ -36,7 +36,7 @@ def test_all_datasets_of_a_recipe_are_checked(prepared, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["train.bin", "train.idx", "valid.bin", "valid.idx", "tokenizer/tokenizer.json"])
-def test_a_changed_byte_is_found(prepared, tmp_path, capsys, name):
+def test_a_changed_byte_is_detected(prepared, tmp_path, capsys, name):
     copied = shutil.copytree(prepared, tmp_path / "copied")
     content = np.fromfile(copied / name, np.uint8)
     content[len(content) * 2 // 3] ^= 1
@@ -45,7 +45,7 @@ def test_a_changed_byte_is_found(prepared, tmp_path, capsys, name):
     assert f"{copied / name}: " in capsys.readouterr().err
 
 
-def test_a_change_between_stretches_is_found(prepared, tmp_path, capsys, monkeypatch):
+def test_a_change_between_stretches_is_detected(prepared, tmp_path, capsys, monkeypatch):
     """Stands for a file so large that a start reads stretches of it and misses the change."""
     from zaya_plugin.data import prepared as checks
 

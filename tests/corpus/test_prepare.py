@@ -49,7 +49,7 @@ def test_manifest_agrees_with_the_files(prepared, texts, read_tokens):
         assert split.bin_bytes == 2 * len(ids) == (prepared / f"{name}.bin").stat().st_size
 
 
-def test_no_leftovers_beside_the_output(prepared):
+def test_no_leftovers_next_to_the_output(prepared):
     assert [path.name for path in prepared.parent.iterdir()] == ["out"]
     assert sorted(path.name for path in prepared.iterdir()) == [
         "manifest.json",

@@ -102,11 +102,11 @@ def parts_of(finder, text):
     ]
 
 
-def test_blocks_are_found(finder):
+def test_blocks_are_recognised(finder):
     found = parts_of(finder, TEXT)
     assert len(found) == 2
     for (begin, inside, end), thought in zip(found, ("first it is so\nthen so", "hm"), strict=True):
-        # A marker that is no token of its own takes what its first and last token hold beside it.
+        # A marker that is no token of its own takes what its first and last token hold apart from it.
         assert "<think>" in begin and "</think>" in end and begin + inside + end in TEXT and inside in thought
     assert len(finder.find(ids_of(finder, "no thought at all"))) == 0
     assert len(finder.find(ids_of(finder, "x</think>y"))) == 0
@@ -119,7 +119,7 @@ def test_block_that_is_not_closed_has_no_answer(finder):
     assert trim(ids, blocks, len(ids) - 1) == (None, reasoning.NO_ANSWER)
 
 
-def test_blocks_behind_a_bos_are_found():
+def test_blocks_behind_a_bos_are_recognised():
     """The decoder of Llama 2 takes the first space off a text, but not behind a bos."""
     tokenizer, thought = Tokenizer(models.BPE()), "the river <think>hm</think> runs"
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])

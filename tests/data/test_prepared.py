@@ -88,7 +88,7 @@ def flipped(path, at=77):
     path.write_bytes(data)
 
 
-def test_changed_byte_is_found_at_every_start_and_by_the_full_check(copied):
+def test_changed_byte_is_detected_at_every_start_and_by_the_full_check(copied):
     flipped(copied / "train.bin")
     with pytest.raises(ValueError, match="train: was changed after it was prepared"):
         check_dataset(copied)
@@ -200,7 +200,7 @@ def test_vocabulary_that_does_not_fit(prepared):
         match=rf"holds token id {largest}, and the vocabulary has {largest} entries.* Fix: .*/tokenizer .400 entries",
     ):
         check_dataset(prepared, largest)
-    with pytest.raises(ValueError, match="ends its documents with token 0, and the tokenizer's end of document is 7"):
+    with pytest.raises(ValueError, match="ends its documents with token 0; the tokenizer's end of document is 7"):
         check_dataset(prepared, 400, eod_id=7)
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A cached sample index that was damaged, or belongs to something else, is made again: the samples stay the same."""
 
-import errno
 import json
 import shutil
+import threading
+import time
 import warnings
 
 import numpy as np
@@ -11,9 +12,12 @@ import pytest
 
 from zaya_plugin.data import sealed_cache
 from zaya_plugin.data.dataset import build_gpt_datasets, build_stream
-from zaya_plugin.data.sealed_cache import RECORD_FILE, CacheWarning
+from zaya_plugin.data.sealed_cache import RECORD_FILE, CacheWarning, make_once
+from zaya_plugin.ground.lock import Lock, machine
 
 LENGTH = 32
+# The content of a lock whose owner, a process that started at another time than this one, is gone.
+OWNER = {"token": "x", "launch": None, "attempt": None, "pid": 1, "start": 1}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +44,7 @@ def drawn(tokenizer):
 
 
 def zero(path):
-    """The index as it was found after a disk failure: the header is whole and all entries are 0."""
+    """The index as it was after a disk failure: the header is whole and all entries are 0."""
     array = np.load(path)
     np.save(path, np.zeros_like(array))
 
@@ -79,7 +83,7 @@ def test_a_damaged_index_is_made_again(tmp_path, prepared, drawn, kind):
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_every_damage_is_found(tmp_path, prepared, drawn, damage):
+def test_every_damage_is_detected(tmp_path, prepared, drawn, damage):
     whole = drawn("single", prepared, tmp_path)
     damage(next(tmp_path.rglob("*-sample_index.npy")))
     with pytest.warns(CacheWarning, match="sample_index.npy did not fit"):
@@ -125,10 +129,26 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, prepared, drawn):
         drawn("single", prepared, tmp_path / "cache")
 
 
-def test_a_file_system_without_locks_is_named(tmp_path, prepared, drawn, monkeypatch):
-    def no_locks(file, operation):
-        raise OSError(errno.ENOLCK, "No locks available")
+def test_of_several_that_need_a_file_one_makes_it_also_after_a_killed_one(tmp_path, monkeypatch):
+    """The lock of a killed process is taken over. It needs no flock."""
+    monkeypatch.setattr(sealed_cache, "WAIT_SECONDS", 0.01)
+    Lock.acquire([tmp_path / "lock"], AssertionError).files[0].write_text(
+        json.dumps({**OWNER, "machine": machine(), "since": time.time()})
+    )
+    path, calls = tmp_path / "order.npy", []
 
-    monkeypatch.setattr(sealed_cache.fcntl, "flock", no_locks)
-    with pytest.raises(ValueError, match="data.cache_path=.*has no locks .No locks available"):
-        drawn("single", prepared, tmp_path / "cache")
+    def make():
+        calls.append(len(list(tmp_path.glob("lock.*"))))
+        time.sleep(0.05)
+        path.write_bytes(b"order")
+
+    threads = [threading.Thread(target=make_once, args=(path, "0" * 16, make)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert calls == [1] and path.read_bytes() == b"order"
+    path.write_bytes(b"Order")
+    with pytest.warns(CacheWarning, match="order.npy did not fit"):
+        make_once(path, "0" * 16, make)
+    assert calls == [1, 1] and path.read_bytes() == b"order" and not list(tmp_path.glob("lock*"))

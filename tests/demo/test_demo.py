@@ -4,7 +4,7 @@
 `make test` runs its first 10 steps of 60, `make test-all` all of them.
 
 The golden curve is for the corpus whose checksum it names (the standard library of one Python version); on another
-corpus the same curve is expected within a wider band. ZAYA_UPDATE_GOLDEN=1 writes it anew.
+corpus the same curve is expected within a wider band. ZAYA_UPDATE_GOLDEN=1 writes it again.
 """
 
 import json

@@ -51,7 +51,7 @@ def run_job(
     gradients: bool = False,
     traffic: bool = False,
 ) -> dict:
-    """What layout_run.py kept of a run of `recipe` in run_dir; its job, result and logs lie beside that."""
+    """What layout_run.py kept of a run of `recipe` in run_dir; its job, result and logs lie next to that."""
     run_dir.mkdir(exist_ok=True)
     job, out = run_dir.parent / f"{run_dir.name}.json", run_dir.parent / f"{run_dir.name}.pt"
     recipe = [*recipe, f"run_dir={run_dir}", f"nproc={ranks}"]

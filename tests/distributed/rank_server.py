@@ -101,7 +101,7 @@ def _run_ranks(ranks: int, seconds: float, job: str, fork: bool) -> int:
 
 
 def _free_port() -> int:
-    """Below those that Linux hands out by itself: one of them could be taken, by ranks beside these, before rank 0
+    """Below those that Linux hands out by itself: one of them could be taken, by other ranks, before rank 0
     listens.
     """
     while True:

@@ -17,7 +17,7 @@ NUMBERS = ("loss", "grad_norm", "lr", "load_entropy", "router_entropy", "consume
 
 @pytest.fixture(scope="module")
 def run_on(tmp_path_factory, corpus) -> Callable[[int], Run]:
-    """The same run on so many ranks, each made once."""
+    """The same run on a number of ranks, each made once."""
     return functools.cache(
         lambda ranks: train(tmp_path_factory.mktemp(f"muon{ranks}"), corpus, f"nproc={ranks}", recipe=MUON)
     )

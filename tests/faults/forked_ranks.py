@@ -7,11 +7,11 @@ process is one rank that "an outer launcher has started" (RANK=0 of 1), so what 
 exit.
 
 `python -m tests.faults.forked_ranks` runs jobs from JSON lines on stdin: {"argv": [...], "log": path, "kill": [point,
-seconds] or null, "reads": path or null} and answers each with a line {"code": exit code}. SIGKILL comes so many seconds
-after the job reached a point, so that a busy machine is no other test: a number is that of lines it has written, a
-string a checkpoint directory in which it has begun a save. A killed job's code is -9. The answer's "spawned" are the
-processes that the job had started when it was killed, "left" those that did not end with it. With "reads": path a job
-appends there what its training reads of a StreamDataset, a line "sample source position" each.
+seconds] or null, "reads": path or null} and answers each with a line {"code": exit code}. SIGKILL comes this many
+seconds after the job reached a point, so that a busy machine is no other test: a number is that of lines it has
+written, a string a checkpoint directory in which it has begun a save. A killed job's code is -9. The answer's "spawned"
+are the processes that the job had started when it was killed, "left" those that did not end with it. With "reads": path
+a job appends there what its training reads of a StreamDataset, a line "sample source position" each.
 """
 
 import json
@@ -100,7 +100,7 @@ def point(kill: int | str, log: str) -> Callable[[], bool]:
 
 
 def left_in_group(number: int, patience: float = 60) -> list[str]:
-    """Processes of a group that are still there after so many seconds."""
+    """Processes of a group that still exist after `seconds`."""
     deadline = time.monotonic() + patience
     while (left := list(group(number).values())) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -26,7 +26,7 @@ KILL_AT = "ZAYA_TEST_KILL_AT"
 WRITER = "zaya_plugin.checkpoint.writer"
 SMALL_PIECE = 2**15  # bytes of one write, so that a small file has many
 EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir")  # of sys.audit
-RARE = ("writing", "waiting", "uploading")  # told by the clock
+RARE = ("writing", "waiting", "uploading")  # by the clock
 CALLS = ("pwrite", "fsync", "posix_fadvise")
 
 

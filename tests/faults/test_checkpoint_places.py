@@ -144,7 +144,7 @@ def test_checkpoints_of_another_run_are_not_taken(start, tmp_path):
     assert "is of the run feedbeef" in output and "is of step 2, and not of this folder's" in output
 
 
-def test_a_run_with_its_checkpoints_elsewhere_is_found_again_and_handed_over(tmp_path, corpus, ranks):
+def test_a_run_with_its_checkpoints_elsewhere_resumes_and_is_handed_over(tmp_path, corpus, ranks):
     """checkpoint.path outside run_dir: resuming, the stages of a curriculum, `zaya checkpoint`."""
     words = ("curriculum", "experiment=cpu_demo", "curriculum.stages=[cpu_demo_stage1,cpu_demo_stage2]", *SMALL)
     words = (*words, f"run_dir={tmp_path}/runs", f"checkpoint.path={tmp_path}/fast", f"data.path={corpus}")

@@ -164,7 +164,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, cor
 @pytest.mark.slow
 @pytest.mark.parametrize("tracker", [None, "", "12"])
 def test_megatrons_tracker_file_is_not_needed(tmp_path, corpus, saved, tracker):
-    """Without it Megatron would begin anew, at step 0, over a finished run. NVIDIA-NeMo/Automodel#1040: no pointer in
+    """Without it Megatron would begin again at step 0, over a finished run. NVIDIA-NeMo/Automodel#1040: no pointer in
     asynchronous mode.
     """
     run_dir = _copy(saved, tmp_path / "run")

@@ -51,7 +51,7 @@ STATES = {
 
 
 def run(state: State, tmp_path, *words: str) -> tuple[int, str]:
-    """Run `zaya` in a state; return its exit code and what it said."""
+    """Run `zaya` in a state; return its exit code and its messages."""
     place = tmp_path / "place"
     place.mkdir(exist_ok=True)
     environment = {**os.environ, **{name: value for name, value in state.variables.items() if value is not None}}

@@ -129,7 +129,7 @@ def test_ranks_of_srun_end_with_their_slurmstepd(worker_program, tmp_path):  # n
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_react_is_ended(worker_program, tmp_path):  # noqa: F811
-    """It waits for another rank, say; the time is torchrun's, made short here."""
+    """It waits for another rank, say; the time is torchrun's, made short for this test."""
     words, variables = worker_program
     short = "from zaya_plugin.ground import parent_death; parent_death.GRACE_SECONDS = 1.0\n"
     worker = tmp_path / "programs" / "stand_in_worker.py"
@@ -233,7 +233,7 @@ def test_a_second_run_in_a_run_dir_is_refused_and_a_later_one_is_not(worker_prog
 
 @pytest.mark.slow
 def test_a_stopped_run_that_was_taken_over_ends_when_it_goes_on_and_writes_nothing(corpus, tmp_path):
-    """All its processes are stopped, and another machine takes its lock; here the lock is rewritten to be of a node."""
+    """All its processes are stopped, and another machine takes its lock; the test rewrites the lock to be of a node."""
     words = ("nproc=2", "stage.train_iters=3000", "stage.eval_interval=5000", "checkpoint.save_interval=1000")
     run_dir = tmp_path / "run"
     running = subprocess.Popen(

@@ -58,7 +58,7 @@ class Nodes:
         return ranks
 
     def run(self, steps: int) -> str:
-        """Train, and return what rank 0 said."""
+        """Train, and return the lines of rank 0."""
         assert [rank.wait(250) for rank in self.start(steps)] == [0, 0], self.log()
         return self.log()
 

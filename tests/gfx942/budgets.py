@@ -8,7 +8,7 @@ table budgets.toml. It has a part for each target: gfx942's kernels as tests com
 A row's numbers are limits: registers, LDS and spills at most, waves_per_simd at least, every instruction of `requires`
 present. --write takes the numbers as they are now, keeps `requires` of rows that exist, adds rows of new kernels and
 drops those of kernels that are gone; read its difference before you commit it. To change what a row requires edit the
-table, or delete the row and --write it anew. Scratch and VGPR spills are never allowed, whatever the table says.
+table, or delete the row and --write it again. Scratch and VGPR spills are never allowed, whatever the table says.
 """
 
 import argparse
@@ -33,7 +33,7 @@ LDS_A_CU, LDS_STEP = {"gfx942": 65536, "gfx950": 163840}, {"gfx942": 512, "gfx95
 SIMDS, MAX_WAVES = 4, 8
 TRITON = "triton"  # section of the kernels of triton_cases.py
 # what makes a kernel the kernel that it is meant to be: matrix instructions, 16-byte global accesses, 16-byte LDS
-# accesses beside MFMAs
+# accesses during MFMAs
 SHAPES = ("32x32x8", "16x16x16", "32x32x16", "16x16x32")
 MATRIX = tuple(f"v_mfma_f32_{shape}_{kind}" for kind in ("bf16", "f16") for shape in SHAPES)
 WIDE = ("global_load_dwordx4", "global_store_dwordx4", "buffer_load_dwordx4", "buffer_store_dwordx4")

@@ -25,7 +25,7 @@ LOADS = "(global|buffer)_load"
 
 
 def mfma_passes(opcode: str) -> int:
-    """Passes of an MFMA; ValueError for a shape that no kernel here uses."""
+    """Passes of an MFMA; ValueError for a shape that no kernel of this project uses."""
     shape = re.search(r"v_mfma_\w+?_(\d+x\d+x\d+)", opcode)
     if not shape or shape[1] not in MFMA_PASSES:
         raise ValueError(f"{opcode}: passes are known for {', '.join(MFMA_PASSES)}")
@@ -63,8 +63,8 @@ class Loop:
         """Every s_waitcnt to vmcnt(0) or lgkmcnt(0) that lies between a barrier and the MFMA that comes next, round the
         back edge.
 
-        lgkmcnt(0) stands here as it does in hardware: all LDS reads. Where a loop has no barrier or no MFMA the list is
-        empty.
+        lgkmcnt(0) means the same as it does in hardware: all LDS reads. Where a loop has no barrier or no MFMA the list
+        is empty.
         """
         found, code = [], self.instructions
         if not self.named("v_mfma"):

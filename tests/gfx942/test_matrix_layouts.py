@@ -22,7 +22,7 @@ def to_bits(values: np.ndarray, kind: str) -> np.ndarray:
 def multiply(shape: str, kind: str, a: np.ndarray, b: np.ndarray, c: np.ndarray, accumulators: str) -> np.ndarray:
     """D = A B + C by one instruction; a [m, k], b [k, n], c [m, n]. Loads and stores spell the layout lane by lane: a
     lane's register pair holds k = 4 * (lane // m) + 0..3 of row (or column) lane % m, on gfx950 four registers hold
-    k = 8 * (lane // m) + 0..7, and D's place is found below by formula.
+    k = 8 * (lane // m) + 0..7, and D's place is determined below by formula.
     """
     m, k = a.shape
     registers, each = m * m // 64, k * m // 64

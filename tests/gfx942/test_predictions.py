@@ -4,7 +4,7 @@
 import pytest
 
 from tests.gfx942.emulator import Counters
-from tests.gfx942.predictions import predict, predict_from_counters
+from tests.gfx942.predictions import instruction_seconds, predict, predict_from_counters
 
 
 def test_bounds():
@@ -15,6 +15,12 @@ def test_bounds():
     assert "prediction" in str(product) and "not measured" in str(product)
     with pytest.raises(ValueError, match="at least 0"):
         predict(-1)
+
+
+def test_instructions():
+    found = {"v_mfma_f32_32x32x8_bf16": 1216e3, "v_mfma_f32_16x16x16_bf16": 1216e3, "v_add_f32": 1216e3 * 20}
+    assert instruction_seconds(found, overlap=False) == pytest.approx(4e3 * (8 + 4 + 20) / 2.1e9)
+    assert instruction_seconds(found, overlap=True) == pytest.approx(4e3 * 20 / 2.1e9)
 
 
 def test_from_counters():

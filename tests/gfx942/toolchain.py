@@ -7,8 +7,8 @@ host library. For gfx950, which clang 19 does not know, with clang 22 of the pac
     code_object(Path(__file__).parent / "kernels/x.hip")  any other file
 
 Products are kept between sessions in $XDG_CACHE_HOME/hip_ops_gfx942 (default ~/.cache), named by a hash of the source,
-of all headers that it could include, of the flags and of the compiler's version; they are written beside and renamed,
-so parallel sessions do not disturb each other. A missing tool skips the test, or fails it under CI=true.
+of all headers that it could include, of the flags and of the compiler's version; they are written next to the target and
+renamed, so parallel sessions do not disturb each other. A missing tool skips the test, or fails it under CI=true.
 
 HIP_OPS_TEST_TARGET=gfx950 makes all tests of the emulator run gfx950's code instead of gfx942's. The code objects of
 hip_ops are then those of the shipped library as long as it has their sources, so that no compiler is needed.
@@ -210,7 +210,7 @@ def _product(
     target: str = ARCH,
     newer: bool | None = None,
 ) -> Path:
-    """Compile unless the cache has it. The compiler's remarks are kept beside the product."""
+    """Compile unless the cache has it. The compiler's remarks are kept next to the product."""
     # A compilation unit's name enters the code object. The default holds the path; the shipped library has this one.
     path, newer = source_path(source), is_newer(target) if newer is None else newer
     command = compiler(newer)

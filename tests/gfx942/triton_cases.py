@@ -163,7 +163,7 @@ def grouped_product(kind: str, config=None, small: bool = False) -> TritonObject
     small: all tensors are below 2 GiB. Otherwise those that are views of Megatron's buffers (matrices, main gradients)
     are not.
     """
-    from hip_ops.ops.grouped_product import triton as kernels
+    from hip_ops.ops.grouped_product import triton_kernels as kernels
     from hip_ops.ops.grouped_product.configs import choose_config
 
     config = config or choose_config(ARCH, kind, 1024, *((2048, 4096) if kind == "rows_t" else (4096, 2048)))
@@ -184,7 +184,7 @@ def grouped_product(kind: str, config=None, small: bool = False) -> TritonObject
         "XCDS": 8,
     }
     in_a_buffer = ("out_pointer",) if kind == "outer" else ("w_pointer",)
-    ranged = [*pointers, "offsets"] if small else [name for name in pointers if name not in in_a_buffer]
+    ranged = [name for name in (*pointers, "offsets") if small or name not in in_a_buffer]
     return _compile(kernel, types, constexprs, small=ranged, **config.launch_options())
 
 
@@ -274,13 +274,16 @@ ROUTER_TYPES = dict.fromkeys(("biases", "weights", "d_weights", "statistics", "s
 }
 
 
+NOT_SMALL = ("gamma", "b_down", "w_norm", "w1", "b1", "w2", "b2", "w_out", "rows", "unweighted", "eps")
+
+
 def router_mlp(which: str, width: int = 256, classes: int = 17) -> TritonObject:
-    """A router, ZAYA1's if nothing else is said, with a layer before it and one behind."""
-    from hip_ops.ops.router_mlp import triton as kernels
+    """A router, ZAYA1's by default, with a layer before it and one behind."""
+    from hip_ops.ops.router_mlp import triton, triton_kernels
     from hip_ops.saved_bytes import router_columns
 
-    chosen = kernels.launch(width, warp_size=64)
-    kernel = getattr(kernels, f"router_mlp_{which}_kernel")
+    chosen = triton.launch(width, warp_size=64)
+    kernel = getattr(triton_kernels, f"router_mlp_{which}_kernel")
     types = dict.fromkeys(kernel.arg_names, "*bf16") | ROUTER_TYPES
     constexprs = {
         "HAS_PREVIOUS": True,
@@ -292,7 +295,9 @@ def router_mlp(which: str, width: int = 256, classes: int = 17) -> TritonObject:
         "BLOCK": chosen.rows,
         "PART": chosen.columns,
     }
-    return _compile(kernel, types, constexprs, chosen.num_warps, chosen.stages, unaligned=("unweighted", "biases"))
+    loose = ("rows", "unweighted", "biases")
+    small = [name for name in kernel.arg_names if name not in (*NOT_SMALL, *constexprs)]  # activations
+    return _compile(kernel, types, constexprs, chosen.num_warps, chosen.stages, unaligned=loose, small=small)
 
 
 CASES: dict[str, Callable[[], TritonObject]] = {

@@ -48,7 +48,7 @@ def rows_of(record):
     return rows
 
 
-def test_kernels_are_told_apart(measured, record_property):
+def test_kernels_are_distinguished(measured, record_property):
     record = measured("eager")
     rows, step, rates = rows_of(record), record["step"], record["rates"]
     record_property("rows", {part: (row["ms"], row["roofline"]) for part, row in rows.items()})

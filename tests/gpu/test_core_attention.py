@@ -9,7 +9,7 @@ from hip_ops.runtime.launch import architecture
 from tests.no_waiting import no_waiting
 from zaya_plugin.model.block_attention import block_attention, takes_blocks
 from zaya_plugin.model.core_attention import (
-    MEASURED_ORDER,
+    AUTO_ORDER,
     VERSIONS,
     attention_of,
     causal_attention,
@@ -78,7 +78,7 @@ def test_the_check_before_the_first_use_accepts_it(backend):
 def test_auto_takes_the_fastest_that_was_measured():
     device = torch.device("cuda", torch.cuda.current_device())
     (version,) = core_attention("auto", "whole", torch.bfloat16, 8, 2, 128, False).running(device)
-    for faster in (*MEASURED_ORDER.get(architecture(device), ()), "sdpa"):
+    for faster in (*AUTO_ORDER.get(architecture(device), ()), "sdpa"):
         if faster == version:
             return
         with pytest.raises(pytest.skip.Exception):

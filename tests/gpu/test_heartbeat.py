@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heartbeats and the loss guard beside training on an accelerator: eager steps, and steps that are one graph."""
+"""Heartbeats and the loss guard during training on an accelerator: eager steps, and steps that are one graph."""
 
 import json
 

@@ -139,7 +139,7 @@ def test_square_sums_are_deterministic(chosen):
 
 
 @pytest.mark.parametrize("flag", [1.0, math.inf, math.nan])
-def test_found_inf_changes_nothing(chosen, flag):
+def test_an_infinite_gradient_changes_nothing(chosen, flag):
     before, lists = lists_of(6)
     sums, found = torch.full((len(SHAPES),), 3.0, device=DEVICE), torch.tensor([flag], device=DEVICE)
     hip_ops.muon_momentum_(lists.gradients, lists.momenta, lists.outputs, found_inf=found, square_sums=sums)
@@ -230,7 +230,7 @@ def test_cuda_graph(chosen):
     del junk
 
 
-def test_steps_beside_torch_optim_muon(chosen):
+def test_steps_compared_with_torch_optim_muon(chosen):
     """Five steps with torch's own Newton-Schulz on our momentum: the same fp32 parameters."""
     from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, EPS, _zeropower_via_newtonschulz
 

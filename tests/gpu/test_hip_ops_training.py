@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test whole runs on a GPU with each version of hip_ops' operators and with the references: the losses are the same.
 
-nvcc builds the HIP sources here; dispatch, ctypes and stream code are the same as on ROCm.
+nvcc builds the HIP sources for these tests; dispatch, ctypes and stream code are the same as on ROCm.
 """
 
 import pytest

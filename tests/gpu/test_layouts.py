@@ -4,8 +4,8 @@ first gradient norm within 2 %; memory by layout.
 
 All layouts that were selected run side by side, ZAYA_LAYOUTS_AT_ONCE (4) of each kind at a time, and say so as they end
 (pytest -s). ZAYA_LAYOUT_RESULTS=<file> keeps a JSON record of each, added as it ends. A layout that needs more GPUs
-than there are is left out. Speeds mean nothing here. Layouts of whole documents run compiled, as attention to documents
-must be; the others eagerly.
+than there are is left out. Speeds mean nothing in this test. Layouts of whole documents run compiled, as attention to
+documents must be; the others eagerly.
 """
 
 import json

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hip_ops
-from tests.megatron_rank import single_rank  # noqa: F401  (a fixture of every test here)
+from tests.megatron_rank import single_rank  # noqa: F401  (a fixture of every test of this file)
 from tests.no_waiting import no_waiting
 
 

@@ -67,7 +67,7 @@ def test_an_owner_learns_that_its_lock_was_taken(tmp_path, monkeypatch):
     assert told.wait(60) and lock.why_lost() == (tmp_path, "its lock was removed")
 
 
-def test_an_output_that_another_process_has_taken_over_is_said(tmp_path, far):
+def test_an_output_that_another_process_has_taken_over_is_reported(tmp_path, far):
     name, file = far
     with pytest.raises(ValueError, match="this process lost its lock: it was taken over by process .* on node7"):
         with locked(tmp_path / "out", "writing"):

@@ -47,7 +47,7 @@ PLANTED = {
     "list of YAML": f"api_keys:\n  - a\n  - {SECRET}\nseed: 1",
     "at sign in a password": f"https://me:p@ss{SECRET}@example.com/team",
 }
-KEPT = (
+KEPT_TEXTS = (
     "tokens_per_s: 4200, total_tokens=16384, --random-tokens=262272, tokenizer: data/tok",
     "num_key_value_heads: 2",
     "commit 0123456789abcdef0123456789abcdef01234567",
@@ -85,7 +85,7 @@ def test_a_planted_secret_is_removed(form):
     assert SECRET not in text and "0123456789" not in text, text
 
 
-@pytest.mark.parametrize("text", KEPT)
+@pytest.mark.parametrize("text", KEPT_TEXTS)
 def test_figures_stay(text):
     assert cleaned(text) == text
 

@@ -15,8 +15,8 @@ from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.data.indexed_dataset import write_index
 from zaya_plugin.data.stream_dataset import StreamDataset
 from zaya_plugin.handover.data_places import consumed_after, source_uses, with_consumed
-from zaya_plugin.run.curriculum import compose_curriculum
 from zaya_plugin.run.curriculum_run import tokens_by_source
+from zaya_plugin.run.stages import compose_curriculum
 from zaya_plugin.run.start_recipe import take_over
 
 LENGTHS = {"web": 9000, "code": 4000, "math": 2500}

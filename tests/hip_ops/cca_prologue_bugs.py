@@ -21,6 +21,7 @@ FILES = (
 )
 PLAIN, HALO = Case(70, 1, 2, 1), Case(20, 2, 2, 1, halo=True, document=6)
 LONG, ENTRIES = Case(300, 1, 2, 1), Case(150, 3, 2, 1)  # several tiles a block, the second of several entries
+WHOLE = Case(64, 1, 2, 1)  # tiles without a row of another one
 
 
 HEADER, BACKWARD_HEADER, FORWARD, BACKWARD, PARAMETERS = FILES
@@ -65,31 +66,31 @@ BUGS = {
     "last_row_keeps_what_it_had": Bug(BACKWARD_HEADER, "if (!tile.has(from, p) || ", "if (", PLAIN),
     "merged_taps_mixed_up": Bug(BACKWARD, "fmaf(a0, tap1, a1 * tap0)", "fmaf(a0, tap0, a1 * tap1)", PLAIN),
     "gradient_across_a_document": Bug(
-        BACKWARD, "row_at[lane] = hides_one ? kZeroRow : lane + 1;", "row_at[lane] = lane + 1;", HALO
+        BACKWARD_HEADER, "row_at[row] = hides_one ? kZeroRow : row + 1;", "row_at[row] = row + 1;", HALO
     ),
-    "one_border_hides_no_second_row": Bug(BACKWARD, "hides_two = hides_one || ", "hides_two = ", HALO),
-    "lost_barrier_before_both_products": Bug(
-        BACKWARD, "block_sync_lds();  // dy is written, and the", "// dy is written, and the", PLAIN, True
-    ),
-    "lost_barrier_before_the_sums": Bug(
-        BACKWARD,
-        "block_sync_lds();  // dz and the operands are written",
-        "// dz and the operands are written",
-        PLAIN,
-        True,
-    ),
+    "one_border_hides_no_second_row": Bug(BACKWARD_HEADER, "hides_two = hides_one || ", "hides_two = ", HALO),
+    **{
+        f"lost_barrier_{name}": Bug(BACKWARD, f"block_sync_lds();  // {reason}", f"// {reason}", PLAIN, True)
+        for name, reason in (
+            ("before_the_operands", "dy is written, and the previous tile's operands are read"),
+            ("before_the_sums", "the operands are written, and dy is read"),
+            ("before_the_product_of_the_input", "dy is written, and the previous tile's dz is read"),
+            ("before_the_rows_of_the_input", "dz is written, and dy is read"),
+        )
+    },
     "halo_gradient_one_row_off": Bug(
         BACKWARD,
-        "at = unsigned(row * batch) * unsigned(channels);",
-        "at = unsigned((1 - row) * batch) * unsigned(channels);",
+        "at = unsigned(local * batch) * unsigned(channels);",
+        "at = unsigned((1 - local) * batch) * unsigned(channels);",
         HALO,
     ),
     "rows_behind_the_tile_left_out": Bug(
         BACKWARD_HEADER, "constexpr int kBehind = 2,", "constexpr int kBehind = 1,", PLAIN
     ),
     "weights_of_the_row_before": Bug(
-        BACKWARD, "second_pair ? row_at[kTile + local] : local", "second_pair ? row_at[local] : local", PLAIN
+        BACKWARD, "local : row_at[(operand - 1) * kTile + local]", "local : row_at[local]", PLAIN
     ),
+    "row_after_the_last_one": Bug(BACKWARD, "tile.has(kTile + row, p) ? behind : nothing", "behind", WHOLE),
     "tiles_of_one_entry_only": Bug(
         BACKWARD_HEADER,
         "if (++tile.entry == p.batch) tile.entry = 0, tile.first += kTile;",
@@ -97,7 +98,7 @@ BUGS = {
         ENTRIES,
     ),
     "means_of_the_first_query_head": Bug(
-        BACKWARD, "next.upstream += int64_t(k + 1) * g.q_head, next.out += (k + 1) * kHeadDim,", "", PLAIN
+        BACKWARD, "load_dy(tile, local, other + k)", "load_dy(tile, local, other)", PLAIN
     ),
     "last_run_not_added": Bug(
         PARAMETERS, "for (int64_t run = 0; run < runs; ++run) {", "for (int64_t run = 0; run < runs - 1; ++run) {", LONG

@@ -2,8 +2,9 @@
 """Runs the gfx942 code objects of hip_ops/ops/cca_prologue/cca_prologue*.hip in the emulator, under the host code of
 hip_ops.ops.cca_prologue.hip.
 
-What the launchers of csrc/ do on a GPU - which kernels, grids and arguments - is done once more here, in Python, for as
-many compute units as asked for. Results are filled with NaN before a launch: so that unwritten elements are visible.
+What the launchers of csrc/ do on a GPU - which kernels, grids and arguments - is done once more by this file, in
+Python, for as many compute units as asked for. Results are filled with NaN before a launch:
+so that unwritten elements are visible.
 """
 
 from __future__ import annotations
@@ -122,20 +123,43 @@ class Emulated:
         self._launch("cca_prologue", "ho_cca_prologue_forward", blocks, given, list(pointers[10:]))
 
     def _ho_cca_prologue_backward(self, *arguments) -> None:
-        pointers, strides, sizes = arguments[:19], arguments[19:32], arguments[32:39]
-        total, rows, batch, heads, groups, _, _ = sizes
+        pointers, strides, sizes = arguments[:20], arguments[20:33], arguments[33:40]
+        d_query, d_key, d_value, query, key, norm, temperature, rope, projected, halo, depthwise, grouped, starts = (
+            pointers[:13]
+        )
+        dy, d_projected, d_halo, d_value_halo, *partials = pointers[13:]
+        total, rows, batch, heads, groups, rotary, delayed = sizes
         for result in pointers[13:]:
             if result is not None:
                 result.fill_(float("nan"))
-        tiles, roles = backward_tiles(total, rows, batch, pointers[9] is not None), heads // groups + 1
-        given = [*pointers, *map(np.int32, (*strides, tiles, *sizes))]
-        self._launch(
-            "cca_prologue_backward",
-            "ho_cca_prologue_backward_pass",
-            runs(groups, roles, tiles, self.processors, 1) * roles * groups,
-            given,
-            list(pointers[13:]),
-        )
+        tiles, roles = backward_tiles(total, rows, batch, halo is not None), heads // groups + 1
+        for name, given, numbers, written, resident, threads in (
+            (
+                "weights",
+                (d_query, d_key, query, key, norm, temperature, rope, projected, halo, starts, dy, *partials),
+                (*strides[:6], *strides[9:], tiles, total, rows, batch, heads, groups, rotary),
+                (dy, *partials),
+                1,
+                512,
+            ),
+            (
+                "input",
+                (dy, d_value, depthwise, grouped, starts, d_projected, d_halo, d_value_halo),
+                (*strides[6:9], tiles, total, rows, batch, heads, groups, delayed),
+                (d_projected, d_halo, d_value_halo),
+                2,
+                THREADS,
+            ),
+        ):
+            blocks = runs(groups, roles, tiles, self.processors, resident) * roles * groups
+            self._launch(
+                "cca_prologue_backward",
+                f"ho_cca_prologue_backward_{name}",
+                blocks,
+                [*given, *map(np.int32, numbers)],
+                list(written),
+                threads,
+            )
 
     def _ho_cca_prologue_parameters(self, *arguments) -> None:
         d_key, projected, *weights, temperature, rope, halo, starts, partial, bias, along, zero = arguments[:14]

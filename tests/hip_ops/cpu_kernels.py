@@ -183,8 +183,8 @@ def run_python(
 
 def sanitizer_environment() -> dict[str, str]:
     """Python itself is not built with sanitizers, so their runtime must be loaded before it. numpy's arrays come from
-    malloc, and an access beyond one is found; torch is not to be imported there (it takes long, and its allocator hides
-    its blocks).
+    malloc, and an access beyond one is detected; torch is not to be imported there (it takes long, and its allocator
+    hides its blocks).
     """
     runtimes = []
     for runtime in ("libasan.so", "libubsan.so"):

@@ -3,7 +3,7 @@
 in Triton's interpreter.
 
 `python -m tests.hip_ops.embedding_gradient_bugs FOLDER` runs the checks on the right source and on each mistake, and prints the
-mistakes that were found.
+mistakes that were detected.
 """
 
 from __future__ import annotations

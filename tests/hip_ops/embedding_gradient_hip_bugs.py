@@ -50,7 +50,7 @@ BUGS = {
 }
 # Not seen in the numbers: what follows the last id is not that id.
 ONE_TOO_MANY = in_source("following[p] = at + p + 1 < count ?", "following[p] = at + p < count ?")
-# Nor here: the lane behind the last column reads and writes what belongs to the next row.
+# Nor this one: the lane behind the last column reads and writes what belongs to the next row.
 ONE_COLUMN_TOO_MANY = in_source("  if (column >= width) return;", "  if (column > width) return;")
 
 

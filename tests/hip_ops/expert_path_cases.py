@@ -2,7 +2,7 @@
 """Inputs for the expert path, what is exactly right for them, and the comparisons that every version must pass.
 
 A version is any object with the functions of hip_ops.ops.expert_permutation.reference and hip_ops.ops.weighted_swiglu.reference
-that a check calls. The order of tokens is found token by token; sums and activations are checked against fp64.
+that a check calls. The order of tokens is determined token by token; sums and activations are checked against fp64.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """Runs gfx942 code objects of the expert path, HIP's and Triton's, in the emulator, with the functions that
 expert_path_cases checks.
 
-The launchers of csrc/ choose kernel, grid and block on a GPU; here the same choice is made once more, in Python.
+The launchers of csrc/ choose kernel, grid and block on a GPU; this file makes the same choice once more, in Python.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class OnDevice:
 
 @dataclass
 class HipOnDevice(OnDevice):
-    """`blocks`: at most so many of the kernels on rows. `objects` compiles a source of csrc/ by name."""
+    """`blocks`: the largest number of the kernels on rows. `objects` compiles a source of csrc/ by name."""
 
     blocks: int = 2
     objects: Callable[[str], Path] = code_object

@@ -14,7 +14,7 @@ from tests.gfx942.emulator import Counters, Device
 from tests.gfx942.inner_loop import mfma_passes
 from tests.gfx942.toolchain import ARCH
 from tests.gfx942.triton_cases import grouped_product
-from tests.gfx942.triton_objects import triton_code_object
+from tests.gfx942.triton_objects import TritonObject, triton_code_object
 from tests.hip_ops.expert_path_device import NUMPY, TYPES, to_numpy, to_torch
 
 NUMPY = {**NUMPY, torch.float16: np.uint16}
@@ -22,19 +22,23 @@ TYPES = {**TYPES, torch.float16: "*fp16"}
 SMALL = replace(
     choose_config(ARCH, "rows", 1, 1, 1), block_m=32, block_n=32, block_k=32, num_warps=1, matrix_instr_nonkdim=32
 )
+# Tensors that lie in Megatron's buffers.
+IN_A_BUFFER = {"grouped_pointer_rows_kernel": ("w_pointer",), "grouped_pointer_outer_kernel": ("out_pointer",)}
 
 
 @dataclass
 class GroupedOnDevice:
     """programs: how many walk the tiles; XCDs are not emulated by their number, but the order of tiles over eight of
-    them is the kernel's. small: all tensors are compiled as below 2 GiB, hence for buffer instructions.
+    them is the kernel's. small: all tensors are compiled as below 2 GiB, hence for buffer instructions; None: all but
+    the experts' matrices and main gradients, as in training.
     """
 
     device: Device = field(default_factory=Device)
     config: GroupedConfig = SMALL
     programs: int = 3
-    small: bool = False
+    small: bool | None = False
     counters: Counters | None = None
+    code: TritonObject | None = None
 
     def run(self, kernel, tensors: dict[str, tuple], sizes: dict[str, int], constants: dict) -> None:
         c = self.config
@@ -52,17 +56,17 @@ class GroupedOnDevice:
             for name in kernel.arg_names
             if name not in constants
         }
+        small = {
+            True: [*tensors],
+            False: [],
+            None: [name for name in tensors if name not in IN_A_BUFFER[kernel.__name__]],
+        }
         divisible = [name for name in signature if name in tensors or sizes[name] % 16 == 0]
-        code = triton_code_object(
-            kernel,
-            signature,
-            constants,
-            divisible_by_16=divisible,
-            small=list(tensors) if self.small else (),
-            **c.launch_options(),
+        self.code = triton_code_object(
+            kernel, signature, constants, divisible_by_16=divisible, small=small[self.small], **c.launch_options()
         )
         given = [tensors[name][0] if name in tensors else np.int32(sizes[name]) for name in signature]
-        self.counters = code.launch(self.device, (self.programs, 1, 1), given)
+        self.counters = self.code.launch(self.device, (self.programs, 1, 1), given)
 
     def put(self, x: Tensor) -> tuple:
         """The storage of rows as it lies, without what follows the last row's end."""
@@ -72,7 +76,7 @@ class GroupedOnDevice:
         return self.device.put(to_numpy(flat)), x.dtype
 
     def grouped_rows(self, x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
-        from hip_ops.ops.grouped_product.triton import grouped_pointer_rows_kernel
+        from hip_ops.ops.grouped_product.triton_kernels import grouped_pointer_rows_kernel
 
         experts, k, n = matrices.shape
         transposed = matrices.stride(2) != 1
@@ -96,7 +100,7 @@ class GroupedOnDevice:
         return to_torch(out.read()).view(x.dtype)
 
     def grouped_outer_(self, out: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulate: bool) -> None:
-        from hip_ops.ops.grouped_product.triton import grouped_pointer_outer_kernel
+        from hip_ops.ops.grouped_product.triton_kernels import grouped_pointer_outer_kernel
 
         experts, m, n = out.shape
         buffer, _ = self.put(out)
@@ -129,7 +133,7 @@ def lds_time(kind: str, config: GroupedConfig) -> float:
         sizes = (1, m, n, m, n, m * n, n) if outer else (1, n, k, k, n * k, shapes[1][1])
         offsets = device.put(np.full(16, k if outer else m, np.int32))
         found = compiled.launch(device, 1, [a, b, out, offsets, *map(np.int32, sizes)])
-        # a pass takes 4 cycles, and the passes of four SIMDs run beside each other
+        # a pass takes 4 cycles, and the passes of four SIMDs run at the same time
         totals.append(
             (found.lds_cycles, sum(mfma_passes(name) * count for name, count in found.mfma_by_opcode.items()))
         )

@@ -37,7 +37,7 @@ def source(file: str, bug: Bug | None = None) -> str:
 
 
 def write_source(folder: Path, bug: Bug, name: str) -> Path:
-    """csrc/<name>.hip in `folder`, beside copies of the headers it includes; one of them has the bug."""
+    """csrc/<name>.hip in `folder`, next to copies of the headers it includes; one of them has the bug."""
     for file in ("row_vectors.h", "vocabulary.h", f"{name}.hip"):
         (folder / file).write_text(source(file, bug))
     return folder / f"{name}.hip"

@@ -122,7 +122,7 @@ def write_variants(directory: Path) -> Path:
 def write_source(folder: Path, bug: str | None = None) -> Path:
     """muon.hip and its headers in `folder`, with the mistake in whichever of them it is.
 
-    Of the variants only bf16 gradients and updates beside fp32 state are kept, which compile in a third of the time.
+    Of the variants only bf16 gradients and updates with fp32 state are kept, which compile in a third of the time.
     """
     shipped = {name: kernel_source(name).read_text() for name in (*HEADERS, "muon.hip")}
     texts = {name: text if bug is None else text.replace(*BUGS[bug][1:]) for name, text in shipped.items()}

@@ -2,8 +2,8 @@
 """Runs gfx942 code objects of the RMSNorm and LayerNorm kernels, HIP's and Triton's, in the emulator as an Implementation of
 rms_norm_cases.
 
-The launchers of csrc/ choose kernel, grid and block on a GPU; here the same choice is made once more, in Python, from
-the table in rms_norm.h, for as many compute units as asked for.
+The launchers of csrc/ choose kernel, grid and block on a GPU; this file makes the same choice once more, in Python,
+from the table in rms_norm.h, for as many compute units as asked for.
 """
 
 from __future__ import annotations

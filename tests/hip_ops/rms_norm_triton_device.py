@@ -19,7 +19,7 @@ NAMES = {BF16: "*bf16", FP32: "*fp32"}
 
 @dataclass
 class EmulatedTriton(Emulated):
-    """`processors`: programs of the loops over rows are those of so many multiprocessors."""
+    """`processors`: programs of the loops over rows are those of this number of multiprocessors."""
 
     device: Device
 

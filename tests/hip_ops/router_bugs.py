@@ -3,7 +3,7 @@
 interpreter.
 
 `python -m tests.hip_ops.router_bugs FOLDER` runs the checks on the right source and on each mistake, and prints the
-mistakes that were found.
+mistakes that were detected.
 """
 
 from __future__ import annotations
@@ -81,11 +81,14 @@ BUGS = {
 
 
 def kernels(folder: Path, name: str | None = None) -> ModuleType:
-    """A copy of the module with bug `name`, on small tiles."""
-    from hip_ops.ops.router_mlp import triton as router_mlp
+    """A copy of the host's module, on small tiles, that launches a copy of the kernels with bug `name`."""
+    from hip_ops.ops.router_mlp import triton, triton_kernels
 
-    module = triton_copy(folder, router_mlp, BUGS, name)
+    module, with_bug = triton_copy(folder, triton, {}, None), triton_copy(folder, triton_kernels, BUGS, name)
     module.launch = lambda width, warp_size: module.Launch(16, 16, 4, stages=2)
+    module.run_kernel = lambda operator, kernel, grid, *arguments, device, **keywords: (
+        getattr(with_bug, kernel)[grid](*arguments, **keywords) if all(grid) else None
+    )
     return module
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from hip_ops.ops.router_mlp.reference import SUM_NAMES
 from hip_ops.saved_bytes import router_columns
 from tests.gfx942.emulator import Counters, Device
-from tests.gfx942.triton_objects import triton_code_object
+from tests.gfx942.triton_cases import NOT_SMALL
+from tests.gfx942.triton_objects import TritonObject, triton_code_object
 from tests.hip_ops.expert_path_device import NUMPY, TYPES, to_numpy, to_torch
 
 RESULTS = ("state", "weights", "ids", "hidden1", "hidden2", "logits", "statistics")
@@ -21,10 +22,11 @@ GRADIENTS = ("d_projected", "d_previous", "sums", "d_hidden1", "normed", "d_hidd
 
 @dataclass
 class RouterOnDevice:
-    """counters: of the last launch."""
+    """counters, code: of the last launch."""
 
     device: Device = field(default_factory=Device)
     counters: Counters | None = None
+    code: TritonObject | None = None
 
     def run(
         self,
@@ -39,11 +41,11 @@ class RouterOnDevice:
         """results: shape and dtype of what the kernel writes. Absent tensors are any pointer of the right type, as in
         the launcher.
         """
-        from hip_ops.ops.router_mlp import triton as kernels
+        from hip_ops.ops.router_mlp import triton, triton_kernels
 
-        kernel = getattr(kernels, f"router_mlp_{which}_kernel")
+        kernel = getattr(triton_kernels, f"router_mlp_{which}_kernel")
         classes, width = w_out.shape
-        chosen = kernels.launch(width, warp_size=64)
+        chosen = triton.launch(width, warp_size=64)
         constants = {
             **flags,
             "R": width,
@@ -65,20 +67,22 @@ class RouterOnDevice:
             for name, tensor in given.items()
         }
         signature = {name: types[name] for name in kernel.arg_names if name not in constants}
-        code = triton_code_object(
+        pointers = [name for name, kind in signature.items() if kind.startswith("*")]
+        self.code = triton_code_object(
             kernel,
             signature,
             constants,
             num_warps=chosen.num_warps,
             num_stages=chosen.stages,
-            divisible_by_16=[name for name, kind in signature.items() if kind.startswith("*") and name != "biases"],
+            divisible_by_16=[name for name in pointers if name != "biases"],
+            small=[name for name in pointers if name not in NOT_SMALL],  # as in training
         )
         put = (
             {name: None if tensor is None else self.device.put(to_numpy(tensor)) for name, tensor in given.items()}
             | outs
             | numbers
         )
-        self.counters = code.launch(self.device, -(-rows // chosen.rows), [put[name] for name in signature])
+        self.counters = self.code.launch(self.device, -(-rows // chosen.rows), [put[name] for name in signature])
         return {name: to_torch(buffer.read()) for name, buffer in outs.items()}
 
     def programs(self, rows: int, width: int) -> int:

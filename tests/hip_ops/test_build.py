@@ -19,7 +19,7 @@ from hip_ops.runtime.launchers import declarations, load
 from tests.hip_ops.cpu_kernels import ROOT, run_python
 from tests.hip_ops.kernel_files import kernel_source
 
-# Not the real header: it takes a second to compile, and what is built does not matter here.
+# Not the real header: it takes a second to compile, and what is built does not matter for this test.
 HEADER = """#pragma once
 #define HO_EXPORT extern "C" __attribute__((visibility("default")))
 """
@@ -169,7 +169,7 @@ def test_without_a_compiler_a_library_from_elsewhere_will_do(sources, empty_cach
         build("cpu", sources=sources)
 
 
-def test_what_is_said_where_there_is_no_compiler(no_compilers):
+def test_the_message_without_a_compiler(no_compilers):
     with pytest.raises(CompilerNotFound, match="neither hipcc nor a clang\\+\\+ that knows gfx942 .* set ROCM_PATH"):
         find_compiler("gfx942")
     with pytest.raises(CompilerNotFound, match="nvcc is not on PATH, nor under CUDA_HOME"):
@@ -259,7 +259,7 @@ def test_every_source_compiles_with_nvcc(tmp_path):
         assert done.returncode == 0, done.stderr
 
 
-def test_needs_no_torch():
+def test_these_modules_do_not_import_torch():
     done = run_python(
         "import sys, hip_ops.saved_bytes, hip_ops.versions, hip_ops.runtime.build; assert 'torch' not in sys.modules; "
         "print(hip_ops.runtime.build.build)"

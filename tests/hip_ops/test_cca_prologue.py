@@ -415,7 +415,7 @@ def test_the_reference_compiles(case):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_temperature_in_fp32_and_rope_in_fp32_beside_fp64(chosen):
+def test_temperature_in_fp32_and_rope_in_fp32_against_fp64(chosen):
     for dtype, name in ((BF16, "temperature"), (FP64, "rope")):
         tensors = make(Case(5, 1, 2, 1, rotary=8, dtype=dtype)).tensors
         found = []

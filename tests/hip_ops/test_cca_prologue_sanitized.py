@@ -56,13 +56,13 @@ for c, b, n, g, k, halo, documents, rotary, late, length in eval(sys.argv[-1]):
     upstream = [bf16(s, b, count, d) for count in (n, g, g)]
     strides = [x for count in (n, g, g) for x in (b * count * d, count * d, d)]
     runs, zero_runs = kernels.ho_cca_prologue_backward_blocks(total, c, b, n, g, halo, 1), 3
-    d_projected = empty(s, b, width)
+    dy, d_projected = empty(s, b, heads, d), empty(s, b, width)
     d_halo, d_value_halo = (np.empty_like(before), np.empty_like(value_before)) if halo else (None, None)
     bias, along, zero = empty(runs, heads, d, dtype=np.float32), empty(runs, g, dtype=np.float32), empty(zero_runs, g,
         dtype=np.float32)
     partial, d_temperature = empty(runs, heads, 3, d, d, dtype=np.float32), np.empty_like(temperature)
     assert kernels.ho_cca_prologue_backward(*upstream, query, key, norms, temperature, rope, projected, before,
-        weights[0], weights[2], starts, d_projected,
+        weights[0], weights[2], starts, dy, d_projected,
                                             d_halo, d_value_halo, partial, bias, along, *strides, b * width, width,
                                                 *turns, *sizes, late, 1, None) == 0
     assert kernels.ho_cca_prologue_parameters(upstream[1], projected, *weights, temperature, rope, before, starts,
@@ -88,7 +88,7 @@ def test_no_finding(right, schedule):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["second_quad_as_the_first"])
-def test_a_wrong_place_is_found(tmp_path, name):
+def test_a_wrong_place_is_detected(tmp_path, name):
     sources = bugs.copy(tmp_path, bugs.OUTSIDE[name])
     said = run_sanitized(PROGRAM, build_cpu_library(*sources, sanitize=True), *sources, CASES[:1], expect_failure=True)
     assert "out of bounds" in said or "overflow" in said

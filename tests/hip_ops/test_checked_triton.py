@@ -2,7 +2,7 @@
 """Test that the self-check of the Triton versions compiles all that ZAYA1-base's training launches, so that the first
 step compiles nothing.
 
-Triton compiles a kernel anew for each combination of dtypes, constants, None, and integers that are 1 or multiples of
+Triton compiles a kernel again for each combination of dtypes, constants, None, and integers that are 1 or multiples of
 16. What it would compile on an H200 and an MI300X is recorded without compiling.
 """
 

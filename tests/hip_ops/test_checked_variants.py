@@ -75,7 +75,8 @@ WAY = {
         parts > 64,  # lanes
     ),
     "ho_cca_prologue_forward": lambda grid, *numbers: -(-numbers[4] // TILE) > grid[0] // 12,  # heads of both groups
-    "ho_cca_prologue_backward_pass": lambda grid, *numbers: numbers[13] > grid[0] // 10,
+    "ho_cca_prologue_backward_weights": lambda grid, *numbers: numbers[10] > grid[0] // 10,
+    "ho_cca_prologue_backward_input": lambda grid, *numbers: numbers[3] > grid[0] // 10,
     "ho_cca_prologue_backward_temperature": lambda grid, *_: True,
     "ho_cca_prologue_backward_sum": lambda grid, runs, *_: runs > 1,
     "ho_expert": lambda grid, wide, tokens, tokens_a_thread, experts: (grid[0] > 1, tokens_a_thread > 1),
@@ -182,9 +183,10 @@ KERNELS_OF = {
     ],
     "cca_prologue": ["ho_cca_prologue_forward"],
     "cca_prologue_backward": [
-        "ho_cca_prologue_backward_pass",
+        "ho_cca_prologue_backward_input",
         "ho_cca_prologue_backward_sum",
         "ho_cca_prologue_backward_temperature",
+        "ho_cca_prologue_backward_weights",
     ],
     "sort_by_expert": ["ho_expert_count_32", "ho_expert_place_32"],
     "gather_rows": ["ho_gather_rows_16"],

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hip_ops import use_kernels
-from hip_ops.runtime import compiled
+from hip_ops.runtime import choice, compiled
 from hip_ops.runtime.operator import all_operators
 
 pytestmark = pytest.mark.usefixtures("nothing_selected")
@@ -56,6 +56,32 @@ def test_a_formula_where_the_reference_is_asked_for(double):
 def test_a_formula_without_triton(double, monkeypatch):
     monkeypatch.setattr(compiled, "missing", lambda version, device, named: "Triton is not installed")
     assert double(OnAccelerator()) == "as written"
+
+
+def test_a_formula_whose_compilation_fails(monkeypatch, caplog):
+    """As with a Triton whose compiler raises: the compiler is called once, and the formula runs as written."""
+    attempts = []
+
+    def backend(graph, _):
+        attempts.append(graph)
+        raise RuntimeError("ld.lld was not found")
+
+    def add_(x, total, on_accelerator):
+        total += x
+        return total
+
+    monkeypatch.setattr(compiled, "missing", lambda version, device, named: None)
+    monkeypatch.setattr(compiled, "Tensor", OnAccelerator)
+    monkeypatch.setattr(choice, "_warnings", set())
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    formula, x, accelerator = compiled.formula(add_), torch.ones(2), OnAccelerator()
+    assert [formula(x, torch.zeros(2), accelerator).tolist() for _ in range(2)] == [[1.0, 1.0]] * 2
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "hip_ops"]
+    assert warning.endswith("add_, which runs uncompiled: backend='backend' raised: RuntimeError: ld.lld was not found")
+    assert len(attempts) == 1
+    with pytest.raises(RuntimeError, match="broadcast"):  # an error of the formula itself
+        compiled.formula(add_)(torch.ones(3), torch.zeros(2), accelerator)
+    assert len(attempts) == 1
 
 
 def test_a_formula_within_a_compiled_graph_is_a_part_of_it():

@@ -56,7 +56,7 @@ def test_no_finding(schedule):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", [bugs.ONE_TOO_MANY, bugs.ONE_COLUMN_TOO_MANY], ids=["id", "column"])
-def test_one_too_many_is_found(tmp_path, bug):
+def test_one_too_many_is_detected(tmp_path, bug):
     source = write_source(tmp_path, bug, "embedding_gradient")
     said = run_sanitized(PROGRAM, build_cpu_library(source, sanitize=True), source, expect_failure=True)
     assert "heap-buffer-overflow" in said and "embedding_gradient.hip" in said

@@ -59,16 +59,16 @@ def test_in_the_interpreter():
 
 
 def compile_for_hopper(kind: str, config: GroupedConfig):
-    from hip_ops.ops.grouped_product import triton as kernels
+    from hip_ops.ops.grouped_product import triton, triton_kernels
 
     m, n, k, width = config.block_m, config.block_n, config.block_k, config.block_n // config.parts
 
     def block(*shape, dtype="bf16"):
         return f"tensordesc<{dtype}[{','.join(map(str, shape))}]>"
 
-    constants = kernels._constants(16, config) | {"PARTS": config.parts}
+    constants = triton._constants(16, config) | {"PARTS": config.parts}
     if kind == "outer":
-        kernel = kernels.grouped_outer_kernel
+        kernel = triton_kernels.grouped_outer_kernel
         described = {
             "a_desc": block(1, 1, k, m),
             "b_desc": block(1, 1, k, n),
@@ -76,7 +76,7 @@ def compile_for_hopper(kind: str, config: GroupedConfig):
         }
         constants |= {"ACCUMULATE": True, "REDUCE": config.reduce}
     else:
-        kernel = kernels.grouped_rows_kernel
+        kernel = triton_kernels.grouped_rows_kernel
         matrix = block(1, n, k) if kind == "rows_t" else block(1, k, n)
         described = {"x_desc": block(m, k), "w_desc": matrix, "out_desc": block(1, 1, m, width)}
         constants |= {"TRANSPOSED": kind == "rows_t", "FLATTEN": config.flatten}

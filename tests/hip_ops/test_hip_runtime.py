@@ -110,7 +110,7 @@ for _ in range(2):
 
 @pytest.mark.slow
 def test_a_library_that_brings_another_runtime(tmp_path, require_tool):
-    """As hipcc of a host's ROCm 6 links it, beside a torch with ROCm 7."""
+    """As hipcc of a host's ROCm 6 links it, with a torch with ROCm 7."""
     require_tool("g++")
     seven = shared_object(tmp_path / "torch" / "libamdhip64.so.7", "libamdhip64.so.7")
     six = shared_object(tmp_path / "rocm" / "libamdhip64.so.6", "libamdhip64.so.6")

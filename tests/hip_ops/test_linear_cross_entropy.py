@@ -98,7 +98,7 @@ def test_in_bf16_gradients_are_within_2_ulp_of_what_the_rounded_logits_give(chos
 
 
 @pytest.mark.parametrize("largest", [39.0, 41.0, 63.0])
-def test_a_small_promise_beside_large_logits_keeps_its_gradients(chosen, largest):
+def test_a_small_promise_with_large_logits_keeps_its_gradients(chosen, largest):
     """1e-6, as of a mean over a step's tokens, and hidden states of 1e-4: their product with 1 / sum is far down in
     bf16's exponents.
     """
@@ -185,7 +185,7 @@ def test_only_what_needs_a_gradient_gets_one():
 
 
 @pytest.mark.parametrize("broken", [lambda g: 2 * g, lambda g: g + 1e-6, lambda g: torch.full_like(g, torch.nan)])
-def test_a_broken_promise_is_found(broken):
+def test_a_broken_promise_is_detected(broken):
     hidden, weight, labels, grad = inputs(dtype=FP32)
     losses = hip_ops.linear_cross_entropy(hidden, weight, labels, promised_grad=grad)
     with pytest.raises(RuntimeError, match="gradient is not promised_grad"):

@@ -107,7 +107,7 @@ def test_rms_matching_scale_gives_adamws_rms():
 
 
 @pytest.mark.parametrize("flag", [1.0, float("inf"), float("nan"), -0.5])
-def test_found_inf_changes_nothing(chosen, flag):
+def test_an_infinite_gradient_changes_nothing(chosen, flag):
     lists = make_lists(SHAPES, 5)
     lists.gradients[0].fill_(float("nan"))
     sums = torch.full((len(SHAPES),), 3.0)

@@ -70,7 +70,7 @@ def test_variants_that_there_are_not(kernels):
 
 
 # Without torch, which does not run under a sanitizer. Arrays end where their allocation does, so that one element too
-# many is found.
+# many is detected.
 PROGRAM = """
 import struct, sys
 import numpy as np

@@ -205,6 +205,6 @@ def test_variant_without_a_bug_passes(bugs, code, kernel):
 
 @pytest.mark.first_cases(4)
 @pytest.mark.parametrize("bug", BUGS)
-def test_bug_is_found(bugs, code, bug):
+def test_bug_is_detected(bugs, code, bug):
     with pytest.raises((AssertionError, EmulatorFault)):
         _check(BUGS[bug][0], bugs, code, identifier(bug))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of Muon made of hip_ops' operators beside torch.optim.Muon and emerging_optimizers' Muon with the same
+"""Steps of Muon made of hip_ops' operators, compared with torch.optim.Muon and emerging_optimizers' Muon with the same
 settings.
 """
 
@@ -113,7 +113,7 @@ def test_fp32_equals_emerging_optimizers(chosen, nesterov):
         assert torch.equal(momentum, optimizer.state[p]["momentum_buffer"])
 
 
-def test_whole_steps_stay_beside_torch():
+def test_whole_steps_stay_close_to_torch():
     """With our Newton-Schulz the change of every matrix is torch's but for the noise of torch's bf16 products, and
     nearer to fp64.
     """

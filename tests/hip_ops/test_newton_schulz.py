@@ -75,7 +75,7 @@ def test_hip_source_against_fp64_and_bf16_products_of_torch(coefficients, form, 
 
 
 # Normalised singular values of at least 0.01 and where five steps put them, from singular_value_interval: exact bounds,
-# stated here.
+# stated in this test.
 INTERVALS = {"simple": (0.682, 1.134), "quintic": (0.978, 1.032), "polar_express": (0.870, 1.124)}
 
 
@@ -166,7 +166,7 @@ def test_half_precision_inside_is_the_default_of_kernels_alone():
     assert torch.equal(hip_ops.newton_schulz(x.double()), hip_ops.newton_schulz(x.double(), dtype=torch.float64))
 
 
-def test_self_check_passes_here():
+def test_self_check_passes_on_this_machine():
     """If it failed, the tests above would run the reference."""
     with hip_ops.use_kernels("hip"):
         hip_ops.warm_up("cpu", [newton_schulz._newton_schulz])

@@ -101,8 +101,8 @@ def test_restarts_split_any_number_of_steps_into_stretches_of_at_most_three_and_
 
 def test_half_precision_needs_its_scales():
     """64 rows of a normalised Gaussian 2048 x 4096: its entries are near 2^-11.5 and those of R off the diagonal near
-    2^-17, where half precision has 7 digits of its 11 left. A whole matrix of that size takes minutes here; its Gram
-    matrix shows it.
+    2^-17, where half precision has 7 digits of its 11 left. A whole matrix of that size takes minutes on a CPU; its
+    Gram matrix shows it.
     """
     norm = (2048 * 4096) ** 0.5
     x = torch.randn((1, 64, 4096), generator=torch.Generator().manual_seed(0))

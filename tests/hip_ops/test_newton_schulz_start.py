@@ -103,7 +103,7 @@ def test_it_reads_once_and_writes_twice_in_whole_segments(dtype):
         *(pytest.param(bug, marks=pytest.mark.slow) for bug in ("WITHOUT_FACTOR", "TRANSPOSED_IN_EIGHTS")),
     ],
 )
-def test_a_mistake_is_found(monkeypatch, bug):
+def test_a_mistake_is_detected(monkeypatch, bug):
     monkeypatch.setenv("HO_CPU_SCHEDULE", "reverse")
     x, right = matrices(2, 72, 136, "bf16"), []
     factors = SCALE / torch.linalg.vector_norm(x, dim=(1, 2), dtype=torch.float32).clamp_min(EPS)

@@ -64,7 +64,7 @@ def wrong_by_a_factor(x, factor):
     return out
 
 
-def test_a_wrong_version_is_told_with_both_numbers(make, caplog):
+def test_a_wrong_version_is_reported_with_both_numbers(make, caplog):
     scaled = make(wrong_by_a_factor)
     with torch.random.fork_rng():
         torch.manual_seed(20240817)

@@ -22,7 +22,7 @@ except AttributeError as error:
     assert done.returncode == 0 and "module 'hip_ops' has no attribute 'nothing'" in done.stdout, done.stdout
 
 
-def test_what_needs_no_torch():
+def test_modules_that_do_not_import_torch():
     """Recipes are checked against these modules before torch is imported."""
     done = run_python(
         """

@@ -149,7 +149,7 @@ def moved_and_minimum(case: Case, backward: bool) -> tuple[int, int, Emulated]:
 )
 def test_bytes_are_within_five_percent_of_the_minimum(scaled, residual_dtype, centered, backward):
     """2048 columns. What is above the minimum is paid once a block - the vectors, and in the backward its partial sums,
-    written and read - so here a block has as many rows as in PRODUCTION, on one compute unit.
+    written and read - so in this test a block has as many rows as in PRODUCTION, on one compute unit.
     """
     whole = geometry(
         Case(scaled, PRODUCTION[0], 2048, residual_dtype=residual_dtype), backward=backward, processors=PRODUCTION[1]

@@ -86,7 +86,7 @@ def test_no_finding(right, schedule):
 
 
 @pytest.mark.slow
-def test_a_lost_tail_mask_is_found(tmp_path):
+def test_a_lost_tail_mask_is_detected(tmp_path):
     said = run_sanitized(
         PROGRAM, *library(tmp_path, "rms_norm.hip", bug=bugs.BUGS["lost_tail_mask"]), CASES[2:3], expect_failure=True
     )

@@ -6,17 +6,18 @@ written.
 import pytest
 import torch
 
+from hip_ops.runtime.build import shipped_folder
 from tests.gfx942.emulator import Device
 from tests.hip_ops.router_cases import Router, check_backward, check_forward
 from tests.hip_ops.router_device import RouterOnDevice
 
 BF16 = torch.bfloat16
 WIDE = Router(33, 64, 17, BF16)  # two parts of a matrix, a program of one row
-# ZAYA1's widths and choice, of which recipes/cluster/mi300x_8.yaml takes the Triton version: several programs, a tail.
+# ZAYA1's widths and choice: several programs, a tail. The bytes that the package ships run.
 ZAYA1 = Router(70, 256, 17, BF16, forced=False)
 CASES = [
-    WIDE,
     ZAYA1,
+    WIDE,
     Router(32, 32, 5, BF16, averaged=False, forced=False, unweighted=False, uses_state=False),
     pytest.param(Router(1, 32, 33, BF16), marks=pytest.mark.slow),
     pytest.param(Router(40, 256, 17, BF16), marks=pytest.mark.slow),
@@ -26,8 +27,10 @@ CASES = [
 @pytest.mark.first_cases(1)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_numbers(case):
-    check_forward(RouterOnDevice(), case)
-    check_backward(RouterOnDevice(), case)
+    for check in (check_forward, check_backward):
+        on_device = RouterOnDevice()
+        check(on_device, case)
+        assert (on_device.code.path.parent == shipped_folder("gfx942")) == (case == ZAYA1)
 
 
 @pytest.mark.first_cases(1)

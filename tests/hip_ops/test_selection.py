@@ -119,7 +119,7 @@ def test_unknown_names(monkeypatch):
 # CPU
 
 
-def test_auto_on_a_cpu_is_the_reference_and_said_once(make, caplog, monkeypatch):
+def test_auto_on_a_cpu_is_the_reference_and_reported_once(make, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "hip_ops")
     monkeypatch.setattr(operator, "compile_function", lambda function: fails)
     made = make()
@@ -217,7 +217,7 @@ def test_a_device_of_another_kind(rocm):
     assert "not on device meta" in choice.missing("hip", torch.device("meta"), named=True)
 
 
-def test_a_hip_build_that_fails_drops_to_triton_and_is_told_once(make, rocm, caplog):
+def test_a_hip_build_that_fails_drops_to_triton_and_is_reported_once(make, rocm, caplog):
     """The build runs with a compiler that fails."""
     caplog.set_level(logging.INFO, "hip_ops")
     made = [make(hip=needs_a_build) for _ in range(2)]
@@ -404,7 +404,7 @@ def test_a_version_that_needs_a_package(make, rocm):
         made.implementations(GPU)
 
 
-# What is said
+# Messages
 
 
 def test_a_choice_without_a_check_runs_nothing(make, rocm):

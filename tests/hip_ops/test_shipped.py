@@ -27,6 +27,7 @@ from hip_ops.runtime.build import (
     shipped_folder,
     sources_digest,
 )
+from hip_ops.runtime.code_objects import objects_note
 from hip_ops.runtime.compilers import CompilerNotFound
 from tests.hip_ops.cpu_kernels import KERNELS, build_cpu_library
 
@@ -127,7 +128,7 @@ def test_a_build_from_source_is_requested_and_announced(empty_cache, no_compiler
         build("gfx942")
 
 
-def test_force_builds_it_here(empty_cache, no_compilers, capfd):
+def test_force_builds_it_on_this_machine(empty_cache, no_compilers, capfd):
     with pytest.raises(CompilerNotFound):
         build("gfx942", force=True)
     assert "--force; runs use the shipped library unless HIP_OPS_LIBRARY=source" in capfd.readouterr().err
@@ -162,6 +163,7 @@ def test_info_names_it(nothing_selected, capsys, monkeypatch):
     assert "built from source" not in "".join(map(library_note, TARGETS))
     assert all(f"  {target}: {library_note(target)}\n" in out for target in TARGETS)
     assert "  gfx90a: built from source: no library is shipped for gfx90a, and its kernels are unverified" in out
+    assert f"  gfx942: {objects_note('gfx942')}\n" in out
 
 
 def test_a_file_system_without_execution(monkeypatch, require_tool):

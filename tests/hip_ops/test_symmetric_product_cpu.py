@@ -9,7 +9,7 @@ from tests.hip_ops.cpu_kernels import build_cpu_library, cpu_kernels, run_saniti
 from tests.hip_ops.kernel_files import kernel_source
 
 # Without torch, which does not run under a sanitizer. Every array ends where its allocation does: one element too many
-# is found.
+# is detected.
 PROGRAM = """
 import sys
 import numpy as np

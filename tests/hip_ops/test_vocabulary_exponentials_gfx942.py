@@ -18,7 +18,7 @@ from tests.hip_ops.vocabulary_exponentials_edges import EDGES
 from tests.hip_ops.vocabulary_rows_cases import FIRST, Logits, inputs
 
 KINDS = {"hip": HipExponentials, "triton": TritonExponentials}
-# With so many ranks beside this one.
+# With this number of other ranks.
 CASES = [
     (Logits(6, 2600, parts=4, shape="steps", z_loss=1e-2), 0),
     (Logits(3, 4232, FP32, parts=3, shape="rising"), 2),
@@ -87,7 +87,7 @@ def test_logits_are_read_once_and_written_once(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_exponential_but_the_labels_is_touched(kind):
-    """Where no part has another reference: statistics of ZAYA1's 129 parts, of which the rows here are the last
+    """Where no part has another reference: statistics of ZAYA1's 129 parts, of which these rows are the last
     eight.
     """
     case = Logits(8, 16384, parts=8)

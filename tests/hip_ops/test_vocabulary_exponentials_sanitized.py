@@ -65,7 +65,7 @@ def test_no_finding(schedule):
 
 
 @pytest.mark.slow
-def test_one_element_too_many_is_found(tmp_path):
+def test_one_element_too_many_is_detected(tmp_path):
     source = write_source(tmp_path, bugs.ONE_TOO_MANY, "vocabulary_exponentials")
     said = run_sanitized(PROGRAM, build_cpu_library(source, sanitize=True), source, expect_failure=True)
     assert "heap-buffer-overflow" in said and "row_vectors.h" in said

@@ -57,7 +57,7 @@ def test_parts_cover_a_row_once_and_combine_to_torchs_loss(parts):
 
 
 def test_what_is_left_of_a_probability_near_one_is_exact():
-    """1 - p = 4.5e-5 beside a logit of 40; from logsumexp(logits) as one fp32 number it would be wrong by up to
+    """1 - p = 4.5e-5 with a logit of 40; from logsumexp(logits) as one fp32 number it would be wrong by up to
     1.9e-6.
     """
     logits = torch.tensor([[40.0, 30.0, 19.0]])

@@ -82,7 +82,7 @@ def test_autograd_gives_what_the_backward_function_gives(chosen):
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 3e38, -3e38, 1e4, -1e4, -88.0, -90.0])
 def test_extreme_gates(chosen, value):
-    """As torch: what overflows or is no number there is none here, and a gate far below zero gives zero."""
+    """As torch: what overflows or is no number there is none in the result, and a gate far below zero gives zero."""
     gate_up = torch.tensor([[value, 2.0], [1.0, 2.0]])
     output = hip_ops.weighted_swiglu(gate_up, torch.ones(2))
     want = torch.nn.functional.silu(gate_up[:, :1]) * gate_up[:, 1:]

@@ -40,10 +40,8 @@ def recorded_kernels(name: str) -> Iterator[Callable[[Callable, Iterable[tuple]]
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
 
-    from hip_ops.ops.grouped_product import triton as grouped
-
-    target, number, processors = TARGETS[name]
-    amd, seen = target[0] == "hip", set()
+    target, number, _ = TARGETS[name]
+    seen = set()
 
     def not_compiled(key, repr, fn, compile, is_manual_warmup, already_compiled) -> bool:
         seen.add((fn.name.rpartition(".")[2], key))
@@ -56,10 +54,21 @@ def recorded_kernels(name: str) -> Iterator[Callable[[Callable, Iterable[tuple]]
                 version(*arguments)
         return set(seen)
 
-    modules = [module for name, module in sys.modules.items() if name.startswith("hip_ops.")]
-    with _forgotten_choices(modules), pytest.MonkeyPatch.context() as patch:
+    with launched_as_on(name), pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "_active", Driver(GPUTarget(*target), number))
         patch.setattr(triton.knobs.runtime, "jit_cache_hook", not_compiled)
+        yield kernels
+
+
+@contextlib.contextmanager
+def launched_as_on(name: str) -> Iterator[None]:
+    """Within the block the Triton versions choose tiles and grids for tensors on the CPU as on the device `name`."""
+    from hip_ops.ops.grouped_product import triton as grouped
+
+    target, _, processors = TARGETS[name]
+    amd = target[0] == "hip"
+    modules = [module for name, module in sys.modules.items() if name.startswith("hip_ops.")]
+    with _forgotten_choices(modules), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.version, "hip", "7.1" if amd else None)
         here = {
             "multiprocessors": lambda device: processors,
@@ -71,7 +80,7 @@ def recorded_kernels(name: str) -> Iterator[Callable[[Callable, Iterable[tuple]]
             for attribute in here.keys() & vars(module).keys():
                 patch.setattr(module, attribute, here[attribute])
         patch.setattr(grouped, "table_part", lambda device: name)
-        yield kernels
+        yield
 
 
 @contextlib.contextmanager

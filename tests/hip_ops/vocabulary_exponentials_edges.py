@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparisons beside vocabulary_exponentials_cases.check that every back end must pass: where numbers are largest,
-smallest, and nearly cancel.
+"""Comparisons in addition to vocabulary_exponentials_cases.check that every back end must pass: where numbers are
+largest, smallest, and nearly cancel.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BORDERS = {
 
 
 def probability_near_one(module) -> None:
-    """1 - p = 4.5e-5 beside a logit of 40, next to which fp32 has steps of 3.8e-6."""
+    """1 - p = 4.5e-5 with a logit of 40, next to which fp32 has steps of 3.8e-6."""
     logits = torch.tensor([[40.0, 30.0, 19.0]])
     want, gradient = (
         -logits.double().log_softmax(-1)[0, 0],
@@ -40,7 +40,7 @@ def probability_near_one(module) -> None:
 
 
 def borders(module) -> None:
-    """Rows whose maximum is the largest or smallest with its reference, many times, beside logits that lie up to 46
+    """Rows whose maximum is the largest or smallest with its reference, many times, next to logits that lie up to 46
     below.
     """
     tops = torch.tensor([*BORDERS])

@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def checkout(tmp_path_factory) -> Path:
-    """A copy of its Python files beside the compiled module of the installed wheel: nothing is compiled, and the
+    """A copy of its Python files next to the compiled module of the installed wheel: nothing is compiled, and the
     checkout stays as it is.
     """
     if not (given := os.environ.get("ZAYA_MEGATRON_LM")):

@@ -125,7 +125,7 @@ def test_what_a_host_cannot_do_is_refused(override, key):
         megatron_export.host_arguments(recipe, SOURCES)
 
 
-def test_what_a_host_leaves_out_is_said():
+def test_what_a_host_leaves_out_is_reported():
     recipe = compose(["experiment=cpu_demo", "data.path=x", "stage.eval_at_start=true", "logger=none"])
     assert [note.partition(":")[0] for note in megatron_export.left_out(recipe)] == ["stage.eval_at_start"]
     text = megatron_export.instructions(recipe, 2, megatron_export.Path("/runs/it/megatron.args"))

@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 import zaya_plugin
-from tests.megatron_rank import seed, single_rank  # noqa: F401  (fixtures of every test here)
+from tests.megatron_rank import seed, single_rank  # noqa: F401  (fixtures of every test of this file)
 from zaya_plugin import ZayaConfig, balance_experts, build_zaya_model, muon_optimizer, zaya_block_spec
 from zaya_plugin.optim.chained import NonFiniteGradientsError
 from zaya_plugin.optim.factory import build_muon_adamw

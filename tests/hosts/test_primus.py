@@ -7,7 +7,7 @@ gradient norm, which clips, is summed in another order: the last digits may diff
 no trace.
 
 Needs ZAYA_PRIMUS=<clone of AMD-AGI/Primus with third_party/Megatron-LM> and its requirement loguru. Both are copied in
-part, since Megatron's compiled module goes beside its source; nothing in them is changed.
+part, since Megatron's compiled module goes next to its source; nothing in them is changed.
 """
 
 import importlib.util
@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.aegis.journals import lines
 from tests.hosts.test_pretrain_gpt import ROOT, SIX, float32, scalars
 from tests.running import MICRO, kill_supervised_rank, train, zaya
-from zaya_plugin.aegis.journal import read
 from zaya_plugin.run.primus_export import launcher
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -128,7 +128,7 @@ def test_a_stage_takes_over_from_the_one_before(clone, tmp_path, corpus):
         assert code == 0, output[-6000:]
     losses = scalars(run_dir / "tensorboard")["lm loss"]
     assert losses == float32({step: row["loss"] for step, row in own.items()}) and losses[1] < start - 0.1
-    # 0.19 writes checkpoints that 0.16 cannot read, and that is said
+    # 0.19 writes checkpoints that 0.16 cannot read, and a message says so
     code, output = primus(clone, tmp_path / "team" / "third", corpus, *second, f"handover.from_run={before}", ranks=1)
     assert code != 0 and "it was written by a later Megatron, and megatron.core 0.16.0rc0 cannot read it" in output
 
@@ -186,7 +186,7 @@ def test_the_supervisor_starts_it_again(clone, tmp_path, corpus):
     finally:
         supervisor.terminate()
         supervisor.wait()
-    rows = list(read(journal / "journal.jsonl"))
+    rows = lines(journal / "journal.jsonl")
     assert [(row["cause"], row["rank"]) for row in rows if row["kind"] == "diagnosis"] == [("sigkill", 1)]
     assert [row["action"] for row in rows if row["kind"] == "decision"] == ["restart"]
     assert [row["after"] for row in rows if row["kind"] == "first_step"] == [0, 50]

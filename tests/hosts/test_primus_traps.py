@@ -81,7 +81,7 @@ def test_a_patch_that_primus_only_logs_as_failed_ends_the_run(args):
     check(args, failed=["megatron.te.spec"])
 
 
-def test_all_that_is_wrong_is_said_at_once(args):
+def test_all_that_is_wrong_is_reported_at_once(args):
     args.mock_data, args.stage = True, "pretrain"
     with pytest.raises(ValueError) as refused:
         check(args, failed=["x"])
@@ -96,7 +96,7 @@ def test_another_flops_formula_is_refused():
         traps.check_flops(lambda args, batch_size: 0.0)
 
 
-def test_experts_that_fall_out_of_muon_are_found():
+def test_experts_that_fall_out_of_muon_are_detected():
     model = nn.Module()
     model.mlp = nn.Module()
     model.mlp.experts = nn.Module()

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from tests.megatron_rank import single_rank  # noqa: F401  (a fixture of every test here)
+from tests.megatron_rank import single_rank  # noqa: F401  (a fixture of every test of this file)
 from tests.running import MICRO
 from zaya_plugin.config.compose import compose, save_recipe
 from zaya_plugin.data.sources import DataSources
@@ -156,7 +156,7 @@ def test_the_guest_moves_into_the_loop(host):
 def test_an_argument_that_was_appended_wins_and_is_named(host, capsys):
     _, spec = host(words=("--lr", "0.125"))
     assert spec.guest.differences == {"lr": (0.125, 0.008)}
-    assert "zaya: --lr is 0.125 here and 0.008 in the recipe" in capsys.readouterr().out
+    assert "zaya: --lr is 0.125 in the host and 0.008 in the recipe" in capsys.readouterr().out
 
 
 def test_a_host_that_builds_another_optimizer_is_stopped(host):
@@ -180,7 +180,7 @@ def test_ranks_with_other_kernels_are_stopped_before_the_first_step(host, monkey
         spec.guest.optimizer(lambda *unused: pytest.fail("the optimizer was built"), None, [])
 
 
-def test_a_load_that_begins_anew_is_stopped(host, monkeypatch):
+def test_a_load_that_begins_from_the_start_is_stopped(host, monkeypatch):
     _, spec = host()
     guest = spec.guest
     guest.resumed_at = 5

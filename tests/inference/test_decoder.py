@@ -118,7 +118,7 @@ def test_more_steps_than_room(decoder):
 
 
 def test_a_capture_that_fails_is_a_warning_once(decoder, monkeypatch, caplog):
-    """As on HIP, where a call may not be allowed in a graph; here no step can be captured."""
+    """As on HIP, where a call may not be allowed in a graph; in this test no step can be captured."""
     captures = []
 
     def fails(call):

@@ -2,14 +2,15 @@
 """A journal that commit 04c135c wrote replays to the state, the account and the status that it had there."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
-from zaya_plugin.aegis.account import account
-from zaya_plugin.aegis.diagnose.policy import Cluster
+from zaya_plugin.aegis.bookkeeping import account
+from zaya_plugin.aegis.diagnose.cluster import Cluster
 from zaya_plugin.aegis.journal import read
-from zaya_plugin.aegis.protocol import ROWS, Row, row_of
+from zaya_plugin.aegis.protocol import ROWS, Row
 from zaya_plugin.aegis.report import as_json
 from zaya_plugin.aegis.status import status
 
@@ -17,8 +18,7 @@ JOURNAL = Path(__file__).with_name("journal.jsonl")
 
 
 def test_every_row_is_read():
-    lines = list(read(JOURNAL))
-    rows = [row_of(line) for line in lines]
+    lines, rows = [json.loads(line) for line in JOURNAL.open()], list(read(JOURNAL))
     assert len(rows) == 54 and Row not in map(type, rows)
     assert {type(row) for row in rows} == {*ROWS.values()} - {ROWS["end"]}
     for line, row in zip(lines, rows, strict=True):
@@ -59,6 +59,17 @@ def test_the_state_of_the_run_is_the_same():
         "rollbacks": 1,
         "skips": [(380, 442)],
     }
+
+
+def test_the_end_of_that_run_as_the_same_commit_wrote_it_ends_it(tmp_path):
+    end = {"time": 1795345590.0, "kind": "end", "generation": 5, "code": 75, "reason": "the run was asked to end"}
+    path = tmp_path / "journal.jsonl"
+    path.write_text(JOURNAL.read_text() + json.dumps(end) + "\n")
+    cluster, result = Cluster((2,)).replay(read(path)), account(read(path))
+    assert (cluster.ended, cluster.running, cluster.pending, cluster.best) == (True, False, None, 560)
+    assert (result.ended, result.code, result.reason) == (True, 75, end["reason"])
+    lines, code = status(read(path), 1795345600.0)
+    assert code == 0 and lines[0] == "state          ended, exit code 75, since 10.0 s"
 
 
 def test_the_account_and_the_status_are_the_same():

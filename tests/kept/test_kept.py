@@ -16,7 +16,7 @@ import yaml
 from tests.checkpoint.test_reshape import loaded
 from tests.hosts.test_spec import move_in  # noqa: F401  (a fixture)
 from tests.kept.arithmetic import PINNED
-from tests.megatron_rank import single_rank  # noqa: F401  (a fixture of every test here)
+from tests.megatron_rank import single_rank  # noqa: F401  (a fixture of every test of this file)
 from tests.prepared_corpus import read_tokens  # noqa: F401  (a fixture)
 from tests.running import train
 from zaya_plugin import cli

@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.aegis.journals import account_of
 from tests.lab.faults import send_signal
 from tests.lab.machine import Machine
 from tests.lab.stand import NODES, Stand, new_folder
 from tests.lab.supervised_run import Run, make_data, seconds_to_first_step
-from zaya_plugin.aegis.account import account
 from zaya_plugin.ground.errors import ENDED_EARLY
 
 NODES_OF_AN_HOUR = (*NODES, "n4", "n5", "n6")
@@ -90,7 +90,7 @@ def endure(machine: Machine, output: Path, minutes: float) -> dict[str, Any]:
 
 def ratios(journal: list[dict[str, Any]], start: float) -> dict[str, float]:
     """Return the effective training time from the first step on, raw and with `start` subtracted for each restart."""
-    summary = account(journal)
+    summary = account_of(journal)
     first = next(row["time"] for row in journal if row["kind"] == "first_step")
     wall = summary.begin + summary.seconds - first
     restarts = sum(row["kind"] == "attempt" for row in journal) - 1

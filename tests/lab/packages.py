@@ -50,7 +50,7 @@ def unpack(cache: Path, names: Sequence[str], program: str, download: bool = Tru
         if not download:
             raise OSError(f"{program} is not unpacked, and nothing is downloaded (--no-download)")
         files.mkdir(parents=True, exist_ok=True)
-        # as root, apt changes to a user that cannot write here
+        # as root, apt changes to a user that cannot write to this folder
         words = ["apt-get", "-o", "APT::Sandbox::User=root", "download", *names]
         try:
             result = subprocess.run(words, cwd=files, capture_output=True, text=True, timeout=180)

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.aegis.journals import lines
 from tests.lab.hooks import SITE, VARIABLE
 from tests.lab.stand import LINK, Stand
-from zaya_plugin.aegis import journal
 
 PROJECT = str(Path(__file__).resolve().parents[2])
 STEPS, SAVE = 40, 8
@@ -108,7 +108,7 @@ class Run:
         self.hook = {**hook, "marker": str(self.marker)} if hook is not None else None
 
     def start(self, environments: Mapping[str, Mapping[str, str]] | None = None) -> None:
-        """Start the agents. environments: of a node, beside the common one."""
+        """Start the agents. environments: of a node, in addition to the common one."""
         site = self.folder / "site"
         site.mkdir(parents=True)
         (site / "sitecustomize.py").write_text(SITE)
@@ -169,7 +169,7 @@ class Run:
     def journal(self, since: float = 0.0) -> list[dict[str, Any]]:
         """Return the lines of the journal from a time on."""
         path = self.run_dir / "aegis" / "journal.jsonl"
-        return [row for row in journal.read(path) if row["time"] >= since] if path.exists() else []
+        return [row for row in lines(path) if row["time"] >= since] if path.exists() else []
 
     def step(self) -> int:
         """Return the last step in metrics.jsonl."""

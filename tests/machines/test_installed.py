@@ -14,6 +14,7 @@ import torch
 from hip_ops import use_kernels
 from hip_ops.runtime import launchers, operator
 from hip_ops.runtime.build import library_note
+from hip_ops.runtime.code_objects import objects_note
 from tests.running import zaya
 from zaya_plugin.machines import installed
 from zaya_plugin.machines.check_process import examine
@@ -46,7 +47,8 @@ def test_kernels_and_host_changes_of_this_environment():
     with use_kernels("auto"):  # a recipe of another test in this process may have set another
         figures = installed.kernels(CPU_SETTING).figures
     assert figures["cpu"] == ["all operators  reference (kernels=auto)"]
-    assert figures["gfx942"] == [f"library of hip: {library_note('gfx942')}"]
+    of_triton = f"kernels of triton: {objects_note('gfx942')}"
+    assert figures["gfx942"] == [f"library of hip: {library_note('gfx942')}", of_triton]
     outcome = installed.host_changes(CPU_SETTING)
     assert outcome.reason == f"{len(installed.patches())} patches, {len(hooks.describe())} hooks"
     assert len(outcome.details) == 2 + 3 * (len(installed.patches()) + len(hooks.describe()))
@@ -59,7 +61,8 @@ def test_the_library_is_that_of_the_device(monkeypatch):
     monkeypatch.setattr(launchers, "architecture", lambda device: "gfx950")
     monkeypatch.setattr(operator, "report", lambda name, check: [])
     figures = installed.kernels(CPU_SETTING).figures
-    assert figures["gfx950"] == [f"library of hip: {library_note('gfx950')}"] and "gfx942" not in figures
+    of_triton = f"kernels of triton: {objects_note('gfx950')}"
+    assert figures["gfx950"] == [f"library of hip: {library_note('gfx950')}", of_triton] and "gfx942" not in figures
 
 
 def test_people_read_devices_and_changes(monkeypatch):

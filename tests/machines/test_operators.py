@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test the checks of hip_ops' operators: every operator has a case, and a perturbed result is found."""
+"""Test the checks of hip_ops' operators: every operator has a case, and a perturbed result is detected."""
 
 import math
 from dataclasses import replace

@@ -163,7 +163,7 @@ def test_the_demo_s_losses_on_this_machine(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_small_change_of_the_model_is_found(tmp_path, monkeypatch):
+def test_a_small_change_of_the_model_is_detected(tmp_path, monkeypatch):
     """A model with another epsilon of its norms runs and learns; no shape shows the fault."""
     changed = (*short_training.DEMO_RECIPE, "model.norm_epsilon=1e-3", "exit_interval=3")
     monkeypatch.setattr(short_training, "DEMO_RECIPE", changed)
@@ -182,7 +182,7 @@ def test_a_small_step_on_this_machine(tmp_path):
 @pytest.mark.parametrize(
     ("lr", "reason"), [("100", "optim.non_finite_grad"), ("1", "from random tokens")], ids=["overflow", "divergence"]
 )
-def test_a_learning_rate_that_diverges_is_found(tmp_path, monkeypatch, lr, reason):
+def test_a_learning_rate_that_diverges_is_detected(tmp_path, monkeypatch, lr, reason):
     monkeypatch.setattr(
         short_training, "STEP_ON_CPU", (*short_training.STEP_ON_CPU, f"optim.lr={lr}", "optim.lr_warmup_iters=0")
     )
@@ -192,7 +192,7 @@ def test_a_learning_rate_that_diverges_is_found(tmp_path, monkeypatch, lr, reaso
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kept", "share"), [("::2", 1 / 2), (":-(values.shape[-1] // 4)", 3 / 4)])
-def test_a_wrong_operator_is_found(tmp_path, monkeypatch, kept, share):
+def test_a_wrong_operator_is_detected(tmp_path, monkeypatch, kept, share):
     """The ranks import a hip_ops whose loss leaves out a half or a quarter of the classes: it runs, and no shape shows
     the fault.
     """

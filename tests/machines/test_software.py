@@ -89,7 +89,7 @@ def test_a_machine_with_fewer_devices_than_its_recipe_is_wrong(monkeypatch, name
     assert reason is None or outcome.reason.startswith(reason), outcome.reason
 
 
-def test_a_launchers_beside_another_torch_is_wrong(monkeypatch):
+def test_a_launcher_with_another_torch_is_wrong(monkeypatch):
     monkeypatch.setattr(launchers, "own_maps", lambda: MAPS)
     assert "torch is not built for ROCm" in software.environment(CPU_SETTING).reason
 

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from tests.megatron_rank import seed, single_rank  # noqa: F401  (fixtures of every test here)
+from tests.megatron_rank import seed, single_rank  # noqa: F401  (fixtures of every test of this folder)
 
 
 @pytest.fixture

@@ -36,6 +36,8 @@ REFUSED = [
     ("router_hidden_size", 0, "above 0"),
     ("cuda_graph_impl", "local", "none, full_iteration"),
 ]
+if "use_mup" in ZayaConfig.__dataclass_fields__:
+    REFUSED.append(("use_mup", True, "not a part"))
 
 
 @pytest.mark.skipif(

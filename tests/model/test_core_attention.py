@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Core attention on a CPU: queries at the end of the keys, the table of versions, and the check before the first use."""
 
+import functools
 import importlib
 import logging
 import re
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from hip_ops.runtime import aiter as runtime_aiter
+from hip_ops.runtime import choice
 from tests.stand_ins import aiter as stand_in
 from zaya_plugin.model import core_attention as module
 from zaya_plugin.model.core_attention import (
@@ -27,8 +30,13 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def nothing_is_kept():
-    """Versions are made, and checked, anew in every test."""
+    """Versions are made, and checked, again in every test."""
     yield
+    forget()
+
+
+def forget():
+    choice._warnings.clear()
     core_attention.cache_clear()
     attention_of.cache_clear()
     module._missing.cache_clear()
@@ -121,15 +129,53 @@ def test_a_package_passes_the_check_and_gives_the_results_of_sdpa(package, deter
         ("inf", "the gradient of key is not finite"),
         ("raises", "RuntimeError: HIP error: an illegal memory access"),
         ("lost", "the gradient of key is missing"),
+        ("wrong", "the gradient of key differs by 0.1 from attention written out"),
     ],
 )
-def test_a_reported_defect_of_aiter_makes_sdpa_the_version(defect, reason, monkeypatch, caplog):
+@pytest.mark.parametrize("requested", ["auto", "aiter"])
+def test_a_defect_of_aiter_makes_sdpa_the_version(requested, defect, reason, monkeypatch, caplog):
     """This project has not run AITER, so a request by name could not know the defect; the log says it."""
+    monkeypatch.setattr(module, "architecture", lambda device: "gfx942")
     stand_in.install(monkeypatch, stand_in.VERSIONS[-1], defect)
-    assert operator("aiter", dtype=torch.bfloat16).running(CPU) == ("sdpa",)
+    assert operator(requested, dtype=torch.bfloat16).running(CPU) == ("sdpa",)
     assert re.search(f"version aiter of core_attention failed its self-check on cpu .*{reason}", caplog.text), (
         caplog.text
     )
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_auto_takes_aiter_on_amd_where_it_is_installed(arch, monkeypatch, caplog):
+    """In half precision, for whole sequences and chunks. A warning says where it is installed and not used."""
+    monkeypatch.setattr(module, "architecture", lambda device: arch)
+    monkeypatch.setattr(module, "takes_blocks", lambda *arguments: False)  # as on AMD: blocks are cuDNN's
+    auto = functools.partial(operator, "auto", dtype=torch.bfloat16)
+    monkeypatch.setattr(runtime_aiter, "installed", lambda: None)
+    assert auto().choice(CPU).startswith("sdpa (cluster.core_attention=auto; no aiter: AITER is not installed")
+    assert not caplog.records
+    forget()
+    stand_in.install(monkeypatch, stand_in.VERSIONS[-1])
+    assert auto().running(CPU) == auto("chunks").running(CPU) == ("aiter",)
+    assert operator("auto").running(CPU) == auto(exact=True).running(CPU) == ("sdpa",)
+
+    versions = iter((("0.1.20.post1", "2.13.0+rocm"), ("0.1.20.post1", "2.14"), ("0.1.20.post1", None)))
+    for expected in ("sdpa", "aiter", "aiter"):
+        forget()
+        pair = next(versions)
+        monkeypatch.setattr(runtime_aiter, "installed_versions", lambda pair=pair: pair)
+        assert auto().running(CPU) == (expected,), pair
+        assert operator("aiter", dtype=torch.bfloat16).running(CPU) == ("aiter",), "a request by name"
+    stale = "AITER is installed, but aiter is not used: transformer-engine 2.13.0+rocm with amd-aiter 0.1.20.post1"
+    assert f"core attention: {stale}" in caplog.text
+
+    forget()
+    monkeypatch.setattr(runtime_aiter, "installed", lambda: "0.1.7")
+    assert auto().running(CPU) == ("sdpa",) and "aiter is not used: AITER 0.1.7 is older than" in caplog.text
+
+
+def test_auto_does_not_look_for_aiter_elsewhere(monkeypatch):
+    monkeypatch.setattr(module, "architecture", lambda device: "gfx90a")
+    stand_in.install(monkeypatch, stand_in.VERSIONS[-1])
+    assert operator("auto", dtype=torch.bfloat16).choice(CPU) == "sdpa (cluster.core_attention=auto)"
 
 
 @pytest.mark.parametrize("wrong", ["alignment", "scale", "constant", "beyond 256"])
@@ -144,7 +190,7 @@ def test_wrong_results_of_a_version_end_the_run_or_are_left_by_auto(wrong, monke
 
     versions = {"flash_attn": attend, "sdpa": causal_attention}
     monkeypatch.setattr(module, "attention_of", versions.__getitem__)
-    monkeypatch.setattr(module, "MEASURED_ORDER", {"cpu": ("flash_attn",)})
+    monkeypatch.setattr(module, "AUTO_ORDER", {"cpu": ("flash_attn",)})
     form = "chunks" if wrong == "alignment" else "whole"
     with pytest.raises(ValueError, match="cluster.core_attention=flash_attn: .* it failed its self-check: "):
         operator("flash_attn", form).choice(CPU)
@@ -158,7 +204,7 @@ def test_wrong_results_of_a_version_end_the_run_or_are_left_by_auto(wrong, monke
 
 def test_what_auto_takes(monkeypatch):
     """The first that is installed of those measured on the architecture, in half precision; else torch's."""
-    monkeypatch.setattr(module, "MEASURED_ORDER", {"cpu": ("flash_attn", "cudnn")})
+    monkeypatch.setattr(module, "AUTO_ORDER", {"cpu": ("flash_attn", "cudnn")})
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     monkeypatch.setattr(torch.version, "cuda", None)
     choice = operator("auto", dtype=torch.bfloat16).choice(CPU)

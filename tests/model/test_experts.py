@@ -39,7 +39,7 @@ def loop(x, weights, offsets, fc1, fc2):
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_gradcheck_in_fp64(counts):
     """The gradients of the experts' rows agree with finite differences in fp64. Padding rows have no defined result;
-    they are set to zero here.
+    this test sets them to zero.
     """
     x, weights, fc1, fc2 = make()
     offsets = offsets_of(counts)

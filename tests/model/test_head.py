@@ -80,7 +80,7 @@ def test_z_loss_is_the_square_of_the_logsumexp_and_only_in_training(make_model, 
     torch.testing.assert_close(validation, plain(ids, positions, None, labels=labels), rtol=1e-5, atol=1e-5)
 
 
-def test_a_broken_promise_is_found(make_model, batch):
+def test_a_broken_promise_is_detected(make_model, batch):
     model = make_model(calculate_per_token_loss=True)
     ids, positions, labels = batch()
     losses = model(ids, positions, None, labels=labels, loss_mask=a_mask(batch))

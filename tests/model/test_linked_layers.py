@@ -89,7 +89,9 @@ def test_packed_documents_and_given_experts(make_model, batch):
 
 
 class Additions(TorchDispatchMode):
-    """Counts the additions of two tensors of the stream's shape and dtype; an operator of hip_ops is one whole here."""
+    """Counts the additions of two tensors of the stream's shape and dtype;
+    an operator of hip_ops counts as one whole.
+    """
 
     def __init__(self, shape):
         super().__init__()
@@ -176,7 +178,7 @@ def test_the_beginning_of_the_stream_and_its_norm_are_those_of_the_modules(make_
         assert stream.dtype == normed.dtype == config.params_dtype
 
 
-def test_a_stream_that_was_changed_between_layers_is_normed_anew(make_model, batch):
+def test_a_stream_that_was_changed_between_layers_is_normed_again(make_model, batch):
     def change(layer, inputs, outputs):
         assert isinstance(outputs[1], LinkedContext) == bool(layer.next_norm)
         return outputs[0] * 1.5, outputs[1]

@@ -139,7 +139,7 @@ def test_gradcheck_and_frozen_weights():
 def gradients_of_a_step(
     make_model, batch, monkeypatch, *, direct, overlap, dtype=torch.float32, micro_batches=2, **overrides
 ):
-    """main_grad of every parameter after a step of micro-batches, and the sizes of gradients that DDP found not
+    """main_grad of every parameter after a step of micro-batches, and the sizes of gradients that DDP saw not
     added yet.
     """
     with monkeypatch.context() as patch:

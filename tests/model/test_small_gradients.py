@@ -118,7 +118,9 @@ def under_ddp(make_model, *, overlap=False, prepare=lambda model: None, **overri
 
 
 def main_grads_of_a_step(make_model, batch, monkeypatch, *, together, micro_batches, inputs=None, **options):
-    """main_grad of every parameter after a step, and the names of those of which DDP was told that all was added."""
+    """main_grad of every parameter after a step, and the names of those of which DDP was informed that all was
+    added.
+    """
     with monkeypatch.context() as patch:
         if not together:
             patch.setattr(parameters, "main_grad_of", lambda parameter: None)
@@ -211,7 +213,7 @@ def test_values_are_read_after_the_gather(make_model, batch):
     def arrive(module, *_):
         for parameter in module.parameters(recurse=False):
             if parameter in values:
-                parameter.data.copy_(values.pop(parameter))  # as the gather writes: autograd is not told
+                parameter.data.copy_(values.pop(parameter))  # as the gather writes: autograd does not notice
 
     for parameter in model.parameters():
         parameter.data.fill_(torch.nan)

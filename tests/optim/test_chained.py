@@ -6,7 +6,7 @@ steps.
 import pytest
 import torch
 
-from tests.megatron_rank import seed, single_rank  # noqa: F401  (fixtures of every test here)
+from tests.megatron_rank import seed, single_rank  # noqa: F401  (fixtures of every test of this file)
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # isort: skip

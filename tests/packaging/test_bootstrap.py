@@ -68,7 +68,7 @@ def checkout(tmp_path) -> Checkout:
     return Checkout(tmp_path)
 
 
-def test_progress_is_told_and_a_second_call_does_nothing(checkout):
+def test_progress_is_printed_and_a_second_call_does_nothing(checkout):
     status, asked, printed = checkout.setup()
     assert (status, asked) == (0, ["venv", "install"])
     steps = [re.sub(r"[0-9]+ s", "n s", line) for line in printed.splitlines()[2:]]
@@ -88,7 +88,7 @@ def test_a_change_installs_into_the_same_environment(checkout, name):
     assert checkout.setup()[:2] == (0, [])
 
 
-def test_killed_install_starts_anew(checkout):
+def test_killed_install_starts_over(checkout):
     (checkout.root / "killed").touch()
     assert checkout.setup()[:2] == (-9, ["venv", "install"])
     half = checkout.repo / ".venv" / "lib" / "half"
@@ -108,14 +108,14 @@ def test_failed_install_keeps_the_environment_and_its_status(checkout):
     assert checkout.setup()[:2] == (0, ["install"])
 
 
-def test_half_unpacked_package_starts_anew(checkout):
+def test_half_unpacked_package_starts_over(checkout):
     (checkout.root / "disk-full").touch()
     assert checkout.setup()[:2] == (1, ["venv", "install"])
     (checkout.root / "disk-full").unlink()
     assert checkout.setup()[:2] == (0, ["venv", "install"])
 
 
-def test_interrupt_starts_anew(checkout):
+def test_interrupt_starts_over(checkout):
     """Ctrl-C reaches the whole process group; pip answers it with an ordinary exit status of 1."""
     (checkout.root / "slow").touch()
     checkout.log.touch()
@@ -151,14 +151,14 @@ def test_missing_console_script_heals(checkout):
     assert checkout.setup()[:2] == (0, ["install"])
 
 
-def test_environment_of_another_python_starts_anew(checkout):
+def test_environment_of_another_python_starts_over(checkout):
     checkout.setup()
     (checkout.repo / ".venv" / ".zaya-installed").unlink()
     (checkout.root / "unsupported").touch()
     assert checkout.setup()[:2] == (0, ["venv", "install"])
 
 
-def test_moved_checkout_starts_anew(checkout):
+def test_moved_checkout_starts_over(checkout):
     checkout.setup()
     checkout.repo = checkout.repo.rename(checkout.root / "moved")
     assert checkout.setup()[:2] == (0, ["venv", "install"])
@@ -184,5 +184,5 @@ def test_no_python_means_no_environment(checkout):
     checkout.log.touch()
     status, asked, printed = checkout.setup()
     assert (status, asked) == (1, [])
-    assert "No usable Python found" in printed
+    assert "No usable Python is installed" in printed
     assert not (checkout.repo / ".venv").exists()

@@ -34,7 +34,7 @@ BUSY = "while True: pass"
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_the_fragile_files_pass_on_a_busy_machine_as_a_background_job(tmp_path):
-    """Beside four endless loops at a higher priority, with SIGINT and SIGHUP ignored, in a directory that holds what
+    """With four endless loops at a higher priority, with SIGINT and SIGHUP ignored, in a directory that holds what
     the demo leaves behind.
     """
     for name in ("data/stdlib", "runs/demo"):
@@ -43,7 +43,7 @@ def test_the_fragile_files_pass_on_a_busy_machine_as_a_background_job(tmp_path):
     loops = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(4)]
 
     def as_background_job() -> None:
-        os.nice(1)  # with 5 it gets a seventh of a core beside the loops
+        os.nice(1)  # with 5 it gets a seventh of a core during the loops
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
 

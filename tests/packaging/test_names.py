@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A name is a noun of the field, or a verb for a function, and a docstring says what something does: names with a
 participle, adverb or pronoun among their words and docstrings that begin with "What" are counted, and may only become
-fewer. `python tests/packaging/test_names.py zaya_plugin/run` lists those of a folder.
+fewer. `python tests/packaging/test_names.py zaya_plugin/run` lists those of a folder. Messages, docstrings and documents
+hold none of a few words that say too little.
 """
 
 import ast
@@ -18,8 +19,6 @@ WORDS = frozenset(
 # Lower them with each name that is replaced.
 NAMES, DOCSTRINGS = 13, 0
 
-# Rooms whose messages and docstrings hold none of these words.
-PLAIN_ROOMS = ("zaya_plugin/config", "zaya_plugin/inference")
 TEXT_WORDS = re.compile(r"\b(said|told|found|here|beside|so many|anew)\b", re.IGNORECASE)
 
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -59,13 +58,26 @@ def test_unclear_names_and_docstrings_become_fewer():
     assert now == (NAMES, DOCSTRINGS), f"fewer than before: set NAMES, DOCSTRINGS = {now[0]}, {now[1]}"
 
 
-def test_texts_of_the_plain_rooms_hold_none_of_the_words():
-    paths = (path for room in PLAIN_ROOMS for path in sorted((REPO / room).rglob("*.py")))
+def test_messages_and_docstrings_hold_none_of_the_words():
+    paths = (path for room in PACKAGES for path in sorted((REPO / room).rglob("*.py")))
     texts = ((path, node) for path in paths for node in ast.walk(ast.parse(path.read_text())))
     assert [
         f"{path.relative_to(REPO)}:{node.lineno}: {seen[0]}"
         for path, node in texts
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and (seen := TEXT_WORDS.search(node.value))
+    ] == []
+
+
+def test_documents_hold_none_of_the_words():
+    """Entries of the log stay as they were written."""
+    pages = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md")), REPO / "docs" / "evidence.yaml"]
+    lines = (
+        (page, line) for page in pages if page.name != "log.md" for line in enumerate(page.read_text().splitlines())
+    )
+    assert [
+        f"{page.relative_to(REPO)}:{number + 1}: {seen[0]}"
+        for page, (number, line) in lines
+        if (seen := TEXT_WORDS.search(line))
     ] == []
 
 

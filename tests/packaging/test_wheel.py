@@ -55,13 +55,22 @@ def names(wheel) -> set[str]:
 
 # Known by the hashes in their manifests; hip_ops loads them on MI300X and MI355X, and pip sees data.
 SHIPPED = [f"hip_ops/shipped/{target}/libhip_ops.so" for target in ("gfx942", "gfx950")]
+OBJECTS = "hip_ops/shipped/gfx942/objects.json"  # of Triton kernels
 
 
 def test_is_pure(wheel, names):
     assert wheel.name.endswith("-py3-none-any.whl")
     binaries = [name for name in names if re.search(r"\.(so|o|a|co|hsaco|pyc|pyd)(\.|$)", name)]
-    assert sorted(binaries) == SHIPPED, "two libraries and no other product of a compiler"
     archive = zipfile.ZipFile(wheel)
+    objects = {
+        f"{Path(OBJECTS).parent}/{entry['file']}": entry["sha256"]
+        for entry in json.loads(archive.read(OBJECTS))["objects"]
+    }
+    assert {*binaries} == {*SHIPPED, *objects}, (
+        "two libraries, the objects of their manifest, no other product of a compiler"
+    )
+    assert {name: hashlib.sha256(archive.read(name)).hexdigest() for name in objects} == objects
+    assert sum(archive.getinfo(name).compress_size for name in objects) < 0.3e6
     for name in SHIPPED:
         manifest = json.loads(archive.read(str(Path(name).with_name("manifest.json"))))
         assert hashlib.sha256(archive.read(name)).hexdigest() == manifest["sha256"]

@@ -2,7 +2,7 @@
 """The ranks of tests/parallel/test_context_parallel.py: `python -m tests.parallel.context_ranks <folder>`.
 
 Every case: a small model's loss and gradients on whole sequences, computed by each rank alone, against those of the
-context-parallel ranks together. Each rank writes what it found as <folder>/<rank>.json. The ranks are forks of one
+context-parallel ranks together. Each rank writes its results as <folder>/<rank>.json. The ranks are forks of one
 process, which imports Megatron once for all of them.
 """
 

@@ -174,7 +174,7 @@ def test_logits_and_gradients(case):
 @pytest.mark.parametrize("promise", [False, True])
 def test_the_head_has_transformers_loss_and_gradients(case, promise):
     """Loss and gradients equal those of transformers, which shifts the labels and marks places that do not count;
-    here the mask excludes them.
+    in this test the mask excludes them.
     """
     from tests.parity.state_dict import to_hf
 

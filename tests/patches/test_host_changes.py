@@ -18,7 +18,7 @@ from tests.patches import host_changes
 from zaya_plugin.patches.hooks import HOOKS, INSTANCES, TRAINING, set_attribute
 
 # Of a run of the demo; the others belong to hosts, stages that take over and `zaya bench`.
-OF_A_RUN = (
+RUN_ATTRIBUTES = (
     "training_log",
     "evaluate_and_print_results",
     "save_checkpoint_and_time",
@@ -92,7 +92,7 @@ def test_every_change_is_registered(tmp_path, corpus, overrides, objects):
     assert found["import"] == [] and found["after"] == []
     assert sorted(found["patches"]) == sorted(found["registered"])
     symbols = [name for name in found["run"] if "()" not in name]
-    assert symbols == sorted(TRAINING + name for name in OF_A_RUN) and set(symbols) <= set(HOOKS)
+    assert symbols == sorted(TRAINING + name for name in RUN_ATTRIBUTES) and set(symbols) <= set(HOOKS)
     assert {name for name in found["run"] if "()" in name} == objects
     assert objects <= set(INSTANCES)
 
@@ -143,7 +143,7 @@ def host(monkeypatch):
     return make
 
 
-def test_an_unregistered_change_of_a_value_is_found(host):
+def test_an_unregistered_change_of_a_value_is_detected(host):
     """All changes at once, each in a module of its own: a snapshot of all modules takes a second."""
     hosts = {change: host(f"stand_in_{number}") for number, change in enumerate(CHANGES)}
     before = host_changes.snapshot()
@@ -165,7 +165,7 @@ def test_an_unregistered_change_of_a_value_is_found(host):
     ],
     ids=["order", "value", "new", "removed", "class"],
 )
-def test_an_unregistered_change_of_an_object_is_found(host, attribute, change):
+def test_an_unregistered_change_of_an_object_is_detected(host, attribute, change):
     module = host("stand_in")
     objects, group = host_changes.Objects(), module.Group()
     objects.note([group])
@@ -174,7 +174,7 @@ def test_an_unregistered_change_of_an_object_is_found(host, attribute, change):
     assert objects.changed() == [f"Group().{attribute}"]
 
 
-def test_code_of_ours_is_found_where_the_host_keeps_state():
+def test_code_of_ours_is_detected_where_the_host_keeps_state():
     """A pattern of HOST_STATE covers values; a function of this project under such a name is still reported."""
     name = "torch.utils.hooks.RemovableHandle.next_id"
     assert host_changes.changed({name: (1, None)}, {name: (2, None)}) == []

@@ -126,7 +126,9 @@ def test_a_host_s_own_end_takes_them_back(allocator, group):
 @pytest.mark.parametrize("refusal", [RuntimeError("no symmetric memory"), TypeError("unexpected keyword 'symm'")])
 def test_a_refusal_ends_the_run_and_leaves_nothing_to_take_back(allocator, refusal):
     group = Group(refusal)
-    with pytest.raises(ValueError, match=r"parallel.nccl_ub=true: 0.50 GiB cannot be registered .*Allowed: false here"):
+    with pytest.raises(
+        ValueError, match=r"parallel.nccl_ub=true: 0.50 GiB cannot be registered .*Allowed: false on this machine"
+    ):
         allocate(allocator, Pool(), group)
     registered_buffers.release()
     assert group.calls == []

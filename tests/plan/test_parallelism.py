@@ -12,7 +12,7 @@ ADAMW = Optimizer(muon=False)
 
 
 def adamw_bytes(sizes: ParallelSizes) -> float:
-    """Return the bytes of AdamW's state on a rank, with fp32 weights beside bf16 ones."""
+    """Return the bytes of AdamW's state on a rank, with fp32 weights in addition to bf16 ones."""
     return optimizer_bytes(BASE, sizes, ADAMW, 2)
 
 

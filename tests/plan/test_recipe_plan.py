@@ -70,7 +70,7 @@ def test_auto_takes_what_fits_and_says_so(on_h200):
         recipe_plan.with_recompute(on_h200(memory_gib=60), 8)
 
 
-def test_beside_a_graph_the_optimizers_work_needs_room_of_its_own(on_h200):
+def test_with_a_graph_the_optimizers_work_needs_room_of_its_own(on_h200):
     plain, graph = (
         recipe_plan.plan_of(on_h200(auto=False, graphs=graphs), 8).total / 2**30 for graphs in ("none", "auto")
     )

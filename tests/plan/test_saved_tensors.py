@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors that the model keeps for its backward pass, counted one by one and compared with zaya_plugin.plan.memory.
 
-On an accelerator the functions between matrix products are compiled, and what they keep is the compiler's choice. Here
-the same partitioner makes that choice on the CPU, without making kernels.
+On an accelerator the functions between matrix products are compiled, and what they keep is the compiler's choice. In
+this test the same partitioner makes that choice on the CPU, without making kernels.
 """
 
 import weakref
@@ -81,7 +81,7 @@ def kept_bytes(model) -> int:
         loss = (model(ids, positions, None, labels=labels, loss_mask=mask) * mask).sum()
     tensors = [held.tensor for ref in saved if (held := ref()) is not None]
     nodes, seen = [loss.grad_fn], set()
-    while nodes:  # what functions keep beside their saved tensors
+    while nodes:  # what functions keep in addition to their saved tensors
         node = nodes.pop()
         if node is None or node in seen:
             continue

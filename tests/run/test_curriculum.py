@@ -13,8 +13,8 @@ from zaya_plugin.config.compose import compose, save_recipe
 from zaya_plugin.ground.errors import ENDED_EARLY
 from zaya_plugin.handover.predecessor import predecessor, saved_step
 from zaya_plugin.run import curriculum_run
-from zaya_plugin.run.curriculum import Curriculum, compose_curriculum
 from zaya_plugin.run.curriculum_run import check, domain_table, read_state, table, write_state
+from zaya_plugin.run.stages import Curriculum, compose_curriculum
 
 DEMO = ["experiment=cpu_demo", "data.path=x"]
 

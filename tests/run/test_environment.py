@@ -147,7 +147,7 @@ GOOD = {
     "ZAYA_CHECK": ("on", "off"),
     "ZAYA_GRACE_SECONDS": ("inf", "600", "2.5", "1.0"),
 }
-# A choice of the user that has no wrong value here (a folder, a name, a number of the host's), or one that a process of
+# A choice of the user that has no wrong value (a folder, a name, a number of the host's), or one that a process of
 # this project sets for those that it starts.
 ANY_TEXT = {
     *("HIP_OPS_CACHE", "ZAYA_CACHE", "XDG_CACHE_HOME", "XDG_STATE_HOME", "TRITON_CACHE_DIR", "TRITON_HOME", "PATH"),

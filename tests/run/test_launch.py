@@ -114,7 +114,7 @@ def test_only_a_failed_capture_that_auto_chose_starts_again(monkeypatch, tmp_pat
         ("RuntimeError: CUDA out of memory", False),
     ],
 )
-def test_a_failed_capture_is_known_by_what_a_rank_said(tmp_path, text, failed):
+def test_a_failed_capture_is_known_by_what_a_rank_wrote(tmp_path, text, failed):
     assert not capture_failed(tmp_path)
     (tmp_path / "attempt_0" / "0").mkdir(parents=True)
     (tmp_path / "attempt_0" / "0" / "stderr.log").write_text(text)
@@ -128,7 +128,7 @@ def test_a_killed_rank_is_the_cause_and_not_the_closed_connections_of_the_others
 
 
 @pytest.mark.parametrize("mode", [pytest.param("mistake", marks=pytest.mark.slow), "mistake of one"])
-def test_a_mistake_found_in_the_ranks_is_one_line_and_code_2(worker_program, tmp_path, mode):
+def test_a_mistake_that_the_ranks_detect_is_one_line_and_code_2(worker_program, tmp_path, mode):
     done = finish(worker_program, tmp_path, mode)
     assert (done.returncode, done.stderr) == (2, "zaya: megatron.nope = 1: no such argument\n")
 
@@ -290,7 +290,7 @@ def test_a_port_in_use_is_named_and_a_free_one_passes(monkeypatch, tmp_path):
     surroundings.check_surroundings(recipe, plan)
 
 
-def test_missing_data_and_missing_devices_are_found_before_the_start(monkeypatch, tmp_path):
+def test_missing_data_and_missing_devices_are_detected_before_the_start(monkeypatch, tmp_path):
     recipe = demo(f"data.path={tmp_path}/absent")
     with pytest.raises(ValueError, match=f"{tmp_path}/absent"):
         surroundings.check_surroundings(recipe, rank_plan.make_plan(recipe, {}))
@@ -423,7 +423,7 @@ def test_more_ranks_than_devices_or_memory_is_refused(monkeypatch):
         surroundings.check_sizes(large, rank_plan.make_plan(large, {}))
 
 
-def test_what_a_cpu_run_does_not_use_is_said(monkeypatch):
+def test_what_a_cpu_run_does_not_use_is_reported(monkeypatch):
     monkeypatch.setattr(surroundings, "core_count", lambda: 2)
     recipe = demo("nproc=4", "optim=adamw", "cluster.kernels=hip")
     ranks, kernels = surroundings.unused(recipe, rank_plan.make_plan(recipe, {}))

@@ -93,7 +93,7 @@ def test_a_refused_recipe_is_never_kept(asked):
     assert asked() == ["3", "3"]
 
 
-def test_a_process_that_fails_is_told_with_its_last_words(asked):
+def test_a_process_that_fails_is_reported_with_its_last_words(asked):
     with pytest.raises(ValueError, match="Megatron's parsing of its arguments failed:\nthe interpreter is broken"):
         check("nproc=4")
     megatron_check.close()
@@ -121,7 +121,7 @@ def test_a_folder_that_cannot_be_written_costs_only_time(asked, tmp_path, monkey
 
 
 def test_the_folder_is_the_users_and_bounded(asked, tmp_path, monkeypatch):
-    monkeypatch.setattr(megatron_check, "KEPT", 2)
+    monkeypatch.setattr(megatron_check, "KEPT_RECIPES", 2)
     for rate in ("1e-3", "2e-3", "3e-3"):
         check("nproc=2", f"optim.lr={rate}")
     assert len(list((tmp_path / "cache").iterdir())) == 2
@@ -133,7 +133,7 @@ def test_the_folder_is_the_users_and_bounded(asked, tmp_path, monkeypatch):
     assert str(megatron_check.folder()) == "/home/me/.cache/zaya_plugin"
 
 
-def test_what_was_not_checked_is_said(asked, monkeypatch):
+def test_what_was_not_checked_is_reported(asked, monkeypatch):
     recipe = compose(["experiment=cpu_demo", "nproc=2"])
     plan = make_plan(recipe, {})
     assert dry_run.unchecked_parts(recipe, plan) == []

@@ -21,7 +21,7 @@ def test_runs_padded_to_64_resume_and_hand_over_as_they_are(tmp_path):
     old.mkdir()
     save_recipe(compose([*WORDS, f"run_dir={old}", "model.make_vocab_size_divisible_by=64"]), old / "recipe.yaml")
     again = compose([*WORDS, f"run_dir={old}", "resume=auto"])
-    assert with_padding(again).model.make_vocab_size_divisible_by == 128  # it has not saved: it begins anew
+    assert with_padding(again).model.make_vocab_size_divisible_by == 128  # it has not saved: it begins from the start
     pretend_checkpoint(old, 500)
     assert with_padding(again).model.make_vocab_size_divisible_by == 64
     following = compose([*WORDS, f"run_dir={new}", f"handover.from_run={old}"])

@@ -14,7 +14,7 @@ from zaya_plugin.config.arguments import DECIDED_AT_START, arguments_with_event_
 from zaya_plugin.config.compose import compose
 from zaya_plugin.hosts.primus import traps
 from zaya_plugin.run import primus_export
-from zaya_plugin.run.curriculum import compose_curriculum
+from zaya_plugin.run.stages import compose_curriculum
 
 GOLDEN = Path(__file__).parent / "golden"
 DATA = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "data/corpus/tokenizer"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batch script of `zaya export slurm`: bash runs it here, with a fake srun that prints its arguments."""
+"""The batch script of `zaya export slurm`: bash runs it in these tests, with a fake srun that prints its arguments."""
 
 import os
 import stat

@@ -5,8 +5,8 @@ import pytest
 
 from zaya_plugin.config.compose import compose
 from zaya_plugin.run import launch, rank_plan, surroundings
-from zaya_plugin.run.curriculum import compose_curriculum
 from zaya_plugin.run.curriculum_run import dry_run, run_curriculum
+from zaya_plugin.run.stages import compose_curriculum
 
 RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 

@@ -2,13 +2,13 @@
 """A stand-in for AITER (github.com/ROCm/aiter): its modules and recorded signatures, computed by torch.
 
 Not AITER, and no evidence of its numbers: the tests show that our calls fit the recorded releases, and that the
-reported defects are found. aiter-<version>.json holds the signatures, made from a clone of the repository by
+reported defects are detected. aiter-<version>.json holds the signatures, made from a clone of the repository by
 
     python tools/record_signatures.py CLONE --rev v<version> --doc '^[qkv]: \\(|bottom right|row-major|stride \\(' \\
         --symbols <SYMBOLS below> > tests/stand_ins/aiter-<version>.json
 
 VERSIONS are the newest of each of the last three minor releases on 2026-08-22, and the one that Primus pins.
-`ops/triton/utils/gmm_common.py` is the source of the layouts that gmm and ptgmm refuse here.
+`ops/triton/utils/gmm_common.py` is the source of the layouts that gmm and ptgmm of this file refuse.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ SYMBOLS = (
     "aiter.ops.triton.utils.gmm_common.DTYPE",
 )
 # inf: gradients that are not finite (AMD-AGI/Primus#764). raises: a failure in the backward pass (ROCm/aiter#3139 hangs
-# the device, which no check survives). lost: a missing gradient.
-DEFECTS = ("inf", "raises", "lost")
+# the device, which no check survives). lost: a missing gradient. wrong: one gradient is a tenth too large.
+DEFECTS = ("inf", "raises", "lost", "wrong")
 
 
 def recorded(version: str) -> dict:
@@ -67,7 +67,7 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str, defect: str | None = 
     """Make `import aiter` give the stand-in of a release; returns the arguments of all calls by function."""
     assert defect in (None, *DEFECTS)
     monkeypatch.setattr(runtime_aiter, "installed", lambda: version)
-    for owner, name in ((Function, "_resolved"), (runtime_aiter, "_announce")):  # what earlier tests found is forgotten
+    for owner, name in ((Function, "_resolved"), (runtime_aiter, "_announce")):  # forget earlier results
         monkeypatch.setattr(owner, name, functools.cache(getattr(owner, name).__wrapped__))
     symbols, calls, computing = recorded(version), {}, Computing(defect)
     for symbol, data in symbols.items():
@@ -123,6 +123,8 @@ class Computing:
             gradient[..., 3] = torch.inf
         if self.defect == "lost":
             gradient.zero_()
+        if self.defect == "wrong":
+            gradient *= 1.1
 
     # gmm.py: groups of rows
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test the warm-up of the kernels before the first step, the comparison of what the ranks chose, and the warnings beside
-the table of kernels at the start of a run, with a simulated GPU.
+"""Test the warm-up of the kernels before the first step, the comparison of what the ranks chose, and the warnings next
+to the table of kernels at the start of a run, with a simulated GPU.
 """
 
 import functools
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hip_ops.runtime import launchers, operator
-from hip_ops.runtime.operator import LIBRARY, TRITON, all_operators
+from hip_ops.runtime.operator import LIBRARY, OBJECTS, TRITON, all_operators
 from hip_ops.versions import Request
 from tests.running import MICRO
 from zaya_plugin.config.compose import compose, save_recipe
@@ -233,6 +233,11 @@ def test_the_library_and_triton_are_compared_where_they_are_used():
         "ranks. Fix: the same packages on all ranks, or cluster.kernels=triton."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        check_agreement(everyone, micro())
+    everyone[1][LIBRARY] = everyone[0][LIBRARY]
+    everyone[0][OBJECTS], everyone[1][OBJECTS] = ("shipped, sha256 5",), ("none",)
+    said = "objects of the Triton kernels .shipped, sha256 5 on rank 0; none on rank 1.* or cluster.kernels=reference"
+    with pytest.raises(ValueError, match=said):
         check_agreement(everyone, micro())
     everyone[2][TRITON] = ("3.7.1",)
     said = r"Triton \(3.6.0 on rank 0; 3.7.1 on rank 2\).* Fix: the same packages on all ranks, or cluster.kernels=reference"

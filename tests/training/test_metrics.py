@@ -169,10 +169,10 @@ def test_a_folder_that_takes_no_event_files_does_not_end_a_run(reporter, tmp_pat
     report.step(_step(1))
     report.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 1
-    assert report.out.getvalue().count("metrics: TensorBoard failed and is incomplete from here on: ") == 1
+    assert report.out.getvalue().count("metrics: TensorBoard failed and is incomplete from this step on: ") == 1
 
 
-def test_a_failing_sink_is_told_once_and_does_not_stop_training():
+def test_a_failing_sink_is_reported_once_and_does_not_stop_training():
     class Full:
         def log(self, row):
             raise OSError(28, "No space left on device")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.megatron_rank import single_rank  # noqa: F401  (a fixture of every test here)
+from tests.megatron_rank import single_rank  # noqa: F401  (a fixture of every test of this file)
 
 import megatron.core.optimizer as megatron_optimizer  # isort: skip
 

@@ -24,6 +24,7 @@ from typing import Any
 from zaya_plugin.aegis import link
 from zaya_plugin.aegis.collectors.node_collectors import NodeCollectors
 from zaya_plugin.aegis.collectors.rank_files import read_beats
+from zaya_plugin.aegis.collectors.runner import dropped_evidence
 from zaya_plugin.aegis.diagnose.evidence import Evidence, print_line
 from zaya_plugin.aegis.diagnose.rules import KERNEL, Reader, Rules
 from zaya_plugin.aegis.protocol import (
@@ -102,6 +103,7 @@ class Agent:
         self._next_beat = self._next_try = 0.0
         self._last_line = ""
         self._evidence: list[Evidence] = []
+        self._dropped = 0  # pieces beyond MAX_EVIDENCE
         self._connected = time.monotonic()  # or with ranks that run
         self._passed = 0  # signals that were passed on
         self._kernel = Reader(self.rules, KERNEL, settings.node)
@@ -244,8 +246,8 @@ class Agent:
             if self._passed == 1:
                 if self.ranks.running:
                     self._print(
-                        f"{signal.Signals(number).name}: the ranks save and leave; sent again after {COPY_SECONDS:g} s, "
-                        "it ends them at once"
+                        f"{signal.Signals(number).name}: the ranks save and leave; sent again after {COPY_SECONDS:g} "
+                        "s, it ends them at once"
                     )
                 self.ranks.signal(signal.SIGTERM)
             else:
@@ -304,9 +306,14 @@ class Agent:
             beats = read_beats(self.folder).items()
             evidence = replace(evidence, rank=next((rank for rank, beat in beats if beat.get("pid") == pid), None))
         self._evidence.append(evidence)
+        self._dropped += max(0, len(self._evidence) - MAX_EVIDENCE)
         del self._evidence[:-MAX_EVIDENCE]
 
     def _send_evidence(self) -> None:
+        if self._dropped and self.link is not None:
+            which = "from the time without the decider"
+            self._evidence.append(dropped_evidence(time.time(), self.settings.node, self._dropped, which))
+            self._dropped = 0
         while self._evidence and self.link is not None:
             rows, size = [], 0
             while self._evidence and size < EVIDENCE_BYTES:

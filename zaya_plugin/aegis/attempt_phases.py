@@ -13,7 +13,7 @@ from enum import Enum, auto
 from zaya_plugin.aegis import slurm
 from zaya_plugin.aegis.diagnose.diagnosis import Observations
 from zaya_plugin.aegis.diagnose.evidence import print_line
-from zaya_plugin.aegis.nodes import NodeHistory, available, in_order, quarantined
+from zaya_plugin.aegis.node_history import NodeHistory, available, in_order, quarantined
 from zaya_plugin.aegis.peers import Peers
 from zaya_plugin.aegis.protocol import OUT, AttemptStart, Decision, FindPort, NodeChange, Start, Stop, Stopped
 from zaya_plugin.aegis.run_record import Record, Steps

@@ -20,7 +20,7 @@ from zaya_plugin.aegis import link, slurm
 from zaya_plugin.aegis.alerts import Alerts
 from zaya_plugin.aegis.attempt_phases import AttemptPhases, Phase
 from zaya_plugin.aegis.collectors.rank_files import valid_beat
-from zaya_plugin.aegis.diagnose.diagnosis import DECIDE, DIAGNOSE, RECORD, UNKNOWN, Observations, diagnosis
+from zaya_plugin.aegis.diagnose.diagnosis import DECIDE, DIAGNOSE, RECORD, UNKNOWN, Observations, diagnose
 from zaya_plugin.aegis.diagnose.evidence import Evidence, print_line
 from zaya_plugin.aegis.diagnose.policy import agent_is_back, decide
 from zaya_plugin.aegis.diagnose.rules import Rules
@@ -243,7 +243,9 @@ class Decider:
         return rule is not None and rule.affects == "node"
 
     def _may_return(self, node: str) -> bool:
-        """Whether a node that is out can be used again when its agent answers: it was lost, and nothing survives there."""
+        """Whether a node that is out can be used again when its agent answers: it was lost,
+        and nothing survives there.
+        """
         cause = self.cluster.out.get(node)
         return self._affects_node(cause) and cause != "unkillable"
 
@@ -335,7 +337,7 @@ class Decider:
 
     def decide(self, symptom: Evidence, alive: bool, result: Diagnosis | None = None) -> None:
         """Write the diagnosis and the decision, and begin to carry it out. alive: whether all ranks run."""
-        result = result or diagnosis([symptom], self.rules)
+        result = result or diagnose([symptom], self.rules)
         if not alive:
             self.steps.write_last()
         self.record.write_checkpoints(not self.observations.rides())

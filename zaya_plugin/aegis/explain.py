@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.aegis.diagnose.diagnosis import diagnosis
+from zaya_plugin.aegis.diagnose.cluster import Cluster
+from zaya_plugin.aegis.diagnose.diagnosis import diagnose
 from zaya_plugin.aegis.diagnose.evidence import Evidence
-from zaya_plugin.aegis.diagnose.policy import Cluster, decide
+from zaya_plugin.aegis.diagnose.policy import decide
 from zaya_plugin.aegis.diagnose.rules import KERNEL, Reader, Rule, Rules
 from zaya_plugin.aegis.journal import NAME, read
-from zaya_plugin.aegis.protocol import AttemptStart, Decision, Diagnosis, FirstStep, row_of, to_json
+from zaya_plugin.aegis.protocol import AttemptStart, Decision, Diagnosis, FirstStep, to_json
 
 SKIPPED = {".json", ".jsonl", ".yaml", ".html", ".pt", ".bin", ".idx", ".distcp", ".gz", ".zst", ".tar", ".png", ".py"}
 KERNEL_NAME = re.compile(r"dmesg|kern|kmsg|messages|syslog|journal", re.IGNORECASE)
@@ -201,7 +202,7 @@ def explain(folder: Path, rules: Rules) -> list[Attempt]:
         evidence += [item for log in common for item in log.evidence if begin < item.time <= end]
         steps = [item.values["step"] for item in evidence if item.source == "progress" and "step" in item.values]
         nodes = tuple(sorted({log.node for log in logs if log.node} | {item.node for item in evidence if item.node}))
-        result = journal[number][0] if number in journal else diagnosis(evidence, rules)
+        result = journal[number][0] if number in journal else diagnose(evidence, rules)
         attempts.append(Attempt(number, result, nodes, max(steps, default=None)))
         begin = end
     _decide(attempts, rules)
@@ -217,7 +218,7 @@ def _journal(folder: Path) -> dict[int, tuple[Diagnosis, Decision | None]]:
     """
     paths = list(folder.rglob(NAME))
     known: dict[int, tuple[Diagnosis, Decision | None]] = {}
-    for row in map(row_of, read(paths[0]) if len(paths) == 1 else ()):  # attempts of several runs have equal numbers
+    for row in read(paths[0]) if len(paths) == 1 else ():  # attempts of several runs have equal numbers
         if isinstance(row, Diagnosis) and row.generation is not None:
             known[row.generation] = row, None
         elif isinstance(row, Decision) and row.generation in known:
@@ -242,7 +243,9 @@ def _decide(attempts: list[Attempt], rules: Rules) -> None:
 
 
 def _still_runs(diagnosis: Diagnosis, rules: Rules) -> bool:
-    """Whether the run has not failed as far as the logs show: nothing but what may end by itself, or is only counted."""
+    """Whether the run has not failed as far as the logs show: nothing but what may end by itself,
+    or is only counted.
+    """
     others = [rules[name] for name in (diagnosis.cause, *diagnosis.cascades) if name in rules]
     return all(rule.role != "cascade" and rule.action in ("ride", "watch") for rule in others)
 

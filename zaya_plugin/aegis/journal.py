@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_plugin.aegis.diagnose.evidence import parsed, print_line
-from zaya_plugin.aegis.protocol import ROWS, Row, to_json
+from zaya_plugin.aegis.protocol import ROWS, Row, row_of, to_json
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.secrets import REMOVED, is_secret, without_secrets
 
@@ -43,7 +43,9 @@ class Journal:
         self.flush()
 
     def flush(self) -> None:
-        """Write the lines that wait. A disk that is full or fails ends no run: it is reported, and tried again later."""
+        """Write the lines that wait. A disk that is full or fails ends no run: it is reported,
+        and tried again later.
+        """
         try:
             while self.waiting:  # of a line that the disk has no room for, a part may be written
                 del self.waiting[: os.write(self.file, self.waiting)]
@@ -79,16 +81,16 @@ def _clean(value: Any) -> Any:
     return value
 
 
-def read(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a journal; a line that was cut off by a kill is left out."""
+def read(path: Path) -> Iterator[Row]:
+    """Yield the rows of a journal; a line that was cut off by a kill is left out."""
     with open(path, errors="replace") as file:
         for line in file:
             try:
-                row = parsed(line)
+                values = parsed(line)
             except ValueError:
                 continue
-            if isinstance(row, dict) and str(row.get("kind")) in ROWS:
-                yield row
+            if isinstance(values, dict) and str(values.get("kind")) in ROWS:
+                yield row_of(values)
 
 
 def find(place: Path) -> Path:

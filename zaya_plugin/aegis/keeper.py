@@ -105,8 +105,8 @@ def node_lock(settings: Settings) -> Lock:
 
 
 def journal_lock(settings: Settings) -> Lock:
-    """Return the lock of the journal's writer, on all nodes that share the folder. Waits for one on another host, which may
-    be leaving.
+    """Return the lock of the journal's writer, on all nodes that share the folder. Waits for one on another host, which
+    may be leaving.
     """
     return _lock(settings, "lock", patience=LOCK_SECONDS)
 
@@ -148,8 +148,8 @@ def _program(module: str) -> list[str]:
 
 
 def become_keeper(settings: Settings, listening: socket.socket | None) -> NoReturn:
-    """Replace this process by the keeper. Its command line shows neither the hook nor the command, and the memory of what
-    composed the recipe is free.
+    """Replace this process by the keeper. Its command line shows neither the hook nor the command, and the memory of
+    what composed the recipe is free.
     """
     file = settings.to_file()
     os.set_inheritable(file, True)

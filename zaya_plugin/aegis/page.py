@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report as one HTML page: figures, a timeline as inline SVG, tables. Without scripts and network; its policy forbids
-both, and every text is escaped, because log lines can hold anything.
+"""The report as one HTML page: figures, a timeline as inline SVG, tables. Without scripts and network; its policy
+forbids both, and every text is escaped, because log lines can hold anything.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ USE_Y, ATTEMPT_Y, FAULT_Y, CHECKPOINT_Y, STEPS_Y, STEPS_HEIGHT, BAR = 18, 56, 94
 FAULT_ROWS, FAULT_SIZE = 3, 9  # marks that would touch go to the next row; radius of a mark
 AXIS_Y = STEPS_Y + STEPS_HEIGHT
 HEIGHT = AXIS_Y + 34
-NARROW = 0.4  # spans and ticks below so many units are joined with their neighbours
+NARROW = 0.4  # spans and ticks below this many units are joined with their neighbours
 TICKS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800)
 COLOURS = 6  # of causes; further ones share the last colour
 
 STYLE = """
 :root{color-scheme:light dark;--text:#1d2530;--soft:#5b6675;--line:#d5dae1;--back:#fff;--panel:#f5f7f9;
---training:#2f8f6b;--start:#a9b4c2;--end:#ccd3db;--c0:#c0392b;--c1:#d98a00;--c2:#2471b5;--c3:#8e44ad;--c4:#6b7a00;--c5:#7a5c4a}
+--training:#2f8f6b;--start:#a9b4c2;--end:#ccd3db;--c0:#c0392b;--c1:#d98a00;
+--c2:#2471b5;--c3:#8e44ad;--c4:#6b7a00;--c5:#7a5c4a}
 @media(prefers-color-scheme:dark){:root{--text:#e4e8ed;--soft:#9aa5b3;--line:#39424e;--back:#14181d;--panel:#1d232a;
---training:#3fae85;--start:#5d6875;--end:#444d58;--c0:#e8695c;--c1:#e8a93c;--c2:#5fa8e6;--c3:#bf86da;--c4:#aab83a;--c5:#b8937d}}
+--training:#3fae85;--start:#5d6875;--end:#444d58;--c0:#e8695c;--c1:#e8a93c;
+--c2:#5fa8e6;--c3:#bf86da;--c4:#aab83a;--c5:#b8937d}}
 body{margin:0 auto;max-width:1100px;padding:24px;background:var(--back);color:var(--text);
 font:15px/1.5 system-ui,sans-serif}
 h1{font-size:22px;margin:0}h2{font-size:17px;margin:32px 0 8px}p{margin:4px 0;color:var(--soft)}
@@ -189,7 +191,9 @@ def _bar(left: float, right: float, y: int, kind: str, title: str) -> str:
 
 
 def _joined(spans: Sequence[Span], narrow: float) -> list[tuple[float, float, str | Failure]]:
-    """Return the spans with neighbours of one use joined, and those that are too narrow to be visible with the one before."""
+    """Return the spans with neighbours of one use joined,
+    and those that are too narrow to be visible with the one before.
+    """
     points: list[tuple[float, float, str | Failure]] = []
     for span in spans:
         if points and (points[-1][2] is span.use or points[-1][2] == span.use or span.end - span.begin < narrow):

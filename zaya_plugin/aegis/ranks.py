@@ -197,8 +197,8 @@ class Ranks:
     def dump(self, logs: Path, recorder: FlightRecorder, while_waiting: Callable[[], None]) -> None:
         """Ask the ranks for stacks and flight recorders, and keep them with the logs.
 
-        Only a process that names itself in a heartbeat knows the signal: it would end others, such as a shell around the
-        rank. while_waiting: called again and again.
+        Only a process that names itself in a heartbeat knows the signal: it would end others, such as a shell around
+        the rank. while_waiting: called again and again.
         """
         ours = set(
             processes.started_with(processes.ranks_mark(self.folder))
@@ -227,7 +227,7 @@ class Ranks:
 
 
 def end_with_agent() -> None:
-    """In a process that was just forked: end with the agent. The agent has threads, so nothing is loaded here."""
+    """In a process that was just forked: end with the agent. The agent has threads, so nothing may be loaded."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

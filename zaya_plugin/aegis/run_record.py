@@ -17,8 +17,8 @@ from typing import Any
 
 from zaya_plugin import __version__
 from zaya_plugin.aegis import slurm
+from zaya_plugin.aegis.diagnose.cluster import Cluster
 from zaya_plugin.aegis.diagnose.evidence import Evidence, print_line
-from zaya_plugin.aegis.diagnose.policy import Cluster
 from zaya_plugin.aegis.journal import Journal, read, without_secrets_in
 from zaya_plugin.aegis.protocol import (
     OUT,
@@ -34,11 +34,12 @@ from zaya_plugin.aegis.protocol import (
 )
 from zaya_plugin.aegis.settings import Settings, is_train
 from zaya_plugin.checkpoint import places
-from zaya_plugin.config.run_directory import COMPLETE
+from zaya_plugin.config.run_directory import COMPLETE, MANIFEST
 
 FLUSH_SECONDS = 2.0  # between two tries to write lines of the journal for which the disk had no room
 PROGRESS_SECONDS = 60.0  # between two lines of progress in the journal
-# A rank is slow if it needs this many times its peers' median, for so many steps and seconds; heartbeats come every 2 s.
+# A rank is slow if it needs this many times its peers' median, for this number of steps and seconds;
+# heartbeats come every 2 s.
 SLOW_FACTOR, SLOW_STEPS, SLOW_SECONDS = 1.5, 5, 6.0
 
 
@@ -99,7 +100,7 @@ class Record:
             return
         for name in names:
             with contextlib.suppress(OSError):  # of one checkpoint
-                if (match := COMPLETE.fullmatch(name)) and places.exists(place / name / places.MANIFEST):
+                if (match := COMPLETE.fullmatch(name)) and places.exists(place / name / MANIFEST):
                     steps.add(int(match[1]))
         self.cluster.checkpoints = [step for step in self.cluster.checkpoints if step in steps]
         for step in sorted(steps - set(self.cluster.checkpoints)):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of a supervised run, which the keeper, the agent and the decider read from a file in memory: other users of
-the node can read command lines, and a hook or a command may hold a secret.
+"""The settings of a supervised run, which the keeper, the agent and the decider read from a file in memory: other users
+of the node can read command lines, and a hook or a command may hold a secret.
 """
 
 from __future__ import annotations

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.aegis.account import ENDING, Account, account, first_text
+from zaya_plugin.aegis.account import Account
+from zaya_plugin.aegis.bookkeeping import ENDING, account, first_text
+from zaya_plugin.aegis.diagnose.cluster import Cluster
 from zaya_plugin.aegis.diagnose.evidence import parsed, printable
-from zaya_plugin.aegis.diagnose.policy import Cluster
 from zaya_plugin.aegis.protocol import (
     BACK,
     JOINED,
@@ -28,7 +29,6 @@ from zaya_plugin.aegis.protocol import (
     Progress,
     Row,
     Symptom,
-    row_of,
 )
 from zaya_plugin.aegis.report import duration, percent
 from zaya_plugin.ground.errors import ENDED_EARLY
@@ -106,13 +106,13 @@ class Now:
 
 
 def status(
-    lines: Iterable[dict[str, Any]], now: float, metrics: tuple[dict[str, Any], float] | None = None
+    rows: Iterable[Row], now: float, metrics: tuple[dict[str, Any], float] | None = None
 ) -> tuple[list[str], int]:
     """Return the lines for a person, and the exit code. metrics: the last line of metrics.jsonl, and its time."""
-    lines = [*lines]
-    result, at = account(lines), Now(Cluster().replay(lines))
-    for line in lines:
-        at.add(row_of(line))
+    rows = [*rows]
+    result, at = account(rows), Now(Cluster().replay(rows))
+    for row in rows:
+        at.add(row)
     cluster = at.cluster
     if at.last is None:
         return ["the journal is empty: the decider has not started"], 1

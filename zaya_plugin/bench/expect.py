@@ -2,14 +2,15 @@
 """`zaya bench expect`: predicts a step on another machine, of another size or batch from a measured step. The result is
 marked as a prediction.
 
-The roofline of a part is the larger of its operations over the matrix-product rate and its bytes over the copy rate. The
-matrix-product rate is the machine's, times what whole tiles of the part's largest product leave of it
+The roofline of a part is the larger of its operations over the matrix-product rate and its bytes over the copy rate.
+The matrix-product rate is the machine's, times what whole tiles of the part's largest product leave of it
 (zaya_plugin.plan.product_rate).
 Each part of the record took longer than its roofline; the same ratio is assumed for the other recipe's work on the
-other machine. Collectives take the rates of the recipe's machine keys, and are hidden under the passes that they
-overlap with, whose kernels they slow down. The host's own time (idle) is not predicted. The same recipe on the same
-device gives the record's own parts; on several devices, communication and its cost for the kernels come from the
-formulas, not from the record.
+other machine. Core attention is another library's kernel on another vendor's device, so it takes the machine's own rate
+where the recipe gives one. Collectives take the rates of the recipe's machine keys, and are hidden under the passes
+that they overlap with, whose kernels they slow down. The host's own time (idle) is not predicted. The same recipe on
+the same device gives the record's own parts; on several devices, communication and its cost for the kernels come from
+the formulas, not from the record.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from zaya_plugin.run.rank_plan import COPY_ENGINES
 SCHEMA = "zaya bench expect/1"
 NOT_CARRIED = ("communication", "idle")
 # Kernels that run during a collective take longer, since it uses processors and memory bandwidth: this share of the
-# collective's expected time. Measured in two steps on four H200s, of one and of four micro-batches (docs/log.md); the same value is
-# assumed for other devices.
+# collective's expected time. Measured in two steps on four H200s, of one and of four micro-batches (docs/log.md); the
+# same value is assumed for other devices.
 SLOWED = 0.26
 PARTS_WITHOUT_COLLECTIVES = ("optimizer", "gradients")  # parts during which no collective runs
 
@@ -129,9 +130,14 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
     for row in record["parts"]:
         if row["part"] in NOT_CARRIED:
             continue
+        roofline = row["roofline"]
         if row["part"] in old:
-            factor = limit(new[row["part"]], rates[0] * scale.get(row["part"], 1.0), rates[1])
-            factor /= limit(old[row["part"]], speeds[0] * old_scale.get(row["part"], 1.0), speeds[1])
+            fastest = limit(new[row["part"]], rates[0] * scale.get(row["part"], 1.0), rates[1])
+            factor = fastest / limit(old[row["part"]], speeds[0] * old_scale.get(row["part"], 1.0), speeds[1])
+            if row["part"] == "attention" and not same and machine.attention_tflops:
+                seconds = new[row["part"]].flops / (machine.attention_tflops * 1e12)
+                # The factor below that takes the record's collectives out is for times of the record.
+                factor, roofline = 1e3 * seconds / row["ms"] / alone, fastest / seconds
         else:  # a part without work of its own is proportional to tokens and layers
             factor = tokens * shape.num_layers / (old_tokens * before.model.num_layers)
         if row["part"] not in PARTS_WITHOUT_COLLECTIVES:
@@ -144,7 +150,7 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
                 "ms": row["ms"] * factor,
                 "tflop": done.flops / 1e12,
                 "gb": done.bytes / 1e9,
-                "roofline": row["roofline"],
+                "roofline": roofline,
             }
         )
         if row["part"] not in PARTS_WITHOUT_COLLECTIVES:
@@ -227,8 +233,8 @@ def work_of(
     optimizer: bool = True,
     written: frozenset[str] = frozenset({"experts"}),
 ) -> dict[str, Work]:
-    """Return the work of one rank by part, from the recipe alone; zaya_plugin.bench.step_record.work_of reads the model that
-    ran.
+    """Return the work of one rank by part, from the recipe alone; zaya_plugin.bench.step_record.work_of reads the model
+    that ran.
 
     written: the parts whose gradients the first micro-batch writes (zaya_plugin.optim.gradient_buffers).
     """

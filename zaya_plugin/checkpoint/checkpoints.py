@@ -6,8 +6,8 @@
     newest = checkpoints.newest()              # 100, once it is complete
     state = checkpoints.load(newest, state)    # compares the checksums, and reads with Megatron's loader
 
-`state` is Megatron's sharded state, as `model.sharded_state_dict()` returns it. `zaya train` uses the parts itself: saver.py,
-on_disk.py and restore.py.
+`state` is Megatron's sharded state, as `model.sharded_state_dict()` returns it. `zaya train` uses the parts itself:
+saver.py, on_disk.py and restore.py.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Checkpoints:
         return on_disk.latest(self.place)[0]
 
     def load(self, iteration: int, state: dict) -> dict:
-        """Return `state` with the values of a checkpoint, a collective; rank 0 compares the checksums. A storage without
-        paths is copied to this machine first.
+        """Return `state` with the values of a checkpoint, a collective; rank 0 compares the checksums. A storage
+        without paths is copied to this machine first.
 
         Raises:
             ValueError: a file of the checkpoint is missing or damaged.

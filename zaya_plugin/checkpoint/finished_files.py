@@ -14,7 +14,9 @@ NAME = "journal.json"
 
 
 def bytes_in(folder: Path) -> int:
-    """Return the bytes of the files in a folder of earlier work: they are kept, or removed before others are written."""
+    """Return the bytes of the files in a folder of earlier work: they are kept,
+    or removed before others are written.
+    """
     return sum(path.stat().st_size for path in folder.glob("*") if path.is_file())
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 SMALL = 2**20  # bytes; smaller tensors are copied together
 GROUP = 2**28  # bytes of larger tensors for which there is one event
-# Copies of one stream. It takes 1,024; at the next one the host waits until one is done, and the device runs out of work
-# (docs/log.md). One of two ranks has 1,750 tensors of ZAYA1-base. A group has at most GROUP / SMALL.
+# Copies of one stream. It takes 1,024; at the next one the host waits until one is done, and the device runs out of
+# work (docs/log.md). One of two ranks has 1,750 tensors of ZAYA1-base. A group has at most GROUP / SMALL.
 A_STREAM = 700
 
 
@@ -119,7 +119,9 @@ class Staging:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Copy the values that the tensors hold at this point of the current stream; on the CPU all of it before this returns."""
+        """Copy the values that the tensors hold at this point of the current stream;
+        on the CPU all of it before this returns.
+        """
         if not self.on_device:
             for place, tensor in self._pairs:
                 place.copy_(tensor)
@@ -139,8 +141,8 @@ class Staging:
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything is in the buffer. Does not wait. False during the capture of a CUDA graph, when events must
-        not be queried.
+        """Whether everything is in the buffer. Does not wait. False during the capture of a CUDA graph, when events
+        must not be queried.
         """
         if self._in_flight and not torch.cuda.is_current_stream_capturing():
             self._in_flight = not self._events[-1].query()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint's manifest: size and checksum of every file. This package does not load its own checkpoints without one.
 
-The files are written and synced in `iter_<n>.unfinished`, then manifest.json; then the folder gets its name. So a folder
-named `iter_<n>` is complete, and a kill at any moment leaves the checkpoint before. Imports no torch.
+The files are written and synced in `iter_<n>.unfinished`, then manifest.json; then the folder gets its name. So a
+folder named `iter_<n>` is complete, and a kill at any moment leaves the checkpoint before. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import TypeVar
 import xxhash
 
 from zaya_plugin.checkpoint import places
-from zaya_plugin.checkpoint.places import MANIFEST as NAME
 from zaya_plugin.checkpoint.places import Place, at, describe, exists, ignore
+from zaya_plugin.config.run_directory import MANIFEST as NAME
 
 FORMAT = "zaya checkpoint/1"
 # Ends of the names of folders that are no checkpoints: a save that has not ended, a removal that has not ended, a
@@ -33,7 +33,9 @@ Folder = TypeVar("Folder", Place, Path)
 
 
 def write(folder: Place | Path, iteration: int, files: Mapping[str, Mapping], **facts) -> None:
-    """Write the manifest of `folder`. files: name -> as `describe`; facts: about the run, for `zaya checkpoint show`."""
+    """Write the manifest of `folder`. files: name -> as `describe`; facts: about the run,
+    for `zaya checkpoint show`.
+    """
     content = {"format": FORMAT, "iteration": iteration, **facts, "files": dict(sorted(files.items()))}
     content["xxh3_128"] = _own_checksum(content)
     at(folder / NAME).put(json.dumps(content, indent=1) + "\n")
@@ -73,11 +75,17 @@ def put_aside(path: Folder, end: str) -> Folder:
 
 
 def remove_leftovers(directory: Place | Path, newest: int | None = None, keep: Container[str] = ()) -> None:
-    """Remove what saves and removals that were killed have left, up to the iteration `newest`. keep: names that stay."""
-    for name in places.names(at(directory)):
+    """Remove what saves and removals that were killed have left, up to the iteration `newest`. keep:
+    names that stay.
+    """
+    directory = at(directory)
+    for name in places.names(directory):
         step = LEFTOVER.fullmatch(name)
         if step and name not in keep and (newest is None or int(step[1]) <= newest):
-            at(directory / name).remove()
+            marked = directory / name.removesuffix(REMOVED)
+            if not directory.renames and not exists(marked / NAME):
+                marked.remove()
+            (directory / name).remove()
 
 
 def read(folder: Place | Path, run_id: str | None = None) -> dict:
@@ -178,8 +186,9 @@ def hold(folder: Place | Path) -> AbstractContextManager | None:
 
 
 def remove(folder: Place) -> bool:
-    """Remove a checkpoint and return True; one that is being read stays, for the next removal. A kill during the removal
-    leaves no folder with a checkpoint's name.
+    """Remove a checkpoint and return True; one that is being read stays, for the next removal. After a kill during the
+    removal, `remove_leftovers` removes the rest: the renamed folder, or in a storage without renames the folder that is
+    marked by an empty file of that name and has no manifest any more.
     """
     doomed = folder.parent / (folder.name + REMOVED)
     with contextlib.ExitStack() as held:
@@ -189,6 +198,10 @@ def remove(folder: Place) -> bool:
             return False
         except OSError:
             pass  # no manifest, or no permission to lock it
-        folder.commit(doomed)
+        if folder.renames:
+            folder.commit(doomed)
+        else:
+            doomed.put(b"")
+            folder.remove()
     doomed.remove()
     return True

@@ -26,11 +26,11 @@ from typing import BinaryIO, Protocol
 import xxhash
 
 from zaya_plugin.checkpoint.direct_file import PIECE, DirectFiles
+from zaya_plugin.config.run_directory import MANIFEST
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.storage_probe import StorageProbe
 from zaya_plugin.ground.whole_file import listing, write_whole
 
-MANIFEST = "manifest.json"  # of a checkpoint, see manifest.py
 PARTIAL = ".partial"  # end of the name of a file that is being uploaded
 
 
@@ -47,11 +47,13 @@ class Place(Protocol):
         address: from which `type(place)(address)` makes an equal place in another process.
         path: for programs that read files by their path (torch, Megatron); None: the storage has no paths.
         name: last part of the address. parent: the folder of this place.
+        renames: whether `commit` gives a folder another name without a copy of its content.
     """
 
     address: str
     path: Path | None
     name: str
+    renames: bool
 
     @property
     def parent(self) -> Place: ...
@@ -95,7 +97,8 @@ class Place(Protocol):
         """
 
     def lock(self, shared: bool = False) -> AbstractContextManager:
-        """Return a lock on this file that ends with this process; a storage without locks returns one that holds nothing.
+        """Return a lock on this file that ends with this process;
+        a storage without locks returns one that holds nothing.
 
         Raises:
             BlockingIOError: another process has a lock that excludes it; where `shared` is true, this waits instead.
@@ -107,6 +110,8 @@ class Place(Protocol):
 
 class PosixPlace:
     """A path."""
+
+    renames = True
 
     def __init__(self, address: str | os.PathLike):
         self.path = Path(address)
@@ -172,6 +177,8 @@ class PosixPlace:
             self.path.unlink(missing_ok=True)
 
     def lock(self, shared: bool = False) -> AbstractContextManager:
+        # Not the lock of ground/lock.py: a reader need not be allowed to write, and many read at a time. Without it a
+        # reader whose checkpoint is removed misses files, which it names.
         # NFS requires a file that may be written for a lock that excludes others.
         file = open(self.path, "rb" if shared else "r+b")
         with contextlib.ExitStack() as undone:
@@ -265,8 +272,8 @@ def names(place: Place) -> list[str]:
 
 
 def exists(place: Place) -> bool:
-    """Return whether a file exists, or a folder in its place. It is opened, because a network file system shows new names
-    to a reader that opens them.
+    """Return whether a file exists, or a folder in its place. It is opened, because a network file system shows new
+    names to a reader that opens them.
     """
     try:
         place.open().close()
@@ -281,8 +288,8 @@ QUICK = 0.25  # seconds of transfer between two waits, so that a limit also hold
 
 
 def local_folder(local_path: str | os.PathLike, directory: str | os.PathLike) -> Path:
-    """Return this run's folder below `local_path`; its name is made from `directory`, the checkpoints at the shared path,
-    so that runs that share a local disk do not meet.
+    """Return this run's folder below `local_path`; its name is made from `directory`, the checkpoints at the shared
+    path, so that runs that share a local disk do not meet.
     """
     real = os.path.realpath(directory)
     name = "-".join(Path(real).parts[-2:]).strip("/")

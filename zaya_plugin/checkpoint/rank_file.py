@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a checkpoint that one rank writes: the tensors and objects of which it is the owner, and their places in its file.
+"""The part of a checkpoint that one rank writes: the tensors and objects of which it is the owner,
+and their places in its file.
 
 The file is a file of torch's distributed checkpoints, made of slices of one buffer. The places are the same in every
-save: a tensor keeps its shape, and an object gets room to grow. So the index of the checkpoint, `.metadata`, is made once.
+save: a tensor keeps its shape, and an object gets room to grow. So the index of the checkpoint, `.metadata`,
+is made once.
 """
 
 from __future__ import annotations

@@ -118,7 +118,8 @@ def reshape(
         raise mistake(
             "--output",
             final.parent,
-            problem=f"cannot be written: {error.strerror}{named}; {shutil.disk_usage(parent).free / 1e9:.2f} GB are free",
+            problem=f"cannot be written: {error.strerror}{named}; {shutil.disk_usage(parent).free / 1e9:.2f} GB are "
+            "free",
             fix="the same command again continues with the files that are not finished",
         ) from error
 

@@ -212,8 +212,8 @@ def origin(directory: Place | Path, iteration: int, nodes: Nodes, compared: Comp
     size = sum(compared.files[name]["bytes"] for name in locally) / 1e9
     having = sum(bool(names) for names in compared.local)
     return (
-        f"the checkpoint of step {iteration} is read from {nodes.local}: {len(locally)} of {len(compared.files)} files, "
-        f"{size:.2f} GB, on {having} of {len(nodes.ranks)} nodes; all else from {directory}"
+        f"the checkpoint of step {iteration} is read from {nodes.local}: {len(locally)} of {len(compared.files)} "
+        f"files, {size:.2f} GB, on {having} of {len(nodes.ranks)} nodes; all else from {directory}"
     )
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run at a time in a directory: two would tear metrics.jsonl and mix their checkpoints. Imports no torch.
 
-The lock `run.lock` (ground/lock.py) is that of the launcher and of rank 0. Under `zaya aegis run` it does not hold against
-a later attempt of the same run: the supervisor has ended the earlier one, or its node is cut off. `check` ends a run that
-has lost its lock before it writes.
+The lock `run.lock` (ground/lock.py) is that of the launcher and of rank 0. Under `zaya aegis run` it does not hold
+against a later attempt of the same run: the supervisor has ended the earlier one, or its node is cut off. `check` ends
+a run that has lost its lock before it writes.
 """
 
 from __future__ import annotations

@@ -123,8 +123,8 @@ class Saver:
         self._connection.send_bytes(json.dumps({"do": what, **more}).encode())
 
     def _send_layout(self) -> None:
-        """Send the writer the place of the layout in the memory: the text may be larger than what a socket takes without a
-        reader.
+        """Send the writer the place of the layout in the memory: the text may be larger than what a socket takes
+        without a reader.
         """
         with contextlib.suppress(ConnectionError):  # it has ended: the next poll starts another
             self._ask("layout", size=len(self._layout), start=self._file.size)
@@ -311,7 +311,8 @@ class Saver:
         if was_busy and self.completed == self._save.iteration:
             self._state = FREE
         elif was_busy:
-            # A new writer would hang too, where the storage hangs; the other ranks' writers have a deadline of their own.
+            # A new writer would hang too, where the storage hangs;
+            # the other ranks' writers have a deadline of their own.
             self._fail(f"rank {self.rank}: the process that writes it {what}", note=not hangs)
 
     def _staging_wait(self) -> None:

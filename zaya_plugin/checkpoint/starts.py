@@ -3,7 +3,8 @@
 
 A start that fails at the step at which the start before it from the same checkpoint had failed may owe that to the
 checkpoint (LLNL/scr#174: restarts from a bad one without end). Failures are losses and gradients that are not finite,
-with the checkpoint's own recipe; all other errors, kills and signals say nothing about the checkpoint. Imports no torch.
+with the checkpoint's own recipe; all other errors, kills and signals say nothing about the checkpoint.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ def _origin(directory: Place) -> str:
 
 
 def original_of_copy(directory: Path, run_id: str, saved_in: str | None = None) -> Path | None:
-    """Return the directory of which `directory` is a copy: the one that the record names, or without a record the one that
-    wrote the checkpoint (`saved_in`), if it still holds the same run. None for a directory that was moved, or is seen at
-    another mount point.
+    """Return the directory of which `directory` is a copy: the one that the record names, or without a record the one
+    that wrote the checkpoint (`saved_in`), if it still holds the same run. None for a directory that was moved, or is
+    seen at another mount point.
     """
     original = Path(read(directory).get("path", saved_in or directory))
     with contextlib.suppress(OSError):
@@ -75,8 +76,8 @@ def begin(
 
     Args:
         step: the checkpoint that it loads, 0: none.
-        recipe: checksum of the recipe; a start with a changed one is not a repetition. None: the recipe differs from the
-            checkpoint's, and a failure is attributed to that.
+        recipe: checksum of the recipe; a start with a changed one is not a repetition. None: the recipe differs from
+            the checkpoint's, and a failure is attributed to that.
         failed_at: the step at which the last start from the same checkpoint failed.
         passed: the newer checkpoint that was put aside because two starts from it had failed.
         fork: the end of the name of a copied run in W&B, None for an original.

@@ -182,9 +182,9 @@ class Writer:
 
     @staticmethod
     def sweep(save: Save) -> None:
-        """Remove unfinished folders of earlier failed saves of this run: a rank that began late has made the folder again,
-        with its file, and a full disk stays full. Folders that a start can upload stay, and later saves, which a rank may
-        have begun while rank 0 is late with this one.
+        """Remove unfinished folders of earlier failed saves of this run: a rank that began late has made the folder
+        again, with its file, and a full disk stays full. Folders that a start can upload stay, and later saves, which a
+        rank may have begun while rank 0 is late with this one.
         """
         folders = [save.folder] if save.rank == 0 else []
         folders += [save.local_folder] if save.local_folder and save.leads else []
@@ -262,8 +262,8 @@ class Writer:
         self.tell("complete")
 
     def prune(self, save: Save) -> None:
-        """Remove the checkpoints that this one replaces, once it is complete or whole on the nodes' disks, from where a start can
-        upload it; no rank and no other writer waits for that.
+        """Remove the checkpoints that this one replaces, once it is complete or whole on the nodes' disks, from where a
+        start can upload it; no rank and no other writer waits for that.
         """
         directory, complete = save.final.parent, exists(save.final / manifest.NAME)
         if not complete and not self.is_described(save):
@@ -347,7 +347,9 @@ class Writer:
                 raise ValueError(f"the rank asks for {request['do']!r} during a save")
 
     def remove(self, save: Save) -> None:
-        """Remove the folder of a failed save, or its file on another rank than 0; but not files that a start can upload."""
+        """Remove the folder of a failed save, or its file on another rank than 0;
+        but not files that a start can upload.
+        """
         with contextlib.suppress(OSError):
             if self.is_described(save):
                 return

@@ -14,18 +14,19 @@ from pathlib import Path
 from zaya_plugin.aegis import explain as logs
 from zaya_plugin.aegis import report as tables
 from zaya_plugin.aegis import status as present
-from zaya_plugin.aegis.account import account
+from zaya_plugin.aegis.bookkeeping import account
 from zaya_plugin.aegis.diagnose.rules import Rules
 from zaya_plugin.aegis.journal import find, read
 from zaya_plugin.commands.parser import Parser, option
 from zaya_plugin.ground.errors import mistake
 
 WATCH_SECONDS = 2.0
+RUN_DIR = option("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, or its folder aegis")
 STATUS = "Shows a run under `zaya aegis run`: phase, step, nodes, the last failure and the decision."
 STATUS_EXAMPLES = """\
 examples:
   zaya aegis status runs/mine            once
-  zaya aegis status runs/mine --watch    every two seconds, until the run ends or Ctrl-C; once where there is no terminal
+  zaya aegis status runs/mine --watch    every two seconds until the run ends or Ctrl-C; once without a terminal
 
 Exit codes: 0 the run trains, starts or has ended well; 1 trouble: it has ended with an error, it is down because of a
 failure, or nothing was heard of it for 10 minutes (and 20 steps); 2 a mistake on the command line."""
@@ -41,9 +42,9 @@ examples:
 
 Exit codes: 0, 2 a mistake on the command line."""
 EXPLAIN = """\
-Reads the logs below DIR (of ranks, kernels, torchrun and SLURM), names the first cause of the failure with its evidence,
-and prints what `zaya aegis run` would have done; for a supervised run, what it did by its journal. Starts nothing, and
-needs no device.
+Reads the logs below DIR (of ranks, kernels, torchrun and SLURM), names the first cause of the failure with its
+evidence, and prints what `zaya aegis run` would have done; for a supervised run, what it did by its journal. Starts
+nothing, and needs no device.
 
 A file belongs to the kernel when its name has dmesg, kern, messages, syslog or journal in it, or its lines look like
 it. The rank comes from the file's name (rank3.log) or from the line ([rank3]:, or srun's label). The node comes from
@@ -65,7 +66,7 @@ def status() -> Parser:
         _status,
         STATUS,
         STATUS_EXAMPLES,
-        option("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, or its folder aegis"),
+        RUN_DIR,
         option("--watch", action="store_true", help="show it again every two seconds"),
     )
 
@@ -95,7 +96,7 @@ def report() -> Parser:
         _report,
         REPORT,
         REPORT_EXAMPLES,
-        option("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, or its folder aegis"),
+        RUN_DIR,
         option("--output", type=Path, metavar="FILE", help="write an HTML page with a timeline"),
         option("--json", action="store_true", help="print one JSON object instead of tables"),
     )

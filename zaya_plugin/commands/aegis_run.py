@@ -17,6 +17,7 @@ from zaya_plugin.aegis import link
 from zaya_plugin.aegis.diagnose.rules import Rules
 from zaya_plugin.aegis.journal import NAME, read
 from zaya_plugin.aegis.keeper import become_keeper, listen
+from zaya_plugin.aegis.protocol import Begin
 from zaya_plugin.aegis.settings import Settings, is_train, only, words_of
 from zaya_plugin.commands import curriculum, train
 from zaya_plugin.commands.parser import Parser, option
@@ -50,8 +51,8 @@ examples:
 `zaya aegis status DIR` shows the run, `zaya aegis report DIR` sums it up. A SIGTERM (or Ctrl-C, or a
 batch system's SIGUSR1, SIGUSR2, SIGXCPU) makes the ranks save and leave; the same signal again ends them at once.
 
-Exit codes: 0 done, 2 a mistake on the command line, 75 the run was asked to end and has saved, else that of the first rank that
-failed, or 128 + signal."""
+Exit codes: 0 done, 2 a mistake on the command line, 75 the run was asked to end and has saved, else that of the first
+rank that failed, or 128 + signal."""
 KERNEL_LOG = Path("/dev/kmsg")  # missing in many containers, which is reported and no mistake
 
 
@@ -171,7 +172,7 @@ def settings_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Sett
     if ranks is None:
         ranks = device_count()
     if not ranks:
-        problem = "no accelerator found on this machine; give the number of ranks"
+        problem = "this machine has no accelerator; give the number of ranks"
         raise mistake("--ranks-per-node", problem=problem, allowed="1 or more", fix="--ranks-per-node 8")
     sizes, group = tuple(range(options.nodes, least - 1, -1)), 1
     if recipe is not None:
@@ -231,7 +232,7 @@ def settings_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Sett
 def _recipe(command: Sequence[str]):
     """Return the recipe that the command composes; for a curriculum, the recipe of the stage."""
     from zaya_plugin.config.compose import compose
-    from zaya_plugin.run.curriculum import compose_curriculum
+    from zaya_plugin.run.stages import compose_curriculum
 
     if (words := words_of(command, "train")) is not None:
         options = train.parser().read(words)
@@ -251,14 +252,11 @@ def _recipe(command: Sequence[str]):
 
 
 def _check_is_of_stage(folder: Path, command: Sequence[str]) -> None:
-    """Raise ValueError if the journal in `folder` is of another stage of a curriculum, whose steps and checkpoints would
-    be taken for this one's.
+    """Raise ValueError if the journal in `folder` is of another stage of a curriculum, whose steps and checkpoints
+    would be taken for this one's.
     """
     rows = read(folder / NAME) if (folder / NAME).exists() else ()
-    begins = (row.get("command") for row in rows if row["kind"] == "begin")
-    before = next(
-        (candidate for candidate in begins if isinstance(candidate, list) and candidate), command
-    )  # a disk may damage lines
+    before = next((row.command for row in rows if isinstance(row, Begin) and row.command), command)
     words = [str(word) for word in before]
     if only(words) != only(command):
         raise mistake(
@@ -321,7 +319,8 @@ def describe(settings: Settings) -> str:
         (
             f"command:   {shlex.join(settings.command)}",
             f"started:   {once}",
-            f"nodes:     {settings.nodes} of {local_ranks} ranks{sizes}; spares: {settings.spares}; this one: {settings.node}",
+            f"nodes:     {settings.nodes} of {local_ranks} ranks{sizes}; spares: {settings.spares}; this one: "
+            f"{settings.node}",
             f"decider:   {settings.host}:{settings.port or 'a free port'}",
             f"journal:   {settings.journal}",
             f"restarts:  {settings.restarts} in a row without a new step",

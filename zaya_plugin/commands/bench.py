@@ -80,8 +80,8 @@ def step() -> Parser:
         option(
             "--anchor",
             choices=ANCHORS,
-            help="then measure transformers' ZayaForCausalLM with FSDP2, torch.compile and fused AdamW on as many devices "
-            "with as many tokens, in processes of its own, and print the ratio",
+            help="then measure transformers' ZayaForCausalLM with FSDP2, torch.compile and fused AdamW on as many "
+            "devices with as many tokens, in processes of its own, and print the ratio",
         ),
         option("--commit", metavar="TEXT", help="commit for the record, where there is no git checkout"),
         recipe=True,

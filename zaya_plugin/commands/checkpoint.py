@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya checkpoint list|show|verify|prune|adopt|reshape`: the checkpoints of a run, from outside. Starts no ranks; needs
-no device.
+"""`zaya checkpoint list|show|verify|prune|adopt|reshape`: the checkpoints of a run, from outside. Starts no ranks;
+needs no device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from zaya_plugin.checkpoint import manifest, on_disk, places
 from zaya_plugin.checkpoint.progress import bar
 from zaya_plugin.checkpoint.reading import folder_of
-from zaya_plugin.commands.parser import Option, Parser, option
+from zaya_plugin.commands.parser import STEP, Option, Parser, option
 from zaya_plugin.commands.table import COMMANDS
 from zaya_plugin.config.run_directory import checkpoints_of, iterations
 from zaya_plugin.ground.errors import mistake
@@ -26,10 +26,10 @@ DESCRIPTION = """
 
 RUN is a run directory, or a directory of iter_* folders. A checkpoint of this version has a manifest with the size and
 the checksum of every file. list and show compare names and sizes; verify reads all files. Checkpoints of earlier
-versions and of other programs have none: they are compared with their own index, and adopt writes a manifest for them."""
+versions and of other programs have none: they are compared with their own index; adopt writes a manifest for them."""
 CODES = "\n\nExit codes: 0, 1 a checkpoint is damaged, 2 a mistake on the command line."
 Action = Callable[[Path, list[int], argparse.Namespace], int]
-WIDEST, MOST_FILES = 100, 16  # of the output of `show`: characters of a fact, and files by name
+FACT_CHARACTERS, NAMED_FILES = 100, 16  # at most, of the output of `show`
 LEFT = {
     manifest.UNFINISHED: "a save that has not ended",
     manifest.REMOVED: "a removal that has not ended",
@@ -37,9 +37,6 @@ LEFT = {
     manifest.DAMAGED: "put aside at a start, because its content does not have its checksums",
     manifest.REPLACED: "put aside by a save of its step, because it was damaged or of another run",
 }
-
-
-STEP = option("--step", type=whole_number(0, MOST_STEPS), help="this checkpoint; default: the newest")
 
 
 def _parser(name: str, action: Action, examples: str, *options: Option) -> Parser:
@@ -176,7 +173,7 @@ def _show(directory: Path, steps: list[int], options: argparse.Namespace) -> int
         print(f"  {name:19} {text}")
     sizes = [file["bytes"] for file in files.values()]
     print(f"  {'files':19} {len(files)}, {_size(sum(sizes))}, the largest of {_size(max(sizes, default=0))}")
-    for name, file in files.items() if len(files) <= MOST_FILES else ():
+    for name, file in files.items() if len(files) <= NAMED_FILES else ():
         print(f"  {_size(file['bytes']):>16} {file.get('xxh3_128', 'no checksum'):32}  {name}")
     print("complete" if not damage else "damaged: " + "; ".join(damage))
     return int(bool(damage))
@@ -191,7 +188,7 @@ def _rows(content: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield from _rows(value, f"{prefix}{key}.")
         else:
             text = ", ".join(f"{name} {one}" for name, one in value.items()) if isinstance(value, dict) else str(value)
-            yield prefix + key, text if len(text) <= WIDEST else text[: WIDEST - 3] + "..."
+            yield prefix + key, text if len(text) <= FACT_CHARACTERS else text[: FACT_CHARACTERS - 3] + "..."
 
 
 def _verify(directory: Path, steps: list[int], options: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@
 import argparse
 import sys
 
-from zaya_plugin.commands.parser import Parser, option
+from zaya_plugin.commands.parser import DRY_RUN, VERBOSE, Parser, option
 from zaya_plugin.config.train_help import DEMO_DATA
 from zaya_plugin.ground import phases
 
@@ -35,16 +35,16 @@ def parser() -> Parser:
         DESCRIPTION,
         EXAMPLES,
         option("--only", metavar="STAGE", help="run this stage alone, also in ranks that torchrun or srun has started"),
-        option("--dry-run", action="store_true", help="print whether and what would run, and stop"),
-        option("--verbose", action="store_true", help="with --dry-run: everything"),
+        DRY_RUN,
+        VERBOSE,
         recipe=True,
     )
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the stages, or print the plan of --dry-run; raises ValueError for a user's mistake."""
-    from zaya_plugin.run.curriculum import compose_curriculum
     from zaya_plugin.run.curriculum_run import dry_run, run_curriculum
+    from zaya_plugin.run.stages import compose_curriculum
 
     whole = compose_curriculum(options.overrides)
     if not (options.dry_run or whole.recipe.dry_run):

@@ -4,7 +4,7 @@
 import argparse
 
 from zaya_plugin.commands.datasets import data_parser
-from zaya_plugin.commands.parser import Option, Parser, option
+from zaya_plugin.commands.parser import QUIET, Option, Parser, option
 from zaya_plugin.corpus.bundle import PlannedRun, bundle
 from zaya_plugin.corpus.workspace import Workspace
 from zaya_plugin.ground.errors import mistake
@@ -12,8 +12,8 @@ from zaya_plugin.ground.option_numbers import INT32, MOST_AMOUNT, MOST_TOKENS, Y
 
 DESCRIPTION = """\
 Join datasets that were prepared with the same tokenizer into one, documents in the given order, and print how many
-random reads a planned run asks of the storage, before and after packing. An interrupted run leaves nothing in the way of
-the same command."""
+random reads a planned run asks of the storage, before and after packing. An interrupted run leaves nothing in the way
+of the same command."""
 EXAMPLES = """\
 examples:
   zaya data bundle data/shard-* --output data/web
@@ -44,7 +44,7 @@ def parser() -> Parser:
         option("--output", metavar="DIR", help="directory of the bundle"),
         option("--dry-run", action="store_true", help="write nothing, print the reads of the planned run"),
         option("--overwrite", action="store_true", help="make the bundle again in place of what --output holds"),
-        option("--quiet", action="store_true", help="no summary; problems are still reported"),
+        QUIET,
         of_run("--sequence-length", whole_number(1, MOST_TOKENS), "N", "tokens of a sequence, stage.seq_length"),
         of_run("--global-batch-size", whole_number(1, INT32), "N", "sequences of a step, stage.global_batch_size"),
         of_run("--step-seconds", real_number(1e-6, YEAR), "S", "seconds of a step"),

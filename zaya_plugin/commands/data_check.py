@@ -5,7 +5,7 @@ import argparse
 import warnings
 
 from zaya_plugin.commands.datasets import data_parser, recipe_of
-from zaya_plugin.commands.parser import Parser, option
+from zaya_plugin.commands.parser import TOKENIZER, Parser
 from zaya_plugin.data.fingerprint import fingerprint
 from zaya_plugin.data.prepared import DatasetWarning, check_dataset, tokenizer_of
 from zaya_plugin.data.sources import find_sources, named_datasets
@@ -24,14 +24,7 @@ examples:
 
 
 def parser() -> Parser:
-    return data_parser(
-        "check",
-        _check,
-        DESCRIPTION,
-        EXAMPLES,
-        option("--tokenizer", metavar="DIR", help="directory with tokenizer.json, for data without manifest"),
-        datasets="datasets (directory or prefix)",
-    )
+    return data_parser("check", _check, DESCRIPTION, EXAMPLES, TOKENIZER, datasets="datasets (directory or prefix)")
 
 
 def _check(options: argparse.Namespace, _: None) -> None:

@@ -2,7 +2,7 @@
 """`zaya data inspect`: the options of printing decoded samples."""
 
 from zaya_plugin.commands.datasets import data_parser, recipe_of
-from zaya_plugin.commands.parser import Parser, option
+from zaya_plugin.commands.parser import TOKENIZER, Parser, option
 from zaya_plugin.corpus.inspect import inspect
 from zaya_plugin.ground.option_numbers import MOST_AMOUNT, whole_number
 
@@ -42,7 +42,7 @@ def parser() -> Parser:
             metavar="N",
             help="of each text, 0 for all (default: 800)",
         ),
-        option("--tokenizer", metavar="DIR", help="directory with tokenizer.json, for data without manifest"),
+        TOKENIZER,
         option("--json", action="store_true", help="print a JSON object a line, with the whole text"),
         datasets="one dataset (directory or prefix)",
     )

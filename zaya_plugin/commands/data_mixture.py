@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya data mixture`: the samples that a stage draws from each source of its blend, and its ledger for the next stage."""
+"""`zaya data mixture`: the samples that a stage draws from each source of its blend,
+and its ledger for the next stage.
+"""
 
 import argparse
 

@@ -2,8 +2,8 @@
 """`zaya data pack`: the options of putting whole documents into bins."""
 
 from zaya_plugin.commands.datasets import data_parser
-from zaya_plugin.commands.parser import Parser, option
-from zaya_plugin.corpus.pack import LONGEST, pack
+from zaya_plugin.commands.parser import QUIET, Parser, option
+from zaya_plugin.corpus.pack import LONGEST_BIN, pack
 from zaya_plugin.ground.option_numbers import whole_number
 
 DESCRIPTION = """\
@@ -32,9 +32,9 @@ def parser() -> Parser:
         option(
             "--sequence-length",
             required=True,
-            type=whole_number(2, LONGEST),
+            type=whole_number(2, LONGEST_BIN),
             metavar="N",
-            help=f"tokens of a bin, at most {LONGEST:,}",
+            help=f"tokens of a bin, at most {LONGEST_BIN:,}",
         ),
         option("--output", required=True, metavar="DIR", help="directory of the packed dataset"),
         option(
@@ -47,9 +47,9 @@ def parser() -> Parser:
             "--trim-reasoning",
             nargs=2,
             metavar=("BEGIN", "END"),
-            help="markers of reasoning: a longer document with such blocks loses the end of the last one, then the earlier "
-            "ones, and is dropped if that is not enough or it has no answer",
+            help="markers of reasoning: a longer document with such blocks loses the end of the last one, then the "
+            "earlier ones, and is dropped if that is not enough or it has no answer",
         ),
         option("--overwrite", action="store_true", help="make the dataset again in place of what --output holds"),
-        option("--quiet", action="store_true", help="no summary; problems are still reported"),
+        QUIET,
     )

@@ -53,8 +53,8 @@ def parser() -> Parser:
             default=[STDLIB],
             metavar="PATH",
             help="files, directories, quoted patterns, or stdlib (default) for the sources of this Python's standard "
-            f"library; {' '.join(LINES)} hold a document a line, .parquet one a row, any other file is a document; all but "
-            f".parquet also as {' '.join(PACKINGS)}",
+            f"library; {' '.join(LINES)} hold a document a line, .parquet one a row, any other file is a document; all "
+            f"but .parquet also as {' '.join(PACKINGS)}",
             group="text",
         ),
         option(
@@ -92,7 +92,8 @@ def parser() -> Parser:
             type=size_up_to(HELD_BYTES),
             default=8_000_000,
             metavar="SIZE",
-            help="reject longer documents; a worker needs about 130 times this in memory for one that long (default: 8M)",
+            help="reject longer documents; a worker needs about 130 times this in memory for one that long (default: "
+            "8M)",
             group="text",
         ),
         option(
@@ -132,7 +133,8 @@ def parser() -> Parser:
         option(
             "--chat-template",
             metavar="FILE",
-            help="Jinja template that replaces the tokenizer's own, such as for a base model's tokenizer, which has none",
+            help="Jinja template that replaces the tokenizer's own, such as for a base model's tokenizer, which has "
+            "none",
             group="tokenizer",
         ),
         option(

@@ -9,14 +9,14 @@ from zaya_plugin.ground.option_numbers import MOST_RANKS, MOST_STEPS, size, whol
 DESCRIPTION = """\
 Read data into the page cache of this node: whole datasets, or the samples that a run draws in its next steps.
 
-A run is given as for zaya train. Its recipe gives the datasets, sequence length, batch, seed, order, layout and nodes."""
+A run is given as for zaya train; datasets, sequence length, batch, seed, order, layout and nodes are its recipe's."""
 EXAMPLES = """\
 examples:
   zaya data warm data/web                                                   # all of its training data
   # the samples of the next 2,000 steps of a run, from its last checkpoint on (from its start, if it has none)
   zaya data warm experiment=zaya1_base cluster=mi300x_128x8 data.path=data/web --steps 2000
-  # of these the samples of node 5; on all nodes: srun --ntasks-per-node=1 sh -c 'zaya data warm ... --node $SLURM_NODEID'
-  zaya data warm experiment=zaya1_base cluster=mi300x_128x8 data.path=data/web --from-step 20000 --steps 2000 --node 5"""
+  # of these the samples of node 5; on all: srun --ntasks-per-node=1 sh -c 'zaya data warm ... --node $SLURM_NODEID'
+  zaya data warm experiment=zaya1_base cluster=mi300x_128x8 data.path=data/web --from-step 2000 --steps 2000 --node 5"""
 
 
 def parser() -> Parser:

@@ -17,7 +17,9 @@ Action = Callable[[argparse.Namespace, Workspace | None], None]
 
 
 def data_parser(name: str, action: Action, description: str, examples: str, *rows: Option, **more: Any) -> Parser:
-    """Return the parser of `zaya data <name>`. action: takes the options and the workspace of --output, None without."""
+    """Return the parser of `zaya data <name>`. action: takes the options and the workspace of --output,
+    None without.
+    """
     return Parser(f"data {name}", lambda options: _run(name, action, options), description, examples, *rows, **more)
 
 
@@ -27,7 +29,7 @@ def recipe_of(options: argparse.Namespace):
     """
     if options.datasets:
         return None
-    # Here, so that the commands without a recipe start without Hydra.
+    # In the function, so that the commands without a recipe start without Hydra.
     from zaya_plugin.config.compose import compose
     from zaya_plugin.handover.data_places import with_consumed
 

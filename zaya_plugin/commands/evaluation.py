@@ -63,7 +63,7 @@ def parser() -> Parser:
         option("--batch-size", type=whole_number(1, 65_536), default=8, help="sequences computed at once; default: 8"),
         option("--output", type=Path, metavar="FILE", help="write the results as JSON"),
         option("--wandb", metavar="PROJECT", help="log the results to a new run of this W&B project"),
-        imports_more=True,
+        imports_large_packages=True,
     )
 
 

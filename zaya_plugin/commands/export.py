@@ -21,7 +21,7 @@ examples:
 MEGATRON = """\
 Writes a recipe for Megatron-LM (docs/hosts.md): <run_dir>/megatron.args, the words for its own pretrain_gpt.py.
 
-The parser of the installed Megatron checks them, so use the host's Python. The plugin reads the recipe.yaml beside them
+The parser of the installed Megatron checks them, so use the host's Python. The plugin reads recipe.yaml next to them
 when the host has started. Settings that the host ignores are printed; settings that it cannot carry out are errors."""
 MEGATRON_EXAMPLES = """\
 examples:
@@ -30,7 +30,7 @@ examples:
 PRIMUS = """\
 Writes a recipe for Primus (docs/hosts.md): <run_dir>/primus.yaml, an experiment for primus-cli.
 
-The plugin reads the recipe.yaml beside it when the host has started. Settings that the host ignores are printed;
+The plugin reads the recipe.yaml next to it when the host has started. Settings that the host ignores are printed;
 settings that it cannot carry out are errors."""
 PRIMUS_EXAMPLES = """\
 examples:
@@ -55,7 +55,7 @@ def _slurm(options: argparse.Namespace) -> None:
     from zaya_plugin.config.compose import compose
     from zaya_plugin.config.validate import validate
     from zaya_plugin.run import sbatch
-    from zaya_plugin.run.curriculum import compose_curriculum
+    from zaya_plugin.run.stages import compose_curriculum
 
     overrides = options.overrides
     if options.curriculum:
@@ -102,8 +102,8 @@ def primus() -> Parser:
 
 def _primus(options: argparse.Namespace) -> None:
     from zaya_plugin.config.compose import compose
-    from zaya_plugin.run.curriculum import compose_curriculum
     from zaya_plugin.run.primus_export import export_primus
+    from zaya_plugin.run.stages import compose_curriculum
 
     if options.curriculum:
         recipes = [stage.recipe for stage in compose_curriculum(options.overrides).stages]

@@ -8,10 +8,10 @@ import json
 import sys
 from pathlib import Path
 
-from zaya_plugin.commands.parser import Parser, option
+from zaya_plugin.commands.parser import STEP, Parser, option
 from zaya_plugin.commands.process import prepare_torch
 from zaya_plugin.ground.errors import check_utf8, mistake
-from zaya_plugin.ground.option_numbers import INT32, MOST_SEED, MOST_STEPS, MOST_TOKENS, real_number, whole_number
+from zaya_plugin.ground.option_numbers import INT32, MOST_SEED, MOST_TOKENS, real_number, whole_number
 from zaya_plugin.inference.opening import check_room, find_model, open_model
 from zaya_plugin.inference.sampling_options import Sampling
 
@@ -40,7 +40,7 @@ Exit codes: 0, 2 a mistake on the command line or in the files."""
 # The options of a model, which `zaya generate` and `zaya eval` have.
 MODEL = (
     option("model", metavar="MODEL", help="a checkpoint or a published model, see above"),
-    option("--step", type=whole_number(0, MOST_STEPS), help="this checkpoint of a run; default: the newest"),
+    STEP,
     option("--tokenizer", metavar="DIR", help="folder with tokenizer.json; default: the model's own"),
     option("--device", choices=("cpu", "cuda"), help="default: cuda where there is one"),
     option(
@@ -90,7 +90,7 @@ def parser() -> Parser:
             help="print an object a prompt: prompt, text, tokens, ended (at an end token)",
         ),
         word_option="--prompt",
-        imports_more=True,
+        imports_large_packages=True,
     )
 
 

@@ -59,7 +59,7 @@ examples:
   zaya verify --only environment,rates,rms_norm --output rates.json
   zaya verify --nodes --output runs/mine/verify/verify.json        in a SLURM job: all of its nodes, by srun
   zaya verify --nodes n1,n2,n3 --launcher 'ssh {node}' --output /shared/v/verify.json           without SLURM
-  zaya verify --nodes --min gemm_tflops=600 --min copy_tb_per_s=3 --dry-run                     the commands it would run
+  zaya verify --nodes --min gemm_tflops=600 --min copy_tb_per_s=3 --dry-run             the commands it would run
   zaya aegis run --exclude "$(paste -sd, runs/mine/verify/failing_nodes.txt)" -- zaya train ...
   zaya verify --bundle runs/mine                 support-mine.tar.gz: the run's recipe, logs and metrics, verify.json,
                                                  doctor's report. Secrets are removed by patterns; look through
@@ -69,8 +69,8 @@ Figures for --min: gemm_tflops and copy_tb_per_s (each device), all_reduce_gb_pe
 (between two nodes), rails, rail_gb_per_s, storage_mb_per_s. Defaults on an MI300X, from AMD's Primus node_smoke:
 gemm_tflops=600, copy_tb_per_s=2, all_reduce_gb_per_s=100.
 
-Exit codes: 0 nothing is wrong (slow and unsupported checks do not count), 1 a check is wrong or a node fails, 2 a mistake on the
-command line."""
+Exit codes: 0 nothing is wrong (slow and unsupported checks do not count), 1 a check is wrong or a node fails,
+2 a mistake on the command line."""
 
 
 def doctor() -> Parser:
@@ -170,7 +170,8 @@ def _verify(options: argparse.Namespace) -> int:
         from zaya_plugin.machines.support_bundle import pack
 
         print(
-            f"written: {pack(options.bundle, options.output)}. Look through it before you send it: secrets were removed by patterns"
+            f"written: {pack(options.bundle, options.output)}. Look through it before you send it: secrets were "
+            "removed by patterns"
         )
         return 0
     options.output.parent.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ from zaya_plugin.config.config_dir import OPTIONS, with_search_path
 from zaya_plugin.config.paths import expanded_words
 from zaya_plugin.config.words import check_flag, check_override, say_repeated
 from zaya_plugin.ground.errors import mistake, nearest_name
+from zaya_plugin.ground.option_numbers import MOST_STEPS, whole_number
 
 Option = tuple[tuple[str, ...], str, dict[str, Any]]
 
@@ -34,7 +35,7 @@ class Parser(argparse.ArgumentParser):
     word_option: what a word too many was probably meant to follow, as in `zaya generate runs/mine 'Once upon'`.
     behind_dashes: metavar of the words behind `--`, which become options.behind_dashes.
     whole_help: returns a help in place of argparse's.
-    imports_more: `run` imports large packages and then calls `process.end_on_interrupt` itself.
+    imports_large_packages: `run` does, and then calls `process.end_on_interrupt` itself.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Parser(argparse.ArgumentParser):
         word_option: str = "",
         behind_dashes: str = "",
         bare: Mapping[str, object] | None = None,
-        imports_more: bool = False,
+        imports_large_packages: bool = False,
         whole_help: Callable[[], str] | None = None,
     ):
         super().__init__(
@@ -62,7 +63,7 @@ class Parser(argparse.ArgumentParser):
         )
         self.run, self.word_option, self.behind_dashes = run, word_option, behind_dashes
         self.format_help = whole_help or self.format_help
-        self.imports_more, self.bare = imports_more, dict(bare or {})
+        self.imports_large_packages, self.bare = imports_large_packages, dict(bare or {})
         self.takes_recipe, self.takes_datasets = recipe or bool(datasets), bool(datasets)
         groups: dict[str, Any] = {"": self}
         for names, group, settings in options:
@@ -137,6 +138,14 @@ class Parser(argparse.ArgumentParser):
         if wrong := re.fullmatch(r"argument (\S+): (.*)", message, re.DOTALL):
             raise mistake(wrong[1], problem=wrong[2], fix=fix)
         raise mistake(self.prog, problem=message, fix=fix)
+
+
+# Rows that several commands share.
+STEP = option("--step", type=whole_number(0, MOST_STEPS), help="this checkpoint; default: the newest")
+TOKENIZER = option("--tokenizer", metavar="DIR", help="directory with tokenizer.json, for data without manifest")
+QUIET = option("--quiet", action="store_true", help="no summary; problems are still reported")
+DRY_RUN = option("--dry-run", action="store_true", help="print whether and what would run, and stop")
+VERBOSE = option("--verbose", action="store_true", help="with --dry-run: everything")
 
 
 def _is_override(word: str) -> bool:

@@ -12,8 +12,8 @@ PROGRAM = os.path.basename(getattr(sys.modules["__main__"], "__file__", None) or
 
 
 def _leave(number, frame) -> None:
-    """End the process at once. During imports KeyboardInterrupt would not do: raised in a destructor or a callback it is
-    printed and ignored, and libraries turn it into errors of their own.
+    """End the process at once. During imports KeyboardInterrupt would not do: raised in a destructor or a callback it
+    is printed and ignored, and libraries turn it into errors of their own.
     """
     os.write(2, f"{STOPPED}\n".encode())
     os._exit(INTERRUPTED)
@@ -33,7 +33,7 @@ def ignore_interrupts() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def in_utf8_mode() -> None:
+def restart_in_utf8_mode() -> None:
     """Restart this program in Python's UTF-8 mode where the locale has another encoding: our files and those of
     packages are UTF-8, and Python reads them by the locale. Once: options of Python may leave the mode off.
     """

@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 
-from zaya_plugin.commands.parser import Parser, option
+from zaya_plugin.commands.parser import DRY_RUN, VERBOSE, Parser, option
 from zaya_plugin.commands.process import end_on_interrupt
 from zaya_plugin.config.train_help import train_help
 from zaya_plugin.ground import phases
@@ -22,15 +22,15 @@ def parser() -> Parser:
         train,
         "",
         "",
-        option("--dry-run", action="store_true", help="print whether and what would run, and stop"),
-        option("--verbose", action="store_true", help="with --dry-run: everything"),
+        DRY_RUN,
+        VERBOSE,
         option("--multirun", "-m", action="store_true", help="one run after the other, for key=value,value"),
         option("--cfg", "-c", choices=("job", "hydra", "all"), help="print the composed recipe, and stop"),
         option("--package", "-p", help="with --cfg: this group of keys alone"),
         option("--info", "-i", choices=REPORTS, help="Hydra's report on its composing; --info alone prints all"),
         option("--hydra-help", action="store_true", help="Hydra's own help"),
         bare={"--info": "all", "-i": "all"},
-        imports_more=True,
+        imports_large_packages=True,
         recipe=True,
         whole_help=train_help,
     )

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from zaya_plugin.checkpoint import progress, reading
 from zaya_plugin.checkpoint.convert.model_folder import check_new, resolve
-from zaya_plugin.commands.parser import Option, Parser, option
+from zaya_plugin.commands.parser import STEP, Option, Parser, option
 from zaya_plugin.commands.process import prepare_torch
 from zaya_plugin.ground.errors import mistake, of_the_machine
-from zaya_plugin.ground.option_numbers import INT32, MOST_STEPS, whole_number
+from zaya_plugin.ground.option_numbers import INT32, whole_number
 
 DESCRIPTION = """\
 {}.
@@ -40,7 +40,7 @@ def _parser(name: str, action: Action, purpose: str, examples: str, model: str, 
         f"examples:\n{examples}{CODES}",
         option("model", metavar=model, help="see above"),
         *options,
-        imports_more=True,
+        imports_large_packages=True,
     )
 
 
@@ -74,7 +74,7 @@ def export() -> Parser:
         "CKPT",
         LAYOUT,
         option("--output", type=Path, required=True, metavar="DIR", help="a folder that is new or empty"),
-        option("--step", type=whole_number(0, MOST_STEPS), help="this checkpoint; default: the newest"),
+        STEP,
         option("--dtype", choices=("bf16", "fp32"), help="default: as the run computed, or as the imported files were"),
         option(
             "--tokenizer",
@@ -239,6 +239,7 @@ def _roundtrip(options: argparse.Namespace) -> int:
             print("\n".join(f"zaya: {line}" for line in different), file=sys.stderr)
             return 1
     print(
-        f"{source.name}: {source.layout} -> checkpoint -> {options.layout}: {len(source.tensors)} tensors are equal bit by bit"
+        f"{source.name}: {source.layout} -> checkpoint -> {options.layout}: {len(source.tensors)} tensors are equal "
+        "bit by bit"
     )
     return 0

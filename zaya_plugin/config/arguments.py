@@ -104,7 +104,8 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
         values["iterations_to_skip"] = skipped_steps(recipe)
     # zaya_plugin.training.optimizer replaces the optimizer that Megatron builds for this name.
     values["optimizer"] = "adam"
-    # With it Megatron would wait for the device in each micro-batch; this plugin's optimizer detects NaNs without waiting.
+    # With it Megatron would wait for the device in each micro-batch;
+    # this plugin's optimizer detects NaNs without waiting.
     if recipe.parallel.use_distributed_optimizer:
         values["check_for_nan_in_loss_and_grad"] = False
     # Megatron counts the batches of all domains, the recipe those of one.

@@ -83,7 +83,9 @@ def open_overrides(overrides: list[str]) -> list[str]:
 
 
 def check_sweep(overrides: list[str]) -> None:
-    """Raise ValueError if the words of a multirun make more than MOST_JOBS jobs: Hydra lists them all before the first."""
+    """Raise ValueError if the words of a multirun make more than MOST_JOBS jobs:
+    Hydra lists them all before the first.
+    """
     parser, jobs = OverridesParser.create(), 1
     for item in overrides:
         try:
@@ -114,8 +116,8 @@ def _refuse_group(item: str) -> None:
 
 
 def _with_quotes(item: str, overrides: list[str]) -> str:
-    """Return `item`, one of `overrides`, with its value in quotes if Hydra would read it as another type than that of the
-    key.
+    """Return `item`, one of `overrides`, with its value in quotes if Hydra would read it as another type than that of
+    the key.
     """
     key, _, value = item.partition("=")
     if key.lstrip("+") in PATHS and value.startswith("~"):  # which Hydra cannot parse

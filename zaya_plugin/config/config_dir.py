@@ -10,8 +10,8 @@ OPTIONS = ("--config-dir", "-cd")  # Hydra's names
 
 
 def with_search_path(words: Iterable[str]) -> list[str]:
-    """Return the words of a command in which `--config-dir DIR`, `--config-dir=DIR` and `-cd DIR` are overrides: DIR may
-    hold a "=", and is then no override itself.
+    """Return the words of a command in which `--config-dir DIR`, `--config-dir=DIR` and `-cd DIR` are overrides: DIR
+    may hold a "=", and is then no override itself.
     """
     result, rest = [], iter(words)
     for word in rest:

@@ -15,7 +15,10 @@ from zaya_plugin.config.schema import Recipe
 from zaya_plugin.ground.errors import mistake
 
 LARGEST_WEIGHT = 1e12  # such as a number of tokens
-WEIGHTS = f"weights above 0, at most {LARGEST_WEIGHT:g}, for every dataset or for none, as in ['0.7 data/web','0.3 data/code']"
+WEIGHTS = (
+    f"weights above 0, at most {LARGEST_WEIGHT:g}, for every dataset or for none, "
+    "as in ['0.7 data/web','0.3 data/code']"
+)
 OPTIMIZERS = ("muon", "adamw")
 LARGEST_FACTOR = 1e6  # a larger one is a mistake of typing
 MOST_SKIPPED_STEPS = 100_000  # Megatron holds each, and every checkpoint keeps them
@@ -114,8 +117,8 @@ def _malformed(text: str, problem: str) -> ValueError:
     return mistake(
         "optim.overrides",
         problem=f"the entry {text!r}: {problem}",
-        allowed=f"a pattern, then optimizer={'|'.join(OPTIMIZERS)}, or lr_mult or weight_decay_mult with a number from 0 "
-        f"to {LARGEST_FACTOR:g}",
+        allowed=f"a pattern, then optimizer={'|'.join(OPTIMIZERS)}, or lr_mult or weight_decay_mult with a number from "
+        f"0 to {LARGEST_FACTOR:g}",
         fix="optim.overrides=['*.router.* optimizer=adamw lr_mult=0.5 weight_decay_mult=0']",
     )
 
@@ -149,8 +152,14 @@ def skipped_steps(recipe: Recipe) -> list[int]:
             raise mistake(
                 "data.skip_steps",
                 recipe.data.skip_steps,
-                problem=f"{entry!r} makes them more than {MOST_SKIPPED_STEPS:,} steps, whose batches are read and not used",
+                problem=f"{entry!r} makes them more than {MOST_SKIPPED_STEPS:,} steps, whose batches are read and not "
+                "used",
                 allowed=f"at most {MOST_SKIPPED_STEPS:,} steps",
                 fix="fewer steps",
             )
     return sorted(steps)
+
+
+def assigns_muon(entry: str) -> bool:
+    """Return whether an entry of optim.overrides assigns parameters to Muon."""
+    return "optimizer=muon" in entry.split()

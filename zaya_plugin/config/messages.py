@@ -74,8 +74,8 @@ def refused(key: str, field: Field, value: object, value_of: Callable[[str], obj
 
 
 def refusal(key: str, field: Field, value: object, value_of: Callable[[str], object] | None = None) -> str:
-    """Return the message that `key` may not have `value`; the fix is the recipe's own value, which `value_of` returns by
-    key, else the schema's default.
+    """Return the message that `key` may not have `value`; the fix is the recipe's own value, which `value_of` returns
+    by key, else the schema's default.
     """
     default = field.default if field.default is not MISSING else field.default_factory()
     default = default if value_of is None else value_of(field_path(key))

@@ -18,7 +18,9 @@ TEXTS = ("--prompt",)  # options whose value is no path, whatever it begins with
 
 
 def expanded(key: str, path: str) -> str:
-    """Return a path with the home directory in place of a `~` at its beginning; raises ValueError if it is not known."""
+    """Return a path with the home directory in place of a `~` at its beginning;
+    raises ValueError if it is not known.
+    """
     if not path.startswith("~"):
         return path
     if (home := os.path.expanduser(path)) == path:

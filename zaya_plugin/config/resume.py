@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare a recipe with the one that a run was trained with so far, when the run resumes. Imports no torch.
 
-The schema says of every key what a change does (OnResume). A key that one of the two lacks, because another version wrote
-it, is not compared.
+The schema says of every key what a change does (OnResume). A key that one of the two lacks, because another version
+wrote it, is not compared.
 """
 
 import os

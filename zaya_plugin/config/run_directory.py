@@ -56,7 +56,8 @@ def iterations(directory) -> list[int]:
     directory: a path, or a place of checkpoints (checkpoint/places.py), which lists itself.
 
     Raises:
-        ValueError: the directory exists and cannot be read; treating it as empty would restart the run from its first step.
+        ValueError: the directory exists and cannot be read;
+            treating it as empty would restart the run from its first step.
     """
     return sorted(int(COMPLETE.fullmatch(path.name)[1]) for path in _folders(directory, COMPLETE))
 
@@ -150,7 +151,8 @@ def check_resume(recipe: Recipe) -> None:
 
 
 def make_writable(run_dir: str | os.PathLike, key: str = "run_dir") -> None:
-    """Create `run_dir`, the value of `key`, and check by writing a file that it is writable; root ignores permission bits.
+    """Create `run_dir`, the value of `key`, and check by writing a file that it is writable;
+    root ignores permission bits.
 
     All ranks may call this at the same time: the file's name is unique to the process.
 

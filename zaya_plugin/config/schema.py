@@ -109,8 +109,8 @@ BY_CONTENT = OnResume("warns", "what it holds is compared with the checkpoint, s
 LENGTH = OnResume("warns", "the schedule ends at another step, and data that repeats is shuffled in another order")
 STEPS_TO_TRAIN = OnResume(
     "warns",
-    "the schedule ends at another step, which changes the learning rates of the steps to come, and data that repeats is "
-    "shuffled in another order; with no step left the run trains nothing and ends with exit code 0",
+    "the schedule ends at another step, which changes the learning rates of the steps to come, and data that repeats "
+    "is shuffled in another order; with no step left the run trains nothing and ends with exit code 0",
 )
 SCHEDULE = OnResume("warns", "the learning rates of the steps to come follow the new schedule")
 UPDATES = OnResume("warns", "the steps to come are computed with the new value")
@@ -371,8 +371,8 @@ class DataConfig:
     num_workers: int = arg(0, "data loader processes of a rank", limit=PROCESSES, resume=MAY_CHANGE)
     packing: str = option(
         "none",
-        "documents: documents of one sequence are separate, in attention, convolutions and value shift; none: they are "
-        "not",
+        "documents: documents of one sequence are separate, in attention, convolutions and value shift; none: they "
+        "are not",
         to="batch",
         choices=("none", "documents"),
         resume=SAMPLES_OF_THE_RUN,
@@ -411,7 +411,8 @@ class OptimConfig:
     Published of ZAYA1: Muon on 2-D weights with five Newton-Schulz steps and AdamW's root mean square; AdamW on
     convolutions, embedding, norms, scales and temperatures; stage 1's cosine from 6e-4 to 2e-4. Not published:
     momentum, Nesterov, coefficients, the update's scale, weight decay, betas, epsilon, clipping. The defaults for those
-    are Jordan's (momentum 0.95, Nesterov, his triple of coefficients) and Liu et al.'s (scale 0.2, decay 0.1; arXiv 2502.16982).
+    are Jordan's (momentum 0.95, Nesterov, his triple of coefficients) and Liu et al.'s (scale 0.2, decay 0.1;
+    arXiv 2502.16982).
     """
 
     name: str = own(
@@ -640,7 +641,7 @@ class ClusterConfig:
     )
     core_attention: str = option(
         "auto",
-        "softmax attention: auto, the fastest that is installed, passes its check and was measured on the device; sdpa "
+        "softmax attention: auto, the fastest that is installed and passes its check on the device; sdpa "
         "(torch chooses), cudnn (through torch), or the package of that name. docs/parallelism.md",
         choices=("auto", "sdpa", "cudnn", "flash_attn", "flash_attn_4", "aiter", "transformer_engine"),
         resume=MAY_CHANGE,
@@ -694,8 +695,8 @@ class ClusterConfig:
     )
     memory_gib: float | None = own(
         None,
-        "GiB of one device's memory, of which the memory plan leaves 8 % to libraries and allocator; null: the plan is "
-        "not checked",
+        "GiB of one device's memory, of which the memory plan leaves 8 % to libraries and allocator; null: the plan "
+        "is not checked",
         "plan.recipe_plan",
         limit=RATE,
         resume=MAY_CHANGE,
@@ -743,6 +744,14 @@ class MachineConfig:
     )
     copy_tb_per_s: float = own(
         3.0, "TB/s that a copy reads and writes", "plan.recipe_plan", limit=RATE, resume=MAY_CHANGE
+    )
+    attention_tflops: float | None = own(
+        None,
+        "TFLOP/s of core attention, forward and backward at 4,096 tokens, counted as three forward passes; null: "
+        "`zaya bench expect` keeps the record's share of a large product",
+        "bench.expect",
+        limit=RATE,
+        resume=MAY_CHANGE,
     )
     devices_per_node: int = own(
         8,
@@ -865,8 +874,8 @@ class CheckpointConfig:
     )
     upload_limit: float | None = own(
         None,
-        "GB a second with which a node copies from local_path to path, so that the reading of data does not wait; null: "
-        "no limit",
+        "GB a second with which a node copies from local_path to path, so that the reading of data does not wait; "
+        "null: no limit",
         "training.lifecycle",
         limit=RATE,
         resume=MAY_CHANGE,
@@ -956,7 +965,7 @@ class CurriculumConfig:
     """The stages that `zaya curriculum` runs one after the other."""
 
     stages: list[str] = own(
-        [], "experiments, in order; each starts from the end of the one before", "run.curriculum", resume=MAY_CHANGE
+        [], "experiments, in order; each starts from the end of the one before", "run.stages", resume=MAY_CHANGE
     )
     compare_positions: bool = own(
         False,
@@ -1015,8 +1024,8 @@ class GuardConfig:
     )
     skip_data: bool = own(
         False,
-        "with roll_back: ask the supervisor to leave out the batches from the step before the first spike to the one at "
-        "which the guard acted (data.skip_steps)",
+        "with roll_back: ask the supervisor to leave out the batches from the step before the first spike to the one "
+        "at which the guard acted (data.skip_steps)",
         "hosts.pretrain",
         resume=MAY_CHANGE,
     )

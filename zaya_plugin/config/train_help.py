@@ -50,8 +50,8 @@ EXAMPLES
   torchrun --nnodes 2 ... -m zaya_plugin.cli train ...         several nodes; or: srun zaya train ...
 
 Ctrl-C, SIGTERM or a batch system's SIGUSR1, SIGUSR2, SIGXCPU saves a checkpoint and stops; the same signal again stops
-without saving. Exit codes: 0 done, 2 a mistake in the recipe, 75 ended early by a signal and saved, 130 or 143 stopped by a signal without a save, otherwise the exit code
-of the rank that failed first. Hydra's own flags: --hydra-help.
+without saving. Exit codes: 0 done, 2 a mistake in the recipe, 75 ended early by a signal and saved, 130 or 143 stopped
+by a signal without a save, otherwise the exit code of the rank that failed first. Hydra's own flags: --hydra-help.
 """
 
 

@@ -14,7 +14,9 @@ NO_NAME = re.compile(r"|null|true|false|[+-]?[\d._]+(e[+-]?\d+)?|\[.*", re.IGNOR
 
 
 def check_flag(word: str, following: Sequence[str], flags: Collection[str]) -> None:
-    """Raise ValueError if a word with dashes is not one of the command's options `flags`: `--experiment cpu_demo`, `--lr=1`."""
+    """Raise ValueError if a word with dashes is not one of the command's options `flags`:
+    `--experiment cpu_demo`, `--lr=1`.
+    """
     option, equals, value = word.partition("=")
     if not word.startswith("--") or option in flags:
         return

@@ -51,7 +51,8 @@ class LostFileError(ValueError):
             self.reason,
             problem="this file cannot be read to its end, and no dataset is made without it",
             allowed="files that can be read whole",
-            fix="restore it and give the same command again; with --overwrite if it has changed, or is left out of --input",
+            fix="restore it and give the same command again; with --overwrite if it has changed, or is left out of "
+            "--input",
         )
 
 

@@ -65,7 +65,7 @@ DROPPED_FILE = "dropped.jsonl"
 # file; bins are within a few thousandths of full with far fewer.
 WINDOW = 1_000_000
 # Bins are filled in memory, 8 bytes a token while they are counted: 0.3 GB for one of the longest.
-LONGEST = MOST_TOKENS
+LONGEST_BIN = MOST_TOKENS
 CHUNK_TOKENS = 4_000_000  # written and counted at a time
 
 

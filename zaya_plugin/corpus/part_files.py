@@ -45,8 +45,8 @@ DAMAGED = (ValueError, KeyError, EOFError, zipfile.BadZipFile)  # by np.load, of
 class Job:
     """The settings of a worker, which it needs in addition to its block.
 
-    before, behind: token ids around each document; of chats `behind` alone. special: special tokens whose occurrences in
-    the text are counted. dtype is the name of the token dtype;
+    before, behind: token ids around each document; of chats `behind` alone. special: special tokens whose occurrences
+    in the text are counted. dtype is the name of the token dtype;
     deduplicate is None, "text" or "id".
     """
 

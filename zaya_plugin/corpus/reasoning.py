@@ -4,7 +4,8 @@
 Rule (ZAYA1-8B technical report, arXiv 2605.05365, section III-A), applied to the original sample for each context
 length: a sample that fits is kept; else the tail of the last reasoning block, right before the answer, is cut; else the
 reasoning of earlier turns is dropped and both are tried again; else the sample is dropped. This project's choice, which
-the report does not state: of a block that is cut at least one token of reasoning stays, and a block is dropped with its two markers.
+the report does not state: of a block that is cut at least one token of reasoning stays,
+and a block is dropped with its two markers.
 """
 
 import re
@@ -70,9 +71,9 @@ def trim(ids: np.ndarray, blocks: Sequence[Block], limit: int) -> tuple[np.ndarr
 class BlockFinder:
     """Finds reasoning blocks between two markers in tokenised text.
 
-    Markers that are added tokens of the tokenizer are recognised by their ids. Others may be spelled with different tokens,
-    merged with the text around them: then the document is decoded and encoded again, and the markers are searched in
-    the text.
+    Markers that are added tokens of the tokenizer are recognised by their ids. Others may be spelled with different
+    tokens, merged with the text around them: then the document is decoded and encoded again, and the markers are
+    searched in the text.
     """
 
     def __init__(self, tokenizer, begin: str, end: str):

@@ -6,9 +6,9 @@
 <output>.replaced/  the dataset that --overwrite replaces, for the moment between two renames
 <output>.lock       held while a process works on any of them
 
-A plan holds the arguments that decide the content, by option name. A run of `zaya data prepare` continues the unfinished
-one of the same plan; `pack` and `bundle` only copy, and begin from the start. A finished dataset of the same plan is taken
-as it is.
+A plan holds the arguments that decide the content, by option name. A run of `zaya data prepare` continues the
+unfinished one of the same plan; `pack` and `bundle` only copy, and begin from the start. A finished dataset of the same
+plan is taken as it is.
 """
 
 import json

@@ -31,8 +31,8 @@ from zaya_plugin.ground.errors import mistake
 
 
 class BinGPTDataset(GPTDataset):
-    """Every run's dataset: Megatron's GPTDataset with the ends of documents, which data.packing=documents reads, and the
-    loss mask of packed bins.
+    """Every run's dataset: Megatron's GPTDataset with the ends of documents, which data.packing=documents reads, and
+    the loss mask of packed bins.
 
     Each sample of a dataset made by `zaya data pack` is one bin; positions that predict nothing are out of the loss,
     and of chats all but those that predict answers.
@@ -87,7 +87,7 @@ def build_gpt_datasets(
         sequence_length: tokens of a sample; `tokens` and `labels` are int64 [sequence_length].
         seed: of the document and sample order.
         tokenizer: a Megatron tokenizer; its vocabulary must cover the data.
-        cache_path: folder of Megatron's sample indices, here in a subfolder named after the contents of the datasets:
+        cache_path: folder of Megatron's sample indices, in a subfolder named after the contents of the datasets:
             Megatron's own key is the path alone, and data that was prepared again would be read with the old indices.
             The first rank checks all indices of that subfolder and removes those that do not fit, see `sealed`.
         create_attention_mask: leave it off where the attention makes its own causal mask.
@@ -166,8 +166,9 @@ class InTurn(torch.utils.data.Dataset):
     """Validation of several domains in one dataset: `period` samples of each domain in turn, over and over.
 
     Megatron 0.19 refuses --multiple-validation-sets without --full-validation, which reads every set to its end in
-    every validation. Here a validation is `eval_iters` batches of the first domain, then as many of the second, and so
-    on. The place of a sample tells its domain, and a resumed run finds that place by the one count that Megatron keeps.
+    every validation. In this package a validation is `eval_iters` batches of the first domain, then as many of the
+    second, and so on. The place of a sample tells its domain,
+    and a resumed run finds that place by the one count that Megatron keeps.
 
     Args:
         parts: datasets of one length, a multiple of `period`, or longer.

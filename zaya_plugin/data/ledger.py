@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute which samples a stage draws from each source of its blend, and where the next stage continues. No torch import.
+"""Compute which samples a stage draws from each source of its blend, and where the next stage continues.
+No torch import.
 
 The source of a sample follows from arithmetic alone, so that any sample can be looked up and nothing is stored: a table
 of Megatron's kind takes ten bytes a sample, 20 GB for ZAYA1's first stage. A ledger maps the prefix of a source to the

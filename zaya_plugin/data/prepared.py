@@ -29,7 +29,8 @@ FORMAT = "zaya_plugin.data"
 FORMAT_VERSION = 1
 # Of a bare .bin this much is searched for its largest token: well under a second.
 SCANNED_BYTES = 256_000_000
-# A dataset of chats has one byte a token in <split>.marks (MARKS), with these bits. ANSWER: the token is part of an answer.
+# A dataset of chats has one byte a token in <split>.marks (MARKS), with these bits. ANSWER:
+# the token is part of an answer.
 # END: it is the last of its document; the tokenizer's end of document cannot tell, because most chat templates end each
 # turn with it. Tokens of filling are documents of their own.
 ANSWER, END = 1, 2
@@ -364,7 +365,7 @@ def check_dataset(
         if None not in (eod_id, appended_eod) and eod_id != appended_eod:
             raise mistake(
                 os.fspath(path),
-                problem=f"ends its documents with token {appended_eod}, and the tokenizer's end of document is {eod_id}",
+                problem=f"ends its documents with token {appended_eod}; the tokenizer's end of document is {eod_id}",
                 fix=use,
             )
     return checked
@@ -406,7 +407,7 @@ def _compare(indexed: IndexedFile, manifest: Manifest, record: SplitRecord, full
 
 
 def _check_tokenizer(directory: str, record: TokenizerRecord) -> None:
-    """Raise ValueError if the tokenizer beside a dataset is not the one that it was made with; it may be missing."""
+    """Raise ValueError if the tokenizer next to a dataset is not the one that it was made with; it may be missing."""
     file = os.path.join(directory, "tokenizer.json")
     if os.path.isfile(file) and file_sha256(file) != record.sha256:
         raise mistake(file, problem="is not the tokenizer of the dataset: its sha256 differs", fix=REPAIR)

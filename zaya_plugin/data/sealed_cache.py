@@ -6,42 +6,94 @@ folder holds what the files were made from, and size and xxh3 of each. A file th
 from its record, or that was made from other data is removed, and so is made again.
 """
 
-import fcntl
 import json
 import os
+import random
+import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zaya_plugin.data.fingerprint import file_xxh3
 from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.lock import Held, Lock
 from zaya_plugin.ground.whole_file import write_whole
 
-RECORD_FILE, LOCK_FILE = "checksums.json", "lock"
+RECORD_FILE, LOCK_NAME = "checksums.json", "lock"
+WAIT_SECONDS = 0.5  # longest pause between two tries to take the lock
 
 
 class CacheWarning(UserWarning):
     """A cache did not fit and is made again."""
 
 
+class _BusyError(Exception):
+    """Another process has the folder's lock."""
+
+    def __init__(self, held: Held):
+        super().__init__(str(held))
+
+
 @contextmanager
 def sealed(folder: str | os.PathLike, data_fingerprint: str, pattern: str) -> Iterator[None]:
     """Remove the folder's files that do not fit, let the caller read or make files, and record what it has made.
 
-    The folder is locked meanwhile: a second run waits, and does not remove a file that the first is writing.
+    Until the end the folder is locked: a second run waits, and does not remove a file that the first is writing.
 
     Args:
         data_fingerprint: of the data that the files are made from.
         pattern: of the names of the caller's files. Names that differ only behind their last "-" are one cache.
 
     Raises:
-        ValueError: the folder cannot be written or locked.
+        ValueError: the folder cannot be written.
     """
     folder = Path(folder)
+    while (lock := _lock(folder)) is None:
+        _pause()
+    with lock, _sealed(folder, data_fingerprint, pattern):
+        yield
+
+
+def make_once(path: Path, data_fingerprint: str, make: Callable[[], object]) -> None:
+    """Call `make`, which writes `path`, unless the file fits its record: of all processes one does, the others wait.
+
+    data_fingerprint, errors: as of `sealed`.
+    """
+    while not _fits(path, data_fingerprint):
+        if (lock := _lock(path.parent)) is None:
+            _pause()
+            continue
+        with lock, _sealed(path.parent, data_fingerprint, path.name):
+            if not path.exists():
+                make()
+
+
+@contextmanager
+def _sealed(folder: Path, data_fingerprint: str, pattern: str) -> Iterator[None]:
+    kept = _fitting(folder, data_fingerprint, pattern)
+    yield
+    seals = {path.name: _seal(path) for path in folder.glob(pattern) if path.name not in kept}
+    if seals:
+        others = {name: seal for name, seal in _recorded(folder, data_fingerprint).items() if (folder / name).exists()}
+        content = {"made_from": data_fingerprint, "files": {**others, **seals}}
+        write_whole(folder / RECORD_FILE, json.dumps(content, indent=1) + "\n")
+
+
+def _fits(path: Path, data_fingerprint: str) -> bool:
+    """Return whether a file is the one in the folder's record."""
+    seal = _recorded(path.parent, data_fingerprint).get(path.name)
+    with suppress(FileNotFoundError):
+        return seal is not None and seal == _seal(path)
+    return False
+
+
+def _lock(folder: Path) -> Lock | None:
+    """Return the folder's lock; None: another process has it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / LOCK_FILE, "w")
+        return Lock.acquire([folder / LOCK_NAME], _BusyError)
+    except _BusyError:
+        return None
     except OSError as error:
         raise mistake(
             "data.cache_path",
@@ -49,24 +101,10 @@ def sealed(folder: str | os.PathLike, data_fingerprint: str, pattern: str) -> It
             problem=f"cannot be written ({error.strerror}), and the sample index is checked and kept there",
             fix="data.cache_path=<folder that this user can write>",
         ) from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:
-            problem = f"its file system has no locks ({error.strerror}), so two runs could remove each other's files"
-            fix = "data.cache_path=<folder on a file system with flock, such as a local disk>"
-            raise mistake("data.cache_path", folder, problem=problem, fix=fix) from None
-        kept = _fitting(folder, data_fingerprint, pattern)
-        yield
-        seals = {path.name: _seal(path) for path in folder.glob(pattern) if path.name not in kept}
-        if seals:
-            others = {
-                name: seal for name, seal in _recorded(folder, data_fingerprint).items() if (folder / name).exists()
-            }
-            files = {**others, **seals}
-            write_whole(
-                folder / RECORD_FILE, json.dumps({"made_from": data_fingerprint, "files": files}, indent=1) + "\n"
-            )
+
+
+def _pause() -> None:
+    time.sleep(random.uniform(0.1, 1.0) * WAIT_SECONDS)  # ranks that begin together do not try together
 
 
 def _seal(path: Path) -> list:
@@ -96,7 +134,7 @@ def _fitting(folder: Path, data_fingerprint: str, pattern: str) -> set[str]:
         warnings.warn(
             f"{folder}: {names}{more} did not fit {RECORD_FILE} or the data, and the sample index is made again",
             CacheWarning,
-            stacklevel=4,
+            stacklevel=6,
         )
     return {path.name for path in files if _cache(path.name) not in caches}
 

@@ -52,8 +52,9 @@ class DataSources:
         return dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=self.tokenizer)
 
     def facts(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of its data: the tokenizer's digest, the fingerprint of every dataset, and whether
-        the texts of training got the tokens that the tokenizer adds (bos). None: of chats, in which the template decides, or not known.
+        """Return what a checkpoint keeps of its data: the tokenizer's digest, the fingerprint of every dataset, and
+        whether the texts of training got the tokens that the tokenizer adds (bos). None: of chats,
+        in which the template decides, or not known.
         """
         splits = {"train": resolve_blend(self.train, "train"), "valid": resolve_blend(self.valid, "valid")}
         fingerprints = {name: {path: fingerprint(path) for path in blend[0]} for name, blend in splits.items() if blend}
@@ -88,8 +89,8 @@ class DataSources:
 
 
 def compare_data(before: dict[str, Any] | None, now: dict[str, Any] | None, checkpoint: Path, data: DataConfig) -> str:
-    """Compare the facts of the data with those that a checkpoint keeps (earlier versions did not). Return a warning about
-    what differs with data.changed=accept, or nothing.
+    """Compare the facts of the data with those that a checkpoint keeps (earlier versions did not). Return a warning
+    about what differs with data.changed=accept, or nothing.
 
     Raises:
         ValueError: they differ, and data.changed=refuse.
@@ -124,7 +125,8 @@ def other_rule(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     if None in (was, has) or was == has:
         return []
     return [
-        f"its texts {'had' if was else 'had not'} the tokenizer's special tokens (bos), and now {'have' if has else 'have not'}"
+        f"its texts {'had' if was else 'had not'} the tokenizer's special tokens (bos), and now "
+        f"{'have' if has else 'have not'}"
     ]
 
 
@@ -226,7 +228,9 @@ def damaged_data(recipe: Recipe) -> str | None:
 
 
 def named_datasets(recipe: Recipe) -> list[tuple[str, str]]:
-    """Return the key and path of each dataset of a recipe: data.path, the entries of data.blend, the validation data."""
+    """Return the key and path of each dataset of a recipe: data.path, the entries of data.blend,
+    the validation data.
+    """
     data, domains = recipe.data, parse_blend(recipe.data.valid_blend, "data.valid_blend", weighted=True)
     valid = _validation(recipe, domains)
     key = "data.valid_blend" if domains else "data.valid_path" if data.valid_path else "data.path"

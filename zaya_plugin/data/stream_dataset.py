@@ -10,6 +10,7 @@ of the sequence length and shuffled within that stretch.
 import os
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from zaya_plugin.data.fingerprint import content_fingerprint
 from zaya_plugin.data.indexed_dataset import IndexedReader
 from zaya_plugin.data.ledger import BlendOrder, SourceUse
 from zaya_plugin.data.prepared import document_ends, marks_of, packed_length, packed_loss_mask, refuse_other_length
-from zaya_plugin.data.sealed_cache import sealed
+from zaya_plugin.data.sealed_cache import make_once
 from zaya_plugin.ground.errors import mistake
 
 # Samples shuffled with each other. Documents are in random order already; this parts the samples of one long document.
@@ -72,10 +73,7 @@ class TokenStream:
         """Return the documents in order, and the tokens up to the end of each, int64 [documents]."""
         name = f"epoch-{epoch}-seed-{self.seed}.npy"
         path = os.path.join(self.cache_path, name)
-        # One rank writes the file, the others wait.
-        with sealed(self.cache_path, content_fingerprint([self.reader.prefix]), name):
-            if not os.path.exists(path):
-                self._make_epoch(epoch, path)
+        make_once(Path(path), content_fingerprint([self.reader.prefix]), lambda: self._make_epoch(epoch, path))
         both = np.load(path, mmap_mode="r")
         return both[0], both[1]
 
@@ -135,7 +133,8 @@ class StreamDataset(torch.utils.data.Dataset):
                 raise mistake(
                     "data.consumed",
                     f"{use.before} {use.prefix}",
-                    problem=f"{use.prefix} is packed into bins of {sequence_length} tokens, and the stage would start inside one",
+                    problem=f"{use.prefix} is packed into bins of {sequence_length} tokens, and the stage would start "
+                    "inside one",
                     allowed=f"a multiple of {sequence_length}",
                     fix="the numbers that `zaya data mixture` prints for the stage before",
                 )

@@ -200,8 +200,8 @@ def _of_transformers(name: str, key: str):
             key,
             name,
             problem=problem,
-            allowed="a folder with tokenizer.json, or the name of a Hugging Face tokenizer that this machine can reach or "
-            "has in its cache",
+            allowed="a folder with tokenizer.json, or the name of a Hugging Face tokenizer that this machine can "
+            "reach or has in its cache",
             fix=f"{key}{'=' if key.startswith('data') else ' '}<folder>" if why is not None else "",
         ) from error
 

@@ -64,7 +64,9 @@ def nearest_name(name: str, names: Iterable[str]) -> str | None:
 
 
 def check_utf8(key: str, *text: str) -> None:
-    """Raise ValueError if the word of a command line `key`, or the `text` given for it, holds bytes that are not UTF-8."""
+    """Raise ValueError if the word of a command line `key`, or the `text` given for it,
+    holds bytes that are not UTF-8.
+    """
     if any("\udc80" <= character <= "\udcff" for character in (*text, key)[0]):
         raise mistake(
             key, *text, problem="holds bytes that are not UTF-8", allowed="text in UTF-8", fix="type it in UTF-8"
@@ -72,8 +74,8 @@ def check_utf8(key: str, *text: str) -> None:
 
 
 def replace_unprintable() -> None:
-    """Let stdout and stderr replace characters that they cannot encode, in place of raising an error: by "?", and in UTF-8,
-    which lacks only the bytes of odd file names, by their numbers.
+    """Let stdout and stderr replace characters that they cannot encode, in place of raising an error: by "?", and in
+    UTF-8, which lacks only the bytes of odd file names, by their numbers.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # none, or a stand-in
@@ -176,7 +178,7 @@ def _of_storage(error: BaseException, directory: str | os.PathLike, offline: boo
         errno.ENOTDIR: "correct the path",
         errno.EISDIR: "correct the path, or remove the directory",
         errno.EIO: "look at the state of the disk or of the file server",
-        errno.ESTALE: "mount the file system anew",
+        errno.ESTALE: "mount the file system again",
         errno.ELOOP: "remove the link that leads to itself",
         errno.ENAMETOOLONG: "a shorter path",
         errno.ENFILE: "end programs that hold many files open",
@@ -240,8 +242,8 @@ def free_space(path: str) -> str:
 
 
 def free_memory() -> int:
-    """Return the bytes of memory that programs may still take here; the page cache counts as free. The limit of a
-    container is the most.
+    """Return the bytes of memory that programs may still take on this machine; the page cache counts as free. The limit
+    of a container is the most.
     """
     limits = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with contextlib.suppress(OSError), open("/proc/meminfo") as file:
@@ -253,8 +255,8 @@ def free_memory() -> int:
 
 
 def check_space(directory: str | os.PathLike, needed: int) -> None:
-    """Raise OSError if the file system of `directory`, which need not exist yet, has not so many bytes free: before the
-    first of them is written.
+    """Raise OSError if the file system of `directory`, which need not exist yet, does not have this number of bytes
+    free: before the first of them is written.
     """
     place = os.path.abspath(directory)
     while not os.path.exists(place):

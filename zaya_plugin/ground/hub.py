@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the Hugging Face Hub can be reached. Its client tries for about a minute before it says that it cannot, so it
-is asked here first; without an answer only the local cache is read. Imports no torch.
+is asked first; without an answer only the local cache is read. Imports no torch.
 """
 
 import os

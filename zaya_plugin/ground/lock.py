@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process at a time: a lock in a file, the same on every file system. It needs no flock, which some file systems lack
-(Lustre mounted with noflock) and others keep to one node.
+"""One process at a time: a lock in a file, the same on every file system. It needs no flock, which some file systems
+lack (Lustre mounted with noflock) and others keep to one node.
 
 The lock `run.lock` is a file `run.lock.<generation>`, created with O_EXCL, which NFS has too. The highest generation is
 the owner's. A process that finds a dead owner creates the next one, so that of two such processes one wins. The file's

@@ -3,7 +3,7 @@
 functions do nothing), and the signals upon which a run ends.
 
 - A rank follows its launcher: torchrun, `zaya train` above it, or SLURM's slurmstepd. Without that, the ranks of a
-  killed torchrun train on for ever, beside the next start of the run.
+  killed torchrun train on for ever, during the next start of the run.
 - A process that a rank has spawned follows the rank. Megatron's checkpoint writers wait for requests for ever, also
   after the rank was killed (out of memory, a failed node agent, `kill -9`), with half a gigabyte each.
 """
@@ -19,16 +19,18 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-# Upon these a run saves and leaves. Batch systems send the last three before a limit, to all processes of a job: SLURM as
-# --signal says, LSF SIGUSR2, Grid Engine SIGUSR1 and SIGXCPU.
+# Upon these a run saves and leaves. Batch systems send the last three before a limit, to all processes of a job: SLURM
+# as --signal says, LSF SIGUSR2, Grid Engine SIGUSR1 and SIGXCPU.
 BATCH_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *BATCH_SIGNALS)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 RANK_PID = "ZAYA_RANK_PID"
 LAUNCHER_PID = "ZAYA_LAUNCHER_PID"  # set by `zaya train` for torchrun and its ranks
-# Seconds from SIGTERM to SIGKILL; torchrun's are 30, and `zaya export slurm` sets the variable to what it asks SLURM for.
+# Seconds from SIGTERM to SIGKILL; torchrun's are 30,
+# and `zaya export slurm` sets the variable to what it asks SLURM for.
 GRACE, GRACE_SECONDS = "ZAYA_GRACE_SECONDS", 30.0
-# A batch system signals all processes, and those above pass it on: within these seconds a signal is a copy of the first.
+# A batch system signals all processes, and those above pass it on:
+# within these seconds a signal is a copy of the first.
 COPY_SECONDS = 5.0
 WATCH_SECONDS = 0.5
 LAUNCHERS = ("torchrun", "torch.distributed.run", "torch/distributed/run", "torch.distributed.launch")

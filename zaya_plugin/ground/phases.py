@@ -49,8 +49,8 @@ def _print(console: TextIO, text: str) -> None:
 
 
 def quiet_hosts() -> None:
-    """Keep from the console warnings of Megatron about packages that it lacks and about its own future, and torch's about
-    a single process and, without a GPU, about a compiler that nothing calls. Call it before Megatron is imported.
+    """Keep from the console warnings of Megatron about packages that it lacks and about its own future, and torch's
+    about a single process and, without a GPU, about a compiler that nothing calls. Call it before Megatron is imported.
     """
     for module in ("megatron", "torch.distributed", "torch.utils.cpp_extension"):
         warnings.filterwarnings("ignore", module=module)

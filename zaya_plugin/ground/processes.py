@@ -72,8 +72,8 @@ def kill_all(variable: str, seconds: float, between: Callable[[], None] = lambda
 
 
 def start_guard(variable: str) -> subprocess.Popen:
-    """Start a process that kills those with `variable` when its stdin is closed, which the end of this process does too,
-    by any signal. It is for launchers and ranks in sessions of their own, whose parents may have ended.
+    """Start a process that kills those with `variable` when its stdin is closed, which the end of this process does
+    too, by any signal. It is for launchers and ranks in sessions of their own, whose parents may have ended.
     """
     words = [sys.executable, "-m", "zaya_plugin.ground.processes", variable]
     null = subprocess.DEVNULL

@@ -15,7 +15,8 @@ from typing import Any
 REMOVED = "<removed>"
 # Anywhere in a name. A number below such a name is removed too.
 PASSWORD = re.compile(r"secret|passw|passphrase|credential|(?<!by)(?<!com)pass$|pwd$", re.IGNORECASE)
-# At the end of a name, or before _ID and the like. "TOKENS" alone counts tokens; PAT, SIG and AUTH also end other words.
+# At the end of a name, or before _ID and the like. "TOKENS" alone counts tokens; PAT,
+# SIG and AUTH also end other words.
 KEY = re.compile(
     r"(?:keys?|token|(?:api|access|auth|refresh)[_-]?tokens|authorization|cookies?|signature|netrc"
     r"|(?:(?<![a-z])|(?-i:(?<=[a-z])(?=[A-Z])))(?:pat|sig|o?auth))(?:[_-](?:id|file|path|base|data|\d{1,3}))?$",
@@ -72,7 +73,9 @@ def is_secret(name: str) -> bool:
 
 
 def is_plain(name: str, text: str, place: int = 0) -> bool:
-    """Return whether the value at `place` is not a secret though its name is one: true, null, a digit; a number of tokens."""
+    """Return whether the value at `place` is not a secret though its name is one: true, null, a digit;
+    a number of tokens.
+    """
     number = PASSWORD.search(name) is None and NUMBER.match(text, place)
     return bool(number or CONSTANT.match(text, place))
 
@@ -112,8 +115,8 @@ def without_secrets(text: str) -> str:
 
 
 def without_values(text: str) -> str:
-    """Return `text` without the values of secret names: up to the closing quote, and without quotes up to the end of the
-    word (`NAME=value`, `--flag value`), of the line (`name: value`) or of the JSON value (`"name": value`).
+    """Return `text` without the values of secret names: up to the closing quote, and without quotes up to the end of
+    the word (`NAME=value`, `--flag value`), of the line (`name: value`) or of the JSON value (`"name": value`).
     """
     parts, end = [], 0
     for match in NAMED.finditer(text):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that accesses a file system, and is left alone if it hangs: an access to a mount whose server is gone cannot
-be interrupted, not even by SIGKILL, and would hold the process that waits for it, even at its end.
+"""A process that accesses a file system, and is left alone if it hangs: an access to a mount whose server is gone
+cannot be interrupted, not even by SIGKILL, and would hold the process that waits for it, even at its end.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ def predecessor(recipe: Recipe) -> Predecessor | None:
     """Return the finished stage named by `handover.from_run`, or None where the stage starts from scratch.
 
     Raises:
-        ValueError: there is no run, it is not finished, it is of another model or optimizer, or the first learning rate does not continue its last one
-            although `handover.continuous_lr` is set.
+        ValueError: there is no run, it is not finished, it is of another model or optimizer, or the first learning rate
+            does not continue its last one although `handover.continuous_lr` is set.
     """
     if recipe.handover.from_run is None:
         return None

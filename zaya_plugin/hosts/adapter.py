@@ -2,7 +2,7 @@
 """A recipe's part of a run in Megatron's training loop, whichever host runs it: `zaya train`, Megatron-LM's
 pretrain_gpt.py or Primus.
 
-pretrain.py adds what only `zaya train` does (reports, saves beside the training, guards), guest.py what a host that is
+pretrain.py adds what only `zaya train` does (reports, saves during the training, guards), guest.py what a host that is
 not ours needs. Both replace functions of `megatron.training.training` (zaya_plugin.patches.hooks).
 
 The path of a batch from the data loader to the loss, in order:
@@ -17,8 +17,8 @@ The path of a batch from the data loader to the loss, in order:
                                 merges, parameters.py `gathered` and `view_together`
       model/attention.py        projections, `hip_ops.cca_prologue`, core_attention.py, output projection; with context
                                 parallelism parallel/context_exchange.py
-      model/moe.py              router.py, `hip_ops.permute_to_experts`, experts.py, `hip_ops.unpermute_from_experts`; with
-                                expert parallelism parallel/token_dispatch.py
+      model/moe.py              router.py, `hip_ops.permute_to_experts`, experts.py, `hip_ops.unpermute_from_experts`;
+                                with expert parallelism parallel/token_dispatch.py
       hip_ops.runtime.main_grad linear layers whose backward pass adds to DDP's gradient
 """
 
@@ -43,6 +43,7 @@ from zaya_plugin.hosts import loader_processes
 from zaya_plugin.hosts.stage_handover import Handover, stage_datasets
 from zaya_plugin.hosts.stage_model import build_stage, model_config
 from zaya_plugin.model.config import ZayaConfig
+from zaya_plugin.model.gpt_model import ZayaGPTModel
 from zaya_plugin.parallel.context_order import ContextShard
 from zaya_plugin.parallel.packed_documents import PackedDocuments
 from zaya_plugin.patches.hooks import TRAINING
@@ -155,8 +156,10 @@ class Adapter:
         """The model's configuration."""
         return model_config(self.args)
 
-    def model(self, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
-        """Build the GPTModel of one (virtual) stage; a host calls this after it has made the process groups."""
+    def model(
+        self, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None
+    ) -> ZayaGPTModel:
+        """Build the model of one (virtual) stage; a host calls this after it has made the process groups."""
         stage = dict(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage, pg_collection=pg_collection)
         return build_stage(self.recipe, self.args, self.config, **stage)
 

@@ -3,9 +3,9 @@
 process without a device and without groups of ranks.
 
 zaya_plugin.run.megatron_check runs this file as a program, `python -m zaya_plugin.hosts.argument_check`. Each line of
-stdin is a JSON object with a recipe's file, the number of ranks and their environment; the answer is a line of JSON: the
-message that a rank would print, or null. Each recipe has a fork of its own, because Megatron keeps arguments and groups
-in global variables, and its imports take seconds.
+stdin is a JSON object with a recipe's file, the number of ranks and their environment; the answer is a line of JSON:
+the message that a rank would print, or null. Each recipe has a fork of its own, because Megatron keeps arguments and
+groups in global variables, and its imports take seconds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """ZAYA as a guest in a training script that is not ours: Megatron-LM's pretrain_gpt.py, Primus.
 
-The host parses arguments, reads data, logs and calls pretrain(). The guest adds the model, the optimizers, the balancing
-of experts, the load at the start and the removal of old checkpoints. It replaces functions of
+The host parses arguments, reads data, logs and calls pretrain(). The guest adds the model, the optimizers, the
+balancing of experts, the load at the start and the removal of old checkpoints. It replaces functions of
 `megatron.training.training`, as `zaya train` does (zaya_plugin.patches.hooks).
 """
 
@@ -86,7 +86,7 @@ class Guest(Adapter):
             f"{self.recipe.name} {begins}, optimizer {self.recipe.optim.name}, megatron.core {compat.core_version()}"
         )
         differences = (
-            f"--{name.replace('_', '-')} is {of_host!r} here and {of_recipe!r} in the recipe"
+            f"--{name.replace('_', '-')} is {of_host!r} in the host and {of_recipe!r} in the recipe"
             for name, (of_host, of_recipe) in sorted(self.differences.items())
         )
         return [f"zaya: {line}" for line in (first, *differences)]
@@ -102,8 +102,8 @@ class Guest(Adapter):
         return [*super().hooks(), *saves, *self.heartbeat.hooks()]
 
     def check(self) -> None:
-        """Take the lock of the run's directories too. Call it once the host has completed its arguments; the vocabulary's
-        padding comes late.
+        """Take the lock of the run's directories too. Call it once the host has completed its arguments; the
+        vocabulary's padding comes late.
 
         Raises:
             ValueError: as `Adapter.check`, or another run writes there.
@@ -133,8 +133,8 @@ class Guest(Adapter):
     def optimizer(self, *positional, **named):
         """Check the kernels and build the optimizer.
 
-        Every rank calls it before the first step and with the process group, so the kernels are checked here too. Ends
-        the run where ranks chose different versions.
+        Every rank calls it before the first step and with the process group, so the kernels are checked at that point
+        too. Ends the run where ranks chose different versions.
         """
         try:
             checked = warm_up_kernels(self.recipe)

@@ -59,7 +59,7 @@ def _tie_to_rank() -> None:
     if sys.platform != "linux":
         return
     rank, main = os.getpid(), threading.main_thread().ident
-    prctl = ctypes.CDLL(None).prctl  # opened here: a fork of a process with threads should load nothing
+    prctl = ctypes.CDLL(None).prctl  # opened before the fork: a fork of a process with threads should load nothing
 
     def in_fork() -> None:
         # The kernel sends the signal when the thread that forked ends, so forks of other threads are left alone; so are

@@ -3,7 +3,7 @@
 
 The loop, the schedules, the samplers and the checkpoints are Megatron's. pretrain() takes no callbacks in 0.19, so some
 module-level functions are replaced during a run (zaya_plugin.patches.hooks). What every host does with a recipe is in
-adapter.py; here are reports, saves beside the training, guards and the end of a run.
+adapter.py; this file has reports, saves during the training, guards and the end of a run.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def run(
     reporter: Reporter,
     build_optimizer: Callable | None = None,
 ) -> int:
-    """Train the recipe; return 0 after the last step or at exit_interval, or ENDED_EARLY when a signal has ended the run.
+    """Train the recipe; return 0 after the last step or at exit_interval,
+    or ENDED_EARLY when a signal has ended the run.
 
     Args:
         recipe: validated; patches are applied already.
@@ -127,7 +128,7 @@ def run(
             saver.close()
             release_graphs()
             reporter.close()  # last, since it may wait for a tracker
-        if sys.exc_info()[0] is None:  # all ranks are here
+        if sys.exc_info()[0] is None:  # all ranks have arrived
             registered_buffers.release()
     if trainer.refused == trainer.step:
         problem = "the run ends, and the gradients of its last step were not finite, so it was not saved"
@@ -170,7 +171,7 @@ def not_finite(loss: float, step: int, what: str = "loss") -> str:
 
 
 def counted_step(step: Callable, data_iterator, model):
-    """Run `step`, a forward step, and report beside its loss the mean number of tokens of a sequence that count."""
+    """Run `step`, a forward step, and report with its loss the mean number of tokens of a sequence that count."""
     losses, reduce_loss = step(data_iterator, model)
 
     def reduce(losses):
@@ -194,7 +195,7 @@ def release_graphs() -> None:
 
 
 class Trainer(Adapter):
-    """A recipe's part of Megatron's loop, with reports of every step, saves beside the training, and guards."""
+    """A recipe's part of Megatron's loop, with reports of every step, saves during the training, and guards."""
 
     def __init__(self, recipe: Recipe, args, lifecycle: Lifecycle, sources: DataSources, reporter: Reporter):
         super().__init__(recipe, args, lifecycle, sources)
@@ -284,7 +285,8 @@ class Trainer(Adapter):
         self.scheduler = scheduler
         if optimizer is not None:
             self.lr = get_canonical_lr_for_logging(optimizer.param_groups)
-        # The profiler writes beside this folder. At the start Megatron would open event files in it, whose errors end it.
+        # The profiler writes next to this folder. At the start Megatron would open event files in it,
+        # whose errors end it.
         self.args.tensorboard_dir = str(Path(self.recipe.run_dir) / "tensorboard")
         if self.args.save and optimizer is not None:
             self.saved.prepare(model, optimizer, scheduler)
@@ -299,7 +301,7 @@ class Trainer(Adapter):
         return self.signal
 
     def finalize(self, *positional, **named):
-        # The previous step has ended. A captured step does not come here: training_log polls too.
+        # The previous step has ended. A captured step does not reach this line: training_log polls too.
         self.clock.gradients_ready()
         self.steps.poll()
         self.saved.saver.poll()
@@ -439,9 +441,9 @@ class Trainer(Adapter):
 
     @heartbeat.during("save")
     def save(self, _, iteration, model, optimizer, scheduler, flops, *positional, train_data_iterator=None, **named):
-        """Save a checkpoint beside the training; replaces Megatron's save_checkpoint_and_time.
+        """Save a checkpoint during the training; replaces Megatron's save_checkpoint_and_time.
 
-        The step's own numbers are reported once the copy has ended: to wait for them here would leave the device idle.
+        The step's own numbers are reported once the copy has ended: to wait for them would leave the device idle.
         """
         if self.args.rank == 0:
             self.lifecycle.check_lock()

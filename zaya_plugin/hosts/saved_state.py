@@ -2,7 +2,7 @@
 """Saves of `zaya train`: Megatron's state of a run, and when it is saved.
 
 Takes the place of Megatron's save_checkpoint_and_time, which synchronises weights, empties the allocator's cache and
-builds descriptions of all tensors at every save. Here that description is built once, before the first step.
+builds descriptions of all tensors at every save. This module builds that description once, before the first step.
 """
 
 from __future__ import annotations

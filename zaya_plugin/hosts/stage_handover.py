@@ -80,8 +80,8 @@ class Handover:
         return message("handover.from_run", self.recipe.handover.from_run, problem=problem)
 
     def load(self, load_checkpoint, model, optimizer, *positional, **named) -> tuple[int, int]:
-        """Load the run's own checkpoint, the previous stage's, or published weights. Return Megatron's pair, whose first
-        number is the step that the run continues from.
+        """Load the run's own checkpoint, the previous stage's, or published weights. Return Megatron's pair, whose
+        first number is the step that the run continues from.
         """
         if self.published is not None:
             return self.load_published(model, optimizer)

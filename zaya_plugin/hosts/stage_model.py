@@ -10,7 +10,6 @@ import argparse
 import sys
 from typing import Any
 
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.training.arguments import core_transformer_config_from_args
 
@@ -20,6 +19,7 @@ from zaya_plugin.config.schema import Recipe
 from zaya_plugin.ground.errors import message, mistake
 from zaya_plugin.model.build import build_zaya_model, groups_of_one
 from zaya_plugin.model.config import ZayaConfig
+from zaya_plugin.model.gpt_model import ZayaGPTModel
 from zaya_plugin.training.optimizer import assign_optimizers
 
 # With any of these Megatron makes folders or looks for a checkpoint while it validates its arguments.
@@ -84,7 +84,7 @@ def model_config(args: argparse.Namespace) -> ZayaConfig:
     return core_transformer_config_from_args(args, ZayaConfig)
 
 
-def build_model(args: argparse.Namespace, config: ZayaConfig | None = None, **stage) -> GPTModel:
+def build_model(args: argparse.Namespace, config: ZayaConfig | None = None, **stage) -> ZayaGPTModel:
     """Build one (virtual) pipeline stage; `stage` holds build_zaya_model's arguments for a stage and may replace its
     others.
     """
@@ -97,7 +97,7 @@ def build_model(args: argparse.Namespace, config: ZayaConfig | None = None, **st
     return build_zaya_model(config or model_config(args), **described | stage)
 
 
-def build_stage(recipe: Recipe, args: argparse.Namespace, config: ZayaConfig, **stage) -> GPTModel:
+def build_stage(recipe: Recipe, args: argparse.Namespace, config: ZayaConfig, **stage) -> ZayaGPTModel:
     """`build_model` with each parameter assigned to Muon or AdamW, before DDP lays out its buffers."""
     model = build_model(args, config, **stage)
     assign_optimizers(recipe, model)

@@ -72,7 +72,7 @@ class Start:
         os.close(reader)
 
     def join(self, seconds: float) -> None:
-        """Wait until all ranks have started. Raises RunEndedError after so many seconds.
+        """Wait until all ranks have started. Raises RunEndedError after `seconds`.
 
         torch's own wait would be silent. Later it meets the same store.
         """
@@ -97,7 +97,7 @@ class Start:
         now = time.monotonic()
         if now > deadline:
             problem = f"{self._absent()} did not start within {seconds / 60:g} minutes"
-            fix = "start all ranks with one MASTER_ADDR and MASTER_PORT, or unset the launcher's variables to start them here"
+            fix = "start all ranks with one MASTER_ADDR and MASTER_PORT, or unset the launcher's variables"
             raise RunEndedError(message("WORLD_SIZE", self.world_size, problem=problem, fix=fix))
         if now > say:
             say = now + REPEAT_SECONDS
@@ -107,8 +107,8 @@ class Start:
         return say
 
     def _speaks(self) -> bool:
-        """Return whether no rank before this one in the order has joined; without a store, whether it is the last rank or
-        the first of its node.
+        """Return whether no rank before this one in the order has joined; without a store, whether it is the last rank
+        or the first of its node.
         """
         if self.store is None:
             return self.rank == self.world_size - 1 or os.environ.get("LOCAL_RANK", "0") == "0"

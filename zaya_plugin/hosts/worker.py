@@ -3,9 +3,9 @@
 
 Expects RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in the environment.
 
-The way to the first step: here the ranks meet (start_waits.py); pretrain.py makes Megatron's arguments (stage_model.py)
-and the trainer, and calls Megatron's pretrain(); that calls, in this order, the trainer's model, optimizer, load,
-datasets and train (pretrain.py over adapter.py), and for each micro-batch `forward_step` (adapter.py).
+The way to the first step: in `main` the ranks meet (start_waits.py); pretrain.py makes Megatron's arguments
+(stage_model.py) and the trainer, and calls Megatron's pretrain(); that calls, in this order, the trainer's model,
+optimizer, load, datasets and train (pretrain.py over adapter.py), and for each micro-batch `forward_step` (adapter.py).
 """
 
 from __future__ import annotations
@@ -78,8 +78,11 @@ def main(argv: list[str], work: Callable | None = None) -> int:
         phases.show(console if rank == 0 else None)
         phases.begin("importing Megatron")
         try:
+            from zaya_plugin.config.validate import validate
             from zaya_plugin.hosts.start_waits import Start
 
+            # The launcher has validated the recipe before it chose values for `auto`, and the file may be edited.
+            validate(recipe, world_size)
             Start(rank, world_size, console).join(60 * recipe.cluster.distributed_timeout_minutes)
             return (work or _train)(recipe, rank, world_size, console) or 0
         except BaseException as error:
@@ -113,9 +116,7 @@ def _end_in_any_case() -> None:
 
 
 def prepare(recipe) -> None:
-    """Select the kernels and apply the patches, before any use of Megatron in a rank. The process that started or joined
-    the ranks has validated the recipe.
-    """
+    """Select the kernels and apply the patches, before any use of Megatron in a rank. recipe: a validated one."""
     import torch
 
     from zaya_plugin.training.kernels import select_kernels

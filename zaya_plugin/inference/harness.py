@@ -131,8 +131,8 @@ class ZayaLM(TemplateLM):
 def scores(
     opened: Opened, tasks: str, include: str | None, num_fewshot: int | None, batch_size: int, limit: int | None
 ) -> dict[str, dict[str, float]]:
-    """Return the figures of each of `tasks`: metric -> value, and <metric>_stderr where the package states it. The others
-    are options of `zaya eval`.
+    """Return the figures of each of `tasks`: metric -> value, and <metric>_stderr where the package states it. The
+    others are options of `zaya eval`.
     """
     if not opened.stop:
         raise mistake("--tokenizer", opened.home, problem="names no end token, which tasks need")

@@ -61,8 +61,8 @@ class Opened:
         return torch.cuda.mem_get_info()[0] if self.device == "cuda" else free_memory()
 
     def bytes_of_pass(self, batch: int, tokens: int) -> int:
-        """Return the least bytes that the weights, unless they are loaded, and one pass over `batch` sequences of `tokens`
-        tokens still take: two copies of the hidden states in fp32, and a token's logits of each sequence.
+        """Return the least bytes that the weights, unless they are loaded, and one pass over `batch` sequences of
+        `tokens` tokens still take: two copies of the hidden states in fp32, and a token's logits of each sequence.
         """
         weights = 0 if "decoder" in vars(self) else sum(map(math.prod, self.shapes)) * self.dtype.itemsize
         return weights + 4 * batch * (2 * tokens * self.described.hidden_size + self.described.vocab_size)
@@ -202,8 +202,9 @@ def check_room(opened: Opened, batch: int, prompt: int, new_tokens: int) -> None
     raise mistake(
         "--max-new-tokens",
         new_tokens,
-        problem=f"the keys and values of {batch} sequences of {prompt + new_tokens:,} tokens need {needed / GIB:,.2f} GiB "
-        f"and the weights and a prompt's pass {pass_bytes / GIB:,.2f} GiB, and {free / GIB:,.2f} GiB of memory are free",
+        problem=f"the keys and values of {batch} sequences of {prompt + new_tokens:,} tokens need {needed / GIB:,.2f} "
+        f"GiB and the weights and a prompt's pass {pass_bytes / GIB:,.2f} GiB, and {free / GIB:,.2f} GiB of memory are "
+        "free",
         allowed=f"at most {most - prompt:,} with {batch} sequences at once" if fits else "a model and prompts that fit",
         fix=f"--max-new-tokens {most - prompt}, or a smaller --batch-size" if fits else "a smaller --batch-size",
     )

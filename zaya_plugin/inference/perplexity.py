@@ -53,8 +53,8 @@ POSITIONS_FILE = "loss_by_position.json"
 class Rows:
     """A dataset in rows of `length` tokens, and the token that the last of them predicts.
 
-    stream: all tokens, of which rows share one at their ends, so that each but the first is predicted once; the last row
-    may be shorter. Documents follow each other, as in training.
+    stream: all tokens, of which rows share one at their ends, so that each but the first is predicted once; the last
+    row may be shorter. Documents follow each other, as in training.
     packed: rows are bins, whose last token predicts nothing: it is repeated.
     marks: uint8, of chats; None for other data.
     """
@@ -147,8 +147,8 @@ def perplexity(opened: Opened, name: str, path: str, batch_size: int, limit: int
         raise mistake(
             "--batch-size",
             batch_size,
-            problem=f"the weights and a pass over {rows_at_once} sequences of {length} tokens need {needed / GIB:,.2f} GiB "
-            f"or more, and {free / GIB:,.2f} GiB of memory are free",
+            problem=f"the weights and a pass over {rows_at_once} sequences of {length} tokens need {needed / GIB:,.2f} "
+            f"GiB or more, and {free / GIB:,.2f} GiB of memory are free",
             allowed="what fits into the memory",
             fix="a smaller --batch-size",
         )
@@ -218,8 +218,8 @@ def validation_tokens(recipe: Recipe, sequences: int) -> Tensor:
 
 @torch.no_grad()
 def losses_by_position(run: Path, recipe: Recipe, tokens: Tensor) -> Tensor:
-    """Return the loss of every position of `tokens` [n, s + 1] under the model of `run`'s newest checkpoint, with its own
-    RoPE base; fp32 [n, s]. recipe: names the device.
+    """Return the loss of every position of `tokens` [n, s + 1] under the model of `run`'s newest checkpoint, with its
+    own RoPE base; fp32 [n, s]. recipe: names the device.
     """
     options = argparse.Namespace(
         model=str(run), step=None, tokenizer=None, verify=True, device=recipe.cluster.device, dtype=None

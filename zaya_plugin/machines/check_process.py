@@ -151,8 +151,8 @@ def run_all(
     together: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> list[int | None]:
-    """Run commands at the same time; return their exit codes, None for those that were killed: after `seconds`, or, with
-    `together`, when another one has failed.
+    """Run commands at the same time; return their exit codes, None for those that were killed: after `seconds`, or,
+    with `together`, when another one has failed.
     """
     started: list[subprocess.Popen] = []
     deadline = time.monotonic() + seconds

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of `zaya doctor`, `zaya verify` and `zaya verify --nodes`, in the order in which they run. No torch import.
+"""The checks of `zaya doctor`, `zaya verify` and `zaya verify --nodes`, in the order in which they run.
+No torch import.
 
-A command (commands/machines.py) takes its rows of CHECKS; each runs in a process of its own (check_process.py), which calls the
-row's function and returns its Outcome; examination.py prints and writes them. A new check is a row and its function.
+A command (commands/machines.py) takes its rows of CHECKS; each runs in a process of its own (check_process.py), which
+calls the row's function and returns its Outcome; examination.py prints and writes them.
+A new check is a row and its function.
 """
 
 from __future__ import annotations

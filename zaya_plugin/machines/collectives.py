@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks `graph_capture` and `all_reduce`: ranks of their own, which are killed at a time limit. No torch import."""
+"""The checks `graph_capture` and `all_reduce`: ranks of their own, which are killed at a time limit.
+No torch import.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +55,8 @@ def variables(setting: Setting, ranks: int) -> dict[str, str]:
 
 
 def graph_capture(setting: Setting) -> Outcome:
-    """Capture a graph with a collective. Where it fails, recipes run kernel by kernel: cluster.graphs=none; a failure is
-    "unsupported" where the machine's recipe has that.
+    """Capture a graph with a collective. Where it fails, recipes run kernel by kernel: cluster.graphs=none; a failure
+    is "unsupported" where the machine's recipe has that.
 
     Known problem: torch's watchdog of NCCL queries events during a capture, which HIP refuses
     (pytorch/pytorch#175377, #176942, ROCm/rccl#2022).

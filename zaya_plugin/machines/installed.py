@@ -161,12 +161,13 @@ def is_unknown(value: Any) -> bool:
 
 
 def kernels(setting: Setting) -> Outcome:
-    """List by device the versions of hip_ops' operators, or the error where a requested version is not available; and the
-    library of the AMD target.
+    """List by device the versions of hip_ops' operators, or the error where a requested version is not available; and
+    the library of the AMD target.
     """
     import torch
 
     from hip_ops.runtime.build import library_note
+    from hip_ops.runtime.code_objects import objects_note
     from hip_ops.runtime.launchers import target_of
     from hip_ops.runtime.operator import report
 
@@ -183,7 +184,7 @@ def kernels(setting: Setting) -> Outcome:
         except ValueError:  # the lines of the device name the architecture
             target = ""
     if target:
-        figures[target] = [f"library of hip: {library_note(target)}"]
+        figures[target] = [f"library of hip: {library_note(target)}", f"kernels of triton: {objects_note(target)}"]
     details = [f"{name:4}  {line}" for name, lines in figures.items() for line in lines]
     return Outcome("pass", "hip_ops; details: `python -m hip_ops info`", figures, details=details)
 

@@ -91,7 +91,8 @@ MACHINE_RULES = (
         lambda facts: facts.hip and ", ".join(facts.partitions),
         "a device is split into several, each with a part of its compute units or memory; the recipes' batches and "
         "expected rates are those of whole devices",
-        "amd-smi set --compute-partition SPX, then --memory-partition NPS1, as root and without a process on the devices",
+        "amd-smi set --compute-partition SPX, then --memory-partition NPS1, as root and without a process on the "
+        "devices",
         GITHUB + "ROCm/amdsmi/issues/100",
     ),
     Rule(
@@ -135,8 +136,8 @@ MACHINE_RULES = (
         "capture-on-rocm",
         "warning",
         lambda facts: facts.hip and (older := facts.older("torch", "2.11")) and f"{older} for HIP {facts.hip}",
-        "torch's watchdog of collectives queries events while a graph is captured, which HIP refuses; repaired after 2.10 "
-        "(also pytorch/pytorch#176251, #176942)",
+        "torch's watchdog of collectives queries events while a graph is captured, which HIP refuses; repaired after "
+        "2.10 (also pytorch/pytorch#176251, #176942)",
         "cluster.graphs=none, which the MI300X recipes have",
         GITHUB + "pytorch/pytorch/issues/175377",
     ),
@@ -150,8 +151,8 @@ MACHINE_RULES = (
             and "expandable_segments:true" in (text := facts.variables(*ALLOCATOR)).lower()
             and text
         ),
-        "from torch 2.11 on it takes effect on ROCm, where a copy to a device was reported to hang and a failed capture "
-        "not to be recovered (pytorch/pytorch#177974, #179911)",
+        "from torch 2.11 on it takes effect on ROCm, where a copy to a device was reported to hang and a failed "
+        "capture not to be recovered (pytorch/pytorch#177974, #179911)",
         "leave it out; ZAYA1-base plans half of a device's memory",
         GITHUB + "pytorch/pytorch/issues/192259",
     ),
@@ -159,8 +160,8 @@ MACHINE_RULES = (
         "hardware-queues",
         "warning",
         _queues,
-        "HIP maps streams to this number of queues in turn: with few, a collective waits behind compute on its queue; with "
-        "16, training was 4 to 14 % slower (MI355X)",
+        "HIP maps streams to this number of queues in turn: with few, a collective waits behind compute on its queue; "
+        "with 16, training was 4 to 14 % slower (MI355X)",
         "time a step with 2, 4 and 8: zaya bench step ... cluster.environment.GPU_MAX_HW_QUEUES=8",
         GITHUB + "pytorch/torchtitan/pull/4032",
     ),
@@ -210,7 +211,8 @@ MACHINE_RULES = (
             and facts.shm_bytes < MIN_SHM
             and f"/dev/shm has {facts.shm_bytes / 2**20:.0f} MiB"
         ),
-        "RCCL and NCCL keep their buffers between processes there and end with No space left on device; docker gives 64 MiB",
+        "RCCL and NCCL keep their buffers between processes there and end with No space left on device; docker gives "
+        "64 MiB",
         "docker run --shm-size 64G, or --ipc=host",
         GITHUB + "NVIDIA/nccl/issues/290",
     ),
@@ -256,8 +258,8 @@ MACHINE_RULES = (
                 f"{folder} on {kind}" for folder, kind in facts.caches.items() if kind in NETWORK_FILE_SYSTEMS
             )
         ),
-        "ranks of several nodes that compile into one folder of a network file system read files that others replace: stale "
-        "file handle, device or resource busy",
+        "ranks of several nodes that compile into one folder of a network file system read files that others replace: "
+        "stale file handle, device or resource busy",
         "TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR in a folder of the node, such as /tmp",
         GITHUB + "triton-lang/triton/issues/11512",
     ),

@@ -28,7 +28,7 @@ from zaya_plugin.machines.checks import Outcome, Setting
 from zaya_plugin.machines.operator_cases import BF16, SMALL, ZAYA1_BASE, Case, Sizes, cases_of
 
 CALLS = {"cpu": 3, "cuda": 20}  # timed
-LARGEST = 4  # times the root mean square: about the largest of many normal numbers
+LARGEST_ELEMENT = 4  # times the root mean square: about the largest of many normal numbers
 CLEAR = 2.0**-6  # of probability, by which a router's best class may be missed
 CLASSES = 9  # router_mlp's argument with one row for each class; the next are the biases
 FASTER = 1.1  # an override is proposed for a version that is faster than auto's choice by this factor
@@ -225,8 +225,9 @@ def called(function: Callable, arguments: tuple) -> list:
 
 
 def routed(result: list, oracle: list, arguments: tuple) -> tuple[float, list[tuple[str, Tensor]]]:
-    """Return of a router's result: by how much probability, in fp64, its worst choice is below the best, and the results
-    that do not depend on where two classes are equal within rounding. Weights are taken where the choice is the oracle's.
+    """Return of a router's result: by how much probability, in fp64, its worst choice is below the best, and the
+    results that do not depend on where two classes are equal within rounding.
+    Weights are taken where the choice is the oracle's.
     """
     mine, exact = Routed(*result[0]), Routed(*oracle[0])
     classes = arguments[CLASSES].shape[0]
@@ -291,14 +292,16 @@ def too_large(mine: dict, reference: dict, tolerance: float | None, got: list, w
     """Say which error exceeds its limit, or return None. Results that are not floats must be equal.
 
     The limit is the self-check's tolerance, or twice the reference's own error where that is larger. A tolerance of the
-    operator's own is relative to the largest element, about LARGEST times the root mean square.
+    operator's own is relative to the largest element, about LARGEST_ELEMENT times the root mean square.
     """
     for (name, one), (_, other) in zip(got, want, strict=True):
         if not one.is_floating_point():
             if not torch.equal(one, other):
                 return f"{name} differs from the reference's"
             continue
-        least = (TOLERANCES[one.dtype] if tolerance is None else LARGEST * tolerance) / torch.finfo(one.dtype).eps
+        least = (TOLERANCES[one.dtype] if tolerance is None else LARGEST_ELEMENT * tolerance) / torch.finfo(
+            one.dtype
+        ).eps
         limit = max(least, 2 * reference.get(name, {"ulps": 0.0})["ulps"])
         if (ulps := mine.get(name, {"ulps": 0.0})["ulps"]) > limit:
             return f"{name} errs by {ulps:.3g} ULP of {one.dtype}, allowed {limit:.3g}"

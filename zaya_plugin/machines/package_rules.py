@@ -36,6 +36,14 @@ def _failed(facts: Facts, name: str, call: str, import_errors: bool) -> str | No
     return f"{call}: {failure}" if failure and failure.startswith(IMPORT_ERRORS) == import_errors else None
 
 
+def _aiter_backward(facts: Facts) -> str | None:
+    if not facts.hip:
+        return None
+    from hip_ops.runtime.aiter import stale_backward  # core_attention=auto asks it too
+
+    return stale_backward(facts.versions.get("amd-aiter"), facts.versions.get("transformer-engine"))
+
+
 PACKAGE_RULES = (
     Rule(
         "missing-package",
@@ -52,10 +60,11 @@ PACKAGE_RULES = (
             facts.cuda
             and not facts.archs
             and (devices := [arch for arch in facts.kfd if arch in INSTINCT])
-            and f"torch {facts.versions.get('torch')} for CUDA {facts.cuda} on a machine with {len(devices)} x {devices[0]}"
+            and f"torch {facts.versions.get('torch')} for CUDA {facts.cuda} on a machine with {len(devices)} x "
+            f"{devices[0]}"
         ),
-        "this torch has no code for AMD's devices; an install of another package has replaced the image's, or a virtual "
-        "environment hides it",
+        "this torch has no code for AMD's devices; an install of another package has replaced the image's, or a "
+        "virtual environment hides it",
         NEW_CONTAINER,
         GITHUB + "YanWenKun/ComfyUI-Docker/issues/187",
     ),
@@ -118,8 +127,8 @@ PACKAGE_RULES = (
             and "+" not in version
             and f"triton {version} of PyPI, with torch for HIP {facts.hip}"
         ),
-        "it replaces the Triton that belongs to a ROCm torch; in Primus' image its import then ends with a segmentation "
-        "fault",
+        "it replaces the Triton that belongs to a ROCm torch; in Primus' image its import then ends with a "
+        "segmentation fault",
         NEW_CONTAINER,
         PRIMUS + "blob/main/docs/01-getting-started/bare-metal-installation.md",
     ),
@@ -130,8 +139,8 @@ PACKAGE_RULES = (
             facts.hip
             and next((f"{name} {version} on ROCm" for name, version in facts.tritons if before(version, "3.5")), None)
         ),
-        "for gfx942, 3.4 spills registers in the experts' weight gradient and does not compile two kernels; 3.3 spills more, "
-        "does not compile four, and has no tensor descriptors",
+        "for gfx942, 3.4 spills registers in the experts' weight gradient and does not compile two kernels; 3.3 "
+        "spills more, does not compile four, and has no tensor descriptors",
         "an image whose torch is 2.9 or newer (docs/mi300x.md, step 1)",
         GITHUB + "triton-lang/triton/issues/7499",
     ),
@@ -146,8 +155,8 @@ PACKAGE_RULES = (
         "its LLVM can overwrite the data of a wide store too early, with silently wrong gradients (LLVM before "
         "llvm/llvm-project#197267, and from there to #203770; still open on gfx942: #218550)",
         "`zaya verify --only hazards` reads the kernels that it has compiled. For each bad one it names the override: "
-        "cluster.kernel_overrides.<operator>=<another version>, or TORCHDYNAMO_DISABLE=1 for a kernel of torch.compile. "
-        "Triton 3.8 only as part of an AMD image",
+        "cluster.kernel_overrides.<operator>=<another version>, or TORCHDYNAMO_DISABLE=1 for a kernel of "
+        "torch.compile. Triton 3.8 only as part of an AMD image",
         GITHUB + "triton-lang/triton/issues/10711",
     ),
     Rule(
@@ -171,7 +180,8 @@ PACKAGE_RULES = (
         "no-transformer-engine",
         "warning",
         lambda facts: _failed(facts, "transformer_engine", "import transformer_engine.pytorch", import_errors=True),
-        "Transformer Engine is installed and cannot be imported; cluster.transformer_impl=transformer_engine is refused",
+        "Transformer Engine is installed and cannot be imported; cluster.transformer_impl=transformer_engine is "
+        "refused",
         "install what is missing, or pip uninstall transformer-engine",
         GITHUB + "NVIDIA/TransformerEngine/issues/1216",
     ),
@@ -179,8 +189,8 @@ PACKAGE_RULES = (
         "mixed-cudnn",
         "warning",
         lambda facts: facts.failures.get("cudnn") and f"torch.backends.cudnn.version(): {facts.failures['cudnn']}",
-        "a library, such as Transformer Engine's, has loaded parts of the system's cuDNN in addition to torch's; torch then "
-        "chooses another attention kernel (1.8 times slower on an H200)",
+        "a library, such as Transformer Engine's, has loaded parts of the system's cuDNN in addition to torch's; "
+        "torch then chooses another attention kernel (1.8 times slower on an H200)",
         "cluster.core_attention=cudnn or flash_attn_4, or remove the system's cuDNN from the loader's path",
         GITHUB + "pytorch/pytorch/issues/80637",
     ),
@@ -199,14 +209,9 @@ PACKAGE_RULES = (
     Rule(
         "aiter-backward",
         "warning",
-        lambda facts: (
-            facts.hip
-            and facts.versions.get("amd-aiter")
-            and (older := facts.older("transformer-engine", "2.14"))
-            and f"{older} with amd-aiter {facts.versions['amd-aiter']}"
-        ),
-        "this Transformer Engine carries an older libmha_bwd.so, whose functions replace AITER's: on gfx942 the backward pass "
-        "of attention with head dimension 128 crashed (Primus v26.3)",
+        _aiter_backward,
+        "this Transformer Engine carries an older libmha_bwd.so, whose functions replace AITER's: on gfx942 the "
+        "backward pass of attention with head dimension 128 crashed (Primus v26.3)",
         "cluster.core_attention=sdpa, or an image with Transformer Engine 2.14 or newer",
         PRIMUS + "pull/764",
     ),
@@ -266,7 +271,8 @@ PACKAGE_RULES = (
             and (older := facts.older("peft", "0.22"))
             and f"{older} with transformers {facts.versions['transformers']}"
         ),
-        "transformers 5.24 refuses adapters with a peft before 0.22, a release that PyPI did not have when 5.24 came out",
+        "transformers 5.24 refuses adapters with a peft before 0.22, a release that PyPI did not have when 5.24 came "
+        "out",
         "load adapters by peft.PeftModel.from_pretrained, or take transformers 5.23",
         GITHUB + "huggingface/transformers/issues/45405",
     ),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks `environment` and `hazards`: versions of drivers, firmware and libraries, the libraries that are mapped, and
-the code that has been compiled.
+"""The checks `environment` and `hazards`: versions of drivers, firmware and libraries, the libraries that are mapped,
+and the code that has been compiled.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ MAX_OBJECTS = 400  # of Triton's cache, the newest; one takes a tenth of a secon
 
 
 def environment(setting: Setting) -> Outcome:
-    """Collect the environment. Wrong: missing devices, two HIP runtimes in the process, or a shipped library that is not
-    the verified one.
+    """Collect the environment. Wrong: missing devices, two HIP runtimes in the process, or a shipped library that is
+    not the verified one.
     """
     import torch
 
     from hip_ops.runtime.build import library_note
+    from hip_ops.runtime.code_objects import objects_note
     from hip_ops.runtime.launchers import mapped_runtimes, own_maps
 
     has_hip = setting.device == "cuda" and torch.version.hip is not None
@@ -63,6 +64,7 @@ def environment(setting: Setting) -> Outcome:
         "limits": {"memlock_bytes": memlock(), "shm_bytes": answer(lambda: shutil.disk_usage("/dev/shm").total)},
         "variables": secrets.of_data({k: v for k, v in os.environ.items() if VARIABLES.match(k)}),
         "library": answer(lambda: library_note(target)),
+        "objects": answer(lambda: objects_note(target)),
         "code_objects": answer(code_object_hashes),
     }
     if has_hip:
@@ -117,14 +119,23 @@ def runtime_problem(hip: str | None, maps: str) -> str | None:
 
 
 def library_problem() -> str | None:
-    """Say why a shipped library cannot be used, or return None; HIP_OPS_LIBRARY=source is not a problem."""
+    """Say why a shipped library, or shipped objects, cannot be used, or return None; HIP_OPS_LIBRARY=source is not a
+    problem.
+    """
     from hip_ops.runtime.build import LIBRARY_VARIABLE, MANIFEST, shipped, shipped_folder
+    from hip_ops.runtime.code_objects import OBJECTS_MANIFEST, shipped_objects
     from hip_ops.runtime.compilers import AMD_ARCHITECTURES
 
     if os.environ.get(LIBRARY_VARIABLE) == "source":
         return None
-    targets = (target for target in AMD_ARCHITECTURES if (shipped_folder(target) / MANIFEST).is_file())
-    return next((why_not for target in targets if (why_not := shipped(target)[1])), None)
+    kinds = ((MANIFEST, shipped), (OBJECTS_MANIFEST, shipped_objects))
+    answers = (
+        why_not(target)[1]
+        for target in AMD_ARCHITECTURES
+        for manifest, why_not in kinds
+        if (shipped_folder(target) / manifest).is_file()
+    )
+    return next(filter(None, answers), None)
 
 
 def load_library() -> str:

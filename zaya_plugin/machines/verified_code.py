@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check `verified_code` of `zaya doctor`: which code runs in a step on AMD devices, its share of the predicted step,
-and which of it ships as verified bytes.
+"""The check `verified_code` of `zaya doctor`: which code runs in a step on AMD devices, its share of the predicted
+step, and which of it ships as verified bytes.
 """
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from zaya_plugin.bench import step_code
 from zaya_plugin.machines.checks import Outcome, Setting
 
 DEFAULT_TARGET = "gfx942"
-OBJECTS = "objects.json"  # the manifest of shipped Triton objects, in the folder of the shipped library
 EXPLANATION = (
     "verified: the package holds its bytes, which were scanned for hazards and run in an emulator of the device.",
     "unverified: compiled at the site, or of the container; `zaya verify` tests it on this machine.",
@@ -30,7 +28,8 @@ def verified_code(setting: Setting) -> Outcome:
         f"{prediction['step_ms']:,.0f} ms)"
     )
     details = [
-        f"{'verified' if row['verified'] else 'unverified':11}{percent(row['share']):>7}  {row['code']}{operators_of(row)}"
+        f"{'verified' if row['verified'] else 'unverified':11}{percent(row['share']):>7}  "
+        f"{row['code']}{operators_of(row)}"
         for row in rows
     ]
     figures: dict[str, Any] = {"prediction": True, "target": target, "verified_share": share, "rows": rows}
@@ -78,10 +77,8 @@ def library_ships(target: str) -> bool:
 
 
 def shipped_operators(target: str) -> frozenset[str]:
-    """Return the operators whose Triton kernels ship as objects for an AMD target."""
-    from hip_ops.runtime.build import shipped_folder
+    """Return the operators whose Triton kernels run from shipped objects on an AMD target."""
+    from hip_ops.runtime.code_objects import shipped_objects
 
-    manifest = shipped_folder(target) / OBJECTS
-    if not manifest.is_file():
-        return frozenset()
-    return frozenset(entry["operator"] for entry in json.loads(manifest.read_text())["objects"])
+    objects, _ = shipped_objects(target)
+    return frozenset(objects.operators if objects else ())

@@ -211,8 +211,8 @@ class ZayaSelfAttention(MegatronModule):
         h], None).
 
         The mask is causal; attention_mask is passed to the core attention. packed_seq_params: document boundaries, as
-        PackedDocuments. inference_context: this layer's DecodeState, to which the tokens are added; packed_seq_params is
-        then None. `vectors` are used through `view`. Raises ValueError for other packed sequences and states.
+        PackedDocuments. inference_context: this layer's DecodeState, to which the tokens are added; packed_seq_params
+        is then None. `vectors` are used through `view`. Raises ValueError for other packed sequences and states.
         """
         packed = packed_seq_params
         if not (packed is None or isinstance(packed, PackedDocuments)):

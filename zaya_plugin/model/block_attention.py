@@ -22,12 +22,12 @@ aten = torch.ops.aten
 
 
 class CudnnKernel:
-    """cuDNN's attention of queries [b, n, s, d] to keys and values [b, g, t, d], through torch's operators. causal: s = t,
-    and each query sees the keys up to its own.
+    """cuDNN's attention of queries [b, n, s, d] to keys and values [b, g, t, d], through torch's operators. causal: s =
+    t, and each query sees the keys up to its own.
 
     forward returns the result [b, n, s, d], the log-sum-exp of the scaled scores [b, n, s, 1], and further tensors that
-    backward needs. backward returns the gradients of query, key and value; out and sums cover all keys, of which key and
-    value may be a part.
+    backward needs. backward returns the gradients of query, key and value; out and sums cover all keys, of which key
+    and value may be a part.
     """
 
     def forward(self, query, key, value, causal, scale):
@@ -44,8 +44,8 @@ class CudnnKernel:
 
 
 class CpuKernel:
-    """The same by torch's attention for CPUs. It has no grouped heads, so keys and values are repeated for the heads that share
-    them.
+    """The same by torch's attention for CPUs. It has no grouped heads, so keys and values are repeated for the heads
+    that share them.
     """
 
     def forward(self, query, key, value, causal, scale):

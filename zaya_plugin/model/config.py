@@ -40,6 +40,7 @@ _FIXED = {
             "rotary_interleaved",
             "moe_router_enable_expert_bias",
             "fine_grained_activation_offloading",
+            "use_mup",
         ),
         (False, "this is not a part of the model"),
     ),
@@ -84,7 +85,7 @@ class ZayaConfig(ZayaOptions, TransformerConfig):
     attention_dropout: float = 0.0
 
     transformer_impl: str = ClusterConfig.transformer_impl  # ty: ignore[incompatible-attribute-override]
-    """Linears of queries, keys and attention's output: `local`, Megatron's own; `transformer_engine`, that package's."""
+    """Linears of queries, keys and attention's output: Megatron's own (`local`), or those of Transformer Engine."""
 
     cca_time0: int = 2
     """Taps of the depthwise convolution over time. Only 2 is supported."""
@@ -146,7 +147,7 @@ class ZayaConfig(ZayaOptions, TransformerConfig):
                 )
 
         def fixed(name, value, reason):
-            own = getattr(self, name)
+            own = getattr(self, name, value)  # an earlier megatron-core may lack the field
             require(name, own == value or (value is None and not own), reason, repr(value))
 
         for _, field in leaves():  # choices and ranges are the recipe's

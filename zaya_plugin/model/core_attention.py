@@ -6,24 +6,28 @@ too.
 queries against the keys and values of the sequence up to the last query, the mask aligned at the end (lower right). At
 its first use on a device a version is compared with attention written out, gradients included, except torch's own on a
 CPU and for documents. hip_ops' class `Versions` chooses, compares and reports, as for its own operators. CoreAttention
-is not an `Operator`: it is not registered with torch, does not check its arguments, and records gradients by the versions'
-own autograd. cluster.kernels and HIP_OPS_KERNELS do not select its version, and no version is a kernel of hip_ops.
+is not an `Operator`: it is not registered with torch, does not check its arguments, and records gradients by the
+versions' own autograd. cluster.kernels and HIP_OPS_KERNELS do not select its version,
+and no version is a kernel of hip_ops.
 
 The way of a call: `ZayaCoreAttention.forward`, `core_attention` (one CoreAttention for all layers),
 `CoreAttention.__call__`, `Versions.implementations`, the function of `CoreAttention._function_of`. A call has one of
 three forms:
 
-    whole      all queries of a sequence: every version; `auto` takes the fastest that was measured (MEASURED_ORDER)
+    whole      all queries of a sequence: every version; `auto` tries those of AUTO_ORDER, fastest first
     chunks     a context-parallel rank's chunks of queries: with auto, sdpa and cudnn in blocks (block_attention.py)
-               where torch has a kernel for them, otherwise chunk by chunk by the version itself (cudnn: by sdpa)
+               where torch has a kernel for them, otherwise chunk by chunk by the version itself (cudnn: by sdpa; auto:
+               by AITER on AMD GPUs, else by sdpa)
     documents  packed documents: by torch with every value of the key, flex_attention on an accelerator and sdpa with a
                mask of all pairs elsewhere; the log says so where another version is requested. The packages' kernels
                for sequences of several lengths (varlen) are not used: their arguments depend on the number of
                documents, which the host would have to read in every step
 
 A version that is requested by name and is not available, or is wrong, raises (cudnn for chunks: torch's attention takes
-what blocks do not); `auto` takes the next one. AITER, which was
-not run by this project, is left out with a warning where its check fails.
+what blocks do not); `auto` takes the next one. AITER, which was not run by this project, is the first of `auto` on
+MI300X and MI355X where it is installed. With a warning that says why, the next version runs where AITER cannot be
+imported, where its result or one of its gradients fails the check, and with auto next to a Transformer Engine whose
+library breaks AITER's backward pass.
 """
 
 from __future__ import annotations
@@ -43,7 +47,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from hip_ops.runtime.choice import Versions
+from hip_ops.runtime import aiter
+from hip_ops.runtime.choice import Versions, warn_once
 from hip_ops.runtime.launch import architecture
 from hip_ops.versions import Request
 from zaya_plugin.model.aiter_attention import aiter_flash
@@ -55,9 +60,10 @@ from zaya_plugin.parallel.packed_documents import PackedDocuments
 logger = logging.getLogger(__name__)
 # (query [s, b, n, d], key and value [t, b, g, d], scale) -> [s, b, n * d]; the queries are the last s of t tokens
 Attention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-# The order of `auto` by architecture, in half precision: fastest first, as measured there in steps of ZAYA1-base
-# (docs/log.md, 2026-11-22: FlashAttention-4). sdpa follows, and is the only one elsewhere.
-MEASURED_ORDER = {"sm_90": ("flash_attn_4", "cudnn")}
+# The order of `auto` by architecture, in half precision: fastest first. sdpa follows, and is the only one elsewhere. On
+# sm_90 as measured in steps of ZAYA1-base (docs/log.md, 2026-11-22: FlashAttention-4). On gfx942 not measured by this
+# project: docs/benchmarks.md has the public rates of AITER and of AOTriton, which sdpa calls.
+AUTO_ORDER = {"sm_90": ("flash_attn_4", "cudnn"), "gfx942": ("aiter",), "gfx950": ("aiter",)}
 # Modules with FlashAttention-2's function; flash_attn_4 is flash-attn-4, for Hopper and later.
 PACKAGES = {"flash_attn": "flash_attn", "flash_attn_4": "flash_attn.cute"}
 VERSIONS = ("cudnn", *PACKAGES, "aiter", "transformer_engine", "sdpa")
@@ -102,7 +108,9 @@ def lower_right_mask(s: int, t: int, device: torch.device) -> Tensor:
 
 
 def cudnn_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """`causal_attention` with cuDNN's kernel; with fewer queries than keys, which it does not support, torch chooses."""
+    """`causal_attention` with cuDNN's kernel; with fewer queries than keys, which it does not support,
+    torch chooses.
+    """
     if len(query) != len(key):
         return causal_attention(query, key, value, scale)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -131,7 +139,7 @@ def folded(flash: Callable) -> Attention:
     """
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        # All sequences become heads of one sequence, query heads beside their group's, which keeps the layout of the
+        # All sequences become heads of one sequence, query heads next to their group's, which keeps the layout of the
         # memory. With batch first the packages would return another layout, which the projection behind would copy.
         batch = query.shape[1:3]
         query, key, value = (x.flatten(1, 2).unsqueeze(0) for x in (query, key, value))  # [1, s, b * heads, d]
@@ -208,7 +216,9 @@ def chunk_by_chunk(
 
 
 def attention_written_out(query: Tensor, key: Tensor, value: Tensor, scale: float, *starts: Sequence[int]) -> Tensor:
-    """Compute causal attention in fp64 with every score in memory. starts: of chunks of queries; else they are whole."""
+    """Compute causal attention in fp64 with every score in memory. starts: of chunks of queries;
+    else they are whole.
+    """
     query, key, value = (x.double().permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
     repeats = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
@@ -309,17 +319,25 @@ class CoreAttention(Versions):
         raise AssertionError("the last version takes every call")
 
     def _order(self, device: torch.device, request: Request) -> tuple[str, ...]:
-        """Return the requested version, or with auto the fastest measured ones, then sdpa. For chunks `blocks` is before
-        them with auto, sdpa and cudnn.
+        """Return the requested version, or with auto those of AUTO_ORDER, then sdpa. For chunks `blocks` is before them
+        with auto, sdpa and cudnn, and of AUTO_ORDER AITER alone follows.
         """
         if self.form == "documents":
             return ("flex_attention",) if device.type == "cuda" else ("sdpa",)
         order = () if request.version == "auto" else (request.version,)
-        if request.version == "auto" and self.form == "whole" and self.half and not self.exact:
-            order = MEASURED_ORDER.get(architecture(device), ())
+        if request.version == "auto" and self.half and not self.exact:
+            order = AUTO_ORDER.get(architecture(device), ())
         if self.form == "chunks" and request.version in ("auto", "sdpa", "cudnn"):
-            order = ("blocks", *order)
+            order = ("blocks", *(version for version in order if version == "aiter"))
         return tuple(dict.fromkeys(version for version in (*order, "sdpa") if version in self.versions))
+
+    def _missing(self, version: str, device: torch.device, named: bool) -> str | None:
+        """Also leave out an AITER that `auto` must not take, and warn where it is installed and cannot be used."""
+        reason = None if named or version != "aiter" else aiter.stale_backward(*aiter.installed_versions())
+        reason = reason or super()._missing(version, device, named)
+        if reason and version == "aiter" and not named and aiter.installed():
+            warn_once((device, reason), "core attention: AITER is installed, but %s is not used: %s", version, reason)
+        return reason
 
     def _blocks_missing(self, device: torch.device) -> str | None:
         sizes, options = (self.heads, self.groups), dict(dtype=self.dtype, device=device)
@@ -379,7 +397,7 @@ class ZayaCoreAttention(nn.Module):
         self.shard = ContextShard.of(self.context_group, config.context_parallel_order)
         self.name = config.core_attention
         sizes = config.num_attention_heads, config.num_query_groups, config.kv_channels
-        # A missing package ends the run here, not in the first step.
+        # A missing package ends the run at this point, not in the first step.
         on_cpu = config.use_cpu_initialization or not torch.cuda.is_available()
         device = torch.device("cpu" if on_cpu else "cuda")
         core_attention(self.name, "whole", config.params_dtype, *sizes, False).choice(device, check=False)

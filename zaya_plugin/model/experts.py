@@ -49,7 +49,7 @@ def weight_gradients(
     function returns for the matrices: `handed_over_block`, or the products where the main gradients form no block.
 
     block: `as_block` of the matrices. Under Megatron's DDP the parameters' fp32 gradients (`main_grad`) form one block
-    too. The products are added to it here, and `grad_added_to_main_grad` is set for DDP. If the block's
+    too. The backward pass adds the products to it, and `grad_added_to_main_grad` is set for DDP. If the block's
     `gradient_is_unwritten` (zaya_plugin/optim/gradient_buffers.py), the products are written there instead.
     """
     main_grads, expert_block = [main_grad_of(matrix) for matrix in matrices], role_of(matrices[0]).block
@@ -180,8 +180,8 @@ class GroupedExperts(MegatronModule):
     ) -> Tensor:
         """x [T, h] sorted by expert, weights [T], offsets int32 [E] (end of each expert's rows) -> [T, h].
 
-        Rows at and beyond offsets[-1] are padding rows and stay uninitialised. recompute_rows: returns x once more in the
-        backward pass, so that it is not kept until then.
+        Rows at and beyond offsets[-1] are padding rows and stay uninitialised. recompute_rows: returns x once more in
+        the backward pass, so that it is not kept until then.
         """
         matrices = self.linear_fc1() + self.linear_fc2()
         return ExpertMLP.apply(x, weights, offsets, self.num_local_experts, recompute_rows, *matrices)

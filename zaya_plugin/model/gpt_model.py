@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole model: Megatron's GPTModel with ZAYA's head, loss, embedding gradient and RoPE.
 
-Megatron's loss makes an fp32 copy of all logits; with 262,272 classes that copy is the largest tensor of a step. Here
-only the logits of one chunk of tokens exist at a time.
+Megatron's loss makes an fp32 copy of all logits; with 262,272 classes that copy is the largest tensor of a step. In
+this module only the logits of one chunk of tokens exist at a time.
 
 The vocabulary's matrix is 1 GB in bf16 and used twice. Autograd would make a dense gradient for each use, their sum,
-and a pass that adds it to the fp32 main gradient. Here the head's matrix product and the embedding's rows are added to
-the main gradient directly. DDP's hook, which waits for both uses, then adds nothing.
+and a pass that adds it to the fp32 main gradient. In this model the head's matrix product and the embedding's rows are
+added to the main gradient directly. DDP's hook, which waits for both uses, then adds nothing.
 """
 
 from __future__ import annotations
@@ -78,15 +78,15 @@ class ZayaGPTModel(GPTModel):
     def promised_gradient(self, loss_mask: Tensor | None) -> Tensor | None:
         """Return the gradient [b, s] that the losses will get; None if it is not known in advance.
 
-        With calculate_per_token_loss the loss is sum(losses * loss_mask), so that gradient is loss_mask; the gradients of
-        weights are divided by the number of tokens after the backward pass.
+        With calculate_per_token_loss the loss is sum(losses * loss_mask), so that gradient is loss_mask; the gradients
+        of weights are divided by the number of tokens after the backward pass.
         """
         config = self.config
         return loss_mask if self.training and config.calculate_per_token_loss and not config.fp16 else None
 
     def _postprocess(self, hidden_states, input_ids, position_ids, labels, *positional, loss_mask=None, **named):
         with_loss = self.post_process and labels is not None
-        if not with_loss or named.get("output_processor") is not None or getattr(self.config, "use_mup", False):
+        if not with_loss or named.get("output_processor") is not None:
             return super()._postprocess(
                 hidden_states, input_ids, position_ids, labels, *positional, loss_mask=loss_mask, **named
             )
@@ -125,7 +125,7 @@ class ZayaRotaryEmbedding(RotaryEmbedding):
 def embedded(embedding: LanguageModelEmbedding, ids: Tensor, marks_main_grad: bool) -> Tensor:
     """Return the start of the stream [s, b, h] for ids int64 [b, s]; with sequence parallelism this rank's rows of it.
 
-    Computes what the call of `embedding` does, which has no positions and no dropout here, by EmbeddingRows: rows are
+    Computes what the call of `embedding` does, which has no positions and no dropout, by EmbeddingRows: rows are
     taken in the order of the stream, so that neither they nor their gradients have to be moved.
     """
     words, config = gathered(embedding.word_embeddings), embedding.config
@@ -134,8 +134,6 @@ def embedded(embedding: LanguageModelEmbedding, ids: Tensor, marks_main_grad: bo
     scatters = words.reduce_scatter_embeddings
     reduce = reduce_scatter_to_sequence_parallel_region if scatters else reduce_from_tensor_model_parallel_region
     rows = reduce(rows, group=words.tp_group)
-    if getattr(config, "use_mup", False):
-        rows = rows * config.mup_embedding_mult
     return rows.float() if config.fp32_residual_connection else rows
 
 

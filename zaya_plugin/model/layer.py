@@ -106,8 +106,8 @@ class ZayaTransformerLayer(TransformerLayer):
     def vectors(self) -> tuple[Tensor, ...]:
         """Return the small parameters that only `forward` reads.
 
-        The vectors of a norm that is recomputed by itself are left out, and so is the next layer's norm: that layer reads
-        it if something has replaced the stream in between.
+        The vectors of a norm that is recomputed by itself are left out, and so is the next layer's norm: that layer
+        reads it if something has replaced the stream in between.
         """
         norms = () if self.pre_mlp_layernorm.recompute else self.pre_mlp_layernorm.vectors()
         return (

@@ -2,10 +2,10 @@
 """The parameters of ZAYA's modules: created as Megatron would, read where their module is not called, and the
 gradients of a layer's vectors added together; and buffers that stay fp32.
 
-Everything created here is the same on all tensor-, expert- and data-parallel ranks: with `use_cpu_initialization`
-values come from the default CPU generator, else from Megatron's data-parallel tracker, and both are seeded alike on
-these ranks. Megatron's own linears and embedding, which are split over tensor-parallel ranks, are drawn by Megatron's
-rules.
+Everything that this module creates is the same on all tensor-, expert- and data-parallel ranks: with
+`use_cpu_initialization` values come from the default CPU generator, else from Megatron's data-parallel tracker, and
+both are seeded alike on these ranks. Megatron's own linears and embedding, which are split over tensor-parallel ranks,
+are drawn by Megatron's rules.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def gathered(module: nn.Module) -> nn.Module:
 
     With `overlap_param_gather` Megatron gathers updated parameters while the model already runs, and waits in a forward
     pre-hook on every module for that module's own parameters. Where several matrices are applied as one product, or
-    vectors go into one kernel, their modules are never called. So the pre-hooks run here, with no input: without them a
-    rank would compute with the other ranks' parameters of the previous step (if a bucket holds no module that is called
-    earlier).
+    vectors go into one kernel, their modules are never called. So this function runs the pre-hooks, with no input:
+    without them a rank would compute with the other ranks' parameters of the previous step (if a bucket holds no module
+    that is called earlier).
     """
     for key, hook in module._forward_pre_hooks.items():
         if key not in module._forward_pre_hooks_with_kwargs:  # Megatron's takes none

@@ -3,7 +3,7 @@
 
 Norms read the fp32 stream and write the parameters' dtype. A merge scales and shifts both of its inputs by learned
 vectors. The scale comes after the bias; the report's equation 6 (arXiv 2605.05365) adds the bias after the scale: the
-same functions with other parameter values. The released weights are stored for the form used here.
+same functions with other parameter values. The released weights are stored for the form of this module.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from zaya_plugin.model.parameters import ParameterView, constant_parameter, dire
 class ZayaRMSNorm(nn.Module):
     """RMSNorm with weight w (not 1 + w), as transformers `ZayaRMSNorm`.
 
-    transformers rounds the stream to the weight's dtype first; here the statistics see the fp32 stream. The two are
-    equal in an fp32 model. Built by Megatron as `norm(config=, hidden_size=, eps=)`.
+    transformers rounds the stream to the weight's dtype first; in this module the statistics see the fp32 stream. The
+    two are equal in an fp32 model. Built by Megatron as `norm(config=, hidden_size=, eps=)`.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
@@ -104,7 +104,7 @@ class ResidualScaling(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the normed stream and the new stream, by one operator.
 
-        The forward of neither module is called, so `gathered` waits here for the parameters of both.
+        The forward of neither module is called, so `gathered` waits for the parameters of both.
         """
         gathered(self)
         gathered(norm)

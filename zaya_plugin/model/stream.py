@@ -8,7 +8,8 @@ layers:
   through the norm), also across two layers of a stage (`link_layers`): 83 instead of 123 ms of the norms of 40 layers
   on an H200 (docs/log.md, 2026-11-21). With `layernorm` among recompute_modules a norm is computed by itself instead;
   its result is freed behind the module that read it, and the backward pass computes it again.
-* Megatron's transformer block passes a `context` from layer to layer, for cross-attention. Here it is the router state,
+* Megatron's transformer block passes a `context` from layer to layer, for cross-attention. In this model it is the
+router state,
   which is a tensor, so that it may also cross the border of a recomputed part; between linked layers it is a
   `LinkedContext`, which holds the normed stream too.
 * Between pipeline stages Megatron's schedules send one tensor only, and its gradient back. So the last layer of a stage
@@ -69,7 +70,7 @@ class Stream:
         assert context.normed.requires_grad or not hidden_states.requires_grad, (
             "a LinkedContext crossed the border of a recomputed part"
         )
-        # A hook may have replaced the stream since; then the layer norms it anew.
+        # A hook may have replaced the stream since; then the layer norms it again.
         normed = context.normed if context.stream is hidden_states else None
         return cls(layer, hidden_states, normed), context.router_state
 
@@ -98,7 +99,8 @@ class Stream:
         """Merge `output` [s, b, h] of the module that read the last norm into the stream.
 
         norm: the one that reads the stream next. The same operator computes it, and it is kept for the next call of
-        `self.norm`. Without it, or where it is recomputed, the merge is a formula of its own, which torch.compile fuses.
+        `self.norm`. Without it, or where it is recomputed, the merge is a formula of its own,
+        which torch.compile fuses.
         """
         if self._free is not None:
             self._free(output)
@@ -124,7 +126,7 @@ def link_layers(layers: Sequence[TransformerLayer], config: ZayaConfig) -> None:
     change.
 
     A layer is not linked at the end of a unit of full recomputation: only plain tensors carry gradients across that
-    border, and the normed stream would be kept beside the stream.
+    border, and the normed stream would be kept in addition to the stream.
     """
     for index, (layer, following) in enumerate(pairwise(layers)):
         norm = following.input_layernorm

@@ -3,9 +3,9 @@
 
 Megatron's ChainedOptimizer.step reads every gradient for its norm, waits for the result on the host, and multiplies all
 gradients by the clipping coefficient. Without Transformer Engine or apex it launches kernels and waits for every
-parameter. Here norm, coefficient and the decision to skip stay on the device, where the update's kernels read them. The
-host launches the whole update and then waits for the norm alone, while the device is busy with the update. So `step`
-returns the exact outcome, and the device does not idle.
+parameter. In this optimizer norm, coefficient and the decision to skip stay on the device, where the update's kernels
+read them. The host launches the whole update and then waits for the norm alone, while the device is busy with the
+update. So `step` returns the exact outcome, and the device does not idle.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ChainedMuonAdamW(ChainedOptimizer):
         model_chunks: the models whose gradients Megatron scales; the step multiplies by the factor.
         non_finite: what happens on all ranks if any gradient is infinite or NaN. "skip": the step changes nothing.
             "stop": it also raises NonFiniteGradientsError. None: gradients are not checked.
-        max_non_finite: with "skip": so many such steps in a row raise too; None: any number is skipped.
+        max_non_finite: with "skip": this number of such steps in a row raises too; None: any number is skipped.
 
     Attributes:
         deferred: the factor, 1 / number of tokens, by which the gradients in DDP's buffers must still be multiplied.
@@ -89,7 +89,7 @@ class ChainedMuonAdamW(ChainedOptimizer):
         torch's fused AdamW leaves its gradients scaled, and Muon leaves them unscaled.
         """
         self.grad_norms_by_group = {}
-        # Sets `grad` of the fp32 weights. True only if fp16's loss scaling has found a gradient that is not finite.
+        # Sets `grad` of the fp32 weights. True only if fp16's loss scaling has seen a gradient that is not finite.
         if self.prepare_grads():
             return False, None, None
         square_sum, non_finite_count = self._measure()
@@ -132,8 +132,8 @@ class ChainedMuonAdamW(ChainedOptimizer):
                     message(
                         "optim.max_non_finite_steps",
                         self.max_non_finite,
-                        problem="the gradients of so many steps in a row hold an infinity or NaN. Weights and optimizer "
-                        "state are as before the first of them",
+                        problem="the gradients of this number of steps in a row hold an infinity or NaN. Weights and "
+                        "optimizer state are as before the first of them",
                         fix="look at the data of these steps; with other weights or a lower optim.lr the same command "
                         "with resume=auto may pass them",
                     )

@@ -2,7 +2,7 @@
 """Megatron's optimizer factory with MuonAdamW in place of its Adam, for every host that calls `get_megatron_optimizer`.
 
 The factory is Megatron's own (0.19, and 0.16 as Primus pins it). During the call the two classes that it looks up,
-`Adam` and `DistributedOptimizer`, are replaced; the chain of its optimizers is then made anew. Megatron's registry of
+`Adam` and `DistributedOptimizer`, are replaced; the chain of its optimizers is then made again. Megatron's registry of
 emerging optimizers is not used: it wraps a registered optimizer in the layer-wise optimizer (see
 zaya_plugin/optim/sharding/distributed.py).
 """
@@ -49,7 +49,7 @@ def build_muon_adamw(
         muon: settings of Muon.
         non_finite: "skip" skips a step with non-finite gradients on all ranks, "stop" also raises
             NonFiniteGradientsError, None disables the check.
-        max_non_finite: with "skip": raise after so many such steps in a row.
+        max_non_finite: with "skip": raise after this number of such steps in a row.
         chain: class of the result.
     """
     overrides = _config_overrides(config, model_chunks)

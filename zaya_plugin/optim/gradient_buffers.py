@@ -68,8 +68,8 @@ def _joined(groups: list) -> _ParamAndGradBucketGroup:
 
 
 def _layer(bucket_group) -> int | tuple:
-    """Return the lowest layer in the group, which waits for it first and fills it last; a unique key for a group without expert
-    blocks.
+    """Return the lowest layer in the group, which waits for it first and fills it last; a unique key for a group
+    without expert blocks.
     """
     blocks = (role_of(param).block for bucket in bucket_group.buckets for param in bucket.params_list)
     return min((block.layer for block in blocks if block is not None), default=(id(bucket_group),))

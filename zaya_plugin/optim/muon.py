@@ -22,14 +22,14 @@ The path of a matrix's gradient to its new weight under the distributed optimize
     chained.py                  `step`, in which all lines up to the next of DDP run
     sharding/distributed.py     `_copy_model_grads_to_main_grads`: this rank's part becomes `grad` of its fp32 weight
     chained.py                  `_measure`: norm, clipping coefficient and decision to skip become a `StepContext`
-    muon.py                     by Megatron's `step_with_ready_grads`: `MuonAdamW.update`: whole matrices in rounds (`update_matrices`), cut ones together
-                                (`update_pieces`)
+    muon.py                     by Megatron's `step_with_ready_grads`: `MuonAdamW.update`: whole matrices in rounds
+                                (`update_matrices`), cut ones together (`update_pieces`)
       hip_ops.MatrixBatches     batches of matrices of one shape
       hip_ops.muon_momentum_    multiplies the gradient by the scale and updates the momentum
       hip_ops.newton_schulz     orthogonalises a batch
       hip_ops.muon_update_      writes the fp32 weight and this rank's part of DDP's parameter buffer
-    Megatron's DDP              all-gather of the parameter buffer. The forward pass waits for it: experts by the hook of
-                                `GroupedWeight` (model/experts.py), modules that are not called by `gathered`
+    Megatron's DDP              all-gather of the parameter buffer. The forward pass waits for it: experts by the hook
+                                of `GroupedWeight` (model/experts.py), modules that are not called by `gathered`
                                 (model/parameters.py)
 
 The owner of a matrix is planned before, when DDP lays out its buffers, by sharding/placement.py. Where a layout cuts a

@@ -69,8 +69,8 @@ def role_of(parameter: Tensor) -> ParameterRole:
 def tag_parameters(
     model: nn.Module, overrides: Iterable[Override] = (), split_gate_up: bool = False, default: str = "muon"
 ) -> dict[str, ParameterRole]:
-    """Attach each parameter's role, before DDP lays out its buffers; return all roles by name. Arguments, and errors: as
-    `assign`.
+    """Attach each parameter's role, before DDP lays out its buffers; return all roles by name. Arguments, and errors:
+    as `assign`.
     """
     roles = assign(model.named_parameters(), overrides, split_gate_up, default)
     for name, parameter in model.named_parameters():

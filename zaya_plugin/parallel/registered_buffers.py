@@ -32,7 +32,7 @@ def register(group, device, pool, symmetric: bool) -> None:
             problem=(
                 f"{gib:.2f} GiB cannot be registered with this NCCL or RCCL and torch {torch.__version__} ({refused})"
             ),
-            allowed="false here",
+            allowed="false on this machine",
             fix="parallel.nccl_ub=false",
         ) from refused
     if (pool, group) not in _registered:

@@ -62,8 +62,8 @@ def best_interval(cost: float, failures: float) -> float:
 
 
 def rank_bytes(shape: Shape, layout: ParallelSizes, optimizer: Optimizer) -> float:
-    """Return the bytes that the fullest rank saves. Shards hold whole matrices, so the fullest has more than the mean by
-    the padding of its buffers (docs/optimizer.md has the shards of ZAYA1-base).
+    """Return the bytes that the fullest rank saves. Shards hold whole matrices, so the fullest has more than the mean
+    by the padding of its buffers (docs/optimizer.md has the shards of ZAYA1-base).
     """
     local, padded = local_parameters(shape, layout), padded_parameters(shape, layout, optimizer.muon)
     experts = local["experts"] / layout.expert_shards
@@ -113,8 +113,8 @@ def plan_of(recipe: Recipe, world_size: int) -> CheckpointPlan:
 
 
 def lines(recipe: Recipe, world_size: int, verbose: bool = True) -> list[str]:
-    """Return the plan for a dry run: without `verbose` the size, and the shortest interval with the recipe's way of saving.
-    Empty on a CPU, as the memory plan.
+    """Return the plan for a dry run: without `verbose` the size, and the shortest interval with the recipe's way of
+    saving. Empty on a CPU, as the memory plan.
     """
     if recipe.cluster.device == "cpu":
         return []
@@ -132,8 +132,10 @@ def lines(recipe: Recipe, world_size: int, verbose: bool = True) -> list[str]:
         size,
         f"  {plan.rank / 1e9:8.2f} GB  of the fullest rank; {plan.node / 1e9:.1f} GB of host memory in a node for the "
         "buffers of asynchronous saves",
-        f"  {plan.copy:8.3f} s   to copy them to the host at machine.host_link_gb_per_s={machine.host_link_gb_per_s:g},",
-        f"             hidden behind a step of {plan.hiding_tokens:,.0f} tokens a device or more (this recipe: {tokens:,.0f})",
+        f"  {plan.copy:8.3f} s   to copy them to the host at "
+        f"machine.host_link_gb_per_s={machine.host_link_gb_per_s:g},",
+        f"             hidden behind a step of {plan.hiding_tokens:,.0f} tokens a device or more (this recipe: "
+        f"{tokens:,.0f})",
         f"  {plan.drain:8.1f} s   to write them at machine.storage_gb_per_s={machine.storage_gb_per_s:g}",
         f"  shortest sensible checkpoint.save_interval with a failure every {plan.failures / 3600:,.1f} h "
         f"(machine.device_hours_per_failure={machine.device_hours_per_failure:g});",
@@ -142,7 +144,7 @@ def lines(recipe: Recipe, world_size: int, verbose: bool = True) -> list[str]:
     for way, cost in plan.costs.items():
         seconds = plan.interval(cost)
         report.append(
-            f"  {seconds:8.0f} s   {ceil(seconds / plan.least_step):,} steps, {way}: a cost of {cost:.2f} s a save gives "
-            f"{best_interval(cost, plan.failures):.0f} s, the drain {plan.drain:.0f} s"
+            f"  {seconds:8.0f} s   {ceil(seconds / plan.least_step):,} steps, {way}: a cost of {cost:.2f} s a save "
+            f"gives {best_interval(cost, plan.failures):.0f} s, the drain {plan.drain:.0f} s"
         )
     return report

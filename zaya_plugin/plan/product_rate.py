@@ -2,7 +2,7 @@
 """Rate of a matrix product from its sizes: the loop's matrix, LDS and L1 clocks, and whole tiles on whole processors.
 
 A machine's recipe gives the rate of one large product (`machine.gemm_tflops`), measured or what public kernels reach.
-Here that rate is scaled by the ratio of two ideal rates, of the given product and of 8192 x 8192 x 8192. An ideal rate
+That rate is scaled by the ratio of two ideal rates, of the given product and of 8192 x 8192 x 8192. An ideal rate
 is that of the best tile: its loop takes the longest of its three clocks for each 32 of k, then all units store their
 tiles at the copy rate, and the last round may leave units idle. Not modelled: launches, the first loads, the clock
 under load, the L2 cache, and stores under another tile's loop; docs/benchmarks.md shows the error. No torch import.

@@ -11,8 +11,9 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from zaya_plugin.config.layout import data_parallel_size
 from zaya_plugin.config.schema import RECOMPUTE_MODULES, MachineConfig, Recipe
-from zaya_plugin.config.validate import data_parallel_size, with_graphs
+from zaya_plugin.config.validate import with_graphs
 from zaya_plugin.data.sources import padded, vocabulary_of
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.plan.flops import Shape, forward_flops_by_part
@@ -133,8 +134,8 @@ def with_recompute(recipe: Recipe, world_size: int, vocabulary: int | None = Non
             "parallel.recompute_granularity",
             "auto",
             problem=f"the step needs {least.plan.total / GIB:.1f} GiB a device even with {least.name} recomputed "
-            f"({table(least.plan)}), and {(1 - RESERVED_SHARE) * memory_gib:.1f} of cluster.memory_gib={memory_gib:g} are "
-            "available",
+            f"({table(least.plan)}), and {(1 - RESERVED_SHARE) * memory_gib:.1f} of cluster.memory_gib={memory_gib:g} "
+            "are available",
             allowed="a step that fits",
             fix=f"a smaller stage.micro_batch_size (currently {recipe.stage.micro_batch_size}), or more data-, "
             "context-, expert- or pipeline-parallel ranks",
@@ -156,8 +157,8 @@ def with_recompute(recipe: Recipe, world_size: int, vocabulary: int | None = Non
 
 
 def lines(recipe: Recipe, world_size: int, verbose: bool = True) -> list[str]:
-    """Return the plan for a dry run: the sum, and with `verbose` the components and the largest tensors that a layer keeps.
-    Empty on a CPU, which the plan does not cover.
+    """Return the plan for a dry run: the sum, and with `verbose` the components and the largest tensors that a layer
+    keeps. Empty on a CPU, which the plan does not cover.
     """
     if recipe.cluster.device == "cpu":
         return []

@@ -22,10 +22,10 @@ from zaya_plugin.ground.errors import ENDED_EARLY, mistake, nearest_name
 from zaya_plugin.ground.whole_file import write_whole
 from zaya_plugin.handover.data_places import source_uses, with_consumed
 from zaya_plugin.handover.predecessor import domain_losses, finished_stage, losses
-from zaya_plugin.run.curriculum import Curriculum, Stage
 from zaya_plugin.run.dry_run import MORE, describe, stops, unchecked_parts, verdict
 from zaya_plugin.run.launch import last_words, launch
 from zaya_plugin.run.rank_plan import Plan, check_environment, make_plan, rank_environment, task_count, whole_variable
+from zaya_plugin.run.stages import Curriculum, Stage
 
 NOTHING_CREATED = "--dry-run: nothing was created or started"
 STATE = "curriculum.json"

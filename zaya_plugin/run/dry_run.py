@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from zaya_plugin.checkpoint.run_lock import check_free
 from zaya_plugin.config.arguments import megatron_arguments
+from zaya_plugin.config.layout import data_parallel_size
 from zaya_plugin.config.run_directory import check_resume, written_by
 from zaya_plugin.config.schedule import step_count, token_count
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.config.validate import data_parallel_size
 from zaya_plugin.data.sources import find_sources
 from zaya_plugin.ground.errors import of_the_machine
 from zaya_plugin.plan import checkpoint_plan, recipe_plan
@@ -60,8 +60,8 @@ def without_advice(problem: str) -> str:
 def describe(recipe: Recipe, plan: Plan, overrides: Sequence[str] = (), *, verbose: bool = False) -> list[str]:
     """Return lines about what would start.
 
-    overrides: the words after `zaya train` on several nodes. verbose: with the environment, Megatron's arguments and the
-    tables of both plans.
+    overrides: the words after `zaya train` on several nodes. verbose: with the environment, Megatron's arguments and
+    the tables of both plans.
     """
     if several_nodes(plan):
         plan = replace(plan, command=[*plan.command, *overrides])

@@ -72,8 +72,8 @@ def launch(
     vocabulary: int | None = None,
     run: Callable[[Recipe, Plan], int] | None = None,
 ) -> int:
-    """Run `recipe` and return an exit code: 0, that of the first failing rank, ENDED_EARLY after a signal upon which the
-    ranks have saved, or 128 + signal after one upon which they have not.
+    """Run `recipe` and return an exit code: 0, that of the first failing rank, ENDED_EARLY after a signal upon which
+    the ranks have saved, or 128 + signal after one upon which they have not.
 
     Raises ValueError for a user's mistake before the start. With `dry_run` nothing is created.
 
@@ -269,8 +269,8 @@ def run_ranks(plan: Plan, log_dir: Path) -> Ended:
 
 
 def _as_torchrun() -> None:
-    """In the process that becomes torchrun: if this one is killed, torchrun and the ranks get SIGTERM. It knows no signals
-    of batch systems, which come to all processes of a job; its ranks do.
+    """In the process that becomes torchrun: if this one is killed, torchrun and the ranks get SIGTERM. It knows no
+    signals of batch systems, which come to all processes of a job; its ranks do.
     """
     die_with_parent()
     for number in BATCH_SIGNALS:
@@ -347,8 +347,8 @@ class RankFailure:
         ):
             return self.text[start:]
         return (
-            f"zaya: rank {self.rank} failed first, exit code {self.exit_code}:\n{self.text}\n"
-            f"zaya: complete log: {self.log}"
+            f"zaya: rank {self.rank} failed first, exit code {self.exit_code}:\n{self.text}\nzaya: complete log: "
+            f"{self.log}"
         )
 
 
@@ -378,8 +378,8 @@ def first_failure(log_dir: Path, torchrun_log: Path) -> RankFailure | None:
 
 
 def _left_with_message(code: int, stderr: Path) -> bool:
-    """Return whether a rank left with a message of its own, for a user's mistake (2) or because training cannot go on (1,
-    ROLL_BACK).
+    """Return whether a rank left with a message of its own, for a user's mistake (2) or because training cannot go on
+    (1, ROLL_BACK).
     """
     text = _last_part(stderr)
     start = max(text.rfind("\nzaya: "), 0 if text.startswith("zaya: ") else -1)
@@ -394,7 +394,9 @@ def _last_part(stderr: Path) -> str:
 
 
 def last_words(stderr: str) -> str:
-    """Return the last traceback in `stderr`, behind the error that it began with, or its last lines where it has none."""
+    """Return the last traceback in `stderr`, behind the error that it began with,
+    or its last lines where it has none.
+    """
     start = stderr.rfind("Traceback (most recent call last)")
     if (chains := CHAIN.findall(stderr)) and chains[-1].rstrip() != (first := re.match(BLOCK, chains[-1])[0].rstrip()):
         return f"it began with {first.splitlines()[-1]}\n{last_words(stderr[start:])}"

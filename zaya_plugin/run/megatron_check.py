@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's own validation of a recipe, and its optim.overrides, before any rank starts. No torch import.
 
-Torch and Megatron are imported in a process of its own without a device (zaya_plugin.hosts.argument_check), which answers
-for all recipes of one command. A recipe that was accepted is remembered in a folder of the user, so that a restart does
-not pay for the process again; a refused one is checked at every start.
+Torch and Megatron are imported in a process of its own without a device (zaya_plugin.hosts.argument_check), which
+answers for all recipes of one command. A recipe that was accepted is remembered in a folder of the user, so that a
+restart does not pay for the process again; a refused one is checked at every start.
 """
 
 import atexit
@@ -39,7 +39,7 @@ FOLDER = "ZAYA_CACHE"
 # Without an answer for so long the check has failed: imports take seconds, from a slow file system minutes.
 ANSWER_SECONDS = 600.0
 END_SECONDS = 10.0
-KEPT = 1000  # accepted recipes; the oldest are removed
+KEPT_RECIPES = 1000  # accepted recipes; the oldest are removed
 # With one of these installed, or another version of it, Megatron may answer otherwise.
 PACKAGES = ("torch", "megatron-core", "numpy", "transformers", "transformer-engine", "transformer-engine-torch", "apex")
 # Variables that Megatron and the libraries below it read.
@@ -103,7 +103,7 @@ def _keep(file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
         known = sorted(file.parent.glob("*.accepted"), key=lambda path: path.stat().st_mtime)
-        for old in known[:-KEPT]:
+        for old in known[:-KEPT_RECIPES]:
             old.unlink(missing_ok=True)
 
 

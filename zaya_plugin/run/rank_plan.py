@@ -21,7 +21,8 @@ HIDDEN_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_D
 # Required by Megatron's --deterministic-mode; one ring adds in one order, and a fixed workspace keeps cuBLAS to one
 # algorithm.
 DETERMINISTIC = {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
-# Transformer Engine's fp32 products are TF32 on NVIDIA, independent of torch's switches; cuBLAS reads this when it starts.
+# Transformer Engine's fp32 products are TF32 on NVIDIA, independent of torch's switches;
+# cuBLAS reads this when it starts.
 FULL_FP32 = {"NVIDIA_TF32_OVERRIDE": "0"}
 # Read by NCCL 2.28 and later, and by RCCL of that age: registered buffers are gathered by copy engines.
 COPY_ENGINES = {"NCCL_CTA_POLICY": "2"}
@@ -50,7 +51,8 @@ class Plan:
 def make_plan(recipe: Recipe, environ: Mapping[str, str], worker: Sequence[str] = (), any_node: bool = False) -> Plan:
     """Return the plan for `environ`: join the ranks of torchrun or SLURM, or start them.
 
-    This is the one place in which a process that starts or joins a run validates its recipe.
+    This is the one place in which a process that starts or joins a run validates its recipe; a rank validates the one
+    that it gets, with the values for `auto` (hosts/worker.py).
 
     Args:
         worker: as Plan's.
@@ -155,7 +157,9 @@ def _complete(environ: Mapping[str, str], names: Sequence[str], how: str) -> Non
 
 
 def whole_variable(environ: Mapping[str, str], name: str, least: int, most: int | None = None, of: str = "") -> int:
-    """Return the variable as a number; raises ValueError if it is not one, or out of range. of: the variable that limits it."""
+    """Return the variable as a number; raises ValueError if it is not one, or out of range. of:
+    the variable that limits it.
+    """
     text = environ[name]
     number = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
     if number is None or number < least or most is not None and number > most:
@@ -171,8 +175,8 @@ def whole_variable(environ: Mapping[str, str], name: str, least: int, most: int 
 
 
 def task_count(environ: Mapping[str, str]) -> str:
-    """Return the variable with the number of tasks of this step. SLURM_NTASKS may be of the whole job: a shell inside an
-    interactive step (`salloc`) has it, and is the only task of its step.
+    """Return the variable with the number of tasks of this step. SLURM_NTASKS may be of the whole job: a shell inside
+    an interactive step (`salloc`) has it, and is the only task of its step.
     """
     return "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya export slurm`: a readable batch script for a run or a whole curriculum, or its submission through submitit. No torch
-import.
+"""`zaya export slurm`: a readable batch script for a run or a whole curriculum, or its submission through submitit. No
+torch import.
 """
 
 import os

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the recipe that a start runs: values for `auto`, what it takes over from an earlier start or stage, and the changes
-with which a run cannot resume. No torch import.
+"""Make the recipe that a start runs: values for `auto`, what it takes over from an earlier start or stage, and the
+changes with which a run cannot resume. No torch import.
 """
 
 import math
@@ -27,7 +27,8 @@ from zaya_plugin.run.surroundings import unused
 SCHEDULE_KEYS = {path for path, field in leaves() if field.metadata["resume"] in (LENGTH, SCHEDULE, STEPS_TO_TRAIN)}
 # NCCL's watchdog ends a rank from C++, and `launch.without_graphs` is then not reached
 IF_ABORTED = (
-    "cluster.graphs={}: one graph a step. If a rank is aborted while the first step is captured, add cluster.graphs=none "
+    "cluster.graphs={}: one graph a step. If a rank is aborted while the first step is captured, add "
+    "cluster.graphs=none "
     "to the command of all ranks"
 )
 
@@ -87,8 +88,8 @@ def check_changed_keys(recipe: Recipe, plan: Plan) -> None:
 
 
 def changed_keys(recipe: Recipe) -> tuple[list[str], list[str]]:
-    """Return messages about changes of the recipe that a run cannot resume with, and lines about those that it can; both
-    empty for a new run or stage.
+    """Return messages about changes of the recipe that a run cannot resume with, and lines about those that it can;
+    both empty for a new run or stage.
 
     Compared is the recipe that the newest complete checkpoint keeps, or run_dir/recipe.yaml where an earlier version
     wrote it.
@@ -103,8 +104,8 @@ def changed_keys(recipe: Recipe) -> tuple[list[str], list[str]]:
 
 
 def resume_lines(before: Mapping[str, Any], recipe: Recipe, step: int) -> list[str]:
-    """Return a line about a run that has no step left behind the checkpoint of `step`, or about the learning rate of the
-    next step if the recipe before had another one for it. before: its values by key.
+    """Return a line about a run that has no step left behind the checkpoint of `step`, or about the learning rate of
+    the next step if the recipe before had another one for it. before: its values by key.
     """
     if step >= (steps := step_count(recipe)):
         return [

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check what a start needs: packages, devices, memory and ports of this machine, directories and data. No torch import."""
+"""Check what a start needs: packages, devices, memory and ports of this machine, directories and data.
+No torch import.
+"""
 
 import errno
 import itertools
@@ -107,8 +109,8 @@ def check_memory(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> N
             raise mistake(
                 "model",
                 recipe.model.name,
-                problem=f"does not fit: weights, gradients and optimizer state need {needed / recipe_plan.GIB:,.1f} GiB "
-                f"for {plan.local_ranks} ranks on a machine with {memory / recipe_plan.GIB:,.1f} GiB of memory",
+                problem=f"does not fit: weights, gradients and optimizer state need {needed / recipe_plan.GIB:,.1f} "
+                f"GiB for {plan.local_ranks} ranks on a machine with {memory / recipe_plan.GIB:,.1f} GiB of memory",
                 allowed="a model that fits",
                 fix=f"{smaller}, or more ranks that share it (docs/parallelism.md)",
             )
@@ -119,8 +121,8 @@ def check_memory(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> N
         raise mistake(
             "cluster.memory_gib",
             f"{recipe.cluster.memory_gib:g}",
-            problem=f"the step does not fit: the memory plan needs {sum(components.values()) / recipe_plan.GIB:,.1f} GiB "
-            f"of a device, {components[largest] / recipe_plan.GIB:,.1f} of them for {largest}",
+            problem=f"the step does not fit: the memory plan needs {sum(components.values()) / recipe_plan.GIB:,.1f} "
+            f"GiB of a device, {components[largest] / recipe_plan.GIB:,.1f} of them for {largest}",
             allowed="a step that fits; or null, with which the plan is printed and not checked",
             fix="parallel.recompute_granularity=auto, a smaller stage.micro_batch_size (currently "
             f"{recipe.stage.micro_batch_size}), {smaller}, or more ranks that share it (docs/parallelism.md)",

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The messages of a rank to the supervisor of its node: its phase, every finished step, and on request where it waits.
 
-`zaya aegis run` sets ZAYA_AEGIS_DIR, a folder of the node; without it every function here returns at once. In it:
+`zaya aegis run` sets ZAYA_AEGIS_DIR, a folder of the node; without it every function of this module returns at once.
+In it:
 
     rank<N>.json         one line of LINE_BYTES bytes, written in place at every change of phase and at every step
     rank<N>.stacks       the stacks of all threads, appended at each STACKS_SIGNAL, also while a thread waits in C++

@@ -23,8 +23,8 @@ from zaya_plugin.ground.errors import mistake
 logger = logging.getLogger(__name__)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # of cluster.dtype
 # Where ranks have different HIP libraries, cluster.kernels=triton makes them equal: Triton's versions do not use the
-# library. Where they have different releases of Triton, cluster.kernels=reference does.
-KERNELS_WITHOUT = {operator.LIBRARY: "triton", operator.TRITON: "reference"}
+# library. Where they have different shipped objects or releases of Triton, cluster.kernels=reference does.
+KERNELS_WITHOUT = {operator.LIBRARY: "triton", operator.OBJECTS: "reference", operator.TRITON: "reference"}
 Choices = dict[str, tuple[str, ...]]  # by operator: the versions that run, best first
 
 

@@ -248,7 +248,7 @@ class Lifecycle:
             raise mistake(
                 str(self.directory),
                 problem=f"no checkpoint is complete. {'; '.join(uploads) or 'The only one is of another run'}",
-                fix="start on the nodes that hold its files, or remove its iter_* folder to begin anew",
+                fix="start on the nodes that hold its files, or remove its iter_* folder to begin from the start",
             )
         lines = self._skip(skipped)
         self._history = past = starts.history(self.directory, step, self.recipe_checksum, self.run_dir)
@@ -315,7 +315,9 @@ class Lifecycle:
             self.lock.check()
 
     def after_save(self, iteration: int) -> None:
-        """Remove older checkpoints, and what killed saves have left, on rank 0, once that of `iteration` is complete."""
+        """Remove older checkpoints, and what killed saves have left, on rank 0,
+        once that of `iteration` is complete.
+        """
         if torch.distributed.get_rank() != 0 or on_disk.problems(self.directory, iteration):
             return
         manifest.remove_leftovers(self.directory)

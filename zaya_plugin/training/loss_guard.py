@@ -3,9 +3,9 @@
 
 z = (value - median) / (1.4826 * MAD) over the last `guard.window` steps that were no spike; MAD is the median of the
 distances from the median. One outlier changes neither, while it would double a mean and a standard deviation. A step is
-a spike if the loss has z >= `guard.threshold`, or half of it while the norm of the gradients has z >= `guard.threshold`:
-the norm alone often spikes without harm, since gradients are clipped. Only the upward side counts. After
-`guard.patience` such steps in a row the guard acts.
+a spike if the loss has z >= `guard.threshold`, or half of it while the norm of the gradients has z >=
+`guard.threshold`: the norm alone often spikes without harm, since gradients are clipped. Only the upward side counts.
+After `guard.patience` such steps in a row the guard acts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MIN_DEVIATION = 1e-3  # of the median: the least deviation, for losses that hard
 
 
 class RollBackError(RunEndedError):
-    """All ranks leave together because the loss has spiked, in `first_step` first; the weights before that step gave this
-    loss, so checkpoints from the step before on hold a spoiled state.
+    """All ranks leave together because the loss has spiked, in `first_step` first; the weights before that step gave
+    this loss, so checkpoints from the step before on hold a spoiled state.
     """
 
     exit_code = ROLL_BACK
@@ -134,8 +134,9 @@ def roll_back(first_step: int, step: int, last_good: str) -> RollBackError:
     text = message(
         "guard.loss_spike",
         "roll_back",
-        problem=f"the loss has spiked since step {first_step}; later checkpoints than of step {max(0, first_step - 2)} are not used. "
-        f"{last_good}",
-        fix=f"the same command with resume=auto; data.skip_steps=[{max(1, first_step - 1)}-{step}] leaves out the batches of these steps",
+        problem=f"the loss has spiked since step {first_step}; later checkpoints than of step {max(0, first_step - 2)} "
+        f"are not used. {last_good}",
+        fix=f"the same command with resume=auto; data.skip_steps=[{max(1, first_step - 1)}-{step}] leaves out the "
+        "batches of these steps",
     )
     return RollBackError(text, first_step)

@@ -124,7 +124,7 @@ class Reporter:
             self.print(step_line({**row, "last_step": step.last_step}))
 
     def validation(self, step: int, loss: float, tokens: int, domains: Mapping[str, float] | None = None) -> None:
-        """Report a validation loss (mean nats a token) of so many `tokens`, and that of each of its `domains`."""
+        """Report a validation loss (mean nats a token) of `tokens` tokens, and that of each of its `domains`."""
         if self.reports:
             domains = domains or {}
             self.validated = (loss, tokens)

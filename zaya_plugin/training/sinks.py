@@ -139,7 +139,7 @@ class Guarded:
         except Exception as failure:
             if not self.failed:
                 self.failed = True
-                self.say(f"metrics: {self.name} failed and is incomplete from here on: {failure!r}")
+                self.say(f"metrics: {self.name} failed and is incomplete from this step on: {failure!r}")
 
 
 class Background:

@@ -125,9 +125,9 @@ class AgreedSignal:
     """Takes the place of Megatron's DistributedSignalHandler in its loop: all ranks agree on a StepMessage, without a
     wait.
 
-    Megatron gathers all ranks' flags after each step and reads them, which waits for all work of the device. Here the
-    answer of the step before is read, which is on the host already. So a run ends one step later, and on all ranks at
-    the same step.
+    Megatron gathers all ranks' flags after each step and reads them, which waits for all work of the device. In this
+    queue the answer of the step before is read, which is on the host already. So a run ends one step later, and on all
+    ranks at the same step.
 
     Args:
         handler: Megatron's handler, installed.
@@ -136,8 +136,8 @@ class AgreedSignal:
         spiked: returns the message's `spike`, 0 where no guard may roll back.
 
     Attributes:
-        since: the time (monotonic) at which the signal was noticed on this rank, or None: set once all ranks agree on the
-            signal, since decisions that follow from it have collectives.
+        since: the time (monotonic) at which the signal was noticed on this rank, or None: set once all ranks agree on
+            the signal, since decisions that follow from it have collectives.
     """
 
     def __init__(

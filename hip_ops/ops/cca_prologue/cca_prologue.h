@@ -23,14 +23,6 @@
 #define HO_KERNEL_WAVES(name, threads, waves) HO_KERNEL(name, threads)
 #endif
 
-// HO_KERNEL for one wave a SIMD that takes at most `registers` a lane, VGPRs and AGPRs together.
-#if defined(__HIP_DEVICE_COMPILE__) && __clang_major__ < 20
-#define HO_KERNEL_REGISTERS(name, threads, registers) \
-  extern "C" __global__ __launch_bounds__(threads, 1) __attribute__((amdgpu_num_vgpr((registers) / 2))) void name
-#else
-#define HO_KERNEL_REGISTERS(name, threads, registers) HO_KERNEL_WAVES(name, threads, 1)
-#endif
-
 // Hides `raw` from the compiler, so that it converts again instead of keeping the result in twice as many registers over the loop.
 template <class T> __device__ __forceinline__ void forget(T& raw) {
 #if HO_HIP
@@ -51,34 +43,6 @@ __device__ __forceinline__ int uniform(int v) {
   return __builtin_amdgcn_readfirstlane(v);
 #else
   return v;
-#endif
-}
-
-// Copies arguments to single scalar registers: they arrive in groups of up to 16 registers, which the compiler keeps or spills as a whole.
-template <class... T> __device__ __forceinline__ void split_scalars(T&... values) {
-#if defined(__HIP_DEVICE_COMPILE__)
-  (..., [](auto& v) { asm("" : "+s"(v)); }(values));
-#endif
-}
-
-// Up to clang 19, registers run short without the hints that follow, and clang 22 spills with them. Checked with 19 and 22.
-#if defined(__HIP_DEVICE_COMPILE__) && __clang_major__ < 20
-#define HO_REGISTER_HINTS 1
-#else
-#define HO_REGISTER_HINTS 0
-#endif
-
-// Keeps sums of matrix products in accumulator registers.
-__device__ __forceinline__ void keep_accumulating(f32x16& sum) {
-#if HO_REGISTER_HINTS
-  asm("" : "+a"(sum));
-#endif
-}
-
-// Keeps two bf16 in a register from here on, where the compiler would keep each in its own until its use.
-__device__ __forceinline__ void keep_packed(bf16x8& pairs) {
-#if HO_REGISTER_HINTS
-  asm("" : "+v"(pairs));
 #endif
 }
 

@@ -1,29 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loads of a tile of the CCA prologue's backward and its computation of dy; cca_prologue_backward.hip has the pass and describes the layout
-// of tiles and LDS.
+// The parts of the CCA prologue's backward: tiles, the computation of dy, and the value channels; cca_prologue_backward.hip has the kernels and
+// describes the layout of tiles and LDS.
 #pragma once
 #include "cca_prologue.h"
 
 constexpr int kBehind = 2, kZeroRow = kTile + kBehind;  // rows of dy in LDS beyond the tile's
 constexpr int kRowChunks = kHeadDim / 8;                // 16-byte chunks of a row of dy
 constexpr int kRowQuads = kTile / 4;                    // groups of four rows of a tile
-constexpr int kOperands = 4 * kHeadDim * kRowQuads;
+constexpr int kOperand = kHeadDim * kRowQuads;          // of the sums' products, in units of 8 bytes
 
-struct BackwardPointers {
-  const bf16 *d_query, *d_key, *d_value, *query, *key;
-  const float *inverse_norm, *temperature, *rope;
-  const bf16 *projected, *halo, *depthwise_weight, *grouped_weight;
-  const uint8_t* starts;
-  bf16 *d_projected, *d_halo, *d_value_halo;
-  float *partial, *partial_bias, *partial_temperature;
-  int q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head;  // strides
+struct UpstreamPointers {
+  const bf16 *d_query, *d_key, *query, *key;
+  const float *inverse_norm, *temperature;
+  int q_row, q_batch, q_head, k_row, k_batch, k_head;  // strides
 };
-
-__device__ __forceinline__ int dy_chunk_at(int row, int chunk) { return row * kRowChunks + (chunk ^ (row % 8)); }
-
-// The position of group `quad` of four rows of channel c, in units of 8 bytes: eight groups per channel, rotated by the channel,
-// so that neighbouring channels, which lanes access together, lie in different banks.
-__device__ __forceinline__ int operand_at(int channel, int quad) { return channel * kRowQuads + ((quad + channel + channel / 8) % kRowQuads); }
 
 template <class V, class T> __device__ __forceinline__ V load_at(const T* base, unsigned offset) {
   return *reinterpret_cast<const V*>(reinterpret_cast<const char*>(base) + uint64_t(offset * unsigned(sizeof(T))));
@@ -69,7 +59,7 @@ struct Source {
   int row_stride, batch_stride, out_stride;
   float to_unit, to_x;  // out * to_unit is the rotated direction of x; to_x is a factor beside inverse_norm
 
-  __device__ __forceinline__ Source(int head, const BackwardPointers& g, const PrologueShape& p) {
+  __device__ __forceinline__ Source(int head, const UpstreamPointers& g, const PrologueShape& p) {
     const bool is_key = head >= p.heads;
     const int group = head - p.heads;
     const float root = sqrtf(float(kHeadDim)), length = is_key ? load_global(g.temperature + group) : 1.0f;
@@ -103,19 +93,6 @@ __device__ __forceinline__ void load_row(RowOfHead& loaded, const Tile& tile, in
   loaded.inverse = tile.has(row, p) ? inverse : 0.0f;
 }
 
-__device__ __forceinline__ void pack(bf16x8 (&to)[4], const RowOfHead& row) {
-#pragma unroll
-  for (int e = 0; e < 8; ++e) to[0][e] = row.upstream[e / 4][e % 4], to[1][e] = row.out[e / 4][e % 4];
-  const uint32_t bits = __builtin_bit_cast(uint32_t, row.inverse);
-  to[2][0] = bf16(bits), to[2][1] = bf16(bits >> 16);
-}
-
-__device__ __forceinline__ void unpack(RowOfHead& row, const bf16x8 (&from)[4]) {
-#pragma unroll
-  for (int e = 0; e < 8; ++e) row.upstream[e / 4][e % 4] = from[0][e], row.out[e / 4][e % 4] = from[1][e];
-  row.inverse = __builtin_bit_cast(float, uint32_t(uint16_t(from[2][0])) | uint32_t(uint16_t(from[2][1])) << 16);
-}
-
 // Computes the gradient of x in the rotated frame; returns upstream's component along x. All 16 threads of a row take part.
 __device__ __forceinline__ float turned_gradient(float (&d)[2][4], const RowOfHead& row, const Source& from) {
   float along = 0.0f, unit[2][4];
@@ -136,6 +113,7 @@ __device__ __forceinline__ float turned_gradient(float (&d)[2][4], const RowOfHe
 // cos and sin of a thread's pairs in a row; 1 and 0 where they do not rotate.
 struct Turn {
   f32x4 cos, sin;
+  Turn() = default;
   __device__ __forceinline__ Turn(const Tile& tile, int row, const float* rope, const Quads& quads, const PrologueShape& p) {
     cos = f32x4{1.0f, 1.0f, 1.0f, 1.0f}, sin = f32x4{0.0f, 0.0f, 0.0f, 0.0f};
     if (rope && quads.first < p.rotary / 2) {
@@ -153,41 +131,45 @@ struct Turn {
   }
 };
 
-__device__ __forceinline__ void write_dy(bf16x4* dy, int row, const Quads& quads, const float (&d)[2][4]) {
-#pragma unroll
-  for (int q = 0; q < 2; ++q) {
-    const int channel = q ? quads.second : quads.first;
-    bf16x4 four;
-#pragma unroll
-    for (int e = 0; e < 4; ++e) four[e] = float_to_bf16(d[q][e]);
-    dy[2 * dy_chunk_at(row, channel / 8) + channel / 4 % 2] = four;
-  }
-}
-
 // Writes the value channels of a tile: a row's delayed channels get the gradient of the next row.
-__device__ __forceinline__ void give_values(const Tile& tile, int group, int thread, const BackwardPointers& g, const PrologueShape& p) {
-  const int values = p.groups * kHeadDim, current = values - p.delayed, width = channels_of(p) + values;
-  const bf16* const given = g.d_value + tile.number(p) * g.v_row + int64_t(tile.entry) * g.v_batch + int64_t(group) * g.v_head;
-  bf16* const out = g.d_projected + tile.flat(p) * width + channels_of(p);
+struct ValuePointers {
+  const bf16* d_value;
+  const uint8_t* starts;
+  bf16 *d_projected, *d_value_halo;
+  int row_stride, batch_stride, head_stride;
+
+  __device__ __forceinline__ void write(const Tile& tile, int group, int thread, const PrologueShape& p) const {
+    const int values = p.groups * kHeadDim, current = values - p.delayed, width = channels_of(p) + values;
+    const bf16* const upstream = d_value + tile.number(p) * row_stride + int64_t(tile.entry) * batch_stride + int64_t(group) * head_stride;
+    bf16* const out = d_projected + tile.flat(p) * width + channels_of(p);
 #pragma unroll 1
-  for (int piece = 0; piece < 4; ++piece) {
-    const int row = row_of_thread(thread, piece / 2), t = tile.first + row, inside = piece % 2 * (kHeadDim / 2) + thread % 16 * 4;
-    const int channel = group * kHeadDim + inside, from = row + (channel >= current ? 1 : 0);
-    bf16x4 v = load_at<bf16x4>(given, tile.nearest(from, p) * unsigned(g.v_row) + unsigned(inside));
-    if (!tile.has(from, p) || (from > row && tile.starts_at(from, g.starts, p))) v = bf16x4{};
-    if (tile.has(row, p)) *reinterpret_cast<bf16x4*>(out + int64_t(row) * p.batch * width + channel) = v;
-    else if (t == -1 && from > row && g.d_value_halo) *reinterpret_cast<bf16x4*>(g.d_value_halo + (int64_t(tile.chunk) * p.batch + tile.entry) * p.delayed + channel - current) = v;
+    for (int piece = 0; piece < 4; ++piece) {
+      const int row = row_of_thread(thread, piece / 2), t = tile.first + row, inside = piece % 2 * (kHeadDim / 2) + thread % 16 * 4;
+      const int channel = group * kHeadDim + inside, from = row + (channel >= current ? 1 : 0);
+      bf16x4 v = load_at<bf16x4>(upstream, tile.nearest(from, p) * unsigned(row_stride) + unsigned(inside));
+      if (!tile.has(from, p) || (from > row && tile.starts_at(from, starts, p))) v = bf16x4{};
+      if (tile.has(row, p)) *reinterpret_cast<bf16x4*>(out + int64_t(row) * p.batch * width + channel) = v;
+      else if (t == -1 && from > row && d_value_halo) *reinterpret_cast<bf16x4*>(d_value_halo + (int64_t(tile.chunk) * p.batch + tile.entry) * p.delayed + channel - current) = v;
+    }
   }
+};
+
+// Writes the places in dy of the rows one and two after each row of a tile: the row of zeros where they do not see it. Rows that do not exist are zeros
+// anyway; halo's flags are those of the rows -1 and 0.
+__device__ __forceinline__ void place_next_rows(int* row_at, int row, const Tile& tile, const uint8_t* starts, const PrologueShape& p) {
+  const bool hides_one = tile.starts_at(row + 1, starts, p), hides_two = hides_one || tile.starts_at(row + 2, starts, p);
+  row_at[row] = hides_one ? kZeroRow : row + 1;
+  row_at[kTile + row] = hides_two ? kZeroRow : row + 2;
 }
 
-// Adds the values of a block's 16 groups of threads for the same channels; the first 16 threads get the sum.
+// Adds the values of the groups of 16 threads of a block for the same channels; the first 16 threads get the sum.
 __device__ __forceinline__ void sum_over_rows(float (&sum)[4], f32x4* slots) {
   const f32x4 mine = {sum[0], sum[1], sum[2], sum[3]};
   slots[threadIdx.x] = mine;
   block_sync_lds();
   if (threadIdx.x < 16) {
 #pragma unroll 1
-    for (int group = 1; group < kPrologueThreads / 16; ++group) {
+    for (int group = 1; group < int(blockDim.x) / 16; ++group) {
       const f32x4 other = slots[group * 16 + threadIdx.x];
 #pragma unroll
       for (int e = 0; e < 4; ++e) sum[e] += other[e];

@@ -101,10 +101,11 @@ def cca_prologue_backward(
     partial, partial_bias, partial_temperature, partial_zero, of_temperature = (
         torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes
     )
+    dy = torch.empty((s, b, n, HEAD_DIM), dtype=projected.dtype, device=device)
     strides, sizes = (*projected.stride()[:2], *rope_strides), (total, rows, b, heads, query_groups, rotary)
     call(
         "ho_cca_prologue_backward", d_query, d_key, d_value, query, key, inverse_norm, length, table, projected, halo,
-        weights[0], weights[2], starts, d_projected, None if halo is None else d_halo,
+        weights[0], weights[2], starts, dy, d_projected, None if halo is None else d_halo,
         None if value_halo is None else d_value_halo, partial, partial_bias, partial_temperature, *d_query.stride()[:3],
         *d_key.stride()[:3], *d_value.stride()[:3], *strides, *sizes, delayed_channels, processors, device=device,
     )

@@ -86,7 +86,7 @@ def cca_prologue_backward(
     """Return gradients of projected, the four convolution tensors, temperature, halo and value_halo (empty where there
     is none).
 
-    The kernels compute x from query and key, which the forward returned; here the convolutions are computed again.
+    The kernels compute x from query and key, which the forward returned; this function computes the convolutions again.
     """
     del query, key
     weights = (depthwise_weight, depthwise_bias, grouped_weight, grouped_bias)

@@ -42,7 +42,7 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor
 def gather_rows(rows: Tensor, index: Tensor, inverse: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return rows[index] and probs[index], zeros where index is negative. Without probs the second is an empty tensor.
 
-    inverse is not read here; the backward pass moves gradients along it.
+    inverse is not read; the backward pass moves gradients along it.
     """
     places, kept = index.clamp_min(0), index.clamp(-1, 0).bitwise_not_()  # kept: -1 for an entry of an expert, else 0
     moved = clear_rows_(rows.index_select(0, places), kept)

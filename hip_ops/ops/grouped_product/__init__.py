@@ -79,7 +79,7 @@ def _in_a_buffer(tensor: Tensor) -> Tensor:
 def _rows_example(transposed: bool, k: int = 320, of_training: bool = False):
     """As in training k is a multiple of the kernels' steps, and n and the tokens are multiples of 16, for which Triton
     compiles another kernel. k: for large ones Triton takes another tile (configs.py). of_training: on AMD the matrices
-    lie in a large buffer, and there are so many tiles that `derived_config` chooses the tile of training.
+    lie in a large buffer, with enough tiles that `derived_config` chooses the tile of training.
     """
 
     def make(device: torch.device) -> tuple:

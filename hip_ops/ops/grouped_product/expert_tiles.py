@@ -2,7 +2,7 @@
 """Finds the expert and the tile that a Triton program computes, and makes tensor descriptors whose loads and stores end
 at the end of an expert's rows. The experts' borders are read on the device, so the host never waits.
 
-The hardware masks accesses beyond a descriptor's shape. Here the last rows of a range lie at the end of a dimension of
+The hardware masks accesses beyond a descriptor's shape. The last rows of a range lie at the end of a dimension of
 BORDER rows, and two more dimensions correct the address: with coordinates (BORDER, end, BORDER - size + row) and
 strides (2^34 - stride, stride, stride) the offset is BORDER * 2^34 + (end - size + row) * stride elements, and
 BORDER * 2^34 = 2^64 is 0 in 64-bit arithmetic. This is the method of triton.tools.ragged_tma, whose device functions

@@ -4,8 +4,8 @@
 Each warp has one task, which uses Hopper better than Triton's code, mainly where a product is added to fp32 blocks: the
 memory system adds one tile while the next is multiplied. Sums are fp32 and each number is added once, so the bits are
 the same in every repetition. All products have one tile, measured on an H200 (TILE,
-benchmarks/results/quack_tiles-h200.json). quack's own tuner is
-not used: it would measure in every process of a run, and another tile gives other bits.
+benchmarks/results/quack_tiles-h200.json). quack's own tuner is not used: it would measure in every process of a run,
+and another tile gives other bits.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from hip_ops.runtime.quack_tiles import Tile
 
 GEMM_MODULE = "quack.gemm"  # the module, imported at first use
 MAX_PLANS = 4096  # some kilobytes each
-
-
 TILE = Tile(192, 128, True, 1, 2)
 
 
@@ -56,7 +54,7 @@ def borders(offsets: Tensor) -> Tensor:
 
 
 def _gemm() -> Callable:
-    """Return quack's function, and clears its plans above MAX_PLANS: it keeps one per number of rows, which changes in
+    """Return quack's function, and clear its plans above MAX_PLANS: it keeps one per number of rows, which changes in
     every call under expert parallelism.
     """
     module = importlib.import_module(GEMM_MODULE)

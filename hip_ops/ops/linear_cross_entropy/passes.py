@@ -70,7 +70,7 @@ def _finish_example(device: torch.device, whole: bool = False) -> tuple:
 
 
 def _of_all_classes(example: Callable[..., tuple]) -> dict[str, tuple[Callable[[torch.device], tuple], ...]]:
-    """Return more examples, for the versions that do not compile every shape anew."""
+    """Return more examples, for the versions that do not compile for every shape."""
     return dict.fromkeys(("hip", "triton"), (functools.partial(example, whole=True),))
 
 

@@ -37,7 +37,7 @@ PART_ALIGNMENT = 16  # classes: every part starts at a multiple of 16 bytes
 ELEMENTS_AT_ONCE = {"cpu": 2**20, "cuda": 2**24, "meta": 2**24}  # of a block of rows; on a CPU it fits into the cache
 MIN_EXPONENT, MAX_EXPONENT = -40.0, 40.0
 EXPONENT_PERIOD = MAX_EXPONENT - MIN_EXPONENT
-# From here on multiples of EXPONENT_PERIOD are not exact enough in fp32, and the maximum itself is the reference.
+# From this value on multiples of EXPONENT_PERIOD are not exact enough in fp32, and the maximum itself is the reference.
 MAX_ROUNDED = 2.0**24
 
 
@@ -129,8 +129,8 @@ def finish_gradient(
     grad: Tensor,
     z_loss: float,
 ) -> Tensor:
-    """Return the losses, and turn the exponentials of `overwrite_with_exponentials` into a row's gradient up to a factor,
-    in place.
+    """Return the losses, and turn the exponentials of `overwrite_with_exponentials` into a row's gradient up to a
+    factor, in place.
 
     Args:
         statistics: of all ranks' parts, [all parts, 3, T]; those of `exponentials` are the `parts` from first_part on.

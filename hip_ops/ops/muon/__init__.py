@@ -190,7 +190,7 @@ def muon_momentum_(
 
     torch.optim.Muon, KellerJordan/Muon and emerging_optimizers compute the same. torch.optim.SGD's form,
     b = momentum * b + g, which arXiv 2502.16982 prints, trains alike at constant momentum, because Newton-Schulz
-    normalises its input; its momenta cannot be continued here. `momentum` 0 gives output = b = g.
+    normalises its input; its momenta cannot be continued by this one. `momentum` 0 gives output = b = g.
 
     gradients, momenta, outputs: lists of equally many contiguous tensors on one device, shapes equal place by place,
         bf16 or fp32 in any mixture (one launch a combination of dtypes). Arithmetic is fp32; the output is computed

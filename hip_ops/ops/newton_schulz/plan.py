@@ -19,8 +19,8 @@ tests/hip_ops/test_newton_schulz_forms.py shows the error with and without.
 Half precision. Entries of a normalised matrix are about (n m)^-1/2 and those of R about 1 / (n sqrt(m)): below 2^-14
 half precision loses digits. X, R (and b R + c R^2) and Q are therefore stored multiplied by the powers of two below.
 This is exact, and the factors of each product contain it. Bounds: entries of X are at most 1.21 and of R 1.21^2 (the
-largest singular value that any set here makes), Q is at most the product of three a's (130), so all numbers stay far
-below 65504.
+largest singular value that any of these sets makes), Q is at most the product of three a's (130), so all numbers stay
+far below 65504.
 
 Coefficients. Names are those of Megatron's `muon_coefficient_type` and of emerging_optimizers 0.3.0
 (`_COEFFICIENT_SETS`), so that a recipe's value means the same in all three; a set of this project alone has a name that

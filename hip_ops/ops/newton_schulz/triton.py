@@ -30,9 +30,9 @@ from torch import Tensor
 from hip_ops.ops.newton_schulz.plan import Plan, tile_count
 from hip_ops.ops.newton_schulz.product_configs import BEFORE_HOPPER_CONFIG, ProductConfig, choose_config
 from hip_ops.ops.newton_schulz.reference import ProductsInOrientation, iterate, normalised
-from hip_ops.runtime.descriptors import TensorDescriptor, describable
-from hip_ops.runtime.launch import multiprocessors, on
-from hip_ops.runtime.tiles import XCDS, grouped_tile, triangle_tile, xcd_contiguous
+from hip_ops.runtime.descriptors import TensorDescriptor
+from hip_ops.runtime.launch import XCDS, describable, multiprocessors, on
+from hip_ops.runtime.tiles import grouped_tile, triangle_tile, xcd_contiguous
 
 AMD = torch.version.hip is not None
 NORMALISE_BLOCK, NORMALISE_WARPS = 4096, 8

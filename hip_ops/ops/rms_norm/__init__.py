@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Residual merge + RMSNorm or LayerNorm in one pass over the stream: a torch operator with gradients of all arguments.
 
-`_merge_norm` is the operator `merge_norm`, with optional vectors of the merge and an optional bias, which makes the norm a
-LayerNorm. `_merge_norm_backward` is the operator `merge_norm_backward`, which autograd calls through `_gradients`. Each is checked
-and chosen by itself, so that they may run different versions. The functions below call `_merge_norm`. reference.py,
-hip.py and triton.py define both; `kernel_overrides.rms_norm` requests a version of both.
+`_merge_norm` is the operator `merge_norm`, with optional vectors of the merge and an optional bias, which makes the
+norm a LayerNorm. `_merge_norm_backward` is the operator `merge_norm_backward`, which autograd calls through
+`_gradients`. Each is checked and chosen by itself, so that they may run different versions. The functions below call
+`_merge_norm`. reference.py, hip.py and triton.py define both; `kernel_overrides.rms_norm` requests a version of both.
 
 The gradient of a merge reaches its inputs through both results: through y by the norm, and through new_residual, which
 the next merge reads. reference.py defines the statistics and the roundings. Saved for the backward pass: rstd, and
@@ -104,7 +104,9 @@ _merge_norm_backward = Operator(reference.merge_norm_backward, fits=FITS, **_exa
 
 
 def _save(ctx, inputs, output) -> None:
-    """Save the arguments of `_merge_norm_backward`. In the plain form new_residual takes the place of output and residual."""
+    """Save the arguments of `_merge_norm_backward`. In the plain form new_residual takes the place of output and
+    residual.
+    """
     of_layer, residual, *vectors, weight, bias, _ = inputs
     _, new_residual, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
@@ -115,8 +117,8 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _gradients(ctx, dy, d_new_residual, *_):
-    """Return the gradients of merge_norm's arguments by one call of `_merge_norm_backward`, whose results have the order of the
-    arguments; those of arguments that are None are replaced by None.
+    """Return the gradients of merge_norm's arguments by one call of `_merge_norm_backward`, whose results have the
+    order of the arguments; those of arguments that are None are replaced by None.
     """
     output, residual, mean, rstd, *vectors, weight = ctx.saved_tensors
     if dy is None:  # y is not used. All versions read dy; they take None only for d_new_residual.

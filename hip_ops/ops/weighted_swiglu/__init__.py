@@ -38,7 +38,7 @@ def _example(device: torch.device) -> tuple:
 
 
 def _example_of_many_rows(device: torch.device) -> tuple:
-    """Make rows that are narrow and so many that a wave takes a second one."""
+    """Make narrow rows, enough of them that a wave takes a second one."""
     rows, width = rows_for_a_second(device), 64
     gate_up, offsets = torch.randn(rows, 2 * width, device=device).bfloat16(), torch.tensor([9, rows - 4])
     return gate_up, torch.rand(rows, device=device), offsets.int().to(device)
@@ -99,7 +99,7 @@ def weighted_swiglu_backward(
     None).
 
     For autograd functions that do not keep the output: the next product's weight gradient needs it, so it is computed
-    again here, in the pass that reads gate and up. Arguments, dtypes and errors as weighted_swiglu.
+    again in the pass that reads gate and up. Arguments, dtypes and errors as weighted_swiglu.
     """
     d_gate_up, d_probs, output = _backward(grad, gate_up, probs, offsets, with_output)
     return d_gate_up, d_probs, output if with_output else None

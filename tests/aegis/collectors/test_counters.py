@@ -38,7 +38,7 @@ def errors(root, card, block, ue=0, ce=0, de=None):
     write(root / f"sys/class/drm/{card}/device/ras/{block}_err_count", text)
 
 
-def test_gpu_errors_are_told_when_they_grow(gpus):
+def test_gpu_errors_are_reported_when_they_grow(gpus):
     collector = GpuSysfs("n1", gpus)
     assert told(collector) == [] == told(collector)  # old errors
     errors(gpus, "card1", "umc", ue=4, ce=510, de=0)
@@ -130,7 +130,7 @@ def test_an_answer_of_an_unknown_form_is_no_evidence(amd_smi, text):
     assert told(AmdSmi("n1", str(amd_smi))) == []
 
 
-def test_an_amd_smi_that_hangs_is_told_and_left_alone(tmp_path):
+def test_an_amd_smi_that_hangs_is_reported_and_left_alone(tmp_path):
     tool = tmp_path / "amd-smi"
     tool.write_text(f"#!{sys.executable} -IS\nimport time\ntime.sleep(60)\n")
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
@@ -242,7 +242,7 @@ def test_the_host(tmp_path):
     assert told(Host("n1", tmp_path / "nothing")) == []
 
 
-def test_segments_that_are_sent_again_are_told_once_until_few_are(tmp_path):
+def test_segments_that_are_sent_again_are_reported_once_until_few_are(tmp_path):
     packets = Packets("n1", tmp_path)
     assert packets.poll(1.0) == []  # no such file
 

@@ -68,7 +68,7 @@ def test_a_rank_without_a_dump_is_named_before_all_others():
     assert ranks == [2] and text == "rank 2 wrote no dump, and 3 other(s) did"
 
 
-def test_each_dump_is_told_once_a_request(tmp_path):
+def test_each_dump_is_reported_once_a_request(tmp_path):
     recorder = FlightRecorder("n1", tmp_path)
     recorder.ask()
     assert (tmp_path / "request").read_text() == "1"

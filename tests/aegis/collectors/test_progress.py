@@ -55,7 +55,7 @@ def test_steps_that_vary_within_the_budget_are_no_hang(ranks):
     assert ranks.progress.budget() == BUDGET * 4.0
 
 
-def test_a_hang_is_told_once_and_before_two_budgets(ranks):
+def test_a_hang_is_reported_once_and_before_two_budgets(ranks):
     ranks.train(10, seconds=4.0)
     ranks.state(0, "S"), ranks.state(1, "D")
     budget = ranks.progress.budget()
@@ -70,7 +70,7 @@ def test_a_hang_is_told_once_and_before_two_budgets(ranks):
     assert ranks.wait(100) == []
 
 
-def test_the_next_hang_is_told_too(ranks):
+def test_the_next_hang_is_reported_too(ranks):
     ranks.train(10)
     assert len(ranks.wait(20)) == 1
     ranks.train(5, first=11)
@@ -99,7 +99,7 @@ def test_other_phases_have_minutes(ranks, phase):
 
 
 @pytest.mark.parametrize("phase", ["warm_up", "save", "train"])
-def test_a_stopped_rank_is_told_in_any_phase(ranks, phase):
+def test_a_stopped_rank_is_reported_in_any_phase(ranks, phase):
     for rank in (0, 1):
         ranks.beat(rank, 5, phase, seconds=40.0)
         ranks.state(rank, "S")

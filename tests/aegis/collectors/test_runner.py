@@ -60,7 +60,7 @@ def test_one_that_blocks_is_reported_once_and_does_not_stop_the_others():
     collectors.close()
 
 
-def test_a_failure_is_told_once_and_the_polls_go_on():
+def test_a_failure_is_reported_once_and_the_polls_go_on():
     collectors = Collectors([Broken("n1"), Counting("n1")])
     found = drained(collectors, lambda found: sum(e.rule == "link_flap" for e in found) > 20)
     collectors.close()
@@ -68,7 +68,7 @@ def test_a_failure_is_told_once_and_the_polls_go_on():
     assert failed == ["collector broken has failed: KeyError: 'ecc'"]
 
 
-def test_evidence_that_nobody_drains_takes_no_more_memory(monkeypatch):
+def test_evidence_that_waits_too_long_is_dropped_and_counted(monkeypatch):
     monkeypatch.setattr(runner, "MAX_EVIDENCE", 5)
     counting = Counting("n1")
     collectors = Collectors([counting])
@@ -76,7 +76,11 @@ def test_evidence_that_nobody_drains_takes_no_more_memory(monkeypatch):
     while counting.polls < 8 and time.monotonic() < end:
         time.sleep(0.01)
     collectors.close()
-    assert counting.polls >= 8 and len(collectors.drain()) == 5
+    dropped, *kept = collectors.drain()
+    assert counting.polls >= 8 and len(kept) == 5
+    count = dropped.values["dropped"]
+    assert dropped.text == f"{count} pieces of evidence of collectors were dropped, because too many waited"
+    assert count >= 3 and collectors.drain() == []
 
 
 def test_only_growth_from_the_first_value_counts():

@@ -32,7 +32,7 @@ def test_a_directory_that_answers_is_silent_and_stays_clean(probed, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_directory_that_does_not_answer_is_told_once_and_so_is_its_return(probed):
+def test_a_directory_that_does_not_answer_is_reported_once_and_so_is_its_return(probed):
     probed.poll(1.0)
     polled(probed, lambda _: probed._asked is None)
     probed.patience = 0.3
@@ -96,7 +96,7 @@ def checkpoint(directory, step, files=("a.distcp",)):
     return folder
 
 
-def test_checkpoints_are_told_when_they_become_complete(tmp_path):
+def test_checkpoints_are_reported_when_they_become_complete(tmp_path):
     checkpoint(tmp_path, 10)
     collector = Checkpoints("n1", tmp_path)
     assert collector.poll(1.0) == []  # it was there before
@@ -110,7 +110,7 @@ def test_checkpoints_are_told_when_they_become_complete(tmp_path):
     assert [(e.rule, e.values["step"]) for e in collector.poll(5.0)] == [("ckpt_broken", 40)]
 
 
-def test_an_upload_that_does_not_end_is_told_once(tmp_path):
+def test_an_upload_that_does_not_end_is_reported_once(tmp_path):
     collector = Checkpoints("n1", tmp_path, late=100)
     (tmp_path / "iter_0000010.unfinished").mkdir()
     assert collector.poll(1.0) == [] == collector.poll(100.0)

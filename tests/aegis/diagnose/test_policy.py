@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from zaya_plugin.aegis.diagnose.cluster import LONG_ATTEMPT_SECONDS, Cluster
 from zaya_plugin.aegis.diagnose.evidence import Evidence
-from zaya_plugin.aegis.diagnose.policy import LONG_ATTEMPT_SECONDS, Cluster, decide
+from zaya_plugin.aegis.diagnose.policy import decide
 from zaya_plugin.aegis.diagnose.rules import Rules
 from zaya_plugin.aegis.protocol import Diagnosis, row_of
 
@@ -113,7 +114,7 @@ def test_a_hang_that_comes_again_takes_the_parallel_group_out_where_spares_allow
         assert run.fail("hang", "n4", 7, step=9).nodes_out == out
 
 
-def test_the_same_cause_three_times_without_a_new_step_stops_and_a_new_step_begins_anew():
+def test_the_same_cause_three_times_without_a_new_step_stops_and_a_new_step_resets_the_count():
     assert Run().actions("segfault", "segfault", "segfault", rank=1) == ["restart", "restart", "stop"]
     run = Run()
     assert [run.fail("segfault", step=step).action for step in (5, 5, 6, 7, 8, 9)] == ["restart"] * 6

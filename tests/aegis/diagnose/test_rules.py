@@ -102,7 +102,7 @@ def test_a_row_names_its_samples_alone_and_none_of_its_near_misses(rule):
             assert [line for line in rule.near if rule.name in names(source, line)] == []
 
 
-def test_the_end_of_a_fault_is_told_from_the_fault():
+def test_the_end_of_a_fault_is_distinguished_from_the_fault():
     line = "ionic 0000:61:00.0 enp97s0: Link up - 400 Gbps"
     (found,) = RULES.find("kernel", line)
     assert found.recovered and found.rule.name == "ionic_link" and found.values == {"device": "enp97s0"}

@@ -4,7 +4,7 @@
     python -m tests.checkpoint.convert.sglang_load EXPORT
 
 SGLang 0.5.23 and what it imports must be importable. It states some sizes of parallel groups only in its server, and
-takes a rotary kernel of vLLM's on a CPU: the first are stated here, the second is not called by a load.
+takes a rotary kernel of vLLM's on a CPU: this script states the first, the second is not called by a load.
 """
 
 import json

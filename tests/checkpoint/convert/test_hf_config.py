@@ -231,7 +231,7 @@ def test_a_base_that_loaders_read_differently_is_refused():
         read("native", values, TINY)
 
 
-def test_a_share_beside_rope_parameters_is_what_transformers_takes():
+def test_a_share_outside_of_rope_parameters_is_what_transformers_takes():
     transformers = pytest.importorskip("transformers")
     values = hf_config.write("native", TINY, "bfloat16") | {"partial_rotary_factor": 0.25}
     model, (note,) = read("native", values, TINY)

@@ -145,7 +145,7 @@ class Killed(BaseException):
 
 
 def kill_after(count: int):
-    """A progress function that ends the work after so many bytes, as SIGKILL would."""
+    """A progress function that ends the work after a number of bytes, as SIGKILL would."""
     done = 0
 
     def progress(size: int) -> None:
@@ -193,7 +193,7 @@ def test_two_writers_of_one_output(tmp_path, checkpoint):
         assert refused and folder.is_dir() and not list(tmp_path.glob("*.lock.*"))
 
 
-def test_an_import_of_another_source_begins_anew(tmp_path):
+def test_an_import_of_another_source_starts_over(tmp_path):
     one = publish(tmp_path / "one")
     with pytest.raises(Killed):
         import_model(open_source(one), tmp_path / "checkpoint", kill_after(150_000))
@@ -401,7 +401,7 @@ def test_biases_that_are_no_numbers_are_refused(tmp_path):
         ("generation_config.json", "{", "is not JSON"),
     ],
 )
-def test_a_bad_file_beside_the_weights_is_refused_before_anything_is_written(tmp_path, file, text, problem):
+def test_a_bad_file_next_to_the_weights_is_refused_before_anything_is_written(tmp_path, file, text, problem):
     folder = publish(tmp_path / "published")
     (folder / file).write_text(text)
     with pytest.raises(ValueError, match=f"^{folder / file}: .*{problem}"):
@@ -519,7 +519,7 @@ def test_generation_and_tokenizer_files_go_along(tmp_path):
     assert (output / "chat_template.jinja").read_text() == "{{ messages }}" and (output / "tokenizer.json").is_file()
     stated = json.loads((output / "generation_config.json").read_text())
     assert stated == {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0, "use_cache": True}
-    for home in (tmp_path / "moved", tmp_path / "another"):  # the tokenizer beside the import is the import's
+    for home in (tmp_path / "moved", tmp_path / "another"):  # the tokenizer next to the import is the import's
         shutil.copytree(tmp_path / "checkpoint", home)
         assert Path(exporting.open_checkpoint(home / checkpoint.name).tokenizer) == home / "tokenizer"
     card = (output / "README.md").read_text()

@@ -16,11 +16,11 @@ Not modelled: time, clocks and caches; memory ordering between blocks, and betwe
 memory; read-then-write races of blocks (a block that stores where another block has only read); scratch; calls; images;
 MFMA with broadcast, other shapes and types; wait states but those behind wide stores (tests/gfx942/wait_states.py checks
 them in the code, on all paths); exceptions; rounding modes other than nearest even and flushed denormals; floating point
-atomics' order (lane after lane here). MFMA sums in fp64 and rounds once where hardware rounds between; rcp, rsq, sqrt,
-exp, log, sin and cos are rounded correctly where hardware may be 1 ulp off. Two threads of one wave that race are not
-noticed, nor is a pair of waves that race through global memory, nor a scalar load of what another block stores.
-Uninitialised registers are known a wave, not a lane; uninitialised global memory is only poisoned (NaN). The faults are
-in tests/gfx942/emulator/faults.py.
+atomics' order (lane after lane in the emulator). MFMA sums in fp64 and rounds once where hardware rounds between; rcp,
+rsq, sqrt, exp, log, sin and cos are rounded correctly where hardware may be 1 ulp off. Two threads of one wave that
+race are not noticed, nor is a pair of waves that race through global memory, nor a scalar load of what another block
+stores. Uninitialised registers are known a wave, not a lane; uninitialised global memory is only poisoned (NaN). The
+faults are in tests/gfx942/emulator/faults.py.
 """
 
 from tests.gfx942.emulator.counters import Counters, InstructionCount

@@ -16,7 +16,7 @@ _FOUR = U64(0x0001_0001_0001_0001)  # one wave's bit for each of four bytes
 class Lds:
     """`writers` and `readers` hold 16 bits a byte, one for each wave of a block (at most 16), cleared at every barrier.
 
-    A conflict of two waves within an epoch is found whichever of them runs first, hence under every schedule.
+    A conflict of two waves within an epoch is detected whichever of them runs first, hence under every schedule.
     """
 
     def __init__(self, blocks: int, size: int, waves_per_block: int):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers and writers for operands, bound once an instruction. SDWA selections and DPP lane movement live here, so that
-the semantics of an opcode are written once for all encodings.
+"""Readers and writers for operands, bound once an instruction. SDWA selections and DPP lane movement live in this file,
+so that the semantics of an opcode are written once for all encodings.
 """
 
 import numpy as np
@@ -257,8 +257,8 @@ def float_writer(instruction: Instruction):
 
 
 def result_of(operate, sources: list, write):
-    """-> run(machine) of destination = operate(*sources), one to three; written out, as a kernel's time here goes into
-    it.
+    """-> run(machine) of destination = operate(*sources), one to three; written out, as a kernel's time in the emulator
+    goes into it.
     """
     if len(sources) == 1:
         (first,) = sources

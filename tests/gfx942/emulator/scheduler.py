@@ -114,7 +114,7 @@ class Scheduler:
         m, code, board, stores = self.m, self.code, self.scoreboard, self.wide_stores
         m.select(waves)
         position, count = int(self.at[waves[0]]), len(waves)
-        # stop where waves that run beside these wait to be joined
+        # stop where concurrent waves wait to be joined
         others = self.at[(self.state == RUNNING) & (self.at > position)] if self.schedule == "lockstep" else self.at[:0]
         stop = int(others.min()) if others.size else len(code)
         watched, rows = board.watched, m.rows

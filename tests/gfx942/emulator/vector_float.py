@@ -2,8 +2,8 @@
 """Vector floating point: fp32, fp64, fp16.
 
 Arithmetic rounds once, to nearest even, denormals kept (the mode HIP and Triton set). The transcendental functions are
-rounded correctly here and flush denormal inputs and results; hardware is within 1 ulp of that, so a test must allow for
-it.
+rounded correctly in the emulator and flush denormal inputs and results; hardware is within 1 ulp of that, so a test
+must allow for it.
 """
 
 import numpy as np

@@ -18,10 +18,11 @@ from zaya_plugin.aegis.collectors.runner import Collector, Growth, Tool
 from zaya_plugin.aegis.diagnose.evidence import Evidence
 
 AMD = "0x1002"
-# Some queries of rocm-smi add so many to a count at each call: a defect of the report, not errors.
+# Some queries of rocm-smi add this many to a count at each call: a defect of the report, not errors.
 DEFECT = 1_048_560
 LINKS = "xgmi"  # of the RAS block for the links between GPUs: XGMI_WAFL
-# Path in amd-smi's JSON -> rule, and the growth that is evidence. A power limit is reached at full load and is no fault.
+# Path in amd-smi's JSON -> rule, and the growth that is evidence.
+# A power limit is reached at full load and is no fault.
 FIELDS = (
     (re.compile(r"ecc\.total_uncorrectable_count"), "counter_ue", 1),
     (re.compile(r"ecc\.total_deferred_count"), "counter_deferred", 1),
@@ -148,7 +149,7 @@ def leaves(values: Any, path: str = "") -> Iterator[tuple[str, int]]:
 
 
 def bad_pages(answer: Any) -> dict[int, int]:
-    """Return the pages out of use of each GPU; `amd-smi bad-pages` says "No bad pages found." for none."""
+    """Return the pages out of use of each GPU; `amd-smi bad-pages` prints a sentence for none."""
     counts = {}
     for at, gpu in enumerate(gpus(answer)):
         pages = next((value for name, value in gpu.items() if name != "gpu"), None)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host: memory, processes that the kernel killed for it, pressure, and the file systems in memory or on a local disk.
+"""The host: memory, processes that the kernel killed for it, pressure,
+and the file systems in memory or on a local disk.
 
-A shared file system is not asked here, since it may not answer (storage.py).
+A shared file system is not asked by this collector, since it may not answer (storage.py).
 """
 
 from __future__ import annotations

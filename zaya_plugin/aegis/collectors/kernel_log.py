@@ -55,7 +55,7 @@ class KernelLog(Collector):
         return bool(self._stalled)
 
     def poll(self, now: float) -> list[Evidence]:
-        boot = time.time() - time.monotonic()  # anew each time: the wall clock may have been set
+        boot = time.time() - time.monotonic()  # computed at each poll: the wall clock may have been set
         evidence = []
         for line in self._lines():
             match = RECORD.match(line)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The network of a node: carrier changes of its interfaces, the state of its InfiniBand and RoCE ports, TCP segments that
-were sent again, and the counters of ionic, bnxt and mlx5 ports.
+"""The network of a node: carrier changes of its interfaces, the state of its InfiniBand and RoCE ports, TCP segments
+that were sent again, and the counters of ionic, bnxt and mlx5 ports.
 
 Two integers of each interface reveal a link that went down and came back between two polls, without a line in any log.
 All ports of a training node carry the same traffic, so a port is evidence when its counters grow faster than those of
@@ -19,7 +19,7 @@ from zaya_plugin.aegis.collectors.host import read
 from zaya_plugin.aegis.collectors.runner import Collector, Growth, Tool
 from zaya_plugin.aegis.diagnose.evidence import Evidence
 
-LOST_SHARE, LEAST_LOST = 0.02, 20  # of the segments of two polls, and so many of them: a few are lost everywhere
+LOST_SHARE, LEAST_LOST = 0.02, 20  # of the segments of two polls, and their least number: a few are lost everywhere
 FATAL = {"unrecoverable_err", "res_tx_pci_err", "res_rx_pci_err", "res_mem_err"}  # bnxt
 # The first line is of ionic, the second of mlx5 and bnxt.
 LOSSES = {

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files that the ranks of this node write (zaya_plugin.training.heartbeat): heartbeats, evidence of guards, and torch's
-flight recorder after a hang.
+"""The files that the ranks of this node write (zaya_plugin.training.heartbeat): heartbeats, evidence of guards, and
+torch's flight recorder after a hang.
 
 The budget of a step is three times the slowest of the last steps, at least FLOOR. Nodes whose ranks finish no step for
 1.5 budgets hang. All ranks of a job stop together when one does, so the evidence names the ranks that differ: stopped
 or in state D, or behind by a step. Outside of training (imports, compilation, loading, saving) the limits are minutes,
 but for a process that was stopped (SIGSTOP).
 
-A rank that waits in a collective has enqueued it; the rank that did not arrive has not, so in that group its last number
-is the lowest. Ranks that did not arrive in one group because they wait in another one are victims too.
+A rank that waits in a collective has enqueued it; the rank that did not arrive has not, so in that group its last
+number is the lowest. Ranks that did not arrive in one group because they wait in another one are victims too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STEPS = 20  # from which the budget is learnt
 BUDGET, WITHOUT = 3.0, 1.5  # budget: x slowest step; a hang: x budget
 FLOOR = 5.0  # seconds
 HOLD = 900.0  # seconds for which a stall of storage excuses ranks without progress
-LONGEST = 5.0  # seconds between two polls that count: the agent itself may have been stopped
+LONGEST_PAUSE = 5.0  # seconds between two polls that count: the agent itself may have been stopped
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Progress(Collector):
 
     def poll(self, now: float) -> list[Evidence]:
         ranks, folder = self._ranks, self._folder
-        passed = 0.0 if self._before is None else min(max(0.0, now - self._before), LONGEST)
+        passed = 0.0 if self._before is None else min(max(0.0, now - self._before), LONGEST_PAUSE)
         self._before = now
         fresh = set()
         for rank, beat in read_beats(folder).items() if folder is not None else ():
@@ -195,8 +195,8 @@ class _Files(Collector):
 
 
 class Guards(_Files):
-    """Turns rank<N>.guard.json, of guards inside the run before a rank ended, into one piece of evidence; its kind is the
-    name of the rule: loss_spike, non_finite.
+    """Turns rank<N>.guard.json, of guards inside the run before a rank ended, into one piece of evidence; its kind is
+    the name of the rule: loss_spike, non_finite.
     """
 
     name, source, interval, deadline = "guards", "rank", 0.5, 5.0

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import subprocess
 import threading
@@ -13,7 +12,7 @@ from typing import Any
 
 from zaya_plugin.aegis.diagnose.evidence import Evidence, printable
 
-MAX_EVIDENCE = 20_000  # pieces that wait for `drain`; further ones are lost
+MAX_EVIDENCE = 20_000  # pieces that wait for `drain`; further ones are dropped and counted
 
 
 class Collector:
@@ -51,6 +50,7 @@ class Collectors:
         self._busy: dict[str, float] = {}  # collector -> start of its poll (monotonic)
         self._late: set[str] = set()
         self._failed: set[str] = set()
+        self._dropped = 0
         for collector in self.collectors:
             threading.Thread(
                 target=self._run, args=(collector,), name=f"collector {collector.name}", daemon=True
@@ -77,8 +77,10 @@ class Collectors:
         return Evidence(self.clock(), collector.node, "agent", printable(text), rule="collector_late", values=values)
 
     def _put(self, evidence: Evidence) -> None:
-        with contextlib.suppress(queue.Full):
+        try:
             self._evidence.put_nowait(evidence)
+        except queue.Full:
+            self._dropped += 1
 
     def drain(self) -> list[Evidence]:
         """Return the evidence since the last call, in its order."""
@@ -87,7 +89,9 @@ class Collectors:
             if begun is not None and time.monotonic() - begun > collector.deadline and collector.name not in self._late:
                 self._late.add(collector.name)
                 self._put(self._about(collector, f"does not answer for {collector.deadline:g} s"))
-        evidence = []
+        evidence, dropped, self._dropped = [], self._dropped, 0
+        if dropped:
+            evidence.append(dropped_evidence(self.clock(), self.collectors[0].node, dropped, "of collectors"))
         while True:
             try:
                 evidence.append(self._evidence.get_nowait())
@@ -99,6 +103,12 @@ class Collectors:
         self._ended.set()
 
 
+def dropped_evidence(at: float, node: str, count: int, which: str) -> Evidence:
+    """Return evidence that `count` pieces were dropped, because too many waited."""
+    text = f"{count} pieces of evidence {which} were dropped, because too many waited"
+    return Evidence(at, node, "agent", text, rule="collector_late", values={"dropped": count})
+
+
 class Growth:
     """The growth of counters since they were last reported: only growth is evidence, a count alone may be years old."""
 
@@ -106,7 +116,9 @@ class Growth:
         self._reported: dict[object, int] = {}
 
     def of(self, key: object, value: int, least: int = 1) -> int:
-        """Return by how much a counter has grown, or 0 below `least`. The first value, and one that fell, is a start."""
+        """Return by how much a counter has grown, or 0 below `least`. The first value, and one that fell,
+        is a start.
+        """
         before = self._reported.setdefault(key, value)
         grown = value - before
         if grown < 0 or grown >= least:

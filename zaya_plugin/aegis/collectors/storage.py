@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file systems of the run: whether they answer, can be written, and have space; and the run's checkpoints: each that
-becomes complete, and one that is not complete long after it should be.
+"""The file systems of the run: whether they answer, can be written, and have space; and the run's checkpoints: each
+that becomes complete, and one that is not complete long after it should be.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From evidence to the first cause of a failure: collects the evidence of all ranks and kernels on one clock, classifies
-each new item, and names the cause.
+"""From evidence to the first cause of a failure: collects the evidence of all ranks and kernels on one clock,
+classifies each new item, and names the cause.
 
 A row with the role `root` can be the cause. Time-outs and resets by a peer never are: they are cascades of a failure
 elsewhere. Confirmations join the cause of their node. Of several causes the surest counts, and of equally sure ones
@@ -14,8 +14,8 @@ from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from zaya_plugin.aegis.diagnose.cluster import Cluster
 from zaya_plugin.aegis.diagnose.evidence import Evidence
-from zaya_plugin.aegis.diagnose.policy import Cluster
 from zaya_plugin.aegis.diagnose.rules import Rule, Rules
 from zaya_plugin.aegis.protocol import Diagnosis
 from zaya_plugin.ground.secrets import without_secrets
@@ -48,7 +48,9 @@ class Observations:
         self.begin_attempt()
 
     def begin_attempt(self) -> None:
-        """Forget the attempt before. Recent lines of kernels are kept: they may explain a failure of the next one too."""
+        """Forget the attempt before. Recent lines of kernels are kept:
+        they may explain a failure of the next one too.
+        """
         since = time.time() - LOOKBACK
         self.evidence = deque(
             (item for item in self.evidence if item.time > since and item.source == "kernel"), MAX_EVIDENCE
@@ -91,7 +93,9 @@ class Observations:
         return None
 
     def _ends_attempt(self, rule: Rule) -> bool:
-        """Whether evidence of a row alone ends the attempt, though all ranks live: it is sure, or the agents report it."""
+        """Whether evidence of a row alone ends the attempt, though all ranks live: it is sure,
+        or the agents report it.
+        """
         sure = rule.confidence == "sure" and rule.action in ("exchange", "rollback")
         return sure or rule.affects == "node" or rule.name == "hang"
 
@@ -148,7 +152,7 @@ class Observations:
         relevant = [
             item for item in self.evidence if item is self.symptom or item.time > since and item.node in nodes
         ]  # the symptom counts whatever its clock says
-        return diagnosis(relevant + progress, self.rules)
+        return diagnose(relevant + progress, self.rules)
 
     def unkillable(self) -> set[str]:
         """Return the nodes of the attempt on which processes have survived SIGKILL."""
@@ -166,7 +170,7 @@ class Observations:
         return 128 - code if code < 0 else code or 1
 
 
-def diagnosis(evidence: Sequence[Evidence], rules: Rules) -> Diagnosis:
+def diagnose(evidence: Sequence[Evidence], rules: Rules) -> Diagnosis:
     """Name the first cause of `evidence`, in any order. Exit codes need no rule; lines without one are left out.
 
     Evidence of the source "progress" without a rule says that the run still made steps at that time: faults of more
@@ -256,7 +260,9 @@ def _laggard(named: Sequence[tuple[Evidence, Rule]]) -> Evidence | None:
 def _without_root(
     named: Sequence[tuple[Evidence, Rule]], laggard: Evidence | None, rules: Rules
 ) -> tuple[Evidence, Rule] | None:
-    """Of evidence without a possible cause: a hang if something timed out, then a confirmation, then what is watched."""
+    """Of evidence without a possible cause: a hang if something timed out, then a confirmation,
+    then what is watched.
+    """
     if laggard is not None or any(rule.name in TIME_OUTS for _, rule in named):
         first = laggard or next(item for item, rule in named if rule.name in TIME_OUTS)
         return (first, rules["hang"]) if "hang" in rules else None

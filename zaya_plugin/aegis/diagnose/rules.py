@@ -42,7 +42,7 @@ CHOICES = {
 }
 LISTS = ("source", "words", "pattern", "not", "exit_code", "samples", "near")
 NUMBERS = ("count", "within", "ride")
-LIMITED = 16  # a repeat of more than so many may take long within another one
+LIMITED = 16  # a repeat of more than this may take long within another one
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Rule:
     action: what is done about it, before the history of the run counts.
     affects: a link (down twice in five minutes: the node is exchanged), the state of the training (the same failure at
         the same step again: roll back), or the node as a whole, which the next attempt cannot use.
-    count, within: so many lines of one node within so many seconds are a fault; fewer are only counted.
+    count, within: `count` lines of one node within `within` seconds are a fault; fewer are only counted.
     recover, ride: the pattern of the line that ends it, and how many seconds it may last without a loss.
     repeats: what must be equal for a second failure to be the same failure: the node, the rank, the place in the code
         (frame), or only the run.
@@ -237,7 +237,9 @@ class Reader:
         ]
 
     def _is_new(self, rule: Rule, time: float) -> bool:
-        """Whether the row was not yet named A_MINUTE times in this minute: one bad rank may write a line a million times."""
+        """Whether the row was not yet named A_MINUTE times in this minute:
+        one bad rank may write a line a million times.
+        """
         since, number = self._counts.get(rule.name, (time, 0))
         if not 0 <= time - since < 60:
             since, number = time, 0

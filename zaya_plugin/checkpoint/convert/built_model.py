@@ -125,7 +125,8 @@ def load_hf(model: nn.Module | Sequence[nn.Module], source: str | Path | Source)
         if shapes.get(tensor.key) != tuple(tensor.global_shape):
             raise mistake(
                 tensor.key,
-                problem=f"the built model has the shape {list(tensor.global_shape)}, the published one {shapes.get(tensor.key)}",
+                problem=f"the built model has the shape {list(tensor.global_shape)}, the published one "
+                f"{shapes.get(tensor.key)}",
             )
     for tensor in sharded:
         if tensor.key not in shapes:

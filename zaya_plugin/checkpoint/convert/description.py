@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The description of a model apart from its weights: sizes, positions, and the choices that its forward pass depends on.
+"""The description of a model apart from its weights: sizes, positions,
+and the choices that its forward pass depends on.
 
 Field names are those of the recipe's keys. Imports no torch.
 """

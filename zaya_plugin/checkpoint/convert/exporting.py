@@ -62,7 +62,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint's model. tensors: by this package's names; arguments: Megatron's, of the save; reading: holds its files."""
+    """A checkpoint's model. tensors: by this package's names; arguments: Megatron's, of the save; reading:
+    holds its files.
+    """
 
     folder: Path
     model: Description
@@ -77,8 +79,8 @@ class Trained:
 
     @property
     def special_tokens(self) -> bool:
-        """Return whether texts get the tokens that the tokenizer adds (bos): as in the data of the run. A published model
-        and a checkpoint of another program state no rule, and follow the tokenizer.
+        """Return whether texts get the tokens that the tokenizer adds (bos): as in the data of the run. A published
+        model and a checkpoint of another program state no rule, and follow the tokenizer.
         """
         run = getattr(self.arguments, "zaya", None)
         return run is None or bool(self.imported) or bool((run.get("data") or {}).get("special_tokens"))
@@ -102,8 +104,8 @@ class Trained:
             raise mistake(
                 "--tokenizer",
                 folder,
-                problem=f"is another tokenizer ({digest}) than that of the checkpoint {self.folder} ({trained}): the same "
-                "token ids are other text",
+                problem=f"is another tokenizer ({digest}) than that of the checkpoint {self.folder} ({trained}): the "
+                "same token ids are other text",
                 allowed="the tokenizer that the run was trained with",
                 fix="--tokenizer <dataset of the run>/tokenizer",
             )
@@ -185,7 +187,8 @@ def folded(trained: Trained) -> tuple[Trained, list[str]]:
             for name in (part.format(l=layer) for part in DOWN_PROJECTION):
                 tensors[name] = Changed(tensors[name], partial(operator.mul, scale))
         changes.append(
-            f"router_norm_epsilon={model.router_norm_epsilon:g} is folded: the routers' down projections are scaled by {scale:.6g}"
+            f"router_norm_epsilon={model.router_norm_epsilon:g} is folded: the routers' down projections are scaled by "
+            f"{scale:.6g}"
         )
     plain = replace(model, temperature_form="linear", router_eda=True, router_norm_epsilon=None)
     return replace(trained, model=plain, tensors=tensors), changes
@@ -204,7 +207,7 @@ def check_skip(layout: str, trained: Trained, dtype: torch.dtype) -> str:
         raise mistake(
             "model.skip_output",
             model.skip_output,
-            problem=f"tokens may choose the skip class in layers {reachable}, and loaders of {layout} compute {express}",
+            problem=f"tokens may choose the skip class in layers {reachable}; loaders of {layout} compute {express}",
             allowed=f"{express}, or balancing biases with which 1 + the skip class's is at most the largest",
             fix=f"--layout {'legacy' if layout == 'native' else 'native'}",
         )
@@ -215,12 +218,15 @@ def check_skip(layout: str, trained: Trained, dtype: torch.dtype) -> str:
             if b[-1] != -1 and (layer in reachable or skip_is_reachable(as_loaded)):
                 raise mistake(
                     BIASES.format(l=layer),
-                    problem=f"the skip class's entry is {b[-1]:g}, transformers sets it to -1, and tokens may choose it",
+                    problem=f"the skip class's entry is {b[-1]:g}, transformers sets it to -1; tokens may choose it",
                     allowed="-1",
                     fix="--layout legacy",
                 )
     if reachable:
-        return f"Tokens may choose the skip class in layers {reachable}; its output is {express}, as the model was trained."
+        return (
+            f"Tokens may choose the skip class in layers {reachable}; its output is {express}, as the model was "
+            "trained."
+        )
     return "No token can choose the skip class: 1 + its bias is at most the largest bias in every layer."
 
 
@@ -267,7 +273,8 @@ def plan(
         embedding = OfLength(trained.tensors[EMBEDDING], vocab_size)
         trained = replace(trained, tensors={**trained.tensors, EMBEDDING: embedding})
         changes.append(
-            f"the embedding has {vocab_size} rows in place of {of}; rows of padding were {'added as zeros' if vocab_size > of else 'left out'}"
+            f"the embedding has {vocab_size} rows in place of {of}; rows of padding were "
+            f"{'added as zeros' if vocab_size > of else 'left out'}"
         )
     ids = {name: imported[name] for name in ("bos", "eos", "pad") if imported.get(name) is not None}
     if tokenizer is not None:
@@ -306,7 +313,9 @@ def plan(
 
 
 def ordered(layout: str, model: Description) -> list[Row]:
-    """Return a layout's tensors by layers, as a checkpoint's files are, so that it is read from the front to the back."""
+    """Return a layout's tensors by layers, as a checkpoint's files are,
+    so that it is read from the front to the back.
+    """
     return sorted(rows(layout, model), key=lambda row: _layer(row.ours[0]))
 
 

@@ -15,7 +15,7 @@ from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.ground.errors import as_typed, mistake
 
 _NONE = (None, False)
-LARGEST = 2**53  # whole numbers up to here are exact in every reader of JSON
+LARGEST_NUMBER = 2**53  # whole numbers up to this one are exact in every reader of JSON
 # Field -> the values of a model that this project has, in all layouts.
 CONSTANTS: dict[str, tuple] = {
     **dict.fromkeys(("hidden_act",), ("silu",)),
@@ -199,8 +199,8 @@ def _native(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
             raise fields.refuse(name, "loaders read this place in different ways", "rope_parameters: {hybrid: ...}")
     if not rope:
         notes.append(
-            f"{fields.where}: rope_parameters is missing; transformers' default, a base of 5,000,000 and a share of 0.5, "
-            "is taken"
+            f"{fields.where}: rope_parameters is missing; transformers' default, a base of 5,000,000 and a share of "
+            "0.5, is taken"
         )
         rope = {"hybrid": {"rope_theta": 5_000_000.0, "partial_rotary_factor": 0.5}}
     flat = {name: value for name, value in rope.items() if not isinstance(value, dict)}
@@ -211,7 +211,8 @@ def _native(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
         flat = {"partial_rotary_factor": outer_share} | flat
     hybrid = flat | rope.get("hybrid", {})
     if hybrid.get("partial_rotary_factor") is None:  # transformers then takes 1, vLLM's class the outer field
-        problem = f"lacks partial_rotary_factor, for which loaders take different defaults (the outer value is {as_typed(outer_share)})"
+        outer = f"the outer value is {as_typed(outer_share)}"
+        problem = f"lacks partial_rotary_factor, for which loaders take different defaults ({outer})"
         raise fields.refuse("rope_parameters", problem, "hybrid: {partial_rotary_factor: ...}")
     if outer_share not in (None, hybrid["partial_rotary_factor"]):
         notes.append(
@@ -290,7 +291,7 @@ def _legacy(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _whole(fields: _Fields, name: str, value: Any) -> int:
-    if fields.checked(name, value, LARGEST) != int(value):
+    if fields.checked(name, value, LARGEST_NUMBER) != int(value):
         raise fields.refuse(name, f"{value} is not supported", "a whole number")
     return int(value)
 

@@ -32,7 +32,8 @@ def text(export, config: dict) -> str:
         "| | |",
         "|---|---|",
         f"| layers, width | {model.num_layers}, {model.hidden_size} |",
-        f"| query heads, key/value heads, channels | {model.num_attention_heads}, {model.num_query_groups}, {model.kv_channels} |",
+        f"| query heads, key/value heads, channels | {model.num_attention_heads}, {model.num_query_groups}, "
+        f"{model.kv_channels} |",
         f"| experts, width | {model.num_experts}, {model.moe_ffn_hidden_size} |",
         f"| rows of the vocabulary | {model.vocab_size} |",
         f"| positions, RoPE base | {model.max_position_embeddings}, {model.rotary_base} |",

@@ -16,8 +16,8 @@ from zaya_plugin.ground.whole_file import write_whole
 
 CONFIG = "config.json"
 # Files of a model other than its weights: what a tokenizer's `save_pretrained` writes, with the vocabulary in
-# the form of its class, its code and all chat templates; the settings of generation; the licence. A list, since a folder
-# may hold weights in other formats too.
+# the form of its class, its code and all chat templates; the settings of generation; the licence. A list, since a
+# folder may hold weights in other formats too.
 COMPANION_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -88,9 +88,8 @@ def without_weights(folder: Path, key: str) -> ValueError:
     """Return the error of a source without safetensors files, often a checkpoint. key: as in `resolve`."""
     fix = "a checkpoint of a run needs no import: `zaya generate`, `zaya eval` and `zaya checkpoint export` read it"
     if key == "handover.from_hf":
-        fix = (
-            f"of an import what it was made from; of a run `zaya checkpoint export {folder} --output DIR`, and DIR here"
-        )
+        export = f"`zaya checkpoint export {folder} --output DIR`"
+        fix = f"of an import what it was made from; of a run {export}, then handover.from_hf=DIR"
     allowed = "the folder of a published model, or its name on the Hub"
     return mistake(key, folder, problem="holds no *.safetensors files", allowed=allowed, fix=fix)
 
@@ -102,7 +101,8 @@ def check_new(output: Path) -> None:
 
 
 def copy_companions(source: Path, target: Path, special_tokens: bool = True) -> None:
-    """Copy the files other than the weights from the folder `source` to the folder `target`, which is made if there are any.
+    """Copy the files other than the weights from the folder `source` to the folder `target`,
+    which is made if there are any.
 
     special_tokens: False takes from the tokenizer what adds tokens to every text.
     """
@@ -115,7 +115,7 @@ def copy_companions(source: Path, target: Path, special_tokens: bool = True) -> 
         content = _json(file)
         content["post_processor"] = _bare(content["post_processor"])
         write_whole(file, json.dumps(content, indent=2, ensure_ascii=False))
-        # Classes of transformers build that part anew unless these say no.
+        # Classes of transformers initialise that part again unless these say no.
         config = {**_json(stated), "add_bos_token": False, "add_eos_token": False}
         write_whole(stated, json.dumps(config, indent=2, ensure_ascii=False))
 

@@ -33,9 +33,9 @@ def _merge(ours: str, native: str, legacy: str) -> Iterator[tuple[str, str, str,
             yield f"{ours}.{our_name}_{part}", f"{native}.{their_name}_{part}", f"{legacy}.{their_name}_{part}", "h"
 
 
-# (this package, native, legacy, shape of this package's tensor). {l}: layer; {e}: expert, whose matrices native stacks; {a} and {m}:
-# the attention and the MoE stage of the layer; {next}: the module that consumes the layer's output, which in legacy
-# owns the merge. Letters of shapes: Description.sizes.
+# (this package, native, legacy, shape of this package's tensor). {l}: layer; {e}: expert, whose matrices native stacks;
+# {a} and {m}: the attention and the MoE stage of the layer; {next}: the module that consumes the layer's output, which
+# in legacy owns the merge. Letters of shapes: Description.sizes.
 TABLE: tuple[tuple[str, str, str, str], ...] = (
     ("embedding.word_embeddings.weight", "model.embed_tokens.weight", "model.embed_tokens.weight", "V h"),
     (
@@ -292,7 +292,9 @@ def sizes_of(layout: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ob
 
 
 def _check_number(layout: str, count: int, of: str, shapes: Mapping) -> None:
-    """Raise ValueError if names count further than there are tensors: a list of what is missing would fill the memory."""
+    """Raise ValueError if names count further than there are tensors:
+    a list of what is missing would fill the memory.
+    """
     if count > len(shapes):
         raise mistake(f"{layout} tensors", problem=f"the names of {len(shapes)} tensors count to {count} {of}")
 

@@ -24,7 +24,8 @@ from zaya_plugin.ground.errors import mistake
 
 
 class CheckpointTensors:
-    """The tensors of one iteration's folder. Keys may share storage: a model's weight that is the optimizer's fp32 copy.
+    """The tensors of one iteration's folder. Keys may share storage:
+    a model's weight that is the optimizer's fp32 copy.
 
     checkpoint: its folder, or as `reading.begin` returns it.
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that lie in files, read a block of rows at a time, so that a model of any size passes through little memory."""
+"""Tensors that lie in files, read a block of rows at a time,
+so that a model of any size passes through little memory.
+"""
 
 from __future__ import annotations
 

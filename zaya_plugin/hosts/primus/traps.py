@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks for settings that Primus accepts silently and that train another model or lose a checkpoint.
 
-Each was found in Primus v26.5 (commit fd1eeabb). The checks are functions of Primus' arguments and the recipe; only
+Each is in Primus v26.5 (commit fd1eeabb). The checks are functions of Primus' arguments and the recipe; only
 `known_keys` imports Primus.
 """
 
@@ -56,7 +56,7 @@ def recipe_path(args) -> Path:
             RECIPE_KEY,
             path,
             problem="the recipe does not exist",
-            allowed="the recipe.yaml that `zaya export primus` writes beside the experiment",
+            allowed="the recipe.yaml that `zaya export primus` writes next to the experiment",
             fix="zaya export primus experiment=<name> run_dir=<run directory>",
         )
     return Path(path)

@@ -5,9 +5,9 @@ The buffer layout (placement.py) keeps each matrix inside one shard of Megatron'
 bucketed reduce-scatter, all-gather and their overlap apply unchanged. If another layout cuts a matrix,
 `MatrixExchange` collects its pieces at one rank for Newton-Schulz.
 
-Megatron's own Muon uses its layer-wise optimizer (`use_layer_wise_distributed_optimizer`), which is not used here for
-three reasons. It distributes a layer's experts over the shards, so the grouped GEMM would need a copy of all experts
-every step. It updates 2-D parameters one by one, so thousands of small products are launched. It assigns whole
+Megatron's own Muon uses its layer-wise optimizer (`use_layer_wise_distributed_optimizer`), which this one does not use,
+for three reasons. It distributes a layer's experts over the shards, so the grouped GEMM would need a copy of all
+experts every step. It updates 2-D parameters one by one, so thousands of small products are launched. It assigns whole
 parameters to ranks, so the embedding is not cut.
 """
 

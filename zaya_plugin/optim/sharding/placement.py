@@ -54,10 +54,10 @@ BUCKET_SIZE_FACTORS = (1, 2, 4)
 MAX_PADDING = 0.10
 # A bucket may close after every `least` / ENDS_PER_BUCKET elements.
 ENDS_PER_BUCKET = 4
-# A bucket of n of N elements costs BUCKET_SIZE_COST * n * n / N elements, because its gradients are sent together and its
-# parameters arrive together. A split is worth as much padding.
+# A bucket of n of N elements costs BUCKET_SIZE_COST * n * n / N elements, because its gradients are sent together and
+# its parameters arrive together. A split is worth as much padding.
 BUCKET_SIZE_COST = 0.2
-# Elements that are reduced during the backward pass over one element: on four H200s 90 to 138 ms beside 225 ms, of
+# Elements that are reduced during the backward pass over one element: on four H200s 90 to 138 ms during 225 ms, of
 # 16,384 tokens (docs/benchmarks.md). Elements whose reduction the remaining backward pass cannot hide count as padding
 # too.
 HIDDEN_ELEMENTS = 2
@@ -181,7 +181,8 @@ def units_of(params: Iterable[Parameter]) -> list[Unit]:
 def work_of(param: Parameter) -> int:
     """Return Muon's work for a parameter in FLOPs, Newton-Schulz and the passes over its elements; 0 under AdamW."""
     count, m, n = role_of(param).matrices or (0, 1, 1)
-    # The form that Newton-Schulz takes in fp16, as ZAYA1's recipes; under bf16 the owners' shares differ in the fifth digit.
+    # The form that Newton-Schulz takes in fp16, as ZAYA1's recipes;
+    # under bf16 the owners' shares differ in the fifth digit.
     return count * (round(newton_schulz_flops(m, n, dtype=torch.float16)) + FLOPS_PER_ELEMENT * m * n)
 
 
@@ -234,7 +235,8 @@ def usual_orders(units: Sequence[Unit]) -> list[list[Unit]]:
 
 
 def place(units: Sequence[Unit], shards: int, shard: int) -> tuple[list[tuple[Unit, int]], int]:
-    """Return offsets of `units`, placed in sequence in `shards` shards of `shard` elements, and the end of the last one.
+    """Return offsets of `units`, placed in sequence in `shards` shards of `shard` elements,
+    and the end of the last one.
 
     Gaps before borders and aligned blocks take the single parameters that fit into them.
     """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On which nodes the next attempt runs, and the history of nodes across a user's runs: in every cluster a few nodes cause
-most failures.
+"""On which nodes the next attempt runs, and the history of nodes across a user's runs: in every cluster a few nodes
+cause most failures.
 
 The history is <state>/zaya_plugin/nodes.jsonl of the user's home: one line of JSON for each time that a run gave a node
 up, or would have done so with a spare.
@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from zaya_plugin.aegis.diagnose.cluster import Cluster
 from zaya_plugin.aegis.diagnose.evidence import parsed
-from zaya_plugin.aegis.diagnose.policy import Cluster
 
 HISTORY_SECONDS = 30 * 86400.0
 QUARANTINE_FAILURES = 3  # failures in that time; the node is then only used where no other one is left

@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from tests.aegis.decision_maker import Wire, settle
+from tests.aegis.journals import lines
+from tests.aegis.lone_decider import Wire, settle
 from zaya_plugin.aegis.attempt_phases import BETTER_SECONDS, Phase
 from zaya_plugin.aegis.decider import Decider
 from zaya_plugin.aegis.diagnose.evidence import Evidence
-from zaya_plugin.aegis.journal import read
-from zaya_plugin.aegis.nodes import HISTORY_SECONDS, QUARANTINE_FAILURES, NodeHistory
+from zaya_plugin.aegis.node_history import HISTORY_SECONDS, QUARANTINE_FAILURES, NodeHistory
 from zaya_plugin.aegis.protocol import Join
 from zaya_plugin.aegis.settings import Settings
 
@@ -27,41 +27,41 @@ class Run:
 
     def __init__(self, folder, spares=1):
         settings = Settings(("zaya", "train"), "rank", "n1", 2, spares, (2,), 1, folder, "h", 1)
-        self.maker = Decider(settings, b"s" * 32, None)
+        self.decider = Decider(settings, b"s" * 32, None)
 
     def join(self, *names):
         for node in names:
             wire = Wire()
-            self.maker.peers.by_link[wire] = None
-            self.maker.on_join(wire, Join(0, node, f"10.0.0.{node[1:]}", int(node[1:]), [], {}))
-        if self.maker.clock.phase is Phase.RUN:
-            self.maker.watch()
+            self.decider.peers.by_link[wire] = None
+            self.decider.on_join(wire, Join(0, node, f"10.0.0.{node[1:]}", int(node[1:]), [], {}))
+        if self.decider.clock.phase is Phase.RUN:
+            self.decider.watch()
         return self
 
     def attempt(self):
         """Begin an attempt, if the decider wants to; return its nodes."""
-        self.maker.attempt.wait_for_nodes()
-        if self.maker.clock.phase is not Phase.PORT:
+        self.decider.attempt.wait_for_nodes()
+        if self.decider.clock.phase is not Phase.PORT:
             return None
-        self.maker.attempt.start(29500)
+        self.decider.attempt.start(29500)
         return self.rows("attempt")[-1]["nodes"]
 
     def lose(self, node):
         """The node does not answer; its ranks end, and the decision is carried out. It comes back later."""
-        self.maker.lose(node, "silent")
-        settle(self.maker)
-        for each in tuple(self.maker.attempt.stopping):
-            self.maker.attempt.ended(each, [])
-        self.maker.attempt.wait_for_ends()
-        self.maker.clock.since -= self.maker.cluster.pending.delay
-        self.maker.attempt.carry_out()
+        self.decider.lose(node, "silent")
+        settle(self.decider)
+        for each in tuple(self.decider.attempt.stopping):
+            self.decider.attempt.ended(each, [])
+        self.decider.attempt.wait_for_ends()
+        self.decider.clock.since -= self.decider.cluster.pending.delay
+        self.decider.attempt.carry_out()
 
     def rows(self, kind):
-        return [row for row in read(self.maker.settings.journal) if row["kind"] == kind]
+        return lines(self.decider.settings.journal, kind)
 
     def end(self):
-        self.maker.finish(0, "done")
-        self.maker.record.journal.close()
+        self.decider.finish(0, "done")
+        self.decider.record.journal.close()
 
 
 def test_a_node_that_failed_in_two_runs_is_taken_last_by_the_third(home):
@@ -107,8 +107,8 @@ def test_a_node_that_no_spare_can_replace_is_remembered_too(home):
     assert run.rows("decision")[0]["action"] == "restart" and NodeHistory().failures == {"n2": 1}
     run.join("n2").attempt()
     for node, rule, values in (("n1", "segfault", {}), ("n1", "agent_lost", {"back": True}), ("n1", "eio", {})):
-        run.maker.decide(Evidence(time.time(), node, "rank", "text", 0, rule, values), alive=False)
-        run.maker.cluster.running = True
+        run.decider.decide(Evidence(time.time(), node, "rank", "text", 0, rule, values), alive=False)
+        run.decider.cluster.running = True
     assert [row["action"] for row in run.rows("decision")] == ["restart"] * 4
     assert NodeHistory().failures == {"n2": 1, "n1": 1}  # of the disk alone
     run.end()
@@ -119,7 +119,7 @@ def test_a_quarantined_node_is_used_where_no_other_one_comes(home):
         NodeHistory().add("n2", "node_lost", "earlier")
     run = Run(home / "run").join("n1", "n2")
     assert run.attempt() is None
-    run.maker.clock.since -= BETTER_SECONDS
+    run.decider.clock.since -= BETTER_SECONDS
     assert run.attempt() == ["n1", "n2"]
     run.end()
     again = Run(home / "again").join("n2", "n1", "n3")
@@ -127,7 +127,7 @@ def test_a_quarantined_node_is_used_where_no_other_one_comes(home):
     again.end()
 
 
-def test_a_node_that_fails_in_a_run_beside_this_one_is_the_last_spare(home):
+def test_a_node_that_fails_in_another_run_is_the_last_spare(home):
     this, other = Run(home / "this", spares=2).join("n1", "n2", "n3", "n4"), Run(home / "other").join("n3", "n5", "n6")
     assert (this.attempt(), other.attempt()) == (["n1", "n2"], ["n3", "n5"])
     other.lose("n3")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decider without processes: its agents are stand-ins, whose messages a test sends."""
 
-from zaya_plugin.aegis.journal import read
+from tests.aegis.journals import lines
 from zaya_plugin.aegis.protocol import message_of
 
 
@@ -18,15 +18,15 @@ class Wire:
         pass
 
 
-def peer_of(maker, node):
-    return maker.peers.by_node[node]
+def peer_of(decider, node):
+    return decider.peers.by_node[node]
 
 
-def rows(maker, kind):
-    return [row for row in read(maker.settings.journal) if row["kind"] == kind]
+def rows(decider, kind):
+    return lines(decider.settings.journal, kind)
 
 
-def settle(maker):
+def settle(decider):
     """Let the time pass in which more evidence could arrive."""
-    maker.clock.since -= 60.0
-    maker.settle()
+    decider.clock.since -= 60.0
+    decider.settle()
