@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m hip_ops build` builds the kernels before their first use; `python -m hip_ops info` prints which version
-runs where and why; `python -m hip_ops scan` finds stores in gfx942 code whose data is overwritten too early.
+runs where and why; `python -m hip_ops scan` finds stores in gfx942 and gfx950 code whose data is overwritten too early.
 """
 
 import argparse
@@ -29,7 +29,7 @@ VARIABLES_HELP = """\
 environment:
   HIP_OPS_KERNELS    auto (default), hip, triton, compiled or reference; then single operators, as in
                      auto,router_mlp=compiled
-  HIP_OPS_LIBRARY    shipped (default): the verified gfx942 library and Triton kernels of the package; source: build
+  HIP_OPS_LIBRARY    shipped (default): the verified libraries (gfx942, gfx950) and Triton kernels of the package; source:
                      them with hipcc and Triton
   HIP_OPS_CACHE      folder of the built libraries (default: ~/.cache/hip_ops)
   HIP_OPS_ARCH       AMD architecture to build for on a machine without a GPU (default: PYTORCH_ROCM_ARCH, else gfx942)
@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
         "build",
         help="build the kernels into the cache, and print the library's path",
         description="Builds the kernels for one target into the cache and prints the path of the library. Does nothing "
-        "where it is there, or where the package ships it (gfx942).",
+        "where it is there, or where the package ships it (gfx942, gfx950).",
     )
     build_options.add_argument(
         "--target",
@@ -75,8 +75,8 @@ def parser() -> argparse.ArgumentParser:
     )
     scan_options = commands.add_parser(
         "scan",
-        help="find stores in gfx942 code whose data is overwritten too early",
-        description="Disassembles gfx942 code objects and libraries and prints every wide store with an instruction "
+        help="find stores in gfx942 and gfx950 code whose data is overwritten too early",
+        description="Disassembles gfx942 and gfx950 code objects and libraries and prints every wide store with an instruction "
         "that overwrites its data too early. Exit status: 1 if there are any.",
     )
     scan_options.add_argument(

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds what the package ships for MI300X in hip_ops/shipped/gfx942/: the library libhip_ops.so and the code objects of
-Triton kernels (tools/triton_objects.py), each with a manifest.
+"""Builds what the package ships for MI300X and MI355X in hip_ops/shipped/<target>/: the library libhip_ops.so and, for
+MI300X, the code objects of Triton kernels (tools/triton_objects.py), each with a manifest.
 
     python -m tools.ship            builds all; commit it together with the sources that changed
     python -m tools.ship --check    builds in a scratch folder, and fails where the bytes differ from the shipped ones
+    python -m tools.ship gfx942     one of them; gfx950 needs `pip install ziglang==0.17.1`, 101 MB, which holds clang 22
 
 Compiler and flags of the device code are those of tests/gfx942/toolchain.py, so that emulator, budgets and bug tests
 see the shipped bytes. The same sources give the same bytes in every folder: the commands hold relative paths only, a
@@ -16,7 +17,6 @@ import hashlib
 import json
 import shlex
 import struct
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +24,8 @@ from pathlib import Path
 
 from hip_ops.runtime.build import LIBRARY, MANIFEST, kernel_sources, shipped_folder, sources_digest
 from hip_ops.runtime.code_objects import OBJECTS_MANIFEST
-from tests.gfx942.toolchain import ARCH, COMPILER, FLAGS, compiler_version, device_library_flags, require
+from tests.gfx942 import toolchain
+from tests.gfx942.toolchain import COMPILER, TARGETS, is_newer, require
 from tools import triton_objects
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,41 +33,46 @@ HOST_FLAGS = ("-fPIC", "-fvisibility=hidden", "-Ihip_ops/runtime/csrc")
 LINKER = "ld.lld-19"
 # Without --as-needed the library would require libstdc++, of which it uses nothing.
 LINK_FLAGS = ("-shared", "-fPIC", "--hip-link", "-no-hip-rt", "-fuse-ld=lld-19", "-Wl,--as-needed", "-Wl,--strip-all")
+OBJECTS_TARGET = "gfx942"  # of the Triton kernels that ship
 BUNDLE = b"__CLANG_OFFLOAD_BUNDLE__"
 
 
-def compile_command(source: str, output: str) -> list[str]:
-    """The command that compiles one file, without the folder of the device libraries, which differs by machine."""
-    return [COMPILER, *FLAGS, *HOST_FLAGS, f"-cuid={Path(source).stem}", "-c", source, "-o", output]
+def compile_command(target: str, source: str, output: str) -> list[str]:
+    """The arguments that compile one file, without the folders of the machine."""
+    flags = toolchain.flags_of(target, is_newer(target))
+    return [*flags, *HOST_FLAGS, f"-cuid={Path(source).stem}", "-c", source, "-o", output]
 
 
 def link_command(objects: list[str], output: str) -> list[str]:
     return [COMPILER, *objects, *LINK_FLAGS, "-o", output]
 
 
-def build(folder: Path, root: Path = ROOT) -> Path:
+def build(folder: Path, root: Path = ROOT, target: str = "gfx942") -> Path:
     """Builds the library of the sources in `root`/hip_ops into `folder`, writes its manifest, and returns its path."""
     require(LINKER)
     sources = [file.relative_to(root) for file in kernel_sources(root / "hip_ops")]
     library = folder / LIBRARY
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(2) as pool:
         objects = [f"{scratch}/{source.stem}.o" for source in sources]
-        commands = [compile_command(str(source), made) for source, made in zip(sources, objects, strict=True)]
-        list(pool.map(lambda command: _run([*command, *device_library_flags()], root), commands))
+        paths = toolchain.path_flags(target, is_newer(target))
+        compiler = [*toolchain.compiler(is_newer(target)), *paths]
+        commands = [compile_command(target, str(source), made) for source, made in zip(sources, objects, strict=True)]
+        list(pool.map(lambda command: _run([*compiler, *command], root), commands))
         _run(link_command(objects, f"{scratch}/{LIBRARY}"), root)
         content = Path(scratch, LIBRARY).read_bytes()
     library.write_bytes(content)
-    (folder / MANIFEST).write_text(json.dumps(manifest(content, root), indent=1) + "\n")
+    (folder / MANIFEST).write_text(json.dumps(manifest(content, root, target), indent=1) + "\n")
     return library
 
 
-def manifest(content: bytes, root: Path = ROOT) -> dict[str, str]:
+def manifest(content: bytes, root: Path = ROOT, target: str = "gfx942") -> dict[str, str]:
+    name = "zig clang" if is_newer(target) else COMPILER
     return {
-        "target": ARCH,
+        "target": target,
         "sources": sources_digest(root / "hip_ops"),
         "sha256": hashlib.sha256(content).hexdigest(),
-        "compiler": compiler_version(),
-        "command": shlex.join(compile_command("FILE.hip", "FILE.o")),
+        "compiler": toolchain.compiler_version(is_newer(target)),
+        "command": f"{name} {shlex.join(compile_command(target, 'FILE.hip', 'FILE.o'))}",
         "link": shlex.join(link_command(["FILE.o"], LIBRARY)),
     }
 
@@ -86,7 +92,7 @@ def code_objects(library: Path) -> list[bytes]:
             offset, size, length = struct.unpack_from("<QQQ", content, place)
             name = content[place + 24 : place + 24 + length].decode()
             place += 24 + length
-            if name.endswith(ARCH):
+            if name.endswith(TARGETS):
                 found.append(content[start + offset : start + offset + size])
         start = content.find(BUNDLE, place)
     return found
@@ -110,32 +116,43 @@ def object_differences(built: Path, shipped: Path) -> list[str]:
     problems = [f"{name}: not shipped" for name in sorted(new.keys() - old.keys())]
     problems += [f"{name}: no recipe needs it" for name in sorted(old.keys() - new.keys())]
     problems += [f"{name}: the bytes differ" for name in sorted(new.keys() & old.keys()) if new[name] != old[name]]
-    texts = [(folder / OBJECTS_MANIFEST).read_text() for folder in (built, shipped)]
+    files = [folder / OBJECTS_MANIFEST for folder in (built, shipped)]
+    texts = [file.read_text() if file.is_file() else "" for file in files]
     return problems or [f"{OBJECTS_MANIFEST}: the text differs"] * (texts[0] != texts[1])
 
 
 def _run(command: list[str], folder: Path) -> None:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise SystemExit(f"{shlex.join(command)}\n{done.stderr or done.stdout}")
+    try:
+        toolchain.run(command, cwd=folder)
+    except toolchain.CompileError as error:
+        raise SystemExit(str(error)) from None
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.ship", description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare a new build with what is shipped")
-    if not parser.parse_args(arguments).check:
-        folder = shipped_folder(ARCH)
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)} (default: all)")
+    options = parser.parse_args(arguments)
+    if unknown := sorted({*options.targets} - {*TARGETS}):
+        parser.error(f"no such target: {', '.join(unknown)}; allowed are {', '.join(TARGETS)}")
+    failed = False
+    for target in options.targets or TARGETS:
+        folder = shipped_folder(target)
+        if options.check:
+            with tempfile.TemporaryDirectory() as scratch:
+                build(Path(scratch), target=target)
+                if target == OBJECTS_TARGET:
+                    triton_objects.build(Path(scratch), target)
+                problems = differences(Path(scratch), folder)
+            failed |= bool(problems)
+            print(f"{target}: " + ("; ".join(problems) or "the same bytes"))
+            continue
         folder.mkdir(parents=True, exist_ok=True)
-        library = build(folder)
+        library = build(folder, target=target)
         print(f"{library.relative_to(ROOT)}: {library.stat().st_size} bytes")
-        print(f"{folder.relative_to(ROOT)}/*.hsaco: {triton_objects.build(folder, ARCH)} bytes")
-        return 0
-    with tempfile.TemporaryDirectory() as scratch:
-        build(Path(scratch))
-        triton_objects.build(Path(scratch), ARCH)
-        problems = differences(Path(scratch), shipped_folder(ARCH))
-    print("\n".join(problems) or "the same bytes")
-    return 1 if problems else 0
+        if target == OBJECTS_TARGET:
+            print(f"{folder.relative_to(ROOT)}/*.hsaco: {triton_objects.build(folder, target)} bytes")
+    return int(failed)
 
 
 if __name__ == "__main__":

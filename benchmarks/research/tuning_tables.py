@@ -10,7 +10,7 @@ from hip_ops.ops.grouped_product.configs import GroupedConfig
 from hip_ops.ops.newton_schulz import product_configs
 from hip_ops.ops.newton_schulz.product_configs import ProductConfig
 
-SHARED_MEMORY = {"sm_90": 232448, "gfx942": 65536}  # maximum bytes of a block
+SHARED_MEMORY = {"sm_90": 232448, "gfx942": 65536, "gfx950": 163840}  # maximum bytes of a block
 
 
 def shared_memory(config: GroupedConfig | ProductConfig, out_size: int = 2, element_size: int = 2) -> int:

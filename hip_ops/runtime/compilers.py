@@ -20,7 +20,7 @@ from hip_ops.runtime import rocm
 
 HEADERS = Path(__file__).resolve().parent / "csrc"  # headers of several operators' kernels
 
-# Waves of 64 and bf16 MFMA with four values per lane: MI200, MI300, MI350. Only gfx942 is verified.
+# Waves of 64 and bf16 MFMA: MI200, MI300, MI350. gfx942 and gfx950 are verified.
 AMD_ARCHITECTURES = ("gfx90a", "gfx942", "gfx950")
 OLDEST_CLANG = 17  # the first release that knows gfx942
 NVCC_FOLDERS = ("/usr/local/cuda/bin",)  # of the installer; searched after the environment variables

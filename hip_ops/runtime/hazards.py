@@ -2,7 +2,7 @@
 """Finds stores whose data is overwritten too early: `python -m hip_ops scan OBJECT_OR_FOLDER`. Needs neither torch nor
 a GPU.
 
-CDNA3 does not stall for some dependent instructions. The compiler must put a number of wait states between them, and
+CDNA3 and CDNA4 do not stall for some dependent instructions. The compiler must put a number of wait states between them, and
 compilers have got one of these rules wrong: after a wide store its data registers were overwritten too early, and the
 store wrote wrong values. So this rule is checked in what ships and in what Triton has compiled; tests/gfx942 checks the
 other rules of LLVM's GCNHazardRecognizer.cpp in what ships.
@@ -27,10 +27,10 @@ from pathlib import Path
 from hip_ops.errors import mistake
 from hip_ops.runtime import rocm
 
-ARCHITECTURE = "gfx942"
-OLDEST_LLVM = 17  # the first release that knows gfx942
+ARCHITECTURES = {"gfx942": 0x4C, "gfx950": 0x4F}  # with the low byte of e_flags
+OLDEST_LLVM = {"gfx942": 17, "gfx950": 20}  # the first releases that know them
 INDUCTOR_PREFIX = "triton_"  # of the kernels of torch.compile: triton_poi_fused_add_0, triton_red_, triton_per_, ...
-_MACHINE_AMDGPU, _MACH_GFX942 = 224, 0x4C  # e_machine, and the low byte of e_flags
+_MACHINE_AMDGPU = 224  # e_machine
 _BUNDLE = b"__CLANG_OFFLOAD_BUNDLE__"
 
 # Registers are bits of one integer: VGPR n, AGPR 512 + n, SGPR 1024 + n.
@@ -41,7 +41,7 @@ _PAIRS = {"vcc": 106, "exec": 126, "flat_scratch": 102}
 
 
 class ToolNotFound(RuntimeError):
-    """There is no llvm-objdump that knows gfx942."""
+    """There is no llvm-objdump that knows the architecture."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ _WIDE_STORE = re.compile(
     r"((global|flat|scratch)_store|t?buffer_store(_format)?)_(dwordx[34]|xyzw?)|(global|flat|buffer)_atomic_cmpswap_x2"
 )
 _REGISTER = re.compile(r"\b([vas])(\d+)\b|\b([vas])\[(\d+):(\d+)\]|\b(vcc_lo|vcc_hi|vcc|exec_lo|exec_hi|exec|m0)\b")
-TWO_RESULTS = re.compile(r"v_\w+_co_u32|v_mad_[ui]64_[ui]32|v_div_scale_f\d+|v_swap_b32")
+TWO_RESULTS = re.compile(r"v_\w+_co_u32|v_mad_[ui]64_[ui]32|v_div_scale_f\d+|v_(permlane\d+_)?swap_b32")
 _LINE = re.compile(r"^\s+(\S+)\s*(.*?)\s*// ([0-9A-F]+): [0-9A-F]{4}([0-9A-F]{4})")
 _LABEL = re.compile(r"([0-9a-f]+) <(.+)>:")
 
@@ -171,10 +171,11 @@ def _overwrites(first: Instruction, second: Instruction, mask: int) -> int:
 WIDE_STORE = Rule("data of a wide store is overwritten: checkVALUHazardsHelper", _overwrites)
 
 
-@lru_cache(maxsize=1)
-def objdump() -> str:
-    """Return the path of an llvm-objdump that knows gfx942, from ROCm or PATH. Raises ToolNotFound."""
-    names = ["llvm-objdump", *(f"llvm-objdump-{major}" for major in range(OLDEST_LLVM + 15, OLDEST_LLVM - 1, -1))]
+@lru_cache(maxsize=2)
+def objdump(architecture: str = "gfx942") -> str:
+    """Return the path of an llvm-objdump that knows the architecture, from ROCm or PATH. Raises ToolNotFound."""
+    oldest = OLDEST_LLVM[architecture]
+    names = ["llvm-objdump", *(f"llvm-objdump-{major}" for major in range(oldest + 15, oldest - 1, -1))]
     folders = rocm.folders(*rocm.LLVM_FOLDERS)
     for folder in (None, *map(str, folders)):
         for name in names:
@@ -183,28 +184,38 @@ def objdump() -> str:
                 continue
             output = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
             version = re.search(r"LLVM version (\d+)", output)
-            if version and int(version[1]) >= OLDEST_LLVM:
+            if version and int(version[1]) >= oldest:
                 return program
     raise ToolNotFound(
-        f"no llvm-objdump of LLVM {OLDEST_LLVM} or newer on PATH or in {', '.join(map(str, folders))}: install ROCm's "
-        "LLVM (package rocm-llvm, or AMD's wheel rocm-sdk-core) or Debian's llvm-19, or set ROCM_PATH"
+        f"no llvm-objdump of LLVM {oldest} or newer on PATH or in {', '.join(map(str, folders))}: install ROCm's LLVM "
+        f"(package rocm-llvm, or AMD's wheel rocm-sdk-core){' or Debian llvm-19' if oldest < 20 else ''}, or set "
+        "ROCM_PATH"
     )
 
 
-def disassemble(path: Path, decode: Callable[[str], Instruction] | None = None) -> dict[str, list[Instruction]]:
-    """Return the instructions of a gfx942 code object by function. decode: replaces `decoded`, for other rules."""
-    done = subprocess.run([objdump(), "-d", f"--mcpu={ARCHITECTURE}", str(path)], capture_output=True, text=True)
+def listing(path: Path) -> str:
+    """Return the text that llvm-objdump prints for a code object."""
+    architecture = architecture_of(head(path)) or "gfx942"
+    command = [objdump(architecture), "-d", f"--mcpu={architecture}", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"{path}: llvm-objdump failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def disassemble(
+    path: Path, decode: Callable[[str], Instruction] | None = None, lines: Callable[[Path], str] = listing
+) -> dict[str, list[Instruction]]:
+    """Return the instructions of a code object by function. decode: replaces `decoded`, for other rules."""
     functions: dict[str, list[Instruction]] = {}
     code: list[Instruction] = []
-    for line in done.stdout.splitlines():
+    for line in lines(path).splitlines():
         if match := _LINE.match(line):
             code.append(parse(f"{match[1]} {match[2]}".strip(), int(match[3], 16), int(match[4], 16), decode))
         elif match := _LABEL.fullmatch(line.strip()):
             code = functions.setdefault(match[2], [])
     if functions and not any(functions.values()):  # an object may hold no function
-        raise ValueError(f"{path}: {objdump()} printed no instruction")
+        raise ValueError(f"{path}: llvm-objdump printed no instruction")
     return functions
 
 
@@ -267,17 +278,18 @@ def _behind(
 # Files ---------------------------------------------------------------------------------------------------------------
 
 
-def is_gfx942(content: bytes) -> bool:
-    """Return whether these bytes begin with an ELF of gfx942."""
+def architecture_of(content: bytes) -> str | None:
+    """Return the architecture, of those that this module knows, of the ELF with which these bytes begin."""
     if content[:5] != b"\x7fELF\x02" or len(content) < 64:
-        return False
+        return None
     (machine,), (flags,) = struct.unpack_from("<H", content, 18), struct.unpack_from("<I", content, 48)
-    return machine == _MACHINE_AMDGPU and flags & 0xFF == _MACH_GFX942
+    numbers = {number: name for name, number in ARCHITECTURES.items()}
+    return numbers.get(flags & 0xFF) if machine == _MACHINE_AMDGPU else None
 
 
 def code_objects(content: bytes) -> Iterator[bytes]:
-    """Yield the gfx942 ELFs of a file: itself, or those in the offload bundles of a library."""
-    if is_gfx942(content):
+    """Yield the ELFs of a file: itself, or those in the offload bundles of a library."""
+    if architecture_of(content):
         yield content
         return
     start = content.find(_BUNDLE)
@@ -288,22 +300,22 @@ def code_objects(content: bytes) -> Iterator[bytes]:
             offset, size, length = struct.unpack_from("<QQQ", content, at)
             at += 24 + length
             part = content[start + offset : start + offset + size]
-            if is_gfx942(part):
+            if architecture_of(part):
                 yield part
         start = content.find(_BUNDLE, start + 1)
 
 
 def scan(path: Path, check: Callable[[Path], Iterable[Violation]] | None = None) -> list[Violation]:
-    """Return the violations in a gfx942 code object, or in those of a library. Raises ValueError where the file holds
-    none.
+    """Return the violations in a code object, or in those of a library. Raises ValueError where the file holds none.
 
     check: of one code object; None: that of this module.
     """
     check = check or (lambda path: violations(disassemble(path)))
     parts = list(code_objects(path.read_bytes()))
     if not parts:
-        raise mistake(str(path), f"holds no {ARCHITECTURE} code", "a code object (.co, .hsaco), a library, a folder")
-    if is_gfx942(head(path)):
+        names = " or ".join(ARCHITECTURES)
+        raise mistake(str(path), f"holds no {names} code", "a code object (.co, .hsaco), a library, a folder")
+    if architecture_of(head(path)):
         return list(check(path))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "part.co"
@@ -311,7 +323,7 @@ def scan(path: Path, check: Callable[[Path], Iterable[Violation]] | None = None)
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Return the files below a folder that hold gfx942 code, sorted."""
+    """Return the files below a folder that hold gfx942's or gfx950's code, sorted."""
     files = (path for path in folder.rglob("*") if path.is_file() and head(path).startswith(b"\x7fELF"))
     return sorted(path for path in files if any(code_objects(path.read_bytes())))
 
@@ -354,9 +366,9 @@ def triton_folders() -> list[Path]:
 
 
 def triton_objects() -> list[Path]:
-    """Return the gfx942 objects (.hsaco) in `triton_folders`."""
+    """Return the objects (.hsaco) for gfx942 and gfx950 in `triton_folders`."""
     objects = sorted({path for folder in triton_folders() for path in folder.rglob("*.hsaco")})
-    return [path for path in objects if is_gfx942(head(path))]
+    return [path for path in objects if architecture_of(head(path))]
 
 
 def is_inductors(triton_object: Path) -> bool:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of a product's tile: rows of a JSON table of measured configurations, and an estimate of the tile that
-finishes first on an MI300X, where nothing was measured.
+finishes first on an AMD GPU, where nothing was measured.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
-COMPUTE_UNITS = 304  # of an MI300X
+# By architecture; others count as an MI300X (gfx942).
+COMPUTE_UNITS = {"gfx942": 304, "gfx950": 256}
 
 
 def parse(rows: list[dict], config: type, kinds: tuple[str, ...], table: str) -> list[dict]:
@@ -37,7 +38,7 @@ def nearest(rows: Iterable[dict], kind: str, /, **sizes: tuple[float, float]) ->
     return min((row for row in rows if row["kind"] == kind), key=distance)["config"]
 
 
-def relative_time(tiles: float, area: int, other_slots: int, lds: int) -> float:
+def relative_time(architecture: str, tiles: float, area: int, other_slots: int, lds: int) -> float:
     """Return the relative time of `tiles` tiles of `area` elements, to compare the tiles that one product may have:
     rounds over all compute units, times the area, times the compiled inner loop's time for 256 MFMA passes, its parts
     one after the other.
@@ -45,4 +46,4 @@ def relative_time(tiles: float, area: int, other_slots: int, lds: int) -> float:
     other_slots: issue slots of a wave that are no MFMA; lds: time of the LDS accesses in passes of 4 cycles, with their
     bank conflicts. Memory, and overlap within a compute unit, are ignored.
     """
-    return math.ceil(tiles / COMPUTE_UNITS) * area * (256 + other_slots + lds)
+    return math.ceil(tiles / COMPUTE_UNITS.get(architecture, 304)) * area * (256 + other_slots + lds)

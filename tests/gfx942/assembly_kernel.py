@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tests.gfx942.emulator import Device
-from tests.gfx942.toolchain import assemble
+from tests.gfx942.toolchain import ARCH, assemble
 
 HEAD = """
 .amdgcn_target "amdgcn-amd-amdhsa--gfx942"
@@ -71,13 +71,13 @@ amdhsa.kernels:
 """
 
 
-def run_snippets(snippets: Sequence[str], inputs: np.ndarray) -> np.ndarray:
+def run_snippets(snippets: Sequence[str], inputs: np.ndarray, target: str = ARCH) -> np.ndarray:
     """inputs uint32 [64, 4] -> results uint32 [snippets, 64, 2]; the second dword is 0 where a snippet does not write
     v9.
     """
     assert inputs.shape == (64, 4) and inputs.dtype == np.uint32
     body = "".join(f"  v_mov_b32 v8, 0\n  v_mov_b32 v9, 0\n  {snippet}\n{_STORE}" for snippet in snippets)
-    path = assemble(HEAD + body + TAIL, "snippets")
+    path = assemble(HEAD + body + TAIL, "snippets", target)
     device = Device()
     source, target = device.put(inputs), device.alloc((len(snippets), 64, 2), np.uint32)
     device.launch(path, "snippets", 1, 64, [source, target])

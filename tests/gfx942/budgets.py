@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Registers, LDS, scratch, occupancy and required instructions of every kernel, HIP and Triton, held to the checked-in
-table budgets.toml.
+table budgets.toml. It has a part for each target: gfx942's kernels as tests compile them, HIP's of gfx950 as they ship.
 
     python -m tests.gfx942.budgets            compare and print what differs
     python -m tests.gfx942.budgets --write    rewrite the table from the code objects and print the difference
@@ -25,16 +25,17 @@ import tomllib
 from hip_ops.runtime.build import kernel_sources
 from tests.gfx942.emulator.code_object import KernelInfo, open_code_object
 from tests.gfx942.emulator.decode import function_lines
-from tests.gfx942.toolchain import code_object, code_objects
+from tests.gfx942.toolchain import code_object, code_objects, shipped_object
 
 TABLE = Path(__file__).with_name("budgets.toml")
 REGISTERS_A_LANE = 512  # of a SIMD, VGPRs and AGPRs together; given out in steps of 8
-LDS_A_CU, LDS_STEP = 65536, 512
+LDS_A_CU, LDS_STEP = {"gfx942": 65536, "gfx950": 163840}, {"gfx942": 512, "gfx950": 1280}
 SIMDS, MAX_WAVES = 4, 8
 TRITON = "triton"  # section of the kernels of triton_cases.py
 # what makes a kernel the kernel that it is meant to be: matrix instructions, 16-byte global accesses, 16-byte LDS
 # accesses during MFMAs
-MATRIX = ("v_mfma_f32_32x32x8_bf16", "v_mfma_f32_16x16x16_bf16", "v_mfma_f32_32x32x8_f16", "v_mfma_f32_16x16x16_f16")
+SHAPES = ("32x32x8", "16x16x16", "32x32x16", "16x16x32")
+MATRIX = tuple(f"v_mfma_f32_{shape}_{kind}" for kind in ("bf16", "f16") for shape in SHAPES)
 WIDE = ("global_load_dwordx4", "global_store_dwordx4", "buffer_load_dwordx4", "buffer_store_dwordx4")
 WIDE_LDS = ("ds_read_b128", "ds_write_b128")
 LIMITS = ("vgprs", "agprs", "sgprs", "lds", "sgpr_spills")
@@ -55,21 +56,23 @@ class Resources:
     waves_per_simd: int
 
 
-def waves_per_simd(info: KernelInfo, lds: int, threads: int) -> int:
+def waves_per_simd(info: KernelInfo, lds: int, threads: int, target: str = "gfx942") -> int:
     """Waves that fit on a SIMD together, by LLVM's rules for gfx90a and later."""
     by_vgprs = REGISTERS_A_LANE // max(8, -(-info.total_vgprs // 8) * 8)
     by_sgprs = 8 if info.sgprs <= 100 else 7  # SGPR file of gfx9: 800 a SIMD, 16 a step
     waves = -(-threads // 64)
     by_lds = MAX_WAVES
     if lds:
-        blocks = LDS_A_CU // (-(-lds // LDS_STEP) * LDS_STEP)
+        step = LDS_STEP[target]
+        blocks = LDS_A_CU[target] // (-(-lds // step) * step)
         by_lds = max(1, blocks * waves // SIMDS)
     return min(MAX_WAVES, by_vgprs, by_sgprs, by_lds)
 
 
 def resources(path: str | Path, kernel: str, dynamic_lds: int = 0, threads: int | None = None) -> Resources:
     """Of a kernel of a code object; for Triton give its dynamic LDS and threads a block."""
-    info = open_code_object(path).kernels[kernel]
+    code = open_code_object(path)
+    info = code.kernels[kernel]
     lds = info.lds_size + dynamic_lds
     return Resources(
         info.vgprs,
@@ -79,7 +82,7 @@ def resources(path: str | Path, kernel: str, dynamic_lds: int = 0, threads: int 
         info.scratch_size,
         info.vgpr_spills,
         info.sgpr_spills,
-        waves_per_simd(info, lds, threads or info.max_threads),
+        waves_per_simd(info, lds, threads or info.max_threads, code.architecture),
     )
 
 
@@ -97,17 +100,23 @@ def violations(found: Resources, row: dict, present: Counter) -> list[str]:
     return broken + [f"{name} is missing" for name in row["requires"] if not present[name]]
 
 
-def kernels_of(source: Path) -> dict[str, tuple[Resources, Counter]]:
+def kernels_of(source: Path, target: str = "gfx942") -> dict[str, tuple[Resources, Counter]]:
     """Every kernel of a .hip file."""
-    path = code_object(source)
+    path = code_object(source) if target == "gfx942" else shipped_object(source, target)
     return {name: (resources(path, name), opcodes(path, name)) for name in sorted(open_code_object(path).kernels)}
 
 
-def hip_kernels() -> dict[str, dict[str, tuple[Resources, Counter]]]:
+def hip_kernels(target: str = "gfx942") -> dict[str, dict[str, tuple[Resources, Counter]]]:
     """Source name -> kernels, for all of hip_ops."""
-    sources = kernel_sources()
-    code_objects(sources)
-    return {source.stem: kernels_of(source) for source in sources}
+    sources = [source for source in kernel_sources() if source.stem != "abi"]  # which has none
+    if target == "gfx942":
+        code_objects(sources)
+    return {source.stem: kernels_of(source, target) for source in sources}
+
+
+def all_kernels() -> dict[str, dict]:
+    """Target -> source name -> kernels."""
+    return {"gfx942": hip_kernels() | triton_kernels(), "gfx950": hip_kernels("gfx950")}
 
 
 @functools.cache
@@ -128,8 +137,8 @@ def triton_kernels() -> dict[str, dict[str, tuple[Resources, Counter]]]:
     }
 
 
-def read_table(path: Path = TABLE) -> dict[str, dict[str, dict]]:
-    """Source name -> kernel -> row."""
+def read_table(path: Path = TABLE) -> dict[str, dict[str, dict[str, dict]]]:
+    """Target -> source name -> kernel -> row."""
     return tomllib.loads(path.read_text()) if path.is_file() else {}
 
 
@@ -156,21 +165,23 @@ def default_requirements(present: Counter) -> list[str]:
 def render(found: dict, table: dict) -> str:
     """The table's text for these kernels, with the `requires` of the old table."""
     lines = [
-        "# Limits of every gfx942 kernel, compiled by clang 19 and, under triton, by the pinned Triton; see "
+        "# Limits of every kernel: gfx942's by clang 19 and, under triton, by the pinned Triton; gfx950's by clang 22. See "
         "tests/gfx942/budgets.py.",
         "# Rewrite: python -m tests.gfx942.budgets --write, and read the difference that it prints.",
     ]
-    for source, kernels in found.items():
-        for name, (measured, present) in kernels.items():
-            old = table.get(source, {}).get(name)
-            requires = old["requires"] if old else default_requirements(present)
-            numbers = [
-                f"{field.name} = {getattr(measured, field.name)}"
-                for field in fields(measured)
-                if field.name not in NEVER
-            ]
-            wanted = ", ".join(f'"{opcode}"' for opcode in requires)
-            lines += ["", f"[{source}.{name}]", *numbers, f"requires = [{wanted}]"]
+    for target, sources in found.items():
+        for source, kernels in sources.items():
+            lines += ["", f"[{target}.{source}]"]
+            for name, (measured, present) in kernels.items():
+                old = table.get(target, {}).get(source, {}).get(name)
+                requires = old["requires"] if old else default_requirements(present)
+                numbers = [
+                    f"{each.name} = {getattr(measured, each.name)}"
+                    for each in fields(measured)
+                    if each.name not in NEVER
+                ]
+                quoted = ", ".join(f'"{opcode}"' for opcode in requires)
+                lines.append(f"{name} = {{{', '.join(numbers)}, requires = [{quoted}]}}")
     return "\n".join(lines) + "\n"
 
 
@@ -178,7 +189,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="rewrite budgets.toml")
     options = parser.parse_args(arguments)
-    table, found = read_table(), hip_kernels() | triton_kernels()
+    table, found = read_table(), all_kernels()
     if options.write:
         old, new = TABLE.read_text() if TABLE.is_file() else "", render(found, table)
         print(
@@ -188,7 +199,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         TABLE.write_text(new)
         table = read_table()
-    problems = compare(table, found)
+    problems = [f"{target}: {problem}" for target in found for problem in compare(table.get(target, {}), found[target])]
     for problem in problems:
         print(f"PROBLEM {problem}", file=sys.stderr)
     return 1 if problems else 0

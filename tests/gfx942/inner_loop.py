@@ -5,7 +5,7 @@ in bad places.
 Passes of 4 cycles (AMD CDNA3 ISA, "Dependency Resolution: Required Independent Instructions", and AMD's matrix
 instruction calculator): v_mfma_f32_32x32x8 of bf16 and fp16 takes 8 passes, 16x16x16 takes 4. Both follow from the peak
 rate: 512 dense half-precision flops a cycle and SIMD (1307 TFLOP/s / 304 CUs / 4 SIMDs / 2.1 GHz), 16384 and 8192 flops
-an instruction. Any other instruction of a wave takes one issue slot, a slot being 4 cycles as 64 lanes pass a SIMD of
+an instruction. On gfx950 32x32x16 and 16x16x32 take as many passes for twice the flops (SISchedule.td of LLVM). Any other instruction of a wave takes one issue slot, a slot being 4 cycles as 64 lanes pass a SIMD of
 16; s_nop n takes n + 1.
 """
 
@@ -19,7 +19,7 @@ from tests.gfx942.emulator.decode import Instruction, disassemble
 from tests.gfx942.emulator.scheduler import parse_wait
 from tests.gfx942.toolchain import require
 
-MFMA_PASSES = {"32x32x8": 8, "16x16x16": 4}
+MFMA_PASSES = {"32x32x8": 8, "16x16x16": 4, "32x32x16": 8, "16x16x32": 4}
 CYCLES_A_PASS = 4
 LOADS = "(global|buffer)_load"
 

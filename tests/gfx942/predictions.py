@@ -10,8 +10,9 @@ from tests.gfx942.inner_loop import CYCLES_A_PASS, mfma_passes
 HBM_BYTES_A_SECOND = 4.33e12  # sustained, of a peak of 5.3e12
 BF16_FLOPS_A_SECOND = 600e12  # of large products, as recipes/cluster/mi300x_8.yaml; the peak is 1307e12
 CYCLES_A_SECOND = 2.1e9
-SIMDS = 4 * COMPUTE_UNITS
+SIMDS = 4 * COMPUTE_UNITS["gfx942"]
 MFMA_FLOPS = {"32x32x8": 2 * 32 * 32 * 8, "16x16x16": 2 * 16 * 16 * 16}
+MFMA_FLOPS |= {"32x32x16": 2 * 32 * 32 * 16, "16x16x32": 2 * 16 * 16 * 32}  # gfx950
 
 
 @dataclass(frozen=True)

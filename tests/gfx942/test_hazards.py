@@ -69,6 +69,40 @@ DISTANCES = {
     "M0": ("s_mov_b32 m0, s2", "global_load_lds_dword v1, s[4:5]", 1),
     "mode": ("s_setreg_imm32_b32 hwreg(HW_REG_MODE, 0, 4), 0", "s_getreg_b32 s2, hwreg(HW_REG_MODE)", 2),
 }
+# gfx950's where they are other ones, and those of its own instructions
+WIDE = "v_mfma_f32_32x32x16_bf16 a[0:15], v[2:5], v[6:9], a[0:15]"
+WIDE_SMALL = "v_mfma_f32_16x16x32_bf16 v[20:23], v[2:5], v[6:9], v[20:23]"
+LITTLE_XDL = "v_mfma_f32_4x4x4_16b_f16 v[20:23], v[2:3], v[4:5], v[20:23]"
+DISTANCES_OF_GFX950 = {
+    "matrix result, read": (WIDE, "v_accvgpr_read_b32 v10, a3", 12),
+    "matrix result, stored": (WIDE_SMALL, "global_store_dword v1, v22, s[4:5]", 8),
+    "matrix result, overwritten": (WIDE_SMALL, "v_mov_b32 v23, 0", 8),
+    "matrix result, loaded over": (WIDE_SMALL, "global_load_dword v23, v1, s[4:5]", 8),
+    "narrow matrix result, read": (SMALL, "v_mov_b32 v1, v20", 8),
+    "matrix result, next factor": (WIDE_SMALL, "v_mfma_f32_16x16x32_bf16 v[24:27], v[20:23], v[4:7], v[24:27]", 8),
+    "matrix result, other addend": (WIDE_SMALL, "v_mfma_f32_16x16x32_bf16 v[30:33], v[2:5], v[6:9], v[22:25]", 6),
+    "of two passes, read": (LITTLE_XDL, "v_mov_b32 v1, v20", 5),
+    "of two passes, other addend": (LITTLE_XDL, "v_mfma_f32_4x4x4_16b_f16 v[30:33], v[2:3], v[4:5], v[22:25]", 4),
+    "of two passes, other addend, fp32": (LITTLE_XDL, "v_mfma_f32_4x4x1_16b_f32 v[30:33], v2, v3, v[22:25]", 3),
+    "addend, overwritten": (
+        "v_mfma_f32_32x32x16_bf16 a[0:15], v[2:5], v[6:9], a[16:31]",
+        "v_accvgpr_write_b32 a17, v1",
+        7,
+    ),
+    "factor": ("v_mov_b32 v5, 0", WIDE_SMALL, 2),
+    "fp32 product, read": (SINGLE, "v_mov_b32 v1, v20", 4),
+    "fp64 product, read": (DOUBLE, "v_mov_b32 v1, v20", 19),
+    "fp64 product, overwritten": (DOUBLE, "v_mov_b32 v20, 0", 11),
+    "fp64 product, stored": (DOUBLE, "global_store_dword v1, v20, s[4:5]", 18),
+    "fp64 product, next factor": (DOUBLE, "v_mfma_f64_16x16x4_f64 v[30:37], v[20:21], v[4:5], v[30:37]", 19),
+    "fp64 product, other addend": (DOUBLE, "v_mfma_f64_16x16x4_f64 v[30:37], v[2:3], v[4:5], v[22:29]", 17),
+    "swapped rows": ("v_mov_b32 v2, 0", "v_permlane32_swap_b32 v3, v2", 2),
+    "swapped rows, first register": ("v_mov_b32 v2, 0", "v_permlane16_swap_b32 v2, v3", 2),
+    "EXEC, swapped rows": ("v_cmpx_gt_f32 vcc, v2, v3", "v_permlane32_swap_b32 v4, v5", 4),
+    "global store": ("global_store_dwordx4 v1, v[8:11], s[4:5]", "v_permlane32_swap_b32 v2, v9", 2),
+    "table of three": ("v_bitop3_b16 v2, v3, v4, v5 bitop3:0x80 op_sel:[0,0,0,1]", "v_mov_b32 v4, v2", 1),
+}
+ALL_DISTANCES = {"gfx942": DISTANCES, "gfx950": DISTANCES_OF_GFX950}
 NO_DISTANCE = {
     "store of two dwords": ("global_store_dwordx2 v1, v[8:9], s[4:5]", "v_mov_b32 v8, 0"),
     "another register": ("global_store_dwordx4 v1, v[8:11], s[4:5]", "v_mov_b32 v12, 0"),
@@ -90,30 +124,33 @@ def nops(count: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def objects(tmp_path_factory):
-    """Case -> violations with all wait states, and with one less; one assembly for all."""
+def objects():
+    """Target and case -> violations with all wait states, and with one less; one assembly for all of a target."""
+    return {target: of_target(target, table) for target, table in ALL_DISTANCES.items()}
 
+
+def of_target(target: str, distances: dict) -> dict:
     def functions(table):
         text = ""
         for number, (first, second, count) in enumerate(table):
             # s_nop before and behind: no case sees its neighbours
             text += "\n  ".join(["", f"case{number}:", *nops(19), first, *nops(count), second, *nops(19)])
-        return wait_states.disassemble(assemble(HEAD + text + TAIL, "distances"))
+        return wait_states.disassemble(assemble(HEAD + text + TAIL, "distances", target))
 
-    rows = list(DISTANCES.values())
+    rows = list(distances.values())
     enough = functions(rows)
     less = functions([(first, second, count - 1) for first, second, count in rows])
     found = [list(wait_states.violations(code)) for code in (enough, less)]
     return {
         name: [[one for one in part if one.function == f"case{number}"] for part in found]
-        for number, name in enumerate(DISTANCES)
+        for number, name in enumerate(distances)
     }
 
 
-@pytest.mark.parametrize("name", DISTANCES)
-def test_each_distance(objects, name):
-    first, second, count = DISTANCES[name]
-    enough, less = objects[name]
+@pytest.mark.parametrize("target, name", [(target, name) for target, table in ALL_DISTANCES.items() for name in table])
+def test_each_distance(objects, target, name):
+    first, second, count = ALL_DISTANCES[target][name]
+    enough, less = objects[target][name]
     assert enough == []
     assert [(found.needed, found.waited) for found in less] == [(count, count - 1)]
     assert str(less[0]).endswith(")") and f"{count} are needed" in str(less[0])
@@ -218,6 +255,8 @@ def test_passes():
         "v_mfma_f64_4x4x4_4b_f64",
     )
     assert {*map(wait_states.passes, sixteen)} == {16} and {*map(wait_states.passes, eight)} == {8}
+    assert wait_states.passes(WIDE.split()[0]) == 8 and wait_states.passes(WIDE_SMALL.split()[0]) == 4
+    assert [wait_states.passes(DOUBLE.split()[0], gfx950) for gfx950 in (False, True)] == [8, 16]
     assert {*map(wait_states.passes, four)} == {4} and wait_states.passes("v_smfmac_f32_32x32x16_bf16") == 8
 
 
@@ -236,7 +275,7 @@ def test_folders_and_the_command(tmp_path, capsys):
     assert command.main(["scan", str(tmp_path)]) == 1
     assert "snippets: " in (text := capsys.readouterr().out) and "2 files, 1 violations" in text
     assert command.main(["scan", str(tmp_path / "a" / "muon.json")]) == 1
-    assert "holds no gfx942 code" in capsys.readouterr().err
+    assert "holds no gfx942 or gfx950 code" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -254,7 +293,7 @@ def test_a_triton_cache(tmp_path, monkeypatch, capsys, inductor):
     (tmp_path / "KEY").mkdir()
     content = code_object("muon").read_bytes()
     (tmp_path / "KEY" / "kernel.hsaco").write_bytes(content)
-    (tmp_path / "KEY" / "other.hsaco").write_bytes(content[:48] + struct.pack("<I", 0x4F) + content[52:])  # gfx950
+    (tmp_path / "KEY" / "other.hsaco").write_bytes(content[:48] + struct.pack("<I", 0x3F) + content[52:])  # gfx90a
     (tmp_path / "KEY" / "kernel.ttir").write_text("module")
     assert hazards.triton_objects() == [tmp_path / "KEY" / "kernel.hsaco"]
     assert command.main(["scan"]) == 0 and "1 files, 0 violations" in capsys.readouterr().out

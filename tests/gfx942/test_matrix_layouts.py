@@ -9,6 +9,7 @@ from tests.gfx942.emulator import Device
 from tests.gfx942.toolchain import assemble
 
 CASES = [("32x32x8", "bf16"), ("16x16x16", "bf16"), ("32x32x8", "f16"), ("16x16x16", "f16")]
+WIDE = [("32x32x16", "bf16"), ("16x16x32", "bf16"), ("32x32x16", "f16"), ("16x16x32", "f16")]  # gfx950
 
 
 def to_bits(values: np.ndarray, kind: str) -> np.ndarray:
@@ -20,14 +21,14 @@ def to_bits(values: np.ndarray, kind: str) -> np.ndarray:
 
 def multiply(shape: str, kind: str, a: np.ndarray, b: np.ndarray, c: np.ndarray, accumulators: str) -> np.ndarray:
     """D = A B + C by one instruction; a [m, k], b [k, n], c [m, n]. Loads and stores spell the layout lane by lane: a
-    lane's register pair holds k = 4 * (lane // m) + 0..3 of row (or column) lane % m, and D's place is determined below
-    by formula.
+    lane's register pair holds k = 4 * (lane // m) + 0..3 of row (or column) lane % m, on gfx950 four registers hold
+    k = 8 * (lane // m) + 0..7, and D's place is determined below by formula.
     """
     m, k = a.shape
-    registers = m * m // 64
+    registers, each = m * m // 64, k * m // 64
     lane = np.arange(64)
-    ks = 4 * (lane // m)[:, None] + np.arange(4)
-    a_words = to_bits(a[(lane % m)[:, None], ks], kind).copy().view(np.uint32)  # [64, 2]
+    ks = each * (lane // m)[:, None] + np.arange(each)
+    a_words = to_bits(a[(lane % m)[:, None], ks], kind).copy().view(np.uint32)  # [64, each / 2]
     b_words = to_bits(b.T[(lane % m)[:, None], ks], kind).copy().view(np.uint32)
     where = [
         (8 * (r // 4) + 4 * (lane // 32) + r % 4 if m == 32 else 4 * (lane // 16) + r, lane % m)
@@ -37,13 +38,13 @@ def multiply(shape: str, kind: str, a: np.ndarray, b: np.ndarray, c: np.ndarray,
     device = Device()
     source = device.put(np.concatenate([a_words, b_words, c_words], axis=1))
     target = device.alloc((64, registers), np.float32)
-    stride = 4 * (4 + registers)
+    stride = 4 * (each + registers)
     body = [
         f"v_mul_u32_u24 v1, {stride}, v0",
         f"v_mul_u32_u24 v2, {4 * registers}, v0",
-        "global_load_dwordx4 v[4:7], v1, s[4:5]",
+        *(f"global_load_dwordx4 v[{4 + 4 * n}:{7 + 4 * n}], v1, s[4:5] offset:{16 * n}" for n in range(each // 4)),
     ]
-    body += [f"global_load_dword v{16 + r}, v1, s[4:5] offset:{16 + 4 * r}" for r in range(registers)]
+    body += [f"global_load_dword v{16 + r}, v1, s[4:5] offset:{4 * each + 4 * r}" for r in range(registers)]
     body += ["s_waitcnt vmcnt(0)"]
     kind_in = "v"
     if accumulators == "a":
@@ -52,7 +53,8 @@ def multiply(shape: str, kind: str, a: np.ndarray, b: np.ndarray, c: np.ndarray,
     tile = f"{kind_in}[16:{15 + registers}]"
     body += [
         "s_nop 7",
-        f"v_mfma_f32_{shape}_{kind} {tile}, v[4:5], v[6:7], {'0' if accumulators == 'none' else tile}",
+        f"v_mfma_f32_{shape}_{kind} {tile}, v[4:{3 + each // 2}], v[{4 + each // 2}:{3 + each}], "
+        f"{'0' if accumulators == 'none' else tile}",
         "s_nop 15",
         "s_nop 15",
     ]
@@ -60,7 +62,8 @@ def multiply(shape: str, kind: str, a: np.ndarray, b: np.ndarray, c: np.ndarray,
         body += [f"v_accvgpr_read_b32 v{16 + r}, a{16 + r}" for r in range(registers)]
     body += [f"global_store_dword v2, v{16 + r}, s[6:7] offset:{4 * r}" for r in range(registers)]
     head = assembly_kernel.HEAD.split("  v_lshlrev_b32_e32 v1")[0]
-    path = assemble(head + "".join(f"  {line}\n" for line in body) + assembly_kernel.TAIL, "mfma")
+    text = head + "".join(f"  {line}\n" for line in body) + assembly_kernel.TAIL
+    path = assemble(text, "mfma", "gfx950" if each == 8 else "gfx942")
     counters = device.launch(path, "snippets", 1, 64, [source, target])
     assert counters.mfma_by_opcode == {f"v_mfma_f32_{shape}_{kind}": 1}
     out, d = np.zeros((m, m), np.float32), target.read()
@@ -69,7 +72,7 @@ def multiply(shape: str, kind: str, a: np.ndarray, b: np.ndarray, c: np.ndarray,
     return out
 
 
-@pytest.mark.parametrize(("shape", "kind"), CASES)
+@pytest.mark.parametrize(("shape", "kind"), CASES + WIDE)
 @pytest.mark.parametrize("accumulators", ["v", "a", "none"])
 def test_product(shape, kind, accumulators):
     m, _, k = (int(side) for side in shape.split("x"))
@@ -79,7 +82,7 @@ def test_product(shape, kind, accumulators):
     assert np.array_equal(multiply(shape, kind, a, b, c, accumulators), want)
 
 
-@pytest.mark.parametrize(("shape", "kind"), CASES[:2])
+@pytest.mark.parametrize(("shape", "kind"), CASES[:2] + WIDE[:2])
 def test_one_element_at_a_time(shape, kind):
     """A single product reaches the one place that it should, which a symmetric mistake in both operands could not
     hide.

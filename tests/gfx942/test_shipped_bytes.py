@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test that the library which the package ships holds the code objects that the emulator and the budgets see, and that
-a new build has the same bytes."""
+"""Test that the libraries which the package ships hold the code objects that the emulator and the budgets see, and that
+a new build has the same bytes. gfx950's is not built by the fast tests: they run and read what ships.
+"""
 
 import shutil
 
 import pytest
 
 from hip_ops.runtime.build import LIBRARY, PACKAGE, kernel_sources, shipped_folder
-from tests.gfx942 import wait_states
+from tests.gfx942 import listing, toolchain, wait_states
 from tests.gfx942.emulator.code_object import open_code_object
-from tests.gfx942.toolchain import ARCH
+from tests.gfx942.toolchain import TARGETS, shipped_object
 from tests.gfx942.toolchain import code_objects as compiled_objects
 from tools import ship
 from tools.ship import code_objects, differences
 
-SHIPPED = shipped_folder(ARCH)
+SHIPPED = shipped_folder("gfx942")
 
 
+@pytest.mark.skipif(toolchain.ARCH != "gfx942", reason="the tests run the shipped bytes themselves")
 def test_the_shipped_device_code_is_what_the_tests_run():
     sources = kernel_sources()
     tested = {source.stem: path for source, path in zip(sources, compiled_objects(sources), strict=True)}
@@ -27,13 +29,30 @@ def test_the_shipped_device_code_is_what_the_tests_run():
     assert shipped == expected, "run `python -m tools.ship`"
 
 
-def test_the_shipped_library_lacks_no_wait_states(require_tool):
+@pytest.mark.parametrize("target", ["gfx942", pytest.param("gfx950", marks=pytest.mark.slow)])
+def test_the_shipped_library_lacks_no_wait_states(target, require_tool):
     require_tool("llvm-objdump-19")
-    assert wait_states.scan(SHIPPED / LIBRARY) == []
+    assert wait_states.scan(shipped_folder(target) / LIBRARY) == []
+
+
+@pytest.mark.parametrize("sources", ["cca_prologue", pytest.param("", marks=pytest.mark.slow)], ids=["one", "all"])
+def test_gfx950_is_read_as_llvm_writes_it(sources):
+    """llvm-objdump 19 does not know gfx950: each of its own instructions gets the bytes that it was read from when the
+    LLVM of the pinned Triton assembles it.
+    """
+    pytest.importorskip("triton")
+    names, lines = set(), 0
+    for source in [sources] if sources else [path.stem for path in kernel_sources() if path.stem != "abi"]:
+        for line, words, given in listing.reassembled(listing.listing(shipped_object(source, "gfx950"))):
+            assert words == given, line
+            names.add(line.split()[0])
+            lines += 1
+    assert names >= {"v_mfma_f32_32x32x16_bf16", "v_bitop3_b32"} and lines > 20
+    assert sources or (lines > 200 and names >= {"v_mfma_f32_32x32x16_f16", "v_bitop3_b16"})
 
 
 def test_a_changed_byte_is_seen(tmp_path):
-    copy = shutil.copytree(SHIPPED, tmp_path / ARCH)
+    copy = shutil.copytree(SHIPPED, tmp_path / "gfx942")
     assert differences(copy, SHIPPED) == []
     content = (copy / LIBRARY).read_bytes()
     place = content.index(code_objects(SHIPPED / LIBRARY)[3]) + 5000
@@ -45,23 +64,29 @@ def test_a_changed_byte_is_seen(tmp_path):
 
 def test_check_fails_where_bytes_differ(tmp_path, monkeypatch, capsys):
     """With a copy in place of a build, which takes minutes."""
-    monkeypatch.setattr(ship, "build", lambda folder: shutil.copytree(SHIPPED, folder, dirs_exist_ok=True))
+
+    def copied(folder, target):
+        shutil.copytree(shipped_folder(target), folder, dirs_exist_ok=True)
+
+    monkeypatch.setattr(ship, "build", copied)
     monkeypatch.setattr(ship.triton_objects, "build", lambda folder, target: 0)
-    assert ship.main(["--check"]) == 0 and capsys.readouterr().out == "the same bytes\n"
-    other = shutil.copytree(SHIPPED, tmp_path / ARCH)
+    assert ship.main(["--check"]) == 0
+    assert capsys.readouterr().out == "gfx942: the same bytes\ngfx950: the same bytes\n"
+    other = shutil.copytree(SHIPPED, tmp_path / "gfx942")
     (other / LIBRARY).write_bytes((SHIPPED / LIBRARY).read_bytes()[:-1])
     monkeypatch.setattr(ship, "shipped_folder", lambda target: tmp_path / target)
     all_of_them = len(code_objects(SHIPPED / LIBRARY))
-    assert ship.main(["--check"]) == 1
-    assert capsys.readouterr().out.startswith(f"the bytes differ; 0 of {all_of_them} code objects")
+    assert ship.main(["--check", "gfx942"]) == 1
+    assert capsys.readouterr().out.startswith(f"gfx942: the bytes differ; 0 of {all_of_them} code objects")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_new_build_in_another_folder_has_the_same_bytes(tmp_path):
-    """All of the library, host code included."""
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_new_build_in_another_folder_has_the_same_bytes(tmp_path, target):
+    """All of the library, host code included. gfx950's is skipped without the package of its compiler."""
     root, output = tmp_path / "another" / "folder", tmp_path / "output"
     shutil.copytree(PACKAGE, root / "hip_ops", ignore=shutil.ignore_patterns("*.py", "shipped"))
     output.mkdir()
-    ship.build(output, root)
-    assert differences(output, SHIPPED) == []
+    ship.build(output, root, target)
+    assert differences(output, shipped_folder(target)) == []

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles .hip files for gfx942 with clang 19, as tests need them: device code object, assembly, resource remarks,
-host library.
+host library. For gfx950, which clang 19 does not know, with clang 22 of the package ziglang.
 
     code_object("rms_norm")                               hip_ops/ops/*/rms_norm.hip
     code_object("rms_norm", defines=["BUG_NO_SYNC"])      with a bug switched on
     code_object(Path(__file__).parent / "kernels/x.hip")  any other file
 
 Products are kept between sessions in $XDG_CACHE_HOME/hip_ops_gfx942 (default ~/.cache), named by a hash of the source,
-of all headers that it could include, of the flags and of the compiler's version; they are written next to the target
-and renamed, so parallel sessions do not disturb each other. A missing tool skips the test, or fails it under CI=true.
+of all headers that it could include, of the flags and of the compiler's version; they are written next to the target and
+renamed, so parallel sessions do not disturb each other. A missing tool skips the test, or fails it under CI=true.
+
+HIP_OPS_TEST_TARGET=gfx950 makes all tests of the emulator run gfx950's code instead of gfx942's. The code objects of
+hip_ops are then those of the shipped library as long as it has their sources, so that no compiler is needed.
 """
 
 import functools
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -27,14 +31,20 @@ from pathlib import Path
 
 import pytest
 
+from hip_ops.runtime import hazards
+from hip_ops.runtime.build import LIBRARY, MANIFEST, PACKAGE, kernel_sources, shipped_folder, sources_digest
 from tests.hip_ops.kernel_files import kernel_source
-from tools.device_libs import with_gfx942
+from tools.device_libs import with_architecture
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "hip_ops" / "runtime" / "csrc"  # the headers that all kernels share
 COMPILER = "clang++-19"
-ARCH = "gfx942"
-FLAGS = ("-x", "hip", f"--offload-arch={ARCH}", "-std=c++17", "-O3", "-fno-strict-aliasing", "-Werror=pass-failed")
+TARGETS = ("gfx942", "gfx950")
+ARCH = os.environ.get("HIP_OPS_TEST_TARGET", "gfx942")  # of the code that tests run
+assert ARCH in TARGETS, f"HIP_OPS_TEST_TARGET={ARCH}: allowed are {', '.join(TARGETS)}"
+NEWER_PACKAGE, NEWER_VERSION, NEWER_CLANG = "ziglang", "0.17.1", "clang version 22.1.8"
+NEWER_COMPILER = (sys.executable, "-m", NEWER_PACKAGE, "clang")
+NEWER_FLAGS = ("-mcode-object-version=5", "--target=x86_64-unknown-linux-gnu")
 DEVICE_LIBRARIES = ("/usr/lib/x86_64-linux-gnu/amdgcn/bitcode", "/opt/rocm/amdgcn/bitcode")
 # what hipcc (the driver of ROCm 6.0.2 was read) adds to clang's command
 HIPCC_FLAGS = ("-mllvm", "-amdgpu-early-inline-all=true", "-mllvm", "-amdgpu-function-calls=false")
@@ -73,22 +83,58 @@ def cache_directory() -> Path:
     return directory
 
 
-def _run(command: list[str], **options) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, **options)
+def run(command: Iterable[str], **options) -> str:
+    """The standard error of a compiler; it finds clang 19's linker and offload bundler."""
+    tools = Path(require("ld.lld-19")).resolve().parent
+    environment = os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run([*command], capture_output=True, text=True, env=environment, **options)
     if done.returncode != 0:
         raise CompileError(f"{' '.join(command)}\n{done.stderr or done.stdout}")
     return done.stderr
 
 
+def is_newer(target: str) -> bool:
+    """Whether a target needs the newer compiler."""
+    return target == "gfx950"
+
+
+def compiler(newer: bool) -> tuple[str, ...]:
+    """The compiler's command. Skips the test where the package with the newer one is not installed."""
+    if newer:
+        pytest.importorskip(NEWER_PACKAGE, reason=f"pip install {NEWER_PACKAGE}=={NEWER_VERSION}")
+        assert metadata.version(NEWER_PACKAGE) == NEWER_VERSION, f"pip install {NEWER_PACKAGE}=={NEWER_VERSION}"
+    return NEWER_COMPILER if newer else (COMPILER,)
+
+
+def flags_of(target: str, newer: bool) -> tuple[str, ...]:
+    """Flags that a target's code depends on."""
+    common = ("-x", "hip", f"--offload-arch={target}", "-std=c++17", "-O3", "-fno-strict-aliasing")
+    return (*common, "-Werror=pass-failed", *(NEWER_FLAGS if newer else ()))
+
+
+def path_flags(target: str, newer: bool) -> tuple[str, ...]:
+    """Flags that name folders of this machine. zig brings neither clang's own headers nor a linker for AMD: those of
+    clang 19 serve. Its clang needs newer HIP headers than Debian's, which Triton holds.
+    """
+    flags = device_library_flags(target)
+    if not newer:
+        return flags
+    triton = Path(pytest.importorskip("triton").__file__).parent
+    resources = subprocess.run([require(COMPILER), "-print-resource-dir"], check=True, capture_output=True, text=True)
+    return (*flags, "-resource-dir", resources.stdout.strip(), "-isystem", f"{triton}/backends/amd/include")
+
+
 @functools.cache
-def compiler_version() -> str:
+def compiler_version(newer: bool = False) -> str:
+    if newer:
+        return f"{NEWER_CLANG}, {NEWER_PACKAGE} {NEWER_VERSION}"
     return subprocess.run(
         [require(COMPILER), "--version"], check=True, capture_output=True, text=True
     ).stdout.splitlines()[0]
 
 
 @functools.cache
-def device_library_flags() -> tuple[str, ...]:
+def device_library_flags(target: str = ARCH) -> tuple[str, ...]:
     """Where clang finds ocml and ockl. Debian's set predates gfx942: its ISA file is then derived from gfx940's, in a
     directory of links.
 
@@ -111,7 +157,7 @@ def device_library_flags() -> tuple[str, ...]:
         if os.environ.get("CI") == "true":
             pytest.fail(reason, pytrace=False)
         pytest.skip(reason)
-    folder = with_gfx942(found, cache_directory(), require)
+    folder = with_architecture(found, cache_directory(), require, target)
     return (f"--rocm-device-lib-path={folder}",)
 
 
@@ -134,19 +180,14 @@ def _headers(path: Path) -> list[Path]:
     )
 
 
-def _key(path: Path, flags: Iterable[str]) -> str:
+def _key(path: Path, flags: Iterable[str], newer: bool) -> str:
     """Hash of everything that the product depends on."""
-    digest = hashlib.sha256(compiler_version().encode())
+    digest = hashlib.sha256(compiler_version(newer).encode())
     for item in flags:
         digest.update(item.encode() + b"\0")
     for part in (path, *_headers(path)):
         digest.update(part.name.encode() + b"\0" + part.read_bytes())
     return digest.hexdigest()[:20]
-
-
-def _flags(defines: Iterable[str]) -> tuple[str, ...]:
-    require("ld.lld-19")
-    return (*FLAGS, *device_library_flags(), f"-I{SOURCES}", *(f"-D{define}" for define in defines))
 
 
 def _kept(product: Path) -> bool:
@@ -161,17 +202,26 @@ def _kept(product: Path) -> bool:
     return True
 
 
-def _product(source: str | Path, suffix: str, flags: Iterable[str], defines: Iterable[str]) -> Path:
+def _product(
+    source: str | Path,
+    suffix: str,
+    flags: Iterable[str],
+    defines: Iterable[str],
+    target: str = ARCH,
+    newer: bool | None = None,
+) -> Path:
     """Compile unless the cache has it. The compiler's remarks are kept next to the product."""
     # A compilation unit's name enters the code object. The default holds the path; the shipped library has this one.
-    path = source_path(source)
-    flags = (*_flags(defines), f"-cuid={path.stem}", *flags)
-    product = cache_directory() / f"{path.stem}-{_key(path, flags)}{suffix}"
+    path, newer = source_path(source), is_newer(target) if newer is None else newer
+    command = compiler(newer)
+    flags = (*flags_of(target, newer), *path_flags(target, newer), f"-I{SOURCES}", f"-cuid={path.stem}", *flags)
+    flags += tuple(f"-D{define}" for define in defines)
+    product = cache_directory() / f"{path.stem}-{_key(path, flags, newer)}{suffix}"
     if _kept(product):
         return product
     with tempfile.TemporaryDirectory(dir=cache_directory()) as temporary:
         output = Path(temporary) / product.name
-        remarks = _run([require(COMPILER), *flags, str(path), "-o", str(output)])
+        remarks = run([*command, *flags, str(path), "-o", str(output)])
         notes = Path(temporary) / "remarks"
         notes.write_text(remarks)
         notes.rename(product.with_suffix(".remarks"))
@@ -185,26 +235,22 @@ def hipcc_object(source: str | Path) -> Path:
 
 
 def newer_object(source: str | Path) -> Path:
-    """code_object() by clang 22, which the package ziglang 0.17.1 holds; the test is skipped where it is not installed.
+    """code_object() of gfx942 by clang 22; the test is skipped where its package is not installed."""
+    return _product(source, ".newer.co", _DEVICE_ONLY, (), "gfx942", newer=True)
 
-    zig brings neither clang's own headers nor a linker for AMD: those of clang 19 serve. Its clang needs newer HIP
-    headers than Debian's, which Triton holds, and Debian's ocml needs a constant that newer clangs no longer link.
-    """
-    pytest.importorskip("ziglang")
-    path, version = source_path(source), metadata.version("ziglang")
-    triton = Path(pytest.importorskip("triton").__file__).parent
-    resources = subprocess.run([require(COMPILER), "-print-resource-dir"], check=True, capture_output=True, text=True)
-    (library,) = device_library_flags()
-    daz = f"{library.partition('=')[2]}/oclc_daz_opt_off.bc"
-    flags = (*_flags(()), *_DEVICE_ONLY, "-resource-dir", resources.stdout.strip(), "-mcode-object-version=5")
-    flags += ("-Xclang", "-mlink-builtin-bitcode", "-Xclang", daz, "-isystem", f"{triton}/backends/amd/include")
-    product = cache_directory() / f"{path.stem}-{_key(path, (*flags, version))}.newer.co"
+
+def shipped_object(source: str | Path, target: str) -> Path:
+    """The code object of one of hip_ops' sources in the shipped library. Fails where the library has other sources."""
+    folder = shipped_folder(target)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    assert manifest["sources"] == sources_digest(), f"run `python -m tools.ship`: {target}'s library has other sources"
+    product = cache_directory() / f"{source_path(source).stem}-{manifest['sha256'][:20]}.shipped.co"
     if not _kept(product):
-        linker = Path(require("ld.lld-19")).resolve().parent
-        environment = os.environ | {"PATH": f"{linker}{os.pathsep}{os.environ['PATH']}"}
+        names = [path.stem for path in kernel_sources() if path.stem != "abi"]  # which has no kernel
+        content = dict(zip(names, hazards.code_objects((folder / LIBRARY).read_bytes()), strict=True))
         with tempfile.TemporaryDirectory(dir=cache_directory()) as temporary:
             output = Path(temporary) / product.name
-            _run([sys.executable, "-m", "ziglang", "clang", *flags, str(path), "-o", str(output)], env=environment)
+            output.write_bytes(content[source_path(source).stem])
             output.rename(product)
     return product
 
@@ -213,8 +259,16 @@ _DEVICE_ONLY = ("--cuda-device-only", "--no-gpu-bundle-output", "-Rpass-analysis
 
 
 def code_object(source: str | Path, defines: Iterable[str] = ()) -> Path:
-    """The gfx942 ELF of a source, as hipModuleLoad would take it."""
+    """The ELF of a source for ARCH, as hipModuleLoad would take it."""
+    if ARCH != "gfx942" and not defines and PACKAGE in source_path(source).parents and _is_shipped(ARCH):
+        return shipped_object(source, ARCH)
     return _product(source, ".co", _DEVICE_ONLY, tuple(defines))
+
+
+@functools.cache
+def _is_shipped(target: str) -> bool:
+    manifest = shipped_folder(target) / MANIFEST
+    return manifest.is_file() and json.loads(manifest.read_text())["sources"] == sources_digest()
 
 
 def code_objects(sources: Iterable[str | Path]) -> list[Path]:
@@ -250,17 +304,26 @@ def host_library(source: str | Path, defines: Iterable[str] = ()) -> Path:
     return _product(source, ".so", flags, tuple(defines))
 
 
-def assemble(text: str, name: str = "assembly") -> Path:
-    """A code object from gfx942 assembly."""
-    flags = ["--target=amdgcn-amd-amdhsa", f"-mcpu={ARCH}", "-x", "assembler"]
+def assemble(text: str, name: str = "assembly", target: str = ARCH) -> Path:
+    """A code object from assembly: gfx942's by clang 19, gfx950's by the LLVM of the pinned Triton."""
+    text = text.replace('amdhsa--gfx942"', f'amdhsa--{target}"')
+    flags = ["--target=amdgcn-amd-amdhsa", f"-mcpu={target}", "-x", "assembler"]
     digest = hashlib.sha256("\0".join([compiler_version(), *flags, text]).encode()).hexdigest()
     product = cache_directory() / f"{name}-{digest[:20]}.co"
     if not _kept(product):
         require("ld.lld-19")
         with tempfile.TemporaryDirectory(dir=cache_directory()) as temporary:
             source, output = Path(temporary) / "kernel.s", Path(temporary) / product.name
-            source.write_text(text)
-            _run([require(COMPILER), *flags, "-fuse-ld=lld-19", str(source), "-o", str(output)])
+            if target == "gfx942":
+                source.write_text(text)
+                run([require(COMPILER), *flags, "-fuse-ld=lld-19", str(source), "-o", str(output)])
+            else:
+                pytest.importorskip("triton")
+                from triton._C.libtriton import amd, llvm
+
+                llvm.init_targets()
+                source.write_bytes(amd.assemble_amdgcn(text, target, ""))
+                amd.link_hsaco(str(source), str(output))
             output.rename(product)
     return product
 

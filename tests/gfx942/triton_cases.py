@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import torch
 
+from hip_ops.runtime.tile_choice import COMPUTE_UNITS
+from tests.gfx942.toolchain import ARCH
 from tests.gfx942.triton_objects import TritonObject, triton_code_object
 
 HIDDEN = 2048
@@ -164,7 +166,7 @@ def grouped_product(kind: str, config=None, small: bool = False) -> TritonObject
     from hip_ops.ops.grouped_product import triton_kernels as kernels
     from hip_ops.ops.grouped_product.configs import choose_config
 
-    config = config or choose_config("gfx942", kind, 1024, *((2048, 4096) if kind == "rows_t" else (4096, 2048)))
+    config = config or choose_config(ARCH, kind, 1024, *((2048, 4096) if kind == "rows_t" else (4096, 2048)))
     kernel = kernels.grouped_pointer_outer_kernel if kind == "outer" else kernels.grouped_pointer_rows_kernel
     pointers = {name: "*bf16" for name in kernel.arg_names if name.endswith("_pointer")} | (
         {"out_pointer": "*fp32"} if kind == "outer" else {}
@@ -230,7 +232,7 @@ def _cca_prologue(which: str) -> TritonObject:
     chosen = (
         cca_prologue.HeadLaunch(0, 0, 8)
         if which == "sum"
-        else cca_prologue.launch(which, 128, 10, 2, processors=304, warp_size=64)
+        else cca_prologue.launch(which, 128, 10, 2, processors=COMPUTE_UNITS[ARCH], warp_size=64)
     )
     kernel = getattr(
         cca_prologue_forward if which == "forward" else cca_prologue_backward, f"cca_prologue_{which}_kernel"

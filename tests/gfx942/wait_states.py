@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All rules of wait states on gfx942, for the code that ships; hip_ops/runtime/hazards.py has the one that compilers got
+"""All rules of wait states on gfx942 and gfx950, for the code that ships; hip_ops/runtime/hazards.py has the one that compilers got
 wrong, and follows the paths for both.
 
 The distances are those that LLVM's GCNHazardRecognizer.cpp keeps on gfx940 and later; each rule names its function
 there. Loads that follow each other directly are a soft clause; where an object may run with XNACK, they may be executed
 again after a page fault, so none of them may write a register that another one reads. Not checked: v_fma_f64 behind an
-fp64 MFMA. MFMA passes are those of SISchedule.td for gfx940.
+fp64 MFMA, and results of gfx950's conversions to fp4. MFMA passes are those of SISchedule.td for gfx940 and gfx950. The
+distances of gfx950 were read in triton-lang/llvm-project at 2449c0e3, an LLVM 23.
 """
 
 import functools
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from hip_ops.runtime import hazards
 from hip_ops.runtime.hazards import VECTORS, Rule, Violation
+from tests.gfx942.listing import listing
 
 _MAY_REPLAY = 0x100  # of e_flags: XNACK is on, or not fixed at compile time (EF_AMDGPU_FEATURE_XNACK_V4)
 _SGPR = VECTORS.bit_length()  # the bit of SGPR 0
@@ -36,26 +38,28 @@ class Instruction(hazards.Instruction):
     passes: int = 0  # of a matrix instruction
     xdl: bool = False  # matrix instruction that is neither fp32 nor fp64
     dgemm: bool = False
+    gfx950: bool = False
 
 
 _NO_RESULT = re.compile(
     r"(global|flat|scratch|t?buffer)_store_.*|ds_write.*|ds_(add|sub|max|min|or|and|xor|inc|dec)_[ufb]\d+"
     r"|ds_(gws|nop|append|consume)\w*|global_load_lds_.*|v_nop|v_clrexcp|buffer_(wbl2|inv).*"
 )
-_READS_RESULT = re.compile(r"v_(pk_)?fmac_.*|v_mac_.*|v_dot\dc_.*|v_writelane_b32|v_swap_b32|v_smfmac_.*")
+_READS_RESULT = re.compile(r"v_(pk_)?fmac_.*|v_mac_.*|v_dot\dc_.*|v_writelane_b32|v_smfmac_.*")
+_SWAPS = re.compile(r"v_(permlane(16|32)_)?swap_b32")
 _MATRIX = re.compile(r"v_s?mfmac?_(?:f32|i32|f64)_(\d+)x\d+x(\d+)_?(?:(\d+)b_)?(\w+)")
 _SCALAR_LOADS = ("s_load_", "s_buffer_load_")
 _MEMORY = ("global_", "flat_", "scratch_", "buffer_", "tbuffer_", "ds_")
 
 
-def passes(name: str) -> int:
-    """Passes of a matrix instruction on gfx942, 0 for others."""
+def passes(name: str, gfx950: bool = False) -> int:
+    """Passes of a matrix instruction, 0 for others."""
     match = _MATRIX.match(name)
     if not match:
         return 0
     size, depth, blocks, kind = int(match[1]), int(match[2]), match[3], match[4]
     if name.startswith("v_mfma_f64"):
-        return {4: 4, 16: 8}[size]
+        return {4: 4, 16: 16 if gfx950 else 8}[size]
     if size == 4:
         return 2
     dense = not name.startswith("v_mfma") or not (blocks or kind == "f32" or (size == 32 and depth <= 4))
@@ -63,10 +67,10 @@ def passes(name: str) -> int:
 
 
 @lru_cache(maxsize=1 << 15)
-def decoded(text: str) -> Instruction:
+def decoded(text: str, gfx950: bool = False) -> Instruction:
     plain = hazards.decoded(text)
     fields = {name: getattr(plain, name) for name in ("pc", "text", "name", "operands", "masks", "wait_states", "valu")}
-    found, name, masks = Instruction(**fields), plain.name, plain.masks
+    found, name, masks = Instruction(**fields, gfx950=gfx950), plain.name, plain.masks
     found.memory = name.startswith(_MEMORY) and not name.startswith(("buffer_wbl2", "buffer_inv"))
     found.vmem = found.memory and not name.startswith("ds_")
     found.clause = "vector" if found.vmem else "scalar" if name.startswith(_SCALAR_LOADS) else ""
@@ -82,13 +86,15 @@ def decoded(text: str) -> Instruction:
         found.reads |= mask
     if _READS_RESULT.fullmatch(name) or "UNUSED_PRESERVE" in text:
         found.reads |= masks[0]
+    elif _SWAPS.fullmatch(name):
+        found.reads |= found.writes
     if name.startswith("v_cmpx"):
         found.writes |= EXEC
     elif name.startswith("v_div_fmas"):
         found.reads |= VCC
     if found.vmem:
         found.reads |= EXEC
-    if found.valu and (amount := passes(name)):
+    if found.valu and (amount := passes(name, gfx950)):
         found.passes, found.dgemm = amount, name.startswith("v_mfma_f64")
         found.xdl = not found.dgemm and not re.search(r"_\d+x\d+x\d+_?(\d+b_)?f32$", name)
     produced = ((rule, produces(found)) for rule, produces in RULES)
@@ -97,8 +103,9 @@ def decoded(text: str) -> Instruction:
 
 
 def disassemble(path: Path) -> dict[str, list[Instruction]]:
-    """Function -> its instructions, of a gfx942 code object."""
-    functions = hazards.disassemble(path, decoded)
+    """Function -> its instructions, of a code object."""
+    gfx950 = hazards.architecture_of(hazards.head(path)) == "gfx950"
+    functions = hazards.disassemble(path, functools.partial(decoded, gfx950=gfx950), listing)
     (flags,) = struct.unpack_from("<I", hazards.head(path), 48)
     if not flags & _MAY_REPLAY:
         for code in functions.values():
@@ -113,27 +120,32 @@ def disassemble(path: Path) -> dict[str, list[Instruction]]:
 def _after_matrix(first: Instruction, second: Instruction, mask: int) -> int:
     """Distance from a matrix instruction to one that reads or writes its result."""
     single = 0 if first.xdl else 1  # fp32 products (SMFMA in LLVM) need one wait state less
+    late = int(first.xdl and first.gfx950)  # and on gfx950 others one more, mostly not with two passes
+    later = late if first.passes != 2 else 0
+    large = 19 if first.gfx950 else 11  # of fp64 products with more than 4 passes
     if second.passes:
         needed = 0
         if (second.masks[1] | second.masks[2]) & mask:
-            needed = (6 if first.passes == 4 else 11) if first.dgemm else first.passes + 3 - single
+            needed = (6 if first.passes == 4 else large) if first.dgemm else first.passes + 3 - single + later
         addend = second.masks[0 if second.name.startswith("v_smfmac") else 3]
         if addend & mask:
             if addend == first.masks[0]:
                 both = first.dgemm and second.dgemm and first.passes == second.passes == 4
                 needed = max(needed, 4 if both else 2 if first.passes == 2 else 0)
             elif first.dgemm:
-                needed = max(needed, 0 if second.xdl else 4 if first.passes == 4 else 9)
+                needed = max(needed, 0 if second.xdl else 4 if first.passes == 4 else large - 2)
             elif first.xdl or not second.xdl:
-                needed = max(needed, first.passes + 1 - single)
+                needed = max(needed, first.passes + 1 - single + (late if second.xdl else later))
         return needed
     if not (second.valu or second.memory) or not (second.reads | second.writes) & mask:
         return 0
     if not first.dgemm:
-        return first.passes + 3 - single
+        return first.passes + 3 - single + later
     if second.memory and second.reads & mask:
         return 9 if first.passes == 4 else 18
-    return 6 if first.passes == 4 else 11
+    if first.passes == 4:
+        return 6
+    return large if second.reads & mask else 11
 
 
 def _taken_over(first: Instruction, second: Instruction, mask: int) -> int:
@@ -153,6 +165,7 @@ def _vector_result(first: Instruction):
 
 _TRANSCENDENTAL = re.compile(r"v_(exp|log|rcp|rcp_iflag|rsq|sqrt|sin|cos)_f(16|32|64)|v_(exp|log)_legacy_f32")
 _LANE_READS = ("v_readlane_b32", "v_readfirstlane_b32")
+_PERMLANES = ("v_permlane16_swap_b32", "v_permlane32_swap_b32")
 
 
 def _after_vector(first: Instruction, second: Instruction, mask: int) -> int:
@@ -167,6 +180,8 @@ def _after_vector(first: Instruction, second: Instruction, mask: int) -> int:
         return 0
     if second.passes and first.valu and not first.name.startswith("v_dot"):
         return 2  # checkMAIHazards90A
+    if second.name in _PERMLANES and first.valu:
+        return 2  # checkPermlaneHazards
     if "_dpp" in second.text.partition(" ")[0] and second.masks[_first_source(second)] & mask:
         return 2  # checkDPPHazards: any instruction that writes the moved register
     if _TRANSCENDENTAL.fullmatch(first.name) and not _TRANSCENDENTAL.fullmatch(second.name):
@@ -200,8 +215,8 @@ def _after_lane(first: Instruction, second: Instruction, mask: int) -> int:
     if EXEC & mask:
         if "_dpp" in second.text.partition(" ")[0]:
             needed = 5  # checkDPPHazards
-        elif second.passes or second.name in (*_LANE_READS, "v_writelane_b32"):
-            needed = 4  # checkMAIHazards90A; checkVALUHazards, hasVDecCoExecHazard
+        elif second.passes or second.name in (*_LANE_READS, "v_writelane_b32", *_PERMLANES):
+            needed = 4  # checkMAIHazards90A, checkPermlaneHazards; checkVALUHazards, hasVDecCoExecHazard
     return needed
 
 
@@ -220,7 +235,7 @@ def _mode(instruction: Instruction) -> str:
 RULES: tuple[tuple[Rule, Callable[[Instruction], tuple[int, int] | None]], ...] = (
     (
         Rule("result of a matrix instruction: checkMAIHazards90A, checkMAIVALUHazards", _after_matrix, _taken_over),
-        lambda first: (first.masks[0], 19) if first.passes else None,
+        lambda first: (first.masks[0], 20) if first.passes else None,
     ),
     (
         Rule(
@@ -298,5 +313,5 @@ def _clause_before(code: list[Instruction], place: int, targets: Container[int])
 
 
 def scan(path: Path) -> list[Violation]:
-    """Violations of all rules in a gfx942 code object, or in those of a library."""
+    """Violations of all rules in a code object, or in those of a library."""
     return hazards.scan(path, lambda part: violations(disassemble(part)))

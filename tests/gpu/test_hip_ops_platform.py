@@ -86,13 +86,13 @@ def test_wave_sync_and_big_lds(kernels):
 
 
 @pytest.mark.parametrize("m", [32, 16])
-def test_matrix_products(kernels, m):
+@pytest.mark.parametrize("wide", [0, 1])
+def test_matrix_products(kernels, m, wide):
     generator = torch.Generator(GPU).manual_seed(m)
-    a, b, c = (
-        torch.randint(-8, 9, shape, generator=generator, device=GPU) for shape in ((m, 256 // m), (256 // m, m), (m, m))
-    )
+    k = 256 // m << wide
+    a, b, c = (torch.randint(-8, 9, shape, generator=generator, device=GPU) for shape in ((m, k), (k, m), (m, m)))
     out = c.float()
-    assert kernels("ho_test_mfma_run", a.bfloat16(), b.bfloat16(), out, m) == 0
+    assert kernels("ho_test_mfma_run", a.bfloat16(), b.bfloat16(), out, m, wide) == 0
     assert torch.equal(out, a.float() @ b.float() + c)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from hip_ops.ops.grouped_product.configs import GroupedConfig, choose_config
 from tests.gfx942.emulator import Counters, Device
 from tests.gfx942.inner_loop import mfma_passes
+from tests.gfx942.toolchain import ARCH
 from tests.gfx942.triton_cases import grouped_product
 from tests.gfx942.triton_objects import TritonObject, triton_code_object
 from tests.hip_ops.expert_path_device import NUMPY, TYPES, to_numpy, to_torch
@@ -19,7 +20,7 @@ from tests.hip_ops.expert_path_device import NUMPY, TYPES, to_numpy, to_torch
 NUMPY = {**NUMPY, torch.float16: np.uint16}
 TYPES = {**TYPES, torch.float16: "*fp16"}
 SMALL = replace(
-    choose_config("gfx942", "rows", 1, 1, 1), block_m=32, block_n=32, block_k=32, num_warps=1, matrix_instr_nonkdim=32
+    choose_config(ARCH, "rows", 1, 1, 1), block_m=32, block_n=32, block_k=32, num_warps=1, matrix_instr_nonkdim=32
 )
 # Tensors that lie in Megatron's buffers.
 IN_A_BUFFER = {"grouped_pointer_rows_kernel": ("w_pointer",), "grouped_pointer_outer_kernel": ("out_pointer",)}

@@ -9,6 +9,7 @@ import torch
 from tests.gfx942.budgets import kernels_of
 from tests.gfx942.emulator import SCHEDULES, Device
 from tests.gfx942.predictions import HBM_BYTES_A_SECOND, instruction_seconds
+from tests.gfx942.toolchain import ARCH
 from tests.hip_ops.cca_prologue_cases import Case, backward, check, make
 from tests.hip_ops.cca_prologue_device import Emulated, tiles_of
 from tests.hip_ops.cca_prologue_triton_device import EmulatedTriton
@@ -115,9 +116,9 @@ def test_bytes_are_within_five_percent_of_the_minimum():
                 "three products, once"
             )
         mfma = emulated.counters["ho_cca_prologue_forward"].mfma_by_opcode
-        assert mfma == {"v_mfma_f32_32x32x8_bf16": tiles_of(4 * rows) * 32 * 10 * 128 * 256 // (32 * 32 * 8)}, (
-            "each product once"
-        )
+        depth = {"gfx942": 8, "gfx950": 16}[ARCH]
+        products = tiles_of(4 * rows) * 32 * 10 * 128 * 256 // (32 * 32 * depth)
+        assert mfma == {f"v_mfma_f32_32x32x{depth}_bf16": products}, "each product once"
     for name, needed in NEEDED.items():
         share = (found[1][name] - found[0][name]) / (32 * 4 * needed)
         assert 1.0 <= share <= 1.05, f"{name}: {share:.3f} of what must move"

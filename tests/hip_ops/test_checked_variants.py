@@ -8,6 +8,7 @@ units: the launchers themselves choose kernel and grid, for the examples and for
 import ctypes
 import dataclasses
 import functools
+import importlib
 import sys
 
 import pytest
@@ -224,8 +225,10 @@ def test_the_kernels_that_the_self_check_launches(checked):
 
 
 @pytest.mark.parametrize("form", ["gram", "standard"])
-@pytest.mark.parametrize(("shape", "side"), LARGE_TILES.items())
-def test_all_products_of_an_example_take_its_tiles(recorded, shape, side, form):
-    version = OPERATORS["newton_schulz"]._function_of("hip")
-    kernels = {each.kernel for each in recorded(version, [lambda: _example_of_large_tiles(shape, form)(CPU)])}
+@pytest.mark.parametrize("target, place", [(target, place) for target in LARGE_TILES for place in range(3)])
+def test_all_products_of_an_example_take_its_tiles(recorded, monkeypatch, target, place, form):
+    for module in ("hip_ops.ops.newton_schulz", "hip_ops.ops.newton_schulz.hip"):
+        monkeypatch.setattr(importlib.import_module(module), "architecture", lambda device: target)
+    version, side = OPERATORS["newton_schulz"]._function_of("hip"), [*LARGE_TILES[target].values()][place]
+    kernels = {each.kernel for each in recorded(version, [lambda: _example_of_large_tiles(place, form)(CPU)])}
     assert kernels == {"ho_start_bf16_to_fp16", f"ho_symmetric_fp16_{side}", f"ho_general_fp16_{side}"}

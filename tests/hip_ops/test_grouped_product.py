@@ -319,7 +319,9 @@ def test_table_has_every_kind_and_fits_the_machine():
 
 @pytest.mark.parametrize("kind", configs.KINDS)
 def test_candidates_of_mi300x(kind):
-    assert configs.derived_config(kind, 16, 1024, 4096, 2048) in [each.config for each in configs.DERIVED[kind]]
+    assert configs.derived_config("gfx942", kind, 16, 1024, 4096, 2048) in [
+        each.config for each in configs.DERIVED[kind]
+    ]
     for candidate in configs.DERIVED[kind]:
         assert not candidate.config.descriptors and candidate.config.parts == 1
 
@@ -343,7 +345,10 @@ def test_configurations_of_devices_that_the_table_does_not_know():
     assert not configs.choose_config("sm_80", "rows", 100, 64, 64).descriptors
     shape = ("rows_t", 512, 2048, 4096)
     known = configs.choose_config("gfx942", *shape)
-    assert known.kpack == 2 and configs.choose_config("gfx950", *shape) == replace(known, kpack=1)
+    assert known.kpack == 2 and configs.choose_config("gfx90a", *shape) == replace(known, kpack=1)
+    assert all(each.config.kpack == 1 for kind in configs.KINDS for each in configs.candidates("gfx950")[kind])
+    # 1152 tiles of 256 x 256 take 5 rounds of the 256 units of an MI355X, 4352 of 128 x 128 take 17
+    assert configs.choose_config("gfx950", *shape) == configs.DERIVED_OF_GFX950["rows_t"][0].config
     assert shared_memory(configs.ANY_NVIDIA) <= 98304
 
 

@@ -6,15 +6,17 @@ result once.
 import pytest
 
 from benchmarks.research.tuning_tables import SHARED_MEMORY
-from hip_ops.ops.grouped_product.configs import DERIVED
+from hip_ops.ops.grouped_product.configs import candidates
 from hip_ops.runtime.build import shipped_folder
 from tests.gfx942.budgets import resources
 from tests.gfx942.emulator import Device
 from tests.gfx942.inner_loop import inner_loop
+from tests.gfx942.toolchain import ARCH
 from tests.gfx942.triton_cases import grouped_product
 from tests.hip_ops.grouped_cases import Grouped, check_outer, check_rows
 from tests.hip_ops.grouped_device import GroupedOnDevice, lds_time
 
+DEPTH = {"gfx942": 8, "gfx950": 16}[ARCH]  # of a matrix instruction
 UNEVEN = Grouped((0, 3, 0, 37, 5), 48, 40)
 CASES = [UNEVEN, Grouped((33, 1), 32, 64, "fp16", padding_rows=0), Grouped((5, 6), 35, 33, "bf16", pad=3)]
 FLAGGED = [
@@ -49,11 +51,11 @@ def test_every_result_is_written_once_and_products_use_matrix_units():
     case, on_device = Grouped((40, 24), 32, 64, padding_rows=9), GroupedOnDevice()
     check_rows(on_device, case, True)
     tiles = 2 + 1  # of 32 rows
-    assert on_device.counters.mfma == tiles * 2 * (32 * 32 * 32) // (32 * 32 * 8)
+    assert on_device.counters.mfma == tiles * 2 * (32 * 32 * 32) // (32 * 32 * DEPTH)
     assert on_device.counters.global_store_bytes == case.rows * case.n * 2
     check_outer(on_device, case, True)
     steps = 2 + 1
-    assert on_device.counters.mfma == steps * 2 * (32 * 32 * 32) // (32 * 32 * 8)
+    assert on_device.counters.mfma == steps * 2 * (32 * 32 * 32) // (32 * 32 * DEPTH)
     assert on_device.counters.global_store_bytes == 2 * case.k * case.n * 4
     assert on_device.counters.atomics == 0
 
@@ -66,20 +68,20 @@ CANDIDATES = [
         kind,
         each,
         id=f"{kind}-{each.config.block_m}x{each.config.block_n}",
-        marks=() if each is candidates[0] else pytest.mark.slow,
+        marks=() if each is several[0] else pytest.mark.slow,
     )
-    for kind, candidates in DERIVED.items()
-    for each in candidates
+    for kind, several in candidates(ARCH).items()
+    for each in several
 ]
 
 
-WIDEST_TILES = [pytest.param(kind, each[0], None, id=kind) for kind, each in DERIVED.items()]
+WIDEST_TILES = [pytest.param(kind, each[0], None, id=kind) for kind, each in candidates(ARCH).items()]
 OTHERS = [
     pytest.param(
         kind, each, small, id=f"{kind}-{each.config.block_m}x{each.config.block_n}-{small}", marks=pytest.mark.slow
     )
-    for kind, candidates in DERIVED.items()
-    for each in candidates
+    for kind, several in candidates(ARCH).items()
+    for each in several
     for small in (False, True)
 ]
 
@@ -108,7 +110,7 @@ def test_the_model_has_the_figures_of_the_compiled_code(kind, candidate):
     found = resources(compiled.path, compiled.name, compiled.shared, compiled.threads)
     loop = inner_loop(compiled.path, compiled.name)
     assert (found.vgpr_spills, found.scratch) == (0, 0) and found.waves_per_simd == 2
-    assert found.lds <= SHARED_MEMORY["gfx942"]
+    assert found.lds <= SHARED_MEMORY[ARCH]
     assert not loop.named("ds_read_u16") and not loop.named("scratch")
     assert loop.other_slots * 256 / loop.mfma_passes <= candidate.other_slots
     assert lds_time(kind, candidate.config) * 256 == pytest.approx(candidate.lds, abs=0.5)

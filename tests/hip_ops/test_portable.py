@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hip_ops.runtime.build import CSRC
-from tests.gfx942.toolchain import COMPILER, FLAGS, device_library_flags
+from tests.gfx942.toolchain import compiler, flags_of, path_flags
 from tests.hip_ops.cpu_kernels import KERNELS, SCHEDULES, cpu_kernels, schedule
 
 PORTABLE = KERNELS / "portable.hip"
@@ -85,18 +85,25 @@ def test_big_lds(kernels):
 
 
 @pytest.mark.parametrize("m", [32, 16])
-def test_matrix_products(kernels, order, m):
+@pytest.mark.parametrize("wide", [0, 1])
+def test_matrix_products(kernels, order, m, wide):
     """Sums of integers up to 8 are exact in fp32, so one wrong element is visible."""
     rng = np.random.default_rng(m)
-    a, b = rng.integers(-8, 9, (m, 256 // m)), rng.integers(-8, 9, (256 // m, m))
+    k = 256 // m << wide
+    a, b = rng.integers(-8, 9, (m, k)), rng.integers(-8, 9, (k, m))
     c = rng.integers(-8, 9, (m, m))
     out = c.astype(np.float32)
-    assert kernels.ho_test_mfma_run(as_bf16(a), as_bf16(b), out, m, None) == 0
+    assert kernels.ho_test_mfma_run(as_bf16(a), as_bf16(b), out, m, wide, None) == 0
     assert np.array_equal(out, a @ b + c)
 
 
+@pytest.mark.parametrize("m", [32, 16])
+def test_the_wide_matrix_products_of_gfx950(order, m):
+    test_matrix_products(cpu_kernels(PORTABLE, defines=["HO_WIDE_MFMA=1"]), order, m, 1)
+
+
 def test_matrix_product_without_variant(kernels):
-    assert kernels.ho_test_mfma_run(None, None, None, 8, None) == -1
+    assert kernels.ho_test_mfma_run(None, None, None, 8, 0, None) == -1
 
 
 def test_bf16_rounds_to_nearest_even_and_keeps_nan(kernels):
@@ -144,9 +151,9 @@ def test_schedules(kernels):
 
 def assembly(source, *flags: str) -> str:
     command = [
-        COMPILER,
-        *FLAGS,
-        *device_library_flags(),
+        *compiler(newer=False),
+        *flags_of("gfx942", newer=False),
+        *path_flags("gfx942", newer=False),
         f"-I{CSRC}",
         *flags,
         "--cuda-device-only",
@@ -195,6 +202,7 @@ def test_gfx942_instructions(require_tool):
     bodies = dict(re.findall(r"^(ho_test_\w+):.*?\n(.*?)^\s+s_endpgm", text, flags=re.S | re.M))
     assert "v_mfma_f32_32x32x8_bf16" in bodies["ho_test_mfma_32"]
     assert "v_mfma_f32_16x16x16_bf16" in bodies["ho_test_mfma_16"]
+    assert bodies["ho_test_mfma_32_wide"].count("v_mfma_f32_32x32x8_bf16") == 2
     assert bodies["ho_test_waves"].count("ds_bpermute_b32") == 7
     assert re.search(r"global_load_dwordx4 .* nt\b", bodies["ho_test_bf16"]) and re.search(
         r"global_store_dwordx4 .* nt\b", bodies["ho_test_bf16"]

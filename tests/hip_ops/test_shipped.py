@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test the gfx942 library that the package ships: its sources, its symbols, when it is used, and how it is loaded.
+"""Test the libraries that the package ships, gfx942's and gfx950's: its sources, its symbols, when it is used, and how it is loaded.
 
 tests/gfx942/test_shipped_bytes.py compares its device code with what the emulator runs.
 """
@@ -31,6 +31,7 @@ from hip_ops.runtime.code_objects import objects_note
 from hip_ops.runtime.compilers import CompilerNotFound
 from tests.hip_ops.cpu_kernels import KERNELS, build_cpu_library
 
+TARGETS = ("gfx942", "gfx950")
 FOLDER = shipped_folder("gfx942")
 # All that the library takes from the HIP runtime. ROCm 5.2 and ROCm 7.2 export them under the same symbol version, hip_4.2
 # (hipamd/src/hip_hcc.map.in in ROCm/clr). hipGetDeviceProperties, for example, has another structure since ROCm 6.
@@ -57,19 +58,23 @@ def copied(tmp_path, monkeypatch):
     return shutil.copytree(FOLDER, tmp_path / "shipped" / "gfx942")
 
 
-def test_it_was_built_from_these_sources():
-    told = json.loads((FOLDER / MANIFEST).read_text())
+@pytest.mark.parametrize("target", TARGETS)
+def test_it_was_built_from_these_sources(target):
+    folder = shipped_folder(target)
+    told = json.loads((folder / MANIFEST).read_text())
     assert told["sources"] == sources_digest(), f"a kernel's source changed: {REBUILD}"
-    assert shipped("gfx942") == (FOLDER / LIBRARY, "")
-    assert library_note("gfx942") == f"shipped with the package, sha256 {told['sha256']}"
+    assert shipped(target) == (folder / LIBRARY, "")
+    assert library_note(target) == f"shipped with the package, sha256 {told['sha256']}"
 
 
-def test_it_was_built_by_the_commands_of_today(require_tool):
+@pytest.mark.parametrize("target", TARGETS)
+def test_it_was_built_by_the_commands_of_today(target, require_tool):
     require_tool("clang++-19")
     from tools.ship import manifest
 
-    told = json.loads((FOLDER / MANIFEST).read_text())
-    assert told == manifest((FOLDER / LIBRARY).read_bytes()), REBUILD
+    folder = shipped_folder(target)
+    told = json.loads((folder / MANIFEST).read_text())
+    assert told == manifest((folder / LIBRARY).read_bytes(), target=target), REBUILD
 
 
 def too_new(symbols: str) -> list[str]:
@@ -79,10 +84,11 @@ def too_new(symbols: str) -> list[str]:
     return [f"{name}_{number}" for name, number in found if tuple(map(int, number.split("."))) > limits[name]]
 
 
-def test_it_needs_an_old_glibc_and_names_no_hip_runtime(require_tool):
+@pytest.mark.parametrize("target", TARGETS)
+def test_it_needs_an_old_glibc_and_names_no_hip_runtime(target, require_tool):
     readelf = require_tool("llvm-readelf-19")
     shown = subprocess.run(
-        [readelf, "--dynamic-table", "--version-info", "--dyn-symbols", "--wide", FOLDER / LIBRARY],
+        [readelf, "--dynamic-table", "--version-info", "--dyn-symbols", "--wide", shipped_folder(target) / LIBRARY],
         capture_output=True,
         text=True,
         check=True,
@@ -102,8 +108,9 @@ def test_a_build_from_source_is_requested_and_announced(empty_cache, no_compiler
     assert build("gfx942") == FOLDER / LIBRARY and capfd.readouterr().err == "", "no compiler is needed"
     for target, library, told in (
         ("gfx942", "source", "HIP_OPS_LIBRARY=source, so the verified library is not used"),
+        ("gfx950", "source", "HIP_OPS_LIBRARY=source, so the verified library is not used"),
         ("gfx90a", "", "no library is shipped for gfx90a, and its kernels are unverified"),
-        ("gfx950", "source", "no library is shipped for gfx950, and its kernels are unverified"),
+        ("gfx90a", "source", "no library is shipped for gfx90a, and its kernels are unverified"),
     ):
         monkeypatch.setenv("HIP_OPS_LIBRARY", library)
         with pytest.raises(CompilerNotFound):
@@ -112,7 +119,7 @@ def test_a_build_from_source_is_requested_and_announced(empty_cache, no_compiler
         assert library_note(target) == f"built from source: {told}"
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(CompilerNotFound):
-        build("gfx950")
+        build("gfx90a")
     assert capfd.readouterr().err == "", "one line a machine"
     monkeypatch.setenv("HIP_OPS_LIBRARY", "hipcc")
     with pytest.raises(
@@ -153,11 +160,10 @@ def test_info_names_it(nothing_selected, capsys, monkeypatch):
     monkeypatch.setattr("hip_ops.__main__.devices", lambda: [])
     assert main(["info"]) == 0
     out = capsys.readouterr().out
-    assert f"  gfx942: {library_note('gfx942')}\n" in out and f"  gfx942: {objects_note('gfx942')}\n" in out
-    for target in ("gfx90a", "gfx950"):
-        assert (
-            f"  {target}: built from source: no library is shipped for {target}, and its kernels are unverified" in out
-        )
+    assert "built from source" not in "".join(map(library_note, TARGETS))
+    assert all(f"  {target}: {library_note(target)}\n" in out for target in TARGETS)
+    assert "  gfx90a: built from source: no library is shipped for gfx90a, and its kernels are unverified" in out
+    assert f"  gfx942: {objects_note('gfx942')}\n" in out
 
 
 def test_a_file_system_without_execution(monkeypatch, require_tool):

@@ -55,10 +55,11 @@ print("right")
 
 
 @pytest.mark.slow  # in `make test` the emulator finds what lies outside (test_symmetric_product_gfx942.py)
-def test_sanitizers_find_nothing():
+@pytest.mark.parametrize("defines", [(), ("HO_WIDE_MFMA=1",)], ids=["gfx942", "gfx950"])
+def test_sanitizers_find_nothing(defines):
     assert "right" in run_sanitized(
         PROGRAM,
-        build_cpu_library("symmetric_product", sanitize=True),
+        build_cpu_library("symmetric_product", defines=defines, sanitize=True),
         kernel_source("symmetric_product.hip"),
         HO_CPU_SCHEDULE="random:3",
     )

@@ -9,6 +9,7 @@ import torch
 from hip_ops.ops.linear_cross_entropy import reference
 from tests.gfx942.budgets import kernels_of
 from tests.gfx942.emulator import SCHEDULES, Device
+from tests.gfx942.toolchain import ARCH
 from tests.hip_ops.kernel_files import kernel_source
 from tests.hip_ops.rms_norm_cases import FP32
 from tests.hip_ops.vocabulary_exponentials_cases import check
@@ -139,5 +140,5 @@ def test_every_kernel_is_run_and_nothing_spills():
     waves = {name: found.waves_per_simd for name, (found, _) in built.items()}
     assert (
         all(found == 8 for name, found in waves.items() if "exponentials" in name)
-        and waves["ho_finish_gradient_bf16"] == 7
+        and waves["ho_finish_gradient_bf16"] == {"gfx942": 7, "gfx950": 8}[ARCH]
     )

@@ -128,6 +128,8 @@ def rows(rate: float, right: bool = True) -> dict:
         ("AMD Instinct MI300X", 8, 300, "pass"),
         ("AMD Instinct MI300X", 2, 45, "pass"),  # one link of seven
         ("AMD Instinct MI300X", 2, 30, "slow"),
+        ("AMD Instinct MI355X", 2, 50, "pass"),
+        ("AMD Instinct MI355X", 8, 300, "slow"),
         ("NVIDIA B300", 2, 1, "pass"),
     ],
 )
@@ -136,7 +138,7 @@ def test_the_rate_is_compared_with_the_links(name, ranks, rate, state):
     outcome = collectives.judged(rows(rate), machine_of(name), ranks, setting)
     assert outcome.state == state, outcome.reason
     assert outcome.compared == {"all_reduce_gb_per_s": {"": rate}}
-    assert ("PREDICTION" in outcome.expected["kind"]) == ("MI300X" in name)
+    assert ("PREDICTION" in outcome.expected["kind"]) == ("MI3" in name)
 
 
 def test_one_device_has_no_links():

@@ -65,6 +65,10 @@ def test_a_device_is_compared_with_its_recipe(monkeypatch, name, copy, state, ki
         ("AMD Radeon Graphics", "gfx942:sramecc+:xnack-", 304, 256, None),  # an MI325X
         ("AMD Radeon Graphics", "gfx942:sramecc+:xnack-", 38, 24, None),  # a partition
         ("AMD Radeon Graphics", "gfx1100", 304, 192, None),
+        ("AMD Radeon Graphics", "gfx950:sramecc+:xnack-", 256, 288, "MI355X"),
+        ("AMD Instinct MI355X", "gfx950:sramecc+:xnack-", 256, 288, "MI355X"),
+        ("AMD Instinct MI350X", "gfx950:sramecc+:xnack-", 256, 288, None),
+        ("AMD Radeon Graphics", "gfx950:sramecc+:xnack-", 32, 36, None),  # a partition
         ("NVIDIA H200", "", 132, 140, "H200"),
     ],
 )

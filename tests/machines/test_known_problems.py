@@ -87,7 +87,8 @@ CASES = [
         CUDA | dict(versions={"triton": "3.4.0"}),
     ),
     ("old-triton", rocm({"triton": None, "pytorch-triton-rocm": "3.3.1"}), rocm({"pytorch-triton-rocm": "3.5.1"})),
-    ("wide-stores", rocm({"triton-rocm": "3.7.1"}), rocm({"triton-rocm": "3.7.1"}, archs=("gfx950",))),
+    ("wide-stores", rocm({"triton-rocm": "3.7.1"}), rocm({"triton-rocm": "3.7.1"}, archs=("gfx90a",))),
+    ("wide-stores", rocm({"triton": "3.7.1"}, archs=("gfx950",)), rocm({"triton": "3.8.0"}, archs=("gfx950",))),
     ("wide-stores", rocm({"triton": "3.7.1+gita272dfa8"}), rocm({"triton": "3.8.0+gita272dfa8"})),
     ("psutil", dict(modules=MODULES | {"psutil": False}), dict(modules=MODULES | {"psutil": False}, core=None)),
     (

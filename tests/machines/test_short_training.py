@@ -136,6 +136,7 @@ def test_a_step_that_fails_is_wrong(monkeypatch, tmp_path):
         ("NVIDIA H200", 8, 139, range(40, 41)),
         ("AMD Instinct MI300X", 1, 191, range(25, 41)),
         ("AMD Instinct MI300X", 8, 191, range(40, 41)),
+        ("AMD Instinct MI355X", 1, 287, range(40, 41)),
         ("Some GPU", 1, 24, range(1, 3)),
     ],
 )
@@ -145,6 +146,7 @@ def test_as_many_layers_as_fit(monkeypatch, name, devices, gib, layers):
     options = step().read(words)
     recipe = recipe_of(settings_of(options), options.output, options.overrides)
     validate(recipe, devices)
+    assert recipe.cluster.name == short_training.recipe_of(name).cluster.name
     assert recipe.model.num_layers in layers and recipe.stage.global_batch_size == 4 * devices
     assert recipe.cluster.graphs == "none" and recipe.nproc == devices
 

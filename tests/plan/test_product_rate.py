@@ -9,7 +9,7 @@ import pytest
 from zaya_plugin.config.compose import compose
 from zaya_plugin.plan.flops import Shape
 from zaya_plugin.plan.parallelism import Batch, ParallelSizes
-from zaya_plugin.plan.product_rate import CDNA3, H200, LARGE_PRODUCT, Tile, processor_of, rates_of_parts
+from zaya_plugin.plan.product_rate import CDNA3, CDNA4, H200, LARGE_PRODUCT, Tile, processor_of, rates_of_parts
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -55,6 +55,18 @@ def test_error_against_published_rates():
     assert error[2048] == pytest.approx([0.91, 0.99], abs=0.005)
     assert error[4096] == pytest.approx([-0.12, -0.11], abs=0.005)
     assert error[16384] == pytest.approx([0.11, 0.11], abs=0.005)
+
+
+# TFLOP/s on an MI350X, MI355X's units at less power: hipBLASLt by torch (HipKittens, analysis/mi350x_data_to_log.json).
+PUBLISHED_MI350X = {2048: 373, 4096: 1038, 8192: 1117, 16384: 1040}
+
+
+def test_error_against_published_rates_of_an_mi350x():
+    """docs/benchmarks.md quotes these."""
+    rates = {size: PUBLISHED_MI350X[8192] * CDNA4.relative_rate(size, size, size) for size in PUBLISHED_MI350X}
+    error = {size: rates[size] / measured - 1 for size, measured in PUBLISHED_MI350X.items()}
+    assert processor_of("AMD Instinct MI355X") is processor_of("AMD Instinct MI350X") is CDNA4
+    assert list(error.values()) == pytest.approx([1.60, 0.02, 0.0, 0.10], abs=0.005)
 
 
 def test_error_against_the_largest_rates_that_amd_has_published():

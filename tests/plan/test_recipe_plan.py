@@ -102,6 +102,7 @@ def test_rows_of_other_ranks_are_not_sorted_again(on_h200):
     ("experiment", "cluster", "gib"),
     [
         ("zaya1_base", "mi300x_8", 93.1),
+        ("zaya1_base", "mi355x_8", 93.1),
         ("zaya1_base_32k", "mi300x_128x8", 87.9),
         *(
             pytest.param(f"zaya1_base{stage}", "mi300x_128x8", gib, marks=pytest.mark.slow)

@@ -107,7 +107,7 @@ def judged(measured: dict[str, Any], machine, ranks: int, setting: Setting) -> O
     if machine is None:
         return Outcome("pass", f"{text}; no expectation for this device", measured, described(None), compared=compared)
     required = machine.link_gb_per_s
-    if "MI300X" in setting.name:  # xGMI: a link to each other device, so fewer devices have fewer links
+    if machine.name.startswith("MI"):  # xGMI: a link to each other device, so fewer devices have fewer links
         required *= (ranks - 1) / (machine.devices_per_node - 1)
     slow = rate < SLOW_BELOW * required
     text += f"; expected {required:.3g} GB/s" if slow else ""

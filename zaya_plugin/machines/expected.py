@@ -20,10 +20,14 @@ def named(name: str, architecture: str, units: int, gib: float) -> str:
     """Return torch's name of a device, with the model where the name lacks it.
 
     Containers often lack libdrm's table of names (amdgpu.ids), and an MI300X is then an "AMD Radeon Graphics".
-    architecture: as in gcnArchName. units: compute units. gib: of the device's memory (an MI325X has 256).
+    architecture: as in gcnArchName. units: compute units. gib: of the device's memory (an MI325X has 256). An MI350X
+    has the units and the memory of an MI355X.
     """
-    is_mi300x = architecture.startswith("gfx942") and units == 304 and gib < 200
-    return f"{name} (MI300X)" if is_mi300x and "MI300X" not in name else name
+    if architecture.startswith("gfx942") and units == 304 and gib < 200:
+        model, known = "MI300X", "MI300X" in name
+    else:
+        model, known = "MI355X or MI350X", "MI35" in name or not architecture.startswith("gfx950") or units != 256
+    return name if known else f"{name} ({model})"
 
 
 @lru_cache

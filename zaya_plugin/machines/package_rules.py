@@ -149,8 +149,9 @@ PACKAGE_RULES = (
         "wide-stores",
         "warning",
         lambda facts: (
-            facts.has("gfx942")
-            and next((f"{name} {version} on gfx942" for name, version in facts.tritons if before(version, "3.8")), None)
+            next((f"{name} {version} on {arch}" for name, version in facts.tritons if before(version, "3.8")), None)
+            if (arch := next((arch for arch in ("gfx942", "gfx950") if facts.has(arch)), None))
+            else None
         ),
         "its LLVM can overwrite the data of a wide store too early, with silently wrong gradients (LLVM before "
         "llvm/llvm-project#197267, and from there to #203770; still open on gfx942: #218550)",

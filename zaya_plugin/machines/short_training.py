@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_plugin.machines.checks import Outcome, Setting, end_of, last_line
-from zaya_plugin.machines.expected import RUN_ON, described, machine_of
+from zaya_plugin.machines.expected import RUN_ON, described, machine_of, recipe_of
 
 RANK = "zaya_plugin.machines.loss_rank"
 # Shares of the matrix-product rate in a step of 16,384 tokens a device with Muon: half of what one H200 reached with 12
@@ -146,8 +146,7 @@ def words_on_gpu(setting: Setting) -> tuple[str, ...]:
     from zaya_plugin.config.compose import compose
     from zaya_plugin.plan.recipe_plan import plan_of
 
-    machine = machine_of(setting.name)
-    cluster = {"MI300X": "mi300x_8", "H200": "h200_8", "H100": "h100_8"}.get(machine.name if machine else "", "gpu")
+    cluster = recipe_of(setting.name).cluster.name
     keys = (
         "experiment=zaya1_base",
         f"cluster={cluster}",

@@ -48,10 +48,10 @@ def environment(setting: Setting) -> Outcome:
 
     from hip_ops.runtime.build import library_note
     from hip_ops.runtime.code_objects import objects_note
-    from hip_ops.runtime.launchers import mapped_runtimes, own_maps, target_of
+    from hip_ops.runtime.launchers import mapped_runtimes, own_maps
 
     has_hip = setting.device == "cuda" and torch.version.hip is not None
-    target = answer(lambda: target_of(torch.device("cuda", 0))) if has_hip else TARGET
+    target = answer(first_target) if has_hip else TARGET
     figures: dict[str, Any] = {
         "devices": installed.torch_devices(),
         "packages": installed.versions(),
@@ -195,8 +195,8 @@ def files_below(folder: Path, patterns: tuple[str, ...]) -> dict[str, str]:
 
 
 def hazards(setting: Setting) -> Outcome:
-    """Scan gfx942 code for missing wait states: the shipped library, and what Triton has compiled on this machine, for
-    hip_ops and for torch.compile. The reason names the setting with which a bad kernel is not used.
+    """Scan AMD code for missing wait states: the device's shipped library, and what Triton has compiled on this machine,
+    for hip_ops and for torch.compile. The reason names the setting with which a bad kernel is not used.
     """
     from hip_ops.runtime import hazards as scanner
     from hip_ops.runtime.build import LIBRARY, shipped_folder
@@ -204,7 +204,9 @@ def hazards(setting: Setting) -> Outcome:
     failure = answer(compile_formula) if setting.device == "cuda" and on_rocm() else None
     failure = (failure or "").removeprefix(UNKNOWN)
     objects = sorted(scanner.triton_objects(), key=lambda path: path.stat().st_mtime, reverse=True)
-    files = [shipped_folder(TARGET) / LIBRARY, *objects[:MAX_OBJECTS]]
+    target = answer(first_target) if setting.device == "cuda" and on_rocm() else TARGET
+    library = shipped_folder(target if shipped_folder(target).is_dir() else TARGET) / LIBRARY
+    files = [library, *objects[:MAX_OBJECTS]]
     folders, compiled = list(map(str, scanner.triton_folders())), sum(map(scanner.is_inductors, objects[:MAX_OBJECTS]))
     figures: dict[str, Any] = {"folders": folders, "of_torch_compile": compiled, "violations": {}, "unreadable": {}}
     overrides: dict[str, str] = {}
@@ -229,6 +231,14 @@ def hazards(setting: Setting) -> Outcome:
         text = f"{len(bad)} of {text}: {first}: {problem[0] if isinstance(problem, list) else problem}"
         text += "".join(f"; without it: {name}={value}" for name, value in overrides.items())
     return Outcome("wrong" if bad else "pass", text, figures, overrides=overrides)
+
+
+def first_target() -> str:
+    import torch
+
+    from hip_ops.runtime.launchers import target_of
+
+    return target_of(torch.device("cuda", 0))
 
 
 def on_rocm() -> bool:

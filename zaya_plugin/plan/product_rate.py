@@ -85,9 +85,16 @@ CDNA3 = Processor(
     6.8,
     (Tile(64, 64, 32, 32), Tile(128, 128, 64, 64), Tile(256, 128, 64, 64), Tile(256, 256, 128, 64)),
 )
+# Twice the operations a clock and the LDS bandwidth of CDNA3 (AMD's CDNA 4 white paper); a copy at 5.8 TB/s and 2.4 GHz.
+CDNA4 = replace(CDNA3, units=256, flops=4096, lds_bytes=256, copy_bytes=9.4)
 H200 = Processor(132, 4096, 128, 64, 17.4, (Tile(64, 128, 64, 128), Tile(128, 128, 64, 128), Tile(128, 256, 64, 256)))
 # By part of the device's name in torch.
-PROCESSORS = {"MI300X": CDNA3, "MI325X": CDNA3, "H100": replace(H200, copy_bytes=12.4), "H200": H200}
+PROCESSORS = {
+    **dict.fromkeys(("MI300X", "MI325X"), CDNA3),
+    **dict.fromkeys(("MI350X", "MI355X"), CDNA4),
+    "H100": replace(H200, copy_bytes=12.4),
+    "H200": H200,
+}
 
 
 def processor_of(device: str | None) -> Processor | None:

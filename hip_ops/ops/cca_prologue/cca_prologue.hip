@@ -181,13 +181,7 @@ HO_KERNEL_WAVES(ho_cca_prologue_forward, kPrologueThreads, 2)
     for (int s = 0; s < 16; ++s) {
       if (s % 4 == 0) HO_NO_FURTHER();
       const bf16x8 rows_of_u = u[chunk_at(lane % 32, 2 * s + lane / 32)];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        bf16x4 a, b;
-#pragma unroll
-        for (int e = 0; e < 4; ++e) a[e] = weights[s][4 * half + e], b[e] = rows_of_u[4 * half + e];
-        acc = mfma_32x32x8(a, b, acc);
-      }
+      acc = mfma_32x32x16(weights[s], rows_of_u, acc);
     }
 #pragma unroll
     for (int r = 0; r < 16; r += 4) {

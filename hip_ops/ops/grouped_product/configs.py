@@ -94,25 +94,47 @@ DERIVED = {
     "outer": (Candidate(_MFMA16, 141, 176), Candidate(replace(_NARROW, block_k=32, waves_per_eu=2), 182, 256)),
 }
 
+# For gfx950, whose MFMA passes multiply twice as much; LDS times are at CDNA3's rate. kpack is 1, which it requires. Tiles
+# of 256 x 256 x 64 spill registers though LDS, 160 KB, has room for them.
+DERIVED_OF_GFX950 = {
+    "rows_t": (
+        Candidate(replace(_AMD, block_m=256, block_k=32), 92, 448),
+        Candidate(replace(_MFMA16, block_m=256, block_n=128), 104, 608),
+        Candidate(_NARROW, 144, 640),
+    ),
+    "rows": (
+        Candidate(replace(_AMD, block_m=256, block_k=32), 102, 448),
+        Candidate(replace(_MFMA16, block_m=256, block_n=128), 144, 608),
+        Candidate(_NARROW, 168, 640),
+    ),
+    "outer": (Candidate(_MFMA16, 194, 608), Candidate(replace(_NARROW, block_k=32, waves_per_eu=2), 220, 640)),
+}
+
+
+def candidates(architecture: str) -> dict[str, tuple[Candidate, ...]]:
+    """Return the candidates of an AMD GPU by kind."""
+    return DERIVED_OF_GFX950 if architecture == "gfx950" else DERIVED
+
 
 @functools.lru_cache(maxsize=1024)
-def derived_config(kind: str, experts: int, rows: int, k: int, n: int) -> GroupedConfig:
+def derived_config(architecture: str, kind: str, experts: int, rows: int, k: int, n: int) -> GroupedConfig:
     """Return the configuration of the candidate that finishes first by `relative_time`.
 
     An expert's rows end in the middle of a tile on average, so it has rows / block_m + 1/2 tiles in a column. Matrices
     whose sides are no multiples of 64 take the last candidate, because masks and loads of single elements need more
     registers.
     """
+    choices = candidates(architecture)[kind]
     if k % 64 or n % 64:
-        return DERIVED[kind][-1].config
+        return choices[-1].config
 
     def finished(candidate: Candidate) -> float:
         config = candidate.config
         down = math.ceil(k / config.block_m) if kind == "outer" else rows / config.block_m + 0.5
         tiles = experts * down * math.ceil(n / config.block_n)
-        return relative_time(tiles, config.block_m * config.block_n, candidate.other_slots, candidate.lds)
+        return relative_time(architecture, tiles, config.block_m * config.block_n, candidate.other_slots, candidate.lds)
 
-    return min(DERIVED[kind], key=finished).config
+    return min(choices, key=finished).config
 
 
 @functools.cache
@@ -135,8 +157,8 @@ def choose_config(architecture: str, kind: str, rows: int, k: int, n: int, exper
         return _nearest(architecture, kind, rows, k, n)
     if not architecture.startswith("gfx"):
         return ANY_NVIDIA
-    config = derived_config(kind, experts, rows, k, n)
-    return config if architecture == "gfx942" else replace(config, kpack=1)  # which gfx950 requires
+    config = derived_config(architecture, kind, experts, rows, k, n)
+    return config if architecture == "gfx942" else replace(config, kpack=1)
 
 
 @functools.lru_cache(maxsize=1024)  # every call of a product looks a row up

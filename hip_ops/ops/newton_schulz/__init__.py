@@ -16,13 +16,16 @@ from torch import Tensor
 
 from hip_ops.ops.newton_schulz import quack, reference
 from hip_ops.ops.newton_schulz.plan import HALF_TYPES, Triple, coefficient_triples, make_plan
-from hip_ops.runtime.launch import multiprocessors
+from hip_ops.runtime.launch import architecture, multiprocessors
 from hip_ops.runtime.operator import Operator
 from hip_ops.runtime.quack_tiles import available
 
 # Small batches (batch, rows, columns) -> side of the tiles that `plan.tile_side` chooses for all their products. Some
 # products of the second batch are too short for the pipelined loop.
-LARGE_TILES = {(64, 200, 328): 128, (240, 72, 200): 128, (92, 392, 520): 256}
+LARGE_TILES = {
+    "gfx942": {(64, 200, 328): 128, (240, 72, 200): 128, (92, 392, 520): 256},
+    "gfx950": {(64, 200, 328): 128, (240, 72, 200): 128, (82, 392, 520): 256},
+}
 DTYPES = (None, *HALF_TYPES, torch.float32, torch.float64)  # dtypes of the matrices in the iteration
 
 
@@ -58,11 +61,12 @@ def _example(
     return make
 
 
-def _example_of_large_tiles(shape: tuple[int, int, int], form: str) -> Callable[[torch.device], tuple]:
+def _example_of_large_tiles(place: int, form: str) -> Callable[[torch.device], tuple]:
     """Make a batch of LARGE_TILES; on a CPU, where it would take minutes, one small matrix."""
 
     def make(device: torch.device) -> tuple:
-        return _example(*((1, 24, 40) if multiprocessors(device) == 1 else shape), form)(device)
+        shapes = LARGE_TILES.get(architecture(device), LARGE_TILES["gfx942"])
+        return _example(*((1, 24, 40) if multiprocessors(device) == 1 else [*shapes][place]), form)(device)
 
     return make
 
@@ -78,7 +82,7 @@ _newton_schulz = Operator(
     more_examples={
         # Tiles of 64 with products that are too short for the pipelined loop and others, and rows that are not aligned.
         "hip": (
-            *(_example_of_large_tiles(shape, form) for shape in LARGE_TILES for form in ("gram", "standard")),
+            *(_example_of_large_tiles(place, form) for place in range(3) for form in ("gram", "standard")),
             *(_example(1, *shape, "standard", steps=2) for shape in ((72, 200), (168, 200), (17, 72))),
         ),
         "quack": (_example(22, 264, 272), _example(9, 528, 520)),  # its other tiles: for many and for large matrices

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hip_ops.ops.newton_schulz.plan import HALF_TYPES, Plan, tile_side
 from hip_ops.ops.newton_schulz.reference import Products, iterate, norms
+from hip_ops.runtime.launch import architecture
 from hip_ops.runtime.launchers import call
 
 INPUT_TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -26,7 +27,7 @@ def _is_half(x: Tensor) -> int:
 def _symmetric(a: Tensor, b: Tensor, d: Tensor | None, alpha: float, beta: float, tile: int | None = None) -> Tensor:
     """Return alpha a b + beta d. tile: side of the kernel's tiles; by default `tile_side` chooses."""
     batch, n, k = a.shape
-    tile = tile or tile_side(True, batch, n, n)
+    tile = tile or tile_side(True, batch, n, n, architecture(a.device))
     c = a.new_empty((batch, n, n))
     call("ho_symmetric_product", a, b, d, c, batch, n, k, alpha, beta, 0.0, _is_half(a), tile, device=a.device)
     return c
@@ -40,7 +41,7 @@ def _general(
     `transposed` if it is given.
     """
     (batch, m, k), n = a.shape, b_transposed.shape[1]
-    tile = tile or tile_side(False, batch, m, n)
+    tile = tile or tile_side(False, batch, m, n, architecture(a.device))
     c = a.new_empty((batch, m, n), dtype=dtype)
     to_bf16 = int(c.dtype == torch.bfloat16)
     call(

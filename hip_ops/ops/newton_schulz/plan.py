@@ -171,14 +171,21 @@ def tile_count(symmetric: bool, m: int, n: int, block_m: int, block_n: int) -> i
     return rows * (rows + 1) if block_m > block_n else (rows // 2 + rows % 2) * (rows // 2 + 1)
 
 
-# Sides of the HIP kernels' tiles, with the other issue slots and the LDS time of their inner loops for 256 MFMA passes.
-TILE_SIDES = {256: (35, 128), 128: (57, 192), 64: (132, 384)}
+# Sides of the HIP kernels' tiles, with the other issue slots and the LDS time of their inner loops for 256 MFMA passes. On
+# gfx950 a pass has twice the products (LDS at CDNA3's rate). Other architectures count as gfx942.
+TILE_SIDES = {
+    "gfx942": {256: (35, 128), 128: (57, 192), 64: (132, 384)},
+    "gfx950": {256: (69, 256), 128: (114, 384), 64: (264, 768)},
+}
 
 
-def tile_side(symmetric: bool, batch: int, m: int, n: int) -> int:
+def tile_side(symmetric: bool, batch: int, m: int, n: int, architecture: str = "gfx942") -> int:
     """Return the side of the tiles with which a HIP product finishes first by `relative_time`."""
 
-    def finished(side: int) -> float:
-        return relative_time(batch * tile_count(symmetric, m, n, side, side), side * side, *TILE_SIDES[side])
+    sides = TILE_SIDES.get(architecture, TILE_SIDES["gfx942"])
 
-    return min(TILE_SIDES, key=finished)
+    def finished(side: int) -> float:
+        tiles = batch * tile_count(symmetric, m, n, side, side)
+        return relative_time(architecture, tiles, side * side, *sides[side])
+
+    return min(sides, key=finished)

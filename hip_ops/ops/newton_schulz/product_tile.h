@@ -18,6 +18,7 @@
 //
 // One b128 read feeds two MFMAs. A lane's eight elements are k = 16*half_slab + 8*(lane/32) + 0..7 while one MFMA expects
 // k = 4*(lane/32) + 0..3: it gets elements 4*q..4*q+3 of both operands, a permutation of k that is the same for A and B.
+// gfx950 has an MFMA for all eight, the 32x32x16, in the time of one of the two.
 //
 // The operands are swapped in the MFMA, so a lane holds four consecutive columns of one row of C.
 #pragma once
@@ -55,9 +56,10 @@ template <int kSide>
 struct Tile {
     static constexpr int kWaves = kSide == 256 ? 8 : 4, kThreads = kWaves * kWave, kColumnWaves = kWaves / 2;
     static constexpr int kRowFrags = kSide / 64, kColumnFrags = kSide / 32 / kColumnWaves;  // of a wave
-    static constexpr int kMfmas = 2 * kRowFrags * kColumnFrags;                             // of a wave, for half a slab
+    static constexpr int kMfmas = (kWideMfma ? 1 : 2) * kRowFrags * kColumnFrags;           // of a wave, for half a slab
     static constexpr int kLoads = kSide * (kSlab / 8) / kThreads;  // 16-byte chunks of an operand's slab, of a thread
     static constexpr int kLds = 4 * kSide * kSlab;                 // elements of two stages of two operands
+    static constexpr int kSpread = (kMfmas + (kWideMfma ? 4 * kLoads - 1 : 0)) / (4 * kLoads);  // MFMAs behind each write to LDS
 };
 
 struct ProductOperands {
@@ -112,15 +114,15 @@ __device__ __forceinline__ bf16x8 load_chunk(const uint16_t* row, int column, in
 template <class Element, int kSide>
 __device__ __forceinline__ void multiply(const Fragments<kSide>& f, Accumulators<kSide>& acc) {
 #pragma unroll
-    for (int q = 0; q < 2; q++)
+    for (int q = 0; q < (kWideMfma ? 1 : 2); q++)
 #pragma unroll
         for (int i = 0; i < Tile<kSide>::kRowFrags; i++)
 #pragma unroll
             for (int j = 0; j < Tile<kSide>::kColumnFrags; j++) {
-                bf16x4 a, b;
-#pragma unroll
-                for (int e = 0; e < 4; e++) a[e] = f.a[i][4 * q + e], b[e] = f.b[j][4 * q + e];
-                acc[i][j] = Element::mfma(b, a, acc[i][j]);
+                if constexpr (kWideMfma)
+                    acc[i][j] = Element::mfma(f.b[j], f.a[i], acc[i][j]);
+                else
+                    acc[i][j] = Element::mfma(ho::half_of(f.b[j], q), ho::half_of(f.a[i], q), acc[i][j]);
             }
 }
 
@@ -193,7 +195,7 @@ __device__ __forceinline__ void accumulate(const ProductOperands& p, const uint1
         for (int i = 0; i < 2 * T::kLoads; i++) {
             HO_SCHEDULE(kScheduleLdsWrite, 1);
             HO_SCHEDULE(kScheduleGlobalRead, 1);
-            HO_SCHEDULE(kScheduleMfma, T::kMfmas / (4 * T::kLoads));
+            HO_SCHEDULE(kScheduleMfma, T::kSpread);
         }
         HO_SCHEDULE(kScheduleMfma, T::kMfmas);
         HO_SCHEDULE_FENCE();

@@ -35,6 +35,7 @@ struct Bfloat16 {
     static __device__ __forceinline__ float to_float(uint16_t bits) { return bf16_to_float(bits); }
     static __device__ __forceinline__ uint16_t from_float(float value) { return float_to_bf16(value); }
     static __device__ __forceinline__ f32x16 mfma(bf16x4 a, bf16x4 b, f32x16 c) { return mfma_32x32x8(a, b, c); }
+    static __device__ __forceinline__ f32x16 mfma(bf16x8 a, bf16x8 b, f32x16 c) { return mfma_32x32x16(a, b, c); }
 };
 
 struct Float16 {
@@ -48,21 +49,33 @@ struct Float16 {
         __builtin_memcpy(&right, &b, 8);
         return __builtin_amdgcn_mfma_f32_32x32x8f16(left, right, c, 0, 0, 0);
     }
+    static __device__ __forceinline__ f32x16 mfma(bf16x8 a, bf16x8 b, f32x16 c) {
+#if HO_WIDE_MFMA
+        typedef _Float16 half8 __attribute__((ext_vector_type(8)));
+        half8 left, right;
+        __builtin_memcpy(&left, &a, 16);
+        __builtin_memcpy(&right, &b, 16);
+        return __builtin_amdgcn_mfma_f32_32x32x16_f16(left, right, c, 0, 0, 0);
+#else
+        return mfma(ho::half_of(a, 1), ho::half_of(b, 1), mfma(ho::half_of(a, 0), ho::half_of(b, 0), c));
+#endif
+    }
 #else
     // The verification targets have only the bf16 product. A half is the exact sum of two bfloat16, so four products give the same terms.
-    static __device__ __forceinline__ f32x16 mfma(bf16x4 a, bf16x4 b, f32x16 c) {
-        bf16x4 a_high, a_low, b_high, b_low;
-        for (int e = 0; e < 4; e++) {
+    template <class Operand>
+    static __device__ __forceinline__ f32x16 mfma(Operand a, Operand b, f32x16 c) {
+        Operand a_high, a_low, b_high, b_low;
+        for (int e = 0; e < int(sizeof(Operand) / 2); e++) {
             const float left = half_to_float(a[e]), right = half_to_float(b[e]);
             a_high[e] = float_to_bf16(left);
             a_low[e] = float_to_bf16(left - bf16_to_float(a_high[e]));
             b_high[e] = float_to_bf16(right);
             b_low[e] = float_to_bf16(right - bf16_to_float(b_high[e]));
         }
-        c = mfma_32x32x8(a_low, b_low, c);
-        c = mfma_32x32x8(a_low, b_high, c);
-        c = mfma_32x32x8(a_high, b_low, c);
-        return mfma_32x32x8(a_high, b_high, c);
+        c = Bfloat16::mfma(a_low, b_low, c);
+        c = Bfloat16::mfma(a_low, b_high, c);
+        c = Bfloat16::mfma(a_high, b_low, c);
+        return Bfloat16::mfma(a_high, b_high, c);
     }
 #endif
 };

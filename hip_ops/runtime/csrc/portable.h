@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One kernel source for three machines: AMD gfx942 (clang or hipcc), NVIDIA (nvcc) and the CPU (g++). Every .hip file includes this
+// One kernel source for three machines: AMD gfx942 and gfx950 (clang or hipcc), NVIDIA (nvcc) and the CPU (g++). Every .hip file includes this
 // header and no other of the host: no torch, no std containers in kernels.
 //
 // Guarantees on every machine:
@@ -44,6 +44,8 @@ using bf16 = uint16_t;  // the bits of a bfloat16; convert with bf16_to_float an
 //   wave_xor(v, mask)                        v of lane lane_id() ^ mask
 //   mfma_32x32x8(a, b, c)                    c + a b, 32x8 times 8x32, one block; f32x16 a lane
 //   mfma_16x16x16(a, b, c)                   c + a b, 16x16 times 16x16, one block; f32x4 a lane
+//   mfma_32x32x16, mfma_16x16x32(a, b, c)    the same with twice the depth, a and b bf16x8. One instruction where kWideMfma, with the time of
+//                                            the two above; elsewhere two of them, which add the terms in another order
 //   load16, store16, load_nontemporal16, store_nontemporal16   16 bytes of global memory, aligned: 4 float, 4 uint32_t or 8 bf16
 //   load_global, store_global                one element of global memory; on gfx942 they keep a pointer that was itself read from
 //                                            memory (multi-tensor tables) from becoming a flat access
@@ -52,7 +54,8 @@ using bf16 = uint16_t;  // the bits of a bfloat16; convert with bf16_to_float an
 // calculator, MI300 ISA guide section 7). M is 32 or 16, l the lane, e the element of the bf16x4, r the element of the accumulator:
 //   a[e] = A[l % M][4 * (l / M) + e]                  b[e] = B[4 * (l / M) + e][l % M]
 //   32x32: c[r] = C[8 * (r / 4) + 4 * (l / 32) + r % 4][l % 32]        16x16: c[r] = C[4 * (l / 16) + r][l % 16]
-// mfma_row<M>(lane, r) and mfma_column<M>(lane) give these indices of C.
+// The wide ones of CDNA4 (gfx950) have 8 in place of 4 in a and b: a[e] = A[l % M][8 * (l / M) + e]; c is the same.
+// kWideMfma is true on gfx950; on NVIDIA and the CPU, which model either, with -DHO_WIDE_MFMA. mfma_row<M>(lane, r) and mfma_column<M>(lane) give these indices of C.
 
 template <int M>
 __device__ __forceinline__ constexpr int mfma_row(int lane, int r) {

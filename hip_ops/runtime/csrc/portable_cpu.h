@@ -81,8 +81,8 @@ inline float wave_xor(float v, int mask, HO_CPU_SITE) {
 }
 
 namespace ho {
-template <int M, class Accumulator>
-inline Accumulator mfma(bf16x4 a, bf16x4 b, Accumulator c, ho_cpu::Site site) {
+template <int M, class Operand, class Accumulator>
+inline Accumulator mfma(Operand a, Operand b, Accumulator c, ho_cpu::Site site) {
   ho_cpu::Exchange all_a, all_b;
   ho_cpu::put(0, a);
   ho_cpu::put(1, b);
@@ -91,8 +91,8 @@ inline Accumulator mfma(bf16x4 a, bf16x4 b, Accumulator c, ho_cpu::Site site) {
   for (int r = 0; r < M * M / kWave; ++r) {
     const int row = M == 32 ? 8 * (r / 4) + 4 * (lane / 32) + r % 4 : 4 * (lane / 16) + r;
     for (int slot = 0; slot < kWave / M; ++slot) {
-      const bf16x4 x = all_a.of<bf16x4>(slot * M + row), y = all_b.of<bf16x4>(slot * M + lane % M);
-      for (int e = 0; e < 4; ++e) c[r] += bf16_to_float(x[e]) * bf16_to_float(y[e]);
+      const Operand x = all_a.of<Operand>(slot * M + row), y = all_b.of<Operand>(slot * M + lane % M);
+      for (int e = 0; e < int(sizeof(Operand) / 2); ++e) c[r] += bf16_to_float(x[e]) * bf16_to_float(y[e]);
     }
   }
   return c;
@@ -101,6 +101,20 @@ inline Accumulator mfma(bf16x4 a, bf16x4 b, Accumulator c, ho_cpu::Site site) {
 
 inline f32x16 mfma_32x32x8(bf16x4 a, bf16x4 b, f32x16 c, HO_CPU_SITE) { return ho::mfma<32>(a, b, c, {"mfma_32x32x8", file, line}); }
 inline f32x4 mfma_16x16x16(bf16x4 a, bf16x4 b, f32x4 c, HO_CPU_SITE) { return ho::mfma<16>(a, b, c, {"mfma_16x16x16", file, line}); }
+
+#if HO_WIDE_MFMA
+inline f32x16 mfma_32x32x16(bf16x8 a, bf16x8 b, f32x16 c, HO_CPU_SITE) { return ho::mfma<32>(a, b, c, {"mfma_32x32x16", file, line}); }
+inline f32x4 mfma_16x16x32(bf16x8 a, bf16x8 b, f32x4 c, HO_CPU_SITE) { return ho::mfma<16>(a, b, c, {"mfma_16x16x32", file, line}); }
+#else
+inline f32x16 mfma_32x32x16(bf16x8 a, bf16x8 b, f32x16 c, HO_CPU_SITE) {
+  for (int part = 0; part < 2; ++part) c = mfma_32x32x8(ho::half_of(a, part), ho::half_of(b, part), c, file, line);
+  return c;
+}
+inline f32x4 mfma_16x16x32(bf16x8 a, bf16x8 b, f32x4 c, HO_CPU_SITE) {
+  for (int part = 0; part < 2; ++part) c = mfma_16x16x16(ho::half_of(a, part), ho::half_of(b, part), c, file, line);
+  return c;
+}
+#endif
 
 template <class T>
 inline T load_global(const T* p) {

@@ -72,11 +72,11 @@ __device__ __forceinline__ float wave_xor(float v, int mask) {
 
 namespace ho {
 // Not inlined: it is some 400 instructions, and a tile of a matrix product calls it dozens of times.
-template <int M, class Accumulator>
-__device__ __noinline__ Accumulator mfma(bf16x4 a, bf16x4 b, Accumulator c) {
+template <int M, class Operand, class Accumulator>
+__device__ __noinline__ Accumulator mfma(Operand a, Operand b, Accumulator c) {
   constexpr int kMaxWaves = 8;  // 8 KiB of shared memory: blocks with matrix products have at most 512 threads
-  __shared__ bf16x4 exchange_a[kMaxWaves][kWave];
-  __shared__ bf16x4 exchange_b[kMaxWaves][kWave];
+  __shared__ Operand exchange_a[kMaxWaves][kWave];
+  __shared__ Operand exchange_b[kMaxWaves][kWave];
   const int lane = lane_id(), wave = wave_id();
   if (wave >= kMaxWaves) __trap();
   exchange_a[wave][lane] = a;
@@ -88,9 +88,9 @@ __device__ __noinline__ Accumulator mfma(bf16x4 a, bf16x4 b, Accumulator c) {
     float sum = c[r];
 #pragma unroll
     for (int slot = 0; slot < kWave / M; ++slot) {
-      const bf16x4 x = exchange_a[wave][slot * M + row], y = exchange_b[wave][slot * M + lane % M];
+      const Operand x = exchange_a[wave][slot * M + row], y = exchange_b[wave][slot * M + lane % M];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) sum += bf16_to_float(x[e]) * bf16_to_float(y[e]);
+      for (int e = 0; e < int(sizeof(Operand) / 2); ++e) sum += bf16_to_float(x[e]) * bf16_to_float(y[e]);
     }
     c[r] = sum;
   }
@@ -101,6 +101,17 @@ __device__ __noinline__ Accumulator mfma(bf16x4 a, bf16x4 b, Accumulator c) {
 
 __device__ __forceinline__ f32x16 mfma_32x32x8(bf16x4 a, bf16x4 b, f32x16 c) { return ho::mfma<32>(a, b, c); }
 __device__ __forceinline__ f32x4 mfma_16x16x16(bf16x4 a, bf16x4 b, f32x4 c) { return ho::mfma<16>(a, b, c); }
+#if HO_WIDE_MFMA
+__device__ __forceinline__ f32x16 mfma_32x32x16(bf16x8 a, bf16x8 b, f32x16 c) { return ho::mfma<32>(a, b, c); }
+__device__ __forceinline__ f32x4 mfma_16x16x32(bf16x8 a, bf16x8 b, f32x4 c) { return ho::mfma<16>(a, b, c); }
+#else
+__device__ __forceinline__ f32x16 mfma_32x32x16(bf16x8 a, bf16x8 b, f32x16 c) {
+  return mfma_32x32x8(ho::half_of(a, 1), ho::half_of(b, 1), mfma_32x32x8(ho::half_of(a, 0), ho::half_of(b, 0), c));
+}
+__device__ __forceinline__ f32x4 mfma_16x16x32(bf16x8 a, bf16x8 b, f32x4 c) {
+  return mfma_16x16x16(ho::half_of(a, 1), ho::half_of(b, 1), mfma_16x16x16(ho::half_of(a, 0), ho::half_of(b, 0), c));
+}
+#endif
 
 template <class T>
 __device__ __forceinline__ T load_global(const T* p) {

@@ -9,6 +9,10 @@
 #define HO_FENCE_OF_LDS (__clang_major__ > 19 || (__clang_major__ == 19 && __clang_minor__ >= 1))
 #endif
 
+#if defined(__gfx950__)
+#define HO_WIDE_MFMA 1
+#endif
+
 constexpr int kWave = 64;
 
 using f32x4 = float __attribute__((ext_vector_type(4)));
@@ -41,7 +45,7 @@ inline int ho_launch(void (*kernel)(P...), dim3 grid, dim3 block, void* stream, 
   return int(hipLaunchKernel(reinterpret_cast<const void*>(kernel), grid, block, pointers, 0, static_cast<hipStream_t>(stream)));
 }
 
-// LDS is a static array here, and gfx942 gives a block all of its 64 KiB.
+// LDS is a static array here, and gfx942 gives a block all of its 64 KiB (gfx950 has 160).
 template <class... P>
 inline int ho_launch_lds(void (*kernel)(P...), dim3 grid, dim3 block, size_t, void* stream, typename ho::Identity<P>::type... arguments) {
   return ho_launch(kernel, grid, block, stream, arguments...);
@@ -78,6 +82,9 @@ __device__ __forceinline__ float wave_xor(float v, int mask) {
 
 namespace ho {
 using s16x4 = short __attribute__((ext_vector_type(4)));
+#if HO_WIDE_MFMA
+using b16x8 = __bf16 __attribute__((ext_vector_type(8)));
+#endif
 }
 
 __device__ __forceinline__ f32x16 mfma_32x32x8(bf16x4 a, bf16x4 b, f32x16 c) {
@@ -86,6 +93,22 @@ __device__ __forceinline__ f32x16 mfma_32x32x8(bf16x4 a, bf16x4 b, f32x16 c) {
 
 __device__ __forceinline__ f32x4 mfma_16x16x16(bf16x4 a, bf16x4 b, f32x4 c) {
   return __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(__builtin_bit_cast(ho::s16x4, a), __builtin_bit_cast(ho::s16x4, b), c, 0, 0, 0);
+}
+
+__device__ __forceinline__ f32x16 mfma_32x32x16(bf16x8 a, bf16x8 b, f32x16 c) {
+#if HO_WIDE_MFMA
+  return __builtin_amdgcn_mfma_f32_32x32x16_bf16(__builtin_bit_cast(ho::b16x8, a), __builtin_bit_cast(ho::b16x8, b), c, 0, 0, 0);
+#else
+  return mfma_32x32x8(ho::half_of(a, 1), ho::half_of(b, 1), mfma_32x32x8(ho::half_of(a, 0), ho::half_of(b, 0), c));
+#endif
+}
+
+__device__ __forceinline__ f32x4 mfma_16x16x32(bf16x8 a, bf16x8 b, f32x4 c) {
+#if HO_WIDE_MFMA
+  return __builtin_amdgcn_mfma_f32_16x16x32_bf16(__builtin_bit_cast(ho::b16x8, a), __builtin_bit_cast(ho::b16x8, b), c, 0, 0, 0);
+#else
+  return mfma_16x16x16(ho::half_of(a, 1), ho::half_of(b, 1), mfma_16x16x16(ho::half_of(a, 0), ho::half_of(b, 0), c));
+#endif
 }
 
 template <class T>

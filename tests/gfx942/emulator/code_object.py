@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gfx942 ELF: loadable image, kernel descriptors, argument metadata. Layouts: LLVM "User Guide for AMDGPU
+"""An ELF of gfx942 or gfx950: loadable image, kernel descriptors, argument metadata. Layouts: LLVM "User Guide for AMDGPU
 Backend".
 """
 
@@ -11,6 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+
+from hip_ops.runtime import hazards
 
 RELOCATION_RELATIVE64, RELOCATION_ABS64 = 13, 3
 
@@ -58,9 +60,9 @@ class CodeObject:
         data = Path(path).read_bytes()
         if data[:4] != b"\x7fELF":
             raise ValueError(
-                f"{path} is not an ELF file; a gfx942 code object is made with --cuda-device-only "
-                "--no-gpu-bundle-output"
+                f"{path} is not an ELF file; a code object is made with --cuda-device-only --no-gpu-bundle-output"
             )
+        self.architecture = hazards.architecture_of(data) or "gfx942"
         self._load(data)
         notes = subprocess.run(
             [readelf, "--notes", "--dyn-syms", "-W", self.path], check=True, capture_output=True, text=True

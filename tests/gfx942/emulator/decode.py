@@ -6,12 +6,12 @@ used.
 import os
 import re
 import struct
-import subprocess
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from hip_ops.runtime import hazards
 from tests.gfx942.emulator.faults import OutOfBounds, UnknownInstruction
+from tests.gfx942.listing import listing
 
 # SGPR file positions of named scalar registers (CDNA3 ISA, "Scalar ALU operands").
 NAMED_SCALARS = {
@@ -216,13 +216,10 @@ def parse_line(line: str) -> Instruction | None:
 
 @lru_cache(maxsize=32)
 def _functions(path: str, mtime: int, size: int) -> dict[str, list[str]]:
-    """Symbol -> its lines as llvm-objdump prints them; one run of the tool for a file."""
-    text = subprocess.run(
-        ["llvm-objdump-19", "-d", "--mcpu=gfx942", path], check=True, capture_output=True, text=True
-    ).stdout
+    """Symbol -> its lines as llvm-objdump prints them."""
     functions: dict[str, list[str]] = {}
     lines: list[str] = []
-    for line in text.splitlines():
+    for line in listing(path).splitlines():
         if match := re.fullmatch(r"[0-9a-f]+ <(\S+)>:", line):
             lines = functions.setdefault(match[1], [])
         elif line.startswith("\t"):
@@ -231,7 +228,7 @@ def _functions(path: str, mtime: int, size: int) -> dict[str, list[str]]:
 
 
 def function_lines(path: str, symbol: str) -> list[str]:
-    """Disassembly of one function of a gfx942 code object."""
+    """Disassembly of one function of a code object."""
     status = os.stat(path)
     lines = _functions(path, status.st_mtime_ns, status.st_size).get(symbol)
     if not lines:

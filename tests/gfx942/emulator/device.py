@@ -17,7 +17,7 @@ from tests.gfx942.emulator.program import program_of
 from tests.gfx942.emulator.scheduler import SCHEDULES, Scheduler
 from tests.gfx942.emulator.waits import Scoreboard
 
-LDS_LIMIT = 65536
+LDS_LIMIT = {"gfx942": 65536, "gfx950": 163840}
 WAVES_AT_ONCE = 64
 
 
@@ -46,7 +46,7 @@ class Buffer:
 
 
 class Device:
-    """A gfx942 device.
+    """A gfx942 or gfx950 device, as a code object asks for.
 
     schedule: "lockstep", "serial" or "reverse", see scheduler.py. block_order: "forward", "reverse" or a sequence of
     all block ids. blocks_at_once: blocks stepped together; 1 runs block after block, None chooses about 64 waves.
@@ -109,8 +109,8 @@ class Device:
                 f"{kernel} starts in float mode {info.float_mode:#x}: only round to nearest even with denormals is "
                 "modelled"
             )
-        if info.lds_size + shared > LDS_LIMIT:
-            raise OutOfBounds(f"{kernel} asks for {info.lds_size} + {shared} bytes of LDS, a block has {LDS_LIMIT}")
+        if info.lds_size + shared > (limit := LDS_LIMIT[code.architecture]):
+            raise OutOfBounds(f"{kernel} asks for {info.lds_size} + {shared} bytes of LDS, a block has {limit}")
         counters = Counters()
         base = self._image(code)
         kernarg = self._kernarg(info, grid, block, args, shared)

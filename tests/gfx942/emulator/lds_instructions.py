@@ -7,6 +7,7 @@ import numpy as np
 
 from tests.gfx942.emulator.cross_lane import swizzle_lanes
 from tests.gfx942.emulator.decode import Instruction
+from tests.gfx942.emulator.faults import UnknownInstruction
 from tests.gfx942.emulator.operands import raw_reader, vector_writer
 from tests.gfx942.emulator.registry import opcode, opcode_pattern
 
@@ -35,6 +36,30 @@ def _read(instruction: Instruction, match):
                 value = value & U32(0xFFFF)
                 value = (value << U32(16)) | (before & U32(0xFFFF)) if high else value | (before & U32(0xFFFF0000))
             m.write_vector(register + part, value)
+
+    return run
+
+
+_LANE = np.arange(64)
+
+
+@opcode("ds_read_b64_tr_b16")
+def _read_transposed(instruction: Instruction):
+    """gfx950: 16 lanes read four halves each, a 16 x 4 matrix of which lane j gets half j % 4 of the lanes 4 i + j // 4
+    (measured on a gfx950: FlyDSL, probe_tr16_lanemap_gfx950.py).
+    """
+    address, offset = _address(instruction, 1), instruction.integer("offset")
+    register = instruction.operands[0].position
+    sources = [_LANE // 16 * 16 + 4 * i + _LANE % 16 // 4 for i in range(4)]
+
+    def run(m):
+        if not m.full:
+            raise UnknownInstruction("ds_read_b64_tr_b16 with lanes that EXEC leaves out")
+        low, high = m.lds.read(m, address(m) + offset, 8, m.enabled)
+        halves = np.stack([low & U32(0xFFFF), low >> U32(16), high & U32(0xFFFF), high >> U32(16)])
+        taken = [halves[_LANE % 4, :, source].T for source in sources]
+        for part in range(2):
+            m.write_vector(register + part, taken[2 * part] | taken[2 * part + 1] << U32(16))
 
     return run
 

@@ -81,6 +81,7 @@ def _check_modifiers(instruction: Instruction) -> None:
             _SELECTIONS if instruction.name.endswith("_sdwa") else set()
         )
         known = known | (_HALVES if name.startswith(("v_pk_", "v_pack_", "v_fma_mix", "v_dot2")) else set())
+        known = known | ({"bitop3"} if name.startswith("v_bitop3") else set())
         known = known | (_RESULT if instruction.result_modified else set())
         known = known | ({"cbsz", "abid", "blgp"} if name.startswith("v_mfma") else set()) | {"raw"}
     unknown = set(instruction.modifiers) - known

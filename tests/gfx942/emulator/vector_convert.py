@@ -78,6 +78,30 @@ def _pack_halves(instruction: Instruction):
     return lambda m: write(m, _toward_zero_f16(low(m)) | (_toward_zero_f16(high(m)) << U32(16)))
 
 
+@opcode("v_cvt_pk_bf16_f32")
+def _pack_brain_halves(instruction: Instruction):
+    """gfx950: to nearest, ties to even; a NaN keeps its upper bits and becomes a quiet one."""
+    write, low, high = vector_writer(instruction), float_reader(instruction, 1), float_reader(instruction, 2)
+
+    def rounded(value):
+        bits = np.ascontiguousarray(value).view(U32)
+        nearest = (bits + U32(0x7FFF) + (bits >> U32(16) & U32(1))) >> U32(16)
+        return np.where(np.isnan(value), bits >> U32(16) | U32(0x40), nearest)
+
+    return lambda m: write(m, rounded(low(m)) | (rounded(high(m)) << U32(16)))
+
+
+@opcode("v_cvt_pk_f16_f32")
+def _pack_rounded_halves(instruction: Instruction):
+    """gfx950: to nearest, where v_cvt_pkrtz_f16_f32 rounds toward zero."""
+    write, low, high = vector_writer(instruction), float_reader(instruction, 1), float_reader(instruction, 2)
+
+    def rounded(value):
+        return np.ascontiguousarray(value.astype(F16)).view(U16).astype(U32)
+
+    return lambda m: write(m, rounded(low(m)) | (rounded(high(m)) << U32(16)))
+
+
 @opcode("v_cvt_f64_f32", "v_cvt_f64_i32", "v_cvt_f64_u32")
 def _to_double(instruction: Instruction):
     write, kind = wide_writer(instruction), instruction.opcode[-3:]

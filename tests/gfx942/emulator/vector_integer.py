@@ -4,6 +4,7 @@
 import numpy as np
 
 from tests.gfx942.emulator.decode import Instruction
+from tests.gfx942.emulator.faults import UnknownInstruction
 from tests.gfx942.emulator.operands import (
     integer_reader,
     mask_reader,
@@ -174,6 +175,23 @@ def _plain(instruction: Instruction):
     return result_of(operate, sources, write)
 
 
+@opcode("v_bitop3_b32", "v_bitop3_b16")
+def _table_of_three(instruction: Instruction):
+    """gfx950: bit 4 a + 2 b + c of the table for each bit of the operands. The 16-bit form leaves 0 in the high half."""
+    write, table = vector_writer(instruction), instruction.integer("bitop3")
+    sources = [integer_reader(instruction, k) for k in (1, 2, 3)]
+    width = U32(0xFFFF if instruction.opcode.endswith("16") else 0xFFFFFFFF)
+    cases = [case for case in range(8) if table >> case & 1]
+
+    def operate(a, b, c):
+        result = (a ^ a) & (b ^ b) & (c ^ c)
+        for case in cases:
+            result = result | (a if case & 4 else ~a) & (b if case & 2 else ~b) & (c if case & 1 else ~c)
+        return result & width
+
+    return result_of(operate, sources, write)
+
+
 @opcode("v_cndmask_b32")
 def _conditional_move(instruction: Instruction):
     write, otherwise, chosen = (
@@ -268,6 +286,24 @@ def _masked_bit_count(instruction: Instruction):
     write, mask, base = vector_writer(instruction), integer_reader(instruction, 1), integer_reader(instruction, 2)
     below = _BELOW_LOW if "_lo_" in instruction.opcode else _BELOW_HIGH
     return lambda m: write(m, np.bitwise_count(mask(m) & below).astype(U32) + base(m))
+
+
+@opcode("v_permlane32_swap_b32", "v_permlane16_swap_b32")
+def _swap_rows(instruction: Instruction):
+    """gfx950: the odd rows of the first register change places with the even rows of the second one."""
+    first, second = (operand.position for operand in instruction.operands)
+    rows = 32 if "32" in instruction.opcode.partition("_swap")[0] else 16
+    odd = np.flatnonzero(np.arange(64) // rows % 2)
+
+    def run(m):
+        if not m.full:
+            raise UnknownInstruction(f"{instruction.opcode} with lanes that EXEC leaves out")
+        one, two = (m.vector[position][m.rows].copy() for position in (first, second))
+        one[:, odd], two[:, odd - rows] = two[:, odd - rows], one[:, odd]
+        m.write_vector(first, one)
+        m.write_vector(second, two)
+
+    return run
 
 
 @opcode("v_readfirstlane_b32")

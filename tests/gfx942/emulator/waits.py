@@ -20,9 +20,9 @@ from tests.gfx942.emulator.faults import MissingWait, UninitialisedRegister
 _NO_DESTINATION = re.compile(
     r"(global|flat|buffer)_store_.*|ds_write.*|s_cmpk?_.*|s_bitcmp.*|s_branch|s_cbranch.*|ds_(add|sub|max|min|or|and)_[ufb]32"
 )
-_TWO_DESTINATIONS = re.compile(r"v_\w+_co_u32|v_mad_[ui]64_[ui]32|v_div_scale_f\d+")
+_TWO_DESTINATIONS = re.compile(r"v_\w+_co_u32|v_mad_[ui]64_[ui]32|v_div_scale_f\d+|v_permlane\d+_swap_b32")
 _READS_DESTINATION = re.compile(
-    r"v_fmac_.*|v_mac_.*|s_cmov.*|s_addk.*|s_mulk.*|s_bitset.*|v_dot2c.*|v_fma_mix(lo|hi)_f16"
+    r"v_fmac_.*|v_mac_.*|s_cmov.*|s_addk.*|s_mulk.*|s_bitset.*|v_dot2c.*|v_fma_mix(lo|hi)_f16|v_permlane\d+_swap_b32"
 )
 _PARTIAL = re.compile(r".*_d16(_hi)?|v_writelane_b32|v_fma_mix(lo|hi)_f16")
 

@@ -79,32 +79,37 @@ HO_EXPORT int ho_test_big_lds_run(const void* in, void* out, void* stream) {
   return ho_launch_lds(ho_test_big_lds, dim3(1), dim3(kThreads), kBig * sizeof(float), stream, static_cast<const float*>(in), static_cast<float*>(out));
 }
 
-// C = A B from row-major bf16 A [M, K], B [K, M], K = 256 / M, by one wave; element e of lane l as portable.h says.
-template <int M, class Accumulator>
+// C = A B from row-major bf16 A [M, K], B [K, M] by one wave; element e of lane l as portable.h says. K = 256 / M, twice that with bf16x8.
+template <int M, class Operand, class Accumulator>
 __device__ __forceinline__ void product(const bf16* a, const bf16* b, float* c) {
-  constexpr int K = 256 / M;
+  constexpr int kElements = sizeof(Operand) / 2, K = kElements * kWave / M;
   const int lane = lane_id();
-  bf16x4 x, y;
+  Operand x, y;
   Accumulator sum;
 #pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    const int k = 4 * (lane / M) + e;
+  for (int e = 0; e < kElements; ++e) {
+    const int k = kElements * (lane / M) + e;
     x[e] = a[(lane % M) * K + k], y[e] = b[k * M + lane % M];
   }
 #pragma unroll
   for (int r = 0; r < M * M / kWave; ++r) sum[r] = c[mfma_row<M>(lane, r) * M + mfma_column<M>(lane)];
-  if constexpr (M == 32) sum = mfma_32x32x8(x, y, sum);
+  if constexpr (M == 32 && kElements == 8) sum = mfma_32x32x16(x, y, sum);
+  else if constexpr (kElements == 8) sum = mfma_16x16x32(x, y, sum);
+  else if constexpr (M == 32) sum = mfma_32x32x8(x, y, sum);
   else sum = mfma_16x16x16(x, y, sum);
 #pragma unroll
   for (int r = 0; r < M * M / kWave; ++r) c[mfma_row<M>(lane, r) * M + mfma_column<M>(lane)] = sum[r];
 }
 
-HO_KERNEL(ho_test_mfma_32, 64)(const bf16* a, const bf16* b, float* c) { product<32, f32x16>(a, b, c); }
-HO_KERNEL(ho_test_mfma_16, 64)(const bf16* a, const bf16* b, float* c) { product<16, f32x4>(a, b, c); }
+HO_KERNEL(ho_test_mfma_32, 64)(const bf16* a, const bf16* b, float* c) { product<32, bf16x4, f32x16>(a, b, c); }
+HO_KERNEL(ho_test_mfma_16, 64)(const bf16* a, const bf16* b, float* c) { product<16, bf16x4, f32x4>(a, b, c); }
+HO_KERNEL(ho_test_mfma_32_wide, 64)(const bf16* a, const bf16* b, float* c) { product<32, bf16x8, f32x16>(a, b, c); }
+HO_KERNEL(ho_test_mfma_16_wide, 64)(const bf16* a, const bf16* b, float* c) { product<16, bf16x8, f32x4>(a, b, c); }
 
-HO_EXPORT int ho_test_mfma_run(const void* a, const void* b, void* c, int64_t m, void* stream) {
+HO_EXPORT int ho_test_mfma_run(const void* a, const void* b, void* c, int64_t m, int64_t wide, void* stream) {
   if (m != 32 && m != 16) return -1;
-  return ho_launch(m == 32 ? ho_test_mfma_32 : ho_test_mfma_16, dim3(1), dim3(kWave), stream, static_cast<const bf16*>(a), static_cast<const bf16*>(b),
+  auto* const narrow_kernel = m == 32 ? ho_test_mfma_32 : ho_test_mfma_16;
+  return ho_launch(wide ? m == 32 ? ho_test_mfma_32_wide : ho_test_mfma_16_wide : narrow_kernel, dim3(1), dim3(kWave), stream, static_cast<const bf16*>(a), static_cast<const bf16*>(b),
                    static_cast<float*>(c));
 }
 
