@@ -111,7 +111,9 @@ def triton_code_object(
         name: "D" * (name in divisible_by_16) + "S" * (name in small) for name in fn.arg_names if name not in constexprs
     }
     keywords = dict(constexprs) | {"num_warps": num_warps, "num_stages": num_stages} | options
-    call = Call(fn.__name__, tuple(keywords.items()), tuple((signature[name], has) for name, has in properties.items()))
+    call = Call(
+        fn.__name__, tuple(keywords.items()), tuple((signature.get(name, ""), has) for name, has in properties.items())
+    )
     return (shipped_object(call) if ARCH == "gfx942" else None) or compiled_object(
         fn, signature, constexprs, divisible_by_16, small, ARCH, num_warps=num_warps, num_stages=num_stages, **options
     )
