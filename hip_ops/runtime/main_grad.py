@@ -103,8 +103,11 @@ def add_gradients(weights: Sequence[Tensor | None], gradients: Sequence[Tensor])
 
 
 def add_in_place(total: Tensor, part: Tensor) -> None:
-    """Add part [...] to total [...], fp32, by the operator `add_gradient_`."""
-    _addition()(total, part)
+    """Add part [...] to total [...]; to an fp32 one by the operator `add_gradient_`."""
+    if total.dtype == torch.float32:
+        _addition()(total, part)
+    else:
+        total.add_(part)
 
 
 @functools.cache

@@ -235,7 +235,8 @@ def test_the_documents_give_what_is_predicted_for_mi300x():
     all_nodes = step(1024, "mi300x_128x8")
     for ms, rate in (one, one_aiter, all_nodes):
         assert f" {ms} (" in table and f"| {rate} |" in table
-    assert f"PREDICTION {one[0]} ms, {one[1]} tokens/s a device with torch's attention, {one_aiter[0]} ms" in guide
+    assert f"PREDICTION {one[0]} ms, {one[1]} tokens/s a device, 93.1 GiB planned with torch's attention" in guide
+    assert f", {one_aiter[0]} ms with AITER's" in guide
     assert f"PREDICTION for 1,024 devices: {all_nodes[0]} ms, {all_nodes[1]} tokens/s" in guide
     assert machine("mi300x_8").attention_tflops == machine("mi300x_128x8").attention_tflops == 190
 

@@ -348,7 +348,7 @@ def test_configurations_of_devices_that_the_table_does_not_know():
     assert known.kpack == 2 and configs.choose_config("gfx90a", *shape) == replace(known, kpack=1)
     assert all(each.config.kpack == 1 for kind in configs.KINDS for each in configs.candidates("gfx950")[kind])
     # 1152 tiles of 256 x 256 take 5 rounds of the 256 units of an MI355X, 4352 of 128 x 128 take 17
-    assert configs.choose_config("gfx950", *shape) == configs.DERIVED_OF_GFX950["rows_t"][0].config
+    assert configs.choose_config("gfx950", "rows_t", 1024, 2048, 4096) == configs.DERIVED_OF_GFX950["rows_t"][0].config
     assert shared_memory(configs.ANY_NVIDIA) <= 98304
 
 

@@ -185,8 +185,8 @@ def test_a_load_that_begins_from_the_start_is_stopped(host, monkeypatch):
     guest = spec.guest
     guest.resumed_at = 5
     with pytest.raises(SystemExit, match="holds step 5 and the host would start from step 0"):
-        guest.load(lambda *unused: (0, 0), None, None)
-    assert guest.load(lambda *unused: (5, 12), None, None) == (5, 12)
+        guest.load(lambda *unused: (0, 0), None, None, None)
+    assert guest.load(lambda *unused: (5, 12), None, None, None) == (5, 12)
 
 
 def test_without_its_recipe_the_run_ends_with_a_message(host):
