@@ -215,7 +215,7 @@ ROWS = (
     ),
     Check(
         "hazards",
-        "missing wait states in the shipped library and in the gfx942 objects of Triton's caches, torch.compile's too",
+        "missing wait states in the shipped library and objects and in those of Triton's caches, torch.compile's too",
         "software:hazards",
         "wrong: a hazard, with the override that avoids the kernel, or an unreadable file",
     ),
