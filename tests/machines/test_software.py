@@ -16,6 +16,7 @@ from zaya_plugin.config.compose import compose
 from zaya_plugin.machines import installed, software
 from zaya_plugin.machines.checks import Setting
 
+CPU = torch.device("cpu")
 CPU_SETTING = Setting("cpu", 0, "CPU x86_64", Path("unused"), chosen="cpu")
 MAPS = "7f00-7f01 r-xp 0 00:00 1    /opt/rocm-6.4/lib/libamdhip64.so.6\n"
 OTHER = "7f02-7f03 r-xp 0 00:00 2    /venv/torch/lib/libamdhip64.so.7\n"
@@ -213,20 +214,53 @@ def test_the_scan_says_how_many_kernels_of_torch_compile_it_read(monkeypatch, sc
     monkeypatch.setattr(torch.version, "hip", "7.2")
     rank = scanned.with_name("7") / "KEY" / "triton_poi_fused_add_0.hsaco"
 
-    def compile_formula():
+    def compile_formula(device):
+        assert device == torch.device("cuda", 0)
         rank.parent.mkdir(parents=True)
         rank.write_bytes(bad())
 
     monkeypatch.setattr(software, "compile_formula", compile_formula)
     outcome = software.hazards(on_device)
     assert outcome.state == "wrong" and outcome.figures["of_torch_compile"] == 1 and str(rank) in outcome.reason
+    rank.write_bytes(good())
+    monkeypatch.setattr(software, "compile_formula", lambda device: None)
+    assert software.hazards(on_device).state == "pass"
     rank.unlink()
+    outcome = software.hazards(on_device)
+    assert outcome.state == "skipped" and "0 of them by torch.compile: its kernels were not" in outcome.reason
 
-    def fails():
+    def fails(device):
         raise RuntimeError("cannot find ld.lld")
 
     monkeypatch.setattr(software, "compile_formula", fails)
-    assert "not examined (RuntimeError: cannot find ld.lld); folders" in software.hazards(on_device).reason
+    outcome = software.hazards(on_device)
+    assert outcome.state == "skipped"
+    assert "not examined (RuntimeError: cannot find ld.lld); folders" in outcome.reason
+
+
+def test_the_formula_reaches_inductor(monkeypatch):
+    graphs = []
+
+    def compile_fx(module, inputs, **options):
+        graphs.append(module)
+        return module.forward
+
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    software.compile_formula(CPU)
+    assert len(graphs) == 1
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    with pytest.raises(ValueError, match="TORCHDYNAMO_DISABLE=1 disables torch.compile"):
+        software.compile_formula(CPU)
+
+
+@pytest.mark.slow  # a C++ compiler runs 14 s
+def test_inductor_writes_kernels_of_the_formula(monkeypatch, tmp_path):
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    software.compile_formula(CPU)
+    kernels = [path for path in tmp_path.rglob("*.main.cpp") if "void  kernel" in path.read_text()]
+    assert len(kernels) >= 2, "forward and backward"
 
 
 def test_without_a_disassembler_the_scan_is_skipped(monkeypatch, tmp_path):

@@ -217,7 +217,8 @@ ROWS = (
         "hazards",
         "missing wait states in the shipped library and objects and in those of Triton's caches, torch.compile's too",
         "software:hazards",
-        "wrong: a hazard, with the override that avoids the kernel, or an unreadable file",
+        "wrong: a hazard, with the override that avoids the kernel, or an unreadable file; skipped: on ROCm no kernel of "
+        "torch.compile to read",
     ),
     Check(
         "links",
