@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test the checks `environment` and `hazards`, each with its injected fault."""
 
+import hashlib
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -123,6 +124,10 @@ def test_the_library_of_the_device_is_named(monkeypatch, tmp_path, target, shipp
     monkeypatch.setattr(launchers, "_library", load)
     monkeypatch.setattr(launchers, "manifest_of", lambda library: {"sha256": "abc"})
     outcome = software.environment(on_device)
+    content = (build.shipped_folder(target) / build.LIBRARY).read_bytes()
+    hashes = [hashlib.sha256(part).hexdigest() for part in hazards.code_objects(content)]
+    assert hashes and outcome.figures["code_objects"] == hashes, "those of the device's library"
+    assert hazards.architecture_of(next(hazards.code_objects(content))) == target
     library = f"library {target} " + ("as shipped" if shipped else f"built from source, {target}-0123")
     assert outcome.state == "pass" and outcome.reason.endswith(library)
 
@@ -185,12 +190,24 @@ def test_a_hazard_in_triton_s_caches_is_wrong_and_names_the_override(scanned, ke
     assert outcome.state == "wrong" and list(outcome.figures["unreadable"]) == [str(path)] and not outcome.overrides
 
 
+def test_a_hazard_in_a_shipped_object_is_wrong_and_names_the_override(scanned, tmp_path):
+    path = tmp_path / "grouped_pointer_outer_kernel-097dd930.hsaco"
+    path.write_bytes(good())
+    assert software.hazards(CPU_SETTING).reason.startswith("2 shipped and 0 files of Triton's caches")
+    path.write_bytes(bad())
+    outcome = software.hazards(CPU_SETTING)
+    assert outcome.state == "wrong" and list(outcome.figures["violations"]) == [str(path)]
+    assert outcome.overrides == {"cluster.kernel_overrides.grouped_product": "grouped_mm"}
+
+
 def test_the_scan_says_how_many_kernels_of_torch_compile_it_read(monkeypatch, scanned):
-    nothing = "1 files, 0 of Triton's caches, 0 of them by torch.compile: its kernels were not examined"
+    nothing = "1 shipped and 0 files of Triton's caches, 0 of them by torch.compile: its kernels were not examined"
     outcome = software.hazards(CPU_SETTING)
     assert (outcome.state, outcome.reason) == ("pass", f"{nothing}; folders: {scanned}")
     (scanned / "KEY" / "grouped_rows_kernel.hsaco").write_bytes(good())
-    assert "2 files, 1 of Triton's caches, 0 of them by torch.compile" in software.hazards(CPU_SETTING).reason
+    assert (
+        "1 shipped and 1 files of Triton's caches, 0 of them by torch.compile" in software.hazards(CPU_SETTING).reason
+    )
     # On ROCm a formula is compiled first, so that there is a kernel.
     on_device = Setting("cuda", 8, "AMD Instinct MI300X", Path("unused"))
     monkeypatch.setattr(torch.version, "hip", "7.2")

@@ -67,7 +67,7 @@ def environment(setting: Setting) -> Outcome:
         "variables": secrets.of_data({k: v for k, v in os.environ.items() if VARIABLES.match(k)}),
         "library": answer(lambda: library_note(target)),
         "objects": answer(lambda: objects_note(target)),
-        "code_objects": answer(code_object_hashes),
+        "code_objects": answer(lambda: code_object_hashes(target)),
     }
     if has_hip:
         figures["loaded"] = answer(load_library)
@@ -160,12 +160,12 @@ def compiler_of(target: str) -> str:
     return f"{compiler.program}: {compiler.version.splitlines()[0]}"
 
 
-def code_object_hashes() -> list[str]:
-    """Return the sha256 of every code object in the shipped library."""
+def code_object_hashes(target: str) -> list[str]:
+    """Return the sha256 of every code object in the library that ships for `target`."""
     from hip_ops.runtime.build import LIBRARY, shipped_folder
     from hip_ops.runtime.hazards import code_objects
 
-    content = (shipped_folder(TARGET) / LIBRARY).read_bytes()
+    content = (shipped_folder(target) / LIBRARY).read_bytes()
     return [hashlib.sha256(part).hexdigest() for part in code_objects(content)]
 
 
@@ -195,8 +195,9 @@ def files_below(folder: Path, patterns: tuple[str, ...]) -> dict[str, str]:
 
 
 def hazards(setting: Setting) -> Outcome:
-    """Scan AMD code for missing wait states: the device's shipped library, and what Triton has compiled on this machine,
-    for hip_ops and for torch.compile. The reason names the setting with which a bad kernel is not used.
+    """Scan AMD code for missing wait states: the library and the objects that ship for the device, and what Triton has
+    compiled on this machine, for hip_ops and for torch.compile. The reason names the setting with which a bad kernel is
+    not used.
     """
     from hip_ops.runtime import hazards as scanner
     from hip_ops.runtime.build import LIBRARY, shipped_folder
@@ -205,8 +206,9 @@ def hazards(setting: Setting) -> Outcome:
     failure = (failure or "").removeprefix(UNKNOWN)
     objects = sorted(scanner.triton_objects(), key=lambda path: path.stat().st_mtime, reverse=True)
     target = answer(first_target) if setting.device == "cuda" and on_rocm() else TARGET
-    library = shipped_folder(target if shipped_folder(target).is_dir() else TARGET) / LIBRARY
-    files = [library, *objects[:MAX_OBJECTS]]
+    folder = shipped_folder(target if shipped_folder(target).is_dir() else TARGET)
+    shipped = [folder / LIBRARY, *sorted(folder.glob("*.hsaco"))]
+    files = [*shipped, *objects[:MAX_OBJECTS]]
     folders, compiled = list(map(str, scanner.triton_folders())), sum(map(scanner.is_inductors, objects[:MAX_OBJECTS]))
     figures: dict[str, Any] = {"folders": folders, "of_torch_compile": compiled, "violations": {}, "unreadable": {}}
     overrides: dict[str, str] = {}
@@ -220,7 +222,8 @@ def hazards(setting: Setting) -> Outcome:
             return Outcome("skipped", str(error))
         except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
             figures["unreadable"][str(path)] = f"{type(error).__name__}: {error}"
-    text = f"{len(files)} files, {len(files) - 1} of Triton's caches, {compiled} of them by torch.compile"
+    text = f"{len(shipped)} shipped and {len(files) - len(shipped)} files of Triton's caches, {compiled} of them by "
+    text += "torch.compile"
     text += "" if compiled else ": its kernels were not examined" + (f" ({failure})" if failure else "")
     if len(objects) > MAX_OBJECTS:
         text += f"; {len(objects) - MAX_OBJECTS} older ones not scanned"
