@@ -36,7 +36,7 @@ from hip_ops.errors import NotCompiled
 from hip_ops.runtime.build import LIBRARY_VARIABLE, PACKAGE, files_digest, requested_library, shipped_folder
 from hip_ops.runtime.compilers import AMD_ARCHITECTURES
 from hip_ops.runtime.launch import architecture, on
-from hip_ops.runtime.launchers import bind, own_maps, the_runtime
+from hip_ops.runtime.launchers import bind, linked_major, own_maps, the_runtime
 
 logger = logging.getLogger("hip_ops")
 OBJECTS_MANIFEST = "objects.json"
@@ -178,7 +178,11 @@ class CodeObjects:
 
 
 def _checked(one: CodeObject, code: int) -> None:
+    """Raise RuntimeError with HIP's message for a code other than 0, and clear HIP's last error, which torch would
+    otherwise report for a later call of its own (HIP 7 keeps it until it is read).
+    """
     if code:
+        _hip().hipGetLastError()
         raise RuntimeError(f"hip_ops: {one.file} failed with code {code}: {_hip().hipGetErrorString(code).decode()}")
 
 
@@ -187,7 +191,7 @@ def _hip() -> ctypes.CDLL:
     """Return the HIP runtime of the process, with the types of the functions that are called. Raises ValueError where
     the process has not one runtime, that of torch.
     """
-    hip = bind(the_runtime(torch.version.hip, own_maps()))
+    hip = bind(the_runtime(torch.version.hip, own_maps(), linked_major()))
     pointer, number = ctypes.c_void_p, ctypes.c_uint
     hip.hipModuleLoadData.argtypes = (pointer, ctypes.c_char_p)
     hip.hipModuleGetFunction.argtypes = (pointer, pointer, ctypes.c_char_p)
@@ -242,9 +246,9 @@ def objects_for(device: torch.device) -> CodeObjects | None:
     return None if torch.version.hip is None else shipped_objects(architecture(device))[0]
 
 
-def _loaded_objects(device: torch.device) -> CodeObjects | None:
+def loaded_objects(device: torch.device) -> CodeObjects | None:
     """Return the objects that run on `device`, which is the current one, loaded there; or None, with a warning where
-    shipped ones cannot be used.
+    shipped ones cannot be used. `shipped_objects` says why.
     """
     if torch.version.hip is None:
         return None
@@ -300,7 +304,7 @@ def run_kernel(
     if not all(grid):
         return
     with on(device):
-        objects = _loaded_objects(device)
+        objects = loaded_objects(device)
         if objects is None:
             _compiled_by_triton(operator, kernel)[grid](*arguments, **keywords)
             return

@@ -283,6 +283,69 @@ def test_what_the_runtime_is_given(runtime):
     assert done.stdout == "right\n", done.stderr
 
 
+FAULTS = """
+import ctypes, logging, pytest, shutil, sys, torch
+from pathlib import Path
+folder, library = map(Path, sys.argv[1:])
+from hip_ops.ops.router_mlp import _forward, triton
+from hip_ops.runtime import code_objects
+from tests.hip_ops.recorded_modules import RecordedModules
+from tests.hip_ops.triton_launches import launched_as_on
+
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+patch = pytest.MonkeyPatch()
+with launched_as_on("gfx942"):
+    hip = RecordedModules(patch, library, load_code=209)
+    (folder / "lib").mkdir()
+    shutil.copy(library, folder / "lib" / "libamdhip64.so")
+    with patch.context() as linked:
+        linked.setattr(torch.version, "hip", "10.0.0")
+        linked.setattr(torch, "__file__", str(folder / "__init__.py"))
+        code_objects._hip()
+    last_error = ctypes.CDLL(str(library)).test_last_error
+    compiled = []
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments, **keywords: compiled.append(grid)
+    patch.setattr(code_objects, "_compiled_by_triton", lambda *names: Kernel())
+    inputs = _forward.examples[0](torch.device("cpu"))
+    triton.router_mlp(*inputs)
+    assert compiled and not hip.launches and not last_error(), last_error()
+
+    code_objects._refused.clear()
+    hip = RecordedModules(patch, library)
+    triton.router_mlp(*inputs)
+    hip.launch_code = 719
+    for _ in range(2):  # an error of a launch is no reason for another version: it may have run in part
+        with pytest.raises(RuntimeError, match=r"router_mlp_forward_kernel-.*hsaco failed with code 719: another error") as failed:
+            triton.router_mlp(*inputs)
+        assert type(failed.value) is RuntimeError and not last_error(), last_error()
+    assert len(hip.launches) == 3 and len(compiled) == 1
+    hip.launch_code = 0
+
+    devices = [torch.device("cuda", index) for index in range(2)]
+    for device in devices * 2:
+        objects = code_objects.loaded_objects(device)
+        objects.launch(objects.all[0], (1,), [0] * len(objects.all[0].arguments), device)
+    first, second, third, fourth = [each.module for each in hip.launches[-4:]]
+    assert first == third != second == fourth, "a module a device, loaded once"
+print("right")
+"""
+
+
+def test_codes_of_the_runtime_and_modules_of_two_devices(runtime, tmp_path):
+    """A torch that wrote ROCm's version. An object that the runtime refuses, a launch that fails: HIP's last error is
+    cleared after each.
+    """
+    done = run(FAULTS, tmp_path, runtime)
+    assert done.returncode == 0, done.stderr
+    refusal, right = done.stdout.splitlines()
+    assert right == "right" and "failed with code 209: hipErrorNoBinaryForGpu" in refusal
+    assert refusal.startswith(
+        "hip_ops: the installed Triton compiles kernels for gfx942, unverified: the shipped objects"
+    )
+
+
 SELECTS = """
 import logging, pytest, sys, torch
 from pathlib import Path
