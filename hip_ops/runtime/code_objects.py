@@ -132,7 +132,7 @@ class CodeObject:
 
 class CodeObjects:
     """The shipped objects of a target. `functions`: by device index and file, as they were loaded there.
-    `not_compiled`: calls that the installed Triton could not compile.
+    `failures`: by form of a call that no object fits, why the installed Triton could not compile it, else "".
     """
 
     def __init__(self, folder: Path, manifest: dict):
@@ -141,7 +141,7 @@ class CodeObjects:
         self.all = sorted(objects, key=lambda one: -sum(len(properties) for *_, properties in one.arguments))
         self.operators = {one.operator for one in self.all}
         self.functions: dict[int | None, dict[str, ctypes.c_void_p]] = {}
-        self.not_compiled: dict[Call, NotCompiled] = {}
+        self.failures: dict[tuple[Call, tuple[bool, ...]], str] = {}
         self._images: list[bytes] = []
         self.fitting = functools.lru_cache(MAX_REMEMBERED_CALLS)(self._fitting)
 
@@ -292,6 +292,27 @@ def _compiled_by_triton(operator: str, kernel: str) -> Any:
     return getattr(importlib.import_module(f"hip_ops.ops.{operator}.triton_kernels"), kernel)
 
 
+def _compile(operator: str, kernel: str, grid: tuple[int, ...], arguments: Sequence[Any], keywords: dict) -> str:
+    """Compile a kernel with the installed Triton, and load it, without a launch. Return why Triton cannot, or "".
+
+    Raises what may be another time: memory that is short, and errors of the device.
+    """
+    try:
+        compiled = _compiled_by_triton(operator, kernel).warmup(*arguments, grid=grid, **keywords)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    from triton import OutOfResources
+
+    try:
+        if compiled is not None:  # as Triton's interpreter and hooks return it
+            _ = compiled.run  # Triton loads the code when this is read
+    except OutOfResources as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def run_kernel(
     operator: str, kernel: str, grid: tuple[int, ...], *arguments: Any, device: torch.device, **keywords: Any
 ) -> None:
@@ -299,7 +320,8 @@ def run_kernel(
 
     arguments: those that are no constants, in order. keywords: constants, and options of Triton's compiler. Raises
     NotCompiled where objects are shipped for the device, none fits, and the installed Triton cannot compile the kernel:
-    the self-check has passed without it then.
+    the self-check has passed without it then. Nothing was launched, so another version may run; after an error of a
+    launch none may, because a sum that was added to would get it twice.
     """
     if not all(grid):
         return
@@ -313,19 +335,20 @@ def run_kernel(
         if one is not None:
             objects.launch(one, grid, arguments, device)
             return
-        if call in objects.not_compiled:
-            raise objects.not_compiled[call]
         _announce(
-            "call",
+            str(call),
             f"hip_ops: no shipped object fits {call}; the installed Triton compiles it, unverified. `python -m tools.ship` "
             "in a checkout ships the objects of all recipes in recipes/",
         )
-        try:
-            _compiled_by_triton(operator, kernel)[grid](*arguments, **keywords)
-        except Exception as error:
-            problem = f"hip_ops: no shipped object fits {call}, and Triton fails: {type(error).__name__}: {error}"
-            objects.not_compiled[call] = NotCompiled(problem)
-            raise objects.not_compiled[call] from error
+        form = (
+            call,
+            tuple(value == 1 for value in arguments if isinstance(value, int)),
+        )  # Triton compiles a 1 as constant
+        if form not in objects.failures:
+            objects.failures[form] = _compile(operator, kernel, grid, arguments, keywords)
+        if objects.failures[form]:
+            raise NotCompiled(f"hip_ops: no shipped object fits {call}, and Triton fails: {objects.failures[form]}")
+        _compiled_by_triton(operator, kernel)[grid](*arguments, **keywords)
 
 
 def _announce(key: str, text: str) -> None:

@@ -436,3 +436,65 @@ def test_a_call_that_nothing_here_compiles_runs_on_another_version(monkeypatch, 
     assert "Triton fails: RuntimeError: ld.lld was not found. Another version of router_mlp runs" in failed
     with pytest.raises(NotCompiled):
         triton.router_mlp(*inputs)
+
+
+class Compiler(Kernel):
+    """Triton's function, each step of which raises the next of its errors, unless that is None."""
+
+    def __init__(self, compiling=(), loading=(), launching=()):
+        self.errors = {"compiling": [*compiling], "loading": [*loading], "launching": [*launching]}
+        self.steps: list[str] = []
+
+    def step(self, name: str) -> None:
+        self.steps.append(name)
+        if self.errors[name] and (error := self.errors[name].pop(0)):
+            raise error
+
+    def warmup(self, *arguments, grid, **keywords):
+        self.step("compiling")
+        return self
+
+    run = property(lambda self: self.step("loading"))
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **keywords: self.step("launching")
+
+
+def test_only_what_triton_cannot_compile_goes_to_another_version(monkeypatch, caplog):
+    """Memory that is short and errors of loading and launching are raised, and nothing is remembered of them. Every form
+    is announced, once.
+    """
+    resources = pytest.importorskip("triton").OutOfResources(131072, 65536, "shared memory")
+    FakeGpu(monkeypatch, hip="7.1")
+    monkeypatch.setattr(code_objects, "architecture", lambda device: "gfx942")
+    objects, _ = shipped_objects("gfx942")
+    monkeypatch.setitem(objects.functions, None, {})
+
+    def run(compiler: Compiler, rows: int = 2, **keywords) -> list[str]:
+        monkeypatch.setattr(code_objects, "_compiled_by_triton", lambda *names: compiler)
+        compiler.steps.clear()
+        code_objects.run_kernel("grouped_product", "k", (1,), rows, device=torch.device("cpu"), **keywords)
+        return compiler.steps
+
+    memory, launch = torch.OutOfMemoryError("HIP out of memory"), RuntimeError("Triton Error [HIP]: Code: 719")
+    passing = Compiler([memory], [None, launch], [None, launch])
+    with pytest.raises(torch.OutOfMemoryError):
+        run(passing, BLOCK=1)
+    assert run(passing, BLOCK=1) == ["compiling", "loading", "launching"]
+    with pytest.raises(RuntimeError, match="719") as error:
+        run(passing, BLOCK=1)
+    assert type(error.value) is RuntimeError and run(passing, BLOCK=1) == ["launching"]
+    with pytest.raises(RuntimeError, match="719") as error:
+        run(passing, 1, BLOCK=1)
+    assert type(error.value) is RuntimeError and run(passing, 1, BLOCK=1) == ["compiling", "loading", "launching"]
+    for block, failing in enumerate((Compiler([ValueError("no layout")]), Compiler((), [resources])), 2):
+        for _ in range(2):  # the second time without Triton
+            with pytest.raises(
+                NotCompiled, match="ValueError: no layout|OutOfResources: out of resource: shared memory"
+            ):
+                run(failing, BLOCK=block)
+        assert failing.steps == []
+    texts = [record.getMessage() for record in caplog.records]
+    assert [text.partition(";")[0] for text in texts] == [
+        f"hip_ops: no shipped object fits k (BLOCK={block})" for block in (1, 2, 3)
+    ]
