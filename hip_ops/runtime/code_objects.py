@@ -36,7 +36,7 @@ from hip_ops.errors import NotCompiled
 from hip_ops.runtime.build import LIBRARY_VARIABLE, PACKAGE, files_digest, requested_library, shipped_folder
 from hip_ops.runtime.compilers import AMD_ARCHITECTURES
 from hip_ops.runtime.launch import architecture, on
-from hip_ops.runtime.launchers import bind, own_maps, the_runtime
+from hip_ops.runtime.launchers import bind, linked_major, own_maps, the_runtime
 
 logger = logging.getLogger("hip_ops")
 OBJECTS_MANIFEST = "objects.json"
@@ -132,7 +132,7 @@ class CodeObject:
 
 class CodeObjects:
     """The shipped objects of a target. `functions`: by device index and file, as they were loaded there.
-    `not_compiled`: calls that the installed Triton could not compile.
+    `failures`: by form of a call that no object fits, why the installed Triton could not compile it, else "".
     """
 
     def __init__(self, folder: Path, manifest: dict):
@@ -141,7 +141,7 @@ class CodeObjects:
         self.all = sorted(objects, key=lambda one: -sum(len(properties) for *_, properties in one.arguments))
         self.operators = {one.operator for one in self.all}
         self.functions: dict[int | None, dict[str, ctypes.c_void_p]] = {}
-        self.not_compiled: dict[Call, NotCompiled] = {}
+        self.failures: dict[tuple[Call, tuple[bool, ...]], str] = {}
         self._images: list[bytes] = []
         self.fitting = functools.lru_cache(MAX_REMEMBERED_CALLS)(self._fitting)
 
@@ -178,7 +178,11 @@ class CodeObjects:
 
 
 def _checked(one: CodeObject, code: int) -> None:
+    """Raise RuntimeError with HIP's message for a code other than 0, and clear HIP's last error, which torch would
+    otherwise report for a later call of its own (HIP 7 keeps it until it is read).
+    """
     if code:
+        _hip().hipGetLastError()
         raise RuntimeError(f"hip_ops: {one.file} failed with code {code}: {_hip().hipGetErrorString(code).decode()}")
 
 
@@ -187,7 +191,7 @@ def _hip() -> ctypes.CDLL:
     """Return the HIP runtime of the process, with the types of the functions that are called. Raises ValueError where
     the process has not one runtime, that of torch.
     """
-    hip = bind(the_runtime(torch.version.hip, own_maps()))
+    hip = bind(the_runtime(torch.version.hip, own_maps(), linked_major()))
     pointer, number = ctypes.c_void_p, ctypes.c_uint
     hip.hipModuleLoadData.argtypes = (pointer, ctypes.c_char_p)
     hip.hipModuleGetFunction.argtypes = (pointer, pointer, ctypes.c_char_p)
@@ -242,9 +246,9 @@ def objects_for(device: torch.device) -> CodeObjects | None:
     return None if torch.version.hip is None else shipped_objects(architecture(device))[0]
 
 
-def _loaded_objects(device: torch.device) -> CodeObjects | None:
+def loaded_objects(device: torch.device) -> CodeObjects | None:
     """Return the objects that run on `device`, which is the current one, loaded there; or None, with a warning where
-    shipped ones cannot be used.
+    shipped ones cannot be used. `shipped_objects` says why.
     """
     if torch.version.hip is None:
         return None
@@ -288,6 +292,27 @@ def _compiled_by_triton(operator: str, kernel: str) -> Any:
     return getattr(importlib.import_module(f"hip_ops.ops.{operator}.triton_kernels"), kernel)
 
 
+def _compile(operator: str, kernel: str, grid: tuple[int, ...], arguments: Sequence[Any], keywords: dict) -> str:
+    """Compile a kernel with the installed Triton, and load it, without a launch. Return why Triton cannot, or "".
+
+    Raises what may be another time: memory that is short, and errors of the device.
+    """
+    try:
+        compiled = _compiled_by_triton(operator, kernel).warmup(*arguments, grid=grid, **keywords)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    from triton import OutOfResources
+
+    try:
+        if compiled is not None:  # as Triton's interpreter and hooks return it
+            _ = compiled.run  # Triton loads the code when this is read
+    except OutOfResources as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def run_kernel(
     operator: str, kernel: str, grid: tuple[int, ...], *arguments: Any, device: torch.device, **keywords: Any
 ) -> None:
@@ -295,12 +320,13 @@ def run_kernel(
 
     arguments: those that are no constants, in order. keywords: constants, and options of Triton's compiler. Raises
     NotCompiled where objects are shipped for the device, none fits, and the installed Triton cannot compile the kernel:
-    the self-check has passed without it then.
+    the self-check has passed without it then. Nothing was launched, so another version may run; after an error of a
+    launch none may, because a sum that was added to would get it twice.
     """
     if not all(grid):
         return
     with on(device):
-        objects = _loaded_objects(device)
+        objects = loaded_objects(device)
         if objects is None:
             _compiled_by_triton(operator, kernel)[grid](*arguments, **keywords)
             return
@@ -309,19 +335,20 @@ def run_kernel(
         if one is not None:
             objects.launch(one, grid, arguments, device)
             return
-        if call in objects.not_compiled:
-            raise objects.not_compiled[call]
         _announce(
-            "call",
+            str(call),
             f"hip_ops: no shipped object fits {call}; the installed Triton compiles it, unverified. `python -m tools.ship` "
             "in a checkout ships the objects of all recipes in recipes/",
         )
-        try:
-            _compiled_by_triton(operator, kernel)[grid](*arguments, **keywords)
-        except Exception as error:
-            problem = f"hip_ops: no shipped object fits {call}, and Triton fails: {type(error).__name__}: {error}"
-            objects.not_compiled[call] = NotCompiled(problem)
-            raise objects.not_compiled[call] from error
+        form = (
+            call,
+            tuple(value == 1 for value in arguments if isinstance(value, int)),
+        )  # Triton compiles a 1 as constant
+        if form not in objects.failures:
+            objects.failures[form] = _compile(operator, kernel, grid, arguments, keywords)
+        if objects.failures[form]:
+            raise NotCompiled(f"hip_ops: no shipped object fits {call}, and Triton fails: {objects.failures[form]}")
+        _compiled_by_triton(operator, kernel)[grid](*arguments, **keywords)
 
 
 def _announce(key: str, text: str) -> None:

@@ -41,7 +41,7 @@ from torch.utils._pytree import tree_map
 
 from hip_ops.errors import NotCompiled, mistake
 from hip_ops.runtime.choice import Versions, warn_once
-from hip_ops.runtime.code_objects import objects_identity, serves
+from hip_ops.runtime.code_objects import objects_identity
 from hip_ops.runtime.compiled import compile_function
 from hip_ops.runtime.launch import wide
 from hip_ops.runtime.launchers import identity
@@ -408,23 +408,30 @@ def warm_up(device: torch.device | str, operators: Iterable[Versions] | None = N
 
 def running(device: torch.device | str, others: Iterable[Versions] = ()) -> dict[str, tuple[str, ...]]:
     """Check all operators, and `others`, and return by name the versions that run, best first; and, where such a
-    version uses them, the library of the HIP kernels, the shipped objects of Triton kernels and the release of Triton.
+    version uses them, the library of the HIP kernels, the shipped objects of Triton kernels and the release of Triton,
+    which compiles calls that no object fits.
 
-    Operators that run from shipped objects need no release of Triton. A compiled version behind another one is not compiled: `warm_up` and the first call that needs it do that.
+    A compiled version behind another one is not compiled: `warm_up` and the first call that needs it do that.
     """
     device = _indexed(device)
     operators = [*all_operators(), *others]
     chosen = {operator.name: operator.running(device) for operator in operators}
-    with_triton = [one for one in operators if "triton" in chosen[one.name]]
-    from_objects = {one.name for one in with_triton if serves(one.folder, device)}
-    used = {version for name, versions in chosen.items() if name not in from_objects for version in versions}
+    used = {version for versions in chosen.values() for version in versions}
     if "hip" in used and (loaded := identity(device)):
         chosen[LIBRARY] = (loaded,)
-    if with_triton and (objects := objects_identity(device)):
+    if "triton" in used and (objects := objects_identity(device)):
         chosen[OBJECTS] = (objects,)
     if not used.isdisjoint(("triton", "compiled")):
-        chosen[TRITON] = (importlib.import_module("triton").__version__,)
+        chosen[TRITON] = (_triton_release(),)
     return chosen
+
+
+def _triton_release() -> str:
+    """Return Triton's release, or that it cannot be imported: operators that run from shipped objects do not need it."""
+    try:
+        return importlib.import_module("triton").__version__
+    except Exception:  # absent, or an error of its own at import
+        return "cannot be imported"
 
 
 def report(device: torch.device | str, check: bool = True, others: Iterable[Versions] = ()) -> list[str]:

@@ -50,12 +50,14 @@ def compiled_runtime(folder: Path) -> Path:
 
 class RecordedModules:
     """launches: of each the code, the kernel, grid, block, LDS, stream and the bytes of its arguments. run: called with
-    them and the tensors; by default nothing runs. load_code: that hipModuleLoadData returns.
+    them and the tensors; by default nothing runs. load_code: that hipModuleLoadData returns. launch_code: that
+    hipModuleLaunchKernel returns.
     """
 
     def __init__(self, monkeypatch, library: Path, load_code: int = 0):
         self.launches: list[SimpleNamespace] = []
         self.run: Callable | None = None
+        self.launch_code = 0
         self.gpu = FakeGpu(monkeypatch, hip="7.1")
         monkeypatch.setattr(code_objects, "architecture", lambda device: "gfx942")
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=STREAM))
@@ -69,6 +71,7 @@ class RecordedModules:
         self.launches.append(
             SimpleNamespace(
                 code=ctypes.string_at(launch.image, launch.image_size),
+                module=launch.image,
                 kernel=launch.name.decode(),
                 grid=tuple(launch.grid),
                 block=tuple(launch.block),
@@ -82,7 +85,7 @@ class RecordedModules:
             while frame.f_code is not code_objects.run_kernel.__code__:
                 frame = frame.f_back
             self.run(self.launches[-1], frame.f_locals["arguments"])
-        return 0
+        return self.launch_code
 
 
 def memory(tensor: torch.Tensor) -> np.ndarray:

@@ -152,19 +152,21 @@ def test_damaged_or_outdated_objects_are_refused(copied, monkeypatch):
     assert refused() == "the kernels' sources are not those of the shipped objects"
 
 
-def test_ranks_compare_the_objects_in_place_of_tritons_release(monkeypatch):
-    """An operator that runs from objects needs no release of Triton; without them ranks have both lines."""
+def test_ranks_compare_the_objects_and_tritons_release(monkeypatch, tmp_path):
+    """Triton compiles the calls that no object fits. A Triton that cannot be imported ends no start."""
     FakeGpu(monkeypatch, hip="7.1")
     versions = {"router_mlp": ("triton", "compiled"), "rms_norm": ("hip",)}
     operators = [SimpleNamespace(name=name, folder=name, running=lambda _, v=v: v) for name, v in versions.items()]
     monkeypatch.setattr(operator, "all_operators", lambda: operators)
     monkeypatch.setattr(operator, "identity", lambda device: None)
-    assert operator.running(GPU) == versions | {operator.OBJECTS: (code_objects.objects_identity(GPU),)}
+    of_objects = versions | {operator.OBJECTS: (code_objects.objects_identity(GPU),)}
+    with monkeypatch.context() as broken:
+        (tmp_path / "triton.py").write_text("raise RuntimeError('no driver')")
+        broken.syspath_prepend(tmp_path)
+        broken.delitem(sys.modules, "triton", raising=False)
+        assert operator.running(GPU) == of_objects | {operator.TRITON: ("cannot be imported",)}
     release = pytest.importorskip("triton").__version__
-    muon = SimpleNamespace(name="muon", folder="muon", running=lambda _: ("hip", "triton"))
-    monkeypatch.setattr(operator, "all_operators", lambda: [*operators, muon])
-    assert operator.running(GPU)[operator.TRITON] == (release,), "Triton compiles muon's second version"
-    monkeypatch.setattr(operator, "all_operators", lambda: operators)
+    assert operator.running(GPU) == of_objects | {operator.TRITON: (release,)}
     monkeypatch.setenv("HIP_OPS_LIBRARY", "source")
     assert operator.running(GPU) == versions | {operator.OBJECTS: ("none",), operator.TRITON: (release,)}
     monkeypatch.setattr(torch.version, "hip", None)
@@ -283,6 +285,69 @@ def test_what_the_runtime_is_given(runtime):
     assert done.stdout == "right\n", done.stderr
 
 
+FAULTS = """
+import ctypes, logging, pytest, shutil, sys, torch
+from pathlib import Path
+folder, library = map(Path, sys.argv[1:])
+from hip_ops.ops.router_mlp import _forward, triton
+from hip_ops.runtime import code_objects
+from tests.hip_ops.recorded_modules import RecordedModules
+from tests.hip_ops.triton_launches import launched_as_on
+
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+patch = pytest.MonkeyPatch()
+with launched_as_on("gfx942"):
+    hip = RecordedModules(patch, library, load_code=209)
+    (folder / "lib").mkdir()
+    shutil.copy(library, folder / "lib" / "libamdhip64.so")
+    with patch.context() as linked:
+        linked.setattr(torch.version, "hip", "10.0.0")
+        linked.setattr(torch, "__file__", str(folder / "__init__.py"))
+        code_objects._hip()
+    last_error = ctypes.CDLL(str(library)).test_last_error
+    compiled = []
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments, **keywords: compiled.append(grid)
+    patch.setattr(code_objects, "_compiled_by_triton", lambda *names: Kernel())
+    inputs = _forward.examples[0](torch.device("cpu"))
+    triton.router_mlp(*inputs)
+    assert compiled and not hip.launches and not last_error(), last_error()
+
+    code_objects._refused.clear()
+    hip = RecordedModules(patch, library)
+    triton.router_mlp(*inputs)
+    hip.launch_code = 719
+    for _ in range(2):  # an error of a launch is no reason for another version: it may have run in part
+        with pytest.raises(RuntimeError, match=r"router_mlp_forward_kernel-.*hsaco failed with code 719: another error") as failed:
+            triton.router_mlp(*inputs)
+        assert type(failed.value) is RuntimeError and not last_error(), last_error()
+    assert len(hip.launches) == 3 and len(compiled) == 1
+    hip.launch_code = 0
+
+    devices = [torch.device("cuda", index) for index in range(2)]
+    for device in devices * 2:
+        objects = code_objects.loaded_objects(device)
+        objects.launch(objects.all[0], (1,), [0] * len(objects.all[0].arguments), device)
+    first, second, third, fourth = [each.module for each in hip.launches[-4:]]
+    assert first == third != second == fourth, "a module a device, loaded once"
+print("right")
+"""
+
+
+def test_codes_of_the_runtime_and_modules_of_two_devices(runtime, tmp_path):
+    """A torch that wrote ROCm's version. An object that the runtime refuses, a launch that fails: HIP's last error is
+    cleared after each.
+    """
+    done = run(FAULTS, tmp_path, runtime)
+    assert done.returncode == 0, done.stderr
+    refusal, right = done.stdout.splitlines()
+    assert right == "right" and "failed with code 209: hipErrorNoBinaryForGpu" in refusal
+    assert refusal.startswith(
+        "hip_ops: the installed Triton compiles kernels for gfx942, unverified: the shipped objects"
+    )
+
+
 SELECTS = """
 import logging, pytest, sys, torch
 from pathlib import Path
@@ -371,3 +436,65 @@ def test_a_call_that_nothing_here_compiles_runs_on_another_version(monkeypatch, 
     assert "Triton fails: RuntimeError: ld.lld was not found. Another version of router_mlp runs" in failed
     with pytest.raises(NotCompiled):
         triton.router_mlp(*inputs)
+
+
+class Compiler(Kernel):
+    """Triton's function, each step of which raises the next of its errors, unless that is None."""
+
+    def __init__(self, compiling=(), loading=(), launching=()):
+        self.errors = {"compiling": [*compiling], "loading": [*loading], "launching": [*launching]}
+        self.steps: list[str] = []
+
+    def step(self, name: str) -> None:
+        self.steps.append(name)
+        if self.errors[name] and (error := self.errors[name].pop(0)):
+            raise error
+
+    def warmup(self, *arguments, grid, **keywords):
+        self.step("compiling")
+        return self
+
+    run = property(lambda self: self.step("loading"))
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **keywords: self.step("launching")
+
+
+def test_only_what_triton_cannot_compile_goes_to_another_version(monkeypatch, caplog):
+    """Memory that is short and errors of loading and launching are raised, and nothing is remembered of them. Every form
+    is announced, once.
+    """
+    resources = pytest.importorskip("triton").OutOfResources(131072, 65536, "shared memory")
+    FakeGpu(monkeypatch, hip="7.1")
+    monkeypatch.setattr(code_objects, "architecture", lambda device: "gfx942")
+    objects, _ = shipped_objects("gfx942")
+    monkeypatch.setitem(objects.functions, None, {})
+
+    def run(compiler: Compiler, rows: int = 2, **keywords) -> list[str]:
+        monkeypatch.setattr(code_objects, "_compiled_by_triton", lambda *names: compiler)
+        compiler.steps.clear()
+        code_objects.run_kernel("grouped_product", "k", (1,), rows, device=torch.device("cpu"), **keywords)
+        return compiler.steps
+
+    memory, launch = torch.OutOfMemoryError("HIP out of memory"), RuntimeError("Triton Error [HIP]: Code: 719")
+    passing = Compiler([memory], [None, launch], [None, launch])
+    with pytest.raises(torch.OutOfMemoryError):
+        run(passing, BLOCK=1)
+    assert run(passing, BLOCK=1) == ["compiling", "loading", "launching"]
+    with pytest.raises(RuntimeError, match="719") as error:
+        run(passing, BLOCK=1)
+    assert type(error.value) is RuntimeError and run(passing, BLOCK=1) == ["launching"]
+    with pytest.raises(RuntimeError, match="719") as error:
+        run(passing, 1, BLOCK=1)
+    assert type(error.value) is RuntimeError and run(passing, 1, BLOCK=1) == ["compiling", "loading", "launching"]
+    for block, failing in enumerate((Compiler([ValueError("no layout")]), Compiler((), [resources])), 2):
+        for _ in range(2):  # the second time without Triton
+            with pytest.raises(
+                NotCompiled, match="ValueError: no layout|OutOfResources: out of resource: shared memory"
+            ):
+                run(failing, BLOCK=block)
+        assert failing.steps == []
+    texts = [record.getMessage() for record in caplog.records]
+    assert [text.partition(";")[0] for text in texts] == [
+        f"hip_ops: no shipped object fits k (BLOCK={block})" for block in (1, 2, 3)
+    ]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hip_ops.runtime import build, hazards, launchers
+from hip_ops.runtime import build, code_objects, hazards, launchers
 from tests.gfx942.assembly_kernel import HEAD, TAIL
 from tests.gfx942.toolchain import assemble
 from zaya_plugin.config.compose import compose
@@ -119,7 +119,12 @@ def test_the_library_of_the_device_is_named(monkeypatch, tmp_path, target, shipp
     on_device = Setting("cuda", 1, "AMD Instinct", Path("unused"))
     monkeypatch.setattr(torch.version, "hip", "7.1.2")
     monkeypatch.setattr(launchers, "own_maps", lambda: OTHER)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(launchers, "architecture", lambda device: target)
+    monkeypatch.setattr(code_objects, "architecture", lambda device: target)
+    monkeypatch.setattr(code_objects, "_refused", {})
+    monkeypatch.setattr(code_objects.CodeObjects, "load", lambda objects, device: loads.append(target))
+    loads = []
     monkeypatch.setattr(launchers, "_paths", {})
     monkeypatch.setattr(launchers, "_failures", {})
     monkeypatch.setattr(launchers, "_library", load)
@@ -130,12 +135,24 @@ def test_the_library_of_the_device_is_named(monkeypatch, tmp_path, target, shipp
     assert hashes and outcome.figures["code_objects"] == hashes, "those of the device's library"
     assert hazards.architecture_of(next(hazards.code_objects(content))) == target
     library = f"library {target} " + ("as shipped" if shipped else f"built from source, {target}-0123")
-    assert outcome.state == "pass" and outcome.reason.endswith(library)
+    has_objects = (build.SHIPPED / target / code_objects.OBJECTS_MANIFEST).is_file()
+    objects = "objects as shipped" if has_objects else f"no code objects are shipped for {target}"
+    assert outcome.state == "pass" and outcome.reason.endswith(f"{library}, {objects}")
+    assert loads == [target] * has_objects
+
+    def refuses(objects, device):
+        raise RuntimeError("one.hsaco failed with code 209: hipErrorNoBinaryForGpu")
+
+    monkeypatch.setattr(code_objects.CodeObjects, "load", refuses)
+    outcome = software.environment(on_device)
+    assert outcome.state == ("wrong" if has_objects else "pass")
+    assert not has_objects or "the shipped objects cannot be loaded: one.hsaco failed with code 209" in outcome.reason
 
     def fails(target):
         raise build.BuildError("hipcc failed")
 
     monkeypatch.setattr(launchers, "_library", fails)
+    monkeypatch.setattr(code_objects, "_refused", {})
     assert software.environment(on_device).reason.endswith("library unknown: BuildError: hipcc failed")
 
 

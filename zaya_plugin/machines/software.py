@@ -143,17 +143,22 @@ def library_problem() -> str | None:
 
 
 def load_library() -> str:
-    """Load the kernels' library on the first device, which maps what it needs; return its target, and whether it is the
-    shipped one or which one was built.
+    """Load the kernels' library and the objects of Triton kernels on the first device, which maps what they need; return
+    the target, whether the library is the shipped one or which one was built, and whether the shipped objects run.
     """
     import torch
 
+    from hip_ops.runtime.code_objects import loaded_objects, shipped_objects
+    from hip_ops.runtime.launch import on
     from hip_ops.runtime.launchers import identity, library, target_of
 
     device = torch.device("cuda", 0)
     library(target := target_of(device))
     loaded = identity(device) or ""
-    return f"{target} " + ("as shipped" if loaded.startswith("shipped") else loaded)
+    with on(device):
+        objects = loaded_objects(device)
+    text = "objects as shipped" if objects else shipped_objects(target)[1]
+    return f"{target} {'as shipped' if loaded.startswith('shipped') else loaded}, {text}"
 
 
 def compiler_of(target: str) -> str:

@@ -22,11 +22,25 @@ typedef struct {
 } Launch;
 
 static int (*launched)(const Launch *);
-static int load_code;
+static int load_code, last_error;
 
 void test_set(int (*function)(const Launch *), int code) {
     launched = function;
     load_code = code;
+}
+
+/* HIP 7 keeps the last error until it is read. */
+static int failed(int code) {
+    if (code) last_error = code;
+    return code;
+}
+
+int test_last_error(void) { return last_error; }
+
+int hipGetLastError(void) {
+    int code = last_error;
+    last_error = 0;
+    return code;
 }
 
 const char *hipGetErrorString(int code) { return code == 209 ? "hipErrorNoBinaryForGpu" : "another error"; }
@@ -42,7 +56,7 @@ static uint64_t size_of(const char *image) {
 }
 
 int hipModuleLoadData(Module **module, const char *image) {
-    if (load_code) return load_code;
+    if (load_code) return failed(load_code);
     *module = malloc(sizeof(Module));
     (*module)->size = size_of(image);
     (*module)->image = malloc((*module)->size);
@@ -65,5 +79,5 @@ int hipModuleLaunchKernel(Function *function, unsigned grid_x, unsigned grid_y, 
     Launch launch = {function->module->image,   function->name,           extra[1],
                      function->module->size,    *(uint64_t *)extra[3],    (uint64_t)stream,
                      {grid_x, grid_y, grid_z},  {block_x, block_y, block_z}, shared};
-    return launched(&launch);
+    return failed(launched(&launch));
 }
