@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds what the package ships for MI300X and MI355X in hip_ops/shipped/<target>/: the library libhip_ops.so and, for
-MI300X, the code objects of Triton kernels (tools/triton_objects.py), each with a manifest.
+"""Builds what the package ships for MI300X and MI355X in hip_ops/shipped/<target>/: the library libhip_ops.so and the
+code objects of Triton kernels (tools/triton_objects.py), each with a manifest.
 
     python -m tools.ship            builds all; commit it together with the sources that changed
     python -m tools.ship --check    builds in a scratch folder, and fails where the bytes differ from the shipped ones
@@ -33,7 +33,6 @@ HOST_FLAGS = ("-fPIC", "-fvisibility=hidden", "-Ihip_ops/runtime/csrc")
 LINKER = "ld.lld-19"
 # Without --as-needed the library would require libstdc++, of which it uses nothing.
 LINK_FLAGS = ("-shared", "-fPIC", "--hip-link", "-no-hip-rt", "-fuse-ld=lld-19", "-Wl,--as-needed", "-Wl,--strip-all")
-OBJECTS_TARGET = "gfx942"  # of the Triton kernels that ship
 BUNDLE = b"__CLANG_OFFLOAD_BUNDLE__"
 
 
@@ -141,8 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.check:
             with tempfile.TemporaryDirectory() as scratch:
                 build(Path(scratch), target=target)
-                if target == OBJECTS_TARGET:
-                    triton_objects.build(Path(scratch), target)
+                triton_objects.build(Path(scratch), target)
                 problems = differences(Path(scratch), folder)
             failed |= bool(problems)
             print(f"{target}: " + ("; ".join(problems) or "the same bytes"))
@@ -150,8 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         library = build(folder, target=target)
         print(f"{library.relative_to(ROOT)}: {library.stat().st_size} bytes")
-        if target == OBJECTS_TARGET:
-            print(f"{folder.relative_to(ROOT)}/*.hsaco: {triton_objects.build(folder, target)} bytes")
+        print(f"{folder.relative_to(ROOT)}/*.hsaco: {triton_objects.build(folder, target)} bytes")
     return int(failed)
 
 

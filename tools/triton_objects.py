@@ -30,7 +30,7 @@ from tests.hip_ops.triton_launches import launched_as_on
 from zaya_plugin.config.compose import compose
 
 ROOT = Path(__file__).resolve().parents[1]
-MACHINES = {"gfx942": "MI300X"}  # name of the recipes' `machine`
+MACHINES = {"gfx942": "MI300X", "gfx950": "MI355X"}  # name of the recipes' `machine`
 COMMAND = re.compile(r"^# zaya (?:train|export slurm) (.*experiment=.*)$", re.MULTILINE)
 TOKEN_FACTORS = (0.25, 0.5, 1, 2)  # of the recipe's tokens a device
 CPU = torch.device("cpu")

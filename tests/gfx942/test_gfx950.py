@@ -38,6 +38,7 @@ FILES = (
     "tests/hip_ops/test_symmetric_product_gfx942.py",
     "tests/hip_ops/test_vocabulary_exponentials_gfx942.py",
     "tests/hip_ops/test_vocabulary_rows_gfx942.py",
+    "tests/gfx942/test_shipped_objects.py",
     "tests/gfx942/test_triton_objects.py",
     "tests/gfx942/test_vector_values.py",
     "tests/gfx942/test_lanes.py",

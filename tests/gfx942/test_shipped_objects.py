@@ -32,7 +32,7 @@ from tests.gfx942 import wait_states
 from tests.gfx942.budgets import LDS_A_CU, MATRIX, opcodes, resources
 from tests.gfx942.emulator import Device
 from tests.gfx942.emulator.code_object import open_code_object
-from tests.gfx942.toolchain import ARCH
+from tests.gfx942.toolchain import ARCH, TARGETS
 from tests.hip_ops.grouped_cases import Grouped, check_outer, check_rows
 from tests.hip_ops.grouped_device import GroupedOnDevice
 from tests.hip_ops.router_cases import Router, check_backward, check_forward
@@ -47,14 +47,17 @@ OBJECTS = [CodeObject(**entry) for entry in MANIFEST["objects"]]
 REBUILD = "run `python -m tools.ship` and commit what it writes"
 
 
-def test_they_were_compiled_from_these_sources_by_the_pinned_triton():
-    assert MANIFEST["sources"] == kernels_digest(), f"a kernel's source changed: {REBUILD}"
+@pytest.mark.parametrize("target", TARGETS)
+def test_they_were_compiled_from_these_sources_by_the_pinned_triton(target):
+    folder = shipped_folder(target)
+    manifest = json.loads((folder / OBJECTS_MANIFEST).read_text())
+    assert manifest["sources"] == kernels_digest(), f"a kernel's source changed: {REBUILD}"
     pinned = re.search(r"^triton==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert MANIFEST["triton"] == pinned[1], REBUILD
-    assert MANIFEST["sha256"] == objects_digest([one.sha256 for one in OBJECTS])
-    assert {path.name for path in FOLDER.glob("*.hsaco")} == {one.file for one in OBJECTS}
-    objects, why_not = shipped_objects(ARCH)
-    assert why_not == "" and len(objects.all) == len(OBJECTS)
+    assert manifest["triton"] == pinned[1], REBUILD
+    assert manifest["sha256"] == objects_digest([entry["sha256"] for entry in manifest["objects"]])
+    assert {path.name for path in folder.glob("*.hsaco")} == {entry["file"] for entry in manifest["objects"]}
+    objects, why_not = shipped_objects(target)
+    assert why_not == "" and len(objects.all) == len(manifest["objects"])
 
 
 def test_the_digest_covers_all_device_code():
@@ -67,18 +70,19 @@ def test_the_digest_covers_all_device_code():
         assert files <= {*KERNEL_SOURCES}, one.kernel
 
 
-def test_every_recipe_and_self_check_has_its_object():
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_recipe_and_self_check_has_its_object(target):
     """Composes all recipes of the machine, which takes seconds: a change of a tile or a recipe must not leave the
     shipped kernels unused.
     """
     pytest.importorskip("triton")
     from tools.triton_objects import recorded_calls
 
-    of_recipes = recorded_calls(ARCH)
+    of_recipes, objects = recorded_calls(target), shipped_objects(target)[0].all
     assert {(*call[::2], frozenset(call.keywords)) for call in of_recipes} == {
-        (one.kernel, one.call.arguments, frozenset(one.keywords.items())) for one in OBJECTS
+        (one.kernel, one.call.arguments, frozenset(one.keywords.items())) for one in objects
     }, REBUILD
-    assert {one.operator for one in OBJECTS} == {*of_recipes.values()} == {"router_mlp", "grouped_product"}
+    assert {one.operator for one in objects} == {*of_recipes.values()} == {"router_mlp", "grouped_product"}
 
 
 def test_the_self_check_runs_every_object_of_training():
@@ -95,7 +99,7 @@ def test_the_self_check_runs_every_object_of_training():
             return {objects.fitting(call).file for call in each_call}
 
         trained, checked = files(calls.__getitem__), files(examples)
-        assert len(trained) == 9 and trained <= checked
+        assert len(trained) == {"gfx942": 9, "gfx950": 10}[ARCH] and trained <= checked
         assert not trained <= files(lambda name: examples(name)[:-1])
 
 
@@ -106,7 +110,7 @@ def test_what_an_object_takes(one, require_tool):
     path = FOLDER / one.file
     used = resources(path, one.kernel, one.shared, one.threads)
     assert (used.scratch, used.vgpr_spills, used.sgpr_spills) == (0, 0, 0)
-    assert used.waves_per_simd >= 2 and used.lds <= LDS_A_CU["gfx942"]
+    assert used.waves_per_simd >= 2 and used.lds <= LDS_A_CU[ARCH]
     assert any(opcodes(path, one.kernel)[name] for name in MATRIX)
     assert wait_states.scan(path) == []
     assert not re.search(rb"/\w+/|\.py\b", path.read_bytes())

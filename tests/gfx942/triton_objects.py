@@ -86,7 +86,7 @@ def compiled_kernel(
 
 def shipped_object(call: Call) -> TritonObject | None:
     """The object that the package ships for a call, if its sources are those of today."""
-    objects, _ = shipped_objects("gfx942")
+    objects, _ = shipped_objects(ARCH)
     one = objects.fitting(call) if objects else None
     if one is None or not call.covers(one.call):  # a stronger form of the call is another test's case
         return None
@@ -114,7 +114,7 @@ def triton_code_object(
     call = Call(
         fn.__name__, tuple(keywords.items()), tuple((signature.get(name, ""), has) for name, has in properties.items())
     )
-    return (shipped_object(call) if ARCH == "gfx942" else None) or compiled_object(
+    return shipped_object(call) or compiled_object(
         fn, signature, constexprs, divisible_by_16, small, ARCH, num_warps=num_warps, num_stages=num_stages, **options
     )
 

@@ -100,7 +100,7 @@ def test_numbers_of_every_candidate(kind, candidate, small):
             check_outer(on_device, case, True)
         else:
             check_rows(on_device, case, kind == "rows_t")
-        assert small is not None or on_device.code.path.parent == shipped_folder("gfx942")
+        assert small is not None or on_device.code.path.parent == shipped_folder(ARCH)
 
 
 @pytest.mark.first_cases(1)

@@ -8,6 +8,7 @@ import torch
 
 from hip_ops.runtime.build import shipped_folder
 from tests.gfx942.emulator import Device
+from tests.gfx942.toolchain import ARCH
 from tests.hip_ops.router_cases import Router, check_backward, check_forward
 from tests.hip_ops.router_device import RouterOnDevice
 
@@ -30,7 +31,9 @@ def test_numbers(case):
     for check in (check_forward, check_backward):
         on_device = RouterOnDevice()
         check(on_device, case)
-        assert (on_device.code.path.parent == shipped_folder("gfx942")) == (case == ZAYA1)
+        shipped = on_device.code.path.parent == shipped_folder(ARCH)
+        assert shipped or case != ZAYA1
+        assert not shipped or case == ZAYA1 or ARCH == "gfx950", "gfx950's objects have forms of the self-check"
 
 
 @pytest.mark.first_cases(1)

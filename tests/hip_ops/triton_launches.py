@@ -11,8 +11,13 @@ from types import ModuleType
 import pytest
 import torch
 
-# Triton's target, the device number under which it keeps kernels, and the processors of an H200 and an MI300X.
-TARGETS = {"sm_90": (("cuda", 90, 32), 90, 132), "gfx942": (("hip", "gfx942", 64), 94, 304)}
+# Triton's target, the device number under which it keeps kernels, and the processors of an H200, an MI300X and an
+# MI355X.
+TARGETS = {
+    "sm_90": (("cuda", 90, 32), 90, 132),
+    "gfx942": (("hip", "gfx942", 64), 94, 304),
+    "gfx950": (("hip", "gfx950", 64), 95, 256),
+}
 
 
 class Driver:

@@ -135,18 +135,18 @@ def test_the_library_of_the_device_is_named(monkeypatch, tmp_path, target, shipp
     assert hashes and outcome.figures["code_objects"] == hashes, "those of the device's library"
     assert hazards.architecture_of(next(hazards.code_objects(content))) == target
     library = f"library {target} " + ("as shipped" if shipped else f"built from source, {target}-0123")
-    has_objects = (build.SHIPPED / target / code_objects.OBJECTS_MANIFEST).is_file()
-    objects = "objects as shipped" if has_objects else f"no code objects are shipped for {target}"
-    assert outcome.state == "pass" and outcome.reason.endswith(f"{library}, {objects}")
-    assert loads == [target] * has_objects
+    assert outcome.state == "pass" and outcome.reason.endswith(f"{library}, objects as shipped")
+    assert loads == [target]
 
     def refuses(objects, device):
         raise RuntimeError("one.hsaco failed with code 209: hipErrorNoBinaryForGpu")
 
     monkeypatch.setattr(code_objects.CodeObjects, "load", refuses)
     outcome = software.environment(on_device)
-    assert outcome.state == ("wrong" if has_objects else "pass")
-    assert not has_objects or "the shipped objects cannot be loaded: one.hsaco failed with code 209" in outcome.reason
+    assert (
+        outcome.state == "wrong"
+        and "the shipped objects cannot be loaded: one.hsaco failed with code 209" in outcome.reason
+    )
 
     def fails(target):
         raise build.BuildError("hipcc failed")

@@ -84,7 +84,7 @@ def _rows_example(transposed: bool, k: int = 320, of_training: bool = False):
 
     def make(device: torch.device) -> tuple:
         large = of_training and _on_amd()
-        n, factor = (3008, 14) if large else (144, 1)
+        n, factor = (1472, 29) if large else (144, 1)
         matrices = _operand(device, 16, n, k).mT if transposed else _operand(device, 16, k, n)
         matrices = _in_a_buffer(matrices) if large else matrices
         return _operand(device, 304 * factor, k), matrices, _offsets(device, factor)
