@@ -25,7 +25,8 @@ from hip_ops.runtime.launch import architecture
 
 logger = logging.getLogger("hip_ops")
 DISTRIBUTION = "amd-aiter"  # PyPI's package `aiter` is an unrelated library
-RELEASES = "the releases 0.1.14.post1 and 0.1.18 to 0.1.20.post1, whose sources were read"
+READ_RELEASES = ("0.1.14.post1", "0.1.18", "0.1.19.post2", "0.1.20.post1")  # tests/stand_ins/aiter-*.json
+RELEASES = f"the releases {', '.join(READ_RELEASES)}, whose sources were read"
 ARCHITECTURES = ("gfx942", "gfx950")  # those for which these releases hold settings of the kernels that we use
 
 
@@ -56,6 +57,15 @@ def stale_backward(aiter: str | None, transformer_engine: str | None) -> str | N
     if not readable or _release(transformer_engine) >= (2, 14):
         return None
     return f"transformer-engine {transformer_engine} with amd-aiter {aiter}"
+
+
+def not_read(version: str | None) -> str | None:
+    """Return why `auto` must not take this version of AITER, of which this project has not read the source, or None;
+    None too for one before these, of which `missing` says so.
+    """
+    if version is None or version.partition("+")[0] in READ_RELEASES or _release(version) < _release(READ_RELEASES[0]):
+        return None
+    return f"AITER {version} is not one of {RELEASES}"
 
 
 def missing(first: str) -> str | None:

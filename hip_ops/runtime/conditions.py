@@ -21,6 +21,7 @@ from hip_ops.runtime.self_check import PLAIN_CALL, Condition, copied, in_turn, t
 if TYPE_CHECKING:
     from hip_ops.runtime.operator import Operator
 
+CAPTURE_CONDITION = "captured graph"
 CALLS_PER_CONDITION = 2  # under a condition; they must give the same bits
 CONCURRENT_CALLS = 4  # on a full device
 MAX_BLAS_TILE = 256  # of a BLAS library's products
@@ -78,7 +79,7 @@ def conditions_on(device: torch.device) -> tuple[Condition, ...]:
         Condition(
             "side stream", CALLS_PER_CONDITION, lambda *work: _on_a_late_stream(torch.cuda.Stream(device), *work)
         ),
-        Condition("captured graph", CALLS_PER_CONDITION, lambda *work: in_a_graph(*work, capture=_captured)),
+        Condition(CAPTURE_CONDITION, CALLS_PER_CONDITION, lambda *work: in_a_graph(*work, capture=_captured)),
         Condition("full device", CONCURRENT_CALLS, lambda *work: _on_a_full_device(device, *work)),
     )
 

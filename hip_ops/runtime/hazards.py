@@ -377,7 +377,10 @@ def is_inductors(triton_object: Path) -> bool:
 
 
 def operator_of(triton_object: Path) -> str | None:
-    """Return the folder of hip_ops/ops whose sources define the kernel of a file of Triton's cache, or None."""
-    definition = re.compile(rf"^def {re.escape(triton_object.stem)}\(", re.MULTILINE)
+    """Return the folder of hip_ops/ops whose sources define the kernel of a file of Triton's cache, or of a shipped
+    object, whose name has a hash behind the kernel's; or None.
+    """
+    kernel = triton_object.stem.partition("-")[0]
+    definition = re.compile(rf"^def {re.escape(kernel)}\(", re.MULTILINE)
     sources = sorted((Path(__file__).parents[1] / "ops").glob("*/*.py"))
     return next((source.parent.name for source in sources if definition.search(source.read_text())), None)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test the checks `all_reduce` and `graph_capture` with two processes: right, wrong sums, a hang and a crash."""
 
+import tempfile
 import time
 from pathlib import Path
 
@@ -99,21 +100,66 @@ def test_where_a_capture_fails_the_recipe_runs_kernel_by_kernel(monkeypatch):
     assert outcome.reason.endswith("; train kernel by kernel, with cluster.graphs=none")
 
 
-@pytest.mark.parametrize("failure", ["killed", "wrong numbers"])
-@pytest.mark.parametrize(
-    ("name", "cluster"),
-    [("AMD Instinct MI300X", "mi300x_8"), ("AMD Radeon Graphics", "gpu"), ("NVIDIA H100", "h100_8")],
-)
-def test_a_capture_that_the_recipe_does_not_use_is_unsupported(monkeypatch, name, cluster, failure):
-    def fails(*given):
-        if failure == "killed":
-            raise collectives.RanksFailed("rank 0 was killed by signal 6: watchdog", "log")
-        return {"wrong": ["replay 2: 7.0 for 13.0"]}
+UNUSED = [("AMD Instinct MI300X", "mi300x_8"), ("AMD Radeon Graphics", "gpu"), ("NVIDIA H100", "h100_8")]
 
-    monkeypatch.setattr(collectives, "run_ranks", fails)
+
+def capture(monkeypatch, torch_release, code, log, name="AMD Instinct MI300X"):
+    """Return the outcome where rank 0 writes `log` and ends with `code`, or, with None, is killed."""
+
+    def run_all(commands, logs, *_, **__):
+        for path in logs:
+            path.write_text(log)
+        return [code, None]
+
+    monkeypatch.setattr(collectives, "run_all", run_all)
+    monkeypatch.setattr(collectives, "distribution_version", lambda name: torch_release)
+    with tempfile.TemporaryDirectory() as folder:
+        return collectives.graph_capture(Setting("cuda", 8, name, Path(folder)))
+
+
+REFUSAL = "operation not permitted when stream is capturing"
+FRAMES = "".join(f"frame #{n}: <unknown function> + 0xdc253\n" for n in range(40))  # more than the record keeps
+WATCHDOG = f"watchdog thread terminated with exception: HIP error: {REFUSAL}\n{FRAMES}"
+TRACEBACK = (
+    f"  with torch.cuda.graph(graph, capture_error_mode='global'):\ntorch.AcceleratorError: HIP error: {REFUSAL}"
+)
+
+
+@pytest.mark.parametrize(("name", "cluster"), UNUSED)
+def test_a_refused_capture_that_the_recipe_does_not_use_is_unsupported(monkeypatch, name, cluster):
+    """The error of a call with each torch, and the abort by the watchdog of one before 2.11."""
+    for release, code, log in (
+        ("2.13.0+rocm7.2", 1, TRACEBACK),
+        ("2.10.0+rocm7.2", -6, WATCHDOG),
+        ("2.10.0", 1, "Search for `hipErrorCapturedEvent' in the manual"),
+    ):
+        outcome = capture(monkeypatch, release, code, log, name)
+        assert outcome.state == "unsupported" and outcome.overrides == {}, (release, code)
+        assert outcome.reason.endswith(f"); not used: cluster={cluster} has cluster.graphs=none")
+        assert f"(torch {release}: {'hipErrorCapturedEvent' if 'Search' in log else REFUSAL})" in outcome.reason
+
+
+@pytest.mark.parametrize(
+    ("release", "code", "log"),
+    [
+        ("2.11.0+rocm7.2", -6, WATCHDOG),  # repaired there, so this is another defect
+        ("2.10.0+rocm7.2", -11, WATCHDOG),
+        ("2.10.0+rocm7.2", -6, "Memory access fault by GPU node-1"),
+        ("2.10.0+rocm7.2", 1, "with torch.cuda.graph(graph, capture_error_mode='global'):\nHIP error: out of memory"),
+        ("2.10.0+rocm7.2", None, WATCHDOG),
+    ],
+)
+def test_another_failure_of_a_capture_is_wrong(monkeypatch, release, code, log):
+    outcome = capture(monkeypatch, release, code, log)
+    assert outcome.state == "wrong" and outcome.overrides == {} and "no refused capture" in outcome.reason
+
+
+@pytest.mark.parametrize(("name", "cluster"), UNUSED)
+def test_wrong_sums_of_a_capture_are_wrong_where_the_recipe_has_no_graphs(monkeypatch, name, cluster):
+    monkeypatch.setattr(collectives, "run_ranks", lambda *unused: {"wrong": ["replay 2: 7.0 for 13.0"]})
     outcome = collectives.graph_capture(Setting("cuda", 8, name, Path("unused")))
-    assert outcome.state == "unsupported" and outcome.overrides == {}
-    assert outcome.reason.endswith(f"; not used: cluster={cluster} has cluster.graphs=none")
+    assert outcome.state == "wrong" and outcome.reason.startswith("replay 2: 7.0 for 13.0; ")
+    assert outcome.reason.endswith(f"although cluster={cluster} has cluster.graphs=none")
 
 
 def rows(rate: float, right: bool = True) -> dict:

@@ -17,7 +17,9 @@ from zaya_plugin.machines import installed, known_problems
 from zaya_plugin.machines.checks import Setting
 from zaya_plugin.machines.facts import Facts
 from zaya_plugin.machines.known_problems import RULES, problems
+from zaya_plugin.run.surroundings import REQUIRED
 
+ROOT = Path(__file__).parents[2]
 CPU_SETTING = Setting("cpu", 0, "CPU x86_64", Path("unused"), chosen="cpu")
 MODULES = {"triton": True, "psutil": True, "primus": False, "primus.core": False}
 HEALTHY = Facts(modules=MODULES, core=Version("0.19.2"), training=True)
@@ -77,6 +79,10 @@ CASES = [
     ("mixed-megatron", dict(mixed=True), dict(training=False)),
     ("no-zaya-train", dict(core=Version("0.16.0rc0")), dict(core=Version("0.19.0"))),
     ("no-zaya-train", dict(training=False), dict(training=False, core=None)),
+    ("no-zaya-train", dict(training=False), rocm(training=False)),
+    ("no-zaya-train-in-image", rocm(training=False), dict(training=False), rocm(core=Version("0.20.0"))),
+    # torch hidden by a virtual environment
+    ("no-zaya-train-in-image", dict(training=False, kfd=("gfx950",)), dict(training=False, kfd=("gfx1103",))),
     ("triton", dict(modules=NO_TRITON), dict(modules=NO_TRITON, core=Version("0.17.0"))),
     ("triton-of-image", rocm(modules=NO_TRITON), dict(modules=NO_TRITON)),
     ("foreign-triton", rocm({"triton": "3.8.0"}), dict(cuda="13.0", versions={"triton": "3.8.0"})),
@@ -95,6 +101,13 @@ CASES = [
         "broken-transformer-engine",
         dict(failures={"transformer_engine": "RuntimeError: Found empty `transformer-engine` meta package"}),
         dict(failures={"transformer_engine": "ImportError: libcuda.so.1"}),
+        rocm(failures={"transformer_engine": "RuntimeError: Found empty `transformer-engine` meta package"}),
+    ),
+    (
+        "broken-transformer-engine-of-image",
+        rocm(failures={"transformer_engine": "OSError: libamdhip64.so.6"}),
+        rocm(failures={"transformer_engine": "ImportError: libamdhip64.so.6"}),
+        dict(failures={"transformer_engine": "OSError: libamdhip64.so.6"}),
     ),
     (
         "no-transformer-engine",
@@ -230,7 +243,9 @@ def test_every_rule_has_a_thread_a_case_and_a_near_miss():
     assert all(len(rule.why) > 20 and len(rule.remedy) > 5 and rule.severity in ("error", "warning") for rule in RULES)
 
 
-INSTALL = re.compile(r"pip3? install[^;,(]*(?<![\w-])(torch|triton|zaya_plugin\[cpu\])(?![\w-])")
+# Of these pip would install PyPI's CUDA torch and Triton, the last two as what they require.
+FOREIGN = r"torch|triton|zaya_plugin\[cpu\]|megatron-core(\[training\])?|transformer-engine\[pytorch\]"
+INSTALL = re.compile(rf"(pip3? install|install a build)[^;,(]*(?<![\w-])({FOREIGN})(?![\w-])")
 
 
 def test_no_remedy_replaces_the_torch_or_triton_of_an_amd_image():
@@ -241,15 +256,26 @@ def test_no_remedy_replaces_the_torch_or_triton_of_an_amd_image():
         for facts in (wrong, {**wrong, **moved}):
             if facts.get("hip") or facts.get("kfd"):
                 seen |= {problem["name"]: problem["remedy"] for problem in problems(replace(HEALTHY, **facts))}
-    assert len(seen) >= len(RULES) - 1, "all but `triton`, whose counterpart on ROCm is `triton-of-image`"
+    assert {rule.name for rule in RULES} - {*seen} == {"triton", "no-zaya-train", "broken-transformer-engine"}
     assert {name: remedy for name, remedy in seen.items() if INSTALL.search(remedy)} == {}
     bad = (
         "pip install triton",
         "pip install 'triton>=3.8'",
         "pip install -U psutil torch",
         "pip install 'zaya_plugin[cpu]'",
+        "pip install 'megatron-core[training]>=0.19.2,<0.20'",
+        "pip install megatron-core",
+        "install a build for this torch: transformer-engine[pytorch]",
     )
-    assert all(map(INSTALL.search, bad)) and not INSTALL.search("pip install transformer-engine[pytorch]")
+    assert all(map(INSTALL.search, bad)) and not INSTALL.search("pip uninstall transformer-engine")
+
+
+def test_megatron_core_is_installed_within_its_bounds():
+    """pyproject.toml's: 0.21 may not have the loop that `zaya train` calls."""
+    bounds = re.search(r'"(megatron-core\[training\]>[^"]+)"', (ROOT / "pyproject.toml").read_text())[1]
+    texts = [rule.remedy for rule in RULES] + [source for *_, source in installed.PACKAGES]
+    named = [text for text in [*texts, *(remedy for _, remedy in REQUIRED)] if "megatron-core[" in text]
+    assert len(named) == 4 and all(bounds in text for text in named)
 
 
 def test_errors_come_first():

@@ -146,6 +146,16 @@ def test_a_version_that_no_training_step_calls_is_unsupported(monkeypatch):
         "grouped_rows, grouped_mm, captured graph: Runtime"
     )
     assert outcome.figures["unsupported"] and not outcome.figures["wrong"]
+    numbers = "call 2: result, element 3: it gives 2, the reference 1"
+    for changes in (
+        {"condition": "default stream", "difference": numbers},
+        {"condition": "default stream"},
+        {"condition": "full device"},
+        {"difference": numbers},
+    ):
+        results["grouped_rows"] = [failing, failing._replace(**changes)]
+        assert operators.conditions(accelerator).state == "wrong", changes
+    results["grouped_rows"] = [failing]
     order["grouped_rows"] = ("grouped_mm", "reference")  # without Triton a step calls it
     assert operators.conditions(accelerator).state == "wrong"
     order["grouped_rows"] = ("triton", "grouped_mm", "reference")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test the checks `environment` and `hazards`, each with its injected fault."""
 
+import hashlib
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from zaya_plugin.config.compose import compose
 from zaya_plugin.machines import installed, software
 from zaya_plugin.machines.checks import Setting
 
+CPU = torch.device("cpu")
 CPU_SETTING = Setting("cpu", 0, "CPU x86_64", Path("unused"), chosen="cpu")
 MAPS = "7f00-7f01 r-xp 0 00:00 1    /opt/rocm-6.4/lib/libamdhip64.so.6\n"
 OTHER = "7f02-7f03 r-xp 0 00:00 2    /venv/torch/lib/libamdhip64.so.7\n"
@@ -128,6 +130,10 @@ def test_the_library_of_the_device_is_named(monkeypatch, tmp_path, target, shipp
     monkeypatch.setattr(launchers, "_library", load)
     monkeypatch.setattr(launchers, "manifest_of", lambda library: {"sha256": "abc"})
     outcome = software.environment(on_device)
+    content = (build.shipped_folder(target) / build.LIBRARY).read_bytes()
+    hashes = [hashlib.sha256(part).hexdigest() for part in hazards.code_objects(content)]
+    assert hashes and outcome.figures["code_objects"] == hashes, "those of the device's library"
+    assert hazards.architecture_of(next(hazards.code_objects(content))) == target
     library = f"library {target} " + ("as shipped" if shipped else f"built from source, {target}-0123")
     assert outcome.state == "pass" and outcome.reason.endswith(f"{library}, objects as shipped")
     assert loads == [target]
@@ -202,31 +208,76 @@ def test_a_hazard_in_triton_s_caches_is_wrong_and_names_the_override(scanned, ke
     assert outcome.state == "wrong" and list(outcome.figures["unreadable"]) == [str(path)] and not outcome.overrides
 
 
+def test_a_hazard_in_a_shipped_object_is_wrong_and_names_the_override(scanned, tmp_path):
+    path = tmp_path / "grouped_pointer_outer_kernel-097dd930.hsaco"
+    path.write_bytes(good())
+    assert software.hazards(CPU_SETTING).reason.startswith("2 shipped and 0 files of Triton's caches")
+    path.write_bytes(bad())
+    outcome = software.hazards(CPU_SETTING)
+    assert outcome.state == "wrong" and list(outcome.figures["violations"]) == [str(path)]
+    assert outcome.overrides == {"cluster.kernel_overrides.grouped_product": "grouped_mm"}
+
+
 def test_the_scan_says_how_many_kernels_of_torch_compile_it_read(monkeypatch, scanned):
-    nothing = "1 files, 0 of Triton's caches, 0 of them by torch.compile: its kernels were not examined"
+    nothing = "1 shipped and 0 files of Triton's caches, 0 of them by torch.compile: its kernels were not examined"
     outcome = software.hazards(CPU_SETTING)
     assert (outcome.state, outcome.reason) == ("pass", f"{nothing}; folders: {scanned}")
     (scanned / "KEY" / "grouped_rows_kernel.hsaco").write_bytes(good())
-    assert "2 files, 1 of Triton's caches, 0 of them by torch.compile" in software.hazards(CPU_SETTING).reason
+    assert (
+        "1 shipped and 1 files of Triton's caches, 0 of them by torch.compile" in software.hazards(CPU_SETTING).reason
+    )
     # On ROCm a formula is compiled first, so that there is a kernel.
     on_device = Setting("cuda", 8, "AMD Instinct MI300X", Path("unused"))
     monkeypatch.setattr(torch.version, "hip", "7.2")
     rank = scanned.with_name("7") / "KEY" / "triton_poi_fused_add_0.hsaco"
 
-    def compile_formula():
+    def compile_formula(device):
+        assert device == torch.device("cuda", 0)
         rank.parent.mkdir(parents=True)
         rank.write_bytes(bad())
 
     monkeypatch.setattr(software, "compile_formula", compile_formula)
     outcome = software.hazards(on_device)
     assert outcome.state == "wrong" and outcome.figures["of_torch_compile"] == 1 and str(rank) in outcome.reason
+    rank.write_bytes(good())
+    monkeypatch.setattr(software, "compile_formula", lambda device: None)
+    assert software.hazards(on_device).state == "pass"
     rank.unlink()
+    outcome = software.hazards(on_device)
+    assert outcome.state == "skipped" and "0 of them by torch.compile: its kernels were not" in outcome.reason
 
-    def fails():
+    def fails(device):
         raise RuntimeError("cannot find ld.lld")
 
     monkeypatch.setattr(software, "compile_formula", fails)
-    assert "not examined (RuntimeError: cannot find ld.lld); folders" in software.hazards(on_device).reason
+    outcome = software.hazards(on_device)
+    assert outcome.state == "skipped"
+    assert "not examined (RuntimeError: cannot find ld.lld); folders" in outcome.reason
+
+
+def test_the_formula_reaches_inductor(monkeypatch):
+    graphs = []
+
+    def compile_fx(module, inputs, **options):
+        graphs.append(module)
+        return module.forward
+
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    software.compile_formula(CPU)
+    assert len(graphs) == 1
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    with pytest.raises(ValueError, match="TORCHDYNAMO_DISABLE=1 disables torch.compile"):
+        software.compile_formula(CPU)
+
+
+@pytest.mark.slow  # a C++ compiler runs 14 s
+def test_inductor_writes_kernels_of_the_formula(monkeypatch, tmp_path):
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    software.compile_formula(CPU)
+    kernels = [path for path in tmp_path.rglob("*.main.cpp") if "void  kernel" in path.read_text()]
+    assert len(kernels) >= 2, "forward and backward"
 
 
 def test_without_a_disassembler_the_scan_is_skipped(monkeypatch, tmp_path):

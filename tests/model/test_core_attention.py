@@ -167,9 +167,26 @@ def test_auto_takes_aiter_on_amd_where_it_is_installed(arch, monkeypatch, caplog
     stale = "AITER is installed, but aiter is not used: transformer-engine 2.13.0+rocm with amd-aiter 0.1.20.post1"
     assert f"core attention: {stale}" in caplog.text
 
+    monkeypatch.setattr(runtime_aiter, "installed_versions", lambda: (None, None))
+    for release in ("0.1.20.post1+gfx942", "0.1.19.post2"):
+        forget()
+        monkeypatch.setattr(runtime_aiter, "installed", lambda release=release: release)
+        assert auto().running(CPU) == ("aiter",)
+    for release in ("0.1.22.post1", "0.1.21.dev3+g12ab", "0.1.16"):
+        forget()
+        caplog.clear()
+        monkeypatch.setattr(runtime_aiter, "installed", lambda release=release: release)
+        assert auto().running(CPU) == auto("chunks").running(CPU) == ("sdpa",), release
+        (record,) = (record for record in caplog.records if "AITER" in record.getMessage())
+        assert f"aiter is not used: AITER {release} is not one of the releases" in record.getMessage()
+        assert record.getMessage().endswith(". To request it: cluster.core_attention=aiter")
     forget()
     monkeypatch.setattr(runtime_aiter, "installed", lambda: "0.1.7")
     assert auto().running(CPU) == ("sdpa",) and "aiter is not used: AITER 0.1.7 is older than" in caplog.text
+    forget()
+    monkeypatch.setattr(runtime_aiter, "installed", lambda: "0.1.22.post1")
+    assert operator("aiter", dtype=torch.bfloat16).running(CPU) == ("aiter",), "a request by name"
+    assert runtime_aiter.READ_RELEASES == stand_in.VERSIONS
 
 
 def test_auto_does_not_look_for_aiter_elsewhere(monkeypatch):

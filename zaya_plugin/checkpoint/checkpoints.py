@@ -61,8 +61,10 @@ class Checkpoints:
         return self._saver is None or self._saver.wait() and self._saver.failed is None
 
     def newest(self) -> int | None:
-        """Return the iteration of the newest complete checkpoint; None: the place has no checkpoint."""
-        return on_disk.latest(self.place)[0]
+        """Return the iteration of the newest complete checkpoint as rank 0 sees it, a collective; None: the place has no
+        checkpoint.
+        """
+        return restore.on_rank_0(lambda: on_disk.latest(self.place)[0])
 
     def load(self, iteration: int, state: dict) -> dict:
         """Return `state` with the values of a checkpoint, a collective; rank 0 compares the checksums. A storage

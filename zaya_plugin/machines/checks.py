@@ -170,7 +170,7 @@ ROWS = (
         "conditions",
         "the kernels that run, on two streams, in a captured graph and on a full device, twice with equal bits",
         "operators:conditions",
-        "wrong: a difference from the reference; unsupported: one of a version that no training step calls",
+        "wrong: a difference from the reference; unsupported: an error in the capture of a version that no step calls",
         "a plain call of the versions that a CPU has",
         "the self-check's examples on the first device",
         limit_s=420,
@@ -189,7 +189,7 @@ ROWS = (
         "graph_capture",
         "a graph with a collective in it, captured and replayed",
         "collectives:graph_capture",
-        "wrong: it fails; unsupported: it fails, and the machine's recipe has cluster.graphs=none",
+        "wrong: it fails; unsupported: it is refused with an error, and the machine's recipe has cluster.graphs=none",
         "two processes, without a graph",
         "one or two devices, 30 s",
         limit_s=120,
@@ -215,9 +215,10 @@ ROWS = (
     ),
     Check(
         "hazards",
-        "missing wait states in the shipped library and in the gfx942 objects of Triton's caches, torch.compile's too",
+        "missing wait states in the shipped library and objects and in those of Triton's caches, torch.compile's too",
         "software:hazards",
-        "wrong: a hazard, with the override that avoids the kernel, or an unreadable file",
+        "wrong: a hazard, with the override that avoids the kernel, or an unreadable file; skipped: on ROCm no kernel of "
+        "torch.compile to read",
     ),
     Check(
         "links",

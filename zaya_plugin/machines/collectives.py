@@ -7,26 +7,37 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import sys
 from typing import Any
 
 from zaya_plugin.machines.check_process import run_all
 from zaya_plugin.machines.checks import Outcome, Setting, end_of, last_line
 from zaya_plugin.machines.expected import CPU, SLOW_BELOW, described, machine_of, recipe_of
+from zaya_plugin.machines.facts import before
+from zaya_plugin.machines.installed import distribution_version
 
 RANK = "zaya_plugin.machines.collective_rank"
 RESULT = "result.json"
 CAPTURE_S, SWEEP_S = 30, 120  # from the ranks' first line of Python to their end; START_S more for torch's import
 START_S = 60
 GRAPHS = "cluster.graphs"
+# The errors of the runtime about a capture. All have this form in HIP and CUDA; the second is their names.
+REFUSED = re.compile(r"error: (operation \w[^\n]*captur[^\n]*)|((?:hip|cuda)Error(?:StreamCapture|CapturedEvent)\w*)")
+REPAIRED = "2.11"  # torch, whose watchdog before that ended the process by SIGABRT where HIP refused its query
 
 
 class RanksFailed(RuntimeError):
-    """The ranks have failed or were killed. log: the last lines of the first failing rank."""
+    """The ranks have failed or were killed.
 
-    def __init__(self, text: str, log: str):
+    log: the last lines of the first failing rank. code: its exit code, negative for a signal; None: it was killed at
+    the time limit. refused: the error by which the runtime refused a capture, or None.
+    """
+
+    def __init__(self, text: str, log: str, code: int | None = None, refused: str | None = None):
         super().__init__(text)
-        self.log = log
+        self.log, self.code, self.refused = log, code, refused
 
 
 def run_ranks(part: str, setting: Setting, ranks: int, limit_s: float) -> dict[str, Any]:
@@ -40,11 +51,13 @@ def run_ranks(part: str, setting: Setting, ranks: int, limit_s: float) -> dict[s
     killed = [rank for rank, code in enumerate(codes) if code is None]
     if failed := [rank for rank, code in enumerate(codes) if code] or killed:
         rank, code = failed[0], codes[failed[0]]
-        log = end_of(logs[rank].read_text(errors="replace"))
+        text = logs[rank].read_text(errors="replace")
+        log = end_of(text)
         if code is None:
             raise RanksFailed(f"not done in {limit_s:.0f} s; ranks {killed} were killed", log)
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        raise RanksFailed(f"rank {rank} {how}: {last_line(log)}", log)
+        refused = (match[1] or match[2]) if (match := REFUSED.search(text)) else None
+        raise RanksFailed(f"rank {rank} {how}: {last_line(log)}", log, code, refused)
     return json.loads((folder / RESULT).read_text())
 
 
@@ -55,34 +68,52 @@ def variables(setting: Setting, ranks: int) -> dict[str, str]:
 
 
 def graph_capture(setting: Setting) -> Outcome:
-    """Capture a graph with a collective. Where it fails, recipes run kernel by kernel: cluster.graphs=none; a failure
-    is "unsupported" where the machine's recipe has that.
+    """Capture a graph with a collective. Where it fails, recipes run kernel by kernel: cluster.graphs=none. Where the
+    machine's recipe has that, a capture that the runtime refuses with an error is "unsupported"; a hang, another signal
+    and wrong sums stay wrong.
 
-    Known problem: torch's watchdog of NCCL queries events during a capture, which HIP refuses
-    (pytorch/pytorch#175377, #176942, ROCm/rccl#2022).
+    Known problem: torch's watchdog of NCCL queries events during a capture, which HIP refuses; before torch 2.11 the
+    watchdog then aborts the process (pytorch/pytorch#175377, #176942, ROCm/rccl#2022).
     """
     ranks = 2 if setting.on_cpu else min(2, setting.devices)
     expected = {"known_problem": "pytorch/pytorch#175377, #176942; ROCm/rccl#2022"}
-    log = ""
+    refused, log = None, ""
     try:
         result = run_ranks("graph_capture", setting, ranks, START_S + CAPTURE_S)
     except RanksFailed as error:
-        result, log = {"wrong": [str(error)]}, error.log
+        result, log, refused = {"wrong": [str(error)]}, error.log, refusal(error)
     if result["wrong"]:
-        state, overrides, advice = without_graphs(setting)
+        state, overrides, advice = without_graphs(setting, refused)
         return Outcome(state, f"{result['wrong'][0]}{advice}", result, expected, overrides, log)
     text = "a CPU has no graphs; the same calls without one" if setting.on_cpu else "captured and replayed"
     return Outcome("pass", f"{text}, {ranks} rank{'s' if ranks > 1 else ''}", result, expected)
 
 
-def without_graphs(setting: Setting) -> tuple[str, dict[str, str], str]:
-    """Return state, overrides and the end of the reason for a machine on which a capture fails."""
+def refusal(error: RanksFailed) -> str | None:
+    """Return the error by which the runtime refused the capture, with torch's version; None for another failure.
+
+    A signal is another failure, except for the abort by the watchdog of a torch before REPAIRED.
+    """
+    if error.refused is None or error.code is None:
+        return None
+    torch = distribution_version("torch")
+    aborted = error.code == -signal.SIGABRT and before(torch, REPAIRED)
+    return f"torch {torch}: {error.refused}" if error.code > 0 or aborted else None
+
+
+def without_graphs(setting: Setting, refused: str | None) -> tuple[str, dict[str, str], str]:
+    """Return state, overrides and the end of the reason for a machine on which a capture fails. refused: the error by
+    which it was refused, None where it failed otherwise.
+    """
     if setting.on_cpu:
         return "wrong", {}, ""
     cluster = recipe_of(setting.name).cluster
-    if cluster.graphs == "none":
-        return "unsupported", {}, f"; not used: cluster={cluster.name} has {GRAPHS}=none"
-    return "wrong", {GRAPHS: "none"}, f"; train kernel by kernel, with {GRAPHS}=none"
+    if cluster.graphs != "none":
+        return "wrong", {GRAPHS: "none"}, f"; train kernel by kernel, with {GRAPHS}=none"
+    recipe = f"cluster={cluster.name} has {GRAPHS}=none"
+    if refused:
+        return "unsupported", {}, f" ({refused}); not used: {recipe}"
+    return "wrong", {}, f"; no refused capture, so it is wrong although {recipe}"
 
 
 def all_reduce(setting: Setting) -> Outcome:

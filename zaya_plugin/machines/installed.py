@@ -21,7 +21,8 @@ PACKAGES = (
         "megatron-core",
         "megatron.core",
         "needed",
-        "pip install 'megatron-core[training]>=0.19.2', or a Megatron-LM checkout",
+        "in AMD's image: python3 docker/install.py FOLDER. Otherwise: pip install "
+        "'megatron-core[training]>=0.19.2,<0.20', or a Megatron-LM checkout",
     ),
     (
         "transformers",

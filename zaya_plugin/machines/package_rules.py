@@ -11,6 +11,7 @@ from zaya_plugin.machines.facts import IMPORT_ERRORS, INSTINCT, Facts, Rule, bef
 
 GITHUB = "https://github.com/"
 PRIMUS = GITHUB + "AMD-AGI/Primus/"
+INSTALL_PY = "python3 docker/install.py FOLDER"  # leaves the image's torch alone, which pip does not where it is hidden
 NEW_CONTAINER = "start a new container of the image, and install with its packages pinned (docs/mi300x.md, step 1)"
 
 
@@ -20,7 +21,14 @@ def _unsupported_core(facts: Facts) -> bool:
     return facts.core is not None and (before(facts.core, OLDEST) or not before(facts.core, FIRST_UNSUPPORTED))
 
 
-def _no_zaya_train(facts: Facts) -> str | None:
+def _amd(facts: Facts) -> bool:
+    """Return whether the environment is AMD's: by its torch or, where that is hidden, by the machine's devices."""
+    return bool(facts.hip or any(arch in INSTINCT for arch in facts.kfd))
+
+
+def _no_zaya_train(facts: Facts, amd: bool) -> str | None:
+    if _amd(facts) != amd:
+        return None
     if before(facts.core, "0.19"):
         return f"megatron.core {facts.core}"
     return f"megatron.core {facts.core} without megatron.training" if facts.core and not facts.training else None
@@ -34,6 +42,10 @@ def _no_triton(facts: Facts, rocm: bool) -> str | None:
 def _failed(facts: Facts, name: str, call: str, import_errors: bool) -> str | None:
     failure = facts.failures.get(name)
     return f"{call}: {failure}" if failure and failure.startswith(IMPORT_ERRORS) == import_errors else None
+
+
+def _broken_transformer_engine(facts: Facts) -> str | None:
+    return _failed(facts, "transformer_engine", "import transformer_engine.pytorch", import_errors=False)
 
 
 def _aiter_backward(facts: Facts) -> str | None:
@@ -82,7 +94,7 @@ PACKAGE_RULES = (
         "error",
         lambda facts: _unsupported_core(facts) and f"megatron.core {facts.core}",
         "the plugin is written for 0.16 to 0.20",
-        "install megatron-core 0.19.2, or use Primus with its pin",
+        f"megatron-core[training]>=0.19.2,<0.20 (in AMD's image by {INSTALL_PY}), or Primus with its pin",
         GITHUB + "NVIDIA/Megatron-LM/releases",
     ),
     Rule(
@@ -96,9 +108,17 @@ PACKAGE_RULES = (
     Rule(
         "no-zaya-train",
         "warning",
-        _no_zaya_train,
+        lambda facts: _no_zaya_train(facts, amd=False),
         "`zaya train` calls megatron.training as 0.19 and 0.20 have it",
-        "for `zaya train`: pip install 'megatron-core[training]>=0.19.2'; in Primus: `zaya export primus`",
+        "for `zaya train`: pip install 'megatron-core[training]>=0.19.2,<0.20'; in Primus: `zaya export primus`",
+        GITHUB + "NVIDIA/Megatron-LM/issues/3548",
+    ),
+    Rule(
+        "no-zaya-train-in-image",
+        "warning",
+        lambda facts: _no_zaya_train(facts, amd=True),
+        "`zaya train` calls megatron.training as 0.19 and 0.20 have it",
+        f"for `zaya train`: {INSTALL_PY}; in Primus: `zaya export primus`",
         GITHUB + "NVIDIA/Megatron-LM/issues/3548",
     ),
     Rule(
@@ -171,10 +191,18 @@ PACKAGE_RULES = (
     Rule(
         "broken-transformer-engine",
         "error",
-        lambda facts: _failed(facts, "transformer_engine", "import transformer_engine.pytorch", import_errors=False),
+        lambda facts: not _amd(facts) and _broken_transformer_engine(facts),
         "Megatron falls back to its own modules after an ImportError only; any other error ends Megatron's import",
-        "pip uninstall transformer-engine, or install a build for this torch: github.com/ROCm/TransformerEngine, "
-        "transformer-engine[pytorch]",
+        "pip uninstall transformer-engine, or install a build for this torch: transformer-engine[pytorch]",
+        GITHUB + "ArcInstitute/evo2/issues/201",
+    ),
+    Rule(
+        "broken-transformer-engine-of-image",
+        "error",
+        lambda facts: _amd(facts) and _broken_transformer_engine(facts),
+        "Megatron falls back to its own modules after an ImportError only; any other error ends Megatron's import",
+        "pip uninstall transformer-engine, or a build for this torch from github.com/ROCm/TransformerEngine; that of "
+        "PyPI is for CUDA",
         GITHUB + "ArcInstitute/evo2/issues/201",
     ),
     Rule(

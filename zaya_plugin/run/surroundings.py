@@ -31,7 +31,8 @@ REQUIRED = (
     ("torch", "install the build for your accelerator, or for a CPU `pip install 'zaya_plugin[cpu]'`"),
     (
         "megatron.training",
-        "`pip install 'megatron-core[training]>=0.19.2'`, or put a Megatron-LM checkout on PYTHONPATH",
+        "in AMD's image `python3 docker/install.py FOLDER`, otherwise `pip install "
+        "'megatron-core[training]>=0.19.2,<0.20'`, or put a Megatron-LM checkout on PYTHONPATH",
     ),
 )
 
@@ -59,7 +60,8 @@ def check_machine(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> 
             compat.core_version(),
             problem="`zaya train` is not written for this version",
             allowed="0.19 and 0.20",
-            fix="`pip install 'megatron-core[training]>=0.19.2'`; in Primus, which pins 0.16, `zaya export primus`",
+            fix="in AMD's image `python3 docker/install.py FOLDER`, otherwise `pip install "
+            "'megatron-core[training]>=0.19.2,<0.20'`; in Primus, which pins 0.16, `zaya export primus`",
         )
     if recipe.cluster.device == "cuda" and not has_device_files():
         raise mistake(
