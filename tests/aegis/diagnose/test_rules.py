@@ -154,6 +154,7 @@ def test_a_row_that_replaces_another_one_keeps_its_exit_codes_and_what_it_affect
         (row(colour="red"), "row 1 (mine), key colour: no such key. Allowed: name, source"),
         (row() + row(name="second", explain=None), "row 2 (second), key explain: is missing"),
         (row(words="[My]"), "key words=My: must be a word in small letters"),
+        (row(words="never", samples="['my failure']"), "key words=never: the sample 'my failure' holds none of them"),
         (row(exit_code="many"), "key exit_code=many: must be a whole number"),
         (row(role="either"), "key role=either: no such value. Allowed: root, cascade, confirmation, watch"),
         (row(source="dmesg"), "key source=dmesg: no such value"),
