@@ -357,8 +357,12 @@ def _rule(path: Path, number: int, row: Any) -> Rule:
     rule = Rule(**values)
     for sample in rule.samples:
         if rule.words and not any(word in sample.lower() for word in rule.words):
-            problem = f"the sample {sample!r} holds none of them, and lines without one are not compared with the pattern"
-            raise mistake(f"{where}, key words", ", ".join(rule.words), problem=problem, fix="words of the line, or no key")
+            problem = (
+                f"the sample {sample!r} holds none of them, and lines without one are not compared with the pattern"
+            )
+            raise mistake(
+                f"{where}, key words", ", ".join(rule.words), problem=problem, fix="words of the line, or no key"
+            )
     return rule
 
 
