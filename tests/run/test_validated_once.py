@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process validates a recipe that it composes once: where the plan of the ranks is made. A rank validates the file that
-it gets (tests/hosts/test_worker.py), also where it runs in the process that composed it.
+"""A process validates the recipe that it runs once: where the plan of the ranks is made, or, in a rank that another
+process started, the file that it gets (tests/hosts/test_worker.py).
 """
 
 import pytest

@@ -32,6 +32,7 @@ if __name__ == "__mp_main__":
     follow_rank()
 patches.apply_torch()
 
+LAUNCHER = "zaya_plugin.run.launch"  # its become_rank runs this module in its own process
 EXIT_SECONDS = 120
 
 
@@ -81,8 +82,10 @@ def main(argv: list[str], work: Callable | None = None) -> int:
             from zaya_plugin.config.validate import validate
             from zaya_plugin.hosts.start_waits import Start
 
-            # The launcher has validated the recipe before it chose values for `auto`, and the file may be edited.
-            validate(recipe, world_size)
+            if (
+                LAUNCHER not in sys.modules
+            ):  # a process that becomes the rank has validated; else the file may be edited
+                validate(recipe, world_size)
             Start(rank, world_size, console).join(60 * recipe.cluster.distributed_timeout_minutes)
             return (work or _train)(recipe, rank, world_size, console) or 0
         except BaseException as error:
