@@ -3,12 +3,12 @@
 docs/mi300x.md has the same table (ZAYA_UPDATE_GOLDEN=1 writes it).
 """
 
-import os
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.generated_table import check_table
 from zaya_plugin.config.compose import compose
 
 FACTS = yaml.safe_load((Path(__file__).parent / "primus_environment.yaml").read_text())
@@ -109,11 +109,4 @@ def table() -> str:
 
 
 def test_the_page_has_the_table():
-    page = PAGE.read_text()
-    before, _, rest = page.partition(BEGIN)
-    expected = f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}"
-    if os.environ.get("ZAYA_UPDATE_GOLDEN"):
-        PAGE.write_text(expected)
-    assert PAGE.read_text() == expected, (
-        "run: ZAYA_UPDATE_GOLDEN=1 python -m pytest tests/config/test_primus_environment.py"
-    )
+    check_table(PAGE, BEGIN, END, table(), "tests/config/test_primus_environment.py")
