@@ -140,8 +140,8 @@ TAKEN_AWAY = {
 @pytest.mark.slow  # it tests the scan; tests/gfx942/test_hazards.py does so for each rule
 @pytest.mark.parametrize("target", TARGETS)
 def test_wait_states_that_are_taken_away_are_detected(target):
-    """One less at each group of s_nop that clang 19 placed in all objects is detected by the scan, or has one of two
-    reasons that are no hazard. The numbers change with the kernels' code; that none is missed does not. The same of
+    """One less at each group of s_nop that clang 19 placed in all objects is detected by the scan, or has one of the
+    reasons in TAKEN_AWAY that are no hazard. The numbers change with the kernels' code; that none is missed does not. The same of
     what clang 22 placed in the objects that ship for gfx950.
     """
     found, rules = Counter(), Counter()

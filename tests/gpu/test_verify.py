@@ -27,7 +27,8 @@ def test_nothing_is_wrong(zaya, tmp_path, lines, monkeypatch):
     print(zaya("verify", "--only", ",".join(lines), "--output", out))  # its exit status is 0
     found = {entry["check"]: entry for entry in json.loads(out.read_text())["checks"]}
     assert list(found) == list(lines) and all(
-        entry["state"] in ("pass", "slow", "unsupported", "skipped") for entry in found.values()
+        entry["state"] in ("pass", "slow", "skipped", *["unsupported"] * (name in ("graph_capture", "conditions")))
+        for name, entry in found.items()
     )
     for folder in {"rms_norm", "grouped_product", "newton_schulz"} & found.keys():
         for operator in found[folder]["figures"].values():

@@ -146,7 +146,11 @@ def test_a_step_that_does_not_fit_is_refused_by_a_dry_run_and_a_start_with_the_s
         "cluster.memory_gib=192: the step does not fit: the memory plan needs 332.9 GiB of a device, 268.5 of them"
     )
     assert other.startswith(f"does not start: {problem}") and ": does not fit\n" in other
-    assert f"zaya: {problem}" in told.err and "Fix: parallel.recompute_granularity=auto" in told.err
+    first, *further = told.err.splitlines()  # a slow machine also prints a line on what it waits for, before
+    assert (
+        any(line.startswith(f"zaya: {problem}") for line in (first, *further[:1]))
+        and "Fix: parallel.recompute_granularity=auto" in told.err
+    )
     recipe = compose([*words[1:], "stage.micro_batch_size=32"])
     with pytest.raises(ValueError, match=re.escape(problem)):
         surroundings.check_sizes(recipe, make_plan(recipe, {}))

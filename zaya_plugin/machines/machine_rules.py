@@ -191,7 +191,7 @@ MACHINE_RULES = (
         "warning",
         lambda facts: facts.archs and facts.variables(*(name for name in SERIAL if facts.environ.get(name) != "0")),
         "a switch for debugging: the host waits for every kernel or copy, and nothing overlaps",
-        "unset it",
+        "unset the variable",
         HIP_VARIABLES,
     ),
     Rule(
