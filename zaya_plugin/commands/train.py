@@ -46,18 +46,13 @@ def train(options: argparse.Namespace) -> int:
 
     overrides = [*options.overrides, *["dry_run=true"] * options.dry_run]
     compose.register()
-    outcomes: list[int | ValueError] = []
+    outcomes: list[int | Exception] = []
 
     def job(config) -> None:
         try:
             outcomes.append(_run_job(config, overrides, options.verbose))
-        except ValueError as error:  # raised below: Hydra would add lines to the message
+        except Exception as error:  # raised below: Hydra would add lines to the message
             outcomes.append(error)
-        except (OSError, MemoryError, RuntimeError) as error:
-            text = of_the_machine(error, ".")
-            if text is None:
-                raise
-            outcomes.append(ValueError(text))
         code = outcomes[-1]
         if isinstance(code, int) and (code > 128 or code == ENDED_EARLY):  # stopped by a signal: no further jobs
             raise SystemExit(code)
@@ -85,10 +80,12 @@ def train(options: argparse.Namespace) -> int:
         del os.environ["HYDRA_FULL_ERROR"]
         if full_error is not None:
             os.environ["HYDRA_FULL_ERROR"] = full_error
-    errors = [outcome for outcome in outcomes if isinstance(outcome, ValueError)]
+    errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+    texts = [str(error) if isinstance(error, ValueError) else of_the_machine(error, ".") for error in errors]
+    if None in texts:  # a bug, which needs its traceback
+        raise errors[texts.index(None)]
     if errors:
-        texts = dict.fromkeys(map(str, errors))
-        raise ValueError(compose.with_experiment("\n".join(texts), overrides)) from errors[0]
+        raise ValueError(compose.with_experiment("\n".join(dict.fromkeys(texts)), overrides)) from errors[0]
     return next((outcome for outcome in outcomes if outcome), 0)
 
 

@@ -67,6 +67,7 @@ def make_once(path: Path, data_fingerprint: str, make: Callable[[], object]) -> 
         with lock, _sealed(path.parent, data_fingerprint, path.name):
             if not path.exists():
                 make()
+        return
 
 
 @contextmanager

@@ -82,9 +82,8 @@ def main(argv: list[str], work: Callable | None = None) -> int:
             from zaya_plugin.config.validate import validate
             from zaya_plugin.hosts.start_waits import Start
 
-            if (
-                LAUNCHER not in sys.modules
-            ):  # a process that becomes the rank has validated; else the file may be edited
+            # A launcher that becomes the rank has validated the recipe; a file of another process may be edited.
+            if LAUNCHER not in sys.modules:
                 validate(recipe, world_size)
             Start(rank, world_size, console).join(60 * recipe.cluster.distributed_timeout_minutes)
             return (work or _train)(recipe, rank, world_size, console) or 0

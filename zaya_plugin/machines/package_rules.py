@@ -34,8 +34,8 @@ def _no_zaya_train(facts: Facts, amd: bool) -> str | None:
     return f"megatron.core {facts.core} without megatron.training" if facts.core and not facts.training else None
 
 
-def _no_triton(facts: Facts, rocm: bool) -> str | None:
-    needed = facts.core and not before(facts.core, "0.18") and bool(facts.hip) == rocm
+def _no_triton(facts: Facts, amd: bool) -> str | None:
+    needed = facts.core and not before(facts.core, "0.18") and _amd(facts) == amd
     return f"megatron.core {facts.core} and no triton" if needed and facts.modules.get("triton") is False else None
 
 
@@ -124,7 +124,7 @@ PACKAGE_RULES = (
     Rule(
         "triton",
         "error",
-        lambda facts: _no_triton(facts, rocm=False),
+        lambda facts: _no_triton(facts, amd=False),
         "megatron.core imports it unconditionally from 0.18 on",
         "pip install triton",
         GITHUB + "NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/ops/paged_stash.py",
@@ -132,7 +132,7 @@ PACKAGE_RULES = (
     Rule(
         "triton-of-image",
         "error",
-        lambda facts: _no_triton(facts, rocm=True),
+        lambda facts: _no_triton(facts, amd=True),
         "megatron.core imports it unconditionally from 0.18 on, and this torch's own Triton is not installed",
         NEW_CONTAINER,
         GITHUB + "NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/ops/paged_stash.py",

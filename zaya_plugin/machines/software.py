@@ -226,11 +226,12 @@ def hazards(setting: Setting) -> Outcome:
         try:
             if violations := scanner.scan(path):
                 figures["violations"][str(path)] = [str(violation) for violation in violations]
-                overrides |= without_kernel(path)
         except scanner.ToolNotFound as error:
             return Outcome("skipped", str(error))
         except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
             figures["unreadable"][str(path)] = f"{type(error).__name__}: {error}"
+    for path in map(Path, figures["violations"]):
+        overrides |= without_kernel(path)
     text = f"{len(shipped)} shipped and {len(files) - len(shipped)} files of Triton's caches, {compiled} of them by "
     text += "torch.compile"
     text += "" if compiled else ": its kernels were not examined" + (f" ({failure})" if failure else "")

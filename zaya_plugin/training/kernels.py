@@ -109,8 +109,9 @@ def check_agreement(everyone: Sequence[Choices], recipe: Recipe) -> None:
     if not differences:
         return
     key = "core_attention" if fixes.keys() <= {"cluster.core_attention"} else "kernels"
-    if "cluster.kernel_overrides.grouped_product" in fixes and cluster.graphs != "none":
-        fixes["cluster.graphs"] = "none"  # its reference is not for graphs
+    references = fixes.get("cluster.kernels"), fixes.get("cluster.kernel_overrides.grouped_product")
+    if "reference" in references and cluster.graphs != "none":
+        fixes["cluster.graphs"] = "none"  # grouped_product's reference cannot be captured
     words = " ".join(f"{key}={version}" for key, version in fixes.items())
     if "cluster.kernels" in fixes:
         words = f"the same packages on all ranks, or {words}"

@@ -102,7 +102,8 @@ class AmdSmi(Collector):
                 if pattern.fullmatch(path) and (grown := self._counts.grown((gpu, path), value, least)):
                     text = f"GPU {gpu}: {path} has grown by {grown} to {value}"
                     evidence.append(self.evidence(now, rule, text, gpu=gpu, field=path, growth=grown))
-        none = {gpu.get("gpu", at): 0 for at, gpu in enumerate(metric)} if pages_text and not pages else {}
+        is_free = NO_PAGES in (pages_text or "") and not pages
+        none = {gpu.get("gpu", at): 0 for at, gpu in enumerate(metric)} if is_free else {}
         for gpu, count in (none | bad_pages(pages)).items():
             if grown := self._counts.grown((gpu, "bad pages"), count, 1):
                 text = f"GPU {gpu}: {grown} more memory page(s) are out of use, {count} in all"
