@@ -89,7 +89,6 @@ def apply() -> None:
 def _apply(patches: Iterable[Patch]) -> None:
     # This imports torch and Megatron. Garbage collections take a fifth of that time and find nothing; later ones leave
     # out what was imported.
-    enabled = gc.isenabled()
     gc.disable()
     try:
         for patch in patches:
@@ -100,5 +99,4 @@ def _apply(patches: Iterable[Patch]) -> None:
             _installed.add(patch.symbol)
     finally:
         gc.freeze()
-        if enabled:
-            gc.enable()
+        gc.enable()

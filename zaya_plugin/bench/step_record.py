@@ -14,7 +14,6 @@ import json
 import platform
 import subprocess
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 
 from zaya_plugin import __version__
@@ -255,6 +254,8 @@ def surroundings(device, command: str, commit_name: str | None) -> dict:
     """Return device, date, command, commit and versions. commit_name: from the command line."""
     import torch
 
+    from zaya_plugin.compat import distribution_version
+
     name = (
         torch.cuda.get_device_name(device)
         if device.type != "cpu"
@@ -265,11 +266,8 @@ def surroundings(device, command: str, commit_name: str | None) -> dict:
         "torch": torch.__version__,
         "cuda": torch.version.cuda or torch.version.hip,
     }
-    for package in ("megatron-core", "triton", "transformers"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
+    packages = ("megatron-core", "triton", "transformers")
+    versions |= {package: distribution_version(package) for package in packages}
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return {
         "device": name,

@@ -96,9 +96,8 @@ def examine_nodes(options: argparse.Namespace, checks: Sequence[Check], storage:
     folder = output.parent / "nodes"
     words = ["--only", ",".join(check.name for check in checks), "--device", options.device, "--storage", str(storage)]
     records = {name: folder / f"{name}.json" for name in names}
-    variables = network_variables(options.overrides)
-    texts = {f"cluster.environment.{name}": value for name, value in variables.items()}
-    for key, value in ({"--storage": storage, "--output": folder} | texts).items():
+    variables = recipe_variables(options.overrides)
+    for key, value in ({"--storage": storage, "--output": folder} | variables).items():
         if launcher and shlex.quote(str(value)) != str(value):
             allowed = "text without blanks and quotes, because ssh and its like give it to a shell"
             raise mistake(key, value, problem="cannot be passed to another node", allowed=allowed)
@@ -107,8 +106,7 @@ def examine_nodes(options: argparse.Namespace, checks: Sequence[Check], storage:
     if options.dry_run:
         print("\n".join(map(shlex.join, commands)))
         for number, pairs in enumerate(rounds(names), 1):
-            print(f"pairs, round {number}: " + ", ".join(f"{one} with {other}" for one, other in pairs))
-        print(*(f"pairs, variable: {name}={value}" for name, value in variables.items()), sep="\n")
+            print(f"pairs, round {number}: " + ", ".join(f"{one} with {other}" for one, other in pairs), *variables)
         return 0
     folder.mkdir(parents=True, exist_ok=True)
     for path in records.values():
@@ -149,8 +147,8 @@ def rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
     return [even, odd, *([[ring[-1]]] if len(names) % 2 else [])]
 
 
-def network_variables(overrides: Sequence[str]) -> dict[str, str]:
-    """Return the `cluster.environment` of the recipe that these words compose, as its ranks have it; {} without words."""
+def recipe_variables(overrides: Sequence[str]) -> dict[str, str]:
+    """Return the `cluster.environment` of the recipe of these words, as its ranks have it; {} without words."""
     from zaya_plugin.config.compose import compose
 
     return compose(["data.path=none", *overrides]).cluster.environment if overrides else {}
