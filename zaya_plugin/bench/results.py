@@ -15,8 +15,10 @@ from pathlib import Path
 from zaya_plugin import __version__
 from zaya_plugin.ground.whole_file import write_whole
 from zaya_plugin.pictures.chart import Line, bytes_text, save_of_record
+from zaya_plugin.plan.known_machine import named
 
 BYTES = "bytes"
+CPU_NAME = f"CPU {platform.processor() or platform.machine()}"
 
 
 @dataclass(frozen=True)
@@ -105,15 +107,21 @@ def finish(
     return record
 
 
+def device_name(device) -> str:
+    """Return the name of `device` (torch.device) with which plan/known_machine.py finds its recipe."""
+    import torch
+
+    if device.type == "cpu":
+        return CPU_NAME
+    properties = torch.cuda.get_device_properties(device)
+    architecture = getattr(properties, "gcnArchName", "")  # of ROCm
+    return named(properties.name, architecture, properties.multi_processor_count, properties.total_memory / 2**30)
+
+
 def surroundings(device, command: str, commit_name: str | None) -> dict:
     """Return device, date, command, commit and versions. commit_name: from the command line."""
     import torch
 
-    name = (
-        torch.cuda.get_device_name(device)
-        if device.type != "cpu"
-        else f"CPU {platform.processor() or platform.machine()}"
-    )
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -126,7 +134,7 @@ def surroundings(device, command: str, commit_name: str | None) -> dict:
             versions[package] = None
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return {
-        "device": name,
+        "device": device_name(device),
         "date": now,
         "command": command,
         "commit": commit_name or commit(),
