@@ -62,6 +62,12 @@ HEADINGS: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "bench": ("", "measure a recipe's speed by part of the step, or predict it elsewhere"),
         "bench step": ("bench:step", "measure a few steps of a recipe, and the share of each part of the step"),
+        "bench collectives": (
+            "bench_transfers:collectives",
+            "measure and check collectives by size and group, and recommend gradient buckets",
+        ),
+        "bench storage": ("bench_transfers:storage", "measure random reads, writes and fsync of a path"),
+        "bench data": ("bench_transfers:data", "measure the batches a second of a recipe's loader"),
         "bench expect": ("bench:expect", "predict a step of another cluster or recipe from a measured one"),
     },
     "Long runs": {
