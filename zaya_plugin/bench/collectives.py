@@ -16,14 +16,12 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from zaya_plugin.bench.probes import call_seconds
+from zaya_plugin.bench.probes import CHECKED_AT_ONCE, PERIOD, call_seconds
 from zaya_plugin.config.schema import MachineConfig
 from zaya_plugin.ground.errors import free_memory
 from zaya_plugin.plan.expected_step import between_instances, collective_seconds
 
 ELEMENT = 4  # bytes: collectives move fp32, as gradients do
-PERIOD = 251  # a prime: elements at a distance that is not a multiple of it differ, so data at a wrong place is wrong
-CHECKED_AT_ONCE = 2**24  # elements; bounds the memory of a check
 USABLE = 0.9  # of a device's free memory, for the buffers
 CALLS = {"cpu": 5, "cuda": 20}
 PRIMUS_COLUMNS = (
@@ -171,7 +169,7 @@ def call_of(op: str, source, target, group) -> Callable[[], object]:
     """Return the call of torch.distributed."""
     from torch import distributed
 
-    first = distributed.get_process_group_ranks(group)[0]
+    first = distributed.get_process_group_ranks(group or distributed.group.WORLD)[0]
     return {
         "all_reduce": lambda: distributed.all_reduce(source, group=group),
         "reduce_scatter": lambda: distributed.reduce_scatter_tensor(target, source, group=group),
