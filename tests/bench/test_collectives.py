@@ -59,7 +59,7 @@ def test_a_wrong_element_is_counted(op, monkeypatch):
 
 def test_sizes_end_at_the_free_memory_with_a_line(monkeypatch):
     lines = []
-    monkeypatch.setattr(collectives, "free_memory", lambda: 10_000)
+    monkeypatch.setattr(collectives, "free_bytes", lambda device: 10_000)
     rows = collectives.measure("all_to_all", [1024, 2048, 8192], torch.device("cpu"), say=lines.append)
     assert [row["size"] for row in rows] == [1024, 2048]  # two buffers in 90 % of 10,000 bytes
     assert lines == ["all_to_all of 1 rank: 8,192 bytes and more do not fit into the free memory (4,500 do)"]
@@ -125,7 +125,7 @@ def test_the_table_of_primus(tmp_path, name):
 
 @pytest.mark.slow
 def test_a_sweep_of_four_processes_is_written_and_its_plan_is_applied(tmp_path):
-    words = ("cluster=cpu", "nproc=4", "--max=16K", "--factor=16", f"--output={tmp_path}")
+    words = ("cluster=cpu", "nproc=4", "--max-bytes=16K", "--factor=16", f"--output={tmp_path}")
     done = zaya("bench", "collectives", *words, f"--table={tmp_path / 'rccl.csv'}")
     assert done.returncode == 0, done.stdout
     record = json.loads((tmp_path / "collectives.json").read_text())

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from zaya_plugin.bench.probes import CHECKED_AT_ONCE, PERIOD, call_seconds
+from zaya_plugin.bench.results import free_bytes
 from zaya_plugin.config.schema import MachineConfig
-from zaya_plugin.ground.errors import free_memory
 from zaya_plugin.plan.expected_step import between_instances, collective_seconds
 
 ELEMENT = 4  # bytes: collectives move fp32, as gradients do
@@ -184,14 +184,12 @@ def largest_size(op: str, ranks: int, device) -> int:
     import torch
     from torch import distributed
 
-    if device.type == "cpu":
-        free = free_memory() // distributed.get_world_size()
-    else:
+    if device.type != "cpu":
         torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info(device)[0]
+    free = free_bytes(device) / (distributed.get_world_size() if device.type == "cpu" else 1)
     operation = OPERATIONS[op]
     shares = [1.0 if whole else 1 / ranks for whole in (operation.whole_input, operation.whole_output)]
-    least = torch.tensor(float(free), device=device)
+    least = torch.tensor(free, device=device)
     distributed.all_reduce(least, distributed.ReduceOp.MIN)
     return int(USABLE * least.item() / (shares[0] if operation.in_place else sum(shares)))
 

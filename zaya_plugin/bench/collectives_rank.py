@@ -23,7 +23,7 @@ from zaya_plugin.ground.whole_file import write_whole
 from zaya_plugin.pictures.chart import bytes_text
 from zaya_plugin.plan.bucket_plan import SATURATED, recommended, saturation
 
-LARGEST = {"cpu": 4 * 2**20, "cuda": 8 * 2**30}  # bytes, where --max is not given
+LARGEST = {"cpu": 4 * 2**20, "cuda": 8 * 2**30}  # bytes, without --max-bytes
 COLUMNS = (
     Column("name", "collective"),
     Column("group", "group"),
@@ -38,7 +38,7 @@ COLUMNS = (
 
 
 def sizes(options: Sweep, device_type: str) -> list[int]:
-    """Return the sizes of the sweep, powers of the factor from --min on; --max is the last."""
+    """Return the sizes of the sweep, powers of the factor from --min-bytes on; --max-bytes is the last."""
     most, size, result = options.most or LARGEST[device_type], options.least, []
     while size < most:
         result.append(size)
@@ -202,7 +202,10 @@ def main(argv: list[str]) -> int:
         return 2
     finally:
         distributed.destroy_process_group()
-    return int(any(row["#wrong"] for row in rows))
+    wrong = sum(row["#wrong"] > 0 for row in rows)
+    if wrong and rank == 0:
+        print(f"WRONG RESULTS: {wrong} of {len(rows)} rows; see column #wrong", file=sys.stderr)
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":

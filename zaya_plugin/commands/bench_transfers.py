@@ -11,6 +11,7 @@ from pathlib import Path
 
 from zaya_plugin.bench.collectives import OPERATIONS
 from zaya_plugin.bench.options import Sweep, with_data_path
+from zaya_plugin.commands.bench_rates import COMMIT, OUTPUT
 from zaya_plugin.commands.parser import Parser, option
 from zaya_plugin.config.train_help import DEMO_DATA
 from zaya_plugin.ground.errors import mistake
@@ -35,8 +36,8 @@ buckets and the number of optimizer instances that follow; parallel.bucket_plan=
 COLLECTIVES_EXAMPLES = """\
 examples:
   zaya bench collectives                                           all devices of this machine
-  zaya bench collectives --ops reduce_scatter,all_gather --groups 2,4 --max 1G cluster=h200_8 nproc=4
-  zaya bench collectives cluster=cpu nproc=4 --max 64K             four processes over gloo
+  zaya bench collectives --ops reduce_scatter,all_gather --groups 2,4 --max-bytes 1G cluster=h200_8 nproc=4
+  zaya bench collectives cluster=cpu nproc=4 --max-bytes 64K       four processes over gloo
   zaya bench collectives cluster=mi300x_8 --table runs/rccl.csv    also a table with the columns of Primus
   srun zaya bench collectives cluster=mi300x_128x8 ...             several nodes; or torchrun --nnodes 2 ... -m
                                                                    zaya_plugin.cli bench collectives ...
@@ -73,16 +74,6 @@ print(json.dumps([device_name(torch.device("cuda", 0)) if count else "", count])
 """
 
 
-def output(files: str):
-    """Return the row of --output."""
-    return option(
-        "--output", type=Path, default=Path("runs/bench"), metavar="DIR", help=f"folder of {files} (runs/bench)"
-    )
-
-
-COMMIT = option("--commit", metavar="TEXT", help="commit for the record, where there is no git checkout")
-
-
 def names(text: str) -> tuple[str, ...]:
     """Return the collectives of a list with commas, as a type for argparse."""
     for name in text.split(","):
@@ -116,10 +107,10 @@ def collectives() -> Parser:
         COLLECTIVES,
         COLLECTIVES_EXAMPLES,
         option(
-            "--min", dest="least", type=message_size, default=1024, metavar="SIZE", help="smallest size (1K = 1024)"
+            "--min-bytes", dest="least", type=message_size, default=1024, metavar="SIZE", help="smallest size (1K = 1024)"
         ),
         option(
-            "--max",
+            "--max-bytes",
             dest="most",
             type=message_size,
             default=0,
@@ -142,7 +133,7 @@ def collectives() -> Parser:
             help="ranks of the groups, with commas, such as 2,4 (all that divide a node, and whole nodes)",
         ),
         option("--table", type=table, metavar="FILE", help="also write the columns of Primus: .md, .csv or .jsonl"),
-        output("collectives.json, its picture and the ranks' logs"),
+        OUTPUT,
         COMMIT,
         recipe=True,
     )
@@ -154,7 +145,7 @@ def _collectives(options: argparse.Namespace) -> int:
 
     least, most = options.least, options.most
     if most and most < least:
-        raise mistake("--max", most, problem=f"is less than --min {least}", allowed=f"{least} or more")
+        raise mistake("--max-bytes", most, problem=f"is less than --min-bytes {least}", allowed=f"{least} or more")
     words = options.overrides
     if not any(word.startswith("cluster=") for word in words):
         words = [*of_this_machine(), *words]
@@ -196,7 +187,7 @@ def storage() -> Parser:
             metavar="S",
             help="time of each kind of random access (1)",
         ),
-        output("storage.json and its picture"),
+        OUTPUT,
         COMMIT,
     )
 

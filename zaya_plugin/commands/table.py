@@ -60,7 +60,7 @@ HEADINGS: dict[str, dict[str, tuple[str, str]]] = {
             "machines:verify",
             "examine this machine, or several nodes: software, kernels, rates, a short training",
         ),
-        "bench": ("", "measure a recipe's speed by part of the step, or predict it elsewhere"),
+        "bench": ("", "measure a recipe's step, and the memory and matrix products of a device; predict a step"),
         "bench step": ("bench:step", "measure a few steps of a recipe, and the share of each part of the step"),
         "bench collectives": (
             "bench_transfers:collectives",
@@ -68,6 +68,10 @@ HEADINGS: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "bench storage": ("bench_transfers:storage", "measure random reads, writes and fsync of a path"),
         "bench data": ("bench_transfers:data", "measure the batches a second of a recipe's loader"),
+        "bench hbm": ("bench_rates:hbm", "measure the bandwidth of a device's memory by size"),
+        "bench gemm": ("bench_rates:gemm", "measure a recipe's matrix products and what better sizes give"),
+        "bench mlp": ("bench_rates:mlp", "measure a chain of MLPs against the published rate of MI300X"),
+        "bench tune": ("bench_rates:tune", "choose the library's kernels for a recipe's matrix products"),
         "bench expect": ("bench:expect", "predict a step of another cluster or recipe from a measured one"),
     },
     "Long runs": {
