@@ -10,13 +10,12 @@ slowest rank's time of each call, eff_gbps of bytes and p50_ms. No torch import 
 
 from __future__ import annotations
 
-import math
 import socket
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from zaya_plugin.bench.probes import CHECKED_AT_ONCE, PERIOD, call_seconds
+from zaya_plugin.bench.probes import CHECKED_AT_ONCE, PERIOD, call_seconds, percentile
 from zaya_plugin.bench.results import free_bytes
 from zaya_plugin.config.schema import MachineConfig
 from zaya_plugin.plan.expected_step import between_instances, collective_seconds
@@ -279,10 +278,3 @@ def row_of(
         "slowest_rank": f"r{last}@{hosts[last]}",
         "rank_p95_spread_ms": 1e3 * (max(late) - percentile(late, 50)),
     }
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the percentile with linear interpolation between neighbours."""
-    ordered, place = sorted(values), (len(values) - 1) * percent / 100
-    low = math.floor(place)
-    return ordered[low] + (place - low) * (ordered[math.ceil(place)] - ordered[low])

@@ -13,7 +13,6 @@ import os
 import random
 import re
 import socket
-import statistics
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from zaya_plugin.bench.probes import percentile
 from zaya_plugin.ground.errors import check_space, mistake
 
 BLOCK = 2**20  # bytes of a sequential access
@@ -127,16 +127,15 @@ def measure(folder: Path, size: int, seconds: float, say: Say = quiet) -> list[d
 
 def small_accesses(access: str, times: list[float], seconds: float, threads: int) -> dict:
     """Return the row of accesses of a page. times: of each access; seconds: of all."""
-    ordered = sorted(times)
     return {
         "access": access,
         "block": PAGE,
         "threads": threads,
         "iops": len(times) / seconds,
         "mb_per_s": PAGE * len(times) / seconds / 1e6,
-        "p50_ms": 1e3 * statistics.median(ordered),
-        "p99_ms": 1e3 * ordered[int(0.99 * (len(ordered) - 1))],
-        "max_ms": 1e3 * ordered[-1],
+        "p50_ms": 1e3 * percentile(times, 50),
+        "p99_ms": 1e3 * percentile(times, 99),
+        "max_ms": 1e3 * max(times),
     }
 
 

@@ -107,7 +107,12 @@ def collectives() -> Parser:
         COLLECTIVES,
         COLLECTIVES_EXAMPLES,
         option(
-            "--min-bytes", dest="least", type=message_size, default=1024, metavar="SIZE", help="smallest size (1K = 1024)"
+            "--min-bytes",
+            dest="least",
+            type=message_size,
+            default=1024,
+            metavar="SIZE",
+            help="smallest size (1K = 1024)",
         ),
         option(
             "--max-bytes",
