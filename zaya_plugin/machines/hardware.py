@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -144,6 +146,16 @@ def mount_of(path: Path, root: Path) -> tuple[str, str, str]:
         if len(after) == 3 and path.is_relative_to(point) and len(point) >= best:
             best, mount = len(point), (after[0], after[1], after[2])
     return mount
+
+
+def limits(root: Path) -> dict[str, int | None]:
+    """Return the bytes that a process may lock and those of /dev/shm; None: no limit, or unknown."""
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    shm = root / "dev/shm"
+    return {
+        "memlock_bytes": None if locked == resource.RLIM_INFINITY else locked,
+        "shm_bytes": shutil.disk_usage(shm).total if shm.is_dir() else None,
+    }
 
 
 def interface_of(address: str, root: Path) -> str | None:
