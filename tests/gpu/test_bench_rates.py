@@ -42,7 +42,8 @@ def test_products_of_a_recipe(measured):
 
 def test_torch_reads_its_tuned_file_and_refuses_that_of_another_version(measured, tmp_path):
     folder, record = measured("tune", *RECIPE)
-    assert record["accepted"] and record["recorded"] >= 4 and {row["wrong"] for row in record["rows"]} == {0}
+    assert record["accepted"] and {row["wrong"] for row in record["rows"]} == {0}
+    assert sum(row["recorded"] == "yes" for row in record["rows"]) >= 4
     assert record["environment"]["PYTORCH_TUNABLEOP_FILENAME"] == str(folder / "tunableop_results.csv")
     results = folder / "tunableop_results0.csv"
     other = tmp_path / "other0.csv"
