@@ -6,6 +6,8 @@ and error counters, and a synced write.
 from __future__ import annotations
 
 import re
+import resource
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -96,3 +98,13 @@ def storage(setting: Setting, root: Path = ROOT) -> Outcome:
     details = [f"storage {folder}: {figures['network']}"] if figures["network"] else []
     compared = {"storage_mb_per_s": {"": rate}}
     return Outcome("pass", f"{rate:.0f} MB/s to {folder}", figures, details=details, compared=compared)
+
+
+def limits(root: Path) -> dict[str, int | None]:
+    """Return the bytes that a process may lock and those of /dev/shm; None: no limit, or unknown."""
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    shm = root / "dev/shm"
+    return {
+        "memlock_bytes": None if locked == resource.RLIM_INFINITY else locked,
+        "shm_bytes": shutil.disk_usage(shm).total if shm.is_dir() else None,
+    }
