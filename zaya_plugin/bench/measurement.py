@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start the ranks that measure a recipe's step, and the anchor's ranks after them. No torch import."""
+"""Start the ranks that measure a recipe's step, and the anchor's ranks after them, or collectives, or a recipe's
+loader. No torch import.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from zaya_plugin.bench import step_report
 from zaya_plugin.bench.options import ANCHOR, RECORD, Options, measured_recipe, with_data_path
-from zaya_plugin.bench.step_record import write
+from zaya_plugin.bench.results import write
 from zaya_plugin.ground.errors import mistake
 
 if TYPE_CHECKING:
@@ -71,6 +73,39 @@ def _measure(options: Options, recipe: Recipe, plan: Plan) -> int:
     if plan.rank == 0 and code == 0:
         print(step_report.anchor_text(add_anchor(run_dir)), flush=True)
     return code
+
+
+def run_collectives(recipe: Recipe, options: dict) -> int:
+    """Start the ranks of a sweep, or become the one that an outer launcher has started; return the exit code."""
+    from zaya_plugin.config.compose import save_recipe
+    from zaya_plugin.config.run_directory import make_writable
+    from zaya_plugin.run.rank_plan import unchecked_plan
+
+    plan = unchecked_plan(recipe, os.environ, ("zaya_plugin.bench.collectives_rank", json.dumps(options)))
+    if plan.world_size < 2:
+        problem = "a collective needs two ranks"
+        raise mistake("nproc", plan.world_size, problem=problem, allowed="2 or more", fix="nproc=2")
+    make_writable(recipe.run_dir)
+    if plan.command is not None:
+        save_recipe(recipe, Path(recipe.run_dir) / "recipe.yaml")
+    return _run_ranks(recipe, plan)
+
+
+def run_loader(recipe: Recipe, options: dict) -> int:
+    """Start the ranks that read with the recipe's loader; return the exit code."""
+    from zaya_plugin.run.launch import launch
+    from zaya_plugin.run.rank_plan import make_plan
+
+    plan = make_plan(recipe, os.environ, ("zaya_plugin.bench.data_rank", json.dumps(options)))
+    return launch(recipe, plan=plan, run=_run_ranks)
+
+
+def _run_ranks(recipe: Recipe, plan: Plan) -> int:
+    from zaya_plugin.run import launch
+
+    if plan.command is None:
+        return launch.become_rank(recipe, plan)
+    return launch.run_ranks(plan, Path(recipe.run_dir) / "logs").code
 
 
 def check_anchor(normalization: str) -> None:

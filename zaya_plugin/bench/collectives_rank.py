@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of `zaya bench collectives`: `python -m zaya_plugin.bench.collectives_rank <recipe.yaml> <options as JSON>`,
+started like a rank of training.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from itertools import count, groupby, takewhile
+from pathlib import Path
+
+from zaya_plugin.bench import collectives
+from zaya_plugin.bench.collectives import OPERATIONS, PRIMUS_COLUMNS, Partition
+from zaya_plugin.bench.results import BYTES, Column, Line, device_name, finish
+from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.whole_file import write_whole
+from zaya_plugin.pictures.chart import bytes_text
+from zaya_plugin.plan.bucket_plan import SATURATED, recommended, saturation
+
+LARGEST = {"cpu": 4 * 2**20, "cuda": 8 * 2**30}  # bytes, without --max-bytes
+COLUMNS = (
+    Column("name", "collective"),
+    Column("group", "group"),
+    Column("size", "size", BYTES),
+    Column("time", "us", ",.1f"),
+    Column("algBw", "algBw", ".2f"),
+    Column("busBw", "busBw", ".2f"),
+    Column("share", "of link", ".0%"),
+    Column("predicted_us", "predicted us", ",.1f"),
+    Column("#wrong", "#wrong"),
+)
+
+
+def sizes(options: Namespace, device_type: str) -> list[int]:
+    """Return the sizes of the sweep, powers of the factor from --min-bytes on; --max-bytes is the last."""
+    most = options.most or LARGEST[device_type]
+    powers = takewhile(lambda size: size < most, (options.least * options.factor**step for step in count()))
+    return [*powers, most]
+
+
+def sweep(options: Namespace, world: int, of_node: int, device, machine, say) -> list[dict]:
+    """Return the rows of all groups; every rank calls it. machine: rates of this device's recipe, or None.
+
+    Raises:
+        ValueError: no groups have the numbers of ranks of --group.
+    """
+    from torch import distributed
+
+    rows, known = [], collectives.partitions(world, of_node)
+    if unknown := {*(options.group or ())} - {partition.ranks for partition in known}:
+        allowed = ", ".join(str(ranks) for ranks in sorted({partition.ranks for partition in known}))
+        problem = f"{world} ranks, {of_node} a node, form no such groups"
+        raise mistake("--group", min(unknown), problem=problem, allowed=allowed)
+    for partition in known:
+        if options.group and partition.ranks not in options.group:
+            continue
+        group = distributed.new_group(partition.group_of(distributed.get_rank()), use_local_synchronization=True)
+        for op in options.op or OPERATIONS:
+            if partition.ranks == 1 and op in collectives.IN_PLACE:
+                continue  # nothing is moved
+            say(f"{op}, {partition}")
+            measured = collectives.measure(op, sizes(options, device.type), device, partition, group, say)
+            rows += [row | compared(op, partition, row, machine) for row in measured]
+        distributed.destroy_process_group(group)
+    return rows
+
+
+def compared(op: str, partition: Partition, row: dict, machine) -> dict:
+    """Return the row's group, and with known rates its share of the links and the prediction."""
+    if machine is None or partition.ranks == 1:
+        return {"group": str(partition)}
+    seconds = collectives.predicted_seconds(machine, op, partition, row["size"])
+    return {
+        "group": str(partition),
+        "share": row["busBw"] / collectives.link_rate(machine, partition.ranks, partition.stride),
+        "predicted_us": 1e6 * seconds,
+        "predicted_busBw": collectives.sent(op, partition.ranks) * row["size"] / seconds / 1e9,
+    }
+
+
+def summary(rows: Sequence[dict]) -> list[dict]:
+    """Return for each collective and group the best rate, and the size at which it is saturated; the number of
+    neighbours with the highest rate of a collective is marked.
+    """
+    best: dict[str, float] = {}
+    for row in rows:
+        if row["stride"] == 1:
+            best[row["name"]] = max(best.get(row["name"], 0.0), row["busBw"])
+    groups = groupby((row for row in rows if row["gpus"] > 1), lambda row: (row["name"], row["group"]))
+    results = []
+    for (name, group), of_rows in groups:
+        of_group = list(of_rows)
+        rate = max(row["busBw"] for row in of_group)
+        results.append(
+            {
+                "name": name,
+                "group": group,
+                "busBw": rate,
+                "saturated_size": saturation(of_group),
+                "best_group": rate == best[name] and of_group[0]["stride"] == 1,
+                "sizes": [row["size"] for row in of_group],
+                "rates": [row["busBw"] for row in of_group],
+            }
+        )
+    return results
+
+
+def report(rows: list[dict], options: Namespace, output: Path, world: int, of_node: int, device, machine) -> None:
+    """Print and write the results of rank 0."""
+    groups, plans = summary(rows), recommended(rows, of_node)
+    most = str(Partition(max(row["gpus"] for row in rows if row["stride"] == 1)))
+    lines = [
+        Line(f"{entry['name']}, {entry['group']}", entry["sizes"], entry["rates"])
+        for entry in groups
+        if entry["group"] == most or entry["name"] == "ReduceScatter"
+    ]
+    finish(
+        "collectives",
+        rows,
+        COLUMNS,
+        device=device,
+        command=options.command,
+        commit=options.commit,
+        output=output,
+        title=f"Collectives, {world} ranks, {of_node} a node",
+        lines=lines,
+        x="bytes",
+        y="busBw, GB/s",
+        limit=(f"links of {machine.name}", collectives.link_rate(machine, of_node)) if machine else None,
+        more={"world": world, "ranks_of_node": of_node, "groups": groups, "bucket_plan": plans},
+    )
+    print(f"\nSmallest size with {SATURATED:.0%} of the best rate (*: the best number of ranks):")
+    for entry in groups:
+        print(
+            f"  {entry['name']:14}{entry['group']:24}{bytes_text(entry['saturated_size']):>10}"
+            f"{entry['busBw']:9.2f} GB/s{' *' if entry['best_group'] else ''}"
+        )
+    for plan in plans:
+        predicted = plan["predicted_bucket_bytes"]
+        print(
+            f"{plan['ranks']} data-parallel ranks: ddp_bucket_size={plan['ddp_bucket_size']} "
+            f"({bytes_text(plan['bucket_bytes'])} of fp32 gradients"
+            + (f"; {bytes_text(predicted)} by the prediction" if predicted else "")
+            + f"), num_distributed_optimizer_instances={plan['num_distributed_optimizer_instances']}"
+            + ("; the rate still rises at the largest size" if plan["still_rising"] else "")
+        )
+    if plans:
+        print(f"apply it: parallel.bucket_plan={output / 'collectives.json'}")
+    if options.table:
+        write_table(Path(options.table), rows, options, world)
+
+
+def write_table(path: Path, rows: Sequence[dict], options: Namespace, world: int) -> None:
+    """Write Primus' columns, with its number of digits: JSON lines or CSV by the name of the file, else Markdown."""
+    digits = {"eff_gbps": ".2f"} | {key: ".3f" for key in PRIMUS_COLUMNS if key.endswith("_ms")}
+    cells = [[format(row[key], digits.get(key, "")) for key in PRIMUS_COLUMNS] for row in rows]
+    lines = [f"| {' | '.join(of_row)} |" for of_row in (PRIMUS_COLUMNS, ["---"] * len(PRIMUS_COLUMNS), *cells)]
+    lines = [f"# RCCL Benchmark Report\n\n- World Size: {world}\n- Command: `{options.command}`\n", *lines]
+    if path.suffix == ".jsonl":
+        lines = [json.dumps(dict(zip(PRIMUS_COLUMNS, of_row, strict=True))) for of_row in cells]
+    elif path.suffix == ".csv":
+        lines = [",".join(of_row) for of_row in (PRIMUS_COLUMNS, *cells)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, "\n".join(lines) + "\n")
+
+
+def main(argv: list[str]) -> int:
+    """Run one rank; return the exit code."""
+    import torch
+    from torch import distributed
+
+    from zaya_plugin.config.compose import load_recipe
+
+    recipe, options = load_recipe(Path(argv[0])), Namespace(**json.loads(argv[1]))
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    of_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    device = torch.device("cpu")
+    if recipe.cluster.device != "cpu":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    machine = recipe.machine if recipe.machine.name else None
+    if machine and (device.type == "cpu" or machine.name not in device_name(device)):
+        machine = None  # the recipe's rates are another device's
+    minutes = datetime.timedelta(minutes=recipe.cluster.distributed_timeout_minutes)
+    distributed.init_process_group(recipe.cluster.distributed_backend, timeout=minutes)
+
+    def say(text: str) -> None:
+        if rank == 0:
+            print(f"bench: {text}", flush=True)
+
+    try:
+        rows = sweep(options, world, of_node, device, machine, say)
+        if rank == 0:
+            report(rows, options, Path(recipe.run_dir), world, of_node, device, machine)
+    except ValueError as error:
+        print(f"zaya: {error}", file=sys.stderr)
+        return 2
+    finally:
+        distributed.destroy_process_group()
+    wrong = sum(row["#wrong"] > 0 for row in rows)
+    if wrong and rank == 0:
+        print(f"WRONG RESULTS: {wrong} of {len(rows)} rows; see column #wrong", file=sys.stderr)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

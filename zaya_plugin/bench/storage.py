@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure a file system: a synced write, reading it back, random reads and synced small writes; and name the network
+interface behind it. No torch import at the top.
+
+All accesses go to one file without a name, which ends with the process, also where it is killed. Before each read the
+file's pages are dropped from this machine's page cache (posix_fadvise); the caches of a file server, a controller or a
+drive stay, so a rate of reads is an upper bound for cold data.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import re
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from zaya_plugin.bench.probes import percentile
+from zaya_plugin.ground.errors import check_space, mistake
+
+BLOCK = 2**20  # bytes of a sequential access
+PAGE = 4096  # bytes of a random access
+THREADS = (1, 2, 4, 8, 16, 32)  # that read at the same time, as loaders do
+ROOT = Path("/")
+Say = Callable[[str], None]
+
+
+def written(file: int, size: int) -> float:
+    """Write `size` bytes and sync them; return the bytes a second, the sync included. The blocks are random, since some
+    storage compresses.
+    """
+    blocks, begin = [os.urandom(BLOCK) for _ in range(16)], time.monotonic()
+    for number in range(-(-size // BLOCK)):
+        os.write(file, blocks[number % len(blocks)][: size - number * BLOCK])
+    os.fsync(file)
+    return size / (time.monotonic() - begin)
+
+
+def read_back(file: int) -> float:
+    """Drop the file's pages and read it; return the bytes a second."""
+    drop_pages(file, os.POSIX_FADV_SEQUENTIAL)
+    os.lseek(file, 0, os.SEEK_SET)
+    begin, count = time.monotonic(), 0
+    while data := os.read(file, BLOCK):
+        count += len(data)
+    return count / (time.monotonic() - begin)
+
+
+def drop_pages(file, advice: int) -> None:
+    """Drop the synced pages of a file from the page cache, and set how it will be read."""
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.posix_fadvise(file, 0, 0, advice)
+
+
+def times_of(access: Callable[[int], object], pages: Sequence[int], seconds: float) -> list[float]:
+    """Access pages one after the other for `seconds`; return the seconds of each."""
+    times, last = [], time.monotonic() + seconds
+    for page in pages:
+        begin = time.monotonic()
+        access(page * PAGE)
+        times.append(time.monotonic() - begin)
+        if begin > last:
+            break
+    return times
+
+
+def random_reads(file: int, pages: Sequence[int], threads: int, seconds: float) -> list[float]:
+    """Read pages with several threads, none of them twice; return the seconds of each read."""
+    drop_pages(file, os.POSIX_FADV_RANDOM)
+    shares = (pages[number::threads] for number in range(threads))
+    with ThreadPoolExecutor(threads) as pool:
+        read = functools.partial(times_of, lambda place: os.pread(file, PAGE, place), seconds=seconds)
+        return sum(pool.map(read, shares), [])
+
+
+def measure(folder: Path, size: int, seconds: float, say: Say) -> list[dict]:
+    """Measure the file system of `folder` with a file of `size` bytes; `seconds` for each kind of random access.
+
+    Raises:
+        ValueError: no such folder. OSError, with the folder as its file: no space, or not writable.
+    """
+    if not folder.is_dir():
+        problem = "is not a folder" if folder.exists() else "does not exist"
+        raise mistake("PATH", folder, problem=problem, allowed="a folder of the file system to measure")
+    try:
+        check_space(folder, size + 64 * BLOCK)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as stream:
+            file = stream.fileno()
+            say(f"writing {size // BLOCK:,} MiB")
+            rows = [{"access": "write, synced at the end", "block": BLOCK, "mb_per_s": written(file, size) / 1e6}]
+            say(f"reading {size // BLOCK:,} MiB")
+            rows.append({"access": "read", "block": BLOCK, "mb_per_s": read_back(file) / 1e6})
+            pages = random.Random(0).sample(range(size // PAGE), size // PAGE)
+            for threads in THREADS:
+                say(f"random reads, {threads} threads")
+                rows.append(row_of("random read", random_reads(file, pages, threads, seconds), threads))
+            say("synced writes")
+            block = os.urandom(PAGE)
+            times = times_of(lambda place: (os.pwrite(file, block, place), os.fsync(file)), pages, seconds)
+            return [*rows, row_of("random write and fsync", times, 1)]
+    except OSError as error:
+        error.filename = error.filename or str(folder)
+        raise
+
+
+def row_of(access: str, times: Sequence[float], threads: int) -> dict:
+    """Return the row of accesses of a page by `threads`. times: seconds of each access, of all threads."""
+    iops = threads * len(times) / sum(times)
+    return {
+        "access": access,
+        "block": PAGE,
+        "threads": threads,
+        "iops": iops,
+        "mb_per_s": PAGE * iops / 1e6,
+        "p50_ms": 1e3 * percentile(times, 50),
+        "p99_ms": 1e3 * percentile(times, 99),
+        "max_ms": 1e3 * max(times),
+    }
+
+
+def run(folder: Path, size: int, seconds: float, output: Path, command: str, commit: str | None) -> None:
+    """`zaya bench storage`."""
+    import torch
+
+    from zaya_plugin.bench.results import BYTES, Column, Line, finish
+
+    kind, network, shared = network_of(folder.absolute(), ROOT)
+    rows = measure(folder, size, seconds, lambda text: print(f"bench: {text}", file=sys.stderr, flush=True))
+    reads = [row for row in rows if row["access"] == "random read"]
+    finish(
+        "storage",
+        rows,
+        (
+            Column("access", "access"),
+            Column("block", "block", BYTES),
+            Column("threads", "threads"),
+            Column("mb_per_s", "MB/s", ",.1f"),
+            Column("iops", "IOPS", ",.0f"),
+            Column("p50_ms", "p50 ms", ".3f"),
+            Column("p99_ms", "p99 ms", ".3f"),
+            Column("max_ms", "max ms", ".3f"),
+        ),
+        device=torch.device("cpu"),
+        command=command,
+        commit=commit,
+        output=output,
+        title=f"Storage, {kind or 'unknown file system'} of {folder}, a file of {size / 2**30:.3g} GiB",
+        lines=[Line("random reads of 4 KiB", [row["threads"] for row in reads], [row["iops"] for row in reads])],
+        x="threads",
+        y="reads a second",
+        more={"path": str(folder.absolute()), "file_system": kind, "network": network, "over_training_network": shared},
+    )
+    print(f"network: {network or 'none (a local or unknown file system)'}")
+    if shared:
+        print("WARNING: this path's traffic shares the training network: reads and checkpoints delay collectives")
+    if kind in ("tmpfs", "ramfs"):
+        print("WARNING: the path is in memory: these are no rates of a drive")
+    print(
+        "The page cache of this machine was dropped before reads; caches of servers, controllers and drives were not."
+    )
+
+
+def network_of(folder: Path, root: Path) -> tuple[str, str, bool]:
+    """Return the type of the file system of `folder`, the network that its accesses take ("" for a local or unknown
+    file system), and whether that is the training network. root: folder with sys/ and proc/.
+    """
+    kind, source, options = mount_of(folder, root)
+    if "@o2ib" in source:
+        return kind, f"{kind} over InfiniBand (o2ib), as the collectives", True
+    address = re.search(r"\baddr=([\d.]+)", options) or re.match(r"([\d.]+)[@:]", source)
+    if address is None or (interface := interface_of(address[1], root)) is None:
+        return kind, "", False
+    shared = interface in rail_interfaces(root)
+    text = f"{kind} of {address[1]} over {interface}" + ", a rail of the training network" * shared
+    return kind, text, shared
+
+
+def rail_interfaces(root: Path) -> set[str]:
+    """Return the network interfaces of the training network's ports."""
+    return {read(path) for path in (root / "sys/class/infiniband").glob("*/ports/*/gid_attrs/ndevs/0")} - {""}
+
+
+def mount_of(path: Path, root: Path) -> tuple[str, str, str]:
+    """Return type, source and options of the mount that holds `path`."""
+    mount = ("", "", "")
+    best = -1
+    for line in read(root / "proc/self/mountinfo").splitlines():
+        left, _, right = line.partition(" - ")
+        point, after = left.split()[4].replace("\\040", " "), right.split()
+        if len(after) == 3 and path.is_relative_to(point) and len(point) >= best:
+            best, mount = len(point), (after[0], after[1], after[2])
+    return mount
+
+
+def interface_of(address: str, root: Path) -> str | None:
+    """Return the interface of the route to an IPv4 address."""
+    try:
+        number = int.from_bytes(socket.inet_aton(address), "little")
+    except OSError:
+        return None
+    routes = [line.split() for line in read(root / "proc/net/route").splitlines()[1:]]
+    fitting = [(int(words[7], 16), words[0]) for words in routes if number & int(words[7], 16) == int(words[1], 16)]
+    return max(fitting, key=lambda entry: entry[0].bit_count(), default=(0, None))[1]
+
+
+def read(path: Path) -> str:
+    """Return a file of /sys or /proc, "" where it is absent."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
