@@ -45,12 +45,14 @@ class Metrics:
     """The rows of metrics.jsonl by key; of a step that a resumed run repeats, those of the later attempt.
 
     columns: key -> (steps, values), both arrays of one length, steps ascending. Values may be NaN or infinite.
-    expert_load: (step, [layers][experts]) for each row that has it.
+    busiest: (step, [layers]) for each row with expert_load: the load of the busiest expert by an even load.
+    expert_load: [layers][experts] shares of tokens, of the last such row.
     restarts: first steps of later attempts, by the rows alone. spikes, skipped: steps.
     """
 
     columns: dict[str, tuple[array, array]] = field(default_factory=dict)
-    expert_load: list[tuple[int, list[list[float]]]] = field(default_factory=list)
+    busiest: list[tuple[int, array]] = field(default_factory=list)
+    expert_load: list[list[float]] = field(default_factory=list)
     restarts: list[int] = field(default_factory=list)
     spikes: list[int] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
@@ -68,8 +70,10 @@ class Metrics:
             if self._last >= 0 and self._has_rate and not has_rate and self.restarts[-1:] != [step]:
                 self.restarts.append(step)
             self._last, self._has_rate = step, has_rate
-        if isinstance(load := row.get("expert_load"), list):
-            self.expert_load.append((step, load))
+        if (load := row.get("expert_load")) is not None:
+            with contextlib.suppress(TypeError, ValueError):  # of another shape
+                self.busiest.append((step, array("d", [max(layer) * len(layer) for layer in load])))
+                self.expert_load = load
         if row.get("loss_spike") is not None:
             self.spikes.append(step)
         if row.get("skipped"):
@@ -91,8 +95,8 @@ class Metrics:
         for marks in (self.restarts, self.spikes, self.skipped):
             while marks and marks[-1] >= step:
                 marks.pop()
-        while self.expert_load and self.expert_load[-1][0] >= step:
-            self.expert_load.pop()
+        while self.busiest and self.busiest[-1][0] >= step:
+            self.busiest.pop()
         self.restarts.append(step)
         self._last, self._has_rate = step - 1, False
 
