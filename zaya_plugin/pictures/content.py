@@ -14,8 +14,8 @@ LEAST_BUCKETS = 250  # of one line
 HEAT_COLUMNS = 400
 
 # Distinguishable with the usual kinds of colour blindness, and each with a contrast of at least 3 on white and on the
-# dark page (test_content.py): Okabe and Ito's blue, vermilion, green and purple, and two darker ones of theirs.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#c26a9b", "#8a7a00", "#7b8794")
+# dark page (tests/pictures/test_content.py): Okabe and Ito's blue, vermilion and green, and three that a search added.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#8848ef", "#a8904d", "#855984")
 DASHES = ("solid", "dashed", "dotted")
 QUIET, ALARM, GOOD = "#7b8794", "#d55e00", "#009e73"  # of bars and marks
 
@@ -90,7 +90,8 @@ class Panel:
     """A drawing. Panels whose x_label is equal are zoomed together.
 
     unit: of the y axis. note: one sentence below the title. rows: names of the rows of bars and points, from the top.
-    marks: vertical lines, (x, colour) each. key: (name, colour, dash) for the legend.
+    marks: vertical lines, (x, colour) each. key: (name, colour, dash) for the legend. zooms: with the buttons of the
+    page. wide: over both columns.
     """
 
     title: str
@@ -103,13 +104,14 @@ class Panel:
     logarithmic: bool = False
     key: Sequence[tuple[str, str, str]] = ()
     zooms: bool = True
+    wide: bool = False
 
 
 @dataclass
 class Page:
     """A whole picture. figures: name, value and meaning. groups: (name, colour) of what a switch hides.
 
-    missing: one line for each panel that is left out.
+    notes: sentences about the panels, above them. overview: tables above the panels; tables: below.
     """
 
     title: str
@@ -117,8 +119,9 @@ class Page:
     figures: Sequence[tuple[str, str, str]] = ()
     groups: Sequence[tuple[str, str]] = ()
     panels: list[Panel] = field(default_factory=list)
+    overview: Sequence[Table] = ()
     tables: Sequence[Table] = ()
-    missing: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
 
 def line(name: str, steps: Any, values: Any, colour: str, buckets: int = BUCKETS, **more: Any) -> Line:
@@ -143,17 +146,46 @@ def line(name: str, steps: Any, values: Any, colour: str, buckets: int = BUCKETS
 
 
 def heat(steps: Sequence[int], values: Any, unit: str) -> Cells:
-    """Return the heat map of `values` [steps, rows] over equal stretches of steps: the highest value of each stretch.
+    """Return the heat map of `values` [steps, rows] over equal stretches of steps: the highest value of each
+    stretch, which ends at its step.
 
     steps: ascending, at least one.
     """
     import numpy
 
     at, values = numpy.asarray(steps, dtype=numpy.float64), numpy.asarray(values, dtype=numpy.float64)
-    width = float(numpy.median(numpy.diff(at))) if len(at) > 1 else 1.0
-    right = at[-1] + width
-    columns = min(HEAT_COLUMNS, max(1, round((right - at[0]) / width)))
-    place = ((at - at[0]) / (right - at[0]) * columns).astype(int)
+    width = float(numpy.percentile(numpy.diff(at), 50, method="lower")) if len(at) > 1 else 1.0
+    stretches = round((at[-1] - at[0]) / width) + 1
+    columns = min(HEAT_COLUMNS, stretches)
+    place = (((at - at[0]) / width + 0.5) * columns / stretches).astype(int).clip(0, columns - 1)
     cells = numpy.full((columns, values.shape[1]), -numpy.inf)
     numpy.maximum.at(cells, place, values)
-    return Cells((at[0] - width / 2, right - width / 2), numpy.where(cells == -numpy.inf, numpy.nan, cells).T, unit)
+    return Cells(
+        (at[0] - width, at[0] + (stretches - 1) * width), numpy.where(cells == -numpy.inf, numpy.nan, cells).T, unit
+    )
+
+
+def x_limits(panels: Sequence[Panel]) -> dict[str, tuple[float, float]]:
+    """Return for each x_label the ends of its axis, with a margin of 1 %."""
+    ends: dict[str, list[float]] = {}
+    for panel in panels:
+        ends.setdefault(panel.x_label, []).extend(_extent(panel))
+    limits = {}
+    for label, places in ends.items():
+        least, most = min(places, default=0.0), max(places, default=1.0)
+        most = most if most > least else least + 1.0
+        limits[label] = (least - 0.01 * (most - least), most + 0.01 * (most - least))
+    return limits
+
+
+def _extent(panel: Panel) -> list[float]:
+    ends: list[float] = [x for x, _ in panel.marks]
+    for layer in panel.layers:
+        match layer:
+            case Line() | Points():
+                ends += [float(layer.x[0]), float(layer.x[-1])] if len(layer.x) else []
+            case Bars():
+                ends += [*layer.begin[:1], *layer.end[-1:]]
+            case Cells():
+                ends += layer.x
+    return ends

@@ -35,10 +35,10 @@
     });
   }
   // A finger scrolls the page; on a touch screen the buttons zoom.
-  Bokeh.documents.length && matchMedia("(pointer: coarse)").matches && charts().forEach((chart) => (chart.toolbar.active_drag = null));
+  if (matchMedia("(pointer: coarse)").matches) for (const chart of charts()) chart.toolbar.active_drag = null;
   // The colours are CSS variables, read when a chart is painted.
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-    for (const view of Bokeh.index.roots ?? Object.values(Bokeh.index)) view.invalidate_render?.() ?? view.request_paint?.("everything");
+    for (const chart of Bokeh.documents.flatMap((one) => one.roots())) Bokeh.index.get_by_id(chart.id)?.request_repaint();
   });
   // For tests: when everything was painted, in milliseconds.
   while (!Bokeh.documents.every((one) => one.is_idle)) await new Promise(requestAnimationFrame);

@@ -14,8 +14,9 @@ from importlib.resources import files
 from typing import Any
 
 from zaya_plugin.ground.errors import RunEndedError, message
-from zaya_plugin.pictures.content import Bars, Cells, Line, Page, Panel, Points, Table
+from zaya_plugin.pictures.content import Bars, Cells, Line, Page, Panel, Points, Table, x_limits
 
+BOTH = "#737f8c"  # text on light and on dark, where Bokeh reads no CSS variable
 HEIGHT, ROW_HEIGHT, LEFT = 260, 34, 74  # pixels of a panel, of a row of bars, and left of the axis
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {}"
 CONTROLS = (
@@ -70,11 +71,12 @@ def html(page: Page) -> str:
         f"<title>{_text(page.title)}</title><style>{style}</style></head><body>",
         f"<header><h1>{_text(page.title)}</h1>{''.join(f'<p>{_text(line)}</p>' for line in page.lead)}</header><main>",
         _figures(page.figures),
+        *map(_table, page.overview),
         *(_controls(page) if charts else ()),
+        *(f"<p>{_text(line)}</p>" for line in page.notes),
         '<div class="panels">',
         *(_panel(panel, place) for panel, place in zip(page.panels, places, strict=True)),
         "</div>",
-        *(f"<p>{_text(line)}</p>" for line in page.missing),
         *map(_table, page.tables),
         f'</main><script type="application/json" id="data">{data}</script>',
         *(f"<script>{script}</script>" for script in scripts),
@@ -118,7 +120,7 @@ def _panel(panel: Panel, place: str) -> str:
     )
     note = f"<p>{_text(panel.note)}</p>" if panel.note else ""
     legend = f'<ul class="key">{key}</ul>' if key else ""
-    wide = ' class="wide"' if panel.rows else ""
+    wide = ' class="wide"' if panel.wide else ""
     return f"<figure{wide}><figcaption><h3>{_text(panel.title)}</h3>{note}{legend}</figcaption>{place}</figure>"
 
 
@@ -133,38 +135,21 @@ def _table(table: Table) -> str:
 
 
 def _charts(panels: Sequence[Panel]) -> list[Any]:
-    """Return the figures of Bokeh; those of one x axis share its range, in whose tags are its limits."""
+    """Return the figures of Bokeh; those of one x axis share its range, whose tags are its limits if it zooms."""
     from bokeh.models import Range1d, Span
 
-    limits: dict[str, list[float]] = {}
-    for panel in panels:
-        limits.setdefault(panel.x_label, []).extend(_extent(panel))
     ranges = {}
-    for label, ends in limits.items():
-        least, most = min(ends, default=0.0), max(ends, default=1.0)
-        most = most if most > least else least + 1.0
-        edge = 0.01 * (most - least)
-        ranges[label] = Range1d(least - edge, most + edge, bounds=(least - edge, most + edge))
-        ranges[label].tags = [least - edge, most + edge]
+    for label, (least, most) in x_limits(panels).items():
+        ranges[label] = Range1d(least, most, bounds=(least, most))
+        if all(panel.zooms for panel in panels if panel.x_label == label):
+            ranges[label].tags = [least, most]
     crosshairs = {label: Span(dimension="height", line_color="#7b8794", line_dash="dotted") for label in ranges}
     return [_chart(panel, ranges[panel.x_label], crosshairs[panel.x_label]) for panel in panels]
 
 
-def _extent(panel: Panel) -> list[float]:
-    ends: list[float] = [x for x, _ in panel.marks]
-    for layer in panel.layers:
-        match layer:
-            case Line() | Points():
-                ends += [float(layer.x[0]), float(layer.x[-1])] if len(layer.x) else []
-            case Bars():
-                ends += [*layer.begin[:1], *layer.end[-1:]]
-            case Cells():
-                ends += layer.x
-    return ends
-
-
 def _chart(panel: Panel, x_range: Any, crosshair: Any) -> Any:
-    from bokeh.models import BasicTicker, CrosshairTool, FactorRange, NumeralTickFormatter
+    import numpy
+    from bokeh.models import BasicTicker, BasicTickFormatter, CrosshairTool, FactorRange, NumeralTickFormatter
     from bokeh.plotting import figure
 
     height, more = HEIGHT, {"y_axis_type": "log"} if panel.logarithmic else {}
@@ -187,6 +172,11 @@ def _chart(panel: Panel, x_range: Any, crosshair: Any) -> Any:
     )
     chart.xaxis.formatter = NumeralTickFormatter(format="0,0.[00]")
     chart.axis.axis_label_text_font_style = "normal"
+    if not panel.rows and not panel.logarithmic:
+        lines = [layer for layer in panel.layers if isinstance(layer, Line)]
+        large = any(numpy.any(numpy.asarray(line.high) >= 1e4) for line in lines)
+        short, plain = NumeralTickFormatter(format="0.[00]a"), BasicTickFormatter(power_limit_low=-6)
+        chart.yaxis.formatter = short if large else plain
     if heats:
         chart.yaxis.ticker = BasicTicker(min_interval=1)
     chart.grid.visible = not heats
@@ -206,14 +196,17 @@ def _line(chart: Any, line: Line) -> None:
     from bokeh.models import ColumnDataSource, HoverTool
 
     data = {"x": line.x, "mean": line.mean}
-    tags, rows = [str(line.group)], [(chart.xaxis.axis_label[0] or "x", "@x{0,0}"), (line.name, "@mean")]
+    tags, rows = [str(line.group)], [(chart.xaxis.axis_label[0] or "x", "@x{0,0.[00]}"), (line.name, "@mean")]
     if line.stride > 1:
         data |= {"low": line.low, "high": line.high}
         rows[1:] = [(f"{line.name}, mean", "@mean"), ("lowest", "@low"), ("highest", "@high")]
     source = ColumnDataSource(data)
     if line.stride > 1:
         band = chart.varea("x", "low", "high", source=source, fill_color=line.colour, fill_alpha=0.25)
-        band.tags = tags
+        # The outline shows a spike of one step, which is a fraction of a pixel wide.
+        ends = [chart.line("x", y, source=source, color=line.colour, line_alpha=0.5) for y in ("low", "high")]
+        for one in (band, *ends):
+            one.tags = tags
     drawn = [chart.line("x", "mean", source=source, color=line.colour, line_dash=line.dash, line_width=1.6)]
     if line.dots:
         drawn.append(chart.scatter("x", "mean", source=source, color=line.colour, size=6))
@@ -264,7 +257,9 @@ def _cells(chart: Any, cells: Cells) -> None:
         dh=len(cells.values),
         color_mapper=mapper,
     )
-    chart.add_layout(ColorBar(color_mapper=mapper, width=10, background_fill_alpha=0), "right")
+    chart.add_layout(
+        ColorBar(color_mapper=mapper, width=10, background_fill_alpha=0, major_label_text_color=BOTH), "right"
+    )
     label = chart.xaxis.axis_label[0]
     rows = [(label, "$x{0,0}"), (chart.yaxis.axis_label[0], "$y{0}"), (cells.unit, "@image{0.00}")]
     chart.add_tools(HoverTool(renderers=[drawn], tooltips=rows))

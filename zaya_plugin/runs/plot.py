@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from zaya_plugin.aegis.report import duration
 from zaya_plugin.pictures.content import (
     ALARM,
     BUCKETS,
@@ -65,7 +66,7 @@ WHY_MISSING = {
 def picture(runs: Sequence[RunData]) -> Page:
     """Return the picture of one run or several."""
     names = unique_names([*runs])
-    panels, missing = step_panels(runs, names)
+    panels, notes = step_panels(runs, names)
     several = len(runs) > 1
     return Page(
         title=names[0] if not several else f"{len(runs)} runs",
@@ -73,13 +74,13 @@ def picture(runs: Sequence[RunData]) -> Page:
         figures=() if several else _figures(runs[0]),
         groups=[(name, _colour(number)) for number, name in enumerate(names)] if several else (),
         panels=panels,
-        tables=_tables(runs, names) if several else (),
-        missing=missing,
+        overview=_tables(runs, names) if several else (),
+        notes=notes,
     )
 
 
 def step_panels(runs: Sequence[RunData], names: Sequence[str]) -> tuple[list[Panel], list[str]]:
-    """Return the panels over steps, and a line for each one that no run has the numbers of."""
+    """Return the panels over steps, and sentences about them, one for each panel that no run has the numbers of."""
     panels, missing = [], []
     for panel, keys in (*_metric_panels(runs, names), _domains(runs, names), _jitter(runs, names)):
         if panel.layers:
@@ -93,7 +94,13 @@ def step_panels(runs: Sequence[RunData], names: Sequence[str]) -> tuple[list[Pan
     panels += _heat_maps(runs, names)
     if not any(run.metrics.busiest for run in runs):
         missing.append(_left_out("Expert load", "expert_load"))
-    return [*([marks] if marks.layers else []), *panels], missing
+    strides = [layer.stride for panel in panels for layer in panel.layers if isinstance(layer, Line)]
+    notes = []
+    if (stride := max(strides, default=1)) > 1:
+        notes = [
+            f"A point of a line is the mean of up to {stride:,} steps; its band reaches from the lowest to the highest."
+        ]
+    return [*([marks] if marks.layers else []), *panels], notes + missing
 
 
 def _left_out(title: str, key: str) -> str:
@@ -151,7 +158,7 @@ def _jitter(runs: Sequence[RunData], names: Sequence[str]) -> tuple[Panel, list[
             lines.append(
                 line(names[group] if len(runs) > 1 else "spread", *jitter(steps, values), _colour(group), group=group)
             )
-    note = f"Between the fastest and slowest 5 % of at least {JITTER_STEPS} steps, by their median."
+    note = f"(p95 - p5) / median of the step times in windows of at least {JITTER_STEPS} steps."
     return _panel("Step-time jitter", "%", note, lines, []), ["step_s of enough steps"]
 
 
@@ -169,9 +176,6 @@ def jitter(steps: Any, seconds: Any) -> tuple[Any, Any]:
 def _panel(title: str, unit: str, note: str, lines: list[Line], legend: list[tuple[str, str, str]]) -> Panel:
     import numpy
 
-    stride = max((one.stride for one in lines), default=1)
-    if stride > 1:
-        note += f"{' ' * bool(note)}Line: mean of up to {stride:,} steps; band: lowest and highest."
     logarithmic = False
     if lines and title == "Gradient norm":
         values = numpy.concatenate([numpy.asarray(one.high)[numpy.isfinite(one.high)] for one in lines])
@@ -197,7 +201,7 @@ def _marks(runs: Sequence[RunData], names: Sequence[str]) -> Panel:
                         row, [mark.step for mark in marks], [mark.text for mark in marks], [colour] * len(marks), shape
                     )
                 )
-    return Panel("Checkpoints, restarts and faults", STEP, layers, rows=rows, key=legend)
+    return Panel("Checkpoints, restarts and faults", STEP, layers, rows=rows, key=legend, wide=True)
 
 
 def _heat_maps(runs: Sequence[RunData], names: Sequence[str]) -> Iterable[Panel]:
@@ -229,24 +233,31 @@ def _shown(value: float | None, form: str, unit: str = "") -> str:
     return "-" if value is None else f"{value:{form}}{unit}"
 
 
+def _count(number: float | None) -> str:
+    for size, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if number is not None and number >= size:
+            return f"{number / size:.1f} {name}"
+    return _shown(number, ",.0f")
+
+
 def facts(run: RunData) -> dict[str, tuple[str, str]]:
     """Return the figures of a run: name -> value, and what it is."""
     last, columns = run.last, run.metrics.columns
     seconds = sum(columns["step_s"][1]) if "step_s" in columns else None
     valid = columns.get("valid_loss")
     share, step = _median(run, "mfu"), last.get("step", 0)
-    found = [mark.kind for mark in run.marks]
-    kinds = [f"{found.count(kind)} {kind}{'s' * (found.count(kind) != 1)}" for kind in MARKS if kind in found]
+    events = [mark.kind for mark in run.marks]
+    kinds = [f"{events.count(kind)} {kind}{'s' * (events.count(kind) != 1)}" for kind in MARKS if kind in events]
     return {
         "state": (run.state, ", ".join(kinds)),
         "step": (f"{step:,}", f"of {run.last_step:,}" if run.last_step else ""),
         "loss": (_shown(last.get("loss"), ".4f"), "training, nats a token, last step"),
         "validation loss": (_shown(valid and valid[1][-1], ".4f"), f"at step {valid[0][-1]:,}" if valid else ""),
-        "tokens": (_shown(last.get("total_tokens"), ",.0f"), "read so far, with earlier stages"),
+        "tokens": (_count(last.get("total_tokens")), "read so far, with earlier stages"),
         "tokens/s": (_shown(_median(run, "tokens_per_s"), ",.0f"), "median, whole job"),
         "MFU": (_shown(share and 100 * share, ".1f", " %"), "median" if share else "no peak rate in the recipe"),
         "step time": (_shown(_median(run, "step_s"), ".3g", " s"), "median"),
-        "training time": (_shown(seconds and seconds / 3600, ",.2f", " h"), "sum of the steps"),
+        "training time": (duration(seconds), "sum of the steps"),
     }
 
 

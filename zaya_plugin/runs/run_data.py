@@ -10,7 +10,7 @@ import os
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +28,7 @@ from zaya_plugin.ground.errors import ENDED_EARLY, mistake
 
 CHECKPOINT, RESTART, FAULT, SPIKE, SKIPPED = "checkpoint", "restart", "fault", "loss spike", "skipped update"
 QUIET_SECONDS, QUIET_STEPS = 120.0, 20  # without a row; a run that is quiet for both does not run any more
+LARGE = 1 << 26  # bytes of metrics.jsonl
 DEPTH = 4  # folders below a place in which runs are searched: multirun/2026-11-27/18-00-00/3
 
 
@@ -215,7 +216,7 @@ class RunData:
         return round(step - stage.before) if stage.name in (self.name, self.settings.get("stage.name")) else None
 
 
-def read_run(place: Path, advance: Callable[[int], object] = lambda size: None) -> RunData:
+def read_run(place: Path) -> RunData:
     """Return the run in the folder `place`.
 
     Raises:
@@ -227,7 +228,19 @@ def read_run(place: Path, advance: Callable[[int], object] = lambda size: None) 
     recipe = None
     with contextlib.suppress(FileNotFoundError, UnicodeDecodeError, yaml.YAMLError):
         recipe = yaml.load((place / RECIPE).read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return RunData(place, place.resolve().name, recipe if isinstance(recipe, dict) else {}, advance)
+    return RunData(place, place.resolve().name, recipe if isinstance(recipe, dict) else {})
+
+
+def read_all(runs: Sequence[RunData]) -> None:
+    """Read the metrics of runs, with a bar on a terminal where that takes longer than about two seconds."""
+    from tqdm import tqdm
+
+    size = sum(run.file.stat().st_size for run in runs if run.file.is_file())
+    hidden = None if size > LARGE else True  # None: only where stderr is no terminal
+    with tqdm(total=size, unit="B", unit_scale=True, desc="reading", leave=False, disable=hidden) as bar:
+        for run in runs:
+            run.advance = bar.update
+            _ = run.metrics
 
 
 def is_run(place: Path) -> bool:
