@@ -109,10 +109,11 @@ def _report(options: argparse.Namespace) -> None:
     result = account(read(journal))
     if options.output is not None:
         from zaya_plugin.aegis.page import page
-        from zaya_plugin.commands.runs import write_picture
+        from zaya_plugin.commands.runs import check_output, write_picture
         from zaya_plugin.runs.plot import step_panels
         from zaya_plugin.runs.run_data import is_run, read_run
 
+        check_output(options.output)
         folder = journal.resolve().parent
         place = folder.parent if folder.name == "aegis" else folder
         content = page(result, place.name)

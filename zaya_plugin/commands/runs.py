@@ -2,6 +2,7 @@
 """`zaya runs plot`: look at runs by what they have written. It starts nothing and asks no process."""
 
 import argparse
+from importlib.util import find_spec
 from pathlib import Path
 
 from zaya_plugin.commands.parser import Parser, option
@@ -24,8 +25,8 @@ examples:
 In the page: drag to zoom all panels, or press + and -; arrow keys move, 0 shows the whole run.
 Requires `pip install 'zaya_plugin[pictures]'`.
 
-Exit codes: 0; 1 a library is missing; 2 a mistake on the command line."""
-SUFFIXES = (".html", ".png")
+Exit codes: 0; 2 a mistake on the command line, or a library is missing."""
+LIBRARIES = {".html": "bokeh", ".png": "matplotlib"}  # what draws a picture, by its suffix
 MOST_RUNS = 40
 
 
@@ -57,26 +58,26 @@ def _plot(options: argparse.Namespace) -> None:
 
 
 def check_output(path: Path) -> None:
-    """Raise ValueError if a picture cannot be written to `path`."""
-    if path.suffix not in SUFFIXES:
-        problem = "must end in one of the two kinds of pictures"
-        raise mistake("--output", path, problem=problem, allowed=", ".join(SUFFIXES), fix="--output run.html")
+    """Check, before work begins, that a picture can be written to `path`.
+
+    Raises:
+        ValueError: its suffix is another, its folder does not exist, or the library that draws it is not installed.
+    """
+    if path.suffix not in LIBRARIES:
+        problem, allowed = "must end in one of the kinds of pictures", ", ".join(LIBRARIES)
+        raise mistake("--output", path, problem=problem, allowed=allowed, fix="--output run.html")
     if not path.absolute().parent.is_dir():
         raise mistake("--output", path, problem="its folder does not exist", fix=f"--output {path.name}")
+    library = LIBRARIES[path.suffix]
+    if find_spec(library) is None:
+        problem = f"the package {library}, which draws it, is not installed"
+        raise mistake("--output", path, problem=problem, fix="pip install 'zaya_plugin[pictures]'")
 
 
 def write_picture(page: Page, path: Path) -> None:
-    """Draw `page` as the suffix of `path` says, and write it.
-
-    Raises:
-        ValueError: as check_output. RunEndedError: the library that draws is not installed.
-    """
-    check_output(path)
+    """Draw `page` as the suffix of `path` says, and write it. See `check_output`."""
     if path.suffix == ".png":
-        from zaya_plugin.pictures.still import png
-
-        write_whole(path, png(page))
+        from zaya_plugin.pictures.still import png as draw
     else:
-        from zaya_plugin.pictures.page import html
-
-        write_whole(path, html(page))
+        from zaya_plugin.pictures.page import html as draw
+    write_whole(path, draw(page))

@@ -12,6 +12,7 @@ from typing import Any
 BUCKETS = 4000  # of all lines of a panel together; a screen has fewer columns of pixels
 LEAST_BUCKETS = 250  # of one line
 HEAT_COLUMNS = 400
+MARGIN = 0.015  # of an axis, beyond the data at each end
 
 # Distinguishable with the usual kinds of colour blindness, and each with a contrast of at least 3 on white and on the
 # dark page (tests/pictures/test_content.py): Okabe and Ito's blue, vermilion and green, and three that a search added.
@@ -166,7 +167,7 @@ def heat(steps: Sequence[int], values: Any, unit: str) -> Cells:
 
 
 def x_limits(panels: Sequence[Panel]) -> dict[str, tuple[float, float]]:
-    """Return for each x_label the ends of its axis, with a margin of 1 %."""
+    """Return for each x_label the ends of its axis, with a margin."""
     ends: dict[str, list[float]] = {}
     for panel in panels:
         ends.setdefault(panel.x_label, []).extend(_extent(panel))
@@ -174,7 +175,7 @@ def x_limits(panels: Sequence[Panel]) -> dict[str, tuple[float, float]]:
     for label, places in ends.items():
         least, most = min(places, default=0.0), max(places, default=1.0)
         most = most if most > least else least + 1.0
-        limits[label] = (least - 0.01 * (most - least), most + 0.01 * (most - least))
+        limits[label] = (least - MARGIN * (most - least), most + MARGIN * (most - least))
     return limits
 
 
@@ -182,10 +183,12 @@ def _extent(panel: Panel) -> list[float]:
     ends: list[float] = [x for x, _ in panel.marks]
     for layer in panel.layers:
         match layer:
-            case Line() | Points():
+            case Line():
                 ends += [float(layer.x[0]), float(layer.x[-1])] if len(layer.x) else []
+            case Points():
+                ends += layer.x
             case Bars():
-                ends += [*layer.begin[:1], *layer.end[-1:]]
+                ends += [*layer.begin, *layer.end]
             case Cells():
                 ends += layer.x
     return ends

@@ -13,7 +13,6 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from zaya_plugin.ground.errors import RunEndedError, message
 from zaya_plugin.pictures.content import Bars, Cells, Line, Page, Panel, Points, Table, x_limits
 
 BOTH = "#737f8c"  # text on light and on dark, where Bokeh reads no CSS variable
@@ -28,24 +27,12 @@ CONTROLS = (
 )
 
 
-def missing_library(name: str) -> RunEndedError:
-    """Return the error of a picture whose library is not installed."""
-    problem = f"the package {name}, which draws it, is not installed"
-    return RunEndedError(message("--output", problem=problem, fix="pip install 'zaya_plugin[pictures]'"))
-
-
 def html(page: Page) -> str:
-    """Return the page.
+    """Return the page."""
+    from bokeh.document import Document
+    from bokeh.embed.util import standalone_docs_json_and_render_items
+    from bokeh.resources import Resources
 
-    Raises:
-        RunEndedError: Bokeh is not installed.
-    """
-    try:
-        from bokeh.document import Document
-        from bokeh.embed.util import standalone_docs_json_and_render_items
-        from bokeh.resources import Resources
-    except ImportError:
-        raise missing_library("bokeh") from None
     charts = _charts(page.panels)
     data, places = "", [""] * len(charts)
     if charts:
@@ -72,7 +59,7 @@ def html(page: Page) -> str:
         f"<header><h1>{_text(page.title)}</h1>{''.join(f'<p>{_text(line)}</p>' for line in page.lead)}</header><main>",
         _figures(page.figures),
         *map(_table, page.overview),
-        *(_controls(page) if charts else ()),
+        *(_controls(page) if any(panel.zooms for panel in page.panels) else ()),
         *(f"<p>{_text(line)}</p>" for line in page.notes),
         '<div class="panels">',
         *(_panel(panel, place) for panel, place in zip(page.panels, places, strict=True)),
@@ -185,7 +172,7 @@ def _chart(panel: Panel, x_range: Any, crosshair: Any) -> Any:
         chart.y_range.only_visible = True
     for colour in dict.fromkeys(colour for _, colour in panel.marks):
         places = [x for x, mark in panel.marks if mark == colour]
-        chart.vspan(x=places, line_color=colour, line_alpha=0.8, line_dash="dashed", level="underlay")
+        chart.vspan(x=places, line_color=colour, line_alpha=0.8, line_dash="dashed")
     for layer in panel.layers:
         DRAWERS[type(layer)](chart, layer)
     chart.add_tools(CrosshairTool(overlay=crosshair))

@@ -9,23 +9,16 @@ import io
 from typing import Any
 
 from zaya_plugin.pictures.content import Bars, Cells, Line, Page, Panel, Points, x_limits
-from zaya_plugin.pictures.page import missing_library
 
 WIDTH, HEIGHT, ROW_HEIGHT, DPI = 12.8, 2.9, 0.32, 110  # inches of the picture, of a panel, of a row of bars
 SHAPES = {"circle": "o", "diamond": "D", "dash": "|"}
 
 
 def png(page: Page) -> bytes:
-    """Return the picture.
+    """Return the picture."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    Raises:
-        RunEndedError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise missing_library("matplotlib") from None
     rows: list[list[Panel]] = []
     for panel in page.panels:
         if panel.wide or not rows or rows[-1][0].wide or len(rows[-1]) == 2:
