@@ -24,7 +24,8 @@ from zaya_plugin.aegis.journal import NAME as JOURNAL
 from zaya_plugin.aegis.journal import read
 from zaya_plugin.config.run_directory import RECIPE, checkpoints_of, iterations
 from zaya_plugin.ground import metrics_file
-from zaya_plugin.ground.errors import ENDED_EARLY, mistake
+from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.exit_codes import ENDED_EARLY
 
 CHECKPOINT, RESTART, FAULT, SPIKE, SKIPPED = "checkpoint", "restart", "fault", "loss spike", "skipped update"
 QUIET_SECONDS, QUIET_STEPS = 120.0, 20  # without a row; a run that is quiet for both does not run any more
