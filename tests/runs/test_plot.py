@@ -10,6 +10,7 @@ from tests.aegis.journals import ONE_CRASH, write
 from tests.pictures.pages import read
 from tests.runs.test_run_data import run, step
 from zaya_plugin import cli
+from zaya_plugin.commands import runs
 from zaya_plugin.pictures.content import ALARM, COLOURS
 from zaya_plugin.runs.plot import jitter, picture
 from zaya_plugin.runs.run_data import read_run
@@ -112,12 +113,13 @@ def test_the_jitter_is_the_spread_of_each_window_by_its_median():
 
 def test_the_command_writes_a_page_and_a_picture(tmp_path, capsys):
     pytest.importorskip("bokeh")
-    place = run(tmp_path / "m" / "1", [full(number) for number in range(1, 41)])
+    run(tmp_path / "m" / "1", [full(1), full(2)])
     run(tmp_path / "m" / "2", [full(1)], tail='{"step": 2, "los')
     assert cli.main(["runs", "plot", str(tmp_path / "m")]) == 0
     assert capsys.readouterr().out == f"written: {tmp_path}/m/runs.html\n"
     assert "2 runs" in read((tmp_path / "m" / "runs.html").read_text()).texts
-    assert cli.main(["runs", "plot", str(place), "--output", str(tmp_path / "a.png")]) == 0
+    run(tmp_path / "empty")
+    assert cli.main(["runs", "plot", str(tmp_path / "empty"), "--output", str(tmp_path / "a.png")]) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -126,10 +128,7 @@ def test_the_command_writes_a_page_and_a_picture(tmp_path, capsys):
     [
         (["no"], "RUN=no: does not exist."),
         (["."], "RUN=.: has neither metrics.jsonl nor recipe.yaml."),
-        (
-            ["a", "--output", "a.svg"],
-            "--output=a.svg: must end in one of the two kinds of pictures. Allowed: .html, .png.",
-        ),
+        (["a", "--output", "a.svg"], "--output=a.svg: must end in one of the kinds of pictures. Allowed: .html, .png."),
         (["a", "--output", "no/a.png"], "its folder does not exist"),
         (["a", *(f"b/{number}" for number in range(40))], "41 runs are too many for one picture"),
     ],
@@ -140,3 +139,14 @@ def test_mistakes_of_the_user(tmp_path, monkeypatch, capsys, words, says):
     run(tmp_path / "a")
     assert cli.main(["runs", "plot", *words]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("library", "name"), [("bokeh", "a.html"), ("matplotlib", "a.png")])
+def test_a_missing_library_is_named_before_a_run_is_read(tmp_path, monkeypatch, capsys, library, name):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runs, "find_spec", lambda package: None if package == library else object())
+    run(tmp_path / "a")
+    assert cli.main(["runs", "plot", "a", "--output", name]) == 2
+    assert f"the package {library}, which draws it, is not installed. Fix: pip install 'zaya_plugin[pictures]'" in (
+        capsys.readouterr().err
+    )

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from zaya_plugin.config.schema import Recipe
 
 ANCHORS = ("transformers",)
-RECORD, TRACE, ANCHOR, PICTURE = "step.json", "trace.json.gz", "anchor.json", "step.svg"
+RECORD, TRACE, ANCHOR, PICTURE = "step.json", "trace.json.gz", "anchor.json", "step.png"
 GRAPH_STEPS = 16  # steps of Megatron's own warm-up before it captures a step, at most
 VOCABULARY = 262_272  # rows of ZAYA1's embedding, for random tokens
 

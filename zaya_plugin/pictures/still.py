@@ -73,7 +73,7 @@ def _panel(axis: Any, panel: Panel, limits: tuple[float, float]) -> None:
     axis.set_axisbelow(True)
     rows = {name: place for place, name in enumerate(reversed(panel.rows))}
     if rows:
-        axis.set_yticks([*rows.values()], [name[:24] for name in rows])
+        axis.set_yticks([*rows.values()], [name[:48] for name in rows])
         axis.set_ylim(-0.6, len(rows) - 0.4)
     elif any(isinstance(layer, Cells) for layer in panel.layers):
         axis.yaxis.set_major_locator(MaxNLocator(6, integer=True))
