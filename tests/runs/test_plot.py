@@ -72,7 +72,7 @@ def test_a_supervised_run_has_every_panel(tmp_path):
 
 def test_what_is_missing_has_a_line_and_no_panel(tmp_path):
     page = picture([read_run(run(tmp_path / "a", [step(1, loss=math.nan), step(2)], recipe=""))])
-    assert [*panels(page)] == ["Loss", "Step time"] and page.lead == ["without recipe.yaml"]
+    assert [*panels(page)] == ["Loss", "Step time"] and page.lead == []
     assert "MFU is left out: metrics.jsonl has no mfu (the recipe has no cluster.peak_tflops)." in page.notes
     assert [note.partition(" is left out")[0] for note in page.notes] == [
         *("Gradient norm", "Learning rate", "Speed", "MFU", "Router entropy", "Expert imbalance"),
