@@ -2,12 +2,14 @@
 """The picture of a run has every number of its files, and says what it leaves out."""
 
 import math
+import signal
 
 import numpy as np
 import pytest
 
 from tests.aegis.journals import ONE_CRASH, write
 from tests.pictures.pages import read
+from tests.running import train, train_and_signal
 from tests.runs.test_run_data import run, step
 from zaya_plugin import cli
 from zaya_plugin.commands import runs
@@ -139,6 +141,17 @@ def test_mistakes_of_the_user(tmp_path, monkeypatch, capsys, words, says):
     run(tmp_path / "a")
     assert cli.main(["runs", "plot", *words]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_restart_of_a_killed_run_is_marked(tmp_path, corpus):
+    """A resume drops the rows after its checkpoint, so its first row alone shows where it began."""
+    train_and_signal(tmp_path / "run", corpus, signal.SIGKILL, 16, "nproc=1")
+    train(tmp_path / "run", corpus, "nproc=1", "resume=auto")
+    data = read_run(tmp_path / "run")
+    assert (data.state, [*data.metrics.columns["loss"][0]]) == ("finished", [*range(1, 21)])
+    marks = [(mark.step, mark.kind) for mark in data.marks]
+    assert marks == [(10, "checkpoint"), (11, "restart"), (20, "checkpoint")]
 
 
 @pytest.mark.parametrize(("library", "name"), [("bokeh", "a.html"), ("matplotlib", "a.png")])
