@@ -88,7 +88,7 @@ def test_the_png_has_all_panels(monkeypatch):
     monkeypatch.setattr(
         still, "_panel", lambda axis, panel, limits, draw=still._panel: drawn.append(draw(axis, panel, limits) or axis)
     )
-    image = still.png(content("<run> $x$"))
+    image = still.png(content("<run> $x_{$"))
     assert image.startswith(b"\x89PNG") and 20_000 < len(image) < 500_000
     assert [len(axis.lines) for axis in drawn] == [4, 0, 1, 0] and [len(axis.images) for axis in drawn] == [0, 0, 0, 1]
     assert [len(axis.patches) for axis in drawn] == [0, 2, 0, 0] and len(drawn[0].collections) == 1

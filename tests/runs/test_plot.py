@@ -143,6 +143,26 @@ def test_mistakes_of_the_user(tmp_path, monkeypatch, capsys, words, says):
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("error")
+def test_rows_without_sense_are_drawn_without_them(tmp_path, capsys):
+    pytest.importorskip("bokeh")
+    nan = {"loss": math.nan, "grad_norm": math.inf, "tokens_per_s": math.inf, "lr": 0.0, "step_s": 0.0}
+    ragged = [[[1], [0.5, 0.5]], [[0.5, 0.5]], "x", [], [[]], 3, [[None]]]
+    rows = {
+        "nan": [step(number, **nan) for number in range(1, 60)],
+        "$x_{ <b>": [step(number, expert_load=load) for number, load in enumerate(ragged, 1)],
+        "large": [{"step": 0, "valid_loss": 3.0}, step(1, loss=1e300), step(2, loss=-5)],
+    }
+    places = [
+        run(tmp_path / name, of_run, recipe="name: 7\nstage: {train_iters: null}\nmodel: [1]\n")
+        for name, of_run in rows.items()
+    ]
+    assert cli.main(["runs", "plot", *map(str, places), "--output", str(tmp_path / "a.html")]) == 0
+    page = picture([read_run(places[1])])
+    np.testing.assert_array_equal(panels(page)["Expert load over layers and steps"].layers[0].values, [[1.0]])
+    read((tmp_path / "a.html").read_text())
+
+
 @pytest.mark.slow
 def test_the_restart_of_a_killed_run_is_marked(tmp_path, corpus):
     """A resume drops the rows after its checkpoint, so its first row alone shows where it began."""

@@ -170,8 +170,10 @@ def jitter(steps: Any, seconds: Any) -> tuple[Any, Any]:
     width = max(JITTER_STEPS, len(steps) // LEAST_BUCKETS)
     count = len(steps) // width
     windows = numpy.asarray(seconds)[len(steps) - count * width :].reshape(count, width)
-    low, middle, high = numpy.percentile(windows, (5, 50, 95), axis=1)
-    return numpy.asarray(steps)[len(steps) - count * width + width - 1 :: width], 100 * (high - low) / middle
+    with numpy.errstate(invalid="ignore", divide="ignore"):  # steps of no time, or of a time that is no number
+        low, middle, high = numpy.percentile(windows, (5, 50, 95), axis=1)
+        shares = 100 * (high - low) / middle
+    return numpy.asarray(steps)[len(steps) - count * width + width - 1 :: width], shares
 
 
 def _panel(title: str, unit: str, note: str, lines: list[Line], legend: list[tuple[str, str, str]]) -> Panel:
