@@ -132,7 +132,7 @@ def test_the_command_writes_a_page_and_a_picture(tmp_path, capsys):
         (["."], "RUN=.: has neither metrics.jsonl nor recipe.yaml."),
         (["a", "--output", "a.svg"], "--output=a.svg: must end in one of the kinds of pictures. Allowed: .html, .png."),
         (["a", "--output", "no/a.png"], "its folder does not exist"),
-        (["a", *(f"b/{number}" for number in range(40))], "41 runs are too many for one picture"),
+        (["a", *(f"b/{number}" for number in range(20))], "21 runs are too many for one picture"),
     ],
 )
 def test_mistakes_of_the_user(tmp_path, monkeypatch, capsys, words, says):

@@ -27,7 +27,7 @@ Requires `pip install 'zaya_plugin[pictures]'`.
 
 Exit codes: 0; 2 a mistake on the command line, or a library is missing."""
 LIBRARIES = {".html": "bokeh", ".png": "matplotlib"}  # what draws a picture, by its suffix
-MOST_RUNS = 40
+MOST_RUNS = 20
 
 
 def plot() -> Parser:

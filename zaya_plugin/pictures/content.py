@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 BUCKETS = 4000  # of all lines of a panel together; a screen has fewer columns of pixels
-LEAST_BUCKETS = 250  # of one line
+LEAST_BUCKETS = 200  # of one line
 HEAT_COLUMNS = 400
 MARGIN = 0.015  # of an axis, beyond the data at each end
 

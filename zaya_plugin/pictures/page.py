@@ -15,6 +15,7 @@ from typing import Any
 
 from zaya_plugin.pictures.content import Bars, Cells, Line, Page, Panel, Points, Table, x_limits
 
+TEXT = [("", "@text")]
 LARGE = 1e4  # values of an axis that are written as 10k
 BOTH = "#737f8c"  # text on light and on dark, where Bokeh reads no CSS variable
 HEIGHT, ROW_HEIGHT, LEFT = 260, 34, 74  # pixels of a panel, of a row of bars, and left of the axis
@@ -137,7 +138,14 @@ def _charts(panels: Sequence[Panel]) -> list[Any]:
 
 def _chart(panel: Panel, x_range: Any, crosshair: Any) -> Any:
     import numpy
-    from bokeh.models import BasicTicker, BasicTickFormatter, CrosshairTool, FactorRange, NumeralTickFormatter
+    from bokeh.models import (
+        BasicTicker,
+        BasicTickFormatter,
+        CrosshairTool,
+        FactorRange,
+        HoverTool,
+        NumeralTickFormatter,
+    )
     from bokeh.plotting import figure
 
     height, more = HEIGHT, {"y_axis_type": "log"} if panel.logarithmic else {}
@@ -176,21 +184,27 @@ def _chart(panel: Panel, x_range: Any, crosshair: Any) -> Any:
     for colour in dict.fromkeys(colour for _, colour in panel.marks):
         places = [x for x, mark in panel.marks if mark == colour]
         chart.vspan(x=places, line_color=colour, line_alpha=0.8, line_dash="dashed")
+    # One tool shows the values of all layers of its kind: (renderers, the rows of its text).
+    tools: dict[tuple, list[Any]] = {}
     for layer in panel.layers:
-        DRAWERS[type(layer)](chart, layer)
+        drawn, rows = DRAWERS[type(layer)](chart, layer)
+        tools.setdefault((isinstance(layer, Line), *rows), []).append(drawn)
+    for (is_line, *rows), drawn in tools.items():
+        mode = {"mode": "vline", "line_policy": "nearest"} if is_line else {}
+        chart.add_tools(HoverTool(renderers=drawn, tooltips=rows, **mode))
     chart.add_tools(CrosshairTool(overlay=crosshair))
     return chart
 
 
-def _line(chart: Any, line: Line) -> None:
-    from bokeh.models import ColumnDataSource, HoverTool
+def _line(chart: Any, line: Line) -> tuple[Any, list[tuple[str, str]]]:
+    """Draw a layer; return what the pointer is to find, and the rows of the text that it shows."""
+    from bokeh.models import ColumnDataSource
 
     data = {"x": line.x, "mean": line.mean}
-    rows = [("", "$name"), (chart.xaxis.axis_label, "@x{0,0.[00]}"), ("value", "@mean")]
-    drawn = []
+    values, drawn = [("value", "@mean")], []
     if line.stride > 1:
         data |= {"low": line.low, "high": line.high}
-        rows[2:] = [("mean", "@mean"), ("lowest", "@low"), ("highest", "@high")]
+        values = [("mean", "@mean"), ("lowest", "@low"), ("highest", "@high")]
     source = ColumnDataSource(data)
     if line.stride > 1:
         drawn.append(chart.varea("x", "low", "high", source=source, fill_color=line.colour, fill_alpha=0.25))
@@ -201,42 +215,35 @@ def _line(chart: Any, line: Line) -> None:
         drawn.append(chart.scatter("x", "mean", source=source, color=line.colour, size=6))
     for one in drawn:
         one.name, one.tags = line.name, [str(line.group)]
-    # One tool shows the values of all lines of its kind together.
-    tool = next((tool for tool in chart.select(HoverTool) if tool.tooltips == rows), None)
-    if tool is None:
-        tool = HoverTool(renderers=[], mode="vline", line_policy="nearest", tooltips=rows)
-        chart.add_tools(tool)
-    tool.renderers = [*tool.renderers, drawn[-1]]
+    return drawn[-1], [("", "$name"), (chart.xaxis.axis_label, "@x{0,0.[00]}"), *values]
 
 
-def _bars(chart: Any, bars: Bars) -> None:
+def _bars(chart: Any, bars: Bars) -> tuple[Any, list[tuple[str, str]]]:
     from bokeh.core.properties import value
-    from bokeh.models import ColumnDataSource, HoverTool
+    from bokeh.models import ColumnDataSource
 
-    data = {"left": bars.begin, "right": bars.end, "text": bars.texts, "colour": bars.colours}
-    source = ColumnDataSource(data)
+    source = ColumnDataSource({"left": bars.begin, "right": bars.end, "text": bars.texts, "colour": bars.colours})
     drawn = chart.hbar(
         value(bars.row), left="left", right="right", height=0.66, color="colour", line_color=None, source=source
     )
-    chart.add_tools(HoverTool(renderers=[drawn], tooltips=[("", "@text")]))
+    return drawn, TEXT
 
 
-def _points(chart: Any, points: Points) -> None:
+def _points(chart: Any, points: Points) -> tuple[Any, list[tuple[str, str]]]:
     from bokeh.core.properties import value
-    from bokeh.models import ColumnDataSource, HoverTool
+    from bokeh.models import ColumnDataSource
 
     source = ColumnDataSource({"x": points.x, "text": points.texts, "colour": points.colours})
-    size = 16 if points.shape == "dash" else 11
-    angle = 1.5708 if points.shape == "dash" else 0.0
+    look = {"size": 16, "angle": 1.5708} if points.shape == "dash" else {"size": 11}
     drawn = chart.scatter(
-        "x", value(points.row), source=source, marker=points.shape, color="colour", size=size, angle=angle, line_width=2
+        "x", value(points.row), source=source, marker=points.shape, color="colour", line_width=2, **look
     )
-    chart.add_tools(HoverTool(renderers=[drawn], tooltips=[("", "@text")]))
+    return drawn, TEXT
 
 
-def _cells(chart: Any, cells: Cells) -> None:
+def _cells(chart: Any, cells: Cells) -> tuple[Any, list[tuple[str, str]]]:
     import numpy
-    from bokeh.models import ColorBar, HoverTool, LinearColorMapper
+    from bokeh.models import ColorBar, LinearColorMapper
     from bokeh.palettes import Cividis256
 
     finite = cells.values[numpy.isfinite(cells.values)]
@@ -251,12 +258,10 @@ def _cells(chart: Any, cells: Cells) -> None:
         dh=len(cells.values),
         color_mapper=mapper,
     )
-    chart.add_layout(
-        ColorBar(color_mapper=mapper, width=10, background_fill_alpha=0, major_label_text_color=BOTH), "right"
-    )
+    bar = ColorBar(color_mapper=mapper, width=10, background_fill_alpha=0, major_label_text_color=BOTH)
+    chart.add_layout(bar, "right")
     label = chart.xaxis.axis_label
-    rows = [(label, "$x{0,0}"), (chart.yaxis.axis_label, "$y{0}"), (cells.unit, "@image{0.00}")]
-    chart.add_tools(HoverTool(renderers=[drawn], tooltips=rows))
+    return drawn, [(label, "$x{0,0}"), (chart.yaxis.axis_label, "$y{0}"), (cells.unit, "@image{0.00}")]
 
 
 DRAWERS = {Line: _line, Bars: _bars, Points: _points, Cells: _cells}
