@@ -60,9 +60,13 @@ HEADINGS: dict[str, dict[str, tuple[str, str]]] = {
             "machines:verify",
             "examine this machine, or several nodes: software, kernels, rates, a short training",
         ),
-        "bench": ("", "measure a recipe's speed by part of the step, or predict it elsewhere"),
+        "plan": ("", "predict a recipe's step before an hour of a device is spent"),
+        "plan run": (
+            "plan:run",
+            "predict time, memory and communication of a step, from a fit or from a measured step",
+        ),
+        "bench": ("", "measure a recipe's speed by part of the step"),
         "bench step": ("bench:step", "measure a few steps of a recipe, and the share of each part of the step"),
-        "bench expect": ("bench:expect", "predict a step of another cluster or recipe from a measured one"),
     },
     "Long runs": {
         "aegis": ("", "supervise a long run: watch, restart, exchange nodes, report"),
@@ -84,6 +88,7 @@ RENAMED = {
     "zaya convert": "zaya checkpoint",
     "zaya slurm": "zaya export slurm",
     "zaya checkpoint warm": "zaya checkpoint verify",
+    "zaya bench expect": "zaya plan run --from",
     "zaya aegis preflight": "zaya verify --nodes",
     "zaya aegis lab": "make lab, in a checkout of the repository",
     "zaya aegis --explain": "zaya aegis explain",
@@ -96,7 +101,13 @@ RENAMED = {
     "zaya train --version": "zaya --version",
     "zaya train --resolve": "--cfg job, which always resolves",
 }
-SAME_WORDS = ("zaya convert", "zaya slurm", "zaya checkpoint warm", "zaya aegis --explain")  # behind the new name
+SAME_WORDS = (
+    "zaya convert",
+    "zaya slurm",
+    "zaya checkpoint warm",
+    "zaya bench expect",
+    "zaya aegis --explain",
+)  # behind the new name
 HELP = ("-h", "--help")
 
 

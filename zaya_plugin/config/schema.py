@@ -734,9 +734,8 @@ class MachineConfig:
 
     name: str | None = own(
         None,
-        "part of the device's name in torch, such as H100; null: unknown, and `zaya bench expect` predicts no "
-        "communication",
-        "bench.expect",
+        "part of the device's name in torch, such as H100; null: unknown, and predictions have no communication",
+        "plan.prediction",
         resume=MAY_CHANGE,
     )
     gemm_tflops: float = own(
@@ -748,8 +747,8 @@ class MachineConfig:
     attention_tflops: float | None = own(
         None,
         "TFLOP/s of core attention, forward and backward at 4,096 tokens, counted as three forward passes; null: "
-        "`zaya bench expect` keeps the record's share of a large product",
-        "bench.expect",
+        "predictions keep the measured step's share of a large product",
+        "plan.prediction",
         limit=RATE,
         resume=MAY_CHANGE,
     )
@@ -804,11 +803,11 @@ class MachineConfig:
     copy_engines: bool = own(
         False,
         "inside a node copy engines gather registered buffers (parallel.nccl_ub) without slowing kernels",
-        "bench.expect",
+        "plan.prediction",
         resume=MAY_CHANGE,
     )
     sources: str = own(
-        "", "source of each rate, and whether this project measured it", "bench.expect", resume=MAY_CHANGE
+        "", "source of each rate, and whether this project measured it", "plan.prediction", resume=MAY_CHANGE
     )
 
 
