@@ -61,6 +61,7 @@ HEADINGS: dict[str, dict[str, tuple[str, str]]] = {
             "examine this machine, or several nodes: software, kernels, rates, a short training",
         ),
         "plan": ("", "predict a recipe's step before an hour of a device is spent"),
+        "plan check": ("plan:check", "check sizes, memory, products, links and checkpoints of a recipe by rules"),
         "plan run": (
             "plan:run",
             "predict time, memory and communication of a step, from a fit or from a measured step",
