@@ -10,7 +10,7 @@ import torch
 from zaya_plugin.bench import probes
 from zaya_plugin.machines import hardware
 from zaya_plugin.machines.checks import Setting
-from zaya_plugin.machines.expected import machine_of, named
+from zaya_plugin.plan.known_machine import machine_of, named
 
 CPU_SETTING = Setting("cpu", 0, "CPU x86_64", Path("unused"), chosen="cpu")
 

@@ -26,7 +26,7 @@ WIDTH = 100  # of a reason on the page; the record has all of it
 
 def header(command: str) -> dict[str, Any]:
     """Return the beginning of a record."""
-    from zaya_plugin.bench.step_record import commit
+    from zaya_plugin.bench.results import commit
 
     return {
         "schema": SCHEMA,

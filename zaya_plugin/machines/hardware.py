@@ -14,7 +14,8 @@ from pathlib import Path
 
 from zaya_plugin.bench import probes
 from zaya_plugin.machines.checks import Outcome, Setting
-from zaya_plugin.machines.expected import SLOW_BELOW, described, machine_of
+from zaya_plugin.machines.expected import SLOW_BELOW, described
+from zaya_plugin.plan.known_machine import machine_of
 
 STORAGE_MIB = 64
 ROOT = Path("/")

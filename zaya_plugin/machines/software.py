@@ -18,8 +18,8 @@ from hip_ops.runtime.rocm import find_program, rocm_roots, torch_is_built_for
 from zaya_plugin.ground import secrets
 from zaya_plugin.machines import installed
 from zaya_plugin.machines.checks import Outcome, Setting
-from zaya_plugin.machines.expected import machine_of
 from zaya_plugin.machines.installed import UNKNOWN, answer
+from zaya_plugin.plan.known_machine import machine_of
 
 if TYPE_CHECKING:
     import torch
