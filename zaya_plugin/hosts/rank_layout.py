@@ -26,8 +26,6 @@ from zaya_plugin.config.compose import load_recipe
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import vocabulary_of
 
-FLOPS = "muon_flops"
-
 
 def main(argv: list[str]) -> int:
     """Print the layout of each rank in argv[2:], of the recipe in the file argv[0] on argv[1] ranks."""
@@ -101,7 +99,7 @@ def buffers_of(args: Namespace, model: torch.nn.Module, chunk: int) -> list[dict
 
     Returns:
         Of each buffer: name; shards and the rank's own one; buckets; elements and those of padding; the elements and
-        Muon's FLOPs of the fullest, the emptiest and the rank's own shard; cut: elements of Muon's matrices that lie
+        Muon's FLOPs of the fullest, the emptiest and the rank's own shard, and of all; cut: elements of Muon's matrices that lie
         in several shards; faults: parameters that the shards together do not hold exactly once.
     """
     from megatron.core import parallel_state
@@ -156,7 +154,7 @@ def buffers_of(args: Namespace, model: torch.nn.Module, chunk: int) -> list[dict
                 "elements": sum(elements),
                 "padding": length - sum(parameter.numel() for parameter in described.places),
                 "shard_elements": (max(elements), min(elements), elements[own]),
-                FLOPS: (max(flops), min(flops), flops[own]),
+                "muon_flops": (max(flops), min(flops), flops[own], sum(flops)),
                 "cut": cut,
                 "faults": faults,
             }
