@@ -272,7 +272,10 @@ def test_what_remains_of_the_shipped_recipes(cluster):
 
 
 def table() -> str:
-    rows = (f"| `{rule.name}` | {rule.looks_at} | {rule.why} | {rule.source} |" for rule in RULES)
+    names: dict[tuple[str, str, str], list[str]] = {}
+    for rule in RULES:
+        names.setdefault((rule.looks_at, rule.why, rule.source), []).append(f"`{rule.name}`")
+    rows = (f"| {', '.join(rules)} | {' | '.join(about)} |" for about, rules in names.items())
     return "\n".join(["| rule | what it looks at | why | source |", "|---|---|---|---|", *rows]) + "\n"
 
 

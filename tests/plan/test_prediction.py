@@ -4,6 +4,7 @@ they follow work and links.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from zaya_plugin import cli
 from zaya_plugin.commands import table
 from zaya_plugin.commands.plan import run as parser
 from zaya_plugin.config.compose import compose
-from zaya_plugin.plan import prediction, step_source
+from zaya_plugin.plan import flops, prediction, recipe_plan, step_source
 from zaya_plugin.plan.expected_step import SLOWED
 from zaya_plugin.plan.product_rate import CDNA3, PROCESSORS
 from zaya_plugin.plan.recipe_work import work_of
@@ -297,3 +298,41 @@ def test_what_is_recomputed_takes_its_time(record):
     assert "recomputation" not in parts(plain) and 5 < added < 20
     assert again["step"]["computing_ms"] == pytest.approx(plain["step"]["computing_ms"] + added)
     assert again["step"]["planned_gib"] < plain["step"]["planned_gib"] - 7
+
+
+def test_the_sizes_of_zaya1():
+    """The figures of the released model: parameters, those of one token, and bytes of a token's keys and values."""
+    shape = recipe_plan.shape_of(compose([*ALIKE, "cluster=h200_8"]))
+    assert sum(flops.count_parameters(shape).values()) == 8_840_488_784
+    assert flops.active_parameters(shape) == 753_608_528 and round(753_608_528 / 1e6, 1) == 753.6
+    assert flops.cache_bytes(shape) == 40 * 1024
+
+
+def test_a_device_without_rates_gets_a_reason_and_the_rest():
+    for words, reason in (
+        (["experiment=cpu_demo"], "no rates of a CPU are known"),
+        (["experiment=zaya1_base", "cluster=gpu"], "machine.name=null is not a device with known rates"),
+        ([*ALIKE, "cluster=h200_8", "parallel=pipeline_parallel"], "pipeline_model_parallel_size=2"),
+    ):
+        result = prediction.predict(compose([*words, "data.path=none"]), 8)
+        assert result.seconds is None and result.tokens_per_second is None and reason in result.reason
+        assert result.parameters > 1e7 and (result.memory is None) == ("cpu_demo" in words[0])
+        assert "step" in result.record() and "ms" not in result.record()["step"]
+
+
+def test_the_fit_needs_no_record_and_marks_other_devices():
+    for cluster, marked in (("h100_8", False), ("mi300x_8", True)):
+        recipe = compose([*ALIKE, f"cluster={cluster}", "stage.micro_batch_size=4", "stage.global_batch_size=128"])
+        result = prediction.predict(recipe, 8)
+        assert ("PREDICTION, not measured" in result.error) == marked and result.reason is None
+        assert ("-9.2 %" in result.error) == marked
+        assert 0.9 < result.seconds < 2.0 and result.source["device"] == "NVIDIA H200"
+    recipe = compose([*ALIKE, "cluster=h200_8"])
+
+    def seconds(version):
+        chosen = replace(recipe, cluster=replace(recipe.cluster, core_attention=version))
+        return prediction.predict(chosen, 8).seconds
+
+    assert (
+        seconds("flash_attn_4") < seconds("auto") < seconds("cudnn") == seconds("sdpa") < 1.03 * seconds("flash_attn_4")
+    )

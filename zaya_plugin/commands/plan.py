@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from zaya_plugin.commands.parser import Parser, option
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.ground.exit_codes import USER_ERROR
-from zaya_plugin.ground.option_numbers import INT32, whole_number
+from zaya_plugin.ground.option_numbers import INT32, real_number, whole_number
 
 CHECK = """\
 Checks a recipe by rules: sizes, memory, matrix products, collectives, layout, hazards of many ranks, checkpoints.
@@ -25,7 +28,8 @@ examples:
 
 Exit codes: 0, with findings or without; 2, the step does not fit into the memory, or a mistake in the recipe."""
 RUN = """\
-Predicts the step of a recipe: parameters, operations, memory by component, time by part, communication.
+Predicts a run: parameters, operations, memory by component, time of a step by part, communication; and of the stage, or
+of all stages of a curriculum: tokens, days, GPU hours, cost, checkpoints, storage, failures.
 
 Without --from the prediction starts from speeds that were fitted to committed records of H200s; with it from the
 step.json of `zaya bench step`, and without recipe keys the step is that of the recorded recipe. Each part keeps the
@@ -33,10 +37,11 @@ share of its roofline; collectives take the rates of the cluster's links (recipe
 predictions with measured steps."""
 RUN_EXAMPLES = """\
 examples:
-  zaya plan run experiment=zaya1_base cluster=h200_8
+  zaya plan run experiment=zaya1_base cluster=h200_8 --price 2.5
+  zaya plan run experiment=zaya1_base cluster=mi300x_128x8 --layout
   zaya plan run --from step.json experiment=zaya1_base cluster=mi300x_8 stage.micro_batch_size=4 \\
     stage.global_batch_size=128
-  zaya plan run experiment=zaya1_base cluster=mi300x_128x8 --output plan.json"""
+  zaya plan run experiment=zaya1_base cluster=mi300x_128x8 --gpus 512 --output plan.json"""
 
 # Rows that several of the commands share.
 GPUS = option("--gpus", type=whole_number(1, INT32), metavar="N", help="devices (default: those of the recipe)")
@@ -55,7 +60,19 @@ def run() -> Parser:
         RUN_EXAMPLES,
         GPUS,
         option("--from", dest="record", type=Path, metavar="STEP_JSON", help="record of `zaya bench step`"),
-        option("--output", type=Path, metavar="FILE", help="also write the prediction as JSON"),
+        option(
+            "--price",
+            type=real_number(0.0, 1e6),
+            metavar="X",
+            help="of a device hour, in any currency: adds what stages cost",
+        ),
+        option(
+            "--layout",
+            action="store_true",
+            help="also build the groups, model and shards of the first, a middle and the last rank with fake process "
+            "groups, and check that shards are complete and balanced (20 s; requires torch and Megatron-core)",
+        ),
+        option("--output", type=Path, metavar="FILE", help="also write everything as JSON"),
         recipe=True,
     )
 
@@ -98,7 +115,9 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from zaya_plugin.plan import layout_report, recipe_plan
     from zaya_plugin.plan.prediction import predict
+    from zaya_plugin.plan.run_costs import cost_lines, stage_cost
     from zaya_plugin.plan.run_report import step_lines
     from zaya_plugin.plan.step_source import load, recorded_recipe
     from zaya_plugin.run.rank_plan import planned_ranks
@@ -113,7 +132,60 @@ def _run(options: argparse.Namespace) -> int:
     result = predict(recipe, world, record)
     if record and result.reason:
         raise ValueError(result.reason)
-    print("\n".join(step_lines(result)))
+    lines, written = step_lines(result), result.record()
+    recipes = stages_of(options.overrides, options.gpus) if recipe.curriculum.stages else [(recipe, world)]
+    costs = [stage_cost(*stage, predict(*stage, record)) for stage in recipes]
+    lines += cost_lines(costs, options.price)
+    price = options.price or 0.0
+    written["stages"] = [
+        {**asdict(stage), "device_hours": stage.device_hours, "cost": price * (stage.device_hours or 0.0)}
+        for stage in costs
+    ]
+    print("\n".join(lines), flush=True)
+    wrong = False
+    if options.layout:
+        ranks = built_ranks(recipe, world)
+        shape, layout = recipe_plan.shape_of(recipe), recipe_plan.layout_of(recipe, world)
+        print("\n".join(layout_report.layout_lines(ranks, shape, layout, world)))
+        written["layout"], wrong = ranks, bool(layout_report.faults_of(ranks, shape, layout))
     if options.output:
-        options.output.write_text(json.dumps(result.record(), indent=1) + "\n")
-    return 0
+        options.output.write_text(json.dumps(written, indent=1) + "\n")
+    return int(wrong)
+
+
+def stages_of(overrides: list[str], gpus: int | None) -> list[tuple[Recipe, int]]:
+    """Return the recipes of a curriculum's stages and the ranks of each."""
+    from zaya_plugin.bench.options import with_data_path
+    from zaya_plugin.config.validate import validate
+    from zaya_plugin.run.rank_plan import planned_ranks
+    from zaya_plugin.run.stages import compose_curriculum
+
+    recipes = []
+    for stage in compose_curriculum(with_data_path(overrides)).stages:
+        recipe = on_devices(stage.recipe, gpus) if gpus else stage.recipe
+        world = planned_ranks(recipe)
+        validate(recipe, world)
+        recipes.append((recipe, world))
+    return recipes
+
+
+def built_ranks(recipe: Recipe, world: int) -> list[dict]:
+    """Return what ranks of the run build, each as zaya_plugin.hosts.rank_layout describes it, in a process of its
+    own."""
+    from zaya_plugin.config.compose import save_recipe
+    from zaya_plugin.ground import phases
+    from zaya_plugin.ground.errors import mistake
+    from zaya_plugin.plan import layout_report, recipe_plan
+
+    ranks = layout_report.ranks_to_build(recipe_plan.layout_of(recipe, world), world)
+    recipe, _ = recipe_plan.with_recompute(recipe, world)
+    with tempfile.TemporaryDirectory() as folder:
+        save_recipe(recipe, Path(folder) / "recipe.yaml")
+        phases.begin(f"building the model's layout on {len(ranks)} of {world} ranks")
+        words = [sys.executable, "-m", "zaya_plugin.hosts.rank_layout", str(Path(folder) / "recipe.yaml"), str(world)]
+        done = subprocess.run([*words, *map(str, ranks)], capture_output=True, text=True)
+        phases.end()
+    if done.returncode:
+        problem = f"the layout could not be built: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"
+        raise mistake("--layout", problem=problem, fix="zaya train ... --dry-run, which checks the recipe")
+    return [json.loads(line) for line in done.stdout.splitlines()]

@@ -89,7 +89,7 @@ def _width(name: str) -> Rule:
 
     return Rule(
         name,
-        f"`{key}`, by powers of two up to 64 (on a CPU by lines of 64 bytes)",
+        "sizes of the model, by powers of two up to 64 (on a CPU by lines of 64 bytes)",
         "partial tiles and narrow loads; the experts' product has a slower tile for sides that are no multiples of 64",
         f"{ROCM_BLOG}; `hip_ops/ops/grouped_product/configs.py`",
         lambda setting: _unaligned(setting, get(setting.recipe, key), f"{key}={get(setting.recipe, key)}"),
@@ -144,7 +144,7 @@ def _group(name: str) -> Rule:
 
     return Rule(
         f"{name}_group",
-        f"{name}-parallel groups inside a node",
+        "groups of neighbouring ranks inside a node",
         "layers wait for their collectives, and the network has a fraction of the links' rate",
         "arXiv 2605.05365, section III (2 and 8 ranks a sequence); docs/parallelism.md",
         lambda setting: (
@@ -161,7 +161,7 @@ def _split(name: str) -> Rule:
     whole = {key: 1} | ({"parallel.virtual_pipeline_stages": 1} if name == "pipeline" else {})
     return Rule(
         f"{name}_split",
-        f"{name} parallelism of a model that fits without it",
+        "parallelism of a model that fits without it",
         "rows are sent for every layer, or stages wait",
         "ZAYA1 was trained with data parallelism alone (ROCm blog, November 2025); docs/parallelism.md",
         lambda setting: (

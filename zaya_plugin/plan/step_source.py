@@ -12,11 +12,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 
 from zaya_plugin.config import train_help
 from zaya_plugin.config.compose import compose
-from zaya_plugin.config.schema import Recipe
+from zaya_plugin.config.schema import MachineConfig, Recipe
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.plan import recipe_plan
 from zaya_plugin.plan.expected_step import SLOWED, limit
@@ -105,8 +106,14 @@ def recorded_recipe(record: dict) -> Recipe:
     recipe = filled(Recipe(), record["recipe"])
     recipe.nproc = record["world_size"]
     if recipe.cluster.name in train_help.options("cluster"):
-        recipe.machine = compose([f"cluster={recipe.cluster.name}", "data.path=none"]).machine
+        recipe.machine = machine_of(recipe.cluster.name)
     return recipe
+
+
+@cache
+def machine_of(cluster: str) -> MachineConfig:
+    """Return the rates in the recipe of a cluster."""
+    return compose([f"cluster={cluster}", "data.path=none"]).machine
 
 
 def hidden_behind_kernels(record: dict) -> float:

@@ -18,8 +18,9 @@ from zaya_plugin.config.run_directory import check_resume, written_by
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import find_sources
 from zaya_plugin.ground.errors import of_the_machine
-from zaya_plugin.plan import checkpoint_plan, cost, recipe_plan
+from zaya_plugin.plan import checkpoint_plan, recipe_plan
 from zaya_plugin.plan.check import findings_of, setting_of, text
+from zaya_plugin.plan.run_costs import five_lines
 from zaya_plugin.run import megatron_check, surroundings
 from zaya_plugin.run.rank_plan import WORKER, Plan
 from zaya_plugin.run.start_recipe import check_changed_keys, settled, take_over
@@ -76,7 +77,7 @@ def describe(recipe: Recipe, plan: Plan, overrides: Sequence[str] = (), *, verbo
         f"name         {recipe.name}",
         f"run_dir      {os.path.abspath(recipe.run_dir)}",
         f"world size   {plan.world_size} ranks, {plan.local_ranks} on this machine, started by {plan.started_by}",
-        *cost.lines(setting),
+        *five_lines(setting.recipe, plan.world_size, setting.prediction),
         f"batch        {recipe.stage.global_batch_size} sequences of {recipe.stage.seq_length} tokens a step: "
         f"{accumulation} micro-batches of {recipe.stage.micro_batch_size} a data-parallel rank",
         *([command] if verbose or several_nodes(plan) else []),

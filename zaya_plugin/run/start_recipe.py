@@ -20,8 +20,9 @@ from zaya_plugin.config.schema import LENGTH, SCHEDULE, STEPS_TO_TRAIN, Recipe, 
 from zaya_plugin.config.validate import with_graphs
 from zaya_plugin.handover.data_places import with_consumed
 from zaya_plugin.handover.predecessor import predecessor, saved_step
-from zaya_plugin.plan import cost, recipe_plan
+from zaya_plugin.plan import recipe_plan
 from zaya_plugin.plan.check import findings_of, setting_of
+from zaya_plugin.plan.run_costs import five_lines
 from zaya_plugin.run.rank_plan import Plan
 from zaya_plugin.run.surroundings import unused
 
@@ -50,7 +51,7 @@ def cost_lines(recipe: Recipe, plan: Plan) -> list[str]:
     setting = setting_of(recipe, plan.world_size)
     number = len(findings_of(setting))
     count = [f"findings     {number}: `zaya plan check` with the same words prints them"] if number else []
-    return [f"zaya: {line}" for line in (*cost.lines(setting), *count)]
+    return [f"zaya: {line}" for line in (*five_lines(setting.recipe, plan.world_size, setting.prediction), *count)]
 
 
 def settled(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:

@@ -7,35 +7,34 @@ import pytest
 
 from zaya_plugin.config.compose import compose
 from zaya_plugin.config.schema import with_values
-from zaya_plugin.plan import cost
-from zaya_plugin.plan.check import setting_of
+from zaya_plugin.ground.durations import duration
+from zaya_plugin.plan.prediction import predict
+from zaya_plugin.plan.run_costs import five_lines, stage_cost
 from zaya_plugin.run import start_recipe
-from zaya_plugin.run.rank_plan import make_plan
+from zaya_plugin.run.rank_plan import make_plan, planned_ranks
 
 README_COMMAND = ["experiment=zaya1_base", "cluster=mi300x_8", "data.path=data/corpus"]
 
 
 def test_five_lines_of_the_command_in_the_readme():
-    setting = setting_of(compose(README_COMMAND), 8)
-    seconds = setting.prediction.seconds
-    size, tokens, step, run, saves = cost.lines(setting)
+    recipe = compose(README_COMMAND)
+    step = predict(recipe, 8)
+    stage = stage_cost(recipe, 8, step)
+    size, tokens, seconds, run, saves = five_lines(recipe, 8, step)
     assert size.startswith("parameters   8,840,488,784, 753,608,528 of them active for a token")
     assert tokens == "tokens       7,999,997,345,792 in 476,837 steps"
-    assert step == f"step         {seconds:.3g} s. {setting.prediction.error}" and "PREDICTION" in step
-    days, hours = re.fullmatch(r"run          ([0-9.]+) days, ([0-9,]+) GPU hours \(prediction\)", run).groups()
-    assert float(days) == pytest.approx(476_837 * seconds / 86_400, rel=0.002) == pytest.approx(304, abs=10)
+    assert seconds == f"step         {step.seconds:.3g} s. {step.error}" and "PREDICTION" in seconds
+    days, hours = re.match(r"stage        ([0-9.]+) days, ([0-9,]+) GPU hours \(prediction", run).groups()
+    assert float(days) == pytest.approx((stage.hours + stage.lost) / 24, rel=0.002)
+    assert stage.hours / 24 == pytest.approx(476_837 * step.seconds / 86_400) == pytest.approx(304, abs=10)
     assert int(hours.replace(",", "")) == pytest.approx(float(days) * 24 * 8, rel=0.002)
     assert re.fullmatch(
         r"saves        72\.9 GB every 15 h \d\d min \(prediction; checkpoint.save_interval=1000\)", saves
     )
-    assert cost.lines(setting_of(with_values(setting.asked, {"checkpoint.save_interval": None}), 8))[4] == (
-        f"saves        72.9 GB every {days.partition('.')[0]} d "
-        f"{checkpoint_hours(476_837 * seconds)} h (prediction; checkpoint.save_interval=null)"
+    never = with_values(recipe, {"checkpoint.save_interval": None})
+    assert five_lines(never, 8, step)[4] == (
+        f"saves        72.9 GB every {duration(476_837 * step.seconds)} (prediction; checkpoint.save_interval=null)"
     )
-
-
-def checkpoint_hours(seconds: float) -> str:
-    return f"{round(seconds / 60) // 60 % 24:02d}"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +47,8 @@ def checkpoint_hours(seconds: float) -> str:
 )
 def test_without_a_predicted_time_two_lines_are_left(words, why):
     recipe = compose([*words, "data.path=none"])
-    size, tokens = cost.lines(setting_of(recipe, 2 if "cpu_demo" in words[0] else 8))
+    world = planned_ranks(recipe)
+    size, tokens = five_lines(recipe, world, predict(recipe, world))
     assert size.startswith("parameters   ") and f"; time not predicted: {why}" in tokens
     assert f"steps, a checkpoint every {recipe.checkpoint.save_interval:,};" in tokens
 
