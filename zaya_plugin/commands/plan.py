@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -31,8 +32,21 @@ examples:
     stage.global_batch_size=128
   zaya plan run experiment=zaya1_base cluster=mi300x_128x8 --gpus 512 --output plan.json"""
 
+FIT = """\
+Searches the micro-batch, recomputation, layout, buckets and optimizer instances of a recipe for a number of devices.
+
+Prints the best setting with those that lose and why, and the words to add to `zaya train`. Every figure is a prediction
+(docs/plan.md); pipeline parallelism is not searched. Settings that differ by less than runs of one command do count as
+equal, and the one with less memory is taken."""
+FIT_EXAMPLES = """\
+examples:
+  zaya plan fit experiment=zaya1_base cluster=h200_8 stage.global_batch_size=128
+  zaya plan fit experiment=zaya1_base cluster=mi300x_128x8 --gpus 512 --output my_recipes/experiment/fitted.yaml
+  zaya plan fit experiment=zaya1_base cluster=h100_8 --goal memory"""
+
 # Rows that several of the commands share.
 GPUS = option("--gpus", type=whole_number(1, INT32), metavar="N", help="devices (default: those of the recipe)")
+FROM = option("--from", dest="record", type=Path, metavar="STEP_JSON", help="record of `zaya bench step`")
 
 
 def run() -> Parser:
@@ -42,7 +56,7 @@ def run() -> Parser:
         RUN,
         RUN_EXAMPLES,
         GPUS,
-        option("--from", dest="record", type=Path, metavar="STEP_JSON", help="record of `zaya bench step`"),
+        FROM,
         option(
             "--price",
             type=real_number(0.0, 1e6),
@@ -56,6 +70,27 @@ def run() -> Parser:
             "groups, and check that shards are complete and balanced (20 s; requires torch and Megatron-core)",
         ),
         option("--output", type=Path, metavar="FILE", help="also write everything as JSON"),
+        recipe=True,
+    )
+
+
+def fit() -> Parser:
+    return Parser(
+        "plan fit",
+        _fit,
+        FIT,
+        FIT_EXAMPLES,
+        GPUS,
+        option(
+            "--goal", choices=("time", "memory"), default="time", help="the fastest step, or the least memory (time)"
+        ),
+        FROM,
+        option(
+            "--output",
+            type=Path,
+            metavar="FILE",
+            help="also write the setting: an experiment to name in a recipe folder if FILE ends in .yaml, else the words",
+        ),
         recipe=True,
     )
 
@@ -125,6 +160,25 @@ def _run(options: argparse.Namespace) -> int:
     if options.output:
         options.output.write_text(json.dumps(written, indent=1) + "\n")
     return int(wrong)
+
+
+def _fit(options: argparse.Namespace) -> None:
+    from zaya_plugin.plan import search
+    from zaya_plugin.plan.step_source import fitted, load, source_of
+
+    recipe, world = composed(options.overrides, options.gpus)
+    source = source_of(load(options.record)) if options.record else fitted()
+    settings = search.search(recipe, world, source, options.goal)
+    values = settings[0].values()
+    print("\n".join([*search.report(settings, options.goal), "to add:", f"  {shlex.join(search.words_of(values))}"]))
+    if options.output:
+        experiment = next((word[11:] for word in options.overrides if word.startswith("experiment=")), None)
+        lines = (
+            search.yaml_lines(values, experiment)
+            if options.output.suffix == ".yaml"
+            else [shlex.join(search.words_of(values))]
+        )
+        options.output.write_text("\n".join(lines) + "\n")
 
 
 def stages_of(overrides: list[str], gpus: int | None) -> list[tuple[Recipe, int]]:

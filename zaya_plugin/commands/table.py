@@ -61,6 +61,10 @@ HEADINGS: dict[str, dict[str, tuple[str, str]]] = {
             "examine this machine, or several nodes: software, kernels, rates, a short training",
         ),
         "plan": ("", "predict a recipe's step before an hour of a device is spent"),
+        "plan fit": (
+            "plan:fit",
+            "search micro-batch, recomputation, layout, buckets and optimizer instances for a cluster",
+        ),
         "plan run": (
             "plan:run",
             "predict time, memory and communication of a step, from a fit or from a measured step",
