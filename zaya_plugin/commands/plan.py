@@ -14,8 +14,20 @@ from pathlib import Path
 
 from zaya_plugin.commands.parser import Parser, option
 from zaya_plugin.config.schema import Recipe
+from zaya_plugin.ground.exit_codes import USER_ERROR
 from zaya_plugin.ground.option_numbers import INT32, real_number, whole_number
 
+CHECK = """\
+Checks a recipe by rules: sizes, memory, matrix products, collectives, layout, hazards of many ranks, checkpoints.
+
+Each finding says what it is, why and by which source, which overrides to type, and their predicted effect. Needs no
+data and no device. docs/plan.md has the table of rules."""
+CHECK_EXAMPLES = """\
+examples:
+  zaya plan check experiment=zaya1_base cluster=mi300x_128x8
+  zaya plan check experiment=zaya1_base cluster=mi300x_8 model.moe_ffn_hidden_size=4000 --json
+
+Exit codes: 0, with findings or without; 2, the step does not fit into the memory, or a mistake in the recipe."""
 RUN = """\
 Predicts a run: parameters, operations, memory by component, time of a step by part, communication; and of the stage, or
 of all stages of a curriculum: tokens, days, GPU hours, cost, checkpoints, storage, failures.
@@ -47,6 +59,11 @@ examples:
 # Rows that several of the commands share.
 GPUS = option("--gpus", type=whole_number(1, INT32), metavar="N", help="devices (default: those of the recipe)")
 FROM = option("--from", dest="record", type=Path, metavar="STEP_JSON", help="record of `zaya bench step`")
+
+
+def check() -> Parser:
+    as_json = option("--json", action="store_true", help="print the findings as JSON")
+    return Parser("plan check", _check, CHECK, CHECK_EXAMPLES, GPUS, as_json, recipe=True)
 
 
 def run() -> Parser:
@@ -121,6 +138,15 @@ def on_devices(recipe: Recipe, gpus: int) -> Recipe:
         )
     cluster = replace(recipe.cluster, num_nodes=max(1, gpus // node), gpus_per_node=min(gpus, node), numa_nodes=[])
     return replace(recipe, cluster=cluster, nproc=None)
+
+
+def _check(options: argparse.Namespace) -> int:
+    from zaya_plugin.plan.check import findings_of, setting_of, text
+    from zaya_plugin.plan.setting import DOES_NOT_FIT
+
+    findings = findings_of(setting_of(*composed(options.overrides, options.gpus)))
+    print(json.dumps(findings, indent=1) if options.json else "\n".join(text(findings)))
+    return USER_ERROR if any(finding["severity"] == DOES_NOT_FIT for finding in findings) else 0
 
 
 def _run(options: argparse.Namespace) -> int:

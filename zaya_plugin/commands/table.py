@@ -61,13 +61,14 @@ HEADINGS: dict[str, dict[str, tuple[str, str]]] = {
             "examine this machine, or several nodes: software, kernels, rates, a short training",
         ),
         "plan": ("", "predict a recipe's step before an hour of a device is spent"),
-        "plan fit": (
-            "plan:fit",
-            "search micro-batch, recomputation, layout, buckets and optimizer instances for a cluster",
-        ),
+        "plan check": ("plan:check", "check sizes, memory, products, links and checkpoints of a recipe by rules"),
         "plan run": (
             "plan:run",
             "predict time, memory and communication of a step, from a fit or from a measured step",
+        ),
+        "plan fit": (
+            "plan:fit",
+            "search micro-batch, recomputation, layout, buckets and optimizer instances for a cluster",
         ),
         "bench": ("", "measure a recipe's speed by part of the step"),
         "bench step": ("bench:step", "measure a few steps of a recipe, and the share of each part of the step"),

@@ -15,9 +15,9 @@ field is declared by one of three functions, and everything else is made from th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING as DATACLASS_MISSING
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -1114,6 +1114,16 @@ def leaves(cls=Recipe, prefix: str = ""):
 def get(recipe: Recipe, path: str) -> Any:
     """Return the value of the dotted key `path`."""
     return reduce(getattr, path.split("."), recipe)
+
+
+def with_values(target: Any, values: Mapping[str, Any]) -> Any:
+    """Return a copy of a recipe, or of a part of it, with other values of the dotted keys; they are not checked."""
+    for path, value in values.items():
+        name, _, rest = path.partition(".")
+        if rest:
+            value = with_values(target[name] if isinstance(target, dict) else getattr(target, name), {rest: value})
+        target = {**target, name: value} if isinstance(target, dict) else replace(target, **{name: value})
+    return target
 
 
 # The mixin from which ZayaConfig has its options: a dataclass with the fields declared by `option`, of the same names,

@@ -94,10 +94,12 @@ def launch(
         return 0
     if plan.rank != 0:
         phases.show(None)
-    run = run or partial(_start, auto_graphs=recipe.cluster.graphs == "auto")
-    recipe = start_recipe.with_choices(recipe, plan)
+    asked, recipe = recipe, start_recipe.with_choices(recipe, plan)
     if recipe.explain_optim:
         return become_rank(recipe, replace(plan, worker=(EXPLAIN,)))
+    if run is None and plan.rank == 0:
+        print(*start_recipe.cost_lines(asked, plan), sep="\n", flush=True)
+    run = run or partial(_start, auto_graphs=asked.cluster.graphs == "auto")
     places.require_answer(checkpoint_path(recipe), "checkpoint.path")
     if recipe.handover.from_run is not None:
         places.require_answer(recipe.handover.from_run, "handover.from_run")
