@@ -56,6 +56,17 @@ examples:
   zaya plan fit experiment=zaya1_base cluster=mi300x_128x8 --gpus 512 --output my_recipes/experiment/fitted.yaml
   zaya plan fit experiment=zaya1_base cluster=h100_8 --goal memory"""
 
+SIZES = """\
+Names sizes of a model near the recipe's that make its matrix products faster, and compares widths of experts.
+
+Hidden size, experts' width, heads and vocabulary are varied one at a time; the rate is that of all matrix products of a
+step, by tiles. Widths of experts are compared at the same number of parameters by the rate of training and the latency
+of decoding together. Every figure is a prediction (docs/plan.md)."""
+SIZES_EXAMPLES = """\
+examples:
+  zaya plan sizes experiment=zaya1_base cluster=mi300x_8
+  zaya plan sizes experiment=zaya1_base cluster=h200_8 model.hidden_size=1900 --picture widths.png"""
+
 # Rows that several of the commands share.
 GPUS = option("--gpus", type=whole_number(1, INT32), metavar="N", help="devices (default: those of the recipe)")
 FROM = option("--from", dest="record", type=Path, metavar="STEP_JSON", help="record of `zaya bench step`")
@@ -108,6 +119,18 @@ def fit() -> Parser:
             metavar="FILE",
             help="also write the setting: an experiment to name in a recipe folder if FILE ends in .yaml, else the words",
         ),
+        recipe=True,
+    )
+
+
+def sizes() -> Parser:
+    return Parser(
+        "plan sizes",
+        _sizes,
+        SIZES,
+        SIZES_EXAMPLES,
+        GPUS,
+        option("--picture", type=Path, metavar="FILE.png", help="draw the widths of experts (requires matplotlib)"),
         recipe=True,
     )
 
@@ -205,6 +228,20 @@ def _fit(options: argparse.Namespace) -> None:
             else [shlex.join(search.words_of(values))]
         )
         options.output.write_text("\n".join(lines) + "\n")
+
+
+def _sizes(options: argparse.Namespace) -> None:
+    from zaya_plugin.plan import sizes
+
+    recipe, world = composed(options.overrides, options.gpus)
+    near, widths = list(sizes.near_sizes(recipe, world)), sizes.widths(recipe, world)
+    print("\n".join(sizes.report(near, widths, recipe)))
+    if options.picture:
+        from zaya_plugin.pictures.chart import Line, save_lines
+
+        lines = [Line(*line) for line in sizes.percentages(widths, recipe.model.moe_ffn_hidden_size)]
+        title = f"Widths of experts at equal parameters on {recipe.machine.name} (PREDICTION)"
+        save_lines(options.picture, title, lines, "width of an expert", f"% of {recipe.model.moe_ffn_hidden_size:,}")
 
 
 def stages_of(overrides: list[str], gpus: int | None) -> list[tuple[Recipe, int]]:

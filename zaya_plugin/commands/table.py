@@ -60,7 +60,7 @@ HEADINGS: dict[str, dict[str, tuple[str, str]]] = {
             "machines:verify",
             "examine this machine, or several nodes: software, kernels, rates, a short training",
         ),
-        "plan": ("", "predict a recipe's step before an hour of a device is spent"),
+        "plan": ("", "check, predict and choose a recipe's sizes and settings before an hour of a device is spent"),
         "plan check": ("plan:check", "check sizes, memory, products, links and checkpoints of a recipe by rules"),
         "plan run": (
             "plan:run",
@@ -70,6 +70,7 @@ HEADINGS: dict[str, dict[str, tuple[str, str]]] = {
             "plan:fit",
             "search micro-batch, recomputation, layout, buckets and optimizer instances for a cluster",
         ),
+        "plan sizes": ("plan:sizes", "name faster sizes near the recipe's, and compare widths of experts"),
         "bench": ("", "measure a recipe's speed by part of the step"),
         "bench step": ("bench:step", "measure a few steps of a recipe, and the share of each part of the step"),
     },
