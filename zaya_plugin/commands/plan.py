@@ -140,12 +140,13 @@ def composed(overrides: list[str], gpus: int | None) -> tuple[Recipe, int]:
     from zaya_plugin.bench.options import with_data_path
     from zaya_plugin.config.compose import compose
     from zaya_plugin.config.validate import validate
+    from zaya_plugin.plan.bucket_plan import with_bucket_plan
     from zaya_plugin.run.rank_plan import planned_ranks
 
     recipe = compose(with_data_path(overrides))
-    if gpus:
-        recipe = on_devices(recipe, gpus)
+    recipe = on_devices(recipe, gpus) if gpus else recipe
     world = planned_ranks(recipe)
+    recipe, _ = with_bucket_plan(recipe, world)
     validate(recipe, world)
     return recipe, world
 
@@ -248,6 +249,7 @@ def stages_of(overrides: list[str], gpus: int | None) -> list[tuple[Recipe, int]
     """Return the recipes of a curriculum's stages and the ranks of each."""
     from zaya_plugin.bench.options import with_data_path
     from zaya_plugin.config.validate import validate
+    from zaya_plugin.plan.bucket_plan import with_bucket_plan
     from zaya_plugin.run.rank_plan import planned_ranks
     from zaya_plugin.run.stages import compose_curriculum
 
@@ -255,6 +257,7 @@ def stages_of(overrides: list[str], gpus: int | None) -> list[tuple[Recipe, int]
     for stage in compose_curriculum(with_data_path(overrides)).stages:
         recipe = on_devices(stage.recipe, gpus) if gpus else stage.recipe
         world = planned_ranks(recipe)
+        recipe, _ = with_bucket_plan(recipe, world)
         validate(recipe, world)
         recipes.append((recipe, world))
     return recipes
