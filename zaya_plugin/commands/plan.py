@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -43,8 +44,32 @@ examples:
     stage.global_batch_size=128
   zaya plan run experiment=zaya1_base cluster=mi300x_128x8 --gpus 512 --output plan.json"""
 
+FIT = """\
+Searches the micro-batch, recomputation, layout, buckets and optimizer instances of a recipe for a number of devices.
+
+Prints the best setting with those that lose and why, and the words to add to `zaya train`. Every figure is a prediction
+(docs/plan.md); pipeline parallelism is not searched. Settings that differ by less than runs of one command do count as
+equal, and the one with less memory is taken."""
+FIT_EXAMPLES = """\
+examples:
+  zaya plan fit experiment=zaya1_base cluster=h200_8 stage.global_batch_size=128
+  zaya plan fit experiment=zaya1_base cluster=mi300x_128x8 --gpus 512 --output my_recipes/experiment/fitted.yaml
+  zaya plan fit experiment=zaya1_base cluster=h100_8 --goal memory"""
+
+SIZES = """\
+Names sizes of a model near the recipe's that make its matrix products faster, and compares widths of experts.
+
+Hidden size, experts' width, heads and vocabulary are varied one at a time; the rate is that of all matrix products of a
+step, by tiles. Widths of experts are compared at the same number of parameters by the rate of training and the latency
+of decoding together. Every figure is a prediction (docs/plan.md)."""
+SIZES_EXAMPLES = """\
+examples:
+  zaya plan sizes experiment=zaya1_base cluster=mi300x_8
+  zaya plan sizes experiment=zaya1_base cluster=h200_8 model.hidden_size=1900 --picture widths.png"""
+
 # Rows that several of the commands share.
 GPUS = option("--gpus", type=whole_number(1, INT32), metavar="N", help="devices (default: those of the recipe)")
+FROM = option("--from", dest="record", type=Path, metavar="STEP_JSON", help="record of `zaya bench step`")
 
 
 def check() -> Parser:
@@ -59,7 +84,7 @@ def run() -> Parser:
         RUN,
         RUN_EXAMPLES,
         GPUS,
-        option("--from", dest="record", type=Path, metavar="STEP_JSON", help="record of `zaya bench step`"),
+        FROM,
         option(
             "--price",
             type=real_number(0.0, 1e6),
@@ -77,17 +102,51 @@ def run() -> Parser:
     )
 
 
+def fit() -> Parser:
+    return Parser(
+        "plan fit",
+        _fit,
+        FIT,
+        FIT_EXAMPLES,
+        GPUS,
+        option(
+            "--goal", choices=("time", "memory"), default="time", help="the fastest step, or the least memory (time)"
+        ),
+        FROM,
+        option(
+            "--output",
+            type=Path,
+            metavar="FILE",
+            help="also write the setting: an experiment to name in a recipe folder if FILE ends in .yaml, else the words",
+        ),
+        recipe=True,
+    )
+
+
+def sizes() -> Parser:
+    return Parser(
+        "plan sizes",
+        _sizes,
+        SIZES,
+        SIZES_EXAMPLES,
+        GPUS,
+        option("--picture", type=Path, metavar="FILE.png", help="draw the widths of experts (requires matplotlib)"),
+        recipe=True,
+    )
+
+
 def composed(overrides: list[str], gpus: int | None) -> tuple[Recipe, int]:
     """Return the recipe of `overrides`, on `gpus` devices if given, and the number of its ranks."""
     from zaya_plugin.bench.options import with_data_path
     from zaya_plugin.config.compose import compose
     from zaya_plugin.config.validate import validate
+    from zaya_plugin.plan.bucket_plan import with_bucket_plan
     from zaya_plugin.run.rank_plan import planned_ranks
 
     recipe = compose(with_data_path(overrides))
-    if gpus:
-        recipe = on_devices(recipe, gpus)
+    recipe = on_devices(recipe, gpus) if gpus else recipe
     world = planned_ranks(recipe)
+    recipe, _ = with_bucket_plan(recipe, world)
     validate(recipe, world)
     return recipe, world
 
@@ -153,10 +212,44 @@ def _run(options: argparse.Namespace) -> int:
     return int(wrong)
 
 
+def _fit(options: argparse.Namespace) -> None:
+    from zaya_plugin.plan import search
+    from zaya_plugin.plan.step_source import fitted, load, source_of
+
+    recipe, world = composed(options.overrides, options.gpus)
+    source = source_of(load(options.record)) if options.record else fitted()
+    settings = search.search(recipe, world, source, options.goal)
+    values = settings[0].values()
+    print("\n".join([*search.report(settings, options.goal), "to add:", f"  {shlex.join(search.words_of(values))}"]))
+    if options.output:
+        experiment = next((word[11:] for word in options.overrides if word.startswith("experiment=")), None)
+        lines = (
+            search.yaml_lines(values, experiment)
+            if options.output.suffix == ".yaml"
+            else [shlex.join(search.words_of(values))]
+        )
+        options.output.write_text("\n".join(lines) + "\n")
+
+
+def _sizes(options: argparse.Namespace) -> None:
+    from zaya_plugin.plan import sizes
+
+    recipe, world = composed(options.overrides, options.gpus)
+    near, widths = list(sizes.near_sizes(recipe, world)), sizes.widths(recipe, world)
+    print("\n".join(sizes.report(near, widths, recipe)))
+    if options.picture:
+        from zaya_plugin.pictures.chart import Line, save_lines
+
+        lines = [Line(*line) for line in sizes.percentages(widths, recipe.model.moe_ffn_hidden_size)]
+        title = f"Widths of experts at equal parameters on {recipe.machine.name} (PREDICTION)"
+        save_lines(options.picture, title, lines, "width of an expert", f"% of {recipe.model.moe_ffn_hidden_size:,}")
+
+
 def stages_of(overrides: list[str], gpus: int | None) -> list[tuple[Recipe, int]]:
     """Return the recipes of a curriculum's stages and the ranks of each."""
     from zaya_plugin.bench.options import with_data_path
     from zaya_plugin.config.validate import validate
+    from zaya_plugin.plan.bucket_plan import with_bucket_plan
     from zaya_plugin.run.rank_plan import planned_ranks
     from zaya_plugin.run.stages import compose_curriculum
 
@@ -164,6 +257,7 @@ def stages_of(overrides: list[str], gpus: int | None) -> list[tuple[Recipe, int]
     for stage in compose_curriculum(with_data_path(overrides)).stages:
         recipe = on_devices(stage.recipe, gpus) if gpus else stage.recipe
         world = planned_ranks(recipe)
+        recipe, _ = with_bucket_plan(recipe, world)
         validate(recipe, world)
         recipes.append((recipe, world))
     return recipes

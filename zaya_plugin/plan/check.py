@@ -9,6 +9,7 @@ about speed has a finding only where its best change gains MIN_GAIN.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from math import ceil, gcd, inf
@@ -16,6 +17,7 @@ from math import ceil, gcd, inf
 from zaya_plugin.config.schedule import step_count
 from zaya_plugin.config.schema import Recipe, get, with_values
 from zaya_plugin.ground.durations import duration
+from zaya_plugin.plan.bucket_plan import with_bucket_plan
 from zaya_plugin.plan.memory import tokens_of_rank
 from zaya_plugin.plan.parallelism import sent_bytes
 from zaya_plugin.plan.product_rate import processor_of
@@ -306,7 +308,7 @@ RULES = (
         "`ddp_bucket_size`, with the latency of a ring's hops and the work that hides a bucket",
         "small buckets pay the latency of every hop, large ones are sent when the pass is over",
         "`zaya_plugin/plan/expected_step.py`; AMD chose buffers from the saturation size (ROCm blog)",
-        _waits,
+        lambda setting: setting.recipe.parallel.bucket_plan is None and _waits(setting),  # measured sizes stay
         lambda setting: [{"parallel.ddp_bucket_size": 2**n} for n in range(24, 30)],
         MIN_GAIN,
     ),
@@ -445,7 +447,11 @@ RULES = (
 
 
 def setting_of(recipe: Recipe, world: int) -> Setting:
-    """Return the setting of a valid recipe, without recomputation where none that auto may choose makes it fit."""
+    """Return the setting of a valid recipe with the values of its bucket plan, where that can be read, and without
+    recomputation where none that auto may choose makes it fit.
+    """
+    with contextlib.suppress(ValueError):
+        recipe, _ = with_bucket_plan(recipe, world)
     try:
         return Setting.of(recipe, world)
     except ValueError:

@@ -261,7 +261,7 @@ def stated_error(source: Source, machine: MachineConfig | None) -> str:
     name = machine.name if machine and machine.name else source.device
     for device, within in WITHIN.items():
         if device in name and any(known in source.device for known in WITHIN):
-            return f"committed records of {device}s are within {within} % of predictions (docs/plan.md)"
+            return f"within {within} % of {device}s' committed records, but for those that docs/plan.md names"
     return (
         f"PREDICTION, not measured on {name}. Such projections are off by several per cent or more: Primus states "
         f"{PRIMUS_ERRORS} for its own of an MI325X"

@@ -52,6 +52,11 @@ class Product:
         return replace(self, m=m, n=n, k=k)
 
 
+def square_product(extent: int) -> Product:
+    """Return a plain product of square matrices, as vendors measure it."""
+    return Product("", "square", "square", extent, extent, extent)
+
+
 def _linear(product: Product) -> Iterator[Product]:
     """Yield the three products of a linear layer from its forward one: m rows, n outputs, k inputs."""
     rows, outputs, inputs = product.m, product.n, product.k
