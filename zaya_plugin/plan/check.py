@@ -26,8 +26,9 @@ from zaya_plugin.plan.recipe_plan import GIB, RESERVED_SHARE
 from zaya_plugin.plan.setting import DOES_NOT_FIT, MIN_GAIN, Rule, Setting, Values
 
 MIN_TILE_GAIN = 0.03  # of the matrix units' rate
-MIN_RUN_SHARE = 0.0025  # of a run's time, lost to failures and saves beyond the least loss
-AMPLE_RUN_SHARE = 0.001  # the same of the interval that a finding names: fewer checkpoints than the least loss needs
+# Of a run's time, lost to failures and saves beyond the least loss: for a finding, and with the interval that it names,
+# which needs fewer checkpoints than the least loss.
+MIN_RUN_SHARE, AMPLE_RUN_SHARE = 0.0025, 0.001
 SATURATION_FLOPS, SATURATED_TFLOPS = 200e9, 600.0  # of a product on an MI300X, and the rate there of a large one
 MANY_RANKS, MANY_RANKS_MINUTES, LINK_SECONDS = 256, 30, 60.0
 SAVE_INTERVALS = sorted(round(n * 10**k) for n in (1, 1.5, 2, 3, 5, 7) for k in range(1, 6))  # steps that are named
@@ -77,8 +78,9 @@ def _padding(setting: Setting, size: int) -> str:
 
 def _near(size: int, steps: Iterable[int], share: float) -> list[int]:
     """Return multiples of the steps within a share of a size, the nearest first."""
-    numbers = {n * step for step in steps for n in range(1, int((1 + share) * size / step) + 1)}
-    return sorted((n for n in numbers if n >= (1 - share) * size), key=lambda n: (abs(n - size), -n))
+    least, most = (1 - share) * size, (1 + share) * size
+    numbers = {n * step for step in steps for n in range(1, int(most / step) + 1) if n * step >= least}
+    return sorted(numbers, key=lambda n: (abs(n - size), -n))
 
 
 def _width(name: str) -> Rule:
@@ -115,8 +117,7 @@ def _tile_share(setting: Setting) -> float:
     """
     processor = processor_of(setting.recipe.machine.name)
     listed = [item for item in products(setting.shape, setting.layout, setting.batch) if item.direction == "forward"]
-    if processor is None:
-        return 1.0
+    assert processor is not None  # its step is predicted
     times = (item.flops * item.calls / processor.share(item.m, item.n, item.k, item.batch) for item in listed)
     whole = (item.flops * item.calls / processor.share(64 * item.m, 64 * item.n, item.k, item.batch) for item in listed)
     return sum(whole) / sum(times)
@@ -124,7 +125,7 @@ def _tile_share(setting: Setting) -> float:
 
 def _fuller_rounds(setting: Setting) -> list[Values]:
     """Return the micro-batch up to twice as large whose tiles fill the units best, if it is faster too."""
-    options = [{"stage.micro_batch_size": n} for n in _near(setting.recipe.stage.micro_batch_size, [1], 1.0)]
+    options = [{"stage.micro_batch_size": n} for n in _near(setting.recipe.stage.micro_batch_size, [1], 1.0)[:32]]
     after = {values["stage.micro_batch_size"]: setting.changed(values) for values in options}
     shares = {n: _tile_share(other) for n, other in after.items() if other and other.tflops > setting.tflops}
     best = max(shares, key=shares.__getitem__, default=0)
