@@ -105,6 +105,11 @@ def plan_of(recipe: Recipe, world_size: int, vocabulary: int | None = None) -> M
     )
 
 
+def memory_share(plan: MemoryPlan, memory_gib: float | None) -> float:
+    """Return the share of a device's memory that a plan takes; 0 without cluster.memory_gib."""
+    return plan.total / (memory_gib * GIB) if memory_gib else 0.0
+
+
 def with_recompute(recipe: Recipe, world_size: int, vocabulary: int | None = None) -> tuple[Recipe, str | None]:
     """Return `recipe` with the recomputation for `auto` and a line about it; without `auto`, the unchanged recipe and
     None.
@@ -211,7 +216,8 @@ def choices(
 
 def choose(candidates: list[Choice], memory_gib: float) -> Choice | None:
     """Return the cheapest choice that leaves RESERVED_SHARE of `memory_gib` free, or None."""
-    return next((choice for choice in candidates if choice.plan.total <= (1 - RESERVED_SHARE) * memory_gib * GIB), None)
+    fitting = (choice for choice in candidates if memory_share(choice.plan, memory_gib) <= 1 - RESERVED_SHARE)
+    return next(fitting, None)
 
 
 def table(plan: MemoryPlan) -> str:

@@ -73,8 +73,8 @@ class Setting:
     @property
     def memory_share(self) -> float:
         """Share of the device's memory that the plan takes; 0 on a CPU, and where cluster.memory_gib is null."""
-        memory, plan = self.recipe.cluster.memory_gib, self.prediction.memory
-        return plan.total / (memory * GIB) if plan and memory else 0.0
+        plan = self.prediction.memory
+        return recipe_plan.memory_share(plan, self.recipe.cluster.memory_gib) if plan else 0.0
 
     @property
     def step_seconds(self) -> float:
