@@ -82,6 +82,7 @@ def test_shards_of_instances_are_complete(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_parts_of_expert_and_pipeline_parallel_ranks_are_the_whole_model(tmp_path):
     words = ["parallel.expert_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2", "nproc=8"]
     ranks, shape, layout = built(tmp_path, [*words, "stage.global_batch_size=16"], 8)

@@ -25,8 +25,8 @@ def test_five_lines_of_the_command_in_the_readme():
     assert tokens == "tokens       7,999,997,345,792 in 476,837 steps"
     assert seconds == f"step         {step.seconds:.3g} s. {step.error}" and "PREDICTION" in seconds
     days, hours = re.match(r"stage        ([0-9.]+) days, ([0-9,]+) GPU hours \(prediction", run).groups()
-    assert float(days) == pytest.approx((stage.hours + stage.lost) / 24, rel=0.002)
-    assert stage.hours / 24 == pytest.approx(476_837 * step.seconds / 86_400) == pytest.approx(304, abs=10)
+    assert float(days) == pytest.approx((stage["hours"] + stage["lost"]) / 24, rel=0.002)
+    assert stage["hours"] / 24 == pytest.approx(476_837 * step.seconds / 86_400) == pytest.approx(304, abs=10)
     assert int(hours.replace(",", "")) == pytest.approx(float(days) * 24 * 8, rel=0.002)
     assert re.fullmatch(
         r"saves        72\.9 GB every 15 h \d\d min \(prediction; checkpoint.save_interval=1000\)", saves

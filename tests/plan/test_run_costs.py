@@ -20,22 +20,26 @@ def recipe():
 
 def test_hours_failures_and_checkpoints_follow_from_the_step(recipe):
     step = predict(recipe, 8)
-    cost = stage_cost(recipe, 8, step)
+    cost = stage_cost(recipe, 8, step, 2.0)
     hours = 476_837 * step.seconds / 3600
-    assert cost.hours == pytest.approx(hours) and cost.tokens == 476_837 * 4096 * 4096 and cost.step == step.seconds
-    assert cost.failures == (pytest.approx(8 * hours / 8090), pytest.approx(8 * hours / RARE_FAILURE_HOURS))
+    assert (
+        cost["hours"] == pytest.approx(hours)
+        and cost["tokens"] == 476_837 * 4096 * 4096
+        and cost["step"] == step.seconds
+    )
+    assert cost["failures"] == pytest.approx([8 * hours / 8090, 8 * hours / RARE_FAILURE_HOURS])
     assert RARE_FAILURE_HOURS == pytest.approx(50_677, abs=1)
     waits = checkpoint_plan.ASYNC_COST_SECONDS  # a step is longer than the copy
-    assert 3600 * cost.lost == pytest.approx(
-        cost.failures[0] * (500 * step.seconds + RESTART_SECONDS) + 476 * waits, rel=1e-9
+    assert 3600 * cost["lost"] == pytest.approx(
+        cost["failures"][0] * (500 * step.seconds + RESTART_SECONDS) + 476 * waits, rel=1e-9
     )
-    assert cost.device_hours == pytest.approx(8 * (hours + cost.lost))
-    assert (cost.kept, cost.between) == (3, 1000 * step.seconds)
-    assert cost.saved_bytes == checkpoint_plan.plan_of(recipe, 8).total
+    assert cost["device_hours"] == pytest.approx(8 * (hours + cost["lost"]))
+    assert (cost["kept"], cost["between"]) == (3, 1000 * step.seconds)
+    assert cost["saved_bytes"] == checkpoint_plan.plan_of(recipe, 8).total
     kept = replace(recipe, checkpoint=replace(recipe.checkpoint, keep_every=100_000, save_interval=10_000))
-    assert stage_cost(kept, 8, step).kept == 3 + 4
-    lines = cost_lines([cost, cost], 2.0)
-    assert f"{2 * cost.device_hours:,.0f}" in lines[1] and f"{4 * cost.device_hours:,.0f}" in lines[3]
+    assert stage_cost(kept, 8, step)["kept"] == 3 + 4
+    lines = cost_lines([cost, cost])
+    assert f"{2 * cost['device_hours']:,.0f}" in lines[1] and f"{4 * cost['device_hours']:,.0f}" in lines[3]
     assert "storage: 0.44 TB" in lines[-1] and "arXiv 2410.21680" in lines[-2]
 
 

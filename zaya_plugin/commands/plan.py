@@ -9,8 +9,10 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
+
+import yaml
 
 from zaya_plugin.commands.parser import Parser, option
 from zaya_plugin.config.schema import Recipe
@@ -193,13 +195,8 @@ def _run(options: argparse.Namespace) -> int:
         raise ValueError(result.reason)
     lines, written = step_lines(result), result.record()
     recipes = stages_of(options.overrides, options.gpus) if recipe.curriculum.stages else [(recipe, world)]
-    costs = [stage_cost(*stage, predict(*stage, record)) for stage in recipes]
-    lines += cost_lines(costs, options.price)
-    price = options.price or 0.0
-    written["stages"] = [
-        {**asdict(stage), "device_hours": stage.device_hours, "cost": price * (stage.device_hours or 0.0)}
-        for stage in costs
-    ]
+    written["stages"] = [stage_cost(*stage, predict(*stage, record), options.price) for stage in recipes]
+    lines += cost_lines(written["stages"])
     print("\n".join(lines), flush=True)
     wrong = False
     if options.layout:
@@ -219,16 +216,16 @@ def _fit(options: argparse.Namespace) -> None:
     recipe, world = composed(options.overrides, options.gpus)
     source = source_of(load(options.record)) if options.record else fitted()
     settings = search.search(recipe, world, source, options.goal)
-    values = settings[0].values()
-    print("\n".join([*search.report(settings, options.goal), "to add:", f"  {shlex.join(search.words_of(values))}"]))
+    values, text = settings[0].values(), shlex.join(search.words_of(settings[0].values())) + "\n"
+    print("\n".join([*search.report(settings, options.goal), "to add:", f"  {text}"]), end="")
+    if options.output and options.output.suffix == ".yaml":
+        named = [word[11:] for word in options.overrides if word.startswith("experiment=")]
+        groups: dict = {"defaults": [*named, "_self_"]}
+        for key, value in values.items():
+            groups.setdefault(key.split(".")[0], {})[key.split(".")[1]] = value
+        text = "# @package _global_\n" + yaml.safe_dump(groups, sort_keys=False)
     if options.output:
-        experiment = next((word[11:] for word in options.overrides if word.startswith("experiment=")), None)
-        lines = (
-            search.yaml_lines(values, experiment)
-            if options.output.suffix == ".yaml"
-            else [shlex.join(search.words_of(values))]
-        )
-        options.output.write_text("\n".join(lines) + "\n")
+        options.output.write_text(text)
 
 
 def _sizes(options: argparse.Namespace) -> None:
