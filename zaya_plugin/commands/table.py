@@ -71,7 +71,7 @@ HEADINGS: dict[str, dict[str, tuple[str, str]]] = {
             "search micro-batch, recomputation, layout, buckets and optimizer instances for a cluster",
         ),
         "plan sizes": ("plan:sizes", "name faster sizes near the recipe's, and compare widths of experts"),
-        "bench": ("", "measure a recipe's step, and the memory and matrix products of a device"),
+        "bench": ("", "measure a step, a device, collectives, storage and a loader"),
         "bench step": ("bench:step", "measure a few steps of a recipe, and the share of each part of the step"),
         "bench collectives": (
             "bench_transfers:collectives",

@@ -90,8 +90,8 @@ def search(recipe: Recipe, world: int, source: Source, goal: str = "time") -> li
         raise ValueError(problem)
     if recipe.cluster.memory_gib is None:
         raise mistake("cluster.memory_gib", None, problem="is needed for a search", fix="cluster.memory_gib=GIB")
-    changed = (with_values(recipe, values) for values in _combinations(LAYOUTS))
-    options = ranked([option for each in changed for option in planned(each, world, source, goal)], goal, recipe)
+    recipes = (with_values(recipe, values) for values in _combinations(LAYOUTS))
+    options = ranked([option for row in recipes for option in planned(row, world, source, goal)], goal, recipe)
     if not options:
         problem = f"no searched setting fits into {available(recipe) / GIB:.1f} GiB a device"
         raise mistake("--gpus", world, problem=problem, fix="more devices, or a smaller model")
@@ -113,7 +113,7 @@ def available(recipe: Recipe) -> float:
 
 def planned(recipe: Recipe, world: int, source: Source, goal: str) -> list[Option]:
     """Return the recipe with the recomputations that fit and that the goal can take, predicted; empty if the recipe is
-    invalid on so many ranks.
+    invalid on this number of ranks.
     """
     recipe = recipe_plan.with_choice(recipe, Recompute())
     try:
