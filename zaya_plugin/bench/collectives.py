@@ -91,7 +91,7 @@ def link_rate(machine: MachineConfig, ranks: int, stride: int = 1) -> float:
 
 
 def predicted_seconds(machine: MachineConfig, op: str, partition: Partition, size: int) -> float:
-    """Return the time of one call by the model of `zaya plan run` (plan/expected_step.py)."""
+    """Return the time of one call by the model of `zaya bench expect` (plan/expected_step.py)."""
     if op == "all_reduce" and partition.stride > 1:
         return between_instances(machine, partition.stride, partition.ranks, size)
     return collective_seconds(machine, partition.ranks, sent(op, partition.ranks) * size)
@@ -116,7 +116,7 @@ def expected(op: str, index, rank: int, ranks: int, part: int):
 
 
 def chunks(tensor):
-    """Yield the numbers of elements, and the elements, few enough at once for a check in little memory."""
+    """Yield the numbers of elements, and the elements, a part at a time, so that a check needs little memory."""
     import torch
 
     for first in range(0, tensor.numel(), CHECKED_AT_ONCE):
