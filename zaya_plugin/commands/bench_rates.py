@@ -7,6 +7,7 @@ import importlib
 from pathlib import Path
 
 from zaya_plugin.commands.parser import Option, Parser, option
+from zaya_plugin.config.run_directory import check_creatable
 from zaya_plugin.config.train_help import DEMO_DATA
 from zaya_plugin.ground.option_numbers import MOST_STEPS, MOST_TOKENS, size, whole_number
 
@@ -67,6 +68,7 @@ def _command(name: str, description: str, examples: str, *rows: Option, recipe: 
     """Return the parser of a command whose module in zaya_plugin/bench has its name."""
 
     def run(options) -> int:
+        check_creatable(options.output, "--output")
         return importlib.import_module(f"zaya_plugin.bench.{name}").run(options)
 
     return Parser(f"bench {name}", run, description, examples, *rows, OUTPUT, COMMIT, recipe=recipe)
