@@ -62,6 +62,12 @@ HEADINGS: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "bench": ("", "measure a recipe's step, and the memory and matrix products of a device; predict a step"),
         "bench step": ("bench:step", "measure a few steps of a recipe, and the share of each part of the step"),
+        "bench collectives": (
+            "bench_transfers:collectives",
+            "measure and check collectives by size and group, and recommend gradient buckets",
+        ),
+        "bench storage": ("bench_transfers:storage", "measure random reads, writes and fsync of a path"),
+        "bench data": ("bench_transfers:data", "measure the batches a second of a recipe's loader"),
         "bench hbm": ("bench_rates:hbm", "measure the bandwidth of a device's memory by size"),
         "bench gemm": ("bench_rates:gemm", "measure a recipe's matrix products and what better sizes give"),
         "bench mlp": ("bench_rates:mlp", "measure a chain of MLPs against the published rate of MI300X"),
