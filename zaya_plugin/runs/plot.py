@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from zaya_plugin.aegis.report import duration
+from zaya_plugin.ground.durations import duration
 from zaya_plugin.pictures.content import (
     ALARM,
     BUCKETS,
