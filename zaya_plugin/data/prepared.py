@@ -29,10 +29,9 @@ FORMAT = "zaya_plugin.data"
 FORMAT_VERSION = 1
 # Of a bare .bin this much is searched for its largest token: well under a second.
 SCANNED_BYTES = 256_000_000
-# A dataset of chats has one byte a token in <split>.marks (MARKS), with these bits. ANSWER:
-# the token is part of an answer.
-# END: it is the last of its document; the tokenizer's end of document cannot tell, because most chat templates end each
-# turn with it. Tokens of filling are documents of their own.
+# A dataset of chats has one byte a token in <split>.marks (MARKS), with these bits. ANSWER: the token is part of an
+# answer. END: it is the last of its document; the tokenizer's end of document cannot tell, because most chat templates
+# end each turn with it. Tokens of filling are documents of their own.
 ANSWER, END = 1, 2
 NO_DATASET = "there is no dataset at this path"
 REPAIR = "prepare the dataset again with `zaya data prepare ... --overwrite`, or copy it again"
