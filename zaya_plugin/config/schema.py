@@ -817,14 +817,20 @@ class LoggerConfig:
     """Where metrics go. metrics.jsonl and the console line are always written."""
 
     wandb: bool = own(True, "log to Weights & Biases; offline without a key", "training.metrics", resume=MAY_CHANGE)
-    wandb_project: str = own("zaya", "W&B project", "training.metrics", limit=NOT_EMPTY, resume=MAY_CHANGE)
+    wandb_project: str = own(
+        "zaya", "project of W&B and trackio", "training.metrics", limit=NOT_EMPTY, resume=MAY_CHANGE
+    )
     wandb_entity: str | None = own(None, "W&B entity", "training.metrics", limit=NOT_EMPTY, resume=MAY_CHANGE)
     wandb_name: str | None = own(
-        None, "name of the W&B run; null: the recipe's name", "training.metrics", limit=NOT_EMPTY, resume=MAY_CHANGE
+        None,
+        "name of the run in W&B and trackio; null: the recipe's name",
+        "training.metrics",
+        limit=NOT_EMPTY,
+        resume=MAY_CHANGE,
     )
     wandb_group: str | None = own(
         None,
-        "group of the W&B run; a curriculum sets one group for the runs of its stages",
+        "group of the run in W&B and trackio; a curriculum sets one group for the runs of its stages",
         "training.metrics",
         limit=NOT_EMPTY,
         resume=MAY_CHANGE,
@@ -834,6 +840,12 @@ class LoggerConfig:
         "auto: online with a key, else offline; WANDB_MODE in the environment wins",
         "training.metrics",
         choices=("auto", "online", "offline", "disabled"),
+        resume=MAY_CHANGE,
+    )
+    trackio: bool = own(
+        False,
+        "log to trackio, on this machine; TRACKIO_SPACE_ID or TRACKIO_SERVER_URL in the environment names another place",
+        "training.metrics",
         resume=MAY_CHANGE,
     )
     tensorboard: bool = own(True, "write TensorBoard event files", "training.metrics", resume=MAY_CHANGE)
