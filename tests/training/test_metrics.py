@@ -154,12 +154,16 @@ def test_tensorboard_forgets_the_steps_that_a_resume_repeats(reporter, tmp_path)
         report.start("id", resumed_at)
         for step in range(resumed_at + 1, last + 1):
             report.step(_step(step, loss=10.0 * resumed_at + step))
+        report.samples(last, ["once"], [f" upon {last}"])
         report.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    texts = [event.tensor_proto.string_val[0].decode() for event in events.Tensors("samples/text_summary")]
+    assert texts[-1] == "    'once' -> ' upon 4'"
     found = [(event.step, event.value) for event in events.Scalars("loss")]
     assert found == [(1, 1), (2, 2), (3, 23), (4, 34)]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(row["step"], row["loss"]) for row in rows] == found
+    assert [(row["step"], row["loss"]) for row in rows if "loss" in row] == found
+    assert rows[-1] == {"step": 4, "samples": [{"prompt": "once", "text": " upon 4"}]}
 
 
 def test_a_folder_that_takes_no_event_files_does_not_end_a_run(reporter, tmp_path):
@@ -294,14 +298,18 @@ def test_trackio_gets_what_wandb_gets_and_no_step_twice(reporter, tmp_path, monk
     report.step(_step(1))
     report.step(_step(2))
     report.validation(2, 2.25, 4096)
+    report.samples(2, ["def f("], ["x):\n\x1b[31m"])
     report.close()
     named = {key: package.named[key] for key in ("project", "name", "group", "resume")}
     assert named == {"project": "zaya", "name": "cpu_demo-ab12cd34", "group": "stages", "resume": "allow"}
     assert package.named["config"]["stage"]["name"] == "demo" and "space_id" not in package.named
-    (step, values), validation = package.rows
+    (step, values), validation, samples = package.rows
     assert step == 2 and values["loss"] == 2.5 and values["tokens_per_s"] == 4096
     assert values["expert_load"][:2] == [["step", "layer", "expert", "load"], [2, 1, 0, 0.25]]
     assert validation == (2, {"valid_loss": 2.25, "valid_tokens": 4096}) and package.ended
+    table = [["step", "prompt", "text"], [2, "def f(", "x):\n\x1b[31m"]]
+    assert samples == (2, {"samples": table})
+    assert "step 2: 'def f(' -> 'x):\\n\\x1b[31m'\n" in report.out.getvalue(), "no control character is printed"
     assert "trackio: local, `trackio show --project zaya` shows it" in report.out.getvalue()
 
 

@@ -142,6 +142,13 @@ class Reporter:
             text = f"step {step}: validation loss {loss:.4f} of {tokens:,} tokens"
             self.print(text + (f" ({parts})" if parts else ""))
 
+    def samples(self, step: int, prompts: list[str], texts: list[str]) -> None:
+        """Report what the model writes after each of the prompts."""
+        if self.reports:
+            pairs = [*zip(prompts, texts, strict=True)]
+            self._log({"step": step, "samples": [{"prompt": prompt, "text": text} for prompt, text in pairs]})
+            self.print("\n".join(f"step {step}: {prompt!r} -> {text!r}" for prompt, text in pairs))
+
     def close(self) -> None:
         """Close the sinks, which may not have been opened, and print the summary."""
         for sink in self.sinks:

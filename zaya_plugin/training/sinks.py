@@ -59,6 +59,9 @@ class Tracker:
             # One row a layer and expert: a W&B heat map takes layer and expert as axes and load as colour.
             rows = [[row["step"], i + 1, j, share] for i, layer in enumerate(load) for j, share in enumerate(layer)]
             values["expert_load"] = self.package.Table(columns=["step", "layer", "expert", "load"], data=rows)
+        if samples := row.get("samples"):
+            data = [[row["step"], *sample.values()] for sample in samples]
+            values["samples"] = self.package.Table(columns=["step", "prompt", "text"], data=data)
         self.run.log(values, step=row["step"])
 
     def close(self) -> None:
@@ -166,6 +169,10 @@ class TensorBoard:
 
             image = numpy.asarray(load, dtype=numpy.float32)
             self.writer.add_image("expert_load", image / max(float(image.max()), 1e-9), row["step"], dataformats="HW")
+
+        if samples := row.get("samples"):
+            text = "\n\n".join(f"    {sample['prompt']!r} -> {sample['text']!r}" for sample in samples)
+            self.writer.add_text("samples", text, row["step"])
 
     def close(self) -> None:
         self.writer.close()
