@@ -54,6 +54,10 @@ HEADINGS: dict[str, dict[str, tuple[str, str]]] = {
         "generate": ("generate:parser", "continue prompts with a checkpoint or a published model"),
         "eval": ("evaluation:parser", "run evaluation tasks, compute perplexity by domain"),
     },
+    "Runs": {
+        "runs": ("", "look at runs: pictures of one, or of several over each other"),
+        "runs list": ("runs_list:parser", "print the runs below a folder: state, step, loss, speed, what differs"),
+    },
     "Machines": {
         "doctor": ("machines:doctor", "report installed packages, devices, known problems and host changes"),
         "verify": (
