@@ -12,7 +12,7 @@ from zaya_plugin.bench import probes
 from zaya_plugin.machines import collectives
 from zaya_plugin.machines.check_process import examine
 from zaya_plugin.machines.checks import CHECKS, Outcome, Setting
-from zaya_plugin.machines.expected import machine_of
+from zaya_plugin.plan.known_machine import machine_of
 
 
 @pytest.fixture

@@ -32,8 +32,11 @@ def column(data, key):
 
 
 def test_of_a_repeated_step_the_later_attempt_counts_and_the_restart_is_marked(tmp_path):
-    rows = [step(number, eta_s=None if number < 3 else 9.0, expert_load=[[number]]) for number in range(1, 8)]
-    rows += [{"step": 7, "valid_loss": 9.0}, step(5, loss=1.0, eta_s=None, expert_load=[[50]], loss_spike=7.0)]
+    rows = [step(number, eta_s=None if number < 3 else 9.0, expert_load=[[number / 10, 0.1]]) for number in range(1, 8)]
+    rows += [
+        {"step": 7, "valid_loss": 9.0},
+        step(5, loss=1.0, eta_s=None, expert_load=[[0.25, 0.75], [0.5, 0.5]], loss_spike=7.0),
+    ]
     rows += [
         step(6, skipped=1),
         {"step": 6, "valid_loss": 3.0, "validation/web/loss": 4.0},
@@ -42,7 +45,11 @@ def test_of_a_repeated_step_the_later_attempt_counts_and_the_restart_is_marked(t
     data = read_run(run(tmp_path / "a", rows, tail='{"step": 7, "lo'))
     assert column(data, "loss") == {**{i: 8.0 - i / 100 for i in (1, 2, 3, 4, 6)}, 5: 1.0}
     assert column(data, "valid_loss") == {6: 2.0} and column(data, "validation/web/loss") == {6: 4.0}
-    assert data.metrics.expert_load == [(1, [[1]]), (2, [[2]]), (3, [[3]]), (4, [[4]]), (5, [[50]])]
+    assert [(at, [*load]) for at, load in data.metrics.busiest] == [
+        *((number, [number / 5]) for number in (1, 2, 3, 4)),
+        (5, [1.5, 1.0]),
+    ]
+    assert data.metrics.expert_load == [[0.25, 0.75], [0.5, 0.5]]
     assert "mfu" not in data.metrics.columns
     assert [(mark.step, mark.kind) for mark in data.marks] == [(5, "restart"), (5, "loss spike"), (6, "skipped update")]
     assert (data.last["step"], data.last_validation["valid_loss"], data.state) == (6, 2.0, "running")

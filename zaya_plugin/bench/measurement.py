@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from zaya_plugin.bench import step_report
 from zaya_plugin.bench.options import ANCHOR, RECORD, Options, measured_recipe, with_data_path
-from zaya_plugin.bench.step_record import write
+from zaya_plugin.bench.results import write
 from zaya_plugin.ground.errors import mistake
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ run that has not ended is reported up to the last line of its journal."""
 REPORT_EXAMPLES = """\
 examples:
   zaya aegis report runs/mine                        tables
-  zaya aegis report runs/mine --output report.html   the same and a timeline, as one page without network or scripts
+  zaya aegis report runs/mine --output report.html   the same and a timeline, as one page that loads nothing
   zaya aegis report runs/mine --json                 for a program
 
 Exit codes: 0, 2 a mistake on the command line."""
@@ -97,7 +97,9 @@ def report() -> Parser:
         REPORT,
         REPORT_EXAMPLES,
         RUN_DIR,
-        option("--output", type=Path, metavar="FILE", help="write an HTML page with a timeline"),
+        option(
+            "--output", type=Path, metavar="FILE", help="write a page with a timeline (.html) or a picture of it (.png)"
+        ),
         option("--json", action="store_true", help="print one JSON object instead of tables"),
     )
 
@@ -107,15 +109,18 @@ def _report(options: argparse.Namespace) -> None:
     result = account(read(journal))
     if options.output is not None:
         from zaya_plugin.aegis.page import page
-        from zaya_plugin.ground.whole_file import write_whole
+        from zaya_plugin.commands.runs import check_output, write_picture
+        from zaya_plugin.runs.plot import step_panels
+        from zaya_plugin.runs.run_data import is_run, read_run
 
-        if not options.output.resolve().parent.is_dir():
-            problem = "its folder does not exist"
-            raise mistake("--output", options.output, problem=problem, fix="--output report.html")
-        title = journal.resolve().parent
-        name = title.parent.name if title.name == "aegis" else title.name
-        text = page(result, name, tables.state(result), tables.figures(result), tables.tables(result))
-        write_whole(options.output, text)
+        check_output(options.output)
+        folder = journal.resolve().parent
+        place = folder.parent if folder.name == "aegis" else folder
+        content = page(result, place.name)
+        if is_run(place):
+            panels, content.notes = step_panels([read_run(place)], [place.name])
+            content.panels += panels
+        write_picture(content, options.output)
     print(json.dumps(tables.as_json(result), indent=1) if options.json else tables.as_text(result))
 
 

@@ -56,6 +56,7 @@ HEADINGS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Runs": {
         "runs": ("", "look at runs: pictures of one, or of several over each other"),
+        "runs plot": ("runs:plot", "draw a run or several as one HTML page or a PNG"),
         "runs list": ("runs_list:parser", "print the runs below a folder: state, step, loss, speed, what differs"),
     },
     "Machines": {

@@ -14,9 +14,10 @@ from typing import Any
 
 from zaya_plugin.machines.check_process import run_all
 from zaya_plugin.machines.checks import Outcome, Setting, end_of, last_line
-from zaya_plugin.machines.expected import CPU, SLOW_BELOW, described, machine_of, recipe_of
+from zaya_plugin.machines.expected import SLOW_BELOW, described
 from zaya_plugin.machines.facts import before
 from zaya_plugin.machines.installed import distribution_version
+from zaya_plugin.plan.known_machine import CPU, machine_of, recipe_of
 
 RANK = "zaya_plugin.machines.collective_rank"
 RESULT = "result.json"

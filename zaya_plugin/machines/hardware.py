@@ -8,29 +8,19 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
+import shutil
 import socket
 import time
 from pathlib import Path
 
 from zaya_plugin.bench import probes
 from zaya_plugin.machines.checks import Outcome, Setting
-from zaya_plugin.machines.expected import SLOW_BELOW, described, machine_of
+from zaya_plugin.machines.expected import SLOW_BELOW, described
+from zaya_plugin.plan.known_machine import machine_of
 
 STORAGE_MIB = 64
 ROOT = Path("/")
-
-
-def wrong_numbers(device, dtype) -> list[str]:
-    """Return what differs in a product and a copy whose results are known exactly: a device with bad memory."""
-    import torch
-
-    extent, numbers = probes.ON_CPU[0] if device.type == "cpu" else probes.ON_ACCELERATOR[0], 2**24
-    ones = torch.ones(extent, extent, device=device, dtype=dtype)
-    bad = int((torch.mm(ones, ones) != extent).sum())
-    source = torch.arange(numbers, device=device)
-    moved = int((source.clone().cpu() != torch.arange(numbers)).sum())
-    product = [f"{bad:,} of {extent**2:,} elements of a product of ones are not {extent}"] if bad else []
-    return product + ([f"{moved:,} of {numbers:,} numbers of a copy differ"] if moved else [])
 
 
 def rates(setting: Setting) -> Outcome:
@@ -42,8 +32,11 @@ def rates(setting: Setting) -> Outcome:
     for device in devices:
         setting.say(str(device))
         measured = probes.measure(device, dtype)
-        by_device[str(device)] = {"gemm_tflops": measured.gemm / 1e12, "copy_tb_per_s": measured.copy / 1e12}
-        by_device[str(device)]["wrong"] = wrong_numbers(device, dtype)
+        by_device[str(device)] = {
+            "gemm_tflops": measured.gemm / 1e12,
+            "copy_tb_per_s": measured.copy / 1e12,
+            "wrong": measured.wrong,
+        }
     wrong = [f"{device}: {text}" for device, entry in by_device.items() for text in entry["wrong"]]
     if wrong:
         return Outcome("wrong", "; ".join(wrong), by_device)
@@ -153,6 +146,16 @@ def mount_of(path: Path, root: Path) -> tuple[str, str, str]:
         if len(after) == 3 and path.is_relative_to(point) and len(point) >= best:
             best, mount = len(point), (after[0], after[1], after[2])
     return mount
+
+
+def limits(root: Path) -> dict[str, int | None]:
+    """Return the bytes that a process may lock and those of /dev/shm; None: no limit, or unknown."""
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    shm = root / "dev/shm"
+    return {
+        "memlock_bytes": None if locked == resource.RLIM_INFINITY else locked,
+        "shm_bytes": shutil.disk_usage(shm).total if shm.is_dir() else None,
+    }
 
 
 def interface_of(address: str, root: Path) -> str | None:

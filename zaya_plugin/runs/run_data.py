@@ -10,7 +10,7 @@ import os
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -26,11 +26,13 @@ from zaya_plugin.checkpoint.run_lock import NAME as LOCK
 from zaya_plugin.config.run_directory import RECIPE, checkpoints_of, iterations
 from zaya_plugin.config.schema import CheckpointConfig
 from zaya_plugin.ground import metrics_file
-from zaya_plugin.ground.errors import ENDED_EARLY, mistake
+from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.exit_codes import ENDED_EARLY
 from zaya_plugin.ground.lock import held_by_other
 
 CHECKPOINT, RESTART, FAULT, SPIKE, SKIPPED = "checkpoint", "restart", "fault", "loss spike", "skipped update"
 QUIET_SECONDS, QUIET_STEPS = 120.0, 20  # without a row; a run that is quiet for both does not run any more
+LARGE = 1 << 26  # bytes of metrics.jsonl
 DEPTH = 4  # folders below a place in which runs are searched: multirun/2026-11-27/18-00-00/3
 
 
@@ -48,12 +50,14 @@ class Metrics:
     """The rows of metrics.jsonl by key; of a step that a resumed run repeats, those of the later attempt.
 
     columns: key -> (steps, values), both arrays of one length, steps ascending. Values may be NaN or infinite.
-    expert_load: (step, [layers][experts]) for each row that has it.
+    busiest: (step, [layers]) for each row with expert_load: the load of the busiest expert by an even load.
+    expert_load: [layers][experts] shares of tokens, of the last such row.
     restarts: first steps of later attempts, by the rows alone. spikes, skipped: steps.
     """
 
     columns: dict[str, tuple[array, array]] = field(default_factory=dict)
-    expert_load: list[tuple[int, list[list[float]]]] = field(default_factory=list)
+    busiest: list[tuple[int, array]] = field(default_factory=list)
+    expert_load: list[list[float]] = field(default_factory=list)
     restarts: list[int] = field(default_factory=list)
     spikes: list[int] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
@@ -71,8 +75,10 @@ class Metrics:
             if self._last >= 0 and self._has_rate and not has_rate and self.restarts[-1:] != [step]:
                 self.restarts.append(step)
             self._last, self._has_rate = step, has_rate
-        if isinstance(load := row.get("expert_load"), list):
-            self.expert_load.append((step, load))
+        if (load := row.get("expert_load")) is not None:
+            with contextlib.suppress(TypeError, ValueError):  # of another shape
+                self.busiest.append((step, array("d", [max(layer) * len(layer) for layer in load])))
+                self.expert_load = load
         if row.get("loss_spike") is not None:
             self.spikes.append(step)
         if row.get("skipped"):
@@ -94,8 +100,8 @@ class Metrics:
         for marks in (self.restarts, self.spikes, self.skipped):
             while marks and marks[-1] >= step:
                 marks.pop()
-        while self.expert_load and self.expert_load[-1][0] >= step:
-            self.expert_load.pop()
+        while self.busiest and self.busiest[-1][0] >= step:
+            self.busiest.pop()
         self.restarts.append(step)
         self._last, self._has_rate = step - 1, False
 
@@ -228,7 +234,7 @@ class RunData:
         return round(step - stage.before) if stage.name in (self.name, self.settings.get("stage.name")) else None
 
 
-def read_run(place: Path, advance: Callable[[int], object] = lambda size: None) -> RunData:
+def read_run(place: Path) -> RunData:
     """Return the run in the folder `place`.
 
     Raises:
@@ -240,7 +246,19 @@ def read_run(place: Path, advance: Callable[[int], object] = lambda size: None) 
     recipe = None
     with contextlib.suppress(FileNotFoundError, UnicodeDecodeError, yaml.YAMLError):
         recipe = yaml.load((place / RECIPE).read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return RunData(place, place.resolve().name, recipe if isinstance(recipe, dict) else {}, advance)
+    return RunData(place, place.resolve().name, recipe if isinstance(recipe, dict) else {})
+
+
+def read_all(runs: Sequence[RunData]) -> None:
+    """Read the metrics of runs, with a bar on a terminal where that takes longer than about two seconds."""
+    from tqdm import tqdm
+
+    size = sum(run.file.stat().st_size for run in runs if run.file.is_file())
+    hidden = None if size > LARGE else True  # None: only where stderr is no terminal
+    with tqdm(total=size, unit="B", unit_scale=True, desc="reading", leave=False, disable=hidden) as bar:
+        for run in runs:
+            run.advance = bar.update
+            _ = run.metrics
 
 
 def is_run(place: Path) -> bool:
