@@ -184,10 +184,10 @@ class RunData:
         no lock; it runs while rows come, at least every QUIET_SECONDS or QUIET_STEPS steps.
         """
         step, journal = self.last.get("step", 0), self.journal
-        if self.last_step and step >= self.last_step:
-            return "finished"
         if held_by_other(self.place / LOCK):
             return "running"
+        if self.last_step and step >= self.last_step:
+            return "finished"
         if journal is not None and journal.ended:
             return {0: "finished", ENDED_EARLY: "ended early"}.get(journal.code, "failed")
         is_copy = not (self.place / "logs").is_dir()
