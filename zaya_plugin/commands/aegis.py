@@ -20,6 +20,7 @@ from zaya_plugin.aegis.journal import find, read
 from zaya_plugin.commands.live import show_live
 from zaya_plugin.commands.parser import Parser, option
 from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.progress import bar
 
 RUN_DIR = option("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, or its folder aegis")
 STATUS = "Shows a run under `zaya aegis run`: phase, step, nodes, the last failure and the decision."
@@ -105,7 +106,8 @@ def report() -> Parser:
 
 def _report(options: argparse.Namespace) -> None:
     journal = find(options.run_dir)
-    result = account(read(journal))
+    with bar("journal", journal.stat().st_size) as shown:
+        result = account(read(journal, shown.update))
     if options.output is not None:
         from zaya_plugin.aegis.page import page
         from zaya_plugin.commands.runs import check_output, write_picture

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.checkpoint.progress import bar
 from zaya_plugin.commands.parser import Parser, option
 from zaya_plugin.ground.columns import aligned
 from zaya_plugin.ground.errors import as_typed, mistake
+from zaya_plugin.ground.progress import bar
 from zaya_plugin.runs.run_data import RunData, differences, read_run, run_folders
 
 DESCRIPTION = """\
