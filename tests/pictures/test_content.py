@@ -50,7 +50,7 @@ def test_the_ends_of_an_axis_are_those_of_all_its_panels():
         Panel("a", "step", [line("l", [0, 50], [1, 2], "")]),
         Panel("b", "step", [Points("r", [100], [""], [""])]),
     ]
-    assert x_limits([*panels, Panel("c", "s", [])]) == {"step": (-1.0, 101.0), "s": (-0.01, 1.01)}
+    assert x_limits([*panels, Panel("c", "s", [])]) == {"step": (-1.5, 101.5), "s": (-0.015, 1.015)}
 
 
 def linear(colour):

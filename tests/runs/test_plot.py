@@ -2,14 +2,17 @@
 """The picture of a run has every number of its files, and says what it leaves out."""
 
 import math
+import signal
 
 import numpy as np
 import pytest
 
 from tests.aegis.journals import ONE_CRASH, write
 from tests.pictures.pages import read
+from tests.running import train, train_and_signal
 from tests.runs.test_run_data import run, step
 from zaya_plugin import cli
+from zaya_plugin.commands import runs
 from zaya_plugin.pictures.content import ALARM, COLOURS
 from zaya_plugin.runs.plot import jitter, picture
 from zaya_plugin.runs.run_data import read_run
@@ -71,7 +74,7 @@ def test_a_supervised_run_has_every_panel(tmp_path):
 
 def test_what_is_missing_has_a_line_and_no_panel(tmp_path):
     page = picture([read_run(run(tmp_path / "a", [step(1, loss=math.nan), step(2)], recipe=""))])
-    assert [*panels(page)] == ["Loss", "Step time"] and page.lead == ["without recipe.yaml"]
+    assert [*panels(page)] == ["Loss", "Step time"] and page.lead == []
     assert "MFU is left out: metrics.jsonl has no mfu (the recipe has no cluster.peak_tflops)." in page.notes
     assert [note.partition(" is left out")[0] for note in page.notes] == [
         *("Gradient norm", "Learning rate", "Speed", "MFU", "Router entropy", "Expert imbalance"),
@@ -112,12 +115,13 @@ def test_the_jitter_is_the_spread_of_each_window_by_its_median():
 
 def test_the_command_writes_a_page_and_a_picture(tmp_path, capsys):
     pytest.importorskip("bokeh")
-    place = run(tmp_path / "m" / "1", [full(number) for number in range(1, 41)])
+    run(tmp_path / "m" / "1", [full(1), full(2)])
     run(tmp_path / "m" / "2", [full(1)], tail='{"step": 2, "los')
     assert cli.main(["runs", "plot", str(tmp_path / "m")]) == 0
     assert capsys.readouterr().out == f"written: {tmp_path}/m/runs.html\n"
     assert "2 runs" in read((tmp_path / "m" / "runs.html").read_text()).texts
-    assert cli.main(["runs", "plot", str(place), "--output", str(tmp_path / "a.png")]) == 0
+    run(tmp_path / "empty")
+    assert cli.main(["runs", "plot", str(tmp_path / "empty"), "--output", str(tmp_path / "a.png")]) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -126,10 +130,7 @@ def test_the_command_writes_a_page_and_a_picture(tmp_path, capsys):
     [
         (["no"], "RUN=no: does not exist."),
         (["."], "RUN=.: has neither metrics.jsonl nor recipe.yaml."),
-        (
-            ["a", "--output", "a.svg"],
-            "--output=a.svg: must end in one of the two kinds of pictures. Allowed: .html, .png.",
-        ),
+        (["a", "--output", "a.svg"], "--output=a.svg: must end in one of the kinds of pictures. Allowed: .html, .png."),
         (["a", "--output", "no/a.png"], "its folder does not exist"),
         (["a", *(f"b/{number}" for number in range(40))], "41 runs are too many for one picture"),
     ],
@@ -140,3 +141,45 @@ def test_mistakes_of_the_user(tmp_path, monkeypatch, capsys, words, says):
     run(tmp_path / "a")
     assert cli.main(["runs", "plot", *words]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("error")
+def test_rows_without_sense_are_drawn_without_them(tmp_path, capsys):
+    pytest.importorskip("bokeh")
+    nan = {"loss": math.nan, "grad_norm": math.inf, "tokens_per_s": math.inf, "lr": 0.0, "step_s": 0.0}
+    ragged = [[[1], [0.5, 0.5]], [[0.5, 0.5]], "x", [], [[]], 3, [[None]]]
+    rows = {
+        "nan": [step(number, **nan) for number in range(1, 60)],
+        "$x_{ <b>": [step(number, expert_load=load) for number, load in enumerate(ragged, 1)],
+        "large": [{"step": 0, "valid_loss": 3.0}, step(1, loss=1e300), step(2, loss=-5)],
+    }
+    places = [
+        run(tmp_path / name, of_run, recipe="name: 7\nstage: {train_iters: null}\nmodel: [1]\n")
+        for name, of_run in rows.items()
+    ]
+    assert cli.main(["runs", "plot", *map(str, places), "--output", str(tmp_path / "a.html")]) == 0
+    page = picture([read_run(places[1])])
+    np.testing.assert_array_equal(panels(page)["Expert load over layers and steps"].layers[0].values, [[1.0]])
+    read((tmp_path / "a.html").read_text())
+
+
+@pytest.mark.slow
+def test_the_restart_of_a_killed_run_is_marked(tmp_path, corpus):
+    """A resume drops the rows after its checkpoint, so its first row alone shows where it began."""
+    train_and_signal(tmp_path / "run", corpus, signal.SIGKILL, 16, "nproc=1")
+    train(tmp_path / "run", corpus, "nproc=1", "resume=auto")
+    data = read_run(tmp_path / "run")
+    assert (data.state, [*data.metrics.columns["loss"][0]]) == ("finished", [*range(1, 21)])
+    marks = [(mark.step, mark.kind) for mark in data.marks]
+    assert marks == [(10, "checkpoint"), (11, "restart"), (20, "checkpoint")]
+
+
+@pytest.mark.parametrize(("library", "name"), [("bokeh", "a.html"), ("matplotlib", "a.png")])
+def test_a_missing_library_is_named_before_a_run_is_read(tmp_path, monkeypatch, capsys, library, name):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runs, "find_spec", lambda package: None if package == library else object())
+    run(tmp_path / "a")
+    assert cli.main(["runs", "plot", "a", "--output", name]) == 2
+    assert f"the package {library}, which draws it, is not installed. Fix: pip install 'zaya_plugin[pictures]'" in (
+        capsys.readouterr().err
+    )

@@ -49,7 +49,7 @@ def test_of_a_repeated_step_the_later_attempt_counts_and_the_restart_is_marked(t
         *((number, [number / 5]) for number in (1, 2, 3, 4)),
         (5, [1.5, 1.0]),
     ]
-    assert data.metrics.expert_load == [[0.25, 0.75], [0.5, 0.5]]
+    assert [[*layer] for layer in data.metrics.expert_load] == [[0.25, 0.75], [0.5, 0.5]]
     assert "mfu" not in data.metrics.columns
     assert [(mark.step, mark.kind) for mark in data.marks] == [(5, "restart"), (5, "loss spike"), (6, "skipped update")]
     assert (data.last["step"], data.last_validation["valid_loss"], data.state) == (6, 2.0, "running")

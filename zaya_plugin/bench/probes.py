@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures rates of matrix products, copies and collectives, for `zaya bench` and `zaya verify`."""
+"""Measures rates of matrix products and copies, for `zaya bench` and `zaya verify`."""
 
 from __future__ import annotations
 
@@ -149,8 +149,15 @@ def operands(product: Product, device, dtype):
 
 
 def seconds(call: Callable[[], object], device, calls: int) -> float:
-    """Return the time of `call` after two calls of warm-up: on a device the median between events around each call, on
-    a CPU, where other processes disturb the measurement, the minimum."""
+    """Return the time of `call`: on a device the median, on a CPU, where other processes disturb the measurement, the
+    minimum.
+    """
+    times = call_seconds(call, device, calls)
+    return min(times) if device.type == "cpu" else statistics.median(times)
+
+
+def call_seconds(call: Callable[[], object], device, calls: int) -> list[float]:
+    """Return the times of `calls` calls after two calls of warm-up; on a device between events around each call."""
     import torch
 
     for _ in range(2):
@@ -161,7 +168,7 @@ def seconds(call: Callable[[], object], device, calls: int) -> float:
             begin = time.perf_counter()
             call()
             times.append(time.perf_counter() - begin)
-        return min(times)
+        return times
     with torch.cuda.device(device):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
         events[0].record()
@@ -169,41 +176,4 @@ def seconds(call: Callable[[], object], device, calls: int) -> float:
             call()
             event.record()
         torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)) / 1e3
-
-
-def numbers_and_sum(count: int, device, rank: int, ranks: int):
-    """Return the fp32 numbers that `rank` gives to an all-reduce, and their exact sum over the ranks.
-
-    Elements at a distance that is not a multiple of the prime 251 differ, so data at a wrong place changes the sum.
-    """
-    import torch
-
-    pattern = (torch.arange(count, device=device, dtype=torch.int32) % 251).float()
-    return pattern + rank, pattern.mul_(ranks) + ranks * (ranks - 1) / 2
-
-
-def all_reduce(sizes, device, calls: int) -> list[dict]:
-    """Measure an all-reduce of each of `sizes` (bytes of fp32) over the default group; every rank calls it.
-
-    Returns, the same on all ranks: bytes; ms of the slowest rank; gb_per_s that a device sends, 2 (n - 1) / n of the
-    bytes a call (NCCL's "bus" bandwidth); right: whether every element is the exact sum.
-    """
-    import torch
-    import torch.distributed as distributed
-
-    ranks, results = distributed.get_world_size(), []
-    for size in sizes:
-        numbers, expected = numbers_and_sum(max(1, size // 4), device, distributed.get_rank(), ranks)
-        total = numbers.clone()
-        distributed.all_reduce(total)
-        right = (total == expected).all().to(torch.float32)
-        distributed.barrier()
-        mean = seconds(lambda numbers=numbers: distributed.all_reduce(numbers), device, calls)
-        worst = torch.tensor([mean, -right], device=device)
-        distributed.all_reduce(worst, distributed.ReduceOp.MAX)
-        slowest, wrong = worst.tolist()
-        sent = 2 * (ranks - 1) / ranks * numbers.nbytes
-        row = {"bytes": numbers.nbytes, "ms": 1e3 * slowest, "gb_per_s": sent / slowest / 1e9, "right": wrong == -1.0}
-        results.append(row)
-    return results
+    return [a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:], strict=False)]

@@ -7,12 +7,14 @@ import datetime
 import json
 import platform
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
 from zaya_plugin import __version__
+from zaya_plugin.ground.errors import free_memory, mistake
 from zaya_plugin.ground.whole_file import write_whole
 from zaya_plugin.pictures.chart import Line, bytes_text, save_of_record
 from zaya_plugin.plan.known_machine import named
@@ -35,6 +37,16 @@ class Column:
         if value is None:
             return ""
         return bytes_text(value) if self.form == BYTES else format(value, self.form)
+
+
+WRONG = Column("wrong", "wrong")  # elements of a result
+
+
+def any_wrong(rows: Sequence[dict]) -> int:
+    """Return the exit code of a measurement: 1 where a result is wrong, with a line about it."""
+    if wrong := [row for row in rows if row["wrong"]]:
+        print(f"WRONG RESULTS: {len(wrong)} of {len(rows)} rows; see column {WRONG.title}", file=sys.stderr)
+    return int(bool(wrong))
 
 
 def table(rows: Sequence[dict], columns: Sequence[Column]) -> str:
@@ -105,6 +117,26 @@ def finish(
                 flush=True,
             )
     return record
+
+
+def only_device(kind: str = "auto"):
+    """Return the torch.device that one process measures: the first accelerator, or the CPU where there is none. kind:
+    "auto", or a recipe's cluster.device.
+    """
+    import torch
+
+    if kind != "cpu" and torch.cuda.is_available():
+        return torch.device("cuda", 0)
+    if kind == "cuda":
+        raise mistake("cluster.device", kind, problem="torch finds no accelerator", fix="cluster=cpu")
+    return torch.device("cpu")
+
+
+def free_bytes(device) -> int:
+    """Return the free memory of a device."""
+    import torch
+
+    return free_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
 
 
 def device_name(device) -> str:

@@ -56,7 +56,7 @@ def step() -> Parser:
             metavar="N",
             help="steps before them (3): compilation, allocation, self-checks",
         ),
-        option("--output", metavar="DIR", help="folder of step.json, step.svg and the trace (<run_dir>/bench)"),
+        option("--output", metavar="DIR", help="folder of step.json, step.png and the trace (<run_dir>/bench)"),
         option(
             "--trace",
             action=argparse.BooleanOptionalAction,
@@ -116,11 +116,14 @@ def _expect(options: argparse.Namespace) -> None:
     from zaya_plugin.bench.expect import expect, load, recorded_recipe, text
     from zaya_plugin.config.compose import compose
     from zaya_plugin.config.validate import validate
+    from zaya_plugin.plan.bucket_plan import with_bucket_plan
     from zaya_plugin.run.rank_plan import planned_ranks
 
     record = load(options.record)
     recipe = compose(with_data_path(options.overrides)) if options.overrides else recorded_recipe(record)
     world = planned_ranks(recipe)
+    if options.overrides:  # a recorded recipe has the values of its plan
+        recipe, _ = with_bucket_plan(recipe, world)
     validate(recipe, world)
     result = expect(record, recipe, world)
     print(text(result))

@@ -5,22 +5,19 @@ and error counters, and a synced write.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import resource
 import shutil
-import socket
-import time
+import tempfile
 from pathlib import Path
 
 from zaya_plugin.bench import probes
+from zaya_plugin.bench.storage import ROOT, network_of, rail_interfaces, read, written
 from zaya_plugin.machines.checks import Outcome, Setting
 from zaya_plugin.machines.expected import SLOW_BELOW, described
 from zaya_plugin.plan.known_machine import machine_of
 
 STORAGE_MIB = 64
-ROOT = Path("/")
 
 
 def rates(setting: Setting) -> Outcome:
@@ -61,14 +58,6 @@ def rates(setting: Setting) -> Outcome:
     return Outcome(state, reason, by_device, described(machine, **expected), compared=compared)
 
 
-def read(path: Path) -> str:
-    """Return a file of /sys or /proc, "" where it is absent."""
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
-
-
 def links(setting: Setting, root: Path = ROOT) -> Outcome:
     """Read the state of the training network's ports (rails) and of PCIe links, and the counters of errors."""
     ports = sorted((root / "sys/class/infiniband").glob("*/ports/*"))
@@ -97,55 +86,18 @@ def links(setting: Setting, root: Path = ROOT) -> Outcome:
     return Outcome("wrong" if problems else "pass", text, {"links": states}, compared=compared)
 
 
-def rail_interfaces(root: Path) -> set[str]:
-    """Return the network interfaces of the training network's ports."""
-    return {read(path) for path in (root / "sys/class/infiniband").glob("*/ports/*/gid_attrs/ndevs/0")} - {""}
-
-
 def storage(setting: Setting, root: Path = ROOT) -> Outcome:
     """Measure a synced write, and say whether the storage's traffic goes over a rail of the training network."""
     folder = setting.storage
-    path = folder / f".zaya-verify-{socket.gethostname()}-{os.getpid()}"
     try:
-        block, begin = os.urandom(2**20), time.monotonic()
-        with open(path, "wb") as file:
-            for _ in range(STORAGE_MIB):
-                file.write(block)
-            os.fsync(file.fileno())
-        rate = STORAGE_MIB * 2**20 / 1e6 / (time.monotonic() - begin)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            rate = written(file.fileno(), STORAGE_MIB * 2**20) / 1e6
     except OSError as error:
         return Outcome("wrong", f"{folder} cannot be written: {error}")
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink()
-    figures = {"folder": str(folder), "network": network_of(folder, root)}
+    figures = {"folder": str(folder), "network": network_of(folder, root)[1]}
     details = [f"storage {folder}: {figures['network']}"] if figures["network"] else []
     compared = {"storage_mb_per_s": {"": rate}}
     return Outcome("pass", f"{rate:.0f} MB/s to {folder}", figures, details=details, compared=compared)
-
-
-def network_of(folder: Path, root: Path) -> str:
-    """Return the network that the accesses to `folder` take, or "" for a local or unknown file system."""
-    kind, source, options = mount_of(folder, root)
-    if "@o2ib" in source:
-        return f"{kind} over InfiniBand (o2ib), as the collectives"
-    address = re.search(r"\baddr=([\d.]+)", options) or re.match(r"([\d.]+)[@:]", source)
-    if address is None or (interface := interface_of(address[1], root)) is None:
-        return ""
-    shared = ", a rail of the training network" if interface in rail_interfaces(root) else ""
-    return f"{kind} of {address[1]} over {interface}{shared}"
-
-
-def mount_of(path: Path, root: Path) -> tuple[str, str, str]:
-    """Return type, source and options of the mount that holds `path`."""
-    mount = ("", "", "")
-    best = -1
-    for line in read(root / "proc/self/mountinfo").splitlines():
-        left, _, right = line.partition(" - ")
-        point, after = left.split()[4].replace("\\040", " "), right.split()
-        if len(after) == 3 and path.is_relative_to(point) and len(point) >= best:
-            best, mount = len(point), (after[0], after[1], after[2])
-    return mount
 
 
 def limits(root: Path) -> dict[str, int | None]:
@@ -156,14 +108,3 @@ def limits(root: Path) -> dict[str, int | None]:
         "memlock_bytes": None if locked == resource.RLIM_INFINITY else locked,
         "shm_bytes": shutil.disk_usage(shm).total if shm.is_dir() else None,
     }
-
-
-def interface_of(address: str, root: Path) -> str | None:
-    """Return the interface of the route to an IPv4 address."""
-    try:
-        number = int.from_bytes(socket.inet_aton(address), "little")
-    except OSError:
-        return None
-    routes = [line.split() for line in read(root / "proc/net/route").splitlines()[1:]]
-    fitting = [(int(words[7], 16), words[0]) for words in routes if number & int(words[7], 16) == int(words[1], 16)]
-    return max(fitting, key=lambda entry: entry[0].bit_count(), default=(0, None))[1]

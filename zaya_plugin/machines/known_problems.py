@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from zaya_plugin import compat
+from zaya_plugin.bench.storage import ROOT, mount_of, read
 from zaya_plugin.machines.checks import Outcome, Setting
 from zaya_plugin.machines.facts import TRITONS, Facts
-from zaya_plugin.machines.hardware import ROOT, limits, mount_of, read
+from zaya_plugin.machines.hardware import limits
 from zaya_plugin.machines.installed import (
     NO_DEVICES,
     UNKNOWN,

@@ -20,11 +20,12 @@ MARKERS = "osD^vPX*"
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart: its name in the legend, and its points."""
+    """One line of a chart: its name in the legend, and its points; joined: by a line."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
+    joined: bool = True
 
 
 def bytes_text(number: float) -> str:
@@ -51,7 +52,7 @@ def save_lines(
     axes = figure.add_subplot()
     for number, line in enumerate(lines):
         look = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "markersize": 4}
-        axes.plot(line.x, line.y, label=line.name, **look)
+        axes.plot(line.x, line.y, "-" if line.joined else "", label=line.name, **look)
     if limit is not None:
         axes.axhline(limit[1], color="#666666", linestyle="--", label=f"{limit[0]}: {limit[1]:.4g}")
     axes.set_xscale("log", base=2)

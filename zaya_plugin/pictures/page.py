@@ -15,6 +15,7 @@ from typing import Any
 
 from zaya_plugin.pictures.content import Bars, Cells, Line, Page, Panel, Points, Table, x_limits
 
+LARGE = 1e4  # values of an axis that are written as 10k
 BOTH = "#737f8c"  # text on light and on dark, where Bokeh reads no CSS variable
 HEIGHT, ROW_HEIGHT, LEFT = 260, 34, 74  # pixels of a panel, of a row of bars, and left of the axis
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {}"
@@ -159,17 +160,19 @@ def _chart(panel: Panel, x_range: Any, crosshair: Any) -> Any:
     )
     chart.xaxis.formatter = NumeralTickFormatter(format="0,0.[00]")
     chart.axis.axis_label_text_font_style = "normal"
-    if not panel.rows and not panel.logarithmic:
-        lines = [layer for layer in panel.layers if isinstance(layer, Line)]
-        large = any(numpy.any(numpy.asarray(line.high) >= 1e4) for line in lines)
-        short, plain = NumeralTickFormatter(format="0.[00]a"), BasicTickFormatter(power_limit_low=-6)
-        chart.yaxis.formatter = short if large else plain
+    chart.grid.visible = not heats
     if heats:
         chart.yaxis.ticker = BasicTicker(min_interval=1)
-    chart.grid.visible = not heats
-    chart.ygrid.visible = not heats and not panel.rows
-    if not panel.rows and not heats:
+    elif panel.rows:
+        chart.ygrid.visible = False
+    else:
+        values = [numpy.asarray(layer.high, dtype=float) for layer in panel.layers]
+        most = float(numpy.nanmax(numpy.concatenate(values), initial=0.0)) if values else 0.0
         chart.y_range.only_visible = True
+        chart.y_range.default_span = 0.2 * most or 1.0  # of a line of one value
+        if not panel.logarithmic:
+            short, plain = NumeralTickFormatter(format="0.[00]a"), BasicTickFormatter(power_limit_low=-6)
+            chart.yaxis.formatter = short if most >= LARGE else plain
     for colour in dict.fromkeys(colour for _, colour in panel.marks):
         places = [x for x, mark in panel.marks if mark == colour]
         chart.vspan(x=places, line_color=colour, line_alpha=0.8, line_dash="dashed")
@@ -183,23 +186,27 @@ def _line(chart: Any, line: Line) -> None:
     from bokeh.models import ColumnDataSource, HoverTool
 
     data = {"x": line.x, "mean": line.mean}
-    tags, rows = [str(line.group)], [(chart.xaxis.axis_label[0] or "x", "@x{0,0.[00]}"), (line.name, "@mean")]
+    rows = [("", "$name"), (chart.xaxis.axis_label, "@x{0,0.[00]}"), ("value", "@mean")]
+    drawn = []
     if line.stride > 1:
         data |= {"low": line.low, "high": line.high}
-        rows[1:] = [(f"{line.name}, mean", "@mean"), ("lowest", "@low"), ("highest", "@high")]
+        rows[2:] = [("mean", "@mean"), ("lowest", "@low"), ("highest", "@high")]
     source = ColumnDataSource(data)
     if line.stride > 1:
-        band = chart.varea("x", "low", "high", source=source, fill_color=line.colour, fill_alpha=0.25)
+        drawn.append(chart.varea("x", "low", "high", source=source, fill_color=line.colour, fill_alpha=0.25))
         # The outline shows a spike of one step, which is a fraction of a pixel wide.
-        ends = [chart.line("x", y, source=source, color=line.colour, line_alpha=0.5) for y in ("low", "high")]
-        for one in (band, *ends):
-            one.tags = tags
-    drawn = [chart.line("x", "mean", source=source, color=line.colour, line_dash=line.dash, line_width=1.6)]
+        drawn += [chart.line("x", y, source=source, color=line.colour, line_alpha=0.5) for y in ("low", "high")]
+    drawn.append(chart.line("x", "mean", source=source, color=line.colour, line_dash=line.dash, line_width=1.6))
     if line.dots:
         drawn.append(chart.scatter("x", "mean", source=source, color=line.colour, size=6))
     for one in drawn:
-        one.tags = tags
-    chart.add_tools(HoverTool(renderers=drawn[-1:], mode="vline", line_policy="nearest", tooltips=rows))
+        one.name, one.tags = line.name, [str(line.group)]
+    # One tool shows the values of all lines of its kind together.
+    tool = next((tool for tool in chart.select(HoverTool) if tool.tooltips == rows), None)
+    if tool is None:
+        tool = HoverTool(renderers=[], mode="vline", line_policy="nearest", tooltips=rows)
+        chart.add_tools(tool)
+    tool.renderers = [*tool.renderers, drawn[-1]]
 
 
 def _bars(chart: Any, bars: Bars) -> None:
@@ -247,8 +254,8 @@ def _cells(chart: Any, cells: Cells) -> None:
     chart.add_layout(
         ColorBar(color_mapper=mapper, width=10, background_fill_alpha=0, major_label_text_color=BOTH), "right"
     )
-    label = chart.xaxis.axis_label[0]
-    rows = [(label, "$x{0,0}"), (chart.yaxis.axis_label[0], "$y{0}"), (cells.unit, "@image{0.00}")]
+    label = chart.xaxis.axis_label
+    rows = [(label, "$x{0,0}"), (chart.yaxis.axis_label, "$y{0}"), (cells.unit, "@image{0.00}")]
     chart.add_tools(HoverTool(renderers=[drawn], tooltips=rows))
 
 

@@ -16,6 +16,13 @@ SHAPES = {"circle": "o", "diamond": "D", "dash": "|"}
 
 def png(page: Page) -> bytes:
     """Return the picture."""
+    import matplotlib
+
+    with matplotlib.rc_context({"text.parse_math": False}):  # names may have a $
+        return _png(page)
+
+
+def _png(page: Page) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -43,7 +50,7 @@ def png(page: Page) -> bytes:
 
 
 def _heading(place: Any, page: Page, top: float) -> None:
-    style: dict[str, Any] = {"va": "top", "parse_math": False}
+    style: dict[str, Any] = {"va": "top"}
     place.text(0.01, 1 - 0.1 / top, page.title[:110], size=15, weight="bold", **style)
     for number, text in enumerate(page.lead):
         place.text(0.01, 1 - (0.4 + 0.22 * number) / top, text[:160], size=9, color="#56606e", **style)
@@ -64,7 +71,7 @@ def _panel(axis: Any, panel: Panel, limits: tuple[float, float]) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.ticker import EngFormatter, MaxNLocator, StrMethodFormatter
 
-    axis.set_title(panel.title, loc="left", size=10, weight="bold", parse_math=False)
+    axis.set_title(panel.title, loc="left", size=10, weight="bold")
     axis.set_xlabel(panel.x_label, size=8)
     axis.set_ylabel(panel.unit, size=8)
     axis.tick_params(labelsize=8)
@@ -73,7 +80,7 @@ def _panel(axis: Any, panel: Panel, limits: tuple[float, float]) -> None:
     axis.set_axisbelow(True)
     rows = {name: place for place, name in enumerate(reversed(panel.rows))}
     if rows:
-        axis.set_yticks([*rows.values()], [name[:24] for name in rows])
+        axis.set_yticks([*rows.values()], [name[:48] for name in rows])
         axis.set_ylim(-0.6, len(rows) - 0.4)
     elif any(isinstance(layer, Cells) for layer in panel.layers):
         axis.yaxis.set_major_locator(MaxNLocator(6, integer=True))

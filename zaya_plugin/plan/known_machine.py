@@ -12,6 +12,9 @@ CPU = MachineConfig(
     name="CPU", gemm_tflops=0.005, copy_tb_per_s=0.001, link_gb_per_s=0.02, sources="a floor for one CPU core"
 )
 
+# TB/s of memory in the vendors' data sheets, by part of the device's name in torch.
+DATA_SHEET_TB_PER_S = {"H100": 3.35, "H200": 4.8, "MI300X": 5.3, "MI325X": 6.0, "MI350X": 8.0, "MI355X": 8.0}
+
 
 def named(name: str, architecture: str, units: int, gib: float) -> str:
     """Return torch's name of a device, with the model where the name lacks it.

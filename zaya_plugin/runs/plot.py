@@ -28,6 +28,7 @@ from zaya_plugin.runs.run_data import CHECKPOINT, FAULT, RESTART, SKIPPED, SPIKE
 STEP = "step"
 JITTER_STEPS = 20  # the least number of steps in a window of the jitter
 HEAT_MAPS = 4  # runs whose heat maps are drawn
+MOST_LINES = 40  # of marks through every panel
 MOST_CHECKPOINTS = 1000  # drawn, evenly chosen
 MARKS = {  # kind -> shape, colour, and whether a line through every panel marks it
     CHECKPOINT: ("dash", QUIET, False),
@@ -90,7 +91,7 @@ def step_panels(runs: Sequence[RunData], names: Sequence[str]) -> tuple[list[Pan
     marks = _marks(runs, names)
     lines = [(mark.step, MARKS[mark.kind][1]) for run in runs for mark in run.marks if MARKS[mark.kind][2]]
     for panel in panels:
-        panel.marks = lines if len(runs) == 1 else ()
+        panel.marks = lines if len(runs) == 1 and len(lines) <= MOST_LINES else ()
     panels += _heat_maps(runs, names)
     if not any(run.metrics.busiest for run in runs):
         missing.append(_left_out("Expert load", "expert_load"))
@@ -169,8 +170,10 @@ def jitter(steps: Any, seconds: Any) -> tuple[Any, Any]:
     width = max(JITTER_STEPS, len(steps) // LEAST_BUCKETS)
     count = len(steps) // width
     windows = numpy.asarray(seconds)[len(steps) - count * width :].reshape(count, width)
-    low, middle, high = numpy.percentile(windows, (5, 50, 95), axis=1)
-    return numpy.asarray(steps)[len(steps) - count * width + width - 1 :: width], 100 * (high - low) / middle
+    with numpy.errstate(invalid="ignore", divide="ignore"):  # steps of no time, or of a time that is no number
+        low, middle, high = numpy.percentile(windows, (5, 50, 95), axis=1)
+        shares = 100 * (high - low) / middle
+    return numpy.asarray(steps)[len(steps) - count * width + width - 1 :: width], shares
 
 
 def _panel(title: str, unit: str, note: str, lines: list[Line], legend: list[tuple[str, str, str]]) -> Panel:
@@ -269,7 +272,7 @@ def _lead(run: RunData) -> list[str]:
     names = [run.settings.get(key) for key in ("name", "model.name", "stage.name", "optim.name", "cluster.name")]
     titles = ("recipe", "model", "stage", "optimizer", "cluster")
     parts = [f"{title} {name}" for title, name in zip(titles, names, strict=True) if name is not None]
-    return [", ".join(parts) or "without recipe.yaml"]
+    return [", ".join(parts)] if parts else []
 
 
 def _tables(runs: Sequence[RunData], names: Sequence[str]) -> list[Table]:

@@ -57,7 +57,7 @@ class Metrics:
 
     columns: dict[str, tuple[array, array]] = field(default_factory=dict)
     busiest: list[tuple[int, array]] = field(default_factory=list)
-    expert_load: list[list[float]] = field(default_factory=list)
+    expert_load: list[array] = field(default_factory=list)
     restarts: list[int] = field(default_factory=list)
     spikes: list[int] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
@@ -76,9 +76,11 @@ class Metrics:
                 self.restarts.append(step)
             self._last, self._has_rate = step, has_rate
         if (load := row.get("expert_load")) is not None:
-            with contextlib.suppress(TypeError, ValueError):  # of another shape
-                self.busiest.append((step, array("d", [max(layer) * len(layer) for layer in load])))
-                self.expert_load = load
+            with contextlib.suppress(TypeError):  # not a table of numbers
+                layers = [array("d", layer) for layer in load]
+                if {len(layer) > 0 for layer in layers} == {True} and len({*map(len, layers)}) == 1:
+                    self.busiest.append((step, array("d", [max(layer) * len(layer) for layer in layers])))
+                    self.expert_load = layers
         if row.get("loss_spike") is not None:
             self.spikes.append(step)
         if row.get("skipped"):
