@@ -63,13 +63,13 @@ examples:
   zaya bench tune experiment=zaya1_base cluster=gpu model.num_layers=8 stage.micro_batch_size=4"""
 
 
-def _command(name: str, description: str, examples: str, *options: Option, recipe: bool = False) -> Parser:
+def _command(name: str, description: str, examples: str, *rows: Option, recipe: bool = False) -> Parser:
     """Return the parser of a command whose module in zaya_plugin/bench has its name."""
 
     def run(options) -> int:
         return importlib.import_module(f"zaya_plugin.bench.{name}").run(options)
 
-    return Parser(f"bench {name}", run, description, examples, *options, OUTPUT, COMMIT, recipe=recipe)
+    return Parser(f"bench {name}", run, description, examples, *rows, OUTPUT, COMMIT, recipe=recipe)
 
 
 def hbm() -> Parser:
