@@ -60,7 +60,7 @@ HEADINGS: dict[str, dict[str, tuple[str, str]]] = {
             "machines:verify",
             "examine this machine, or several nodes: software, kernels, rates, a short training",
         ),
-        "bench": ("", "measure a recipe's step, and the memory and matrix products of a device; predict a step"),
+        "bench": ("", "measure a step, a device, collectives, storage and a loader; predict a step"),
         "bench step": ("bench:step", "measure a few steps of a recipe, and the share of each part of the step"),
         "bench collectives": (
             "bench_transfers:collectives",
