@@ -8,7 +8,6 @@ import pytest
 
 from tests.aegis.journals import ONE_CRASH, attempt, begin, failure, first_step, row, write
 from zaya_plugin import cli
-from zaya_plugin.aegis.report import duration
 
 RECORDED = Path(__file__).parent / "corpus" / "curriculum.jsonl"
 
@@ -40,6 +39,7 @@ def test_the_same_as_json(tmp_path, capsys):
     "rows", [[], [begin(0)], [begin(0), attempt(1, 1)], [begin(0), attempt(1, 1), first_step(3, 1)]]
 )
 def test_a_journal_that_has_just_begun(tmp_path, capsys, rows):
+    pytest.importorskip("bokeh")
     run = write(tmp_path / "run", rows)
     assert cli.main(["aegis", "report", str(run), "--output", str(tmp_path / "page.html")]) == 0
     assert ("is empty" if not rows else "up to its last line") in capsys.readouterr().out
@@ -52,7 +52,7 @@ def test_a_journal_that_has_just_begun(tmp_path, capsys, rows):
         (["nowhere"], "RUN_DIR=nowhere: does not exist."),
         ([""], "has no journal of zaya aegis"),
         (["run", "--output", "no/such/page.html"], "its folder does not exist"),
-        (["run", "--output", "run"], "Is a directory"),
+        (["run", "--output", "run"], "must end in one of the kinds of pictures"),
     ],
 )
 def test_mistakes_of_the_user(tmp_path, capsys, monkeypatch, words, says):
@@ -75,7 +75,7 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path, capsys):
 def test_a_curriculum_is_counted_on_from_stage_to_stage(tmp_path, capsys):
     """Recorded: 400 steps, then 300 of the next stage; its rank was killed after step 120, and went on from 100."""
     run = write(tmp_path / "run", [json.loads(line) for line in RECORDED.read_text().splitlines()])
-    assert cli.main(["aegis", "report", str(run), "--output", str(tmp_path / "page.html")]) == 0
+    assert cli.main(["aegis", "report", str(run)]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "steps kept 700 0.364 s a step (median)" in lines
     assert "steps lost 20 made, and made again after a failure" in lines
@@ -89,9 +89,3 @@ def test_a_curriculum_is_counted_on_from_stage_to_stage(tmp_path, capsys):
     assert found["training"] == pytest.approx(195.5, abs=0.5) and found["ettr"] == pytest.approx(0.3526, abs=1e-4)
     ((last, begin),) = found["attempts"][0]["starts"]
     assert begin - last == pytest.approx(104.6, abs=0.1)
-
-
-def test_durations_are_read_at_a_glance():
-    given = [None, 0.0, 3.25, 99.9, 100, 3599, 3600, 7260, 400 * 3600]
-    expected = ["-", "0.0 s", "3.2 s", "99.9 s", "1 min 40 s", "59 min 59 s", "1 h 00 min", "2 h 01 min", "16 d 16 h"]
-    assert [duration(each) for each in given] == expected

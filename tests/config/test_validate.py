@@ -260,6 +260,16 @@ IMPOSSIBLE = [
         ["cluster.transformer_impl", "Allowed: local with cluster.device=cpu"],
     ),
     (["cluster.device=cuda"], 2, ["cluster.distributed_backend=gloo", "nccl"]),
+    *(
+        (
+            [f"{key}=2", "stage.sample_prompts=prompts.txt"],
+            2,
+            [f"{key}=2: decoding requires", "Allowed: 1 with stage.sample_prompts. Fix: stage.sample_prompts=null"],
+        )
+        for key in (f"parallel.{group}_parallel_size" for group in ("context", "expert_model", "pipeline_model"))
+    ),
+    (["stage.eval_iters=0", "stage.sample_prompts=prompts.txt"], 2, ["stage.eval_iters=0: there is no validation"]),
+    (["stage.sample_temperature=1e-4"], 2, ["Allowed: a number that is 0, or from 0.001 to 1000"]),
     (["checkpoint.save_interval=0"], 2, ["checkpoint.save_interval=0", "above 0"]),
     (["checkpoint.keep_last=-1"], 2, ["checkpoint.keep_last=-1", "0 or more"]),
     (["profile.step_start=5", "profile.step_end=5"], 2, ["profile.step_end=5", "above profile.step_start=5"]),

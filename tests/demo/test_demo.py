@@ -18,6 +18,8 @@ import numpy
 import pytest
 
 from tests.running import Run, train, zaya
+from zaya_plugin.runs.plot import picture
+from zaya_plugin.runs.run_data import read_run
 
 FIRST = 4  # the warm-up, momentum and the balancing of the experts are in the third loss
 GOLDEN = Path(__file__).parent.parent / "golden" / "cpu_demo.json"
@@ -90,6 +92,16 @@ def test_every_promised_number_is_there(first_steps):
     output = first_steps.output.splitlines()
     lines = [line for line in output if line.startswith("step") and "tok/s" in line]
     assert len(lines) == FIRST and max(map(len, lines)) < 120
+
+
+def test_the_run_is_drawn_from_its_own_files(first_steps):
+    page = picture([read_run(first_steps.run_dir)])
+    assert [panel.title for panel in page.panels] == [
+        *("Checkpoints, restarts and faults", "Loss", "Gradient norm", "Learning rate", "Speed", "Step time"),
+        *("Router entropy", "Expert imbalance", "Expert load over layers and steps", "Load of every expert"),
+    ]
+    loss = next(panel for panel in page.panels if panel.title == "Loss").layers[0]
+    assert [*loss.mean] == [row["loss"] for row in first_steps.steps().values()]
 
 
 def test_golden_losses_of_the_first_steps(first_steps, data):

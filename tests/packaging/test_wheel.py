@@ -153,12 +153,14 @@ def test_metadata(wheel):
     assert metadata.get("License-Expression", metadata["License"]) == "Apache-2.0"
     assert set(metadata.get_all("Provides-Extra")) == {
         "completion",
-        "pictures",
         "cpu",
         "data",
         "dev",
         "eval",
         "megatron",
+        "pictures",
+        "terminal",
+        "trackers",
     }
     archive = zipfile.ZipFile(wheel)
     (entry_points,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]

@@ -40,7 +40,8 @@ def test_ranks_run_and_the_console_shows_them_without_decoration(worker_program,
     done = finish(worker_program, tmp_path / "run", "variables", *overrides)
     assert (done.returncode, done.stderr) == (0, "")
     lines = sorted(done.stdout.splitlines())
-    assert lines[2:] == ["rank 0 of 2 runs cpu_demo", "rank 1 of 2 runs cpu_demo"]
+    assert lines[2:4] == ["rank 0 of 2 runs cpu_demo", "rank 1 of 2 runs cpu_demo"]
+    assert [line.split()[1] for line in lines[4:]] == ["parameters", "tokens"]
     assert lines[0] == lines[1] and lines[0].startswith(
         "OMP_NUM_THREADS=3|CUDA_VISIBLE_DEVICES=|TORCHDYNAMO_DISABLE=1|CUSTOM=yes|"
     )
@@ -146,7 +147,7 @@ def test_a_signal_reaches_the_ranks_and_they_have_time_to_save(worker_program, t
         stderr=subprocess.PIPE,
         text=True,
     )
-    for _ in range(4):  # two lines a rank
+    for _ in range(6):  # two lines about the run, two lines a rank
         running.stdout.readline()
     running.send_signal(number)
     assert running.stderr.readline().startswith("zaya: stopping; the ranks save first.")
@@ -167,8 +168,8 @@ def test_the_console_says_for_whom_the_ranks_wait(worker_program, tmp_path):
         stdout=subprocess.PIPE,
         text=True,
     )
-    lines = [running.stdout.readline() for _ in range(3)]
-    assert lines[2] == "zaya: rank 1: waits for rank 0, of 2 ranks\n"
+    lines = [running.stdout.readline() for _ in range(5)]
+    assert lines[4] == "zaya: rank 1: waits for rank 0, of 2 ranks\n"
     running.send_signal(signal.SIGTERM)
     assert running.communicate(timeout=300)[0] == ""
     assert running.returncode == 128 + signal.SIGTERM
@@ -184,7 +185,7 @@ def test_a_second_signal_ends_ranks_that_do_not_leave(worker_program, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     )
-    for _ in range(4):
+    for _ in range(6):
         running.stdout.readline()
     running.send_signal(signal.SIGTERM)
     assert [running.stdout.readline(), running.stdout.readline()] == ["saving\n", "saving\n"]
@@ -201,7 +202,7 @@ def test_ranks_end_when_their_parent_is_killed(worker_program, tmp_path):
         stdout=subprocess.PIPE,
         text=True,
     )
-    for _ in range(4):
+    for _ in range(6):
         running.stdout.readline()
     running.kill()
     deadline = time.monotonic() + 60
@@ -399,12 +400,23 @@ def test_a_torchrun_that_cannot_start_is_shown(worker_program, tmp_path):
 
 @pytest.mark.first_cases(2)
 @pytest.mark.parametrize(("code", "jobs"), [(0, 2), (1, 2), (ENDED_EARLY, 1), (128 + signal.SIGTERM, 1)])
-def test_a_signal_ends_a_multirun_and_a_failed_job_does_not(monkeypatch, tmp_path, code, jobs):
+def test_a_signal_ends_a_multirun_and_a_failed_job_does_not(monkeypatch, tmp_path, capsys, code, jobs):
+    """The table of its runs is the end of its output."""
     started = []
-    monkeypatch.setattr(launch, "launch", lambda recipe, verbose: started.append(recipe.run_dir) or code)
+
+    def run(recipe, verbose):
+        started.append(recipe.run_dir)
+        Path(recipe.run_dir).mkdir()
+        (Path(recipe.run_dir) / "recipe.yaml").write_text(f"optim: {{lr: {recipe.optim.lr}}}\n")
+        return code
+
+    monkeypatch.setattr(launch, "launch", run)
     words = ["train", "experiment=cpu_demo", f"run_dir={tmp_path}", "optim.lr=1e-3,2e-3", "-m"]
     assert cli.main(words) == code
     assert started == [f"{tmp_path}/{number}" for number in range(jobs)]
+    rows = capsys.readouterr().out.splitlines()[-jobs - 1 :]
+    assert rows[0].split()[:2] == ["name", "state"] and [row.split()[0] for row in rows[1:]] == ["0", "1"][:jobs]
+    assert jobs == 1 or [row.split()[-1] for row in rows[1:]] == ["lr=0.001", "lr=0.002"]
 
 
 def test_more_ranks_than_devices_or_memory_is_refused(monkeypatch):

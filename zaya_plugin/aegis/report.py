@@ -5,36 +5,15 @@ from __future__ import annotations
 
 import shlex
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from zaya_plugin.aegis.account import Account, Stage
 from zaya_plugin.aegis.diagnose.evidence import printable
+from zaya_plugin.ground.durations import duration
+from zaya_plugin.pictures.content import Table
 
 SHOWN = 500  # rows of a table
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of the report; every cell is text."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: list[tuple[str, ...]]
-    note: str = ""
-
-
-def duration(seconds: float | None) -> str:
-    """Return `seconds` for a person."""
-    if seconds is None:
-        return "-"
-    if seconds < 99.95:
-        return f"{seconds:.1f} s"
-    minutes = round(seconds / 60)
-    if seconds < 3600:
-        return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours < 100 else f"{hours // 24} d {hours % 24:02d} h"
 
 
 def percent(share: float | None) -> str:

@@ -100,11 +100,10 @@ def run(options) -> int:
         raise mistake(taken[0], os.environ[taken[0]], problem=problem, fix=f"unset {' '.join(taken)}")
     listed, recipe = products_of(options.overrides)
     device, dtype, folder = only_device(), dtype_of(recipe), options.output.absolute()
-    if device.type == "cpu":
-        problem = "torch finds none, and the files are for the device that made them"
-        raise mistake(
-            "zaya bench tune", problem=problem, allowed="a machine with an accelerator", fix="zaya bench gemm"
-        )
+    if "cpu" in (device.type, recipe.cluster.device):
+        problem = "tuned files are for the accelerator that made them; a CPU has nothing to tune"
+        allowed = "cuda, where torch finds an accelerator"
+        raise mistake("cluster.device", recipe.cluster.device, problem=problem, allowed=allowed, fix="zaya bench gemm")
     import torch
     from torch.cuda import tunable
 

@@ -36,7 +36,6 @@ examples:
                                                                    zaya_plugin.cli bench collectives ...
   zaya train experiment=zaya1_base cluster=h200_8 data.path=data/corpus \\
     parallel.bucket_plan=runs/bench/collectives.json"""
-# Another process looks for devices: this one must not hold memory of a device while ranks use it.
 STORAGE = """\
 Measures the file system of a folder: a sequential write with fsync, reading it back, random reads of 4 KiB by 1 to 32
 threads, and random writes of 4 KiB with an fsync each. It names the network interface behind the path, with a warning
@@ -58,6 +57,7 @@ examples:
     {DEMO_DATA}
   zaya bench data experiment=zaya1_base cluster=mi300x_8 data.path=data/corpus data.num_workers=2 --batches 500
   torchrun --nnodes 2 ... -m zaya_plugin.cli bench data ...        several nodes; or: srun zaya bench data ..."""
+# Another process looks for devices: this one must not hold memory of a device while ranks use it.
 DEVICES = """\
 import json, torch
 from zaya_plugin.bench.results import device_name

@@ -16,6 +16,8 @@ import socket
 from pathlib import Path
 
 from zaya_plugin.commands.parser import Parser, option
+from zaya_plugin.commands.runs import LIBRARIES, write_picture
+from zaya_plugin.commands.runs import check_output as check_picture
 from zaya_plugin.config.run_directory import check_creatable
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.option_numbers import DAY, real_number
@@ -23,6 +25,7 @@ from zaya_plugin.ground.parent_death import on_end_signals
 from zaya_plugin.machines import nodes
 from zaya_plugin.machines.checks import CHECKS, DOCTOR, DOCTOR_ALL, NODES, VERIFY, Check, checks_of
 from zaya_plugin.machines.examination import doctor_page, examine, is_wrong, problems_of, summary
+from zaya_plugin.machines.page import content
 
 RECORD = "verify.json"
 DOCTOR_DESCRIPTION = """\
@@ -56,6 +59,7 @@ of the record it writes passing_nodes.txt and failing_nodes.txt (one name a line
 VERIFY_EXAMPLES = """\
 examples:
   zaya verify                                    all checks; writes verify.json, the file to send with a question
+  zaya verify --output verify.html               and a page of it, next to verify.json
   zaya verify --list                             the table of checks, with their sizes and verdicts
   zaya verify --only environment,rates,rms_norm --output rates.json
   zaya verify --nodes --output runs/mine/verify/verify.json        in a SLURM job: all of its nodes, by srun
@@ -107,7 +111,13 @@ def verify() -> Parser:
         _verify,
         VERIFY_DESCRIPTION,
         VERIFY_EXAMPLES,
-        option("--output", type=Path, default=Path(RECORD), metavar="FILE", help=f"the record as JSON ({RECORD})"),
+        option(
+            "--output",
+            type=Path,
+            default=Path(RECORD),
+            metavar="FILE",
+            help=f"the record as JSON ({RECORD}); with the suffix .html or .png a picture too",
+        ),
         option("--only", metavar="CHECK,CHECK", help="run these checks alone"),
         option("--list", action="store_true", help="print the checks and stop"),
         option("--bundle", type=Path, metavar="RUN_DIR", help="pack a run for a question, with the record, and stop"),
@@ -166,12 +176,17 @@ def _verify(options: argparse.Namespace) -> int:
     if options.list:
         print("\n".join(map(described, CHECKS.values() if options.only is None else checks)))
         return 0
+    if (picture := options.output if options.output.suffix in LIBRARIES else None) is not None:
+        check_picture(picture)
+        options.output = picture.with_suffix(".json")
     check_output(options.output)
     storage = (options.storage or options.output.parent).absolute()
     if options.storage is not None and "storage" not in [check.name for check in checks]:
         raise mistake("--storage", options.storage, problem="no check reads it", fix="--only storage, or --nodes")
     if options.nodes is not None:
-        return nodes.examine_nodes(options, checks, storage, options.command)
+        code = nodes.examine_nodes(options, checks, storage, options.command)
+        _draw(options.output, picture if not options.dry_run else None)
+        return code
     if options.bundle is not None:
         from zaya_plugin.machines.support_bundle import pack
 
@@ -184,7 +199,15 @@ def _verify(options: argparse.Namespace) -> int:
     with ended_by_signals():
         record = examine(checks, options.command, options.device, storage, options.output, prints=True)
     print(summary(record, options.output))
+    _draw(options.output, picture)
     return int(is_wrong(record))
+
+
+def _draw(record: Path, picture: Path | None) -> None:
+    """Draw a record that has been written."""
+    if picture is not None:
+        write_picture(content(json.loads(record.read_text())), picture)
+        print(f"written: {picture}")
 
 
 def check_output(output: Path) -> None:

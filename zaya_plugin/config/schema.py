@@ -15,9 +15,9 @@ field is declared by one of three functions, and everything else is made from th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING as DATACLASS_MISSING
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -73,6 +73,7 @@ FACTOR = zero_or_more(1e6, _TYPED)
 STANDARD_DEVIATION = above_zero(100.0, "activations in bf16 and fp32 would overflow")
 EPSILON = Limit("from 1e-38 to 1 (fp32 has no smaller normal number)", lambda value: 1e-38 <= value <= 1)
 TEMPERATURE = Limit("from -1000 to 1000 (scores in bf16 would overflow)", lambda value: -1000 <= value <= 1000)
+SAMPLING_TEMPERATURE = Limit("that is 0, or from 0.001 to 1000", lambda value: value == 0 or 1e-3 <= value <= 1e3)
 SEED = zero_or_more(2**32 - 1, "numpy's seeds have 32 bits")
 RANK_NUMBERS = Limit("of numbers from 0 to 1048575", lambda values: all(0 <= value < 2**20 for value in values))
 BETA = Limit("from 0 to below 1", lambda value: 0 <= value < 1)
@@ -323,6 +324,23 @@ class StageConfig:
         False,
         "validate before the first step too, to compare losses around a hand-over",
         "hosts.pretrain",
+        resume=MAY_CHANGE,
+    )
+    sample_prompts: str | None = own(
+        None,
+        "text file with one prompt a line, which each validation continues, prints and logs",
+        "data.prompts",
+        limit=NOT_EMPTY,
+        resume=MAY_CHANGE,
+    )
+    sample_tokens: int = own(
+        32, "most new tokens of such a continuation", "hosts.samples", limit=TOKENS, resume=MAY_CHANGE
+    )
+    sample_temperature: float = own(
+        0.0,
+        "0: it takes the most probable token; else draws after division of the logits by this, alike in each validation",
+        "hosts.samples",
+        limit=SAMPLING_TEMPERATURE,
         resume=MAY_CHANGE,
     )
 
@@ -742,9 +760,8 @@ class MachineConfig:
 
     name: str | None = own(
         None,
-        "part of the device's name in torch, such as H100; null: unknown, and `zaya bench expect` predicts no "
-        "communication",
-        "bench.expect",
+        "part of the device's name in torch, such as H100; null: unknown, and predictions have no communication",
+        "plan.prediction",
         resume=MAY_CHANGE,
     )
     gemm_tflops: float = own(
@@ -756,8 +773,8 @@ class MachineConfig:
     attention_tflops: float | None = own(
         None,
         "TFLOP/s of core attention, forward and backward at 4,096 tokens, counted as three forward passes; null: "
-        "`zaya bench expect` keeps the record's share of a large product",
-        "bench.expect",
+        "predictions keep the measured step's share of a large product",
+        "plan.prediction",
         limit=RATE,
         resume=MAY_CHANGE,
     )
@@ -812,11 +829,11 @@ class MachineConfig:
     copy_engines: bool = own(
         False,
         "inside a node copy engines gather registered buffers (parallel.nccl_ub) without slowing kernels",
-        "bench.expect",
+        "plan.prediction",
         resume=MAY_CHANGE,
     )
     sources: str = own(
-        "", "source of each rate, and whether this project measured it", "bench.expect", resume=MAY_CHANGE
+        "", "source of each rate, and whether this project measured it", "plan.prediction", resume=MAY_CHANGE
     )
 
 
@@ -825,14 +842,20 @@ class LoggerConfig:
     """Where metrics go. metrics.jsonl and the console line are always written."""
 
     wandb: bool = own(True, "log to Weights & Biases; offline without a key", "training.metrics", resume=MAY_CHANGE)
-    wandb_project: str = own("zaya", "W&B project", "training.metrics", limit=NOT_EMPTY, resume=MAY_CHANGE)
+    wandb_project: str = own(
+        "zaya", "project of W&B and trackio", "training.metrics", limit=NOT_EMPTY, resume=MAY_CHANGE
+    )
     wandb_entity: str | None = own(None, "W&B entity", "training.metrics", limit=NOT_EMPTY, resume=MAY_CHANGE)
     wandb_name: str | None = own(
-        None, "name of the W&B run; null: the recipe's name", "training.metrics", limit=NOT_EMPTY, resume=MAY_CHANGE
+        None,
+        "name of the run in W&B and trackio; null: the recipe's name",
+        "training.metrics",
+        limit=NOT_EMPTY,
+        resume=MAY_CHANGE,
     )
     wandb_group: str | None = own(
         None,
-        "group of the W&B run; a curriculum sets one group for the runs of its stages",
+        "group of the run in W&B and trackio; a curriculum sets one group for the runs of its stages",
         "training.metrics",
         limit=NOT_EMPTY,
         resume=MAY_CHANGE,
@@ -842,6 +865,12 @@ class LoggerConfig:
         "auto: online with a key, else offline; WANDB_MODE in the environment wins",
         "training.metrics",
         choices=("auto", "online", "offline", "disabled"),
+        resume=MAY_CHANGE,
+    )
+    trackio: bool = own(
+        False,
+        "log to trackio, on this machine; TRACKIO_SPACE_ID or TRACKIO_SERVER_URL in the environment names another place",
+        "training.metrics",
         resume=MAY_CHANGE,
     )
     tensorboard: bool = own(True, "write TensorBoard event files", "training.metrics", resume=MAY_CHANGE)
@@ -1123,6 +1152,16 @@ def leaves(cls=Recipe, prefix: str = ""):
 def get(recipe: Recipe, path: str) -> Any:
     """Return the value of the dotted key `path`."""
     return reduce(getattr, path.split("."), recipe)
+
+
+def with_values(target: Any, values: Mapping[str, Any]) -> Any:
+    """Return a copy of a recipe, or of a part of it, with other values of the dotted keys; they are not checked."""
+    for path, value in values.items():
+        name, _, rest = path.partition(".")
+        if rest:
+            value = with_values(target[name] if isinstance(target, dict) else getattr(target, name), {rest: value})
+        target = {**target, name: value} if isinstance(target, dict) else replace(target, **{name: value})
+    return target
 
 
 # The mixin from which ZayaConfig has its options: a dataclass with the fields declared by `option`, of the same names,

@@ -19,6 +19,7 @@ from zaya_plugin.config.run_directory import check_creatable, check_kinds, check
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import unused_kernels
 from zaya_plugin.data.prepared import NO_DATASET, locate
+from zaya_plugin.data.prompts import read_prompts
 from zaya_plugin.data.sources import compare_data, find_sources, named_datasets
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.plan import recipe_plan
@@ -97,7 +98,8 @@ def check_memory(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> N
     """Raise ValueError if the memory plan of the fullest device exceeds cluster.memory_gib, or on a CPU, where the plan
     does not cover activations, if weights, gradients and optimizer state exceed the machine's memory.
     """
-    components = recipe_plan.plan_of(recipe, plan.world_size, vocabulary).components
+    memory_plan = recipe_plan.plan_of(recipe, plan.world_size, vocabulary)
+    components = memory_plan.components
     smaller = "a smaller model.num_layers, hidden_size, num_experts or moe_ffn_hidden_size"
     if recipe.cluster.device == "cpu":
         needed = plan.local_ranks * sum(components[name] for name in ("weights", "gradients (fp32)", "optimizer"))
@@ -111,9 +113,7 @@ def check_memory(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> N
                 allowed="a model that fits",
                 fix=f"{smaller}, or more ranks that share it (docs/parallelism.md)",
             )
-    elif (
-        recipe.cluster.memory_gib is not None and sum(components.values()) > recipe.cluster.memory_gib * recipe_plan.GIB
-    ):
+    elif recipe_plan.memory_share(memory_plan, recipe.cluster.memory_gib) > 1:
         largest = max(components, key=components.__getitem__)
         raise mistake(
             "cluster.memory_gib",
@@ -195,6 +195,7 @@ def check_data(recipe: Recipe) -> None:
     """Raise ValueError if the data of the recipe cannot be used, or is not that of the run's checkpoint."""
     sources = find_sources(recipe)  # reads headers and sizes only
     check_creatable(sources.cache_path, "data.cache_path")
+    read_prompts(recipe, sources)
     if recipe.resume != "never" and has_checkpoint(directory := checkpoint_path(recipe)):
         checkpoint, facts = on_disk.newest_facts(directory)
         compare_data(facts.get("data"), sources.facts() if facts else None, checkpoint, recipe.data)
