@@ -3,10 +3,13 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 
 from tests.aegis.journals import ONE_CRASH, TWO_STAGES, write
+from zaya_plugin.ground.lock import Lock
 from zaya_plugin.runs.run_data import differences, read_run, run_folders, unique_names
 
 
@@ -93,6 +96,48 @@ def test_states(tmp_path, rows, age, state):
     then = os.stat(place / "metrics.jsonl").st_mtime - age
     os.utime(place / "metrics.jsonl", (then, then))
     assert read_run(place).state == state
+
+
+KILLED = """
+import os, pathlib, sys
+from zaya_plugin.ground.lock import Lock
+Lock.acquire([pathlib.Path(sys.argv[1])], ValueError)
+os._exit(9)
+"""
+
+
+def test_states_of_a_run_on_its_own_machine(tmp_path):
+    """By its lock and its newest checkpoint, not by the time of its last row."""
+    recipe = "stage: {train_iters: 100}\ncheckpoint: {save_interval: 5, path: saved}\n"
+    place = run(tmp_path / "a", [step(1), step(2)], recipe=recipe)
+    (place / "logs").mkdir()
+
+    def state():
+        return read_run(place).state
+
+    with Lock.acquire([place / "run.lock"], ValueError):
+        os.utime(place / "metrics.jsonl", (0, 0))
+        assert state() == "running"
+    os.utime(place / "metrics.jsonl")
+    assert state() == "failed"
+    (place / "saved" / "iter_0000002").mkdir(parents=True)
+    (place / "saved" / "iter_0000002" / "manifest.json").write_text("{}")
+    assert state() == "stopped"
+    assert subprocess.run([sys.executable, "-c", KILLED, str(place / "run.lock")]).returncode == 9
+    assert state() == "crashed"
+    with Lock.acquire([place / "run.lock"], ValueError):  # a resumed run takes it over
+        assert state() == "running"
+    (place / "metrics.jsonl").write_text("")
+    assert state() == "failed"
+
+
+def test_between_two_attempts_a_supervised_run_is_running(tmp_path):
+    rows = ONE_CRASH[: next(number for number, row in enumerate(ONE_CRASH) if row["kind"] == "end")]
+    place = run(write(tmp_path / "run", rows), [step(number) for number in range(1, 60)])
+    (place / "logs").mkdir()
+    assert read_run(place).state == "running"
+    os.utime(place / "aegis" / "journal.jsonl", (0, 0))
+    assert read_run(place).state == "stopped"
 
 
 @pytest.mark.parametrize(("recipe", "rows"), [("{{{", ()), ("- a\n", ()), ("", ()), ("", [step(1)])])

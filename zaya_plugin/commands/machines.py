@@ -54,7 +54,8 @@ cluster recipes (machine.*); those of the MI300X are predictions. docs/mi300x.md
 
 --nodes examines several nodes: their environment, rates, links and storage, then an all-reduce of pairs of nodes. A
 node fails if a check is wrong, a figure is below --min, or a figure is more than --slower below the median of the other
-nodes. In the folder of the record it writes passing_nodes.txt and failing_nodes.txt (one name a line) and nodes/."""
+nodes. Words of a recipe, before --nodes, give the pairs its cluster.environment, as a training has it. In the folder
+of the record it writes passing_nodes.txt and failing_nodes.txt (one name a line) and nodes/."""
 VERIFY_EXAMPLES = """\
 examples:
   zaya verify                                    all checks; writes verify.json, the file to send with a question
@@ -63,6 +64,7 @@ examples:
   zaya verify --only environment,rates,rms_norm --output rates.json
   zaya verify --nodes --output runs/mine/verify/verify.json        in a SLURM job: all of its nodes, by srun
   zaya verify --nodes n1,n2,n3 --launcher 'ssh {node}' --output /shared/v/verify.json           without SLURM
+  zaya verify experiment=zaya1_base cluster=mi300x_128x8 --nodes   pairs with the variables of this recipe
   zaya verify --nodes --min gemm_tflops=600 --min copy_tb_per_s=3 --dry-run             the commands it would run
   zaya aegis run --exclude "$(paste -sd, runs/mine/verify/failing_nodes.txt)" -- zaya train ...
   zaya verify --bundle runs/mine                 support-mine.tar.gz: the run's recipe, logs and metrics, verify.json,
@@ -155,6 +157,7 @@ def verify() -> Parser:
         option(
             "--dry-run", action="store_true", group=group, help="print the commands that would be started, and stop"
         ),
+        recipe=True,
     )
 
 
@@ -166,6 +169,9 @@ def _verify(options: argparse.Namespace) -> int:
         if options.nodes is None and value is not None and value is not False and value != []:
             fix = options.command.replace("zaya verify", "zaya verify --nodes", 1)
             raise mistake(f"--{name.replace('_', '-')}", problem="requires --nodes", fix=fix)
+    if options.nodes is None and options.overrides:
+        problem = "is of the pairs of nodes, and requires --nodes behind the words of the recipe"
+        raise mistake(options.overrides[0], problem=problem, fix=f"{options.command} --nodes")
     checks = chosen(options.only, NODES if options.nodes else VERIFY)
     if options.list:
         print("\n".join(map(described, CHECKS.values() if options.only is None else checks)))

@@ -19,7 +19,7 @@ def rows(path: Path, advance: Callable[[int], object] = lambda size: None) -> It
     with open(path, "rb") as file:
         for line in file:
             advance(len(line))
-            if (row := _row(line)) is not None:
+            if (row := row_of(line)) is not None:
                 yield row
 
 
@@ -29,11 +29,12 @@ def last_rows(path: Path) -> Iterator[dict[str, Any]]:
         file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
         lines = file.read().splitlines()
     for line in reversed(lines):
-        if (row := _row(line)) is not None:
+        if (row := row_of(line)) is not None:
             yield row
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
+def row_of(line: bytes) -> dict[str, Any] | None:
+    """Return the row of a line; None: it is none, or is not whole."""
     with contextlib.suppress(ValueError, RecursionError):
         row = json.loads(line)
         if isinstance(row, dict) and type(row.get("step")) is int:

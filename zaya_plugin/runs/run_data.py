@@ -22,10 +22,13 @@ from zaya_plugin.aegis.account import Account
 from zaya_plugin.aegis.bookkeeping import account
 from zaya_plugin.aegis.journal import NAME as JOURNAL
 from zaya_plugin.aegis.journal import read
+from zaya_plugin.checkpoint.run_lock import NAME as LOCK
 from zaya_plugin.config.run_directory import RECIPE, checkpoints_of, iterations
+from zaya_plugin.config.schema import CheckpointConfig
 from zaya_plugin.ground import metrics_file
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.exit_codes import ENDED_EARLY
+from zaya_plugin.ground.lock import held_by_other
 
 CHECKPOINT, RESTART, FAULT, SPIKE, SKIPPED = "checkpoint", "restart", "fault", "loss spike", "skipped update"
 QUIET_SECONDS, QUIET_STEPS = 120.0, 20  # without a row; a run that is quiet for both does not run any more
@@ -163,31 +166,45 @@ class RunData:
         return self.settings.get("stage.train_iters")
 
     @cached_property
-    def journal(self) -> Account | None:
-        """The account of Aegis' journal, of this folder or of the curriculum above it; None without one."""
+    def journal_file(self) -> Path | None:
+        """Aegis' journal, of this folder or of the curriculum above it; None without one."""
         curriculum = [self.place.parent] if (self.place.parent / "curriculum.json").is_file() else []
-        for folder in (self.place, *curriculum):
-            if (path := folder / "aegis" / JOURNAL).is_file():
-                return account(read(path))
-        return None
+        files = (folder / "aegis" / JOURNAL for folder in (self.place, *curriculum))
+        return next((file for file in files if file.is_file()), None)
+
+    @cached_property
+    def journal(self) -> Account | None:
+        """The account of `journal_file`."""
+        return None if self.journal_file is None else account(read(self.journal_file))
 
     @cached_property
     def state(self) -> str:
-        """One of empty, running, finished, ended early, failed, stopped.
+        """One of empty, running, finished, ended early, failed, crashed, stopped.
 
-        stopped: no row for QUIET_SECONDS and QUIET_STEPS steps, and nothing says why.
+        crashed: the processes are gone, and have left the run's lock. failed: the run ended by itself, with later steps
+        than its newest checkpoint. stopped: it saved before it ended, or saves nothing. A copy of the files alone has
+        no lock; it runs while rows come, at least every QUIET_SECONDS or QUIET_STEPS steps.
         """
-        step = self.last.get("step", 0)
+        step, journal = self.last.get("step", 0), self.journal
+        if held_by_other(self.place / LOCK):
+            return "running"
         if self.last_step and step >= self.last_step:
             return "finished"
-        journal = self.journal
         if journal is not None and journal.ended:
             return {0: "finished", ENDED_EARLY: "ended early"}.get(journal.code, "failed")
-        with contextlib.suppress(FileNotFoundError):
-            quiet = max(QUIET_SECONDS, QUIET_STEPS * self.last.get("step_s", 0.0))
-            if time.time() - self.file.stat().st_mtime < quiet:
-                return "running"
-        return "stopped" if step else "empty"
+        is_copy = not (self.place / "logs").is_dir()
+        quiet = max(QUIET_SECONDS, QUIET_STEPS * self.last.get("step_s", 0.0))
+        for file in (self.file,) if is_copy else () if journal is None else (self.journal_file,):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - file.stat().st_mtime < quiet:
+                    return "running"
+        if any(self.place.glob(f"{LOCK}.*")):
+            return "crashed"
+        if not step:
+            return "empty" if is_copy else "failed"
+        directory = self.place / (self.settings.get("checkpoint.path") or CheckpointConfig.path)
+        saves = self.settings.get("checkpoint.save_interval") is not None and not is_copy
+        return "failed" if saves and step > max(iterations(directory), default=0) else "stopped"
 
     @cached_property
     def marks(self) -> list[Mark]:
