@@ -131,6 +131,120 @@ def parameters() -> str:
     return table(("this package", "shape", "native (transformers)", "legacy (SGLang)"), rows)
 
 
+def groups() -> str:
+    """Return the options of every recipe group, with the first sentence of each and the command that uses it."""
+    from zaya_plugin.config.train_help import GROUPS, comments, options
+
+    rows = []
+    for group in GROUPS:
+        for option in options(group):
+            command, *lines = comments(group, option)
+            rows.append(
+                (f"`{group}`", f"`{option}`", re.match(r".*?(?:[.:;](?= |$)|$)", " ".join(lines))[0].rstrip(":;"))
+            )
+    return table(("group", "option", "what it is"), rows)
+
+
+def versions() -> str:
+    """Return the versions of every operator, best first."""
+    from hip_ops.versions import NO_FP32, NOT_RUN, VERSIONS
+
+    def names(operator: str, wanted: tuple[str, ...]) -> str:
+        return ", ".join(f"`{one}`" for one in VERSIONS[operator] if one in wanted)
+
+    rows = [
+        (
+            f"`{name}`",
+            names(name, tuple(one for one in known if one not in NOT_RUN)),
+            names(name, NOT_RUN),
+            names(name, NO_FP32.get(name, ())),
+        )
+        for name, known in VERSIONS.items()
+    ]
+    return table(("operator", "versions, best first", "by name only", "not in fp32"), rows)
+
+
+SHAPE = (40, 2048, 8, 2, 128, 16, 2048, 256, 262_272)  # ZAYA1-base, as zaya_plugin.plan.flops.Shape takes it
+
+
+def layouts() -> str:
+    """Return what a rank holds and sends in a step of ZAYA1-base on 8 devices under several layouts, in GB."""
+    from zaya_plugin.plan.flops import Shape
+    from zaya_plugin.plan.memory import Optimizer, optimizer_bytes
+    from zaya_plugin.plan.parallelism import Batch, ParallelSizes, local_parameters, sent_bytes
+
+    shape, rows = Shape(*SHAPE), []
+    for name, sizes in (
+        ("DP 8", {"data": 8}),
+        ("CP 2, DP 4", {"data": 4, "context": 2}),
+        ("EP 8", {"data": 8, "expert": 8}),
+        ("TP 2, DP 4", {"data": 4, "tensor": 2}),
+        ("PP 2, DP 4", {"data": 4, "pipeline": 2}),
+        ("PP 2 x 4 virtual, DP 4", {"data": 4, "pipeline": 2, "virtual": 4}),
+        ("PP 2, EP 4", {"data": 4, "pipeline": 2, "expert": 4}),
+    ):
+        layout = ParallelSizes(**sizes)
+        batch = Batch(4096, micro_batches=64 // layout.data)
+        held = sum(local_parameters(shape, layout).values()) / 1e9
+        sent = {purpose: size / 1e9 for purpose, size in sent_bytes(shape, layout, batch).items()}
+        idle = (layout.pipeline - 1) / (layout.virtual * batch.micro_batches + layout.pipeline - 1)
+        figures = (2 * held, 4 * held, optimizer_bytes(shape, layout, Optimizer(muon=False), 2) / 1e9)
+        rows.append(
+            (
+                name,
+                *(f"{figure:.1f}" for figure in figures),
+                *(
+                    f"{sent[purpose]:.2f}" if sent[purpose] else ""
+                    for purpose in ("gradients", "weights", "key_values", "dispatch", "activations", "stages", "tied")
+                ),
+                f"{100 * idle:.1f} %",
+            )
+        )
+    head = (
+        "layout",
+        "weights",
+        "gradients",
+        "optimizer",
+        "sent: gradients",
+        "weights",
+        "keys and values",
+        "experts' rows",
+        "attention's rows",
+        "stages",
+        "tied head",
+        "idle",
+    )
+    return table(head, rows)
+
+
+def recomputation() -> str:
+    """Return what recomputation saves and costs for ZAYA1-base on eight H200s, 4 sequences of 4,096 tokens a device."""
+    from zaya_plugin.config.compose import compose
+    from zaya_plugin.plan.flops import Shape
+    from zaya_plugin.plan.memory import Optimizer
+    from zaya_plugin.plan.parallelism import Batch, ParallelSizes
+    from zaya_plugin.plan.recipe_plan import choices
+
+    machine = compose(["cluster=h200_8", "data.path=none"]).machine
+    possible = choices(Shape(*SHAPE), ParallelSizes(data=8), Batch(4096, 4), Optimizer(), machine)
+    shown = (
+        "nothing",
+        "permute",
+        "layernorm",
+        "layernorm + permute",
+        "moe",
+        "core_attn",
+        "20 whole layers",
+        "40 whole layers",
+    )
+    rows = [
+        (f"`{choice.name}`", f"{choice.plan.total / 2**30:.1f}", f"{choice.milliseconds:.1f}")
+        for choice in possible
+        if choice.name in shown
+    ]
+    return table(("recomputed", "GiB a device", "ms a micro-batch"), rows)
+
+
 def _definition(module: str, name: str) -> tuple[ast.AST, str]:
     """Return the statement that defines a public name, and its file; follows `from ... import`."""
     package = max((package for package in PACKAGES.values() if f"{module}.".startswith(f"{package}.")), key=len)
@@ -300,6 +414,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "resume": resume_table,
     "commands": commands,
     "checks": checks,
+    "groups": groups,
+    "versions": versions,
+    "layouts": layouts,
+    "recomputation": recomputation,
     "failures": failures,
     "rule_keys": rule_keys,
     "parameters": parameters,

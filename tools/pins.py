@@ -21,7 +21,9 @@ HEADER = """\
 BUILDERS = ("pip", "setuptools")
 
 
-def closure(root: str = "zaya_plugin", extras: tuple[str, ...] = ("cpu", "dev", "docs")) -> tuple[dict[str, str], set[str]]:
+def closure(
+    root: str = "zaya_plugin", extras: tuple[str, ...] = ("cpu", "dev", "docs")
+) -> tuple[dict[str, str], set[str]]:
     """Return the installed requirements of `root[extras]`, canonical name -> version (without `root`), and the names
     that are not installed.
     """

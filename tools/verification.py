@@ -23,7 +23,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 DATA, PAGE = ROOT / "docs" / "evidence.yaml", ROOT / "docs" / "verification.md"
 COLUMNS = ("claim", "device", "commit", "figure")
-TITLES = {"claims": "What is claimed", "runs": "What ran"}
+TITLES = {"claims": "What is claimed", "figures": "What was measured", "runs": "What ran"}
 BEGIN, END = "<!-- evidence: made of docs/evidence.yaml by `python tools/verification.py` -->\n", "<!-- /evidence -->"
 MARK = " (older than the code)"
 HASH = re.compile(r"\b[0-9a-f]{7,40}\b")

@@ -17,7 +17,7 @@ from zaya_plugin.bench import expect, step_code
 from zaya_plugin.config.compose import compose
 
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "results"
-RECORD = RECORDS / "step40-4xh200-copy_engines.json"  # as in the table of docs/measurements.md
+RECORD = RECORDS / "step40-4xh200-copy_engines.json"  # as in the table of docs/verification.md
 MI300X = {folder: "hip" if "hip" in names else "triton" for folder, names in VERSIONS.items()}
 TRITON_ONLY = {"router_mlp", "grouped_product"}
 

@@ -50,10 +50,10 @@ def test_a_claim_that_is_older_than_its_code_is_marked(verification, tmp_path, m
         return {"claim": "fast", "device": "CPU", "commit": at, "figure": "1", "covers": ["kernel.py"]}
 
     def older(at: str) -> dict:
-        return verification.older_rows({"claims": [row(at)], "runs": []})
+        return verification.older_rows({"claims": [row(at)], "figures": [], "runs": []})
 
     def expired(at: str) -> dict:
-        return verification.too_old({"claims": [row(at)], "runs": []}, older(at))
+        return verification.too_old({"claims": [row(at)], "figures": [], "runs": []}, older(at))
 
     monkeypatch.setattr(verification, "ROOT", tmp_path)
     (tmp_path / ".git-blame-ignore-revs").write_text("")
@@ -74,6 +74,6 @@ def test_a_claim_that_is_older_than_its_code_is_marked(verification, tmp_path, m
     fourth = commit("kernel.py", "x = 4", days=32)
     assert expired(second) == {"fast": 32}
     assert expired(f"{second}, again at {fourth}") == {}
-    evidence = {"claims": [row(first)], "runs": []}
+    evidence = {"claims": [row(first)], "figures": [], "runs": []}
     assert f"| {first}{verification.MARK} |" in verification.tables(evidence, older(first))
     assert verification.MARK not in verification.tables(evidence, {"fast": None})
