@@ -231,7 +231,7 @@ def test_the_documents_give_what_is_predicted_for_mi300x():
     table, *guide = (
         (RECORD.parents[2] / "docs" / f"{name}.md").read_text() for name in ("predictions", "mi300x", "cluster")
     )
-    guide = "\n".join(guide)
+    guide = " ".join("\n".join(guide).split())
     one, one_aiter = (
         step(8, "mi300x_8", "stage.global_batch_size=128", f"machine.attention_tflops={rate}") for rate in (190, 270)
     )
