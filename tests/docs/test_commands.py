@@ -35,7 +35,8 @@ import os, sys
 words = sys.argv[1:]
 if any(word.startswith("experiment=") and ("cpu_demo" in word or "finetune_chat" in word) for word in words):
     keys = {{"stage.train_iters": 4, "stage.eval_iters": 1, "logger.wandb": "false"}}
-    keys |= {{"optim.lr_warmup_iters": 1}} if "curriculum" not in words else {{}}
+    warm_up = ("demo_1:optim.lr_warmup_iters", "demo_3:optim.lr_warmup_iters")
+    keys |= dict.fromkeys(warm_up if "curriculum" in words else ("optim.lr_warmup_iters",), 1)
     position = len(words) - words[::-1].index("--") if "--" in words else 0
     words = [word for word in words if word.partition("=")[0] not in keys]
     words += [f"{{key}}={{value}}" for key, value in keys.items()] * (words[position] in ("train", "curriculum", "zaya"))
