@@ -21,6 +21,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import NoReturn
 
 REPO = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.12", "3.13")  # megatron-core 0.19.2 has wheels for them
@@ -46,7 +47,7 @@ exec {python} -m torch.distributed.run "$@"
 """
 
 
-def stop(*lines: str) -> None:
+def stop(*lines: str) -> NoReturn:
     """End with status 1 and a message."""
     sys.exit("install: " + "\n    ".join(lines))
 

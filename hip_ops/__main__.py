@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     )
     info_options = commands.add_parser(
         "info",
-        help="the version of every operator on every device and why, compilers, cache",
+        help="print the version of every operator on every device and why, compilers, cache",
         description="Prints which version of every operator runs on every device and why, the available compilers, "
         "and where the "
         "cache is. Exit status: 1 if a requested version is not available or fails its check.",

@@ -82,7 +82,7 @@ WORKER = """
     import os, signal, sys, time
     from pathlib import Path
     from zaya_plugin.config.compose import load_recipe
-    from zaya_plugin.ground.errors import ENDED_EARLY
+    from zaya_plugin.ground.exit_codes import ENDED_EARLY
     from zaya_plugin.ground.parent_death import follow_launcher
 
     def main(rank, mode, recipe):

@@ -16,7 +16,6 @@ import argparse
 import hashlib
 import json
 import shlex
-import struct
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from pathlib import Path
 
 from hip_ops.runtime.build import LIBRARY, MANIFEST, kernel_sources, shipped_folder, sources_digest
 from hip_ops.runtime.code_objects import OBJECTS_MANIFEST
+from hip_ops.runtime.hazards import code_objects
 from tests.gfx942 import toolchain
 from tests.gfx942.toolchain import COMPILER, TARGETS, is_newer, require
 from tools import triton_objects
@@ -33,7 +33,6 @@ HOST_FLAGS = ("-fPIC", "-fvisibility=hidden", "-Ihip_ops/runtime/csrc")
 LINKER = "ld.lld-19"
 # Without --as-needed the library would require libstdc++, of which it uses nothing.
 LINK_FLAGS = ("-shared", "-fPIC", "--hip-link", "-no-hip-rt", "-fuse-ld=lld-19", "-Wl,--as-needed", "-Wl,--strip-all")
-BUNDLE = b"__CLANG_OFFLOAD_BUNDLE__"
 
 
 def compile_command(target: str, source: str, output: str) -> list[str]:
@@ -76,34 +75,13 @@ def manifest(content: bytes, root: Path = ROOT, target: str = "gfx942") -> dict[
     }
 
 
-def code_objects(library: Path) -> list[bytes]:
-    """Returns the device code of each source that has kernels, in the order of `kernel_sources`.
-
-    Each has one bundle (clang's documentation: ClangOffloadBundler): the magic text, the number of entries, and
-    of each entry offset, size and name with its length.
-    """
-    content, found = library.read_bytes(), []
-    start = content.find(BUNDLE)
-    while start >= 0:
-        (entries,) = struct.unpack_from("<Q", content, start + len(BUNDLE))
-        place = start + len(BUNDLE) + 8
-        for _ in range(entries):
-            offset, size, length = struct.unpack_from("<QQQ", content, place)
-            name = content[place + 24 : place + 24 + length].decode()
-            place += 24 + length
-            if name.endswith(TARGETS):
-                found.append(content[start + offset : start + offset + size])
-        start = content.find(BUNDLE, place)
-    return found
-
-
 def differences(built: Path, shipped: Path) -> list[str]:
     """Returns what differs between two folders that each hold a library, code objects and their manifests."""
     problems = object_differences(built, shipped)
     old, new = (json.loads((folder / MANIFEST).read_text()) for folder in (shipped, built))
     problems += [f"{key}: shipped {old.get(key)}, built {new[key]}" for key in new if new[key] != old.get(key)]
     if (shipped / LIBRARY).read_bytes() != (built / LIBRARY).read_bytes():
-        ours, theirs = code_objects(shipped / LIBRARY), code_objects(built / LIBRARY)
+        ours, theirs = ([*code_objects((folder / LIBRARY).read_bytes())] for folder in (shipped, built))
         other = sum(code not in ours for code in theirs)
         problems.append(f"the bytes differ; {other} of {len(theirs)} code objects are not in the shipped library")
     return problems

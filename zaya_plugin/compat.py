@@ -14,8 +14,12 @@ from pathlib import Path
 
 from packaging.version import Version
 
-OLDEST, FIRST_UNSUPPORTED = "0.16.0rc0", "0.21"
+OLDEST, OLDEST_TRAINING, FIRST_UNSUPPORTED = "0.16.0rc0", "0.19", "0.21"
 SUPPORTED = f">={OLDEST},<{FIRST_UNSUPPORTED}"
+TRAINING = f">={OLDEST_TRAINING},<{FIRST_UNSUPPORTED}"  # for `zaya train`
+PACKAGE = f"megatron-core[training]>=0.19.2,<{FIRST_UNSUPPORTED}"  # as in pyproject.toml
+INSTALL_IN_IMAGE = "python3 docker/install.py FOLDER"  # keeps the image's torch, which pip does not where it is hidden
+INSTALL = f"in AMD's image `{INSTALL_IN_IMAGE}`, otherwise `pip install '{PACKAGE}'`"
 
 
 @functools.cache
@@ -72,7 +76,7 @@ def zaya_train_fits() -> bool:
 
     0.16 and 0.17 parse arguments inside; 0.18 has another order. FIRST_UNSUPPORTED and later releases were not tried.
     """
-    return has_training() and at_least("0.19") and not at_least(FIRST_UNSUPPORTED)
+    return has_training() and at_least(OLDEST_TRAINING) and not at_least(FIRST_UNSUPPORTED)
 
 
 def can_read(checkpoint: Path) -> bool:

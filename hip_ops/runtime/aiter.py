@@ -30,20 +30,22 @@ RELEASES = f"the releases {', '.join(READ_RELEASES)}, whose sources were read"
 ARCHITECTURES = ("gfx942", "gfx950")  # those for which these releases hold settings of the kernels that we use
 
 
-def installed() -> str | None:
-    """Return the version of the installed package, or None."""
+def version_of(distribution: str) -> str | None:
+    """Return the version of an installed package, or None."""
     try:
-        return metadata.version(DISTRIBUTION)
+        return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
 
 
+def installed() -> str | None:
+    """Return the version of the installed AITER, or None."""
+    return version_of(DISTRIBUTION)
+
+
 def installed_versions() -> tuple[str | None, str | None]:
     """Return the versions of AITER and of Transformer Engine, None for one that is not installed."""
-    try:
-        return installed(), metadata.version("transformer-engine")
-    except metadata.PackageNotFoundError:
-        return installed(), None
+    return installed(), version_of("transformer-engine")
 
 
 def stale_backward(aiter: str | None, transformer_engine: str | None) -> str | None:

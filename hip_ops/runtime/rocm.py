@@ -43,7 +43,7 @@ def wheel_without_headers() -> Path | None:
     """Return the folder of the wheel rocm-sdk-core if no unpacked rocm-sdk-devel accompanies it; else None. Its hipcc
     runs, but finds no header."""
     devel, core = (importlib.util.find_spec(name) for name in WHEELS)
-    return Path(next(iter(core.submodule_search_locations or ()))) if core and not devel else None
+    return next((Path(place) for place in core.submodule_search_locations or ()), None) if core and not devel else None
 
 
 def find_program(name: str) -> str | None:

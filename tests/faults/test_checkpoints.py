@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from tests.running import MICRO, Run, train, train_and_signal, zaya
 from zaya_plugin.checkpoint.rank_file import COMMON
-from zaya_plugin.ground.errors import ENDED_EARLY
+from zaya_plugin.ground.exit_codes import ENDED_EARLY
 
 LONG = ("nproc=1", "stage.train_iters=400", "stage.eval_interval=1000", "checkpoint.save_interval=1000")
 

@@ -18,7 +18,7 @@ from tests.stand_in_worker import environment, worker_program  # noqa: F401
 from zaya_plugin.checkpoint.run_lock import RunLock
 from zaya_plugin.config.compose import compose, save_recipe
 from zaya_plugin.ground import lock, parent_death
-from zaya_plugin.ground.errors import ENDED_EARLY
+from zaya_plugin.ground.exit_codes import ENDED_EARLY
 
 SECONDS = 120  # of a slow and busy machine; the ranks need 0.5 s for their save
 

@@ -8,23 +8,27 @@ import shutil
 import pytest
 
 from hip_ops.runtime.build import LIBRARY, PACKAGE, kernel_sources, shipped_folder
+from hip_ops.runtime.hazards import code_objects
 from tests.gfx942 import listing, toolchain, wait_states
 from tests.gfx942.emulator.code_object import open_code_object
 from tests.gfx942.toolchain import TARGETS, shipped_object
-from tests.gfx942.toolchain import code_objects as compiled_objects
 from tools import ship
-from tools.ship import code_objects, differences
+from tools.ship import differences
 
 SHIPPED = shipped_folder("gfx942")
+
+
+def device_code(folder):
+    return list(code_objects((folder / LIBRARY).read_bytes()))
 
 
 @pytest.mark.skipif(toolchain.ARCH != "gfx942", reason="the tests run the shipped bytes themselves")
 def test_the_shipped_device_code_is_what_the_tests_run():
     sources = kernel_sources()
-    tested = {source.stem: path for source, path in zip(sources, compiled_objects(sources), strict=True)}
+    tested = {source.stem: path for source, path in zip(sources, toolchain.code_objects(sources), strict=True)}
     assert not open_code_object(tested["abi"]).kernels
     expected = [path.read_bytes() for name, path in tested.items() if name != "abi"]
-    shipped = code_objects(SHIPPED / LIBRARY)
+    shipped = device_code(SHIPPED)
     assert [len(code) for code in shipped] == [len(code) for code in expected]
     assert shipped == expected, "run `python -m tools.ship`"
 
@@ -51,15 +55,16 @@ def test_gfx950_is_read_as_llvm_writes_it(sources):
     assert sources or (lines > 200 and names >= {"v_mfma_f32_32x32x16_f16", "v_bitop3_b16"})
 
 
-def test_a_changed_byte_is_seen(tmp_path):
-    copy = shutil.copytree(SHIPPED, tmp_path / "gfx942")
-    assert differences(copy, SHIPPED) == []
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_changed_byte_is_seen(tmp_path, target):
+    shipped = shipped_folder(target)
+    copy = shutil.copytree(shipped, tmp_path / target)
+    assert differences(copy, shipped) == []
     content = (copy / LIBRARY).read_bytes()
-    place = content.index(code_objects(SHIPPED / LIBRARY)[3]) + 5000
+    place = content.index(device_code(shipped)[3]) + 5000
     (copy / LIBRARY).write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
-    (said,) = differences(copy, SHIPPED)
-    all_of_them = len(code_objects(SHIPPED / LIBRARY))
-    assert said == f"the bytes differ; 1 of {all_of_them} code objects are not in the shipped library"
+    text = f"the bytes differ; 1 of {len(device_code(shipped))} code objects are not in the shipped library"
+    assert differences(copy, shipped) == [text]
 
 
 def test_check_fails_where_bytes_differ(tmp_path, monkeypatch, capsys):
@@ -75,7 +80,7 @@ def test_check_fails_where_bytes_differ(tmp_path, monkeypatch, capsys):
     other = shutil.copytree(SHIPPED, tmp_path / "gfx942")
     (other / LIBRARY).write_bytes((SHIPPED / LIBRARY).read_bytes()[:-1])
     monkeypatch.setattr(ship, "shipped_folder", lambda target: tmp_path / target)
-    all_of_them = len(code_objects(SHIPPED / LIBRARY))
+    all_of_them = len(device_code(SHIPPED))
     assert ship.main(["--check", "gfx942"]) == 1
     assert capsys.readouterr().out.startswith(f"gfx942: the bytes differ; 0 of {all_of_them} code objects")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.running import MICRO, train, train_and_signal, zaya
-from zaya_plugin.ground.errors import ENDED_EARLY
+from zaya_plugin.ground.exit_codes import ENDED_EARLY
 
 RANKS = min(2, max(torch.cuda.device_count(), 1))
 

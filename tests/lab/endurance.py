@@ -20,7 +20,7 @@ from tests.lab.faults import send_signal
 from tests.lab.machine import Machine
 from tests.lab.stand import NODES, Stand, new_folder
 from tests.lab.supervised_run import Run, make_data, seconds_to_first_step
-from zaya_plugin.ground.errors import ENDED_EARLY
+from zaya_plugin.ground.exit_codes import ENDED_EARLY
 
 NODES_OF_AN_HOUR = (*NODES, "n4", "n5", "n6")
 FAULT_SECONDS = 180.0  # between two faults

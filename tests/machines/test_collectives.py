@@ -6,13 +6,11 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
-from zaya_plugin.bench import probes
 from zaya_plugin.machines import collectives
 from zaya_plugin.machines.check_process import examine
 from zaya_plugin.machines.checks import CHECKS, Outcome, Setting
-from zaya_plugin.machines.expected import machine_of
+from zaya_plugin.plan.known_machine import machine_of
 
 
 @pytest.fixture
@@ -54,12 +52,6 @@ def test_sums_at_the_wrong_place_are_wrong(setting, fault):
     outcome = collectives.graph_capture(setting)
     # 2 * (0 + 1) + 1 at element 0; the other half starts with 2**19 % 251 = 200
     assert outcome.state == "wrong" and outcome.reason == "replay 1: 803.0 for 3.0 at element 0"
-
-
-def test_the_sums_are_exact():
-    given, total = zip(*(probes.numbers_and_sum(1000, "cpu", rank, 8) for rank in range(8)), strict=True)
-    assert torch.equal(torch.stack(given).double().sum(0), total[3].double())
-    assert given[2][252] == 3 and total[2][252] == 8 + 28
 
 
 def test_a_wrong_replay_is_wrong(monkeypatch):

@@ -154,7 +154,11 @@ def test_doctor_begins_with_its_verdict(outcomes, capsys):
     page = capsys.readouterr().out
     assert page.startswith("training can start: 1 known problem, below\n") and " kernels " in page
     outcomes["devices"] = Outcome("wrong", "OSError: libamdhip64.so.6: cannot open shared object file")
-    assert main(["doctor"]) == 1 and capsys.readouterr().out.startswith("training cannot start: ")
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().out.startswith("training cannot start: 1 known problem, below; wrong: devices\n")
+    outcomes |= {"devices": Outcome("pass", ""), "known_problems": Outcome("wrong", "", {"problems": [PROBLEM]})}
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().out.startswith("training cannot start: 1 known problem, below\n")
     assert main(["doctor", "--json"]) == 1
     record = json.loads(capsys.readouterr().out)
     assert names(record) == [check.name for check in checks_of(DOCTOR, DOCTOR_ALL)]

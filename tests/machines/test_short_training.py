@@ -20,8 +20,8 @@ from zaya_plugin.config.validate import validate
 from zaya_plugin.machines import short_training
 from zaya_plugin.machines.check_process import examine
 from zaya_plugin.machines.checks import CHECKS, Setting
-from zaya_plugin.machines.expected import machine_of
 from zaya_plugin.machines.loss_rank import SkewedTokens
+from zaya_plugin.plan.known_machine import machine_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU_SETTING = Setting("cpu", 0, "CPU x86_64", Path("unused"))

@@ -164,7 +164,7 @@ def test_auto_takes_aiter_on_amd_where_it_is_installed(arch, monkeypatch, caplog
         monkeypatch.setattr(runtime_aiter, "installed_versions", lambda pair=pair: pair)
         assert auto().running(CPU) == (expected,), pair
         assert operator("aiter", dtype=torch.bfloat16).running(CPU) == ("aiter",), "a request by name"
-    stale = "AITER is installed, but aiter is not used: transformer-engine 2.13.0+rocm with amd-aiter 0.1.20.post1"
+    stale = "the installed AITER is not used: transformer-engine 2.13.0+rocm with amd-aiter 0.1.20.post1"
     assert f"core attention: {stale}" in caplog.text
 
     monkeypatch.setattr(runtime_aiter, "installed_versions", lambda: (None, None))
@@ -178,11 +178,11 @@ def test_auto_takes_aiter_on_amd_where_it_is_installed(arch, monkeypatch, caplog
         monkeypatch.setattr(runtime_aiter, "installed", lambda release=release: release)
         assert auto().running(CPU) == auto("chunks").running(CPU) == ("sdpa",), release
         (record,) = (record for record in caplog.records if "AITER" in record.getMessage())
-        assert f"aiter is not used: AITER {release} is not one of the releases" in record.getMessage()
+        assert f"AITER is not used: AITER {release} is not one of the releases" in record.getMessage()
         assert record.getMessage().endswith(". To request it: cluster.core_attention=aiter")
     forget()
     monkeypatch.setattr(runtime_aiter, "installed", lambda: "0.1.7")
-    assert auto().running(CPU) == ("sdpa",) and "aiter is not used: AITER 0.1.7 is older than" in caplog.text
+    assert auto().running(CPU) == ("sdpa",) and "AITER is not used: AITER 0.1.7 is older than" in caplog.text
     forget()
     monkeypatch.setattr(runtime_aiter, "installed", lambda: "0.1.22.post1")
     assert operator("aiter", dtype=torch.bfloat16).running(CPU) == ("aiter",), "a request by name"

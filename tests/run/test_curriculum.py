@@ -10,7 +10,7 @@ import pytest
 from tests.checkpoint_files import pretend_checkpoint
 from zaya_plugin import cli
 from zaya_plugin.config.compose import compose, save_recipe
-from zaya_plugin.ground.errors import ENDED_EARLY
+from zaya_plugin.ground.exit_codes import ENDED_EARLY
 from zaya_plugin.handover.predecessor import predecessor, saved_step
 from zaya_plugin.run import curriculum_run
 from zaya_plugin.run.curriculum_run import check, domain_table, read_state, table, write_state

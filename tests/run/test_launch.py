@@ -15,7 +15,7 @@ import pytest
 from tests.checkpoint_files import pretend_checkpoint
 from zaya_plugin import cli
 from zaya_plugin.config.compose import compose
-from zaya_plugin.ground.errors import ENDED_EARLY
+from zaya_plugin.ground.exit_codes import ENDED_EARLY
 from zaya_plugin.run import launch, rank_plan, surroundings
 from zaya_plugin.run.launch import Ended, capture_failed, first_failure, last_words
 

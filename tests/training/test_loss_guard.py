@@ -18,7 +18,7 @@ from tests.running import MICRO, train
 from zaya_plugin.aegis.collectors.rank_files import Guards, read_beats
 from zaya_plugin.config.compose import compose, save_recipe
 from zaya_plugin.config.validate import validate
-from zaya_plugin.ground.errors import ROLL_BACK
+from zaya_plugin.ground.exit_codes import ROLL_BACK
 from zaya_plugin.training.loss_guard import LossGuard, make_guard, robust_z
 
 

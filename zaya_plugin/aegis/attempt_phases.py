@@ -18,7 +18,7 @@ from zaya_plugin.aegis.peers import Peers
 from zaya_plugin.aegis.protocol import OUT, AttemptStart, Decision, FindPort, NodeChange, Start, Stop, Stopped
 from zaya_plugin.aegis.run_record import Record, Steps
 from zaya_plugin.aegis.settings import Settings, resumed
-from zaya_plugin.ground.errors import ENDED_EARLY
+from zaya_plugin.ground.exit_codes import ENDED_EARLY
 
 STOP_SECONDS = 9.0  # the agents' 5 s and the way, after the grace
 JOIN_SECONDS = 600.0  # for the nodes of the first attempt to join

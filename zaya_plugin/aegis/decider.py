@@ -54,7 +54,7 @@ from zaya_plugin.aegis.protocol import (
 )
 from zaya_plugin.aegis.run_record import Record, Steps
 from zaya_plugin.aegis.settings import Settings
-from zaya_plugin.ground.errors import ENDED_EARLY
+from zaya_plugin.ground.exit_codes import ENDED_EARLY
 from zaya_plugin.ground.parent_death import die_with_parent, on_end_signals
 
 SETTLE_SECONDS = 0.5  # evidence of the same failure arrives from other nodes

@@ -31,7 +31,7 @@ from zaya_plugin.aegis.protocol import (
     Symptom,
 )
 from zaya_plugin.aegis.report import duration, percent
-from zaya_plugin.ground.errors import ENDED_EARLY
+from zaya_plugin.ground.exit_codes import ENDED_EARLY
 
 QUIET_SECONDS, QUIET_STEPS = 600.0, 20  # without a step, of a run that trains
 STARTING_SECONDS = 3600.0  # a start with compilation and a long load

@@ -31,6 +31,7 @@ from zaya_plugin.plan.flops import Shape, count_parameters, training_flops
 from zaya_plugin.plan.memory import Recompute, tokens_of_rank
 from zaya_plugin.plan.parallelism import ParallelSizes
 from zaya_plugin.plan.product_rate import rates_of_parts
+from zaya_plugin.plan.products import muon_matrices
 from zaya_plugin.plan.step_work import OptimizerShare, Rank, Work, step_work
 from zaya_plugin.run.rank_plan import COPY_ENGINES
 
@@ -266,20 +267,11 @@ def optimizer_share(shape: Shape, layout: ParallelSizes, recipe: Recipe) -> Opti
 
     momentum = 2 if recipe.optim.muon_momentum_dtype == "bf16" else 4
     ranks = layout.expert_shards, layout.shards
-    h, f, r, q, k = (
-        shape.hidden_size,
-        shape.moe_ffn_hidden_size,
-        shape.router_hidden_size,
-        shape.query_channels,
-        shape.key_channels,
-    )
     parts = count_parameters(shape)
     everything = sum(parts.values()) - parts["experts"]
     if recipe.optim.name != "muon":
         return OptimizerShare(0.0, parts["experts"] / layout.expert / ranks[0] + everything / ranks[1], momentum)
-    halves = 2 if recipe.optim.muon_split_gate_up else 1
-    of_experts = [(2 * f // halves, h)] * halves + [(h, f)]
-    of_the_rest = [(q, h), (k, h), (k // 2, h), (k // 2, h), (h, q), (r, h), (r, r), (r, r), (shape.num_experts + 1, r)]
+    of_experts, of_the_rest = muon_matrices(shape, recipe.optim.muon_split_gate_up)
     experts = shape.num_layers * shape.num_experts / layout.expert
     elements = sum(m * n for m, n in of_the_rest) * shape.num_layers
     flops = functools.partial(newton_schulz_flops, steps=recipe.optim.muon_steps, dtype=DTYPES[recipe.optim.muon_dtype])
@@ -287,7 +279,8 @@ def optimizer_share(shape: Shape, layout: ParallelSizes, recipe: Recipe) -> Opti
         max(experts * sum(flops(*size) for size in of_experts) / ranks[0], flops(*of_experts[0]) * (ranks[0] > 1))
         + shape.num_layers * sum(flops(*size) for size in of_the_rest) / ranks[1]
     )
-    muon = max(parts["experts"] / layout.expert / ranks[0], 2.0 * f * h * (ranks[0] > 1)) + elements / ranks[1]
+    gate_up = 2.0 * shape.moe_ffn_hidden_size * shape.hidden_size
+    muon = max(parts["experts"] / layout.expert / ranks[0], gate_up * (ranks[0] > 1)) + elements / ranks[1]
     return OptimizerShare(muon, (everything - elements) / ranks[1], momentum, operations)
 
 

@@ -11,7 +11,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from zaya_plugin.bench import probes, step_record, step_report
+from zaya_plugin.bench import probes, results, step_record, step_report
 from zaya_plugin.bench.options import PICTURE, RECORD, TRACE, Options
 from zaya_plugin.bench.random_tokens import RandomTokens
 from zaya_plugin.bench.session import Session
@@ -71,7 +71,7 @@ def measure(options: Options, recipe, rank: int, world_size: int, console) -> No
         if rank == 0:
             say("reading the trace")
             result = step_record.with_breakdown(result, session, recipe, trace if options.trace else None)
-            step_record.write(run_dir / RECORD, result)
+            results.write(run_dir / RECORD, result)
             (run_dir / PICTURE).write_text(step_report.picture(result))
             print(step_report.text(result), file=console, flush=True)
             print(

@@ -9,21 +9,15 @@ without a profiler: the part of their time that the traced step's computation do
 
 from __future__ import annotations
 
-import datetime
-import json
-import platform
-import subprocess
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 
-from zaya_plugin import __version__
 from zaya_plugin.bench import attribution, trace
 from zaya_plugin.bench.attribution import Stretch, resolve
 from zaya_plugin.bench.options import Options
 from zaya_plugin.bench.probes import Rates
+from zaya_plugin.bench.results import surroundings
 from zaya_plugin.bench.step_parts import PARTS, PASSES, STEP, written_first
-from zaya_plugin.ground.whole_file import write_whole
 from zaya_plugin.plan.flops import Shape, training_flops
 from zaya_plugin.plan.step_work import OptimizerShare, Rank, step_work
 
@@ -249,52 +243,3 @@ def _optimizer_share(parts, args, optim):
                 flops = newton_schulz_flops(*matrices[1:], optim.muon_steps, DTYPES[optim.muon_dtype])
                 operations += matrices[0] * flops / ranks
     return OptimizerShare(muon, adamw, 2 if optim.muon_momentum_dtype == "bf16" else 4, operations)
-
-
-def surroundings(device, command: str, commit_name: str | None) -> dict:
-    """Return device, date, command, commit and versions. commit_name: from the command line."""
-    import torch
-
-    name = (
-        torch.cuda.get_device_name(device)
-        if device.type != "cpu"
-        else f"CPU {platform.processor() or platform.machine()}"
-    )
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda or torch.version.hip,
-    }
-    for package in ("megatron-core", "triton", "transformers"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return {
-        "device": name,
-        "date": now,
-        "command": command,
-        "commit": commit_name or commit(),
-        "versions": {"zaya_plugin": __version__, **versions},
-    }
-
-
-def commit() -> str | None:
-    """Return the checkout's commit, with -dirty if files differ from it; None outside a checkout."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None
-    answer = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=root,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    return answer.stdout.strip() or None
-
-
-def write(path: Path, record: dict) -> None:
-    """Write `record` as JSON, atomically."""
-    write_whole(path, json.dumps(record, indent=1) + "\n")

@@ -116,11 +116,14 @@ def _expect(options: argparse.Namespace) -> None:
     from zaya_plugin.bench.expect import expect, load, recorded_recipe, text
     from zaya_plugin.config.compose import compose
     from zaya_plugin.config.validate import validate
+    from zaya_plugin.plan.bucket_plan import with_bucket_plan
     from zaya_plugin.run.rank_plan import planned_ranks
 
     record = load(options.record)
     recipe = compose(with_data_path(options.overrides)) if options.overrides else recorded_recipe(record)
     world = planned_ranks(recipe)
+    if options.overrides:  # a recorded recipe has the values of its plan
+        recipe, _ = with_bucket_plan(recipe, world)
     validate(recipe, world)
     result = expect(record, recipe, world)
     print(text(result))

@@ -116,9 +116,10 @@ def _primus(options: argparse.Namespace) -> None:
 def _validated(recipes: list) -> list[tuple]:
     """Return the recipes with their numbers of ranks; all are valid, before anything is written."""
     from zaya_plugin.config.validate import validate
+    from zaya_plugin.plan.bucket_plan import with_bucket_plan
     from zaya_plugin.run.rank_plan import planned_ranks
 
-    sized = [(recipe, planned_ranks(recipe)) for recipe in recipes]
+    sized = [(with_bucket_plan(recipe, planned_ranks(recipe))[0], planned_ranks(recipe)) for recipe in recipes]
     for recipe, ranks in sized:
         validate(recipe, ranks)
     return sized

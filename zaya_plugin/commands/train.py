@@ -11,7 +11,8 @@ from zaya_plugin.commands.parser import DRY_RUN, VERBOSE, Parser, option
 from zaya_plugin.commands.process import end_on_interrupt
 from zaya_plugin.config.train_help import train_help
 from zaya_plugin.ground import phases
-from zaya_plugin.ground.errors import ENDED_EARLY, of_the_machine
+from zaya_plugin.ground.errors import of_the_machine
+from zaya_plugin.ground.exit_codes import ENDED_EARLY
 
 REPORTS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")  # of Hydra
 

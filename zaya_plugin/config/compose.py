@@ -236,6 +236,13 @@ def to_recipe(config: DictConfig, overrides: list[str] | None = None) -> Recipe:
         if value is not None:
             new = [expanded_entry(key, entry) for entry in value] if key in BLENDS else expanded(key, value)
             setattr(holder, name, new)
+    typed = [item.lstrip("+").partition("=")[0] for item in overrides or ()]
+    both = [key for key in ("ddp_bucket_size", "num_distributed_optimizer_instances") if f"parallel.{key}" in typed]
+    if both and "parallel.bucket_plan" in typed and recipe.parallel.bucket_plan is not None:
+        key, problem = f"parallel.{both[0]}", "parallel.bucket_plan is typed too, and sets this key"
+        raise mistake(
+            key, get(recipe, key), problem=problem, allowed="one of the two", fix="leave out parallel.bucket_plan"
+        )
     value_of = None if overrides is None else partial(_value_without, overrides)
     if problems := [line for path, field in leaves() if (line := refused(path, field, get(recipe, path), value_of))]:
         raise ValueError("\n".join(problems))

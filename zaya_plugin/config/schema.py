@@ -584,6 +584,14 @@ class ParallelConfig:
     ddp_bucket_size: int | None = arg(
         None, "elements of a gradient bucket; null: Megatron's default", limit=ELEMENTS, resume=MAY_CHANGE
     )
+    bucket_plan: str | None = own(
+        None,
+        "collectives.json of `zaya bench collectives` on the run's devices: sets ddp_bucket_size and "
+        "num_distributed_optimizer_instances, in place of those of the recipe's files",
+        "plan.bucket_plan",
+        limit=NOT_EMPTY,
+        resume=MAY_CHANGE,
+    )
     nccl_ub: bool = arg(
         False,
         "allocate DDP's buffers from NCCL's or RCCL's memory and register them as symmetric windows; inside one node "

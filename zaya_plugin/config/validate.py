@@ -53,6 +53,7 @@ EXCLUSIONS = {
     ("parallel.use_distributed_optimizer", False): (
         ("optim.non_finite_gradients", "stop", "only the distributed optimizer can skip a step"),
         ("parallel.num_distributed_optimizer_instances", 1, "instances are groups of ranks that shard its state"),
+        ("parallel.bucket_plan", None, "it is for the reduce-scatters of shards"),
     ),
     ("parallel.pipeline_model_parallel_size", 1): (
         ("parallel.virtual_pipeline_stages", 1, "virtual stages are parts of a pipeline rank"),

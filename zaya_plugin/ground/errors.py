@@ -13,12 +13,6 @@ import signal
 import sys
 from collections.abc import Iterable
 
-# The exit code of a run that was asked to end by a signal, and has saved and left before its last step: EX_TEMPFAIL of
-# sysexits.h, "try again later". 2 is a user's mistake; 16, 17, 93, 100 and 128 + n have a meaning in other launchers.
-ENDED_EARLY = 75
-# The exit code of a run that a guard inside it has ended (loss spike, infinite or NaN values): it is to go back to a
-# checkpoint from before.
-ROLL_BACK = 76
 # The signal by which Aegis asks a rank for the stacks of its threads. SIGUSR1 and SIGUSR2 are those of batch systems.
 STACKS_SIGNAL = signal.SIGRTMIN + 5
 

@@ -70,6 +70,15 @@ def size_up_to(most: int) -> Callable[[str], int]:
     return number(_bytes, f"a size from 1 to {most // 10**6}M bytes", lambda value: 0 < value <= most)
 
 
+def _binary_bytes(text: str) -> int:
+    power = "KMGT".find(text[-1:].upper()) + 1 if text else 0
+    return int(real(text[:-1]) * 1024**power) if power else whole(text)
+
+
+# Type for argparse: bytes of a message, with the powers of 1024 that rccl-tests and Primus mean by K, M and G.
+message_size = number(
+    _binary_bytes, "a size from 4 bytes to 64G, such as 1K or 8G (powers of 1024)", lambda value: 4 <= value <= 2**36
+)
 # Types for argparse: bytes from 4000000, 4M or 1.5G (powers of ten); a share.
 size = number(_bytes, "a size: a number of bytes, or one with K, M, G or T, such as 4M", lambda value: value > 0)
 fraction = number(real, "a fraction from 0 (no split) to below 1", lambda value: 0 <= value < 1)

@@ -33,7 +33,8 @@ from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.dataset import mean_loss
 from zaya_plugin.data.sources import DataSources
 from zaya_plugin.ground import phases
-from zaya_plugin.ground.errors import ENDED_EARLY, ROLL_BACK, NotFiniteError, RunEndedError, message
+from zaya_plugin.ground.errors import NotFiniteError, RunEndedError, message
+from zaya_plugin.ground.exit_codes import ENDED_EARLY, ROLL_BACK
 from zaya_plugin.hosts import loader_processes, start_waits
 from zaya_plugin.hosts.adapter import Adapter, forward_step
 from zaya_plugin.hosts.measured_steps import graph_warm_up

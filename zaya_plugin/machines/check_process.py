@@ -16,7 +16,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -28,9 +27,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from zaya_plugin.bench.results import CPU_NAME, device_name
 from zaya_plugin.ground import processes
 from zaya_plugin.ground.parent_death import die_with_parent
-from zaya_plugin.machines import expected
 from zaya_plugin.machines.checks import NEEDS, PACKAGE, Check, Outcome, Setting, end_of
 
 MAX_FAILED_STARTS = 2  # then no further check is tried
@@ -199,13 +198,8 @@ def setting_of(device: str, folder: Path, say: Callable[[str], None], storage: P
     except Exception:  # the checks that need torch name the error
         devices = 0
     if not devices:
-        return Setting("cpu", 0, f"CPU {platform.processor() or platform.machine()}", folder, say, device, storage)
-    properties = torch.cuda.get_device_properties(0)
-    architecture = getattr(properties, "gcnArchName", "")  # of ROCm
-    name = expected.named(
-        properties.name, architecture, properties.multi_processor_count, properties.total_memory / 2**30
-    )
-    return Setting("cuda", devices, name, folder, say, device, storage)
+        return Setting("cpu", 0, CPU_NAME, folder, say, device, storage)
+    return Setting("cuda", devices, device_name(torch.device("cuda", 0)), folder, say, device, storage)
 
 
 def main(argv: list[str]) -> int:

@@ -19,11 +19,10 @@ from pathlib import Path
 import torch
 import torch.distributed as distributed
 
-from zaya_plugin.bench import probes
+from zaya_plugin.bench import collectives
 
 RESULT, MEETING = "result.json", "meeting"
 CPU_SIZES, GPU_SIZES = [2**n for n in (10, 16, 20, 22)], [2**n for n in range(12, 31, 3)]
-CALLS = {"cpu": 5, "cuda": 10}
 WATCHDOG_S = 3.0  # torch's watchdog of NCCL looks at its events once a second, also during a capture
 REPLAYS = 3
 
@@ -35,7 +34,9 @@ def graph_capture(device: torch.device) -> dict:
     the capture and after it.
     """
     ranks, rank = distributed.get_world_size(), distributed.get_rank()
-    numbers, total = probes.numbers_and_sum(2**20, device, rank, ranks)
+    index = torch.arange(2**20, device=device)
+    numbers = collectives.value(index, rank).float()
+    total = collectives.expected("all_reduce", index, rank, ranks, index.numel()).float()
     source, held = torch.zeros_like(numbers), torch.zeros_like(numbers)
 
     def work() -> None:
@@ -70,8 +71,12 @@ def graph_capture(device: torch.device) -> dict:
 
 
 def all_reduce(device: torch.device) -> dict:
-    sizes = CPU_SIZES if device.type == "cpu" else GPU_SIZES
-    return {"sizes": probes.all_reduce(sizes, device, CALLS[device.type])}
+    """Return of each size bytes, ms of the slowest rank, gb_per_s that a device sends, and whether all sums are
+    right.
+    """
+    rows = collectives.measure("all_reduce", CPU_SIZES if device.type == "cpu" else GPU_SIZES, device)
+    keys = {"bytes": "size", "ms": "p50_ms", "gb_per_s": "eff_gbps"}
+    return {"sizes": [{key: row[name] for key, name in keys.items()} | {"right": not row["#wrong"]} for row in rows]}
 
 
 def main(argv: list[str]) -> int:

@@ -12,11 +12,13 @@ import signal
 import sys
 from typing import Any
 
+from zaya_plugin.bench.collectives import link_rate
 from zaya_plugin.machines.check_process import run_all
 from zaya_plugin.machines.checks import Outcome, Setting, end_of, last_line
-from zaya_plugin.machines.expected import CPU, SLOW_BELOW, described, machine_of, recipe_of
+from zaya_plugin.machines.expected import SLOW_BELOW, described
 from zaya_plugin.machines.facts import before
 from zaya_plugin.machines.installed import distribution_version
+from zaya_plugin.plan.known_machine import CPU, machine_of, recipe_of
 
 RANK = "zaya_plugin.machines.collective_rank"
 RESULT = "result.json"
@@ -137,9 +139,7 @@ def judged(measured: dict[str, Any], machine, ranks: int, setting: Setting) -> O
     text += f"{1e3 * measured['sizes'][0]['ms']:.0f} us at {measured['sizes'][0]['bytes']} bytes, {ranks} ranks"
     if machine is None:
         return Outcome("pass", f"{text}; no expectation for this device", measured, described(None), compared=compared)
-    required = machine.link_gb_per_s
-    if machine.name.startswith("MI"):  # xGMI: a link to each other device, so fewer devices have fewer links
-        required *= (ranks - 1) / (machine.devices_per_node - 1)
+    required = link_rate(machine, ranks)
     slow = rate < SLOW_BELOW * required
     text += f"; expected {required:.3g} GB/s" if slow else ""
     expected = described(machine, link_gb_per_s=required, latency_us=None if machine is CPU else machine.latency_us)

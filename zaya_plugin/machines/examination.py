@@ -26,7 +26,7 @@ WIDTH = 100  # of a reason on the page; the record has all of it
 
 def header(command: str) -> dict[str, Any]:
     """Return the beginning of a record."""
-    from zaya_plugin.bench.step_record import commit
+    from zaya_plugin.bench.results import commit
 
     return {
         "schema": SCHEMA,
@@ -124,9 +124,12 @@ def summary(record: dict[str, Any], output: Path) -> str:
 def doctor_page(record: dict[str, Any]) -> str:
     """Return the verdict, and the checks with their details."""
     count = len(problems_of(record))
-    wrong = [entry["check"] for entry in record["checks"] if entry["state"] == "wrong"]
+    entries = (
+        entry for entry in record["checks"] if entry["state"] == "wrong" and not entry["figures"].get("problems")
+    )
+    wrong = ", ".join(entry["check"] for entry in entries)
     known = f"{count} known problem{'s' * (count > 1)}, below" if count else "no known problem"
-    known += f"; wrong: {', '.join(wrong)}" if wrong and not count else ""
+    known += f"; wrong: {wrong}" if wrong else ""
     lines = [
         f"training {'cannot' if is_wrong(record) else 'can'} start: {known}",
         f"zaya_plugin {record['zaya_plugin']}, Python {record['python']}, {record['platform']}",

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+GITHUB = "https://github.com/"
+PRIMUS = GITHUB + "AMD-AGI/Primus/"
 TRITONS = ("triton", "pytorch-triton-rocm", "triton-rocm")  # distributions that hold the module triton
 INSTINCT = ("gfx90a", "gfx942", "gfx950")  # architectures of AMD's accelerators
 IMPORT_ERRORS = ("ImportError", "ModuleNotFoundError", "PackageNotFoundError")
@@ -70,6 +72,11 @@ class Facts:
         return any(arch.partition(":")[0] in architectures for arch in self.archs)
 
     @property
+    def amd(self) -> bool:
+        """Whether the environment is AMD's: by its torch or, where that is hidden, by the machine's devices."""
+        return bool(self.hip or any(arch in INSTINCT for arch in self.kfd))
+
+    @property
     def tritons(self) -> list[tuple[str, str]]:
         """Return the installed distributions of Triton with their versions."""
         return [(name, version) for name in TRITONS if (version := self.versions.get(name))]
@@ -96,6 +103,7 @@ class Rule:
     Attributes:
         severity: "error" (training cannot work) or "warning". find: returns the evidence, or an empty value.
         thread: public address where the problem, or what it concerns, is described.
+        remedy_on_amd: takes the place of `remedy` where that would replace the torch or the Triton of an AMD image.
     """
 
     name: str
@@ -104,6 +112,10 @@ class Rule:
     why: str
     remedy: str
     thread: str
+    remedy_on_amd: str | None = None
+
+    def remedy_for(self, facts: Facts) -> str:
+        return self.remedy_on_amd if facts.amd and self.remedy_on_amd else self.remedy
 
 
 def before(version: object | None, release: str) -> bool:

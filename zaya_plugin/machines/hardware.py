@@ -5,32 +5,19 @@ and error counters, and a synced write.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import socket
-import time
+import resource
+import shutil
+import tempfile
 from pathlib import Path
 
 from zaya_plugin.bench import probes
+from zaya_plugin.bench.storage import ROOT, network_of, rail_interfaces, read, written
 from zaya_plugin.machines.checks import Outcome, Setting
-from zaya_plugin.machines.expected import SLOW_BELOW, described, machine_of
+from zaya_plugin.machines.expected import SLOW_BELOW, described
+from zaya_plugin.plan.known_machine import machine_of
 
 STORAGE_MIB = 64
-ROOT = Path("/")
-
-
-def wrong_numbers(device, dtype) -> list[str]:
-    """Return what differs in a product and a copy whose results are known exactly: a device with bad memory."""
-    import torch
-
-    extent, numbers = probes.ON_CPU[0] if device.type == "cpu" else probes.ON_ACCELERATOR[0], 2**24
-    ones = torch.ones(extent, extent, device=device, dtype=dtype)
-    bad = int((torch.mm(ones, ones) != extent).sum())
-    source = torch.arange(numbers, device=device)
-    moved = int((source.clone().cpu() != torch.arange(numbers)).sum())
-    product = [f"{bad:,} of {extent**2:,} elements of a product of ones are not {extent}"] if bad else []
-    return product + ([f"{moved:,} of {numbers:,} numbers of a copy differ"] if moved else [])
 
 
 def rates(setting: Setting) -> Outcome:
@@ -42,8 +29,11 @@ def rates(setting: Setting) -> Outcome:
     for device in devices:
         setting.say(str(device))
         measured = probes.measure(device, dtype)
-        by_device[str(device)] = {"gemm_tflops": measured.gemm / 1e12, "copy_tb_per_s": measured.copy / 1e12}
-        by_device[str(device)]["wrong"] = wrong_numbers(device, dtype)
+        by_device[str(device)] = {
+            "gemm_tflops": measured.gemm / 1e12,
+            "copy_tb_per_s": measured.copy / 1e12,
+            "wrong": measured.wrong,
+        }
     wrong = [f"{device}: {text}" for device, entry in by_device.items() for text in entry["wrong"]]
     if wrong:
         return Outcome("wrong", "; ".join(wrong), by_device)
@@ -66,14 +56,6 @@ def rates(setting: Setting) -> Outcome:
     text += "" if machine else "; no expectation for this device"
     state, reason = ("slow", "; ".join(slow)) if slow else ("pass", text)
     return Outcome(state, reason, by_device, described(machine, **expected), compared=compared)
-
-
-def read(path: Path) -> str:
-    """Return a file of /sys or /proc, "" where it is absent."""
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def links(setting: Setting, root: Path = ROOT) -> Outcome:
@@ -104,63 +86,25 @@ def links(setting: Setting, root: Path = ROOT) -> Outcome:
     return Outcome("wrong" if problems else "pass", text, {"links": states}, compared=compared)
 
 
-def rail_interfaces(root: Path) -> set[str]:
-    """Return the network interfaces of the training network's ports."""
-    return {read(path) for path in (root / "sys/class/infiniband").glob("*/ports/*/gid_attrs/ndevs/0")} - {""}
-
-
 def storage(setting: Setting, root: Path = ROOT) -> Outcome:
     """Measure a synced write, and say whether the storage's traffic goes over a rail of the training network."""
     folder = setting.storage
-    path = folder / f".zaya-verify-{socket.gethostname()}-{os.getpid()}"
     try:
-        block, begin = os.urandom(2**20), time.monotonic()
-        with open(path, "wb") as file:
-            for _ in range(STORAGE_MIB):
-                file.write(block)
-            os.fsync(file.fileno())
-        rate = STORAGE_MIB * 2**20 / 1e6 / (time.monotonic() - begin)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            rate = written(file.fileno(), STORAGE_MIB * 2**20) / 1e6
     except OSError as error:
         return Outcome("wrong", f"{folder} cannot be written: {error}")
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink()
-    figures = {"folder": str(folder), "network": network_of(folder, root)}
+    figures = {"folder": str(folder), "network": network_of(folder, root)[1]}
     details = [f"storage {folder}: {figures['network']}"] if figures["network"] else []
     compared = {"storage_mb_per_s": {"": rate}}
     return Outcome("pass", f"{rate:.0f} MB/s to {folder}", figures, details=details, compared=compared)
 
 
-def network_of(folder: Path, root: Path) -> str:
-    """Return the network that the accesses to `folder` take, or "" for a local or unknown file system."""
-    kind, source, options = mount_of(folder, root)
-    if "@o2ib" in source:
-        return f"{kind} over InfiniBand (o2ib), as the collectives"
-    address = re.search(r"\baddr=([\d.]+)", options) or re.match(r"([\d.]+)[@:]", source)
-    if address is None or (interface := interface_of(address[1], root)) is None:
-        return ""
-    shared = ", a rail of the training network" if interface in rail_interfaces(root) else ""
-    return f"{kind} of {address[1]} over {interface}{shared}"
-
-
-def mount_of(path: Path, root: Path) -> tuple[str, str, str]:
-    """Return type, source and options of the mount that holds `path`."""
-    mount = ("", "", "")
-    best = -1
-    for line in read(root / "proc/self/mountinfo").splitlines():
-        left, _, right = line.partition(" - ")
-        point, after = left.split()[4].replace("\\040", " "), right.split()
-        if len(after) == 3 and path.is_relative_to(point) and len(point) >= best:
-            best, mount = len(point), (after[0], after[1], after[2])
-    return mount
-
-
-def interface_of(address: str, root: Path) -> str | None:
-    """Return the interface of the route to an IPv4 address."""
-    try:
-        number = int.from_bytes(socket.inet_aton(address), "little")
-    except OSError:
-        return None
-    routes = [line.split() for line in read(root / "proc/net/route").splitlines()[1:]]
-    fitting = [(int(words[7], 16), words[0]) for words in routes if number & int(words[7], 16) == int(words[1], 16)]
-    return max(fitting, key=lambda entry: entry[0].bit_count(), default=(0, None))[1]
+def limits(root: Path) -> dict[str, int | None]:
+    """Return the bytes that a process may lock and those of /dev/shm; None: no limit, or unknown."""
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    shm = root / "dev/shm"
+    return {
+        "memlock_bytes": None if locked == resource.RLIM_INFINITY else locked,
+        "shm_bytes": shutil.disk_usage(shm).total if shm.is_dir() else None,
+    }

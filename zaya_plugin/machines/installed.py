@@ -17,13 +17,7 @@ UNKNOWN = "unknown: "
 # distribution, module, its use, how to get it
 PACKAGES = (
     ("torch", "torch", "needed", "install the build for your accelerator; for a CPU: pip install 'zaya_plugin[cpu]'"),
-    (
-        "megatron-core",
-        "megatron.core",
-        "needed",
-        "in AMD's image: python3 docker/install.py FOLDER. Otherwise: pip install "
-        "'megatron-core[training]>=0.19.2,<0.20', or a Megatron-LM checkout",
-    ),
+    ("megatron-core", "megatron.core", "needed", f"{compat.INSTALL}, or a Megatron-LM checkout"),
     (
         "transformers",
         "transformers",
@@ -83,6 +77,13 @@ def version_of(distribution: str, module: str) -> str | None:
     names = (distribution, module.replace("_", "-"), module)
     known = (version for name in names if (version := distribution_version(name)))
     return next(known, "unknown version")  # a source checkout on PYTHONPATH
+
+
+def nccl_version() -> str:
+    """Return the version of torch's RCCL or NCCL, as 2.30.4; raises where torch has none."""
+    import torch
+
+    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def distribution_version(name: str) -> str | None:

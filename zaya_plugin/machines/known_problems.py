@@ -11,17 +11,16 @@ import importlib
 import importlib.util
 import os
 import re
-import resource
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from zaya_plugin import compat
+from zaya_plugin.bench.storage import ROOT, mount_of, read
 from zaya_plugin.machines.checks import Outcome, Setting
 from zaya_plugin.machines.facts import TRITONS, Facts
-from zaya_plugin.machines.hardware import ROOT, mount_of, read
+from zaya_plugin.machines.hardware import limits
 from zaya_plugin.machines.installed import (
     NO_DEVICES,
     UNKNOWN,
@@ -29,6 +28,7 @@ from zaya_plugin.machines.installed import (
     distribution_version,
     is_unknown,
     missing_packages,
+    nccl_version,
     patches,
     torch_devices,
 )
@@ -62,9 +62,9 @@ def known_problems(setting: Setting) -> Outcome:
 
 def problems(facts: Facts) -> list[dict[str, str]]:
     """Return the known problems that apply, errors first: name, severity, evidence, why, remedy, thread."""
-    named = ("name", "severity", "why", "remedy", "thread")
+    named = ("name", "severity", "why", "thread")
     applying = [
-        {**{name: getattr(rule, name) for name in named}, "evidence": evidence}
+        {**{name: getattr(rule, name) for name in named}, "evidence": evidence, "remedy": rule.remedy_for(facts)}
         for rule in RULES
         if (evidence := rule.find(facts))
     ]
@@ -105,7 +105,7 @@ def facts_of_torch() -> dict[str, Any]:
     if torch.version.cuda:
         calls["cudnn"] = torch.backends.cudnn.version
     answers = {name: answer(call) for name, call in calls.items()}
-    nccl = answer(lambda: ".".join(map(str, torch.cuda.nccl.version())))
+    nccl = answer(nccl_version)
     return {
         "failures": {name: text.removeprefix(UNKNOWN) for name, text in answers.items() if is_unknown(text)},
         "compiled_archs": tuple(torch.cuda.get_arch_list()),
@@ -136,8 +136,6 @@ def facts_of_machine(root: Path) -> dict[str, Any]:
         re.search(r"^gfx_target_version (\d+)", read(file), re.MULTILINE)
         for file in sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"))
     )
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    memory = answer(lambda: shutil.disk_usage(root / "dev/shm").total)
     caches = {folder: existing(folder) for folder in kernel_caches()}
     return {
         "kfd": tuple(named(int(target[1])) for target in targets if target and int(target[1])),
@@ -145,8 +143,7 @@ def facts_of_machine(root: Path) -> dict[str, Any]:
         "partitions": tuple(sorted(modes - {"", "SPX", "NPS1"})),
         "iommu": tuple(read(device / "iommu_group/type") for device in devices),
         "networks": tuple(sorted(path.name for path in (root / "sys/class/infiniband").glob("*"))),
-        "memlock_bytes": None if locked == resource.RLIM_INFINITY else locked,
-        "shm_bytes": None if is_unknown(memory) else memory,
+        **limits(root),
         "numa_balancing": read(root / "proc/sys/kernel/numa_balancing") not in ("", "0"),
         "caches": {str(folder): mount_of(parent, root)[0] for folder, parent in caches.items()},
         "noexec": tuple(
@@ -171,5 +168,6 @@ def kernel_caches() -> list[Path]:
 
 
 def existing(folder: Path) -> Path:
-    """Return `folder` or its nearest parent that exists."""
+    """Return `folder` or its nearest parent that exists, without symbolic links, as mounts are listed."""
+    folder = folder.resolve()
     return next(path for path in (folder, *folder.parents) if path.exists())

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from zaya_plugin.machines.facts import INSTINCT, Facts, Rule
-from zaya_plugin.machines.package_rules import GITHUB, PRIMUS
+from zaya_plugin.machines.facts import GITHUB, INSTINCT, PRIMUS, Facts, Rule
 
 HIP_VARIABLES = "https://rocm.docs.amd.com/projects/HIP/en/latest/reference/env_variables.html"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")

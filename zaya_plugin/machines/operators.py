@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from hip_ops.versions import NOT_RUN
 from zaya_plugin.bench import probes
 from zaya_plugin.machines.checks import Outcome, Setting
 from zaya_plugin.machines.operator_cases import BF16, SMALL, ZAYA1_BASE, Case, Sizes, cases_of
+from zaya_plugin.plan.products import square_product
 
 WRONG_NUMBERS = re.compile(r"call \d+: ")  # the difference of a comparison; otherwise it is the error of a call
 CALLS = {"cpu": 3, "cuda": 20}  # timed
@@ -216,10 +218,10 @@ def product_or_copy_ms(case: Case, sizes: Sizes, moved: float, device: torch.dev
     """Return milliseconds of a matrix product of as many operations, or of a copy that moves as many bytes."""
     calls = CALLS[device.type]
     if case.flops is None:
-        return 1e3 * moved / probes.copy_rate(int(moved / 2), device, calls)
+        return 1e3 * moved / probes.stream("copy", int(moved / 2), device, calls).rate
     flops, k = case.flops(sizes), sizes.hidden
     m = max(1, round(flops / (2.0 * k * k)))
-    return 1e3 * flops / probes.product_rate(m, k, k, device, BF16, calls)
+    return 1e3 * flops / probes.product(replace(square_product(k), m=m), device, BF16, calls).rate
 
 
 def called(function: Callable, arguments: tuple) -> list:

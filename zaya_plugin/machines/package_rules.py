@@ -7,45 +7,32 @@ image's (tests/machines/test_known_problems.py).
 
 from __future__ import annotations
 
-from zaya_plugin.machines.facts import IMPORT_ERRORS, INSTINCT, Facts, Rule, before
+from zaya_plugin import compat
+from zaya_plugin.machines.facts import GITHUB, IMPORT_ERRORS, INSTINCT, PRIMUS, Facts, Rule, before
 
-GITHUB = "https://github.com/"
-PRIMUS = GITHUB + "AMD-AGI/Primus/"
-INSTALL_PY = "python3 docker/install.py FOLDER"  # leaves the image's torch alone, which pip does not where it is hidden
 NEW_CONTAINER = "start a new container of the image, and install with its packages pinned (docs/mi300x.md, step 1)"
 
 
 def _unsupported_core(facts: Facts) -> bool:
-    from zaya_plugin.compat import FIRST_UNSUPPORTED, OLDEST
-
-    return facts.core is not None and (before(facts.core, OLDEST) or not before(facts.core, FIRST_UNSUPPORTED))
-
-
-def _amd(facts: Facts) -> bool:
-    """Return whether the environment is AMD's: by its torch or, where that is hidden, by the machine's devices."""
-    return bool(facts.hip or any(arch in INSTINCT for arch in facts.kfd))
+    return facts.core is not None and (
+        before(facts.core, compat.OLDEST) or not before(facts.core, compat.FIRST_UNSUPPORTED)
+    )
 
 
-def _no_zaya_train(facts: Facts, amd: bool) -> str | None:
-    if _amd(facts) != amd:
-        return None
-    if before(facts.core, "0.19"):
+def _no_zaya_train(facts: Facts) -> str | None:
+    if before(facts.core, compat.OLDEST_TRAINING):
         return f"megatron.core {facts.core}"
     return f"megatron.core {facts.core} without megatron.training" if facts.core and not facts.training else None
 
 
-def _no_triton(facts: Facts, amd: bool) -> str | None:
-    needed = facts.core and not before(facts.core, "0.18") and _amd(facts) == amd
+def _no_triton(facts: Facts) -> str | None:
+    needed = facts.core and not before(facts.core, "0.18")
     return f"megatron.core {facts.core} and no triton" if needed and facts.modules.get("triton") is False else None
 
 
 def _failed(facts: Facts, name: str, call: str, import_errors: bool) -> str | None:
     failure = facts.failures.get(name)
     return f"{call}: {failure}" if failure and failure.startswith(IMPORT_ERRORS) == import_errors else None
-
-
-def _broken_transformer_engine(facts: Facts) -> str | None:
-    return _failed(facts, "transformer_engine", "import transformer_engine.pytorch", import_errors=False)
 
 
 def _aiter_backward(facts: Facts) -> str | None:
@@ -93,8 +80,8 @@ PACKAGE_RULES = (
         "megatron-release",
         "error",
         lambda facts: _unsupported_core(facts) and f"megatron.core {facts.core}",
-        "the plugin is written for 0.16 to 0.20",
-        f"megatron-core[training]>=0.19.2,<0.20 (in AMD's image by {INSTALL_PY}), or Primus with its pin",
+        f"the plugin is written for {compat.SUPPORTED}",
+        f"{compat.PACKAGE} (in AMD's image by {compat.INSTALL_IN_IMAGE}), or Primus with its pin",
         GITHUB + "NVIDIA/Megatron-LM/releases",
     ),
     Rule(
@@ -108,34 +95,20 @@ PACKAGE_RULES = (
     Rule(
         "no-zaya-train",
         "warning",
-        lambda facts: _no_zaya_train(facts, amd=False),
-        "`zaya train` calls megatron.training as 0.19 and 0.20 have it",
-        "for `zaya train`: pip install 'megatron-core[training]>=0.19.2,<0.20'; in Primus: `zaya export primus`",
+        _no_zaya_train,
+        f"`zaya train` calls megatron.training as {compat.TRAINING} has it",
+        f"for `zaya train`: pip install '{compat.PACKAGE}'; in Primus: `zaya export primus`",
         GITHUB + "NVIDIA/Megatron-LM/issues/3548",
-    ),
-    Rule(
-        "no-zaya-train-in-image",
-        "warning",
-        lambda facts: _no_zaya_train(facts, amd=True),
-        "`zaya train` calls megatron.training as 0.19 and 0.20 have it",
-        f"for `zaya train`: {INSTALL_PY}; in Primus: `zaya export primus`",
-        GITHUB + "NVIDIA/Megatron-LM/issues/3548",
+        f"for `zaya train`: {compat.INSTALL_IN_IMAGE}; in Primus: `zaya export primus`",
     ),
     Rule(
         "triton",
         "error",
-        lambda facts: _no_triton(facts, amd=False),
+        _no_triton,
         "megatron.core imports it unconditionally from 0.18 on",
         "pip install triton",
         GITHUB + "NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/ops/paged_stash.py",
-    ),
-    Rule(
-        "triton-of-image",
-        "error",
-        lambda facts: _no_triton(facts, amd=True),
-        "megatron.core imports it unconditionally from 0.18 on, and this torch's own Triton is not installed",
         NEW_CONTAINER,
-        GITHUB + "NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/ops/paged_stash.py",
     ),
     Rule(
         "foreign-triton",
@@ -191,19 +164,12 @@ PACKAGE_RULES = (
     Rule(
         "broken-transformer-engine",
         "error",
-        lambda facts: not _amd(facts) and _broken_transformer_engine(facts),
+        lambda facts: _failed(facts, "transformer_engine", "import transformer_engine.pytorch", import_errors=False),
         "Megatron falls back to its own modules after an ImportError only; any other error ends Megatron's import",
         "pip uninstall transformer-engine, or install a build for this torch: transformer-engine[pytorch]",
         GITHUB + "ArcInstitute/evo2/issues/201",
-    ),
-    Rule(
-        "broken-transformer-engine-of-image",
-        "error",
-        lambda facts: _amd(facts) and _broken_transformer_engine(facts),
-        "Megatron falls back to its own modules after an ImportError only; any other error ends Megatron's import",
         "pip uninstall transformer-engine, or a build for this torch from github.com/ROCm/TransformerEngine; that of "
         "PyPI is for CUDA",
-        GITHUB + "ArcInstitute/evo2/issues/201",
     ),
     Rule(
         "no-transformer-engine",

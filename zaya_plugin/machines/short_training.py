@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from zaya_plugin.machines.checks import Outcome, Setting, end_of, last_line
-from zaya_plugin.machines.expected import RUN_ON, described, machine_of, recipe_of
+from zaya_plugin.machines.expected import RUN_ON, described
+from zaya_plugin.plan.known_machine import machine_of, recipe_of
 
 RANK = "zaya_plugin.machines.loss_rank"
 # Shares of the matrix-product rate in a step of 16,384 tokens a device with Muon: half of what one H200 reached with 12

@@ -9,7 +9,6 @@ import hashlib
 import os
 import platform
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,9 @@ from hip_ops.runtime.rocm import find_program, rocm_roots, torch_is_built_for
 from zaya_plugin.ground import secrets
 from zaya_plugin.machines import installed
 from zaya_plugin.machines.checks import Outcome, Setting
-from zaya_plugin.machines.expected import machine_of
+from zaya_plugin.machines.hardware import ROOT, limits
 from zaya_plugin.machines.installed import UNKNOWN, answer
+from zaya_plugin.plan.known_machine import machine_of
 
 if TYPE_CHECKING:
     import torch
@@ -62,11 +62,11 @@ def environment(setting: Setting) -> Outcome:
         "libc": " ".join(platform.libc_ver()),
         "torch": {"version": torch.__version__, "hip": torch.version.hip, "cuda": torch.version.cuda},
         "rocm_roots": [str(folder) for folder in rocm_roots() if folder.is_dir()],
-        "nccl": answer(lambda: ".".join(map(str, torch.cuda.nccl.version()))),
+        "nccl": answer(installed.nccl_version),
         "compilers": {target: answer(lambda target=target: compiler_of(target)) for target in (target, "sm_90", "cpu")},
         "commands": {" ".join(words): output_of(words) for words in COMMANDS if find_program(words[0])},
         "firmware_files": files_below(Path("/sys"), FIRMWARE_FILES),
-        "limits": {"memlock_bytes": memlock(), "shm_bytes": answer(lambda: shutil.disk_usage("/dev/shm").total)},
+        "limits": limits(ROOT),
         "variables": secrets.of_data({k: v for k, v in os.environ.items() if VARIABLES.match(k)}),
         "library": answer(lambda: library_note(target)),
         "objects": answer(lambda: objects_note(target)),
@@ -175,12 +175,6 @@ def code_object_hashes(target: str) -> list[str]:
 
     content = (shipped_folder(target) / LIBRARY).read_bytes()
     return [hashlib.sha256(part).hexdigest() for part in code_objects(content)]
-
-
-def memlock() -> int:
-    import resource
-
-    return resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
 
 
 def output_of(words: tuple[str, ...]) -> str:

@@ -333,12 +333,16 @@ class CoreAttention(Versions):
 
     def _missing(self, version: str, device: torch.device, named: bool) -> str | None:
         """Also leave out an AITER that `auto` must not take, and warn where it is installed and cannot be used."""
-        reason = None if named or version != "aiter" else aiter.stale_backward(*aiter.installed_versions())
-        if version == "aiter" and not named and (unread := aiter.not_read(aiter.installed())):
-            reason = reason or f"{unread}. To request it: cluster.core_attention=aiter"
-        reason = reason or super()._missing(version, device, named)
-        if reason and version == "aiter" and not named and aiter.installed():
-            warn_once((device, reason), "core attention: AITER is installed, but %s is not used: %s", version, reason)
+        if named or version != "aiter":
+            return super()._missing(version, device, named)
+        unread = aiter.not_read(aiter.installed())
+        reason = (
+            aiter.stale_backward(*aiter.installed_versions())
+            or (unread and f"{unread}. To request it: cluster.core_attention=aiter")
+            or super()._missing(version, device, named)
+        )
+        if reason and aiter.installed():
+            warn_once((device, reason), "core attention: the installed AITER is not used: %s", reason)
         return reason
 
     def _blocks_missing(self, device: torch.device) -> str | None:

@@ -18,7 +18,8 @@ from zaya_plugin.config.compose import load_recipe
 from zaya_plugin.config.schedule import first_learning_rate, last_learning_rate, step_count, token_count
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.ledger import report
-from zaya_plugin.ground.errors import ENDED_EARLY, mistake, nearest_name
+from zaya_plugin.ground.errors import mistake, nearest_name
+from zaya_plugin.ground.exit_codes import ENDED_EARLY
 from zaya_plugin.ground.whole_file import write_whole
 from zaya_plugin.handover.data_places import source_uses, with_consumed
 from zaya_plugin.handover.predecessor import domain_losses, finished_stage, losses

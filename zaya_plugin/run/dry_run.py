@@ -107,7 +107,7 @@ def stops(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> list[str
     except ValueError as error:  # no recomputation makes it fit
         return [str(error)]
     checks = [lambda: check_free(written_by(recipe))] if plan.rank == 0 else []
-    checks += [lambda: check_resume(recipe), lambda: check_changed_keys(recipe, plan), lambda: take_over(recipe)]
+    checks += [lambda: check_resume(recipe), lambda: check_changed_keys(chosen, plan), lambda: take_over(recipe)]
     if not several_nodes(plan):
         checks.append(lambda: surroundings.check_directories(recipe))
     if not is_elsewhere(recipe, plan):

@@ -31,7 +31,8 @@ from zaya_plugin.config.run_directory import check_resume, checkpoint_path, keep
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import damaged_data
 from zaya_plugin.ground import phases
-from zaya_plugin.ground.errors import ENDED_EARLY, FULL_DISK, ROLL_BACK, free_space, message, mistake
+from zaya_plugin.ground.errors import FULL_DISK, free_space, message, mistake
+from zaya_plugin.ground.exit_codes import ENDED_EARLY, ROLL_BACK
 from zaya_plugin.ground.parent_death import (
     BATCH_SIGNALS,
     COPY_SECONDS,

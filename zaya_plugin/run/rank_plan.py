@@ -61,8 +61,7 @@ def make_plan(recipe: Recipe, environ: Mapping[str, str], worker: Sequence[str] 
     Raises:
         ValueError: the environment contradicts itself, or the recipe is impossible on these ranks.
     """
-    check_environment(environ)
-    plan = _plan(recipe, environ, tuple(worker), any_node)
+    plan = unchecked_plan(recipe, environ, tuple(worker), any_node)
     validate(recipe, plan.world_size)
     return plan
 
@@ -72,7 +71,9 @@ def planned_ranks(recipe: Recipe) -> int:
     return recipe.nproc or recipe.cluster.num_nodes * recipe.cluster.gpus_per_node
 
 
-def _plan(recipe: Recipe, environ: Mapping[str, str], worker: tuple[str, ...], any_node: bool) -> Plan:
+def unchecked_plan(recipe: Recipe, environ: Mapping[str, str], worker: tuple[str, ...], any_node: bool = False) -> Plan:
+    """Return `make_plan`'s plan for ranks that do not train the recipe, which is not validated."""
+    check_environment(environ)
     if all(name in environ for name in TORCHRUN_VARIABLES):
         outer, started_by = {name: environ[name] for name in TORCHRUN_VARIABLES}, "torchrun"
     else:

@@ -16,11 +16,13 @@ from zaya_plugin.config.megatron_review import unchecked_lines
 from zaya_plugin.config.resume import changes, values_in
 from zaya_plugin.config.run_directory import checkpoint_path, has_checkpoint
 from zaya_plugin.config.schedule import learning_rate, samples_until, step_count
-from zaya_plugin.config.schema import LENGTH, SCHEDULE, STEPS_TO_TRAIN, Recipe, leaves
+from zaya_plugin.config.schema import LENGTH, ROUNDING, SCHEDULE, STEPS_TO_TRAIN, Recipe, leaves
 from zaya_plugin.config.validate import with_graphs
+from zaya_plugin.ground.errors import as_typed
 from zaya_plugin.handover.data_places import with_consumed
 from zaya_plugin.handover.predecessor import predecessor, saved_step
 from zaya_plugin.plan import recipe_plan
+from zaya_plugin.plan.bucket_plan import KEYS, with_bucket_plan
 from zaya_plugin.run.rank_plan import Plan
 from zaya_plugin.run.surroundings import unused
 
@@ -45,12 +47,13 @@ def with_choices(recipe: Recipe, plan: Plan) -> Recipe:
 
 
 def settled(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
-    """Return `recipe` with values for `auto` in parallel.recompute_granularity and cluster.graphs, and lines that name
-    them.
+    """Return `recipe` with the values of parallel.bucket_plan, and for `auto` in parallel.recompute_granularity and
+    cluster.graphs, and lines that name them.
     """
+    recipe, buckets = with_bucket_plan(recipe, world_size)
     recipe, recomputed = recipe_plan.with_recompute(recipe, world_size)
     recipe, graphs = with_graphs(recipe)
-    return recipe, [line for line in (recomputed, graphs, *unchecked_lines(recipe)) if line is not None]
+    return recipe, [line for line in (buckets, recomputed, graphs, *unchecked_lines(recipe)) if line is not None]
 
 
 def take_over(recipe: Recipe) -> Recipe:
@@ -100,6 +103,11 @@ def changed_keys(recipe: Recipe) -> tuple[list[str], list[str]]:
     folder, facts = on_disk.newest_facts(directory)
     before = facts.get(manifest.RECIPE) or values_in(recipe.run_dir)
     refused, warned = changes(before, recipe, recipe.run_dir)
+    if recipe.parallel.bucket_plan is not None:  # a key that was typed may change without a word, a file may not
+        for key in KEYS:
+            was, now = before.get(f"parallel.{key}"), getattr(recipe.parallel, key)
+            if was != now:
+                warned.append(f"zaya: resume: parallel.{key}: was {as_typed(was)}, is {now}; {ROUNDING.why}")
     return refused, [*warned, *(resume_lines(before, recipe, on_disk.iteration_of(folder)) if facts else ())]
 
 

@@ -29,11 +29,7 @@ OPEN_FILES = 256  # least limit; a rank with one data loader and no other rank h
 # module, how to install it
 REQUIRED = (
     ("torch", "install the build for your accelerator, or for a CPU `pip install 'zaya_plugin[cpu]'`"),
-    (
-        "megatron.training",
-        "in AMD's image `python3 docker/install.py FOLDER`, otherwise `pip install "
-        "'megatron-core[training]>=0.19.2,<0.20'`, or put a Megatron-LM checkout on PYTHONPATH",
-    ),
+    ("megatron.training", f"{compat.INSTALL}, or put a Megatron-LM checkout on PYTHONPATH"),
 )
 
 
@@ -59,9 +55,8 @@ def check_machine(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> 
             "megatron.core",
             compat.core_version(),
             problem="`zaya train` is not written for this version",
-            allowed="0.19 and 0.20",
-            fix="in AMD's image `python3 docker/install.py FOLDER`, otherwise `pip install "
-            "'megatron-core[training]>=0.19.2,<0.20'`; in Primus, which pins 0.16, `zaya export primus`",
+            allowed=compat.TRAINING,
+            fix=f"{compat.INSTALL}; in Primus, which pins 0.16, `zaya export primus`",
         )
     if recipe.cluster.device == "cuda" and not has_device_files():
         raise mistake(

@@ -18,7 +18,8 @@ from pathlib import Path
 from statistics import median
 
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.ground.errors import ROLL_BACK, RunEndedError, message
+from zaya_plugin.ground.errors import RunEndedError, message
+from zaya_plugin.ground.exit_codes import ROLL_BACK
 from zaya_plugin.handover.predecessor import metric_rows
 
 DEVIATIONS_IN_MAD = 1.4826  # standard deviations of a normal distribution in one MAD

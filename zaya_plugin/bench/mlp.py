@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`zaya bench mlp`: a chain of bf16 MLPs, compared with the published 750 PFLOP/s of 1,024 MI300X.
+
+No public text gives the sizes of that workload. The defaults make every product of an accelerator 4.4 TFLOP, 20 times the
+200 GFLOP that an MI300X needs for its highest rate (AMD's figure as others quote it), with powers of two as sides. The
+MLPs have no activation: it would measure memory.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from zaya_plugin.bench.probes import seconds
+from zaya_plugin.bench.results import WRONG, Column, Line, any_wrong, device_name, finish, free_bytes, only_device
+from zaya_plugin.ground.errors import mistake
+
+YARDSTICK = 750e3 / 1024  # TFLOP/s a device: AMD's ROCm blog, November 2025
+SIZES = {"cpu": (128, 256, 128, 2), "cuda": (8192, 32768, 8192, 4)}  # hidden, ffn, tokens, layers
+PARTS = (1, 2, 4, 8, 16)  # of the tokens, that are measured
+CALLS = {"cpu": 2, "cuda": 10}
+TOLERANCE = 2.0**-5  # of bf16 numbers that every layer rounds
+
+
+def wrong_elements(weights, step, x) -> int:
+    """Return the number of wrong elements of the gradients of x and of the first matrix.
+
+    With matrices s_j t_k / inputs of signs s and t every layer is the identity, forward and backward, for the rows
+    u_i s_k that overwrite x. Overwrites the weights too.
+    """
+    import torch
+
+    ffn, hidden = weights[0].shape
+    s, t = (1.0 - 2.0 * (torch.arange(size, device=x.device) % 3 == 0) for size in (hidden, ffn))
+    u = torch.arange(len(x), device=x.device) % 3 + 1.0
+    with torch.no_grad():
+        x.copy_(u[:, None] * s)
+        for up, down in zip(weights[::2], weights[1::2], strict=True):
+            up.copy_(t[:, None] * s / hidden)
+            down.copy_(s[:, None] * t / ffn)
+    expected = u[:, None] * s, t[:, None] * s * (u @ u) * hidden / ffn
+    differences = ((got - want).abs() <= TOLERANCE * want.abs() for got, want in zip(step(), expected, strict=False))
+    return sum(int((~near).sum()) for near in differences)
+
+
+def run(options) -> int:
+    """Measure; return 1 where a result is wrong. options: hidden, ffn, tokens, layers (None: the device's default),
+    output, commit and command.
+    """
+    device = only_device()
+    chosen = (options.hidden, options.ffn, options.tokens, options.layers)
+    hidden, ffn, tokens, layers = (size or default for size, default in zip(chosen, SIZES[device.type], strict=True))
+    needed = 2 * layers * (4 * hidden * ffn + tokens * (hidden + ffn)) + 8 * (tokens * (hidden + ffn) + hidden * ffn)
+    if needed > free_bytes(device):
+        problem = f"with --ffn={ffn}, --tokens={tokens}, --layers={layers} it needs {needed / 2**30:.1f} GiB"
+        allowed = f"what fits into {free_bytes(device) / 2**30:.1f} GiB of free memory"
+        raise mistake("--hidden", hidden, problem=problem, allowed=allowed, fix="smaller sizes")
+    import torch
+
+    rows, counts = [], sorted({max(1, tokens // part) for part in PARTS})
+    pairs = [((ffn, hidden), (hidden, ffn))] * layers
+    weights = [torch.randn(shape, device=device) / shape[1] ** 0.5 for pair in pairs for shape in pair]
+    weights = [weight.bfloat16().requires_grad_() for weight in weights]
+    for count in counts:
+        x = torch.randn(count, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+        def forward(x=x):
+            return functools.reduce(torch.nn.functional.linear, weights, x)
+
+        def step(x=x, forward=forward):
+            y = forward()
+            return torch.autograd.grad(y, (x, *weights), y.detach())
+
+        for name, call, passes in (("forward", forward, 1), ("forward and backward", step, 3)):
+            time = seconds(call, device, CALLS[device.type])
+            flops = passes * 4.0 * layers * count * hidden * ffn
+            rate = flops / time / 1e12
+            row = {"pass": name, "tokens": count, "gflop": flops / 1e9, "ms": 1e3 * time, "tflops": rate}
+            rows.append({**row, "share": rate / YARDSTICK, "wrong": 0})
+    rows[-1]["wrong"] = wrong_elements(weights, step, x)
+    finish(
+        "mlp",
+        rows,
+        [
+            Column("pass", "pass"),
+            Column("tokens", "tokens", ","),
+            Column("gflop", "GFLOP", ".4g"),
+            Column("ms", "ms", ".3f"),
+            Column("tflops", "TFLOP/s", ".4g"),
+            Column("share", f"of {YARDSTICK:.0f}", ".1%"),
+            WRONG,
+        ],
+        device=device,
+        command=options.command,
+        commit=options.commit,
+        output=options.output,
+        title=f"{layers} bf16 MLPs of {hidden:,} x {ffn:,}, {device_name(device)}",
+        lines=[
+            Line(name, counts, [row["tflops"] for row in rows if row["pass"] == name])
+            for name in dict.fromkeys(row["pass"] for row in rows)
+        ],
+        x="tokens",
+        y="TFLOP/s",
+        limit=("750 PFLOP/s of 1,024 MI300X", YARDSTICK),
+        more={"hidden": hidden, "ffn": ffn, "layers": layers},
+    )
+    return any_wrong(rows)

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prints the rows of a measurement as a table and writes them as one JSON file and a picture. No torch import."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+from zaya_plugin import __version__
+from zaya_plugin.ground.errors import free_memory, mistake
+from zaya_plugin.ground.whole_file import write_whole
+from zaya_plugin.pictures.chart import Line, bytes_text, save_of_record
+from zaya_plugin.plan.known_machine import named
+
+BYTES = "bytes"
+CPU_NAME = f"CPU {platform.processor() or platform.machine()}"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table: key of the rows, title, and form: a format spec, or BYTES for a binary prefix."""
+
+    key: str
+    title: str
+    form: str = ""
+
+    def cell(self, row: dict) -> str:
+        """Return the row's value as text, "" where it has none."""
+        value = row.get(self.key)
+        if value is None:
+            return ""
+        return bytes_text(value) if self.form == BYTES else format(value, self.form)
+
+
+WRONG = Column("wrong", "wrong")  # elements of a result
+
+
+def any_wrong(rows: Sequence[dict]) -> int:
+    """Return the exit code of a measurement: 1 where a result is wrong, with a line about it."""
+    if wrong := [row for row in rows if row["wrong"]]:
+        print(f"WRONG RESULTS: {len(wrong)} of {len(rows)} rows; see column {WRONG.title}", file=sys.stderr)
+    return int(bool(wrong))
+
+
+def table(rows: Sequence[dict], columns: Sequence[Column]) -> str:
+    """Return the rows under the titles; text to the left, numbers to the right."""
+    lines = [[column.title for column in columns], *([column.cell(row) for column in columns] for row in rows)]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    left = [any(isinstance(row.get(column.key), str) for row in rows) for column in columns]
+
+    def text(cells: list[str]) -> str:
+        padded = (
+            f"{cell:<{width}}" if is_text else f"{cell:>{width}}"
+            for cell, width, is_text in zip(cells, widths, left, strict=True)
+        )
+        return "  ".join(padded).rstrip()
+
+    return "\n".join(map(text, lines))
+
+
+def finish(
+    kind: str,
+    rows: list[dict],
+    columns: Sequence[Column],
+    *,
+    device,
+    command: str,
+    commit: str | None,
+    output: Path | None,
+    title: str,
+    lines: Sequence[Line],
+    x: str,
+    y: str,
+    limit: tuple[str, float] | None = None,
+    more: dict | None = None,
+) -> dict:
+    """Print `rows` as a table, write <output>/<kind>.json and <kind>.png, and return the record.
+
+    The record holds its picture, so `python -m zaya_plugin.pictures.chart` can draw it elsewhere.
+
+    Args:
+        kind: the word behind `zaya bench`. rows: of the table and of the record; where they have a ceiling, each
+            carries its own share of it under a column's key.
+        device: torch.device that was measured. command, commit: as typed; None: the commit of this checkout.
+        output: folder; None: nothing is written.
+        title, lines, x, y: the picture and its axes. limit: name and height of its dashed line, the ceiling.
+        more: further keys of the record.
+    """
+    print(f"{title}\n\n{table(rows, columns)}")
+    if limit is not None:
+        print(f"ceiling: {limit[0]}, {limit[1]:.4g} ({y})")
+    picture = {"title": title, "lines": [asdict(line) for line in lines], "x": x, "y": y, "limit": limit}
+    record = {
+        "schema": f"zaya bench {kind}/1",
+        **surroundings(device, command, commit),
+        **(more or {}),
+        "rows": rows,
+        "picture": picture,
+    }
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        path = output / f"{kind}.json"
+        write(path, record)
+        try:
+            print(f"written: {path}, {save_of_record(path)}", flush=True)
+        except ImportError as error:
+            print(
+                f"written: {path}. No picture ({error}): pip install 'zaya_plugin[pictures]', then python -m "
+                f"zaya_plugin.pictures.chart {path}",
+                flush=True,
+            )
+    return record
+
+
+def only_device(kind: str = "auto"):
+    """Return the torch.device that one process measures: the first accelerator, or the CPU where there is none. kind:
+    "auto", or a recipe's cluster.device.
+    """
+    import torch
+
+    if kind != "cpu" and torch.cuda.is_available():
+        return torch.device("cuda", 0)
+    if kind == "cuda":
+        raise mistake("cluster.device", kind, problem="torch finds no accelerator", fix="cluster=cpu")
+    return torch.device("cpu")
+
+
+def free_bytes(device) -> int:
+    """Return the free memory of a device."""
+    import torch
+
+    return free_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+
+
+def device_name(device) -> str:
+    """Return the name of `device` (torch.device) with which plan/known_machine.py finds its recipe."""
+    import torch
+
+    if device.type == "cpu":
+        return CPU_NAME
+    properties = torch.cuda.get_device_properties(device)
+    architecture = getattr(properties, "gcnArchName", "")  # of ROCm
+    return named(properties.name, architecture, properties.multi_processor_count, properties.total_memory / 2**30)
+
+
+def surroundings(device, command: str, commit_name: str | None) -> dict:
+    """Return device, date, command, commit and versions. commit_name: from the command line."""
+    import torch
+
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or torch.version.hip,
+    }
+    for package in ("megatron-core", "triton", "transformers"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return {
+        "device": device_name(device),
+        "date": now,
+        "command": command,
+        "commit": commit_name or commit(),
+        "versions": {"zaya_plugin": __version__, **versions},
+    }
+
+
+def commit() -> str | None:
+    """Return the checkout's commit, with -dirty if files differ from it; None outside a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    answer = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    return answer.stdout.strip() or None
+
+
+def write(path: Path, record: dict) -> None:
+    """Write `record` as JSON, atomically."""
+    write_whole(path, json.dumps(record, indent=1) + "\n")
