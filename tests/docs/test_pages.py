@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tools import docs
 from zaya_plugin.config.train_help import GROUPS, options
@@ -70,7 +71,10 @@ def broken_links(path: Path, text: str) -> list[str]:
 
 
 def test_links_of_pages_and_readme_lead_somewhere():
-    paths = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    paths = [
+        *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")),
+        *sorted((ROOT / "docs").glob("*.md")),
+    ]
     assert [line for path in paths for line in broken_links(path, path.read_text())] == []
     assert broken_links(paths[0], "[a](docs/none.md) [b](docs/data.md#none) [c](docs/data.md#limits)") == [
         "README.md: docs/none.md",
@@ -103,6 +107,15 @@ def test_every_option_of_every_group_is_named():
     for group in GROUPS:
         for option in options(group):
             assert f"`{option}`" in PAGES["recipes.md"], f"{group}={option}"
+
+
+def test_the_citation_names_the_version():
+    from zaya_plugin import __version__
+
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"], citation["cff-version"]) == (__version__, "Apache-2.0", "1.2.0")
+    for form in sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")):
+        assert yaml.safe_load(form.read_text()).keys() == {"name", "description", "body"}
 
 
 def test_the_readme_is_read_in_five_minutes():
