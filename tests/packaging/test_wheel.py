@@ -151,7 +151,16 @@ def test_metadata(wheel):
     metadata = metadata_of(wheel)
     assert metadata["Requires-Python"] == ">=3.10"
     assert metadata.get("License-Expression", metadata["License"]) == "Apache-2.0"
-    assert set(metadata.get_all("Provides-Extra")) == {"completion", "cpu", "data", "dev", "eval", "megatron"}
+    assert set(metadata.get_all("Provides-Extra")) == {
+        "completion",
+        "cpu",
+        "data",
+        "dev",
+        "docs",
+        "eval",
+        "megatron",
+        "pictures",
+    }
     archive = zipfile.ZipFile(wheel)
     (entry_points,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
     assert "zaya = zaya_plugin.cli:main" in archive.read(entry_points).decode()
