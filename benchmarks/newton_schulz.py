@@ -21,7 +21,8 @@ import torch
 from result_record import RESULTS, described, file_part, write
 
 import hip_ops
-from hip_ops.ops.newton_schulz.plan import coefficient_triples, default_restarts, multiply_adds
+from hip_ops.newton_schulz_form import default_restarts, multiply_adds
+from hip_ops.ops.newton_schulz.plan import coefficient_triples
 
 SHAPES = [
     (16, 2048, 4096),

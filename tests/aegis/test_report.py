@@ -8,7 +8,6 @@ import pytest
 
 from tests.aegis.journals import ONE_CRASH, attempt, begin, failure, first_step, row, write
 from zaya_plugin import cli
-from zaya_plugin.aegis.report import duration
 
 RECORDED = Path(__file__).parent / "corpus" / "curriculum.jsonl"
 
@@ -89,9 +88,3 @@ def test_a_curriculum_is_counted_on_from_stage_to_stage(tmp_path, capsys):
     assert found["training"] == pytest.approx(195.5, abs=0.5) and found["ettr"] == pytest.approx(0.3526, abs=1e-4)
     ((last, begin),) = found["attempts"][0]["starts"]
     assert begin - last == pytest.approx(104.6, abs=0.1)
-
-
-def test_durations_are_read_at_a_glance():
-    given = [None, 0.0, 3.25, 99.9, 100, 3599, 3600, 7260, 400 * 3600]
-    expected = ["-", "0.0 s", "3.2 s", "99.9 s", "1 min 40 s", "59 min 59 s", "1 h 00 min", "2 h 01 min", "16 d 16 h"]
-    assert [duration(each) for each in given] == expected

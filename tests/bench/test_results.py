@@ -19,6 +19,7 @@ COLUMNS = [
     Column("name", "kernel"),
     Column("tb_per_s", "TB/s", ".2f"),
     Column("share", "of peak", ".0%"),
+    Column("absent", "not shown"),
 ]
 
 

@@ -13,8 +13,10 @@ import pytest
 import hip_ops
 from hip_ops.saved_bytes import chunk_for
 from hip_ops.versions import VERSIONS
-from zaya_plugin.bench import expect, step_code
+from zaya_plugin.bench import step_code
 from zaya_plugin.config.compose import compose
+from zaya_plugin.plan.prediction import predict
+from zaya_plugin.plan.step_source import load
 
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "results"
 RECORD = RECORDS / "step40-4xh200-copy_engines.json"  # as in the table of docs/verification.md
@@ -25,11 +27,11 @@ TRITON_ONLY = {"router_mlp", "grouped_product"}
 def mi300x_step(record: dict) -> dict:
     words = ["experiment=zaya1_base", "cluster=mi300x_8", "data.path=none", "stage.global_batch_size=128"]
     words += ["parallel.recompute_granularity=selective", "parallel.recompute_modules=[permute]"]  # as the record
-    return expect.expect(record, compose(words), 8)
+    return predict(compose(words), 8, record).record()
 
 
 def test_the_stored_prediction_is_that_of_the_record():
-    record = expect.load(RECORD)
+    record = load(RECORD)
     result = mi300x_step(record)
     times = step_code.by_source(result, record)
     assert sum(times.values()) == pytest.approx(result["step"]["ms"], rel=1e-12)
@@ -41,7 +43,7 @@ def test_the_stored_prediction_is_that_of_the_record():
     # nearly all of this part is of one source
     rows = {row["part"]: row["ms"] for row in result["parts"]}
     slowed = 1 + rows["slowed"] / sum(
-        ms for part, ms in rows.items() if part not in (*expect.PARTS_WITHOUT_COLLECTIVES, "slowed")
+        ms for part, ms in rows.items() if part not in (*step_code.PARTS_WITHOUT_COLLECTIVES, "slowed")
     )
     assert times["attention"] == pytest.approx(rows["attention"] * slowed, rel=0.01)
     assert times["collectives"] == pytest.approx(result["step"]["exposed_communication_ms"])
@@ -123,7 +125,7 @@ OF_TODAY = (
 @pytest.mark.parametrize("name", OF_TODAY)
 def test_the_formulas_that_inductor_compiles_are_below_the_limit(name):
     """All of them together, and with every kernel of their part that was too short to be listed."""
-    record = expect.load(RECORDS / f"{name}.json")
+    record = load(RECORDS / f"{name}.json")
     kernels = [(row["part"], one) for row in record["parts"] for one in row["longest"]]
     formulas = [(part, one["ms"]) for part, one in kernels if step_code.source_of(one["name"]) == "formulas"]
     assert {part for part, _ in formulas} == {"norms"} and len(formulas) >= 4

@@ -16,7 +16,9 @@ ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 LINK = re.compile(r"(?<!!)\[[^]\n]*\]\(([^)\s]+)\)")
 # Made of the code, of docs/evidence.yaml, by the fault lab, or compared with a file.
-GENERATED = re.compile(r"<!-- (?:generated|primus|code|evidence|faults)\b.*?<!-- (?:end of|/)[^>]*-->", re.DOTALL)
+GENERATED = re.compile(
+    r"<!-- (?:generated|primus|code|evidence|faults|rules|prediction-errors)\b.*?<!-- (?:end of|/)[^>]*-->", re.DOTALL
+)
 
 
 def test_generated_parts_are_up_to_date():

@@ -35,7 +35,7 @@ def all_end(pids, seconds=SECONDS):
 
 
 def start(words, variables, lines, mode="save", **more):
-    """Start a program and wait for its first lines, two a rank."""
+    """Start a program and wait for its first lines, two a rank, and two of `zaya train`."""
     running = subprocess.Popen(
         words, env={**variables, "WORKER_MODE": mode, **more}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -56,7 +56,7 @@ def rank_of(pid):
 @pytest.mark.slow
 def test_a_killed_torchrun_takes_its_ranks_along(worker_program, tmp_path):  # noqa: F811
     words, variables = worker_program
-    running = start([*words, f"run_dir={tmp_path}/run"], variables, 4)
+    running = start([*words, f"run_dir={tmp_path}/run"], variables, 6)
     (torchrun,) = [pid for pid in descendants(running.pid) if parent_of(pid) == running.pid]
     ranks = [pid for pid in descendants(torchrun)]
     os.kill(torchrun, signal.SIGKILL)
@@ -76,7 +76,7 @@ def parent_of(pid):
 def test_a_signal_to_one_rank_is_an_early_end(worker_program, tmp_path, rank):  # noqa: F811
     """The other rank of the stand-in gets torchrun's own SIGTERM; the ranks of a real run agree."""
     words, variables = worker_program
-    running = start([*words, f"run_dir={tmp_path}/run"], variables, 4)
+    running = start([*words, f"run_dir={tmp_path}/run"], variables, 6)
     (pid,) = [pid for pid in descendants(running.pid) if rank_of(pid) == rank]
     os.kill(pid, signal.SIGTERM)
     _, stderr = running.communicate(timeout=SECONDS)
@@ -134,7 +134,7 @@ def test_a_rank_that_does_not_react_is_ended(worker_program, tmp_path):  # noqa:
     short = "from zaya_plugin.ground import parent_death; parent_death.GRACE_SECONDS = 1.0\n"
     worker = tmp_path / "programs" / "stand_in_worker.py"
     worker.write_text(short + worker.read_text())
-    running = start([*words, f"run_dir={tmp_path}/run"], variables, 4, mode="stuck")
+    running = start([*words, f"run_dir={tmp_path}/run"], variables, 6, mode="stuck")
     below = descendants(running.pid)
     (torchrun,) = [pid for pid in below if parent_of(pid) == running.pid]
     os.kill(torchrun, signal.SIGKILL)

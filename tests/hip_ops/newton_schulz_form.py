@@ -7,8 +7,9 @@ import contextlib
 from collections.abc import Sequence
 from unittest import mock
 
+from hip_ops.newton_schulz_form import default_restarts
 from hip_ops.ops import newton_schulz
-from hip_ops.ops.newton_schulz.plan import Plan, default_restarts
+from hip_ops.ops.newton_schulz.plan import Plan
 
 
 def plan_of(form: str, triples, dtype, restarts: Sequence[int] | None = None) -> Plan:

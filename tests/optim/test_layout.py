@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("megatron.core.optimizer.param_layout", reason="megatron-core 0.16 takes no layout")
 
-from hip_ops.ops.newton_schulz.plan import newton_schulz_flops  # noqa: E402
+from hip_ops.newton_schulz_form import newton_schulz_flops  # noqa: E402
 from zaya_plugin.optim.parameter_role import ExpertBlock, ParameterRole, role_of  # noqa: E402
 from zaya_plugin.optim.sharding.distributed import BufferLayout  # noqa: E402
 from zaya_plugin.optim.sharding.placement import MAX_PADDING, compute_expert_block_layout  # noqa: E402
@@ -141,7 +141,7 @@ def _newton_schulz_work(layout, shards):
     described, work = BufferLayout(layout.param_index_map, layout.bucket_indices, shards), [0.0] * shards
     for p in layout.param_index_map:
         count, m, n = role_of(p).matrices or (0, 1, 1)
-        work[described.pieces(p)[0][0]] += count * newton_schulz_flops(m, n, dtype=torch.float16)
+        work[described.pieces(p)[0][0]] += count * newton_schulz_flops(m, n)
     return work
 
 
@@ -317,11 +317,7 @@ def test_any_set_of_parameters_is_covered_once(shards, bucket_size, layers, expe
     order = [layout.param_index_map[p][2] for p in reversed(params)]
     assert order == sorted(order)
     # The owners' work is the work of their matrices, and its sum is the whole work.
-    costs = {
-        p: b * newton_schulz_flops(m, n, dtype=torch.float16)
-        for p in params
-        for b, m, n in [role_of(p).matrices or (0, 1, 1)]
-    }
+    costs = {p: b * newton_schulz_flops(m, n) for p in params for b, m, n in [role_of(p).matrices or (0, 1, 1)]}
     owned = [0.0] * shards
     for p, rank in {(p, rank) for p, rank, _ in _owners(layout, shards)}:
         owned[rank] += costs[p]

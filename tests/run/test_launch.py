@@ -40,7 +40,8 @@ def test_ranks_run_and_the_console_shows_them_without_decoration(worker_program,
     done = finish(worker_program, tmp_path / "run", "variables", *overrides)
     assert (done.returncode, done.stderr) == (0, "")
     lines = sorted(done.stdout.splitlines())
-    assert lines[2:] == ["rank 0 of 2 runs cpu_demo", "rank 1 of 2 runs cpu_demo"]
+    assert lines[2:4] == ["rank 0 of 2 runs cpu_demo", "rank 1 of 2 runs cpu_demo"]
+    assert [line.split()[1] for line in lines[4:]] == ["parameters", "tokens"]
     assert lines[0] == lines[1] and lines[0].startswith(
         "OMP_NUM_THREADS=3|CUDA_VISIBLE_DEVICES=|TORCHDYNAMO_DISABLE=1|CUSTOM=yes|"
     )
@@ -146,7 +147,7 @@ def test_a_signal_reaches_the_ranks_and_they_have_time_to_save(worker_program, t
         stderr=subprocess.PIPE,
         text=True,
     )
-    for _ in range(4):  # two lines a rank
+    for _ in range(6):  # two lines about the run, two lines a rank
         running.stdout.readline()
     running.send_signal(number)
     assert running.stderr.readline().startswith("zaya: stopping; the ranks save first.")
@@ -167,8 +168,8 @@ def test_the_console_says_for_whom_the_ranks_wait(worker_program, tmp_path):
         stdout=subprocess.PIPE,
         text=True,
     )
-    lines = [running.stdout.readline() for _ in range(3)]
-    assert lines[2] == "zaya: rank 1: waits for rank 0, of 2 ranks\n"
+    lines = [running.stdout.readline() for _ in range(5)]
+    assert lines[4] == "zaya: rank 1: waits for rank 0, of 2 ranks\n"
     running.send_signal(signal.SIGTERM)
     assert running.communicate(timeout=300)[0] == ""
     assert running.returncode == 128 + signal.SIGTERM
@@ -184,7 +185,7 @@ def test_a_second_signal_ends_ranks_that_do_not_leave(worker_program, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     )
-    for _ in range(4):
+    for _ in range(6):
         running.stdout.readline()
     running.send_signal(signal.SIGTERM)
     assert [running.stdout.readline(), running.stdout.readline()] == ["saving\n", "saving\n"]
@@ -201,7 +202,7 @@ def test_ranks_end_when_their_parent_is_killed(worker_program, tmp_path):
         stdout=subprocess.PIPE,
         text=True,
     )
-    for _ in range(4):
+    for _ in range(6):
         running.stdout.readline()
     running.kill()
     deadline = time.monotonic() + 60

@@ -10,6 +10,7 @@ from typing import Any
 
 from zaya_plugin.aegis.account import Account, Stage
 from zaya_plugin.aegis.diagnose.evidence import printable
+from zaya_plugin.ground.durations import duration
 
 SHOWN = 500  # rows of a table
 
@@ -22,19 +23,6 @@ class Table:
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]]
     note: str = ""
-
-
-def duration(seconds: float | None) -> str:
-    """Return `seconds` for a person."""
-    if seconds is None:
-        return "-"
-    if seconds < 99.95:
-        return f"{seconds:.1f} s"
-    minutes = round(seconds / 60)
-    if seconds < 3600:
-        return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours < 100 else f"{hours // 24} d {hours % 24:02d} h"
 
 
 def percent(share: float | None) -> str:

@@ -30,7 +30,8 @@ from zaya_plugin.aegis.protocol import (
     Row,
     Symptom,
 )
-from zaya_plugin.aegis.report import duration, percent
+from zaya_plugin.aegis.report import percent
+from zaya_plugin.ground.durations import duration
 from zaya_plugin.ground.exit_codes import ENDED_EARLY
 
 QUIET_SECONDS, QUIET_STEPS = 600.0, 20  # without a step, of a run that trains

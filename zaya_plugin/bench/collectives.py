@@ -10,13 +10,12 @@ slowest rank's time of each call, eff_gbps of bytes and p50_ms. No torch import 
 
 from __future__ import annotations
 
-import math
 import socket
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from zaya_plugin.bench.probes import CHECKED_AT_ONCE, PERIOD, call_seconds
+from zaya_plugin.bench.probes import CHECKED_AT_ONCE, PERIOD, call_seconds, percentile
 from zaya_plugin.bench.results import free_bytes
 from zaya_plugin.config.schema import MachineConfig
 from zaya_plugin.plan.expected_step import between_instances, collective_seconds
@@ -30,33 +29,21 @@ PRIMUS_COLUMNS = (
 )
 
 
-@dataclass(frozen=True)
-class Operation:
-    """A collective. name, redop: rccl-tests'. primus: Primus' name. whole_input, whole_output: whether a rank's buffer
-    has all `size` bytes, or one part of them for each rank. in_place: it has one buffer.
-    """
-
-    name: str
-    primus: str
-    redop: str = "none"
-    whole_input: bool = True
-    whole_output: bool = True
-    in_place: bool = False
-
-    def sent(self, ranks: int) -> float:
-        """Return the bytes that a device sends in a ring, over `size` (rccl-tests' factor of busBw)."""
-        if self.name == "Broadcast":
-            return 1.0
-        return (2 if self.name == "AllReduce" else 1) * (ranks - 1) / ranks
-
-
+# Our name -> rccl-tests' name and operation, Primus' name, and whether a rank's input and output have all `size` bytes, or
+# one part of them for each rank. The first and the fourth have one buffer.
 OPERATIONS = {
-    "all_reduce": Operation("AllReduce", "all_reduce", "sum", in_place=True),
-    "reduce_scatter": Operation("ReduceScatter", "reduce_scatter", "sum", whole_output=False),
-    "all_gather": Operation("AllGather", "all_gather", whole_input=False),
-    "broadcast": Operation("Broadcast", "broadcast", in_place=True),
-    "all_to_all": Operation("AlltoAll", "alltoall"),
+    "all_reduce": ("AllReduce", "sum", "all_reduce", True, True),
+    "reduce_scatter": ("ReduceScatter", "sum", "reduce_scatter", True, False),
+    "all_gather": ("AllGather", "none", "all_gather", False, True),
+    "broadcast": ("Broadcast", "none", "broadcast", True, True),
+    "all_to_all": ("AlltoAll", "none", "alltoall", True, True),
 }
+IN_PLACE = ("all_reduce", "broadcast")
+
+
+def sent(op: str, ranks: int) -> float:
+    """Return the bytes that a device sends in a ring, over `size`: rccl-tests' factor of busBw."""
+    return 1.0 if op == "broadcast" else (1 + (op == "all_reduce")) * (ranks - 1) / ranks
 
 
 @dataclass(frozen=True)
@@ -68,29 +55,25 @@ class Partition:
     ranks: int
     stride: int = 1
 
-    def groups(self, world: int) -> Iterator[list[int]]:
-        """Yield the ranks of each group."""
+    def group_of(self, rank: int) -> list[int]:
+        """Return the ranks of the group that has `rank`."""
         block = self.ranks * self.stride
-        for first in range(0, world, block):
-            for offset in range(self.stride):
-                yield list(range(first + offset, first + block, self.stride))
+        first = rank // block * block + rank % self.stride
+        return list(range(first, first + block, self.stride))
 
     def __str__(self) -> str:
         return f"{self.ranks} rank{'s' * (self.ranks > 1)}" + f", distance {self.stride}" * (self.stride > 1)
-
-
-def divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def partitions(world: int, of_node: int) -> list[Partition]:
     """Return groups within a node of every size that divides it, groups of whole nodes, and groups with one rank of
     each node or of each group of nodes.
     """
-    several = divisors(world // of_node)[1:]
-    within = [Partition(ranks) for ranks in divisors(of_node)]
-    whole = [Partition(of_node * nodes) for nodes in several]
-    return within + whole + ([Partition(nodes, world // nodes) for nodes in several] if of_node > 1 else [])
+    within, nodes = (
+        [divisor for divisor in range(1, number + 1) if number % divisor == 0] for number in (of_node, world // of_node)
+    )
+    one_a_node = [Partition(count, world // count) for count in nodes[1:] if of_node > 1]
+    return [*map(Partition, within), *(Partition(of_node * count) for count in nodes[1:]), *one_a_node]
 
 
 def link_rate(machine: MachineConfig, ranks: int, stride: int = 1) -> float:
@@ -107,11 +90,11 @@ def link_rate(machine: MachineConfig, ranks: int, stride: int = 1) -> float:
     return machine.link_gb_per_s * links
 
 
-def predicted_seconds(machine: MachineConfig, operation: Operation, partition: Partition, size: int) -> float:
+def predicted_seconds(machine: MachineConfig, op: str, partition: Partition, size: int) -> float:
     """Return the time of one call by the model of `zaya bench expect` (plan/expected_step.py)."""
-    if operation.name == "AllReduce" and partition.stride > 1:
+    if op == "all_reduce" and partition.stride > 1:
         return between_instances(machine, partition.stride, partition.ranks, size)
-    return collective_seconds(machine, partition.ranks, operation.sent(partition.ranks) * size)
+    return collective_seconds(machine, partition.ranks, sent(op, partition.ranks) * size)
 
 
 def value(index, rank):
@@ -132,18 +115,8 @@ def expected(op: str, index, rank: int, ranks: int, part: int):
     return ranks * value(place, 0) + ranks * (ranks - 1) // 2
 
 
-def filled(tensor, of: Callable) -> None:
-    """Write of(index) to the elements of `tensor` with the numbers `index`."""
-    for index, chunk in _chunks(tensor):
-        chunk.copy_(of(index))
-
-
-def wrong_elements(tensor, of: Callable):
-    """Return how many elements of `tensor` differ from of(index), as a tensor."""
-    return sum((chunk != of(index)).sum() for index, chunk in _chunks(tensor))
-
-
-def _chunks(tensor):
+def chunks(tensor):
+    """Yield the numbers of elements, and the elements, a part at a time, so that a check needs little memory."""
     import torch
 
     for first in range(0, tensor.numel(), CHECKED_AT_ONCE):
@@ -157,12 +130,10 @@ def buffers(op: str, size: int, ranks: int, device) -> tuple:
     """
     import torch
 
-    operation, part = OPERATIONS[op], size // ELEMENT // ranks
-    count = size // ELEMENT if operation.in_place else part * ranks
-    source = torch.empty(count if operation.whole_input else part, device=device)
-    if operation.in_place:
-        return source, source
-    return source, torch.empty(count if operation.whole_output else part, device=device)
+    part = size // ELEMENT // ranks
+    if op in IN_PLACE:
+        return (torch.empty(size // ELEMENT, device=device),) * 2
+    return tuple(torch.empty(part * (ranks if whole else 1), device=device) for whole in OPERATIONS[op][3:])
 
 
 def call_of(op: str, source, target, group) -> Callable[[], object]:
@@ -187,11 +158,13 @@ def largest_size(op: str, ranks: int, device) -> int:
     if device.type != "cpu":
         torch.cuda.empty_cache()
     free = free_bytes(device) / (distributed.get_world_size() if device.type == "cpu" else 1)
-    operation = OPERATIONS[op]
-    shares = [1.0 if whole else 1 / ranks for whole in (operation.whole_input, operation.whole_output)]
     least = torch.tensor(free, device=device)
     distributed.all_reduce(least, distributed.ReduceOp.MIN)
-    return int(USABLE * least.item() / (shares[0] if operation.in_place else sum(shares)))
+    return int(
+        USABLE
+        * least.item()
+        / (1 if op in IN_PLACE else sum(1 if whole else 1 / ranks for whole in OPERATIONS[op][3:]))
+    )
 
 
 def measure(
@@ -212,62 +185,60 @@ def measure(
 
     world = distributed.get_world_size()
     partition = partition or Partition(world)
-    operation, ranks, rank = OPERATIONS[op], partition.ranks, distributed.get_rank(group)
+    ranks, rank = partition.ranks, distributed.get_rank(group)
     hosts: list[str] = [""] * world
     distributed.all_gather_object(hosts, socket.gethostname())
     most, rows = largest_size(op, ranks, device), []
     for size in sizes:
-        if size // ELEMENT < ranks:
-            continue
         if size > most:
             say(f"{op} of {partition}: {size:,} bytes and more do not fit into the free memory ({most:,} do)")
             break
+        if size // ELEMENT < ranks:
+            continue
         source, target = buffers(op, size, ranks, device)
-        part = max(source.numel(), target.numel()) // ranks
-        filled(source, lambda index: value(index, rank))
+        largest = max(source.numel(), target.numel())
+        for index, chunk in chunks(source):
+            chunk.copy_(value(index, rank))
         call = call_of(op, source, target, group)
         call()
-        wrong = wrong_elements(target, lambda index, part=part: expected(op, index, rank, ranks, part))
+        differ = (chunk != expected(op, index, rank, ranks, largest // ranks) for index, chunk in chunks(target))
+        wrong = sum(int(places.sum()) for places in differ)
         distributed.barrier()
         times = call_seconds(call, device, CALLS[device.type])
-        mine = torch.tensor([*times, float(wrong)], dtype=torch.float64, device=device)
+        mine = torch.tensor([*times, wrong], dtype=torch.float64, device=device)
         gathered = [torch.empty_like(mine) for _ in range(world)]
         distributed.all_gather(gathered, mine)
-        nbytes = ELEMENT * max(source.numel(), target.numel())
-        rows.append(row_of(operation, partition, nbytes, [other.tolist() for other in gathered], hosts))
-        del source, target, call
+        rows.append(row_of(op, partition, ELEMENT * largest, [other.tolist() for other in gathered], hosts))
+        del source, target, call, chunk  # before the next size
     return rows
 
 
-def row_of(
-    operation: Operation, partition: Partition, size: int, gathered: Sequence[Sequence[float]], hosts: Sequence[str]
-) -> dict:
+def row_of(op: str, partition: Partition, size: int, gathered: Sequence[Sequence[float]], hosts: Sequence[str]) -> dict:
     """Return a row. gathered: of every rank the seconds of its calls, and at the end its number of wrong elements."""
+    name, redop, primus_name, *whole = OPERATIONS[op]
     times, ranks = [values[:-1] for values in gathered], partition.ranks
     slowest = [max(of_call) for of_call in zip(*times, strict=True)]
     late = [percentile(of_rank, 95) for of_rank in times]
     last = late.index(max(late))
-    seconds = statistics.fmean(map(statistics.fmean, times))
-    whole = operation.whole_input and operation.whole_output
-    primus_bytes = size if whole else size // ranks
-    factor = (2 if operation.name == "AllReduce" else 1) * (ranks - 1) / ranks  # Primus' is this for broadcast too
-    p50 = percentile(slowest, 50)
+    seconds, p50 = statistics.fmean(map(statistics.fmean, times)), percentile(slowest, 50)
+    primus_bytes = size if all(whole) else size // ranks
+    factor = sent(op, ranks) if op != "broadcast" else (ranks - 1) / ranks  # Primus' own
     return {
         "size": size,
         "type": "float",
-        "redop": operation.redop,
+        "redop": redop,
         "time": 1e6 * seconds,
         "algBw": size / seconds / 1e9,
-        "busBw": operation.sent(ranks) * size / seconds / 1e9,
+        "busBw": sent(op, ranks) * size / seconds / 1e9,
         "#wrong": int(sum(values[-1] for values in gathered)),
         "gpus": ranks,
-        "name": operation.name,
-        "inPlace": int(operation.in_place),
+        "name": name,
+        "inPlace": int(op in IN_PLACE),
         "stride": partition.stride,
         "host": hosts[0],
         "world": ranks,
         "suite": "rccl",
-        "op": operation.primus,
+        "op": primus_name,
         "bytes": primus_bytes,
         "dtype": "float32",
         "repeat": 1,
@@ -279,10 +250,3 @@ def row_of(
         "slowest_rank": f"r{last}@{hosts[last]}",
         "rank_p95_spread_ms": 1e3 * (max(late) - percentile(late, 50)),
     }
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the percentile with linear interpolation between neighbours."""
-    ordered, place = sorted(values), (len(values) - 1) * percent / 100
-    low = math.floor(place)
-    return ordered[low] + (place - low) * (ordered[math.ceil(place)] - ordered[low])

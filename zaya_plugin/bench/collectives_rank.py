@@ -5,18 +5,17 @@ started like a rank of training.
 
 from __future__ import annotations
 
-import csv
 import datetime
-import io
 import json
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
+from itertools import count, groupby, takewhile
 from pathlib import Path
 
 from zaya_plugin.bench import collectives
 from zaya_plugin.bench.collectives import OPERATIONS, PRIMUS_COLUMNS, Partition
-from zaya_plugin.bench.options import Sweep
 from zaya_plugin.bench.results import BYTES, Column, Line, device_name, finish
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.whole_file import write_whole
@@ -37,81 +36,89 @@ COLUMNS = (
 )
 
 
-def sizes(options: Sweep, device_type: str) -> list[int]:
+def sizes(options: Namespace, device_type: str) -> list[int]:
     """Return the sizes of the sweep, powers of the factor from --min-bytes on; --max-bytes is the last."""
-    most, size, result = options.most or LARGEST[device_type], options.least, []
-    while size < most:
-        result.append(size)
-        size *= options.factor
-    return [*result, most]
+    most = options.most or LARGEST[device_type]
+    powers = takewhile(lambda size: size < most, (options.least * options.factor**step for step in count()))
+    return [*powers, most]
 
 
-def chosen_partitions(options: Sweep, world: int, of_node: int) -> list[Partition]:
-    """Return the groups to measure; raises ValueError for a number of ranks that forms none."""
-    known = collectives.partitions(world, of_node)
-    for ranks in options.groups:
-        if all(partition.ranks != ranks for partition in known):
-            problem = f"{world} ranks, {of_node} a node, form no such groups"
-            allowed = ", ".join(str(ranks) for ranks in sorted({partition.ranks for partition in known}))
-            raise mistake("--groups", ranks, problem=problem, allowed=allowed)
-    return [partition for partition in known if not options.groups or partition.ranks in options.groups]
+def sweep(options: Namespace, world: int, of_node: int, device, machine, say) -> list[dict]:
+    """Return the rows of all groups; every rank calls it. machine: rates of this device's recipe, or None.
 
-
-def sweep(options: Sweep, world: int, of_node: int, device, machine, say) -> list[dict]:
-    """Return the rows of all groups; every rank calls it. machine: rates of this device's recipe, or None."""
+    Raises:
+        ValueError: no groups have the numbers of ranks of --group.
+    """
     from torch import distributed
 
-    rows, rank = [], distributed.get_rank()
-    for partition in chosen_partitions(options, world, of_node):
-        (mine,) = (group for group in partition.groups(world) if rank in group)
-        group = distributed.new_group(mine, use_local_synchronization=True)
-        for op in options.ops:
-            operation = OPERATIONS[op]
-            if partition.ranks == 1 and operation.in_place:
+    rows, known = [], collectives.partitions(world, of_node)
+    if unknown := {*(options.group or ())} - {partition.ranks for partition in known}:
+        allowed = ", ".join(str(ranks) for ranks in sorted({partition.ranks for partition in known}))
+        problem = f"{world} ranks, {of_node} a node, form no such groups"
+        raise mistake("--group", min(unknown), problem=problem, allowed=allowed)
+    for partition in known:
+        if options.group and partition.ranks not in options.group:
+            continue
+        group = distributed.new_group(partition.group_of(distributed.get_rank()), use_local_synchronization=True)
+        for op in options.op or OPERATIONS:
+            if partition.ranks == 1 and op in collectives.IN_PLACE:
                 continue  # nothing is moved
             say(f"{op}, {partition}")
             measured = collectives.measure(op, sizes(options, device.type), device, partition, group, say)
-            rate = collectives.link_rate(machine, partition.ranks, partition.stride) if machine else 0.0
-            for row in measured:
-                row |= {"group": str(partition)}
-                if rate and partition.ranks > 1:
-                    seconds = collectives.predicted_seconds(machine, operation, partition, row["size"])
-                    sent = operation.sent(partition.ranks) * row["size"]
-                    row |= {"share": row["busBw"] / rate, "predicted_us": 1e6 * seconds}
-                    row |= {"predicted_busBw": sent / seconds / 1e9}
-            rows += measured
+            rows += [row | compared(op, partition, row, machine) for row in measured]
         distributed.destroy_process_group(group)
     return rows
 
 
+def compared(op: str, partition: Partition, row: dict, machine) -> dict:
+    """Return the row's group, and with known rates its share of the links and the prediction."""
+    if machine is None or partition.ranks == 1:
+        return {"group": str(partition)}
+    seconds = collectives.predicted_seconds(machine, op, partition, row["size"])
+    return {
+        "group": str(partition),
+        "share": row["busBw"] / collectives.link_rate(machine, partition.ranks, partition.stride),
+        "predicted_us": 1e6 * seconds,
+        "predicted_busBw": collectives.sent(op, partition.ranks) * row["size"] / seconds / 1e9,
+    }
+
+
 def summary(rows: Sequence[dict]) -> list[dict]:
-    """Return for each collective and group the best rate, the size at which it is saturated, and the time of the
-    smallest size; `best_group` marks the number of neighbours of a collective with the highest rate.
+    """Return for each collective and group the best rate, and the size at which it is saturated; the number of
+    neighbours with the highest rate of a collective is marked.
     """
-    result = []
-    for name, group in dict.fromkeys((row["name"], row["group"]) for row in rows if row["gpus"] > 1):
-        of_group = [row for row in rows if (row["name"], row["group"]) == (name, group)]
-        best = max(of_group, key=lambda row: row["busBw"])
-        entry = {"name": name, "group": group, "gpus": best["gpus"], "stride": best["stride"]}
-        entry |= {"busBw": best["busBw"], "saturated_size": saturation(of_group), "latency_us": of_group[0]["time"]}
-        result.append(entry)
-    for entry in result:
-        peers = [other["busBw"] for other in result if (other["name"], other["stride"]) == (entry["name"], 1)]
-        entry["best_group"] = entry["stride"] == 1 and entry["busBw"] == max(peers)
-    return result
+    best: dict[str, float] = {}
+    for row in rows:
+        if row["stride"] == 1:
+            best[row["name"]] = max(best.get(row["name"], 0.0), row["busBw"])
+    groups = groupby((row for row in rows if row["gpus"] > 1), lambda row: (row["name"], row["group"]))
+    results = []
+    for (name, group), of_rows in groups:
+        of_group = list(of_rows)
+        rate = max(row["busBw"] for row in of_group)
+        results.append(
+            {
+                "name": name,
+                "group": group,
+                "busBw": rate,
+                "saturated_size": saturation(of_group),
+                "best_group": rate == best[name] and of_group[0]["stride"] == 1,
+                "sizes": [row["size"] for row in of_group],
+                "rates": [row["busBw"] for row in of_group],
+            }
+        )
+    return results
 
 
-def report(rows: list[dict], options: Sweep, world: int, of_node: int, device, machine) -> None:
+def report(rows: list[dict], options: Namespace, output: Path, world: int, of_node: int, device, machine) -> None:
     """Print and write the results of rank 0."""
     groups, plans = summary(rows), recommended(rows, of_node)
-    most = max(row["gpus"] for row in rows if row["stride"] == 1)
-    shown = [row for row in rows if row["gpus"] > 1 and (row["gpus"] == most or row["name"] == "ReduceScatter")]
-    points: dict[str, tuple[list, list]] = {}
-    for row in shown:
-        x, y = points.setdefault(f"{row['name']}, {row['group']}", ([], []))
-        x.append(row["size"])
-        y.append(row["busBw"])
-    lines = [Line(name, x, y) for name, (x, y) in points.items()]
+    most = str(Partition(max(row["gpus"] for row in rows if row["stride"] == 1)))
+    lines = [
+        Line(f"{entry['name']}, {entry['group']}", entry["sizes"], entry["rates"])
+        for entry in groups
+        if entry["group"] == most or entry["name"] == "ReduceScatter"
+    ]
     finish(
         "collectives",
         rows,
@@ -119,7 +126,7 @@ def report(rows: list[dict], options: Sweep, world: int, of_node: int, device, m
         device=device,
         command=options.command,
         commit=options.commit,
-        output=Path(options.output),
+        output=output,
         title=f"Collectives, {world} ranks, {of_node} a node",
         lines=lines,
         x="bytes",
@@ -143,30 +150,23 @@ def report(rows: list[dict], options: Sweep, world: int, of_node: int, device, m
             + ("; the rate still rises at the largest size" if plan["still_rising"] else "")
         )
     if plans:
-        print(f"apply it: parallel.bucket_plan={Path(options.output) / 'collectives.json'}")
+        print(f"apply it: parallel.bucket_plan={output / 'collectives.json'}")
     if options.table:
         write_table(Path(options.table), rows, options, world)
 
 
-def write_table(path: Path, rows: Sequence[dict], options: Sweep, world: int) -> None:
-    """Write Primus' columns, with its number of digits, as Markdown, CSV or JSON lines by the name of the file."""
+def write_table(path: Path, rows: Sequence[dict], options: Namespace, world: int) -> None:
+    """Write Primus' columns, with its number of digits: JSON lines or CSV by the name of the file, else Markdown."""
     digits = {"eff_gbps": ".2f"} | {key: ".3f" for key in PRIMUS_COLUMNS if key.endswith("_ms")}
     cells = [[format(row[key], digits.get(key, "")) for key in PRIMUS_COLUMNS] for row in rows]
-    text = io.StringIO()
+    lines = [f"| {' | '.join(of_row)} |" for of_row in (PRIMUS_COLUMNS, ["---"] * len(PRIMUS_COLUMNS), *cells)]
+    lines = [f"# RCCL Benchmark Report\n\n- World Size: {world}\n- Command: `{options.command}`\n", *lines]
     if path.suffix == ".jsonl":
-        text.writelines(json.dumps(dict(zip(PRIMUS_COLUMNS, of_row, strict=True))) + "\n" for of_row in cells)
+        lines = [json.dumps(dict(zip(PRIMUS_COLUMNS, of_row, strict=True))) for of_row in cells]
     elif path.suffix == ".csv":
-        csv.writer(text, lineterminator="\n").writerows([PRIMUS_COLUMNS, *cells])
-    else:
-        now = f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S}"
-        text.write(
-            f"# RCCL Benchmark Report\n\n- Date: {now}\n- World Size: {world}\n- Ops: {', '.join(options.ops)}\n"
-        )
-        text.write(f"- Command: `{options.command}`\n- Git Commit: {options.commit}\n\n")
-        table = [PRIMUS_COLUMNS, ["---"] * len(PRIMUS_COLUMNS), *cells]
-        text.writelines(f"| {' | '.join(of_row)} |\n" for of_row in table)
+        lines = [",".join(of_row) for of_row in (PRIMUS_COLUMNS, *cells)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, text.getvalue())
+    write_whole(path, "\n".join(lines) + "\n")
 
 
 def main(argv: list[str]) -> int:
@@ -176,7 +176,7 @@ def main(argv: list[str]) -> int:
 
     from zaya_plugin.config.compose import load_recipe
 
-    recipe, options = load_recipe(Path(argv[0])), Sweep(**json.loads(argv[1]))
+    recipe, options = load_recipe(Path(argv[0])), Namespace(**json.loads(argv[1]))
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     of_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     device = torch.device("cpu")
@@ -196,7 +196,7 @@ def main(argv: list[str]) -> int:
     try:
         rows = sweep(options, world, of_node, device, machine, say)
         if rank == 0:
-            report(rows, options, world, of_node, device, machine)
+            report(rows, options, Path(recipe.run_dir), world, of_node, device, machine)
     except ValueError as error:
         print(f"zaya: {error}", file=sys.stderr)
         return 2

@@ -21,18 +21,16 @@ def main(argv: list[str]) -> int:
 
 
 def measure(options: dict, recipe, rank: int, world_size: int, console) -> None:
-    """Read micro-batches on every rank at the same time; rank 0 reports all. options: batches, output, command,
-    commit.
-    """
+    """Read micro-batches on every rank at the same time; rank 0 reports all. options: batches, command, commit."""
     from torch import distributed
 
     from zaya_plugin.hosts import worker
 
     worker.prepare(recipe)
     from zaya_plugin.hosts import loader_processes
-    from zaya_plugin.hosts.loader_alone import loader_of
+    from zaya_plugin.hosts.stage_handover import loader_alone
 
-    loader, of_step = loader_of(recipe)
+    loader, of_step = loader_alone(recipe)
     distributed.barrier()
     moments = [time.perf_counter()]
     for number, _ in zip(range(options["batches"] + 1), loader, strict=False):
@@ -95,7 +93,7 @@ def report(gathered: list[list[float]], of_step: int, options: dict, recipe, con
             device=torch.device("cpu"),
             command=options["command"],
             commit=options["commit"],
-            output=Path(options["output"]),
+            output=Path(recipe.run_dir),
             title=f"Loader of {recipe.name}, {recipe.data.num_workers} workers on each of {len(rows)} ranks",
             lines=[Line(f"rank {slowest['rank']}, the slowest", list(range(1, len(rates) + 1)), rates)],
             x="micro-batches read",

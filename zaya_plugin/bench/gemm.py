@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from zaya_plugin.bench.options import with_data_path
 from zaya_plugin.bench.probes import ON_ACCELERATOR, ON_CPU, product
 from zaya_plugin.bench.results import WRONG, Column, Line, any_wrong, device_name, finish, only_device
-from zaya_plugin.config.schema import MISSING
 from zaya_plugin.plan.products import DIRECTIONS, Product, square_product
 
 if TYPE_CHECKING:
@@ -31,8 +30,9 @@ def products_of(overrides: list[str]) -> tuple[list[Product], Recipe]:
     from zaya_plugin.plan import products, recipe_plan
     from zaya_plugin.run.rank_plan import planned_ranks
 
-    recipe = compose(overrides)
-    if recipe.data.path == MISSING:
+    try:
+        recipe = compose(overrides)
+    except ValueError:  # of data.path, or one that the second attempt raises too
         recipe = compose(with_data_path(overrides))
     world = planned_ranks(recipe)
     validate(recipe, world)

@@ -9,13 +9,13 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zaya_plugin.bench import step_report
-from zaya_plugin.bench.options import ANCHOR, RECORD, Options, Sweep, measured_recipe, with_data_path
+from zaya_plugin.bench.options import ANCHOR, RECORD, Options, measured_recipe, with_data_path
 from zaya_plugin.bench.results import write
 from zaya_plugin.ground.errors import mistake
 
@@ -75,30 +75,27 @@ def _measure(options: Options, recipe: Recipe, plan: Plan) -> int:
     return code
 
 
-def run_collectives(recipe: Recipe, options: Sweep) -> int:
+def run_collectives(recipe: Recipe, options: dict) -> int:
     """Start the ranks of a sweep, or become the one that an outer launcher has started; return the exit code."""
     from zaya_plugin.config.compose import save_recipe
     from zaya_plugin.config.run_directory import make_writable
     from zaya_plugin.run.rank_plan import unchecked_plan
 
-    recipe = replace(recipe, run_dir=options.output)
-    plan = unchecked_plan(recipe, os.environ, ("zaya_plugin.bench.collectives_rank", json.dumps(asdict(options))))
+    plan = unchecked_plan(recipe, os.environ, ("zaya_plugin.bench.collectives_rank", json.dumps(options)))
     if plan.world_size < 2:
         problem = "a collective needs two ranks"
         raise mistake("nproc", plan.world_size, problem=problem, allowed="2 or more", fix="nproc=2")
-    make_writable(options.output)
+    make_writable(recipe.run_dir)
     if plan.command is not None:
-        save_recipe(recipe, Path(options.output) / "recipe.yaml")
+        save_recipe(recipe, Path(recipe.run_dir) / "recipe.yaml")
     return _run_ranks(recipe, plan)
 
 
-def run_loader(batches: int, output: str | None, overrides: list[str], command: str, commit: str | None) -> int:
-    """Start the ranks that read `batches` micro-batches each with the recipe's loader; return the exit code."""
+def run_loader(recipe: Recipe, options: dict) -> int:
+    """Start the ranks that read with the recipe's loader; return the exit code."""
     from zaya_plugin.run.launch import launch
     from zaya_plugin.run.rank_plan import make_plan
 
-    recipe = recipe_of(Options(steps=batches + 1), output, overrides)  # a step has one micro-batch or more
-    options = {"batches": batches, "output": recipe.run_dir, "command": command, "commit": commit}
     plan = make_plan(recipe, os.environ, ("zaya_plugin.bench.data_rank", json.dumps(options)))
     return launch(recipe, plan=plan, run=_run_ranks)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of `zaya bench step` and `zaya bench collectives`, and the recipe that the ranks run. No torch import."""
+"""The options of `zaya bench step`, and the recipe that its ranks run. No torch import."""
 
 from __future__ import annotations
 
@@ -36,23 +36,6 @@ class Options:
     @staticmethod
     def from_json(text: str) -> Options:
         return Options(**json.loads(text))
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """The command line of `zaya bench collectives`. least, most: bytes; most 0: the default of the device. ops: keys of
-    collectives.OPERATIONS. groups: numbers of ranks, empty for all. table: file with Primus' columns.
-    """
-
-    least: int
-    most: int
-    factor: int
-    ops: list[str]
-    groups: list[int]
-    table: str | None
-    output: str
-    command: str
-    commit: str | None
 
 
 def with_data_path(overrides: list[str]) -> list[str]:

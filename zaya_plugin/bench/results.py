@@ -50,7 +50,8 @@ def any_wrong(rows: Sequence[dict]) -> int:
 
 
 def table(rows: Sequence[dict], columns: Sequence[Column]) -> str:
-    """Return the rows under the titles; text to the left, numbers to the right."""
+    """Return the rows under the titles, without columns that no row has; text to the left, numbers to the right."""
+    columns = [column for column in columns if any(row.get(column.key) is not None for row in rows)]
     lines = [[column.title for column in columns], *([column.cell(row) for column in columns] for row in rows)]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     left = [any(isinstance(row.get(column.key), str) for row in rows) for column in columns]

@@ -3,7 +3,7 @@
 
 A record of `zaya bench step` has the longest kernels of each part by name, and a name gives the kernel's source: an
 operator of hip_ops, or the job of a library. `by_source` carries the shares inside each part over to a prediction of
-`zaya bench expect`; there another version of the operator, or another library with the same job, takes the kernel's
+`zaya plan run`; there another version of the operator, or another library with the same job, takes the kernel's
 place. `by_code` says what the code of each source is on an AMD device: the shipped library or objects, what Triton and
 inductor compile at the site, or a library of the container.
 
@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from zaya_plugin.bench.expect import PARTS_WITHOUT_COLLECTIVES
+from zaya_plugin.plan.step_source import PARTS_WITHOUT_COLLECTIVES
 
 STORED = Path(__file__).parent / "mi300x_step.json"
 # Names of kernels -> their source: a folder of hip_ops/ops, or the job of a library; the first row that matches counts.
@@ -81,7 +81,7 @@ def shares_of(row: Mapping) -> dict[str, float]:
 def by_source(result: Mapping, record: Mapping) -> dict[str, float]:
     """Return the milliseconds of a predicted step by source, the longest first; they add up to the step.
 
-    result: of `expect` from `record`. What has no part in the record (kernels slowed by collectives, recomputation) is
+    result: of `prediction.predict` from `record`, as JSON values. What has no part in the record (kernels slowed by collectives, recomputation) is
     spread over the kernels of the passes.
     """
     shares = {row["part"]: shares_of(row) for row in record["parts"] if row["ms"]}

@@ -19,10 +19,9 @@ from zaya_plugin.bench.probes import Rates
 from zaya_plugin.bench.results import surroundings
 from zaya_plugin.bench.step_parts import PARTS, PASSES, STEP, written_first
 from zaya_plugin.plan.flops import Shape, training_flops
+from zaya_plugin.plan.step_source import NOT_COMPUTING, SCHEMA
 from zaya_plugin.plan.step_work import OptimizerShare, Rank, step_work
 
-SCHEMA = "zaya bench step/1"
-NOT_COMPUTING = ("communication", "idle")
 KERNELS_SHOWN = 8  # of each part, the longest
 STRETCHES_SHOWN = 16  # without computation, the longest
 WAITING = ("Synchronize", "cudaMemcpy", "hipMemcpy")  # in the names of calls that wait for the device
@@ -221,8 +220,7 @@ def work_of(session, optim) -> dict:
 def _optimizer_share(parts, args, optim):
     from megatron.core import parallel_state
 
-    from hip_ops.ops.newton_schulz.plan import newton_schulz_flops
-    from zaya_plugin.optim.muon import DTYPES
+    from hip_ops.newton_schulz_form import newton_schulz_flops
     from zaya_plugin.optim.parameter_role import role_of
 
     muon = adamw = operations = 0.0
@@ -240,6 +238,6 @@ def _optimizer_share(parts, args, optim):
                 adamw += parameter.numel() / ranks
             else:
                 muon += parameter.numel() / ranks
-                flops = newton_schulz_flops(*matrices[1:], optim.muon_steps, DTYPES[optim.muon_dtype])
+                flops = newton_schulz_flops(*matrices[1:], optim.muon_steps, optim.muon_dtype == "bf16")
                 operations += matrices[0] * flops / ranks
     return OptimizerShare(muon, adamw, 2 if optim.muon_momentum_dtype == "bf16" else 4, operations)

@@ -9,18 +9,19 @@ drive stay, so a rate of reads is an upper bound for cold data.
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import re
 import socket
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from zaya_plugin.bench.probes import percentile
 from zaya_plugin.ground.errors import check_space, mistake
 
 BLOCK = 2**20  # bytes of a sequential access
@@ -30,30 +31,24 @@ ROOT = Path("/")
 Say = Callable[[str], None]
 
 
-def quiet(text: str) -> None:
-    """Print nothing."""
-
-
-def written(file, size: int, say: Say = quiet) -> float:
+def written(file: int, size: int) -> float:
     """Write `size` bytes and sync them; return the bytes a second, the sync included. The blocks are random, since some
     storage compresses.
     """
     blocks, begin = [os.urandom(BLOCK) for _ in range(16)], time.monotonic()
     for number in range(-(-size // BLOCK)):
         os.write(file, blocks[number % len(blocks)][: size - number * BLOCK])
-        say(f"writing, {number + 1:,} of {-(-size // BLOCK):,} MiB")
     os.fsync(file)
     return size / (time.monotonic() - begin)
 
 
-def read_back(file, size: int, say: Say = quiet) -> float:
+def read_back(file: int) -> float:
     """Drop the file's pages and read it; return the bytes a second."""
     drop_pages(file, os.POSIX_FADV_SEQUENTIAL)
     os.lseek(file, 0, os.SEEK_SET)
     begin, count = time.monotonic(), 0
     while data := os.read(file, BLOCK):
         count += len(data)
-        say(f"reading, {count // BLOCK:,} of {size // BLOCK:,} MiB")
     return count / (time.monotonic() - begin)
 
 
@@ -63,41 +58,28 @@ def drop_pages(file, advice: int) -> None:
     os.posix_fadvise(file, 0, 0, advice)
 
 
-def random_reads(file, size: int, threads: int, seconds: float) -> list[float]:
-    """Read random pages of the file with several threads for `seconds`; return the seconds of each read. No page is
-    read twice.
-    """
-    drop_pages(file, os.POSIX_FADV_RANDOM)
-    pages = random.Random(threads).sample(range(size // PAGE), size // PAGE)
-    deadline = time.monotonic() + seconds
-
-    def read(own: list[int]) -> list[float]:
-        times, now = [], time.monotonic()
-        for page in own:
-            os.pread(file, PAGE, page * PAGE)
-            begin, now = now, time.monotonic()
-            times.append(now - begin)
-            if now > deadline:
-                break
-        return times
-
-    with ThreadPoolExecutor(threads) as pool:
-        return sum(pool.map(read, (pages[number::threads] for number in range(threads))), [])
-
-
-def synced_writes(file, size: int, seconds: float) -> list[float]:
-    """Write random pages for `seconds`, each synced before the next; return the seconds of each."""
-    chosen, times, block = random.Random(0), [], os.urandom(PAGE)
-    deadline = time.monotonic() + seconds
-    while not times or time.monotonic() < deadline:
+def times_of(access: Callable[[int], object], pages: Sequence[int], seconds: float) -> list[float]:
+    """Access pages one after the other for `seconds`; return the seconds of each."""
+    times, last = [], time.monotonic() + seconds
+    for page in pages:
         begin = time.monotonic()
-        os.pwrite(file, block, chosen.randrange(size // PAGE) * PAGE)
-        os.fsync(file)
+        access(page * PAGE)
         times.append(time.monotonic() - begin)
+        if begin > last:
+            break
     return times
 
 
-def measure(folder: Path, size: int, seconds: float, say: Say = quiet) -> list[dict]:
+def random_reads(file: int, pages: Sequence[int], threads: int, seconds: float) -> list[float]:
+    """Read pages with several threads, none of them twice; return the seconds of each read."""
+    drop_pages(file, os.POSIX_FADV_RANDOM)
+    shares = (pages[number::threads] for number in range(threads))
+    with ThreadPoolExecutor(threads) as pool:
+        read = functools.partial(times_of, lambda place: os.pread(file, PAGE, place), seconds=seconds)
+        return sum(pool.map(read, shares), [])
+
+
+def measure(folder: Path, size: int, seconds: float, say: Say) -> list[dict]:
     """Measure the file system of `folder` with a file of `size` bytes; `seconds` for each kind of random access.
 
     Raises:
@@ -110,46 +92,36 @@ def measure(folder: Path, size: int, seconds: float, say: Say = quiet) -> list[d
         check_space(folder, size + 64 * BLOCK)
         with tempfile.TemporaryFile(dir=folder, buffering=0) as stream:
             file = stream.fileno()
-            rows = [{"access": "write, synced at the end", "block": BLOCK, "mb_per_s": written(file, size, say) / 1e6}]
-            rows.append({"access": "read", "block": BLOCK, "mb_per_s": read_back(file, size, say) / 1e6})
+            say(f"writing {size // BLOCK:,} MiB")
+            rows = [{"access": "write, synced at the end", "block": BLOCK, "mb_per_s": written(file, size) / 1e6}]
+            say(f"reading {size // BLOCK:,} MiB")
+            rows.append({"access": "read", "block": BLOCK, "mb_per_s": read_back(file) / 1e6})
+            pages = random.Random(0).sample(range(size // PAGE), size // PAGE)
             for threads in THREADS:
                 say(f"random reads, {threads} threads")
-                begin = time.monotonic()
-                times = random_reads(file, size, threads, seconds)
-                rows.append(small_accesses("random read", times, time.monotonic() - begin, threads))
+                rows.append(row_of("random read", random_reads(file, pages, threads, seconds), threads))
             say("synced writes")
-            times = synced_writes(file, size, seconds)
-            return [*rows, small_accesses("random write and fsync", times, sum(times), 1)]
+            block = os.urandom(PAGE)
+            times = times_of(lambda place: (os.pwrite(file, block, place), os.fsync(file)), pages, seconds)
+            return [*rows, row_of("random write and fsync", times, 1)]
     except OSError as error:
         error.filename = error.filename or str(folder)
         raise
 
 
-def small_accesses(access: str, times: list[float], seconds: float, threads: int) -> dict:
-    """Return the row of accesses of a page. times: of each access; seconds: of all."""
-    ordered = sorted(times)
+def row_of(access: str, times: Sequence[float], threads: int) -> dict:
+    """Return the row of accesses of a page by `threads`. times: seconds of each access, of all threads."""
+    iops = threads * len(times) / sum(times)
     return {
         "access": access,
         "block": PAGE,
         "threads": threads,
-        "iops": len(times) / seconds,
-        "mb_per_s": PAGE * len(times) / seconds / 1e6,
-        "p50_ms": 1e3 * statistics.median(ordered),
-        "p99_ms": 1e3 * ordered[int(0.99 * (len(ordered) - 1))],
-        "max_ms": 1e3 * ordered[-1],
+        "iops": iops,
+        "mb_per_s": PAGE * iops / 1e6,
+        "p50_ms": 1e3 * percentile(times, 50),
+        "p99_ms": 1e3 * percentile(times, 99),
+        "max_ms": 1e3 * max(times),
     }
-
-
-def progress() -> Say:
-    """Return a function that shows a text on a terminal, in the place of the one before, at most ten times a second."""
-    shown = [0.0]
-
-    def say(text: str) -> None:
-        if sys.stderr.isatty() and time.monotonic() - shown[0] > 0.1:
-            shown[0] = time.monotonic()
-            print(f"\r\x1b[Kbench: {text}", end="", file=sys.stderr, flush=True)
-
-    return say
 
 
 def run(folder: Path, size: int, seconds: float, output: Path, command: str, commit: str | None) -> None:
@@ -159,10 +131,8 @@ def run(folder: Path, size: int, seconds: float, output: Path, command: str, com
     from zaya_plugin.bench.results import BYTES, Column, Line, finish
 
     kind, network, shared = network_of(folder.absolute(), ROOT)
-    rows = measure(folder, size, seconds, progress())
+    rows = measure(folder, size, seconds, lambda text: print(f"bench: {text}", file=sys.stderr, flush=True))
     reads = [row for row in rows if row["access"] == "random read"]
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr)
     finish(
         "storage",
         rows,

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya bench step|expect`: a recipe's speed by part of the step, measured or predicted. No torch import."""
+"""`zaya bench step`: a recipe's speed by part of the step, measured. No torch import."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import fields
-from pathlib import Path
 
-from zaya_plugin.bench.options import ANCHORS, VOCABULARY, Options, with_data_path
+from zaya_plugin.bench.options import ANCHORS, VOCABULARY, Options
 from zaya_plugin.commands.parser import Parser, option
 from zaya_plugin.config.train_help import DEMO_DATA
 from zaya_plugin.ground.option_numbers import INT32, MOST_STEPS, whole_number
@@ -29,17 +27,6 @@ examples:
   zaya bench step experiment=zaya1_base cluster=h200_8 --random-tokens --anchor transformers \\
     stage.micro_batch_size=4 stage.global_batch_size=128
   torchrun --nnodes 2 ... -m zaya_plugin.cli bench step ...    several nodes; or: srun zaya bench step ..."""
-EXPECT = """\
-Predicts a step from the step.json of `zaya bench step`.
-
-Each part keeps the share of its roofline that it had in the record; collectives take the rates of the cluster's links
-(recipe keys machine.*). Without recipe keys the step is that of the recorded recipe. The result is marked as a
-prediction."""
-EXPECT_EXAMPLES = """\
-examples:
-  zaya bench expect step.json experiment=zaya1_base cluster=mi300x_8 stage.micro_batch_size=4 \\
-    stage.global_batch_size=128
-  zaya bench expect step.json experiment=zaya1_base cluster=h200_8 --output expected.json"""
 
 
 def step() -> Parser:
@@ -98,34 +85,3 @@ def _step(options: argparse.Namespace) -> int:
 
     settings = settings_of(options)
     return run(recipe_of(settings, options.output, options.overrides), settings)
-
-
-def expect() -> Parser:
-    return Parser(
-        "bench expect",
-        _expect,
-        EXPECT,
-        EXPECT_EXAMPLES,
-        option("record", type=Path, metavar="STEP_JSON", help="the record of `zaya bench step` on an accelerator"),
-        option("--output", type=Path, metavar="FILE", help="also write the prediction as JSON"),
-        recipe=True,
-    )
-
-
-def _expect(options: argparse.Namespace) -> None:
-    from zaya_plugin.bench.expect import expect, load, recorded_recipe, text
-    from zaya_plugin.config.compose import compose
-    from zaya_plugin.config.validate import validate
-    from zaya_plugin.plan.bucket_plan import with_bucket_plan
-    from zaya_plugin.run.rank_plan import planned_ranks
-
-    record = load(options.record)
-    recipe = compose(with_data_path(options.overrides)) if options.overrides else recorded_recipe(record)
-    world = planned_ranks(recipe)
-    if options.overrides:  # a recorded recipe has the values of its plan
-        recipe, _ = with_bucket_plan(recipe, world)
-    validate(recipe, world)
-    result = expect(record, recipe, world)
-    print(text(result))
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=1) + "\n")

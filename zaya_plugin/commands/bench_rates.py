@@ -7,8 +7,9 @@ import importlib
 from pathlib import Path
 
 from zaya_plugin.commands.parser import Option, Parser, option
+from zaya_plugin.config.run_directory import check_creatable
 from zaya_plugin.config.train_help import DEMO_DATA
-from zaya_plugin.ground.option_numbers import MOST_STEPS, MOST_TOKENS, size, whole_number
+from zaya_plugin.ground.option_numbers import MOST_STEPS, MOST_TOKENS, message_size, whole_number
 
 OUTPUT = option(
     "--output", type=Path, default=Path("runs/bench"), metavar="DIR", help="folder of the JSON and PNG (runs/bench)"
@@ -63,17 +64,20 @@ examples:
   zaya bench tune experiment=zaya1_base cluster=gpu model.num_layers=8 stage.micro_batch_size=4"""
 
 
-def _command(name: str, description: str, examples: str, *options: Option, recipe: bool = False) -> Parser:
+def _command(name: str, description: str, examples: str, *rows: Option, recipe: bool = False) -> Parser:
     """Return the parser of a command whose module in zaya_plugin/bench has its name."""
 
     def run(options) -> int:
+        check_creatable(options.output, "--output")
         return importlib.import_module(f"zaya_plugin.bench.{name}").run(options)
 
-    return Parser(f"bench {name}", run, description, examples, *options, OUTPUT, COMMIT, recipe=recipe)
+    return Parser(f"bench {name}", run, description, examples, *rows, OUTPUT, COMMIT, recipe=recipe)
 
 
 def hbm() -> Parser:
-    most = option("--max-bytes", type=size, help="of the largest arrays (default: 4 GiB, on a CPU 64 MiB)")
+    most = option(
+        "--max-bytes", type=message_size, metavar="SIZE", help="of the largest arrays (default: 4 GiB, on a CPU 64 MiB)"
+    )
     return _command("hbm", HBM, HBM_EXAMPLES, most)
 
 

@@ -10,20 +10,13 @@ import sys
 from pathlib import Path
 
 from zaya_plugin.bench.collectives import OPERATIONS
-from zaya_plugin.bench.options import Sweep, with_data_path
+from zaya_plugin.bench.options import Options as StepOptions
+from zaya_plugin.bench.options import with_data_path
 from zaya_plugin.commands.bench_rates import COMMIT, OUTPUT
 from zaya_plugin.commands.parser import Parser, option
 from zaya_plugin.config.train_help import DEMO_DATA
 from zaya_plugin.ground.errors import mistake
-from zaya_plugin.ground.option_numbers import (
-    DAY,
-    MOST_RANKS,
-    MOST_STEPS,
-    message_size,
-    real_number,
-    whole,
-    whole_number,
-)
+from zaya_plugin.ground.option_numbers import DAY, MOST_RANKS, MOST_STEPS, message_size, real_number, whole_number
 
 COLLECTIVES = """\
 Measures all-reduce, reduce-scatter, all-gather, broadcast and all-to-all over groups of every size, and checks every
@@ -36,15 +29,13 @@ buckets and the number of optimizer instances that follow; parallel.bucket_plan=
 COLLECTIVES_EXAMPLES = """\
 examples:
   zaya bench collectives                                           all devices of this machine
-  zaya bench collectives --ops reduce_scatter,all_gather --groups 2,4 --max-bytes 1G cluster=h200_8 nproc=4
+  zaya bench collectives --op reduce_scatter --op all_gather --group 4 --max-bytes 1G cluster=h200_8 nproc=4
   zaya bench collectives cluster=cpu nproc=4 --max-bytes 64K       four processes over gloo
   zaya bench collectives cluster=mi300x_8 --table runs/rccl.csv    also a table with the columns of Primus
   srun zaya bench collectives cluster=mi300x_128x8 ...             several nodes; or torchrun --nnodes 2 ... -m
                                                                    zaya_plugin.cli bench collectives ...
   zaya train experiment=zaya1_base cluster=h200_8 data.path=data/corpus \\
     parallel.bucket_plan=runs/bench/collectives.json"""
-TABLES = (".md", ".csv", ".jsonl")
-# Another process looks for devices: this one must not hold memory of a device while ranks use it.
 STORAGE = """\
 Measures the file system of a folder: a sequential write with fsync, reading it back, random reads of 4 KiB by 1 to 32
 threads, and random writes of 4 KiB with an fsync each. It names the network interface behind the path, with a warning
@@ -66,38 +57,13 @@ examples:
     {DEMO_DATA}
   zaya bench data experiment=zaya1_base cluster=mi300x_8 data.path=data/corpus data.num_workers=2 --batches 500
   torchrun --nnodes 2 ... -m zaya_plugin.cli bench data ...        several nodes; or: srun zaya bench data ..."""
+# Another process looks for devices: this one must not hold memory of a device while ranks use it.
 DEVICES = """\
 import json, torch
 from zaya_plugin.bench.results import device_name
 count = torch.cuda.device_count() if torch.cuda.is_available() else 0
 print(json.dumps([device_name(torch.device("cuda", 0)) if count else "", count]))
 """
-
-
-def names(text: str) -> tuple[str, ...]:
-    """Return the collectives of a list with commas, as a type for argparse."""
-    for name in text.split(","):
-        if name not in OPERATIONS:
-            raise argparse.ArgumentTypeError(f"{name!r} is not a collective: {', '.join(OPERATIONS)}")
-    return tuple(dict.fromkeys(text.split(",")))
-
-
-def groups(text: str) -> tuple[int, ...]:
-    """Return the numbers of ranks of a list with commas, as a type for argparse."""
-    try:
-        numbers = tuple(map(whole, text.split(",")))
-    except ValueError:
-        numbers = (0,)
-    if not all(1 <= number <= MOST_RANKS for number in numbers):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 2,4,8")
-    return numbers
-
-
-def table(text: str) -> str:
-    """Return the name of a table, as a type for argparse."""
-    if not text.endswith(TABLES):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a name with {', '.join(TABLES)}")
-    return text
 
 
 def collectives() -> Parser:
@@ -123,21 +89,15 @@ def collectives() -> Parser:
             help="largest size (8G; 4M on a CPU); the devices' free memory bounds it",
         ),
         option("--factor", type=whole_number(2, 1024), default=2, metavar="N", help="from one size to the next (2)"),
+        option("--op", action="append", choices=OPERATIONS, help="this collective, once or several times (all)"),
         option(
-            "--ops",
-            type=names,
-            default=tuple(OPERATIONS),
-            metavar="NAMES",
-            help=f"collectives, with commas (all: {','.join(OPERATIONS)})",
-        ),
-        option(
-            "--groups",
-            type=groups,
-            default=(),
+            "--group",
+            type=whole_number(1, MOST_RANKS),
+            action="append",
             metavar="RANKS",
-            help="ranks of the groups, with commas, such as 2,4 (all that divide a node, and whole nodes)",
+            help="groups of this many ranks, once or several times (all that divide a node, and whole nodes)",
         ),
-        option("--table", type=table, metavar="FILE", help="also write the columns of Primus: .md, .csv or .jsonl"),
+        option("--table", metavar="FILE", help="also write the columns of Primus, as .md, .csv or .jsonl"),
         OUTPUT,
         COMMIT,
         recipe=True,
@@ -154,18 +114,9 @@ def _collectives(options: argparse.Namespace) -> int:
     words = options.overrides
     if not any(word.startswith("cluster=") for word in words):
         words = [*of_this_machine(), *words]
-    settings = Sweep(
-        least=least,
-        most=most,
-        factor=options.factor,
-        ops=list(options.ops),
-        groups=list(options.groups),
-        table=options.table,
-        output=str(options.output),
-        command=options.command,
-        commit=options.commit,
-    )
-    return run_collectives(compose(with_data_path(words)), settings)
+    keys = ("least", "most", "factor", "op", "group", "table", "command", "commit")
+    recipe = compose(with_data_path([*words, f"run_dir={options.output}"]))
+    return run_collectives(recipe, {key: getattr(options, key) for key in keys})
 
 
 def of_this_machine() -> list[str]:
@@ -226,6 +177,9 @@ def data() -> Parser:
 
 
 def _data(options: argparse.Namespace) -> int:
-    from zaya_plugin.bench.measurement import run_loader
+    from zaya_plugin.bench.measurement import recipe_of, run_loader
 
-    return run_loader(options.batches, options.output, options.overrides, options.command, options.commit)
+    steps = StepOptions(steps=options.batches + 1)  # a step has one micro-batch or more
+    keys = ("batches", "command", "commit")
+    recipe = recipe_of(steps, options.output, options.overrides)
+    return run_loader(recipe, {key: getattr(options, key) for key in keys})

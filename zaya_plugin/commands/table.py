@@ -60,7 +60,18 @@ HEADINGS: dict[str, dict[str, tuple[str, str]]] = {
             "machines:verify",
             "examine this machine, or several nodes: software, kernels, rates, a short training",
         ),
-        "bench": ("", "measure a recipe's step, and the memory and matrix products of a device; predict a step"),
+        "plan": ("", "check, predict and choose a recipe's sizes and settings before an hour of a device is spent"),
+        "plan check": ("plan:check", "check sizes, memory, products, links and checkpoints of a recipe by rules"),
+        "plan run": (
+            "plan:run",
+            "predict time, memory and communication of a step, from a fit or from a measured step",
+        ),
+        "plan fit": (
+            "plan:fit",
+            "search micro-batch, recomputation, layout, buckets and optimizer instances for a cluster",
+        ),
+        "plan sizes": ("plan:sizes", "name faster sizes near the recipe's, and compare widths of experts"),
+        "bench": ("", "measure a step, a device, collectives, storage and a loader"),
         "bench step": ("bench:step", "measure a few steps of a recipe, and the share of each part of the step"),
         "bench collectives": (
             "bench_transfers:collectives",
@@ -72,7 +83,6 @@ HEADINGS: dict[str, dict[str, tuple[str, str]]] = {
         "bench gemm": ("bench_rates:gemm", "measure a recipe's matrix products and what better sizes give"),
         "bench mlp": ("bench_rates:mlp", "measure a chain of MLPs against the published rate of MI300X"),
         "bench tune": ("bench_rates:tune", "choose the library's kernels for a recipe's matrix products"),
-        "bench expect": ("bench:expect", "predict a step of another cluster or recipe from a measured one"),
     },
     "Long runs": {
         "aegis": ("", "supervise a long run: watch, restart, exchange nodes, report"),
@@ -94,6 +104,7 @@ RENAMED = {
     "zaya convert": "zaya checkpoint",
     "zaya slurm": "zaya export slurm",
     "zaya checkpoint warm": "zaya checkpoint verify",
+    "zaya bench expect": "zaya plan run --from",
     "zaya aegis preflight": "zaya verify --nodes",
     "zaya aegis lab": "make lab, in a checkout of the repository",
     "zaya aegis --explain": "zaya aegis explain",
@@ -106,7 +117,13 @@ RENAMED = {
     "zaya train --version": "zaya --version",
     "zaya train --resolve": "--cfg job, which always resolves",
 }
-SAME_WORDS = ("zaya convert", "zaya slurm", "zaya checkpoint warm", "zaya aegis --explain")  # behind the new name
+SAME_WORDS = (
+    "zaya convert",
+    "zaya slurm",
+    "zaya checkpoint warm",
+    "zaya bench expect",
+    "zaya aegis --explain",
+)  # behind the new name
 HELP = ("-h", "--help")
 
 

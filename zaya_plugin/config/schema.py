@@ -15,9 +15,9 @@ field is declared by one of three functions, and everything else is made from th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING as DATACLASS_MISSING
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -742,9 +742,8 @@ class MachineConfig:
 
     name: str | None = own(
         None,
-        "part of the device's name in torch, such as H100; null: unknown, and `zaya bench expect` predicts no "
-        "communication",
-        "bench.expect",
+        "part of the device's name in torch, such as H100; null: unknown, and predictions have no communication",
+        "plan.prediction",
         resume=MAY_CHANGE,
     )
     gemm_tflops: float = own(
@@ -756,8 +755,8 @@ class MachineConfig:
     attention_tflops: float | None = own(
         None,
         "TFLOP/s of core attention, forward and backward at 4,096 tokens, counted as three forward passes; null: "
-        "`zaya bench expect` keeps the record's share of a large product",
-        "bench.expect",
+        "predictions keep the measured step's share of a large product",
+        "plan.prediction",
         limit=RATE,
         resume=MAY_CHANGE,
     )
@@ -812,11 +811,11 @@ class MachineConfig:
     copy_engines: bool = own(
         False,
         "inside a node copy engines gather registered buffers (parallel.nccl_ub) without slowing kernels",
-        "bench.expect",
+        "plan.prediction",
         resume=MAY_CHANGE,
     )
     sources: str = own(
-        "", "source of each rate, and whether this project measured it", "bench.expect", resume=MAY_CHANGE
+        "", "source of each rate, and whether this project measured it", "plan.prediction", resume=MAY_CHANGE
     )
 
 
@@ -1123,6 +1122,16 @@ def leaves(cls=Recipe, prefix: str = ""):
 def get(recipe: Recipe, path: str) -> Any:
     """Return the value of the dotted key `path`."""
     return reduce(getattr, path.split("."), recipe)
+
+
+def with_values(target: Any, values: Mapping[str, Any]) -> Any:
+    """Return a copy of a recipe, or of a part of it, with other values of the dotted keys; they are not checked."""
+    for path, value in values.items():
+        name, _, rest = path.partition(".")
+        if rest:
+            value = with_values(target[name] if isinstance(target, dict) else getattr(target, name), {rest: value})
+        target = {**target, name: value} if isinstance(target, dict) else replace(target, **{name: value})
+    return target
 
 
 # The mixin from which ZayaConfig has its options: a dataclass with the fields declared by `option`, of the same names,

@@ -77,7 +77,7 @@ def _binary_bytes(text: str) -> int:
 
 # Type for argparse: bytes of a message, with the powers of 1024 that rccl-tests and Primus mean by K, M and G.
 message_size = number(
-    _binary_bytes, "a size from 4 bytes to 64G, such as 1K or 8G (powers of 1024)", lambda value: 4 <= value <= 2**36
+    _binary_bytes, "a size from 1K to 64G, such as 64K or 8G (powers of 1024)", lambda value: 2**10 <= value <= 2**36
 )
 # Types for argparse: bytes from 4000000, 4M or 1.5G (powers of ten); a share.
 size = number(_bytes, "a size: a number of bytes, or one with K, M, G or T, such as 4M", lambda value: value > 0)

@@ -11,19 +11,23 @@ from __future__ import annotations
 import sys
 
 import torch
-from megatron.core.num_microbatches_calculator import update_num_microbatches
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches, update_num_microbatches
 from megatron.training import get_args, get_tokenizer
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from zaya_plugin.checkpoint import on_disk, restore
 from zaya_plugin.checkpoint.convert.built_model import load_hf
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.importing import open_source
+from zaya_plugin.config.arguments import megatron_arguments
 from zaya_plugin.config.schedule import sample_count
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.data.sources import DataSources
+from zaya_plugin.data.sources import DataSources, find_sources
 from zaya_plugin.ground.errors import message, mistake
 from zaya_plugin.handover.predecessor import Predecessor
+from zaya_plugin.hosts import loader_processes
+from zaya_plugin.hosts.stage_model import arguments_of_model
 
 
 def check_published(source: str, args) -> None:
@@ -152,6 +156,22 @@ def stage_datasets(recipe: Recipe, sources: DataSources, args, counts: tuple[int
     counts = stage_samples(recipe, counts, samples)
     train, valid, *more = sources.build(counts, args.seq_length, args.seed, get_tokenizer(), samples)
     return [stage_part(recipe, train), valid and Repeated(valid, samples), *more]
+
+
+def loader_alone(recipe: Recipe) -> tuple[DataLoader, int]:
+    """Return the loader that Megatron's loop makes of a stage's training samples on this rank, without a model, and the
+    micro-batches of a step. Starts torch.distributed and Megatron's groups.
+    """
+    from megatron.training.datasets.data_samplers import build_pretraining_data_loader  # not in an older host
+
+    sources = find_sources(recipe)
+    args = arguments_of_model(megatron_arguments(recipe, sources.tokenizer_arguments()))
+    torch.distributed.init_process_group("gloo")
+    sizes = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    parallel_state.initialize_model_parallel(*sizes, context_parallel_size=args.context_parallel_size)
+    loader_processes.prepare(args.num_workers)
+    train, *_ = stage_datasets(recipe, sources, args, (sample_count(recipe), 0, 0), args.global_batch_size)
+    return build_pretraining_data_loader(train, 0), get_num_microbatches()
 
 
 def reset_optimizer(chained) -> None:

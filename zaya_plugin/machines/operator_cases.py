@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hip_ops.ops.newton_schulz.plan import coefficient_triples, make_plan, newton_schulz_flops
+from hip_ops.newton_schulz_form import newton_schulz_flops
+from hip_ops.ops.newton_schulz.plan import coefficient_triples, make_plan
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -263,7 +264,7 @@ CASES = {
     "grouped_outer_": Case(_grouped_outer, flops=_expert_flops),
     "newton_schulz": Case(
         _newton_schulz,
-        flops=lambda sizes: sizes.matrices * newton_schulz_flops(sizes.hidden, sizes.hidden, dtype=torch.float16),
+        flops=lambda sizes: sizes.matrices * newton_schulz_flops(sizes.hidden, sizes.hidden),
         ulps=16.0,  # five steps amplify the roundings of fp16
     ),
     "muon_momentum_": Case(_momentum),

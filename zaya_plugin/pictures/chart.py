@@ -6,6 +6,7 @@ hbm.json` draws hbm.png from a record of `zaya bench`, as the command does.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,14 +53,15 @@ def save_lines(
     axes = figure.add_subplot()
     for number, line in enumerate(lines):
         look = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "markersize": 4}
-        axes.plot(line.x, line.y, "-" if line.joined else "", label=line.name, **look)
+        axes.plot(line.x, line.y, linestyle="-" if line.joined else "none", label=line.name, **look)
     if limit is not None:
         axes.axhline(limit[1], color="#666666", linestyle="--", label=f"{limit[0]}: {limit[1]:.4g}")
     axes.set_xscale("log", base=2)
-    places = sorted({place for line in lines for place in line.x})
-    ticks = places[:: -(-len(places) // MOST_TICKS)]
+    powers = [math.log2(place) for line in lines for place in line.x]
+    low, high = math.floor(min(powers)), math.ceil(max(powers))
+    ticks = [2.0**power for power in range(low, high + 1, math.ceil((high - low + 1) / MOST_TICKS))]
     names = [
-        bytes_text(place) if "byte" in x else f"{place:,.4g}" if place < 1000 else f"{place:,.0f}" for place in ticks
+        bytes_text(place) if "byte" in x else f"{place:,.0f}" if place >= 1000 else f"{place:.3g}" for place in ticks
     ]
     axes.set_xticks(ticks, names)
     axes.set_xticks([], minor=True)

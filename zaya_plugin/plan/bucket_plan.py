@@ -35,17 +35,9 @@ def saturation(rows: Rows, rate: str = "busBw") -> int | None:
 
 
 def seconds_of(rows: Rows, size: float) -> float:
-    """Return the time of a call of `size` bytes, on the line between the two sizes that were measured around it; beyond
-    the largest one in proportion to the bytes.
-    """
-    points = sorted((row["size"], row["time"] / 1e6) for row in rows)
-    below = max((point for point in points if point[0] <= size), default=None)
-    above = min((point for point in points if point[0] >= size), default=None)
-    if above is None:
-        return below[1] * size / below[0]
-    if below is None or above == below:
-        return above[1]
-    return below[1] + (above[1] - below[1]) * (size - below[0]) / (above[0] - below[0])
+    """Return the time of a call of `size` bytes at the rate of the next larger size, or of the largest."""
+    row = min(rows, key=lambda row: (row["size"] < size, abs(row["size"] - size)))
+    return row["time"] / 1e6 * size / row["size"]
 
 
 def rows_of(rows: Rows, name: str, ranks: int, stride: int = 1) -> Rows:

@@ -45,15 +45,16 @@ class CheckpointPlan:
 
     @property
     def costs(self) -> dict[str, float]:
-        """Seconds that training waits for a save, by the way of saving."""
-        return {
-            "synchronous": self.copy + self.drain,
-            "asynchronous": ASYNC_COST_SECONDS + max(0.0, self.copy - self.least_step),
-        }
+        """Seconds that training waits for a save, by checkpoint.save."""
+        return {"sync": self.copy + self.drain, "async": ASYNC_COST_SECONDS + max(0.0, self.copy - self.least_step)}
 
     def interval(self, cost: float) -> float:
         """Return the shortest sensible interval, in seconds."""
         return max(best_interval(cost, self.failures), self.drain)
+
+    def lost_share(self, interval: float, cost: float) -> float:
+        """Return the share of a run's time that saves and half an interval for each failure cost."""
+        return cost / interval + interval / (2 * self.failures)
 
 
 def best_interval(cost: float, failures: float) -> float:
@@ -112,24 +113,14 @@ def plan_of(recipe: Recipe, world_size: int) -> CheckpointPlan:
     )
 
 
-def lines(recipe: Recipe, world_size: int, verbose: bool = True) -> list[str]:
-    """Return the plan for a dry run: without `verbose` the size, and the shortest interval with the recipe's way of
-    saving. Empty on a CPU, as the memory plan.
-    """
+def lines(recipe: Recipe, world_size: int) -> list[str]:
+    """Return the plan for a dry run with `verbose`. Empty on a CPU, as the memory plan."""
     if recipe.cluster.device == "cpu":
         return []
     plan, machine = plan_of(recipe, world_size), recipe.machine
-    size = f"checkpoints  (prediction) {plan.total / 1e9:.1f} GB: fp32 weights and the optimizer's state"
-    if not verbose:
-        way = {"sync": "synchronous", "async": "asynchronous"}[recipe.checkpoint.save]
-        least = ceil(plan.interval(plan.costs[way]) / plan.least_step)
-        return [
-            f"{size}; shortest sensible checkpoint.save_interval {least:,} steps (this recipe: "
-            f"{recipe.checkpoint.save_interval:,})"
-        ]
     tokens = recipe.stage.global_batch_size * recipe.stage.seq_length / world_size
     report = [
-        size,
+        f"checkpoints  (prediction) {plan.total / 1e9:.1f} GB: fp32 weights and the optimizer's state",
         f"  {plan.rank / 1e9:8.2f} GB  of the fullest rank; {plan.node / 1e9:.1f} GB of host memory in a node for the "
         "buffers of asynchronous saves",
         f"  {plan.copy:8.3f} s   to copy them to the host at "
@@ -144,7 +135,7 @@ def lines(recipe: Recipe, world_size: int, verbose: bool = True) -> list[str]:
     for way, cost in plan.costs.items():
         seconds = plan.interval(cost)
         report.append(
-            f"  {seconds:8.0f} s   {ceil(seconds / plan.least_step):,} steps, {way}: a cost of {cost:.2f} s a save "
+            f"  {seconds:8.0f} s   {ceil(seconds / plan.least_step):,} steps, {way}hronous: a cost of {cost:.2f} s a save "
             f"gives {best_interval(cost, plan.failures):.0f} s, the drain {plan.drain:.0f} s"
         )
     return report

@@ -71,6 +71,17 @@ def training_flops(shape: Shape, tokens: int, seq_length: int) -> float:
     return 3.0 * tokens * sum(forward_flops_by_part(shape, seq_length).values())
 
 
+def active_parameters(shape: Shape) -> int:
+    """Return the parameters that one token uses: one expert of each layer, and no embedding."""
+    parts = count_parameters(shape)
+    return sum(parts.values()) - parts["embedding"] - parts["experts"] + parts["experts"] // shape.num_experts
+
+
+def cache_bytes(shape: Shape, element_bytes: int = 2) -> int:
+    """Return the bytes of a token's keys and values in all layers."""
+    return 2 * shape.num_layers * shape.key_channels * element_bytes
+
+
 def count_parameters(shape: Shape) -> dict[str, int]:
     """Return parameters by component; the tied head is the embedding. Their sum is the model's size."""
     h, r, layers = shape.hidden_size, shape.router_hidden_size, shape.num_layers

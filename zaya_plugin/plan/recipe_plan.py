@@ -7,6 +7,8 @@ choice is the time of a forward pass of the recomputed parts: operations at a sh
 rate, bytes at its copy rate. No torch import.
 """
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -105,6 +107,11 @@ def plan_of(recipe: Recipe, world_size: int, vocabulary: int | None = None) -> M
     )
 
 
+def memory_share(plan: MemoryPlan, memory_gib: float | None) -> float:
+    """Return the share of a device's memory that a plan takes; 0 without cluster.memory_gib."""
+    return plan.total / (memory_gib * GIB) if memory_gib else 0.0
+
+
 def with_recompute(recipe: Recipe, world_size: int, vocabulary: int | None = None) -> tuple[Recipe, str | None]:
     """Return `recipe` with the recomputation for `auto` and a line about it; without `auto`, the unchanged recipe and
     None.
@@ -114,18 +121,7 @@ def with_recompute(recipe: Recipe, world_size: int, vocabulary: int | None = Non
     """
     if recipe.parallel.recompute_granularity != "auto":
         return recipe, None
-    allowed = tuple(
-        name for name in RECOMPUTE_MODULES if name != "permute" or recipe.parallel.expert_model_parallel_size == 1
-    )
-    candidates = choices(
-        shape_of(recipe, vocabulary),
-        layout_of(recipe, world_size),
-        batch_of(recipe, world_size),
-        optimizer_of(recipe),
-        recipe.machine,
-        allowed,
-        has_graph(recipe),
-    )
+    candidates = choices_of(recipe, world_size, vocabulary)
     memory_gib = recipe.cluster.memory_gib
     chosen = choose(candidates, memory_gib)
     if chosen is None:
@@ -140,20 +136,38 @@ def with_recompute(recipe: Recipe, world_size: int, vocabulary: int | None = Non
             fix=f"a smaller stage.micro_batch_size (currently {recipe.stage.micro_batch_size}), or more data-, "
             "context-, expert- or pipeline-parallel ranks",
         )
-    parallel = replace(recipe.parallel, recompute_granularity=None)
-    if chosen.recompute.full_layers:
-        per_stage = -(-chosen.recompute.full_layers // recipe.parallel.virtual_pipeline_stages)
-        parallel = replace(
-            parallel, recompute_granularity="full", recompute_method="block", recompute_num_layers=per_stage
-        )
-    elif chosen.recompute.modules:
-        modules = [name for name in RECOMPUTE_MODULES if name in chosen.recompute.modules]
-        parallel = replace(parallel, recompute_granularity="selective", recompute_modules=modules)
     line = (
         f"recomputed: {chosen.name}, about {chosen.milliseconds:.1f} ms a step; memory plan "
         f"{chosen.plan.total / GIB:.1f} of {memory_gib:g} GiB a device ({table(chosen.plan)})"
     )
-    return replace(recipe, parallel=parallel), line
+    return with_choice(recipe, chosen.recompute), line
+
+
+def choices_of(recipe: Recipe, world_size: int, vocabulary: int | None = None) -> list[Choice]:
+    """Return all recomputations of a recipe, cheapest first."""
+    return choices(
+        shape_of(recipe, vocabulary),
+        layout_of(recipe, world_size),
+        batch_of(recipe, world_size),
+        optimizer_of(recipe),
+        recipe.machine,
+        tuple(
+            name for name in RECOMPUTE_MODULES if name != "permute" or recipe.parallel.expert_model_parallel_size == 1
+        ),
+        has_graph(recipe),
+    )
+
+
+def with_choice(recipe: Recipe, recompute: Recompute) -> Recipe:
+    """Return the recipe with a recomputation."""
+    values = dict(recompute_granularity=None, recompute_method=None, recompute_num_layers=None, recompute_modules=[])
+    if recompute.full_layers:
+        per_stage = -(-recompute.full_layers // recipe.parallel.virtual_pipeline_stages)
+        values |= dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=per_stage)
+    elif recompute.modules:
+        modules = [name for name in RECOMPUTE_MODULES if name in recompute.modules]
+        values |= dict(recompute_granularity="selective", recompute_modules=modules)
+    return replace(recipe, parallel=replace(recipe.parallel, **values))
 
 
 def lines(recipe: Recipe, world_size: int, verbose: bool = True) -> list[str]:
@@ -164,8 +178,6 @@ def lines(recipe: Recipe, world_size: int, verbose: bool = True) -> list[str]:
         return []
     plan, memory = plan_of(recipe, world_size), recipe.cluster.memory_gib
     of = "" if memory is None else f", of {memory:g} ({RESERVED_SHARE:.0%} of them for libraries and allocator)"
-    if memory is not None and plan.total > (1 - RESERVED_SHARE) * memory * GIB:
-        of += ": does not fit" if plan.total > memory * GIB else ": leaves less than that"
     report = [f"memory plan  GiB of the fullest device (prediction); sum {plan.total / GIB:.2f}{of}"]
     if not verbose:
         return report
@@ -213,7 +225,8 @@ def choices(
 
 def choose(candidates: list[Choice], memory_gib: float) -> Choice | None:
     """Return the cheapest choice that leaves RESERVED_SHARE of `memory_gib` free, or None."""
-    return next((choice for choice in candidates if choice.plan.total <= (1 - RESERVED_SHARE) * memory_gib * GIB), None)
+    fitting = (choice for choice in candidates if memory_share(choice.plan, memory_gib) <= 1 - RESERVED_SHARE)
+    return next(fitting, None)
 
 
 def table(plan: MemoryPlan) -> str:

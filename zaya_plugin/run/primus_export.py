@@ -16,10 +16,11 @@ from zaya_plugin.config.arguments import DECIDED_AT_START, OWN_ARGUMENTS, argume
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import find_sources
 from zaya_plugin.ground.errors import mistake
+from zaya_plugin.plan.expected_step import COPY_ENGINES
 from zaya_plugin.plan.recipe_plan import with_recompute
 from zaya_plugin.run.dry_run import tokenizer_arguments
 from zaya_plugin.run.megatron_export import SPEC, host_arguments, left_out, placed, ranks_of_node, write, written
-from zaya_plugin.run.rank_plan import COPY_ENGINES, DETERMINISTIC, FULL_FP32, HIDDEN_DEVICES, rank_environment
+from zaya_plugin.run.rank_plan import DETERMINISTIC, FULL_FP32, HIDDEN_DEVICES, rank_environment
 
 # Megatron's defaults where Primus' presets (pre_trainer.yaml, language_model.yaml and their parents) have other values.
 PRESETS_UNDONE = dict(

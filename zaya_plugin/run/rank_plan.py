@@ -14,6 +14,7 @@ from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import validate
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.node_list import node_names
+from zaya_plugin.plan.expected_step import COPY_ENGINES
 
 WORKER = "zaya_plugin.hosts.worker"
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -24,8 +25,6 @@ DETERMINISTIC = {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVT
 # Transformer Engine's fp32 products are TF32 on NVIDIA, independent of torch's switches;
 # cuBLAS reads this when it starts.
 FULL_FP32 = {"NVIDIA_TF32_OVERRIDE": "0"}
-# Read by NCCL 2.28 and later, and by RCCL of that age: registered buffers are gathered by copy engines.
-COPY_ENGINES = {"NCCL_CTA_POLICY": "2"}
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,15 @@ from zaya_plugin.config.megatron_review import unchecked_lines
 from zaya_plugin.config.resume import changes, values_in
 from zaya_plugin.config.run_directory import checkpoint_path, has_checkpoint
 from zaya_plugin.config.schedule import learning_rate, samples_until, step_count
-from zaya_plugin.config.schema import LENGTH, ROUNDING, SCHEDULE, STEPS_TO_TRAIN, Recipe, leaves
+from zaya_plugin.config.schema import LENGTH, ROUNDING, SCHEDULE, STEPS_TO_TRAIN, Recipe, leaves, with_values
 from zaya_plugin.config.validate import with_graphs
 from zaya_plugin.ground.errors import as_typed
 from zaya_plugin.handover.data_places import with_consumed
 from zaya_plugin.handover.predecessor import predecessor, saved_step
 from zaya_plugin.plan import recipe_plan
 from zaya_plugin.plan.bucket_plan import KEYS, with_bucket_plan
+from zaya_plugin.plan.check import findings_of, setting_of
+from zaya_plugin.plan.run_costs import five_lines
 from zaya_plugin.run.rank_plan import Plan
 from zaya_plugin.run.surroundings import unused
 
@@ -44,6 +46,14 @@ def with_choices(recipe: Recipe, plan: Plan) -> Recipe:
         for line in [*lines, *unused(recipe, plan)]:
             print(line, flush=True)
     return recipe
+
+
+def cost_lines(recipe: Recipe, plan: Plan) -> list[str]:
+    """Return lines about what the run takes, and the number of findings about the recipe as composed."""
+    setting = setting_of(recipe, plan.world_size)
+    number = len(findings_of(setting))
+    count = [f"findings     {number}: `zaya plan check` with the same words prints them"] if number else []
+    return [f"zaya: {line}" for line in (*five_lines(setting.recipe, plan.world_size, setting.prediction), *count)]
 
 
 def settled(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
@@ -122,10 +132,7 @@ def resume_lines(before: Mapping[str, Any], recipe: Recipe, step: int) -> list[s
             f"code 0; with a larger stage.train_iters it continues"
         ]
     try:
-        earlier = recipe
-        for key in SCHEDULE_KEYS & before.keys():
-            group, _, name = key.partition(".")
-            earlier = replace(earlier, **{group: replace(getattr(earlier, group), **{name: before[key]})})
+        earlier = with_values(recipe, {key: before[key] for key in SCHEDULE_KEYS & before.keys()})
         samples = samples_until(earlier, step)
         was, now = learning_rate(earlier, samples), learning_rate(recipe, samples)
     except (ValueError, TypeError, ArithmeticError):  # values of another version

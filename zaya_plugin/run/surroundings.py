@@ -97,7 +97,8 @@ def check_memory(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> N
     """Raise ValueError if the memory plan of the fullest device exceeds cluster.memory_gib, or on a CPU, where the plan
     does not cover activations, if weights, gradients and optimizer state exceed the machine's memory.
     """
-    components = recipe_plan.plan_of(recipe, plan.world_size, vocabulary).components
+    memory_plan = recipe_plan.plan_of(recipe, plan.world_size, vocabulary)
+    components = memory_plan.components
     smaller = "a smaller model.num_layers, hidden_size, num_experts or moe_ffn_hidden_size"
     if recipe.cluster.device == "cpu":
         needed = plan.local_ranks * sum(components[name] for name in ("weights", "gradients (fp32)", "optimizer"))
@@ -111,9 +112,7 @@ def check_memory(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> N
                 allowed="a model that fits",
                 fix=f"{smaller}, or more ranks that share it (docs/parallelism.md)",
             )
-    elif (
-        recipe.cluster.memory_gib is not None and sum(components.values()) > recipe.cluster.memory_gib * recipe_plan.GIB
-    ):
+    elif recipe_plan.memory_share(memory_plan, recipe.cluster.memory_gib) > 1:
         largest = max(components, key=components.__getitem__)
         raise mistake(
             "cluster.memory_gib",

@@ -38,14 +38,11 @@ from dataclasses import dataclass
 import torch
 
 from hip_ops.errors import mistake
+from hip_ops.newton_schulz_form import choose_form
 from hip_ops.runtime.tile_choice import relative_time
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 HALF_SCALES = (2.0**8, 2.0**10, 2.0**4)  # of X, R and Q
-LAST_STRETCH, STRETCH = 2, 3  # steps between restarts
-MIN_GRAM_SIDE = 384  # below, launches take longer than the products themselves
-# required share of the standard form's multiply-adds; reached from m/n = 1.27 for 5 steps and 1 restart
-GRAM_GAIN = 0.9
 
 Triple = tuple[float, float, float]
 
@@ -124,41 +121,11 @@ class Plan:
         return HALF_SCALES if self.dtype == torch.float16 else (1.0, 1.0, 1.0)
 
 
-def default_restarts(steps: int) -> tuple[int, ...]:
-    """Return the steps before which the Gram form restarts: (3,) of 5 steps, (3, 6) of 8."""
-    return tuple(sorted(range(steps - LAST_STRETCH, 0, -STRETCH)))
-
-
-def multiply_adds(form: str, n: int, m: int, steps: int, restarts: int = 0) -> float:
-    """Return the multiply-adds of one matrix; symmetric products count half; n <= m."""
-    if not (steps and n):
-        return 0.0
-    aspect = m / n
-    if form == "standard":
-        return steps * (1.5 * aspect + 0.5) * n**3
-    return (2 * steps + 1.5 * aspect - 1.5 + 1.5 * (aspect - 1) * restarts) * n**3
-
-
 def make_plan(triples: tuple[Triple, ...], n: int, m: int, dtype: torch.dtype) -> Plan:
     """Choose the form by multiply-adds. n, m: both sides of the matrix in either order; dtype: of the matrices
     inside.
     """
-    return Plan(triples, *_choose_form(min(n, m), max(n, m), len(triples), dtype)[:2], dtype)
-
-
-def newton_schulz_flops(n: int, m: int, steps: int = 5, dtype: torch.dtype = torch.bfloat16) -> float:
-    """Return the FLOPs of one matrix in the form that `make_plan` chooses."""
-    return 2 * _choose_form(min(n, m), max(n, m), steps, dtype)[2]
-
-
-def _choose_form(n: int, m: int, steps: int, dtype: torch.dtype) -> tuple[str, tuple[int, ...], float]:
-    """Return the form, the restarts and the multiply-adds."""
-    restarts = default_restarts(steps)
-    gram, standard = multiply_adds("gram", n, m, steps, len(restarts)), multiply_adds("standard", n, m, steps)
-    # bfloat16 loses in R what the standard form reads from X: 1.4 times its error on Gaussian matrices.
-    if n >= MIN_GRAM_SIDE and dtype != torch.bfloat16 and gram <= GRAM_GAIN * standard:
-        return "gram", restarts, gram
-    return "standard", (), standard
+    return Plan(triples, *choose_form(n, m, len(triples), dtype == torch.bfloat16)[:2], dtype)
 
 
 def tile_count(symmetric: bool, m: int, n: int, block_m: int, block_n: int) -> int:

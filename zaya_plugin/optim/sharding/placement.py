@@ -31,7 +31,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
 from megatron.core.optimizer.param_layout import (
     PerBufferParamLayout,
     bucket_end_divisor,
@@ -40,7 +39,7 @@ from megatron.core.optimizer.param_layout import (
 )
 from torch.nn import Parameter
 
-from hip_ops.ops.newton_schulz.plan import newton_schulz_flops
+from hip_ops.newton_schulz_form import newton_schulz_flops
 from zaya_plugin.optim.parameter_role import role_of
 from zaya_plugin.optim.sharding.distributed import BufferLayout
 
@@ -183,7 +182,7 @@ def work_of(param: Parameter) -> int:
     count, m, n = role_of(param).matrices or (0, 1, 1)
     # The form that Newton-Schulz takes in fp16, as ZAYA1's recipes;
     # under bf16 the owners' shares differ in the fifth digit.
-    return count * (round(newton_schulz_flops(m, n, dtype=torch.float16)) + FLOPS_PER_ELEMENT * m * n)
+    return count * (round(newton_schulz_flops(m, n)) + FLOPS_PER_ELEMENT * m * n)
 
 
 @dataclass(frozen=True)

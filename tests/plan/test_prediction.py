@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test predictions from a measured step: exact for the same recipe on one device; for more micro-batches and ranks
+"""Test predictions, from a measured step: exact for the same recipe on one device; for more micro-batches and ranks
 they follow work and links.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from zaya_plugin import cli
-from zaya_plugin.bench import expect
-from zaya_plugin.commands.bench import expect as parser
+from zaya_plugin.commands import table
+from zaya_plugin.commands.plan import run as parser
 from zaya_plugin.config.compose import compose
+from zaya_plugin.plan import flops, prediction, recipe_plan, step_source
+from zaya_plugin.plan.expected_step import SLOWED
 from zaya_plugin.plan.product_rate import CDNA3, PROCESSORS
+from zaya_plugin.plan.recipe_work import work_of
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "step12-h100.json"
 ALIKE = ["experiment=zaya1_base", "data.path=none"]
@@ -21,7 +25,7 @@ PER_MICRO_BATCH = ("embedding", "norms", "projections", "prologue", "attention",
 
 @pytest.fixture(scope="module")
 def record():
-    return expect.load(RECORD)
+    return step_source.load(RECORD)
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +35,10 @@ def measured(record):
 
 def machine(cluster):
     return compose([f"cluster={cluster}", "data.path=none"]).machine
+
+
+def predicted(record, recipe, world):
+    return prediction.predict(recipe, world, record).record()
 
 
 def parts(found):
@@ -43,7 +51,7 @@ SMALL_MATRICES = 12 * sum(9 * (m - n) * n**2 for n, m in [(256, 2048)] * 2 + [(1
 
 
 def test_the_work_of_a_recipe_is_that_of_the_model_that_ran(record):
-    work = expect.work_of(expect.recorded_recipe(record), 1, record["model"]["vocab_size"], written=frozenset())
+    work = work_of(step_source.recorded_recipe(record), 1, record["model"]["vocab_size"], written=frozenset())
     for row in record["parts"]:
         if row["tflop"] is not None:
             recorded = row["tflop"] * 1e12 + (SMALL_MATRICES if row["part"] == "optimizer" else 0)
@@ -52,10 +60,10 @@ def test_the_work_of_a_recipe_is_that_of_the_model_that_ran(record):
 
 
 def test_the_same_step_takes_the_measured_time(record, measured):
-    found = expect.expect(record | {"written_first": ["experts"]}, expect.recorded_recipe(record), 1)
+    found = predicted(record | {"written_first": ["experts"]}, step_source.recorded_recipe(record), 1)
     assert found["prediction"] is True and found["communication"] == {}
     assert parts(found) == pytest.approx(
-        {part: ms for part, ms in measured.items() if part not in expect.NOT_CARRIED}, rel=1e-12
+        {part: ms for part, ms in measured.items() if part not in step_source.NOT_COMPUTING}, rel=1e-12
     )
     computing = record["traced"]["ms"] - measured["idle"] - measured["communication"]
     assert (
@@ -64,7 +72,7 @@ def test_the_same_step_takes_the_measured_time(record, measured):
 
 
 def test_a_record_in_which_all_gradients_were_zeroed_is_carried_to_a_step_in_which_they_are_not(record, measured):
-    found = parts(expect.expect(record, expect.recorded_recipe(record), 1))
+    found = parts(predicted(record, step_source.recorded_recipe(record), 1))
     experts = 12 * 16 * 3 * 2048 * 2048
     bytes_before = next(row["gb"] for row in record["parts"] if row["part"] == "gradients") * 1e9
     assert found.pop("gradients") == pytest.approx(measured["gradients"] * (1 - 4 * experts / bytes_before))
@@ -72,9 +80,9 @@ def test_a_record_in_which_all_gradients_were_zeroed_is_carried_to_a_step_in_whi
 
 
 def test_four_micro_batches_are_four_times_one_and_the_optimizer_once(record, measured):
-    recipe = expect.recorded_recipe(record)
+    recipe = step_source.recorded_recipe(record)
     recipe.stage.global_batch_size *= 4
-    found = parts(expect.expect(record | {"written_first": ["experts"]}, recipe, 1))
+    found = parts(predicted(record | {"written_first": ["experts"]}, recipe, 1))
     for part in PER_MICRO_BATCH:
         assert found[part] == pytest.approx(4 * measured[part], rel=1e-9), part
     assert found["optimizer"] == pytest.approx(measured["optimizer"], rel=1e-12)
@@ -82,7 +90,7 @@ def test_four_micro_batches_are_four_times_one_and_the_optimizer_once(record, me
 
 
 def test_more_layers_and_ranks(record, measured):
-    eight = expect.expect(
+    eight = predicted(
         record, compose([*ALIKE, "cluster=h100_8", "stage.micro_batch_size=4", "stage.global_batch_size=32"]), 8
     )
     found = parts(eight)
@@ -100,7 +108,7 @@ def test_more_layers_and_ranks(record, measured):
     )
     assert 0 < eight["communication"]["gradients"]["exposed_ms"] < 0.1 * eight["communication"]["gradients"]["ms"]
     words = [*ALIKE, "cluster=h100_8", "stage.micro_batch_size=4", "stage.global_batch_size=32"]
-    plain = expect.expect(
+    plain = predicted(
         record, compose([*words, "parallel.overlap_grad_reduce=false", "parallel.overlap_param_gather=false"]), 8
     )
     for each in plain["communication"].values():
@@ -113,16 +121,16 @@ def test_what_was_measured_on_four_devices_is_what_was_expected():
     their agreement is no evidence for it.
     """
     steps = {
-        name: expect.load(RECORD.parent / f"step40-{name}.json")
+        name: step_source.load(RECORD.parent / f"step40-{name}.json")
         for name in ("4xh200", "4xh200-16k_tokens", "2xh200-fused_router")
     }
     four, one, two = steps.values()
     for record, to, within in ((four, one, 0.025), (one, four, 0.01), (two, one, 0.045), (two, four, 0.02)):
-        found = expect.expect(record, expect.recorded_recipe(to), 4)
+        found = predicted(record, step_source.recorded_recipe(to), 4)
         measured = to["traced"]["ms"] - next(row["ms"] for row in to["parts"] if row["part"] == "idle")
         assert found["step"]["ms"] == pytest.approx(measured, rel=within)
         hidden = sum(each["ms"] - each["exposed_ms"] for each in found["communication"].values())
-        assert parts(found)["slowed"] == pytest.approx(expect.SLOWED * hidden)
+        assert parts(found)["slowed"] == pytest.approx(SLOWED * hidden)
 
 
 def test_copy_engines_take_nothing_from_concurrent_kernels():
@@ -130,15 +138,15 @@ def test_copy_engines_take_nothing_from_concurrent_kernels():
     not count as slowing the record's kernels.
     """
     rings, copies = (
-        expect.load(RECORD.parent / f"step40-4xh200-{name}-16k_tokens.json")
+        step_source.load(RECORD.parent / f"step40-4xh200-{name}-16k_tokens.json")
         for name in ("flash_attention_4", "copy_engines")
     )
-    found = expect.expect(rings, expect.recorded_recipe(copies), 4)
+    found = predicted(rings, step_source.recorded_recipe(copies), 4)
     links = found["communication"]
     assert parts(found)["slowed"] == pytest.approx(
-        expect.SLOWED * (links["gradients"]["ms"] - links["gradients"]["exposed_ms"])
+        SLOWED * (links["gradients"]["ms"] - links["gradients"]["exposed_ms"])
     )
-    before = expect.expect(rings, expect.recorded_recipe(rings), 4)["step"]["ms"]
+    before = predicted(rings, step_source.recorded_recipe(rings), 4)["step"]["ms"]
     measured = [
         each["traced"]["ms"] - next(row["ms"] for row in each["parts"] if row["part"] == "idle")
         for each in (rings, copies)
@@ -148,24 +156,24 @@ def test_copy_engines_take_nothing_from_concurrent_kernels():
         and before - found["step"]["ms"] > 9
     )
     assert (
-        30 < copies["hidden_communication_ms"] - expect.hidden_behind_kernels(copies) < 40
-        and expect.hidden_behind_kernels(rings) == rings["hidden_communication_ms"]
+        30 < copies["hidden_communication_ms"] - step_source.hidden_behind_kernels(copies) < 40
+        and step_source.hidden_behind_kernels(rings) == rings["hidden_communication_ms"]
     )
     for without in ({"parallel": {"nccl_ub": False}}, {"cluster": {"environment": {"NCCL_CTA_POLICY": "0"}}}):
-        recipe = expect.recorded_recipe(copies)
+        recipe = step_source.recorded_recipe(copies)
         for group, values in without.items():
             for name, value in values.items():
                 setattr(getattr(recipe, group), name, value)
-        assert parts(expect.expect(rings, recipe, 4))["slowed"] > parts(found)["slowed"] + 5
-    assert not expect.copies_parameters(expect.recorded_recipe(copies), 16, machine("h200_8"))  # two nodes
+        assert parts(predicted(rings, recipe, 4))["slowed"] > parts(found)["slowed"] + 5
+    assert not prediction.copies_parameters(step_source.recorded_recipe(copies), 16, machine("h200_8"))  # two nodes
     words = ["cluster=mi300x_8", "parallel.nccl_ub=true", "experiment=zaya1_base", "data.path=none"]
-    assert not expect.copies_parameters(compose(words), 8, machine("mi300x_8"))  # not tried there
+    assert not prediction.copies_parameters(compose(words), 8, machine("mi300x_8"))  # not tried there
 
 
 def test_copies_of_a_record_are_no_kernels_that_slow_others_down():
     def hidden(*rows):
         longest = [{"name": name, "count": 1, "ms": ms} for name, ms in rows]
-        return expect.hidden_behind_kernels(
+        return step_source.hidden_behind_kernels(
             {"parts": [{"part": "communication", "longest": longest}], "hidden_communication_ms": 10.0}
         )
 
@@ -175,13 +183,13 @@ def test_copies_of_a_record_are_no_kernels_that_slow_others_down():
 
 
 def test_other_rates_count_by_what_bounds_a_part(record):
-    found = expect.expect(record, compose([*ALIKE, "cluster=mi300x_8", "stage.global_batch_size=32"]), 8)
-    h100 = expect.expect(
+    found = predicted(record, compose([*ALIKE, "cluster=mi300x_8", "stage.global_batch_size=32"]), 8)
+    h100 = predicted(
         record, compose([*ALIKE, "cluster=h100_8", "stage.micro_batch_size=4", "stage.global_batch_size=32"]), 8
     )
     gemm = record["rates"]["gemm_tflops"] / 600
     copy = record["rates"]["copy_tb_per_s"] / 4.33
-    of_record = expect.expect(
+    of_record = predicted(
         record, compose([*ALIKE, "cluster=mi300x_8", "stage.global_batch_size=32", "machine.attention_tflops=null"]), 8
     )
     assert parts(of_record)["attention"] == pytest.approx(gemm * parts(h100)["attention"])
@@ -202,7 +210,7 @@ def test_a_thousand_ranks_hide_nothing_in_one_instance_and_most_in_sixteen(recor
 
     def of(instances: int) -> dict:
         size, rate = f"parallel.num_distributed_optimizer_instances={instances}", "machine.gemm_tflops=732"
-        return expect.expect(
+        return predicted(
             record, compose(["experiment=zaya1_base", "cluster=mi300x_128x8", "data.path=none", size, rate]), 1024
         )
 
@@ -220,12 +228,12 @@ def test_a_thousand_ranks_hide_nothing_in_one_instance_and_most_in_sixteen(recor
 
 def test_the_documents_give_what_is_predicted_for_mi300x():
     """From the record and with the recomputation that docs/predictions.md names."""
-    source = expect.load(RECORD.parent / "step40-4xh200-copy_engines.json")
+    source = step_source.load(RECORD.parent / "step40-4xh200-copy_engines.json")
     words = ["data.path=none", "parallel.recompute_granularity=selective", "parallel.recompute_modules=[permute]"]
 
     def step(devices: int, cluster: str, *more: str) -> tuple[str, str]:
         recipe = compose(["experiment=zaya1_base", f"cluster={cluster}", *words, *more])
-        found = expect.expect(source, recipe, devices)["step"]
+        found = predicted(source, recipe, devices)["step"]
         return f"{found['ms']:,.0f}", f"{round(found['tokens_per_s_per_device'], -2):,.0f}"
 
     table, *guide = (
@@ -246,29 +254,16 @@ def test_the_documents_give_what_is_predicted_for_mi300x():
 
 def test_the_command_marks_what_it_says(tmp_path, capsys):
     out = tmp_path / "expected.json"
-    assert (
-        cli.main(
-            [
-                "bench",
-                "expect",
-                str(RECORD),
-                *ALIKE,
-                "cluster=mi300x_8",
-                "stage.global_batch_size=128",
-                "--output",
-                str(out),
-            ]
-        )
-        == 0
-    )
-    said, written = capsys.readouterr().out, json.loads(out.read_text())
-    assert said.strip().startswith("PREDICTION, not measured on mi300x_8: from NVIDIA H100 80GB HBM3, commit eecf738")
-    assert "exposed gradients" in said and "4.33 TB/s" in said
-    assert (
-        written["prediction"] is True
-        and written["schema"] == "zaya bench expect/1"
-        and "xGMI" in written["on"]["sources"]
-    )
+    words = [*ALIKE, "cluster=mi300x_8", "stage.global_batch_size=128", f"--output={out}"]
+    assert cli.main(["plan", "run", f"--from={RECORD}", *words]) == 0
+    printed, written = capsys.readouterr().out, json.loads(out.read_text())
+    assert "PREDICTION from NVIDIA H100 80GB HBM3, commit eecf738" in printed and "4.33 TB/s" in printed
+    assert "PREDICTION, not measured on MI300X" in printed and "+7.2, +5.3 and -9.2 %" in printed
+    assert "exposed gradients" in printed and "8,840,488,784 parameters, 753,608,528 of them" in printed
+    assert written["prediction"] is True and written["schema"] == "zaya plan run/1"
+    assert "xGMI" in written["on"]["sources"] and written["from"]["commit"] == "eecf738"
+    with pytest.raises(ValueError, match="another name now.*zaya plan run --from step.json"):
+        table.split(["bench", "expect", "step.json"])
 
 
 def test_what_it_refuses(tmp_path, record):
@@ -277,17 +272,18 @@ def test_what_it_refuses(tmp_path, record):
     recomputed.write_text(json.dumps({**record, "recipe": {**record["recipe"], "parallel": parallel}}))
     on_cpu.write_text(json.dumps({**record, "traced": {**record["traced"], "source": "operators"}}))
     for words, complaint in (
-        (["experiment=zaya1_base"], "not a step.json of `zaya bench step`"),
-        ([str(tmp_path / "none.json")], "not a step.json of `zaya bench step`"),
+        ([f"--from={tmp_path / 'none.json'}"], "not a step.json of `zaya bench step`"),
         (
-            [str(RECORD), *ALIKE, "cluster=h100_8", "parallel=pipeline_parallel"],
+            [f"--from={RECORD}", *ALIKE, "cluster=h100_8", "parallel=pipeline_parallel"],
             "pipeline_model_parallel_size=2: .* Allowed: 1",
         ),
-        ([str(on_cpu), "experiment=zaya1_base"], "not a step.json of `zaya bench step` on an accelerator"),
+        ([f"--from={on_cpu}", "experiment=zaya1_base"], "not a step.json of `zaya bench step` on an accelerator"),
         (
-            [str(recomputed), *ALIKE, "cluster=h200_8"],
-            "recompute_granularity=null: .* Allowed: as in the record .selective.",
+            [f"--from={recomputed}", *ALIKE, "cluster=h200_8"],
+            "recompute_granularity=null: .* Allowed: the record's recomputation",
         ),
+        ([*ALIKE, "cluster=h200_8", "--gpus=12"], "--gpus=12: is not a number of whole nodes of 8"),
+        ([*ALIKE, "cluster=h200_8", "--gpus=0"], "--gpus"),
     ):
         with pytest.raises(ValueError, match=complaint):
             parser().run(parser().read(words))
@@ -295,8 +291,8 @@ def test_what_it_refuses(tmp_path, record):
 
 def test_what_is_recomputed_takes_its_time(record):
     words = [*ALIKE, "cluster=h200_8", "stage.micro_batch_size=4", "stage.global_batch_size=32"]
-    plain = expect.expect(record, compose(words), 8)
-    again = expect.expect(
+    plain = predicted(record, compose(words), 8)
+    again = predicted(
         record,
         compose([*words, "parallel.recompute_granularity=selective", "parallel.recompute_modules=[layernorm,permute]"]),
         8,
@@ -305,3 +301,41 @@ def test_what_is_recomputed_takes_its_time(record):
     assert "recomputation" not in parts(plain) and 5 < added < 20
     assert again["step"]["computing_ms"] == pytest.approx(plain["step"]["computing_ms"] + added)
     assert again["step"]["planned_gib"] < plain["step"]["planned_gib"] - 7
+
+
+def test_the_sizes_of_zaya1():
+    """The figures of the released model: parameters, those of one token, and bytes of a token's keys and values."""
+    shape = recipe_plan.shape_of(compose([*ALIKE, "cluster=h200_8"]))
+    assert sum(flops.count_parameters(shape).values()) == 8_840_488_784
+    assert flops.active_parameters(shape) == 753_608_528 and round(753_608_528 / 1e6, 1) == 753.6
+    assert flops.cache_bytes(shape) == 40 * 1024
+
+
+def test_a_device_without_rates_gets_a_reason_and_the_rest():
+    for words, reason in (
+        (["experiment=cpu_demo"], "no rates of a CPU are known"),
+        (["experiment=zaya1_base", "cluster=gpu"], "machine.name=null is not a device with known rates"),
+        ([*ALIKE, "cluster=h200_8", "parallel=pipeline_parallel"], "pipeline_model_parallel_size=2"),
+    ):
+        result = prediction.predict(compose([*words, "data.path=none"]), 8)
+        assert result.seconds is None and result.tokens_per_second is None and reason in result.reason
+        assert result.parameters > 1e7 and (result.memory is None) == ("cpu_demo" in words[0])
+        assert "step" in result.record() and "ms" not in result.record()["step"]
+
+
+def test_the_fit_needs_no_record_and_marks_other_devices():
+    for cluster, marked in (("h100_8", False), ("mi300x_8", True)):
+        recipe = compose([*ALIKE, f"cluster={cluster}", "stage.micro_batch_size=4", "stage.global_batch_size=128"])
+        result = prediction.predict(recipe, 8)
+        assert ("PREDICTION, not measured" in result.error) == marked and result.reason is None
+        assert ("-9.2 %" in result.error) == marked
+        assert 0.9 < result.seconds < 2.0 and result.source["device"] == "NVIDIA H200"
+    recipe = compose([*ALIKE, "cluster=h200_8"])
+
+    def seconds(version):
+        chosen = replace(recipe, cluster=replace(recipe.cluster, core_attention=version))
+        return prediction.predict(chosen, 8).seconds
+
+    assert (
+        seconds("flash_attn_4") < seconds("auto") < seconds("cudnn") == seconds("sdpa") < 1.03 * seconds("flash_attn_4")
+    )

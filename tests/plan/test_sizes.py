@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Test sizes near a recipe's and widths of experts: whole tiles, equal parameters, and the bytes that decoding reads."""
+
+import pytest
+
+from zaya_plugin import cli
+from zaya_plugin.config.compose import compose
+from zaya_plugin.config.schema import with_values
+from zaya_plugin.plan import sizes
+from zaya_plugin.plan.flops import count_parameters
+from zaya_plugin.plan.recipe_plan import shape_of
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    return compose(["experiment=zaya1_base", "cluster=mi300x_8", "data.path=none", "stage.global_batch_size=128"])
+
+
+def test_odd_sizes_have_faster_ones_near_them(recipe):
+    odd = with_values(recipe, {"model.hidden_size": 1900, "model.moe_ffn_hidden_size": 2000})
+    near_of = {own.key: (own, near) for own, near in sizes.near_sizes(odd, 8)}
+    assert near_of.keys() == sizes.STEPS.keys()
+    for key, gain in (("model.hidden_size", 1.02), ("model.moe_ffn_hidden_size", 1.005)):
+        own, near = near_of[key]
+        assert near[0].value % 64 == 0 and near[0].rate > gain * own.rate
+        assert near == sorted(near, key=lambda size: -size.rate) and len(near) <= sizes.SHOWN
+    usual = {own.key: near for own, near in sizes.near_sizes(recipe, 8)}
+    assert usual["model.moe_ffn_hidden_size"] == usual["model.make_vocab_size_divisible_by"] == []
+    assert [size.value for size in usual["model.hidden_size"]] == [2304, 2240, 2176]  # 9 x 256: whole rounds
+
+
+def test_wider_experts_train_at_a_higher_rate_and_decode_more_slowly(recipe):
+    rows = sizes.widths(recipe, 8)
+    assert [(row.width, row.experts) for row in rows] == [(512, 64), (1024, 32), (2048, 16), (4096, 8), (8192, 4)]
+    assert [row.rate for row in rows] == sorted(row.rate for row in rows)
+    assert [row.decode[0] for row in rows] == sorted(row.decode[0] for row in rows)
+    assert rows[2].active == 753_608_528 and "-9.2 %" in rows[2].step.error
+    # one sequence reads the weights that a token uses, the head, and its cache of 40 KiB a token
+    moved = 2 * (753_608_528 + 262_272 * 2048) + 4096 * 40 * 1024
+    assert rows[2].decode[0] == pytest.approx(moved / 4.33e12)
+    # many sequences read all experts
+    shape = shape_of(recipe)
+    whole = 2 * sum(count_parameters(shape).values()) + 1000 * 4096 * 40 * 1024
+    assert sizes.decode_seconds(shape, 1000, 6e14, 4.33e12) == pytest.approx(whole / 4.33e12)
+    lines = dict((name, values) for name, _, values in sizes.percentages(rows, 2048))
+    assert all(values[2] == pytest.approx(100) for values in lines.values()) and len(lines) == 4
+
+
+def test_the_command_prints_and_draws(capsys, tmp_path):
+    picture = tmp_path / "widths.png"
+    words = ["experiment=zaya1_base", "cluster=h200_8", "stage.global_batch_size=128"]
+    assert cli.main(["plan", "sizes", *words, f"--picture={picture}"]) == 0
+    printed = capsys.readouterr().out
+    assert "none near it is faster" in printed and "decode ms, batch 64" in printed
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert cli.main(["plan", "sizes", "experiment=cpu_demo"]) == 2
+    assert "machine.name=null: is not a device whose tiles are known" in capsys.readouterr().err

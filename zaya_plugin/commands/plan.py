@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`zaya plan ...`: what a recipe needs, before an hour of a device is spent. No torch import."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from zaya_plugin.commands.parser import Parser, option
+from zaya_plugin.config.schema import Recipe
+from zaya_plugin.ground.exit_codes import USER_ERROR
+from zaya_plugin.ground.option_numbers import INT32, real_number, whole_number
+
+CHECK = """\
+Checks a recipe by rules: sizes, memory, matrix products, collectives, layout, hazards of many ranks, checkpoints.
+
+Each finding says what it is, why and by which source, which overrides to type, and their predicted effect. Needs no
+data and no device. docs/plan.md has the table of rules."""
+CHECK_EXAMPLES = """\
+examples:
+  zaya plan check experiment=zaya1_base cluster=mi300x_128x8
+  zaya plan check experiment=zaya1_base cluster=mi300x_8 model.moe_ffn_hidden_size=4000 --json
+
+Exit codes: 0, with findings or without; 2, the step does not fit into the memory, or a mistake in the recipe."""
+RUN = """\
+Predicts a run: parameters, operations, memory by component, time of a step by part, communication; and of the stage, or
+of all stages of a curriculum: tokens, days, GPU hours, cost, checkpoints, storage, failures.
+
+Without --from the prediction starts from speeds that were fitted to committed records of H200s; with it from the
+step.json of `zaya bench step`, and without recipe keys the step is that of the recorded recipe. Each part keeps the
+share of its roofline; collectives take the rates of the cluster's links (recipe keys machine.*). docs/plan.md compares
+predictions with measured steps."""
+RUN_EXAMPLES = """\
+examples:
+  zaya plan run experiment=zaya1_base cluster=h200_8 --price 2.5
+  zaya plan run experiment=zaya1_base cluster=mi300x_128x8 --layout
+  zaya plan run --from step.json experiment=zaya1_base cluster=mi300x_8 stage.micro_batch_size=4 \\
+    stage.global_batch_size=128
+  zaya plan run experiment=zaya1_base cluster=mi300x_128x8 --gpus 512 --output plan.json"""
+
+FIT = """\
+Searches the micro-batch, recomputation, layout, buckets and optimizer instances of a recipe for a number of devices.
+
+Prints the best setting with those that lose and why, and the words to add to `zaya train`. Every figure is a prediction
+(docs/plan.md); pipeline parallelism is not searched. Settings that differ by less than runs of one command do count as
+equal, and the one with less memory is taken."""
+FIT_EXAMPLES = """\
+examples:
+  zaya plan fit experiment=zaya1_base cluster=h200_8 stage.global_batch_size=128
+  zaya plan fit experiment=zaya1_base cluster=mi300x_128x8 --gpus 512 --output my_recipes/experiment/fitted.yaml
+  zaya plan fit experiment=zaya1_base cluster=h100_8 --goal memory"""
+
+SIZES = """\
+Names sizes of a model near the recipe's that make its matrix products faster, and compares widths of experts.
+
+Hidden size, experts' width, heads and vocabulary are varied one at a time; the rate is that of all matrix products of a
+step, by tiles. Widths of experts are compared at the same number of parameters by the rate of training and the latency
+of decoding together. Every figure is a prediction (docs/plan.md)."""
+SIZES_EXAMPLES = """\
+examples:
+  zaya plan sizes experiment=zaya1_base cluster=mi300x_8
+  zaya plan sizes experiment=zaya1_base cluster=h200_8 model.hidden_size=1900 --picture widths.png"""
+
+# Rows that several of the commands share.
+GPUS = option("--gpus", type=whole_number(1, INT32), metavar="N", help="devices (default: those of the recipe)")
+FROM = option("--from", dest="record", type=Path, metavar="STEP_JSON", help="record of `zaya bench step`")
+
+
+def check() -> Parser:
+    as_json = option("--json", action="store_true", help="print the findings as JSON")
+    return Parser("plan check", _check, CHECK, CHECK_EXAMPLES, GPUS, as_json, recipe=True)
+
+
+def run() -> Parser:
+    return Parser(
+        "plan run",
+        _run,
+        RUN,
+        RUN_EXAMPLES,
+        GPUS,
+        FROM,
+        option(
+            "--price",
+            type=real_number(0.0, 1e6),
+            metavar="X",
+            help="of a device hour, in any currency: adds what stages cost",
+        ),
+        option(
+            "--layout",
+            action="store_true",
+            help="also build the groups, model and shards of the first, a middle and the last rank with fake process "
+            "groups, and check that shards are complete and balanced (20 s; requires torch and Megatron-core)",
+        ),
+        option("--output", type=Path, metavar="FILE", help="also write everything as JSON"),
+        recipe=True,
+    )
+
+
+def fit() -> Parser:
+    return Parser(
+        "plan fit",
+        _fit,
+        FIT,
+        FIT_EXAMPLES,
+        GPUS,
+        option(
+            "--goal", choices=("time", "memory"), default="time", help="the fastest step, or the least memory (time)"
+        ),
+        FROM,
+        option(
+            "--output",
+            type=Path,
+            metavar="FILE",
+            help="also write the setting: an experiment to name in a recipe folder if FILE ends in .yaml, else the words",
+        ),
+        recipe=True,
+    )
+
+
+def sizes() -> Parser:
+    return Parser(
+        "plan sizes",
+        _sizes,
+        SIZES,
+        SIZES_EXAMPLES,
+        GPUS,
+        option("--picture", type=Path, metavar="FILE.png", help="draw the widths of experts (requires matplotlib)"),
+        recipe=True,
+    )
+
+
+def composed(overrides: list[str], gpus: int | None) -> tuple[Recipe, int]:
+    """Return the recipe of `overrides`, on `gpus` devices if given, and the number of its ranks."""
+    from zaya_plugin.bench.options import with_data_path
+    from zaya_plugin.config.compose import compose
+    from zaya_plugin.config.validate import validate
+    from zaya_plugin.plan.bucket_plan import with_bucket_plan
+    from zaya_plugin.run.rank_plan import planned_ranks
+
+    recipe = compose(with_data_path(overrides))
+    recipe = on_devices(recipe, gpus) if gpus else recipe
+    world = planned_ranks(recipe)
+    recipe, _ = with_bucket_plan(recipe, world)
+    validate(recipe, world)
+    return recipe, world
+
+
+def on_devices(recipe: Recipe, gpus: int) -> Recipe:
+    """Return the recipe on `gpus` devices: whole nodes, or a part of one."""
+    from zaya_plugin.ground.errors import mistake
+
+    node = recipe.cluster.gpus_per_node
+    if gpus > node and gpus % node:
+        raise mistake(
+            "--gpus", gpus, problem=f"is not a number of whole nodes of {node}", allowed=f"a multiple of {node}"
+        )
+    cluster = replace(recipe.cluster, num_nodes=max(1, gpus // node), gpus_per_node=min(gpus, node), numa_nodes=[])
+    return replace(recipe, cluster=cluster, nproc=None)
+
+
+def _check(options: argparse.Namespace) -> int:
+    from zaya_plugin.plan.check import findings_of, setting_of, text
+    from zaya_plugin.plan.setting import DOES_NOT_FIT
+
+    findings = findings_of(setting_of(*composed(options.overrides, options.gpus)))
+    print(json.dumps(findings, indent=1) if options.json else "\n".join(text(findings)))
+    return USER_ERROR if any(finding["severity"] == DOES_NOT_FIT for finding in findings) else 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    from zaya_plugin.plan import layout_report, recipe_plan
+    from zaya_plugin.plan.prediction import predict
+    from zaya_plugin.plan.run_costs import cost_lines, stage_cost
+    from zaya_plugin.plan.run_report import step_lines
+    from zaya_plugin.plan.step_source import load, recorded_recipe
+    from zaya_plugin.run.rank_plan import planned_ranks
+
+    record = load(options.record) if options.record else None
+    if options.overrides or record is None:
+        recipe, world = composed(options.overrides, options.gpus)
+    else:
+        recipe = recorded_recipe(record)
+        recipe = on_devices(recipe, options.gpus) if options.gpus else recipe
+        world = planned_ranks(recipe)
+    result = predict(recipe, world, record)
+    if record and result.reason:
+        raise ValueError(result.reason)
+    lines, written = step_lines(result), result.record()
+    recipes = stages_of(options.overrides, options.gpus) if recipe.curriculum.stages else [(recipe, world)]
+    written["stages"] = [stage_cost(*stage, predict(*stage, record), options.price) for stage in recipes]
+    lines += cost_lines(written["stages"])
+    print("\n".join(lines), flush=True)
+    wrong = False
+    if options.layout:
+        ranks = built_ranks(recipe, world)
+        shape, layout = recipe_plan.shape_of(recipe), recipe_plan.layout_of(recipe, world)
+        print("\n".join(layout_report.layout_lines(ranks, shape, layout, world)))
+        written["layout"], wrong = ranks, bool(layout_report.faults_of(ranks, shape, layout))
+    if options.output:
+        options.output.write_text(json.dumps(written, indent=1) + "\n")
+    return int(wrong)
+
+
+def _fit(options: argparse.Namespace) -> None:
+    from zaya_plugin.plan import search
+    from zaya_plugin.plan.step_source import fitted, load, source_of
+
+    recipe, world = composed(options.overrides, options.gpus)
+    source = source_of(load(options.record)) if options.record else fitted()
+    settings = search.search(recipe, world, source, options.goal)
+    values, text = settings[0].values(), shlex.join(search.words_of(settings[0].values())) + "\n"
+    print("\n".join([*search.report(settings, options.goal), "to add:", f"  {text}"]), end="")
+    if options.output and options.output.suffix == ".yaml":
+        named = [word[11:] for word in options.overrides if word.startswith("experiment=")]
+        groups: dict = {"defaults": [*named, "_self_"]}
+        for key, value in values.items():
+            groups.setdefault(key.split(".")[0], {})[key.split(".")[1]] = value
+        text = "# @package _global_\n" + yaml.safe_dump(groups, sort_keys=False)
+    if options.output:
+        options.output.write_text(text)
+
+
+def _sizes(options: argparse.Namespace) -> None:
+    from zaya_plugin.plan import sizes
+
+    recipe, world = composed(options.overrides, options.gpus)
+    near, widths = list(sizes.near_sizes(recipe, world)), sizes.widths(recipe, world)
+    print("\n".join(sizes.report(near, widths, recipe)))
+    if options.picture:
+        from zaya_plugin.pictures.chart import Line, save_lines
+
+        lines = [Line(*line) for line in sizes.percentages(widths, recipe.model.moe_ffn_hidden_size)]
+        title = f"Widths of experts at equal parameters on {recipe.machine.name} (PREDICTION)"
+        save_lines(options.picture, title, lines, "width of an expert", f"% of {recipe.model.moe_ffn_hidden_size:,}")
+
+
+def stages_of(overrides: list[str], gpus: int | None) -> list[tuple[Recipe, int]]:
+    """Return the recipes of a curriculum's stages and the ranks of each."""
+    from zaya_plugin.bench.options import with_data_path
+    from zaya_plugin.config.validate import validate
+    from zaya_plugin.plan.bucket_plan import with_bucket_plan
+    from zaya_plugin.run.rank_plan import planned_ranks
+    from zaya_plugin.run.stages import compose_curriculum
+
+    recipes = []
+    for stage in compose_curriculum(with_data_path(overrides)).stages:
+        recipe = on_devices(stage.recipe, gpus) if gpus else stage.recipe
+        world = planned_ranks(recipe)
+        recipe, _ = with_bucket_plan(recipe, world)
+        validate(recipe, world)
+        recipes.append((recipe, world))
+    return recipes
+
+
+def built_ranks(recipe: Recipe, world: int) -> list[dict]:
+    """Return what ranks of the run build, each as zaya_plugin.hosts.rank_layout describes it, in a process of its
+    own."""
+    from zaya_plugin.config.compose import save_recipe
+    from zaya_plugin.ground import phases
+    from zaya_plugin.ground.errors import mistake
+    from zaya_plugin.plan import layout_report, recipe_plan
+
+    ranks = layout_report.ranks_to_build(recipe_plan.layout_of(recipe, world), world)
+    recipe, _ = recipe_plan.with_recompute(recipe, world)
+    with tempfile.TemporaryDirectory() as folder:
+        save_recipe(recipe, Path(folder) / "recipe.yaml")
+        phases.begin(f"building the model's layout on {len(ranks)} of {world} ranks")
+        words = [sys.executable, "-m", "zaya_plugin.hosts.rank_layout", str(Path(folder) / "recipe.yaml"), str(world)]
+        done = subprocess.run([*words, *map(str, ranks)], capture_output=True, text=True)
+        phases.end()
+    if done.returncode:
+        problem = f"the layout could not be built: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"
+        raise mistake("--layout", problem=problem, fix="zaya train ... --dry-run, which checks the recipe")
+    return [json.loads(line) for line in done.stdout.splitlines()]

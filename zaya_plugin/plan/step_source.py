@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The speed of each part of a step, from which predictions start: of one measured step, or fitted to several.
+
+The speed of a part is the share of its roofline that it reaches: the larger of its operations over the matrix-product
+rate and its bytes over the copy rate, divided by its time. The matrix-product rate is the device's, times what whole
+tiles of the part's largest product leave of it (zaya_plugin.plan.product_rate). The time that kernels lose to
+collectives that run during them is left out. No torch import.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+
+from zaya_plugin.config import train_help
+from zaya_plugin.config.compose import compose
+from zaya_plugin.config.schema import MachineConfig, Recipe
+from zaya_plugin.ground.errors import mistake
+from zaya_plugin.plan import recipe_plan
+from zaya_plugin.plan.expected_step import SLOWED, limit
+from zaya_plugin.plan.memory import Recompute, tokens_of_rank
+from zaya_plugin.plan.product_rate import rates_of_parts
+from zaya_plugin.plan.recipe_work import work_of
+
+SCHEMA = "zaya bench step/1"  # of the records of `zaya bench step`
+FIT = Path(__file__).parent / "fitted_step.json"
+NOT_COMPUTING = ("communication", "idle")
+PARTS_WITHOUT_COLLECTIVES = ("optimizer", "gradients")  # parts during which no collective runs
+
+
+@dataclass(frozen=True)
+class PartSpeed:
+    """A part of the step.
+
+    Attributes:
+        share: of the roofline that it reaches; 0 for a part without work of its own.
+        forward: share of its time outside the backward pass.
+        layer_token_seconds: time of a part without work of its own, for a token and layer.
+    """
+
+    title: str
+    share: float
+    forward: float
+    layer_token_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Source:
+    """Speeds of the parts of a step on `device`.
+
+    Attributes:
+        what: device, date, commit, command and world_size of the record, or of the fit's records.
+        gemm, copy: FLOP/s and bytes/s of the record's device; None for a fit, which is relative to the recipe's rates.
+        attention_length: tokens of a sequence of the steps that gave the share of attention.
+        attention: shares of the roofline by the value of cluster.core_attention, where they are known.
+        gap: seconds between the kernels of a layer and micro-batch, where a step is a graph.
+        slowed: share of the hidden collectives' expected time by which kernels take longer.
+        recompute: recomputation whose time is among the parts.
+        idle: seconds of the record in which no kernel ran, which are not predicted.
+        optimizer: whether an optimizer's step is among the parts.
+    """
+
+    device: str
+    what: Mapping[str, object]
+    parts: Mapping[str, PartSpeed]
+    gemm: float | None = None
+    copy: float | None = None
+    attention_length: int | None = None
+    attention: Mapping[str, float] = field(default_factory=dict)
+    gap: float = 0.0
+    slowed: float = SLOWED
+    recompute: Recompute = Recompute()
+    idle: float = 0.0
+    optimizer: bool = True
+
+
+def load(path: Path) -> dict:
+    """Return the record in a step.json; raises ValueError for any other file."""
+    try:
+        record = json.loads(path.read_text())
+        usable = record["schema"] == SCHEMA and record["parts"] and record["traced"]["source"] == "kernels"
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        problem = f"not a step.json of `zaya bench step` ({type(error).__name__}: {error})"
+        raise mistake(str(path), problem=problem) from error
+    if not usable:
+        problem = "not a step.json of `zaya bench step` on an accelerator with the traced step's parts"
+        raise mistake(str(path), problem=problem)
+    return record
+
+
+def recorded_recipe(record: dict) -> Recipe:
+    """Return the recipe that ran. Keys that are newer than the record have their defaults; removed keys are ignored.
+
+    The machine's rates are those of today's recipe of the same cluster, if there is one.
+    """
+
+    def filled(target, values: dict):
+        for name in values.keys() & {item.name for item in fields(target)}:
+            value = getattr(target, name)
+            setattr(target, name, filled(value, values[name]) if is_dataclass(value) else values[name])
+        return target
+
+    recipe = filled(Recipe(), record["recipe"])
+    recipe.nproc = record["world_size"]
+    if recipe.cluster.name in train_help.options("cluster"):
+        recipe.machine = machine_of(recipe.cluster.name)
+    return recipe
+
+
+@cache
+def machine_of(cluster: str) -> MachineConfig:
+    """Return the rates in the recipe of a cluster."""
+    return compose([f"cluster={cluster}", "data.path=none"]).machine
+
+
+def hidden_behind_kernels(record: dict) -> float:
+    """Return milliseconds of the record's collectives that ran during kernels on the same processors; copy engines are
+    not among them.
+    """
+    rows = [kernel for row in record["parts"] if row["part"] == "communication" for kernel in row["longest"]]
+    copies = sum(kernel["ms"] for kernel in rows if kernel["name"].startswith("Memcpy"))
+    return max(record.get("hidden_communication_ms", 0.0) - copies, 0.0)
+
+
+def source_of(record: dict, *, links: bool = True, rates: tuple[float, float] | None = None) -> Source:
+    """Return the speeds of a record of `zaya bench step`.
+
+    links: the collectives of the prediction come from formulas, so those of the record are taken out of its kernels.
+    rates: FLOP/s and bytes/s to which shares are relative, in place of those that were measured on the machine.
+    """
+    recipe, world, vocabulary = recorded_recipe(record), record["world_size"], record["model"]["vocab_size"]
+    measured = record["rates"]
+    gemm, copy = rates or (measured["gemm_tflops"] * 1e12, measured["copy_tb_per_s"] * 1e12)
+    written = frozenset(record.get("written_first", ()))  # older records have no such key; all gradients were zeroed
+    work = work_of(recipe, world, vocabulary, record["step"]["optimizer"], written)
+    batch, layout = recipe_plan.batch_of(recipe, world), recipe_plan.layout_of(recipe, world)
+    tiles = rates_of_parts(record["device"], recipe_plan.shape_of(recipe, vocabulary), layout, batch)
+    rows = [row for row in record["parts"] if row["part"] not in NOT_COMPUTING]
+    alone = 1.0
+    if links and (hidden := hidden_behind_kernels(record)):
+        alone -= SLOWED * hidden / sum(row["ms"] for row in rows if row["part"] not in PARTS_WITHOUT_COLLECTIVES)
+    layer_tokens = batch.micro_batches * tokens_of_rank(layout, batch) * recipe.model.num_layers
+    speeds = {}
+    for row in rows:
+        part, seconds = row["part"], row["ms"] / 1e3
+        seconds *= 1.0 if part in PARTS_WITHOUT_COLLECTIVES else alone
+        forward = row["forward_ms"] / row["ms"] if row["ms"] else 0.0
+        if part in work and seconds:
+            share = limit(work[part], gemm * tiles.get(part, 1.0), copy) / seconds
+            speeds[part] = PartSpeed(row["title"], share, forward)
+        else:  # proportional to tokens and layers
+            speeds[part] = PartSpeed(row["title"], 0.0, forward, seconds / layer_tokens)
+    return Source(
+        record["device"],
+        {name: record[name] for name in ("device", "date", "commit", "command", "world_size")},
+        speeds,
+        gemm=gemm,
+        copy=copy,
+        attention_length=recipe.stage.seq_length,
+        recompute=recipe_plan.recompute_of(recipe),
+        idle=next((row["ms"] / 1e3 for row in record["parts"] if row["part"] == "idle"), 0.0),
+        optimizer=record["step"]["optimizer"],
+    )
+
+
+def fitted() -> Source:
+    """Return the speeds that benchmarks/prediction_errors.py has fitted to committed records."""
+    return fit_from(json.loads(FIT.read_text()))
+
+
+def fit_from(values: dict) -> Source:
+    """Return the speeds in the values of a fit."""
+    parts = {part: PartSpeed(**speed) for part, speed in values["parts"].items()}
+    return Source(**{**values, "parts": parts})
