@@ -41,7 +41,7 @@ help: ## Show this
 setup: ## Create .venv and install the versions of constraints.txt (other targets run this first)
 	@tools/bootstrap.sh
 
-tools: ## Install the Debian packages that the tests of the HIP kernels need (as root; a download of about 100 MB)
+tools: ## Install the Debian packages that the tests of the HIP kernels need (as root; a download of about 200 MB)
 	@tools/apt_packages.sh --install
 
 demo: setup ## Prepare a corpus from the Python standard library, train a small ZAYA on the CPU and draw it as a page
