@@ -169,7 +169,7 @@ def size_lines(faster: dict[str, list[dict]], widths: Sequence[dict], step: Pred
         row["vocabulary"] = row["vocabulary"] if row["vocabulary"] != step.shape.vocab_size else None
     return [
         f"rate of a step's matrix products on {step.recipe.machine.name}, by tiles (prediction, -12 to +21 %: "
-        "docs/benchmarks.md)",
+        "docs/predictions.md)",
         table(rows, SIZES),
         f"widths of experts with the same parameters in all experts ({step.error})",
         table(widths, WIDTHS),
