@@ -149,7 +149,7 @@ def alternatives(options: Sequence[Prediction]) -> list[Prediction]:
 def reason(option: Prediction, best: Prediction) -> str:
     """Return why an option is not the best one: the costs that it adds most of, and memory."""
     more = (option.memory.total - best.memory.total) / GIB
-    if option.seconds <= (1 + EQUAL_TIME) * best.seconds:
+    if abs(option.seconds / best.seconds - 1) <= EQUAL_TIME:
         return f"{more:+.1f} GiB, for a difference that runs of one command have too"
     base = _costs(best)
     added = sorted(((cost - base.get(title, 0.0), title) for title, cost in _costs(option).items()), reverse=True)
