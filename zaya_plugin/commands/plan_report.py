@@ -87,9 +87,10 @@ def step_lines(step: Prediction) -> list[str]:
         lines += [f"  {size / GIB:8.2f}  {name}" for name, size in step.memory.components.items()]
     if not step.seconds:
         return [*lines, f"step time: not predicted. {step.reason}"]
-    rows = [dict(row) for row in step.parts]
-    for name, link in step.communication.items():
-        rows.append({"title": f"exposed {name}", "ms": link["exposed_ms"], "of": link["ms"]})
+    exposed = [
+        {"title": f"exposed {name}", "ms": link["exposed_ms"], "of": link["ms"]}
+        for name, link in step.communication.items()
+    ]
     return [
         *lines,
         f"PREDICTION from {step.source.what['device']}, commit {step.source.what['commit']}: {1e3 * step.seconds:,.1f} ms "
@@ -98,7 +99,7 @@ def step_lines(step: Prediction) -> list[str]:
         f"  error: {step.error}",
         f"  rates: {step.gemm / 1e12:.4g} TFLOP/s in a matrix product, {step.copy / 1e12:.3g} TB/s in a copy "
         f"({step.sources})",
-        table([{**row, "share": row["ms"] / 1e3 / step.seconds} for row in rows], STEP),
+        table([{**row, "share": row["ms"] / 1e3 / step.seconds} for row in (*step.parts, *exposed)], STEP),
         "Not included: the host's time between kernels"
         + (f", {1e3 * step.source.idle:.1f} ms of the record's traced step." if step.source.idle else "."),
     ]
@@ -106,23 +107,25 @@ def step_lines(step: Prediction) -> list[str]:
 
 def cost_lines(stages: Sequence[dict]) -> list[str]:
     """Return a table of the stages (`stage_cost`) and, of several, their sum."""
-    known = [stage for stage in stages if "hours" in stage]
-    sums = {
-        key: sum(stage[key] or 0.0 for stage in known) for key in ("tokens", "device_hours", "hours", "lost", "cost")
-    }
-    rows = [dict(stage) for stage in stages]
-    for row in rows:
-        row["saves"] = f"{row['saved_bytes'] / 1e9:.1f} GB x {row['kept']}"
+    known, rows = [stage for stage in stages if "hours" in stage], list(stages)
     if len(known) > 1:
-        rows.append({**sums, "name": "sum", "cost": sums["cost"] or None})
-    for row in rows:
-        if "hours" in row:
-            row["days"] = (row["hours"] + row["lost"]) / 24
-        if "failures" in row:
-            row["range"] = f"{row['failures'][1]:,.1f} to {row['failures'][0]:,.1f}"
+        keys = ("tokens", "device_hours", "hours", "lost", *(["cost"] if known[0]["cost"] else []))
+        rows.append({"name": "sum", **{key: sum(stage[key] for stage in known) for key in keys}})
     stored = sum(stage["saved_bytes"] * stage["kept"] for stage in stages)
     storage = f"storage: {stored / 1e12:.2f} TB of checkpoints at the end, and one more while it is written"
-    return [table(rows, STAGES), *([FAILURES] if known else []), storage]
+    return [table([_stage_row(stage) for stage in rows], STAGES), *([FAILURES] if known else []), storage]
+
+
+def _stage_row(stage: dict) -> dict:
+    """Return a stage or the sum with the further columns of the table."""
+    row = dict(stage)
+    if "hours" in stage:
+        row["days"] = (stage["hours"] + stage["lost"]) / 24
+    if "failures" in stage:
+        row["range"] = f"{stage['failures'][1]:,.1f} to {stage['failures'][0]:,.1f}"
+    if "kept" in stage:
+        row["saves"] = f"{stage['saved_bytes'] / 1e9:.1f} GB x {stage['kept']}"
+    return row
 
 
 def layout_lines(ranks: Sequence[dict], faults: Sequence[str], world: int, parameters: int) -> list[str]:

@@ -140,13 +140,13 @@ def optimizer_bytes(shape: Shape, layout: ParallelSizes, optimizer: Optimizer, d
     """Return bytes of the fp32 weights of a bf16 model and of the moments, on a rank of the first stage."""
     local = local_parameters(shape, layout)
     owned = {"experts": local["experts"] / layout.expert_shards, "rest": local["rest"] / layout.shards}
-    adamw = sum(owned.values()) if not optimizer.muon else _adamw_elements(shape, layout) / layout.shards
+    adamw = sum(owned.values()) if not optimizer.muon else adamw_elements(shape, layout) / layout.shards
     muon = sum(owned.values()) - adamw
     master = FLOAT32_BYTES if dtype_bytes < FLOAT32_BYTES else 0
     return muon * (master + optimizer.momentum_bytes) + adamw * (master + 2 * FLOAT32_BYTES)
 
 
-def _adamw_elements(shape: Shape, layout: ParallelSizes) -> float:
+def adamw_elements(shape: Shape, layout: ParallelSizes) -> float:
     """Return elements under AdamW on a rank, with Muon on matrices: embedding, convolutions, norms, scales and the
     router's vectors.
     """

@@ -19,7 +19,7 @@ from zaya_plugin.config.validate import validate, with_graphs
 from zaya_plugin.data.sources import padded, vocabulary_of
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.plan.flops import Shape, forward_flops_by_part
-from zaya_plugin.plan.memory import MemoryPlan, Optimizer, Recompute, memory_plan
+from zaya_plugin.plan.memory import MemoryPlan, Optimizer, Recompute, memory_plan, tokens_of_rank
 from zaya_plugin.plan.parallelism import Batch, ParallelSizes
 
 GIB = 2**30
@@ -223,10 +223,14 @@ def choices(
     graph: bool = False,
 ) -> list[Choice]:
     """Return all choices, cheapest first. graph: as in memory_plan."""
-    results = []
-    for recompute in _candidates(shape.num_layers // layout.pipeline, allowed):
-        plan = memory_plan(shape, layout, batch, recompute, optimizer, graph)
-        results.append(Choice(recompute, plan, 1e3 * added_seconds(shape, layout, batch, recompute, machine)))
+    results = [
+        Choice(
+            recompute,
+            memory_plan(shape, layout, batch, recompute, optimizer, graph),
+            1e3 * added_seconds(shape, layout, batch, recompute, machine),
+        )
+        for recompute in _candidates(shape.num_layers // layout.pipeline, allowed)
+    ]
     return sorted(results, key=lambda choice: (choice.milliseconds, choice.plan.total))
 
 
@@ -253,23 +257,16 @@ def added_seconds(
     shape: Shape, layout: ParallelSizes, batch: Batch, recompute: Recompute, machine: MachineConfig
 ) -> float:
     """Return seconds that a rank spends on recomputation in a step."""
-    layers = shape.num_layers // layout.pipeline
+    h, gemm, copy = shape.hidden_size, machine.gemm_tflops * 1e12, machine.copy_tb_per_s * 1e12
     flops = forward_flops_by_part(replace(shape, num_layers=1), batch.seq_length)
-    a, s, h = batch.dtype_bytes, batch.stream_bytes, shape.hidden_size
-    gemm, copy = machine.gemm_tflops * 1e12, machine.copy_tb_per_s * 1e12
-    norm = (s + a) * h / copy
     time = {part: flops[part] / gemm / share for part, share in FORWARD_SHARE.items()}
-    time["permute"] = 2 * a * h / copy
-    time["moe"] = time["experts"] + time["router"] + 2 * time["permute"]
-    time["core_attn"] = time["attention"]
+    norm, rows = (batch.stream_bytes + batch.dtype_bytes) * h / copy, 2 * batch.dtype_bytes * h / copy
+    moe = time["experts"] + time["router"] + 2 * rows
     # A recomputed norm is not fused with the merge before it, which costs one more read of the stream in each
     # direction.
-    time["layernorm"] = 2 * norm + 4 * s * h / copy
-    whole = sum(time[part] for part in ("projections", "prologue", "core_attn", "moe")) + 2 * (
-        norm + (s + a) * h / copy
-    )
-    tokens = batch.micro_batches * batch.micro_batch_size * batch.seq_length / (layout.context * layout.tensor)
-    seconds = (
-        sum(time[name] for name in recompute.modules) * (layers - recompute.full_layers) + whole * recompute.full_layers
-    )
-    return tokens * seconds
+    layernorm = 2 * norm + 4 * batch.stream_bytes * h / copy
+    modules = {"permute": rows, "moe": moe, "core_attn": time["attention"], "layernorm": layernorm}
+    whole = time["projections"] + time["prologue"] + time["attention"] + moe + 4 * norm
+    others = shape.num_layers // layout.pipeline - recompute.full_layers
+    seconds = sum(modules[name] for name in recompute.modules) * others + whole * recompute.full_layers
+    return batch.micro_batches * tokens_of_rank(layout, batch) * seconds

@@ -18,14 +18,14 @@ from zaya_plugin.plan.prediction import predict
 from zaya_plugin.plan.product_rate import PROCESSORS, processor_of
 from zaya_plugin.plan.products import products
 
-HEADS, VOCABULARY = "model.num_attention_heads", "model.make_vocab_size_divisible_by"
+HEADS = "model.num_attention_heads"
 # Key -> multiples that are tried near it; heads also need a multiple of the key/value heads.
 STEPS = {
     "model.hidden_size": (64, 128, 256),
     "model.moe_ffn_hidden_size": (64, 128, 256),
     "model.kv_channels": (32, 64),
     HEADS: (1,),
-    VOCABULARY: (64, 128, 256),
+    "model.make_vocab_size_divisible_by": (64, 128, 256),
 }
 NEAR = 0.15  # of a size
 SHOWN, LEAST_GAIN = 3, 0.002  # sizes of a key, and what they gain

@@ -130,9 +130,8 @@ def source_of(record: dict, *, links: bool = True, rates: tuple[float, float] | 
     batch, layout = recipe_plan.batch_of(recipe, world), recipe_plan.layout_of(recipe, world)
     tiles = rates_of_parts(record["device"], recipe_plan.shape_of(recipe, vocabulary), layout, batch)
     rows = [row for row in record["parts"] if row["part"] not in NOT_COMPUTING]
-    alone = 1.0
-    if links and (hidden := hidden_behind_kernels(record)):
-        alone -= SLOWED * hidden / sum(row["ms"] for row in rows if row["part"] not in PARTS_WITHOUT_COLLECTIVES)
+    hidden = hidden_behind_kernels(record) if links else 0.0
+    alone = 1 - SLOWED * hidden / sum(row["ms"] for row in rows if row["part"] not in PARTS_WITHOUT_COLLECTIVES)
     layer_tokens = batch.micro_batches * tokens_of_rank(layout, batch) * recipe.model.num_layers
     speeds = {}
     for row in rows:

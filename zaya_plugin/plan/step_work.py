@@ -15,7 +15,7 @@ from hip_ops.newton_schulz_form import newton_schulz_flops
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.plan import recipe_plan
 from zaya_plugin.plan.flops import Shape, count_parameters, forward_flops_by_part, muon_matrices
-from zaya_plugin.plan.memory import FLOAT32_BYTES, tokens_of_rank
+from zaya_plugin.plan.memory import FLOAT32_BYTES, adamw_elements, tokens_of_rank
 from zaya_plugin.plan.parallelism import ParallelSizes, local_parameters
 
 
@@ -201,19 +201,16 @@ def accumulated(shape: Shape, layout: ParallelSizes) -> dict[str, int]:
 
 def optimizer_share(shape: Shape, layout: ParallelSizes, recipe: Recipe) -> OptimizerShare:
     """Return the share of the busiest rank; matrices are never cut, so it has at least one of the largest ones."""
-    momentum, ranks = recipe_plan.optimizer_of(recipe).momentum_bytes, (layout.expert_shards, layout.shards)
-    parts = count_parameters(shape)
-    everything = sum(parts.values()) - parts["experts"]
-    if recipe.optim.name != "muon":
-        return OptimizerShare(0.0, parts["experts"] / layout.expert / ranks[0] + everything / ranks[1], momentum)
-    of_experts, of_the_rest = muon_matrices(shape, recipe.optim.muon_split_gate_up)
-    experts = shape.num_layers * shape.num_experts / layout.expert
-    elements = sum(m * n for m, n in of_the_rest) * shape.num_layers
-    flops = partial(newton_schulz_flops, steps=recipe.optim.muon_steps, bf16=recipe.optim.muon_dtype == "bf16")
-    operations = (
-        max(experts * sum(flops(*size) for size in of_experts) / ranks[0], flops(*of_experts[0]) * (ranks[0] > 1))
-        + shape.num_layers * sum(flops(*size) for size in of_the_rest) / ranks[1]
-    )
-    gate_up = 2.0 * shape.moe_ffn_hidden_size * shape.hidden_size
-    muon = max(parts["experts"] / layout.expert / ranks[0], gate_up * (ranks[0] > 1)) + elements / ranks[1]
-    return OptimizerShare(muon, (everything - elements) / ranks[1], momentum, operations)
+    optim, local, ranks = recipe.optim, local_parameters(shape, layout), layout.expert_shards
+    momentum = recipe_plan.optimizer_of(recipe).momentum_bytes
+    if optim.name != "muon":
+        return OptimizerShare(0.0, local["experts"] / ranks + local["rest"] / layout.shards, momentum)
+    of_an_expert, of_a_layer = muon_matrices(shape, optim.muon_split_gate_up)
+    experts = shape.num_layers * shape.num_experts / layout.expert / ranks
+    flops = partial(newton_schulz_flops, steps=optim.muon_steps, bf16=optim.muon_dtype == "bf16")
+    operations = shape.num_layers * sum(flops(*size) for size in of_a_layer) / layout.shards
+    operations += max(experts * sum(flops(*size) for size in of_an_expert), flops(*of_an_expert[0]) * (ranks > 1))
+    adamw = adamw_elements(shape, layout)
+    gate_up = 2.0 * shape.moe_ffn_hidden_size * shape.hidden_size * (ranks > 1)
+    muon = max(local["experts"] / ranks, gate_up) + (local["rest"] - adamw) / layout.shards
+    return OptimizerShare(muon, adamw / layout.shards, momentum, operations)
