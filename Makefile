@@ -44,9 +44,10 @@ setup: ## Create .venv and install the versions of constraints.txt (other target
 tools: ## Install the Debian packages that the tests of the HIP kernels need (as root; a download of about 100 MB)
 	@tools/apt_packages.sh --install
 
-demo: setup ## Prepare a corpus from the Python standard library and train a small ZAYA on the CPU
+demo: setup ## Prepare a corpus from the Python standard library, train a small ZAYA on the CPU and draw it as a page
 	$(DEMO_DATA)
 	$(DEMO_TRAIN)
+	@$(BIN)/zaya runs plot $(RUN_DIR)
 
 # With more threads, which spin while they wait, two test processes take three times as long.
 check test test-all test-core16: export OMP_NUM_THREADS ?= 1

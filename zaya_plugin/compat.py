@@ -10,6 +10,7 @@ import ast
 import functools
 import importlib.util
 import inspect
+from importlib import metadata
 from pathlib import Path
 
 from packaging.version import Version
@@ -34,6 +35,14 @@ def core_version() -> Version | None:
             constants[node.targets[0].id] = node.value.value
     numbers = (str(constants[name]) for name in ("MAJOR", "MINOR", "PATCH"))
     return Version(".".join(numbers) + (constants.get("PRE_RELEASE") or ""))
+
+
+def distribution_version(name: str) -> str | None:
+    """Return the version of an installed package as pip knows it, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def at_least(release: str) -> bool:

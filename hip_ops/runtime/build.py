@@ -2,8 +2,8 @@
 """Finds the shared library of a target: the one that the package ships, otherwise one that is built on this machine, at
 first use or ahead of it (`python -m hip_ops build`).
 
-The package ships gfx942's and gfx950's libraries, which the emulator has run (tools/ship.py makes them). They are used as
-long as the installed sources are those that they were built from and HIP_OPS_LIBRARY=source does not request a build.
+The package ships gfx942's and gfx950's libraries, which the emulator has run (tools/ship.py makes them). They are used
+as long as the installed sources are those that they were built from and HIP_OPS_LIBRARY=source does not request a build.
 
 A built library is known by the hash of its sources, flags and compiler: `<cache>/<target>-<hash>/libhip_ops.so`, next
 to a manifest.json that holds its checksum. Both are renamed into place, and a library whose checksum differs from its

@@ -8,9 +8,9 @@ smaller than 2 GiB, so that buffer instructions reach all of it. A shipped objec
 options and types, and at least its properties: they are verified at every call. Of several that fit, the one with most
 properties is taken.
 
-`hip_ops/shipped/<target>/` holds the objects (.hsaco) and their manifest (tools/ship.py makes them): for each the sha256,
-the kernel, what it was compiled for, its arguments in order, and how it is launched. The objects are used as long as
-their sha256 and the sources of their kernels are those of the manifest and HIP_OPS_LIBRARY=source does not request a
+`hip_ops/shipped/<target>/` holds the objects (.hsaco) and their manifest (tools/ship.py makes them): for each the
+sha256, the kernel, what it was compiled for, its arguments in order, and how it is launched. The objects are used as
+long as their sha256 and the sources of their kernels are those of the manifest and HIP_OPS_LIBRARY=source does not request a
 compilation. A launch calls functions of the HIP runtime that torch has mapped, and needs neither a compiler nor Triton.
 """
 
@@ -230,7 +230,7 @@ def _read(folder: Path) -> tuple[CodeObjects | None, str]:
 
 
 def shipped_objects(target: str) -> tuple[CodeObjects | None, str]:
-    """Return the shipped objects of a target and "", or None and why Triton compiles an AMD target's kernels instead."""
+    """Return the shipped objects of a target and "", or None and why Triton compiles an AMD target's kernels."""
     if target not in AMD_ARCHITECTURES:
         return None, ""
     try:
@@ -283,7 +283,10 @@ def objects_note(target: str) -> str:
     objects, why_not = shipped_objects(target)
     if objects is None:
         return f"compiled by the installed Triton: {why_not}"
-    return f"{len(objects.all)} of {', '.join(sorted(objects.operators))} shipped with the package, sha256 {objects.sha256}"
+    return (
+        f"{len(objects.all)} of {', '.join(sorted(objects.operators))} shipped with the package, "
+        f"sha256 {objects.sha256}"
+    )
 
 
 @functools.cache
@@ -337,8 +340,8 @@ def run_shipped_kernel(
             return
         _announce(
             str(call),
-            f"hip_ops: no shipped object fits {call}; the installed Triton compiles it, unverified. `python -m tools.ship` "
-            "in a checkout ships the objects of all recipes in recipes/",
+            f"hip_ops: no shipped object fits {call}; the installed Triton compiles it, unverified. "
+            "`python -m tools.ship` in a checkout ships the objects of all recipes in recipes/",
         )
         form = (
             call,

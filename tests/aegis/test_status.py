@@ -101,9 +101,7 @@ def test_log_text_cannot_write_to_the_terminal():
 def test_watch_shows_it_again_until_the_run_ends(tmp_path):
     run = write(tmp_path / "run", [each | {"time": each["time"] + time.time() - BEGIN - 60} for each in TRAINS])
     main, side = pty.openpty()
-    code = (
-        "import sys; from zaya_plugin import cli; from zaya_plugin.commands import aegis; aegis.WATCH_SECONDS = 0.05; "
-    )
+    code = "import sys; from zaya_plugin import cli; from zaya_plugin.commands import live; live.SECONDS = 0.05; "
     code += "sys.exit(cli.main(['aegis', 'status', sys.argv[1], '--watch']))"
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     process = subprocess.Popen([sys.executable, "-c", code, str(run)], stdout=side, env=environ)

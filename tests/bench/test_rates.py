@@ -53,7 +53,7 @@ def test_hbm_measures_four_kernels_by_size_and_finds_a_wrong_result(tmp_path, ca
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["hbm", "--max-bytes", "1000"], "--max-bytes=1000: below the smallest arrays. Allowed: 65536 to "),
+        (["hbm", "--max-bytes", "2K"], "--max-bytes=2048: below the smallest arrays. Allowed: 65536 to "),
         (["hbm", "--max-bytes", "64G"], "three arrays of this size are needed"),
         (["hbm", "--max-bytes", "many"], "--max-bytes: 'many' is not a size"),
         (["mlp", "--hidden", "0"], "--hidden: '0' is not a whole number from 1"),

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
-from zaya_plugin.checkpoint import manifest, replicas, restore
+from zaya_plugin.checkpoint import manifest, places, replicas, restore
 
 
 def finish(directory: Path, nodes: restore.Nodes, _: int) -> list[str]:
@@ -69,12 +69,31 @@ def compare(directory: Path, nodes: restore.Nodes, step: int) -> dict:
     }
 
 
+def load_a_copy(directory: Path, nodes: restore.Nodes, step: int) -> list[float]:
+    """Load from a storage without paths, and with step 20 not on rank 1, whose copy fails."""
+    import torch
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    from tests.checkpoint.memory_place import MemoryPlace
+    from zaya_plugin.checkpoint.checkpoints import Checkpoints
+
+    def fails(source, target):
+        raise OSError(5, "Input/output error", source.name)
+
+    if step == 20 and torch.distributed.get_rank() == 1:
+        places.copy = fails
+    weights = ShardedTensor.from_rank_offsets("weights", torch.zeros(4), replica_id=torch.distributed.get_rank())
+    return Checkpoints(MemoryPlace(str(directory))).load(step, {"weights": weights})["weights"].tolist()
+
+
 def main() -> None:
     import torch
 
     torch.set_num_threads(1)
     for line in sys.stdin:
         job = json.loads(line)
+        if job["work"] == "load_a_copy":
+            import zaya_plugin.checkpoint.checkpoints  # noqa: F401  with Megatron, once for all forks
         with tempfile.TemporaryDirectory() as folder:
             pids = [fork(job, rank, Path(folder)) for rank in range(len(job["locals"]))]
             for pid in pids:

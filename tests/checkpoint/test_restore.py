@@ -6,10 +6,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import xxhash
 
+from tests.checkpoint.storages import Memory
 from zaya_plugin.checkpoint import manifest, on_disk, starts
 
 NAMES = ("__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "__3_0.distcp", ".metadata", "metadata.json")
@@ -202,3 +204,23 @@ def test_a_truncated_local_copy_is_not_used(ranks, places):
     for result in ranks.run("compare", places, step=10):
         assert result["damaged"] == result["notes"] == []
         assert (on_disk.folder(Path(result["loads_from"]), 10) / short.name).resolve().parent == shared
+
+
+def test_a_copy_that_fails_on_one_rank_ends_all(ranks, tmp_path, one_rank):
+    """Of a storage without paths. The others do not wait in Megatron's collective."""
+    import torch
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    from zaya_plugin.checkpoint.checkpoints import Checkpoints
+
+    memory = Memory(tmp_path)
+    checkpoints, weights = Checkpoints(memory.place), torch.arange(4.0)
+    for step in (10, 20):
+        checkpoints.save(step, {"weights": ShardedTensor.from_rank_offsets("weights", weights)})
+    checkpoints.close()
+    places = SimpleNamespace(shared=memory.place, nodes=(tmp_path, tmp_path))
+    assert ranks.run("load_a_copy", places, step=10) == [[0.0, 1.0, 2.0, 3.0]] * 4
+    failures = [result["error"] for result in ranks.run("load_a_copy", places, step=20)]
+    assert len({*failures}) == 1 and "iter_0000020: rank 1: [Errno 5] Input/output error: " in failures[0]
+    assert failures[0].endswith("Fix: load it again.")
+    memory.close()

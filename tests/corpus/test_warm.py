@@ -28,7 +28,7 @@ def test_whole_files_are_read(prepared, capsys, monkeypatch):
     assert cli.main(["data", "warm", str(prepared)]) == 0
     assert f"read {total / 1e6:,.1f} MB of 2 files in 2 reads" in capsys.readouterr().out
     read = []
-    monkeypatch.setattr(warm, "read", lambda path, ranges: read.append((path, ranges)))
+    monkeypatch.setattr(warm, "read", lambda path, ranges, progress: read.append((path, ranges)))
     assert cli.main(["data", "warm", str(prepared), "--dry-run"]) == 0 and not read
     assert cli.main(["data", "warm", str(prepared), "--max-bytes", "1000"]) == 0
     assert sum(end - begin for _, ranges in read for begin, end in ranges) == 1000

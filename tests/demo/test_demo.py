@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo itself, as `make demo` runs it: real text, two ranks, its promises and its golden loss curve.
 
-`make test` runs its first 10 steps of 60, `make test-all` all of them.
+`make test` runs its first FIRST steps of 60, `make test-all` all of them.
 
 The golden curve is for the corpus whose checksum it names (the standard library of one Python version); on another
 corpus the same curve is expected within a wider band. ZAYA_UPDATE_GOLDEN=1 writes it again.
@@ -18,7 +18,10 @@ import numpy
 import pytest
 
 from tests.running import Run, train, zaya
+from zaya_plugin.runs.plot import picture
+from zaya_plugin.runs.run_data import read_run
 
+FIRST = 4  # the warm-up, momentum and the balancing of the experts are in the third loss
 GOLDEN = Path(__file__).parent.parent / "golden" / "cpu_demo.json"
 
 
@@ -32,11 +35,12 @@ def data(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def first_10(tmp_path_factory, data) -> Run:
+def first_steps(tmp_path_factory, data) -> Run:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("WANDB_NAME", "name-of-the-user")
         environment.setenv("PYTHONIOENCODING", "latin-1")
-        return train(tmp_path_factory.mktemp("first_10"), data, "exit_interval=10", recipe=("experiment=cpu_demo",))
+        options = (f"exit_interval={FIRST}", f"logger.expert_load_interval={FIRST}")
+        return train(tmp_path_factory.mktemp("first"), data, *options, recipe=("experiment=cpu_demo",))
 
 
 @pytest.fixture(scope="module")
@@ -71,27 +75,37 @@ def test_the_load_of_the_experts_is_even(demo):
     assert steps[60]["load_entropy_worst_layer"] > 0.9
 
 
-def test_every_promised_number_is_there(first_10):
-    row = first_10.steps()[10]
+def test_every_promised_number_is_there(first_steps):
+    row = first_steps.steps()[FIRST]
     names = ("loss", "lr", "grad_norm", "tokens_per_s", "tflops_per_device", "expert_imbalance", "router_entropy")
     for name in (*names, "memory_gib", "eta_s", "load_entropy", "consumed_samples"):
         assert row[name] is not None, name
-    assert row["consumed_samples"] == 10 * 16
-    assert [first_10.steps()[step]["lr"] for step in (1, 2)] == pytest.approx([0, row["lr"] / 9]), (
+    assert row["consumed_samples"] == FIRST * 16
+    assert [first_steps.steps()[step]["lr"] for step in (1, 2)] == pytest.approx([0, row["lr"] / (FIRST - 1)]), (
         "the warm-up starts at 0"
     )
     load = row["expert_load"]
     assert len(load) == 4 and all(len(layer) == 16 and sum(layer) == pytest.approx(1, abs=1e-3) for layer in load)
-    (tracked,) = (first_10.run_dir / "wandb").glob("offline-run-*/*.wandb")  # offline without a key
+    (tracked,) = (first_steps.run_dir / "wandb").glob("offline-run-*/*.wandb")  # offline without a key
     assert b"name-of-the-user" in tracked.read_bytes(), "the environment wins over the recipe"
-    assert list((first_10.run_dir / "tensorboard").glob("events.out.tfevents.*"))
-    output = first_10.output.splitlines()
+    assert list((first_steps.run_dir / "tensorboard").glob("events.out.tfevents.*"))
+    output = first_steps.output.splitlines()
     lines = [line for line in output if line.startswith("step") and "tok/s" in line]
-    assert len(lines) == 10 and max(map(len, lines)) < 120
+    assert len(lines) == FIRST and max(map(len, lines)) < 120
 
 
-def test_golden_losses_of_the_first_10_steps(first_10, data):
-    _compare_with_golden(first_10, data, 10)
+def test_the_run_is_drawn_from_its_own_files(first_steps):
+    page = picture([read_run(first_steps.run_dir)])
+    assert [panel.title for panel in page.panels] == [
+        *("Checkpoints, restarts and faults", "Loss", "Gradient norm", "Learning rate", "Speed", "Step time"),
+        *("Router entropy", "Expert imbalance", "Expert load over layers and steps", "Load of every expert"),
+    ]
+    loss = next(panel for panel in page.panels if panel.title == "Loss").layers[0]
+    assert [*loss.mean] == [row["loss"] for row in first_steps.steps().values()]
+
+
+def test_golden_losses_of_the_first_steps(first_steps, data):
+    _compare_with_golden(first_steps, data, FIRST)
 
 
 @pytest.mark.slow
@@ -120,7 +134,8 @@ def _compare_with_golden(run: Run, data: Path, steps: int) -> None:
     losses = [run.steps()[step]["loss"] for step in range(1, steps + 1)]
     if golden["corpus_sha256"] == _checksum(data):
         # Rounding differs between processors; a near tie in the router then falls otherwise and the runs drift apart.
-        assert max(abs(a - b) for a, b in zip(losses[:10], golden["loss"][:10], strict=True)) < 5e-3
+        first = min(steps, 10)
+        assert max(abs(a - b) for a, b in zip(losses[:first], golden["loss"][:first], strict=True)) < 5e-3
         assert max(abs(a - b) for a, b in zip(losses, golden["loss"][:steps], strict=True)) < 0.15
         if str(steps) in golden["validation"]:
             assert run.validation()[steps] == pytest.approx(golden["validation"][str(steps)], abs=0.05)

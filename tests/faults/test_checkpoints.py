@@ -44,9 +44,9 @@ def test_only_the_newest_checkpoints_are_kept(saved):
     assert kept == ["iter_0000004", "iter_0000006", "last_start.json", "latest_checkpointed_iteration.txt"]
 
 
-def test_a_killed_run_and_a_stopped_run_resume(tmp_path, corpus):
-    """One run: killed after step 22, resumed from its newest checkpoint, stopped by SIGTERM, resumed where it
-    stopped. Its data loader is a process, as in the recipes for GPUs: Megatron lets it ignore SIGTERM.
+def test_a_killed_run_resumes_and_a_stopped_run_is_saved(tmp_path, corpus):
+    """One run: killed after step 22, resumed from its newest checkpoint, stopped by SIGTERM; the next test resumes
+    where a run stopped. Its data loader is a process, as in the recipes for GPUs: Megatron lets it ignore SIGTERM.
     """
     run_dir, long = tmp_path / "run", (*LONG, "data.num_workers=1")
     killed = train_and_signal(run_dir, corpus, signal.SIGKILL, 22, *long, "checkpoint.save_interval=5")
@@ -65,10 +65,6 @@ def test_a_killed_run_and_a_stopped_run_resume(tmp_path, corpus):
     assert f"ended at step {last} of 400: " in stopped.output
     assert (run_dir / "checkpoints" / f"iter_{last:07d}").is_dir(), stopped.output
     assert list(stopped.steps()) == list(range(1, last + 1)), "rows of the lost steps must be gone"
-
-    resumed = train(run_dir, corpus, *long, "resume=must", f"exit_interval={last + 2}")
-    assert f"continuing after step {last}" in resumed.output
-    assert list(resumed.steps()) == list(range(1, last + 3))
 
 
 @pytest.mark.slow

@@ -49,14 +49,14 @@ def test_gfx950_multiplies_with_the_wide_instructions_only():
     wide = 0
     for source, kernels in other.items():
         assert kernels.keys() == one[source].keys()
-        if source == "cca_prologue_backward":  # its operands lie in LDS in rows of four
-            continue
         for name, row in kernels.items():
+            if name == "ho_cca_prologue_backward_weights":  # its operands lie in LDS in rows of four
+                continue
             narrow = [opcode for opcode in one[source][name]["requires"] if opcode.startswith("v_mfma")]
             expected = [opcode.replace("x8_", "x16_") for opcode in narrow]
             assert [opcode for opcode in row["requires"] if opcode.startswith("v_mfma")] == expected, name
             wide += len(narrow)
-    assert wide == 17
+    assert wide == 18
 
 
 @pytest.mark.slow  # it compiles all of Triton's kernels; tests/hip_ops runs them in the emulator
@@ -172,6 +172,10 @@ def test_wait_states_that_are_taken_away_are_detected(target):
     assert rules[hazards.WIDE_STORE.name] >= 40 and rules[wait_states.SOFT_CLAUSE] >= 40 and len(rules) >= 5, rules
 
 
+# Kernels whose number of waves is bounded by registers, by LDS and by neither.
+OCCUPANCY = ("cca_prologue_backward", "expert_sort", "muon")
+
+
 # tools.ship compiles all of them, and tests/hip_ops/test_shipped.py fails where it did not run after a change.
 @pytest.mark.parametrize(
     "source",
@@ -183,7 +187,10 @@ def test_host_side_compiles_and_links(source):
     assert launchers and all(hasattr(library, name) for name in launchers)
 
 
-@pytest.mark.parametrize("source", [path.stem for path in kernel_sources()])
+@pytest.mark.parametrize(
+    "source",
+    [pytest.param(path.stem, marks=[] if path.stem in OCCUPANCY else pytest.mark.slow) for path in kernel_sources()],
+)
 def test_occupancy_agrees_with_the_compiler(source):
     remarks = resource_remarks(source)
     for name, (found, _) in budgets.kernels_of(kernel_source(f"{source}.hip")).items():

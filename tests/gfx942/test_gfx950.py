@@ -96,7 +96,7 @@ def test_all_that_runs_for_gfx942(file):
     """In a process of its own, whose tests take gfx950's objects (toolchain.py); tests with a bug switched on need the
     package of the compiler.
     """
-    command = [sys.executable, "-m", "pytest", file, "-q", "-x", "-m", "not gpu", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", file, "-x", "-m", "not gpu", "-p", "no:cacheprovider"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"HIP_OPS_TEST_TARGET": "gfx950"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -117,7 +117,7 @@ def test_a_folder_that_cannot_be_removed_leaves_a_complete_record(outcomes, tmp_
         (["--output", "/dev/null/v.json"], "--output=/dev/null: cannot be written"),
         (["--output", "."], "--output=.: is a folder. Allowed: a file, "),
         (["--bundle", "runs/mine", "--output", "/dev/null/v.json"], "--output=/dev/null: cannot be written"),
-        (["--fast"], "--fast: no such option. Allowed: --bundle, "),
+        (["--fast"], "--fast: no such option. Allowed: key=value, --bundle, "),
     ],
 )
 def test_mistakes(words, message, capsys):

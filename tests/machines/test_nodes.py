@@ -103,7 +103,8 @@ import json, os, sys, time
 node, words = sys.argv[1], sys.argv[2:]
 if "zaya_plugin.machines.collective_rank" in words:  # of a pair
     if words[-4] == "0":
-        open(words[-2] + "/result.json", "w").write(json.dumps({"sizes": [{"gb_per_s": 40.0, "right": True}]}))
+        rate = 40.0 if {"env", "NCCL_IB_TC=104", "NCCL_IB_GID_INDEX=1"} <= {*words} else 4.0
+        open(words[-2] + "/result.json", "w").write(json.dumps({"sizes": [{"gb_per_s": rate, "right": True}]}))
     sys.exit(0)
 compared = {"gemm_tflops": {"cuda:0": 300.0 if node == "slow" else 500.0}}
 check = {"check": "rates", "state": "pass", "reason": "", "details": [], "compared": compared}
@@ -144,7 +145,8 @@ def test_failing_nodes_are_written_and_a_node_that_hangs_says_where(tmp_path, ca
     monkeypatch.setattr(check_process, "time", clock)
     monkeypatch.setattr(check_process.subprocess, "Popen", clock.popen)
     (tmp_path / "launcher.py").write_text(LAUNCHER)
-    words = ["verify", "--output", str(tmp_path / "out" / "verify.json"), "--nodes", "n1,n2,n3,slow,gone,stuck"]
+    words = ["verify", "cluster=mi300x_128x8", "cluster.environment.NCCL_IB_TC=104"]
+    words += ["--output", str(tmp_path / "out" / "verify.json"), "--nodes", "n1,n2,n3,slow,gone,stuck"]
     words += ["--launcher", shlex.join([sys.executable, "-S", str(tmp_path / "launcher.py"), "{node}"])]
     assert cli.main(words) == 1
     assert (tmp_path / "out" / "passing_nodes.txt").read_text() == "n1\nn2\nn3\n"
@@ -161,6 +163,7 @@ def test_failing_nodes_are_written_and_a_node_that_hangs_says_where(tmp_path, ca
     assert (
         out.count("zaya_plugin.cli verify --only environment,rates,all_reduce,links,storage") == 6
         and "pairs, round 1: gone with n1" in out
+        and " NCCL_IB_TC" in out
     )
 
 
@@ -193,6 +196,11 @@ def test_two_nodes_of_this_machine_for_real(tmp_path, capsys):
         (["--nodes", "--launcher", "ssh '{node}"], "cannot be read (No closing quotation)"),
         (["--min", "rails=8"], "--min: requires --nodes. Fix: zaya verify --nodes --output "),
         (["--slower", "0"], "--slower: requires --nodes. Fix: "),
+        (["cluster=mi300x_128x8"], "cluster=mi300x_128x8: is of the pairs of nodes, and requires --nodes"),
+        (
+            ["cluster.environment.NCCL_A='a b'", "--nodes", "n1", "--launcher", "env NODE={node}"],
+            "NCCL_A=a b: cannot be passed to another node",
+        ),
         (["--nodes", "n1", "--bundle", "runs/mine"], "--bundle=runs/mine: packs the record of this node"),
     ],
 )

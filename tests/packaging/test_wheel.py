@@ -160,6 +160,8 @@ def test_metadata(wheel):
         "eval",
         "megatron",
         "pictures",
+        "terminal",
+        "trackers",
     }
     archive = zipfile.ZipFile(wheel)
     (entry_points,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]

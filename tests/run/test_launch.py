@@ -400,12 +400,23 @@ def test_a_torchrun_that_cannot_start_is_shown(worker_program, tmp_path):
 
 @pytest.mark.first_cases(2)
 @pytest.mark.parametrize(("code", "jobs"), [(0, 2), (1, 2), (ENDED_EARLY, 1), (128 + signal.SIGTERM, 1)])
-def test_a_signal_ends_a_multirun_and_a_failed_job_does_not(monkeypatch, tmp_path, code, jobs):
+def test_a_signal_ends_a_multirun_and_a_failed_job_does_not(monkeypatch, tmp_path, capsys, code, jobs):
+    """The table of its runs is the end of its output."""
     started = []
-    monkeypatch.setattr(launch, "launch", lambda recipe, verbose: started.append(recipe.run_dir) or code)
+
+    def run(recipe, verbose):
+        started.append(recipe.run_dir)
+        Path(recipe.run_dir).mkdir()
+        (Path(recipe.run_dir) / "recipe.yaml").write_text(f"optim: {{lr: {recipe.optim.lr}}}\n")
+        return code
+
+    monkeypatch.setattr(launch, "launch", run)
     words = ["train", "experiment=cpu_demo", f"run_dir={tmp_path}", "optim.lr=1e-3,2e-3", "-m"]
     assert cli.main(words) == code
     assert started == [f"{tmp_path}/{number}" for number in range(jobs)]
+    rows = capsys.readouterr().out.splitlines()[-jobs - 1 :]
+    assert rows[0].split()[:2] == ["name", "state"] and [row.split()[0] for row in rows[1:]] == ["0", "1"][:jobs]
+    assert jobs == 1 or [row.split()[-1] for row in rows[1:]] == ["lr=0.001", "lr=0.002"]
 
 
 def test_more_ranks_than_devices_or_memory_is_refused(monkeypatch):

@@ -75,9 +75,10 @@ def test_other_packages_sources_and_variables_are_checked(asked, monkeypatch):
     known.append(
         megatron_check._digest(recipe, replace(plan, environment={**plan.environment, "NVTE_FLASH_ATTN": "0"}))
     )
-    for name, value in (("_version", lambda package: "99"), ("_sources", lambda: ["arguments.py 1 2"])):
+    versions = (megatron_check.compat, "distribution_version", lambda package: "99")
+    for change in (versions, (megatron_check, "_sources", lambda: ["arguments.py 1 2"])):
         with monkeypatch.context() as patch:
-            patch.setattr(megatron_check, name, value)
+            patch.setattr(*change)
             known.append(megatron_check._digest(recipe, plan))
     assert len(set(known)) == 4
     assert megatron_check._digest(recipe, plan) == known[0]

@@ -29,6 +29,7 @@ def run(text: str, folder) -> list[str]:
 def test_a_script_starts_one_task_a_device_with_the_clusters_environment(tmp_path, capsys):
     words = ["experiment=zaya1_base", "cluster=mi300x_128x8", "data.path=a b", f"run_dir={tmp_path / 'run'}"]
     assert cli.main(["export", "slurm", *words, "--", "--partition=mi300x", "--time=2-00:00:00"]) == 0
+    assert (tmp_path / "run").is_dir(), "SLURM opens the output file in it before the script runs"
     text = capsys.readouterr().out
     for line in ("--nodes=128", "--ntasks-per-node=8", "--gpus-per-node=8", "--signal=TERM@600", "--partition=mi300x"):
         assert f"\n#SBATCH {line}\n" in text
@@ -36,7 +37,14 @@ def test_a_script_starts_one_task_a_device_with_the_clusters_environment(tmp_pat
         "hca==ionic_0,ionic_1,ionic_2,ionic_3,ionic_4,ionic_5,ionic_6,ionic_7 net=none tc=unset msccl=0 "
         f"threads=unset --kill-on-bad-exit=1 --cpu-bind=map_ldom:0,0,0,0,1,1,1,1 zaya train {' '.join(words)} resume=auto"
     ]
-    assert (tmp_path / "run").is_dir(), "SLURM opens the output file in it"
+
+
+def test_a_run_dir_that_this_machine_cannot_create_is_named(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert cli.main(["export", "slurm", "experiment=cpu_demo", f"run_dir={tmp_path}/file/run"]) == 0
+    shown = capsys.readouterr()
+    assert f"run_dir={tmp_path}/file/run: cannot be created on this machine (Not a directory)" in shown.err
+    assert shown.out.startswith("#!/bin/bash\n")
 
 
 def test_a_curriculum_is_one_step_a_stage(tmp_path, capsys):

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import importlib.util
 import io
 import json
 import os
@@ -153,12 +154,16 @@ def test_tensorboard_forgets_the_steps_that_a_resume_repeats(reporter, tmp_path)
         report.start("id", resumed_at)
         for step in range(resumed_at + 1, last + 1):
             report.step(_step(step, loss=10.0 * resumed_at + step))
+        report.samples(last, ["once"], [f" upon {last}"])
         report.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    texts = [event.tensor_proto.string_val[0].decode() for event in events.Tensors("samples/text_summary")]
+    assert texts[-1] == "    'once' -> ' upon 4'"
     found = [(event.step, event.value) for event in events.Scalars("loss")]
     assert found == [(1, 1), (2, 2), (3, 23), (4, 34)]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(row["step"], row["loss"]) for row in rows] == found
+    assert [(row["step"], row["loss"]) for row in rows if "loss" in row] == found
+    assert rows[-1] == {"step": 4, "samples": [{"prompt": "once", "text": " upon 4"}]}
 
 
 def test_a_folder_that_takes_no_event_files_does_not_end_a_run(reporter, tmp_path):
@@ -262,6 +267,97 @@ def test_a_stored_login_is_used_and_a_server_that_does_not_answer_leaves_the_run
         assert len(list((tmp_path / "login" / "wandb").glob("offline-run-*-ab12cd34/*.wandb"))) == 1
         asked = run("-c", TRACKER, str(tmp_path / "asked"), WANDB_MODE="offline")
         assert "not available" not in asked and "offline, upload with `wandb sync" in asked
+
+
+class StandIn:
+    """trackio's calls: a run of a name goes on after its last step, as in trackio.Run."""
+
+    Table = staticmethod(lambda columns, data: [columns, *data])
+
+    def __init__(self, first_step):
+        self._next_step, self.rows, self.ended = first_step, [], False
+
+    def init(self, **named):
+        self.named = named
+        return self
+
+    def log(self, values, step):
+        self.rows.append((step, values))
+
+    def finish(self):
+        self.ended = True
+
+
+def test_trackio_gets_what_wandb_gets_and_no_step_twice(reporter, tmp_path, monkeypatch):
+    for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+        monkeypatch.delenv(name, raising=False)
+    package = StandIn(first_step=2)
+    monkeypatch.setitem(sys.modules, "trackio", package)
+    report = reporter("logger.trackio=true", "logger.expert_load_interval=2", "logger.wandb_group=stages")
+    report.start("ab12cd34", 1)
+    report.step(_step(1))
+    report.step(_step(2))
+    report.validation(2, 2.25, 4096)
+    report.samples(2, ["def f("], ["x):\n\x1b[31m"])
+    report.close()
+    named = {key: package.named[key] for key in ("project", "name", "group", "resume")}
+    assert named == {"project": "zaya", "name": "cpu_demo-ab12cd34", "group": "stages", "resume": "allow"}
+    assert package.named["config"]["stage"]["name"] == "demo" and "space_id" not in package.named
+    (step, values), validation, samples = package.rows
+    assert step == 2 and values["loss"] == 2.5 and values["tokens_per_s"] == 4096
+    assert values["expert_load"][:2] == [["step", "layer", "expert", "load"], [2, 1, 0, 0.25]]
+    assert validation == (2, {"valid_loss": 2.25, "valid_tokens": 4096}) and package.ended
+    table = [["step", "prompt", "text"], [2, "def f(", "x):\n\x1b[31m"]]
+    assert samples == (2, {"samples": table})
+    assert "step 2: 'def f(' -> 'x):\\n\\x1b[31m'\n" in report.out.getvalue(), "no control character is printed"
+    assert "trackio: local, `trackio show --project zaya` shows it" in report.out.getvalue()
+
+
+def test_without_trackio_the_run_goes_on(reporter, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    report = reporter("logger.trackio=true")
+    report.start("id", 0)
+    report.step(_step(1))
+    report.close()
+    assert "logger.trackio=true: the package trackio is not installed" in report.out.getvalue()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 1
+
+
+TRACKIO = """
+import socket
+
+addresses = []
+def refuse(*address, **_):
+    addresses.append(address)
+    raise OSError("no network")
+socket.getaddrinfo = socket.socket.connect = refuse
+
+from zaya_plugin.training.sinks import TrackioRun
+import trackio
+from trackio.sqlite_storage import SQLiteStorage
+
+for first in (1, 3):
+    run = TrackioRun(project="p", name="n", run_id="ab12cd34", config={"stage": {"name": "s"}})
+    for step in range(first, first + 3):
+        run.log({"step": step, "loss": first / step, "expert_load": [[0.5, 0.5]]})
+    run.close()
+logs = SQLiteStorage.get_logs("p", "n-ab12cd34")
+print([run.name for run in trackio.Api().runs("p")], [(row["step"], row["loss"]) for row in logs], addresses)
+"""
+
+
+@pytest.mark.slow
+def test_the_real_trackio_continues_one_local_run_without_a_network(tmp_path):
+    """With a login, for which trackio would ask the Hub."""
+    if importlib.util.find_spec("trackio") is None:
+        pytest.skip("trackio is not installed: pip install 'zaya_plugin[trackers]'")
+    variables = {"HF_TOKEN": "hf_" + "a" * 34, "TRACKIO_DIR": str(tmp_path), "HF_HOME": str(tmp_path)}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("TRACKIO_", "HF_"))}
+    command = [sys.executable, "-c", TRACKIO]
+    done = subprocess.run(command, env=clean | variables, text=True, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    steps = [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 3 / 4), (5, 3 / 5)]
+    assert f"['n-ab12cd34'] {steps} []\n" in done.stdout
 
 
 def test_sparkline():

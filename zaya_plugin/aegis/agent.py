@@ -246,8 +246,8 @@ class Agent:
             if self._passed == 1:
                 if self.ranks.running:
                     self._print(
-                        f"{signal.Signals(number).name}: the ranks save and leave; sent again after {COPY_SECONDS:g} "
-                        "s, it ends them at once"
+                        f"{signal.Signals(number).name}: the ranks save and leave; "
+                        f"sent again after {COPY_SECONDS:g} s, it ends them at once"
                     )
                 self.ranks.signal(signal.SIGTERM)
             else:

@@ -8,7 +8,7 @@ import dataclasses
 import re
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from zaya_plugin.aegis.diagnose.policy import decide
 from zaya_plugin.aegis.diagnose.rules import KERNEL, Reader, Rule, Rules
 from zaya_plugin.aegis.journal import NAME, read
 from zaya_plugin.aegis.protocol import AttemptStart, Decision, Diagnosis, FirstStep, to_json
+from zaya_plugin.ground.progress import bar
 
 SKIPPED = {".json", ".jsonl", ".yaml", ".html", ".pt", ".bin", ".idx", ".distcp", ".gz", ".zst", ".tar", ".png", ".py"}
 KERNEL_NAME = re.compile(r"dmesg|kern|kmsg|messages|syslog|journal", re.IGNORECASE)
@@ -65,8 +66,9 @@ class Log:
 def read_logs(folder: Path, rules: Rules) -> list[Log]:
     """Return the logs below `folder` with their evidence, on one clock as far as their lines state times."""
     logs = [log for path in sorted(folder.rglob("*")) if path.is_file() and (log := _open(folder, path))]
-    for log in logs:
-        _read(log, rules)
+    with bar("logs", sum(log.path.stat().st_size for log in logs)) as shown:
+        for log in logs:
+            _read(log, rules, shown.update)
     ends = [log.last for log in logs if log.last is not None and not log.by_boot]
     for log in logs:
         begin, end = (
@@ -114,12 +116,13 @@ def _open(folder: Path, path: Path) -> Log | None:
     )
 
 
-def _read(log: Log, rules: Rules) -> None:
+def _read(log: Log, rules: Rules, progress: Callable[[int], object]) -> None:
     reader, now = Reader(rules, log.source, log.node, log.rank), 0.0
     year = time.gmtime(log.changed).tm_year
     with open(log.path, "rb") as file:
         for line in _lines(file):
             log.lines += 1
+            progress(len(line))
             text = line.decode(errors="replace")
             if (stamp := STAMP.search(text, 0, 80)) and (stated := _seconds(stamp, year)) is not None:
                 log.by_boot |= stamp["boot"] is not None

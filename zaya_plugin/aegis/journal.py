@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +81,13 @@ def _clean(value: Any) -> Any:
     return value
 
 
-def read(path: Path) -> Iterator[Row]:
-    """Yield the rows of a journal; a line that was cut off by a kill is left out."""
+def read(path: Path, progress: Callable[[int], object] = lambda count: None) -> Iterator[Row]:
+    """Yield the rows of a journal; a line that was cut off by a kill is left out. progress: is called with the length of
+    each line.
+    """
     with open(path, errors="replace") as file:
         for line in file:
+            progress(len(line))
             try:
                 values = parsed(line)
             except ValueError:

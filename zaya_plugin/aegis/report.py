@@ -5,24 +5,15 @@ from __future__ import annotations
 
 import shlex
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from zaya_plugin.aegis.account import Account, Stage
 from zaya_plugin.aegis.diagnose.evidence import printable
 from zaya_plugin.ground.durations import duration
+from zaya_plugin.pictures.content import Table
 
 SHOWN = 500  # rows of a table
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of the report; every cell is text."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: list[tuple[str, ...]]
-    note: str = ""
 
 
 def percent(share: float | None) -> str:

@@ -5,7 +5,7 @@ process is asked, so this works on any host that sees the run directory.
 
 from __future__ import annotations
 
-import os
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 from zaya_plugin.aegis.account import Account
 from zaya_plugin.aegis.bookkeeping import ENDING, account, first_text
 from zaya_plugin.aegis.diagnose.cluster import Cluster
-from zaya_plugin.aegis.diagnose.evidence import parsed, printable
+from zaya_plugin.aegis.diagnose.evidence import printable
 from zaya_plugin.aegis.protocol import (
     BACK,
     JOINED,
@@ -31,29 +31,20 @@ from zaya_plugin.aegis.protocol import (
     Symptom,
 )
 from zaya_plugin.aegis.report import percent
+from zaya_plugin.ground import metrics_file
 from zaya_plugin.ground.durations import duration
 from zaya_plugin.ground.exit_codes import ENDED_EARLY
 
 QUIET_SECONDS, QUIET_STEPS = 600.0, 20  # without a step, of a run that trains
 STARTING_SECONDS = 3600.0  # a start with compilation and a long load
-TAIL = 65536  # bytes of metrics.jsonl
 
 
 def last_metrics(run_dir: Path) -> tuple[dict[str, Any], float] | None:
     """Return the last whole line of metrics.jsonl and when it was written; None: there is none."""
-    try:
-        with open(run_dir / "metrics.jsonl", "rb") as file:
-            stamp = os.fstat(file.fileno())
-            file.seek(max(0, stamp.st_size - TAIL))
-            lines = file.read().splitlines()
-    except OSError:
-        return None
-    for line in reversed(lines):
-        try:
-            row = parsed(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
+    file = run_dir / metrics_file.NAME
+    with contextlib.suppress(OSError):
+        stamp = file.stat()
+        for row in metrics_file.last_rows(file):
             return row, stamp.st_mtime
     return None
 

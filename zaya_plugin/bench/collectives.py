@@ -116,7 +116,7 @@ def expected(op: str, index, rank: int, ranks: int, part: int):
 
 
 def chunks(tensor):
-    """Yield the numbers of elements, and the elements, a part at a time, so that a check needs little memory."""
+    """Yield the numbers of elements, and the elements, in pieces of little memory."""
     import torch
 
     for first in range(0, tensor.numel(), CHECKED_AT_ONCE):

@@ -110,15 +110,11 @@ def _run_ranks(recipe: Recipe, plan: Plan) -> int:
 
 def check_anchor(normalization: str) -> None:
     """Raise ValueError if the installed transformers has no ZAYA, or none with these norms."""
-    from importlib import metadata
-
+    from zaya_plugin.compat import distribution_version
     from zaya_plugin.config.messages import check_transformers_has
 
     check_transformers_has(normalization)
-    try:
-        version = metadata.version("transformers")
-    except metadata.PackageNotFoundError:
-        version = None
+    version = distribution_version("transformers")
     if version is None or tuple(int(part) for part in version.split(".")[:2] if part.isdecimal()) < (5, 13):
         problem = f"transformers {version} has no ZAYA" if version else "transformers is not installed"
         raise mistake(

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from zaya_plugin.config.schema import Recipe
 
 ANCHORS = ("transformers",)
-RECORD, TRACE, ANCHOR, PICTURE = "step.json", "trace.json.gz", "anchor.json", "step.svg"
+RECORD, TRACE, ANCHOR, PICTURE = "step.json", "trace.json.gz", "anchor.json", "step.png"
 GRAPH_STEPS = 16  # steps of Megatron's own warm-up before it captures a step, at most
 VOCABULARY = 262_272  # rows of ZAYA1's embedding, for random tokens
 
@@ -58,7 +58,14 @@ def measured_recipe(recipe: Recipe, options: Options, output: str | None) -> Rec
         recipe,
         cluster=cluster,
         run_dir=output or str(Path(recipe.run_dir) / "bench"),
-        stage=replace(recipe.stage, train_iters=steps, eval_iters=0, eval_at_start=False, batch_size_ramp=None),
+        stage=replace(
+            recipe.stage,
+            train_iters=steps,
+            eval_iters=0,
+            eval_at_start=False,
+            sample_prompts=None,
+            batch_size_ramp=None,
+        ),
         data=replace(recipe.data, valid_path=None, valid_blend=[]),
         optim=replace(
             recipe.optim,

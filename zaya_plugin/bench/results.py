@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 
 from zaya_plugin import __version__
@@ -155,16 +154,15 @@ def surroundings(device, command: str, commit_name: str | None) -> dict:
     """Return device, date, command, commit and versions. commit_name: from the command line."""
     import torch
 
+    from zaya_plugin.compat import distribution_version
+
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda or torch.version.hip,
     }
-    for package in ("megatron-core", "triton", "transformers"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
+    packages = ("megatron-core", "triton", "transformers")
+    versions |= {package: distribution_version(package) for package in packages}
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return {
         "device": device_name(device),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from zaya_plugin.bench import probes, results, step_record, step_report
@@ -72,13 +72,14 @@ def measure(options: Options, recipe, rank: int, world_size: int, console) -> No
             say("reading the trace")
             result = step_record.with_breakdown(result, session, recipe, trace if options.trace else None)
             results.write(run_dir / RECORD, result)
-            (run_dir / PICTURE).write_text(step_report.picture(result))
+            names = [RECORD, *([TRACE] if options.trace else [])]
+            with suppress(ImportError):
+                from zaya_plugin.pictures.still import png
+
+                (run_dir / PICTURE).write_bytes(png(step_report.picture(result)))
+                names.append(PICTURE)
             print(step_report.text(result), file=console, flush=True)
-            print(
-                f"written to {run_dir}: {RECORD}, {PICTURE}" + (f", {TRACE}" if options.trace else ""),
-                file=console,
-                flush=True,
-            )
+            print(f"written to {run_dir}: {', '.join(names)}", file=console, flush=True)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()  # all ranks read the files of rank 0 afterwards
         torch.distributed.destroy_process_group()

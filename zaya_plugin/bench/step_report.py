@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formats a record of zaya_plugin.bench.step_record: a table with a stacked bar for the terminal, and the bar as an SVG
-file.
+"""Formats a record of zaya_plugin.bench.step_record: a table with a stacked bar for the terminal, and a picture of
+the parts.
 """
 
 from __future__ import annotations
 
 import shutil
-from html import escape
+
+from zaya_plugin.pictures.content import Bars, Page, Panel
 
 # Part -> letter and colour (Okabe and Ito's palette for the colour-blind, and two greys).
 LOOKS = {
@@ -131,36 +132,16 @@ def anchor_text(record: dict) -> str:
     )
 
 
-def picture(record: dict) -> str:
-    """Return an SVG of the stacked bar with a legend."""
-    width, x, rows, legend = 900.0, 10.0, [], []
-    for number, row in enumerate(record["parts"]):
-        _, colour = LOOKS[row["part"]]
-        extent = width * row["share"]
+def picture(record: dict) -> Page:
+    """Return the content of a picture: a bar for each part of the step, one after the other."""
+    bars, at = [], 0.0
+    for row in record["parts"]:
         label = f"{row['title']} {row['ms']:.1f} ms, {row['share']:.1%}"
-        rows.append(
-            f'<rect x="{x:.2f}" y="34" width="{extent:.2f}" height="40" fill="{colour}" '
-            f'stroke="#fff" stroke-width="0.5"><title>{escape(label)}</title></rect>'
-        )
-        column, line = divmod(number, 5)
-        legend.append(
-            f'<rect x="{10 + 300 * column}" y="{92 + 20 * line}" width="12" height="12" fill="{colour}"/>'
-            f'<text x="{28 + 300 * column}" y="{102 + 20 * line}">{escape(label)}</text>'
-        )
-        x += extent
+        bars.append(Bars(label, [at], [at + row["ms"]], [label], [LOOKS[row["part"]][1]]))
+        at += row["ms"]
     step = record["step"]
-    title = (
-        f"{record['device']}, {record['world_size']} ranks: {step['ms']:.1f} ms a step, "
-        f"{step['tokens_per_s_per_device']:,.0f} tokens/s a device"
-    )
-    return "\n".join(
-        [
-            '<svg xmlns="http://www.w3.org/2000/svg" width="920" height="205" font-family="sans-serif" font-size="12">',
-            '<rect width="920" height="205" fill="#fff"/>',
-            f'<text x="10" y="22" font-size="14">{escape(title)}</text>',
-            *rows,
-            *legend,
-            "</svg>",
-            "",
-        ]
-    )
+    ranks = f"{record['world_size']} rank{'s' if record['world_size'] > 1 else ''}"
+    speed = f"{step['ms']:.1f} ms a step, {step['tokens_per_s_per_device']:,.0f} tokens/s a device"
+    rows = [one.row for one in bars]
+    panel = Panel("One traced step by part", "ms", [*bars], rows=rows, zooms=False, wide=True)
+    return Page(title=f"{record['device']}, {ranks}: {speed}", panels=[panel])

@@ -71,7 +71,7 @@ class Checkpoints:
         without paths is copied to this machine first.
 
         Raises:
-            ValueError: a file of the checkpoint is missing or damaged.
+            ValueError: a file of the checkpoint is missing or damaged, or a rank could not copy one; on all ranks.
         """
         folder = on_disk.folder(self.place, iteration)
         with manifest.hold(folder) or contextlib.nullcontext():  # not removed meanwhile
@@ -80,11 +80,9 @@ class Checkpoints:
             if folder.path is not None:
                 return dist_checkpointing.load(state, str(folder.path))
             with tempfile.TemporaryDirectory() as copied:
-                files = manifest.read(folder)["files"]
-                for name in folder.list():
-                    stated = places.copy(folder / name, places.at(copied) / name)
-                    if stated != files.get(name, stated):
-                        raise mistake(str(folder / name), problem="changed while it was copied", fix="load it again")
+                # Before the collective: the other ranks would wait in it for one whose copy fails.
+                if wrong := [text for text in restore.gathered(_copied(folder, places.at(copied))) if text]:
+                    raise mistake(str(folder), problem="; ".join(dict.fromkeys(wrong)), fix="load it again")
                 return dist_checkpointing.load(state, copied)
 
     def close(self) -> None:
@@ -92,3 +90,16 @@ class Checkpoints:
         if self._saver is not None:
             self._saver.wait()
             self._saver.close()
+
+
+def _copied(folder: Place, to: Place) -> str | None:
+    """Copy the files of a checkpoint; return why that failed on this rank, or None."""
+    try:
+        files = manifest.read(folder)["files"]
+        for name in folder.list():
+            stated = places.copy(folder / name, to / name)
+            if stated != files.get(name, stated):
+                return f"{name} changed while it was copied"
+    except (OSError, ValueError) as error:
+        return f"rank {torch.distributed.get_rank()}: {error}"
+    return None

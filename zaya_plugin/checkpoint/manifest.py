@@ -75,8 +75,8 @@ def put_aside(path: Folder, end: str) -> Folder:
 
 
 def remove_leftovers(directory: Place | Path, newest: int | None = None, keep: Container[str] = ()) -> None:
-    """Remove what saves and removals that were killed have left, up to the iteration `newest`. keep:
-    names that stay.
+    """Remove what saves and removals that were killed have left, up to the iteration `newest`.
+    keep: names that stay.
     """
     directory = at(directory)
     for name in places.names(directory):

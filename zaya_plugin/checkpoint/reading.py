@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zaya_plugin.checkpoint import manifest, on_disk
-from zaya_plugin.checkpoint.progress import bar
 from zaya_plugin.config.run_directory import RECIPE, checkpoints_of, is_checkpoint, iterations
 from zaya_plugin.ground.errors import mistake, nearest_name
+from zaya_plugin.ground.progress import bar
 
 TRIES = 100  # a run that removes each checkpoint before it can be opened, or a file system without stable inodes
 CURRICULUM = "curriculum.json"  # written by zaya_plugin/run/curriculum_run.py

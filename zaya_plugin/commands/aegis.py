@@ -17,16 +17,19 @@ from zaya_plugin.aegis import status as present
 from zaya_plugin.aegis.bookkeeping import account
 from zaya_plugin.aegis.diagnose.rules import Rules
 from zaya_plugin.aegis.journal import find, read
+from zaya_plugin.commands.live import show_live
 from zaya_plugin.commands.parser import Parser, option
 from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.progress import bar
 
-WATCH_SECONDS = 2.0
 RUN_DIR = option("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, or its folder aegis")
 STATUS = "Shows a run under `zaya aegis run`: phase, step, nodes, the last failure and the decision."
 STATUS_EXAMPLES = """\
 examples:
   zaya aegis status runs/mine            once
   zaya aegis status runs/mine --watch    every two seconds until the run ends or Ctrl-C; once without a terminal
+
+--watch requires `pip install 'zaya_plugin[terminal]'`.
 
 Exit codes: 0 the run trains, starts or has ended well; 1 trouble: it has ended with an error, it is down because of a
 failure, or nothing was heard of it for 10 minutes (and 20 steps); 2 a mistake on the command line."""
@@ -37,7 +40,7 @@ run that has not ended is reported up to the last line of its journal."""
 REPORT_EXAMPLES = """\
 examples:
   zaya aegis report runs/mine                        tables
-  zaya aegis report runs/mine --output report.html   the same and a timeline, as one page without network or scripts
+  zaya aegis report runs/mine --output report.html   the same and a timeline, as one page that loads nothing
   zaya aegis report runs/mine --json                 for a program
 
 Exit codes: 0, 2 a mistake on the command line."""
@@ -72,22 +75,19 @@ def status() -> Parser:
 
 
 def _status(options: argparse.Namespace) -> int:
-    journal = find(options.run_dir)
-    watch = options.watch and sys.stdout.isatty()
-    while True:
+    journal, code = find(options.run_dir), 0
+
+    def render(*_: int) -> tuple[str, bool]:
+        nonlocal code
         metrics = present.last_metrics(journal.resolve().parent.parent)
         lines, code = present.status(read(journal), time.time(), metrics)
-        text = "\n".join(lines)
-        if not watch:
-            print(text)
-            return code
-        print(f"\x1b[H\x1b[2J{text}", flush=True)
-        if lines[0].split()[1:2] == ["ended,"]:
-            return code
-        try:
-            time.sleep(WATCH_SECONDS)
-        except KeyboardInterrupt:
-            return code
+        return "\n".join(lines), lines[0].split()[1:2] == ["ended,"]
+
+    if options.watch and sys.stdout.isatty():
+        show_live(render)
+    else:
+        print(render()[0])
+    return code
 
 
 def report() -> Parser:
@@ -97,25 +97,31 @@ def report() -> Parser:
         REPORT,
         REPORT_EXAMPLES,
         RUN_DIR,
-        option("--output", type=Path, metavar="FILE", help="write an HTML page with a timeline"),
+        option(
+            "--output", type=Path, metavar="FILE", help="write a page with a timeline (.html) or a picture of it (.png)"
+        ),
         option("--json", action="store_true", help="print one JSON object instead of tables"),
     )
 
 
 def _report(options: argparse.Namespace) -> None:
     journal = find(options.run_dir)
-    result = account(read(journal))
+    with bar("journal", journal.stat().st_size) as shown:
+        result = account(read(journal, shown.update))
     if options.output is not None:
         from zaya_plugin.aegis.page import page
-        from zaya_plugin.ground.whole_file import write_whole
+        from zaya_plugin.commands.runs import check_output, write_picture
+        from zaya_plugin.runs.plot import step_panels
+        from zaya_plugin.runs.run_data import is_run, read_run
 
-        if not options.output.resolve().parent.is_dir():
-            problem = "its folder does not exist"
-            raise mistake("--output", options.output, problem=problem, fix="--output report.html")
-        title = journal.resolve().parent
-        name = title.parent.name if title.name == "aegis" else title.name
-        text = page(result, name, tables.state(result), tables.figures(result), tables.tables(result))
-        write_whole(options.output, text)
+        check_output(options.output)
+        folder = journal.resolve().parent
+        place = folder.parent if folder.name == "aegis" else folder
+        content = page(result, place.name)
+        if is_run(place):
+            panels, content.notes = step_panels([read_run(place)], [place.name])
+            content.panels += panels
+        write_picture(content, options.output)
     print(json.dumps(tables.as_json(result), indent=1) if options.json else tables.as_text(result))
 
 

@@ -43,7 +43,7 @@ def step() -> Parser:
             metavar="N",
             help="steps before them (3): compilation, allocation, self-checks",
         ),
-        option("--output", metavar="DIR", help="folder of step.json, step.svg and the trace (<run_dir>/bench)"),
+        option("--output", metavar="DIR", help="folder of step.json, step.png and the trace (<run_dir>/bench)"),
         option(
             "--trace",
             action=argparse.BooleanOptionalAction,

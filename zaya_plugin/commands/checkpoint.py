@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from zaya_plugin.checkpoint import manifest, on_disk, places
-from zaya_plugin.checkpoint.progress import bar
 from zaya_plugin.checkpoint.reading import folder_of
 from zaya_plugin.commands.parser import STEP, Option, Parser, option
 from zaya_plugin.commands.table import COMMANDS
 from zaya_plugin.config.run_directory import checkpoints_of, iterations
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.option_numbers import MOST_RANKS, MOST_STEPS, real_number, whole_number
+from zaya_plugin.ground.progress import bar
 
 DESCRIPTION = """
 
@@ -242,7 +242,11 @@ def _adopt(directory: Path, steps: list[int], options: argparse.Namespace) -> in
     if on_disk.has_manifest(folder):
         print(f"{folder} has a manifest")
         return 0
-    files = {path.name: manifest.describe(path) for path in folder.iterdir() if path.is_file()}
+    files = {}
+    with bar(folder.name, sum(file["bytes"] for file in _files(folder).values())) as shown:
+        for path in filter(Path.is_file, folder.iterdir()):
+            files[path.name] = manifest.describe(path)
+            shown.update(files[path.name]["bytes"])
     manifest.write(folder, steps[0], files, adopted=True)
     print(f"{folder}: manifest written, {len(files)} files")
     return 0

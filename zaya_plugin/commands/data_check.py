@@ -2,14 +2,16 @@
 """`zaya data check`: read datasets whole and compare every byte with their manifests. No torch."""
 
 import argparse
+import os
 import warnings
 
 from zaya_plugin.commands.datasets import data_parser, recipe_of
 from zaya_plugin.commands.parser import TOKENIZER, Parser
 from zaya_plugin.data.fingerprint import fingerprint
-from zaya_plugin.data.prepared import DatasetWarning, check_dataset, tokenizer_of
+from zaya_plugin.data.prepared import MARKS, DatasetWarning, check_dataset, locate, tokenizer_of
 from zaya_plugin.data.sources import find_sources, named_datasets
 from zaya_plugin.data.tokenizer import describe
+from zaya_plugin.ground.progress import bar
 
 DESCRIPTION = """\
 Compare every byte of datasets with the checksums of their manifests, and every token id with the vocabulary.
@@ -41,9 +43,14 @@ def _check(options: argparse.Namespace, _: None) -> None:
     record = describe(tokenizer, tokenizer) if tokenizer is not None else None
     paths = options.datasets if recipe is None else [path for _, path in named_datasets(recipe)]
     for path in dict.fromkeys(paths):
-        with warnings.catch_warnings(record=True) as unknown:
+        prefixes = locate(path)[1].values()
+        files = [file for prefix in prefixes for end in (".bin", ".idx", MARKS) if os.path.isfile(file := prefix + end)]
+        with (
+            warnings.catch_warnings(record=True) as unknown,
+            bar(os.path.basename(os.path.normpath(path)), sum(map(os.path.getsize, files))) as shown,
+        ):
             warnings.simplefilter("always", DatasetWarning)
-            checked = check_dataset(path, record and record.vocab_size, full=True)
+            checked = check_dataset(path, record and record.vocab_size, full=True, progress=shown.update)
         compared = "token ids compared" if tokenizer_of(path) is None else "all checksums fit"
         for name, indexed in checked.items():
             counts = f"{indexed.documents:,} documents, {indexed.tokens:,} tokens"

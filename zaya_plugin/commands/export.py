@@ -73,6 +73,7 @@ def _slurm(options: argparse.Namespace) -> None:
     if options.submitit:
         print(f"submitted as job {sbatch.submit(recipe, commands)}")
     else:
+        sbatch.create_run_dir(recipe)
         print(sbatch.script(recipe, commands), end="")
 
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
 from zaya_plugin.commands.parser import STEP, Parser, option
 from zaya_plugin.commands.process import prepare_torch
+from zaya_plugin.data.prompts import lines_of
 from zaya_plugin.ground.errors import check_utf8, mistake
 from zaya_plugin.ground.option_numbers import INT32, MOST_SEED, MOST_TOKENS, real_number, whole_number
 from zaya_plugin.inference.opening import check_room, find_model, open_model
@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> None:
     """Print the texts; raises ValueError for a user's mistake."""
     for text in options.prompt:
         check_utf8("--prompt", text)
-    texts = [*options.prompt, *_lines(options.prompts)]
+    texts = [*options.prompt, *(lines_of("--prompts", options.prompts) if options.prompts is not None else [])]
     if not texts:
         raise mistake("--prompt", problem="was not given", fix="--prompt TEXT, or --prompts FILE")
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
@@ -115,16 +115,6 @@ def run(options: argparse.Namespace) -> None:
     for begin in range(0, len(prompts), options.batch_size):
         part = slice(begin, begin + options.batch_size)
         _print_texts(opened, texts[part], prompts[part], options, sampling, alone=len(prompts) == 1)
-
-
-def _lines(path: str | None) -> list[str]:
-    if path is None:
-        return []
-    try:
-        text = (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise mistake("--prompts", path, problem=f"cannot be read ({error})", allowed="a text file in UTF-8") from error
-    return [line for line in text.splitlines() if line.strip()]
 
 
 def _check(opened, text: str, tokens: list[int]) -> None:

@@ -16,6 +16,8 @@ import socket
 from pathlib import Path
 
 from zaya_plugin.commands.parser import Parser, option
+from zaya_plugin.commands.runs import LIBRARIES, write_picture
+from zaya_plugin.commands.runs import check_output as check_picture
 from zaya_plugin.config.run_directory import check_creatable
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.option_numbers import DAY, real_number
@@ -23,6 +25,7 @@ from zaya_plugin.ground.parent_death import on_end_signals
 from zaya_plugin.machines import nodes
 from zaya_plugin.machines.checks import CHECKS, DOCTOR, DOCTOR_ALL, NODES, VERIFY, Check, checks_of
 from zaya_plugin.machines.examination import doctor_page, examine, is_wrong, problems_of, summary
+from zaya_plugin.machines.page import content
 
 RECORD = "verify.json"
 DOCTOR_DESCRIPTION = """\
@@ -51,14 +54,17 @@ cluster recipes (machine.*); those of the MI300X are predictions. docs/mi300x.md
 
 --nodes examines several nodes: their environment, rates, links and storage, then an all-reduce of pairs of nodes. A
 node fails if a check is wrong, a figure is below --min, or a figure is more than --slower below the median of the other
-nodes. In the folder of the record it writes passing_nodes.txt and failing_nodes.txt (one name a line) and nodes/."""
+nodes. Words of a recipe, before --nodes, give the pairs its cluster.environment, as a training has it. In the folder
+of the record it writes passing_nodes.txt and failing_nodes.txt (one name a line) and nodes/."""
 VERIFY_EXAMPLES = """\
 examples:
   zaya verify                                    all checks; writes verify.json, the file to send with a question
+  zaya verify --output verify.html               and a page of it, next to verify.json
   zaya verify --list                             the table of checks, with their sizes and verdicts
   zaya verify --only environment,rates,rms_norm --output rates.json
   zaya verify --nodes --output runs/mine/verify/verify.json        in a SLURM job: all of its nodes, by srun
   zaya verify --nodes n1,n2,n3 --launcher 'ssh {node}' --output /shared/v/verify.json           without SLURM
+  zaya verify experiment=zaya1_base cluster=mi300x_128x8 --nodes   pairs with the variables of this recipe
   zaya verify --nodes --min gemm_tflops=600 --min copy_tb_per_s=3 --dry-run             the commands it would run
   zaya aegis run --exclude "$(paste -sd, runs/mine/verify/failing_nodes.txt)" -- zaya train ...
   zaya verify --bundle runs/mine                 support-mine.tar.gz: the run's recipe, logs and metrics, verify.json,
@@ -105,7 +111,13 @@ def verify() -> Parser:
         _verify,
         VERIFY_DESCRIPTION,
         VERIFY_EXAMPLES,
-        option("--output", type=Path, default=Path(RECORD), metavar="FILE", help=f"the record as JSON ({RECORD})"),
+        option(
+            "--output",
+            type=Path,
+            default=Path(RECORD),
+            metavar="FILE",
+            help=f"the record as JSON ({RECORD}); with the suffix .html or .png a picture too",
+        ),
         option("--only", metavar="CHECK,CHECK", help="run these checks alone"),
         option("--list", action="store_true", help="print the checks and stop"),
         option("--bundle", type=Path, metavar="RUN_DIR", help="pack a run for a question, with the record, and stop"),
@@ -145,6 +157,7 @@ def verify() -> Parser:
         option(
             "--dry-run", action="store_true", group=group, help="print the commands that would be started, and stop"
         ),
+        recipe=True,
     )
 
 
@@ -156,16 +169,24 @@ def _verify(options: argparse.Namespace) -> int:
         if options.nodes is None and value is not None and value is not False and value != []:
             fix = options.command.replace("zaya verify", "zaya verify --nodes", 1)
             raise mistake(f"--{name.replace('_', '-')}", problem="requires --nodes", fix=fix)
+    if options.nodes is None and options.overrides:
+        problem = "is of the pairs of nodes, and requires --nodes behind the words of the recipe"
+        raise mistake(options.overrides[0], problem=problem, fix=f"{options.command} --nodes")
     checks = chosen(options.only, NODES if options.nodes else VERIFY)
     if options.list:
         print("\n".join(map(described, CHECKS.values() if options.only is None else checks)))
         return 0
+    if (picture := options.output if options.output.suffix in LIBRARIES else None) is not None:
+        check_picture(picture)
+        options.output = picture.with_suffix(".json")
     check_output(options.output)
     storage = (options.storage or options.output.parent).absolute()
     if options.storage is not None and "storage" not in [check.name for check in checks]:
         raise mistake("--storage", options.storage, problem="no check reads it", fix="--only storage, or --nodes")
     if options.nodes is not None:
-        return nodes.examine_nodes(options, checks, storage, options.command)
+        code = nodes.examine_nodes(options, checks, storage, options.command)
+        _draw(options.output, picture if not options.dry_run else None)
+        return code
     if options.bundle is not None:
         from zaya_plugin.machines.support_bundle import pack
 
@@ -178,7 +199,15 @@ def _verify(options: argparse.Namespace) -> int:
     with ended_by_signals():
         record = examine(checks, options.command, options.device, storage, options.output, prints=True)
     print(summary(record, options.output))
+    _draw(options.output, picture)
     return int(is_wrong(record))
+
+
+def _draw(record: Path, picture: Path | None) -> None:
+    """Draw a record that has been written."""
+    if picture is not None:
+        write_picture(content(json.loads(record.read_text())), picture)
+        print(f"written: {picture}")
 
 
 def check_output(output: Path) -> None:

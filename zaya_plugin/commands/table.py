@@ -54,6 +54,12 @@ HEADINGS: dict[str, dict[str, tuple[str, str]]] = {
         "generate": ("generate:parser", "continue prompts with a checkpoint or a published model"),
         "eval": ("evaluation:parser", "run evaluation tasks, compute perplexity by domain"),
     },
+    "Runs": {
+        "runs": ("", "look at runs: as pictures, live in the terminal, as a table"),
+        "runs plot": ("runs:plot", "draw a run or several as one HTML page or a PNG"),
+        "runs watch": ("runs_watch:parser", "show a run in the terminal while it trains"),
+        "runs list": ("runs_list:parser", "print the runs below a folder: state, step, loss, speed, what differs"),
+    },
     "Machines": {
         "doctor": ("machines:doctor", "report installed packages, devices, known problems and host changes"),
         "verify": (

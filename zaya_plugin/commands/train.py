@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 from zaya_plugin.commands.parser import DRY_RUN, VERBOSE, Parser, option
 from zaya_plugin.commands.process import end_on_interrupt
@@ -48,10 +49,11 @@ def train(options: argparse.Namespace) -> int:
     overrides = [*options.overrides, *["dry_run=true"] * options.dry_run]
     compose.register()
     outcomes: list[int | Exception] = []
+    folders: list[Path] = []  # of the jobs of a multirun
 
     def job(config) -> None:
         try:
-            outcomes.append(_run_job(config, overrides, options.verbose))
+            outcomes.append(_run_job(config, overrides, options.verbose, folders))
         except Exception as error:  # raised below: Hydra would add lines to the message
             outcomes.append(error)
         code = outcomes[-1]
@@ -81,6 +83,7 @@ def train(options: argparse.Namespace) -> int:
         del os.environ["HYDRA_FULL_ERROR"]
         if full_error is not None:
             os.environ["HYDRA_FULL_ERROR"] = full_error
+        _print_runs(folders)
     errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
     texts = [str(error) if isinstance(error, ValueError) else of_the_machine(error, ".") for error in errors]
     if None in texts:  # a bug, which needs its traceback
@@ -99,8 +102,17 @@ def _flags(options: argparse.Namespace) -> list[str]:
     return flags + ["--resolve"] * (options.cfg is not None)
 
 
-def _run_job(config, overrides: list[str], verbose: bool) -> int:
-    """Run one job of `zaya train`; each job of a multirun runs in <run_dir>/<job number>."""
+def _print_runs(folders: list[Path]) -> None:
+    """Print the runs of a multirun as `zaya runs list` does; those that were refused have written nothing."""
+    from zaya_plugin.commands.runs_list import overview, print_table
+    from zaya_plugin.runs.run_data import is_run
+
+    if begun := [folder for folder in folders if is_run(folder)]:
+        print_table(overview(begun, begun[0].parent))
+
+
+def _run_job(config, overrides: list[str], verbose: bool, folders: list[Path]) -> int:
+    """Run one job of `zaya train`; each job of a multirun runs in <run_dir>/<job number>, which is added to folders."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -114,4 +126,6 @@ def _run_job(config, overrides: list[str], verbose: bool) -> int:
         recipe.run_dir = os.path.join(recipe.run_dir, str(hydra_config.job.num))
         words = " ".join(hydra_config.overrides.task)
         print(f"zaya: job {hydra_config.job.num}: {words} -> {recipe.run_dir}", flush=True)
+        if not recipe.dry_run:
+            folders.append(Path(recipe.run_dir))
     return launch(recipe, verbose)

@@ -11,12 +11,13 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from zaya_plugin.checkpoint import progress, reading
+from zaya_plugin.checkpoint import reading
 from zaya_plugin.checkpoint.convert.model_folder import check_new, resolve
 from zaya_plugin.commands.parser import STEP, Option, Parser, option
 from zaya_plugin.commands.process import prepare_torch
 from zaya_plugin.ground.errors import mistake, of_the_machine
 from zaya_plugin.ground.option_numbers import INT32, whole_number
+from zaya_plugin.ground.progress import bar
 
 DESCRIPTION = """\
 {}.
@@ -140,8 +141,8 @@ def _import(options: argparse.Namespace) -> int:
         print(
             f"{options.write_recipe}: the model section; its RoPE base is stage.rotary_base={source.model.rotary_base}"
         )
-    with progress.bar("import") as bar:
-        folder = import_model(source, options.output, bar.update, bar.reset)
+    with bar("import") as shown:
+        folder = import_model(source, options.output, shown.update, shown.reset)
     print(f"{folder}: {source.layout} model of {size_of(source):,} parameters, {len(source.tensors)} tensors")
     return 0
 
@@ -180,8 +181,8 @@ def _export(options: argparse.Namespace) -> int:
     planned = exporting.plan(trained, options.layout, options.dtype, tokenizer, options.vocab_size)
     for change in planned.changes:
         print(f"note: {change}")
-    with progress.bar("export") as bar:
-        folder = exporting.export_model(planned, options.output, bar.update, bar.reset)
+    with bar("export") as shown:
+        folder = exporting.export_model(planned, options.output, shown.update, shown.reset)
     print(f"{folder}: {len(planned.tensors)} tensors in the {planned.layout} layout")
     return _verify(planned, folder) if options.verify else 0
 
@@ -190,9 +191,9 @@ def _verify(planned, folder: Path) -> int:
     from zaya_plugin.checkpoint.convert import model_card, verification
 
     try:
-        with progress.bar("verify") as bar:
-            bar.reset(sum(tensor.bytes for tensor in planned.tensors))
-            lines = verification.verify(planned, folder, bar.update)
+        with bar("verify") as shown:
+            shown.reset(sum(tensor.bytes for tensor in planned.tensors))
+            lines = verification.verify(planned, folder, shown.update)
     except ValueError as error:
         print(f"zaya: {error}", file=sys.stderr)
         return 1
@@ -229,12 +230,12 @@ def _roundtrip(options: argparse.Namespace) -> int:
         print(f"note: {note}")
     with tempfile.TemporaryDirectory() as temporary:
         directory, output = Path(temporary, "checkpoint"), Path(temporary, "export")
-        with progress.bar("import") as bar:
-            folder = import_model(source, directory, bar.update, bar.reset)
+        with bar("import") as shown:
+            folder = import_model(source, directory, shown.update, shown.reset)
         imported = reading.begin(folder, compare=False)  # every tensor is compared below
         planned = exporting.plan(exporting.open_checkpoint(imported), options.layout)
-        with progress.bar("export") as bar:
-            exporting.export_model(planned, output, bar.update, bar.reset)
+        with bar("export") as shown:
+            exporting.export_model(planned, output, shown.update, shown.reset)
         if different := verification.differences(source, open_source(output)):
             print("\n".join(f"zaya: {line}" for line in different), file=sys.stderr)
             return 1

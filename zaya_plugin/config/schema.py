@@ -73,6 +73,7 @@ FACTOR = zero_or_more(1e6, _TYPED)
 STANDARD_DEVIATION = above_zero(100.0, "activations in bf16 and fp32 would overflow")
 EPSILON = Limit("from 1e-38 to 1 (fp32 has no smaller normal number)", lambda value: 1e-38 <= value <= 1)
 TEMPERATURE = Limit("from -1000 to 1000 (scores in bf16 would overflow)", lambda value: -1000 <= value <= 1000)
+SAMPLING_TEMPERATURE = Limit("that is 0, or from 0.001 to 1000", lambda value: value == 0 or 1e-3 <= value <= 1e3)
 SEED = zero_or_more(2**32 - 1, "numpy's seeds have 32 bits")
 RANK_NUMBERS = Limit("of numbers from 0 to 1048575", lambda values: all(0 <= value < 2**20 for value in values))
 BETA = Limit("from 0 to below 1", lambda value: 0 <= value < 1)
@@ -323,6 +324,23 @@ class StageConfig:
         False,
         "validate before the first step too, to compare losses around a hand-over",
         "hosts.pretrain",
+        resume=MAY_CHANGE,
+    )
+    sample_prompts: str | None = own(
+        None,
+        "text file with one prompt a line, which each validation continues, prints and logs",
+        "data.prompts",
+        limit=NOT_EMPTY,
+        resume=MAY_CHANGE,
+    )
+    sample_tokens: int = own(
+        32, "most new tokens of such a continuation", "hosts.samples", limit=TOKENS, resume=MAY_CHANGE
+    )
+    sample_temperature: float = own(
+        0.0,
+        "0: it takes the most probable token; else draws after division of the logits by this, alike in each validation",
+        "hosts.samples",
+        limit=SAMPLING_TEMPERATURE,
         resume=MAY_CHANGE,
     )
 
@@ -824,14 +842,20 @@ class LoggerConfig:
     """Where metrics go. metrics.jsonl and the console line are always written."""
 
     wandb: bool = own(True, "log to Weights & Biases; offline without a key", "training.metrics", resume=MAY_CHANGE)
-    wandb_project: str = own("zaya", "W&B project", "training.metrics", limit=NOT_EMPTY, resume=MAY_CHANGE)
+    wandb_project: str = own(
+        "zaya", "project of W&B and trackio", "training.metrics", limit=NOT_EMPTY, resume=MAY_CHANGE
+    )
     wandb_entity: str | None = own(None, "W&B entity", "training.metrics", limit=NOT_EMPTY, resume=MAY_CHANGE)
     wandb_name: str | None = own(
-        None, "name of the W&B run; null: the recipe's name", "training.metrics", limit=NOT_EMPTY, resume=MAY_CHANGE
+        None,
+        "name of the run in W&B and trackio; null: the recipe's name",
+        "training.metrics",
+        limit=NOT_EMPTY,
+        resume=MAY_CHANGE,
     )
     wandb_group: str | None = own(
         None,
-        "group of the W&B run; a curriculum sets one group for the runs of its stages",
+        "group of the run in W&B and trackio; a curriculum sets one group for the runs of its stages",
         "training.metrics",
         limit=NOT_EMPTY,
         resume=MAY_CHANGE,
@@ -841,6 +865,12 @@ class LoggerConfig:
         "auto: online with a key, else offline; WANDB_MODE in the environment wins",
         "training.metrics",
         choices=("auto", "online", "offline", "disabled"),
+        resume=MAY_CHANGE,
+    )
+    trackio: bool = own(
+        False,
+        "log to trackio, on this machine; TRACKIO_SPACE_ID or TRACKIO_SERVER_URL in the environment names another place",
+        "training.metrics",
         resume=MAY_CHANGE,
     )
     tensorboard: bool = own(True, "write TensorBoard event files", "training.metrics", resume=MAY_CHANGE)

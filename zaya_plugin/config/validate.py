@@ -96,6 +96,7 @@ def validate(recipe: Recipe, world_size: int) -> None:
         _model,
         layout_problems,
         _batch,
+        _samples,
         _optimizer,
         _schedule,
         _recompute,
@@ -194,6 +195,29 @@ def _batch(recipe: Recipe, world_size: int) -> Iterator[str]:
         f"{unit}"
     )
     yield from must_be_multiple("stage.global_batch_size", stage.global_batch_size, unit, why)
+
+
+def _samples(recipe: Recipe, world_size: int) -> Iterator[str]:
+    if recipe.stage.sample_prompts is None:
+        return
+    for group in ("tensor_model", "pipeline_model", "context", "expert_model"):
+        key = f"parallel.{group}_parallel_size"
+        yield from require(
+            (size := get(recipe, key)) == 1,
+            key,
+            size,
+            problem="decoding requires the whole model and whole sequences on each rank",
+            allowed="1 with stage.sample_prompts",
+            fix="stage.sample_prompts=null",
+        )
+    yield from require(
+        recipe.stage.eval_iters > 0,
+        "stage.eval_iters",
+        0,
+        problem="there is no validation at which to continue the prompts",
+        allowed="1 or more with stage.sample_prompts",
+        fix="stage.eval_iters=1",
+    )
 
 
 def _optimizer(recipe: Recipe, world_size: int) -> Iterator[str]:

@@ -21,6 +21,7 @@ from zaya_plugin.corpus.workspace import Workspace
 from zaya_plugin.data.indexed_dataset import IndexedReader
 from zaya_plugin.data.prepared import Manifest, PackingRecord, locate, marks_of
 from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.progress import bar
 
 COPIED_TOKENS = 4_000_000  # at a time
 
@@ -130,6 +131,7 @@ def _build(workspace: Workspace, plan: dict, paths: list[str], shards: list[Mani
     shutil.rmtree(workspace.final, ignore_errors=True)
     os.makedirs(workspace.final)
     first, splits, counts = shards[0], {}, {}
+    shown = bar("copy", sum(split.tokens for shard in shards for split in shard.splits.values()), " tokens")
     for name in first.splits:
         marked, lengths = first.splits[name].marks_sha256 is not None, []
         target = os.path.join(workspace.final, name)
@@ -140,12 +142,14 @@ def _build(workspace: Workspace, plan: dict, paths: list[str], shards: list[Mani
             for at in range(0, reader.indexed.tokens, COPIED_TOKENS):
                 some = slice(at, at + COPIED_TOKENS)
                 marks = np.ascontiguousarray(reader.marks[some]) if marked else None
-                writer.write(np.ascontiguousarray(reader.stream[some]), marks)
+                writer.write(tokens := np.ascontiguousarray(reader.stream[some]), marks)
+                shown.update(len(tokens))
             lengths.append(reader.lengths.astype(np.int32))
         packed = [shard.packing.counts[name] for shard in shards if shard.packing]
         counts[name] = {key: sum(count[key] for count in packed) for key in packed[0]} if packed else {}
         filling = {first.tokenizer.eod_id: counts[name]["filling tokens"]} if packed else None
         splits[name] = writer.finish(np.concatenate(lengths), filling)
+    shown.close()
     shutil.copytree(os.path.join(paths[0], "tokenizer"), os.path.join(workspace.final, "tokenizer"), dirs_exist_ok=True)
     replace(
         first,

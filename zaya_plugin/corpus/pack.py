@@ -44,6 +44,7 @@ from zaya_plugin.data.prepared import (
 from zaya_plugin.data.tokenizer import open_tokenizer
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.option_numbers import MOST_TOKENS
+from zaya_plugin.ground.progress import bar
 
 COUNTS = (
     "documents",
@@ -135,11 +136,16 @@ def _build(workspace: Workspace, plan: dict, source: Manifest, prefixes: dict[st
     finder = BlockFinder(open_tokenizer(home), *args.trim_reasoning) if args.trim_reasoning else None
     fitting = Fitting(args.sequence_length, record.eod_id, args.long, finder)
     splits, counts = {}, {}
-    with open(os.path.join(workspace.final, DROPPED_FILE), "w", encoding="ascii") as dropped:
+    with (
+        open(os.path.join(workspace.final, DROPPED_FILE), "w", encoding="ascii") as dropped,
+        bar("pack", sum(source.splits[name].documents for name in prefixes), " documents") as shown,
+    ):
         for name, prefix in prefixes.items():
             counted, target = Counter(), os.path.join(workspace.final, name)
             reader = IndexedReader(prefix, marks_of(prefix))
-            splits[name] = write_bins(reader, target, fitting, counted, dropped, record.vocab_size)
+            splits[name] = write_bins(
+                reader, target, fitting, counted, dropped, record.vocab_size, progress=shown.update
+            )
             counts[name] = {key: counted[key] for key in COUNTS}
     shutil.copytree(home, os.path.join(workspace.final, "tokenizer"), dirs_exist_ok=True)
     replace(source, arguments=plan, splits=splits, packing=PackingRecord(args.sequence_length, counts)).write(
@@ -300,12 +306,14 @@ def write_bins(
     dropped: TextIO,
     vocab_size: int,
     window: int = WINDOW,
+    progress: Callable[[int], object] = lambda count: None,
 ) -> SplitRecord:
     """Write and sync `<target>.bin` and `.idx`.
 
     Args:
         counts: filled in, see COUNTS.
         dropped: gets a line for each document left out.
+        progress: is called with the number of documents just written.
 
     Raises:
         ValueError: every document was dropped.
@@ -325,6 +333,7 @@ def write_bins(
                 marks = np.stack([fill_marks(reader, pieces, fitting) for pieces in some])
             counts["loss tokens"] += int(packed_loss_mask(tokens, fitting.eod, marks).sum())
             writer.write(tokens.reshape(-1), None if marks is None else marks.reshape(-1))
+            progress(len({piece.document for pieces in some for piece in pieces if piece.begin == 0}))
     if counts["bins"] == 0:
         raise mistake(
             reader.prefix,

@@ -38,6 +38,7 @@ from zaya_plugin.data.indexed_dataset import token_dtype
 from zaya_plugin.data.prepared import Manifest, file_sha256
 from zaya_plugin.data.tokenizer import TokenizerRecord, added_tokens, open_tokenizer, special_tokens
 from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.progress import bar
 
 DEFAULT_BPE = 4096
 # Enough for a demo that trains for minutes, and prepared in seconds.
@@ -182,9 +183,10 @@ def make_tokenizer(args: argparse.Namespace, workspace: Workspace, files: list[I
         if args.train_bpe is not None:
             limit = args.train_bpe_bytes if args.max_bytes is None else min(args.max_bytes, args.train_bpe_bytes)
             reader = BlockReader(files, min(limit, PART_BYTES), limit, form_of(args))
+            total = None if any(file.is_packed for file in files) else min(limit, sum(file.size for file in files))
             rejected = []
             try:
-                tokenizer.train_bpe(_training_texts(reader, args, rejected), args.train_bpe, temporary)
+                tokenizer.train_bpe(_training_texts(reader, args, total, rejected), args.train_bpe, temporary)
             except LostFileError:
                 raise
             except ValueError:
@@ -207,20 +209,25 @@ def make_tokenizer(args: argparse.Namespace, workspace: Workspace, files: list[I
     return record
 
 
-def _training_texts(reader: BlockReader, args: argparse.Namespace, rejected: list[str]) -> Iterator[str]:
+def _training_texts(
+    reader: BlockReader, args: argparse.Namespace, total: int | None, rejected: list[str]
+) -> Iterator[str]:
     """Yield the documents of the training split; the tokenizer must not see the validation split.
 
     Args:
+        total: bytes that the reader reads, for the progress bar.
         rejected: gets the first document that cannot be used; all of them are reported when parts are made.
     """
     at = Position()
-    while (part := reader.read(at)) is not None:
-        block, at = part
-        for document in documents(block, replace(form_of(args), id_field=None), Counter()):
-            if isinstance(document, Rejected):
-                rejected[:] = rejected or [str(document)]
-            elif split_of(document.text, args.valid_fraction) != "valid":
-                yield document.text
+    with bar("training the tokenizer", total, quiet=args.quiet) as shown:
+        while (part := reader.read(at)) is not None:
+            block, at = part
+            for document in documents(block, replace(form_of(args), id_field=None), Counter()):
+                if isinstance(document, Rejected):
+                    rejected[:] = rejected or [str(document)]
+                elif split_of(document.text, args.valid_fraction) != "valid":
+                    yield document.text
+            shown.update(at.disk - shown.n)
 
 
 def make_parts(

@@ -9,7 +9,7 @@ of the data files are sorted and joined, so that the disk gets few long reads ho
 import argparse
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, repeat
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.prepared import prefix_of
 from zaya_plugin.data.sources import find_sources, training_samples
 from zaya_plugin.ground.errors import free_memory, mistake
+from zaya_plugin.ground.progress import bar
 from zaya_plugin.handover.predecessor import saved_step
 
 READ_BYTES = 16 << 20
@@ -58,8 +59,9 @@ def warm(args: argparse.Namespace, recipe: Recipe | None) -> None:
         print(f"would read {text}")
         return
     begin = time.monotonic()
-    for path, spans in ranges.items():
-        read(path, spans)
+    with bar("read", total - dropped) as shown:
+        for path, spans in ranges.items():
+            read(path, spans, shown.update)
     seconds = max(time.monotonic() - begin, 1e-9)
     print(f"read {text}: {seconds:.1f} s, {(total - dropped) / 1e6 / seconds:,.0f} MB/s")
 
@@ -175,8 +177,8 @@ def within(ranges: dict[str, list[tuple[int, int]]], limit: int) -> tuple[dict[s
     return kept, dropped
 
 
-def read(path: str, ranges: list[tuple[int, int]]) -> None:
-    """Read ranges of a file in order, each with readahead."""
+def read(path: str, ranges: list[tuple[int, int]], progress: Callable[[int], object] = lambda count: None) -> None:
+    """Read ranges of a file in order, each with readahead. progress: is called with the number of bytes just read."""
     buffer = bytearray(READ_BYTES)
     with open(path, "rb", buffering=0) as stream:
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
@@ -185,3 +187,4 @@ def read(path: str, ranges: list[tuple[int, int]]) -> None:
             stream.seek(begin)
             while begin < end and (count := stream.readinto(memoryview(buffer)[: min(READ_BYTES, end - begin)])):
                 begin += count
+                progress(count)

@@ -20,6 +20,7 @@ does not notice a file that is cut short.
 
 import os
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -162,11 +163,14 @@ def _check_sequences(index_path: str, bin_path: str, dtype: np.dtype, sequences:
     return end // dtype.itemsize
 
 
-def largest_token(indexed: IndexedFile, limit_bytes: int | None = None) -> tuple[int, bool]:
+def largest_token(
+    indexed: IndexedFile, limit_bytes: int | None = None, progress: Callable[[int], object] = lambda count: None
+) -> tuple[int, bool]:
     """Return the largest token id in .bin, and whether all of .bin was read.
 
     Args:
         limit_bytes: read about this many bytes, half from the beginning and half from the end; None reads everything.
+        progress: is called with the number of bytes just read.
     """
     tokens = np.memmap(indexed.prefix + ".bin", indexed.dtype, "r") if indexed.tokens else np.empty(0, indexed.dtype)
     whole = limit_bytes is None or tokens.nbytes <= limit_bytes
@@ -175,7 +179,11 @@ def largest_token(indexed: IndexedFile, limit_bytes: int | None = None) -> tuple
     chunks = (
         piece[begin : begin + CHUNK_ELEMENTS] for piece in pieces for begin in range(0, len(piece), CHUNK_ELEMENTS)
     )
-    return max((int(chunk.max()) for chunk in chunks), default=-1), whole
+    largest = -1
+    for chunk in chunks:
+        largest = max(largest, int(chunk.max()))
+        progress(chunk.nbytes)
+    return largest, whole
 
 
 class IndexedReader:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -29,10 +30,9 @@ FORMAT = "zaya_plugin.data"
 FORMAT_VERSION = 1
 # Of a bare .bin this much is searched for its largest token: well under a second.
 SCANNED_BYTES = 256_000_000
-# A dataset of chats has one byte a token in <split>.marks (MARKS), with these bits. ANSWER:
-# the token is part of an answer.
-# END: it is the last of its document; the tokenizer's end of document cannot tell, because most chat templates end each
-# turn with it. Tokens of filling are documents of their own.
+# A dataset of chats has one byte a token in <split>.marks (MARKS), with these bits. ANSWER: the token is part of an
+# answer. END: it is the last of its document; the tokenizer's end of document cannot tell, because most chat templates
+# end each turn with it. Tokens of filling are documents of their own.
 ANSWER, END = 1, 2
 NO_DATASET = "there is no dataset at this path"
 REPAIR = "prepare the dataset again with `zaya data prepare ... --overwrite`, or copy it again"
@@ -169,12 +169,13 @@ def load_manifest(path: str) -> Manifest:
         raise mistake(file, problem=f"is damaged: {error}", fix=REPAIR) from error
 
 
-def file_sha256(path: str) -> str:
-    """Return the sha256 of a file, as hexadecimal digits."""
+def file_sha256(path: str, progress: Callable[[int], object] = lambda count: None) -> str:
+    """Return the sha256 of a file, as hexadecimal digits. progress: is called with the number of bytes just read."""
     digest = hashlib.sha256()
     with open(path, "rb") as stream:
         while piece := stream.read(1 << 20):
             digest.update(piece)
+            progress(len(piece))
     return digest.hexdigest()
 
 
@@ -324,7 +325,12 @@ def packed_loss_mask(tokens: np.ndarray, eod: int, marks: np.ndarray | None = No
 
 
 def check_dataset(
-    path: str | os.PathLike, vocab_size: int | None = None, *, eod_id: int | None = None, full: bool = False
+    path: str | os.PathLike,
+    vocab_size: int | None = None,
+    *,
+    eod_id: int | None = None,
+    full: bool = False,
+    progress: Callable[[int], object] = lambda count: None,
 ) -> dict[str, IndexedFile]:
     """Check that a dataset can be trained on.
 
@@ -333,6 +339,7 @@ def check_dataset(
         vocab_size: of the tokenizer or model; every token id must be below. None skips this check.
         eod_id: of the tokenizer; must be the one that ends the documents. None skips this check.
         full: also compare checksums with the manifest, and search all tokens for the largest id. Reads every byte.
+        progress: is called with the number of bytes just compared.
 
     Returns:
         The index of each split.
@@ -353,9 +360,9 @@ def check_dataset(
                 fix="prepare it with more text",
             )
         if manifest is not None:
-            _compare(indexed, manifest, manifest.splits[name], full)
+            _compare(indexed, manifest, manifest.splits[name], full, progress)
         else:
-            _warn_about_bare(indexed, vocab_size, full)
+            _warn_about_bare(indexed, vocab_size, full, progress)
     if manifest is not None:
         _check_tokenizer(tokenizer_of(path)[0], manifest.tokenizer)
         largest = max(manifest.splits[name].max_token_id for name in prefixes)
@@ -371,7 +378,7 @@ def check_dataset(
     return checked
 
 
-def _compare(indexed: IndexedFile, manifest: Manifest, record: SplitRecord, full: bool) -> None:
+def _compare(indexed: IndexedFile, manifest: Manifest, record: SplitRecord, full: bool, progress) -> None:
     sizes = (os.path.getsize(indexed.prefix + suffix) for suffix in (".bin", ".idx"))
     measured = (indexed.documents, indexed.tokens, indexed.dtype.name, *sizes)
     recorded = (record.documents, record.tokens, manifest.dtype, record.bin_bytes, record.idx_bytes)
@@ -391,7 +398,7 @@ def _compare(indexed: IndexedFile, manifest: Manifest, record: SplitRecord, full
             how = "does not exist" if size < 0 else f"has {size} bytes"
             raise mistake(path, problem=f"{how}; it marks the answers of {indexed.tokens} tokens", fix=REPAIR)
     for suffix, sha256 in checksums.items() if full else ():
-        if file_sha256(indexed.prefix + suffix) != sha256:
+        if file_sha256(indexed.prefix + suffix, progress) != sha256:
             raise mistake(
                 indexed.prefix + suffix, problem="is damaged: its sha256 is not the one in the manifest", fix=REPAIR
             )
@@ -413,7 +420,7 @@ def _check_tokenizer(directory: str, record: TokenizerRecord) -> None:
         raise mistake(file, problem="is not the tokenizer of the dataset: its sha256 differs", fix=REPAIR)
 
 
-def _warn_about_bare(indexed: IndexedFile, vocab_size: int | None, full: bool) -> None:
+def _warn_about_bare(indexed: IndexedFile, vocab_size: int | None, full: bool, progress) -> None:
     unknown = [
         f"{indexed.prefix} has no {MANIFEST}: its contents cannot be compared with checksums, "
         f"nor its tokenizer and end-of-document token with yours"
@@ -421,7 +428,7 @@ def _warn_about_bare(indexed: IndexedFile, vocab_size: int | None, full: bool) -
     if vocab_size is None:
         unknown.append("its token ids were not compared with a vocabulary")
     else:
-        largest, whole = largest_token(indexed, None if full else SCANNED_BYTES)
+        largest, whole = largest_token(indexed, None if full else SCANNED_BYTES, progress)
         _check_vocabulary(indexed.prefix, largest, vocab_size, "use the tokenizer that the dataset was made with")
         if not whole:
             megabytes = indexed.tokens * indexed.dtype.itemsize / 1e6

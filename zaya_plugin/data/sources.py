@@ -51,17 +51,22 @@ class DataSources:
         """Return Megatron's arguments of the tokenizer."""
         return dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=self.tokenizer)
 
+    @property
+    def special_tokens(self) -> bool | None:
+        """Whether the texts of training got the tokens that the tokenizer adds (bos). None: of chats, in which the
+        template decides, or not known.
+        """
+        manifests = [locate(path)[0] for path in resolve_blend(self.train, "train")[0] if not holds_chats(path)]
+        rules = [manifest.special_tokens for manifest in manifests if manifest is not None]
+        return any(rules) if rules else None
+
     def facts(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of its data: the tokenizer's digest, the fingerprint of every dataset, and
-        whether the texts of training got the tokens that the tokenizer adds (bos). None: of chats,
-        in which the template decides, or not known.
+        `special_tokens`.
         """
         splits = {"train": resolve_blend(self.train, "train"), "valid": resolve_blend(self.valid, "valid")}
         fingerprints = {name: {path: fingerprint(path) for path in blend[0]} for name, blend in splits.items() if blend}
-        manifests = [locate(path)[0] for path in fingerprints["train"] if not holds_chats(path)]
-        rules = [manifest.special_tokens for manifest in manifests if manifest is not None]
-        special_tokens = any(rules) if rules else None
-        return {"tokenizer": tokenizer_digest(self.tokenizer), "special_tokens": special_tokens, **fingerprints}
+        return {"tokenizer": tokenizer_digest(self.tokenizer), "special_tokens": self.special_tokens, **fingerprints}
 
     def build(self, num_samples, sequence_length: int, seed: int, tokenizer, validation: int | None = None) -> list:
         """Build Megatron's [train, valid, test] datasets for `num_samples` of each; there is no test set.

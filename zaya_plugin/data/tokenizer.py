@@ -123,6 +123,20 @@ def open_tokenizer(directory: str):
     return tokenizer
 
 
+def any_tokenizer(name: str):
+    """Return the `tokenizers.Tokenizer` of data.tokenizer: a directory, or a name on the Hub.
+
+    Raises:
+        ValueError: it cannot be opened, or has no tokenizer.json form.
+    """
+    if os.path.isfile(os.path.join(name, "tokenizer.json")):
+        return open_tokenizer(name)
+    tokenizer = _of_transformers(name, "data.tokenizer")
+    if not tokenizer.is_fast:
+        raise mistake("data.tokenizer", name, problem="has no fast form", allowed="tokenizers with a tokenizer.json")
+    return tokenizer.backend_tokenizer
+
+
 def special_tokens(tokenizer) -> tuple[str, ...]:
     """Return the special tokens of a `tokenizers.Tokenizer`, longest first."""
     tokens = (token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special)

@@ -15,8 +15,7 @@ from typing import Any
 REMOVED = "<removed>"
 # Anywhere in a name. A number below such a name is removed too.
 PASSWORD = re.compile(r"secret|passw|passphrase|credential|(?<!by)(?<!com)pass$|pwd$", re.IGNORECASE)
-# At the end of a name, or before _ID and the like. "TOKENS" alone counts tokens; PAT,
-# SIG and AUTH also end other words.
+# At the end of a name, or before _ID and the like. "TOKENS" alone counts tokens; PAT, SIG and AUTH also end other words.
 KEY = re.compile(
     r"(?:keys?|token|(?:api|access|auth|refresh)[_-]?tokens|authorization|cookies?|signature|netrc"
     r"|(?:(?<![a-z])|(?-i:(?<=[a-z])(?=[A-Z])))(?:pat|sig|o?auth))(?:[_-](?:id|file|path|base|data|\d{1,3}))?$",

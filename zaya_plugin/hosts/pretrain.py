@@ -23,7 +23,7 @@ from megatron.core.enums import ModelType
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_num_microbatches
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
-from megatron.training import get_args, get_timers, training
+from megatron.training import get_args, get_timers, get_tokenizer, training
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
 from zaya_plugin.checkpoint import restore, starts
@@ -31,6 +31,7 @@ from zaya_plugin.checkpoint.saver import Saver
 from zaya_plugin.config.arguments import megatron_arguments
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.dataset import mean_loss
+from zaya_plugin.data.prompts import read_prompts
 from zaya_plugin.data.sources import DataSources
 from zaya_plugin.ground import phases
 from zaya_plugin.ground.errors import NotFiniteError, RunEndedError, message
@@ -38,6 +39,7 @@ from zaya_plugin.ground.exit_codes import ENDED_EARLY, ROLL_BACK
 from zaya_plugin.hosts import loader_processes, start_waits
 from zaya_plugin.hosts.adapter import Adapter, forward_step
 from zaya_plugin.hosts.measured_steps import graph_warm_up
+from zaya_plugin.hosts.samples import continuations
 from zaya_plugin.hosts.saved_state import SavedState
 from zaya_plugin.hosts.stage_model import parse_arguments
 from zaya_plugin.optim.balancing import RouterStatistics
@@ -201,6 +203,7 @@ class Trainer(Adapter):
     def __init__(self, recipe: Recipe, args, lifecycle: Lifecycle, sources: DataSources, reporter: Reporter):
         super().__init__(recipe, args, lifecycle, sources)
         self.reporter = reporter
+        self.prompts = read_prompts(recipe, sources)
         saver = Saver(
             lifecycle.directory,
             args.rank,
@@ -398,7 +401,7 @@ class Trainer(Adapter):
     def evaluate_and_report(
         self, _, prefix, forward_step_func, data_iterator, model, iteration, process_non_loss_data_func, config, **named
     ):
-        """Evaluate one domain at a time and report metrics; replaces Megatron's evaluate_and_print_results, which it
+        """Evaluate one domain at a time, continue the prompts and report; replaces Megatron's evaluate_and_print_results, which it
         calls after the last step too.
         """
         self.steps.flush()
@@ -428,6 +431,9 @@ class Trainer(Adapter):
             self.reporter.validation(iteration, mean, round(tokens), mean_losses if self.sources.domains else {})
             if not math.isfinite(mean):  # after the report, and before the save of this step
                 raise NonFiniteLossError(not_finite(mean, iteration, "validation loss"), iteration)
+        if self.prompts is not None:
+            texts = continuations(self.recipe, self.prompts, model[0], get_tokenizer().eod)
+            self.reporter.samples(iteration, self.prompts.texts, texts)
         self.clock.restart()
 
     def skip_step(self, _, data_iterator) -> None:

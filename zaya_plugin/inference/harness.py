@@ -16,8 +16,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from zaya_plugin.checkpoint.progress import bar
 from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.progress import bar
 from zaya_plugin.inference.opening import Opened
 from zaya_plugin.inference.sampling import continued
 from zaya_plugin.inference.sampling_options import Sampling

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from zaya_plugin.checkpoint.convert.model_folder import resolve
-from zaya_plugin.checkpoint.progress import bar
 from zaya_plugin.checkpoint.reading import Reading, begin
 from zaya_plugin.data.tokenizer import added_tokens
 from zaya_plugin.ground.errors import free_memory, mistake
+from zaya_plugin.ground.progress import bar
 
 GIB = 2**30
 

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from zaya_plugin import patches
-from zaya_plugin.checkpoint.progress import bar
 from zaya_plugin.config.compose import load_recipe
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.blend import resolve_blend
@@ -42,6 +41,7 @@ from zaya_plugin.data.prepared import (
 from zaya_plugin.data.sources import find_sources
 from zaya_plugin.data.tokenizer import added_tokens
 from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.progress import bar
 from zaya_plugin.inference.opening import GIB, Opened, find_model, open_model
 from zaya_plugin.parallel.packed_documents import PackedDocuments
 
@@ -225,7 +225,12 @@ def losses_by_position(run: Path, recipe: Recipe, tokens: Tensor) -> Tensor:
         model=str(run), step=None, tokenizer=None, verify=True, device=recipe.cluster.device, dtype=None
     )
     model = open_model(options, find_model(options), needs_tokenizer=False).load(lambda count: None)
-    return torch.cat([token_losses(model, row[:, :-1], row[:, 1:]).float().cpu() for row in tokens.split(1)])
+    losses = []
+    with bar(run.name, len(tokens), " sequences") as shown:
+        for row in tokens.split(1):
+            losses.append(token_losses(model, row[:, :-1], row[:, 1:]).float().cpu())
+            shown.update()
+    return torch.cat(losses)
 
 
 def token_losses(model, tokens: Tensor, labels: Tensor, documents: PackedDocuments | None = None) -> Tensor:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import lru_cache
-from importlib import metadata
 from typing import Any
 
 from zaya_plugin import compat
@@ -75,7 +74,7 @@ def version_of(distribution: str, module: str) -> str | None:
     if module == "megatron.core":  # a checkout in front of a wheel has the wheel's metadata
         return str(compat.core_version())
     names = (distribution, module.replace("_", "-"), module)
-    known = (version for name in names if (version := distribution_version(name)))
+    known = (version for name in names if (version := compat.distribution_version(name)))
     return next(known, "unknown version")  # a source checkout on PYTHONPATH
 
 
@@ -84,13 +83,6 @@ def nccl_version() -> str:
     import torch
 
     return ".".join(map(str, torch.cuda.nccl.version()))
-
-
-def distribution_version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def hosts(setting: Setting) -> Outcome:

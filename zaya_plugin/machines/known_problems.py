@@ -25,7 +25,6 @@ from zaya_plugin.machines.installed import (
     NO_DEVICES,
     UNKNOWN,
     answer,
-    distribution_version,
     is_unknown,
     missing_packages,
     nccl_version,
@@ -77,7 +76,7 @@ def facts_of_this_environment() -> Facts:
     devices = devices if imported else NO_DEVICES
     return Facts(
         missing=missing_packages(),
-        versions={name: distribution_version(name) for name in DISTRIBUTIONS},
+        versions={name: compat.distribution_version(name) for name in DISTRIBUTIONS},
         modules={name: compat.has_module(name) for name in MODULES},
         environ=os.environ,
         core=compat.core_version(),

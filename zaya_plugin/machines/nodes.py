@@ -96,16 +96,17 @@ def examine_nodes(options: argparse.Namespace, checks: Sequence[Check], storage:
     folder = output.parent / "nodes"
     words = ["--only", ",".join(check.name for check in checks), "--device", options.device, "--storage", str(storage)]
     records = {name: folder / f"{name}.json" for name in names}
-    for key, value in (("--storage", storage), ("--output", folder)):
+    variables = recipe_variables(options.overrides)
+    for key, value in ({"--storage": storage, "--output": folder} | variables).items():
         if launcher and shlex.quote(str(value)) != str(value):
-            allowed = "a path without blanks and quotes, because ssh and its like give it to a shell"
+            allowed = "text without blanks and quotes, because ssh and its like give it to a shell"
             raise mistake(key, value, problem="cannot be passed to another node", allowed=allowed)
     program = [sys.executable, "-m", "zaya_plugin.cli", "verify", *words, "--output"]
     commands = [on(launcher, name) + [*program, str(records[name])] for name in names]
     if options.dry_run:
         print("\n".join(map(shlex.join, commands)))
         for number, pairs in enumerate(rounds(names), 1):
-            print(f"pairs, round {number}: " + ", ".join(f"{one} with {other}" for one, other in pairs))
+            print(f"pairs, round {number}: " + ", ".join(f"{one} with {other}" for one, other in pairs), *variables)
         return 0
     folder.mkdir(parents=True, exist_ok=True)
     for path in records.values():
@@ -113,7 +114,7 @@ def examine_nodes(options: argparse.Namespace, checks: Sequence[Check], storage:
     codes = run_all(commands, [folder / f"{name}.log" for name in names], options.seconds or SECONDS)
     nodes = {name: read_node(name, records[name], code) for name, code in zip(names, codes, strict=True)}
     complete = {name: node for name, node in nodes.items() if node.figures and not node.running}
-    run_pairs(complete, launcher, folder, options.device)
+    run_pairs(complete, launcher, folder, options.device, variables)
     judge([*nodes.values()], dict(options.min), SLOWER if options.slower is None else options.slower)
     failing = [name for name, node in nodes.items() if node.failures]
     write_whole(output.parent / "passing_nodes.txt", "".join(f"{name}\n" for name in names if name not in failing))
@@ -146,8 +147,20 @@ def rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
     return [even, odd, *([[ring[-1]]] if len(names) % 2 else [])]
 
 
-def run_pairs(nodes: Mapping[str, Node], launcher: Sequence[str], folder: Path, device: str) -> None:
-    """Run an all-reduce over the devices of two nodes, for each pair; the figure of one that fails is 0."""
+def recipe_variables(overrides: Sequence[str]) -> dict[str, str]:
+    """Return the `cluster.environment` of the recipe of these words, as its ranks have it; {} without words."""
+    from zaya_plugin.config.compose import compose
+
+    return compose(["data.path=none", *overrides]).cluster.environment if overrides else {}
+
+
+def run_pairs(
+    nodes: Mapping[str, Node], launcher: Sequence[str], folder: Path, device: str, variables: Mapping[str, str]
+) -> None:
+    """Run an all-reduce over the devices of two nodes, for each pair; the figure of one that fails is 0. variables: of
+    the ranks; by the program env, since ssh passes none.
+    """
+    program = ["env", *(f"{name}={value}" for name, value in variables.items()), *RANK]
     for number, pairs in enumerate(rounds(sorted(nodes))):
         commands, logs, owners = [], [], []
         for pair in pairs:
@@ -158,7 +171,7 @@ def run_pairs(nodes: Mapping[str, Node], launcher: Sequence[str], folder: Path, 
             devices = len(nodes[pair[0]].figures.get("gemm_tflops", ())) or 1
             for rank in range(2 * devices):
                 name = pair[rank // devices]
-                words = [*RANK, kind, str(rank), str(2 * devices), str(meeting), str(rank % devices)]
+                words = [*program, kind, str(rank), str(2 * devices), str(meeting), str(rank % devices)]
                 commands.append(on(launcher, name) + words)
                 logs.append(folder / f"{name}.log")
                 owners.append((pair, meeting / "result.json"))

@@ -305,10 +305,8 @@ def too_large(mine: dict, reference: dict, tolerance: float | None, got: list, w
             if not torch.equal(one, other):
                 return f"{name} differs from the reference's"
             continue
-        least = (TOLERANCES[one.dtype] if tolerance is None else LARGEST_ELEMENT * tolerance) / torch.finfo(
-            one.dtype
-        ).eps
-        limit = max(least, 2 * reference.get(name, {"ulps": 0.0})["ulps"])
+        allowed = TOLERANCES[one.dtype] if tolerance is None else LARGEST_ELEMENT * tolerance
+        limit = max(allowed / torch.finfo(one.dtype).eps, 2 * reference.get(name, {"ulps": 0.0})["ulps"])
         if (ulps := mine.get(name, {"ulps": 0.0})["ulps"]) > limit:
             return f"{name} errs by {ulps:.3g} ULP of {one.dtype}, allowed {limit:.3g}"
     return None

@@ -93,8 +93,8 @@ def devices_problem(setting: Setting) -> str | None:
     if setting.chosen == "cpu":
         return None
     if setting.on_cpu:
-        text = f"torch is built for {torch_is_built_for(torch)} and finds no device, so all checks run at their CPU sizes. Under SLURM "
-        text += "request devices (srun --gpus-per-node=8). To examine the CPU: --device cpu"
+        text = f"torch is built for {torch_is_built_for(torch)} and finds no device, so all checks run at their CPU sizes. "
+        text += "Under SLURM request devices (srun --gpus-per-node=8). To examine the CPU: --device cpu"
         return text if torch.version.hip or torch.version.cuda else None
     if (machine := machine_of(setting.name)) is None:
         return None

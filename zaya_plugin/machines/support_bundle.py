@@ -33,8 +33,7 @@ LAUNCHER_VARIABLES = re.compile(
 
 
 def pack(run_dir: Path, record: Path) -> Path:
-    """Write support-<name>.tar.gz into the folder of `record` (a verify.json,
-    which need not exist) and return its path.
+    """Write support-<name>.tar.gz into the folder of `record` (a verify.json, which need not exist); return its path.
 
     Raises ValueError where `run_dir` is not a run's.
     """

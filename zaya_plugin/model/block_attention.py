@@ -22,8 +22,8 @@ aten = torch.ops.aten
 
 
 class CudnnKernel:
-    """cuDNN's attention of queries [b, n, s, d] to keys and values [b, g, t, d], through torch's operators. causal: s =
-    t, and each query sees the keys up to its own.
+    """cuDNN's attention of queries [b, n, s, d] to keys and values [b, g, t, d], through torch's operators.
+    causal: s = t, and each query sees the keys up to its own.
 
     forward returns the result [b, n, s, d], the log-sum-exp of the scaled scores [b, n, s, 1], and further tensors that
     backward needs. backward returns the gradients of query, key and value; out and sums cover all keys, of which key

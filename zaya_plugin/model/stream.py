@@ -9,9 +9,8 @@ layers:
   on an H200 (docs/log.md, 2026-11-21). With `layernorm` among recompute_modules a norm is computed by itself instead;
   its result is freed behind the module that read it, and the backward pass computes it again.
 * Megatron's transformer block passes a `context` from layer to layer, for cross-attention. In this model it is the
-router state,
-  which is a tensor, so that it may also cross the border of a recomputed part; between linked layers it is a
-  `LinkedContext`, which holds the normed stream too.
+  router state, which is a tensor, so that it may also cross the border of a recomputed part; between linked layers it
+  is a `LinkedContext`, which holds the normed stream too.
 * Between pipeline stages Megatron's schedules send one tensor only, and its gradient back. So the last layer of a stage
   appends the router state to the stream's channels, and the first layer of the next stage splits them. The stream is
   fp32; a bf16 state is converted to fp32 and back without loss.
@@ -99,8 +98,8 @@ class Stream:
         """Merge `output` [s, b, h] of the module that read the last norm into the stream.
 
         norm: the one that reads the stream next. The same operator computes it, and it is kept for the next call of
-        `self.norm`. Without it, or where it is recomputed, the merge is a formula of its own,
-        which torch.compile fuses.
+        `self.norm`. Without it, or where it is recomputed, the merge is a formula of its own, which torch.compile
+        fuses.
         """
         if self._free is not None:
             self._free(output)

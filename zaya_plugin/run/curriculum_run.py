@@ -11,13 +11,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from zaya_plugin.config.compose import load_recipe
 from zaya_plugin.config.schedule import first_learning_rate, last_learning_rate, step_count, token_count
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.ledger import report
+from zaya_plugin.ground.columns import aligned
 from zaya_plugin.ground.errors import mistake, nearest_name
 from zaya_plugin.ground.exit_codes import ENDED_EARLY
 from zaya_plugin.ground.whole_file import write_whole
@@ -287,19 +288,6 @@ def tokens_by_source(recipes: Sequence[Recipe]) -> str:
         for prefix, stages in drawn.items()
     ]
     return aligned(rows, right=range(1, len(rows[0])))
-
-
-def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
-    """Return the rows as columns of equal width; the columns whose numbers are in `right` are right-aligned."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = (
-        "  ".join(
-            cell.rjust(width) if at in right else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def _short(tokens: int) -> str:

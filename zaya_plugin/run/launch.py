@@ -350,8 +350,8 @@ class RankFailure:
         ):
             return self.text[start:]
         return (
-            f"zaya: rank {self.rank} failed first, exit code {self.exit_code}:\n{self.text}\nzaya: complete log: "
-            f"{self.log}"
+            f"zaya: rank {self.rank} failed first, exit code {self.exit_code}:\n{self.text}\n"
+            f"zaya: complete log: {self.log}"
         )
 
 

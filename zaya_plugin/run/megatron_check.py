@@ -9,7 +9,6 @@ restart does not pay for the process again; a refused one is checked at every st
 import atexit
 import contextlib
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -114,16 +113,9 @@ def _digest(recipe: Recipe, plan: Plan) -> str:
     environment = {**os.environ, **plan.environment}
     parts = [to_yaml(same), str(plan.world_size), str(vocabulary_of(recipe)), sys.version, sys.executable]
     parts += [f"{name}={environment[name]}" for name in sorted(environment) if name.startswith(VARIABLES)]
-    parts += [f"{name} {_version(name)}" for name in PACKAGES]
+    parts += [f"{name} {compat.distribution_version(name) or ''}" for name in PACKAGES]
     parts += _sources()
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _sources() -> Iterator[str]:

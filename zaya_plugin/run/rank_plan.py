@@ -157,8 +157,8 @@ def _complete(environ: Mapping[str, str], names: Sequence[str], how: str) -> Non
 
 
 def whole_variable(environ: Mapping[str, str], name: str, least: int, most: int | None = None, of: str = "") -> int:
-    """Return the variable as a number; raises ValueError if it is not one, or out of range. of:
-    the variable that limits it.
+    """Return the variable as a number; raises ValueError if it is not one, or out of range.
+    of: the variable that limits it.
     """
     text = environ[name]
     number = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None

@@ -6,11 +6,12 @@ torch import.
 import os
 import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.errors import message, mistake
 from zaya_plugin.ground.parent_death import GRACE
 from zaya_plugin.run.rank_plan import rank_environment
 
@@ -42,7 +43,6 @@ def script(recipe: Recipe, commands: Sequence[Sequence[str]]) -> str:
         *(f"#SBATCH {option}" for option in options),
         "",
         "set -euo pipefail",
-        f"mkdir -p {shlex.quote(run_dir)}",
         *(f"export {name}={shlex.quote(value)}" for name, value in sorted(variables.items())),
         "",
     ]
@@ -52,6 +52,15 @@ def script(recipe: Recipe, commands: Sequence[Sequence[str]]) -> str:
         srun.append(f"--cpu-bind=map_ldom:{','.join(map(str, cluster.numa_nodes))}")
     lines += [" \\\n  ".join([shlex.join(srun), shlex.join(command)]) for command in commands]
     return "\n".join(lines) + "\n"
+
+
+def create_run_dir(recipe: Recipe) -> None:
+    """Create run_dir, in which SLURM opens the job's log before the script runs; where it cannot, say so on stderr."""
+    try:
+        os.makedirs(recipe.run_dir, exist_ok=True)
+    except OSError as error:
+        problem = f"cannot be created on this machine ({error.strerror}), and SLURM opens the job's log in it"
+        print(message("run_dir", recipe.run_dir, problem=problem, fix="create it before sbatch"), file=sys.stderr)
 
 
 def job_environment(recipe: Recipe) -> dict[str, str]:

@@ -32,8 +32,7 @@ SCHEDULE_KEYS = {path for path, field in leaves() if field.metadata["resume"] in
 # NCCL's watchdog ends a rank from C++, and `launch.without_graphs` is then not reached
 IF_ABORTED = (
     "cluster.graphs={}: one graph a step. If a rank is aborted while the first step is captured, add "
-    "cluster.graphs=none "
-    "to the command of all ranks"
+    "cluster.graphs=none to the command of all ranks"
 )
 
 

@@ -19,6 +19,7 @@ from zaya_plugin.config.run_directory import check_creatable, check_kinds, check
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import unused_kernels
 from zaya_plugin.data.prepared import NO_DATASET, locate
+from zaya_plugin.data.prompts import read_prompts
 from zaya_plugin.data.sources import compare_data, find_sources, named_datasets
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.plan import recipe_plan
@@ -194,6 +195,7 @@ def check_data(recipe: Recipe) -> None:
     """Raise ValueError if the data of the recipe cannot be used, or is not that of the run's checkpoint."""
     sources = find_sources(recipe)  # reads headers and sizes only
     check_creatable(sources.cache_path, "data.cache_path")
+    read_prompts(recipe, sources)
     if recipe.resume != "never" and has_checkpoint(directory := checkpoint_path(recipe)):
         checkpoint, facts = on_disk.newest_facts(directory)
         compare_data(facts.get("data"), sources.facts() if facts else None, checkpoint, recipe.data)

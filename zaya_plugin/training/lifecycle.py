@@ -315,9 +315,7 @@ class Lifecycle:
             self.lock.check()
 
     def after_save(self, iteration: int) -> None:
-        """Remove older checkpoints, and what killed saves have left, on rank 0,
-        once that of `iteration` is complete.
-        """
+        """Remove older checkpoints, and what killed saves have left, on rank 0, once that of `iteration` is complete."""
         if torch.distributed.get_rank() != 0 or on_disk.problems(self.directory, iteration):
             return
         manifest.remove_leftovers(self.directory)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of every step, computed once and written to the console, metrics.jsonl, W&B and TensorBoard."""
+"""The numbers of every step, computed once and written to the console, metrics.jsonl, the trackers and TensorBoard."""
 
 from __future__ import annotations
 
@@ -19,7 +19,16 @@ import torch
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.ground.errors import message
 from zaya_plugin.optim.balancing import RouterStatistics
-from zaya_plugin.training.sinks import Background, Guarded, JsonLines, TensorBoard, WandbRun, unless_set
+from zaya_plugin.training.sinks import (
+    Background,
+    Guarded,
+    JsonLines,
+    TensorBoard,
+    Tracker,
+    TrackioRun,
+    WandbRun,
+    unless_set,
+)
 
 
 @dataclass(frozen=True)
@@ -89,10 +98,9 @@ class Reporter:
         if logger.tensorboard:
             self._add_sink("TensorBoard", lambda: TensorBoard(run_dir / "tensorboard", resumed_at))
         if logger.wandb and "disabled" not in (logger.wandb_mode, os.environ.get("WANDB_MODE")):
-            wandb = Background("W&B", lambda: self._open_wandb(run_id, run_dir), self.print)
-            self._add_sink("W&B", lambda: wandb)
-            if not wandb.opened.wait(wandb.START_SECONDS):
-                self.print("W&B: no answer yet; the run does not wait for it")
+            self._add_tracker("W&B", "wandb", lambda: self._open_wandb(run_id, run_dir))
+        if logger.trackio:
+            self._add_tracker("trackio", "trackio", lambda: self._open_trackio(run_id))
         self.print(
             f"{self.recipe.name}: {self.recipe.model.name} on {self.recipe.cluster.name}, stage "
             f"{self.recipe.stage.name}, "
@@ -133,6 +141,13 @@ class Reporter:
             parts = ", ".join(f"{name} {value:.4f}" for name, value in domains.items())
             text = f"step {step}: validation loss {loss:.4f} of {tokens:,} tokens"
             self.print(text + (f" ({parts})" if parts else ""))
+
+    def samples(self, step: int, prompts: list[str], texts: list[str]) -> None:
+        """Report what the model writes after each of the prompts."""
+        if self.reports:
+            pairs = [*zip(prompts, texts, strict=True)]
+            self._log({"step": step, "samples": [{"prompt": prompt, "text": text} for prompt, text in pairs]})
+            self.print("\n".join(f"step {step}: {prompt!r} -> {text!r}" for prompt, text in pairs))
 
     def close(self) -> None:
         """Close the sinks, which may not have been opened, and print the summary."""
@@ -181,26 +196,48 @@ class Reporter:
     def _add_sink(self, name: str, open_sink: Callable[[], Any]) -> None:
         self.sinks.append(Guarded(name, open_sink, self.print))
 
-    def _open_wandb(self, run_id: str, run_dir: Path) -> WandbRun | None:
+    def _add_tracker(self, name: str, package: str, open_run: Callable[[], Tracker]) -> None:
+        """Add a tracker in a thread of its own. package: its module, and its key of `logger`."""
+
+        def open_or_explain() -> Tracker | None:
+            try:
+                run = open_run()
+            except ImportError:
+                problem = f"the package {package} is not installed, so {name} is disabled"
+                fix = f"pip install {package}, or logger.{package}=false"
+                self.print(message(f"logger.{package}", True, problem=problem, fix=fix))
+                return None
+            self.print(f"{name}: {run.where}")
+            return run
+
+        tracker = Background(name, open_or_explain, self.print)
+        self._add_sink(name, lambda: tracker)
+        if not tracker.opened.wait(tracker.START_SECONDS):
+            self.print(f"{name}: no answer yet; the run does not wait for it")
+
+    def _open_wandb(self, run_id: str, run_dir: Path) -> WandbRun:
         logger = self.recipe.logger
-        try:
-            run = WandbRun(
-                project=unless_set("WANDB_PROJECT", logger.wandb_project),
-                entity=unless_set("WANDB_ENTITY", logger.wandb_entity),
-                name=unless_set("WANDB_NAME", logger.wandb_name or self.recipe.name),
-                mode=logger.wandb_mode,
-                run_id=run_id,
-                directory=unless_set("WANDB_DIR", run_dir),
-                config={**asdict(self.recipe), "lineage": self.lineage},
-                group=unless_set("WANDB_RUN_GROUP", logger.wandb_group),
-                say=self.print,
-            )
-        except ImportError:
-            problem = "the package wandb is not installed, so W&B is disabled"
-            self.print(message("logger.wandb", True, problem=problem, fix="pip install wandb, or logger.wandb=false"))
-            return None
-        self.print(f"W&B: {run.where}")
-        return run
+        return WandbRun(
+            project=unless_set("WANDB_PROJECT", logger.wandb_project),
+            entity=unless_set("WANDB_ENTITY", logger.wandb_entity),
+            name=unless_set("WANDB_NAME", logger.wandb_name or self.recipe.name),
+            mode=logger.wandb_mode,
+            run_id=run_id,
+            directory=unless_set("WANDB_DIR", run_dir),
+            config=self._config(),
+            group=unless_set("WANDB_RUN_GROUP", logger.wandb_group),
+            say=self.print,
+        )
+
+    def _open_trackio(self, run_id: str) -> TrackioRun:
+        logger = self.recipe.logger
+        name, config = logger.wandb_name or self.recipe.name, self._config()
+        return TrackioRun(
+            project=logger.wandb_project, name=name, run_id=run_id, config=config, group=logger.wandb_group
+        )
+
+    def _config(self) -> dict[str, Any]:
+        return {**asdict(self.recipe), "lineage": self.lineage}
 
     def note(self, lines: list[str]) -> None:
         """Print console lines about the run."""

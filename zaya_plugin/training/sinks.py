@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sinks of metrics besides the console: metrics.jsonl, Weights & Biases, TensorBoard.
+"""The sinks of metrics besides the console: metrics.jsonl, Weights & Biases, trackio, TensorBoard.
 
 A sink that fails reports its first failure and does not end the run.
 """
@@ -47,7 +47,28 @@ def unless_set(variable: str, value: Any) -> Any:
     return None if os.environ.get(variable) else value
 
 
-class WandbRun:
+class Tracker:
+    """A run of a tracker with W&B's calls. package: its module. run: what its init() returned."""
+
+    package: Any
+    run: Any
+
+    def log(self, row: dict[str, Any]) -> None:
+        values = {key: value for key, value in row.items() if isinstance(value, (int, float)) and key != "step"}
+        if load := row.get("expert_load"):
+            # One row a layer and expert: a W&B heat map takes layer and expert as axes and load as colour.
+            rows = [[row["step"], i + 1, j, share] for i, layer in enumerate(load) for j, share in enumerate(layer)]
+            values["expert_load"] = self.package.Table(columns=["step", "layer", "expert", "load"], data=rows)
+        if samples := row.get("samples"):
+            data = [[row["step"], *sample.values()] for sample in samples]
+            values["samples"] = self.package.Table(columns=["step", "prompt", "text"], data=data)
+        self.run.log(values, step=row["step"])
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class WandbRun(Tracker):
     """Writes one W&B run over all restarts: the id comes from the checkpoint. Without a key or a network the run is
     offline. WANDB_MODE wins over `mode`.
     """
@@ -59,7 +80,7 @@ class WandbRun:
     ):
         import wandb
 
-        self.wandb = wandb
+        self.package = wandb
         options = dict(project=project, entity=entity, name=name, group=group, dir=directory)
         options |= dict(id=run_id, resume="allow", config=config)
         # W&B's console capture would copy our lines, and its own messages go to its log files.
@@ -85,17 +106,50 @@ class WandbRun:
         """The page of an online run, or the command that uploads an offline one."""
         return self.run.url or f"offline, upload with `wandb sync {Path(self.run.dir).parent}`"
 
-    def log(self, row: dict[str, Any]) -> None:
-        values = {key: value for key, value in row.items() if isinstance(value, (int, float)) and key != "step"}
-        if load := row.get("expert_load"):
-            # One row a layer and expert: a W&B heat map takes layer and expert as axes and load as colour.
-            rows = [[row["step"], i + 1, j, share] for i, layer in enumerate(load) for j, share in enumerate(layer)]
-            values["expert_load"] = self.wandb.Table(columns=["step", "layer", "expert", "load"], data=rows)
-        self.run.log(values, step=row["step"])
-
     def close(self) -> None:
-        self.run.finish()
-        self.wandb.teardown()  # else it waits at the end of the process
+        super().close()
+        self.package.teardown()  # else it waits at the end of the process
+
+
+class TrackioRun(Tracker):
+    """Writes one trackio run over all restarts: trackio identifies runs by name, so the name ends with the id of the
+    checkpoint. The run is on this machine, without a network, unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL is set.
+    """
+
+    def __init__(self, *, project, name, run_id, config: dict[str, Any], group=None):
+        import trackio
+        from huggingface_hub import constants
+
+        self.package = trackio
+        self.place = os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
+        self.project, name = project, f"{name}-{run_id}"
+        offline = constants.HF_HUB_OFFLINE
+        # With a login trackio asks the Hub for the user's name, for a local run too.
+        constants.HF_HUB_OFFLINE = offline or not self.place
+        try:
+            self.run = trackio.init(
+                project=project,
+                name=name,
+                group=group,
+                config=config,
+                resume="allow",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+        finally:
+            constants.HF_HUB_OFFLINE = offline
+        # W&B ignores a step that a resume repeats; trackio would draw it twice.
+        self.first_step = getattr(self.run, "_next_step", 0)
+
+    @property
+    def where(self) -> str:
+        """The Space or server of the run, or the command that shows a local one."""
+        return self.place or f"local, `trackio show --project {self.project}` shows it"
+
+    def log(self, row: dict[str, Any]) -> None:
+        if row["step"] >= self.first_step:
+            super().log(row)
 
 
 class TensorBoard:
@@ -115,6 +169,10 @@ class TensorBoard:
 
             image = numpy.asarray(load, dtype=numpy.float32)
             self.writer.add_image("expert_load", image / max(float(image.max()), 1e-9), row["step"], dataformats="HW")
+
+        if samples := row.get("samples"):
+            text = "\n\n".join(f"    {sample['prompt']!r} -> {sample['text']!r}" for sample in samples)
+            self.writer.add_text("samples", text, row["step"])
 
     def close(self) -> None:
         self.writer.close()

@@ -138,16 +138,15 @@ HO_KERNEL_WAVES(ho_cca_prologue_backward_weights, kWeightThreads, 2)
     if (number + 1 < work.last) load(tile);
     block_sync_lds();  // the operands are written, and dy is read
 
-    const int fresh_lane = lane;
 #pragma unroll
     for (int s = 0; s < kTile / 8; ++s) {
-      const int rows_of_lane = 2 * s + fresh_lane / 32;
+      const int rows_of_lane = 2 * s + lane / 32;
       bf16x4 a[3];
 #pragma unroll
-      for (int j = 0; j < 3; ++j) a[j] = operands[j * kOperand + operand_at(out_channel + fresh_lane % 32, rows_of_lane)];
+      for (int j = 0; j < 3; ++j) a[j] = operands[j * kOperand + operand_at(out_channel + lane % 32, rows_of_lane)];
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        const bf16x4 b = operands[3 * kOperand + operand_at(in_channel + 32 * n + fresh_lane % 32, rows_of_lane)];
+        const bf16x4 b = operands[3 * kOperand + operand_at(in_channel + 32 * n + lane % 32, rows_of_lane)];
 #pragma unroll
         for (int j = 0; j < 3; ++j) sums[j][n] = mfma_32x32x8(a[j], b, sums[j][n]);
       }
@@ -256,14 +255,7 @@ HO_KERNEL_WAVES(ho_cca_prologue_backward_input, kPrologueThreads, 2)
       for (int distance = 0; distance < 3; ++distance) {
 #pragma unroll
         for (int s = 0; s < 8; ++s) {
-          const bf16x8 rows_of_dy = dy[input_dy_at(places[distance], 2 * s + lane / 32)];
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            bf16x4 a, b;
-#pragma unroll
-            for (int e = 0; e < 4; ++e) a[e] = merged[distance][s][4 * half + e], b[e] = rows_of_dy[4 * half + e];
-            acc = mfma_32x32x8(a, b, acc);
-          }
+          acc = mfma_32x32x16(merged[distance][s], dy[input_dy_at(places[distance], 2 * s + lane / 32)], acc);
         }
       }
 #pragma unroll

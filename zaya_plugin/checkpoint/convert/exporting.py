@@ -62,8 +62,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint's model. tensors: by this package's names; arguments: Megatron's, of the save; reading:
-    holds its files.
+    """A checkpoint's model. tensors: by this package's names; arguments: Megatron's, of the save;
+    reading: holds its files.
     """
 
     folder: Path

@@ -180,8 +180,8 @@ def units_of(params: Iterable[Parameter]) -> list[Unit]:
 def work_of(param: Parameter) -> int:
     """Return Muon's work for a parameter in FLOPs, Newton-Schulz and the passes over its elements; 0 under AdamW."""
     count, m, n = role_of(param).matrices or (0, 1, 1)
-    # The form that Newton-Schulz takes in fp16, as ZAYA1's recipes;
-    # under bf16 the owners' shares differ in the fifth digit.
+    # The form that Newton-Schulz takes in fp16, as ZAYA1's recipes; under bf16 the owners' shares differ in the fifth
+    # digit.
     return count * (round(newton_schulz_flops(m, n)) + FLOPS_PER_ELEMENT * m * n)
 
 
@@ -234,8 +234,8 @@ def usual_orders(units: Sequence[Unit]) -> list[list[Unit]]:
 
 
 def place(units: Sequence[Unit], shards: int, shard: int) -> tuple[list[tuple[Unit, int]], int]:
-    """Return offsets of `units`, placed in sequence in `shards` shards of `shard` elements,
-    and the end of the last one.
+    """Return offsets of `units`, placed in sequence in `shards` shards of `shard` elements, and the end of the last
+    one.
 
     Gaps before borders and aligned blocks take the single parameters that fit into them.
     """

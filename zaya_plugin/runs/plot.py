@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The picture of one run or several: what metrics.jsonl, recipe.yaml and the journal of Aegis say about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from zaya_plugin.ground.durations import duration
+from zaya_plugin.pictures.content import (
+    ALARM,
+    BUCKETS,
+    COLOURS,
+    DASHES,
+    LEAST_BUCKETS,
+    QUIET,
+    Cells,
+    Line,
+    Page,
+    Panel,
+    Points,
+    Table,
+    heat,
+    line,
+)
+from zaya_plugin.runs.run_data import CHECKPOINT, FAULT, RESTART, SKIPPED, SPIKE, RunData, differences, unique_names
+
+STEP = "step"
+JITTER_STEPS = 20  # the least number of steps in a window of the jitter
+HEAT_MAPS = 4  # runs whose heat maps are drawn
+MOST_LINES = 40  # of marks through every panel
+MOST_CHECKPOINTS = 1000  # drawn, evenly chosen
+MARKS = {  # kind -> shape, colour, and whether a line through every panel marks it
+    CHECKPOINT: ("dash", QUIET, False),
+    RESTART: ("diamond", COLOURS[0], True),
+    FAULT: ("circle", ALARM, True),
+    SPIKE: ("circle", COLOURS[3], False),
+    SKIPPED: ("circle", COLOURS[4], False),
+}
+# Title, unit, note, factor, and the lines: key, name and dash.
+PANELS: tuple[tuple[str, str, str, float, tuple[tuple[str, str, str], ...]], ...] = (
+    ("Loss", "nats a token", "", 1, (("loss", "training", "solid"), ("valid_loss", "validation", "dashed"))),
+    ("Gradient norm", "norm", "Before clipping.", 1, (("grad_norm", "", "solid"),)),
+    ("Learning rate", "lr", "Of the update of each step.", 1, (("lr", "", "solid"),)),
+    ("Speed", "tokens/s", "Of the whole job, without validation and checkpoints.", 1, (("tokens_per_s", "", "solid"),)),
+    ("MFU", "%", "Model FLOP/s of a device, by its peak.", 100, (("mfu", "", "solid"),)),
+    ("Step time", "seconds", "Wall time of a step, without validation and checkpoints.", 1, (("step_s", "", "solid"),)),
+    ("Router entropy", "nats", "Mean over tokens and layers.", 1, (("router_entropy", "", "solid"),)),
+    (
+        "Expert imbalance",
+        "x even load",
+        "The busiest expert's load as a multiple of an even load: 1 is balanced.",
+        1,
+        (
+            ("expert_imbalance", "mean of the layers", "solid"),
+            ("expert_imbalance_worst_layer", "worst layer", "dotted"),
+        ),
+    ),
+)
+WHY_MISSING = {
+    "mfu": "the recipe has no cluster.peak_tflops",
+    "valid_loss": "no validation so far",
+    "expert_load": "a row has it every logger.expert_load_interval steps",
+}
+
+
+def picture(runs: Sequence[RunData]) -> Page:
+    """Return the picture of one run or several."""
+    names = unique_names([*runs])
+    panels, notes = step_panels(runs, names)
+    several = len(runs) > 1
+    return Page(
+        title=names[0] if not several else f"{len(runs)} runs",
+        lead=_lead(runs[0]) if not several else [", ".join(names)],
+        figures=() if several else _figures(runs[0]),
+        groups=[(name, _colour(number)) for number, name in enumerate(names)] if several else (),
+        panels=panels,
+        overview=_tables(runs, names) if several else (),
+        notes=notes,
+    )
+
+
+def step_panels(runs: Sequence[RunData], names: Sequence[str]) -> tuple[list[Panel], list[str]]:
+    """Return the panels over steps, and sentences about them, one for each panel that no run has the numbers of."""
+    panels, missing = [], []
+    for panel, keys in (*_metric_panels(runs, names), _domains(runs, names), _jitter(runs, names)):
+        if panel.layers:
+            panels.append(panel)
+        else:
+            missing.append(_left_out(panel.title, keys[0]))
+    marks = _marks(runs, names)
+    lines = [(mark.step, MARKS[mark.kind][1]) for run in runs for mark in run.marks if MARKS[mark.kind][2]]
+    for panel in panels:
+        panel.marks = lines if len(runs) == 1 and len(lines) <= MOST_LINES else ()
+    panels += _heat_maps(runs, names)
+    if not any(run.metrics.busiest for run in runs):
+        missing.append(_left_out("Expert load", "expert_load"))
+    strides = [layer.stride for panel in panels for layer in panel.layers if isinstance(layer, Line)]
+    notes = []
+    if (stride := max(strides, default=1)) > 1:
+        notes = [
+            f"A point of a line is the mean of up to {stride:,} steps; its band reaches from the lowest to the highest."
+        ]
+    return [*([marks] if marks.layers else []), *panels], notes + missing
+
+
+def _left_out(title: str, key: str) -> str:
+    why = f" ({WHY_MISSING[key]})" if key in WHY_MISSING else ""
+    return f"{title} is left out: metrics.jsonl has no {key}{why}."
+
+
+def _colour(number: int) -> str:
+    return COLOURS[number % len(COLOURS)]
+
+
+def _lines(
+    runs: Sequence[RunData], names: Sequence[str], title: str, keys: Sequence[tuple[str, str, str]], factor: float = 1
+) -> tuple[list[Line], list[tuple[str, str, str]]]:
+    """Return the lines of some keys, and their legend."""
+    import numpy
+
+    lines, legend = [], []
+    buckets = max(LEAST_BUCKETS, BUCKETS // (len(runs) * len(keys)))
+    for number, (key, name, dash) in enumerate(keys):
+        for group, run in enumerate(runs):
+            if key not in run.metrics.columns:
+                continue
+            steps, values = run.metrics.columns[key]
+            # The colour of several runs is the run's; the lines of one run differ in colour and dash.
+            colour = _colour(group if len(runs) > 1 else number)
+            label = " ".join(filter(None, (names[group] if len(runs) > 1 else "", name))) or title.lower()
+            few = "valid" in key
+            lines.append(
+                line(label, steps, numpy.asarray(values) * factor, colour, buckets, dash=dash, group=group, dots=few)
+            )
+            if name and not any(row[0] == name for row in legend):
+                legend.append((name, colour if len(runs) == 1 else QUIET, dash))
+    return lines, legend if len(keys) > 1 else []
+
+
+def _metric_panels(runs: Sequence[RunData], names: Sequence[str]) -> Iterable[tuple[Panel, list[str]]]:
+    for title, unit, note, factor, keys in PANELS:
+        lines, legend = _lines(runs, names, title, keys, factor)
+        yield _panel(title, unit, note, lines, legend), [key for key, _, _ in keys]
+
+
+def _domains(runs: Sequence[RunData], names: Sequence[str]) -> tuple[Panel, list[str]]:
+    keys = dict.fromkeys(key for run in runs for key in run.metrics.columns if key.startswith("validation/"))
+    named = [(key, key.split("/")[1], DASHES[number % len(DASHES)]) for number, key in enumerate(keys)]
+    lines, legend = _lines(runs, names, "", named) if named else ([], [])
+    return _panel("Validation loss by domain", "nats a token", "", lines, legend), ["validation/<domain>/loss"]
+
+
+def _jitter(runs: Sequence[RunData], names: Sequence[str]) -> tuple[Panel, list[str]]:
+    lines = []
+    for group, run in enumerate(runs):
+        steps, values = run.metrics.columns.get("step_s", ((), ()))
+        if len(steps) >= JITTER_STEPS:
+            lines.append(
+                line(names[group] if len(runs) > 1 else "spread", *jitter(steps, values), _colour(group), group=group)
+            )
+    note = f"(p95 - p5) / median of the step times in windows of at least {JITTER_STEPS} steps."
+    return _panel("Step-time jitter", "%", note, lines, []), ["step_s of enough steps"]
+
+
+def jitter(steps: Any, seconds: Any) -> tuple[Any, Any]:
+    """Return steps, and 100 (p95 - p5) / median of the step times of windows that end there."""
+    import numpy
+
+    width = max(JITTER_STEPS, len(steps) // LEAST_BUCKETS)
+    count = len(steps) // width
+    windows = numpy.asarray(seconds)[len(steps) - count * width :].reshape(count, width)
+    with numpy.errstate(invalid="ignore", divide="ignore"):  # steps of no time, or of a time that is no number
+        low, middle, high = numpy.percentile(windows, (5, 50, 95), axis=1)
+        shares = 100 * (high - low) / middle
+    return numpy.asarray(steps)[len(steps) - count * width + width - 1 :: width], shares
+
+
+def _panel(title: str, unit: str, note: str, lines: list[Line], legend: list[tuple[str, str, str]]) -> Panel:
+    import numpy
+
+    logarithmic = False
+    if lines and title == "Gradient norm":
+        values = numpy.concatenate([numpy.asarray(one.high)[numpy.isfinite(one.high)] for one in lines])
+        logarithmic = bool(values.size) and 0 < values.min() < values.max() / 50
+    return Panel(title, STEP, [*lines], unit, note, logarithmic=logarithmic, key=legend)
+
+
+def _marks(runs: Sequence[RunData], names: Sequence[str]) -> Panel:
+    layers, rows, legend = [], [], []
+    for run, name in zip(runs, names, strict=True):
+        for kind, (shape, colour, _) in MARKS.items():
+            marks = [mark for mark in run.marks if mark.kind == kind]
+            if kind == CHECKPOINT:
+                marks = marks[:: len(marks) // MOST_CHECKPOINTS + 1]
+            if marks:
+                row = f"{kind}s" if len(runs) == 1 else name
+                if row not in rows:
+                    rows.append(row)
+                if len(runs) > 1 and kind not in [known for known, _, _ in legend]:
+                    legend.append((kind, colour, "solid"))
+                layers.append(
+                    Points(
+                        row, [mark.step for mark in marks], [mark.text for mark in marks], [colour] * len(marks), shape
+                    )
+                )
+    return Panel("Checkpoints, restarts and faults", STEP, layers, rows=rows, key=legend, wide=True)
+
+
+def _heat_maps(runs: Sequence[RunData], names: Sequence[str]) -> Iterable[Panel]:
+    import numpy
+
+    for run, name in [*zip(runs, names, strict=True)][:HEAT_MAPS]:
+        if not (busiest := run.metrics.busiest):
+            continue
+        of = f": {name}" if len(runs) > 1 else ""
+        layers = len(busiest[-1][1])
+        rows = [(step, load) for step, load in busiest if len(load) == layers]
+        cells = heat([step for step, _ in rows], [load for _, load in rows], "x even load")
+        note = "The busiest expert of each layer, as a multiple of an even load: 1 is balanced."
+        yield Panel(f"Expert load over layers and steps{of}", STEP, [cells], "layer", note)
+        table = numpy.asarray(run.metrics.expert_load, dtype=float)
+        cells = Cells((0.5, table.shape[1] + 0.5), table * table.shape[1], "x even load")
+        note = f"Each expert's share of its layer's tokens at step {busiest[-1][0]:,}, as a multiple of an even share."
+        yield Panel(f"Load of every expert{of}", "expert", [cells], "layer", note, zooms=False)
+
+
+def _median(run: RunData, key: str) -> float | None:
+    import numpy
+
+    _, values = run.metrics.columns.get(key, ((), ()))
+    return float(numpy.median(values)) if len(values) else None
+
+
+def _shown(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None else f"{value:{form}}{unit}"
+
+
+def _count(number: float | None) -> str:
+    for size, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if number is not None and number >= size:
+            return f"{number / size:.1f} {name}"
+    return _shown(number, ",.0f")
+
+
+def facts(run: RunData) -> dict[str, tuple[str, str]]:
+    """Return the figures of a run: name -> value, and what it is."""
+    last, columns = run.last, run.metrics.columns
+    seconds = sum(columns["step_s"][1]) if "step_s" in columns else None
+    valid = columns.get("valid_loss")
+    share, step = _median(run, "mfu"), last.get("step", 0)
+    events = [mark.kind for mark in run.marks]
+    kinds = [f"{events.count(kind)} {kind}{'s' * (events.count(kind) != 1)}" for kind in MARKS if kind in events]
+    return {
+        "state": (run.state, ", ".join(kinds)),
+        "step": (f"{step:,}", f"of {run.last_step:,}" if run.last_step else ""),
+        "loss": (_shown(last.get("loss"), ".4f"), "training, nats a token, last step"),
+        "validation loss": (_shown(valid and valid[1][-1], ".4f"), f"at step {valid[0][-1]:,}" if valid else ""),
+        "tokens": (_count(last.get("total_tokens")), "read so far, with earlier stages"),
+        "tokens/s": (_shown(_median(run, "tokens_per_s"), ",.0f"), "median, whole job"),
+        "MFU": (_shown(share and 100 * share, ".1f", " %"), "median" if share else "no peak rate in the recipe"),
+        "step time": (_shown(_median(run, "step_s"), ".3g", " s"), "median"),
+        "training time": (duration(seconds), "sum of the steps"),
+    }
+
+
+def _figures(run: RunData) -> list[tuple[str, str, str]]:
+    return [(name, *row) for name, row in facts(run).items()]
+
+
+def _lead(run: RunData) -> list[str]:
+    names = [run.settings.get(key) for key in ("name", "model.name", "stage.name", "optim.name", "cluster.name")]
+    titles = ("recipe", "model", "stage", "optimizer", "cluster")
+    parts = [f"{title} {name}" for title, name in zip(titles, names, strict=True) if name is not None]
+    return [", ".join(parts)] if parts else []
+
+
+def _tables(runs: Sequence[RunData], names: Sequence[str]) -> list[Table]:
+    rows = [(name, *(value for value, _ in facts(run).values())) for run, name in zip(runs, names, strict=True)]
+    differing = [(key, *map(_typed, values)) for key, values in differences([*runs]).items()]
+    note = "" if differing else "The recipes are equal but for run_dir."
+    return [
+        Table("Runs", ("run", *facts(runs[0])), rows),
+        Table("What differs between the recipes", ("key", *names), differing, note),
+    ]
+
+
+def _typed(value: Any) -> str:
+    from zaya_plugin.ground.errors import as_typed
+
+    return as_typed(value)
