@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of measurements, drawn by a library that is an extra."""
+"""Pictures of runs and measurements, drawn by libraries that are extras."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs as lists, pictures and a live terminal, from their files alone. No torch import."""
+"""Reads runs from their files: metrics.jsonl, recipe.yaml and the journal; lists and draws them."""
