@@ -30,12 +30,12 @@ from zaya_plugin.bench.options import VOCABULARY, with_data_path
 from zaya_plugin.config.compose import compose
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.plan import prediction, recipe_plan, step_source
+from zaya_plugin.plan.known_machine import recipe_of
 from zaya_plugin.plan.memory import Optimizer, memory_plan
 
 REPO = Path(__file__).parents[1]
 RESULTS, PAGE = REPO / "benchmarks" / "results", REPO / "docs" / "plan.md"
 BEGIN, END = "<!-- prediction-errors -->\n", "<!-- /prediction-errors -->\n"
-CLUSTERS = {"H200": "h200_8", "H100": "h100_8"}  # whose recipes have the rates of a device
 GROUPS = ("experiment", "cluster", "logger")
 # Settings that a record's recipe does not hold, by a part of the record's name.
 UNRECORDED = {"8_nccl_blocks": "NCCL_MAX_CTAS=8 in the environment", " te_": "Transformer Engine"}
@@ -119,7 +119,7 @@ def measured_steps() -> list[Measured]:
 
 
 def _of_record(name: str, values: dict) -> Measured:
-    recipe, step = _with_rates(step_source.recorded_recipe(values), values["device"]), values["step"]
+    recipe, step = step_source.recorded_recipe(values), values["step"]
     graph = recipe_plan.has_graph(recipe)
     kernels = sum(row["ms"] for row in values["parts"] if row["part"] not in step_source.NOT_COMPUTING)
     return Measured(
@@ -171,7 +171,7 @@ def _of_command(name: str, values: dict, commit: str, seconds: float) -> Measure
     recipe = _recipe_of([word for word in words if "=" in word and not word.startswith("-")])
     devices, device = recipe.nproc or 1, values["device"].split(" x ")[-1]
     optimizer = "--forward-backward-only" not in words
-    recipe = _with_rates(recipe, device)
+    recipe = replace(recipe, machine=recipe_of(device).machine)
     return Measured(name, commit.split()[0], values["date"], device, devices, recipe, optimizer, seconds, None)
 
 
@@ -194,16 +194,10 @@ def _composed(options: tuple[str, ...]) -> Recipe:
     return compose(with_data_path([*options]))
 
 
-def _with_rates(recipe: Recipe, device: str) -> Recipe:
-    """Return the recipe with the rates of the device on which it ran, where its cluster names none."""
-    kind = next(name for name in CLUSTERS if name in device)
-    return recipe if recipe.machine.name == kind else replace(recipe, machine=step_source.machine_of(CLUSTERS[kind]))
-
-
 def predicted(step: Measured, source: step_source.Source) -> tuple[float | None, float]:
     """Return the seconds and GiB that are predicted for a step."""
     source = replace(source, optimizer=step.optimizer)
-    result = prediction.predict_from(source, step.recipe, step.devices, VOCABULARY)
+    result = prediction.predict(step.recipe, step.devices, source, VOCABULARY)
     plan = result.memory
     assert plan is not None
     if step.optimizer:
@@ -234,7 +228,7 @@ def fit_records(steps: Iterable[Measured]) -> list[Measured]:
 
 
 def fit(records: Sequence[Measured], slowed: float | None = None) -> dict:
-    """Return the values of a fit to records (step_source.fit_from).
+    """Return the values of a fit to records (step_source.fitted).
 
     The speed of a part is the one with the least squares of its errors, as shares of the records' steps. slowed: share
     of the hidden collectives' expected time by which kernels take longer; default: the one of 0, 0.05 .. 1 with the
@@ -242,9 +236,9 @@ def fit(records: Sequence[Measured], slowed: float | None = None) -> dict:
     """
     if slowed is None:
         fits = [fit(records, share / 20) for share in range(21)]
-        return min(fits, key=lambda values: _squares(records, step_source.fit_from(values)))
+        return min(fits, key=lambda values: _squares(records, step_source.fitted(values)))
     first = records[0]
-    machine = step_source.machine_of(next(CLUSTERS[name] for name in CLUSTERS if name in first.device))
+    machine = recipe_of(first.device).machine
     rates = machine.gemm_tflops * 1e12, machine.copy_tb_per_s * 1e12
     sources = [_alone(step, slowed, rates) for step in records]
     parts = {part: asdict(_speed(part, sources, records)) for part in sources[0].parts}
@@ -278,7 +272,7 @@ def fit(records: Sequence[Measured], slowed: float | None = None) -> dict:
 def _alone(step: Measured, slowed: float, rates: tuple[float, float]) -> step_source.Source:
     """Return the speeds of a record without what its collectives took from the kernels by the formulas."""
     source = replace(step_source.source_of(step.values, links=False, rates=rates), slowed=slowed)
-    rows = prediction.predict_from(source, step.recipe, step.devices, VOCABULARY).parts
+    rows = prediction.predict(step.recipe, step.devices, source, VOCABULARY).parts
     taken = sum(row["ms"] for row in rows if row["part"] == "slowed")
     apart = ("slowed", *step_source.PARTS_WITHOUT_COLLECTIVES)
     alone = 1 - taken / sum(row["ms"] for row in rows if row["part"] not in apart)
@@ -379,7 +373,7 @@ def rows(steps: Sequence[Measured], source: step_source.Source) -> list[Row]:
 def reverse_rows(steps: Sequence[Measured]) -> list[Row]:
     """Return the records of one H200 beside predictions from the fit of the H100's."""
     current = [step for step in steps if not step.left_out]
-    source = step_source.fit_from(fit([step for step in current if "H100" in step.device], step_source.SLOWED))
+    source = step_source.fitted(fit([step for step in current if "H100" in step.device], step_source.SLOWED))
     targets = [step for step in current if "H200" in step.device and step.devices == 1]
     return [Row(step, LEFT_OUT, HELD_OUT_BOUND, *predicted(step, source)) for step in targets]
 

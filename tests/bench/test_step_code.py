@@ -16,7 +16,7 @@ from hip_ops.versions import VERSIONS
 from zaya_plugin.bench import step_code
 from zaya_plugin.config.compose import compose
 from zaya_plugin.plan.prediction import predict
-from zaya_plugin.plan.step_source import load
+from zaya_plugin.plan.step_source import load, source_of
 
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "results"
 RECORD = RECORDS / "step40-4xh200-copy_engines.json"  # as in the table of docs/verification.md
@@ -27,7 +27,7 @@ TRITON_ONLY = {"router_mlp", "grouped_product"}
 def mi300x_step(record: dict) -> dict:
     words = ["experiment=zaya1_base", "cluster=mi300x_8", "data.path=none", "stage.global_batch_size=128"]
     words += ["parallel.recompute_granularity=selective", "parallel.recompute_modules=[permute]"]  # as the record
-    return predict(compose(words), 8, record).record()
+    return predict(compose(words), 8, source_of(record)).record()
 
 
 def test_the_stored_prediction_is_that_of_the_record():

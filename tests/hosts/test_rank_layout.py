@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from zaya_plugin import cli
+from zaya_plugin.commands.plan_report import layout_lines
 from zaya_plugin.config.compose import compose, save_recipe
 from zaya_plugin.hosts import rank_layout
 from zaya_plugin.plan import layout_report, recipe_plan
@@ -70,16 +71,16 @@ def test_shards_of_instances_are_complete(tmp_path):
     assert {row["shards"] for rank in ranks for row in rank["buffers"]} == {4} and ranks[1]["groups"]["data"] == [16, 7]
     experts = next(row for row in ranks[0]["buffers"] if row["name"] == "experts")
     assert experts["shard_elements"][:2] == [experts["elements"] // 4] * 2 and experts["cut"] == 0
-    lines = layout_report.layout_lines(ranks, shape, layout, 16)
-    assert "shard 3 of 4" in lines[2] and "fullest shard 1.00 times the mean" in " ".join(lines)
-    assert lines[-1].endswith("parameters is in exactly one shard of each instance")
+    _, by_rank, buffers, verdict = layout_lines(ranks, [], 16, 1000)
+    assert "rest 3 of 4, experts 3 of 4" in by_rank.splitlines()[2] and "fullest shard / mean" in buffers
+    assert buffers.splitlines()[2].split()[4] == "1.00", "the fullest shard of the experts"
+    assert verdict.endswith("every one of 1,000 parameters is in exactly one shard of each instance")
     # a piece that is lost, and a part of the model that no rank has
-    broken = built(tmp_path, words, 16, broken=True)
-    assert any("are not held exactly once" in line for line in layout_report.layout_lines(*broken, 16))
+    faults = layout_report.faults_of(*built(tmp_path, words, 16, broken=True))
+    assert any("are not held exactly once" in line for line in faults)
     without = [{**rank, "parameters": {**rank["parameters"], "experts": 7}} for rank in ranks]
-    assert any(
-        "WRONG: all parts of the model" in line for line in layout_report.layout_lines(without, shape, layout, 16)
-    )
+    (fault,) = layout_report.faults_of(without, shape, layout)[-1:]
+    assert layout_lines(without, [fault], 16, 1000)[-1].startswith("WRONG: all parts of the model")
 
 
 @pytest.mark.slow

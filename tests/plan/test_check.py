@@ -14,7 +14,7 @@ from zaya_plugin import cli
 from zaya_plugin.config.compose import compose
 from zaya_plugin.config.schema import with_values
 from zaya_plugin.config.validate import validate
-from zaya_plugin.plan.check import RULES, findings_of, setting_of
+from zaya_plugin.plan.check import RULES, findings_of, step_of
 from zaya_plugin.plan.prediction import predict
 from zaya_plugin.run.rank_plan import planned_ranks
 
@@ -160,18 +160,6 @@ CASES = {
         {"cluster.num_nodes": 16, "cluster.distributed_timeout_minutes": 29},
     ),
     "save_interval": ("mi300x_8", {}, "checkpoint.save_interval=150", {"checkpoint.save_interval": 300}),
-    "queued_saves": (
-        "mi300x_8",
-        {"checkpoint.save_interval": 10, "stage.global_batch_size": 32},
-        "checkpoint.save_interval=10000",
-        {"checkpoint.save_interval": 100, "stage.global_batch_size": 32},
-    ),
-    "waiting_saves": (
-        "mi300x_8",
-        {"checkpoint.save": "sync", "checkpoint.save_interval": 100},
-        "checkpoint.save=async",
-        {"checkpoint.save": "sync", "checkpoint.save_interval": 1000},
-    ),
 }
 
 
@@ -180,11 +168,11 @@ def composed(cluster):
     return compose(["experiment=zaya1_base", f"cluster={cluster}", "data.path=none"])
 
 
-def setting(cluster, values):
+def predicted(cluster, values):
     recipe = with_values(composed(cluster), values)
     world = planned_ranks(recipe)
     validate(recipe, world)
-    return setting_of(recipe, world)
+    return step_of(recipe, world)
 
 
 def test_every_rule_has_a_case():
@@ -194,35 +182,33 @@ def test_every_rule_has_a_case():
 @pytest.mark.parametrize("name", CASES)
 def test_a_rule_names_its_recipe_and_not_the_near_miss(name):
     cluster, values, change, near = CASES[name]
-    finding = BY_NAME[name].finding(setting(cluster, values))
+    finding = BY_NAME[name].finding(predicted(cluster, values))
     assert finding["change"] == change and finding["effect"]
-    assert BY_NAME[name].finding(setting(cluster, near)) is None
+    assert BY_NAME[name].finding(predicted(cluster, near)) is None
 
 
 def test_an_effect_is_the_difference_of_two_predictions():
-    slow = setting("mi300x_128x8", {"parallel.num_distributed_optimizer_instances": 1})
+    slow = predicted("mi300x_128x8", {"parallel.num_distributed_optimizer_instances": 1})
     after = predict(with_values(slow.recipe, {"parallel.num_distributed_optimizer_instances": 8}), 1024)
     effect = BY_NAME["optimizer_instances"].finding(slow)["effect"]
-    now = slow.prediction.seconds
+    now = slow.seconds
     assert effect.startswith(
         f"{1e3 * after.seconds:,.0f} ms a step instead of {1e3 * now:,.0f} ({after.seconds / now - 1:+.1%})"
     )
-    assert effect.endswith(
-        f"{after.memory.total / 2**30:.1f} GiB instead of {slow.prediction.memory.total / 2**30:.1f}"
-    )
+    assert effect.endswith(f"{after.memory.total / 2**30:.1f} GiB instead of {slow.memory.total / 2**30:.1f}")
 
 
 def test_the_interval_between_checkpoints_follows_from_cost_and_failures():
     """Derived apart from the code: 8 x MI300X fail every 8090 / 8 hours, and an asynchronous save costs 0.05 s."""
-    rare = setting("mi300x_8", {})
-    failures, seconds = 3600 * 8090 / 8, 1000 * rare.prediction.seconds
+    rare = predicted("mi300x_8", {})
+    failures, seconds = 3600 * 8090 / 8, 1000 * rare.seconds
     lost = 0.05 / seconds + seconds / 2 / failures
     effect = BY_NAME["save_interval"].finding(rare)["effect"]
     assert f"instead of {lost:.2%}, " in effect and lost == pytest.approx(0.0076, rel=0.03)
 
 
 def test_a_device_that_is_not_known_gets_no_advice_on_speed():
-    unknown = setting("mi300x_8", {"machine.name": None, "stage.micro_batch_size": 1, "model.hidden_size": 190})
+    unknown = predicted("mi300x_8", {"machine.name": None, "stage.micro_batch_size": 1, "model.hidden_size": 190})
     findings = {finding["rule"]: finding for finding in findings_of(unknown)}
     assert not {*findings} & {rule.name for rule in RULES if rule.gain > 0}
     assert findings["hidden_size"]["change"] == "model.hidden_size=192"
@@ -230,8 +216,8 @@ def test_a_device_that_is_not_known_gets_no_advice_on_speed():
         "1.0% of the tiles are padding, a row of 190 numbers is loaded 4"
     )
     on_cpu = compose(["experiment=cpu_demo", "data.path=none"])
-    assert findings_of(setting_of(on_cpu, 2)) == []
-    (finding,) = findings_of(setting_of(with_values(on_cpu, {"model.hidden_size": 190}), 2))
+    assert findings_of(step_of(on_cpu, 2)) == []
+    (finding,) = findings_of(step_of(with_values(on_cpu, {"model.hidden_size": 190}), 2))
     assert finding["what"] == "model.hidden_size=190, a multiple of 2 and not of 16"
 
 
@@ -267,7 +253,7 @@ def test_what_remains_of_the_shipped_recipes(cluster):
             continue  # a short stage is not for 1,024 devices
         expected = remaining | ({"product_volume"} if cluster[0] == "h" and experiment in SHORT_BATCH else set())
         validate(recipe, world)
-        findings = {finding["rule"] for finding in findings_of(setting_of(recipe, world))}
+        findings = {finding["rule"] for finding in findings_of(step_of(recipe, world))}
         assert findings == expected, experiment
 
 

@@ -2,6 +2,7 @@
 """The lines about what a run takes: in a dry run, at a start, and where no time is predicted."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -19,8 +20,8 @@ README_COMMAND = ["experiment=zaya1_base", "cluster=mi300x_8", "data.path=data/c
 def test_five_lines_of_the_command_in_the_readme():
     recipe = compose(README_COMMAND)
     step = predict(recipe, 8)
-    stage = stage_cost(recipe, 8, step)
-    size, tokens, seconds, run, saves = five_lines(recipe, 8, step)
+    stage = stage_cost(step)
+    size, tokens, seconds, run, saves = five_lines(step)
     assert size.startswith("parameters   8,840,488,784, 753,608,528 of them active for a token")
     assert tokens == "tokens       7,999,997,345,792 in 476,837 steps"
     assert seconds == f"step         {step.seconds:.3g} s. {step.error}" and "PREDICTION" in seconds
@@ -32,7 +33,7 @@ def test_five_lines_of_the_command_in_the_readme():
         r"saves        72\.9 GB every 15 h \d\d min \(prediction; checkpoint.save_interval=1000\)", saves
     )
     never = with_values(recipe, {"checkpoint.save_interval": None})
-    assert five_lines(never, 8, step)[4] == (
+    assert five_lines(replace(step, recipe=never))[4] == (
         f"saves        72.9 GB every {duration(476_837 * step.seconds)} (prediction; checkpoint.save_interval=null)"
     )
 
@@ -48,7 +49,7 @@ def test_five_lines_of_the_command_in_the_readme():
 def test_without_a_predicted_time_two_lines_are_left(words, why):
     recipe = compose([*words, "data.path=none"])
     world = planned_ranks(recipe)
-    size, tokens = five_lines(recipe, world, predict(recipe, world))
+    size, tokens = five_lines(predict(recipe, world))
     assert size.startswith("parameters   ") and f"; time not predicted: {why}" in tokens
     assert f"steps, a checkpoint every {recipe.checkpoint.save_interval:,};" in tokens
 

@@ -16,7 +16,7 @@ from zaya_plugin.config.compose import compose
 from zaya_plugin.plan import flops, prediction, recipe_plan, step_source
 from zaya_plugin.plan.expected_step import SLOWED
 from zaya_plugin.plan.product_rate import CDNA3, PROCESSORS
-from zaya_plugin.plan.recipe_work import work_of
+from zaya_plugin.plan.step_work import work_of
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "step12-h100.json"
 ALIKE = ["experiment=zaya1_base", "data.path=none"]
@@ -38,7 +38,8 @@ def machine(cluster):
 
 
 def predicted(record, recipe, world):
-    return prediction.predict(recipe, world, record).record()
+    source = step_source.source_of(record, links=bool(recipe.machine.name))
+    return prediction.predict(recipe, world, source).record()
 
 
 def parts(found):
@@ -165,9 +166,9 @@ def test_copy_engines_take_nothing_from_concurrent_kernels():
             for name, value in values.items():
                 setattr(getattr(recipe, group), name, value)
         assert parts(predicted(rings, recipe, 4))["slowed"] > parts(found)["slowed"] + 5
-    assert not prediction.copies_parameters(step_source.recorded_recipe(copies), 16, machine("h200_8"))  # two nodes
+    assert not prediction.copies_parameters(step_source.recorded_recipe(copies), 16)  # two nodes
     words = ["cluster=mi300x_8", "parallel.nccl_ub=true", "experiment=zaya1_base", "data.path=none"]
-    assert not prediction.copies_parameters(compose(words), 8, machine("mi300x_8"))  # not tried there
+    assert not prediction.copies_parameters(compose(words), 8)  # not tried there
 
 
 def test_copies_of_a_record_are_no_kernels_that_slow_others_down():
@@ -329,7 +330,7 @@ def test_the_fit_needs_no_record_and_marks_other_devices():
         result = prediction.predict(recipe, 8)
         assert ("PREDICTION, not measured" in result.error) == marked and result.reason is None
         assert ("-9.2 %" in result.error) == marked
-        assert 0.9 < result.seconds < 2.0 and result.source["device"] == "NVIDIA H200"
+        assert 0.9 < result.seconds < 2.0 and result.source.what["device"] == "NVIDIA H200"
     recipe = compose([*ALIKE, "cluster=h200_8"])
 
     def seconds(version):

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from zaya_plugin.plan.flops import Shape, forward_flops_by_part
+from zaya_plugin.plan.flops import Shape, forward_flops_by_part, muon_matrices
 from zaya_plugin.plan.parallelism import Batch, ParallelSizes
-from zaya_plugin.plan.products import muon_matrices, products, update_products
+from zaya_plugin.plan.products import products, update_products
 
 BASE = Shape(40, 2048, 8, 2, 128, 16, 2048, 256, 262272)
 BATCH = Batch(4096, 4, micro_batches=3)

@@ -35,34 +35,36 @@ def test_it_names_the_setting_that_the_step_table_measures(recipe, settings):
     record = json.loads((RESULTS / "step40-4xh200-copy_engines.json").read_text())["recipe"]
     four = replace(recipe, stage=replace(recipe.stage, global_batch_size=64), nproc=4)
     for best, devices in ((settings[0], 8), (search.search(four, 4, step_source.fitted())[0], 4)):
-        values = best.values()
+        values = search.values_of(best)
         assert values["stage.micro_batch_size"] == record["stage"]["micro_batch_size"] == 4
         assert values["parallel.recompute_modules"] == record["parallel"]["recompute_modules"] == ["permute"]
-        assert best.step.devices == devices and best.choices()["expert"] == best.choices()["context"] == 1
+        assert best.world == devices
+        assert search.choices_of(best)["expert"] == search.choices_of(best)["context"] == 1
 
 
 def test_the_best_is_the_fastest_within_what_runs_differ(settings):
     assert len(settings) > 100
     limit = (1 - RESERVED_SHARE) * 140 * GIB / (1 + search.PLAN_ERROR)
-    assert max(setting.bytes for setting in settings) <= limit
+    assert max(setting.memory.total for setting in settings) <= limit
     fastest = min(setting.seconds for setting in settings)
     best = settings[0]
     assert fastest < best.seconds <= (1 + search.EQUAL_TIME) * fastest
     equal = [setting for setting in settings if setting.seconds <= (1 + search.EQUAL_TIME) * fastest]
-    assert best.bytes <= min(setting.bytes for setting in equal) + search.EQUAL_MEMORY * 140 * GIB
-    lines = search.report(settings, "time")
-    rows = {(*line.split()[:4], line.split()[6]): line for line in reversed(lines[3:])}
-    assert "GiB, for a difference that runs of one command have too" in rows["8", "1", "1", "1", "permute"]
-    assert "exposed dispatch" in rows["8", "1", "2", "1", "nothing"] and "best" in lines[2]
+    assert best.memory.total <= min(setting.memory.total for setting in equal) + search.EQUAL_MEMORY * 140 * GIB
+    first, *others = search.report(settings)
+    names = (*search.LAYOUTS, "recomputed")
+    rows = {tuple(row[name] for name in names): row["why"] for row in reversed(others)}
+    assert "GiB, for a difference that runs of one command have too" in rows[8, 1, 1, 1, "permute"]
+    assert "exposed dispatch" in rows[8, 1, 2, 1, "nothing"] and first["why"] == "best"
 
 
 @pytest.mark.slow
 def test_the_other_goal_and_a_record(recipe, settings):
     least = search.search(recipe, 8, step_source.fitted(), "memory")[0]
-    assert least.bytes < 0.3 * settings[0].bytes and least.seconds > 1.2 * settings[0].seconds
+    assert least.memory.total < 0.3 * settings[0].memory.total and least.seconds > 1.2 * settings[0].seconds
     record = step_source.load(RESULTS / "step40-h200-flash_attention_4.json")
     source = replace(step_source.source_of(record), optimizer=False)
-    assert search.search(recipe, 8, source)[0].choices()["micro-batch"] in (4, 8)
+    assert search.choices_of(search.search(recipe, 8, source)[0])["micro-batch"] in (4, 8)
 
 
 def test_the_command_writes_what_it_names(capsys, tmp_path):

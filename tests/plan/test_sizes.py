@@ -18,31 +18,31 @@ def recipe():
 
 def test_odd_sizes_have_faster_ones_near_them(recipe):
     odd = with_values(recipe, {"model.hidden_size": 1900, "model.moe_ffn_hidden_size": 2000})
-    near_of = {own.key: (own, near) for own, near in sizes.near_sizes(odd, 8)}
+    near_of = sizes.faster_sizes(odd, 8)
     assert near_of.keys() == sizes.STEPS.keys()
-    for key, gain in (("model.hidden_size", 1.02), ("model.moe_ffn_hidden_size", 1.005)):
-        own, near = near_of[key]
-        assert near[0].value % 64 == 0 and near[0].rate > gain * own.rate
-        assert near == sorted(near, key=lambda size: -size.rate) and len(near) <= sizes.SHOWN
-    usual = {own.key: near for own, near in sizes.near_sizes(recipe, 8)}
+    for key, gain in (("model.hidden_size", 0.02), ("model.moe_ffn_hidden_size", 0.005)):
+        own, *near = near_of[key]
+        assert near[0]["value"] % 64 == 0 and near[0]["gain"] > gain and near[0]["tflops"] > (1 + gain) * own["tflops"]
+        assert near == sorted(near, key=lambda row: -row["tflops"]) and len(near) <= sizes.SHOWN
+    usual = {key: [row["value"] for row in near] for key, (_, *near) in sizes.faster_sizes(recipe, 8).items()}
     assert usual["model.moe_ffn_hidden_size"] == usual["model.make_vocab_size_divisible_by"] == []
-    assert [size.value for size in usual["model.hidden_size"]] == [2304, 2240, 2176]  # 9 x 256: whole rounds
+    assert usual["model.hidden_size"] == [2304, 2240, 2176]  # 9 x 256: whole rounds
 
 
 def test_wider_experts_train_at_a_higher_rate_and_decode_more_slowly(recipe):
     rows = sizes.widths(recipe, 8)
-    assert [(row.width, row.experts) for row in rows] == [(512, 64), (1024, 32), (2048, 16), (4096, 8), (8192, 4)]
-    assert [row.rate for row in rows] == sorted(row.rate for row in rows)
-    assert [row.decode[0] for row in rows] == sorted(row.decode[0] for row in rows)
-    assert rows[2].active == 753_608_528 and "-9.2 %" in rows[2].step.error
+    assert [(row["width"], row["experts"]) for row in rows] == [(512, 64), (1024, 32), (2048, 16), (4096, 8), (8192, 4)]
+    assert [row["tflops"] for row in rows] == sorted(row["tflops"] for row in rows)
+    assert [row["decode_1"] for row in rows] == sorted(row["decode_1"] for row in rows)
+    assert rows[2]["active"] == 753_608_528
     # one sequence reads the weights that a token uses, the head, and its cache of 40 KiB a token
     moved = 2 * (753_608_528 + 262_272 * 2048) + 4096 * 40 * 1024
-    assert rows[2].decode[0] == pytest.approx(moved / 4.33e12)
+    assert rows[2]["decode_1"] == pytest.approx(1e3 * moved / 4.33e12)
     # many sequences read all experts
     shape = shape_of(recipe)
     whole = 2 * sum(count_parameters(shape).values()) + 1000 * 4096 * 40 * 1024
     assert sizes.decode_seconds(shape, 1000, 6e14, 4.33e12) == pytest.approx(whole / 4.33e12)
-    lines = dict((name, values) for name, _, values in sizes.percentages(rows, 2048))
+    lines = sizes.percentages(rows, 2048)
     assert all(values[2] == pytest.approx(100) for values in lines.values()) and len(lines) == 4
 
 
@@ -53,5 +53,7 @@ def test_the_command_prints_and_draws(capsys, tmp_path):
     printed = capsys.readouterr().out
     assert "none near it is faster" in printed and "decode ms, batch 64" in printed
     assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert cli.main(["plan", "sizes", *words[:1], "cluster=mi300x_8"]) == 0
+    assert "-9.2 %" in capsys.readouterr().out
     assert cli.main(["plan", "sizes", "experiment=cpu_demo"]) == 2
     assert "machine.name=null: is not a device whose tiles are known" in capsys.readouterr().err

@@ -14,10 +14,26 @@ from pathlib import Path
 
 import yaml
 
+from zaya_plugin.bench.options import with_data_path
+from zaya_plugin.commands import plan_report
 from zaya_plugin.commands.parser import Parser, option
+from zaya_plugin.config.compose import compose, save_recipe
 from zaya_plugin.config.schema import Recipe
+from zaya_plugin.config.validate import validate
+from zaya_plugin.ground import phases
+from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.exit_codes import USER_ERROR
 from zaya_plugin.ground.option_numbers import INT32, real_number, whole_number
+from zaya_plugin.pictures.chart import Line, save_lines
+from zaya_plugin.plan import layout_report, search
+from zaya_plugin.plan.bucket_plan import with_bucket_plan
+from zaya_plugin.plan.check import DOES_NOT_FIT, findings_of, step_of, text
+from zaya_plugin.plan.prediction import Prediction, predict
+from zaya_plugin.plan.run_costs import stage_cost
+from zaya_plugin.plan.sizes import faster_sizes, percentages, widths
+from zaya_plugin.plan.step_source import Source, fitted, load, recorded_recipe, source_of
+from zaya_plugin.run.rank_plan import planned_ranks
+from zaya_plugin.run.stages import compose_curriculum
 
 CHECK = """\
 Checks a recipe by rules: sizes, memory, matrix products, collectives, layout, hazards of many ranks, checkpoints.
@@ -118,8 +134,8 @@ def fit() -> Parser:
         option(
             "--output",
             type=Path,
-            metavar="FILE",
-            help="also write the setting: an experiment to name in a recipe folder if FILE ends in .yaml, else the words",
+            metavar="FILE.yaml",
+            help="also write the setting, as an experiment for a folder of recipes",
         ),
         recipe=True,
     )
@@ -139,141 +155,96 @@ def sizes() -> Parser:
 
 def composed(overrides: list[str], gpus: int | None) -> tuple[Recipe, int]:
     """Return the recipe of `overrides`, on `gpus` devices if given, and the number of its ranks."""
-    from zaya_plugin.bench.options import with_data_path
-    from zaya_plugin.config.compose import compose
-    from zaya_plugin.config.validate import validate
-    from zaya_plugin.plan.bucket_plan import with_bucket_plan
-    from zaya_plugin.run.rank_plan import planned_ranks
+    return on_devices(compose(with_data_path(overrides)), gpus)
 
-    recipe = compose(with_data_path(overrides))
-    recipe = on_devices(recipe, gpus) if gpus else recipe
+
+def on_devices(recipe: Recipe, gpus: int | None) -> tuple[Recipe, int]:
+    """Return the recipe with its bucket plan on `gpus` devices, whole nodes or a part of one, and the number of its
+    ranks; None: the recipe's devices. Raises ValueError if the recipe is invalid on them.
+    """
+    node = recipe.cluster.gpus_per_node
+    if gpus and gpus > node and gpus % node:
+        problem = f"is not a number of whole nodes of {node}"
+        raise mistake("--gpus", gpus, problem=problem, allowed=f"a multiple of {node}")
+    if gpus:
+        cluster = replace(recipe.cluster, num_nodes=max(1, gpus // node), gpus_per_node=min(gpus, node), numa_nodes=[])
+        recipe = replace(recipe, cluster=cluster, nproc=None)
     world = planned_ranks(recipe)
     recipe, _ = with_bucket_plan(recipe, world)
     validate(recipe, world)
     return recipe, world
 
 
-def on_devices(recipe: Recipe, gpus: int) -> Recipe:
-    """Return the recipe on `gpus` devices: whole nodes, or a part of one."""
-    from zaya_plugin.ground.errors import mistake
-
-    node = recipe.cluster.gpus_per_node
-    if gpus > node and gpus % node:
-        raise mistake(
-            "--gpus", gpus, problem=f"is not a number of whole nodes of {node}", allowed=f"a multiple of {node}"
-        )
-    cluster = replace(recipe.cluster, num_nodes=max(1, gpus // node), gpus_per_node=min(gpus, node), numa_nodes=[])
-    return replace(recipe, cluster=cluster, nproc=None)
-
-
 def _check(options: argparse.Namespace) -> int:
-    from zaya_plugin.plan.check import findings_of, setting_of, text
-    from zaya_plugin.plan.setting import DOES_NOT_FIT
-
-    findings = findings_of(setting_of(*composed(options.overrides, options.gpus)))
+    findings = findings_of(step_of(*composed(options.overrides, options.gpus)))
     print(json.dumps(findings, indent=1) if options.json else "\n".join(text(findings)))
     return USER_ERROR if any(finding["severity"] == DOES_NOT_FIT for finding in findings) else 0
 
 
 def _run(options: argparse.Namespace) -> int:
-    from zaya_plugin.plan import layout_report, recipe_plan
-    from zaya_plugin.plan.prediction import predict
-    from zaya_plugin.plan.run_costs import cost_lines, stage_cost
-    from zaya_plugin.plan.run_report import step_lines
-    from zaya_plugin.plan.step_source import load, recorded_recipe
-    from zaya_plugin.run.rank_plan import planned_ranks
-
-    record = load(options.record) if options.record else None
-    if options.overrides or record is None:
+    if options.overrides or not options.record:
         recipe, world = composed(options.overrides, options.gpus)
     else:
-        recipe = recorded_recipe(record)
-        recipe = on_devices(recipe, options.gpus) if options.gpus else recipe
-        world = planned_ranks(recipe)
-    result = predict(recipe, world, record)
-    if record and result.reason:
-        raise ValueError(result.reason)
-    lines, written = step_lines(result), result.record()
-    recipes = stages_of(options.overrides, options.gpus) if recipe.curriculum.stages else [(recipe, world)]
-    written["stages"] = [stage_cost(*stage, predict(*stage, record), options.price) for stage in recipes]
-    lines += cost_lines(written["stages"])
-    print("\n".join(lines), flush=True)
-    wrong = False
+        recipe, world = on_devices(recorded_recipe(load(options.record)), options.gpus)
+    source = source_from(options.record, recipe)
+    step = predict(recipe, world, source)
+    if options.record and step.reason:
+        raise ValueError(step.reason)
+    stages = [step]
+    if recipe.curriculum.stages:
+        curriculum = compose_curriculum(with_data_path(options.overrides)).stages
+        stages = [predict(*on_devices(stage.recipe, options.gpus), source) for stage in curriculum]
+    written = {**step.record(), "stages": [stage_cost(stage, options.price) for stage in stages]}
+    print(*plan_report.step_lines(step), *plan_report.cost_lines(written["stages"]), sep="\n", flush=True)
+    faults = []
     if options.layout:
-        ranks = built_ranks(recipe, world)
-        shape, layout = recipe_plan.shape_of(recipe), recipe_plan.layout_of(recipe, world)
-        print("\n".join(layout_report.layout_lines(ranks, shape, layout, world)))
-        written["layout"], wrong = ranks, bool(layout_report.faults_of(ranks, shape, layout))
+        ranks = written["layout"] = built_ranks(step)
+        faults = layout_report.faults_of(ranks, step.shape, step.layout)
+        print(*plan_report.layout_lines(ranks, faults, world, step.parameters), sep="\n")
     if options.output:
         options.output.write_text(json.dumps(written, indent=1) + "\n")
-    return int(wrong)
+    return int(bool(faults))
+
+
+def source_from(record: Path | None, recipe: Recipe) -> Source:
+    """Return the speeds of a record of `zaya bench step` for a prediction of `recipe`; None: the package's fit."""
+    return source_of(load(record), links=bool(recipe.machine.name)) if record else fitted()
 
 
 def _fit(options: argparse.Namespace) -> None:
-    from zaya_plugin.plan import search
-    from zaya_plugin.plan.step_source import fitted, load, source_of
-
     recipe, world = composed(options.overrides, options.gpus)
-    source = source_of(load(options.record)) if options.record else fitted()
-    settings = search.search(recipe, world, source, options.goal)
-    values, text = settings[0].values(), shlex.join(search.words_of(settings[0].values())) + "\n"
-    print("\n".join([*search.report(settings, options.goal), "to add:", f"  {text}"]), end="")
-    if options.output and options.output.suffix == ".yaml":
+    settings = search.search(recipe, world, source_from(options.record, recipe), options.goal)
+    values = search.values_of(settings[0])
+    words = shlex.join(search.words_of(values))
+    print(*plan_report.setting_lines(settings, options.goal), "to add:", f"  {words}", sep="\n")
+    if options.output:
         named = [word[11:] for word in options.overrides if word.startswith("experiment=")]
         groups: dict = {"defaults": [*named, "_self_"]}
         for key, value in values.items():
-            groups.setdefault(key.split(".")[0], {})[key.split(".")[1]] = value
-        text = "# @package _global_\n" + yaml.safe_dump(groups, sort_keys=False)
-    if options.output:
-        options.output.write_text(text)
+            group, _, name = key.partition(".")
+            groups.setdefault(group, {})[name] = value
+        options.output.write_text("# @package _global_\n" + yaml.safe_dump(groups, sort_keys=False))
 
 
 def _sizes(options: argparse.Namespace) -> None:
-    from zaya_plugin.plan import sizes
-
     recipe, world = composed(options.overrides, options.gpus)
-    near, widths = list(sizes.near_sizes(recipe, world)), sizes.widths(recipe, world)
-    print("\n".join(sizes.report(near, widths, recipe)))
+    rows, width = widths(recipe, world), recipe.model.moe_ffn_hidden_size
+    print(*plan_report.size_lines(faster_sizes(recipe, world), rows, predict(recipe, world)), sep="\n")
     if options.picture:
-        from zaya_plugin.pictures.chart import Line, save_lines
-
-        lines = [Line(*line) for line in sizes.percentages(widths, recipe.model.moe_ffn_hidden_size)]
+        lines = [Line(name, [row["width"] for row in rows], y) for name, y in percentages(rows, width).items()]
         title = f"Widths of experts at equal parameters on {recipe.machine.name} (PREDICTION)"
-        save_lines(options.picture, title, lines, "width of an expert", f"% of {recipe.model.moe_ffn_hidden_size:,}")
+        save_lines(options.picture, title, lines, "width of an expert", f"% of {width:,}")
 
 
-def stages_of(overrides: list[str], gpus: int | None) -> list[tuple[Recipe, int]]:
-    """Return the recipes of a curriculum's stages and the ranks of each."""
-    from zaya_plugin.bench.options import with_data_path
-    from zaya_plugin.config.validate import validate
-    from zaya_plugin.plan.bucket_plan import with_bucket_plan
-    from zaya_plugin.run.rank_plan import planned_ranks
-    from zaya_plugin.run.stages import compose_curriculum
-
-    recipes = []
-    for stage in compose_curriculum(with_data_path(overrides)).stages:
-        recipe = on_devices(stage.recipe, gpus) if gpus else stage.recipe
-        world = planned_ranks(recipe)
-        recipe, _ = with_bucket_plan(recipe, world)
-        validate(recipe, world)
-        recipes.append((recipe, world))
-    return recipes
-
-
-def built_ranks(recipe: Recipe, world: int) -> list[dict]:
+def built_ranks(step: Prediction) -> list[dict]:
     """Return what ranks of the run build, each as zaya_plugin.hosts.rank_layout describes it, in a process of its
     own."""
-    from zaya_plugin.config.compose import save_recipe
-    from zaya_plugin.ground import phases
-    from zaya_plugin.ground.errors import mistake
-    from zaya_plugin.plan import layout_report, recipe_plan
-
-    ranks = layout_report.ranks_to_build(recipe_plan.layout_of(recipe, world), world)
-    recipe, _ = recipe_plan.with_recompute(recipe, world)
+    ranks = layout_report.ranks_to_build(step.layout, step.world)
     with tempfile.TemporaryDirectory() as folder:
-        save_recipe(recipe, Path(folder) / "recipe.yaml")
-        phases.begin(f"building the model's layout on {len(ranks)} of {world} ranks")
-        words = [sys.executable, "-m", "zaya_plugin.hosts.rank_layout", str(Path(folder) / "recipe.yaml"), str(world)]
+        file = Path(folder) / "recipe.yaml"
+        save_recipe(step.recipe, file)
+        phases.begin(f"building the model's layout on {len(ranks)} of {step.world} ranks")
+        words = [sys.executable, "-m", "zaya_plugin.hosts.rank_layout", str(file), str(step.world)]
         done = subprocess.run([*words, *map(str, ranks)], capture_output=True, text=True)
         phases.end()
     if done.returncode:

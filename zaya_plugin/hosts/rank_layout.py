@@ -15,7 +15,6 @@ import io
 import json
 import os
 import sys
-import time
 from argparse import Namespace
 from collections import Counter
 
@@ -33,10 +32,9 @@ def main(argv: list[str]) -> int:
     with contextlib.redirect_stdout(io.StringIO()):
         args = arguments(recipe, world)
     for rank in ranks:
-        begun = time.monotonic()
         with contextlib.redirect_stdout(io.StringIO()):
             described = rank_layout(recipe, args, world, rank)
-        print(json.dumps({**described, "seconds": round(time.monotonic() - begun, 1)}), flush=True)
+        print(json.dumps(described), flush=True)
     return 0
 
 
@@ -82,13 +80,21 @@ def rank_layout(recipe: Recipe, args: Namespace, world: int, rank: int) -> dict:
             numbers["rest" if getattr(parameter, "allreduce", True) else "experts"] += parameter.numel()
             copy = getattr(parameter, "shared_embedding", False) and not getattr(model, "pre_process", True)
             tied += parameter.numel() if copy else 0
-    state = parallel_state
     groups = {
-        "data": (state.get_data_parallel_world_size(), state.get_data_parallel_rank()),
-        "context": (state.get_context_parallel_world_size(), state.get_context_parallel_rank()),
-        "expert": (state.get_expert_model_parallel_world_size(), state.get_expert_model_parallel_rank()),
-        "tensor": (state.get_tensor_model_parallel_world_size(), state.get_tensor_model_parallel_rank()),
-        "pipeline": (state.get_pipeline_model_parallel_world_size(), state.get_pipeline_model_parallel_rank()),
+        "data": (parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()),
+        "context": (parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()),
+        "expert": (
+            parallel_state.get_expert_model_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_rank(),
+        ),
+        "tensor": (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_tensor_model_parallel_rank(),
+        ),
+        "pipeline": (
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_rank(),
+        ),
     }
     buffers = [row for index, model in enumerate(models) for row in buffers_of(args, model, index)]
     return {"rank": rank, "groups": groups, "parameters": dict(numbers), "tied": tied, "buffers": buffers}
@@ -110,10 +116,10 @@ def buffers_of(args: Namespace, model: torch.nn.Module, chunk: int) -> list[dict
     from zaya_plugin.optim.sharding.distributed import BufferLayout
     from zaya_plugin.optim.sharding.placement import work_of
 
-    state, several = parallel_state, args.num_distributed_optimizer_instances > 1
+    several = args.num_distributed_optimizer_instances > 1
     groups = {
-        False: state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=several),
-        True: state.get_expert_data_parallel_group(partial_expert_data_parallel=several),
+        False: parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=several),
+        True: parallel_state.get_expert_data_parallel_group(partial_expert_data_parallel=several),
     }
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
@@ -121,8 +127,8 @@ def buffers_of(args: Namespace, model: torch.nn.Module, chunk: int) -> list[dict
         num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
     )
     # as DistributedDataParallel: no buckets without overlap, in later chunks and on later stages
-    bucket = args.ddp_bucket_size or max(40_000_000, 1_000_000 * state.get_data_parallel_world_size())
-    if not args.overlap_grad_reduce or chunk or state.get_pipeline_model_parallel_rank():
+    bucket = args.ddp_bucket_size or max(40_000_000, 1_000_000 * parallel_state.get_data_parallel_world_size())
+    if not args.overlap_grad_reduce or chunk or parallel_state.get_pipeline_model_parallel_rank():
         bucket = None
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     layout = DistributedOptimizer.compute_full_param_layout(

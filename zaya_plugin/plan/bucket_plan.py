@@ -98,6 +98,7 @@ def with_bucket_plan(recipe: Recipe, world_size: int) -> tuple[Recipe, str | Non
     if file is None:
         return recipe, None
     record, ranks = read(file), layout_of(recipe, world_size).replicas
+    sweep = f"zaya bench collectives cluster={recipe.cluster.name} --output <folder>, on the devices of the run"
     device, name = record["device"], "CPU" if recipe.cluster.device == "cpu" else recipe.machine.name
     if name is None or name not in device:
         problem = f"was measured on {device}" + (", and machine.name is null" if name is None else "")
@@ -106,13 +107,13 @@ def with_bucket_plan(recipe: Recipe, world_size: int) -> tuple[Recipe, str | Non
             file,
             problem=problem,
             allowed=f"a record of the recipe's device ({'machine.name=' + name if name else 'set machine.name'})",
-            fix=sweep_command(recipe),
+            fix=sweep,
         )
     plan = next((plan for plan in record["bucket_plan"] if plan["ranks"] == ranks), None)
     if plan is None:
         known = ", ".join(str(plan["ranks"]) for plan in record["bucket_plan"]) or "no number"
         problem = f"{ranks} ranks share the recipe's weights (data- and context-parallel), and the file is for {known}"
-        raise mistake(KEY, file, problem=problem, allowed=f"a sweep with groups of {ranks}", fix=sweep_command(recipe))
+        raise mistake(KEY, file, problem=problem, allowed=f"a sweep with groups of {ranks}", fix=sweep)
     in_fp32 = recipe.optim.grad_reduce_in_fp32 or recipe.cluster.dtype == "fp32"
     element = GRADIENT_BYTES if in_fp32 else WEIGHT_BYTES
     values = (min(plan["bucket_bytes"] // element, MOST_ELEMENTS), plan["num_distributed_optimizer_instances"])
@@ -130,19 +131,15 @@ def with_bucket_plan(recipe: Recipe, world_size: int) -> tuple[Recipe, str | Non
 
 def read(file: str) -> dict[str, Any]:
     """Return the record in `file`; raises ValueError if it is missing or another file."""
+    problem = "is not a record of `zaya bench collectives`"
     try:
         record = json.loads(Path(file).read_text())
-        if record["schema"] != SCHEMA or not all(plan["ranks"] for plan in record["bucket_plan"]):
-            raise ValueError
-        return record
+        if record["schema"] == SCHEMA and all(plan["ranks"] for plan in record["bucket_plan"]):
+            return record
     except OSError as error:
         problem = f"cannot be read ({error.strerror})"
     except (ValueError, KeyError, TypeError):
-        problem = "is not a record of `zaya bench collectives`"
+        pass
     raise mistake(
         KEY, file, problem=problem, allowed="its collectives.json", fix="zaya bench collectives --output <folder>"
     )
-
-
-def sweep_command(recipe: Recipe) -> str:
-    return f"zaya bench collectives cluster={recipe.cluster.name} --output <folder>, on the devices of the run"

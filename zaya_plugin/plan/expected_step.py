@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time of a step beyond its rooflines: gradients added to the fp32 buffer, and the exposed part of collectives. No
-torch import.
-"""
+"""Time of a step's collectives, in total and exposed. No torch import."""
 
-from dataclasses import dataclass
-
-from zaya_plugin.config.schema import MachineConfig
+from zaya_plugin.config.schema import MachineConfig, Recipe
 from zaya_plugin.plan.flops import Shape, count_parameters
 from zaya_plugin.plan.memory import padded_parameters
 from zaya_plugin.plan.parallelism import Batch, ParallelSizes, sent_bytes
-from zaya_plugin.plan.step_work import Work
 
 # Read by NCCL 2.28 and later, and by RCCL of that age: registered buffers are gathered by copy engines.
 COPY_ENGINES = {"NCCL_CTA_POLICY": "2"}
@@ -18,37 +13,6 @@ COPY_ENGINES = {"NCCL_CTA_POLICY": "2"}
 # same value is assumed for other devices.
 SLOWED = 0.26
 MIN_BUCKET_ELEMENTS = 40_000_000  # elements of Megatron's own bucket, or a million for each rank if that is more
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """Whether gradients are reduced during the backward pass and parameters gathered during the forward pass. bucket:
-    elements, None for Megatron's own.
-    """
-
-    gradients: bool = True
-    parameters: bool = True
-    bucket: int | None = None
-
-
-def limit(work: Work, gemm: float, copy: float) -> float:
-    """Return the seconds of the roofline."""
-    return max(work.flops / gemm, work.bytes / copy)
-
-
-def accumulated(shape: Shape, layout: ParallelSizes) -> dict[str, int]:
-    """Return elements of gradients by the part whose kernels add them to the fp32 buffer under Megatron's DDP;
-    "gradients": by a separate pass.
-    """
-    parts = count_parameters(shape)
-    projections = shape.num_layers * shape.hidden_size * (2 * shape.query_channels + 2 * shape.key_channels)
-    own = {"experts": parts["experts"] // layout.expert}
-    if layout.tensor == 1:
-        own["projections"] = projections
-    own["head"] = parts["embedding"] // layout.tensor
-    cut = shape.num_layers * shape.hidden_size * (2 * shape.query_channels + shape.key_channels) + parts["embedding"]
-    local = sum(parts.values()) - parts["experts"] + parts["experts"] // layout.expert - cut + cut // layout.tensor
-    return {**own, "gradients": local - sum(own.values())}
 
 
 def buckets_of(shape: Shape, layout: ParallelSizes, part: str, elements: float, least: float) -> int:
@@ -69,14 +33,7 @@ def buckets_of(shape: Shape, layout: ParallelSizes, part: str, elements: float, 
 
 
 def communication(
-    shape: Shape,
-    layout: ParallelSizes,
-    batch: Batch,
-    machine: MachineConfig,
-    overlap: Overlap,
-    forward: float,
-    backward: float,
-    muon: bool = True,
+    recipe: Recipe, shape: Shape, layout: ParallelSizes, batch: Batch, forward: float, backward: float
 ) -> dict[str, dict]:
     """Return milliseconds of a step's collectives, in total and exposed. forward, backward: seconds of one
     micro-batch's pass.
@@ -85,13 +42,13 @@ def communication(
     rest of that pass; parameters are gathered bucket by bucket during the first forward pass. Without overlap, and
     where a layer waits for a collective, all of it is exposed.
     """
-    parts, costs = count_parameters(shape), {}
-    padded = padded_parameters(shape, layout, muon)
+    parts, costs, machine, parallel = count_parameters(shape), {}, recipe.machine, recipe.parallel
+    padded = padded_parameters(shape, layout, recipe.optim.name == "muon")
     sharded = layout.distributed_optimizer
     ranks_of = (layout.expert_shards, layout.shards) if sharded else (layout.expert_replicas, layout.replicas)
     for name, overlapped, size, window in (
-        ("gradients", overlap.gradients, 4, backward),
-        ("parameters", overlap.parameters, batch.dtype_bytes, forward),
+        ("gradients", parallel.overlap_grad_reduce, 4, backward),
+        ("parameters", parallel.overlap_param_gather, batch.dtype_bytes, forward),
     ):
         time = exposed = 0.0
         for part, ranks in zip(("experts", "rest"), ranks_of, strict=True):
@@ -101,7 +58,7 @@ def communication(
                 if part == "experts"
                 else shape.query_channels * shape.hidden_size
             )
-            least = max(overlap.bucket or max(MIN_BUCKET_ELEMENTS, 1_000_000 * ranks), ranks * largest)
+            least = max(parallel.ddp_bucket_size or max(MIN_BUCKET_ELEMENTS, 1_000_000 * ranks), ranks * largest)
             buckets = buckets_of(shape, layout, part, padded[part], least)
             seconds = collective_seconds(
                 machine, ranks, (ranks - 1) / ranks * padded[part] * size * (1 if sharded else 2), buckets

@@ -98,3 +98,24 @@ def count_parameters(shape: Shape) -> dict[str, int]:
         "norms": (2 * layers + 1) * shape.norm_vectors * h,
         "residual_scaling": (8 * layers + 2) * h,
     }
+
+
+def muon_matrices(shape: Shape, split_gate_up: bool = True) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return the matrices that Muon orthogonalises: of one expert, and of a layer outside its experts.
+
+    split_gate_up: whether gate and up are two matrices.
+    """
+    h, f, r = shape.hidden_size, shape.moe_ffn_hidden_size, shape.router_hidden_size
+    q, k, halves = shape.query_channels, shape.key_channels, 2 if split_gate_up else 1
+    of_an_expert = [(2 * f // halves, h)] * halves + [(h, f)]
+    return of_an_expert, [
+        (q, h),
+        (k, h),
+        (k // 2, h),
+        (k // 2, h),
+        (h, q),
+        (r, h),
+        (r, r),
+        (r, r),
+        (shape.num_experts + 1, r),
+    ]

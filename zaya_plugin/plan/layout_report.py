@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks and describes the layout of a large run, from what zaya_plugin.hosts.rank_layout has built of its ranks. No
+"""Checks the layout of a large run, from what zaya_plugin.hosts.rank_layout has built of its ranks. No
 torch import.
 """
 
@@ -39,37 +39,3 @@ def faults_of(ranks: Sequence[dict], shape: Shape, layout: ParallelSizes) -> lis
     if layout.tensor == 1 and sum(parts.values()) != whole:
         faults.append(f"all parts of the model have {sum(parts.values()):,} parameters, and the model {whole:,}")
     return faults
-
-
-def layout_lines(ranks: Sequence[dict], shape: Shape, layout: ParallelSizes, world: int) -> list[str]:
-    """Return the layout of `world` ranks as lines; a fault begins with "WRONG"."""
-    faults = faults_of(ranks, shape, layout)
-    lines = [
-        f"layout of {world:,} ranks, as Megatron and the optimizer build it (torch's fake process groups, no memory):"
-    ]
-    for rank in ranks:
-        groups = ", ".join(f"{name} {place} of {size}" for name, (size, place) in rank["groups"].items() if size > 1)
-        shards = "; ".join(
-            f"{row['name']}: shard {row['shard']} of {row['shards']} with {row['shard_elements'][2]:,} elements"
-            for row in rank["buffers"]
-        )
-        lines.append(f"  rank {rank['rank']:<6}{groups or 'alone'}; {shards}")
-    for row in max((rank["buffers"] for rank in ranks), key=lambda rows: sum(row["elements"] for row in rows)):
-        most, least, _ = row["shard_elements"]
-        work = row["muon_flops"]
-        lines.append(
-            f"  {row['name']}: {row['elements']:,} elements in {row['buckets']} buckets, {row['padding'] / row['elements']:.1%} "
-            f"of padding; fullest shard {most * row['shards'] / row['elements']:.2f} times the mean, emptiest "
-            f"{least * row['shards'] / row['elements']:.2f}; "
-            + (
-                f"most of Muon's work {work[0] * row['shards'] / work[3]:.2f} times the mean"
-                if work[3]
-                else "no work of Muon"
-            )
-            + (f"; {row['cut']:,} elements of matrices are cut" if row["cut"] else "")
-        )
-    if faults:
-        return [*lines, *(f"  WRONG: {fault}" for fault in faults)]
-    whole = sum(count_parameters(shape).values())
-    copies = "" if layout.tensor == 1 else " (the model's sum is not compared with tensor parallelism)"
-    return [*lines, f"  complete: every one of {whole:,} parameters is in exactly one shard of each instance{copies}"]

@@ -8,14 +8,13 @@ every choice, within 0.5 %. Not counted: memory of libraries (context, NCCL's or
 allocator's fragmentation; docs/verification.md compares these figures with measured peaks. Plain arithmetic.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from hip_ops import saved_bytes
-from zaya_plugin.plan.flops import Shape, count_parameters
+from zaya_plugin.plan.flops import Shape, count_parameters, muon_matrices
 from zaya_plugin.plan.parallelism import GRADIENT_BYTES, Batch, ParallelSizes, local_parameters
 
-FLOAT32_BYTES, INT64_BYTES = 4, 8
+FLOAT32_BYTES = 4
 RANDOM_STATE_BYTES = 2 * 5056  # bytes that a checkpoint keeps of the random generators
 MUON_ROUND_ELEMENTS = 2**27  # elements; zaya_plugin.optim.muon.MuonSettings.elements_at_once
 
@@ -44,20 +43,11 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
-class Saved:
-    """A tensor that a layer keeps for its backward pass. part: of the step, as in zaya_plugin.bench.step_parts."""
-
-    part: str
-    name: str
-    bytes: float
-
-
-@dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of the fullest rank. components: by name; their sum is the peak. layer: tensors that one layer keeps."""
+    """Bytes of the fullest rank. components: by name; their sum is the peak. layer: of the tensors that a layer keeps."""
 
     components: dict[str, float]
-    layer: tuple[Saved, ...] = field(default=(), repr=False)
+    layer: dict[str, float] = field(default_factory=dict, repr=False)
 
     @property
     def total(self) -> float:
@@ -71,72 +61,47 @@ def tokens_of_rank(layout: ParallelSizes, batch: Batch) -> int:
 
 def layer_tensors(
     shape: Shape, layout: ParallelSizes, batch: Batch, recompute: frozenset[str] = frozenset()
-) -> Iterator[Saved]:
-    """Return the tensors that one layer keeps of one micro-batch.
+) -> dict[str, float]:
+    """Return bytes of the tensors that one layer keeps of one micro-batch, by name; with even loads of the experts and
+    without the dispatcher's own copies.
 
     Under tensor parallelism of t, attention has t times as many tokens, of 1 / t of the heads. h: hidden channels; q,
-    k: channels of queries and keys (values have as many as keys); r: of the router; a: bytes of an activation; s: of
-    the stream.
+    k: channels of queries and keys (values have as many as keys); a: bytes of an activation.
     """
-    a, s, tp, cp = batch.dtype_bytes, batch.stream_bytes, layout.tensor, layout.context
-    tokens = tokens_of_rank(layout, batch)
-    whole = tokens * tp
-    h, r = shape.hidden_size, shape.router_hidden_size
-    q, k = shape.query_channels // tp, shape.key_channels // tp
-    recompute_norms, recompute_moe, recompute_core = (name in recompute for name in ("layernorm", "moe", "core_attn"))
-
-    merge = saved_bytes.rms_norm(tokens, h, a, s, shape.norm_vectors > 1)
-    yield Saved("norms", "stream into the layer", merge["residual"])
-    if not recompute_norms:
-        yield Saved("norms", "statistics of both norms", 2 * merge["statistics"])
-    if tp > 1 or not recompute_norms:
-        yield Saved("projections", "normed input of attention" + (", gathered" if tp > 1 else ""), a * h * whole)
-    yield Saved("projections", "joined matrix of the projections", a * h * (q + 2 * k))
+    a, tp, cp = batch.dtype_bytes, layout.tensor, layout.context
+    tokens, h = tokens_of_rank(layout, batch), shape.hidden_size
+    whole, q, k = tokens * tp, shape.query_channels // tp, shape.key_channels // tp
+    norms, moe, core, rows = (name not in recompute for name in ("layernorm", "moe", "core_attn", "permute"))
+    gathered = core and cp > 1  # attention keeps keys and values of the whole sequence
+    merge = saved_bytes.rms_norm(tokens, h, a, batch.stream_bytes, shape.norm_vectors > 1)
     heads, groups = shape.num_attention_heads // tp, shape.num_query_groups // tp
-    yield from _kept("prologue", saved_bytes.cca_prologue(whole, heads, groups, shape.kv_channels, a))
-    keys = k * whole * (1 if recompute_core else cp)  # of the whole sequence, where attention gathers them
-    if cp > 1 and not recompute_core:
-        yield Saved("attention", "keys of all context-parallel ranks", a * keys)
-    yield Saved("attention", "values", a * keys)
-    yield Saved("attention", "context", a * q * whole)
-    if not recompute_core:
-        yield Saved("attention", "logsumexp", FLOAT32_BYTES * shape.num_attention_heads // tp * whole)
-        if cp > 1:  # without block_attention, as on AMD; with it this is the context itself
-            yield Saved("attention", "context of each chunk", a * q * whole)
-    yield Saved("norms", "output of attention", merge["output"])
-    yield Saved("norms", "stream between attention and experts", merge["residual"])
-    if not recompute_norms:
-        yield Saved("router", "normed input of the experts", a * h * tokens)
-    yield Saved("router", "router state", a * r * tokens)
-    if not recompute_moe:
-        yield from _moe_tensors(shape, layout, a, tokens, "permute" in recompute)
-    yield Saved("norms", "output of the experts", merge["output"])
-    checkpoints = recompute_core + recompute_moe
-    if checkpoints:
-        yield Saved("other", "random generators", checkpoints * RANDOM_STATE_BYTES)
-
-
-def _kept(part: str, sizes: dict[str, float]) -> Iterator[Saved]:
-    """Return the tensors that an operator keeps for its backward pass (hip_ops/saved_bytes.py)."""
-    return (Saved(part, name, size) for name, size in sizes.items())
-
-
-def _moe_tensors(shape: Shape, layout: ParallelSizes, a: int, tokens: int, recompute_rows: bool) -> Iterator[Saved]:
-    """Return the tensors of router and experts; with even loads and without the dispatcher's own copies."""
-    yield from _kept("router", saved_bytes.router_mlp(tokens, shape.router_hidden_size, shape.num_experts + 1, a))
-    yield from _kept("experts", saved_bytes.expert_permutation(tokens))
-    if not recompute_rows:
-        yield from _kept("experts", saved_bytes.grouped_product(tokens, shape.hidden_size, a))
-    experts = shape.num_experts // layout.expert
-    yield from _kept("experts", saved_bytes.weighted_swiglu(tokens, shape.moe_ffn_hidden_size, experts, a))
-
-
-def whole_layer_tensors(shape: Shape, layout: ParallelSizes, batch: Batch) -> Iterator[Saved]:
-    """Return the tensors that a unit of fully recomputed layers keeps."""
-    tokens = tokens_of_rank(layout, batch)
-    yield Saved("norms", "stream into the layer", batch.stream_bytes * shape.hidden_size * tokens)
-    yield Saved("router", "router state", batch.dtype_bytes * shape.router_hidden_size * tokens)
-    yield Saved("other", "random generators", RANDOM_STATE_BYTES)
+    tensors = {
+        "stream into the layer": merge["residual"],
+        "statistics of both norms": 2 * merge["statistics"] * norms,
+        "normed input of attention": a * h * whole * (tp > 1 or norms),
+        "joined matrix of the projections": a * h * (q + 2 * k),
+        **saved_bytes.cca_prologue(whole, heads, groups, shape.kv_channels, a),
+        "keys of all context-parallel ranks": a * k * whole * cp * gathered,
+        "values": a * k * whole * (cp if gathered else 1),
+        "context": a * q * whole,
+        "logsumexp": FLOAT32_BYTES * heads * whole * core,
+        # without block_attention, as on AMD; with it this is the context itself
+        "context of each chunk": a * q * whole * gathered,
+        "output of attention": merge["output"],
+        "stream between attention and experts": merge["residual"],
+        "normed input of the experts": a * h * tokens * norms,
+        "router state": a * shape.router_hidden_size * tokens,
+        "output of the experts": merge["output"],
+        "random generators": (2 - core - moe) * RANDOM_STATE_BYTES,
+    }
+    if moe:
+        experts = shape.num_experts // layout.expert
+        tensors |= saved_bytes.router_mlp(tokens, shape.router_hidden_size, shape.num_experts + 1, a)
+        tensors |= saved_bytes.expert_permutation(tokens)
+        tensors |= saved_bytes.weighted_swiglu(tokens, shape.moe_ffn_hidden_size, experts, a)
+    if moe and rows:
+        tensors |= saved_bytes.grouped_product(tokens, h, a)
+    return {name: size for name, size in tensors.items() if size}
 
 
 def layers_bytes(
@@ -145,17 +110,17 @@ def layers_bytes(
     """Return bytes that `layers` layers keep of one micro-batch. first: the model's first layer is among them; its
     input counts with the embedding.
     """
-    layer_bytes = sum(saved.bytes for saved in layer_tensors(shape, layout, batch, recompute.modules))
-    kept = layer_bytes * (layers - recompute.full_layers)
+    kept = sum(layer_tensors(shape, layout, batch, recompute.modules).values()) * (layers - recompute.full_layers)
+    tokens = tokens_of_rank(layout, batch)
+    state = batch.dtype_bytes * shape.router_hidden_size * tokens  # of the router, that a layer receives
     if "moe" in recompute.modules and first:
-        # a layer keeps the router state that it receives; the first receives none
-        kept -= batch.dtype_bytes * shape.router_hidden_size * tokens_of_rank(layout, batch)
-    if recompute.full_layers:
-        units = -(-recompute.full_layers // recompute.unit)
-        unit = {saved.name: saved.bytes for saved in whole_layer_tensors(shape, layout, batch)}
-        kept += sum(unit.values()) * units
-        kept -= (sum(unit.values()) - unit["random generators"]) * first
-        kept += unit["router state"] * (layers > recompute.full_layers)
+        kept -= state  # the first layer receives none
+    if recompute.full_layers:  # a unit keeps its input
+        inputs, units = (
+            batch.stream_bytes * shape.hidden_size * tokens + state,
+            -(-recompute.full_layers // recompute.unit),
+        )
+        kept += inputs * (units - first) + RANDOM_STATE_BYTES * units + state * (layers > recompute.full_layers)
     return kept
 
 
@@ -185,11 +150,10 @@ def _adamw_elements(shape: Shape, layout: ParallelSizes) -> float:
     """Return elements under AdamW on a rank, with Muon on matrices: embedding, convolutions, norms, scales and the
     router's vectors.
     """
-    parts, stages = count_parameters(shape), layout.pipeline
-    q, k, h, r = shape.query_channels, shape.key_channels, shape.hidden_size, shape.router_hidden_size
-    matrices = shape.num_layers * (2 * h * (q + k) + h * r + 2 * r * r + (shape.num_experts + 1) * r)
+    parts = count_parameters(shape)
+    matrices = shape.num_layers * sum(rows * columns for rows, columns in muon_matrices(shape)[1])
     vectors = parts["attention"] + parts["router"] + parts["norms"] + parts["residual_scaling"] - matrices
-    return parts["embedding"] / layout.tensor + vectors / stages
+    return parts["embedding"] / layout.tensor + vectors / layout.pipeline
 
 
 def padded_parameters(shape: Shape, layout: ParallelSizes, muon: bool = True) -> dict[str, float]:
@@ -259,7 +223,6 @@ def _stage(
     recompute = replace(recompute, full_layers=min(recompute.full_layers, layers))
     flights = in_flight(layout, batch.micro_batches) if first else 1.0
     whole = batch.seq_length * batch.micro_batch_size // layout.context  # tokens under tensor parallelism too
-    layer = tuple(layer_tensors(shape, layout, batch, recompute.modules))
     kept = layers_bytes(shape, layout, batch, recompute, layers, first) * flights
     # Working memory peaks at the head, or in the backward pass of a layer with its recomputed tensors; at the
     # optimizer's step no activations are left.
@@ -285,7 +248,7 @@ def _stage(
             "embedding, final norm and head": ends,
             "working memory at the peak": step - kept - ends,
         },
-        layer,
+        layer_tensors(shape, layout, batch, recompute.modules),
     )
 
 

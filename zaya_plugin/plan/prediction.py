@@ -12,20 +12,20 @@ host's time between kernels is not predicted. No torch import.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from zaya_plugin.config.schema import MachineConfig, Recipe
-from zaya_plugin.ground.errors import mistake
+from zaya_plugin.config.schema import Recipe
+from zaya_plugin.ground.errors import message
 from zaya_plugin.plan import recipe_plan
-from zaya_plugin.plan.expected_step import COPY_ENGINES, Overlap, communication, limit
+from zaya_plugin.plan.expected_step import COPY_ENGINES, communication
 from zaya_plugin.plan.flops import Shape, active_parameters, count_parameters, training_flops
 from zaya_plugin.plan.memory import MemoryPlan, Recompute, tokens_of_rank
-from zaya_plugin.plan.parallelism import Batch
+from zaya_plugin.plan.parallelism import Batch, ParallelSizes
 from zaya_plugin.plan.product_rate import processor_of, rates_of_parts
-from zaya_plugin.plan.recipe_work import work_of
-from zaya_plugin.plan.step_source import PARTS_WITHOUT_COLLECTIVES, Source, fitted, source_of
-from zaya_plugin.plan.step_work import Work
+from zaya_plugin.plan.recipe_plan import GIB
+from zaya_plugin.plan.step_source import PARTS_WITHOUT_COLLECTIVES, Source, fitted
+from zaya_plugin.plan.step_work import Work, work_of
 
 SCHEMA = "zaya plan run/1"
 # Sequence length at which core attention on Hopper reaches half of its final rate: cuDNN's kernels take 1.12 ms for
@@ -33,221 +33,214 @@ SCHEMA = "zaya plan run/1"
 HALF_RATE_LENGTH = 1350
 WITHIN = {"H200": 3, "H100": 8}  # per cent; docs/plan.md compares every record
 PRIMUS_ERRORS = "+7.2, +5.3 and -9.2 %"  # Primus' projections of an MI325X against measured steps
-NO_WORK = {"tflop": 0.0, "gb": 0.0, "roofline": None}
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step of a recipe. Times are seconds, without the host's between kernels.
+    """A recipe on a number of devices and its step, without the host's time between kernels.
 
     Attributes:
-        devices, cluster: the number of devices and the recipe's cluster.
+        asked: the recipe as composed. recipe: with the recomputation for `auto`.
         parameters, active: of the model; active: of one token, without the embedding.
         tokens, flops: of a step of all devices, forward and backward.
-        micro_batches: of a rank and step.
         memory: of the fullest rank; None on a CPU, which the plan does not cover.
+        source: the speeds from which the prediction starts.
         reason: why the time is not predicted, or None. Without a time, the attributes that follow are empty.
-        computing, exposed: of kernels, and of communication that nothing hides.
+        gemm, copy: rates of a large matrix product and of a copy, FLOP/s and bytes/s.
         parts: rows with part, title, ms, tflop, gb and roofline.
         communication: by collective, "ms" in total and "exposed_ms".
-        source: what the prediction starts from. sources: of the machine's rates. gemm, copy: those rates.
-        error: how far such predictions have been off.
     """
 
-    devices: int
-    cluster: str
+    asked: Recipe
+    recipe: Recipe
+    world: int
+    shape: Shape
+    layout: ParallelSizes
+    batch: Batch
     parameters: int
     active: int
     tokens: int
     flops: float
-    micro_batches: int
     memory: MemoryPlan | None
+    source: Source
     reason: str | None = None
-    computing: float = 0.0
-    exposed: float = 0.0
-    parts: list[dict] = field(default_factory=list)
-    communication: Mapping[str, dict] = field(default_factory=dict)
-    source: Mapping[str, object] = field(default_factory=dict)
-    sources: str = ""
     gemm: float = 0.0
     copy: float = 0.0
-    error: str = ""
-    idle: float = 0.0
+    parts: Sequence[dict] = ()
+    communication: Mapping[str, dict] = field(default_factory=dict)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of collectives that nothing hides."""
+        return sum(link["exposed_ms"] for link in self.communication.values()) / 1e3
 
     @property
     def seconds(self) -> float | None:
         """Seconds of a step, None where they are not predicted."""
-        return None if self.reason else self.computing + self.exposed
+        return None if self.reason else sum(row["ms"] for row in self.parts) / 1e3 + self.exposed
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens a second and device."""
-        return self.tokens / self.seconds / self.devices if self.seconds else None
+        """Tokens a second and device, None where they are not predicted."""
+        return self.tokens / self.seconds / self.world if self.seconds else None
+
+    @property
+    def tflops(self) -> float:
+        """TFLOP/s of a device, 0 where they are not predicted."""
+        return self.flops / self.seconds / self.world / 1e12 if self.seconds else 0.0
+
+    @property
+    def memory_share(self) -> float:
+        """Share of the device's memory that the plan takes; 0 on a CPU, and where cluster.memory_gib is null."""
+        return recipe_plan.memory_share(self.memory, self.recipe.cluster.memory_gib) if self.memory else 0.0
+
+    @property
+    def sources(self) -> str:
+        """Sources of the machine's rates."""
+        return self.recipe.machine.sources if self.recipe.machine.name else "rates of the record's device; no links"
+
+    @property
+    def error(self) -> str:
+        """How far such predictions have been off."""
+        name = self.recipe.machine.name or self.source.device
+        known = any(device in self.source.device for device in WITHIN)
+        device = next((device for device in WITHIN if known and device in name), None)
+        if device:
+            return f"within {WITHIN[device]} % of {device}s' committed records, but for those that docs/plan.md names"
+        return (
+            f"PREDICTION, not measured on {name}. Such projections are off by several per cent or more: Primus states "
+            f"{PRIMUS_ERRORS} for its own of an MI325X"
+        )
 
     def record(self) -> dict:
         """Return the prediction as JSON values."""
-        seconds = self.seconds
-        step = {"tokens": self.tokens, "micro_batches": self.micro_batches}
-        step |= {"parameters": self.parameters, "active_parameters": self.active, "tflop": self.flops / 1e12}
-        if seconds:
-            rate = self.flops / seconds / self.devices
+        step = {"tokens": self.tokens, "micro_batches": self.batch.micro_batches, "tflop": self.flops / 1e12}
+        step |= {"parameters": self.parameters, "active_parameters": self.active}
+        if self.seconds:
             step |= {
-                "ms": 1e3 * seconds,
-                "computing_ms": 1e3 * self.computing,
+                "ms": 1e3 * self.seconds,
+                "computing_ms": 1e3 * (self.seconds - self.exposed),
                 "exposed_communication_ms": 1e3 * self.exposed,
                 "tokens_per_s_per_device": self.tokens_per_second,
-                "tflops_per_device": rate / 1e12,
-                "share_of_gemm": rate / self.gemm,
+                "tflops_per_device": self.tflops,
+                "share_of_gemm": 1e12 * self.tflops / self.gemm,
             }
-        if self.memory:
-            step["planned_gib"] = self.memory.total / recipe_plan.GIB
+        memory = self.memory.components if self.memory else {}
         return {
             "schema": SCHEMA,
             "prediction": True,
-            "from": dict(self.source),
+            "from": dict(self.source.what),
             "on": {
-                "cluster": self.cluster,
-                "devices": self.devices,
+                "cluster": self.recipe.cluster.name,
+                "devices": self.world,
                 "gemm_tflops": self.gemm / 1e12,
                 "copy_tb_per_s": self.copy / 1e12,
                 "sources": self.sources,
             },
             "not_predicted": self.reason,
             "error": self.error,
-            "step": step,
-            "memory_gib": {name: size / recipe_plan.GIB for name, size in self.memory.components.items()}
-            if self.memory
-            else {},
+            "step": {**step, "planned_gib": self.memory and self.memory.total / GIB},
+            "memory_gib": {name: size / GIB for name, size in memory.items()},
             "parts": self.parts,
             "communication": self.communication,
-            "idle_of_the_record_ms": 1e3 * self.idle,
+            "idle_of_the_record_ms": 1e3 * self.source.idle,
         }
 
 
-def predict(recipe: Recipe, world: int, record: dict | None = None, vocabulary: int | None = None) -> Prediction:
+def predict(recipe: Recipe, world: int, source: Source | None = None, vocabulary: int | None = None) -> Prediction:
     """Predict the step of `recipe` on `world` devices of its cluster.
 
-    record: of `zaya bench step` (step_source.load), in place of the package's fit. vocabulary: rows of the embedding,
-    where the recipe's data is not available; default the record's.
+    source: the speeds of a record, in place of the package's fit. vocabulary: rows of the embedding, where the recipe's
+    data is not available; default the record's.
 
     Raises ValueError where the step does not fit with any recomputation (recompute_granularity=auto).
     """
-    vocabulary = vocabulary or (record and record["model"]["vocab_size"])
-    source = source_of(record, links=bool(recipe.machine.name)) if record else fitted()
-    return predict_from(source, recipe, world, vocabulary)
-
-
-def predict_from(source: Source, recipe: Recipe, world: int, vocabulary: int | None = None) -> Prediction:
-    """Predict as `predict` does, from the speeds in `source`."""
-    recipe, _ = recipe_plan.with_recompute(recipe, world, vocabulary)
-    shape, batch = recipe_plan.shape_of(recipe, vocabulary), recipe_plan.batch_of(recipe, world)
+    source = source or fitted()
+    vocabulary = vocabulary or source.vocabulary
+    resolved, _ = recipe_plan.with_recompute(recipe, world, vocabulary)
+    shape = recipe_plan.shape_of(resolved, vocabulary)
     tokens = recipe.stage.global_batch_size * recipe.stage.seq_length
-    plan = None if recipe.cluster.device == "cpu" else recipe_plan.plan_of(recipe, world, vocabulary)
-    common = {
-        "devices": world,
-        "cluster": recipe.cluster.name,
-        "parameters": sum(count_parameters(shape).values()),
-        "active": active_parameters(shape),
-        "tokens": tokens,
-        "flops": training_flops(shape, tokens, recipe.stage.seq_length),
-        "micro_batches": batch.micro_batches,
-        "memory": plan,
-    }
-    if reason := obstacle(source, recipe):
-        return Prediction(**common, reason=reason)
-    return _timed(source, recipe, world, shape, batch, common, vocabulary)
+    step = Prediction(
+        asked=recipe,
+        recipe=resolved,
+        world=world,
+        shape=shape,
+        layout=recipe_plan.layout_of(resolved, world),
+        batch=recipe_plan.batch_of(resolved, world),
+        parameters=sum(count_parameters(shape).values()),
+        active=active_parameters(shape),
+        tokens=tokens,
+        flops=training_flops(shape, tokens, recipe.stage.seq_length),
+        memory=None if recipe.cluster.device == "cpu" else recipe_plan.plan_of(resolved, world, vocabulary),
+        source=source,
+        reason=obstacle(source, resolved),
+    )
+    return step if step.reason else _timed(step, vocabulary)
 
 
 def obstacle(source: Source, recipe: Recipe) -> str | None:
     """Return why the time of a step cannot be predicted, or None."""
-    machine, stages = recipe.machine, recipe.parallel.pipeline_model_parallel_size
+    name, stages = recipe.machine.name, recipe.parallel.pipeline_model_parallel_size
     fix = "measure one (zaya bench step), and give its step.json: zaya plan run --from step.json"
     if recipe.cluster.device == "cpu":
         return f"no rates of a CPU are known: {fix}"
-    if source.gemm is None and processor_of(machine.name) is None:
-        return f"machine.name={machine.name or 'null'} is not a device with known rates: {fix}"
+    if source.gemm is None and processor_of(name) is None:
+        return f"machine.name={name or 'null'} is not a device with known rates: {fix}"
     if stages > 1:
         problem = "the idle time of a pipeline does not follow from rates"
-        key = "parallel.pipeline_model_parallel_size"
-        return str(mistake(key, stages, problem=problem, allowed="1", fix=f"{key}=1"))
+        return message("parallel.pipeline_model_parallel_size", stages, problem=problem, allowed="1")
     if source.recompute not in (recipe_plan.recompute_of(recipe), Recompute()):
-        return str(
-            mistake(
-                "parallel.recompute_granularity",
-                recipe.parallel.recompute_granularity,
-                problem="the record's parts include what was recomputed",
-                allowed="the record's recomputation",
-                fix="a record without recomputation",
-            )
-        )
+        problem, allowed = "the record's parts include what was recomputed", "the record's recomputation"
+        key, value = "parallel.recompute_granularity", recipe.parallel.recompute_granularity
+        return message(key, value, problem=problem, allowed=allowed, fix="a record without recomputation")
     return None
 
 
-def _timed(
-    source: Source, recipe: Recipe, world: int, shape: Shape, batch: Batch, common: dict, vocabulary: int | None
-) -> Prediction:
-    machine = recipe.machine if recipe.machine.name else None
-    same = machine is None or machine.name in source.device
+def _timed(step: Prediction, vocabulary: int | None) -> Prediction:
+    """Return the step with its rates, and the time of its parts and collectives."""
+    recipe, source, machine, batch = step.recipe, step.source, step.recipe.machine, step.batch
+    same = not machine.name or machine.name in source.device
     gemm, copy = source.gemm, source.copy
-    if machine and (not same or gemm is None):
+    if not same or gemm is None:
         gemm, copy = machine.gemm_tflops * 1e12, machine.copy_tb_per_s * 1e12
-    assert gemm and copy
-    layout = recipe_plan.layout_of(recipe, world)
-    work = work_of(recipe, world, vocabulary, source.optimizer)
-    tiles = rates_of_parts(source.device if same else machine.name, shape, layout, batch)
-    layer_tokens = batch.micro_batches * tokens_of_rank(layout, batch) * shape.num_layers
-    rows, passes = [], [0.0, 0.0]
+    work = work_of(recipe, step.world, vocabulary, source.optimizer)
+    tiles = rates_of_parts(source.device if same else machine.name, step.shape, step.layout, batch)
+    layers = batch.micro_batches * step.shape.num_layers
+    rows, forward, backward = [], 0.0, 0.0
     for part, speed in source.parts.items():
         done, roofline = work.get(part, Work()), None
-        seconds = speed.layer_token_seconds * layer_tokens
+        seconds = speed.layer_token_seconds * layers * tokens_of_rank(step.layout, batch)
         if speed.share:
-            fastest = limit(done, gemm * tiles.get(part, 1.0), copy)
-            seconds = fastest / speed.share
+            share = source.attention.get(recipe.cluster.core_attention) if part == "attention" else None
+            seconds = done.seconds(gemm * tiles.get(part, 1.0), copy) / (share or speed.share)
             if part == "attention":
-                seconds *= speed.share / source.attention.get(recipe.cluster.core_attention, speed.share)
                 if not same and machine.attention_tflops:
                     seconds = done.flops / (machine.attention_tflops * 1e12)
-                seconds *= length_factor(recipe.stage.seq_length) / length_factor(source.attention_length)
-            roofline = limit(done, gemm, copy) / seconds if seconds else None
+                seconds *= length_factor(batch.seq_length) / length_factor(source.attention_length)
+            roofline = done.seconds(gemm, copy) / seconds if seconds else None
         rows.append(_row(part, speed.title, seconds, done, roofline))
         if part not in PARTS_WITHOUT_COLLECTIVES:
-            passes = [passes[0] + seconds * speed.forward, passes[1] + seconds * (1 - speed.forward)]
-    if recomputed := recipe_plan.recompute_of(recipe):
-        if recomputed != source.recompute and (
-            added := recipe_plan.added_seconds(shape, layout, batch, recomputed, recipe.machine)
-        ):
-            rows.append(_row("recomputation", "recomputation", added))
-            passes[1] += added
-    links = {}
-    if machine:
-        forward, backward = (seconds / batch.micro_batches for seconds in passes)
-        parallel = recipe.parallel
-        overlap = Overlap(parallel.overlap_grad_reduce, parallel.overlap_param_gather, parallel.ddp_bucket_size)
-        muon = recipe.optim.name == "muon"
-        links = communication(shape, layout, batch, machine, overlap, forward, backward, muon)
-    copied = {"parameters"} if copies_parameters(recipe, world, machine) else set()
-    hidden = sum(link["ms"] - link["exposed_ms"] for name, link in links.items() if name not in copied)
+            forward += seconds * speed.forward
+            backward += seconds * (1 - speed.forward)
+    recomputed = recipe_plan.recompute_of(recipe)
+    if recomputed not in (source.recompute, Recompute()):
+        added = recipe_plan.added_seconds(step.shape, step.layout, batch, recomputed, machine)
+        rows.append(_row("recomputation", "recomputation", added))
+        backward += added
+    passes = forward / batch.micro_batches, backward / batch.micro_batches
+    links = communication(recipe, step.shape, step.layout, batch, *passes) if machine.name and step.world > 1 else {}
+    copied = "parameters" if copies_parameters(recipe, step.world) else None
+    hidden = sum(link["ms"] - link["exposed_ms"] for name, link in links.items() if name != copied)
     if hidden:
         rows.append(_row("slowed", "slowed by collectives", source.slowed * hidden / 1e3))
     if source.gap and recipe_plan.has_graph(recipe):
-        rows.append(_row("gaps", "between kernels", source.gap * batch.micro_batches * shape.num_layers))
-    return Prediction(
-        **common,
-        computing=sum(row["ms"] for row in rows) / 1e3,
-        exposed=sum(link["exposed_ms"] for link in links.values()) / 1e3,
-        parts=rows,
-        communication=links,
-        source=source.what,
-        sources=machine.sources if machine else "rates of the record's own device; no links",
-        gemm=gemm,
-        copy=copy,
-        error=stated_error(source, machine),
-        idle=source.idle,
-    )
+        rows.append(_row("gaps", "between kernels", source.gap * layers))
+    return replace(step, gemm=gemm, copy=copy, parts=rows, communication=links)
 
 
 def _row(part: str, title: str, seconds: float, done: Work | None = None, roofline: float | None = None) -> dict:
-    amounts = {"tflop": done.flops / 1e12, "gb": done.bytes / 1e9, "roofline": roofline} if done else NO_WORK
+    done = done or Work()
+    amounts = {"tflop": done.flops / 1e12, "gb": done.bytes / 1e9, "roofline": roofline}
     return {"part": part, "title": title, "ms": 1e3 * seconds, **amounts}
 
 
@@ -256,25 +249,12 @@ def length_factor(tokens: int | None) -> float:
     return 1 + HALF_RATE_LENGTH / tokens if tokens else 1.0
 
 
-def stated_error(source: Source, machine: MachineConfig | None) -> str:
-    """Return how far such a prediction has been off, for its reader."""
-    name = machine.name if machine and machine.name else source.device
-    for device, within in WITHIN.items():
-        if device in name and any(known in source.device for known in WITHIN):
-            return f"within {within} % of {device}s' committed records, but for those that docs/plan.md names"
-    return (
-        f"PREDICTION, not measured on {name}. Such projections are off by several per cent or more: Primus states "
-        f"{PRIMUS_ERRORS} for its own of an MI325X"
-    )
-
-
-def copies_parameters(recipe: Recipe, world: int, machine: MachineConfig | None) -> bool:
+def copies_parameters(recipe: Recipe, world: int) -> bool:
     """Return whether parameters are gathered by copy engines, which do not slow down kernels."""
     policy = (COPY_ENGINES | recipe.cluster.environment)["NCCL_CTA_POLICY"]
     return (
-        bool(machine)
-        and machine.copy_engines
+        recipe.machine.copy_engines
         and recipe.parallel.nccl_ub
         and policy == COPY_ENGINES["NCCL_CTA_POLICY"]
-        and world <= machine.devices_per_node
+        and world <= recipe.machine.devices_per_node
     )

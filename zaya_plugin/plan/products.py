@@ -7,12 +7,13 @@ dW = dy^T x [out, in], which is added to an fp32 gradient (hip_ops/runtime/main_
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
 from hip_ops.saved_bytes import chunk_for
-from zaya_plugin.plan.flops import Shape
+from zaya_plugin.plan.flops import Shape, muon_matrices
 from zaya_plugin.plan.memory import MUON_ROUND_ELEMENTS, tokens_of_rank
 from zaya_plugin.plan.parallelism import GRADIENT_BYTES, Batch, ParallelSizes
 
@@ -98,27 +99,6 @@ def products(shape: Shape, layout: ParallelSizes, batch: Batch) -> list[Product]
     return [product for linear in forward for product in _linear(linear)]
 
 
-def muon_matrices(shape: Shape, split_gate_up: bool = True) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return the matrices that Muon orthogonalises: of one expert, and of a layer outside its experts.
-
-    split_gate_up: whether gate and up are two matrices.
-    """
-    h, f, r = shape.hidden_size, shape.moe_ffn_hidden_size, shape.router_hidden_size
-    q, k, halves = shape.query_channels, shape.key_channels, 2 if split_gate_up else 1
-    of_an_expert = [(2 * f // halves, h)] * halves + [(h, f)]
-    return of_an_expert, [
-        (q, h),
-        (k, h),
-        (k // 2, h),
-        (k // 2, h),
-        (h, q),
-        (r, h),
-        (r, r),
-        (r, r),
-        (shape.num_experts + 1, r),
-    ]
-
-
 def update_products(
     shape: Shape, layout: ParallelSizes, dtype_bytes: int = 2, split_gate_up: bool = True, steps: int = 5
 ) -> list[Product]:
@@ -129,11 +109,10 @@ def update_products(
     Gram form (hip_ops/ops/newton_schulz/plan.py) has the same products in other numbers.
     """
     listed = []
-    sizes = dict.fromkeys(tuple(sorted(size)) for size in muon_matrices(shape, split_gate_up)[0])
+    sizes = Counter(tuple(sorted(size)) for size in muon_matrices(shape, split_gate_up)[0])
     experts = shape.num_layers // layout.pipeline * shape.num_experts // layout.expert
-    for n, m in sizes:
-        matrices = sum(tuple(sorted(size)) == (n, m) for size in muon_matrices(shape, split_gate_up)[0]) * experts
-        matrices = ceil(matrices / layout.expert_shards)
+    for (n, m), number in sizes.items():
+        matrices = ceil(number * experts / layout.expert_shards)
         batch = max(1, min(matrices, MUON_ROUND_ELEMENTS // (n * m)))
         common = {"part": "optimizer", "name": f"Newton-Schulz {n} x {m}", "batch": batch, "out_bytes": dtype_bytes}
         common |= {"calls": steps * ceil(matrices / batch), "library": False, "m": n}

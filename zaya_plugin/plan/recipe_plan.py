@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from zaya_plugin.config.layout import data_parallel_size
 from zaya_plugin.config.schema import RECOMPUTE_MODULES, MachineConfig, Recipe
-from zaya_plugin.config.validate import with_graphs
+from zaya_plugin.config.validate import validate, with_graphs
 from zaya_plugin.data.sources import padded, vocabulary_of
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.plan.flops import Shape, forward_flops_by_part
@@ -107,6 +107,15 @@ def plan_of(recipe: Recipe, world_size: int, vocabulary: int | None = None) -> M
     )
 
 
+def is_valid(recipe: Recipe, world_size: int) -> bool:
+    """Whether a recipe passes validation on a number of ranks."""
+    try:
+        validate(recipe, world_size)
+    except ValueError:
+        return False
+    return True
+
+
 def memory_share(plan: MemoryPlan, memory_gib: float | None) -> float:
     """Return the share of a device's memory that a plan takes; 0 without cluster.memory_gib."""
     return plan.total / (memory_gib * GIB) if memory_gib else 0.0
@@ -184,10 +193,8 @@ def lines(recipe: Recipe, world_size: int, verbose: bool = True) -> list[str]:
     report += [f"  {value / GIB:8.2f}  {name}" for name, value in plan.components.items()]
     if recompute_of(recipe).full_layers == 0:
         report.append("  of a layer and micro-batch, MiB:")
-        largest = sorted(plan.layer, key=lambda saved: -saved.bytes)
-        report += [
-            f"  {saved.bytes / 2**20:8.1f}  {saved.name}" for saved in largest if saved.bytes > 0.01 * largest[0].bytes
-        ]
+        largest = sorted(plan.layer.items(), key=lambda tensor: -tensor[1])
+        report += [f"  {size / 2**20:8.1f}  {name}" for name, size in largest if size > 0.01 * largest[0][1]]
     return report
 
 

@@ -8,10 +8,7 @@ days of 16,384 H100s. No rate of MI300Xs is published.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from zaya_plugin.config.schedule import step_count, token_count
-from zaya_plugin.config.schema import Recipe
 from zaya_plugin.ground.durations import duration
 from zaya_plugin.ground.errors import as_typed
 from zaya_plugin.plan import checkpoint_plan
@@ -23,8 +20,8 @@ RARE_FAILURE_HOURS = 54 * 24 * 16_384 / 419  # device hours between failures, Ll
 RESTART_SECONDS = 81.1
 
 
-def stage_cost(recipe: Recipe, world: int, step: Prediction, price: float | None = None) -> dict:
-    """Return the cost of a recipe's stage on `world` devices. step: its prediction. price: of a device hour.
+def stage_cost(step: Prediction, price: float | None = None) -> dict:
+    """Return the cost of the stage of a predicted step. price: of a device hour.
 
     Returns:
         name, devices, steps, tokens, seq_length; saved_bytes of a checkpoint, and kept: checkpoints on the storage at
@@ -32,7 +29,8 @@ def stage_cost(recipe: Recipe, world: int, step: Prediction, price: float | None
         checkpoints; failures, the expected number at the rates of both studies; lost, hours that those of the first one
         cost (half an interval and a restart each) and for which training waits for saves; device_hours with them; cost.
     """
-    steps, tokens, checkpoint = step_count(recipe), token_count(recipe), recipe.checkpoint
+    recipe, world, checkpoint = step.recipe, step.world, step.recipe.checkpoint
+    steps, tokens = step_count(recipe), token_count(recipe)
     plan, interval = checkpoint_plan.plan_of(recipe, world), checkpoint.save_interval or steps
     saves = steps // interval
     kept = min(saves, checkpoint.keep_last or saves)
@@ -49,64 +47,22 @@ def stage_cost(recipe: Recipe, world: int, step: Prediction, price: float | None
     return cost | {"device_hours": (hours + lost) * world, "cost": price and price * (hours + lost) * world}
 
 
-def five_lines(recipe: Recipe, world: int, step: Prediction) -> list[str]:
+def five_lines(step: Prediction) -> list[str]:
     """Return parameters, tokens, and of a step whose time is predicted that time, the stage's, and the time between
     checkpoints: what a dry run and a start print. Where it is not, two lines, and why.
     """
-    stage, interval = stage_cost(recipe, world, step), recipe.checkpoint.save_interval
+    stage, interval = stage_cost(step), step.recipe.checkpoint.save_interval
     size = f"parameters   {step.parameters:,}, {step.active:,} of them active for a token, without embedding"
     length = f"tokens       {stage['tokens']:,} in {stage['steps']:,} steps"
     if not step.seconds:
-        why = step.reason if recipe.parallel.pipeline_model_parallel_size > 1 else "unknown device"
+        why = step.reason if step.layout.pipeline > 1 else "unknown device"
         return [size, f"{length}, a checkpoint every {interval or stage['steps']:,}; time not predicted: {why}"]
     return [
         size,
         length,
         f"step         {step.seconds:.3g} s. {step.error}",
-        f"stage        {stage['device_hours'] / world / 24:,.3g} days, {stage['device_hours']:,.0f} GPU hours "
+        f"stage        {stage['device_hours'] / step.world / 24:,.3g} days, {stage['device_hours']:,.0f} GPU hours "
         "(prediction, with failures and saves)",
         f"saves        {stage['saved_bytes'] / 1e9:.1f} GB every {duration(stage['between'])} (prediction; "
         f"checkpoint.save_interval={as_typed(interval)})",
     ]
-
-
-def cost_lines(stages: Sequence[dict]) -> list[str]:
-    """Return a table of the stages (`stage_cost`) and, of several, their sum."""
-    price = any(stage.get("cost") for stage in stages)
-    lines = [
-        f"{'stage':16}{'tokens':>9}{'context':>9}{'steps':>9}{'s a step':>10}{'days':>8}{'GPU hours':>12}"
-        + (f"{'cost':>14}" if price else "")
-        + f"{'failures':>15}{'days lost':>11}{'checkpoints':>20}"
-    ]
-    known = [stage for stage in stages if "hours" in stage]
-    for stage in stages:
-        row = f"{stage['name'][:15]:16}{_short(stage['tokens']):>9}{stage['seq_length']:>9,}{stage['steps']:>9,}"
-        saved = f"{stage['saved_bytes'] / 1e9:.1f} GB x {stage['kept']}"
-        if stage not in known:
-            lines.append(f"{row}   time not predicted; checkpoints {saved}")
-            continue
-        few = f"{stage['failures'][1]:,.1f} to {stage['failures'][0]:,.1f}"
-        row += f"{stage['step']:10.3f}{_hours([stage])}" + (f"{stage['cost']:14,.0f}" if price else "")
-        lines.append(f"{row}{few:>15}{stage['lost'] / 24:11.2f}{saved:>20}")
-    if len(known) > 1:
-        row = f"{'sum':16}{_short(sum(stage['tokens'] for stage in known)):>9}{'':28}{_hours(known)}"
-        lines.append(row + (f"{sum(stage['cost'] for stage in known):14,.0f}" if price else ""))
-    if known:
-        lines.append(
-            "days and GPU hours include the time lost to failures and saves. Failures: arXiv 2407.21783 (Llama 3, H100) "
-            "to machine.device_hours_per_failure (default: arXiv 2410.21680, A100); no rate of MI300Xs is published. Each "
-            f"loses half of the time between checkpoints (up to {max(stage['between'] for stage in known) / 3600:.2g} h) "
-            f"and {RESTART_SECONDS:.0f} s."
-        )
-    stored = sum(stage["saved_bytes"] * stage["kept"] for stage in stages)
-    return [*lines, f"storage: {stored / 1e12:.2f} TB of checkpoints at the end, and one more while it is written"]
-
-
-def _hours(stages: Sequence[dict]) -> str:
-    days = sum(stage["hours"] + stage["lost"] for stage in stages) / 24
-    return f"{days:8.1f}{sum(stage['device_hours'] for stage in stages):12,.0f}"
-
-
-def _short(number: float) -> str:
-    limit, unit = next((row for row in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")) if number >= row[0]), (1, ""))
-    return f"{number / limit:.4g}{unit}"

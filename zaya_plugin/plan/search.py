@@ -12,15 +12,14 @@ those whose memory differs by less than EQUAL_MEMORY.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 from zaya_plugin.config.schema import Recipe, get, with_values
-from zaya_plugin.config.validate import validate
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.plan import recipe_plan
 from zaya_plugin.plan.memory import Recompute
-from zaya_plugin.plan.prediction import Prediction, obstacle, predict_from
+from zaya_plugin.plan.prediction import Prediction, obstacle, predict
 from zaya_plugin.plan.recipe_plan import GIB, RESERVED_SHARE
 from zaya_plugin.plan.step_source import Source
 
@@ -46,38 +45,10 @@ FIXED = {
     "parallel.virtual_pipeline_stages": 1,
     "parallel.bucket_plan": None,
 }
-REFINED, SHOWN = 3, 3  # settings whose buckets and instances are varied; other values of a choice in a report
+REFINED, SHOWN = 3, 10  # settings whose buckets and instances are varied; rows of a report
 
 
-@dataclass(frozen=True)
-class Option:
-    """A recipe with its predicted step."""
-
-    recipe: Recipe
-    step: Prediction
-
-    @property
-    def seconds(self) -> float:
-        return self.step.seconds or float("inf")
-
-    @property
-    def bytes(self) -> float:
-        return self.step.memory.total if self.step.memory else float("inf")
-
-    def values(self) -> dict[str, object]:
-        """Return the recipe's values of all searched keys."""
-        keys = [key for key, _ in {**LAYOUTS, **EXCHANGES}.values()]
-        return {key: get(self.recipe, key) for key in (*keys, *RECOMPUTE)}
-
-    def choices(self) -> dict[str, object]:
-        """Return the choices as a person names them."""
-        choice = recipe_plan.Choice(recipe_plan.recompute_of(self.recipe), self.step.memory, 0.0)
-        recompute = choice.name.replace(" whole", "").replace(" + ", "+")
-        named = {name: get(self.recipe, key) for name, (key, _) in {**LAYOUTS, **EXCHANGES}.items()}
-        return {**named, "recomputed": recompute}
-
-
-def search(recipe: Recipe, world: int, source: Source, goal: str = "time") -> list[Option]:
+def search(recipe: Recipe, world: int, source: Source, goal: str = "time") -> list[Prediction]:
     """Return the settings of `recipe` that fit into the memory of `world` devices, the best one first.
 
     goal: "time" or "memory".
@@ -90,20 +61,21 @@ def search(recipe: Recipe, world: int, source: Source, goal: str = "time") -> li
         raise ValueError(problem)
     if recipe.cluster.memory_gib is None:
         raise mistake("cluster.memory_gib", None, problem="is needed for a search", fix="cluster.memory_gib=GIB")
-    recipes = (with_values(recipe, values) for values in _combinations(LAYOUTS))
-    options = ranked([option for row in recipes for option in planned(row, world, source, goal)], goal, recipe)
+    layouts = [_recomputed(row, world, source, goal) for row in _combinations(recipe, LAYOUTS)]
+    options = ranked([option for row in layouts for option in row], goal, recipe)
     if not options:
         problem = f"no searched setting fits into {available(recipe) / GIB:.1f} GiB a device"
         raise mistake("--gpus", world, problem=problem, fix="more devices, or a smaller model")
-    for option in options[:REFINED]:
-        refined = (predicted(with_values(option.recipe, values), world, source) for values in _combinations(EXCHANGES))
-        options += [row for row in refined if row]
-    return ranked({str(option.values()): option for option in options}.values(), goal, recipe)
+    exchanged = [row for option in options[:REFINED] for row in _combinations(option.recipe, EXCHANGES)]
+    options += [option for row in exchanged if (option := _fitting(row, world, source))]
+    return ranked({str(values_of(option)): option for option in options}.values(), goal, recipe)
 
 
-def _combinations(choices: Mapping[str, tuple[str, tuple]]) -> Iterator[dict]:
+def _combinations(recipe: Recipe, choices: Mapping[str, tuple[str, tuple]]) -> Iterator[Recipe]:
+    """Yield the recipe with each combination of the choices' values."""
+    keys = [key for key, _ in choices.values()]
     for values in product(*(values for _, values in choices.values())):
-        yield dict(zip((key for key, _ in choices.values()), values, strict=True))
+        yield with_values(recipe, dict(zip(keys, values, strict=True)))
 
 
 def available(recipe: Recipe) -> float:
@@ -111,101 +83,93 @@ def available(recipe: Recipe) -> float:
     return (1 - RESERVED_SHARE) * recipe.cluster.memory_gib * GIB / (1 + PLAN_ERROR)
 
 
-def planned(recipe: Recipe, world: int, source: Source, goal: str) -> list[Option]:
+def _recomputed(recipe: Recipe, world: int, source: Source, goal: str) -> list[Prediction]:
     """Return the recipe with the recomputations that fit and that the goal can take, predicted; empty if the recipe is
     invalid on this number of ranks.
     """
     recipe = recipe_plan.with_choice(recipe, Recompute())
-    try:
-        validate(recipe, world)
-    except ValueError:
+    if not recipe_plan.is_valid(recipe, world):
         return []
-    fitting = [row for row in recipe_plan.choices_of(recipe, world) if row.plan.total <= available(recipe)]
-    fitting = sorted(fitting, key=lambda row: row.plan.total)[:1] if goal == "memory" else fitting[:3]
-    options = (predicted(recipe_plan.with_choice(recipe, row.recompute), world, source) for row in fitting)
+    rows = [row for row in recipe_plan.choices_of(recipe, world) if row.plan.total <= available(recipe)]
+    rows = sorted(rows, key=lambda row: row.plan.total)[:1] if goal == "memory" else rows[:3]
+    options = (_fitting(recipe_plan.with_choice(recipe, row.recompute), world, source) for row in rows)
     return [option for option in options if option]
 
 
-def predicted(recipe: Recipe, world: int, source: Source) -> Option | None:
-    """Return the recipe with its predicted step; None if it is invalid or does not fit, or if the source's step
-    recomputes more.
-    """
-    try:
-        validate(recipe, world)
-    except ValueError:
+def _fitting(recipe: Recipe, world: int, source: Source) -> Prediction | None:
+    """Return the prediction; None if the recipe is invalid or does not fit, or if the source's step recomputes more."""
+    if not recipe_plan.is_valid(recipe, world):
         return None
-    option = Option(recipe, predict_from(source, recipe, world))
-    return None if option.step.reason or option.bytes > available(recipe) else option
+    step = predict(recipe, world, source)
+    return None if step.reason or step.memory.total > available(recipe) else step
 
 
-def ranked(options: Collection[Option], goal: str, own: Recipe) -> list[Option]:
+def ranked(options: Collection[Prediction], goal: str, own: Recipe) -> list[Prediction]:
     """Return the options, the best one first. own: the recipe as it is; the best option is, of those that are equal in
     time and memory, the one that changes least of it.
     """
     if not options:
         return []
-    names = ("seconds", "bytes") if goal == "time" else ("bytes", "seconds")
-    order = equal = sorted(options, key=lambda option: [getattr(option, name) for name in names])
-    for name in names:
-        least = min(getattr(option, name) for option in equal)
-        more = EQUAL_TIME * least if name == "seconds" else EQUAL_MEMORY * own.cluster.memory_gib * GIB
-        equal = [option for option in equal if getattr(option, name) <= least + more]
-
-    def changes(option: Option) -> tuple[int, float]:
-        return sum(value != get(own, key) for key, value in option.values().items()), option.seconds
-
-    best = min(equal, key=changes)
-    return [best, *(option for option in order if option is not best)]
-
-
-def alternatives(options: Sequence[Option]) -> list[Option]:
-    """Return, for each choice, the best options that take other values of it than the best one, of SHOWN values."""
-    best, shown = options[0].choices(), []
-    for name in best:
-        values = {str(best[name]): options[0]}
-        for option in options[1:]:
-            if len(values) <= SHOWN:
-                values.setdefault(str(option.choices()[name]), option)
-        shown += [*values.values()][1:]
-    return [option for option in options[1:] if any(option is row for row in shown)]
+    time = (lambda step: step.seconds, lambda least: EQUAL_TIME * least)
+    memory = (lambda step: step.memory.total, lambda least: EQUAL_MEMORY * own.cluster.memory_gib * GIB)
+    sizes = (time, memory) if goal == "time" else (memory, time)
+    equal = options
+    for size, difference in sizes:
+        least = min(map(size, equal))
+        equal = [step for step in equal if size(step) <= least + difference(least)]
+    best = min(
+        equal, key=lambda step: (sum(value != get(own, key) for key, value in values_of(step).items()), step.seconds)
+    )
+    order = sorted(options, key=lambda step: [size(step) for size, _ in sizes])
+    return [best, *(step for step in order if step is not best)]
 
 
-def reason(option: Option, best: Option, goal: str) -> str:
-    """Return why a option is not the best one."""
-    slower, more = option.seconds / best.seconds - 1, (option.bytes - best.bytes) / GIB
-    if goal == "memory":
-        return f"{more:+.1f} GiB" if more > 0.05 else "as much memory, slower or with more changes"
-    if slower <= EQUAL_TIME and more > 0.05:
+def values_of(step: Prediction) -> dict[str, object]:
+    """Return the values of all searched keys."""
+    keys = [key for key, _ in {**LAYOUTS, **EXCHANGES}.values()]
+    return {key: get(step.recipe, key) for key in (*keys, *RECOMPUTE)}
+
+
+def choices_of(step: Prediction) -> dict[str, object]:
+    """Return the choices as a person names them."""
+    recompute = recipe_plan.Choice(recipe_plan.recompute_of(step.recipe), step.memory, 0.0).name
+    named = {name: get(step.recipe, key) for name, (key, _) in {**LAYOUTS, **EXCHANGES}.items()}
+    return {**named, "recomputed": recompute.replace(" whole", "").replace(" + ", "+")}
+
+
+def alternatives(options: Sequence[Prediction]) -> list[Prediction]:
+    """Return the first option with each value of each choice, at most SHOWN."""
+    first: dict[tuple, int] = {}
+    for place, option in enumerate(options):
+        for choice in choices_of(option).items():
+            first.setdefault(choice, place)
+    return [options[place] for place in sorted({*first.values()})][:SHOWN]
+
+
+def reason(option: Prediction, best: Prediction) -> str:
+    """Return why an option is not the best one: the costs that it adds most of, and memory."""
+    more = (option.memory.total - best.memory.total) / GIB
+    if abs(option.seconds / best.seconds - 1) <= EQUAL_TIME:
         return f"{more:+.1f} GiB, for a difference that runs of one command have too"
-    if slower <= EQUAL_TIME / 10:
-        return "more changes"
-    base, added = _costs(best), []
-    for title, cost in _costs(option).items():
-        added.append((cost - base.get(title, 0.0), title))
-    words = [f"{title} +{cost:.0f} ms" for cost, title in sorted(added, reverse=True)[:2] if cost >= 1]
-    return ", ".join([*words, *([f"{more:+.1f} GiB"] if abs(more) > 0.5 else [])])
+    base = _costs(best)
+    added = sorted(((cost - base.get(title, 0.0), title) for title, cost in _costs(option).items()), reverse=True)
+    return ", ".join([f"{title} +{cost:.0f} ms" for cost, title in added[:2] if cost >= 1] + [f"{more:+.1f} GiB"])
 
 
-def _costs(option: Option) -> dict[str, float]:
-    exposed = {f"exposed {name}": link["exposed_ms"] for name, link in option.step.communication.items()}
-    return {row["title"]: row["ms"] for row in option.step.parts} | exposed
+def _costs(step: Prediction) -> dict[str, float]:
+    exposed = {f"exposed {name}": link["exposed_ms"] for name, link in step.communication.items()}
+    return {row["title"]: row["ms"] for row in step.parts} | exposed
 
 
-def report(options: Sequence[Option], goal: str) -> list[str]:
-    """Return the ranking as lines, with the best option's words last."""
-    best = options[0]
-    names = [*best.choices()]
-    goals = {"time": "the fastest", "memory": "the one that needs least memory"}
-    lines = [
-        f"{len(options)} options fit; {goals[goal]} on {best.step.devices} devices of {best.step.cluster} (prediction: "
-        f"{best.step.error})",
-        "  " + " ".join(f"{name:>11}" for name in names) + f"{'ms':>10}{'GiB':>8}",
-    ]
-    for place, option in enumerate([best, *alternatives(options)]):
-        cells = " ".join(f"{option.choices()[name]!s:>11}" for name in names)
-        why = "best" if not place else f"{option.seconds / best.seconds - 1:+.1%}: {reason(option, best, goal)}"
-        lines.append(f"  {cells}{1e3 * option.seconds:10,.1f}{option.bytes / GIB:8.1f}  {why}")
-    return lines
+def report(options: Sequence[Prediction]) -> list[dict]:
+    """Return rows of the best option and its alternatives: the choices, ms, gib and why."""
+    rows = []
+    for option in alternatives(options):
+        why = "best"
+        if option is not options[0]:
+            why = f"{option.seconds / options[0].seconds - 1:+.1%}: {reason(option, options[0])}"
+        rows.append({**choices_of(option), "ms": 1e3 * option.seconds, "gib": option.memory.total / GIB, "why": why})
+    return rows
 
 
 def words_of(values: Mapping[str, object]) -> list[str]:

@@ -9,15 +9,12 @@ those bytes at the copy rate, or the operations at the matrix-product rate if th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-
 from zaya_plugin.config.schema import Recipe, get, with_values
-from zaya_plugin.config.validate import validate
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.plan import recipe_plan
-from zaya_plugin.plan.flops import Shape, active_parameters, cache_bytes, count_parameters, forward_flops_by_part
-from zaya_plugin.plan.prediction import Prediction, predict
+from zaya_plugin.plan.check import near_sizes
+from zaya_plugin.plan.flops import Shape, cache_bytes, count_parameters, forward_flops_by_part
+from zaya_plugin.plan.prediction import predict
 from zaya_plugin.plan.product_rate import PROCESSORS, processor_of
 from zaya_plugin.plan.products import products
 
@@ -35,32 +32,6 @@ SHOWN, LEAST_GAIN = 3, 0.002  # sizes of a key, and what they gain
 WIDTH_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the recipe's, at the same number of expert parameters
 DECODE_BATCHES, DECODE_CONTEXT = (1, 64), 4096  # sequences, and tokens of each that are in the cache
 WEIGHT_BYTES = 2
-
-
-@dataclass(frozen=True)
-class Size:
-    """A recipe with a value of a key. rate: FLOP/s of all its matrix products."""
-
-    key: str
-    value: int
-    recipe: Recipe
-    shape: Shape
-    rate: float
-
-
-@dataclass(frozen=True)
-class Width:
-    """A width of experts at the same number of expert parameters.
-
-    rate: FLOP/s of the experts' products. step: the prediction. decode: seconds of a token, for each of DECODE_BATCHES.
-    """
-
-    width: int
-    experts: int
-    active: int
-    rate: float
-    step: Prediction
-    decode: tuple[float, ...]
 
 
 def product_rate(recipe: Recipe, world: int, part: str | None = None) -> float:
@@ -83,49 +54,49 @@ def product_rate(recipe: Recipe, world: int, part: str | None = None) -> float:
     return recipe.machine.gemm_tflops * 1e12 * sum(item.calls * item.flops for item in listed) / time
 
 
-def near_sizes(recipe: Recipe, world: int) -> Iterator[tuple[Size, list[Size]]]:
-    """Yield, for each key of STEPS, the recipe's size and faster ones near it, by the rate of the products."""
-    for key, steps in STEPS.items():
+def faster_sizes(recipe: Recipe, world: int) -> dict[str, list[dict]]:
+    """Return by key of STEPS the recipe's size and at most SHOWN faster ones near it, by the rate of the products.
+
+    Returns:
+        rows with value, vocabulary (rows of the embedding), tflops, gain over the recipe's size, and parameters.
+    """
+    result = {}
+    for key, multiples in STEPS.items():
         value = get(recipe, key)
-        steps = (recipe.model.num_query_groups,) if key == HEADS else steps
-        reach = max(NEAR * value, steps[0])
-        near = {n * step for step in steps for n in range(1, int((value + reach) / step) + 1)} - {value}
-        sizes = [_size(recipe, world, key, n) for n in near if abs(n - value) <= reach]
-        own = _size(recipe, world, key, value)
-        if own:
-            better = [size for size in sizes if size and size.rate > (1 + LEAST_GAIN) * own.rate]
-            yield own, sorted(better, key=lambda size: (-size.rate, abs(size.value - value)))[:SHOWN]
+        multiples = (recipe.model.num_query_groups,) if key == HEADS else multiples
+        near = near_sizes(value, multiples, max(NEAR * value, multiples[0]))
+        recipes = {size: with_values(recipe, {key: size}) for size in (value, *near)}
+        rates = {size: product_rate(row, world) for size, row in recipes.items() if recipe_plan.is_valid(row, world)}
+        better = [size for size in rates if rates[size] > (1 + LEAST_GAIN) * rates[value]]
+        result[key] = []
+        for size in (value, *sorted(better, key=lambda size: -rates[size])[:SHOWN]):
+            shape = recipe_plan.shape_of(recipes[size])
+            row = {"value": size, "vocabulary": shape.vocab_size, "parameters": sum(count_parameters(shape).values())}
+            result[key].append({**row, "tflops": rates[size] / 1e12, "gain": rates[size] / rates[value] - 1})
+    return result
 
 
-def _size(recipe: Recipe, world: int, key: str, value: int) -> Size | None:
-    changed = with_values(recipe, {key: value})
-    try:
-        validate(changed, world)
-    except ValueError:
-        return None
-    return Size(key, value, changed, recipe_plan.shape_of(changed), product_rate(changed, world))
+def widths(recipe: Recipe, world: int) -> list[dict]:
+    """Return widths of experts with as many parameters in all experts as the recipe has, the narrowest first.
 
-
-def widths(recipe: Recipe, world: int) -> list[Width]:
-    """Return widths of experts with as many parameters in all experts as the recipe has, the narrowest first."""
-    width, experts = recipe.model.moe_ffn_hidden_size, recipe.model.num_experts
+    Returns:
+        rows with width, experts, active parameters, tflops of the experts' products, tokens_per_second of training a
+        device (None where it is not predicted), and decode_<sequences>: ms of a token, for each of DECODE_BATCHES.
+    """
+    width, experts, machine = recipe.model.moe_ffn_hidden_size, recipe.model.num_experts, recipe.machine
     rows = []
     for factor in WIDTH_FACTORS:
-        if width * factor % 1 or experts / factor % 1:
-            continue
         values = {"model.moe_ffn_hidden_size": int(width * factor), "model.num_experts": int(experts / factor)}
         changed = with_values(recipe, values)
-        try:
-            validate(changed, world)
-        except ValueError:
+        if width * factor % 1 or experts / factor % 1 or not recipe_plan.is_valid(changed, world):
             continue
-        shape, machine = recipe_plan.shape_of(changed), recipe.machine
-        decode = tuple(
-            decode_seconds(shape, batch, machine.gemm_tflops * 1e12, machine.copy_tb_per_s * 1e12)
-            for batch in DECODE_BATCHES
-        )
-        rate = product_rate(changed, world, "experts")
-        rows.append(Width(*values.values(), active_parameters(shape), rate, predict(changed, world), decode))
+        step = predict(changed, world)
+        row = {"width": step.shape.moe_ffn_hidden_size, "experts": step.shape.num_experts, "active": step.active}
+        row |= {"tflops": product_rate(changed, world, "experts") / 1e12, "tokens_per_second": step.tokens_per_second}
+        for batch in DECODE_BATCHES:
+            seconds = decode_seconds(step.shape, batch, machine.gemm_tflops * 1e12, machine.copy_tb_per_s * 1e12)
+            row[f"decode_{batch}"] = 1e3 * seconds
+        rows.append(row)
     return rows
 
 
@@ -138,47 +109,16 @@ def decode_seconds(shape: Shape, batch: int, gemm: float, copy: float, context: 
     read = n * (1 - (1 - 1 / n) ** batch)
     weights = sum(parts.values()) - parts["experts"] + parts["experts"] / n * read  # the embedding is the head
     moved = WEIGHT_BYTES * weights + batch * context * cache_bytes(shape, WEIGHT_BYTES)
-    flops = batch * sum(forward_flops_by_part(replace(shape), 2 * context).values())  # a token sees all of the cache
+    flops = batch * sum(forward_flops_by_part(shape, 2 * context).values())  # a token sees all of the cache
     return max(moved / copy, flops / gemm)
 
 
-def report(sizes: list[tuple[Size, list[Size]]], of_experts: list[Width], recipe: Recipe) -> list[str]:
-    """Return both tables as lines."""
-    lines = [
-        f"rate of a step's matrix products on {recipe.machine.name}, by tiles (prediction, -12 to +21 %: docs/predictions.md)",
-        f"  {'key':38}{'value':>20}{'TFLOP/s':>9}{'gain':>8}{'parameters':>17}",
-    ]
-    for own, near in sizes:
-        for size in (own, *near):
-            rows = f"{size.value:,}" + (f" ({size.shape.vocab_size:,} rows)" if size.key == VOCABULARY else "")
-            gain = "" if size is own else f"{size.rate / own.rate - 1:+.1%}"
-            note = "" if near else "  none near it is faster"
-            number = sum(count_parameters(size.shape).values())
-            lines.append(
-                f"  {size.key if size is own else '':38}{rows:>20}{size.rate / 1e12:9.0f}{gain:>8}{number:17,}{note}"
-            )
-    lines += [
-        f"widths of experts with the same parameters in all experts ({of_experts[0].step.error})",
-        f"  {'width':>6}{'experts':>9}{'active, M':>11}{'experts TFLOP/s':>17}{'tokens/s a device':>19}"
-        + "".join(f"{f'decode ms, batch {batch}':>22}" for batch in DECODE_BATCHES),
-    ]
-    for row in of_experts:
-        rate = f"{row.step.tokens_per_second:,.0f}" if row.step.seconds else "-"
-        lines.append(
-            f"  {row.width:>6,}{row.experts:>9}{row.active / 1e6:11,.1f}{row.rate / 1e12:17,.0f}{rate:>19}"
-            + "".join(f"{1e3 * seconds:22.3f}" for seconds in row.decode)
-        )
-    return [*lines, f"  decoding: weights and the cache of {DECODE_CONTEXT:,} tokens read once a token, no launches"]
-
-
-def percentages(of_experts: list[Width], width: int) -> list[tuple[str, list[float], list[float]]]:
-    """Return the lines of a picture: name, widths, and per cent of what the recipe's width reaches."""
-    own = next(row for row in of_experts if row.width == width)
-    lines = [("rate of the experts' products", [100 * row.rate / own.rate for row in of_experts])]
-    if own.step.seconds:
-        speed = [100 * row.step.tokens_per_second / own.step.tokens_per_second for row in of_experts]
-        lines.append(("training, tokens/s", speed))
-    for place, batch in enumerate(DECODE_BATCHES):
-        speed = [100 * own.decode[place] / row.decode[place] for row in of_experts]
-        lines.append((f"decoding, tokens/s, {batch} sequence{'s' * (batch > 1)}", speed))
-    return [(name, [row.width for row in of_experts], values) for name, values in lines]
+def percentages(rows: list[dict], width: int) -> dict[str, list[float]]:
+    """Return the lines of a picture: per cent of the rates that the recipe's width reaches, by name."""
+    own = next(row for row in rows if row["width"] == width)
+    names = {"tflops": "rate of the experts' products", "tokens_per_second": "training, tokens/s"}
+    lines = {name: [100 * row[key] / own[key] for row in rows] for key, name in names.items() if own[key]}
+    for batch in DECODE_BATCHES:
+        key = f"decode_{batch}"
+        lines[f"decoding, tokens/s, {batch} sequence{'s' * (batch > 1)}"] = [100 * own[key] / row[key] for row in rows]
+    return lines

@@ -12,18 +12,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache
 from pathlib import Path
 
-from zaya_plugin.config import train_help
-from zaya_plugin.config.compose import compose
-from zaya_plugin.config.schema import MachineConfig, Recipe
+from zaya_plugin.config.schema import Recipe
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.plan import recipe_plan
-from zaya_plugin.plan.expected_step import SLOWED, limit
+from zaya_plugin.plan.expected_step import SLOWED
+from zaya_plugin.plan.known_machine import recipe_of
 from zaya_plugin.plan.memory import Recompute, tokens_of_rank
 from zaya_plugin.plan.product_rate import rates_of_parts
-from zaya_plugin.plan.recipe_work import work_of
+from zaya_plugin.plan.step_work import work_of
 
 SCHEMA = "zaya bench step/1"  # of the records of `zaya bench step`
 FIT = Path(__file__).parent / "fitted_step.json"
@@ -61,6 +59,7 @@ class Source:
         recompute: recomputation whose time is among the parts.
         idle: seconds of the record in which no kernel ran, which are not predicted.
         optimizer: whether an optimizer's step is among the parts.
+        vocabulary: rows of the record's embedding, for recipes whose data is not available.
     """
 
     device: str
@@ -75,26 +74,25 @@ class Source:
     recompute: Recompute = Recompute()
     idle: float = 0.0
     optimizer: bool = True
+    vocabulary: int | None = None
 
 
 def load(path: Path) -> dict:
     """Return the record in a step.json; raises ValueError for any other file."""
+    problem = "not a step.json of `zaya bench step` on an accelerator with the traced step's parts"
     try:
         record = json.loads(path.read_text())
-        usable = record["schema"] == SCHEMA and record["parts"] and record["traced"]["source"] == "kernels"
+        if record["schema"] == SCHEMA and record["parts"] and record["traced"]["source"] == "kernels":
+            return record
     except (OSError, KeyError, TypeError, ValueError) as error:
-        problem = f"not a step.json of `zaya bench step` ({type(error).__name__}: {error})"
-        raise mistake(str(path), problem=problem) from error
-    if not usable:
-        problem = "not a step.json of `zaya bench step` on an accelerator with the traced step's parts"
-        raise mistake(str(path), problem=problem)
-    return record
+        problem += f" ({type(error).__name__}: {error})"
+    raise mistake(str(path), problem=problem)
 
 
 def recorded_recipe(record: dict) -> Recipe:
     """Return the recipe that ran. Keys that are newer than the record have their defaults; removed keys are ignored.
 
-    The machine's rates are those of today's recipe of the same cluster, if there is one.
+    The machine's rates are those of today's recipe of the record's device.
     """
 
     def filled(target, values: dict):
@@ -105,23 +103,16 @@ def recorded_recipe(record: dict) -> Recipe:
 
     recipe = filled(Recipe(), record["recipe"])
     recipe.nproc = record["world_size"]
-    if recipe.cluster.name in train_help.options("cluster"):
-        recipe.machine = machine_of(recipe.cluster.name)
+    recipe.machine = recipe_of(record["device"]).machine
     return recipe
-
-
-@cache
-def machine_of(cluster: str) -> MachineConfig:
-    """Return the rates in the recipe of a cluster."""
-    return compose([f"cluster={cluster}", "data.path=none"]).machine
 
 
 def hidden_behind_kernels(record: dict) -> float:
     """Return milliseconds of the record's collectives that ran during kernels on the same processors; copy engines are
     not among them.
     """
-    rows = [kernel for row in record["parts"] if row["part"] == "communication" for kernel in row["longest"]]
-    copies = sum(kernel["ms"] for kernel in rows if kernel["name"].startswith("Memcpy"))
+    kernels = next((row["longest"] for row in record["parts"] if row["part"] == "communication"), ())
+    copies = sum(kernel["ms"] for kernel in kernels if kernel["name"].startswith("Memcpy"))
     return max(record.get("hidden_communication_ms", 0.0) - copies, 0.0)
 
 
@@ -149,7 +140,7 @@ def source_of(record: dict, *, links: bool = True, rates: tuple[float, float] | 
         seconds *= 1.0 if part in PARTS_WITHOUT_COLLECTIVES else alone
         forward = row["forward_ms"] / row["ms"] if row["ms"] else 0.0
         if part in work and seconds:
-            share = limit(work[part], gemm * tiles.get(part, 1.0), copy) / seconds
+            share = work[part].seconds(gemm * tiles.get(part, 1.0), copy) / seconds
             speeds[part] = PartSpeed(row["title"], share, forward)
         else:  # proportional to tokens and layers
             speeds[part] = PartSpeed(row["title"], 0.0, forward, seconds / layer_tokens)
@@ -163,15 +154,13 @@ def source_of(record: dict, *, links: bool = True, rates: tuple[float, float] | 
         recompute=recipe_plan.recompute_of(recipe),
         idle=next((row["ms"] / 1e3 for row in record["parts"] if row["part"] == "idle"), 0.0),
         optimizer=record["step"]["optimizer"],
+        vocabulary=vocabulary,
     )
 
 
-def fitted() -> Source:
-    """Return the speeds that benchmarks/prediction_errors.py has fitted to committed records."""
-    return fit_from(json.loads(FIT.read_text()))
-
-
-def fit_from(values: dict) -> Source:
-    """Return the speeds in the values of a fit."""
-    parts = {part: PartSpeed(**speed) for part, speed in values["parts"].items()}
-    return Source(**{**values, "parts": parts})
+def fitted(values: dict | None = None) -> Source:
+    """Return the speeds in the values of a fit, default those that benchmarks/prediction_errors.py has fitted to
+    committed records.
+    """
+    values = values or json.loads(FIT.read_text())
+    return Source(**{**values, "parts": {part: PartSpeed(**speed) for part, speed in values["parts"].items()}})

@@ -9,10 +9,14 @@ torch import.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from zaya_plugin.plan.flops import Shape, count_parameters, forward_flops_by_part
-
-FLOAT32_BYTES = 4
+from hip_ops.newton_schulz_form import newton_schulz_flops
+from zaya_plugin.config.schema import Recipe
+from zaya_plugin.plan import recipe_plan
+from zaya_plugin.plan.flops import Shape, count_parameters, forward_flops_by_part, muon_matrices
+from zaya_plugin.plan.memory import FLOAT32_BYTES, tokens_of_rank
+from zaya_plugin.plan.parallelism import ParallelSizes, local_parameters
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,10 @@ class Work:
 
     flops: float = 0.0
     bytes: float = 0.0
+
+    def seconds(self, gemm: float, copy: float) -> float:
+        """Return the time of the roofline, at FLOP/s of a matrix product and bytes/s of a copy."""
+        return max(self.flops / gemm, self.bytes / copy)
 
 
 @dataclass(frozen=True)
@@ -94,11 +102,15 @@ def step_work(shape: Shape, seq_length: int, rank: Rank, optimizer: OptimizerSha
     return {part: Work(flops.get(part, 0.0), moved.get(part, 0.0)) for part in {**flops, **moved}}
 
 
+def _projections(shape: Shape) -> int:
+    """Return the parameters of queries, keys, both values and output of all layers."""
+    return shape.num_layers * shape.hidden_size * 2 * (shape.query_channels + shape.key_channels)
+
+
 def _weights(shape: Shape, rank: Rank) -> dict[str, float]:
     """Return elements of the weights that a micro-batch uses on this rank."""
     parts = count_parameters(shape)
-    h = shape.hidden_size
-    projections = shape.num_layers * h * (2 * shape.query_channels + 2 * shape.key_channels)
+    projections = _projections(shape)
     # of matrices that tensor parallelism does not cut (values, convolutions) a rank reads the rows of its heads
     return {
         "projections": projections / rank.tensor,
@@ -146,3 +158,62 @@ def _expert_elements(h: int, f: int) -> int:
     products = (h + f) + (2 * f + h) + (h + f) + (2 * f + h)  # dgrad of both, wgrad of both
     swiglu = (f + 2 * f) + (2 * f + f)  # gradient, gate and up -> their gradients, and the output again for wgrad
     return forward + 2 * move + products + swiglu
+
+
+def work_of(
+    recipe: Recipe,
+    world: int,
+    vocabulary: int | None = None,
+    optimizer: bool = True,
+    written: frozenset[str] = frozenset({"experts"}),
+) -> dict[str, Work]:
+    """Return the work of one rank by part, from the recipe alone; zaya_plugin.bench.step_record reads the model that
+    ran.
+
+    written: the parts whose gradients the first micro-batch writes (zaya_plugin.optim.gradient_buffers).
+    """
+    shape, layout = recipe_plan.shape_of(recipe, vocabulary), recipe_plan.layout_of(recipe, world)
+    batch = recipe_plan.batch_of(recipe, world)
+    rank = Rank(
+        layers=shape.num_layers,
+        tokens=batch.micro_batches * tokens_of_rank(layout, batch),
+        micro_batches=batch.micro_batches,
+        experts=shape.num_experts // layout.expert,
+        activation_bytes=batch.dtype_bytes,
+        stream_bytes=batch.stream_bytes,
+        accumulated=accumulated(shape, layout),
+        written=written,
+        tensor=layout.tensor,
+    )
+    return step_work(shape, batch.seq_length, rank, optimizer_share(shape, layout, recipe) if optimizer else None)
+
+
+def accumulated(shape: Shape, layout: ParallelSizes) -> dict[str, int]:
+    """Return elements of gradients by the part whose kernels add them to the fp32 buffer under Megatron's DDP;
+    "gradients": by a separate pass.
+    """
+    local = local_parameters(shape, layout)
+    own = {"experts": local["experts"], "head": count_parameters(shape)["embedding"] // layout.tensor}
+    if layout.tensor == 1:
+        own["projections"] = _projections(shape)
+    return {**own, "gradients": sum(local.values()) - sum(own.values())}
+
+
+def optimizer_share(shape: Shape, layout: ParallelSizes, recipe: Recipe) -> OptimizerShare:
+    """Return the share of the busiest rank; matrices are never cut, so it has at least one of the largest ones."""
+    momentum, ranks = recipe_plan.optimizer_of(recipe).momentum_bytes, (layout.expert_shards, layout.shards)
+    parts = count_parameters(shape)
+    everything = sum(parts.values()) - parts["experts"]
+    if recipe.optim.name != "muon":
+        return OptimizerShare(0.0, parts["experts"] / layout.expert / ranks[0] + everything / ranks[1], momentum)
+    of_experts, of_the_rest = muon_matrices(shape, recipe.optim.muon_split_gate_up)
+    experts = shape.num_layers * shape.num_experts / layout.expert
+    elements = sum(m * n for m, n in of_the_rest) * shape.num_layers
+    flops = partial(newton_schulz_flops, steps=recipe.optim.muon_steps, bf16=recipe.optim.muon_dtype == "bf16")
+    operations = (
+        max(experts * sum(flops(*size) for size in of_experts) / ranks[0], flops(*of_experts[0]) * (ranks[0] > 1))
+        + shape.num_layers * sum(flops(*size) for size in of_the_rest) / ranks[1]
+    )
+    gate_up = 2.0 * shape.moe_ffn_hidden_size * shape.hidden_size
+    muon = max(parts["experts"] / layout.expert / ranks[0], gate_up * (ranks[0] > 1)) + elements / ranks[1]
+    return OptimizerShare(muon, (everything - elements) / ranks[1], momentum, operations)

@@ -19,7 +19,7 @@ from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import find_sources
 from zaya_plugin.ground.errors import of_the_machine
 from zaya_plugin.plan import checkpoint_plan, recipe_plan
-from zaya_plugin.plan.check import findings_of, setting_of, text
+from zaya_plugin.plan.check import findings_of, step_of, text
 from zaya_plugin.plan.run_costs import five_lines
 from zaya_plugin.run import megatron_check, surroundings
 from zaya_plugin.run.rank_plan import WORKER, Plan
@@ -66,7 +66,7 @@ def describe(recipe: Recipe, plan: Plan, overrides: Sequence[str] = (), *, verbo
     """
     if several_nodes(plan):
         plan = replace(plan, command=[*plan.command, *overrides])
-    setting, chosen = setting_of(recipe, plan.world_size), list[str]()
+    step, chosen = step_of(recipe, plan.world_size), list[str]()
     with contextlib.suppress(ValueError):  # one of the problems of `stops`
         recipe, chosen = settled(recipe, plan.world_size)
     accumulation = recipe.stage.global_batch_size // (
@@ -77,14 +77,14 @@ def describe(recipe: Recipe, plan: Plan, overrides: Sequence[str] = (), *, verbo
         f"name         {recipe.name}",
         f"run_dir      {os.path.abspath(recipe.run_dir)}",
         f"world size   {plan.world_size} ranks, {plan.local_ranks} on this machine, started by {plan.started_by}",
-        *five_lines(setting.recipe, plan.world_size, setting.prediction),
+        *five_lines(step),
         f"batch        {recipe.stage.global_batch_size} sequences of {recipe.stage.seq_length} tokens a step: "
         f"{accumulation} micro-batches of {recipe.stage.micro_batch_size} a data-parallel rank",
         *([command] if verbose or several_nodes(plan) else []),
         *(line.removeprefix("zaya: ") for line in (*chosen, *surroundings.unused(recipe, plan))),
         *recipe_plan.lines(recipe, plan.world_size, verbose),
         *(checkpoint_plan.lines(recipe, plan.world_size) if verbose else []),
-        *text(findings_of(setting)),
+        *text(findings_of(step)),
     ]
     if verbose:
         variables = (f"{key}={value}" for key, value in sorted(plan.environment.items()))

@@ -23,7 +23,7 @@ from zaya_plugin.handover.data_places import with_consumed
 from zaya_plugin.handover.predecessor import predecessor, saved_step
 from zaya_plugin.plan import recipe_plan
 from zaya_plugin.plan.bucket_plan import KEYS, with_bucket_plan
-from zaya_plugin.plan.check import findings_of, setting_of
+from zaya_plugin.plan.check import findings_of, step_of
 from zaya_plugin.plan.run_costs import five_lines
 from zaya_plugin.run.rank_plan import Plan
 from zaya_plugin.run.surroundings import unused
@@ -49,10 +49,10 @@ def with_choices(recipe: Recipe, plan: Plan) -> Recipe:
 
 def cost_lines(recipe: Recipe, plan: Plan) -> list[str]:
     """Return lines about what the run takes, and the number of findings about the recipe as composed."""
-    setting = setting_of(recipe, plan.world_size)
-    number = len(findings_of(setting))
+    step = step_of(recipe, plan.world_size)
+    number = len(findings_of(step))
     count = [f"findings     {number}: `zaya plan check` with the same words prints them"] if number else []
-    return [f"zaya: {line}" for line in (*five_lines(setting.recipe, plan.world_size, setting.prediction), *count)]
+    return [f"zaya: {line}" for line in (*five_lines(step), *count)]
 
 
 def settled(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
