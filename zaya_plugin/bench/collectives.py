@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from zaya_plugin.bench.probes import CHECKED_AT_ONCE, PERIOD, call_seconds, percentile
 from zaya_plugin.bench.results import free_bytes
 from zaya_plugin.config.schema import MachineConfig
-from zaya_plugin.plan.expected_step import between_instances, collective_seconds
 
 ELEMENT = 4  # bytes: collectives move fp32, as gradients do
 USABLE = 0.9  # of a device's free memory, for the buffers
@@ -88,13 +87,6 @@ def link_rate(machine: MachineConfig, ranks: int, stride: int = 1) -> float:
         return min(machine.link_gb_per_s, machine.devices_per_node * machine.network_gb_per_s)
     links = (ranks - 1) / (machine.devices_per_node - 1) if (machine.name or "").startswith("MI") else 1.0
     return machine.link_gb_per_s * links
-
-
-def predicted_seconds(machine: MachineConfig, op: str, partition: Partition, size: int) -> float:
-    """Return the time of one call by the model of `zaya bench expect` (plan/expected_step.py)."""
-    if op == "all_reduce" and partition.stride > 1:
-        return between_instances(machine, partition.stride, partition.ranks, size)
-    return collective_seconds(machine, partition.ranks, sent(op, partition.ranks) * size)
 
 
 def value(index, rank):
