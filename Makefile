@@ -23,7 +23,7 @@ DEMO_TRAIN = $(BIN)/zaya train experiment=cpu_demo run_dir=$(RUN_DIR)
 # `make check`: what a change of a formula, a key or a message breaks first.
 CHECK_TESTS := tests/model tests/optim tests/config tests/cli tests/commands tests/packaging/test_import_rules.py tests/packaging/test_project_text.py
 
-.PHONY: help setup tools demo check test test-all test-core16 test-gpu lab lint clean distclean
+.PHONY: help setup tools demo check test test-all test-core16 test-gpu lab docs lint clean distclean
 
 help: ## Show this
 	@echo "ZAYA1 as a Megatron-core plugin. Needs GNU make and Python 3.12 or 3.13, which it finds by itself."
@@ -41,7 +41,7 @@ help: ## Show this
 setup: ## Create .venv and install the versions of constraints.txt (other targets run this first)
 	@tools/bootstrap.sh
 
-tools: ## Install the Debian packages that the tests of the HIP kernels need (as root; a download of about 100 MB)
+tools: ## Install the Debian packages that the tests of the HIP kernels need (as root; a download of about 200 MB)
 	@tools/apt_packages.sh --install
 
 demo: setup ## Prepare a corpus from the Python standard library, train a small ZAYA on the CPU and draw it as a page
@@ -73,7 +73,12 @@ test-gpu: ## Run the tests that need an accelerator, with GPU_PYTHON (default: p
 lab: setup ## Break small supervised runs in 34 ways and check that they recover (25 minutes; 13 faults need root): FAULT=name, HOUR=60 or SOAK=30
 	$(BIN)/python -m tests.lab $(if $(FAULT),--fault $(FAULT)) $(if $(HOUR),--hour $(HOUR)) $(if $(SOAK),--soak $(SOAK)) $(LAB_ARGS)
 
-lint: setup ## Check the code and its layout with ruff (`.venv/bin/ruff format .` formats it) and public names with ty; list evidence older than the code
+docs: setup ## Build the pages of docs/ as a site with search in build/docs; fails on a link that leads nowhere
+	$(BIN)/python -m tools.docs --check
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+	@echo "open build/docs/index.html"
+
+lint: setup ## Check the code and its layout with ruff (`.venv/bin/ruff format .` formats it) and public names with ty; fail on evidence 30 days older than its code
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/ty check --python .venv

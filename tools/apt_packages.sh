@@ -23,11 +23,11 @@ done
 [ -n "$missing" ] || exit 0
 
 if [ -z "$install" ]; then
-    printf 'set-up: tests that need these Debian packages are skipped:%s. `make tools` installs them (a download of about 100 MB)\n' "$missing" >&2
+    printf 'set-up: tests that need these Debian packages are skipped:%s. `make tools` installs them (a download of about 200 MB)\n' "$missing" >&2
     exit 0
 fi
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
-    printf 'set-up: installing Debian packages (a download of about 100 MB):%s\n' "$missing" >&2
+    printf 'set-up: installing Debian packages (a download of about 200 MB):%s\n' "$missing" >&2
     install() { DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing >/dev/null; }
     # Package lists of a fresh container are empty, and those of an old one outdated: try, update, try again.
     if install 2>/dev/null || { apt-get update -qq && install; }; then exit 0; fi

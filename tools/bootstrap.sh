@@ -82,7 +82,7 @@ whole() { # pip writes INSTALLER after a package's files, and renames a package 
 }
 trap 'exit 130' INT TERM HUP # with the marker in place
 status=0
-install --upgrade pip setuptools && install --no-build-isolation -e "$ROOT[cpu,dev]" || status=$?
+install --upgrade pip setuptools && install --no-build-isolation -e "$ROOT[cpu,dev,docs]" || status=$?
 if [ "$status" != 0 ]; then
     # Without a network nothing has changed; after a full disk the marker stays.
     if whole; then rm -f "$MARKER"; fi

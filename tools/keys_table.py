@@ -1,18 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the tables of keys in docs/recipes.md from the schema: `python -m tools.keys_table docs/recipes.md`.
+"""The tables of docs/keys.md, from the schema; tools/docs.py writes them."""
 
-`tests/config/test_docs.py` fails where the page and the schema differ.
-"""
-
-import sys
 from dataclasses import MISSING
-from pathlib import Path
 
 from zaya_plugin.config.schema import OnResume, leaves, megatron_argument
 from zaya_plugin.ground.errors import as_typed
-
-RESUME = "<!-- resume: made by tools.keys_table -->\n"
-BEGIN, END = "<!-- keys: made by tools.keys_table -->\n", "<!-- end of keys -->\n"
 
 
 def keys_table() -> str:
@@ -40,16 +32,3 @@ def resume_table() -> str:
     order = sorted((rule for rule in keys if rule.why), key=lambda rule: ("refused", "kept", "warns").index(rule.rule))
     rows = ["| a change | because | keys |", "|---|---|---|"]
     return "\n".join(rows + [f"| {rule.rule} | {rule.why} | {', '.join(keys[rule])} |" for rule in order]) + "\n"
-
-
-def with_table(page: str) -> str:
-    """Return `page` with new tables between their markers."""
-    for begin, table in ((BEGIN, keys_table()), (RESUME, resume_table())):
-        before, rest = page.split(begin)
-        page = f"{before}{begin}{table}{END}{rest.partition(END)[2]}"
-    return page
-
-
-if __name__ == "__main__":
-    path = Path(sys.argv[1])
-    path.write_text(with_table(path.read_text()))

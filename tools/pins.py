@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print the constraints of `zaya_plugin[cpu,dev]` as installed in the Python that runs this: `.venv/bin/python
+"""Print the constraints of `zaya_plugin[cpu,dev,docs]` as installed in the Python that runs this: `.venv/bin/python
 tools/pins.py`.
 
 Unlike `pip freeze` it starts from the package's own requirements, so packages installed for other reasons are not in
@@ -14,14 +14,16 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 HEADER = """\
-# The exact versions that `make demo` and `make test` install: zaya_plugin[cpu,dev] and all its requirements.
+# The exact versions that `make demo` and `make test` install: zaya_plugin[cpu,dev,docs] and all its requirements.
 # Written by `.venv/bin/python tools/pins.py > constraints.txt`. Constraints choose versions; they install nothing.
 """
 # They build and install the other packages; no requirement names them.
 BUILDERS = ("pip", "setuptools")
 
 
-def closure(root: str = "zaya_plugin", extras: tuple[str, ...] = ("cpu", "dev")) -> tuple[dict[str, str], set[str]]:
+def closure(
+    root: str = "zaya_plugin", extras: tuple[str, ...] = ("cpu", "dev", "docs")
+) -> tuple[dict[str, str], set[str]]:
     """Return the installed requirements of `root[extras]`, canonical name -> version (without `root`), and the names
     that are not installed.
     """

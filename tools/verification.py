@@ -3,7 +3,8 @@
 
     python tools/verification.py               writes the page; marks rows whose code changed after their commit
     python tools/verification.py --check       exit status 1 if the page differs from the data; ignores the marks
-    python tools/verification.py --check-age   lists the rows whose code changed after their commit
+    python tools/verification.py --check-age   lists the rows whose code changed after their commit; exit status 1
+                                               if that is more than 30 days after it
 
 A row may have `covers`, the files and folders that its figure depends on. It is older than the code where a commit
 changed them and is neither an ancestor of a commit that the row names nor listed in .git-blame-ignore-revs (changes of
@@ -11,6 +12,7 @@ layout and comments). Without git history there are no marks.
 """
 
 import argparse
+import datetime
 import re
 import subprocess
 import sys
@@ -21,10 +23,11 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 DATA, PAGE = ROOT / "docs" / "evidence.yaml", ROOT / "docs" / "verification.md"
 COLUMNS = ("claim", "device", "commit", "figure")
-TITLES = {"claims": "What is claimed", "runs": "What ran"}
+TITLES = {"claims": "What is claimed", "figures": "What was measured", "runs": "What ran"}
 BEGIN, END = "<!-- evidence: made of docs/evidence.yaml by `python tools/verification.py` -->\n", "<!-- /evidence -->"
 MARK = " (older than the code)"
 HASH = re.compile(r"\b[0-9a-f]{7,40}\b")
+MAX_AGE = datetime.timedelta(days=30)
 
 
 def _git(*arguments: str) -> list[str] | None:
@@ -36,26 +39,42 @@ def _git(*arguments: str) -> list[str] | None:
     return done.stdout.split() if done.returncode == 0 else None
 
 
-def commits_since(row: dict) -> int | None:
-    """Return the commits that changed the files of `row.covers` and came after every commit that it names; None
-    where git does not know.
+def commits_since(row: dict) -> list[str] | None:
+    """Return the commits that changed the files of `row.covers` and came after every commit that it names, the newest
+    first; None where git does not know.
     """
     since = [f"^{commit}" for commit in HASH.findall(row["commit"])]
-    found = _git("rev-list", "HEAD", *since, "--", *row["covers"])
-    ignored = ROOT / ".git-blame-ignore-revs"
-    return found if found is None else len(set(found) - set(ignored.read_text().split()))
+    commits = _git("rev-list", "HEAD", *since, "--", *row["covers"])
+    ignored = set((ROOT / ".git-blame-ignore-revs").read_text().split())
+    return commits and [commit for commit in commits if commit not in ignored]
 
 
-def older_rows(evidence: dict) -> dict[str, int | None]:
+def age(row: dict, commits: list[str]) -> datetime.timedelta:
+    """Return the time from the newest commit that a row names to the newest of `commits`."""
+
+    def newest(names: list[str]) -> int:
+        return max(int(_git("show", "-s", "--format=%ct", name)[0]) for name in names)
+
+    return datetime.timedelta(seconds=newest(commits) - newest(HASH.findall(row["commit"])))
+
+
+def older_rows(evidence: dict) -> dict[str, list[str] | None]:
     """Return, by claim, the commits since then for the rows that have `covers` and whose code is newer or of unknown
     age.
     """
     rows = [row for group in TITLES for row in evidence[group] if "covers" in row]
-    ages = {row["claim"]: commits_since(row) for row in rows}
-    return {claim: age for claim, age in ages.items() if age != 0}
+    since = {row["claim"]: commits_since(row) for row in rows}
+    return {claim: commits for claim, commits in since.items() if commits != []}
 
 
-def tables(evidence: dict, older: dict[str, int | None]) -> str:
+def too_old(evidence: dict, older: dict[str, list[str] | None]) -> dict[str, int]:
+    """Return, by claim, the days of the rows whose code changed more than MAX_AGE after their commit."""
+    rows = [row for group in TITLES for row in evidence[group]]
+    ages = {row["claim"]: age(row, commits) for row in rows if (commits := older.get(row["claim"]))}
+    return {claim: span.days for claim, span in ages.items() if span > MAX_AGE}
+
+
+def tables(evidence: dict, older: dict[str, list[str] | None]) -> str:
     """Return one table per group. Raises ValueError for other keys, for a figure without a device and for `covers`
     that names no file.
     """
@@ -80,7 +99,7 @@ def tables(evidence: dict, older: dict[str, int | None]) -> str:
     return "\n".join(lines)
 
 
-def page(text: str, evidence: dict, older: dict[str, int | None]) -> str:
+def page(text: str, evidence: dict, older: dict[str, list[str] | None]) -> str:
     """Return `text` of docs/verification.md with new tables."""
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     return f"{before}{BEGIN}{tables(evidence, older)}{END}{after}"
@@ -105,9 +124,11 @@ def main() -> int:
         PAGE.write_text(page(text, evidence, older))
         return 0
     for claim, commits in older.items():
-        said = "its commit is not in this history" if commits is None else f"{commits} commits since"
+        said = "its commit is not in this history" if commits is None else f"{len(commits)} commits since"
         print(f"docs/evidence.yaml: older than the code ({said}): {claim}")
-    return 0
+    for claim, days in (expired := too_old(evidence, older)).items():
+        print(f"docs/evidence.yaml: the code changed {days} days after the commit: measure again, or drop: {claim}")
+    return int(bool(expired))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the rules with those of amd-node-scraper and of NVIDIA's resiliency extension (NVRx), where they can be
-imported: `python -m tests.aegis.compare_rules` prints the table that docs/aegis.md quotes.
+imported: `python -m tests.aegis.compare_rules` prints the table that docs/fault-lab.md quotes.
 
 Lines of failures are the samples of rules.yaml, near misses are its `near` lines, and causes are the first lines of the
 labelled logs. All were chosen by this project: the table says what the others do not cover, and not how good ours are.

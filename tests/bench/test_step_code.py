@@ -20,7 +20,7 @@ from zaya_plugin.plan.prediction import predict
 from zaya_plugin.plan.step_source import load
 
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "results"
-RECORD = RECORDS / "step40-4xh200-copy_engines.json"  # as in the table of docs/benchmarks.md
+RECORD = RECORDS / "step40-4xh200-copy_engines.json"  # as in the table of docs/verification.md
 MI300X = {folder: "hip" if "hip" in names else "triton" for folder, names in VERSIONS.items()}
 TRITON_ONLY = {"router_mlp", "grouped_product"}
 

@@ -19,10 +19,10 @@ def examples(text: str) -> list[str]:
     return [command for command in commands if "..." not in command and "<" not in command]
 
 
-def test_the_first_page_shows_twelve_commands_and_the_names_below_them():
+def test_the_first_page_shows_thirteen_commands_and_the_names_below_them():
     page = overview()
     tops = [command for command in COMMANDS if " " not in command]
-    assert len(tops) == 12 and all(f"\n  zaya {command} " in page for command in tops)
+    assert len(tops) == 13 and all(f"\n  zaya {command} " in page for command in tops)
     assert all(", ".join(below(command)) in page for command in tops if below(command))
     assert len(page.splitlines()) <= 40 and max(map(len, page.splitlines())) <= 120
 

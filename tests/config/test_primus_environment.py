@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environment of the MI300X recipes differs from Primus' where primus_environment.yaml has a reason, and nowhere else;
-docs/mi300x.md has the same table (ZAYA_UPDATE_GOLDEN=1 writes it).
+docs/environment.md has the same table (ZAYA_UPDATE_GOLDEN=1 writes it).
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.generated_table import check_table
 from zaya_plugin.config.compose import compose
 
 FACTS = yaml.safe_load((Path(__file__).parent / "primus_environment.yaml").read_text())
-PAGE = Path(__file__).parents[2] / "docs" / "mi300x.md"
+PAGE = Path(__file__).parents[2] / "docs" / "environment.md"
 BEGIN, END = "<!-- primus: made by tests/config/test_primus_environment.py -->\n", "<!-- end of primus -->\n"
 
 

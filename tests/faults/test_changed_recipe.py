@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run resumes with each change that docs/recipes.md permits, and the change does what the table says.
+"""A run resumes with each change that docs/keys.md permits, and the change does what the table says.
 
 Refused changes never start a rank (tests/config/test_resume.py). A changed learning rate without a whole run is in
 tests/hosts/test_own_loop.py.

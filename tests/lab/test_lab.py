@@ -113,7 +113,7 @@ def test_every_expected_cause_is_a_rule_and_every_need_is_a_means():
 
 
 def test_the_table_of_the_docs_has_every_fault():
-    text = Path(PROJECT, "docs/aegis.md").read_text()
+    text = Path(PROJECT, "docs/fault-lab.md").read_text()
     heads = [f"| {fault.text} (`{fault.name}`) |" for fault in lab.FAULTS.values()]
     assert len(heads) == 34 and [head for head in heads if text.count(head) != 1] == []
 

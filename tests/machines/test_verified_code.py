@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test the check `verified_code` of `zaya doctor`, and the same table in docs/mi300x.md (ZAYA_UPDATE_GOLDEN=1 writes
+"""Test the check `verified_code` of `zaya doctor`, and the same table in docs/environment.md (ZAYA_UPDATE_GOLDEN=1 writes
 it).
 """
 
@@ -19,7 +19,7 @@ from zaya_plugin.machines.check_process import examine
 from zaya_plugin.machines.checks import CHECKS, DOCTOR, Setting
 
 CPU_SETTING = Setting("cpu", 0, "CPU x86_64", Path("unused"), chosen="cpu")
-PAGE = Path(__file__).parents[2] / "docs" / "mi300x.md"
+PAGE = Path(__file__).parents[2] / "docs" / "environment.md"
 BEGIN, END = "<!-- code: made by tests/machines/test_verified_code.py -->\n", "<!-- end of code -->\n"
 
 

@@ -60,7 +60,7 @@ def test_without_the_option_nothing_is_installed(debian):
 def test_root_installs_only_what_is_missing(debian):
     status, asked, printed = debian.run("clang-19")
     assert (status, asked) == (0, ["install -y -qq --no-install-recommends lld-19"])
-    assert printed == "set-up: installing Debian packages (a download of about 100 MB): lld-19\n"
+    assert printed == "set-up: installing Debian packages (a download of about 200 MB): lld-19\n"
 
 
 def test_not_root_names_them_in_one_line(debian):

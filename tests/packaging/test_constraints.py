@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""constraints.txt pins all that zaya_plugin[cpu,dev] pulls in, at the versions that are installed, and nothing else."""
+"""constraints.txt pins all that zaya_plugin[cpu,dev,docs] pulls in, at the versions that are installed, and nothing else."""
 
 import importlib.util
 import re

@@ -142,7 +142,7 @@ def image(tmp_path) -> Image:
 
 def commands() -> list[str]:
     """Return the lines of the page's block that holds the script."""
-    blocks = re.findall(r"^```\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```bash site\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     (block,) = [block for block in blocks if SCRIPT in block]
     return [line.partition("  #")[0].rstrip() for line in block.splitlines()]
 

@@ -20,23 +20,25 @@ SNIPPETS = [
     for page in sorted((ROOT / "docs").glob("*.md"))
     for number, match in enumerate(FENCE.finditer(page.read_text()))
 ]
-SHOWN_AND_RUN_ELSEWHERE = {("api.md", 0): "tests/test_example.py"}
+KERNELS = ("kernels.md", "operators.md")
+(OWN_LOOP,) = [text for page, number, _, text in SNIPPETS if (page, number) == ("own-loop.md", 0)]
+SHOWN_AND_RUN_ELSEWHERE = {("own-loop.md", 0): "tests/test_example.py"}
 # tests/checkpoint/convert and tests/checkpoint/test_checkpoints.py run their calls on models that they make.
 NOT_RUN = {("weights.md", 0): "network", ("checkpoints.md", 0): "fragment"}
 TORCH = "import torch\nimport hip_ops\n"
 SORTED = TORCH + "order = hip_ops.sort_by_expert(torch.arange(32) % 16, 16)\n"
 FRAGMENTS = {  # (page, number) -> the lines before it
     ("kernels.md", 0): TORCH + "x, residual, weight, eps = torch.ones(2, 8), torch.ones(2, 8), torch.ones(8), 1e-5",
-    ("kernels.md", 1): SORTED
+    ("operators.md", 0): SORTED
     + "expert_ids, tokens, probs = torch.arange(32) % 16, torch.randn(32, 8), torch.rand(32)\n"
     + "first_product = second_product = lambda rows, offsets: rows",
-    ("kernels.md", 2): TORCH
+    ("operators.md", 1): TORCH
     + "projected, previous, d_state = torch.randn(3, 5, 8)\ngamma, b_down, w_norm, b1, b2 = torch.randn(5, 8)\n"
     + "w1, w2, w2_main_grad = torch.randn(3, 8, 8)\nw_out, biases = torch.randn(17, 8), torch.zeros(17)\n"
     + "d_weights = torch.randn(5)",
-    ("kernels.md", 3): SORTED
+    ("operators.md", 2): SORTED
     + "rows, fc1, fc1_main_grad, d_gate_up = torch.randn(32, 8), *torch.randn(2, 16, 12, 8), torch.randn(32, 12)",
-    ("api.md", 1): SNIPPETS[0][3].partition("model = ")[0]
+    ("own-loop.md", 1): OWN_LOOP.partition("model = ")[0]
     + "from megatron.core.models.gpt import GPTModel\nfrom zaya_plugin import zaya_block_spec",
 }
 
@@ -47,7 +49,7 @@ def test_what_is_not_run_is_listed():
         compile(text, page, "exec")
 
 
-@pytest.mark.parametrize("fragment", [key for key in FRAGMENTS if key[0] == "kernels.md"], ids=str)
+@pytest.mark.parametrize("fragment", [key for key in FRAGMENTS if key[0] in KERNELS], ids=str)
 def test_a_fragment_runs(fragment):
     (text,) = [text for *key, _, text in SNIPPETS if tuple(key) == fragment]
     exec(f"{FRAGMENTS[fragment]}\n{text}", {})
@@ -59,15 +61,11 @@ def test_a_fragment_runs(fragment):
     [
         pytest.param(page, f"{FRAGMENTS.get((page, number), '')}\n{text}", id=f"{page}-{number}")
         for page, number, why, text in SNIPPETS
-        if page != "kernels.md" and (page, number) not in {**NOT_RUN, **SHOWN_AND_RUN_ELSEWHERE}
+        if page not in KERNELS and (page, number) not in {**NOT_RUN, **SHOWN_AND_RUN_ELSEWHERE}
     ],
 )
 def test_a_snippet_runs_as_printed(tmp_path, page, text):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    if "data/demo" in text:
-        words = "data prepare --input docs --glob *.md --output data/demo --train-bpe 300 --valid-fraction 0.2".split()
-        (tmp_path / "docs").symlink_to(ROOT / "docs")
-        subprocess.run([sys.executable, "-m", "zaya_plugin.cli", *words], cwd=tmp_path, env=environment, check=True)
     done = subprocess.run(
         [sys.executable, "-c", text], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
     )

@@ -81,7 +81,7 @@ def test_the_check_sees_a_missing_requirement(source_copy, tmp_path):
 
 def test_extras_are_what_the_set_up_installed(source_copy):
     """Fails in an environment made by other means; `make setup` brings it up to date."""
-    assert set(would_install(Path(f"{source_copy}[cpu,dev]"))) == {"zaya_plugin"}
+    assert set(would_install(Path(f"{source_copy}[cpu,dev,docs]"))) == {"zaya_plugin"}
 
 
 def wheel(folder: Path, name: str, version: str) -> None:

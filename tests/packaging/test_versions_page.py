@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables under "Versions" of docs/mi300x.md agree with what the project pins, requires, and names elsewhere."""
+"""The tables under "Versions" of docs/environment.md agree with what the project pins, requires, and names elsewhere."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from packaging.version import Version
 from zaya_plugin import compat
 
 REPO = Path(__file__).parents[2]
-SECTION = (REPO / "docs" / "mi300x.md").read_text().partition("\n## Versions\n")[2].partition("\n## ")[0]
+SECTION = (REPO / "docs" / "environment.md").read_text().partition("\n## Versions\n")[2].partition("\n## ")[0]
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
 IMAGE = re.compile(r"\brocm/(?:primus|pytorch):[\w.]*\w")
 NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)+")

@@ -156,6 +156,7 @@ def test_metadata(wheel):
         "cpu",
         "data",
         "dev",
+        "docs",
         "eval",
         "megatron",
         "pictures",

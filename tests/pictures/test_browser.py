@@ -111,7 +111,12 @@ def test_keys_buttons_and_switches(browser, tmp_path):
     assert zoomed[1] - zoomed[0] == pytest.approx((most - least) / 2)
     browser.press("ArrowRight")
     assert browser.value(width)[0] == pytest.approx(zoomed[0] + (most - least) / 8)
+    loss = "Bokeh.documents[0].roots().find((root) => root.yaxis?.axis_label == 'nats a token' || root.left?.[0]?.axis_label == 'nats a token').y_range"
+    heights = f"(() => {{ const y = {loss}; return [y.start, y.end] }})()"
+    before = browser.value(heights)
+    browser.value(f"{loss}.setv({{start: 0, end: 1}})")  # as a box that is dragged does
     browser.value("document.querySelector('button[data-key=\"0\"]').click()")
+    assert browser.value(heights) == pytest.approx(before)
     assert browser.value(width) == pytest.approx([least, most])
     browser.value("document.querySelector('input[data-group=\"1\"]').click()")
     hidden = "Bokeh.documents[0].roots().flatMap((root) => root.renderers).filter((one) => one.tags.includes('{}') && one.visible).length"

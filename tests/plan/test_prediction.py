@@ -227,7 +227,7 @@ def test_a_thousand_ranks_hide_nothing_in_one_instance_and_most_in_sixteen(recor
 
 
 def test_the_documents_give_what_is_predicted_for_mi300x():
-    """From the record and with the recomputation that docs/benchmarks.md names."""
+    """From the record and with the recomputation that docs/predictions.md names."""
     source = step_source.load(RECORD.parent / "step40-4xh200-copy_engines.json")
     words = ["data.path=none", "parallel.recompute_granularity=selective", "parallel.recompute_modules=[permute]"]
 
@@ -236,7 +236,10 @@ def test_the_documents_give_what_is_predicted_for_mi300x():
         found = predicted(source, recipe, devices)["step"]
         return f"{found['ms']:,.0f}", f"{round(found['tokens_per_s_per_device'], -2):,.0f}"
 
-    table, guide = ((RECORD.parents[2] / "docs" / f"{name}.md").read_text() for name in ("benchmarks", "mi300x"))
+    table, *guide = (
+        (RECORD.parents[2] / "docs" / f"{name}.md").read_text() for name in ("predictions", "mi300x", "cluster")
+    )
+    guide = " ".join("\n".join(guide).split())
     one, one_aiter = (
         step(8, "mi300x_8", "stage.global_batch_size=128", f"machine.attention_tflops={rate}") for rate in (190, 270)
     )

@@ -47,7 +47,7 @@ PUBLISHED = {2048: (325, 298), 4096: (753, 714), 8192: (785, 749), 16384: (750, 
 
 
 def test_error_against_published_rates():
-    """docs/benchmarks.md quotes these: from 4096 on within 12 %, at 2048 twice too high."""
+    """docs/predictions.md quotes these: from 4096 on within 12 %, at 2048 twice too high."""
     error = {
         size: [PUBLISHED[8192][i] * CDNA3.relative_rate(size, size, size) / rates[i] - 1 for i in (0, 1)]
         for size, rates in PUBLISHED.items()
@@ -62,7 +62,7 @@ PUBLISHED_MI350X = {2048: 373, 4096: 1038, 8192: 1117, 16384: 1040}
 
 
 def test_error_against_published_rates_of_an_mi350x():
-    """docs/benchmarks.md quotes these."""
+    """docs/predictions.md quotes these."""
     rates = {size: PUBLISHED_MI350X[8192] * CDNA4.relative_rate(size, size, size) for size in PUBLISHED_MI350X}
     error = {size: rates[size] / measured - 1 for size, measured in PUBLISHED_MI350X.items()}
     assert processor_of("AMD Instinct MI355X") is processor_of("AMD Instinct MI350X") is CDNA4

@@ -158,7 +158,7 @@ ANY_TEXT = {
     *("PWD", "TMPDIR", "PYTHONUTF8", "WANDB_MODE", "TORCHINDUCTOR_CACHE_DIR"),
     # `zaya doctor` judges them, and no run reads them
     *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "HSA_NO_SCRATCH_RECLAIM", "PRIMUS_PATCHES"),
-    "GPU_MAX_HW_QUEUES",
+    *("GPU_MAX_HW_QUEUES", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"),
 }
 OF_A_LAUNCHER = {*WHOLE, "LOCAL_WORLD_SIZE"}  # and SLURM_*: check_environment compares them with each other
 

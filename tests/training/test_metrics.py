@@ -62,7 +62,7 @@ def test_a_row_holds_what_happened(reporter, tmp_path):
     assert first["eta_s"] == pytest.approx(18.0) and "expert_load" not in first
     assert second["expert_load"] == [[0.25] * 4, [1, 0, 0, 0]]
     assert validation == {"step": 2, "valid_loss": 2.25, "valid_tokens": 4096}
-    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "running.md").read_text()
     assert [key for key in second | validation if f"`{key}`" not in page] == [], "the page explains every key"
     assert "2 steps in 0:04  loss 2.500 ▁▁ 2.500  validation 2.250 of 4,096 tokens\n" in report.out.getvalue()
     assert report.out.getvalue().endswith(f"\neverything is in {tmp_path}: metrics.jsonl, tensorboard/\n")

@@ -19,7 +19,7 @@ examples:
   zaya export slurm --submitit experiment=zaya1_base cluster=mi300x_8 data.path=data/web"""
 
 MEGATRON = """\
-Writes a recipe for Megatron-LM (docs/hosts.md): <run_dir>/megatron.args, the words for its own pretrain_gpt.py.
+Writes a recipe for Megatron-LM (docs/megatron.md): <run_dir>/megatron.args, the words for its own pretrain_gpt.py.
 
 The parser of the installed Megatron checks them, so use the host's Python. The plugin reads recipe.yaml next to them
 when the host has started. Settings that the host ignores are printed; settings that it cannot carry out are errors."""
@@ -28,7 +28,7 @@ examples:
   zaya export megatron experiment=cpu_demo run_dir=runs/guest"""
 
 PRIMUS = """\
-Writes a recipe for Primus (docs/hosts.md): <run_dir>/primus.yaml, an experiment for primus-cli.
+Writes a recipe for Primus (docs/primus.md): <run_dir>/primus.yaml, an experiment for primus-cli.
 
 The plugin reads the recipe.yaml next to it when the host has started. Settings that the host ignores are printed;
 settings that it cannot carry out are errors."""

@@ -3,7 +3,7 @@
 
 There is one class per Hydra group (model, stage, data, optim, parallel, cluster, logger), and `Recipe` contains them. A
 field is declared by one of three functions, and everything else is made from these declarations: the checks of
-`zaya_plugin.config.validate`, `zaya train --help`, the table in docs/recipes.md and the arguments for Megatron.
+`zaya_plugin.config.validate`, `zaya train --help`, the table in docs/keys.md and the arguments for Megatron.
 
     arg     fills a Megatron argument
     option  fills an argument that ZAYA adds to Megatron's, and ZayaConfig's field of the same name
@@ -668,7 +668,7 @@ class ClusterConfig:
     core_attention: str = option(
         "auto",
         "softmax attention: auto, the fastest that is installed and passes its check on the device; sdpa "
-        "(torch chooses), cudnn (through torch), or the package of that name. docs/parallelism.md",
+        "(torch chooses), cudnn (through torch), or the package of that name. docs/another-part.md",
         choices=("auto", "sdpa", "cudnn", "flash_attn", "flash_attn_4", "aiter", "transformer_engine"),
         resume=MAY_CHANGE,
     )

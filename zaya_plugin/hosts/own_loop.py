@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon and balancing for a training loop of the user's own on megatron-core; docs/api.md has a script.
+"""Muon and balancing for a training loop of the user's own on megatron-core; docs/own-loop.md has a script.
 
 `megatron.training` is not imported: such a loop needs only megatron.core.
 """

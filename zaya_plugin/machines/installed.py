@@ -86,7 +86,7 @@ def nccl_version() -> str:
 
 
 def hosts(setting: Setting) -> Outcome:
-    """Say which hosts of docs/hosts.md this environment can be."""
+    """Say which hosts of docs/megatron.md this environment can be."""
     core, fits = compat.core_version(), compat.zaya_train_fits()
     loop = "with" if compat.has_training() else "without"
     text = f"megatron.core {core} {loop} megatron.training" if core else "no megatron.core"

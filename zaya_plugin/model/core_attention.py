@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 Attention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 # The order of `auto` by architecture, in half precision: fastest first. sdpa follows, and is the only one elsewhere. On
 # sm_90 as measured in steps of ZAYA1-base (docs/log.md, 2026-11-22: FlashAttention-4). On gfx942 not measured by this
-# project: docs/benchmarks.md has the public rates of AITER and of AOTriton, which sdpa calls.
+# project: docs/predictions.md has the public rates of AITER and of AOTriton, which sdpa calls.
 AUTO_ORDER = {"sm_90": ("flash_attn_4", "cudnn"), "gfx942": ("aiter",), "gfx950": ("aiter",)}
 # Modules with FlashAttention-2's function; flash_attn_4 is flash-attn-4, for Hopper and later.
 PACKAGES = {"flash_attn": "flash_attn", "flash_attn_4": "flash_attn.cute"}

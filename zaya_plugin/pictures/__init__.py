@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Pictures of runs and measurements, drawn by libraries that are extras."""

@@ -7,10 +7,10 @@
   const ranges = () => [...new Set(charts().map((chart) => chart.x_range))].filter((range) => range.tags.length);
   // Zoom by `factor` about the middle and move by `shift` widths, never beyond the data; factor 0 shows all.
   function move(factor, shift) {
+    if (factor === 0) return charts().forEach((chart) => Bokeh.index.get_by_id(chart.id)?.reset()); // both axes
     for (const range of ranges()) {
       const [least, most] = range.tags;
-      let width = Math.min(most - least, (range.end - range.start) * factor);
-      if (factor === 0) width = most - least;
+      const width = Math.min(most - least, (range.end - range.start) * factor);
       let start = (range.start + range.end) / 2 - width / 2 + shift * width;
       start = Math.max(least, Math.min(most - width, start));
       range.setv({ start: start, end: start + width });

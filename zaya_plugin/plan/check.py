@@ -41,7 +41,7 @@ NO_RECOMPUTE = {
 AUTO_RECOMPUTE = {**NO_RECOMPUTE, "parallel.recompute_granularity": "auto"}
 ROCM_BLOG = "sizing rules of the ROCm blog on ZAYA1, November 2025"
 QUOTED = "AMD, arXiv 2511.17127, as others quote it"
-TILE_MODEL = "`zaya_plugin/plan/product_rate.py`, errors in docs/benchmarks.md"
+TILE_MODEL = "`zaya_plugin/plan/product_rate.py`, errors in docs/predictions.md"
 
 
 def _memory(problem: str, least: float, most: float, setting: Setting) -> str | bool:
@@ -149,7 +149,7 @@ def _group(name: str) -> Rule:
         f"{name}_group",
         "groups of neighbouring ranks inside a node",
         "layers wait for their collectives, and the network has a fraction of the links' rate",
-        "arXiv 2605.05365, section III (2 and 8 ranks a sequence); docs/parallelism.md",
+        "arXiv 2605.05365, section III (2 and 8 ranks a sequence); docs/long-context.md",
         lambda setting: (
             leaves(setting, get(setting.recipe, key))
             and f"{key}={get(setting.recipe, key)}: a group "
@@ -233,7 +233,7 @@ RULES = (
         "memory",
         "the memory plan against `cluster.memory_gib`",
         "the first step ends with an out-of-memory error",
-        "`zaya_plugin/plan/memory.py`, compared with measured peaks in docs/parallelism.md",
+        "`zaya_plugin/plan/memory.py`, compared with measured peaks in docs/plan.md",
         partial(_memory, "does not fit", 1.0, inf),
         _less_memory,
         severity=DOES_NOT_FIT,
@@ -299,7 +299,7 @@ RULES = (
         "overlap",
         "`overlap_grad_reduce` and `overlap_param_gather`",
         "collectives outside the passes are exposed",
-        "docs/benchmarks.md, steps on four H200s",
+        "docs/log.md, steps on four H200s",
         _waits,
         lambda setting: [{"parallel.overlap_grad_reduce": True, "parallel.overlap_param_gather": True}],
         MIN_GAIN,
@@ -317,7 +317,7 @@ RULES = (
         "optimizer_instances",
         "instances of the optimizer over several nodes",
         "a shard holds whole matrices: a large number of shards makes one large bucket, exposed at both ends of a step",
-        "docs/optimizer.md, docs/benchmarks.md",
+        "docs/optimizer.md, docs/predictions.md",
         lambda setting: (
             setting.several_nodes
             and f"{setting.layout.expert_shards:,} shards of the experts' state; {_waits(setting)}"

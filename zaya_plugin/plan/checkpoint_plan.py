@@ -19,7 +19,7 @@ from zaya_plugin.plan.parallelism import ParallelSizes, local_parameters
 from zaya_plugin.plan.recipe_plan import layout_of, optimizer_of, shape_of
 
 ASYNC_COST_SECONDS = (
-    0.05  # seconds that an asynchronous save may cost (docs/checkpoints.md); a copy that is not hidden adds to it
+    0.05  # seconds that an asynchronous save may cost (docs/verification.md); a copy that is not hidden adds to it
 )
 MODEL_WEIGHT_BYTES = 2  # bytes of the model's own weights with which optimizer_bytes counts the fp32 weights too
 

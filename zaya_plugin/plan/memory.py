@@ -5,7 +5,7 @@ at the peak.
 Activations are counted tensor by tensor, as autograd keeps them on an accelerator, where the functions between matrix
 products are compiled; `tests/plan/test_saved_tensors.py` compares this table with the tensors of a small model under
 every choice, within 0.5 %. Not counted: memory of libraries (context, NCCL's or RCCL's buffers, workspaces) and the
-allocator's fragmentation; docs/parallelism.md compares these figures with measured peaks. Plain arithmetic.
+allocator's fragmentation; docs/verification.md compares these figures with measured peaks. Plain arithmetic.
 """
 
 from collections.abc import Iterator

@@ -3,7 +3,7 @@
 
 Bytes sent are those of ring algorithms, as NCCL and RCCL count bus traffic: a rank sends (n - 1) / n of the gathered
 tensor in an all-gather, the same in a reduce-scatter, twice that in an all-reduce. Activations are counted by
-zaya_plugin.plan.memory. docs/parallelism.md compares these figures with measured ones.
+zaya_plugin.plan.memory. docs/verification.md compares these figures with measured ones.
 """
 
 from dataclasses import dataclass

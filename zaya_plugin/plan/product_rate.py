@@ -5,7 +5,7 @@ A machine's recipe gives the rate of one large product (`machine.gemm_tflops`), 
 That rate is scaled by the ratio of two ideal rates, of the given product and of 8192 x 8192 x 8192. An ideal rate
 is that of the best tile: its loop takes the longest of its three clocks for each 32 of k, then all units store their
 tiles at the copy rate, and the last round may leave units idle. Not modelled: launches, the first loads, the clock
-under load, the L2 cache, and stores under another tile's loop; docs/benchmarks.md shows the error. No torch import.
+under load, the L2 cache, and stores under another tile's loop; docs/predictions.md shows the error. No torch import.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def decode_seconds(shape: Shape, batch: int, gemm: float, copy: float, context: 
 def report(sizes: list[tuple[Size, list[Size]]], of_experts: list[Width], recipe: Recipe) -> list[str]:
     """Return both tables as lines."""
     lines = [
-        f"rate of a step's matrix products on {recipe.machine.name}, by tiles (prediction, -12 to +21 %: docs/benchmarks.md)",
+        f"rate of a step's matrix products on {recipe.machine.name}, by tiles (prediction, -12 to +21 %: docs/predictions.md)",
         f"  {'key':38}{'value':>20}{'TFLOP/s':>9}{'gain':>8}{'parameters':>17}",
     ]
     for own, near in sizes:

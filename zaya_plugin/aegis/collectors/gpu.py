@@ -38,7 +38,7 @@ NAMES = ("ecc.total_uncorrectable_count", "pcie.replay_count")  # in every relea
 # Fields of `amd-smi bad-pages --json`: a sentence where there is no page, an object for one, a list for more.
 PAGES = ("retired", "pending", "un_res")
 NO_PAGES = "No bad pages"
-UNREAD = "These counters are not watched: compare `amd-smi version` with the releases that docs/aegis.md names"
+UNREAD = "These counters are not watched: compare `amd-smi version` with the releases that docs/failures.md names"
 KINDS = {"ue": ("counter_ue", 1), "de": ("counter_deferred", 1), "ce": ("counter_ce", 100)}
 
 

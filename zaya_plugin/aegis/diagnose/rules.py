@@ -5,7 +5,7 @@
 name replaces ours. `match(source, line)` returns the rows that name a line, `find` also the values that they read from
 it.
 
-A row has the keys of `Rule`; docs/aegis.md describes them. A line is cut at LINE characters before it is compared, and
+A row has the keys of `Rule`; docs/failures.md describes them. A line is cut at LINE characters before it is compared, and
 patterns whose time grows faster than the square of that are refused, so no line takes long.
 """
 
@@ -49,20 +49,27 @@ LIMITED = 16  # a repeat of more than this may take long within another one
 class Rule:
     """A class of failures.
 
-    source: where its lines come from; without patterns: the reporter.
+    name: small letters, digits and _.
+    source: kernel, rank, agent, slurm (the last three share files), metrics, counter; one or a list. Without patterns:
+        the reporter.
     words: in small letters; every line of the row holds one of them. Without words each line is compared.
-    pattern: Python patterns, each sufficient; their named groups become Evidence.values.
-    but_not: patterns of lines that do not count (the key `not`).
-    exit_code: of a rank, as Python shows it (-9 for SIGKILL).
+    pattern: Python patterns, each sufficient; their named groups become values of the evidence.
+    but_not: patterns of lines that do not count.
+    exit_code: of a rank, as Python shows it (-9 for SIGKILL); one or a list.
     role: root names a first cause; cascade never does; confirmation joins one; watch is only counted.
-    action: what is done about it, before the history of the run counts.
-    affects: a link (down twice in five minutes: the node is exchanged), the state of the training (the same failure at
-        the same step again: roll back), or the node as a whole, which the next attempt cannot use.
+    severity: fatal, high, warn, user (never restarted) or policy (the scheduler's doing).
+    confidence: sure, likely or weak.
+    action: ride, restart, exchange, stop, rollback or watch, before the history of the run counts.
+    affects: link (down twice in five minutes: the node is exchanged), state (the same failure at the same step again:
+        roll back), or node, which the next attempt cannot use.
     count, within: `count` lines of one node within `within` seconds are a fault; fewer are only counted.
     recover, ride: the pattern of the line that ends it, and how many seconds it may last without a loss.
-    repeats: what must be equal for a second failure to be the same failure: the node, the rank, the place in the code
-        (frame), or only the run.
+    repeats: what must be equal for a second failure to be the same failure: node, rank, frame (the place in the code)
+        or run; default: node for kernel and counter rows, else run.
     fallback: the row counts only for lines that no other row names.
+    explain, fix: what it means, and what a person does.
+    link: a report or thread.
+    samples, near: lines that the row names, and lines that it nearly names; tests read them.
     safe_code: AMD's code of the class in Primus-SaFE.
     """
 

@@ -57,7 +57,7 @@ ENDS_PER_BUCKET = 4
 # its parameters arrive together. A split is worth as much padding.
 BUCKET_SIZE_COST = 0.2
 # Elements that are reduced during the backward pass over one element: on four H200s 90 to 138 ms during 225 ms, of
-# 16,384 tokens (docs/benchmarks.md). Elements whose reduction the remaining backward pass cannot hide count as padding
+# 16,384 tokens (docs/predictions.md). Elements whose reduction the remaining backward pass cannot hide count as padding
 # too.
 HIDDEN_ELEMENTS = 2
 
