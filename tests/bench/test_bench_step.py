@@ -72,7 +72,7 @@ def test_a_step_of_one_rank(tmp_path):
     rows = {row["part"]: row for row in found["parts"]}
     assert found["step"]["optimizer"] and rows["optimizer"]["ms"] > 0 and rows["optimizer"]["gb"] > 0
     assert found["command"].startswith("zaya bench step experiment=cpu_demo ") and found["anchor"] is None
-    assert "No device: the parts are times of operators on the host" in done.stdout and "x experts " in done.stdout
+    assert "No device: the parts are times of operators on the host" in done.stdout and "\nexperts " in done.stdout
     assert not (tmp_path / "bench" / "checkpoints").exists() and not (tmp_path / "bench" / "wandb").exists()
     with gzip.open(tmp_path / "bench" / "trace.json.gz", "rt") as file:
         names = [event.get("name") for event in json.load(file)["traceEvents"]]

@@ -109,6 +109,21 @@ def test_sizes_are_powers_of_the_factor_and_the_largest():
     assert collectives_rank.sizes(SWEEP, "cuda")[-2:] == [2**32, 2**33]
 
 
+def test_the_picture_compares_collectives_of_the_largest_group():
+    def row(op, partition, size):
+        return row_of(op, partition, size, [[0.001, 0]] * partition.ranks, ["a"] * partition.ranks)
+
+    groups = Partition(2), Partition(4), Partition(2, 2)
+    rows = [row(op, group, size) for group in groups for op in ("all_reduce", "broadcast") for size in (1000, 2000)]
+    picture = collectives_rank.picture(rows, "NVIDIA H200", 4)
+    assert picture["title"] == "Collectives of 4 ranks on one node, NVIDIA H200"
+    assert [(line.name, line.x, line.y) for line in picture["lines"]] == [
+        ("AllReduce", (1000, 2000), pytest.approx((0.0015, 0.003))),
+        ("Broadcast", (1000, 2000), pytest.approx((0.001, 0.002))),
+    ]
+    assert collectives_rank.picture(rows, "NVIDIA H200", 2)["title"].startswith("Collectives of 4 ranks on 2 nodes,")
+
+
 @pytest.mark.parametrize("name", ["rccl.md", "rccl.csv", "rccl.jsonl"])
 def test_the_table_of_primus(tmp_path, name):
     row = row_of("all_to_all", Partition(2), 4096, [[0.001, 0], [0.002, 0]], ["a", "b"])

@@ -200,11 +200,10 @@ def test_the_table_says_what_the_record_holds(record):
     assert rows["idle"]["roofline"] is None and rows["communication"]["longest"] == [
         {"name": "nccl", "count": 1, "ms": 20.0}
     ]
-    lines = step_report.text(record, width=80).splitlines()
-    assert "n" * 16 + "x" * 48 + "=" * 8 + "." * 8 in lines  # in the order of PARTS
-    (experts,) = (line.split() for line in lines if line.startswith("x experts"))
-    assert experts[2:] == ["60.00", "60.0%", "60.00", "0.00", "30", "60", "65%", "33%", "65%"]
-    assert any("100.00  100.0%" in line for line in lines) and any(
+    lines = step_report.text(record).splitlines()
+    (experts,) = (line.split() for line in lines if line.startswith("experts"))
+    assert experts[1:] == ["60.00", "60.0%", "60.00", "0.00", "30", "60", "65%", "33%", "65%"]
+    assert any(line.split()[-2:] == ["100.00", "100.0%"] for line in lines) and any(
         "80.0 GiB allocated, 85.0 reserved" in line for line in lines
     )
 

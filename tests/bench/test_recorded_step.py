@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
 from zaya_plugin.bench import attribution, step_record, step_report
-from zaya_plugin.bench.attribution import Activity
+from zaya_plugin.bench.results import table
 from zaya_plugin.bench.step_parts import PARTS, STEP, Ranges, methods
 from zaya_plugin.bench.trace import read
 from zaya_plugin.plan.flops import Shape, forward_flops_by_part
@@ -96,31 +96,6 @@ def test_operators_are_where_the_model_calls_them(recorded):
     )
 
 
-def test_the_longest_stretches_come_first_and_are_named():
-    def activity(part, start, end, backward=False, name=None):
-        return Activity(name or part, start, end, part, backward, name is not None)
-
-    kernels = [
-        activity("head", 1000.0, 2000.0),
-        activity("experts", 5000.0, 9000.0, backward=True),
-        activity("optimizer", 9500.0, 10_000.0),
-    ]
-    found = step_record.breakdown(
-        [*kernels, activity("other", 1500.0, 4000.0, name="ncclReduce(args)")], 0.0, 10_000.0, {}, gemm=1e12, copy=1e11
-    )["not_computing"]
-    assert [(each["at_ms"], each["ms"], each["communication_ms"]) for each in found] == [
-        (2.0, 3.0, 2.0),
-        (0.0, 1.0, 0.0),
-        (9.0, 0.5, 0.0),
-    ]
-    assert found[0]["after"] == {"part": "experts", "backward": True, "name": "experts"} and found[1]["before"] is None
-    assert (
-        step_report._stretch(found[0]).split()
-        == "3.00 ms at 2.0, 2.00 of it communication (ncclReduce): between head and experts backward".split()
-    )
-    assert step_report._stretch(found[1]).endswith("0.00 of it communication: between the beginning and head")
-
-
 def test_every_method_is_wrapped_on_a_model_of_one_stage(model):
     """A renamed module or method would leave its part without time."""
     ranges = Ranges()
@@ -191,7 +166,8 @@ def test_a_report_of_it(recorded, shape):
     found = step_record.breakdown(
         attribution.operator_activities(trace, start, end), start, end, work, gemm=1e12, copy=1e11
     )
-    line = step_report.bar(found["parts"], 100)
-    assert len(line) == 100
-    for row in found["parts"]:
-        assert abs(line.count(step_report.LOOKS[row["part"]][0]) - 100 * row["share"]) <= 1
+    lines = table([*found["parts"]], step_report.COLUMNS).splitlines()
+    assert len(lines) == 1 + len(PARTS) and step_report.COLOURS.keys() == PARTS.keys()
+    for line, row in zip(lines[1:], found["parts"], strict=True):
+        assert line.startswith(row["title"]) and f"{row['share']:.1%}" in line
+    assert sum(row["share"] for row in found["parts"]) == pytest.approx(1)

@@ -13,6 +13,7 @@ import pytest
 import hip_ops
 from hip_ops.saved_bytes import chunk_for
 from hip_ops.versions import VERSIONS
+from tools import step_sources
 from zaya_plugin.bench import step_code
 from zaya_plugin.config.compose import compose
 from zaya_plugin.plan.prediction import predict
@@ -33,9 +34,9 @@ def mi300x_step(record: dict) -> dict:
 def test_the_stored_prediction_is_that_of_the_record():
     record = load(RECORD)
     result = mi300x_step(record)
-    times = step_code.by_source(result, record)
+    times = step_sources.by_source(result, record)
     assert sum(times.values()) == pytest.approx(result["step"]["ms"], rel=1e-12)
-    computed = step_code.to_store(result, record)
+    computed = step_sources.to_store(result, record)
     if os.environ.get("ZAYA_UPDATE_GOLDEN"):
         step_code.STORED.write_text(json.dumps(computed, indent=1) + "\n")
     stored = step_code.stored()
@@ -43,7 +44,7 @@ def test_the_stored_prediction_is_that_of_the_record():
     # nearly all of this part is of one source
     rows = {row["part"]: row["ms"] for row in result["parts"]}
     slowed = 1 + rows["slowed"] / sum(
-        ms for part, ms in rows.items() if part not in (*step_code.PARTS_WITHOUT_COLLECTIVES, "slowed")
+        ms for part, ms in rows.items() if part not in (*step_sources.PARTS_WITHOUT_COLLECTIVES, "slowed")
     )
     assert times["attention"] == pytest.approx(rows["attention"] * slowed, rel=0.01)
     assert times["collectives"] == pytest.approx(result["step"]["exposed_communication_ms"])
@@ -88,10 +89,10 @@ def test_the_kernels_of_hip_ops_are_known_by_name():
         for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
     }
     assert len(kernels) > 25 and {operator for _, operator in kernels} == VERSIONS.keys() - {"gradient_addition"}
-    assert {(name, step_code.source_of(name)) for name, _ in kernels} == kernels
+    assert {(name, step_sources.source_of(name)) for name, _ in kernels} == kernels
     library = (folder.parent / "shipped" / "gfx942" / "libhip_ops.so").read_bytes()
     names = {name.decode() for name in re.findall(rb"ho_\w+(?=\.kd\0)", library)}
-    assert len(names) > 100 and {step_code.source_of(name) for name in names} == VERSIONS.keys() - TRITON_ONLY
+    assert len(names) > 100 and {step_sources.source_of(name) for name in names} == VERSIONS.keys() - TRITON_ONLY
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_the_kernels_of_hip_ops_are_known_by_name():
     ],
 )
 def test_kernels_of_libraries(name, source):
-    assert step_code.source_of(name) == source
+    assert step_sources.source_of(name) == source
 
 
 FORMULA_LIMIT = 0.005  # of a step, above which a formula gets a kernel of its own
@@ -127,11 +128,11 @@ def test_the_formulas_that_inductor_compiles_are_below_the_limit(name):
     """All of them together, and with every kernel of their part that was too short to be listed."""
     record = load(RECORDS / f"{name}.json")
     kernels = [(row["part"], one) for row in record["parts"] for one in row["longest"]]
-    formulas = [(part, one["ms"]) for part, one in kernels if step_code.source_of(one["name"]) == "formulas"]
+    formulas = [(part, one["ms"]) for part, one in kernels if step_sources.source_of(one["name"]) == "formulas"]
     assert {part for part, _ in formulas} == {"norms"} and len(formulas) >= 4
     listed = sum(ms for _, ms in formulas)
     norms = next(row for row in record["parts"] if row["part"] == "norms")
-    unlisted = step_code.shares_of(norms)[step_code.UNLISTED] * norms["ms"]
+    unlisted = step_sources.shares_of(norms)[step_code.UNLISTED] * norms["ms"]
     assert 0.0013 < listed / record["traced"]["ms"] < 0.0019
     assert max(ms for _, ms in formulas) / record["traced"]["ms"] < 0.0006
     assert (listed + unlisted) / record["traced"]["ms"] < FORMULA_LIMIT
@@ -159,7 +160,7 @@ def test_kernels_that_run_at_once_do_not_exceed_their_part():
     def row(ms, *kernels):
         return {"ms": ms, "longest": [{"name": name, "count": 1, "ms": its} for name, its in kernels]}
 
-    alone = step_code.shares_of(row(10.0, ("rms_norm_forward_kernel", 6.0), ("nvjet_x", 2.0)))
+    alone = step_sources.shares_of(row(10.0, ("rms_norm_forward_kernel", 6.0), ("nvjet_x", 2.0)))
     assert alone == pytest.approx({"rms_norm": 0.6, "matrix products": 0.2, "unlisted": 0.2})
-    at_once = step_code.shares_of(row(10.0, ("rms_norm_forward_kernel", 12.0), ("nvjet_x", 4.0)))
+    at_once = step_sources.shares_of(row(10.0, ("rms_norm_forward_kernel", 12.0), ("nvjet_x", 4.0)))
     assert at_once == pytest.approx({"rms_norm": 0.75, "matrix products": 0.25, "unlisted": 0})

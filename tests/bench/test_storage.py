@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 
 import pytest
 
@@ -61,7 +62,8 @@ def test_a_path_over_the_training_network_is_warned_of(tmp_path, capsys, monkeyp
     monkeypatch.setattr(storage, "THREADS", (1,))
     network = ("nfs4", "nfs4 of 10.0.0.9 over eth0, a rail of the training network", True)
     monkeypatch.setattr(storage, "network_of", lambda *unused: network)
-    storage.run(tmp_path, MIB, 0.01, tmp_path / "out", "zaya bench storage", "abc")
+    settings = {"size": MIB, "seconds": 0.01, "output": tmp_path / "out", "command": "zaya bench storage"}
+    storage.run(Namespace(path=tmp_path, commit="abc", **settings))
     out = capsys.readouterr().out
     assert "WARNING: this path's traffic shares the training network" in out and network[1] in out
     assert json.loads((tmp_path / "out" / "storage.json").read_text())["over_training_network"] is True

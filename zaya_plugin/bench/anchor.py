@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from zaya_plugin.bench.options import ANCHOR, Options
+from zaya_plugin.bench.results import dtype_of, rank_device
 
 OUT_OF_MEMORY = 3  # exit code
 
@@ -32,11 +33,9 @@ def main(argv: list[str]) -> int:
     from zaya_plugin.config.compose import load_recipe
 
     recipe, options, vocabulary = load_recipe(Path(argv[0])), Options.from_json(argv[1]), int(argv[2])
-    on_cpu = recipe.cluster.device == "cpu"
-    device = torch.device("cpu") if on_cpu else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    if not on_cpu:
-        torch.cuda.set_device(device)
-    torch.distributed.init_process_group(recipe.cluster.distributed_backend, device_id=None if on_cpu else device)
+    device = rank_device(recipe)
+    of_accelerator = None if device.type == "cpu" else device
+    torch.distributed.init_process_group(recipe.cluster.distributed_backend, device_id=of_accelerator)
     try:
         result = measure(recipe, options, vocabulary, device)
     except torch.OutOfMemoryError as error:
@@ -150,8 +149,7 @@ def sharded_model(recipe, vocabulary: int, device):
     config._experts_implementation = "grouped_mm" if device.type != "cpu" else "eager"
     with torch.device("meta"):
         model = ZayaForCausalLM(config)
-    compute = torch.bfloat16 if recipe.cluster.dtype == "bf16" else torch.float32
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=dtype_of(recipe), reduce_dtype=torch.float32)
     mesh = torch.distributed.init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for layer in model.model.layers:
         if device.type != "cpu":

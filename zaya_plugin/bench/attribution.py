@@ -17,7 +17,7 @@ communication; while nothing runs, idle.
 from __future__ import annotations
 
 import re
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
@@ -180,34 +180,16 @@ def _communicates(trace: Trace, index: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Time in which nothing computes. before, after: the activities around it, None at the step's ends. communication:
-    names of running collectives.
-    """
-
-    start: float
-    end: float
-    communicating: float
-    before: Activity | None
-    after: Activity | None
-    communication: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Moments:
-    """Microseconds. parts: (forward, backward). names: by (part, name), the count and the summed duration. stretches:
-    in order of time.
-    """
+    """Microseconds. parts: (forward, backward). names: by (part, name), the count and the summed duration."""
 
     parts: dict[str, tuple[float, float]]
     names: dict[tuple[str, str], tuple[int, float]]
     hidden_communication: float
-    stretches: list[Stretch]
 
 
 def resolve(activities: Iterable[Activity], start: float, end: float) -> Moments:
     """Share out the time from `start` to `end`; all activities lie between them."""
-    activities = list(activities)
     times: dict[tuple[str, bool], float] = {}
     names: dict[tuple[str, str], tuple[int, float]] = {}
     edges = []
@@ -240,35 +222,4 @@ def resolve(activities: Iterable[Activity], start: float, end: float) -> Moments
     for (part, backward), time in times.items():
         forward_time, backward_time = parts.get(part, (0.0, 0.0))
         parts[part] = (forward_time, backward_time + time) if backward else (forward_time + time, backward_time)
-    return Moments(parts, names, hidden, stretches(activities, start, end))
-
-
-def stretches(activities: Iterable[Activity], start: float, end: float) -> list[Stretch]:
-    """Return the times between `start` and `end` in which nothing computes."""
-    computing = sorted(
-        (activity for activity in activities if not activity.communicates and activity.end > activity.start),
-        key=lambda activity: activity.start,
-    )
-    gaps, last, reached = [], None, start
-    for activity in (*computing, None):
-        begins = end if activity is None else activity.start
-        if begins > reached:
-            gaps.append((reached, begins, last, activity))
-        if activity is not None and activity.end > reached:
-            last, reached = activity, activity.end
-    others = deque(
-        sorted((activity for activity in activities if activity.communicates), key=lambda activity: activity.start)
-    )
-    results, running = [], []  # running: begun before the end of the gap, in the order of their starts
-    for begins, ends, before, after in gaps:
-        while others and others[0].start < ends:
-            running.append(others.popleft())
-        running = [activity for activity in running if activity.end > begins]
-        covered, until = 0.0, begins
-        for activity in running:
-            covered += max(0.0, min(activity.end, ends) - max(activity.start, until))
-            until = max(until, min(activity.end, ends))
-        results.append(
-            Stretch(begins, ends, covered, before, after, tuple(dict.fromkeys(activity.name for activity in running)))
-        )
-    return results
+    return Moments(parts, names, hidden)

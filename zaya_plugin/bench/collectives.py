@@ -15,10 +15,9 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from zaya_plugin.bench.probes import CHECKED_AT_ONCE, PERIOD, call_seconds, percentile
+from zaya_plugin.bench.probes import CHECKED_AT_ONCE, PERIOD, call_seconds
 from zaya_plugin.bench.results import free_bytes
 from zaya_plugin.config.schema import MachineConfig
-from zaya_plugin.plan.expected_step import between_instances, collective_seconds
 
 ELEMENT = 4  # bytes: collectives move fp32, as gradients do
 USABLE = 0.9  # of a device's free memory, for the buffers
@@ -88,13 +87,6 @@ def link_rate(machine: MachineConfig, ranks: int, stride: int = 1) -> float:
         return min(machine.link_gb_per_s, machine.devices_per_node * machine.network_gb_per_s)
     links = (ranks - 1) / (machine.devices_per_node - 1) if (machine.name or "").startswith("MI") else 1.0
     return machine.link_gb_per_s * links
-
-
-def predicted_seconds(machine: MachineConfig, op: str, partition: Partition, size: int) -> float:
-    """Return the time of one call by the model of `zaya bench expect` (plan/expected_step.py)."""
-    if op == "all_reduce" and partition.stride > 1:
-        return between_instances(machine, partition.stride, partition.ranks, size)
-    return collective_seconds(machine, partition.ranks, sent(op, partition.ranks) * size)
 
 
 def value(index, rank):
@@ -215,12 +207,15 @@ def measure(
 
 def row_of(op: str, partition: Partition, size: int, gathered: Sequence[Sequence[float]], hosts: Sequence[str]) -> dict:
     """Return a row. gathered: of every rank the seconds of its calls, and at the end its number of wrong elements."""
+    import numpy
+
     name, redop, primus_name, *whole = OPERATIONS[op]
     times, ranks = [values[:-1] for values in gathered], partition.ranks
     slowest = [max(of_call) for of_call in zip(*times, strict=True)]
-    late = [percentile(of_rank, 95) for of_rank in times]
+    late = numpy.percentile(times, 95, axis=1).tolist()
     last = late.index(max(late))
-    seconds, p50 = statistics.fmean(map(statistics.fmean, times)), percentile(slowest, 50)
+    p50, p95 = numpy.percentile(slowest, (50, 95)).tolist()
+    seconds = statistics.fmean(map(statistics.fmean, times))
     primus_bytes = size if all(whole) else size // ranks
     factor = sent(op, ranks) if op != "broadcast" else (ranks - 1) / ranks  # Primus' own
     return {
@@ -243,10 +238,10 @@ def row_of(op: str, partition: Partition, size: int, gathered: Sequence[Sequence
         "dtype": "float32",
         "repeat": 1,
         "p50_ms": 1e3 * p50,
-        "p95_ms": 1e3 * percentile(slowest, 95),
+        "p95_ms": 1e3 * p95,
         "min_ms": 1e3 * min(slowest),
         "max_ms": 1e3 * max(slowest),
         "eff_gbps": factor * primus_bytes / p50 / 1e9,
         "slowest_rank": f"r{last}@{hosts[last]}",
-        "rank_p95_spread_ms": 1e3 * (max(late) - percentile(late, 50)),
+        "rank_p95_spread_ms": 1e3 * (max(late) - statistics.median(late)),
     }

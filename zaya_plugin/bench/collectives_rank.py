@@ -16,7 +16,7 @@ from pathlib import Path
 
 from zaya_plugin.bench import collectives
 from zaya_plugin.bench.collectives import OPERATIONS, PRIMUS_COLUMNS, Partition
-from zaya_plugin.bench.results import BYTES, Column, Line, device_name, finish
+from zaya_plugin.bench.results import BYTES, Column, Line, any_wrong, device_name, finish, rank_device, table
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.whole_file import write_whole
 from zaya_plugin.pictures.chart import bytes_text
@@ -31,8 +31,14 @@ COLUMNS = (
     Column("algBw", "algBw", ".2f"),
     Column("busBw", "busBw", ".2f"),
     Column("share", "of link", ".0%"),
-    Column("predicted_us", "predicted us", ",.1f"),
     Column("#wrong", "#wrong"),
+)
+SUMMARY = (
+    Column("name", "collective"),
+    Column("group", "group"),
+    Column("saturated_size", "size", BYTES),
+    Column("busBw", "busBw", ".2f"),
+    Column("best_group", ""),
 )
 
 
@@ -65,22 +71,16 @@ def sweep(options: Namespace, world: int, of_node: int, device, machine, say) ->
                 continue  # nothing is moved
             say(f"{op}, {partition}")
             measured = collectives.measure(op, sizes(options, device.type), device, partition, group, say)
-            rows += [row | compared(op, partition, row, machine) for row in measured]
+            rows += [row_with_share(partition, row, machine) for row in measured]
         distributed.destroy_process_group(group)
     return rows
 
 
-def compared(op: str, partition: Partition, row: dict, machine) -> dict:
-    """Return the row's group, and with known rates its share of the links and the prediction."""
-    if machine is None or partition.ranks == 1:
-        return {"group": str(partition)}
-    seconds = collectives.predicted_seconds(machine, op, partition, row["size"])
-    return {
-        "group": str(partition),
-        "share": row["busBw"] / collectives.link_rate(machine, partition.ranks, partition.stride),
-        "predicted_us": 1e6 * seconds,
-        "predicted_busBw": collectives.sent(op, partition.ranks) * row["size"] / seconds / 1e9,
-    }
+def row_with_share(partition: Partition, row: dict, machine) -> dict:
+    """Return the row with its group, and with known rates its share of the links."""
+    known = machine is not None and partition.ranks > 1
+    limit = collectives.link_rate(machine, partition.ranks, partition.stride) if known else None
+    return {**row, "group": str(partition), "share": limit and row["busBw"] / limit}
 
 
 def summary(rows: Sequence[dict]) -> list[dict]:
@@ -91,34 +91,32 @@ def summary(rows: Sequence[dict]) -> list[dict]:
     for row in rows:
         if row["stride"] == 1:
             best[row["name"]] = max(best.get(row["name"], 0.0), row["busBw"])
-    groups = groupby((row for row in rows if row["gpus"] > 1), lambda row: (row["name"], row["group"]))
+    groups = groupby((row for row in rows if row["gpus"] > 1), lambda row: (row["name"], row["group"], row["stride"]))
     results = []
-    for (name, group), of_rows in groups:
+    for (name, group, stride), of_rows in groups:
         of_group = list(of_rows)
         rate = max(row["busBw"] for row in of_group)
-        results.append(
-            {
-                "name": name,
-                "group": group,
-                "busBw": rate,
-                "saturated_size": saturation(of_group),
-                "best_group": rate == best[name] and of_group[0]["stride"] == 1,
-                "sizes": [row["size"] for row in of_group],
-                "rates": [row["busBw"] for row in of_group],
-            }
-        )
+        is_best = "*" if rate == best[name] and stride == 1 else ""
+        size = saturation(of_group)
+        results.append({"name": name, "group": group, "saturated_size": size, "busBw": rate, "best_group": is_best})
     return results
+
+
+def picture(rows: Sequence[dict], device: str, of_node: int) -> dict:
+    """Return title and lines: a line for each collective, of the largest group of neighbours that was measured."""
+    most = max(row["gpus"] for row in rows if row["stride"] == 1)
+    of_most = [row for row in rows if (row["gpus"], row["stride"]) == (most, 1)]
+    lines = []
+    for name, of_rows in groupby(of_most, lambda row: row["name"]):
+        sizes, rates = zip(*((row["size"], row["busBw"]) for row in of_rows), strict=True)
+        lines.append(Line(name, sizes, rates))
+    place = "one node" if most <= of_node else f"{most // of_node} nodes"
+    return {"title": f"Collectives of {Partition(most)} on {place}, {device}", "lines": lines}
 
 
 def report(rows: list[dict], options: Namespace, output: Path, world: int, of_node: int, device, machine) -> None:
     """Print and write the results of rank 0."""
     groups, plans = summary(rows), recommended(rows, of_node)
-    most = str(Partition(max(row["gpus"] for row in rows if row["stride"] == 1)))
-    lines = [
-        Line(f"{entry['name']}, {entry['group']}", entry["sizes"], entry["rates"])
-        for entry in groups
-        if entry["group"] == most or entry["name"] == "ReduceScatter"
-    ]
     finish(
         "collectives",
         rows,
@@ -127,26 +125,19 @@ def report(rows: list[dict], options: Namespace, output: Path, world: int, of_no
         command=options.command,
         commit=options.commit,
         output=output,
-        title=f"Collectives, {world} ranks, {of_node} a node",
-        lines=lines,
+        **picture(rows, device_name(device), of_node),
         x="bytes",
         y="busBw, GB/s",
         limit=(f"links of {machine.name}", collectives.link_rate(machine, of_node)) if machine else None,
         more={"world": world, "ranks_of_node": of_node, "groups": groups, "bucket_plan": plans},
     )
     print(f"\nSmallest size with {SATURATED:.0%} of the best rate (*: the best number of ranks):")
-    for entry in groups:
-        print(
-            f"  {entry['name']:14}{entry['group']:24}{bytes_text(entry['saturated_size']):>10}"
-            f"{entry['busBw']:9.2f} GB/s{' *' if entry['best_group'] else ''}"
-        )
+    print(table(groups, SUMMARY))
     for plan in plans:
-        predicted = plan["predicted_bucket_bytes"]
         print(
             f"{plan['ranks']} data-parallel ranks: ddp_bucket_size={plan['ddp_bucket_size']} "
-            f"({bytes_text(plan['bucket_bytes'])} of fp32 gradients"
-            + (f"; {bytes_text(predicted)} by the prediction" if predicted else "")
-            + f"), num_distributed_optimizer_instances={plan['num_distributed_optimizer_instances']}"
+            f"({bytes_text(plan['bucket_bytes'])} of fp32 gradients), "
+            f"num_distributed_optimizer_instances={plan['num_distributed_optimizer_instances']}"
             + ("; the rate still rises at the largest size" if plan["still_rising"] else "")
         )
     if plans:
@@ -171,7 +162,6 @@ def write_table(path: Path, rows: Sequence[dict], options: Namespace, world: int
 
 def main(argv: list[str]) -> int:
     """Run one rank; return the exit code."""
-    import torch
     from torch import distributed
 
     from zaya_plugin.config.compose import load_recipe
@@ -179,10 +169,7 @@ def main(argv: list[str]) -> int:
     recipe, options = load_recipe(Path(argv[0])), Namespace(**json.loads(argv[1]))
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     of_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    device = torch.device("cpu")
-    if recipe.cluster.device != "cpu":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+    device = rank_device(recipe)
     machine = recipe.machine if recipe.machine.name else None
     if machine and (device.type == "cpu" or machine.name not in device_name(device)):
         machine = None  # the recipe's rates are another device's
@@ -202,10 +189,7 @@ def main(argv: list[str]) -> int:
         return 2
     finally:
         distributed.destroy_process_group()
-    wrong = sum(row["#wrong"] > 0 for row in rows)
-    if wrong and rank == 0:
-        print(f"WRONG RESULTS: {wrong} of {len(rows)} rows; see column #wrong", file=sys.stderr)
-    return int(wrong > 0)
+    return any_wrong(rows, "#wrong") if rank == 0 else 0
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from zaya_plugin.bench.options import with_data_path
 from zaya_plugin.bench.probes import ON_ACCELERATOR, ON_CPU, product
-from zaya_plugin.bench.results import WRONG, Column, Line, any_wrong, device_name, finish, only_device
+from zaya_plugin.bench.results import WRONG, Column, Line, any_wrong, device_name, dtype_of, finish, only_device
 from zaya_plugin.plan.products import DIRECTIONS, Product, square_product
 
 if TYPE_CHECKING:
@@ -42,13 +42,6 @@ def products_of(overrides: list[str]) -> tuple[list[Product], Recipe]:
         dtype_bytes = 4 if optim.muon_dtype == "fp32" else 2
         listed += products.update_products(shape, layout, dtype_bytes, optim.muon_split_gate_up, optim.muon_steps)
     return listed, recipe
-
-
-def dtype_of(recipe: Recipe):
-    """Return the dtype of the recipe's products."""
-    import torch
-
-    return torch.bfloat16 if recipe.cluster.dtype == "bf16" else torch.float32
 
 
 def run(options) -> int:

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from zaya_plugin.plan.products import Product, square_product
@@ -178,10 +177,3 @@ def call_seconds(call: Callable[[], object], device, calls: int) -> list[float]:
             event.record()
         torch.cuda.synchronize()
     return [a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:], strict=False)]
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the percentile with linear interpolation between neighbours."""
-    ordered, place = sorted(values), (len(values) - 1) * percent / 100
-    low = math.floor(place)
-    return ordered[low] + (place - low) * (ordered[math.ceil(place)] - ordered[low])

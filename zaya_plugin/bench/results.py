@@ -5,18 +5,23 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zaya_plugin import __version__
 from zaya_plugin.ground.errors import free_memory, mistake
 from zaya_plugin.ground.whole_file import write_whole
 from zaya_plugin.pictures.chart import Line, bytes_text, save_of_record
 from zaya_plugin.plan.known_machine import named
+
+if TYPE_CHECKING:
+    from zaya_plugin.config.schema import Recipe
 
 BYTES = "bytes"
 CPU_NAME = f"CPU {platform.processor() or platform.machine()}"
@@ -41,10 +46,12 @@ class Column:
 WRONG = Column("wrong", "wrong")  # elements of a result
 
 
-def any_wrong(rows: Sequence[dict]) -> int:
-    """Return the exit code of a measurement: 1 where a result is wrong, with a line about it."""
-    if wrong := [row for row in rows if row["wrong"]]:
-        print(f"WRONG RESULTS: {len(wrong)} of {len(rows)} rows; see column {WRONG.title}", file=sys.stderr)
+def any_wrong(rows: Sequence[dict], key: str = WRONG.key) -> int:
+    """Return the exit code of a measurement: 1 where a result is wrong, with a line about it. key: of the number of
+    wrong elements.
+    """
+    if wrong := [row for row in rows if row[key]]:
+        print(f"WRONG RESULTS: {len(wrong)} of {len(rows)} rows; see column {key}", file=sys.stderr)
     return int(bool(wrong))
 
 
@@ -130,6 +137,24 @@ def only_device(kind: str = "auto"):
     if kind == "cuda":
         raise mistake("cluster.device", kind, problem="torch finds no accelerator", fix="cluster=cpu")
     return torch.device("cpu")
+
+
+def rank_device(recipe: Recipe):
+    """Return the torch.device of this rank, which becomes the current one."""
+    import torch
+
+    if recipe.cluster.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+def dtype_of(recipe: Recipe):
+    """Return the dtype of the recipe's products."""
+    import torch
+
+    return torch.bfloat16 if recipe.cluster.dtype == "bf16" else torch.float32
 
 
 def free_bytes(device) -> int:

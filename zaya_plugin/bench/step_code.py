@@ -1,48 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says which code a step's time is spent in, and which of it ships as verified bytes.
+"""Says which code of a step ships as verified bytes: the shipped library or objects, what Triton and inductor compile
+at the site, or a library of the container.
 
-A record of `zaya bench step` has the longest kernels of each part by name, and a name gives the kernel's source: an
-operator of hip_ops, or the job of a library. `by_source` carries the shares inside each part over to a prediction of
-`zaya plan run`; there another version of the operator, or another library with the same job, takes the kernel's
-place. `by_code` says what the code of each source is on an AMD device: the shipped library or objects, what Triton and
-inductor compile at the site, or a library of the container.
-
-`mi300x_step.json`, which tests/bench/test_step_code.py computes, has the prediction for 8 MI300X; `zaya doctor` prints
-it, because records are not in the package.
+`mi300x_step.json` has the time of a predicted step on 8 MI300X by source (tools/step_sources.py computes it); `zaya
+doctor` prints it, because records are not in the package.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from zaya_plugin.plan.step_source import PARTS_WITHOUT_COLLECTIVES
-
 STORED = Path(__file__).parent / "mi300x_step.json"
-# Names of kernels -> their source: a folder of hip_ops/ops, or the job of a library; the first row that matches counts.
-SOURCES = tuple(
-    (re.compile(pattern, re.IGNORECASE), source)
-    for pattern, source in (
-        (r"^triton_(poi|per|red|tem|for)_", "formulas"),
-        (r"grouped_|quack.*gemm", "grouped_product"),
-        (r"rms_norm_\w*kernel|^ho_\w*(rms|layer)_norm", "rms_norm"),
-        (r"cca_prologue", "cca_prologue"),
-        (r"router_mlp", "router_mlp"),
-        (r"expert_\w*kernel|^ho_(expert|gather_rows)_", "expert_permutation"),
-        (r"weighted_swiglu", "weighted_swiglu"),
-        (r"row_(gradient|statistics)_|exponentials_kernel|finish_gradient|^ho_overwrite_with_", "linear_cross_entropy"),
-        (r"symmetric_product|pointer_product|^normalise_kernel|^ho_(symmetric|general|start)_", "newton_schulz"),
-        (r"muon_", "muon"),
-        (r"(add|join)_runs", "embedding_gradient"),
-        (r"add_gradient_", "gradient_addition"),
-        (r"cudnn|flash|fmha|sdpa|attn", "attention"),
-        (r"nvjet|cublas|cutlass|gemm|splitK|^Cijk_", "matrix products"),
-        (r"^nccl|ncclDevKernel|rccl|Memcpy PtoP", "collectives"),
-    )
-)
 TORCH, UNLISTED = "torch", "unlisted"  # torch's own kernels; kernels that were too short for the record
 # The code of a source that is no operator, on ROCm.
 LIBRARIES = {
@@ -61,46 +31,6 @@ AT_THE_SITE = {
     "compiled": LIBRARIES["formulas"],
     "reference": LIBRARIES[TORCH],
 }
-
-
-def source_of(kernel: str) -> str:
-    """Return the source of a kernel by its name in a trace."""
-    return next((source for pattern, source in SOURCES if pattern.search(kernel)), TORCH)
-
-
-def shares_of(row: Mapping) -> dict[str, float]:
-    """Return the share of each source in the time of a record's part; they add up to 1."""
-    times: Counter[str] = Counter()
-    for kernel in row["longest"]:
-        times[source_of(kernel["name"])] += kernel["ms"]
-    whole = max(row["ms"], sum(times.values()))  # kernels that run at once add up to more than the part
-    times[UNLISTED] = whole - sum(times.values())
-    return {source: ms / whole for source, ms in times.items()}
-
-
-def by_source(result: Mapping, record: Mapping) -> dict[str, float]:
-    """Return the milliseconds of a predicted step by source, the longest first; they add up to the step.
-
-    result: of `prediction.predict` from `record`, as JSON values. What has no part in the record (kernels slowed by collectives, recomputation) is
-    spread over the kernels of the passes.
-    """
-    shares = {row["part"]: shares_of(row) for row in record["parts"] if row["ms"]}
-    times: Counter[str] = Counter()
-    passes: Counter[str] = Counter()
-    spread = 0.0
-    for row in result["parts"]:
-        if row["part"] not in shares:
-            spread += row["ms"]
-            continue
-        for source, share in shares[row["part"]].items():
-            times[source] += row["ms"] * share
-            if row["part"] not in PARTS_WITHOUT_COLLECTIVES:
-                passes[source] += row["ms"] * share
-    whole = sum(passes.values())
-    for source, ms in passes.items():
-        times[source] += spread * ms / whole
-    times["collectives"] += result["step"]["exposed_communication_ms"]
-    return dict(times.most_common())
 
 
 def by_code(
@@ -134,15 +64,3 @@ def by_code(
 def stored() -> dict:
     """Return the stored prediction: from, on, step_ms, and `ms` by source."""
     return json.loads(STORED.read_text())
-
-
-def to_store(result: Mapping, record: Mapping) -> dict:
-    """Return what `stored` reads, in hundredths of a millisecond."""
-    times = {source: round(ms, 2) for source, ms in by_source(result, record).items()}
-    return {
-        "prediction": True,
-        "from": {name: result["from"][name] for name in ("device", "date", "commit")},
-        "on": {name: result["on"][name] for name in ("cluster", "devices")},
-        "step_ms": round(result["step"]["ms"], 2),
-        "ms": times,
-    }

@@ -5,7 +5,6 @@ a rank of training.
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from contextlib import ExitStack, suppress
@@ -42,13 +41,9 @@ def measure(options: Options, recipe, rank: int, world_size: int, console) -> No
     from zaya_plugin.training.lifecycle import Lifecycle
     from zaya_plugin.training.metrics import Reporter
 
-    device = torch.device("cpu")
-    if recipe.cluster.device != "cpu":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dtype = torch.bfloat16 if recipe.cluster.dtype == "bf16" else torch.float32
+    device = results.rank_device(recipe)
     say("measuring the device's rates of a matrix product and of a copy")
-    rates = probes.measure(device, dtype)
+    rates = probes.measure(device, results.dtype_of(recipe))
     run_dir = Path(recipe.run_dir)
 
     class StepLines(Reporter):

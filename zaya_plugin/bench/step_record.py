@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from zaya_plugin.bench import attribution, trace
-from zaya_plugin.bench.attribution import Stretch, resolve
+from zaya_plugin.bench.attribution import resolve
 from zaya_plugin.bench.options import Options
 from zaya_plugin.bench.probes import Rates
 from zaya_plugin.bench.results import surroundings
@@ -23,7 +23,6 @@ from zaya_plugin.plan.step_source import NOT_COMPUTING, SCHEMA
 from zaya_plugin.plan.step_work import OptimizerShare, Rank, step_work
 
 KERNELS_SHOWN = 8  # of each part, the longest
-STRETCHES_SHOWN = 16  # without computation, the longest
 WAITING = ("Synchronize", "cudaMemcpy", "hipMemcpy")  # in the names of calls that wait for the device
 LAUNCHES = ("LaunchKernel", "LaunchCooperativeKernel", "GraphLaunch")
 
@@ -107,8 +106,8 @@ def with_breakdown(record: dict, session, recipe, kept: Path | None) -> dict:
 
 
 def breakdown(activities, start: float, end: float, work: dict, gemm: float, copy: float) -> dict:
-    """Return {"parts": [...], "hidden_communication_ms", "not_computing"} from activities in microseconds, work by part
-    and the two rates.
+    """Return {"parts": [...], "hidden_communication_ms"} from activities in microseconds, work by part and the two
+    rates.
     """
     moments, whole = resolve(activities, start, end), end - start
     rows = []
@@ -142,28 +141,7 @@ def breakdown(activities, start: float, end: float, work: dict, gemm: float, cop
                 ],
             }
         )
-    longest = sorted(moments.stretches, key=lambda stretch: stretch.start - stretch.end)[:STRETCHES_SHOWN]
-    return {
-        "parts": rows,
-        "hidden_communication_ms": moments.hidden_communication / 1e3,
-        "not_computing": [stretch_of(stretch, start) for stretch in longest],
-    }
-
-
-def stretch_of(stretch: Stretch, start: float) -> dict:
-    """Return one stretch for the record; times are milliseconds from `start`, the beginning of the step."""
-    sides = {"before": stretch.before, "after": stretch.after}
-    ends = {
-        name: side and {"part": side.part, "backward": side.backward, "name": side.name[:160]}
-        for name, side in sides.items()
-    }
-    return {
-        "at_ms": (stretch.start - start) / 1e3,
-        "ms": (stretch.end - stretch.start) / 1e3,
-        "communication_ms": stretch.communicating / 1e3,
-        **ends,
-        "communication": [name[:160] for name in stretch.communication],
-    }
+    return {"parts": rows, "hidden_communication_ms": moments.hidden_communication / 1e3}
 
 
 def host_microseconds(traced: trace.Trace, start: float, end: float) -> float:

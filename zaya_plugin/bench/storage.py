@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from zaya_plugin.bench.probes import percentile
 from zaya_plugin.ground.errors import check_space, mistake
 
 BLOCK = 2**20  # bytes of a sequential access
@@ -111,27 +110,33 @@ def measure(folder: Path, size: int, seconds: float, say: Say) -> list[dict]:
 
 def row_of(access: str, times: Sequence[float], threads: int) -> dict:
     """Return the row of accesses of a page by `threads`. times: seconds of each access, of all threads."""
+    import numpy
+
     iops = threads * len(times) / sum(times)
+    p50, p99 = numpy.percentile(times, (50, 99)).tolist()
     return {
         "access": access,
         "block": PAGE,
         "threads": threads,
         "iops": iops,
         "mb_per_s": PAGE * iops / 1e6,
-        "p50_ms": 1e3 * percentile(times, 50),
-        "p99_ms": 1e3 * percentile(times, 99),
+        "p50_ms": 1e3 * p50,
+        "p99_ms": 1e3 * p99,
         "max_ms": 1e3 * max(times),
     }
 
 
-def run(folder: Path, size: int, seconds: float, output: Path, command: str, commit: str | None) -> None:
-    """`zaya bench storage`."""
+def run(options) -> None:
+    """`zaya bench storage`. options: path, size and seconds as in `measure`, output, commit and command."""
     import torch
 
     from zaya_plugin.bench.results import BYTES, Column, Line, finish
 
+    folder, size = options.path, options.size
+    if size < BLOCK:
+        raise mistake("--size", size, problem="is too small to measure", allowed="1M or more")
     kind, network, shared = network_of(folder.absolute(), ROOT)
-    rows = measure(folder, size, seconds, lambda text: print(f"bench: {text}", file=sys.stderr, flush=True))
+    rows = measure(folder, size, options.seconds, lambda text: print(f"bench: {text}", file=sys.stderr, flush=True))
     reads = [row for row in rows if row["access"] == "random read"]
     finish(
         "storage",
@@ -147,9 +152,9 @@ def run(folder: Path, size: int, seconds: float, output: Path, command: str, com
             Column("max_ms", "max ms", ".3f"),
         ),
         device=torch.device("cpu"),
-        command=command,
-        commit=commit,
-        output=output,
+        command=options.command,
+        commit=options.commit,
+        output=options.output,
         title=f"Storage, {kind or 'unknown file system'} of {folder}, a file of {size / 2**30:.3g} GiB",
         lines=[Line("random reads of 4 KiB", [row["threads"] for row in reads], [row["iops"] for row in reads])],
         x="threads",

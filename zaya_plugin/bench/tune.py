@@ -23,9 +23,9 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from zaya_plugin.bench.gemm import CALLS, dtype_of, products_of
+from zaya_plugin.bench.gemm import CALLS, products_of
 from zaya_plugin.bench.probes import product
-from zaya_plugin.bench.results import WRONG, Column, Line, any_wrong, device_name, finish, only_device
+from zaya_plugin.bench.results import WRONG, Column, Line, any_wrong, device_name, dtype_of, finish, only_device
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.plan.products import Product
 

@@ -28,9 +28,9 @@ KEYS = ("ddp_bucket_size", "num_distributed_optimizer_instances")
 Rows = Sequence[Mapping[str, Any]]
 
 
-def saturation(rows: Rows, rate: str = "busBw") -> int | None:
-    """Return the smallest size whose rate is SATURATED of the best one; None without rows that have a rate."""
-    rates = {row["size"]: row[rate] for row in rows if row.get(rate)}
+def saturation(rows: Rows) -> int | None:
+    """Return the smallest size whose busBw is SATURATED of the best one; None without rows."""
+    rates = {row["size"]: row["busBw"] for row in rows}
     return min((size for size in rates if rates[size] >= SATURATED * max(rates.values())), default=None)
 
 
@@ -79,7 +79,6 @@ def recommended(rows: Rows, node: int) -> list[dict[str, Any]]:
                 "ddp_bucket_size": min(size // GRADIENT_BYTES, MOST_ELEMENTS),
                 "num_distributed_optimizer_instances": instances,
                 "still_rising": size == max(row["size"] for row in reduced),
-                "predicted_bucket_bytes": saturation(reduced, "predicted_busBw"),
                 "ms_per_gb": {str(count): 1e3 * cost for count, (cost, *_) in options.items()},
             }
         )
