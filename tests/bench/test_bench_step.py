@@ -3,10 +3,7 @@
 
 import gzip
 import json
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -108,35 +105,6 @@ def test_two_ranks_without_an_optimizer_compared_with_transformers(tmp_path):
     )
     assert abs(anchor["loss"] - 6.24) < 0.5  # fresh weights: ln 512
     assert "no optimizer" in anchor["what"] and f"ours / theirs: {anchor['ratio']:.3f}" in done.stdout
-
-
-@pytest.mark.slow
-def test_ranks_of_an_outer_launcher_leave_their_memory_to_the_anchor(tmp_path):
-    """Under torchrun every rank measures in a process of its own, and the anchor's ranks do too."""
-    words = ("bench", "step", *SMALL, "--steps=1", f"--output={tmp_path}", "--anchor=transformers")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "zaya_plugin.cli",
-        *words,
-    ]
-    done = subprocess.run(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=800,
-    )
-    assert done.returncode == 0, done.stdout
-    found = checked(tmp_path, ranks=2, steps=1)
-    assert found["step"]["optimizer"] and "AdamW" in found["anchor"]["what"] and found["anchor"]["ratio"] > 0
-    assert done.stdout.count("ours / theirs") == 1
 
 
 def test_a_user_reads_what_to_mend(tmp_path):

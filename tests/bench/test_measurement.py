@@ -141,6 +141,14 @@ def test_what_stops_a_measurement_stops_its_dry_run_before_a_rank_starts(tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+def test_the_anchor_needs_ranks_that_the_command_starts(monkeypatch, capsys):
+    outer = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in outer.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["bench", "step", "experiment=cpu_demo", "--random-tokens=512", "--anchor=transformers"]) == 2
+    assert "--anchor=transformers: its ranks start after those of the step" in capsys.readouterr().err
+
+
 @pytest.fixture
 def record():
     activities = [

@@ -44,6 +44,11 @@ def products_of(overrides: list[str]) -> tuple[list[Product], Recipe]:
     return listed, recipe
 
 
+def line_of(name: str, rows: list[dict], joined: bool = True) -> Line:
+    """Return the line of rates over operations."""
+    return Line(name, [row["gflop"] for row in rows], [row["tflops"] for row in rows], joined)
+
+
 def run(options) -> int:
     """Measure; return 1 where a result is wrong. options: overrides of the recipe, output, commit and command."""
     listed, recipe = products_of(options.overrides)
@@ -74,16 +79,10 @@ def run(options) -> int:
     best = max(row["tflops"] for row in squares)
     saturated = next(row["gflop"] for row in squares if row["tflops"] >= SATURATED * best)
     own_rows = [row for row in rows[len(squares) :] if row["multiple"] is None]
-    points = {
-        direction: [row for row in own_rows if row["direction"] == direction]
-        for direction in dict.fromkeys(row["direction"] for row in own_rows)
-    }
-    lines = [Line("square products", [row["gflop"] for row in squares], [row["tflops"] for row in squares])]
-    for direction, of_direction in points.items():
-        gflop, tflops = ([row[key] for row in of_direction] for key in ("gflop", "tflops"))
-        lines.append(
-            Line(direction if direction in DIRECTIONS else f"Newton-Schulz, {direction}", gflop, tflops, False)
-        )
+    lines = [line_of("square products", squares)]
+    for direction in dict.fromkeys(row["direction"] for row in own_rows):
+        name = direction if direction in DIRECTIONS else f"Newton-Schulz, {direction}"
+        lines.append(line_of(name, [row for row in own_rows if row["direction"] == direction], joined=False))
     finish(
         "gemm",
         rows,

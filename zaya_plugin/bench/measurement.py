@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,37 +39,32 @@ def run(recipe: Recipe, options: Options) -> int:
     plan = make_plan(recipe, os.environ, ("zaya_plugin.bench.step_rank", options.to_json()))
     if options.anchor is not None:
         check_anchor(recipe.model.normalization)
+        if plan.command is None:
+            problem = f"its ranks start after those of the step, and {plan.started_by} starts ranks once"
+            allowed = "in a command that starts its ranks itself, on one node"
+            raise mistake("--anchor", options.anchor, problem=problem, allowed=allowed, fix="nproc=<devices>")
     rows = options.random_tokens or None
     return launch(recipe, verbose=True, plan=plan, vocabulary=rows, run=partial(_measure, options))
 
 
 def _measure(options: Options, recipe: Recipe, plan: Plan) -> int:
     """Run the ranks of `plan`, then the anchor's."""
-    from zaya_plugin.run import launch, rank_plan
+    from zaya_plugin.run.rank_plan import command
 
     run_dir = Path(recipe.run_dir)
     if plan.rank == 0:
         for left in (RECORD, ANCHOR):  # of an earlier run
             (run_dir / left).unlink(missing_ok=True)
-    if plan.command is None and options.anchor is None:
-        return launch.become_rank(recipe, plan)
-    code = launch.run_ranks(plan, run_dir / "logs").code if plan.command else own_process(recipe, plan, 0)
+    code = _run_ranks(recipe, plan)
     if code or options.anchor is None:
         return code
+    print(f"bench: the anchor, {options.anchor}: building and compiling takes a while", flush=True)
     vocabulary = json.loads((run_dir / RECORD).read_text())["model"]["vocab_size"]
-    if plan.rank == 0:
-        print(f"bench: the anchor, {options.anchor}: building and compiling takes a while", flush=True)
     worker = ("zaya_plugin.bench.anchor", options.to_json(), str(vocabulary))
-    anchor = replace(plan, worker=worker)
-    if plan.command is None:
-        code = own_process(recipe, anchor, 1)
-    else:
-        anchor = replace(anchor, command=rank_plan.command(recipe, plan.world_size, worker))
-        code = launch.run_ranks(anchor, run_dir / "logs").code
+    code = _run_ranks(recipe, replace(plan, worker=worker, command=command(recipe, plan.world_size, worker)))
     if (run_dir / ANCHOR).is_file():  # out of memory is a result too
-        code = 0
-    if plan.rank == 0 and code == 0:
         print(step_report.anchor_text(add_anchor(run_dir)), flush=True)
+        return 0
     return code
 
 
@@ -120,26 +113,6 @@ def check_anchor(normalization: str) -> None:
         raise mistake(
             "--anchor", "transformers", problem=problem, allowed="5.13 or later", fix="pip install 'transformers>=5.13'"
         )
-
-
-def own_process(recipe: Recipe, plan: Plan, port: int) -> int:
-    """Run this rank of an outer launcher as a child process, whose memory is free afterwards, and return its exit code.
-
-    port: added to the launcher's, whose store still holds the keys of the process before.
-    """
-    import tempfile
-
-    from zaya_plugin.config.compose import save_recipe
-
-    environment = {**os.environ, **plan.environment}
-    environment["MASTER_PORT"] = str(int(environment["MASTER_PORT"]) + port)
-    if port:
-        environment["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    module, *further = plan.worker
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "recipe.yaml"
-        save_recipe(recipe, path)
-        return subprocess.run([sys.executable, "-m", module, str(path), *further], env=environment).returncode
 
 
 def add_anchor(run_dir: Path) -> dict:
