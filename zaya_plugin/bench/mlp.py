@@ -75,7 +75,7 @@ def run(options) -> int:
             flops = passes * 4.0 * layers * count * hidden * ffn
             rate = flops / time / 1e12
             row = {"pass": name, "tokens": count, "gflop": flops / 1e9, "ms": 1e3 * time, "tflops": rate}
-            rows.append({**row, "share": rate / YARDSTICK, "wrong": 0})
+            rows.append({**row, "share": rate / YARDSTICK})
     rows[-1]["wrong"] = wrong_elements(weights, step, x)
     finish(
         "mlp",
@@ -103,4 +103,4 @@ def run(options) -> int:
         limit=("750 PFLOP/s of 1,024 MI300X", YARDSTICK),
         more={"hidden": hidden, "ffn": ffn, "layers": layers},
     )
-    return any_wrong(rows)
+    return any_wrong(rows[-1:])

@@ -183,7 +183,7 @@ def obstacle(source: Source, recipe: Recipe) -> str | None:
     name, stages = recipe.machine.name, recipe.parallel.pipeline_model_parallel_size
     fix = "measure one (zaya bench step), and give its step.json: zaya plan run --from step.json"
     if recipe.cluster.device == "cpu":
-        return f"no rates of a CPU are known: {fix}"
+        return "no rates of a CPU are known: choose the cluster recipe of a device, such as cluster=h200_8"
     if source.gemm is None and processor_of(name) is None:
         return f"machine.name={name or 'null'} is not a device with known rates: {fix}"
     if stages > 1:

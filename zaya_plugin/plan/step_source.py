@@ -80,13 +80,14 @@ class Source:
 def load(path: Path) -> dict:
     """Return the record in a step.json; raises ValueError for any other file."""
     problem = "not a step.json of `zaya bench step` on an accelerator with the traced step's parts"
+    fix = "zaya bench step RECIPE... on an accelerator writes one"
     try:
         record = json.loads(path.read_text())
         if record["schema"] == SCHEMA and record["parts"] and record["traced"]["source"] == "kernels":
             return record
     except (OSError, KeyError, TypeError, ValueError) as error:
         problem += f" ({type(error).__name__}: {error})"
-    raise mistake(str(path), problem=problem)
+    raise mistake(str(path), problem=problem, fix=fix)
 
 
 def recorded_recipe(record: dict) -> Recipe:
