@@ -10,8 +10,9 @@ import torch.distributed as distributed
 
 from tests.running import zaya
 from zaya_plugin.bench import collectives, collectives_rank
-from zaya_plugin.bench.collectives import OPERATIONS, PRIMUS_COLUMNS, Partition, link_rate, partitions, row_of
+from zaya_plugin.bench.collectives import OPERATIONS, PRIMUS_COLUMNS, Partition, partitions, row_of
 from zaya_plugin.config.schema import MachineConfig
+from zaya_plugin.plan.expected_step import collective_seconds, link_rate
 
 RCCL_TESTS = ["size", "type", "redop", "time", "algBw", "busBw", "#wrong", "gpus", "name"]
 SWEEP = Namespace(least=1024, most=0, factor=4, command="zaya bench collectives")
@@ -99,6 +100,7 @@ def test_groups_within_nodes_of_whole_nodes_and_of_one_rank_a_node():
 def test_the_ceiling_is_the_links_of_the_group():
     xgmi = MachineConfig(name="MI300X", link_gb_per_s=336, network_gb_per_s=50)
     assert [link_rate(xgmi, ranks) for ranks in (2, 8, 16)] == [48, 336, 336] and link_rate(xgmi, 4, 8) == 50
+    assert collective_seconds(xgmi, 2, 17.68e9) == pytest.approx(0.3684, rel=1e-3), "ZAYA1's gradients by one link"
     switch = MachineConfig(name="H200", link_gb_per_s=344, network_gb_per_s=50)
     assert [link_rate(switch, 2), link_rate(switch, 4, 2)] == [344, 344]
 

@@ -88,6 +88,8 @@ def test_a_stage_of_a_curriculum_has_the_marks_of_its_own_steps(tmp_path):
         ([step(1)], 0, "running"),
         ([step(1)], 999, "stopped"),
         ([step(1, step_s=60)], 999, "running"),
+        ([step(1, step_s=None)], 999, "stopped"),
+        ([step(1, step_s="slow")], 999, "stopped"),
         ([step(100)], 999, "finished"),
     ],
 )

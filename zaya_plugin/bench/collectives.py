@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from zaya_plugin.bench.probes import CHECKED_AT_ONCE, PERIOD, call_seconds
 from zaya_plugin.bench.results import free_bytes
-from zaya_plugin.config.schema import MachineConfig
 
 ELEMENT = 4  # bytes: collectives move fp32, as gradients do
 USABLE = 0.9  # of a device's free memory, for the buffers
@@ -73,20 +72,6 @@ def partitions(world: int, of_node: int) -> list[Partition]:
     )
     one_a_node = [Partition(count, world // count) for count in nodes[1:] if of_node > 1]
     return [*map(Partition, within), *(Partition(of_node * count) for count in nodes[1:]), *one_a_node]
-
-
-def link_rate(machine: MachineConfig, ranks: int, stride: int = 1) -> float:
-    """Return the GB/s that a device of a group can send, the ceiling of busBw.
-
-    xGMI has a link to each other device of the node, so fewer devices have fewer links. A group of whole nodes crosses
-    each node's border with all its NICs; of one rank a node each has its own.
-    """
-    if stride > 1:
-        return machine.network_gb_per_s if stride >= machine.devices_per_node else machine.link_gb_per_s
-    if ranks > machine.devices_per_node:
-        return min(machine.link_gb_per_s, machine.devices_per_node * machine.network_gb_per_s)
-    links = (ranks - 1) / (machine.devices_per_node - 1) if (machine.name or "").startswith("MI") else 1.0
-    return machine.link_gb_per_s * links
 
 
 def value(index, rank):

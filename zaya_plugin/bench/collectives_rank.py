@@ -21,6 +21,7 @@ from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.whole_file import write_whole
 from zaya_plugin.pictures.chart import bytes_text
 from zaya_plugin.plan.bucket_plan import SATURATED, recommended, saturation
+from zaya_plugin.plan.expected_step import link_rate
 
 LARGEST = {"cpu": 4 * 2**20, "cuda": 8 * 2**30}  # bytes, without --max-bytes
 COLUMNS = (
@@ -79,7 +80,7 @@ def sweep(options: Namespace, world: int, of_node: int, device, machine, say) ->
 def row_with_share(partition: Partition, row: dict, machine) -> dict:
     """Return the row with its group, and with known rates its share of the links."""
     known = machine is not None and partition.ranks > 1
-    limit = collectives.link_rate(machine, partition.ranks, partition.stride) if known else None
+    limit = link_rate(machine, partition.ranks, partition.stride) if known else None
     return {**row, "group": str(partition), "share": limit and row["busBw"] / limit}
 
 
@@ -128,7 +129,7 @@ def report(rows: list[dict], options: Namespace, output: Path, world: int, of_no
         **picture(rows, device_name(device), of_node),
         x="bytes",
         y="busBw, GB/s",
-        limit=(f"links of {machine.name}", collectives.link_rate(machine, of_node)) if machine else None,
+        limit=(f"links of {machine.name}", link_rate(machine, of_node)) if machine else None,
         more={"world": world, "ranks_of_node": of_node, "groups": groups, "bucket_plan": plans},
     )
     print(f"\nSmallest size with {SATURATED:.0%} of the best rate (*: the best number of ranks):")

@@ -112,7 +112,7 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
                 "-" if row["loss"] is None else f"{row['loss']:.4f}",
                 "-" if row["tokens/s"] is None else f"{row['tokens/s']:,.0f}",
                 " ".join(
-                    f"{end if ends[end := key.rpartition('.')[2]] == 1 else key}={as_typed(value)}"
+                    f"{end if ends[end := key.rpartition('.')[2]] == 1 and end != 'name' else key}={as_typed(value)}"
                     for key, value in row["differs"].items()
                 ),
             )

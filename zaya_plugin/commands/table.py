@@ -198,7 +198,9 @@ def unknown(command: str, name: str) -> ValueError:
     elsewhere = {row.rpartition(" ")[2]: f"zaya {row}" for row in COMMANDS if " " in row}
     elsewhere |= {row: f"zaya {row}" for row in COMMANDS if " " not in row}
     fix = f"{command} --help"
-    if name in elsewhere:
+    if f"{name}s" in known:
+        fix = f"{command} {name}s"
+    elif name in elsewhere:
         fix = elsewhere[name]
     elif close := nearest_name(name, known):
         fix = f"{command} {close}"

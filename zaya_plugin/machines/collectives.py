@@ -12,12 +12,12 @@ import signal
 import sys
 from typing import Any
 
-from zaya_plugin.bench.collectives import link_rate
 from zaya_plugin.compat import distribution_version
 from zaya_plugin.machines.check_process import run_all
 from zaya_plugin.machines.checks import Outcome, Setting, end_of, last_line
 from zaya_plugin.machines.expected import SLOW_BELOW, described
 from zaya_plugin.machines.facts import before
+from zaya_plugin.plan.expected_step import link_rate
 from zaya_plugin.plan.known_machine import CPU, machine_of, recipe_of
 
 RANK = "zaya_plugin.machines.collective_rank"

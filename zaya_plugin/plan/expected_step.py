@@ -93,21 +93,29 @@ def communication(
     return costs
 
 
+def link_rate(machine: MachineConfig, ranks: int, stride: int = 1) -> float:
+    """Return the GB/s that a device of a group can send, the ceiling of busBw. stride: ranks between two of the group.
+
+    xGMI has a link to each other device of the node, so fewer devices have fewer links. A group of whole nodes crosses
+    each node's border with all its NICs; of one rank a node each has its own.
+    """
+    if stride * ranks > machine.devices_per_node:
+        nics = 1 if stride > 1 else machine.devices_per_node
+        return min(machine.link_gb_per_s, nics * machine.network_gb_per_s)
+    links = (ranks - 1) / (machine.devices_per_node - 1) if (machine.name or "").startswith("MI") else 1.0
+    return machine.link_gb_per_s * links
+
+
 def collective_seconds(machine: MachineConfig, ranks: int, sent_bytes: float, messages: float = 1.0) -> float:
     """Return the time of reduce-scatters or all-gathers in which a device sends `sent_bytes` in total, in `messages`
     one after the other.
 
-    Within a node they use its links. Over several nodes a ring crosses each node's border with as many NICs as the node
-    has devices, so a device's rate is the smaller of its links' and of all NICs of the node; each further rank of the
-    ring adds a hop of latency to a message.
+    Their rate is that of `link_rate`; over several nodes each further rank of the ring adds a hop of latency to a message.
     """
     if ranks == 1 or not sent_bytes:
         return 0.0
-    rate, latency = machine.link_gb_per_s, machine.latency_us
-    if ranks > machine.devices_per_node:
-        rate = min(rate, machine.devices_per_node * machine.network_gb_per_s)
-        latency += machine.hop_us * (ranks - 1)
-    return sent_bytes / (rate * 1e9) + messages * latency / 1e6
+    latency = machine.latency_us + (machine.hop_us * (ranks - 1) if ranks > machine.devices_per_node else 0.0)
+    return sent_bytes / (link_rate(machine, ranks) * 1e9) + messages * latency / 1e6
 
 
 def between_instances(
@@ -115,11 +123,9 @@ def between_instances(
 ) -> float:
     """Return the time of all-reduces of a shard of `shard_bytes` between `instances` instances of `ranks` ranks, one
     rank of each taking part.
-
-    Over several nodes each device uses its own NIC.
     """
     if instances == 1:
         return 0.0
-    rate = machine.link_gb_per_s if ranks * instances <= machine.devices_per_node else machine.network_gb_per_s
+    rate = link_rate(machine, instances, ranks)
     latency = machine.latency_us + machine.hop_us * 2 * (instances - 1)
     return 2 * (instances - 1) / instances * shard_bytes / (rate * 1e9) + messages * latency / 1e6

@@ -156,9 +156,9 @@ def _jitter(runs: Sequence[RunData], names: Sequence[str]) -> tuple[Panel, list[
     for group, run in enumerate(runs):
         steps, values = run.metrics.columns.get("step_s", ((), ()))
         if len(steps) >= JITTER_STEPS:
-            lines.append(
-                line(names[group] if len(runs) > 1 else "spread", *jitter(steps, values), _colour(group), group=group)
-            )
+            ends, shares = jitter(steps, values)
+            name = names[group] if len(runs) > 1 else "spread"
+            lines.append(line(name, ends, shares, _colour(group), group=group, dots=len(ends) == 1))
     note = f"(p95 - p5) / median of the step times in windows of at least {JITTER_STEPS} steps."
     return _panel("Step-time jitter", "%", note, lines, []), ["step_s of enough steps"]
 

@@ -6,6 +6,7 @@ and neither torch nor Hydra is imported, so this works on any machine that sees 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from array import array
@@ -193,7 +194,9 @@ class RunData:
         if journal is not None and journal.ended:
             return {0: "finished", ENDED_EARLY: "ended early"}.get(journal.code, "failed")
         is_copy = not (self.place / "logs").is_dir()
-        quiet = max(QUIET_SECONDS, QUIET_STEPS * self.last.get("step_s", 0.0))
+        seconds = self.last.get("step_s")  # a row can hold anything
+        is_time = isinstance(seconds, (int, float)) and seconds < math.inf
+        quiet = max(QUIET_SECONDS, QUIET_STEPS * seconds if is_time else 0.0)
         for file in (self.file,) if is_copy else () if journal is None else (self.journal_file,):
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - file.stat().st_mtime < quiet:
