@@ -340,3 +340,18 @@ def test_the_fit_needs_no_record_and_marks_other_devices():
     assert (
         seconds("flash_attn_4") < seconds("auto") < seconds("cudnn") == seconds("sdpa") < 1.03 * seconds("flash_attn_4")
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "error"),
+    [
+        ((), 2, "within 3 % of H200s' committed records, but for those that docs/plan.md names"),
+        ((), 4, "within 8 % of H200s' committed records, but for those that docs/plan.md names"),
+        ((), 8, "no record has 8 devices"),
+        (("parallel=expert_parallel", "parallel.expert_model_parallel_size=2"), 2, "no record has expert parallelism"),
+        (("optim=adamw",), 2, "no record has optim.name=adamw"),
+    ],
+)
+def test_the_error_is_that_of_records_with_these_devices_and_this_layout(words, world, error):
+    recipe = compose(["experiment=zaya1_base", "cluster=h200_8", "data.path=none", *words])
+    assert prediction.predict(recipe, world).error.endswith(error)

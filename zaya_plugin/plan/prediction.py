@@ -100,13 +100,28 @@ class Prediction:
         return self.recipe.machine.sources if self.recipe.machine.name else "rates of the record's device; no links"
 
     @property
+    def without_record(self) -> list[str]:
+        """Settings that no committed record of benchmarks/results has, so that their error is unknown."""
+        layout = self.layout
+        parts = {
+            f"{self.world} devices": self.world > 4,
+            "tensor parallelism": layout.tensor > 1,
+            "expert parallelism": layout.expert > 1,
+            "context parallelism of current code": layout.context > 1,
+            f"optim.name={self.recipe.optim.name}": self.recipe.optim.name != "muon",
+        }
+        return [part for part, is_used in parts.items() if is_used]
+
+    @property
     def error(self) -> str:
         """How far such predictions have been off."""
         name = self.recipe.machine.name or self.source.device
         known = any(device in self.source.device for device in WITHIN)
         device = next((device for device in WITHIN if known and device in name), None)
         if device:
-            return f"within {WITHIN[device]} % of {device}s' committed records, but for those that docs/plan.md names"
+            bound = WITHIN[device] if self.world <= 2 else max(WITHIN.values())
+            text = f"within {bound} % of {device}s' committed records, but for those that docs/plan.md names"
+            return text + (f"; no record has {', '.join(self.without_record)}" if self.without_record else "")
         return (
             f"PREDICTION, not measured on {name}. Such projections are off by several per cent or more: Primus states "
             f"{PRIMUS_ERRORS} for its own of an MI325X"
