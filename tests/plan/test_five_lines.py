@@ -42,6 +42,7 @@ def test_five_lines_of_the_command_in_the_readme():
     ("words", "why"),
     [
         (["experiment=cpu_demo"], "unknown device"),
+        ([*README_COMMAND[:2], "stage.micro_batch_size=32"], "the step does not fit into memory"),
         (["experiment=zaya1_base", "cluster=gpu"], "unknown device"),
         (["experiment=zaya1_base", "parallel=pipeline_parallel"], "parallel.pipeline_model_parallel_size=2: "),
     ],

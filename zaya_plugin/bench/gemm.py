@@ -108,5 +108,9 @@ def run(options) -> int:
         limit=(f"{extent:,} cubed", large),
         more={"large_tflops": large, "saturation_gflop": saturated},
     )
-    print(f"square products reach {SATURATED:.0%} of their highest rate, {best:.4g} TFLOP/s, at {saturated:,.4g} GFLOP")
+    rising = "; the rate still rises at the largest size" if saturated == squares[-1]["gflop"] else ""
+    print(
+        f"square products reach {SATURATED:.0%} of their highest rate, {best:.4g} TFLOP/s, at {saturated:,.4g} GFLOP"
+        + rising
+    )
     return any_wrong(rows)

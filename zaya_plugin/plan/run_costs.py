@@ -49,13 +49,14 @@ def stage_cost(step: Prediction, price: float | None = None) -> dict:
 
 def five_lines(step: Prediction) -> list[str]:
     """Return parameters, tokens, and of a step whose time is predicted that time, the stage's, and the time between
-    checkpoints: what a dry run and a start print. Where it is not, two lines, and why.
+    checkpoints: what a dry run and a start print. Where it is not, or the step does not fit, two lines, and why.
     """
     stage, interval = stage_cost(step), step.recipe.checkpoint.save_interval
     size = f"parameters   {step.parameters:,}, {step.active:,} of them active for a token, without embedding"
     length = f"tokens       {stage['tokens']:,} in {stage['steps']:,} steps"
-    if not step.seconds:
+    if not step.seconds or step.memory_share > 1:
         why = step.reason if step.layout.pipeline > 1 else "unknown device"
+        why = "the step does not fit into memory" if step.memory_share > 1 else why
         return [size, f"{length}, a checkpoint every {interval or stage['steps']:,}; time not predicted: {why}"]
     return [
         size,
