@@ -89,6 +89,7 @@ def apply() -> None:
 def _apply(patches: Iterable[Patch]) -> None:
     # This imports torch and Megatron. Garbage collections take a fifth of that time and find nothing; later ones leave
     # out what was imported.
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         for patch in patches:
@@ -99,4 +100,5 @@ def _apply(patches: Iterable[Patch]) -> None:
             _installed.add(patch.symbol)
     finally:
         gc.freeze()
-        gc.enable()
+        if was_enabled:
+            gc.enable()

@@ -13,12 +13,16 @@ from zaya_plugin import cli
 @pytest.fixture
 def runs(tmp_path):
     """Three runs with other learning rates; the last one's loss is no number, and Aegis supervised it."""
-    for name, loss, lr in (("9", 4.5, 0.001), ("10", 2.25, 0.002), ("b/c", float("nan"), 0.002)):
+    for name, loss, lr, step, rate in (
+        ("9", 4.5, 0.001, 2, 9000.0),
+        ("10", 2.25, 0.002, 1, 4000.0),
+        ("b/c", float("nan"), 0.002, 2, float("nan")),
+    ):
         place = tmp_path / name
         place.mkdir(parents=True)
         rows = [
             {"step": 1, "loss": 9.0, "step_s": 0.5},
-            {"step": 2, "loss": loss, "step_s": 0.5, "tokens_per_s": 2e4 / loss},
+            {"step": step, "loss": loss, "step_s": 0.5, "tokens_per_s": rate},
         ]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (place / "metrics.jsonl").write_text(text + json.dumps({"step": 2, "valid_loss": 1.0}) + '\n{"step": 3, "lo')
@@ -36,8 +40,8 @@ def test_table(runs, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert listed(runs, capsys).splitlines() == [
         "name  state            step    loss  tokens/s  differs in",
-        "9     finished          2/2  4.5000     4,444  lr=0.001",
-        "10    finished          2/2  2.2500     8,889  lr=0.002",
+        "9     finished          2/2  4.5000     9,000  lr=0.001",
+        "10    running           1/2  2.2500     4,000  lr=0.002",
         "b/c   finished, aegis   2/2       -         -  lr=0.002",
     ]
     monkeypatch.setenv("COLUMNS", "80")
@@ -52,9 +56,10 @@ def test_table(runs, capsys, monkeypatch):
     ("key", "order"),
     [
         ("loss", ["10", "9", "b/c"]),
-        ("tokens/s", ["10", "9", "b/c"]),
+        ("tokens/s", ["9", "10", "b/c"]),
         ("name", ["9", "10", "b/c"]),
-        ("step", ["9", "10", "b/c"]),
+        ("step", ["9", "b/c", "10"]),
+        ("state", ["9", "b/c", "10"]),
     ],
 )
 def test_order(runs, capsys, key, order):
@@ -66,7 +71,7 @@ def test_order(runs, capsys, key, order):
 
 
 def test_one_run_and_none(runs, capsys):
-    assert listed(runs / "9", capsys).splitlines()[1].split() == ["9", "finished", "2/2", "4.5000", "4,444"]
+    assert listed(runs / "9", capsys).splitlines()[1].split() == ["9", "finished", "2/2", "4.5000", "9,000"]
     for name in ("9", "10", "b"):
         shutil.rmtree(runs / name)
     for folder, problem in ((runs, "holds no run"), (runs / "no", "does not exist")):

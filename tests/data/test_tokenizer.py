@@ -13,6 +13,7 @@ from zaya_plugin.data.prepared import load_manifest
 from zaya_plugin.data.sources import find_sources
 from zaya_plugin.data.tokenizer import (
     added_tokens,
+    any_tokenizer,
     check_name,
     describe,
     import_pretrained,
@@ -197,3 +198,12 @@ def test_a_tokenizer_that_another_dataset_takes_over_stays_the_same_tokenizer(pr
     written.post_processor = None
     (tmp_path / "foreign" / "tokenizer.json").write_text(written.to_str(), "utf-8")
     assert tokenizer_digest(str(tmp_path / "foreign")) != tokenizer_digest(str(foreign))
+
+
+def test_a_tokenizer_by_name_cuts_no_text_although_it_was_saved_so(foreign, auto_tokenizer, monkeypatch):
+    """The fixture stands for a name on the Hub; it was saved with truncation to 4 tokens and padding to 6."""
+    opened = auto_tokenizer(str(foreign))
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda name, **_: opened)
+    monkeypatch.setattr("zaya_plugin.data.tokenizer.unreachable", lambda: None)
+    assert any_tokenizer("someone/theirs").encode("a b c d a", add_special_tokens=False).ids == [2, 3, 4, 5, 2]
+    assert any_tokenizer("someone/theirs").encode("a", add_special_tokens=False).ids == [2]

@@ -117,6 +117,7 @@ def test_a_folder_that_cannot_be_removed_leaves_a_complete_record(outcomes, tmp_
         (["--output", "/dev/null/v.json"], "--output=/dev/null: cannot be written"),
         (["--output", "."], "--output=.: is a folder. Allowed: a file, "),
         (["--bundle", "runs/mine", "--output", "/dev/null/v.json"], "--output=/dev/null: cannot be written"),
+        (["--bundle", "runs/mine", "--output", "v.html"], "--output=v.html: --bundle draws no picture. Fix: "),
         (["--fast"], "--fast: no such option. Allowed: key=value, --bundle, "),
     ],
 )

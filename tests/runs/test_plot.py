@@ -151,10 +151,11 @@ def test_rows_without_sense_are_drawn_without_them(tmp_path, capsys):
     rows = {
         "nan": [step(number, **nan) for number in range(1, 60)],
         "$x_{ <b>": [step(number, expert_load=load) for number, load in enumerate(ragged, 1)],
+        "text": [step(number, loss="x", total_tokens="x", eta_s="x", step_s=0.5) for number in range(1, 4)],
         "large": [{"step": 0, "valid_loss": 3.0}, step(1, loss=1e300), step(2, loss=-5)],
     }
     places = [
-        run(tmp_path / name, of_run, recipe="name: 7\nstage: {train_iters: null}\nmodel: [1]\n")
+        run(tmp_path / name, of_run, recipe="name: 7\nstage: {train_iters: many}\nmodel: [1]\ncheckpoint: {path: 3}\n")
         for name, of_run in rows.items()
     ]
     assert cli.main(["runs", "plot", *map(str, places), "--output", str(tmp_path / "a.html")]) == 0

@@ -89,7 +89,7 @@ def timeline(account: Account) -> list[Panel]:
     layers = [bars("time", uses), bars("attempts", attempts), failures, checkpoints]
     used = Panel("Timeline", label, layers, note=note, rows=ROWS, marks=marks, key=key, wide=True)
     steps = Panel("Steps", label, _steps(account, divisor, narrow), "step", marks=marks, wide=True)
-    steps.key = [("kept", GOOD, "solid"), ("lost: a later attempt made them again", ALARM, "dashed")]
+    steps.key = [("kept", GOOD, "solid"), ("lost: repeated by a later attempt", ALARM, "dashed")]
     return [used, steps] if steps.layers else [used]
 
 
@@ -117,8 +117,8 @@ def _steps(account: Account, divisor: float, narrow: float) -> list[Line]:
 
 
 def _joined(spans: Sequence[Span], narrow: float) -> list[tuple[float, float, str | Failure]]:
-    """Return the spans with neighbours of one use joined,
-    and those that are too narrow to be visible with the one before.
+    """Return the spans with neighbours of one use joined, and those that are too narrow to be visible with the one
+    before.
     """
     points: list[tuple[float, float, str | Failure]] = []
     for span in spans:

@@ -105,16 +105,18 @@ def report() -> Parser:
 
 
 def _report(options: argparse.Namespace) -> None:
+    from zaya_plugin.commands.runs import check_output, write_picture
+
+    if options.output is not None:
+        check_output(options.output)
     journal = find(options.run_dir)
     with bar("journal", journal.stat().st_size) as shown:
         result = account(read(journal, shown.update))
     if options.output is not None:
         from zaya_plugin.aegis.page import page
-        from zaya_plugin.commands.runs import check_output, write_picture
         from zaya_plugin.runs.plot import step_panels
         from zaya_plugin.runs.run_data import is_run, read_run
 
-        check_output(options.output)
         folder = journal.resolve().parent
         place = folder.parent if folder.name == "aegis" else folder
         content = page(result, place.name)

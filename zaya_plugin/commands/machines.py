@@ -177,6 +177,9 @@ def _verify(options: argparse.Namespace) -> int:
         print("\n".join(map(described, CHECKS.values() if options.only is None else checks)))
         return 0
     if (picture := options.output if options.output.suffix in LIBRARIES else None) is not None:
+        if options.bundle is not None or options.dry_run:
+            what = "--bundle" if options.bundle is not None else "--dry-run"
+            raise mistake("--output", picture, problem=f"{what} draws no picture", fix="--output verify.json")
         check_picture(picture)
         options.output = picture.with_suffix(".json")
     check_output(options.output)

@@ -22,8 +22,8 @@ they differ. It reads metrics.jsonl from its end, recipe.yaml, the lock of a run
 it takes no time with long runs and works while they train. Nothing is written.
 
 States: running; finished; stopped (a signal ended it, and its last step is saved); failed (it ended by itself, with
-later steps than its newest checkpoint); crashed (its processes are gone without a word); ended early (by Aegis); empty.
-"aegis" behind a state: `zaya aegis run` supervises it, or did."""
+later steps than its newest checkpoint); crashed (its processes are gone, and run.lock files are left); ended early (by
+Aegis); empty. "aegis" behind a state: `zaya aegis run` supervises it, or did."""
 EXAMPLES = """\
 examples:
   zaya runs list                                       the runs below runs/
@@ -93,7 +93,7 @@ def _row(data: RunData, folder: Path) -> dict[str, Any]:
     }
     for column, key in (("loss", "loss"), ("tokens/s", "tokens_per_s")):
         value = data.last.get(key)
-        row[column] = value if isinstance(value, (int, float)) and math.isfinite(value) else None
+        row[column] = value if value is not None and math.isfinite(value) else None
     return row
 
 

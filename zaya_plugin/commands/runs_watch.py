@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from zaya_plugin.aegis.diagnose.evidence import printable
-from zaya_plugin.aegis.report import duration
 from zaya_plugin.commands import live
 from zaya_plugin.commands.parser import Parser, option
+from zaya_plugin.ground.durations import duration
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.runs.follow import Follower
 from zaya_plugin.runs.run_data import CHECKPOINT, Metrics, RunData, is_run, read_run

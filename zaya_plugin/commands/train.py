@@ -83,7 +83,8 @@ def train(options: argparse.Namespace) -> int:
         del os.environ["HYDRA_FULL_ERROR"]
         if full_error is not None:
             os.environ["HYDRA_FULL_ERROR"] = full_error
-        _print_runs(folders)
+        with contextlib.suppress(ValueError, OSError):  # the table hides no error of a run
+            _print_runs(folders)
     errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
     texts = [str(error) if isinstance(error, ValueError) else of_the_machine(error, ".") for error in errors]
     if None in texts:  # a bug, which needs its traceback

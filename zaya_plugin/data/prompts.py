@@ -51,16 +51,17 @@ def read_prompts(recipe: Recipe, sources: DataSources) -> Prompts | None:
     tokenizer = any_tokenizer(sources.tokenizer)
     leading = added_tokens(tokenizer)[0] if sources.special_tokens else []
     tokens = [[*leading, *tokenizer.encode(text, add_special_tokens=False).ids] for text in texts]
-    longest = max(range(len(tokens)), key=lambda number: len(tokens[number]))
-    length, room = len(tokens[longest]), stage.seq_length - stage.sample_tokens
-    if not 0 < min(map(len, tokens)) <= length <= room:
-        number, length = (longest, length) if length > room else (tokens.index([]), 0)
+    room = stage.seq_length - stage.sample_tokens
+    for number, (text, ids) in enumerate(zip(texts, tokens, strict=True), 1):
+        if 0 < len(ids) <= room:
+            continue
+        fix = "a shorter prompt" if ids else "remove this line"
         raise mistake(
             KEY,
             stage.sample_prompts,
-            problem=f"prompt {number + 1} ({texts[number][:40]!r}) has {length:,} tokens",
+            problem=f"prompt {number} ({text[:40]!r}) has {len(ids):,} tokens",
             allowed=f"from 1 to {max(room, 0):,} tokens: stage.seq_length={stage.seq_length} less "
             f"stage.sample_tokens={stage.sample_tokens}",
-            fix="a shorter prompt" if room > 0 else f"stage.sample_tokens={min(32, stage.seq_length // 2)}",
+            fix=fix if room > 0 else f"stage.sample_tokens={min(32, stage.seq_length // 2)}",
         )
     return Prompts(texts, tokens, tokenizer)

@@ -86,9 +86,7 @@ def import_pretrained(name: str, directory: str, chat: bool = False, template: s
         ValueError: it cannot be opened, has no tokenizer.json form, or no chat template.
         OSError: it cannot be saved.
     """
-    tokenizer = _of_transformers(name, "--tokenizer")
-    if not tokenizer.is_fast:
-        raise mistake("--tokenizer", name, problem="has no fast form", allowed="tokenizers with a tokenizer.json")
+    tokenizer = _fast(name, "--tokenizer")
     if template is not None:
         tokenizer.chat_template = Path(template).read_text("utf-8")
     if chat and not tokenizer.chat_template:
@@ -131,10 +129,18 @@ def any_tokenizer(name: str):
     """
     if os.path.isfile(os.path.join(name, "tokenizer.json")):
         return open_tokenizer(name)
-    tokenizer = _of_transformers(name, "data.tokenizer")
+    tokenizer = _fast(name, "data.tokenizer").backend_tokenizer
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _fast(name: str, key: str):
+    """Return transformers' tokenizer, which has a tokenizer.json form. key: of the recipe, or the option."""
+    tokenizer = _of_transformers(name, key)
     if not tokenizer.is_fast:
-        raise mistake("data.tokenizer", name, problem="has no fast form", allowed="tokenizers with a tokenizer.json")
-    return tokenizer.backend_tokenizer
+        raise mistake(key, name, problem="has no fast form", allowed="tokenizers with a tokenizer.json")
+    return tokenizer
 
 
 def special_tokens(tokenizer) -> tuple[str, ...]:

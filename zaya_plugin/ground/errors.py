@@ -264,4 +264,6 @@ def as_typed(value: object) -> str:
     """Write `value` as it is typed on the command line."""
     if value is None:
         return "null"
+    if isinstance(value, list):
+        return f"[{','.join(map(as_typed, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)

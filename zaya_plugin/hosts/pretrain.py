@@ -401,8 +401,8 @@ class Trainer(Adapter):
     def evaluate_and_report(
         self, _, prefix, forward_step_func, data_iterator, model, iteration, process_non_loss_data_func, config, **named
     ):
-        """Evaluate one domain at a time, continue the prompts and report; replaces Megatron's evaluate_and_print_results, which it
-        calls after the last step too.
+        """Evaluate one domain at a time, continue the prompts and report; replaces Megatron's
+        evaluate_and_print_results, which it calls after the last step too.
         """
         self.steps.flush()
         if iteration == self.validated:

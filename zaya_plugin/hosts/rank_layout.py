@@ -105,8 +105,8 @@ def buffers_of(args: Namespace, model: torch.nn.Module, chunk: int) -> list[dict
 
     Returns:
         Of each buffer: name; shards and the rank's own one; buckets; elements and those of padding; the elements and
-        Muon's FLOPs of the fullest, the emptiest and the rank's own shard, and of all; cut: elements of Muon's matrices that lie
-        in several shards; faults: parameters that the shards together do not hold exactly once.
+        Muon's FLOPs of the fullest, the emptiest and the rank's own shard, and of all; cut: elements of Muon's matrices
+        that lie in several shards; faults: parameters that the shards together do not hold exactly once.
     """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallelConfig

@@ -77,13 +77,12 @@ class Points:
 class Cells:
     """A heat map. values: float array [rows, columns], the lowest row first, NaN is empty.
 
-    x: left and right edge. The rows are numbered from first_row.
+    x: left and right edge. The rows are numbered from 1.
     """
 
     x: tuple[float, float]
     values: Any
     unit: str
-    first_row: int = 1
 
 
 @dataclass

@@ -153,8 +153,7 @@ def _chart(panel: Panel, x_range: Any, crosshair: Any) -> Any:
     if panel.rows:
         height, more = ROW_HEIGHT * len(panel.rows) + 56, {"y_range": FactorRange(factors=[*reversed(panel.rows)])}
     elif heats:
-        first, count = heats[0].first_row, len(heats[0].values)
-        more = {"y_range": (first - 0.5, first + count - 0.5)}
+        more = {"y_range": (0.5, len(heats[0].values) + 0.5)}
     chart = figure(
         height=height,
         sizing_mode="stretch_width",
@@ -253,7 +252,7 @@ def _cells(chart: Any, cells: Cells) -> tuple[Any, list[tuple[str, str]]]:
     drawn = chart.image(
         image=[cells.values.astype(numpy.float32)],
         x=left,
-        y=cells.first_row - 0.5,
+        y=0.5,
         dw=right - left,
         dh=len(cells.values),
         color_mapper=mapper,

@@ -104,8 +104,7 @@ def _panel(axis: Any, panel: Panel, limits: tuple[float, float]) -> None:
                 y = [rows[layer.row]] * len(layer.x)
                 axis.scatter(layer.x, y, 36, layer.colours, marker=SHAPES[layer.shape], zorder=3)
             case Cells():
-                first, count = layer.first_row, len(layer.values)
-                extent = (*layer.x, first - 0.5, first + count - 0.5)
+                extent = (*layer.x, 0.5, len(layer.values) + 0.5)
                 image = axis.imshow(layer.values, "cividis", aspect="auto", origin="lower", extent=extent)
                 axis.figure.colorbar(image, ax=axis, label=layer.unit).ax.tick_params(labelsize=8)
                 axis.grid(visible=False)

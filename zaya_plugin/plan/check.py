@@ -22,6 +22,7 @@ from zaya_plugin.ground.durations import duration
 from zaya_plugin.ground.errors import as_typed
 from zaya_plugin.plan import checkpoint_plan
 from zaya_plugin.plan.bucket_plan import with_bucket_plan
+from zaya_plugin.plan.expected_step import link_rate
 from zaya_plugin.plan.memory import tokens_of_rank
 from zaya_plugin.plan.parallelism import sent_bytes
 from zaya_plugin.plan.prediction import Prediction, predict
@@ -48,7 +49,8 @@ NO_RECOMPUTE = {
 }
 AUTO_RECOMPUTE = {**NO_RECOMPUTE, "parallel.recompute_granularity": "auto"}
 ROCM_BLOG = "sizing rules of the ROCm blog on ZAYA1, November 2025"
-QUOTED = "AMD, arXiv 2511.17127, as others quote it"
+QUOTED = "arXiv 2511.17127 (AMD), as other texts quote it"
+MEMORY_PLAN = "`zaya_plugin/plan/memory.py`, compared with measured peaks in docs/plan.md"
 TILE_MODEL = "`zaya_plugin/plan/product_rate.py`, errors in docs/predictions.md"
 
 
@@ -284,6 +286,12 @@ def _split(name: str) -> Rule:
     )
 
 
+def _data_parallel_bytes(step: Prediction) -> float:
+    """Return the bytes that a rank sends in a step in data-parallel collectives."""
+    sent = sent_bytes(step.shape, step.layout, step.batch)
+    return sum(sent[purpose] for purpose in ("gradients", "weights", "instances"))
+
+
 def _retry_seconds(step: Prediction, **names: str) -> float:
     """Return the seconds for which NCCL tries a failed link: 4.096 us x 2^timeout, times the retries."""
     environment = {"NCCL_IB_TIMEOUT": "20", "NCCL_IB_RETRY_CNT": "7", **step.recipe.cluster.environment, **names}
@@ -327,7 +335,7 @@ RULES = (
         "memory",
         "the memory plan against `cluster.memory_gib`",
         "the first step ends with an out-of-memory error",
-        "`zaya_plugin/plan/memory.py`, compared with measured peaks in docs/plan.md",
+        MEMORY_PLAN,
         partial(_memory, "does not fit", 1.0, inf),
         _less_memory,
         severity=DOES_NOT_FIT,
@@ -336,7 +344,7 @@ RULES = (
         "tight_memory",
         f"a plan above {1 - RESERVED_SHARE:.0%} of the memory",
         "contexts, buffers of NCCL or RCCL and fragments of the allocator are not in the plan",
-        "the same",
+        MEMORY_PLAN,
         partial(_memory, "leaves too little for libraries", 1 - RESERVED_SHARE, 1.0),
         _less_memory,
     ),
@@ -445,15 +453,14 @@ RULES = (
         "xGMI joins each pair of devices by one link",
         QUOTED,
         lambda step: (
-            (step.recipe.machine.name or "").startswith("MI")
-            and 1 < step.world < step.recipe.machine.devices_per_node
+            1 < step.world < step.recipe.machine.devices_per_node
+            and link_rate(step.recipe.machine, step.world) < step.recipe.machine.link_gb_per_s
             and f"{step.world} of the node's {step.recipe.machine.devices_per_node} devices"
         ),
         lambda step: [{"nproc": step.recipe.machine.devices_per_node}],
         figures=lambda step, values: (
-            f"a device has {step.world - 1} links to the others instead of "
-            f"{step.recipe.machine.devices_per_node - 1}, {(step.world - 1) / (step.recipe.machine.devices_per_node - 1):.0%} "
-            f"of machine.link_gb_per_s={step.recipe.machine.link_gb_per_s:g}"
+            f"a device sends at most {link_rate(step.recipe.machine, step.world):,.0f} GB/s instead of "
+            f"machine.link_gb_per_s={step.recipe.machine.link_gb_per_s:g}"
         ),
     ),
     Rule(
@@ -468,8 +475,8 @@ RULES = (
         ),
         lambda step: [{"cluster.environment.NCCL_IB_HCA": "<device>"}],
         figures=lambda step, values: (
-            "these devices carry "
-            f"{sum(sent_bytes(step.shape, step.layout, step.batch).values()) / 1e9:,.1f} GB of a rank and step"
+            f"a rank sends {_data_parallel_bytes(step) / 1e9:,.1f} GB in a step to its data-parallel neighbours, over these "
+            "devices where the neighbour is on another node"
         ),
     ),
     Rule(
@@ -490,7 +497,7 @@ RULES = (
         "timeout",
         f"`distributed_timeout_minutes`: {MANY_RANKS_MINUTES} or more from {MANY_RANKS} ranks",
         "in the first collective all ranks wait for the slowest one's imports, compilation and connections",
-        "ROCm blog, as above; recipes/cluster/mi300x_8.yaml",
+        "ROCm blog on ZAYA1, November 2025; recipes/cluster/mi300x_8.yaml",
         lambda step: (
             _several_nodes(step)
             and step.world >= MANY_RANKS

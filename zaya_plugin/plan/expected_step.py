@@ -9,8 +9,8 @@ from zaya_plugin.plan.parallelism import Batch, ParallelSizes, sent_bytes
 # Read by NCCL 2.28 and later, and by RCCL of that age: registered buffers are gathered by copy engines.
 COPY_ENGINES = {"NCCL_CTA_POLICY": "2"}
 # Kernels that run during a collective take longer, since it uses processors and memory bandwidth: this share of the
-# collective's expected time. Measured in two steps on four H200s, of one and of four micro-batches (docs/log.md); the
-# same value is assumed for other devices.
+# collective's expected time. Measured in two steps on four H200s, of one and of four micro-batches (docs/log.md), and
+# used with a record of the user's; the fit of several records has a value of its own (fitted_step.json).
 SLOWED = 0.26
 MIN_BUCKET_ELEMENTS = 40_000_000  # elements of Megatron's own bucket, or a million for each rank if that is more
 

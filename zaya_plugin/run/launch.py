@@ -95,10 +95,11 @@ def launch(
         return 0
     if plan.rank != 0:
         phases.show(None)
-    training, asked, recipe = run is None, recipe, start_recipe.with_choices(recipe, plan)
+    is_training, composed = run is None, recipe
+    recipe = start_recipe.with_choices(recipe, plan)
     if recipe.explain_optim:
         return become_rank(recipe, replace(plan, worker=(EXPLAIN,)))
-    run = run or partial(_start, auto_graphs=asked.cluster.graphs == "auto")
+    run = run or partial(_start, auto_graphs=composed.cluster.graphs == "auto")
     places.require_answer(checkpoint_path(recipe), "checkpoint.path")
     if recipe.handover.from_run is not None:
         places.require_answer(recipe.handover.from_run, "handover.from_run")
@@ -110,8 +111,8 @@ def launch(
     if plan.command is not None:  # ranks of an outer launcher have Megatron validate at once
         megatron_check.check(recipe, plan)
         megatron_check.close()
-    if training and plan.rank == 0:
-        print(*start_recipe.cost_lines(asked, plan), sep="\n", flush=True)
+    if is_training and plan.rank == 0:
+        print(*start_recipe.cost_lines(composed, plan), sep="\n", flush=True)
     make_writable(recipe.run_dir)
     if Path(recipe.checkpoint.path).is_absolute():
         make_writable(checkpoint_path(recipe), "checkpoint.path")

@@ -41,9 +41,9 @@ MARKS = {  # kind -> shape, colour, and whether a line through every panel marks
 PANELS: tuple[tuple[str, str, str, float, tuple[tuple[str, str, str], ...]], ...] = (
     ("Loss", "nats a token", "", 1, (("loss", "training", "solid"), ("valid_loss", "validation", "dashed"))),
     ("Gradient norm", "norm", "Before clipping.", 1, (("grad_norm", "", "solid"),)),
-    ("Learning rate", "lr", "Of the update of each step.", 1, (("lr", "", "solid"),)),
+    ("Learning rate", "lr", "Learning rate that the optimizer used in each step.", 1, (("lr", "", "solid"),)),
     ("Speed", "tokens/s", "Of the whole job, without validation and checkpoints.", 1, (("tokens_per_s", "", "solid"),)),
-    ("MFU", "%", "Model FLOP/s of a device, by its peak.", 100, (("mfu", "", "solid"),)),
+    ("MFU", "%", "Model FLOP/s of a device divided by its peak FLOP/s.", 100, (("mfu", "", "solid"),)),
     ("Step time", "seconds", "Wall time of a step, without validation and checkpoints.", 1, (("step_s", "", "solid"),)),
     ("Router entropy", "nats", "Mean over tokens and layers.", 1, (("router_entropy", "", "solid"),)),
     (

@@ -24,7 +24,7 @@ from zaya_plugin.aegis.bookkeeping import account
 from zaya_plugin.aegis.journal import NAME as JOURNAL
 from zaya_plugin.aegis.journal import read
 from zaya_plugin.checkpoint.run_lock import NAME as LOCK
-from zaya_plugin.config.run_directory import RECIPE, checkpoints_of, iterations
+from zaya_plugin.config.run_directory import RECIPE, iterations
 from zaya_plugin.config.schema import CheckpointConfig
 from zaya_plugin.ground import metrics_file
 from zaya_plugin.ground.errors import mistake
@@ -136,17 +136,10 @@ class RunData:
 
     @cached_property
     def last(self) -> dict[str, Any]:
-        """The row of the last step, from the end of the file alone; {} before the first step."""
-        return self._last_with("step_s")
-
-    @cached_property
-    def last_validation(self) -> dict[str, Any]:
-        """The row of the last validation, if it is at the end of the file; else {}."""
-        return self._last_with("valid_loss")
-
-    def _last_with(self, key: str) -> dict[str, Any]:
+        """The numbers in the row of the last step, from the end of the file alone; {} before the first step."""
         with contextlib.suppress(FileNotFoundError):
-            return next((row for row in metrics_file.last_rows(self.file) if key in row), {})
+            row = next((row for row in metrics_file.last_rows(self.file) if "step_s" in row), {})
+            return {key: value for key, value in row.items() if type(value) in (int, float)}
         return {}
 
     @cached_property
@@ -164,7 +157,16 @@ class RunData:
             with contextlib.suppress(ValueError):  # a recipe of another version
                 return step_count(load_recipe(self.place / RECIPE))
             return None
-        return self.settings.get("stage.train_iters")
+        steps = self.settings.get("stage.train_iters")
+        return steps if type(steps) is int else None
+
+    @cached_property
+    def checkpoints(self) -> list[int]:
+        """The steps of the checkpoints that exist."""
+        path = self.settings.get("checkpoint.path")
+        with contextlib.suppress(ValueError, OSError):
+            return iterations(self.place / (path if isinstance(path, str) else CheckpointConfig.path))
+        return []
 
     @cached_property
     def journal_file(self) -> Path | None:
@@ -194,9 +196,8 @@ class RunData:
         if journal is not None and journal.ended:
             return {0: "finished", ENDED_EARLY: "ended early"}.get(journal.code, "failed")
         is_copy = not (self.place / "logs").is_dir()
-        seconds = self.last.get("step_s")  # a row can hold anything
-        is_time = isinstance(seconds, (int, float)) and seconds < math.inf
-        quiet = max(QUIET_SECONDS, QUIET_STEPS * seconds if is_time else 0.0)
+        seconds = self.last.get("step_s", 0.0)
+        quiet = max(QUIET_SECONDS, QUIET_STEPS * seconds if math.isfinite(seconds) else 0.0)
         for file in (self.file,) if is_copy else () if journal is None else (self.journal_file,):
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - file.stat().st_mtime < quiet:
@@ -205,17 +206,14 @@ class RunData:
             return "crashed"
         if not step:
             return "empty" if is_copy else "failed"
-        directory = self.place / (self.settings.get("checkpoint.path") or CheckpointConfig.path)
         saves = self.settings.get("checkpoint.save_interval") is not None and not is_copy
-        return "failed" if saves and step > max(iterations(directory), default=0) else "stopped"
+        return "failed" if saves and step > max(self.checkpoints, default=0) else "stopped"
 
     @cached_property
     def marks(self) -> list[Mark]:
         """The events of the run by step: of the journal, of metrics.jsonl, and the checkpoints that still exist."""
         metrics, marks = self.metrics, []
-        checkpoints, restarts = set(), set(metrics.restarts)
-        with contextlib.suppress(ValueError):
-            checkpoints.update(iterations(checkpoints_of(self.place)))
+        checkpoints, restarts = set(self.checkpoints), set(metrics.restarts)
         if self.journal is not None:
             checkpoints.update(step for _, step in self.journal.checkpoints)
             for one in self.journal.attempts:
