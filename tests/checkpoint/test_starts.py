@@ -9,6 +9,7 @@ import pytest
 
 from zaya_plugin.checkpoint import starts
 from zaya_plugin.checkpoint.starts import FAILED, History
+from zaya_plugin.ground.metrics_file import TAIL_BYTES
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_a_run_that_died_before_its_first_step_failed_at_its_checkpoint(run):
 def test_the_last_step_is_read_at_the_end_of_a_long_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {step}, "loss": 1.5}}\n' for step in range(20_000)) + "[]\n7\n")
-    assert path.stat().st_size > 4 * starts.TAIL and starts.last_step(path) == 19_999
+    assert path.stat().st_size > 4 * TAIL_BYTES and starts.last_step(path) == 19_999
 
 
 def test_the_last_validation_up_to_a_step(tmp_path):

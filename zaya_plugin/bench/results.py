@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zaya_plugin import __version__
+from zaya_plugin.ground.columns import aligned
 from zaya_plugin.ground.errors import free_memory, mistake
 from zaya_plugin.ground.whole_file import write_whole
 from zaya_plugin.pictures.chart import Line, bytes_text, save_of_record
@@ -59,17 +60,8 @@ def table(rows: Sequence[dict], columns: Sequence[Column]) -> str:
     """Return the rows under the titles, without columns that no row has; text to the left, numbers to the right."""
     columns = [column for column in columns if any(row.get(column.key) is not None for row in rows)]
     lines = [[column.title for column in columns], *([column.cell(row) for column in columns] for row in rows)]
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    left = [any(isinstance(row.get(column.key), str) for row in rows) for column in columns]
-
-    def text(cells: list[str]) -> str:
-        padded = (
-            f"{cell:<{width}}" if is_text else f"{cell:>{width}}"
-            for cell, width, is_text in zip(cells, widths, left, strict=True)
-        )
-        return "  ".join(padded).rstrip()
-
-    return "\n".join(map(text, lines))
+    numbers = [at for at, column in enumerate(columns) if not any(isinstance(row.get(column.key), str) for row in rows)]
+    return aligned(lines, numbers)
 
 
 def finish(

@@ -22,10 +22,10 @@ from zaya_plugin.checkpoint import places
 from zaya_plugin.checkpoint.places import Place, at, exists
 from zaya_plugin.config.compose import to_yaml
 from zaya_plugin.config.schema import Recipe
+from zaya_plugin.ground.metrics_file import last_rows
 
 NAME = "last_start.json"
 FAILED = "last_start.failed"  # exists if an error ended it
-TAIL = 2**16  # bytes of metrics.jsonl in which the last step is looked for
 
 
 def read(directory: Place | Path) -> dict:
@@ -131,15 +131,6 @@ def checksum(recipe: Recipe) -> str:
 
 def last_step(metrics: Path, key: str = "step", until: float = math.inf) -> int:
     """Return the last step in metrics.jsonl whose row has `key`, up to the step `until`; 0 without one."""
-    try:
-        with open(metrics, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
-            lines = file.read().splitlines()
-    except OSError:
-        return 0
-    steps = [0]
-    for line in lines:
-        with contextlib.suppress(ValueError, TypeError):  # cut off, by TAIL or by a kill
-            row = json.loads(line)
-            steps.append(int(row["step"]) if isinstance(row, dict) and {"step", key} <= row.keys() else 0)
-    return max(step for step in steps if step <= until)
+    with contextlib.suppress(OSError):
+        return max((row["step"] for row in last_rows(metrics) if key in row and row["step"] <= until), default=0)
+    return 0

@@ -265,5 +265,6 @@ def as_typed(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, list):
-        return f"[{','.join(map(as_typed, value))}]"
+        items = (repr(item) if isinstance(item, str) and not item.isidentifier() else as_typed(item) for item in value)
+        return f"[{','.join(items)}]"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -2,7 +2,6 @@
 """Check that the stage before is finished, and read what it hands over. No torch import."""
 
 import contextlib
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from zaya_plugin.config.compose import load_recipe
 from zaya_plugin.config.run_directory import checkpoints_of
 from zaya_plugin.config.schedule import first_learning_rate, last_learning_rate, sample_count, step_count, token_count
 from zaya_plugin.config.schema import NETWORK, Recipe, get, leaves
+from zaya_plugin.ground import metrics_file
 from zaya_plugin.ground.errors import as_typed, mistake
 
 CONTINUOUS_TOLERANCE = 1e-6  # relative difference of learning rates that counts as none
@@ -170,7 +170,5 @@ def domain_losses(run_dir: Path) -> dict[str, tuple[float, float]]:
 
 def metric_rows(run_dir: Path) -> Iterator[dict]:
     """Yield the rows of <run_dir>/metrics.jsonl, without lines that a kill has cut off; none if it cannot be read."""
-    with contextlib.suppress(OSError), open(run_dir / "metrics.jsonl", errors="replace") as file:
-        for line in file:
-            with contextlib.suppress(ValueError):
-                yield json.loads(line)
+    with contextlib.suppress(OSError):
+        yield from metrics_file.rows(run_dir / metrics_file.NAME)

@@ -24,6 +24,7 @@ from typing import Any
 
 from zaya_plugin.aegis.diagnose.evidence import printable
 from zaya_plugin.aegis.slurm import write_failing
+from zaya_plugin.ground.columns import aligned
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.node_list import node_names
 from zaya_plugin.ground.option_numbers import MOST_AMOUNT, real_number
@@ -258,8 +259,7 @@ def table(nodes: Sequence[Node]) -> str:
     for node in nodes:
         cells = [f"{min(values.values()):.4g}" if (values := node.figures.get(name)) else "-" for name in names]
         rows.append((node.node, "fail" if node.failures else "pass", *cells))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = aligned(rows).splitlines()
     for node in nodes:
         lines += [f"{node.node}: {reason}" + f" [AMD code {code}]" * bool(code) for code, reason in node.failures]
         lines += [f"{node.node}: note: {text}" for text in node.notes]

@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from zaya_plugin.ground import metrics_file
 from zaya_plugin.machines.checks import Outcome, Setting, end_of, last_line
 from zaya_plugin.machines.expected import RUN_ON, described
 from zaya_plugin.plan.known_machine import machine_of, recipe_of
@@ -98,9 +99,9 @@ def losses_of(setting: Setting, run_dir: Path) -> tuple[int, list[float], str]:
 
 def read_losses(run_dir: Path) -> list[float]:
     """Return the losses in a run's metrics.jsonl, an empty list without one."""
-    path = run_dir / "metrics.jsonl"
-    rows = map(json.loads, path.read_text().splitlines()) if path.is_file() else ()
-    return [row["loss"] for row in rows if "loss" in row]
+    with contextlib.suppress(FileNotFoundError):
+        return [row["loss"] for row in metrics_file.rows(run_dir / metrics_file.NAME) if "loss" in row]
+    return []
 
 
 def losses(setting: Setting) -> Outcome:
