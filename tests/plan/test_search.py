@@ -78,7 +78,7 @@ def test_the_command_writes_what_it_names(capsys, tmp_path):
     assert yaml.safe_load((folder / "fitted.yaml").read_text())["defaults"] == ["zaya1_base", "_self_"]
     mine = compose(["experiment=fitted", "cluster=h200_8", "data.path=none", f"hydra.searchpath=[file://{tmp_path}]"])
     assert mine.stage.micro_batch_size == 4 and mine.parallel.recompute_modules == ["permute"]
-    assert [as_typed(value) for value in (["x", "a b"], None, 2, True)] == ["[x,'a b']", "null", "2", "true"]
+    assert [as_typed(value) for value in (["x", "y"], None, 2, True)] == ["[x,y]", "null", "2", "true"]
     for more, complaint in (
         (["experiment=cpu_demo"], "no rates of a CPU are known"),
         ([*words, "cluster.memory_gib=null"], "cluster.memory_gib=null: is needed for a search"),

@@ -264,7 +264,6 @@ def as_typed(value: object) -> str:
     """Write `value` as it is typed on the command line."""
     if value is None:
         return "null"
-    if isinstance(value, list):
-        items = (repr(item) if isinstance(item, str) and not item.isidentifier() else as_typed(item) for item in value)
-        return f"[{','.join(items)}]"
+    if isinstance(value, list) and all(isinstance(item, str) and item.isidentifier() for item in value):
+        return f"[{','.join(value)}]"  # names need no quotes
     return str(value).lower() if isinstance(value, bool) else str(value)
