@@ -12,7 +12,6 @@ import yaml
 
 from zaya_plugin import cli
 from zaya_plugin.config.compose import compose
-from zaya_plugin.ground.errors import as_typed
 from zaya_plugin.plan import search, step_source
 from zaya_plugin.plan.recipe_plan import GIB, RESERVED_SHARE
 
@@ -78,7 +77,7 @@ def test_the_command_writes_what_it_names(capsys, tmp_path):
     assert yaml.safe_load((folder / "fitted.yaml").read_text())["defaults"] == ["zaya1_base", "_self_"]
     mine = compose(["experiment=fitted", "cluster=h200_8", "data.path=none", f"hydra.searchpath=[file://{tmp_path}]"])
     assert mine.stage.micro_batch_size == 4 and mine.parallel.recompute_modules == ["permute"]
-    assert [as_typed(value) for value in (["x", "y"], None, 2, True)] == ["[x,y]", "null", "2", "true"]
+    assert search.words_of({"a.b": ["x", "y"], "a.c": None, "a.d": 2}) == ["a.b=[x,y]", "a.c=null", "a.d=2"]
     for more, complaint in (
         (["experiment=cpu_demo"], "no rates of a CPU are known"),
         ([*words, "cluster.memory_gib=null"], "cluster.memory_gib=null: is needed for a search"),

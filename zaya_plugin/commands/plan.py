@@ -21,7 +21,7 @@ from zaya_plugin.config.compose import compose, save_recipe
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import validate
 from zaya_plugin.ground import phases
-from zaya_plugin.ground.errors import as_typed, mistake
+from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.exit_codes import USER_ERROR
 from zaya_plugin.ground.option_numbers import INT32, real_number, whole_number
 from zaya_plugin.pictures.chart import Line, save_lines
@@ -215,7 +215,7 @@ def _fit(options: argparse.Namespace) -> None:
     recipe, world = composed(options.overrides, options.gpus)
     settings = search.search(recipe, world, source_from(options.record, recipe), options.goal)
     values = search.values_of(settings[0])
-    words = shlex.join(f"{key}={as_typed(value)}" for key, value in values.items())
+    words = shlex.join(search.words_of(values))
     print(*plan_report.setting_lines(settings, options.goal), "to add:", f"  {words}", sep="\n")
     if options.output:
         named = [word[11:] for word in options.overrides if word.startswith("experiment=")]

@@ -264,6 +264,4 @@ def as_typed(value: object) -> str:
     """Write `value` as it is typed on the command line."""
     if value is None:
         return "null"
-    if isinstance(value, list) and all(isinstance(item, str) and item.isidentifier() for item in value):
-        return f"[{','.join(value)}]"  # names need no quotes
     return str(value).lower() if isinstance(value, bool) else str(value)

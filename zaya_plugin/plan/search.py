@@ -170,3 +170,9 @@ def report(options: Sequence[Prediction]) -> list[dict]:
             why = f"{option.seconds / options[0].seconds - 1:+.1%}: {reason(option, options[0])}"
         rows.append({**choices_of(option), "ms": 1e3 * option.seconds, "gib": option.memory.total / GIB, "why": why})
     return rows
+
+
+def words_of(values: Mapping[str, object]) -> list[str]:
+    """Return values as the words of a command line."""
+    lists = {key: f"[{','.join(map(str, value))}]" for key, value in values.items() if isinstance(value, list)}
+    return [f"{key}={'null' if value is None else lists.get(key, value)}" for key, value in values.items()]
