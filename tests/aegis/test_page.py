@@ -8,7 +8,7 @@ import pytest
 from tests.aegis.journals import ONE_CRASH, account_of, attempt, begin, failure, first_step, row
 from tests.pictures.pages import HOSTILE, read
 from zaya_plugin.aegis.page import COLUMNS, USES, page, timeline
-from zaya_plugin.pictures.content import ALARM, GOOD, QUIET
+from zaya_plugin.pictures.content import ALARM, GOOD, NEUTRAL
 
 
 def of(panel, name):
@@ -20,7 +20,7 @@ def test_the_drawing_has_the_times_of_the_account():
     assert used.x_label == steps.x_label == "seconds since the start" and used.rows[0] == "time"
     bars = of(used, "time")
     expected = [
-        (0, 20, QUIET),
+        (0, 20, NEUTRAL),
         (20, 80, GOOD),
         (80, 130, ALARM),
         (130, 270, GOOD),

@@ -22,7 +22,7 @@ JOINED = [row(2, "node", 0, node=name, state="joined", reason="a") for name in (
 
 
 def said(rows, now, metrics=None):
-    lines, code = status(map(row_of, rows), BEGIN + now, metrics)
+    lines, code, _ = status(map(row_of, rows), BEGIN + now, metrics)
     found = {line[:15].strip(): line[15:] for line in lines}
     assert len(found) == len(lines)
     return found, code
@@ -88,13 +88,13 @@ def test_fields_of_any_kind_break_nothing(wrong):
     rows = [*TRAINS, *CRASH, row(104, "node", node="n2", state="out", reason="x")]
     for number, each in enumerate(rows):
         for name in each.keys() - {"kind"}:
-            lines, _ = status(map(row_of, [*rows[:number], each | {name: wrong}, *rows[number + 1 :]]), BEGIN + 120)
+            lines, *_ = status(map(row_of, [*rows[:number], each | {name: wrong}, *rows[number + 1 :]]), BEGIN + 120)
             assert lines
 
 
 def test_log_text_cannot_write_to_the_terminal():
     bad = failure(101.5, 101.0, "\x1b[31m", "restart", 40, 100.0, reason="\x1b]0;x\x07")
-    lines, _ = status(map(row_of, [*TRAINS, *bad]), BEGIN + 104)
+    lines, *_ = status(map(row_of, [*TRAINS, *bad]), BEGIN + 104)
     assert all(letter.isprintable() for line in lines for letter in line)
 
 

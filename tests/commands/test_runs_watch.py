@@ -137,6 +137,11 @@ def test_ctrl_c_gives_the_terminal_back(tmp_path):
     assert "\x1b[32mmine: running, step 50" in terminal.text, "in green"
 
 
+def test_a_run_that_has_not_begun_is_no_success(tmp_path, capsys):
+    assert cli.main(["runs", "watch", str(tmp_path / "mine"), "--once"]) == 1
+    assert capsys.readouterr().out == "mine: the run has not begun\n"
+
+
 def test_without_a_terminal_it_is_shown_once(tmp_path, capsys):
     run = write(make(tmp_path / "mine"), ONE_CRASH[:-1])
     os.utime(run / "aegis" / "journal.jsonl", (0, 0))
@@ -173,7 +178,7 @@ def test_a_long_file_is_read_from_its_end(tmp_path, monkeypatch):
 
 
 def test_a_missing_library_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("zaya_plugin.commands.live.find_spec", lambda name: None if name == "plotille" else name)
+    monkeypatch.setattr("zaya_plugin.ground.packages.find_spec", lambda name: None if name == "plotille" else name)
     assert cli.main(["runs", "watch", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert "plotille" in error and "Fix: pip install 'zaya_plugin[terminal]'" in error

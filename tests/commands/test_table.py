@@ -19,7 +19,7 @@ def examples(text: str) -> list[str]:
     return [command for command in commands if "..." not in command and "<" not in command]
 
 
-def test_the_first_page_shows_thirteen_commands_and_the_names_below_them():
+def test_the_first_page_shows_every_command_and_the_names_below_it():
     page = overview()
     tops = [command for command in COMMANDS if " " not in command]
     assert len(tops) == 13 and all(f"\n  zaya {command} " in page for command in tops)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.pictures.pages import HOSTILE, read
-from zaya_plugin.pictures.content import ALARM, COLOURS, QUIET, Bars, Page, Panel, Points, Table, heat, line
+from zaya_plugin.pictures.content import ALARM, COLOURS, NEUTRAL, Bars, Page, Panel, Points, Table, heat, line
 
 
 def content(name="run"):
@@ -23,11 +23,16 @@ def content(name="run"):
         groups=[(name, COLOURS[0]), ("b", COLOURS[1])],
         notes=[name],
         panels=[
-            Panel(name, "step", lines, name, name, marks=[(7.0, ALARM), (9.0, QUIET)], key=[(name, QUIET, "dashed")]),
+            Panel(
+                name, "step", lines, name, name, marks=[(7.0, ALARM), (9.0, NEUTRAL)], key=[(name, NEUTRAL, "dashed")]
+            ),
             Panel(
                 "rows",
                 "time",
-                [Bars(name, [1, 2], [2, 4], [name, "b"], [QUIET, ALARM]), Points("x", [3], [name], [QUIET], "dash")],
+                [
+                    Bars(name, [1, 2], [2, 4], [name, "b"], [NEUTRAL, ALARM]),
+                    Points("x", [3], [name], [NEUTRAL], "dash"),
+                ],
                 rows=[name, "x"],
                 wide=True,
             ),
@@ -88,7 +93,13 @@ def test_the_png_has_all_panels(monkeypatch):
     monkeypatch.setattr(
         still, "_panel", lambda axis, panel, limits, draw=still._panel: drawn.append(draw(axis, panel, limits) or axis)
     )
+    tables = []
+    monkeypatch.setattr(
+        still, "_table", lambda place, table, draw=still._table: draw(place, table) or tables.append(place)
+    )
     image = still.png(content("<run> $x_{$"))
+    (cells,) = tables[0].axes[0].tables
+    assert [cells[row, 0].get_text().get_text() for row in (0, 1)] == ["<run> $x_{$"] * 2  # of the tables above alone
     assert image.startswith(b"\x89PNG") and 20_000 < len(image) < 500_000
     assert [len(axis.lines) for axis in drawn] == [4, 0, 1, 0] and [len(axis.images) for axis in drawn] == [0, 0, 0, 1]
     assert [len(axis.patches) for axis in drawn] == [0, 2, 0, 0] and len(drawn[0].collections) == 1

@@ -12,7 +12,7 @@ from tests.pictures.pages import read
 from tests.running import train, train_and_signal
 from tests.runs.test_run_data import run, step
 from zaya_plugin import cli
-from zaya_plugin.commands import runs
+from zaya_plugin.ground import packages
 from zaya_plugin.pictures.content import ALARM, COLOURS
 from zaya_plugin.runs.plot import jitter, picture
 from zaya_plugin.runs.run_data import read_run
@@ -130,7 +130,7 @@ def test_the_command_writes_a_page_and_a_picture(tmp_path, capsys):
     [
         (["no"], "RUN=no: does not exist."),
         (["."], "RUN=.: has neither metrics.jsonl nor recipe.yaml."),
-        (["a", "--output", "a.svg"], "--output=a.svg: must end in one of the kinds of pictures. Allowed: .html, .png."),
+        (["a", "--output", "a.svg"], "--output=a.svg: the name of a picture has another ending. Allowed: .html, .png."),
         (["a", "--output", "no/a.png"], "its folder does not exist"),
         (["a", *(f"b/{number}" for number in range(20))], "21 runs are too many for one picture"),
     ],
@@ -178,9 +178,10 @@ def test_the_restart_of_a_killed_run_is_marked(tmp_path, corpus):
 @pytest.mark.parametrize(("library", "name"), [("bokeh", "a.html"), ("matplotlib", "a.png")])
 def test_a_missing_library_is_named_before_a_run_is_read(tmp_path, monkeypatch, capsys, library, name):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runs, "find_spec", lambda package: None if package == library else object())
+    monkeypatch.setattr(packages, "find_spec", lambda package: None if package == library else object())
     run(tmp_path / "a")
     assert cli.main(["runs", "plot", "a", "--output", name]) == 2
-    assert f"the package {library}, which draws it, is not installed. Fix: pip install 'zaya_plugin[pictures]'" in (
-        capsys.readouterr().err
+    says = (
+        f"pictures: requires the package {library}, which is not installed. Fix: pip install 'zaya_plugin[pictures]'."
     )
+    assert says in capsys.readouterr().err

@@ -155,6 +155,8 @@ def test_runs_below_a_folder_and_what_differs_between_them(tmp_path):
     assert [str(path.relative_to(tmp_path / "m")) for path in folders] == ["9", "10", "other/10"]
     runs = [read_run(path) for path in folders]
     assert differences(runs) == {"optim.lr": [1, 3, 3]} and unique_names(runs) == ["9", "m/10", "other/10"]
+    older = run(tmp_path / "older", recipe="optim: {lr: 3, betas: [1, 2]}\n")  # without seed, whose default is 1234
+    assert differences([runs[1], read_run(older)]) == {"seed": [1, 1234]}
     with pytest.raises(ValueError, match="RUN=.*/m: has neither metrics.jsonl nor recipe.yaml"):
         read_run(tmp_path / "m")
     with pytest.raises(ValueError, match="does not exist"):

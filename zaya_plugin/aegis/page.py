@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from zaya_plugin.aegis.account import END, START, TRAINING, Account, Failure, Span
 from zaya_plugin.aegis.report import figures, state, tables
-from zaya_plugin.pictures.content import ALARM, COLOURS, GOOD, QUIET, Bars, Line, Page, Panel, Points
+from zaya_plugin.pictures.content import ALARM, COLOURS, GOOD, NEUTRAL, Bars, Line, Page, Panel, Points
 
 COLUMNS = 2000  # of the drawing: narrower spans and nearer points are joined with their neighbours
-USES = {TRAINING: GOOD, START: QUIET, END: "#a9b4c2"}
-CAUSES = (ALARM, *(colour for colour in COLOURS if colour not in (ALARM, GOOD, QUIET)))
+USES = {TRAINING: GOOD, START: NEUTRAL, END: "#a9b4c2"}
+CAUSES = (ALARM, *(colour for colour in COLOURS if colour not in (ALARM, GOOD, NEUTRAL)))
 UNITS = (
     (300.0, 1.0, "seconds"),
     (10800.0, 60.0, "minutes"),
@@ -76,7 +76,7 @@ def timeline(account: Account) -> list[Panel]:
         "checkpoints",
         [time / divisor for time, _ in saved],
         [f"checkpoint of step {step:,}" for _, step in saved],
-        [QUIET] * len(saved),
+        [NEUTRAL] * len(saved),
         "dash",
     )
     shared: dict[str, list[str]] = {}
@@ -84,7 +84,7 @@ def timeline(account: Account) -> list[Panel]:
         shared.setdefault(colour, []).append(cause)
     key = [*((use, colour, "solid") for use, colour in USES.items())]
     key += [(", ".join(names), colour, "solid") for colour, names in shared.items()]
-    marks = [(time / divisor, QUIET) for time in account.pauses]
+    marks = [(time / divisor, NEUTRAL) for time in account.pauses]
     note = "Dashed: the run had ended, and a person started it again." if marks else ""
     layers = [bars("time", uses), bars("attempts", attempts), failures, checkpoints]
     used = Panel("Timeline", label, layers, note=note, rows=ROWS, marks=marks, key=key, wide=True)

@@ -99,15 +99,17 @@ class Now:
 
 def status(
     rows: Iterable[Row], now: float, metrics: tuple[dict[str, Any], float] | None = None
-) -> tuple[list[str], int]:
-    """Return the lines for a person, and the exit code. metrics: the last line of metrics.jsonl, and its time."""
+) -> tuple[list[str], int, bool]:
+    """Return the lines for a person, the exit code, and whether the run has ended. metrics: the last line of
+    metrics.jsonl, and its time.
+    """
     rows = [*rows]
     result, at = account(rows), Now(Cluster().replay(rows))
     for row in rows:
         at.add(row)
     cluster = at.cluster
     if at.last is None:
-        return ["the journal is empty: the decider has not started"], 1
+        return ["the journal is empty: the decider has not started"], 1, False
     step = cluster.resume_step if cluster.step is None else cluster.step
     if metrics is not None and at.phase in ("trains", "starts") and metrics[1] >= cluster.since:
         step, at.progress, at.phase = metrics[0]["step"], max(at.progress or 0, metrics[1]), "trains"
@@ -126,7 +128,7 @@ def status(
             f"{percent(result.ettr)} of {duration(result.seconds)}, {result.lost_steps:,.0f} steps made again",
         ),
     ]
-    return [f"{name:15}{printable(text)}" for name, text in table if text], int(bool(trouble))
+    return [f"{name:15}{printable(text)}" for name, text in table if text], int(bool(trouble)), result.ended
 
 
 def _trouble(account: Account, at: Now, now: float) -> str:

@@ -21,6 +21,7 @@ from zaya_plugin.commands.live import show_live
 from zaya_plugin.commands.parser import Parser, option
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.progress import bar
+from zaya_plugin.pictures.files import check_picture, write_picture
 
 RUN_DIR = option("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, or its folder aegis")
 STATUS = "Shows a run under `zaya aegis run`: phase, step, nodes, the last failure and the decision."
@@ -80,8 +81,8 @@ def _status(options: argparse.Namespace) -> int:
     def render(*_: int) -> tuple[str, bool]:
         nonlocal code
         metrics = present.last_metrics(journal.resolve().parent.parent)
-        lines, code = present.status(read(journal), time.time(), metrics)
-        return "\n".join(lines), lines[0].split()[1:2] == ["ended,"]
+        lines, code, has_ended = present.status(read(journal), time.time(), metrics)
+        return "\n".join(lines), has_ended
 
     if options.watch and sys.stdout.isatty():
         show_live(render)
@@ -105,10 +106,8 @@ def report() -> Parser:
 
 
 def _report(options: argparse.Namespace) -> None:
-    from zaya_plugin.commands.runs import check_output, write_picture
-
     if options.output is not None:
-        check_output(options.output)
+        check_picture(options.output)
     journal = find(options.run_dir)
     with bar("journal", journal.stat().st_size) as shown:
         result = account(read(journal, shown.update))

@@ -16,8 +16,6 @@ import socket
 from pathlib import Path
 
 from zaya_plugin.commands.parser import Parser, option
-from zaya_plugin.commands.runs import LIBRARIES, write_picture
-from zaya_plugin.commands.runs import check_output as check_picture
 from zaya_plugin.config.run_directory import check_creatable
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.option_numbers import DAY, real_number
@@ -26,6 +24,7 @@ from zaya_plugin.machines import nodes
 from zaya_plugin.machines.checks import CHECKS, DOCTOR, DOCTOR_ALL, NODES, VERIFY, Check, checks_of
 from zaya_plugin.machines.examination import doctor_page, examine, is_wrong, problems_of, summary
 from zaya_plugin.machines.page import content
+from zaya_plugin.pictures.files import LIBRARIES, check_picture, write_picture
 
 RECORD = "verify.json"
 DOCTOR_DESCRIPTION = """\

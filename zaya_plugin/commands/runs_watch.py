@@ -12,6 +12,7 @@ from zaya_plugin.commands import live
 from zaya_plugin.commands.parser import Parser, option
 from zaya_plugin.ground.durations import duration
 from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.packages import require_packages
 from zaya_plugin.runs.follow import Follower
 from zaya_plugin.runs.run_data import CHECKPOINT, Metrics, RunData, is_run, read_run
 
@@ -21,11 +22,12 @@ rate, gradient norm, tokens/s, MFU, load of the experts, the last checkpoint, re
 writes, so it works over SSH and on any machine that sees the folder; it may begin before the run does."""
 EXAMPLES = """\
 examples:
-  zaya runs watch runs/mine        until the run ends or Ctrl-C; once without a terminal
+  zaya runs watch runs/mine           until the run ends or Ctrl-C
+  zaya runs watch runs/mine --once    one picture, for a script; so also without a terminal
 
 Requires `pip install 'zaya_plugin[terminal]'`. NO_COLOR=1 leaves out colours.
 
-Exit codes: 0; 1 the run has failed or crashed; 2 a mistake on the command line."""
+Exit codes: 0; 1 the run has failed or crashed, or has not begun; 2 a mistake on the command line."""
 COLOURS = {"running": "green", "finished": "green", "failed": "red", "crashed": "red"}
 LABEL_WIDTH = 13  # plotille's, of the vertical axis
 LEAST_ROWS, LEAST_ROWS_WITH_AXIS = 3, 10  # of a curve, and of one with a horizontal axis
@@ -47,13 +49,18 @@ NUMBERS = {  # key of metrics.jsonl -> how its last value is shown
 
 def parser() -> Parser:
     return Parser(
-        "runs watch", run, DESCRIPTION, EXAMPLES, option("run", type=Path, metavar="RUN", help="a run's directory")
+        "runs watch",
+        run,
+        DESCRIPTION,
+        EXAMPLES,
+        option("run", type=Path, metavar="RUN", help="a run's directory"),
+        option("--once", action="store_true", help="print one picture and end"),
     )
 
 
 def run(options: argparse.Namespace) -> int:
     """Show the run and return the exit code."""
-    live.require_packages("rich", "plotille")
+    require_packages("terminal", "rich", "plotille")
     if not options.run.absolute().parent.is_dir():
         raise mistake("RUN", options.run, problem="its folder does not exist", allowed="the folder of a run")
     follower, state = Follower(options.run / "metrics.jsonl"), "empty"
@@ -66,8 +73,8 @@ def run(options: argparse.Namespace) -> int:
         data.metrics, state = follower.update(), data.state
         return screen(data, width, height), state not in ("running", "empty")
 
-    live.show_live(render)
-    return int(state in ("failed", "crashed"))
+    live.show_live(render, options.once)
+    return int(state in ("failed", "crashed", "empty"))
 
 
 def screen(data: RunData, width: int, height: int):

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zaya_plugin.machines.checks import STATES
-from zaya_plugin.pictures.content import ALARM, COLOURS, GOOD, QUIET, Bars, Page, Panel, Points, Table
+from zaya_plugin.pictures.content import ALARM, COLOURS, GOOD, NEUTRAL, Bars, Page, Panel, Points, Table
 
-STATE_COLOURS = dict(zip(STATES, (GOOD, COLOURS[4], ALARM, QUIET, "#a9b4c2"), strict=True))
+STATE_COLOURS = dict(zip(STATES, (GOOD, COLOURS[4], ALARM, NEUTRAL, "#a9b4c2"), strict=True))
 MOST_ROWS = 64  # nodes of a panel; the failing ones first
 
 

@@ -18,7 +18,7 @@ MARGIN = 0.015  # of an axis, beyond the data at each end
 # dark page (tests/pictures/test_content.py): Okabe and Ito's blue, vermilion and green, and three that a search added.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#8848ef", "#a8904d", "#855984")
 DASHES = ("solid", "dashed", "dotted")
-QUIET, ALARM, GOOD = "#7b8794", "#d55e00", "#009e73"  # of bars and marks
+NEUTRAL, ALARM, GOOD = "#7b8794", "#d55e00", "#009e73"  # of bars and marks
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from zaya_plugin.pictures.content import Bars, Cells, Line, Page, Panel, Points, Table, x_limits
+from zaya_plugin.pictures.content import NEUTRAL, Bars, Cells, Line, Page, Panel, Points, Table, x_limits
 
 TEXT = [("", "@text")]
-LARGE = 1e4  # values of an axis that are written as 10k
-BOTH = "#737f8c"  # text on light and on dark, where Bokeh reads no CSS variable
+ABBREVIATED = 1e4  # the least value of an axis that is written as 10k
+TICK_COLOUR = "#737f8c"  # readable on light and on dark; Bokeh reads no CSS variable here
 HEIGHT, ROW_HEIGHT, LEFT = 260, 34, 74  # pixels of a panel, of a row of bars, and left of the axis
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {}"
 CONTROLS = (
@@ -132,7 +132,7 @@ def _charts(panels: Sequence[Panel]) -> list[Any]:
         ranges[label] = Range1d(least, most, bounds=(least, most))
         if all(panel.zooms for panel in panels if panel.x_label == label):
             ranges[label].tags = [least, most]
-    crosshairs = {label: Span(dimension="height", line_color="#7b8794", line_dash="dotted") for label in ranges}
+    crosshairs = {label: Span(dimension="height", line_color=NEUTRAL, line_dash="dotted") for label in ranges}
     return [_chart(panel, ranges[panel.x_label], crosshairs[panel.x_label]) for panel in panels]
 
 
@@ -179,7 +179,7 @@ def _chart(panel: Panel, x_range: Any, crosshair: Any) -> Any:
         chart.y_range.default_span = 0.2 * most or 1.0  # of a line of one value
         if not panel.logarithmic:
             short, plain = NumeralTickFormatter(format="0.[00]a"), BasicTickFormatter(power_limit_low=-6)
-            chart.yaxis.formatter = short if most >= LARGE else plain
+            chart.yaxis.formatter = short if most >= ABBREVIATED else plain
     for colour in dict.fromkeys(colour for _, colour in panel.marks):
         places = [x for x, mark in panel.marks if mark == colour]
         chart.vspan(x=places, line_color=colour, line_alpha=0.8, line_dash="dashed")
@@ -257,7 +257,7 @@ def _cells(chart: Any, cells: Cells) -> tuple[Any, list[tuple[str, str]]]:
         dh=len(cells.values),
         color_mapper=mapper,
     )
-    bar = ColorBar(color_mapper=mapper, width=10, background_fill_alpha=0, major_label_text_color=BOTH)
+    bar = ColorBar(color_mapper=mapper, width=10, background_fill_alpha=0, major_label_text_color=TICK_COLOUR)
     chart.add_layout(bar, "right")
     label = chart.xaxis.axis_label
     return drawn, [(label, "$x{0,0}"), (chart.yaxis.axis_label, "$y{0}"), (cells.unit, "@image{0.00}")]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw a picture as a PNG with matplotlib: the panels of page.py, two in a row. Bokeh makes a PNG with a browser only,
-and a login node has none.
+"""Draw a picture as a PNG with matplotlib: the tables above the panels and the panels of page.py, two in a row. Bokeh
+makes a PNG with a browser only, and a login node has none.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from zaya_plugin.pictures.content import Bars, Cells, Line, Page, Panel, Points, x_limits
+from zaya_plugin.pictures.content import Bars, Cells, Line, Page, Panel, Points, Table, x_limits
 
 WIDTH, HEIGHT, ROW_HEIGHT, DPI = 12.8, 2.9, 0.32, 110  # inches of the picture, of a panel, of a row of bars
+TABLE_ROW, MAX_ROWS, MAX_CELL = 0.22, 20, 28  # inches of a row of a table, its rows, and characters of a cell
+SOFT, GRID = "#56606e", "#d9dee5"  # colours of secondary text and of lines
 SHAPES = {"circle": "o", "diamond": "D", "dash": "|"}
 
 
@@ -19,10 +21,10 @@ def png(page: Page) -> bytes:
     import matplotlib
 
     with matplotlib.rc_context({"text.parse_math": False}):  # names may have a $
-        return _png(page)
+        return _drawn(page)
 
 
-def _png(page: Page) -> bytes:
+def _drawn(page: Page) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -34,9 +36,13 @@ def _png(page: Page) -> bytes:
             rows[-1].append(panel)
     heights = [max(ROW_HEIGHT * len(row[0].rows) + 0.9, 1.4) if row[0].rows else HEIGHT for row in rows]
     top = 0.5 + 0.22 * len(page.lead) + 0.5 * bool(page.figures) + 0.3 * bool(page.groups)
+    tables = [table for table in page.overview if table.rows]
+    heights = [*(TABLE_ROW * (min(len(table.rows), MAX_ROWS) + 1) + 0.5 for table in tables), *heights]
     figure = Figure((WIDTH, sum(heights) + top), dpi=DPI, layout="constrained")
-    heading, *places = figure.subfigures(len(rows) + 1, 1, height_ratios=[top, *heights], squeeze=False)[:, 0]
+    heading, *places = figure.subfigures(len(heights) + 1, 1, height_ratios=[top, *heights], squeeze=False)[:, 0]
     _heading(heading, page, top)
+    for table in tables:
+        _table(places.pop(0), table)
     limits = x_limits(page.panels)
     for row, place in zip(rows, places, strict=True):
         axes = place.subplots(1, 1 if row[0].wide else 2, squeeze=False)[0]
@@ -53,16 +59,30 @@ def _heading(place: Any, page: Page, top: float) -> None:
     style: dict[str, Any] = {"va": "top"}
     place.text(0.01, 1 - 0.1 / top, page.title[:110], size=15, weight="bold", **style)
     for number, text in enumerate(page.lead):
-        place.text(0.01, 1 - (0.4 + 0.22 * number) / top, text[:160], size=9, color="#56606e", **style)
+        place.text(0.01, 1 - (0.4 + 0.22 * number) / top, text[:160], size=9, color=SOFT, **style)
     y = 0.45 + 0.22 * len(page.lead)
     for number, (name, value, _) in enumerate(page.figures):
         x = 0.01 + 0.98 * number / len(page.figures)
-        place.text(x, 1 - y / top, name, size=6.5, color="#56606e", **style)
+        place.text(x, 1 - y / top, name, size=6.5, color=SOFT, **style)
         place.text(x, 1 - (y + 0.16) / top, value, size=11, weight="bold", **style)
     x = 0.01
     for name, colour in page.groups:
         place.text(x, 1 - y / top, f"■ {name[:40]}", size=9, color=colour, **style)
         x += 0.03 + 0.0075 * len(name[:40])
+
+
+def _table(place: Any, table: Table) -> None:
+    axis = place.subplots()
+    axis.axis("off")
+    left_out = f" (the first {MAX_ROWS} of {len(table.rows)})" if len(table.rows) > MAX_ROWS else ""
+    axis.set_title(table.title + left_out, loc="left", size=10, weight="bold")
+    cells = [[cell[:MAX_CELL] for cell in row] for row in (table.columns, *table.rows[:MAX_ROWS])]
+    drawn = axis.table(cells, cellLoc="left", bbox=(0, 0, 1, 1))
+    drawn.auto_set_font_size(False)
+    drawn.set_fontsize(8)
+    for (row, _), cell in drawn.get_celld().items():
+        cell.set_edgecolor(GRID)
+        cell.get_text().set_weight("bold" if row == 0 else "normal")
 
 
 def _panel(axis: Any, panel: Panel, limits: tuple[float, float]) -> None:
@@ -76,7 +96,7 @@ def _panel(axis: Any, panel: Panel, limits: tuple[float, float]) -> None:
     axis.set_ylabel(panel.unit, size=8)
     axis.tick_params(labelsize=8)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(color="#d9dee5", linewidth=0.6)
+    axis.grid(color=GRID, linewidth=0.6)
     axis.set_axisbelow(True)
     rows = {name: place for place, name in enumerate(reversed(panel.rows))}
     if rows:

@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from zaya_plugin.ground.durations import duration
+from zaya_plugin.ground.errors import as_typed
 from zaya_plugin.pictures.content import (
     ALARM,
     BUCKETS,
     COLOURS,
     DASHES,
     LEAST_BUCKETS,
-    QUIET,
+    NEUTRAL,
     Cells,
     Line,
     Page,
@@ -28,33 +29,56 @@ from zaya_plugin.runs.run_data import CHECKPOINT, FAULT, RESTART, SKIPPED, SPIKE
 STEP = "step"
 JITTER_STEPS = 20  # the least number of steps in a window of the jitter
 HEAT_MAPS = 4  # runs whose heat maps are drawn
-MOST_LINES = 40  # of marks through every panel
-MOST_CHECKPOINTS = 1000  # drawn, evenly chosen
+MAX_MARK_LINES = 40  # through every panel
+MAX_CHECKPOINTS = 1000  # drawn, evenly chosen
+LOGARITHMIC_SPAN = 50  # of the largest and the least value
 MARKS = {  # kind -> shape, colour, and whether a line through every panel marks it
-    CHECKPOINT: ("dash", QUIET, False),
+    CHECKPOINT: ("dash", NEUTRAL, False),
     RESTART: ("diamond", COLOURS[0], True),
     FAULT: ("circle", ALARM, True),
     SPIKE: ("circle", COLOURS[3], False),
     SKIPPED: ("circle", COLOURS[4], False),
 }
-# Title, unit, note, factor, and the lines: key, name and dash.
-PANELS: tuple[tuple[str, str, str, float, tuple[tuple[str, str, str], ...]], ...] = (
-    ("Loss", "nats a token", "", 1, (("loss", "training", "solid"), ("valid_loss", "validation", "dashed"))),
-    ("Gradient norm", "norm", "Before clipping.", 1, (("grad_norm", "", "solid"),)),
-    ("Learning rate", "lr", "Learning rate that the optimizer used in each step.", 1, (("lr", "", "solid"),)),
-    ("Speed", "tokens/s", "Of the whole job, without validation and checkpoints.", 1, (("tokens_per_s", "", "solid"),)),
-    ("MFU", "%", "Model FLOP/s of a device divided by its peak FLOP/s.", 100, (("mfu", "", "solid"),)),
-    ("Step time", "seconds", "Wall time of a step, without validation and checkpoints.", 1, (("step_s", "", "solid"),)),
-    ("Router entropy", "nats", "Mean over tokens and layers.", 1, (("router_entropy", "", "solid"),)),
-    (
+
+
+class Curve(NamedTuple):
+    """A key of metrics.jsonl, drawn as a line. name: in the legend; dots: every value is a circle too."""
+
+    key: str
+    name: str = ""
+    dash: str = "solid"
+    dots: bool = False
+
+
+class MetricPanel(NamedTuple):
+    """A panel of curves. factor: of the values. may_be_logarithmic: where they span a factor of LOGARITHMIC_SPAN."""
+
+    title: str
+    unit: str
+    curves: Sequence[Curve]
+    note: str = ""
+    factor: float = 1
+    may_be_logarithmic: bool = False
+
+
+PANELS = (
+    MetricPanel(
+        "Loss", "nats a token", [Curve("loss", "training"), Curve("valid_loss", "validation", "dashed", dots=True)]
+    ),
+    MetricPanel("Gradient norm", "norm", [Curve("grad_norm")], "Before clipping.", may_be_logarithmic=True),
+    MetricPanel("Learning rate", "lr", [Curve("lr")], "Learning rate that the optimizer used in each step."),
+    MetricPanel("Speed", "tokens/s", [Curve("tokens_per_s")], "Of the whole job, without validation and checkpoints."),
+    MetricPanel("MFU", "%", [Curve("mfu")], "Model FLOP/s of a device divided by its peak FLOP/s.", 100),
+    MetricPanel("Step time", "seconds", [Curve("step_s")], "Wall time of a step, without validation and checkpoints."),
+    MetricPanel("Router entropy", "nats", [Curve("router_entropy")], "Mean over tokens and layers."),
+    MetricPanel(
         "Expert imbalance",
         "x even load",
+        [
+            Curve("expert_imbalance", "mean of the layers"),
+            Curve("expert_imbalance_worst_layer", "worst layer", "dotted"),
+        ],
         "The busiest expert's load as a multiple of an even load: 1 is balanced.",
-        1,
-        (
-            ("expert_imbalance", "mean of the layers", "solid"),
-            ("expert_imbalance_worst_layer", "worst layer", "dotted"),
-        ),
     ),
 )
 WHY_MISSING = {
@@ -91,7 +115,7 @@ def step_panels(runs: Sequence[RunData], names: Sequence[str]) -> tuple[list[Pan
     marks = _marks(runs, names)
     lines = [(mark.step, MARKS[mark.kind][1]) for run in runs for mark in run.marks if MARKS[mark.kind][2]]
     for panel in panels:
-        panel.marks = lines if len(runs) == 1 and len(lines) <= MOST_LINES else ()
+        panel.marks = lines if len(runs) == 1 and len(lines) <= MAX_MARK_LINES else ()
     panels += _heat_maps(runs, names)
     if not any(run.metrics.busiest for run in runs):
         missing.append(_left_out("Expert load", "expert_load"))
@@ -114,14 +138,14 @@ def _colour(number: int) -> str:
 
 
 def _lines(
-    runs: Sequence[RunData], names: Sequence[str], title: str, keys: Sequence[tuple[str, str, str]], factor: float = 1
+    runs: Sequence[RunData], names: Sequence[str], title: str, curves: Sequence[Curve], factor: float = 1
 ) -> tuple[list[Line], list[tuple[str, str, str]]]:
-    """Return the lines of some keys, and their legend."""
+    """Return the lines of some curves, and their legend."""
     import numpy
 
     lines, legend = [], []
-    buckets = max(LEAST_BUCKETS, BUCKETS // (len(runs) * len(keys)))
-    for number, (key, name, dash) in enumerate(keys):
+    buckets = max(LEAST_BUCKETS, BUCKETS // (len(runs) * len(curves)))
+    for number, (key, name, dash, dots) in enumerate(curves):
         for group, run in enumerate(runs):
             if key not in run.metrics.columns:
                 continue
@@ -129,26 +153,28 @@ def _lines(
             # The colour of several runs is the run's; the lines of one run differ in colour and dash.
             colour = _colour(group if len(runs) > 1 else number)
             label = " ".join(filter(None, (names[group] if len(runs) > 1 else "", name))) or title.lower()
-            few = "valid" in key
             lines.append(
-                line(label, steps, numpy.asarray(values) * factor, colour, buckets, dash=dash, group=group, dots=few)
+                line(label, steps, numpy.asarray(values) * factor, colour, buckets, dash=dash, group=group, dots=dots)
             )
             if name and not any(row[0] == name for row in legend):
-                legend.append((name, colour if len(runs) == 1 else QUIET, dash))
-    return lines, legend if len(keys) > 1 else []
+                legend.append((name, colour if len(runs) == 1 else NEUTRAL, dash))
+    return lines, legend if len(curves) > 1 else []
 
 
 def _metric_panels(runs: Sequence[RunData], names: Sequence[str]) -> Iterable[tuple[Panel, list[str]]]:
-    for title, unit, note, factor, keys in PANELS:
-        lines, legend = _lines(runs, names, title, keys, factor)
-        yield _panel(title, unit, note, lines, legend), [key for key, _, _ in keys]
+    for title, unit, curves, note, factor, may_be_logarithmic in PANELS:
+        lines, legend = _lines(runs, names, title, curves, factor)
+        logarithmic = may_be_logarithmic and _spans_decades(lines)
+        panel = Panel(title, STEP, [*lines], unit, note, logarithmic=logarithmic, key=legend)
+        yield panel, [curve.key for curve in curves]
 
 
 def _domains(runs: Sequence[RunData], names: Sequence[str]) -> tuple[Panel, list[str]]:
     keys = dict.fromkeys(key for run in runs for key in run.metrics.columns if key.startswith("validation/"))
-    named = [(key, key.split("/")[1], DASHES[number % len(DASHES)]) for number, key in enumerate(keys)]
-    lines, legend = _lines(runs, names, "", named) if named else ([], [])
-    return _panel("Validation loss by domain", "nats a token", "", lines, legend), ["validation/<domain>/loss"]
+    curves = [Curve(key, key.split("/")[1], DASHES[number % len(DASHES)], dots=True) for number, key in enumerate(keys)]
+    lines, legend = _lines(runs, names, "", curves) if curves else ([], [])
+    panel = Panel("Validation loss by domain", STEP, [*lines], "nats a token", key=legend)
+    return panel, ["validation/<domain>/loss"]
 
 
 def _jitter(runs: Sequence[RunData], names: Sequence[str]) -> tuple[Panel, list[str]]:
@@ -160,7 +186,7 @@ def _jitter(runs: Sequence[RunData], names: Sequence[str]) -> tuple[Panel, list[
             name = names[group] if len(runs) > 1 else "spread"
             lines.append(line(name, ends, shares, _colour(group), group=group, dots=len(ends) == 1))
     note = f"(p95 - p5) / median of the step times in windows of at least {JITTER_STEPS} steps."
-    return _panel("Step-time jitter", "%", note, lines, []), ["step_s of enough steps"]
+    return Panel("Step-time jitter", STEP, lines, "%", note), [f"step_s of {JITTER_STEPS} steps"]
 
 
 def jitter(steps: Any, seconds: Any) -> tuple[Any, Any]:
@@ -176,14 +202,12 @@ def jitter(steps: Any, seconds: Any) -> tuple[Any, Any]:
     return numpy.asarray(steps)[len(steps) - count * width + width - 1 :: width], shares
 
 
-def _panel(title: str, unit: str, note: str, lines: list[Line], legend: list[tuple[str, str, str]]) -> Panel:
+def _spans_decades(lines: Sequence[Line]) -> bool:
+    """Return whether all values are positive and their largest is LOGARITHMIC_SPAN times their least."""
     import numpy
 
-    logarithmic = False
-    if lines and title == "Gradient norm":
-        values = numpy.concatenate([numpy.asarray(one.high)[numpy.isfinite(one.high)] for one in lines])
-        logarithmic = bool(values.size) and 0 < values.min() < values.max() / 50
-    return Panel(title, STEP, [*lines], unit, note, logarithmic=logarithmic, key=legend)
+    values = numpy.concatenate([numpy.asarray(one.high)[numpy.isfinite(one.high)] for one in lines] or [[]])
+    return bool(values.size) and 0 < values.min() < values.max() / LOGARITHMIC_SPAN
 
 
 def _marks(runs: Sequence[RunData], names: Sequence[str]) -> Panel:
@@ -192,7 +216,7 @@ def _marks(runs: Sequence[RunData], names: Sequence[str]) -> Panel:
         for kind, (shape, colour, _) in MARKS.items():
             marks = [mark for mark in run.marks if mark.kind == kind]
             if kind == CHECKPOINT:
-                marks = marks[:: len(marks) // MOST_CHECKPOINTS + 1]
+                marks = marks[:: len(marks) // MAX_CHECKPOINTS + 1]
             if marks:
                 row = f"{kind}s" if len(runs) == 1 else name
                 if row not in rows:
@@ -277,15 +301,9 @@ def _lead(run: RunData) -> list[str]:
 
 def _tables(runs: Sequence[RunData], names: Sequence[str]) -> list[Table]:
     rows = [(name, *(value for value, _ in facts(run).values())) for run, name in zip(runs, names, strict=True)]
-    differing = [(key, *map(_typed, values)) for key, values in differences([*runs]).items()]
+    differing = [(key, *map(as_typed, values)) for key, values in differences([*runs]).items()]
     note = "" if differing else "The recipes are equal but for run_dir."
     return [
         Table("Runs", ("run", *facts(runs[0])), rows),
         Table("What differs between the recipes", ("key", *names), differing, note),
     ]
-
-
-def _typed(value: Any) -> str:
-    from zaya_plugin.ground.errors import as_typed
-
-    return as_typed(value)

@@ -25,15 +25,16 @@ from zaya_plugin.aegis.journal import NAME as JOURNAL
 from zaya_plugin.aegis.journal import read
 from zaya_plugin.checkpoint.run_lock import NAME as LOCK
 from zaya_plugin.config.run_directory import RECIPE, iterations
-from zaya_plugin.config.schema import CheckpointConfig
+from zaya_plugin.config.schema import CheckpointConfig, Recipe, get, leaves
 from zaya_plugin.ground import metrics_file
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.exit_codes import ENDED_EARLY
 from zaya_plugin.ground.lock import held_by_other
+from zaya_plugin.ground.progress import bar
 
 CHECKPOINT, RESTART, FAULT, SPIKE, SKIPPED = "checkpoint", "restart", "fault", "loss spike", "skipped update"
 QUIET_SECONDS, QUIET_STEPS = 120.0, 20  # without a row; a run that is quiet for both does not run any more
-LARGE = 1 << 26  # bytes of metrics.jsonl
+BYTES_WITH_BAR = 1 << 26  # of metrics.jsonl, about two seconds of reading
 DEPTH = 4  # folders below a place in which runs are searched: multirun/2026-11-27/18-00-00/3
 
 
@@ -113,13 +114,12 @@ class Metrics:
 class RunData:
     """A run directory. Its parts are read when they are asked for.
 
-    name: of its folder. recipe: of recipe.yaml, as it is written; {} without one. advance: see metrics_file.rows.
+    name: of its folder. recipe: of recipe.yaml, as it is written; {} without one.
     """
 
     place: Path
     name: str
     recipe: dict[str, Any]
-    advance: Callable[[int], object] = lambda size: None
 
     @property
     def file(self) -> Path:
@@ -128,11 +128,7 @@ class RunData:
     @cached_property
     def metrics(self) -> Metrics:
         """All rows of metrics.jsonl: 10 s for a million."""
-        metrics = Metrics()
-        with contextlib.suppress(FileNotFoundError):
-            for row in metrics_file.rows(self.file, self.advance):
-                metrics.add(row)
-        return metrics
+        return metrics_of(self.file)
 
     @cached_property
     def last(self) -> dict[str, Any]:
@@ -237,6 +233,15 @@ class RunData:
         return round(step - stage.before) if stage.name in (self.name, self.settings.get("stage.name")) else None
 
 
+def metrics_of(file: Path, advance: Callable[[int], object] = lambda size: None) -> Metrics:
+    """Return the rows of a metrics.jsonl, no rows without the file. advance: see metrics_file.rows."""
+    metrics = Metrics()
+    with contextlib.suppress(FileNotFoundError):
+        for row in metrics_file.rows(file, advance):
+            metrics.add(row)
+    return metrics
+
+
 def read_run(place: Path) -> RunData:
     """Return the run in the folder `place`.
 
@@ -253,15 +258,11 @@ def read_run(place: Path) -> RunData:
 
 
 def read_all(runs: Sequence[RunData]) -> None:
-    """Read the metrics of runs, with a bar on a terminal where that takes longer than about two seconds."""
-    from tqdm import tqdm
-
+    """Read the metrics of runs, with a bar where that takes longer than about two seconds."""
     size = sum(run.file.stat().st_size for run in runs if run.file.is_file())
-    hidden = None if size > LARGE else True  # None: only where stderr is no terminal
-    with tqdm(total=size, unit="B", unit_scale=True, desc="reading", leave=False, disable=hidden) as bar:
+    with bar("reading", size, quiet=size < BYTES_WITH_BAR) as shown:
         for run in runs:
-            run.advance = bar.update
-            _ = run.metrics
+            run.metrics = metrics_of(run.file, shown.update)
 
 
 def is_run(place: Path) -> bool:
@@ -291,11 +292,13 @@ def _by_number(path: Path) -> list:
 
 
 def differences(runs: list[RunData]) -> dict[str, list[Any]]:
-    """Return the recipe keys whose values differ between runs, each with one value a run, None where it is missing.
-    Keys that differ in every pair of runs by nature, such as run_dir, are left out.
+    """Return the recipe keys whose values differ between runs, each with one value a run. A recipe of an older version
+    lacks newer keys, which count as their defaults. Keys that differ in every pair of runs by nature, such as run_dir,
+    are left out.
     """
+    defaults = {path: get(Recipe(), path) for path, _ in leaves()}
     keys = dict.fromkeys(key for run in runs for key in run.settings if key not in ("run_dir", "resume"))
-    rows = {key: [run.settings.get(key) for run in runs] for key in keys}
+    rows = {key: [run.settings.get(key, defaults.get(key)) for run in runs] for key in keys}
     return {key: row for key, row in rows.items() if any(value != row[0] for value in row)}
 
 
