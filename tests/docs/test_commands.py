@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shell commands of the pages. A fence ```bash runs as printed, a page after the other; a word behind `bash` names
+"""The shell commands of the pages and of README. A fence ```bash runs as printed, a page after the other; a word behind `bash` names
 why it cannot run on a CPU, and then its `zaya` lines are read by their parsers, as all lines are, and their recipes
 compose. Runs of the demo are made short: the same command with few steps.
 """
@@ -21,11 +21,16 @@ from zaya_plugin.run.stages import compose_curriculum
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "log.md"}
+PAGES["README.md"] = (ROOT / "README.md").read_text().replace("\n.venv/bin/zaya ", "\nzaya ")
 FENCE = re.compile(r"^```bash *([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FENCES = [(page, *match.groups()) for page, text in PAGES.items() for match in FENCE.finditer(text)]
 WHY_NOT_ON_A_CPU = ("", "gpu", "cluster", "network", "site")
 ENDS = (">", ">>", "|", "&&", ";", "do", "done")
-RUN_ELSEWHERE = {"make demo": ".ci/run", "python -m pytest tests/packaging/test_import_rules.py": "Makefile"}
+RUN_ELSEWHERE = {
+    "make demo": ".ci/run",
+    "make test": ".ci/run",
+    "python -m pytest tests/packaging/test_import_rules.py": "Makefile",
+}
 # Pages that make by themselves what the others take for granted.
 MADE_BY = {"first-day.md": ("data", "runs", "exports"), "fine-tune.md": ("exports",)}
 # A few seconds of CPU time; the others run in `make test-all`.
