@@ -257,7 +257,7 @@ def _group(name: str) -> Rule:
         f"{name}_group",
         "groups of neighbouring ranks inside a node",
         "layers wait for their collectives, and the network has a fraction of the links' rate",
-        "arXiv 2605.05365, section III (2 and 8 ranks a sequence); docs/long-context.md",
+        "arXiv 2605.05365, section III (2 and 8 ranks a sequence); docs/parallelism.md",
         lambda step: (
             leaves(step, get(step.recipe, key))
             and f"{key}={get(step.recipe, key)}: a group "
