@@ -32,7 +32,7 @@ RUN_ELSEWHERE = {
     "python -m pytest tests/packaging/test_import_rules.py": "Makefile",
 }
 # Pages that make by themselves what the others take for granted.
-MADE_BY = {"first-day.md": ("data", "runs", "exports"), "fine-tune.md": ("exports",)}
+MADE_BY = {"first-day.md": ("exports",), "fine-tune.md": ("exports",)}
 # A few seconds of CPU time; the others run in `make test-all`.
 QUICK = ("checks.md", "commands.md")
 SHORT = """#!{python}

@@ -15,9 +15,10 @@ from zaya_plugin.config.train_help import GROUPS, options
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 LINK = re.compile(r"(?<!!)\[[^]\n]*\]\(([^)\s]+)\)")
-# Made of the code, of docs/evidence.yaml, by the fault lab, or compared with a file.
+# Made of the code, of docs/evidence.yaml, by the fault lab or by the commands of a page, or compared with a file.
 GENERATED = re.compile(
-    r"<!-- (?:generated|primus|code|evidence|faults|rules|prediction-errors)\b.*?<!-- (?:end of|/)[^>]*-->", re.DOTALL
+    r"<!-- (?:generated|recorded|primus|code|evidence|faults|rules|prediction-errors)\b.*?<!-- (?:end of|/)[^>]*-->",
+    re.DOTALL,
 )
 
 
