@@ -38,7 +38,7 @@ QUICK = ("checks.md", "commands.md")
 SHORT = """#!{python}
 import os, sys
 words = sys.argv[1:]
-if any(word.startswith("experiment=") and ("cpu_demo" in word or "finetune_chat" in word) for word in words):
+if any(word.startswith("experiment=") and ("_demo" in word or "finetune_chat" in word) for word in words):
     keys = {{"stage.train_iters": 4, "stage.eval_iters": 1, "logger.wandb": "false"}}
     warm_up = ("demo_1:optim.lr_warmup_iters", "demo_3:optim.lr_warmup_iters")
     keys |= dict.fromkeys(warm_up if "curriculum" in words else ("optim.lr_warmup_iters",), 1)
@@ -157,8 +157,6 @@ def reader(tmp_path_factory, programs) -> Path:
     folder = checkout(tmp_path_factory.mktemp("reader"))
     (folder / "chats.jsonl").write_text("".join(CHAT % (number, number) for number in range(60)))
     (folder / "notes.jsonl").write_text("".join(f'{{"text": "note number {n} of many"}}\n' for n in range(60)))
-    (template,) = re.findall(r"^```text\n(\{%- for.*?)^```$", PAGES["fine-tune.md"], re.MULTILINE | re.DOTALL)
-    (folder / "chat.jinja").write_text(template)
     run(
         "zaya data prepare --input stdlib --output data/stdlib --train-bpe 2048 --valid-fraction 0.1\n"
         "cp -r data/stdlib data/web; cp -r data/stdlib data/code\n"

@@ -76,7 +76,10 @@ def described(folder: Path) -> Description:
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with open(path, "rb") as file:  # eight bytes with the length of the header, which is JSON
-            header = json_object(file.read(int.from_bytes(file.read(8), "little")), str(path))
+            length = min(
+                int.from_bytes(file.read(8), "little"), path.stat().st_size
+            )  # of a damaged file it is any number
+            header = json_object(file.read(length), str(path))
         shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
     layout = recognise(shapes)
     values = json_object((folder / CONFIG).read_bytes(), str(folder / CONFIG))
