@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes, copy, drain and interval of checkpoints. The expected figures of ZAYA1-base were derived apart from this code,
-from its parameters by optimizer, the measured shards of docs/optimizer.md, and Young's formula.
+from its parameters by optimizer, the measured shards of docs/another-part.md, and Young's formula.
 """
 
 import pytest

@@ -413,7 +413,7 @@ RULES = (
         "optimizer_instances",
         "instances of the optimizer over several nodes",
         "a shard holds whole matrices: a large number of shards makes one large bucket, exposed at both ends of a step",
-        "docs/optimizer.md, docs/predictions.md",
+        "docs/another-part.md, docs/predictions.md",
         lambda step: (
             _several_nodes(step) and f"{step.layout.expert_shards:,} shards of the experts' state; {_waits(step)}"
         ),

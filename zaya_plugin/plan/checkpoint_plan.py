@@ -64,7 +64,7 @@ def best_interval(cost: float, failures: float) -> float:
 
 def rank_bytes(shape: Shape, layout: ParallelSizes, optimizer: Optimizer) -> float:
     """Return the bytes that the fullest rank saves. Shards hold whole matrices, so the fullest has more than the mean
-    by the padding of its buffers (docs/optimizer.md has the shards of ZAYA1-base).
+    by the padding of its buffers (docs/another-part.md has the shards of ZAYA1-base).
     """
     local, padded = local_parameters(shape, layout), padded_parameters(shape, layout, optimizer.muon)
     experts = local["experts"] / layout.expert_shards

@@ -52,7 +52,7 @@ def communication(
     ):
         time = exposed = 0.0
         for part, ranks in zip(("experts", "rest"), ranks_of, strict=True):
-            # A shard holds whole matrices, so a large number of ranks needs large buckets (docs/optimizer.md).
+            # A shard holds whole matrices, so a large number of ranks needs large buckets (docs/another-part.md).
             largest = (
                 2 * shape.moe_ffn_hidden_size * shape.hidden_size
                 if part == "experts"
