@@ -71,14 +71,22 @@ def checks() -> str:
     from zaya_plugin.machines.package_rules import PACKAGE_RULES
 
     measured = [
-        (f"`{check.name}`", check.measures, check.verdict, ", ".join(f"`zaya {name}`" for name in check.commands))
+        (
+            f"`{check.name}`",
+            check.measures,
+            check.verdict,
+            check.remedy,
+            ", ".join(f"`zaya {name}`" for name in check.commands),
+        )
         for check in CHECKS.values()
     ]
     rules = (*PACKAGE_RULES, *MACHINE_RULES)
     known = [(f"`{rule.name}`", rule.severity, rule.why, rule.remedy, rule.thread) for rule in rules]
     return (
         f"## {len(measured)} checks\n\n"
-        + table(("check", "what it reads or measures", "slow or wrong", "run by"), measured)
+        + table(
+            ("check", "what it reads or measures", "slow or wrong", "on an MI300X, and what to do", "run by"), measured
+        )
         + f"\n## {len(known)} known problems\n\n"
         + table(("name", "severity", "why it matters", "what to do", "described at"), known)
     )

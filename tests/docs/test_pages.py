@@ -17,7 +17,7 @@ PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.
 LINK = re.compile(r"(?<!!)\[[^]\n]*\]\(([^)\s]+)\)")
 # Made of the code, of docs/evidence.yaml, by the fault lab or by the commands of a page, or compared with a file.
 GENERATED = re.compile(
-    r"<!-- (?:generated|recorded|primus|code|evidence|faults|rules|prediction-errors)\b.*?<!-- (?:end of|/)[^>]*-->",
+    r"<!-- (?:generated|recorded|primus|code|evidence|faults|rules|prediction-errors|emerging-optimizers)\b.*?<!-- (?:end of|/)[^>]*-->",
     re.DOTALL,
 )
 

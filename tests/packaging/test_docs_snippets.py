@@ -31,13 +31,10 @@ FRAGMENTS = {  # (page, number) -> the lines before it
     ("kernels.md", 0): TORCH + "x, residual, weight, eps = torch.ones(2, 8), torch.ones(2, 8), torch.ones(8), 1e-5",
     ("kernels.md", 1): SORTED
     + "expert_ids, tokens, probs = torch.arange(32) % 16, torch.randn(32, 8), torch.rand(32)\n"
-    + "first_product = second_product = lambda rows, offsets: rows",
-    ("kernels.md", 2): TORCH
+    + "first_product = second_product = lambda rows, offsets: rows\n"
     + "projected, previous, d_state = torch.randn(3, 5, 8)\ngamma, b_down, w_norm, b1, b2 = torch.randn(5, 8)\n"
     + "w1, w2, w2_main_grad = torch.randn(3, 8, 8)\nw_out, biases = torch.randn(17, 8), torch.zeros(17)\n"
-    + "d_weights = torch.randn(5)",
-    ("kernels.md", 3): SORTED
-    + "rows, fc1, fc1_main_grad, d_gate_up = torch.randn(32, 8), *torch.randn(2, 16, 12, 8), torch.randn(32, 12)",
+    + "d_weights = torch.randn(5)\nfc1, fc1_main_grad, d_gate_up = *torch.randn(2, 16, 12, 8), torch.randn(32, 12)",
     ("own-loop.md", 1): OWN_LOOP.partition("model = ")[0]
     + "from megatron.core.models.gpt import GPTModel\nfrom zaya_plugin import zaya_block_spec",
 }
