@@ -28,8 +28,8 @@ NOT_RUN = {("weights.md", 0): "network", ("checkpoints.md", 0): "fragment"}
 TORCH = "import torch\nimport hip_ops\n"
 SORTED = TORCH + "order = hip_ops.sort_by_expert(torch.arange(32) % 16, 16)\n"
 FRAGMENTS = {  # (page, number) -> the lines before it
-    ("kernels.md", 0): TORCH + "x, residual, weight, eps = torch.ones(2, 8), torch.ones(2, 8), torch.ones(8), 1e-5",
-    ("kernels.md", 1): SORTED
+    ("kernels.md", 0): SORTED
+    + "x, residual, weight, eps = torch.ones(2, 8), torch.ones(2, 8), torch.ones(8), 1e-5\n"
     + "expert_ids, tokens, probs = torch.arange(32) % 16, torch.randn(32, 8), torch.rand(32)\n"
     + "first_product = second_product = lambda rows, offsets: rows\n"
     + "projected, previous, d_state = torch.randn(3, 5, 8)\ngamma, b_down, w_norm, b1, b2 = torch.randn(5, 8)\n"
