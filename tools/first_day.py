@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/first-day.md as a notebook, and its recorded outputs: `python -m tools.first_day CHECKOUT` runs the commands of
-the page in a fresh clone, which needs nothing but a Python, and writes into the page what they print and their seconds.
+the page in a fresh clone, which needs nothing but a Python, and writes into the page what they print, their seconds, and those of the CPU, which other programs do not change.
 """
 
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "first-day.md"
 CELL = re.compile(
     r"```bash\n(.*?)```\n\n(<!-- recorded -->\n(?:```text\n(.*?)```\n)?<!-- end of recorded -->\n)", re.DOTALL
 )
-SHOWN = 3, 5  # the first and the last lines of an output
+SHOWN = 6  # the last lines of an output
 # The kernel of a notebook starts in docs/, and each cell has a shell of its own.
 SETTING = """import os
 
@@ -49,14 +50,14 @@ def record(checkout: Path) -> None:
     environment = {**os.environ, "PATH": f"{checkout}/.venv/bin:{os.environ['PATH']}"}
 
     def run(match: re.Match) -> str:
-        begun = time.monotonic()
+        begun, cpu = time.monotonic(), sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
         command = ["bash", "-ec", match[1]]
         done = subprocess.run(command, cwd=checkout, env=environment, stdout=-1, stderr=-2, text=True, check=True)
         lines = done.stdout.replace(str(checkout), "/home/me/zaya_plugin").splitlines()
-        first, last = SHOWN
-        if len(lines) > first + last + 1:
-            lines[first:-last] = ["..."]
-        lines.append(f"({time.monotonic() - begun:.0f} s)")
+        if len(lines) > SHOWN:
+            lines[:-SHOWN] = ["..."]
+        cpu = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - cpu
+        lines.append(f"({time.monotonic() - begun:.0f} s; {cpu:.0f} s of CPU time)")
         print(match[1], *lines, sep="\n", flush=True)
         fence = "```text\n" + "".join(f"{line.rstrip()}\n" for line in lines) + "```\n"
         return f"```bash\n{match[1]}```\n\n<!-- recorded -->\n{fence}<!-- end of recorded -->\n"
