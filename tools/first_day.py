@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/first-day.md as a notebook, and its recorded outputs: `python -m tools.first_day CHECKOUT` runs the commands of
-the page in a fresh clone, which needs nothing but a Python, and writes into the page what they print, their seconds, and those of the CPU, which other programs do not change.
+the page in a fresh clone, which needs nothing but a Python, and writes into the page what they print, their seconds, and
+those of the CPU, which other programs do not change.
 """
 
 import json
