@@ -3,6 +3,7 @@
 
 import ast
 import importlib
+import json
 import re
 from pathlib import Path
 
@@ -94,6 +95,16 @@ def test_the_walks_name_what_exists():
         assert name in names, f"{file} has no {name}"
         gone = [other for other in others if other.endswith(".py") and not any((ROOT / "zaya_plugin").rglob(other))]
         assert gone == [], file
+
+
+def test_the_first_day_has_ten_commands_and_is_a_notebook():
+    page = PAGES["first-day.md"]
+    fences = re.findall(r"^```bash(?: network)?\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert sum(len(fence.splitlines()) for fence in fences) == 10
+    cells = json.loads((ROOT / "docs" / "first-day.ipynb").read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert sources[1:] == [f"%%bash\n{fence.rstrip()}" for fence in fences[1:]]
+    assert 'os.environ["PATH"]' in sources[0]
 
 
 @pytest.mark.parametrize("package", ["hip_ops", "zaya_plugin"])
