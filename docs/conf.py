@@ -16,6 +16,9 @@ html_theme = "furo"  # light and dark; everything it needs is in the built folde
 html_title = "zaya_plugin"
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 nitpicky = True
 myst_heading_anchors = 4
 

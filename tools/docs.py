@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write what docs/ takes from the code: `python -m tools.docs` (`--check`: compare, write nothing, exit status 1).
 
-The parts stand between `<!-- generated: NAME -->` and `<!-- end of NAME -->`; PARTS names who makes each. rooms.svg and
-llms.txt are made whole. A change of a key, option, rule, docstring or import changes them; tests/docs fails until this
-is run again.
+The parts stand between `<!-- generated: NAME -->` and `<!-- end of NAME -->`; PARTS names who makes each. rooms.svg,
+llms.txt and first-day.ipynb are made whole. A change of a key, option, rule, docstring or import changes them;
+tests/docs fails until this is run again.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tools import first_day
 from tools.imports import PACKAGES, REPO, import_graph, room_of
 from tools.keys_table import keys_table, resume_table
 
@@ -70,14 +71,22 @@ def checks() -> str:
     from zaya_plugin.machines.package_rules import PACKAGE_RULES
 
     measured = [
-        (f"`{check.name}`", check.measures, check.verdict, ", ".join(f"`zaya {name}`" for name in check.commands))
+        (
+            f"`{check.name}`",
+            check.measures,
+            check.verdict,
+            check.remedy,
+            ", ".join(f"`zaya {name}`" for name in check.commands),
+        )
         for check in CHECKS.values()
     ]
     rules = (*PACKAGE_RULES, *MACHINE_RULES)
     known = [(f"`{rule.name}`", rule.severity, rule.why, rule.remedy, rule.thread) for rule in rules]
     return (
         f"## {len(measured)} checks\n\n"
-        + table(("check", "what it reads or measures", "slow or wrong", "run by"), measured)
+        + table(
+            ("check", "what it reads or measures", "slow or wrong", "on an MI300X, and what to do", "run by"), measured
+        )
         + f"\n## {len(known)} known problems\n\n"
         + table(("name", "severity", "why it matters", "what to do", "described at"), known)
     )
@@ -429,7 +438,7 @@ def pages() -> dict[Path, str]:
         text = path.read_text()
         if PART.search(text):
             texts[path] = PART.sub(lambda part: part[1] + PARTS[part[2]]() + part[3], text)
-    return {**texts, DOCS / "llms.txt": llms()}
+    return {**texts, DOCS / "llms.txt": llms(), DOCS / "first-day.ipynb": first_day.notebook()}
 
 
 def main() -> int:

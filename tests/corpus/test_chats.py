@@ -51,6 +51,41 @@ def test_answers_and_the_ends_of_their_turns_are_marked(tmp_path, prepare_chats,
     assert load_manifest(output).arguments["--chat"] is True
 
 
+def test_shipped_templates_and_chats_of_the_standard_library(tmp_path, run, prepared, capsys):
+    """ChatML and, behind bos, zaya1; the end of document follows an answer because it is not <|im_end|>. Both refuse
+    tools. Chats of the standard library are names and first paragraphs of docstrings.
+    """
+    from zaya_plugin.data.tokenizer import chat_prompt, open_tokenizer, template_file
+
+    shared = ["--chat", "--tokenizer", prepared / "tokenizer", "--valid-fraction", 0, "--workers", 1]
+    lines = [{"messages": chat("q", "a", "r", "b")}, {"messages": chat("q", "a"), "tools": [{"name": "f"}]}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name, bos in (("chatml", ""), ("zaya1", "<|endoftext|>")):
+        words = [*shared, "--chat-template", name, "--output", tmp_path / name]
+        assert run(*words, "--input", tmp_path / "in.jsonl") == 0
+        assert "form" in (tmp_path / name / "rejected.jsonl").read_text()
+        assert answers_of(tmp_path / name) == [["a<|im_end|><|endoftext|>", "b<|im_end|><|endoftext|>"]]
+        reader = IndexedReader(f"{tmp_path / name}/text", marks_of(f"{tmp_path / name}/text"))
+        tokenizer = open_tokenizer(str(tmp_path / name / "tokenizer"))
+        text = tokenizer.decode(reader.document(0).tolist(), skip_special_tokens=False)
+        turn = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+        assert text.startswith(f"{bos}{turn}a<|im_end|><|endoftext|>\n<|im_start|>user\nr<|im_end|>\n")
+        prompt = chat_prompt(str(tmp_path / name / "tokenizer"), "q")
+        assert prompt == reader.document(0)[: len(prompt)].tolist()
+        assert tokenizer.decode(prompt, skip_special_tokens=False) == bos + turn
+    words = [*shared, "--chat-template", template_file("chatml"), "--output", tmp_path / "stdlib"]
+    assert run(*words, "--max-bytes", 60_000) == 0
+    lines = load_manifest(tmp_path / "stdlib").documents
+    assert lines["read"] > 10 and lines["rejected"] == 0
+    assert cli.main(["data", "inspect", str(tmp_path / "stdlib"), "--count", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "  | What is __future__." in shown or "  | What is _" in shown
+    assert run(*shared, "--chat-template", "none.jinja", "--output", tmp_path / "x") == 2
+    assert "--chat-template=none.jinja: must be a file. Allowed: a Jinja template, or chatml or zaya1" in (
+        capsys.readouterr().err
+    )
+
+
 def test_both_ways_find_the_same_answers_in_both_forms_of_chats(tmp_path, prepare_chats):
     chats = write_chats(tmp_path / "in.jsonl")
     shared = {"user": "human", "assistant": "gpt"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shell commands of the pages. A fence ```bash runs as printed, a page after the other; a word behind `bash` names
+"""The shell commands of the pages and of README. A fence ```bash runs as printed, a page after the other; a word behind `bash` names
 why it cannot run on a CPU, and then its `zaya` lines are read by their parsers, as all lines are, and their recipes
 compose. Runs of the demo are made short: the same command with few steps.
 """
@@ -21,19 +21,24 @@ from zaya_plugin.run.stages import compose_curriculum
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "log.md"}
+PAGES["README.md"] = (ROOT / "README.md").read_text().replace("\n.venv/bin/zaya ", "\nzaya ")
 FENCE = re.compile(r"^```bash *([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FENCES = [(page, *match.groups()) for page, text in PAGES.items() for match in FENCE.finditer(text)]
 WHY_NOT_ON_A_CPU = ("", "gpu", "cluster", "network", "site")
 ENDS = (">", ">>", "|", "&&", ";", "do", "done")
-RUN_ELSEWHERE = {"make demo": ".ci/run", "python -m pytest tests/packaging/test_import_rules.py": "Makefile"}
+RUN_ELSEWHERE = {
+    "make demo": ".ci/run",
+    "make test": ".ci/run",
+    "python -m pytest tests/packaging/test_import_rules.py": "Makefile",
+}
 # Pages that make by themselves what the others take for granted.
-MADE_BY = {"first-day.md": ("data", "runs", "exports"), "fine-tune.md": ("exports",)}
+MADE_BY = {"first-day.md": ("exports",), "fine-tune.md": ("exports",)}
 # A few seconds of CPU time; the others run in `make test-all`.
 QUICK = ("checks.md", "commands.md")
 SHORT = """#!{python}
 import os, sys
 words = sys.argv[1:]
-if any(word.startswith("experiment=") and ("cpu_demo" in word or "finetune_chat" in word) for word in words):
+if any(word.startswith("experiment=") and ("_demo" in word or "finetune_chat" in word) for word in words):
     keys = {{"stage.train_iters": 4, "stage.eval_iters": 1, "logger.wandb": "false"}}
     warm_up = ("demo_1:optim.lr_warmup_iters", "demo_3:optim.lr_warmup_iters")
     keys |= dict.fromkeys(warm_up if "curriculum" in words else ("optim.lr_warmup_iters",), 1)
@@ -152,8 +157,6 @@ def reader(tmp_path_factory, programs) -> Path:
     folder = checkout(tmp_path_factory.mktemp("reader"))
     (folder / "chats.jsonl").write_text("".join(CHAT % (number, number) for number in range(60)))
     (folder / "notes.jsonl").write_text("".join(f'{{"text": "note number {n} of many"}}\n' for n in range(60)))
-    (template,) = re.findall(r"^```text\n(\{%- for.*?)^```$", PAGES["fine-tune.md"], re.MULTILINE | re.DOTALL)
-    (folder / "chat.jinja").write_text(template)
     run(
         "zaya data prepare --input stdlib --output data/stdlib --train-bpe 2048 --valid-fraction 0.1\n"
         "cp -r data/stdlib data/web; cp -r data/stdlib data/code\n"

@@ -3,6 +3,7 @@
 
 import ast
 import importlib
+import json
 import re
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from zaya_plugin.config.train_help import GROUPS, options
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 LINK = re.compile(r"(?<!!)\[[^]\n]*\]\(([^)\s]+)\)")
-# Made of the code, of docs/evidence.yaml, by the fault lab, or compared with a file.
+# Made of the code, of docs/evidence.yaml, by the fault lab or by the commands of a page, or compared with a file.
 GENERATED = re.compile(
-    r"<!-- (?:generated|primus|code|evidence|faults|rules|prediction-errors)\b.*?<!-- (?:end of|/)[^>]*-->", re.DOTALL
+    r"<!-- (?:generated|recorded|primus|code|evidence|faults|rules|prediction-errors|emerging-optimizers)\b.*?<!-- (?:end of|/)[^>]*-->",
+    re.DOTALL,
 )
 
 
@@ -85,11 +87,24 @@ def test_links_of_pages_and_readme_lead_somewhere():
 
 
 def test_the_walks_name_what_exists():
-    walks = re.findall(r"^\d+\. `([\w/]+\.py)` `(\w+)`", PAGES["architecture.md"], re.MULTILINE)
+    walks = re.findall(r"^\d+\. `([\w/]+\.py)` (`\w+`.*)$", PAGES["architecture.md"], re.MULTILINE)
     assert len(walks) == 4 * 10
-    for file, name in walks:
+    for file, text in walks:
         names = {getattr(node, "name", None) for node in ast.walk(ast.parse((ROOT / file).read_text()))}
+        name, *others = re.findall(r"`([\w.]+)`", text)
         assert name in names, f"{file} has no {name}"
+        gone = [other for other in others if other.endswith(".py") and not any((ROOT / "zaya_plugin").rglob(other))]
+        assert gone == [], file
+
+
+def test_the_first_day_has_ten_commands_and_is_a_notebook():
+    page = PAGES["first-day.md"]
+    fences = re.findall(r"^```bash(?: network)?\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert sum(len(fence.splitlines()) for fence in fences) == 10
+    cells = json.loads((ROOT / "docs" / "first-day.ipynb").read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert sources[1:] == [f"%%bash\n{fence.rstrip()}" for fence in fences[1:]]
+    assert 'os.environ["PATH"]' in sources[0]
 
 
 @pytest.mark.parametrize("package", ["hip_ops", "zaya_plugin"])
@@ -111,11 +126,13 @@ def test_every_option_of_every_group_is_named():
             assert f"`{option}`" in PAGES["recipes.md"], f"{group}={option}"
 
 
-def test_the_citation_names_the_version():
+def test_citation_and_changelog_name_the_version():
     from zaya_plugin import __version__
 
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (citation["version"], citation["license"], citation["cff-version"]) == (__version__, "Apache-2.0", "1.2.0")
+    releases = re.findall(r"^## \[(.*)\](?: - (\d{4}-\d\d-\d\d))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert releases[:2] == [("Unreleased", ""), (__version__, str(citation["date-released"]))]
     for form in sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")):
         assert yaml.safe_load(form.read_text()).keys() == {"name", "description", "body"}
 

@@ -7,9 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from tests.pictures.browser import Browser
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,3 +64,35 @@ def test_a_link_that_leads_nowhere_fails_the_build(tmp_path, line, message):
     (source / "one.md").write_text("# One\n")
     done = build(source, tmp_path / "site")
     assert done.returncode == 1 and message in done.stderr
+
+
+@pytest.mark.slow
+def test_every_page_fits_in_light_and_dark(tmp_path, require_tool):
+    """No page is wider than a screen, requests anything or has an error. SCREENSHOTS: a folder for the pictures."""
+    build(ROOT / "docs", tmp_path / "site")
+    pictures = Path(os.environ.get("SCREENSHOTS", tmp_path))
+    browser = Browser(require_tool("chromium-headless-shell"), tmp_path / "browser")
+    loaded = "document.readyState == 'complete' ? 1 : null"
+    pages = sorted({path.stem for path in (ROOT / "docs").glob("*.md")} - {"log"})
+    wrong = []
+    for page in pages:
+        for width, dark in [(1280, False), (1280, True), (390, False), (390, True)]:
+            browser.open(tmp_path / "site" / f"{page}.html", width, dark, ready=loaded)
+            shot = f"{page}-{width}-{'dark' if dark else 'light'}"
+            back = browser.value("getComputedStyle(document.body).backgroundColor")
+            fits = browser.value("document.documentElement.scrollWidth") == width
+            local = all(address.startswith("file:") for address in browser.requests)
+            if not fits or not local or browser.errors or back != ("rgb(19, 20, 22)" if dark else "rgb(255, 255, 255)"):
+                wrong.append((shot, fits, local, browser.errors, back))
+            if page in ("index", "first-day", "architecture", "mi300x", "keys"):
+                browser.save(pictures / f"{shot}.png")
+    browser.open(tmp_path / "site" / "search.html", 390, ready=loaded)
+    browser.value("document.querySelector('input[name=q]').value = 'router'")
+    browser.value("Search.performSearch('router')")
+    results = "document.querySelectorAll('#search-results li').length || null"
+    end = time.monotonic() + 60
+    while browser.value(results) is None:
+        assert time.monotonic() < end, "the search finds nothing"
+        time.sleep(0.1)
+    browser.close()
+    assert wrong == []

@@ -121,7 +121,7 @@ def test_bytes_are_within_five_percent_of_the_minimum():
     for name, needed in NEEDED.items():
         share = (found[1][name] - found[0][name]) / (32 * 4 * needed)
         assert 1.0 <= share <= 1.05, f"{name}: {share:.3f} of what must move"
-    # The predictions of docs/operators.md for 16,384 tokens, in milliseconds: bytes, instructions with and without overlap.
+    # The predictions of docs/kernels.md for 16,384 tokens, in milliseconds: bytes, instructions with and without overlap.
     # They are of an MI300X (its bandwidth, clock and units), so only gfx942's instructions have them.
     for name, predicted in PREDICTED.items() if ARCH == "gfx942" else ():
         tokens = 16384 / (4 * 32)

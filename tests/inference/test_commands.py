@@ -76,6 +76,20 @@ def test_checkpoint_and_layouts_give_one_text(zaya, published, checkpoint, tmp_p
     assert zaya("generate", legacy, "--prompt", "the cat", *NEW)[1].startswith("the cat")
 
 
+def test_a_chat_is_the_template_s_prompt_and_prints_the_answer_alone(zaya, published, tmp_path):
+    prompt = "<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\n"
+    code, answer, _ = zaya("generate", published, "--chat", "--chat-template", "chatml", "--prompt", "the cat", *NEW)
+    _, whole, _ = zaya("generate", published, "--prompt", prompt, *NEW)
+    assert code == 0 and prompt + answer == whole
+    code, _, error = zaya("generate", published, "--chat", "--prompt", "the cat", *NEW)
+    assert code == 2 and "has no chat template" in error and "--chat-template chatml" in error
+    (tmp_path / "broken.jinja").write_text("{{ nothing.at.all }}")
+    code, _, error = zaya(
+        "generate", published, "--chat", "--chat-template", tmp_path / "broken.jinja", "--prompt", "x"
+    )
+    assert code == 2 and "the chat template fails: UndefinedError" in error and "Traceback" not in error
+
+
 def test_json_of_a_file_in_batches(zaya, published, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("the cat\n\none two three\na b\n")

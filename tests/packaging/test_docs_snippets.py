@@ -20,24 +20,21 @@ SNIPPETS = [
     for page in sorted((ROOT / "docs").glob("*.md"))
     for number, match in enumerate(FENCE.finditer(page.read_text()))
 ]
-KERNELS = ("kernels.md", "operators.md")
+KERNELS = ("kernels.md",)
 (OWN_LOOP,) = [text for page, number, _, text in SNIPPETS if (page, number) == ("own-loop.md", 0)]
 SHOWN_AND_RUN_ELSEWHERE = {("own-loop.md", 0): "tests/test_example.py"}
-# tests/checkpoint/convert and tests/checkpoint/test_checkpoints.py run their calls on models that they make.
-NOT_RUN = {("weights.md", 0): "network", ("checkpoints.md", 0): "fragment"}
+# tests/checkpoint/convert runs its calls on models that it makes.
+NOT_RUN = {("weights.md", 0): "network"}
 TORCH = "import torch\nimport hip_ops\n"
 SORTED = TORCH + "order = hip_ops.sort_by_expert(torch.arange(32) % 16, 16)\n"
 FRAGMENTS = {  # (page, number) -> the lines before it
-    ("kernels.md", 0): TORCH + "x, residual, weight, eps = torch.ones(2, 8), torch.ones(2, 8), torch.ones(8), 1e-5",
-    ("operators.md", 0): SORTED
+    ("kernels.md", 0): SORTED
+    + "x, residual, weight, eps = torch.ones(2, 8), torch.ones(2, 8), torch.ones(8), 1e-5\n"
     + "expert_ids, tokens, probs = torch.arange(32) % 16, torch.randn(32, 8), torch.rand(32)\n"
-    + "first_product = second_product = lambda rows, offsets: rows",
-    ("operators.md", 1): TORCH
+    + "first_product = second_product = lambda rows, offsets: rows\n"
     + "projected, previous, d_state = torch.randn(3, 5, 8)\ngamma, b_down, w_norm, b1, b2 = torch.randn(5, 8)\n"
     + "w1, w2, w2_main_grad = torch.randn(3, 8, 8)\nw_out, biases = torch.randn(17, 8), torch.zeros(17)\n"
-    + "d_weights = torch.randn(5)",
-    ("operators.md", 2): SORTED
-    + "rows, fc1, fc1_main_grad, d_gate_up = torch.randn(32, 8), *torch.randn(2, 16, 12, 8), torch.randn(32, 12)",
+    + "d_weights = torch.randn(5)\nfc1, fc1_main_grad, d_gate_up = *torch.randn(2, 16, 12, 8), torch.randn(32, 12)",
     ("own-loop.md", 1): OWN_LOOP.partition("model = ")[0]
     + "from megatron.core.models.gpt import GPTModel\nfrom zaya_plugin import zaya_block_spec",
 }

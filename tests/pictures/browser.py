@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 WAIT_SECONDS = 60
+PAINTED = "document.documentElement.dataset.ready"  # set by zaya_plugin/pictures/page.js
 
 
 class Browser:
@@ -65,14 +66,14 @@ class Browser:
             "value"
         )
 
-    def open(self, page: Path, width: int, dark: bool = False, height: int = 900) -> None:
-        """Open a page and wait until it has painted everything."""
+    def open(self, page: Path, width: int, dark: bool = False, height: int = 900, ready: str = PAINTED) -> None:
+        """Open a page and wait until it has painted everything. ready: a script whose value is then not null."""
         self.events.clear()
         self.choose(dark)
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.call("Page.navigate", url=page.resolve().as_uri())
         end = time.monotonic() + WAIT_SECONDS
-        while self.value("document.documentElement.dataset.ready") is None:
+        while self.value(ready) is None:
             assert time.monotonic() < end, "the page never got ready"
             time.sleep(0.02)
 

@@ -101,7 +101,7 @@ def test_more_layers_and_ranks(record, measured):
     # Newton-Schulz bounds it, and has no part in the embedding
     assert found["optimizer"] == pytest.approx(40 / 12 / 8 * measured["optimizer"])
     sent = 7 / 8 * 4 * 8_840_488_784  # bytes of gradients that a rank sends
-    messages = 80 + 4  # as zaya_plugin.optim.sharding.placement cuts them (docs/optimizer.md)
+    messages = 80 + 4  # as zaya_plugin.optim.sharding.placement cuts them (docs/another-part.md)
     rates = machine("h100_8")
     assert eight["communication"]["gradients"]["ms"] == pytest.approx(
         1e3 * (sent / (rates.link_gb_per_s * 1e9) + messages * rates.latency_us / 1e6), rel=0.001
@@ -203,7 +203,7 @@ def test_other_rates_count_by_what_bounds_a_part(record):
 
 
 def test_a_thousand_ranks_hide_nothing_in_one_instance_and_most_in_sixteen(record):
-    """All experts are one bucket in 1,024 shards (docs/optimizer.md). At the rate that hides the least of public ones."""
+    """All experts are one bucket in 1,024 shards (docs/another-part.md). At the rate that hides the least of public ones."""
 
     def of(instances: int) -> dict:
         size, rate = f"parallel.num_distributed_optimizer_instances={instances}", "machine.gemm_tflops=732"

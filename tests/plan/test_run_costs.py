@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes, copy, drain and interval of checkpoints; what a stage and a curriculum cost; and the lines about it in a dry
 run and at a start. The expected figures of ZAYA1-base's checkpoints were derived apart from this code, from its
-parameters by optimizer, the measured shards of docs/optimizer.md, and Young's formula.
+parameters by optimizer, the measured shards of docs/another-part.md, and Young's formula.
 """
 
 import json

@@ -23,7 +23,7 @@ def test_operations_add_up_to_the_models():
 
 
 def test_bytes_of_the_passes_are_those_of_the_kernels():
-    """The figures of docs/operators.md: 12 and 18 bytes an element of merge and norm, 8704 a token of the prologue's
+    """The figures of docs/kernels.md: 12 and 18 bytes an element of merge and norm, 8704 a token of the prologue's
     backward.
     """
     one = replace(ZAYA1_BASE, num_layers=1)

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 def recipe_of(options: Options, output: str | None, overrides: list[str]) -> Recipe:
     """Return the recipe that is measured."""
-    from zaya_plugin.config.compose import compose
+    from zaya_plugin.handover.published import compose_published
 
     if options.random_tokens:
         overrides = with_data_path(overrides)
-    return measured_recipe(compose(overrides), options, output)
+    return measured_recipe(compose_published(overrides), options, output)
 
 
 def run(recipe: Recipe, options: Options) -> int:

@@ -31,6 +31,9 @@ examples:
   # chats, one a jsonl line, by the tokenizer's own template; the loss is taken on the answers
   zaya data prepare --chat --input chats.jsonl --tokenizer weights/zaya1/tokenizer --output data/chats
 
+  # chats of the demo: questions about functions of the standard library
+  zaya data prepare --chat --tokenizer exports/mine --chat-template chatml --output data/demo-chats
+
   # fail rather than lose a document, and keep everything for training
   zaya data prepare --input corpus.jsonl --max-rejects 0 --valid-fraction 0 --output data/corpus"""
 
@@ -76,7 +79,8 @@ def parser() -> Parser:
             "--chat",
             action="store_true",
             help="the lines of the files are chats: `messages` with role and content, or `conversations` with from and "
-            "value; they are encoded by the tokenizer's chat template, and the tokens of their answers are marked",
+            "value; they are encoded by the tokenizer's chat template, and the tokens of their answers are marked; of "
+            "stdlib a chat is a function's name and the first paragraph of its docstring",
             group="text",
         ),
         option(
@@ -132,9 +136,9 @@ def parser() -> Parser:
         ),
         option(
             "--chat-template",
-            metavar="FILE",
-            help="Jinja template that replaces the tokenizer's own, such as for a base model's tokenizer, which has "
-            "none",
+            metavar="NAME",
+            help="chatml, zaya1 (ChatML behind bos), or the file of a Jinja template; replaces the tokenizer's own, "
+            "which that of a base model lacks",
             group="tokenizer",
         ),
         option(

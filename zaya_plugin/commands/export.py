@@ -52,8 +52,8 @@ def slurm() -> Parser:
 
 
 def _slurm(options: argparse.Namespace) -> None:
-    from zaya_plugin.config.compose import compose
     from zaya_plugin.config.validate import validate
+    from zaya_plugin.handover.published import compose_published
     from zaya_plugin.run import sbatch
     from zaya_plugin.run.stages import compose_curriculum
 
@@ -64,7 +64,7 @@ def _slurm(options: argparse.Namespace) -> None:
         commands = [["zaya", "curriculum", "--only", stage.name, *overrides] for stage in whole.stages]
     else:
         resumed = overrides if any(item.startswith("resume=") for item in overrides) else [*overrides, "resume=auto"]
-        recipe = compose(resumed)
+        recipe = compose_published(resumed)
         recipes, commands = [recipe], [["zaya", "train", *resumed]]
     for stage_recipe in recipes:
         validate(stage_recipe, stage_recipe.cluster.num_nodes * stage_recipe.cluster.gpus_per_node)
@@ -82,10 +82,10 @@ def megatron() -> Parser:
 
 
 def _megatron(options: argparse.Namespace) -> None:
-    from zaya_plugin.config.compose import compose
+    from zaya_plugin.handover.published import compose_published
     from zaya_plugin.run.megatron_export import export_megatron, instructions
 
-    for recipe, ranks in _validated([compose(options.overrides)]):
+    for recipe, ranks in _validated([compose_published(options.overrides)]):
         print(instructions(recipe, ranks, export_megatron(recipe)))
 
 
@@ -102,14 +102,14 @@ def primus() -> Parser:
 
 
 def _primus(options: argparse.Namespace) -> None:
-    from zaya_plugin.config.compose import compose
+    from zaya_plugin.handover.published import compose_published
     from zaya_plugin.run.primus_export import export_primus
     from zaya_plugin.run.stages import compose_curriculum
 
     if options.curriculum:
         recipes = [stage.recipe for stage in compose_curriculum(options.overrides).stages]
     else:
-        recipes = [compose(options.overrides)]
+        recipes = [compose_published(options.overrides)]
     for recipe, ranks in _validated(recipes):
         print(export_primus(recipe, ranks, options.spec))
 

@@ -10,6 +10,7 @@ import sys
 from zaya_plugin.commands.parser import STEP, Parser, option
 from zaya_plugin.commands.process import prepare_torch
 from zaya_plugin.data.prompts import lines_of
+from zaya_plugin.data.tokenizer import chat_prompt, template_file
 from zaya_plugin.ground.errors import check_utf8, mistake
 from zaya_plugin.ground.option_numbers import INT32, MOST_SEED, MOST_TOKENS, real_number, whole_number
 from zaya_plugin.inference.opening import check_room, find_model, open_model
@@ -25,13 +26,14 @@ Continues prompts with a model, greedy or sampled.
 {SOURCES}
 
 The text of a single prompt appears token by token; texts of several appear one after another, each when its batch is
-done. A text ends at the tokenizer's end token or after --max-new-tokens. Prompts are continued as they are: no chat
-template is applied, and no token (bos) is added unless the texts of the run's training data, or the tokenizer of a
-published model, have it."""
+done. A text ends at the tokenizer's end token or after --max-new-tokens. Prompts are continued as they are: no token
+(bos) is added unless the texts of the run's training data, or the tokenizer of a published model, have it. With --chat
+each prompt is a user's message in the model's chat template, and its answer alone is printed."""
 EXAMPLES = """\
 examples:
   zaya generate runs/mine --prompt 'def fibonacci(n):'
   zaya generate exports/mine --prompt 'Once' --prompt 'The capital of France is' --temperature 0.8 --top-p 0.95 --seed 1
+  zaya generate runs/finetune_demo --chat --prompt 'What is email.errors.MessageError?'
   zaya generate runs/mine --step 2000 --prompts questions.txt --json > answers.jsonl
 
 Exit codes: 0, 2 a mistake on the command line or in the files."""
@@ -64,6 +66,8 @@ def parser() -> Parser:
         *MODEL,
         option("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times"),
         option("--prompts", metavar="FILE", help="a prompt a line; - reads standard input"),
+        option("--chat", action="store_true", help="the prompts are messages of a user, which the model answers"),
+        option("--chat-template", metavar="NAME", help="in place of the model's: chatml, zaya1, or a Jinja file"),
         option("--max-new-tokens", type=whole_number(1, MOST_TOKENS), default=128, help="default: 128"),
         option(
             "--temperature",
@@ -101,11 +105,17 @@ def run(options: argparse.Namespace) -> None:
     texts = [*options.prompt, *(lines_of("--prompts", options.prompts) if options.prompts is not None else [])]
     if not texts:
         raise mistake("--prompt", problem="was not given", fix="--prompt TEXT, or --prompts FILE")
+    if options.chat_template and not options.chat:
+        raise mistake("--chat-template", options.chat_template, problem="is not read without --chat", fix="give --chat")
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     model = find_model(options)
     prepare_torch()
     opened = open_model(options, model)
-    prompts = [opened.tokens_of(text) for text in texts]
+    if options.chat:
+        template = options.chat_template and template_file(options.chat_template)
+        prompts = [chat_prompt(str(opened.home), text, template) for text in texts]
+    else:
+        prompts = [opened.tokens_of(text) for text in texts]
     for text, tokens in zip(texts, prompts, strict=True):
         _check(opened, text, tokens)
     longest, context = max(map(len, prompts)) + options.max_new_tokens, opened.described.max_position_embeddings
@@ -138,7 +148,7 @@ def _print_texts(opened, texts, prompts, options, sampling, alone: bool) -> None
     streams = alone and not options.json
     decoded, answers, shown = DecodeStream(skip_special_tokens=True), [[] for _ in prompts], ""
     if streams:
-        print(texts[0], end="", flush=True)
+        print("" if options.chat else texts[0], end="", flush=True)
     limit, stop = options.max_new_tokens, set(opened.stop)
     for tokens in continued(opened.decoder, prompts, limit, sampling, lambda _, token: token in stop):
         for answer, token in zip(answers, tokens, strict=True):
@@ -155,4 +165,4 @@ def _print_texts(opened, texts, prompts, options, sampling, alone: bool) -> None
             row = {"prompt": text, "text": opened.text_of(new), "tokens": new, "ended": new[-1] in stop}
             print(json.dumps(row, ensure_ascii=False), flush=True)
         else:
-            print(f"{text}{opened.text_of(new)}\n", flush=True)
+            print(f"{'' if options.chat else text}{opened.text_of(new)}\n", flush=True)

@@ -17,13 +17,14 @@ import yaml
 from zaya_plugin.bench.options import with_data_path
 from zaya_plugin.commands import plan_report
 from zaya_plugin.commands.parser import Parser, option
-from zaya_plugin.config.compose import compose, save_recipe
+from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import validate
 from zaya_plugin.ground import phases
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.exit_codes import USER_ERROR
 from zaya_plugin.ground.option_numbers import INT32, real_number, whole_number
+from zaya_plugin.handover.published import compose_published
 from zaya_plugin.pictures.chart import Line, save_lines
 from zaya_plugin.plan import search
 from zaya_plugin.plan.bucket_plan import with_bucket_plan
@@ -156,7 +157,7 @@ def sizes() -> Parser:
 
 def composed(overrides: list[str], gpus: int | None) -> tuple[Recipe, int]:
     """Return the recipe of `overrides`, on `gpus` devices if given, and the number of its ranks."""
-    return on_devices(compose(with_data_path(overrides)), gpus)
+    return on_devices(compose_published(with_data_path(overrides)), gpus)
 
 
 def on_devices(recipe: Recipe, gpus: int | None) -> tuple[Recipe, int]:

@@ -118,6 +118,7 @@ def _run_job(config, overrides: list[str], verbose: bool, folders: list[Path]) -
     from hydra.types import RunMode
 
     from zaya_plugin.config.compose import to_recipe
+    from zaya_plugin.handover.published import with_published
     from zaya_plugin.run.launch import launch
 
     end_on_interrupt(during_imports=False)
@@ -129,4 +130,4 @@ def _run_job(config, overrides: list[str], verbose: bool, folders: list[Path]) -
         print(f"zaya: job {hydra_config.job.num}: {words} -> {recipe.run_dir}", flush=True)
         if not recipe.dry_run:
             folders.append(Path(recipe.run_dir))
-    return launch(recipe, verbose)
+    return launch(with_published(recipe, overrides, download=not recipe.dry_run), verbose)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zaya_plugin.checkpoint import reading
-from zaya_plugin.checkpoint.convert.model_folder import check_new, resolve
+from zaya_plugin.checkpoint.convert.model_folder import check_new, check_push, push, resolve
 from zaya_plugin.commands.parser import STEP, Option, Parser, option
 from zaya_plugin.commands.process import prepare_torch
 from zaya_plugin.ground.errors import mistake, of_the_machine
@@ -65,7 +65,8 @@ def import_() -> Parser:
 def export() -> Parser:
     examples = """\
   zaya checkpoint export runs/sft --output exports/sft --verify                  for transformers and vLLM
-  zaya checkpoint export runs/sft --output exports/sft_sglang --layout legacy    for SGLang"""
+  zaya checkpoint export runs/sft --output exports/sft_sglang --layout legacy    for SGLang
+  zaya checkpoint export runs/sft --output exports/sft --verify --push my-team/zaya-sft     and upload it"""
     purpose = "Writes safetensors files, config.json and the other files that a published model has"
     return _parser(
         "export",
@@ -86,6 +87,12 @@ def export() -> Parser:
             "--vocab-size", type=whole_number(1, INT32), help="rows of the embedding; default: as in the checkpoint"
         ),
         option("--verify", action="store_true", help="compare every tensor, and logits where the memory allows it"),
+        option(
+            "--push",
+            metavar="NAME",
+            help="then upload the folder to ORGANISATION/NAME on the Hugging Face Hub, made private if it is new; the "
+            "token comes from HF_TOKEN or the Hub's login",
+        ),
         option(
             "--no-verify",
             dest="compare",
@@ -168,6 +175,8 @@ def _write_recipe(path: Path, model) -> None:
 
 def _export(options: argparse.Namespace) -> int:
     check_new(options.output)
+    if options.push is not None:
+        check_push(options.push)
     if options.tokenizer not in (None, "none"):
         _tokenizer_folder(options.tokenizer, options.tokenizer)
     checkpoint = reading.begin(Path(options.model), options.step, compare=options.compare)
@@ -184,7 +193,10 @@ def _export(options: argparse.Namespace) -> int:
     with bar("export") as shown:
         folder = exporting.export_model(planned, options.output, shown.update, shown.reset)
     print(f"{folder}: {len(planned.tensors)} tensors in the {planned.layout} layout")
-    return _verify(planned, folder) if options.verify else 0
+    code = _verify(planned, folder) if options.verify else 0
+    if options.push is not None and code == 0:
+        print(f"pushed: {push(folder, options.push)}")
+    return code
 
 
 def _verify(planned, folder: Path) -> int:

@@ -7,7 +7,12 @@ block; the finished part stores that end. A record that cannot become a document
 dropped.
 """
 
+import ast
+import contextlib
 import json
+import os
+import sysconfig
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -19,6 +24,7 @@ from zaya_plugin.corpus.inputs import DAMAGE, PACKINGS, InputFile, Record, endin
 from zaya_plugin.ground.errors import message
 
 BOM = b"\xef\xbb\xbf"
+DOCUMENTED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 EXCERPT = 200  # characters of a rejected record that are kept
 
 
@@ -213,7 +219,8 @@ def documents(block: Block, form: Format, counts: Counter) -> Iterator[Document 
 def _outcomes(block: Block, form: Format) -> Iterator[Document | Rejected | None]:
     for piece in block.pieces:
         if piece.records is None:
-            yield _text_file(piece.path, form)
+            whole = _text_file(piece.path, form)
+            yield from docstring_chats(whole) if form.chat and isinstance(whole, Document) else [whole]
         for number, record in enumerate(piece.records or (), piece.first):
             yield _record(piece.path, number, record, form)
 
@@ -232,6 +239,21 @@ def _text_file(path: str, form: Format) -> Document | Rejected:
         line_begin = data.rfind(b"\n", 0, error.start) + 1
         line = 1 + data.count(b"\n", 0, error.start)
         return Rejected(path, line, _not_utf8(error), _excerpt(data[line_begin:]))
+
+
+def docstring_chats(source: Document) -> Iterator[Document]:
+    """Yield a chat for each public function and class of a Python file at its top level: a question with its name, and
+    the first paragraph of its docstring. None of a file that Python cannot parse.
+    """
+    module = os.path.splitext(os.path.relpath(source.id, sysconfig.get_paths()["stdlib"]))[0].replace(os.sep, ".")
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError), warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # of the parsed file
+        for node in ast.parse(source.text).body:
+            if isinstance(node, DOCUMENTED) and not node.name.startswith("_") and (text := ast.get_docstring(node)):
+                name = f"{module.removesuffix('.__init__')}.{node.name}"
+                contents = ("user", f"What is {name}?"), ("assistant", " ".join(text.split("\n\n")[0].split()))
+                chat = {"messages": [{"role": role, "content": content} for role, content in contents]}
+                yield Document(chat_text(chat), name, source.id, node.lineno)
 
 
 def _record(path: str, number: int, record: bytes | tuple, form: Format) -> Document | Rejected | None:

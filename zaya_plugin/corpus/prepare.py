@@ -76,7 +76,7 @@ def prepare(args: argparse.Namespace, workspace: Workspace) -> None:
         read = LINES if args.chat else DEFAULT_ENDINGS
         files = find_inputs(args.input, args.glob, read, lambda line: print(line, file=sys.stderr))
         for file in files:
-            if args.chat and not file.is_jsonl:
+            if args.chat and not file.is_jsonl and STDLIB not in args.input:
                 raise mistake("--input", file.path, problem="holds no chats", allowed=" ".join(LINES))
         plan[INPUT_FILES] = fingerprint(files, with_times=False)
     except ValueError as error:  # the text may be gone once the dataset is made
@@ -120,8 +120,6 @@ def refuse_without_template(args: argparse.Namespace) -> None:
     for option, value in (("--train-bpe", args.train_bpe), ("--no-append-eod", not args.append_eod)):
         if value:
             raise mistake(option, value, problem="excludes --chat", fix=f"leave out --chat or {option}")
-    if STDLIB in args.input:
-        raise mistake("--input", STDLIB, problem="holds no chats", fix="--input <.jsonl files of chats>")
     if args.tokenizer is None:
         raise mistake(
             "--chat",
@@ -129,8 +127,8 @@ def refuse_without_template(args: argparse.Namespace) -> None:
             allowed="with --tokenizer",
             fix="--tokenizer <directory, or name on the Hugging Face hub>",
         )
-    if args.chat_template is not None and not os.path.isfile(args.chat_template):
-        raise mistake("--chat-template", args.chat_template, problem="must be a file", allowed="a Jinja template")
+    if args.chat_template is not None:
+        args.chat_template = tokenizer.template_file(args.chat_template)
 
 
 def deciding(args: argparse.Namespace) -> dict:

@@ -21,6 +21,7 @@ from zaya_plugin.ground.hub import unreachable
 END_OF_TEXT = "<|endoftext|>"
 # Without a padding token of its own Megatron's `tokenizer.pad` is None, or the id of a token that occurs in the data.
 PADDING = "<|padding|>"
+CHAT_TEMPLATES = Path(__file__).parent / "chat_templates"  # <name>.jinja
 MIN_BPE_ENTRIES = 256 + 2  # every byte and the two special tokens
 
 
@@ -76,6 +77,17 @@ def train_bpe(texts: Iterable[str], vocab_size: int, directory: str) -> None:
     Path(directory, "tokenizer_config.json").write_text(json.dumps(config, indent=2), "utf-8")
 
 
+def template_file(name: str) -> str:
+    """Return the file of a chat template, which is given by its path or by the name of a shipped one."""
+    names = sorted(path.stem for path in CHAT_TEMPLATES.glob("*.jinja"))
+    if name in names:
+        return str(CHAT_TEMPLATES / f"{name}.jinja")
+    if not os.path.isfile(name):
+        allowed = f"a Jinja template, or {' or '.join(names)}"
+        raise mistake("--chat-template", name, problem="must be a file", allowed=allowed)
+    return name
+
+
 def import_pretrained(name: str, directory: str, chat: bool = False, template: str | None = None) -> None:
     """Copy a Hugging Face tokenizer (directory or name on the hub) as `AutoTokenizer` reads it.
 
@@ -95,7 +107,7 @@ def import_pretrained(name: str, directory: str, chat: bool = False, template: s
             name,
             problem="has no chat template",
             allowed="a tokenizer of a chat model, or any with --chat-template",
-            fix="--chat-template FILE, a Jinja template",
+            fix="--chat-template chatml, or a file with a Jinja template",
         )
     try:
         tokenizer.save_pretrained(directory)
@@ -103,6 +115,31 @@ def import_pretrained(name: str, directory: str, chat: bool = False, template: s
         raise
     except Exception as error:  # the Rust half of a tokenizer reports a full disk as a bare Exception
         raise OSError(f"the tokenizer cannot be saved in {directory}: {error}") from error
+
+
+def chat_prompt(directory: str, text: str, template: str | None = None) -> list[int]:
+    """Return the tokens of a user's message and of the beginning of its answer, by the chat template of a tokenizer's
+    folder. template: as of `import_pretrained`.
+
+    Raises:
+        ValueError: there is no template, or it fails.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    # This class reads no config.json; AutoTokenizer refuses that of the legacy layout.
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+    if template is not None:
+        tokenizer.chat_template = Path(template).read_text("utf-8")
+    fix, messages = "--chat-template chatml, or a file with a Jinja template", [{"role": "user", "content": text}]
+    if not tokenizer.chat_template:
+        raise mistake(
+            "--chat", directory, problem="has no chat template", allowed="the folder of a chat model", fix=fix
+        )
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    except Exception as error:  # templates are programs: they raise errors of Jinja, of Python, and their own
+        problem = f"the chat template fails: {type(error).__name__}: {error}"
+        raise mistake("--chat", directory, problem=problem, allowed="a template for one message", fix=fix) from error
 
 
 def open_tokenizer(directory: str):

@@ -78,7 +78,8 @@ class Check:
     Attributes:
         measures: what it reads or measures. function: "module:function" of this folder; it takes a Setting and returns
             an Outcome. verdict: when it is slow or wrong. on_cpu, on_gpu: its size on each; empty: none.
-        commands: those that run it. limit_s: seconds after which its process is killed. argument: passed after the
+        remedy: what an MI300X is compared with, and what to do otherwise (docs/checks.md). commands: those that run
+            it. limit_s: seconds after which its process is killed. argument: passed after the
             Setting. needs: a key of NEEDS; without that the check is skipped.
     """
 
@@ -88,6 +89,7 @@ class Check:
     verdict: str = ""
     on_cpu: str = ""
     on_gpu: str = ""
+    remedy: str = ""
     commands: tuple[str, ...] = (VERIFY,)
     limit_s: int = 240
     argument: str | None = None
@@ -140,6 +142,10 @@ ROWS = (
         "versions, firmware, number of devices, mapped HIP runtimes, and the hash of the kernels' library",
         "software:environment",
         "wrong: missing devices, two HIP runtimes, a damaged library",
+        remedy="No device or fewer than 8: docs/mi300x.md, step 1; under SLURM --gpus-per-node=8. To examine "
+        "fewer on purpose: HIP_VISIBLE_DEVICES=0,1, none: --device cpu. Two HIP runtimes: the reason "
+        "names the files. A damaged library: reinstall the package. Right is `library gfx942 as shipped, "
+        "objects as shipped`",
         commands=(VERIFY, NODES),
         limit_s=120,
     ),
@@ -150,6 +156,9 @@ ROWS = (
         "slow: below 80 % of the recipe's rates; wrong: wrong numbers",
         "32 MiB, 512 x 512 in fp32",
         "1 GiB, 8192 x 8192 in bf16",
+        remedy="600 TFLOP/s and 4.33 TB/s (PREDICTION). Wrong: bad memory, take the node out. One device slow: "
+        "amd-smi monitor (clock, temperature, power cap), ECC; take the node out. All slow: the power "
+        "cap, another process",
         commands=(VERIFY, NODES),
         limit_s=120,
     ),
@@ -162,6 +171,8 @@ ROWS = (
             "slow: another version is faster, or a small share of the copy or product; wrong: a large error",
             "the reference, small shapes",
             "shapes of ZAYA1-base, 16,384 tokens",
+            remedy="Wrong: cluster.kernel_overrides.<operator>=<another version>, and send verify.json. Slow: "
+            "use the override that is printed",
             argument=folder,
         )
         for folder in VERSIONS
@@ -173,6 +184,9 @@ ROWS = (
         "wrong: a difference from the reference; unsupported: an error in the capture of a version that no step calls",
         "a plain call of the versions that a CPU has",
         "the self-check's examples on the first device",
+        remedy="Wrong: the reason names the operator; set cluster.kernel_overrides.<operator>=<another version>,"
+        " and send verify.json. Unsupported is expected of grouped_mm in a captured graph, where torch's "
+        "product waits for the host (read in its source, not run)",
         limit_s=420,
     ),
     Check(
@@ -182,6 +196,9 @@ ROWS = (
         "slow: below 80 % of the links' rate; wrong: wrong sums",
         "two processes over gloo, 1 KiB to 4 MiB",
         "all devices, 4 KiB to 1 GiB",
+        remedy="336 GB/s a device at 1 GiB (PREDICTION). rocm-smi --showtopo: every pair must be XGMI with one "
+        "hop. RCCL of ROCm 7.1.1 is slow on Pollara NICs (ROCm/legacy-rocm-build#5717), which concerns "
+        "several nodes",
         commands=(VERIFY, NODES),
         needs=TWO_DEVICES,
     ),
@@ -192,6 +209,10 @@ ROWS = (
         "wrong: it fails; unsupported: it is refused with an error, and the machine's recipe has cluster.graphs=none",
         "two processes, without a graph",
         "one or two devices, 30 s",
+        remedy="Unsupported: torch before 2.11, whose watchdog queries events during a capture, which HIP "
+        "refuses (pytorch/pytorch#175377, #176942). Nothing to do: the MI300X recipes have "
+        "cluster.graphs=none. A hang, another signal and wrong sums are wrong with every recipe: send "
+        "verify.json. Where the recipe uses graphs: train with the override that is printed",
         limit_s=120,
     ),
     Check(
@@ -201,6 +222,7 @@ ROWS = (
         "wrong: more than 1e-5 from the stored losses",
         "one process",
         "the same numbers, on one device",
+        remedy="The operators' checks and `conditions` name the wrong operator; if all pass, send verify.json",
         needs=LOOP,
     ),
     Check(
@@ -210,6 +232,8 @@ ROWS = (
         "slow: a small share of the matrix-product rate; wrong: losses unlike those of random tokens",
         "a small ZAYA, one process",
         "as many of the 40 layers as fit, all devices, 16,384 random tokens on each",
+        remedy="The first loss is 12.887 within 0.1, all of them ln 262,272 = 12.48 within 10 %. Slow: compare "
+        "`parts` in the record with those in benchmarks/results/step40-h200.json",
         limit_s=420,
         needs=LOOP,
     ),
@@ -219,6 +243,12 @@ ROWS = (
         "software:hazards",
         "wrong: a hazard, with the override that avoids the kernel, or an unreadable file; skipped: on ROCm no kernel of "
         "torch.compile to read",
+        remedy="Skipped without llvm-objdump: apt-get install rocm-llvm (not looked at in a container); the "
+        "shipped library was scanned before it was shipped. A kernel of Triton: train with the override "
+        "that is printed, cluster.kernel_overrides.<operator>=<another version>, or "
+        "cluster.environment.TORCHDYNAMO_DISABLE=1 for one of torch.compile; the scan reports it as long "
+        "as its file exists, so delete that folder (TRITON_CACHE_DIR, ~/.triton/cache, torch.compile's "
+        "torchinductor_<user>/triton) before the next scan",
     ),
     Check(
         "links",

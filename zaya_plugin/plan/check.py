@@ -239,7 +239,7 @@ def _group(name: str) -> Rule:
         f"{name}_group",
         "groups of neighbouring ranks inside a node",
         "layers wait for their collectives, and the network has a fraction of the links' rate",
-        "arXiv 2605.05365, section III (2 and 8 ranks a sequence); docs/long-context.md",
+        "arXiv 2605.05365, section III (2 and 8 ranks a sequence); docs/parallelism.md",
         lambda step: (
             leaves(step, get(step.recipe, key))
             and f"{key}={get(step.recipe, key)}: a group "
@@ -377,7 +377,7 @@ RULES = (
         "optimizer_instances",
         "instances of the optimizer over several nodes",
         "a shard holds whole matrices: a large number of shards makes one large bucket, exposed at both ends of a step",
-        "docs/optimizer.md, docs/predictions.md",
+        "docs/another-part.md, docs/predictions.md",
         lambda step: (
             _several_nodes(step) and f"{step.layout.expert_shards:,} shards of the experts' state; {_waits(step)}"
         ),

@@ -52,7 +52,7 @@ def communication(
     ):
         time = exposed = 0.0
         for part, ranks in layout.reduced_over.items():
-            # A shard holds whole matrices, so a large number of ranks needs large buckets (docs/optimizer.md).
+            # A shard holds whole matrices, so a large number of ranks needs large buckets (docs/another-part.md).
             least = max(parallel.ddp_bucket_size or max(MIN_BUCKET_ELEMENTS, 1_000_000 * ranks), ranks * largest[part])
             buckets = buckets_of(shape, layout, part, padded[part], least)
             sent = (ranks - 1) / ranks * padded[part] * size * (1 if sharded else 2)

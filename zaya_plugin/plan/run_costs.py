@@ -66,7 +66,7 @@ class CheckpointPlan:
 
 def rank_bytes(shape: Shape, layout: ParallelSizes, optimizer: Optimizer) -> float:
     """Return the bytes that the fullest rank saves. Shards hold whole matrices, so the fullest has more than the mean
-    by the padding of its buffers (docs/optimizer.md has the shards of ZAYA1-base).
+    by the padding of its buffers (docs/another-part.md has the shards of ZAYA1-base).
     """
     local, padded = local_parameters(shape, layout), padded_parameters(shape, layout, optimizer.muon)
     of_element = FLOAT32_BYTES + (optimizer.momentum_bytes if optimizer.muon else 2 * FLOAT32_BYTES)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.checkpoint.convert.hub import serving
 from tests.checkpoint.convert.published import publish
 from tests.running import MICRO, train
 from zaya_plugin.checkpoint.convert import exporting, verification
@@ -54,7 +55,7 @@ def test_zero_steps_from_published_weights_are_bit_equal(tmp_path, corpus, layou
 def test_weights_of_another_model_are_refused_before_the_run(tmp_path, corpus):
     folder = publish(tmp_path / "published", model=MICRO_MODEL)
     run = train(tmp_path / "run", corpus, *STILL, f"handover.from_hf={folder}", "model.kv_channels=16", check=False)
-    assert run.code == 2 and "kv_channels 16 and 8. Fix: model.kv_channels=8." in run.output
+    assert run.code == 2 and f"model.kv_channels=16: handover.from_hf={folder} has 8. Allowed: 8." in run.output
     run = train(tmp_path / "run", corpus, *STILL, "handover.from_hf=no/such/place", check=False)
     assert run.code == 2 and "handover.from_hf=no/such/place: must be a folder or a name on the Hub" in run.output
     run = train(tmp_path / "run", corpus, f"handover.from_hf={folder}", "handover.from_run=other", check=False)
@@ -83,6 +84,39 @@ def test_the_commands(tmp_path, capsys):
         (["import", str(folder), *rest, "--vocab-size", "0"], "--vocab-size: '0' is not a whole number from 1 to "),
     ):
         assert main(["checkpoint", *words]) == 2 and message in capsys.readouterr().err
+
+
+def test_an_export_is_pushed_and_its_token_is_not_shown(tmp_path, capsys, monkeypatch):
+    """To a stand-in of the Hub's API on this machine, by huggingface_hub; the stand-in has no Xet."""
+    folder, token = publish(tmp_path / "published", model=MICRO_MODEL), "hf_notthetokenofanyone"
+    assert main(["checkpoint", "import", str(folder), "--output", str(tmp_path / "run")]) == 0
+
+    def export(name: str) -> int:
+        words = [str(tmp_path / "run"), "--output", str(tmp_path / name), "--tokenizer", "none", "--push", "team/zaya"]
+        return main(["checkpoint", "export", *words])
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with serving(token) as (hub, address):
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        assert export("none") == 2 and "no token of the Hub is known" in capsys.readouterr().err
+        assert not (tmp_path / "none").exists()
+        monkeypatch.setenv("HF_TOKEN", token)
+        assert export("export") == 0
+        assert hub.repositories == {"team/zaya": "private"}, "a new repository is private"
+        local = {path.name: path.read_bytes() for path in (tmp_path / "export").iterdir()}
+        assert hub.files == local and "model.safetensors" in local
+        shown = capsys.readouterr()
+        assert f"pushed: {address}/team/zaya/commit/1" in shown.out
+        monkeypatch.setenv("HF_TOKEN", "hf_another")
+        assert export("refused") == 2
+        refused = capsys.readouterr().err
+        assert "--push=team/zaya: the upload of " in refused and "hf upload team/zaya" in refused
+        assert not any(word in shown.out + shown.err + refused for word in (token, "hf_another"))
+    assert main(["checkpoint", "export", str(tmp_path / "run"), "--output", str(tmp_path / "x"), "--push", "name"]) == 2
+    assert "--push=name: is not a repository's name" in capsys.readouterr().err
 
 
 def test_a_recipe_file_is_one_of_the_group_model_and_keeps_what_is_there(tmp_path, capsys):

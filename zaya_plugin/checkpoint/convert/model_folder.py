@@ -6,6 +6,8 @@ generation. Imports no torch.
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -82,6 +84,40 @@ def resolve(source: str, *, download: bool = True, key: str = "SOURCE") -> Path:
             allowed="a folder, or a name on the Hub that this machine can reach or has in its cache",
         ) from error
     return Path(folder)
+
+
+def check_push(name: str) -> None:
+    """Raise ValueError unless a folder can be pushed to the repository `name` on the Hub: before hours of an export."""
+    from huggingface_hub import get_token
+
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        allowed = "ORGANISATION/NAME on the Hugging Face Hub"
+        raise mistake("--push", name, problem="is not a repository's name", allowed=allowed)
+    why = "no token of the Hub is known" if get_token() is None else unreachable()
+    if why is not None:
+        fix = "HF_TOKEN=<token that may write> in the environment, or `hf auth login`; HF_ENDPOINT for another Hub"
+        raise mistake("--push", name, problem=why, allowed="a Hub that answers and a token", fix=fix)
+
+
+def push(folder: Path, name: str) -> str:
+    """Upload the files of a folder in one commit to the repository `name`, which is made, private, where it does not
+    exist. Return the commit's address. The token comes from the environment or the Hub's login.
+
+    Raises:
+        ValueError: the Hub refuses it, or the connection fails; the same call uploads what is missing.
+    """
+    from huggingface_hub import HfApi
+
+    hub = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+    try:
+        hub.create_repo(name, private=True, exist_ok=True)
+        return hub.upload_folder(folder_path=folder, repo_id=name, commit_message="Export of zaya_plugin").commit_url
+    except Exception as error:  # of the Hub, of its connection
+        problem = f"the upload of {folder} failed: {str(error).strip().splitlines()[0]}"
+        fix = f"hf upload {name} {folder} once this is repaired"
+        raise mistake(
+            "--push", name, problem=problem, allowed="a repository that the token may write", fix=fix
+        ) from error
 
 
 def without_weights(folder: Path, key: str) -> ValueError:
