@@ -39,7 +39,7 @@ def recorded(model, batch, tmp_path):
     ranges.around_model(model)
     with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function(STEP):
         model(ids, positions, None, labels=labels).mean().backward()
-    ranges.remove()
+    ranges.close()
     profiler.export_chrome_trace(str(tmp_path / "trace.json.gz"))
     return tmp_path / "trace.json.gz"
 
@@ -100,8 +100,8 @@ def test_every_method_is_wrapped_on_a_model_of_one_stage(model):
     """A renamed module or method would leave its part without time."""
     ranges = Ranges()
     ranges.around_model(model)
-    wrapped = {(id(owner), method) for owner, method, _ in ranges.wrapped}
-    ranges.remove()
+    wrapped = {(id(module), name) for module in model.modules() for name in vars(module)}
+    ranges.close()
     for ending, timed in methods().items():
         modules = [module for name, module in model.named_modules() if name.rpartition(".")[2] == ending]
         for method in timed:
@@ -123,7 +123,7 @@ def test_a_wrapped_instance_method_comes_back():
     ranges = Ranges()
     ranges.around(owner, "method", "norms")
     assert owner.method is not before and owner.method() == "of the instance"
-    ranges.remove()
+    ranges.close()
     assert owner.method is before
 
 

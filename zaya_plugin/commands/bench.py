@@ -10,11 +10,11 @@ import importlib
 import json
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from zaya_plugin.bench.collectives import OPERATIONS
-from zaya_plugin.bench.options import ANCHORS, VOCABULARY, Options, with_data_path
+from zaya_plugin.bench.options import VOCABULARY, Options, with_data_path
 from zaya_plugin.commands.parser import Option, Parser, option
 from zaya_plugin.config.run_directory import check_creatable
 from zaya_plugin.config.train_help import DEMO_DATA
@@ -48,8 +48,6 @@ examples:
     {DEMO_DATA}
   zaya bench step experiment=zaya1_base cluster=gpu --random-tokens nproc=1 model.num_layers=8 \\
     stage.global_batch_size=4 stage.micro_batch_size=4
-  zaya bench step experiment=zaya1_base cluster=h200_8 --random-tokens --anchor transformers \\
-    stage.micro_batch_size=4 stage.global_batch_size=128
   torchrun --nnodes 2 ... -m zaya_plugin.cli bench step ...    several nodes; or: srun zaya bench step ..."""
 HBM = """\
 Measures the bandwidth of a device's memory: BabelStream's copy, scale, add and triad over fp32 arrays of growing size.
@@ -180,12 +178,6 @@ def step() -> Parser:
             help=f"random tokens in place of a corpus: --random-tokens for a vocabulary of {VOCABULARY} rows, or "
             "--random-tokens=ROWS",
         ),
-        option(
-            "--anchor",
-            choices=ANCHORS,
-            help="then measure transformers' ZayaForCausalLM with FSDP2, torch.compile and fused AdamW on as many "
-            "devices with as many tokens, in processes of its own, and print the ratio",
-        ),
         COMMIT,
         recipe=True,
         bare={"--random-tokens": VOCABULARY},
@@ -200,7 +192,7 @@ def _step(options: argparse.Namespace) -> int:
     from zaya_plugin.bench.measurement import recipe_of, run
 
     settings = settings_of(options)
-    return run(recipe_of(settings, options.output, options.overrides), settings)
+    return run(recipe_of(settings, options.output, options.overrides), "step_rank", asdict(settings))
 
 
 def _command(name: str, description: str, examples: str, *rows: Option, recipe: bool = False) -> Parser:
@@ -340,9 +332,8 @@ def data() -> Parser:
 
 
 def _data(options: argparse.Namespace) -> int:
-    from zaya_plugin.bench.measurement import recipe_of, run_loader
+    from zaya_plugin.bench.measurement import recipe_of, run
 
     steps = Options(steps=options.batches + 1)  # a step has one micro-batch or more
-    keys = ("batches", "command", "commit")
     recipe = recipe_of(steps, options.output, options.overrides)
-    return run_loader(recipe, {key: getattr(options, key) for key in keys})
+    return run(recipe, "data_rank", {key: getattr(options, key) for key in ("batches", "command", "commit")})

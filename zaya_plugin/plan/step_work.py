@@ -167,15 +167,15 @@ def work_of(
     optimizer: bool = True,
     written: frozenset[str] = frozenset({"experts"}),
 ) -> dict[str, Work]:
-    """Return the work of one rank by part, from the recipe alone; zaya_plugin.bench.step_record reads the model that
-    ran.
+    """Return the work of one rank of the first pipeline stage by part, from the recipe alone.
 
     written: the parts whose gradients the first micro-batch writes (zaya_plugin.optim.gradient_buffers).
     """
     shape, layout = recipe_plan.shape_of(recipe, vocabulary), recipe_plan.layout_of(recipe, world)
     batch = recipe_plan.batch_of(recipe, world)
     rank = Rank(
-        layers=shape.num_layers,
+        layers=shape.num_layers // layout.pipeline,
+        head=layout.pipeline == 1,
         tokens=batch.micro_batches * tokens_of_rank(layout, batch),
         micro_batches=batch.micro_batches,
         experts=shape.num_experts // layout.expert,
@@ -193,9 +193,10 @@ def accumulated(shape: Shape, layout: ParallelSizes) -> dict[str, int]:
     "gradients": by a separate pass.
     """
     local = local_parameters(shape, layout)
-    own = {"experts": local["experts"], "head": count_parameters(shape)["embedding"] // layout.tensor}
+    head = count_parameters(shape)["embedding"] // layout.tensor if layout.pipeline == 1 else 0
+    own = {"experts": local["experts"], "head": head}
     if layout.tensor == 1:
-        own["projections"] = _projections(shape)
+        own["projections"] = _projections(shape) // layout.pipeline
     return {**own, "gradients": sum(local.values()) - sum(own.values())}
 
 
@@ -206,9 +207,10 @@ def optimizer_share(shape: Shape, layout: ParallelSizes, recipe: Recipe) -> Opti
     if optim.name != "muon":
         return OptimizerShare(0.0, local["experts"] / ranks + local["rest"] / layout.shards, momentum)
     of_an_expert, of_a_layer = muon_matrices(shape, optim.muon_split_gate_up)
-    experts = shape.num_layers * shape.num_experts / layout.expert / ranks
+    layers = shape.num_layers // layout.pipeline
+    experts = layers * shape.num_experts / layout.expert / ranks
     flops = partial(newton_schulz_flops, steps=optim.muon_steps, bf16=optim.muon_dtype == "bf16")
-    operations = shape.num_layers * sum(flops(*size) for size in of_a_layer) / layout.shards
+    operations = layers * sum(flops(*size) for size in of_a_layer) / layout.shards
     operations += max(experts * sum(flops(*size) for size in of_an_expert), flops(*of_an_expert[0]) * (ranks > 1))
     adamw = adamw_elements(shape, layout)
     gate_up = 2.0 * shape.moe_ffn_hidden_size * shape.hidden_size * (ranks > 1)
