@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank of `zaya bench collectives` measures (zaya_plugin.bench.rank), and its tables."""
+"""The work of a rank of `zaya bench collectives` (zaya_plugin.bench.rank), and its tables."""
 
 from __future__ import annotations
 

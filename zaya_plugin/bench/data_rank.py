@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank of `zaya bench data` measures (zaya_plugin.bench.rank): it reads micro-batches with the loader of the
+"""The work of a rank of `zaya bench data` (zaya_plugin.bench.rank): it reads micro-batches with the loader of the
 training, without a model.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank of `zaya bench step` measures (zaya_plugin.bench.rank)."""
+"""The work of a rank of `zaya bench step` (zaya_plugin.bench.rank)."""
 
 from __future__ import annotations
 
