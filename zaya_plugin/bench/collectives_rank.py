@@ -49,11 +49,12 @@ def sizes(options: Namespace, device_type: str) -> list[int]:
     return [*powers, most]
 
 
-def measured(options: dict, recipe, rank: int, world: int, console, say: Callable[[str], None]) -> Callable[[], int]:
+def measure(
+    options: Namespace, recipe, rank: int, world: int, console, say: Callable[[str], None]
+) -> Callable[[], int]:
     """Measure all groups. options: of the command line."""
     from torch import distributed
 
-    options = Namespace(**options, output=Path(recipe.run_dir))
     of_node, device = int(os.environ.get("LOCAL_WORLD_SIZE", world)), rank_device(recipe)
     minutes = datetime.timedelta(minutes=recipe.cluster.distributed_timeout_minutes)
     distributed.init_process_group(recipe.cluster.distributed_backend, timeout=minutes)
@@ -133,12 +134,10 @@ def report(rows: list[dict], options: Namespace, world: int, of_node: int, devic
     groups, plans = summary(rows), recommended(rows, of_node)
     finish(
         "collectives",
+        options,
+        device,
         rows,
         COLUMNS,
-        device=device,
-        command=options.command,
-        commit=options.commit,
-        output=options.output,
         **picture(rows, device_name(device), of_node),
         x="bytes",
         y="busBw, GB/s",

@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from zaya_plugin.bench.results import Column, Line, finish
 
@@ -27,9 +26,7 @@ COLUMNS = (
 )
 
 
-def measured(
-    options: dict, recipe, rank: int, world_size: int, console, say: Callable[[str], None]
-) -> Callable[[], None]:
+def measure(options, recipe, rank: int, world_size: int, console, say: Callable[[str], None]) -> Callable[[], None]:
     """Read micro-batches on every rank at the same time. options: batches, command, commit."""
     from torch import distributed
 
@@ -42,10 +39,10 @@ def measured(
     loader, of_step = loader_alone(recipe)
     distributed.barrier()
     moments = [time.perf_counter()]
-    for number, _ in zip(range(options["batches"] + 1), loader, strict=False):
+    for number, _ in zip(range(options.batches + 1), loader, strict=False):
         moments.append(time.perf_counter())
-        if number % max(1, options["batches"] // 10) == 0:
-            say(f"{number} of {options['batches']} micro-batches")
+        if number % max(1, options.batches // 10) == 0:
+            say(f"{number} of {options.batches} micro-batches")
     gathered: list = [None] * world_size
     distributed.all_gather_object(gathered, moments)
     loader_processes.end()
@@ -71,7 +68,7 @@ def row_of(rank: int, moments: list[float], of_step: int, tokens: int) -> dict:
     }
 
 
-def report(gathered: list[list[float]], of_step: int, options: dict, recipe) -> None:
+def report(gathered: list[list[float]], of_step: int, options, recipe) -> None:
     """Print and write the results. gathered: moments of every rank."""
     import torch
 
@@ -82,12 +79,10 @@ def report(gathered: list[list[float]], of_step: int, options: dict, recipe) -> 
     rates = [number / (moment - first) for number, moment in enumerate(since, 1)]
     finish(
         "data",
+        options,
+        torch.device("cpu"),
         rows,
         COLUMNS,
-        device=torch.device("cpu"),
-        command=options["command"],
-        commit=options["commit"],
-        output=Path(recipe.run_dir),
         title=f"Loader of {recipe.name}, {recipe.data.num_workers} workers on each of {len(rows)} ranks",
         lines=[Line(f"rank {slowest['rank']}, the slowest", list(range(1, len(rates) + 1)), rates)],
         x="micro-batches read",

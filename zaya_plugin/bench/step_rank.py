@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -11,15 +12,15 @@ from pathlib import Path
 from typing import TextIO
 
 from zaya_plugin.bench import probes, results, step_record, step_report
-from zaya_plugin.bench.options import PICTURE, RECORD, TRACE, Options
+from zaya_plugin.bench.options import PICTURE, RECORD, TRACE
 from zaya_plugin.bench.random_tokens import RandomTokens
 from zaya_plugin.bench.session import Session
 
 TRAINS = True
 
 
-def measured(
-    options: dict, recipe, rank: int, world_size: int, console: TextIO, say: Callable[[str], None]
+def measure(
+    options: Namespace, recipe, rank: int, world_size: int, console: TextIO, say: Callable[[str], None]
 ) -> Callable[[], None]:
     """Run the steps; rank 0 reads its trace before this returns."""
     from zaya_plugin.hosts import worker
@@ -31,7 +32,6 @@ def measured(
     from zaya_plugin.training.lifecycle import Lifecycle
     from zaya_plugin.training.metrics import Reporter
 
-    options = Options(**options)
     device = results.rank_device(recipe)
     say("measuring the device's rates of a matrix product and of a copy")
     rates = probes.measure(device, results.dtype_of(recipe))
@@ -46,7 +46,7 @@ def measured(
     sources = RandomTokens(options.random_tokens) if options.random_tokens else find_sources(recipe)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        trace = Path(recipe.run_dir) / TRACE if options.trace else folder / TRACE
+        trace = options.output / TRACE if options.trace else folder / TRACE
         session = Session(options, rank, device.type, trace, folder / "reference.json.gz", say)
         stack.enter_context(before_steps(session.before_step))
         say(f"building the model; {options.warmup} steps of warm-up")
@@ -56,7 +56,7 @@ def measured(
         if rank == 0:
             say("reading the trace")
             record = step_record.with_breakdown(record, session, recipe, trace if options.trace else None)
-    return partial(report, record, Path(recipe.run_dir), [TRACE] if options.trace else [])
+    return partial(report, record, options.output, [TRACE] if options.trace else [])
 
 
 def report(record: dict, folder: Path, names: list[str]) -> None:

@@ -54,7 +54,7 @@ Measures the bandwidth of a device's memory: BabelStream's copy, scale, add and 
 
 Every array that is read or written counts once. Every result is checked. Shares are of the copy rate in the recipe
 that names the device (machine.copy_tb_per_s) and of the vendor's data sheet. Without an accelerator the CPU's memory is
-measured. Exit code 1: a result is wrong."""
+measured, without shares. Exit code 1: a result is wrong."""
 HBM_EXAMPLES = """\
 examples:
   zaya bench hbm                                      the first accelerator, arrays of 64 KiB to 4 GiB
@@ -76,7 +76,7 @@ examples:
 MLP = """\
 Measures a chain of bf16 MLPs, and compares it with 732 TFLOP/s a device: the 750 PFLOP/s that AMD published for 1,024
 MI300X (ROCm 6.4, November 2025). The sizes of that workload are not public; the defaults are large enough to saturate
-any device of today. Results are checked. Exit code 1: a result is wrong."""
+any device of today. The output and every gradient are checked. Exit code 1: a result is wrong."""
 MLP_EXAMPLES = """\
 examples:
   zaya bench mlp
