@@ -204,7 +204,7 @@ def test_the_picture_has_the_parts_one_after_the_other(record):
     ends = [0.0, *(bar.end[0] for bar in panel.layers)]
     assert [bar.begin[0] for bar in panel.layers] == ends[:-1] and ends[-1] == pytest.approx(100)
     assert panel.rows[6] == "experts 60.0 ms, 60.0%" and len({bar.colours[0] for bar in panel.layers}) == len(PARTS)
-    assert "ms a step" in page.title
+    assert "ms a step" in page.title and step_report.COLOURS.keys() == PARTS.keys()
 
 
 def test_the_host_works_where_it_does_not_wait():
