@@ -30,6 +30,7 @@ MEMORY = (
     "parallel.recompute_modules=[permute]",
     "optim.muon_momentum_dtype=bf16",
 )
+COMPARISON = Path(__file__).with_name("step_vs_transformers.py")
 BETWEEN_DEVICES = ("parallel.nccl_ub",)  # left out of a row on one device
 
 
@@ -46,6 +47,7 @@ class Row:
     experiment: str = "zaya1_base"
     micro: int = 4
     replicas: int = 1  # devices that share a sequence
+    compared: bool = False  # with transformers, by step_vs_transformers.py
 
     def command(self, devices: int, output: Path, commit: str, overrides: Sequence[str]) -> list[str]:
         """Return the command of this row for a number of devices."""
@@ -82,7 +84,7 @@ OVERLAP = ("parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=t
 ROWS = {
     "alone": Row("one device, forward and backward", 16, ("--forward-backward-only",), alone=True),
     "whole": Row("whole step, 65,536 tokens a device", 16, MEMORY),
-    "short": Row("whole step, 16,384 tokens a device", 4, (*MEMORY, "--anchor", "transformers")),
+    "short": Row("whole step, 16,384 tokens a device", 4, MEMORY, compared=True),
     "passes": Row("forward and backward, 65,536 tokens a device", 16, ("--forward-backward-only",)),
     "long": Row(
         "forward and backward, 32,768-token sequences, CP 2",
@@ -167,10 +169,12 @@ def main() -> int:
     for row in arguments.rows:
         output = arguments.work / row
         command = ROWS[row].command(arguments.devices, output, commit, arguments.overrides)
-        print(shlex.join(command), flush=True)
+        commands = [command, [sys.executable, str(COMPARISON), str(output)]] if ROWS[row].compared else [command]
+        print(*map(shlex.join, commands), sep="\n", flush=True)
         if arguments.dry_run:
             continue
-        if not (output / "step.json").is_file() and (code := subprocess.run(command).returncode):
+        codes = (subprocess.run(words).returncode for words in commands)
+        if not (output / "step.json").is_file() and (code := next(filter(None, codes), 0)):
             failed.append(row)
             print(f"{row}: ended with {code}; its directory is {output}", file=sys.stderr, flush=True)
         if (output / "step.json").is_file():
@@ -188,7 +192,7 @@ def main() -> int:
             "goals": [dict(zip(("row", "what", "value", "goal", "reached"), each, strict=True)) for each in goals],
             "steps": {
                 row: {
-                    name: each[name]
+                    name: each.get(name)
                     for name in ("command", "rates", "step", "anchor", "parts", "hidden_communication_ms")
                 }
                 for row, each in steps.items()

@@ -105,7 +105,7 @@ def launches_as_on(target: str) -> Iterator[Callable[[str, tuple], list[Call]]]:
     modules = [importlib.import_module(f"hip_ops.ops.{folder}.triton") for folder in OPERATORS_OF]
     with pytest.MonkeyPatch.context() as patch, torch.no_grad(), launched_as_on(target):
         for module in modules:
-            patch.setattr(module, "run_shipped_kernel", record)
+            patch.setattr(module, "launch_triton_kernel", record)
         yield launches
 
 

@@ -316,7 +316,7 @@ def _compile(operator: str, kernel: str, grid: tuple[int, ...], arguments: Seque
     return ""
 
 
-def run_shipped_kernel(
+def launch_triton_kernel(
     operator: str, kernel: str, grid: tuple[int, ...], *arguments: Any, device: torch.device, **keywords: Any
 ) -> None:
     """Launch a kernel of hip_ops/ops/<operator>/triton_kernels.py on `device`; an empty grid launches nothing.

@@ -22,7 +22,7 @@ SWEEP = Namespace(least=1024, most=0, factor=4, command="zaya bench collectives"
 def test_the_expected_elements_are_those_of_the_definition(op):
     """Three ranks; their buffers joined and added by hand."""
     ranks, part = 3, 300
-    count = part * (ranks if OPERATIONS[op][3] else 1)
+    count = part * (ranks if OPERATIONS[op].whole_input else 1)
     given = [collectives.value(torch.arange(count), rank) for rank in range(ranks)]
     assert [numbers[252].item() for numbers in given] == [1, 2, 3]
     by_hand = {
@@ -41,7 +41,7 @@ def test_the_expected_elements_are_those_of_the_definition(op):
 def test_a_wrong_element_is_counted(op, monkeypatch):
     monkeypatch.setattr(collectives, "CHECKED_AT_ONCE", 100)  # several chunks
     (row,) = collectives.measure(op, [1024], torch.device("cpu"))
-    assert (row["#wrong"], row["size"], row["gpus"], row["name"]) == (0, 1024, 1, OPERATIONS[op][0])
+    assert (row["#wrong"], row["size"], row["gpus"], row["name"]) == (0, 1024, 1, OPERATIONS[op].name)
     make = collectives.call_of
 
     def with_fault(op, source, target, group):
@@ -148,9 +148,8 @@ def test_a_sweep_of_four_processes_is_written_and_its_plan_is_applied(tmp_path):
     record = json.loads((tmp_path / "collectives.json").read_text())
     assert record["schema"] == "zaya bench collectives/1" and record["device"].startswith("CPU")
     rows = record["rows"]
-    assert {row["gpus"] for row in rows} == {1, 2, 4} and {row["name"] for row in rows} == {
-        name for name, *_ in OPERATIONS.values()
-    }
+    assert {row["gpus"] for row in rows} == {1, 2, 4}
+    assert {row["name"] for row in rows} == {operation.name for operation in OPERATIONS.values()}
     assert len(rows) == 2 * (3 + 5 + 5) and all(row["#wrong"] == 0 and row["time"] > 0 for row in rows)
     assert len((tmp_path / "rccl.csv").read_text().splitlines()) == 1 + len(rows)
     assert [plan["ranks"] for plan in record["bucket_plan"]] == [2, 4] and (tmp_path / "collectives.png").is_file()

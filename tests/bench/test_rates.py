@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test `zaya bench hbm|gemm|mlp|tune` on the CPU at small sizes: records, exit codes, wrong results, refused sizes."""
 
+import contextlib
 import json
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from tests.running import MICRO
 from zaya_plugin import cli
-from zaya_plugin.bench import gemm, tune
+from zaya_plugin.bench import gemm, probes, tune
 from zaya_plugin.plan import recipe_plan
 
 SMALL_CHAIN = ("mlp", "--hidden", "24", "--ffn", "48", "--tokens", "40", "--layers", "2")
@@ -70,7 +71,7 @@ def test_sizes_that_cannot_be_measured_are_refused(words, message, capsys, tmp_p
     assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
-def test_gemm_measures_the_recipes_products_and_their_neighbours(tmp_path, capsys, monkeypatch):
+def test_gemm_measures_the_recipes_products_and_their_neighbours(tmp_path, monkeypatch):
     monkeypatch.setattr(recipe_plan, "vocabulary_of", lambda recipe: 250)
     monkeypatch.setattr(gemm, "SQUARES", {"cpu": (32, 64)})
     monkeypatch.setattr(gemm, "MULTIPLES", (64,))
@@ -91,24 +92,55 @@ def test_gemm_measures_the_recipes_products_and_their_neighbours(tmp_path, capsy
     for row in rows:
         assert row["tflops"] == pytest.approx(row["gflop"] / row["ms"])
         assert row["share"] == pytest.approx(row["tflops"] / record["large_tflops"])
-    assert record["saturation_gflop"] in (2 * 32**3 / 1e9, 2 * 64**3 / 1e9)
-    assert "square products reach 95%" in capsys.readouterr().out
     monkeypatch.setattr(torch, "mm", damaged(torch.mm))
     found = gemm.products_of([*MICRO])
     monkeypatch.setattr(gemm, "products_of", lambda overrides: (found[0][:1], found[1]))
     assert bench(tmp_path, "gemm", *MICRO)[0] == 1
 
 
+@pytest.mark.parametrize(
+    ("rates", "gflop", "text"),
+    [
+        ((1e12, 9.6e11, 2e12), None, "2 TFLOP/s at 0.004194 GFLOP; they still rise at 0.004194 GFLOP, the largest"),
+        ((1e12, 1.92e12, 2e12), 2 * 64**3 / 1e9, "2 TFLOP/s at 0.004194 GFLOP; they reach 95% of that at 0.0005243"),
+        ((2e12, 1e12, 1.99e12), 2 * 32**3 / 1e9, "2 TFLOP/s at 6.554e-05 GFLOP; they reach 95% of that at 6.554e-05"),
+    ],
+)
+def test_gemm_names_the_size_that_saturates_and_shows_its_progress(tmp_path, capsys, monkeypatch, rates, gflop, text):
+    steps = []
+
+    class Bar(contextlib.nullcontext):
+        def __init__(self, title, total, unit):
+            super().__init__(self)
+            steps.append(total)
+
+        def update(self):
+            steps.append(1)
+
+    def product(sized, device, dtype, calls):
+        rate = dict(zip((32, 64, 128), rates, strict=True)).get(sized.m, 1e12)
+        return probes.Measured(sized.flops, sized.flops / rate, 0, 1)
+
+    products, recipe = gemm.products_of([*MICRO])
+    monkeypatch.setattr(gemm, "products_of", lambda overrides: (products[:2], recipe))
+    monkeypatch.setattr(gemm, "SQUARES", {"cpu": (32, 64, 128)})
+    for name, value in (("bar", Bar), ("product", product), ("MULTIPLES", ())):
+        monkeypatch.setattr(gemm, name, value)
+    _, record = bench(tmp_path, "gemm", *MICRO)
+    assert record["saturation_gflop"] == gflop and f"square products: {text}" in capsys.readouterr().out
+    assert steps == [1 + 3 + 2, *[1] * 6]
+
+
 def test_mlp_is_compared_with_the_published_rate_and_finds_a_wrong_product(tmp_path, monkeypatch):
     code, record = bench(tmp_path, *SMALL_CHAIN)
     rows = record["rows"]
     assert code == 0 and [row["tokens"] for row in rows[::2]] == [2, 5, 10, 20, 40]
-    assert [row.get("wrong") for row in rows] == [None, 0] * 5
+    assert [row["wrong"] for row in rows] == [0] * 10
     assert [row["gflop"] for row in rows[-2:]] == [4 * 2 * 40 * 24 * 48 / 1e9, 12 * 2 * 40 * 24 * 48 / 1e9]
     assert rows[-1]["share"] == pytest.approx(rows[-1]["tflops"] / 732.42, rel=1e-4)
     monkeypatch.setattr(torch.nn.functional, "linear", damaged(torch.nn.functional.linear))
     code, record = bench(tmp_path, *SMALL_CHAIN)
-    assert code == 1 and all(row["wrong"] > 0 for row in record["rows"][1::2])
+    assert code == 1 and all(row["wrong"] > 0 for row in record["rows"])
 
 
 # A line of hipBLASLt's log, and the two lines of a result, in the form of Primus' examples/mlperf/gpt_oss_20b.

@@ -3,6 +3,7 @@
 
 import json
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import torch
@@ -26,12 +27,10 @@ COLUMNS = [
 def finished(output):
     return finish(
         "hbm",
+        Namespace(command="zaya bench hbm", commit="abc", output=output),
+        torch.device("cpu"),
         ROWS,
         COLUMNS,
-        device=torch.device("cpu"),
-        command="zaya bench hbm",
-        commit="abc",
-        output=output,
         title="Memory",
         lines=[Line("copy", [2**10, 2**20, 2**33], [0.1, 1.5, 4.0])],
         x="bytes of an array",

@@ -34,7 +34,6 @@ def test_all_accesses_are_measured_and_nothing_is_left(tmp_path, capsys):
     ]
     assert all(row["mb_per_s"] > 0 for row in rows)
     for row in rows[2:]:
-        assert row["mb_per_s"] == pytest.approx(row["iops"] * 4096 / 1e6)
         assert row["p50_ms"] <= row["p99_ms"] <= row["max_ms"]
     assert "caches of servers, controllers and drives were not" in capsys.readouterr().out
 

@@ -82,7 +82,7 @@ class RecordedModules:
         )
         if self.run is not None:
             frame = sys._getframe()
-            while frame.f_code is not code_objects.run_shipped_kernel.__code__:
+            while frame.f_code is not code_objects.launch_triton_kernel.__code__:
                 frame = frame.f_back
             self.run(self.launches[-1], frame.f_locals["arguments"])
         return self.launch_code

@@ -86,7 +86,7 @@ def kernels(folder: Path, name: str | None = None) -> ModuleType:
 
     module, with_bug = triton_copy(folder, triton, {}, None), triton_copy(folder, triton_kernels, BUGS, name)
     module.launch = lambda width, warp_size: module.Launch(16, 16, 4, stages=2)
-    module.run_shipped_kernel = lambda operator, kernel, grid, *arguments, device, **keywords: (
+    module.launch_triton_kernel = lambda operator, kernel, grid, *arguments, device, **keywords: (
         getattr(with_bug, kernel)[grid](*arguments, **keywords) if all(grid) else None
     )
     return module

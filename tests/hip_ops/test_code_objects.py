@@ -473,7 +473,7 @@ def test_only_what_triton_cannot_compile_goes_to_another_version(monkeypatch, ca
     def run(compiler: Compiler, rows: int = 2, **keywords) -> list[str]:
         monkeypatch.setattr(code_objects, "_compiled_by_triton", lambda *names: compiler)
         compiler.steps.clear()
-        code_objects.run_shipped_kernel("grouped_product", "k", (1,), rows, device=torch.device("cpu"), **keywords)
+        code_objects.launch_triton_kernel("grouped_product", "k", (1,), rows, device=torch.device("cpu"), **keywords)
         return compiler.steps
 
     memory, launch = torch.OutOfMemoryError("HIP out of memory"), RuntimeError("Triton Error [HIP]: Code: 719")

@@ -10,7 +10,7 @@ import torch
 from zaya_plugin.bench import probes
 from zaya_plugin.machines import hardware
 from zaya_plugin.machines.checks import Setting
-from zaya_plugin.plan.known_machine import machine_of, named
+from zaya_plugin.plan.known_machine import full_device_name, machine_of
 
 CPU_SETTING = Setting("cpu", 0, "CPU x86_64", Path("unused"), chosen="cpu")
 
@@ -78,7 +78,7 @@ def test_a_device_is_compared_with_its_recipe(monkeypatch, name, copy, state, ki
     ],
 )
 def test_a_device_is_known_without_its_name(name, architecture, units, gib, expected):
-    outcome = machine_of(named(name, architecture, units, gib))
+    outcome = machine_of(full_device_name(name, architecture, units, gib))
     assert (outcome and outcome.name) == expected
 
 

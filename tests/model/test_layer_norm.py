@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import hip_ops
 from tests.model.steps import train
 from tests.parity.state_dict import from_hf, to_hf
-from zaya_plugin.bench.measurement import check_anchor
+from zaya_plugin.config.messages import check_transformers_has
 from zaya_plugin.model.residual import ZayaLayerNorm
 from zaya_plugin.optim.parameter_role import assign
 from zaya_plugin.plan.flops import Shape, count_parameters
@@ -81,7 +81,7 @@ def test_transformers_has_no_such_model(make_model):
     for call in (
         lambda: to_hf(model.state_dict(), model.config),
         lambda: from_hf({}, Namespace(normalization="LayerNorm")),
-        lambda: check_anchor("LayerNorm"),
+        lambda: check_transformers_has("LayerNorm"),
     ):
         with pytest.raises(ValueError, match=r"^model.normalization=LayerNorm: .* Allowed: RMSNorm. Fix: model\.norm"):
             call()

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.shapes import ZAYA1_BASE
+from zaya_plugin.config.compose import compose
 from zaya_plugin.plan.flops import count_parameters, forward_flops_by_part, training_flops
-from zaya_plugin.plan.step_work import OptimizerShare, Rank, step_work
+from zaya_plugin.plan.step_work import OptimizerShare, Rank, step_work, work_of
 
 RANK = Rank(layers=40, tokens=65_536, micro_batches=4, experts=16)
 
@@ -87,3 +88,13 @@ def test_the_optimizer_and_stages():
     assert (first["head"].flops, first["head"].bytes) == (0, 0)
     assert first["experts"].flops == step_work(ZAYA1_BASE, 4096, RANK)["experts"].flops / 2
     assert step_work(ZAYA1_BASE, 4096, replace(RANK, embedding=False))["embedding"].bytes == 0
+
+
+def test_the_first_stage_of_a_pipeline_has_its_layers_and_no_head():
+    """Two stages on eight ranks: half the layers, for twice the tokens of a rank."""
+    words = ["experiment=zaya1_base", "cluster=mi300x_8", "data.path=none", "stage.global_batch_size=128"]
+    halves = [*words, "parallel.pipeline_model_parallel_size=2"]
+    whole, stage = (work_of(compose(overrides), 8, 262_272) for overrides in (words, halves))
+    assert stage["experts"].flops == whole["experts"].flops and stage["head"].flops == 0 < whole["head"].flops
+    assert stage["optimizer"].flops == pytest.approx(whole["optimizer"].flops)
+    assert whole["gradients"].bytes < stage["gradients"].bytes  # those of the embedding are added in a pass

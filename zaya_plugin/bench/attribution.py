@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
 from math import inf
 
-from zaya_plugin.bench.step_parts import PARTS, RANGE
-from zaya_plugin.bench.trace import HostRange, Trace
+from zaya_plugin.bench.step_parts import RANGE
+from zaya_plugin.bench.trace import Trace
 
 COMMUNICATION = re.compile(r"^nccl|ncclDevKernel|ncclKernel|rccl|^Memcpy PtoP|^gloo:|^c10d::", re.IGNORECASE)
 
@@ -50,6 +52,7 @@ KERNEL_NAMES = (
     (re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE), "attention"),
 )
 BACKWARD = "autograd::engine::evaluate_function"
+EXPOSED = ("communication", False)
 
 
 @dataclass(frozen=True)
@@ -66,35 +69,24 @@ class Activity:
     begins: int = 1
 
 
-class Attribution:
-    """The parts of the host ranges of `trace`; each is computed once."""
+def host_parts(trace: Trace) -> Callable[[int], tuple[str | None, bool, bool]]:
+    """Return the function from the index of a host's range to its part or None, and whether it is in the backward pass
+    and in a collective.
+    """
 
-    def __init__(self, trace: Trace):
-        self.trace = trace
-        self.known: dict[int, tuple[str | None, bool]] = {-1: (None, False)}
+    @cache
+    def of(index: int) -> tuple[str | None, bool, bool]:
+        if index < 0:
+            return None, False, False
+        host = trace.hosts[index]
+        part, backward, communicates = of(host.parent)
+        is_range = host.annotation and host.name.startswith(RANGE)
+        own = host.name.removeprefix(RANGE) if is_range else _by_name(host.name, OPERATOR_NAMES)
+        part = own or host.forward >= 0 and of(host.forward)[0] or part
+        backward = backward or host.forward >= 0 or host.name.startswith(BACKWARD)
+        return part, backward, communicates or COMMUNICATION.search(host.name) is not None
 
-    def of(self, index: int) -> tuple[str | None, bool]:
-        """Return (part or None, whether in the backward pass) of the host range `index`."""
-        chain = []
-        while index not in self.known:
-            chain.append(index)
-            index = self.trace.hosts[index].parent
-        part, backward = self.known[index]
-        for inner in reversed(chain):
-            host = self.trace.hosts[inner]
-            backward = backward or host.name.startswith(BACKWARD) or host.forward >= 0
-            part = self._own(host) or part
-            self.known[inner] = part, backward
-        return part, backward
-
-    def _own(self, host: HostRange) -> str | None:
-        if host.annotation and host.name.startswith(RANGE):
-            part = host.name.removeprefix(RANGE)
-            assert part in PARTS, host.name
-            return part
-        if (by_name := _by_name(host.name, OPERATOR_NAMES)) is not None:
-            return by_name
-        return self.of(host.forward)[0] if host.forward >= 0 else None
+    return of
 
 
 def _by_name(name: str, table) -> str | None:
@@ -109,29 +101,22 @@ def device_activities(
     learned: the result of `learn` for a trace of the same step; used for kernels that a graph launched. A graph
     launches them in the order in which they were launched one by one, so the n-th kernel of a name is the n-th there.
     """
-    attribution, activities = Attribution(trace), []
-    within = [
-        kernel
-        for kernel in sorted(trace.device, key=lambda kernel: kernel.start)
-        if kernel.end > start and kernel.start < end
-    ]
-    replayed = [kernel for kernel in within if "GraphLaunch" in getattr(trace.calls.get(kernel.launch), "name", "")]
-    totals, seen = Counter(kernel.name for kernel in replayed), Counter()
-    from_graph = set(map(id, replayed)) if learned else set()
-    for kernel in within:
-        known = learned.get(kernel.name) if id(kernel) in from_graph else None
+    part_of, activities, seen = host_parts(trace), [], Counter()
+    within = [(kernel, trace.calls.get(kernel.launch)) for kernel in sorted(trace.device, key=lambda one: one.start)]
+    within = [(kernel, call) for kernel, call in within if kernel.end > start and kernel.start < end]
+    totals = Counter(kernel.name for kernel, call in within if call and "GraphLaunch" in call.name)
+    for kernel, call in within:
+        known = (learned or {}).get(kernel.name) if call and "GraphLaunch" in call.name else None
         if known:
             # in proportion, if the two numbers differ by a few
             part, backward = known[seen[kernel.name] * len(known) // totals[kernel.name]]
             seen[kernel.name] += 1
         else:
-            call = trace.calls.get(kernel.launch)
-            part, backward = attribution.of(call.parent) if call is not None else (None, False)
+            part, backward, _ = part_of(call.parent if call else -1)
         part = part or _by_name(kernel.name, KERNEL_NAMES) or "other"
+        times = max(kernel.start, start), min(kernel.end, end)
         communicates = COMMUNICATION.search(kernel.name) is not None
-        activities.append(
-            Activity(kernel.name, max(kernel.start, start), min(kernel.end, end), part, backward, communicates)
-        )
+        activities.append(Activity(kernel.name, *times, part, backward, communicates))
     return activities
 
 
@@ -150,33 +135,21 @@ def operator_activities(trace: Trace, start: float, end: float) -> list[Activity
     """Return the operators on the host between two times: one activity for each stretch in which an operator is the
     innermost range.
     """
-    attribution, activities = Attribution(trace), []
-    children: dict[int, list[int]] = {}
-    for index, host in enumerate(trace.hosts):
-        children.setdefault(host.parent, []).append(index)
+    part_of, activities, children = host_parts(trace), [], {}
+    for host in trace.hosts:
+        children.setdefault(host.parent, []).append(host)
     for index, host in enumerate(trace.hosts):
         if (host.annotation and not COMMUNICATION.search(host.name)) or host.name.startswith(BACKWARD):
             continue
-        part, backward = attribution.of(index)
-        communicates = _communicates(trace, index)
-        begins, first = host.start, 1
-        for inner in (*children.get(index, ()), None):
-            ends = host.end if inner is None else trace.hosts[inner].start
-            left, right = max(begins, start), min(ends, end)
+        part, backward, communicates = part_of(index)
+        inner, first = children.get(index, []), 1
+        begins = accumulate((host.start, *(child.end for child in inner)), max)
+        for left, right in zip(begins, (*(child.start for child in inner), host.end), strict=True):
+            left, right = max(left, start), min(right, end)
             if right > left:
                 activities.append(Activity(host.name, left, right, part or "other", backward, communicates, first))
                 first = 0
-            if inner is not None:
-                begins = max(begins, trace.hosts[inner].end)
     return activities
-
-
-def _communicates(trace: Trace, index: int) -> bool:
-    while index >= 0:
-        if COMMUNICATION.search(trace.hosts[index].name):
-            return True
-        index = trace.hosts[index].parent
-    return False
 
 
 @dataclass(frozen=True)
@@ -190,36 +163,21 @@ class Moments:
 
 def resolve(activities: Iterable[Activity], start: float, end: float) -> Moments:
     """Share out the time from `start` to `end`; all activities lie between them."""
-    times: dict[tuple[str, bool], float] = {}
-    names: dict[tuple[str, str], tuple[int, float]] = {}
-    edges = []
+    times, names, running, edges = Counter(), {}, Counter(), [(end, 0, EXPOSED)]
     for activity in activities:
         assert start <= activity.start <= activity.end <= end, activity
-        key = ("communication", False) if activity.communicates else (activity.part, activity.backward)
+        key = EXPOSED if activity.communicates else (activity.part, activity.backward)
         edges += [(activity.start, 1, key), (activity.end, -1, key)]
         count, total = names.get((key[0], activity.name), (0, 0.0))
         names[key[0], activity.name] = count + activity.begins, total + activity.end - activity.start
-    running: Counter = Counter()
-    communicating, hidden, before = 0, 0.0, start
-    for moment, change, key in (*sorted(edges, key=lambda edge: edge[:2]), (end, 0, None)):
+    hidden, before = 0.0, start
+    for moment, change, key in sorted(edges):
         if (passed := moment - before) > 0:
-            computing = sum(running.values())
-            if computing:
-                hidden += passed * (communicating > 0)
-                for candidate, count in running.items():
-                    times[candidate] = times.get(candidate, 0.0) + passed * count / computing
-            else:
-                alone = ("communication" if communicating else "idle", False)
-                times[alone] = times.get(alone, 0.0) + passed
+            computing = {part: count for part, count in running.items() if count and part != EXPOSED}
+            hidden += passed * bool(computing and running[EXPOSED])
+            shares = computing or {EXPOSED if running[EXPOSED] else ("idle", False): 1}
+            for part, count in shares.items():
+                times[part] += passed * count / sum(shares.values())
         before = moment
-        if key is None:
-            continue
-        if key[0] == "communication":
-            communicating += change
-        else:
-            running[key] += change
-    parts: dict[str, tuple[float, float]] = {}
-    for (part, backward), time in times.items():
-        forward_time, backward_time = parts.get(part, (0.0, 0.0))
-        parts[part] = (forward_time, backward_time + time) if backward else (forward_time + time, backward_time)
-    return Moments(parts, names, hidden)
+        running[key] += change
+    return Moments({part: (times[part, False], times[part, True]) for part, _ in [*times]}, names, hidden)

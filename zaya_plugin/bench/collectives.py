@@ -14,6 +14,7 @@ import socket
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from zaya_plugin.bench.probes import CHECKED_AT_ONCE, PERIOD, call_seconds
 from zaya_plugin.bench.results import free_bytes
@@ -27,16 +28,30 @@ PRIMUS_COLUMNS = (
 )
 
 
-# Our name -> rccl-tests' name and operation, Primus' name, and whether a rank's input and output have all `size` bytes, or
-# one part of them for each rank. The first and the fourth have one buffer.
+class Operation(NamedTuple):
+    """A collective. name, redop: of rccl-tests. primus: Primus' name. whole_input, whole_output: whether a rank's buffer
+    has all `size` bytes, or one part of them for each rank. in_place: they are one buffer.
+    """
+
+    name: str
+    redop: str
+    primus: str
+    whole_input: bool
+    whole_output: bool
+    in_place: bool = False
+
+    def parts(self, ranks: int) -> list[int]:
+        """Return for each buffer of a rank how many of the parts it holds."""
+        return [ranks if whole else 1 for whole in (self.whole_input, self.whole_output)[self.in_place :]]
+
+
 OPERATIONS = {
-    "all_reduce": ("AllReduce", "sum", "all_reduce", True, True),
-    "reduce_scatter": ("ReduceScatter", "sum", "reduce_scatter", True, False),
-    "all_gather": ("AllGather", "none", "all_gather", False, True),
-    "broadcast": ("Broadcast", "none", "broadcast", True, True),
-    "all_to_all": ("AlltoAll", "none", "alltoall", True, True),
+    "all_reduce": Operation("AllReduce", "sum", "all_reduce", True, True, in_place=True),
+    "reduce_scatter": Operation("ReduceScatter", "sum", "reduce_scatter", True, False),
+    "all_gather": Operation("AllGather", "none", "all_gather", False, True),
+    "broadcast": Operation("Broadcast", "none", "broadcast", True, True, in_place=True),
+    "all_to_all": Operation("AlltoAll", "none", "alltoall", True, True),
 }
-IN_PLACE = ("all_reduce", "broadcast")
 
 
 def sent(op: str, ranks: int) -> float:
@@ -107,10 +122,10 @@ def buffers(op: str, size: int, ranks: int, device) -> tuple:
     """
     import torch
 
-    part = size // ELEMENT // ranks
-    if op in IN_PLACE:
+    operation, part = OPERATIONS[op], size // ELEMENT // ranks
+    if operation.in_place:
         return (torch.empty(size // ELEMENT, device=device),) * 2
-    return tuple(torch.empty(part * (ranks if whole else 1), device=device) for whole in OPERATIONS[op][3:])
+    return tuple(torch.empty(parts * part, device=device) for parts in operation.parts(ranks))
 
 
 def call_of(op: str, source, target, group) -> Callable[[], object]:
@@ -137,11 +152,7 @@ def largest_size(op: str, ranks: int, device) -> int:
     free = free_bytes(device) / (distributed.get_world_size() if device.type == "cpu" else 1)
     least = torch.tensor(free, device=device)
     distributed.all_reduce(least, distributed.ReduceOp.MIN)
-    return int(
-        USABLE
-        * least.item()
-        / (1 if op in IN_PLACE else sum(1 if whole else 1 / ranks for whole in OPERATIONS[op][3:]))
-    )
+    return int(USABLE * least.item() * ranks / sum(OPERATIONS[op].parts(ranks)))
 
 
 def measure(
@@ -194,31 +205,31 @@ def row_of(op: str, partition: Partition, size: int, gathered: Sequence[Sequence
     """Return a row. gathered: of every rank the seconds of its calls, and at the end its number of wrong elements."""
     import numpy
 
-    name, redop, primus_name, *whole = OPERATIONS[op]
+    operation = OPERATIONS[op]
     times, ranks = [values[:-1] for values in gathered], partition.ranks
     slowest = [max(of_call) for of_call in zip(*times, strict=True)]
     late = numpy.percentile(times, 95, axis=1).tolist()
     last = late.index(max(late))
     p50, p95 = numpy.percentile(slowest, (50, 95)).tolist()
     seconds = statistics.fmean(map(statistics.fmean, times))
-    primus_bytes = size if all(whole) else size // ranks
+    primus_bytes = size if operation.whole_input and operation.whole_output else size // ranks
     factor = sent(op, ranks) if op != "broadcast" else (ranks - 1) / ranks  # Primus' own
     return {
         "size": size,
         "type": "float",
-        "redop": redop,
+        "redop": operation.redop,
         "time": 1e6 * seconds,
         "algBw": size / seconds / 1e9,
         "busBw": sent(op, ranks) * size / seconds / 1e9,
         "#wrong": int(sum(values[-1] for values in gathered)),
         "gpus": ranks,
-        "name": name,
-        "inPlace": int(op in IN_PLACE),
+        "name": operation.name,
+        "inPlace": int(operation.in_place),
         "stride": partition.stride,
         "host": hosts[0],
         "world": ranks,
         "suite": "rccl",
-        "op": primus_name,
+        "op": operation.primus,
         "bytes": primus_bytes,
         "dtype": "float32",
         "repeat": 1,

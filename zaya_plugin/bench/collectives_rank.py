@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of `zaya bench collectives`: `python -m zaya_plugin.bench.collectives_rank <recipe.yaml> <options as JSON>`,
-started like a rank of training.
-"""
+"""The work of a rank of `zaya bench collectives` (zaya_plugin.bench.rank), and its tables."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import os
-import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count, groupby, takewhile
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from zaya_plugin.plan.bucket_plan import SATURATED, recommended, saturation
 from zaya_plugin.plan.expected_step import link_rate
 
 LARGEST = {"cpu": 4 * 2**20, "cuda": 8 * 2**30}  # bytes, without --max-bytes
+TRAINS = False
 COLUMNS = (
     Column("name", "collective"),
     Column("group", "group"),
@@ -50,6 +49,21 @@ def sizes(options: Namespace, device_type: str) -> list[int]:
     return [*powers, most]
 
 
+def measure(
+    options: Namespace, recipe, rank: int, world: int, console, say: Callable[[str], None]
+) -> Callable[[], int]:
+    """Measure all groups. options: of the command line."""
+    from torch import distributed
+
+    of_node, device = int(os.environ.get("LOCAL_WORLD_SIZE", world)), rank_device(recipe)
+    minutes = datetime.timedelta(minutes=recipe.cluster.distributed_timeout_minutes)
+    distributed.init_process_group(recipe.cluster.distributed_backend, timeout=minutes)
+    machine = recipe.machine  # its rates may be another device's
+    known = device.type != "cpu" and machine.name and machine.name in device_name(device)
+    rows = sweep(options, world, of_node, device, machine if known else None, say)
+    return partial(report, rows, options, world, of_node, device, machine if known else None)
+
+
 def sweep(options: Namespace, world: int, of_node: int, device, machine, say) -> list[dict]:
     """Return the rows of all groups; every rank calls it. machine: rates of this device's recipe, or None.
 
@@ -68,7 +82,7 @@ def sweep(options: Namespace, world: int, of_node: int, device, machine, say) ->
             continue
         group = distributed.new_group(partition.group_of(distributed.get_rank()), use_local_synchronization=True)
         for op in options.op or OPERATIONS:
-            if partition.ranks == 1 and op in collectives.IN_PLACE:
+            if partition.ranks == 1 and OPERATIONS[op].in_place:
                 continue  # nothing is moved
             say(f"{op}, {partition}")
             measured = collectives.measure(op, sizes(options, device.type), device, partition, group, say)
@@ -115,17 +129,15 @@ def picture(rows: Sequence[dict], device: str, of_node: int) -> dict:
     return {"title": f"Collectives of {Partition(most)} on {place}, {device}", "lines": lines}
 
 
-def report(rows: list[dict], options: Namespace, output: Path, world: int, of_node: int, device, machine) -> None:
-    """Print and write the results of rank 0."""
+def report(rows: list[dict], options: Namespace, world: int, of_node: int, device, machine) -> int:
+    """Print and write the results; return 1 where one is wrong."""
     groups, plans = summary(rows), recommended(rows, of_node)
     finish(
         "collectives",
+        options,
+        device,
         rows,
         COLUMNS,
-        device=device,
-        command=options.command,
-        commit=options.commit,
-        output=output,
         **picture(rows, device_name(device), of_node),
         x="bytes",
         y="busBw, GB/s",
@@ -142,9 +154,10 @@ def report(rows: list[dict], options: Namespace, output: Path, world: int, of_no
             + ("; the rate still rises at the largest size" if plan["still_rising"] else "")
         )
     if plans:
-        print(f"apply it: parallel.bucket_plan={output / 'collectives.json'}")
+        print(f"apply it: parallel.bucket_plan={options.output / 'collectives.json'}")
     if options.table:
         write_table(Path(options.table), rows, options, world)
+    return any_wrong(rows, "#wrong")
 
 
 def write_table(path: Path, rows: Sequence[dict], options: Namespace, world: int) -> None:
@@ -159,39 +172,3 @@ def write_table(path: Path, rows: Sequence[dict], options: Namespace, world: int
         lines = [",".join(of_row) for of_row in (PRIMUS_COLUMNS, *cells)]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, "\n".join(lines) + "\n")
-
-
-def main(argv: list[str]) -> int:
-    """Run one rank; return the exit code."""
-    from torch import distributed
-
-    from zaya_plugin.config.compose import load_recipe
-
-    recipe, options = load_recipe(Path(argv[0])), Namespace(**json.loads(argv[1]))
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    of_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    device = rank_device(recipe)
-    machine = recipe.machine if recipe.machine.name else None
-    if machine and (device.type == "cpu" or machine.name not in device_name(device)):
-        machine = None  # the recipe's rates are another device's
-    minutes = datetime.timedelta(minutes=recipe.cluster.distributed_timeout_minutes)
-    distributed.init_process_group(recipe.cluster.distributed_backend, timeout=minutes)
-
-    def say(text: str) -> None:
-        if rank == 0:
-            print(f"bench: {text}", flush=True)
-
-    try:
-        rows = sweep(options, world, of_node, device, machine, say)
-        if rank == 0:
-            report(rows, options, Path(recipe.run_dir), world, of_node, device, machine)
-    except ValueError as error:
-        print(f"zaya: {error}", file=sys.stderr)
-        return 2
-    finally:
-        distributed.destroy_process_group()
-    return any_wrong(rows, "#wrong") if rank == 0 else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

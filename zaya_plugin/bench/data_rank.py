@@ -1,27 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of `zaya bench data`: `python -m zaya_plugin.bench.data_rank <recipe.yaml> <options as JSON>`, started like a
-rank of training. It reads micro-batches with the loader of the training, without a model.
+"""The work of a rank of `zaya bench data` (zaya_plugin.bench.rank): it reads micro-batches with the loader of the
+training, without a model.
 """
 
 from __future__ import annotations
 
-import json
+import itertools
 import statistics
-import sys
 import time
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
+
+from zaya_plugin.bench.results import Column, Line, finish
+
+TRAINS = True
+COLUMNS = (
+    Column("rank", "rank"),
+    Column("batches_per_s", "micro-batches/s", ",.1f"),
+    Column("tokens_per_s", "tokens/s", ",.0f"),
+    Column("first_ms", "first ms", ",.0f"),
+    Column("p50_ms", "p50 ms", ".2f"),
+    Column("max_ms", "max ms", ",.1f"),
+    Column("batches_of_a_step", "a step"),
+    Column("step_ms", "ms for a step", ",.1f"),
+)
 
 
-def main(argv: list[str]) -> int:
-    """Return the exit status, as zaya_plugin.hosts.worker.main does."""
-    from zaya_plugin.hosts import worker
-
-    options = json.loads(argv[1])
-    return worker.main(argv[:1], lambda *of_rank: measure(options, *of_rank))
-
-
-def measure(options: dict, recipe, rank: int, world_size: int, console) -> None:
-    """Read micro-batches on every rank at the same time; rank 0 reports all. options: batches, command, commit."""
+def measure(options, recipe, rank: int, world_size: int, console, say: Callable[[str], None]) -> Callable[[], None]:
+    """Read micro-batches on every rank at the same time. options: batches, command, commit."""
     from torch import distributed
 
     from zaya_plugin.hosts import worker
@@ -33,23 +39,21 @@ def measure(options: dict, recipe, rank: int, world_size: int, console) -> None:
     loader, of_step = loader_alone(recipe)
     distributed.barrier()
     moments = [time.perf_counter()]
-    for number, _ in zip(range(options["batches"] + 1), loader, strict=False):
+    for number, _ in zip(range(options.batches + 1), loader, strict=False):
         moments.append(time.perf_counter())
-        if rank == 0 and number % max(1, options["batches"] // 10) == 0:
-            print(f"bench: {number} of {options['batches']} micro-batches", file=console, flush=True)
+        if number % max(1, options.batches // 10) == 0:
+            say(f"{number} of {options.batches} micro-batches")
     gathered: list = [None] * world_size
     distributed.all_gather_object(gathered, moments)
-    if rank == 0:
-        report(gathered, of_step, options, recipe, console)
     loader_processes.end()
-    distributed.destroy_process_group()
+    return partial(report, gathered, of_step, options, recipe)
 
 
 def row_of(rank: int, moments: list[float], of_step: int, tokens: int) -> dict:
     """Return the row of a rank. moments: seconds of its start and behind every micro-batch, the first of which waits for
     the workers. of_step: micro-batches of a step. tokens: of a micro-batch.
     """
-    times = [after - before for before, after in zip(moments[1:], moments[2:], strict=False)]
+    times = [after - before for before, after in itertools.pairwise(moments[1:])]
     mean = statistics.fmean(times)
     return {
         "rank": rank,
@@ -64,47 +68,28 @@ def row_of(rank: int, moments: list[float], of_step: int, tokens: int) -> dict:
     }
 
 
-def report(gathered: list[list[float]], of_step: int, options: dict, recipe, console) -> None:
-    import contextlib
-
+def report(gathered: list[list[float]], of_step: int, options, recipe) -> None:
+    """Print and write the results. gathered: moments of every rank."""
     import torch
-
-    from zaya_plugin.bench.results import Column, Line, finish
 
     tokens = recipe.stage.micro_batch_size * recipe.stage.seq_length
     rows = [row_of(rank, moments, of_step, tokens) for rank, moments in enumerate(gathered)]
     slowest = min(rows, key=lambda row: row["batches_per_s"])
-    since = [moment - gathered[slowest["rank"]][1] for moment in gathered[slowest["rank"]][2:]]
-    rates = [number / seconds for number, seconds in enumerate(since, 1)]
-    with contextlib.redirect_stdout(console):
-        finish(
-            "data",
-            rows,
-            (
-                Column("rank", "rank"),
-                Column("batches_per_s", "micro-batches/s", ",.1f"),
-                Column("tokens_per_s", "tokens/s", ",.0f"),
-                Column("first_ms", "first ms", ",.0f"),
-                Column("p50_ms", "p50 ms", ".2f"),
-                Column("max_ms", "max ms", ",.1f"),
-                Column("batches_of_a_step", "a step"),
-                Column("step_ms", "ms for a step", ",.1f"),
-            ),
-            device=torch.device("cpu"),
-            command=options["command"],
-            commit=options["commit"],
-            output=Path(recipe.run_dir),
-            title=f"Loader of {recipe.name}, {recipe.data.num_workers} workers on each of {len(rows)} ranks",
-            lines=[Line(f"rank {slowest['rank']}, the slowest", list(range(1, len(rates) + 1)), rates)],
-            x="micro-batches read",
-            y="micro-batches a second",
-            more={"data_path": recipe.data.path, "num_workers": recipe.data.num_workers},
-        )
-        print(
-            f"The data of a step takes {slowest['step_ms']:,.1f} ms on the slowest rank: a step that takes longer does "
-            "not wait for it (data.num_workers sets the workers; a second run may read from the page cache)."
-        )
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    first, *since = gathered[slowest["rank"]][1:]
+    rates = [number / (moment - first) for number, moment in enumerate(since, 1)]
+    finish(
+        "data",
+        options,
+        torch.device("cpu"),
+        rows,
+        COLUMNS,
+        title=f"Loader of {recipe.name}, {recipe.data.num_workers} workers on each of {len(rows)} ranks",
+        lines=[Line(f"rank {slowest['rank']}, the slowest", list(range(1, len(rates) + 1)), rates)],
+        x="micro-batches read",
+        y="micro-batches a second",
+        more={"data_path": recipe.data.path, "num_workers": recipe.data.num_workers},
+    )
+    print(
+        f"The data of a step takes {slowest['step_ms']:,.1f} ms on the slowest rank: a step that takes longer does "
+        "not wait for it (data.num_workers sets the workers; a second run may read from the page cache)."
+    )

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from zaya_plugin.bench.options import with_data_path
-from zaya_plugin.bench.probes import ON_ACCELERATOR, ON_CPU, product
+from zaya_plugin.bench.probes import ON_ACCELERATOR, ON_CPU, Measured, product
 from zaya_plugin.bench.results import WRONG, Column, Line, any_wrong, device_name, dtype_of, finish, only_device
+from zaya_plugin.ground.progress import bar
 from zaya_plugin.plan.products import DIRECTIONS, Product, square_product
 
 if TYPE_CHECKING:
@@ -44,47 +46,51 @@ def products_of(overrides: list[str]) -> tuple[list[Product], Recipe]:
     return listed, recipe
 
 
-def line_of(name: str, rows: list[dict], joined: bool = True) -> Line:
-    """Return the line of rates over operations."""
-    return Line(name, [row["gflop"] for row in rows], [row["tflops"] for row in rows], joined)
+def product_rates(listed: Sequence[Product], device, dtype) -> Iterator[Measured]:
+    """Measure one product after the other, with a progress bar."""
+    with bar("matrix products", len(listed), " products") as progress:
+        for one in listed:
+            yield product(one, device, dtype, 1 if one.flops > MOST_REPEATED[device.type] else CALLS[device.type])
+            progress.update()
 
 
 def run(options) -> int:
     """Measure; return 1 where a result is wrong. options: overrides of the recipe, output, commit and command."""
     listed, recipe = products_of(options.overrides)
-    device, dtype, rows = only_device(recipe.cluster.device), dtype_of(recipe), []
-    calls = CALLS[device.type]
+    device, dtype = only_device(recipe.cluster.device), dtype_of(recipe)
     extent = (ON_CPU if device.type == "cpu" else ON_ACCELERATOR)[0]
-    large = product(square_product(extent), device, dtype, calls).rate / 1e12
     sizes = [(square_product(extent), None) for extent in SQUARES[device.type]]
     for own in listed:
         others = {own.rounded(multiple): multiple for multiple in reversed(MULTIPLES)}
         sizes += [(own, None), *((other, others[other]) for other in reversed(others) if other != own)]
-    for sized, multiple in sizes:
-        measured = product(sized, device, dtype, 1 if sized.flops > MOST_REPEATED[device.type] else calls)
-        rows.append(
-            {
-                "name": sized.name,
-                "direction": sized.direction,
-                "multiple": multiple,
-                **{key: getattr(sized, key) for key in ("m", "n", "k", "batch", "calls")},
-                "gflop": sized.flops / 1e9,
-                "ms": 1e3 * measured.seconds,
-                "tflops": measured.rate / 1e12,
-                "share": measured.rate / 1e12 / large,
-                "wrong": measured.wrong,
-            }
-        )
+    large, *results = product_rates([square_product(extent), *(sized for sized, _ in sizes)], device, dtype)
+    rows = [
+        {
+            "name": sized.name,
+            "direction": sized.direction,
+            "multiple": multiple,
+            **{key: getattr(sized, key) for key in ("m", "n", "k", "batch", "calls")},
+            "gflop": sized.flops / 1e9,
+            "ms": 1e3 * result.seconds,
+            "tflops": result.rate / 1e12,
+            "share": result.rate / large.rate,
+            "wrong": result.wrong,
+        }
+        for (sized, multiple), result in zip(sizes, results, strict=True)
+    ]
     squares = rows[: len(SQUARES[device.type])]
-    best = max(row["tflops"] for row in squares)
-    saturated = next(row["gflop"] for row in squares if row["tflops"] >= SATURATED * best)
     own_rows = [row for row in rows[len(squares) :] if row["multiple"] is None]
-    lines = [line_of("square products", squares)]
-    for direction in dict.fromkeys(row["direction"] for row in own_rows):
-        name = direction if direction in DIRECTIONS else f"Newton-Schulz, {direction}"
-        lines.append(line_of(name, [row for row in own_rows if row["direction"] == direction], joined=False))
+    points = {"square products": squares}
+    for row in own_rows:
+        direction = row["direction"]
+        points.setdefault(direction if direction in DIRECTIONS else f"Newton-Schulz, {direction}", []).append(row)
+    best = max(squares, key=lambda row: row["tflops"])
+    reached = (row["gflop"] for row in squares[:-1] if row["tflops"] >= SATURATED * best["tflops"])
+    saturated = next(reached, None)  # not at the largest size, since larger ones may be faster
     finish(
         "gemm",
+        options,
+        device,
         rows,
         [
             Column("name", "product"),
@@ -97,20 +103,17 @@ def run(options) -> int:
             Column("share", f"of {extent:,} cubed", ".0%"),
             WRONG,
         ],
-        device=device,
-        command=options.command,
-        commit=options.commit,
-        output=options.output,
         title=f"Matrix products of {recipe.name}, {recipe.cluster.dtype}, {device_name(device)}",
-        lines=lines,
+        lines=[
+            Line(name, [row["gflop"] for row in some], [row["tflops"] for row in some], some is squares)
+            for name, some in points.items()
+        ],
         x="GFLOP of a call",
         y="TFLOP/s",
-        limit=(f"{extent:,} cubed", large),
-        more={"large_tflops": large, "saturation_gflop": saturated},
+        limit=(f"{extent:,} cubed", large.rate / 1e12),
+        more={"large_tflops": large.rate / 1e12, "saturation_gflop": saturated},
     )
-    rising = "; the rate still rises at the largest size" if saturated == squares[-1]["gflop"] else ""
-    print(
-        f"square products reach {SATURATED:.0%} of their highest rate, {best:.4g} TFLOP/s, at {saturated:,.4g} GFLOP"
-        + rising
-    )
+    rising = f"still rise at {squares[-1]['gflop']:,.4g} GFLOP, the largest that was measured"
+    text = rising if saturated is None else f"reach {SATURATED:.0%} of that at {saturated:,.4g} GFLOP"
+    print(f"square products: {best['tflops']:.4g} TFLOP/s at {best['gflop']:,.4g} GFLOP; they {text}")
     return any_wrong(rows)

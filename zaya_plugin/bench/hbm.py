@@ -54,6 +54,8 @@ def run(options) -> int:
             )
     finish(
         "hbm",
+        options,
+        device,
         rows,
         [
             Column("kernel", "kernel"),
@@ -64,10 +66,6 @@ def run(options) -> int:
             Column("share_of_data_sheet", "of the data sheet", ".0%"),
             WRONG,
         ],
-        device=device,
-        command=options.command,
-        commit=options.commit,
-        output=options.output,
         title=f"Memory bandwidth, {name}",
         lines=[Line(kernel, sizes, [row["tb_per_s"] for row in rows if row["kernel"] == kernel]) for kernel in STREAM],
         x="bytes of an array",

@@ -9,6 +9,7 @@ MLPs have no activation: it would measure memory.
 from __future__ import annotations
 
 import functools
+import itertools
 
 from zaya_plugin.bench.probes import seconds
 from zaya_plugin.bench.results import WRONG, Column, Line, any_wrong, device_name, finish, free_bytes, only_device
@@ -21,16 +22,23 @@ CALLS = {"cpu": 2, "cuda": 10}
 TOLERANCE = 2.0**-5  # of bf16 numbers that every layer rounds
 
 
+def forward(weights, x):
+    """Return the output [tokens, hidden] of the chain."""
+    import torch
+
+    return functools.reduce(torch.nn.functional.linear, weights, x)
+
+
 def step(weights, x):
     """Return the gradients of x [tokens, hidden] and of every matrix, for an output gradient equal to the output."""
     import torch
 
-    y = functools.reduce(torch.nn.functional.linear, weights, x)
+    y = forward(weights, x)
     return torch.autograd.grad(y, (x, *weights), y.detach())
 
 
-def wrong_elements(weights, x) -> int:
-    """Return the number of wrong elements of the gradients of x and of every matrix.
+def wrong_elements(weights, x) -> tuple[int, int]:
+    """Return the number of wrong elements of the output, and of the gradients of x and of every matrix.
 
     With matrices s_j t_k / inputs of signs s and t every layer is the identity, forward and backward, for the rows
     u_i s_k that overwrite x. Overwrites the weights too.
@@ -45,10 +53,12 @@ def wrong_elements(weights, x) -> int:
         for up, down in zip(weights[::2], weights[1::2], strict=True):
             up.copy_(t[:, None] * s / hidden)
             down.copy_(s[:, None] * t / ffn)
+        output = forward(weights, x)
     of_up, of_down = t[:, None] * s * (u @ u) * hidden / ffn, s[:, None] * t * (u @ u)
-    expected = u[:, None] * s, *[of_up, of_down] * (len(weights) // 2)
-    differences = ((a - b).abs() <= TOLERANCE * b.abs() for a, b in zip(step(weights, x), expected, strict=True))
-    return sum(int((~near).sum()) for near in differences)
+    expected = u[:, None] * s, u[:, None] * s, *[of_up, of_down] * (len(weights) // 2)
+    results = zip((output, *step(weights, x)), expected, strict=True)
+    wrong = [int((~((a - b).abs() <= TOLERANCE * b.abs())).sum()) for a, b in results]  # a NaN is wrong
+    return wrong[0], sum(wrong[1:])
 
 
 def run(options) -> int:
@@ -72,18 +82,19 @@ def run(options) -> int:
     weights = [weight.bfloat16().requires_grad_() for weight in weights]
     inputs = [torch.randn(count, hidden, device=device, dtype=torch.bfloat16, requires_grad=True) for count in counts]
     for count, x in zip(counts, inputs, strict=True):
-        forward = functools.partial(functools.reduce, torch.nn.functional.linear, weights, x)
-        both = functools.partial(step, weights, x)
-        for name, call, passes in (("forward", forward, 1), ("forward and backward", both, 3)):
-            time = seconds(call, device, CALLS[device.type])
+        for name, call, passes in (("forward", forward, 1), ("forward and backward", step, 3)):
+            time = seconds(functools.partial(call, weights, x), device, CALLS[device.type])
             flops = passes * 4.0 * layers * count * hidden * ffn
             rate = flops / time / 1e12
             row = {"pass": name, "tokens": count, "gflop": flops / 1e9, "ms": 1e3 * time, "tflops": rate}
             rows.append({**row, "share": rate / YARDSTICK})
-    for row, x in zip(rows[1::2], inputs, strict=True):  # after all times: known numbers take less power than random
-        row["wrong"] = wrong_elements(weights, x)
+    # after all times: known numbers take less power than random ones
+    for row, wrong in zip(rows, itertools.chain(*(wrong_elements(weights, x) for x in inputs)), strict=True):
+        row["wrong"] = wrong
     finish(
         "mlp",
+        options,
+        device,
         rows,
         [
             Column("pass", "pass"),
@@ -94,10 +105,6 @@ def run(options) -> int:
             Column("share", f"of {YARDSTICK:.0f}", ".1%"),
             WRONG,
         ],
-        device=device,
-        command=options.command,
-        commit=options.commit,
-        output=options.output,
         title=f"{layers} bf16 MLPs of {hidden:,} x {ffn:,}, {device_name(device)}",
         lines=[
             Line(name, counts, [row["tflops"] for row in rows if row["pass"] == name])
@@ -108,4 +115,4 @@ def run(options) -> int:
         limit=("750 PFLOP/s of 1,024 MI300X", YARDSTICK),
         more={"hidden": hidden, "ffn": ffn, "layers": layers},
     )
-    return any_wrong(rows[1::2])
+    return any_wrong(rows)

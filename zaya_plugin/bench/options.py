@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from zaya_plugin.config.schema import Recipe
 
-ANCHORS = ("transformers",)
-RECORD, TRACE, ANCHOR, PICTURE = "step.json", "trace.json.gz", "anchor.json", "step.png"
+RECORD, TRACE, PICTURE = "step.json", "trace.json.gz", "step.png"
 GRAPH_STEPS = 16  # steps of Megatron's own warm-up before it captures a step, at most
 VOCABULARY = 262_272  # rows of ZAYA1's embedding, for random tokens
 
@@ -26,16 +24,8 @@ class Options:
     trace: bool = True
     optimizer: bool = True
     random_tokens: int = 0
-    anchor: str | None = None
     command: str = ""
     commit: str | None = None
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> Options:
-        return Options(**json.loads(text))
 
 
 def with_data_path(overrides: list[str]) -> list[str]:

@@ -19,7 +19,7 @@ from zaya_plugin.ground.columns import aligned
 from zaya_plugin.ground.errors import free_memory, mistake
 from zaya_plugin.ground.whole_file import write_whole
 from zaya_plugin.pictures.chart import Line, bytes_text, save_of_record
-from zaya_plugin.plan.known_machine import named
+from zaya_plugin.plan.known_machine import full_device_name
 
 if TYPE_CHECKING:
     from zaya_plugin.config.schema import Recipe
@@ -66,13 +66,11 @@ def table(rows: Sequence[dict], columns: Sequence[Column]) -> str:
 
 def finish(
     kind: str,
+    options,
+    device,
     rows: list[dict],
     columns: Sequence[Column],
     *,
-    device,
-    command: str,
-    commit: str | None,
-    output: Path | None,
     title: str,
     lines: Sequence[Line],
     x: str,
@@ -80,15 +78,15 @@ def finish(
     limit: tuple[str, float] | None = None,
     more: dict | None = None,
 ) -> dict:
-    """Print `rows` as a table, write <output>/<kind>.json and <kind>.png, and return the record.
+    """Print `rows` as a table, write <kind>.json and <kind>.png into options.output, and return the record.
 
     The record holds its picture, so `python -m zaya_plugin.pictures.chart` can draw it elsewhere.
 
     Args:
-        kind: the word behind `zaya bench`. rows: of the table and of the record; where they have a ceiling, each
-            carries its own share of it under a column's key.
-        device: torch.device that was measured. command, commit: as typed; None: the commit of this checkout.
-        output: folder; None: nothing is written.
+        kind: the word behind `zaya bench`. options: output, a folder or None, where nothing is written; command and
+            commit as typed, None: the commit of this checkout. device: torch.device that was measured.
+        rows: of the table and of the record; where they have a ceiling, each carries its own share of it under a
+            column's key.
         title, lines, x, y: the picture and its axes. limit: name and height of its dashed line, the ceiling.
         more: further keys of the record.
     """
@@ -98,14 +96,14 @@ def finish(
     picture = {"title": title, "lines": [asdict(line) for line in lines], "x": x, "y": y, "limit": limit}
     record = {
         "schema": f"zaya bench {kind}/1",
-        **surroundings(device, command, commit),
+        **surroundings(device, options.command, options.commit),
         **(more or {}),
         "rows": rows,
         "picture": picture,
     }
-    if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
-        path = output / f"{kind}.json"
+    if options.output is not None:
+        options.output.mkdir(parents=True, exist_ok=True)
+        path = options.output / f"{kind}.json"
         write(path, record)
         try:
             print(f"written: {path}, {save_of_record(path)}", flush=True)
@@ -164,7 +162,9 @@ def device_name(device) -> str:
         return CPU_NAME
     properties = torch.cuda.get_device_properties(device)
     architecture = getattr(properties, "gcnArchName", "")  # of ROCm
-    return named(properties.name, architecture, properties.multi_processor_count, properties.total_memory / 2**30)
+    return full_device_name(
+        properties.name, architecture, properties.multi_processor_count, properties.total_memory / 2**30
+    )
 
 
 def surroundings(device, command: str, commit_name: str | None) -> dict:

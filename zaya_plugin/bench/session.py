@@ -9,30 +9,13 @@ host, the last step before its capture is traced too, to learn the part of each 
 
 from __future__ import annotations
 
-import statistics
+import resource
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from zaya_plugin.bench.options import Options
-from zaya_plugin.bench.step_parts import PASSES, STEP, Ranges, accumulated, annotated, ranged
-
-
-@dataclass
-class Measured:
-    """Results of one rank. seconds: of every timed step by the host's clock; the device is idle before the first step
-    and after the last. On a CPU only the resident memory is measured; the other GiB are None."""
-
-    seconds: list[float] = field(default_factory=list)
-    mean_seconds: float = 0.0
-    allocated_gib: float | None = None
-    reserved_gib: float | None = None
-    resident_gib: float = 0.0
-
-    @property
-    def median_seconds(self) -> float:
-        return statistics.median(self.seconds)
+from zaya_plugin.bench.step_parts import PASSES, RANGE, STEP, Ranges, annotated
 
 
 class Session:
@@ -42,102 +25,89 @@ class Session:
         device_type: "cpu" or "cuda".
         trace: file of the trace. reference: file of the trace of the step before a graph.
         say: prints a line for the user.
+
+    Attributes:
+        moments: seconds of the host's clock before the first timed step and behind each; the device is idle at both
+            ends.
+        memory_gib: allocated and reserved at most on the device (0 on a CPU), and resident on the host.
+        learned: whether `reference` is written.
     """
 
     def __init__(
         self, options: Options, rank: int, device_type: str, trace: Path, reference: Path, say: Callable[[str], None]
     ):
-        self.options, self.device_type, self.say = options, device_type, say
+        self.options, self.rank, self.on_cpu, self.say = options, rank, device_type == "cpu", say
         self.trace, self.reference = trace, reference
-        self.traces = rank == 0
-        self.begun = 0
-        self.measured = Measured()
-        self.ranges = Ranges()
-        self.profiler = self.window = None
-        self.parts = None
-        self.learned = False
-        # from the last step whose backward pass Python ran (zaya_plugin.bench.step_parts.accumulated)
-        self.accumulated: dict[str, int] = {}
+        self.begun, self.learned = 0, False
+        self.moments: list[float] = []
+        self.memory_gib = (0.0, 0.0, 0.0)
+        self.parts = self.profiler = self.ranges = None
 
     def before_step(self, parts) -> None:
         """Time, trace or end the run, by the number of the step. parts: zaya_plugin.hosts.measured_steps.StepParts."""
+        import torch
+
         from zaya_plugin.hosts.measured_steps import graph_warm_up
 
         step, self.begun, self.parts = self.begun, self.begun + 1, parts
         eager = graph_warm_up(parts.args)
+        self.learned = eager > 0
         first = max(self.options.warmup, eager + 1)  # the step of the capture is not timed
         last = first + self.options.steps
-        if self.traces and eager:
-            self._learn(step - eager, eager, parts)
-        if step == first:
+        if step in (first, last):
+            self.say("tracing one step" if step == last else f"timing {self.options.steps} steps")
             self._synchronize()
-            self._reset_peak()
-            self.say(f"timing {self.options.steps} steps")
-            self.times = [time.perf_counter()]
-        elif first < step < last:
-            self.times.append(time.perf_counter())
-        elif step == last:
-            self._synchronize()
-            self.times.append(time.perf_counter())
-            self._take_times()
-            if self.traces:
-                self.say("tracing one step")
-                self._attach(self.trace, wait=1)
-        elif step == last + 1 and self.traces:
-            self._synchronize()
-            self.profiler.step()
-            self._open(parts)
-        elif step == last + 2:
-            if self.traces:
-                self._close()
-                self.accumulated = self.accumulated or accumulated(parts.model)
+        if step == first and not self.on_cpu:
+            torch.cuda.reset_peak_memory_stats()
+        if first <= step <= last:
+            self.moments.append(time.perf_counter())
+        if step == last:
+            resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
+            device = (
+                (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if not self.on_cpu else (0, 0)
+            )
+            self.memory_gib = tuple(size / 2**30 for size in (*device, resident))
+        if self.rank == 0:
+            self._trace_at(step, last + 1, self.trace)
+            self._trace_at(step, eager - 1, self.reference)
+        if step == last + 2:
             raise SystemExit(0)
 
-    def _learn(self, to_capture: int, eager: int, parts) -> None:
-        """Trace the last of `eager` steps before a graph is captured, after a step of warm-up if there is one."""
-        if to_capture == -min(eager, 2):
-            self._attach(self.reference, wait=min(eager, 2) - 1)
-        if to_capture == -1:
+    def _trace_at(self, step: int, traced: int, file: Path) -> None:
+        """Do what the trace of the step `traced` requires before `step`; none for a negative number. The step before it,
+        if there is one, warms the profiler.
+        """
+        if step == max(traced - 1, 0) and traced >= 0:
+            self._attach(file, warmup=min(traced, 1))
+        if step == traced:
             self._synchronize()
-            if eager > 1:
+            if traced:
                 self.profiler.step()
-            self._open(parts)
-        if to_capture == 0:
-            self._close()
-            self.accumulated, self.learned = accumulated(parts.model), True
+            self._open()
+        if step == traced + 1 > 0:
+            self._synchronize()
+            self.ranges.close()
+            self.profiler.stop()
 
-    def _take_times(self) -> None:
-        import resource
-
-        import torch
-
-        measured = self.measured
-        measured.seconds = [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
-        measured.mean_seconds = (self.times[-1] - self.times[0]) / self.options.steps
-        measured.resident_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        if self.device_type != "cpu":
-            measured.allocated_gib = torch.cuda.max_memory_allocated() / 2**30
-            measured.reserved_gib = torch.cuda.max_memory_reserved() / 2**30
-
-    def _attach(self, path: Path, wait: int) -> None:
-        """Start a profiler that warms up for `wait` steps, traces one and writes it to `path`."""
+    def _attach(self, file: Path, warmup: int) -> None:
+        """Start a profiler that warms up for `warmup` steps, traces one and writes it to `file`."""
         from torch.profiler import ProfilerActivity, profile, schedule
 
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device_type != "cpu")
         self.profiler = profile(
-            activities=activities,
-            schedule=schedule(wait=0, warmup=wait, active=1, repeat=1) if wait else None,
-            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+            activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (not self.on_cpu),
+            schedule=schedule(wait=0, warmup=warmup, active=1, repeat=1) if warmup else None,
+            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(file)),
         )
         self.profiler.start()
 
-    def _open(self, parts) -> None:
-        """Put ranges around all parts; the step begins."""
+    def _open(self) -> None:
+        """Put ranges around the step, which begins, and all of its parts."""
         from megatron.core.utils import get_model_config, unwrap_model
         from torch.profiler import record_function
 
         from zaya_plugin.training import balancer
 
+        parts, self.ranges = self.parts, Ranges()
         for chunk in parts.model:
             self.ranges.around(chunk, "zero_grad_buffer", "gradients")
             self.ranges.around_model(unwrap_model(chunk))
@@ -148,28 +118,13 @@ class Session:
         parts.forward_step = _ranged_loss(parts.forward_step)
         parts.forward_backward = annotated(parts.forward_backward, PASSES)
         self._synchronize()
-        self.window = record_function(STEP)
-        self.window.__enter__()
-
-    def _close(self) -> None:
-        """End the step and the trace, and remove the ranges."""
-        self._synchronize()
-        self.window.__exit__(None, None, None)
-        self.profiler.stop()
-        self.profiler = self.window = None
-        self.ranges.remove()
+        self.ranges.enter_context(record_function(STEP))
 
     def _synchronize(self) -> None:
         import torch
 
-        if self.device_type != "cpu":
+        if not self.on_cpu:
             torch.cuda.synchronize()
-
-    def _reset_peak(self) -> None:
-        import torch
-
-        if self.device_type != "cpu":
-            torch.cuda.reset_peak_memory_stats()
 
 
 def _ranged_loss(forward_step: Callable) -> Callable:
@@ -177,6 +132,6 @@ def _ranged_loss(forward_step: Callable) -> Callable:
 
     def step(*positional, **named):
         output, reduce_loss = forward_step(*positional, **named)
-        return output, ranged(reduce_loss, "head")
+        return output, annotated(reduce_loss, f"{RANGE}head")
 
     return step

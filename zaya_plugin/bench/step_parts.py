@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a step, the ranges that tell the profiler which part an operator belongs to, and the parts that write
-gradients.
+"""The parts of a step, and the ranges that tell the profiler which part an operator belongs to.
 
 The ranges exist only while a step is traced: methods of the model's modules are wrapped in
 torch.profiler.record_function and unwrapped again. Training itself has no ranges.
@@ -9,6 +8,7 @@ torch.profiler.record_function and unwrapped again. Training itself has no range
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
 RANGE = "zaya:"  # prefix of a range's name
 STEP = "zaya step"  # range around the measured step
@@ -29,16 +29,6 @@ PARTS = {
     "other": "other",
     "communication": "exposed communication",
     "idle": "idle",
-}
-
-# The part whose products add a parameter's gradient, by the first word that its name contains; vectors are added in a
-# pass of their own.
-GRADIENT_PARTS = {
-    "experts": "experts",
-    "router": "router",
-    "linear_": "projections",
-    "embedding": "head",
-    "output_layer": "head",
 }
 
 
@@ -78,18 +68,17 @@ def methods() -> dict[str, dict[Callable, str]]:
     }
 
 
-class Ranges:
-    """Ranges around methods of objects; `remove` removes them."""
-
-    def __init__(self):
-        self.wrapped: list[tuple[object, str, object]] = []
+class Ranges(ExitStack):
+    """Ranges around methods of objects, until the `close`."""
 
     def around(self, owner: object, method: str, part: str) -> None:
-        """Wrap `owner.method`, of an object or a Python module, until `remove`."""
+        """Wrap `owner.method`, of an object or a Python module."""
         assert part in PARTS, part
-        before = vars(owner).get(method, self)  # self: the class has it
-        setattr(owner, method, ranged(getattr(owner, method), part))
-        self.wrapped.append((owner, method, before))
+        if method in vars(owner):
+            self.callback(setattr, owner, method, vars(owner)[method])
+        else:  # the class has it
+            self.callback(delattr, owner, method)
+        setattr(owner, method, annotated(getattr(owner, method), RANGE + part))
 
     def around_model(self, model) -> None:
         """Wrap the methods of `methods` in a ZayaGPTModel."""
@@ -98,20 +87,6 @@ class Ranges:
             for method, part in timed.get(name.rpartition(".")[2], {}).items():
                 if hasattr(module, method.__name__):
                     self.around(module, method.__name__, part)
-
-    def remove(self) -> None:
-        """Restore every wrapped method."""
-        for owner, method, before in reversed(self.wrapped):
-            if before is self:
-                delattr(owner, method)
-            else:
-                setattr(owner, method, before)
-        self.wrapped.clear()
-
-
-def ranged(function: Callable, part: str) -> Callable:
-    """Return `function` inside a range of `part`."""
-    return annotated(function, RANGE + part)
 
 
 def annotated(function: Callable, name: str) -> Callable:
@@ -123,26 +98,6 @@ def annotated(function: Callable, name: str) -> Callable:
             return function(*positional, **named)
 
     return inside
-
-
-def accumulated(model) -> dict[str, int]:
-    """Return elements of gradients by the part whose kernels add them to the fp32 buffer; "gradients": those added in a
-    pass of their own.
-
-    model: Megatron's chunks after a backward pass that Python ran, before buffers are zeroed again; the replay of a
-    graph sets no flags.
-    """
-    elements: dict[str, int] = {}
-    for chunk in model:
-        for name, parameter in chunk.named_parameters():
-            inside = getattr(parameter, "grad_added_to_main_grad", False)
-            part = (
-                next((part for word, part in GRADIENT_PARTS.items() if word in name), "gradients")
-                if inside
-                else "gradients"
-            )
-            elements[part] = elements.get(part, 0) + parameter.numel()
-    return elements
 
 
 def written_first(model) -> frozenset[str]:

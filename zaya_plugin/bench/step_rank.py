@@ -1,38 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of `zaya bench step`: `python -m zaya_plugin.bench.step_rank <recipe.yaml> <options as JSON>`, started like
-a rank of training.
-"""
+"""The work of a rank of `zaya bench step` (zaya_plugin.bench.rank)."""
 
 from __future__ import annotations
 
-import sys
 import tempfile
+from argparse import Namespace
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 from zaya_plugin.bench import probes, results, step_record, step_report
-from zaya_plugin.bench.options import PICTURE, RECORD, TRACE, Options
+from zaya_plugin.bench.options import PICTURE, RECORD, TRACE
 from zaya_plugin.bench.random_tokens import RandomTokens
 from zaya_plugin.bench.session import Session
 
+TRAINS = True
 
-def main(argv: list[str]) -> int:
-    """Return the exit status, as zaya_plugin.hosts.worker.main does."""
+
+def measure(
+    options: Namespace, recipe, rank: int, world_size: int, console: TextIO, say: Callable[[str], None]
+) -> Callable[[], None]:
+    """Run the steps; rank 0 reads its trace before this returns."""
     from zaya_plugin.hosts import worker
-
-    options = Options.from_json(argv[1])
-    return worker.main(argv[:1], lambda *of_rank: measure(options, *of_rank))
-
-
-def measure(options: Options, recipe, rank: int, world_size: int, console) -> None:
-    """Run the steps; on rank 0 print the breakdown to `console` and write it to the run directory."""
-    import torch
-
-    from zaya_plugin.hosts import worker
-
-    def say(line: str) -> None:
-        if rank == 0:
-            print(f"bench: {line}", file=console, flush=True)
 
     worker.prepare(recipe)
     from zaya_plugin.data.sources import find_sources
@@ -44,7 +35,6 @@ def measure(options: Options, recipe, rank: int, world_size: int, console) -> No
     device = results.rank_device(recipe)
     say("measuring the device's rates of a matrix product and of a copy")
     rates = probes.measure(device, results.dtype_of(recipe))
-    run_dir = Path(recipe.run_dir)
 
     class StepLines(Reporter):
         """A run's metrics, without the summary at its end."""
@@ -56,29 +46,26 @@ def measure(options: Options, recipe, rank: int, world_size: int, console) -> No
     sources = RandomTokens(options.random_tokens) if options.random_tokens else find_sources(recipe)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        trace = run_dir / TRACE if options.trace else folder / TRACE
+        trace = options.output / TRACE if options.trace else folder / TRACE
         session = Session(options, rank, device.type, trace, folder / "reference.json.gz", say)
         stack.enter_context(before_steps(session.before_step))
         say(f"building the model; {options.warmup} steps of warm-up")
         reporter = StepLines(recipe, rank, world_size, console)
         pretrain.run(recipe, sources, Lifecycle(recipe), reporter, None if options.optimizer else NoOptimizer)
-        result = step_record.of_rank(session, recipe, options, rates, device)
+        record = step_record.of_rank(session, recipe, options, rates, device)
         if rank == 0:
             say("reading the trace")
-            result = step_record.with_breakdown(result, session, recipe, trace if options.trace else None)
-            results.write(run_dir / RECORD, result)
-            names = [RECORD, *([TRACE] if options.trace else [])]
-            with suppress(ImportError):
-                from zaya_plugin.pictures.still import png
-
-                (run_dir / PICTURE).write_bytes(png(step_report.picture(result)))
-                names.append(PICTURE)
-            print(step_report.text(result), file=console, flush=True)
-            print(f"written to {run_dir}: {', '.join(names)}", file=console, flush=True)
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()  # all ranks read the files of rank 0 afterwards
-        torch.distributed.destroy_process_group()
+            record = step_record.with_breakdown(record, session, recipe, trace if options.trace else None)
+    return partial(report, record, options.output, [TRACE] if options.trace else [])
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def report(record: dict, folder: Path, names: list[str]) -> None:
+    """Print the breakdown and write it into `folder`. names: of the files that are there."""
+    results.write(folder / RECORD, record)
+    with suppress(ImportError):
+        from zaya_plugin.pictures.still import png
+
+        (folder / PICTURE).write_bytes(png(step_report.picture(record)))
+        names = [*names, PICTURE]
+    print(step_report.text(record))
+    print(f"written to {folder}: {', '.join((RECORD, *names))}")

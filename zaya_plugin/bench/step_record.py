@@ -9,6 +9,8 @@ without a profiler: the part of their time that the traced step's computation do
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from zaya_plugin.bench.results import surroundings
 from zaya_plugin.bench.step_parts import PARTS, PASSES, STEP, written_first
 from zaya_plugin.plan.flops import Shape, training_flops
 from zaya_plugin.plan.step_source import NOT_COMPUTING, SCHEMA
-from zaya_plugin.plan.step_work import OptimizerShare, Rank, step_work
+from zaya_plugin.plan.step_work import work_of
 
 KERNELS_SHOWN = 8  # of each part, the longest
 WAITING = ("Synchronize", "cudaMemcpy", "hipMemcpy")  # in the names of calls that wait for the device
@@ -31,18 +33,16 @@ def of_rank(session, recipe, options: Options, rates: Rates, device) -> dict:
     """Return the record without its breakdown. Called on every rank; memory is that of the fullest one."""
     import torch
 
-    args, measured = session.parts.args, session.measured
-    world = torch.distributed.get_world_size()
-    memory = torch.tensor(
-        [value or 0.0 for value in (measured.allocated_gib, measured.reserved_gib, measured.resident_gib)],
-        device=device,
-    )
+    args, world = session.parts.args, torch.distributed.get_world_size()
+    memory = torch.tensor(session.memory_gib, device=device)
     torch.distributed.all_reduce(memory, torch.distributed.ReduceOp.MAX)
     allocated, reserved, resident = memory.tolist()
     on_cpu = device.type == "cpu"
+    times = [after - before for before, after in itertools.pairwise(session.moments)]
+    seconds = statistics.fmean(times)
     tokens = recipe.stage.global_batch_size * recipe.stage.seq_length
-    shape, seconds = Shape.of_arguments(args), measured.mean_seconds
-    flops = training_flops(shape, tokens, recipe.stage.seq_length)
+    shape = Shape.of_arguments(args)
+    rate = training_flops(shape, tokens, recipe.stage.seq_length) / seconds / world
     return {
         "schema": SCHEMA,
         **surroundings(device, options.command, options.commit),
@@ -54,19 +54,18 @@ def of_rank(session, recipe, options: Options, rates: Rates, device) -> dict:
             "optimizer": options.optimizer,
             "steps": options.steps,
             "ms": 1e3 * seconds,
-            "ms_median": 1e3 * measured.median_seconds,
-            "ms_all": [1e3 * duration for duration in measured.seconds],
+            "ms_median": 1e3 * statistics.median(times),
+            "ms_all": [1e3 * duration for duration in times],
             "tokens": tokens,
             "micro_batches": args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
             "tokens_per_s": tokens / seconds,
             "tokens_per_s_per_device": tokens / seconds / world,
-            "tflops_per_device": flops / seconds / world / 1e12,
-            "share_of_gemm": flops / seconds / world / rates.gemm,
+            "tflops_per_device": rate / 1e12,
+            "share_of_gemm": rate / rates.gemm,
             "allocated_gib": None if on_cpu else allocated,
             "reserved_gib": None if on_cpu else reserved,
             "resident_gib": resident,
         },
-        "anchor": None,
     }
 
 
@@ -81,12 +80,14 @@ def with_breakdown(record: dict, session, recipe, kept: Path | None) -> dict:
         if on_cpu
         else attribution.device_activities(traced, start, end, learned)
     )
-    rates, work = record["rates"], work_of(session, recipe.optim)
+    rates, written = record["rates"], written_first(session.parts.model)
+    rows = record["model"]["vocab_size"]
+    work = work_of(recipe, record["world_size"], rows, record["step"]["optimizer"], written)
     shared = breakdown(activities, start, end, work, rates["gemm_tflops"] * 1e12, rates["copy_tb_per_s"] * 1e12)
     computing = sum(row["ms"] for row in shared["parts"] if row["part"] not in NOT_COMPUTING)
     return {
         **record,
-        "written_first": sorted(written_first(session.parts.model)),
+        "written_first": sorted(written),
         "step": {**record["step"], "not_computing_share": max(0.0, 1 - computing / record["step"]["ms"])},
         "traced": {
             "source": "operators" if on_cpu else "kernels",
@@ -109,38 +110,22 @@ def breakdown(activities, start: float, end: float, work: dict, gemm: float, cop
     """Return {"parts": [...], "hidden_communication_ms"} from activities in microseconds, work by part and the two
     rates.
     """
-    moments, whole = resolve(activities, start, end), end - start
-    rows = []
+    moments, rows = resolve(activities, start, end), []
     for part, title in PARTS.items():
         forward, backward = moments.parts.get(part, (0.0, 0.0))
-        seconds = (forward + backward) / 1e6
-        done = work.get(part)
-        share = {"tflop": None, "gb": None, "gemm_share": None, "copy_share": None, "roofline": None}
-        if done is not None and seconds:
-            against = done.flops / seconds / gemm, done.bytes / seconds / copy
-            share = dict(
-                tflop=done.flops / 1e12,
-                gb=done.bytes / 1e9,
-                gemm_share=against[0],
-                copy_share=against[1],
-                roofline=max(against),
-            )
-        names = sorted(((n, *moments.names[p, n]) for p, n in moments.names if p == part), key=lambda item: -item[2])
-        rows.append(
-            {
-                "part": part,
-                "title": title,
-                "ms": 1e3 * seconds,
-                "share": (forward + backward) / whole,
-                "forward_ms": forward / 1e3,
-                "backward_ms": backward / 1e3,
-                **share,
-                "longest": [
-                    {"name": name[:160], "count": count, "ms": time / 1e3}
-                    for name, count, time in names[:KERNELS_SHOWN]
-                ],
-            }
-        )
+        ms, done = (forward + backward) / 1e3, work.get(part)
+        row = {"part": part, "title": title, "ms": ms, "share": (forward + backward) / (end - start)}
+        row |= {"forward_ms": forward / 1e3, "backward_ms": backward / 1e3}
+        row |= dict.fromkeys(("tflop", "gb", "gemm_share", "copy_share", "roofline"))
+        if done is not None and ms:
+            shares = done.flops / gemm / ms * 1e3, done.bytes / copy / ms * 1e3
+            row |= {"tflop": done.flops / 1e12, "gb": done.bytes / 1e9, "roofline": max(shares)}
+            row |= {"gemm_share": shares[0], "copy_share": shares[1]}
+        names = sorted(((time, n, count) for (p, n), (count, time) in moments.names.items() if p == part), reverse=True)
+        row["longest"] = [
+            {"name": n[:160], "count": count, "ms": time / 1e3} for time, n, count in names[:KERNELS_SHOWN]
+        ]
+        rows.append(row)
     return {"parts": rows, "hidden_communication_ms": moments.hidden_communication / 1e3}
 
 
@@ -158,64 +143,5 @@ def host_microseconds(traced: trace.Trace, start: float, end: float) -> float:
     )
     waited, until = 0.0, start
     for begins, ends in waits:
-        waited += max(0.0, ends - max(begins, until))
-        until = max(until, ends)
+        waited, until = waited + max(0.0, ends - max(begins, until)), max(until, ends)
     return end - start - waited
-
-
-def work_of(session, optim) -> dict:
-    """Return the work of this rank by part, from the model that ran. optim: the recipe's group."""
-    from megatron.core import parallel_state
-
-    from zaya_plugin.model.layer import ZayaTransformerLayer
-
-    parts = session.parts
-    args = parts.args
-    modules = [module for chunk in parts.model for module in chunk.modules()]
-    data_ranks = parallel_state.get_data_parallel_world_size()
-    samples = args.global_batch_size // data_ranks
-    rank = Rank(
-        layers=sum(isinstance(module, ZayaTransformerLayer) for module in modules),
-        tokens=samples * args.seq_length // (args.context_parallel_size * args.tensor_model_parallel_size),
-        micro_batches=samples // args.micro_batch_size,
-        experts=args.num_experts // args.expert_model_parallel_size,
-        embedding=any(getattr(module, "pre_process", False) for module in modules),
-        head=any(getattr(module, "post_process", False) for module in modules),
-        activation_bytes=2 if args.bf16 else 4,
-        stream_bytes=4 if args.bf16 is False or args.residual_in_fp32 else 2,
-        accumulated=session.accumulated,
-        written=written_first(parts.model),
-        tensor=args.tensor_model_parallel_size,
-    )
-    return step_work(
-        Shape.of_arguments(args),
-        args.seq_length,
-        rank,
-        _optimizer_share(parts, args, optim) if session.options.optimizer else None,
-    )
-
-
-def _optimizer_share(parts, args, optim):
-    from megatron.core import parallel_state
-
-    from hip_ops.newton_schulz_form import newton_schulz_flops
-    from zaya_plugin.optim.parameter_role import role_of
-
-    muon = adamw = operations = 0.0
-    experts, dense = (
-        parallel_state.get_expert_data_parallel_world_size(),
-        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
-    )
-    for chunk in parts.model:
-        for parameter in chunk.parameters():
-            ranks = (
-                (dense if getattr(parameter, "allreduce", True) else experts) if args.use_distributed_optimizer else 1
-            )
-            matrices = role_of(parameter).matrices
-            if matrices is None:
-                adamw += parameter.numel() / ranks
-            else:
-                muon += parameter.numel() / ranks
-                flops = newton_schulz_flops(*matrices[1:], optim.muon_steps, optim.muon_dtype == "bf16")
-                operations += matrices[0] * flops / ranks
-    return OptimizerShare(muon, adamw, 2 if optim.muon_momentum_dtype == "bf16" else 4, operations)

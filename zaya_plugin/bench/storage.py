@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure a file system: a synced write, reading it back, random reads and synced small writes; and name the network
-interface behind it. No torch import at the top.
+"""Measure a file system: a synced write, reading it back, random reads and synced small writes. No torch import at the
+top.
 
 All accesses go to one file without a name, which ends with the process, also where it is killed. Before each read the
 file's pages are dropped from this machine's page cache (posix_fadvise); the caches of a file server, a controller or a
@@ -12,8 +12,6 @@ from __future__ import annotations
 import functools
 import os
 import random
-import re
-import socket
 import sys
 import tempfile
 import time
@@ -22,11 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from zaya_plugin.ground.errors import check_space, mistake
+from zaya_plugin.ground.mounts import ROOT, network_of
 
 BLOCK = 2**20  # bytes of a sequential access
 PAGE = 4096  # bytes of a random access
 THREADS = (1, 2, 4, 8, 16, 32)  # that read at the same time, as loaders do
-ROOT = Path("/")
 Say = Callable[[str], None]
 
 
@@ -140,6 +138,8 @@ def run(options) -> None:
     reads = [row for row in rows if row["access"] == "random read"]
     finish(
         "storage",
+        options,
+        torch.device("cpu"),
         rows,
         (
             Column("access", "access"),
@@ -151,10 +151,6 @@ def run(options) -> None:
             Column("p99_ms", "p99 ms", ".3f"),
             Column("max_ms", "max ms", ".3f"),
         ),
-        device=torch.device("cpu"),
-        command=options.command,
-        commit=options.commit,
-        output=options.output,
         title=f"Storage, {kind or 'unknown file system'} of {folder}, a file of {size / 2**30:.3g} GiB",
         lines=[Line("random reads of 4 KiB", [row["threads"] for row in reads], [row["iops"] for row in reads])],
         x="threads",
@@ -169,54 +165,3 @@ def run(options) -> None:
     print(
         "The page cache of this machine was dropped before reads; caches of servers, controllers and drives were not."
     )
-
-
-def network_of(folder: Path, root: Path) -> tuple[str, str, bool]:
-    """Return the type of the file system of `folder`, the network that its accesses take ("" for a local or unknown
-    file system), and whether that is the training network. root: folder with sys/ and proc/.
-    """
-    kind, source, options = mount_of(folder, root)
-    if "@o2ib" in source:
-        return kind, f"{kind} over InfiniBand (o2ib), as the collectives", True
-    address = re.search(r"\baddr=([\d.]+)", options) or re.match(r"([\d.]+)[@:]", source)
-    if address is None or (interface := interface_of(address[1], root)) is None:
-        return kind, "", False
-    shared = interface in rail_interfaces(root)
-    text = f"{kind} of {address[1]} over {interface}" + ", a rail of the training network" * shared
-    return kind, text, shared
-
-
-def rail_interfaces(root: Path) -> set[str]:
-    """Return the network interfaces of the training network's ports."""
-    return {read(path) for path in (root / "sys/class/infiniband").glob("*/ports/*/gid_attrs/ndevs/0")} - {""}
-
-
-def mount_of(path: Path, root: Path) -> tuple[str, str, str]:
-    """Return type, source and options of the mount that holds `path`."""
-    mount = ("", "", "")
-    best = -1
-    for line in read(root / "proc/self/mountinfo").splitlines():
-        left, _, right = line.partition(" - ")
-        point, after = left.split()[4].replace("\\040", " "), right.split()
-        if len(after) == 3 and path.is_relative_to(point) and len(point) >= best:
-            best, mount = len(point), (after[0], after[1], after[2])
-    return mount
-
-
-def interface_of(address: str, root: Path) -> str | None:
-    """Return the interface of the route to an IPv4 address."""
-    try:
-        number = int.from_bytes(socket.inet_aton(address), "little")
-    except OSError:
-        return None
-    routes = [line.split() for line in read(root / "proc/net/route").splitlines()[1:]]
-    fitting = [(int(words[7], 16), words[0]) for words in routes if number & int(words[7], 16) == int(words[1], 16)]
-    return max(fitting, key=lambda entry: entry[0].bit_count(), default=(0, None))[1]
-
-
-def read(path: Path) -> str:
-    """Return a file of /sys or /proc, "" where it is absent."""
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""

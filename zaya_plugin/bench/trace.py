@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a chrome trace of torch.profiler into three lists: ranges of the host, activities of the device, and the calls
-that launched them.
+"""Reads a chrome trace of torch.profiler: ranges of the host, activities of the device, and the calls that launched them.
 
 The input are plain dictionaries, so tests can write traces by hand. Times are microseconds of the trace's clock.
 """
@@ -15,23 +14,25 @@ from pathlib import Path
 
 from zaya_plugin.ground.errors import mistake
 
-HOST = ("cpu_op", "user_annotation", "python_function")
+ANNOTATIONS = ("user_annotation", "python_function")
+HOST = ("cpu_op", *ANNOTATIONS)
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 RUNTIME = ("cuda_runtime", "cuda_driver", "hip_runtime", "privateuse1_runtime")
 
 
 @dataclass
 class HostRange:
-    """An operator or annotation on a thread of the host. parent: index of the innermost range around it, or -1.
+    """An operator, an annotation or a call of the device's runtime on a thread of the host.
 
-    forward: index of the range that created the autograd node that this range runs, or -1.
+    parent: index of the innermost operator or annotation around it, or -1. forward: index of the range that created the
+    autograd node that this range runs, or -1.
     """
 
     name: str
-    thread: object
+    thread: str
     start: float
     end: float
-    annotation: bool
+    annotation: bool = False
     external_id: int | None = None
     sequence: int | None = None
     parent: int = -1
@@ -48,23 +49,13 @@ class DeviceActivity:
     launch: int | None
 
 
-@dataclass(frozen=True)
-class RuntimeCall:
-    """A call of the device's runtime or driver. parent: as in HostRange."""
-
-    name: str
-    start: float
-    end: float
-    parent: int
-
-
 @dataclass
 class Trace:
-    """A trace. hosts: sorted by thread and start. calls: by correlation id."""
+    """A trace. hosts: operators and annotations, sorted by thread and start. calls: of the runtime, by correlation id."""
 
     hosts: list[HostRange] = field(default_factory=list)
     device: list[DeviceActivity] = field(default_factory=list)
-    calls: dict[int, RuntimeCall] = field(default_factory=dict)
+    calls: dict[int, HostRange] = field(default_factory=dict)
 
     def window(self, name: str) -> tuple[float, float]:
         """Return start and end of the annotation `name`; raises ValueError unless there is exactly one."""
@@ -87,39 +78,44 @@ def read(path: str | Path) -> Trace:
 
 def parse(events: Iterable[dict]) -> Trace:
     """Return the trace in `events`, which may have any order."""
-    trace, runtime, flows = Trace(), [], []
+    trace, flows = Trace(), []
     for event in events:
-        category, phase = event.get("cat"), event.get("ph")
+        category = event.get("cat")
         if category == "fwdbwd":
             flows.append(event)
-        if phase != "X" or "ts" not in event:
+        if event.get("ph") != "X" or "ts" not in event:
             continue
         start, arguments = float(event["ts"]), event.get("args", {})
-        end, name = start + float(event.get("dur", 0)), event["name"]
-        launch, external = arguments.get("correlation"), arguments.get("External id")
-        if category in HOST:
-            sequence = arguments.get("Sequence number")
-            annotation = category != "cpu_op"
-            trace.hosts.append(HostRange(name, event.get("tid"), start, end, annotation, external, sequence))
-        elif category in DEVICE:
-            trace.device.append(DeviceActivity(name, start, end, launch))
-        elif category in RUNTIME:
-            runtime.append((name, event.get("tid"), start, end, launch, external))
-    trace.hosts.sort(key=lambda r: (str(r.thread), r.start, -r.end))
-    _nest(trace.hosts)
+        end, launch = start + float(event.get("dur", 0)), arguments.get("correlation")
+        if category in DEVICE:
+            trace.device.append(DeviceActivity(event["name"], start, end, launch))
+        elif category in HOST or category in RUNTIME and launch is not None:
+            ids = arguments.get("External id"), arguments.get("Sequence number")
+            place = HostRange(event["name"], str(event.get("tid")), start, end, category in ANNOTATIONS, *ids)
+            if category in HOST:
+                trace.hosts.append(place)
+            else:
+                trace.calls[launch] = place
+    _nest(trace)
     _link(trace.hosts, flows)
-    _place(trace, runtime)
     return trace
 
 
-def _nest(hosts: list[HostRange]) -> None:
-    """Set every range's parent on its thread."""
-    stack: list[int] = []
-    for index, host in enumerate(hosts):
-        while stack and (hosts[stack[-1]].thread != host.thread or hosts[stack[-1]].end <= host.start):
+def _nest(trace: Trace) -> None:
+    """Sort the host's ranges, and set the parent of each and of each call on its thread; where a call's thread has no
+    range, by the profiler's id.
+    """
+    hosts, stack = trace.hosts, []
+    hosts.sort(key=lambda r: (r.thread, r.start, -r.end))
+    index_of = {id(r): index for index, r in enumerate(hosts)}
+    by_id = {r.external_id: index for index, r in enumerate(hosts) if r.external_id is not None}
+    for r in sorted((*hosts, *trace.calls.values()), key=lambda r: (r.thread, r.start)):  # stable: calls come last
+        while stack and (hosts[stack[-1]].thread != r.thread or hosts[stack[-1]].end <= r.start):
             stack.pop()
-        host.parent = stack[-1] if stack else -1
-        stack.append(index)
+        index = index_of.get(id(r))
+        r.parent = stack[-1] if stack else by_id.get(r.external_id, -1) if index is None else -1
+        if index is not None:
+            stack.append(index)
 
 
 def _link(hosts: list[HostRange], flows: list[dict]) -> None:
@@ -128,11 +124,11 @@ def _link(hosts: list[HostRange], flows: list[dict]) -> None:
     for index, host in enumerate(hosts):
         if not host.annotation:
             at[host.thread, host.start] = index
-    begins = {flow["id"]: at.get((flow.get("tid"), float(flow["ts"]))) for flow in flows if flow.get("ph") == "s"}
+    begins = {flow["id"]: at.get((str(flow.get("tid")), float(flow["ts"]))) for flow in flows if flow.get("ph") == "s"}
     for flow in flows:
         if flow.get("ph") != "f":
             continue
-        forward, backward = begins.get(flow["id"]), at.get((flow.get("tid"), float(flow["ts"])))
+        forward, backward = begins.get(flow["id"]), at.get((str(flow.get("tid")), float(flow["ts"])))
         if forward is None or backward is None:
             continue
         hosts[backward].forward = forward
@@ -140,21 +136,3 @@ def _link(hosts: list[HostRange], flows: list[dict]) -> None:
         around = hosts[backward].parent
         if around >= 0 and hosts[around].sequence is not None and hosts[around].sequence == hosts[backward].sequence:
             hosts[around].forward = forward
-
-
-def _place(trace: Trace, runtime: list[tuple]) -> None:
-    """Assign runtime calls to the ranges around them; by the profiler's id where their thread has no range."""
-    by_id = {r.external_id: index for index, r in enumerate(trace.hosts) if r.external_id is not None}
-    position, stack = 0, []
-    for name, thread, start, end, correlation, external in sorted(runtime, key=lambda call: (str(call[1]), call[2])):
-        while position < len(trace.hosts) and (str(trace.hosts[position].thread), trace.hosts[position].start) <= (
-            str(thread),
-            start,
-        ):
-            stack.append(position)
-            position += 1
-        while stack and (trace.hosts[stack[-1]].thread != thread or trace.hosts[stack[-1]].end <= start):
-            stack.pop()
-        parent = stack[-1] if stack else by_id.get(external, -1)
-        if correlation is not None:
-            trace.calls[correlation] = RuntimeCall(name, start, end, parent)

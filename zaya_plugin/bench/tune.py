@@ -23,7 +23,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from zaya_plugin.bench.gemm import CALLS, products_of
+from zaya_plugin.bench.gemm import product_rates, products_of
 from zaya_plugin.bench.probes import product
 from zaya_plugin.bench.results import WRONG, Column, Line, any_wrong, device_name, dtype_of, finish, only_device
 from zaya_plugin.ground.errors import mistake
@@ -108,9 +108,9 @@ def run(options) -> int:
     from torch.cuda import tunable
 
     folder.mkdir(parents=True, exist_ok=True)
-    listed, calls = [one for one in listed if one.library], CALLS[device.type]
+    listed = [one for one in listed if one.library]
     products = json.dumps([recipe.cluster.dtype, *map(asdict, listed)])
-    before = [product(one, device, dtype, calls) for one in listed]
+    before = [*product_rates(listed, device, dtype)]
     untuned, results = folder / UNTUNED.format(0), folder / RESULTS.format(0)
     on = {f"{TUNABLE}ENABLED": "1", f"{TUNABLE}UNTUNED_FILENAME": str(folder / UNTUNED.format(""))}
     in_use = {f"{TUNABLE}ENABLED": "1", f"{TUNABLE}TUNING": "0", f"{TUNABLE}FILENAME": str(folder / RESULTS.format(""))}
@@ -121,7 +121,7 @@ def run(options) -> int:
     tunable.enable(True)
     tunable.tuning_enable(False)
     accepted, known = tunable.read_file(str(results)), results.read_text()
-    after = [product(one, device, dtype, calls) for one in listed]
+    after = [*product_rates(listed, device, dtype)]
     for other in range(1, recipe.cluster.gpus_per_node):
         shutil.copy(results, folder / RESULTS.format(other))
     if "git_version" in of_rocm:
@@ -143,6 +143,8 @@ def run(options) -> int:
     gflop = [row["gflop"] for row in rows]
     finish(
         "tune",
+        options,
+        device,
         rows,
         [
             Column("name", "product"),
@@ -154,10 +156,6 @@ def run(options) -> int:
             Column("gain", "gain", ".3f"),
             WRONG,
         ],
-        device=device,
-        command=options.command,
-        commit=options.commit,
-        output=folder,
         title=f"Tuned products of {recipe.name}, {device_name(device)}",
         lines=[Line(key, gflop, [row[key] for row in rows], False) for key in ("tflops", "tuned_tflops")],
         x="GFLOP of a call",

@@ -10,11 +10,11 @@ import importlib
 import json
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from zaya_plugin.bench.collectives import OPERATIONS
-from zaya_plugin.bench.options import ANCHORS, VOCABULARY, Options, with_data_path
+from zaya_plugin.bench.options import VOCABULARY, Options, with_data_path
 from zaya_plugin.commands.parser import Option, Parser, option
 from zaya_plugin.config.run_directory import check_creatable
 from zaya_plugin.config.train_help import DEMO_DATA
@@ -48,15 +48,13 @@ examples:
     {DEMO_DATA}
   zaya bench step experiment=zaya1_base cluster=gpu --random-tokens nproc=1 model.num_layers=8 \\
     stage.global_batch_size=4 stage.micro_batch_size=4
-  zaya bench step experiment=zaya1_base cluster=h200_8 --random-tokens --anchor transformers \\
-    stage.micro_batch_size=4 stage.global_batch_size=128
   torchrun --nnodes 2 ... -m zaya_plugin.cli bench step ...    several nodes; or: srun zaya bench step ..."""
 HBM = """\
 Measures the bandwidth of a device's memory: BabelStream's copy, scale, add and triad over fp32 arrays of growing size.
 
 Every array that is read or written counts once. Every result is checked. Shares are of the copy rate in the recipe
 that names the device (machine.copy_tb_per_s) and of the vendor's data sheet. Without an accelerator the CPU's memory is
-measured. Exit code 1: a result is wrong."""
+measured, without shares. Exit code 1: a result is wrong."""
 HBM_EXAMPLES = """\
 examples:
   zaya bench hbm                                      the first accelerator, arrays of 64 KiB to 4 GiB
@@ -78,7 +76,7 @@ examples:
 MLP = """\
 Measures a chain of bf16 MLPs, and compares it with 732 TFLOP/s a device: the 750 PFLOP/s that AMD published for 1,024
 MI300X (ROCm 6.4, November 2025). The sizes of that workload are not public; the defaults are large enough to saturate
-any device of today. Results are checked. Exit code 1: a result is wrong."""
+any device of today. The output and every gradient are checked. Exit code 1: a result is wrong."""
 MLP_EXAMPLES = """\
 examples:
   zaya bench mlp
@@ -180,12 +178,6 @@ def step() -> Parser:
             help=f"random tokens in place of a corpus: --random-tokens for a vocabulary of {VOCABULARY} rows, or "
             "--random-tokens=ROWS",
         ),
-        option(
-            "--anchor",
-            choices=ANCHORS,
-            help="then measure transformers' ZayaForCausalLM with FSDP2, torch.compile and fused AdamW on as many "
-            "devices with as many tokens, in processes of its own, and print the ratio",
-        ),
         COMMIT,
         recipe=True,
         bare={"--random-tokens": VOCABULARY},
@@ -200,7 +192,7 @@ def _step(options: argparse.Namespace) -> int:
     from zaya_plugin.bench.measurement import recipe_of, run
 
     settings = settings_of(options)
-    return run(recipe_of(settings, options.output, options.overrides), settings)
+    return run(recipe_of(settings, options.output, options.overrides), "step_rank", asdict(settings))
 
 
 def _command(name: str, description: str, examples: str, *rows: Option, recipe: bool = False) -> Parser:
@@ -340,9 +332,8 @@ def data() -> Parser:
 
 
 def _data(options: argparse.Namespace) -> int:
-    from zaya_plugin.bench.measurement import recipe_of, run_loader
+    from zaya_plugin.bench.measurement import recipe_of, run
 
     steps = Options(steps=options.batches + 1)  # a step has one micro-batch or more
-    keys = ("batches", "command", "commit")
     recipe = recipe_of(steps, options.output, options.overrides)
-    return run_loader(recipe, {key: getattr(options, key) for key in keys})
+    return run(recipe, "data_rank", {key: getattr(options, key) for key in ("batches", "command", "commit")})

@@ -49,10 +49,11 @@ class RankLog(io.FileIO):
             super().close()
 
 
-def main(argv: list[str], work: Callable | None = None) -> int:
+def main(argv: list[str], work: Callable | None = None, trains: bool = True) -> int:
     """Train the recipe in the file argv[0]. Return the exit status: 0, 2 for a mistake of the user, or ENDED_EARLY.
 
     work: called as work(recipe, rank, world_size, console) in place of the training; returns an exit status or None.
+    trains: False: `work` runs no step of the recipe, which is not validated.
     """
     from zaya_plugin.config.compose import load_recipe
 
@@ -83,7 +84,7 @@ def main(argv: list[str], work: Callable | None = None) -> int:
             from zaya_plugin.hosts.start_waits import Start
 
             # A launcher that becomes the rank has validated the recipe; a file of another process may be edited.
-            if LAUNCHER not in sys.modules:
+            if trains and LAUNCHER not in sys.modules:
                 validate(recipe, world_size)
             Start(rank, world_size, console).join(60 * recipe.cluster.distributed_timeout_minutes)
             return (work or _train)(recipe, rank, world_size, console) or 0

@@ -12,7 +12,8 @@ import tempfile
 from pathlib import Path
 
 from zaya_plugin.bench import probes
-from zaya_plugin.bench.storage import ROOT, network_of, rail_interfaces, read, written
+from zaya_plugin.bench.storage import written
+from zaya_plugin.ground.mounts import ROOT, network_of, rail_interfaces, read
 from zaya_plugin.machines.checks import Outcome, Setting
 from zaya_plugin.machines.expected import SLOW_BELOW, described
 from zaya_plugin.plan.known_machine import machine_of

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_plugin import compat
-from zaya_plugin.bench.storage import ROOT, mount_of, read
+from zaya_plugin.ground.mounts import ROOT, mount_of, read
 from zaya_plugin.machines.checks import Outcome, Setting
 from zaya_plugin.machines.facts import TRITONS, Facts
 from zaya_plugin.machines.hardware import limits

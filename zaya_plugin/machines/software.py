@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from hip_ops.runtime.rocm import find_program, rocm_roots, torch_is_built_for
 from zaya_plugin.ground import secrets
+from zaya_plugin.ground.mounts import ROOT
 from zaya_plugin.machines import installed
 from zaya_plugin.machines.checks import Outcome, Setting
-from zaya_plugin.machines.hardware import ROOT, limits
+from zaya_plugin.machines.hardware import limits
 from zaya_plugin.machines.installed import UNKNOWN, answer
 from zaya_plugin.plan.known_machine import machine_of
 

@@ -14,7 +14,7 @@ CPU = MachineConfig(
 DATA_SHEET_TB_PER_S = {"H100": 3.35, "H200": 4.8, "MI300X": 5.3, "MI325X": 6.0, "MI350X": 8.0, "MI355X": 8.0}
 
 
-def named(name: str, architecture: str, units: int, gib: float) -> str:
+def full_device_name(name: str, architecture: str, units: int, gib: float) -> str:
     """Return torch's name of a device, with the model where the name lacks it.
 
     Containers often lack libdrm's table of names (amdgpu.ids), and an MI300X is then an "AMD Radeon Graphics".

@@ -158,14 +158,14 @@ def work_of(
     optimizer: bool = True,
     written: frozenset[str] = frozenset({"experts"}),
 ) -> dict[str, Work]:
-    """Return the work of one rank by part, from the recipe alone; zaya_plugin.bench.step_record reads the model that
-    ran.
+    """Return the work of one rank of the first pipeline stage by part, from the recipe alone.
 
     written: the parts whose gradients the first micro-batch writes (zaya_plugin.optim.gradient_buffers).
     """
     shape, layout, batch = recipe_plan.sizes_of(recipe, world, vocabulary)
     rank = Rank(
-        layers=shape.num_layers,
+        layers=shape.num_layers // layout.pipeline,
+        head=layout.pipeline == 1,
         tokens=batch.micro_batches * tokens_of_rank(layout, batch),
         micro_batches=batch.micro_batches,
         experts=shape.num_experts // layout.expert,
@@ -183,8 +183,10 @@ def accumulated(shape: Shape, layout: ParallelSizes) -> dict[str, int]:
     "gradients": by a separate pass.
     """
     local = local_parameters(shape, layout)
-    own = {"experts": local["experts"], "head": count_parameters(shape)["embedding"] // layout.tensor}
-    own |= {"projections": _projections(shape)} if layout.tensor == 1 else {}
+    head = count_parameters(shape)["embedding"] // layout.tensor if layout.pipeline == 1 else 0
+    own = {"experts": local["experts"], "head": head}
+    if layout.tensor == 1:
+        own["projections"] = _projections(shape) // layout.pipeline
     return {**own, "gradients": sum(local.values()) - sum(own.values())}
 
 
@@ -195,10 +197,11 @@ def optimizer_share(shape: Shape, layout: ParallelSizes, recipe: Recipe) -> Opti
     if optim.name != "muon":
         return OptimizerShare(0.0, sum(owned.values()), momentum)
     of_an_expert, of_a_layer = muon_matrices(shape, optim.muon_split_gate_up)
-    experts = shape.num_layers * shape.num_experts / layout.expert / ranks
+    layers = shape.num_layers // layout.pipeline
+    experts = layers * shape.num_experts / layout.expert / ranks
     flops = partial(newton_schulz_flops, steps=optim.muon_steps, bf16=optim.muon_dtype == "bf16")
     operations = max(experts * sum(flops(*size) for size in of_an_expert), flops(*of_an_expert[0]) * (ranks > 1))
-    operations += shape.num_layers * sum(flops(*size) for size in of_a_layer) / layout.shards
+    operations += layers * sum(flops(*size) for size in of_a_layer) / layout.shards
     adamw = adamw_elements(shape, layout) / layout.shards
     largest = largest_matrices(shape, layout)["experts"] * (ranks > 1)
     return OptimizerShare(max(owned["experts"], largest) + owned["rest"] - adamw, adamw, momentum, operations)

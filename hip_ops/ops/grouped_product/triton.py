@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hip_ops.ops.grouped_product.configs import GroupedConfig, choose_config
-from hip_ops.runtime.code_objects import run_shipped_kernel
+from hip_ops.runtime.code_objects import launch_triton_kernel
 from hip_ops.runtime.launch import XCDS, architecture, describable, multiprocessors, on
 
 
@@ -78,7 +78,7 @@ def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor, config: GroupedCo
     plan = _plan_for("rows_t" if transposed else "rows", tokens, experts, k, n, config, (x, stored, out))
     config, offsets = plan.config, offsets.contiguous()
     if not config.descriptors:
-        run_shipped_kernel(
+        launch_triton_kernel(
             "grouped_product", "grouped_pointer_rows_kernel", (plan.programs,), x, stored, out, offsets, experts, n, k,
             x.stride(0), stored.stride(0), stored.stride(1), TRANSPOSED=transposed, EVEN_K=k % config.block_k == 0,
             XCDS=XCDS, device=device, **plan.keywords,
@@ -89,7 +89,7 @@ def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor, config: GroupedCo
 
     matrix = (1, config.block_n, config.block_k) if transposed else (1, config.block_k, config.block_n)
     with on(device):
-        run_shipped_kernel(
+        launch_triton_kernel(
             "grouped_product", "grouped_rows_kernel", (plan.programs,),
             descriptor(x, x.shape, x.stride(), (config.block_m, config.block_k)),
             descriptor(stored, stored.shape, stored.stride(), matrix),
@@ -112,7 +112,7 @@ def grouped_outer_(
     plan = _plan_for("outer", tokens, experts, m, n, config, (a, b, out))
     config, offsets = plan.config, offsets.contiguous()
     if not config.descriptors:
-        run_shipped_kernel(
+        launch_triton_kernel(
             "grouped_product", "grouped_pointer_outer_kernel", (plan.programs,), a, b, out, offsets, experts, m, n, a.stride(0),
             b.stride(0), out.stride(0), out.stride(1), ACCUMULATE=accumulate, XCDS=XCDS, device=a.device,
             **plan.keywords,
@@ -122,7 +122,7 @@ def grouped_outer_(
     from hip_ops.runtime.descriptors import descriptor
 
     with on(a.device):
-        run_shipped_kernel(
+        launch_triton_kernel(
             "grouped_product", "grouped_outer_kernel", (plan.programs,),
             ragged_rows(a, (config.block_k, config.block_m)), ragged_rows(b, (config.block_k, config.block_n)),
             descriptor(out, out.shape, out.stride(), (1, config.block_m, config.block_n // config.parts)), offsets,

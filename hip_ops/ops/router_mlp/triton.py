@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hip_ops.ops.router_mlp.reference import SUM_NAMES
-from hip_ops.runtime.code_objects import run_shipped_kernel
+from hip_ops.runtime.code_objects import launch_triton_kernel
 from hip_ops.runtime.launch import Launch, contiguous, plan
 from hip_ops.saved_bytes import router_columns
 
@@ -42,7 +42,7 @@ def router_mlp(
         torch.empty(rows, dtype=torch.int64, device=device),
     )
     statistics = torch.empty((*grid, classes + 1), dtype=torch.float32, device=device)
-    run_shipped_kernel(
+    launch_triton_kernel(
         "router_mlp", "router_mlp_forward_kernel", grid, projected, projected if gamma is None else previous,
         b_down if gamma is None else gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases,
         ids if forced is None else forced, state, weights, ids, hidden1, hidden2, logits, statistics, rows, eps,
@@ -68,7 +68,7 @@ def router_mlp_backward(
     d_previous = torch.empty_like(state) if gamma is not None else state.new_empty(0)
     d_logits = torch.empty((rows, columns), dtype=state.dtype, device=device)
     sums = torch.empty((*grid, len(SUM_NAMES), width), dtype=torch.float32, device=device)
-    run_shipped_kernel(
+    launch_triton_kernel(
         "router_mlp", "router_mlp_backward_kernel", grid, d_weights, state if d_state is None else d_state, state,
         state if gamma is None else previous, w_norm if gamma is None else gamma, hidden1, hidden2, logits, ids, w_norm,
         w1, w2, w_out, d_projected, d_previous, sums, d_hidden1, normed, d_hidden2, active1, d_logits, active2, rows,
