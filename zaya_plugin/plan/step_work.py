@@ -183,8 +183,8 @@ def accumulated(shape: Shape, layout: ParallelSizes) -> dict[str, int]:
     "gradients": by a separate pass.
     """
     local = local_parameters(shape, layout)
-    head = 0 if layout.pipeline > 1 else count_parameters(shape)["embedding"] // layout.tensor
-    own = {"experts": local["experts"], "head": head}
+    embedding = 0 if layout.pipeline > 1 else count_parameters(shape)["embedding"] // layout.tensor
+    own = {"experts": local["experts"], "head": embedding}
     own |= {"projections": _projections(shape) // layout.pipeline} if layout.tensor == 1 else {}
     return {**own, "gradients": sum(local.values()) - sum(own.values())}
 
