@@ -107,10 +107,11 @@ def sent_bytes(shape: Shape, layout: ParallelSizes, batch: Batch) -> dict[str, f
 
     Returns:
         key_values and boundary: context parallelism. dispatch: expert parallelism, rows and their gradients.
-        activations and replicated: tensor parallelism, rows, and the gradients of uncut parameters. stages and tied: pipeline
-        parallelism, a rank with both neighbours (the first and the last do not send past the ends), and the gradient of
-        the embedding, which the first stage shares with the last one's head. gradients and weights: data parallelism,
-        within an instance of the optimizer. instances: all-reduces of a shard's gradients between instances.
+        activations and replicated: tensor parallelism, rows, and the gradients of uncut parameters. stages and tied:
+        pipeline parallelism, a rank with both neighbours (the first and the last do not send past the ends), and the
+        gradient of the embedding, which the first stage shares with the last one's head. gradients and weights: data
+        parallelism, within an instance of the optimizer. instances: all-reduces of a shard's gradients between
+        instances.
     """
     layers, h = shape.num_layers // layout.pipeline, shape.hidden_size
     rows = batch.seq_length // layout.context * batch.micro_batch_size  # of this rank's part of the sequences
@@ -122,10 +123,7 @@ def sent_bytes(shape: Shape, layout: ParallelSizes, batch: Batch) -> dict[str, f
     tokens = rows // tp
     # each token's row and its expert's output, to and from all ranks of the group
     moved = (ep - 1) * tokens if layout.allgather_dispatcher else (ep - 1) / ep * tokens
-    local, uncut = (
-        local_parameters(shape, layout),
-        local_parameters(shape, layout)["rest"] - _cut_parameters(shape, layout),
-    )
+    local = local_parameters(shape, layout)
     reduced = sum((n - 1) / n * local[part] for part, n in layout.reduced_over.items())
     shards, instances = sum(owned_parameters(shape, layout).values()), layout.instances
     boundaries = layout.virtual if layout.pipeline > 1 else 0
@@ -137,7 +135,7 @@ def sent_bytes(shape: Shape, layout: ParallelSizes, batch: Batch) -> dict[str, f
         "boundary": float(both_ways * times * (cp - 1) * chunks * channels * element),
         "dispatch": both_ways * times * 2 * moved * h * element,
         "activations": batch.micro_batches * (attention + ends) * (tp - 1) / tp * rows * h * element,
-        "replicated": 2 * (tp - 1) / tp * uncut * batch.gradient_bytes,
+        "replicated": 2 * (tp - 1) / tp * (local["rest"] - _cut_parameters(shape, layout)) * batch.gradient_bytes,
         "stages": float(
             both_ways * batch.micro_batches * boundaries * tokens * (h + shape.router_hidden_size) * batch.stream_bytes
         ),
