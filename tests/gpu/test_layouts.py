@@ -201,7 +201,7 @@ class Runs:
             parallelism.Batch(4096),
             optimizer=memory.Optimizer(muon=False),
         )
-        predicted = {name: plan.components[name] for name in ("weights", "gradients (fp32)", "optimizer")}
+        predicted = {name: plan.components[name] for name in ("weights", "gradients", "optimizer")}
         self._say(
             f"memory  {layout.name:28} held {last[0]['held'] / 1e9:.2f} GB, predicted "
             f"{sum(predicted.values()) / 1e9:.2f}; peak " + ", ".join(f"{rank['peak'] / 1e9:.2f}" for rank in last)

@@ -58,7 +58,7 @@ def test_what_two_h200s_reserved_for_a_step_as_a_graph(monkeypatch, recompute, o
 
 def test_components_by_hand():
     plan = memory_plan(ZAYA1_BASE, ParallelSizes(data=8), Batch(4096, 4))
-    assert plan.components["weights"] == 2 * 8_840_488_784 and plan.components["gradients (fp32)"] == 4 * 8_840_488_784
+    assert plan.components["weights"] == 2 * 8_840_488_784 and plan.components["gradients"] == 4 * 8_840_488_784
     # 8 bytes an element under Muon, 12 under AdamW: embedding and all that is no matrix.
     matrices = 40 * (16 * 3 * 2048 * 2048 + 2048 * (2 * 1024 + 2 * 256) + 256 * (2048 + 2 * 256 + 17))
     assert plan.components["optimizer"] == pytest.approx((8 * matrices + 12 * (8_840_488_784 - matrices)) / 8)

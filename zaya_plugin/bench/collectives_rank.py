@@ -58,10 +58,10 @@ def measure(
     of_node, device = int(os.environ.get("LOCAL_WORLD_SIZE", world)), rank_device(recipe)
     minutes = datetime.timedelta(minutes=recipe.cluster.distributed_timeout_minutes)
     distributed.init_process_group(recipe.cluster.distributed_backend, timeout=minutes)
-    machine = recipe.machine  # its rates may be another device's
-    known = device.type != "cpu" and machine.name and machine.name in device_name(device)
-    rows = sweep(options, world, of_node, device, machine if known else None, say)
-    return partial(report, rows, options, world, of_node, device, machine if known else None)
+    name = recipe.machine.name  # the recipe's rates may be another device's
+    machine = recipe.machine if device.type != "cpu" and name and name in device_name(device) else None
+    rows = sweep(options, world, of_node, device, machine, say)
+    return partial(report, rows, options, world, of_node, device, machine)
 
 
 def sweep(options: Namespace, world: int, of_node: int, device, machine, say) -> list[dict]:
@@ -80,22 +80,16 @@ def sweep(options: Namespace, world: int, of_node: int, device, machine, say) ->
     for partition in known:
         if options.group and partition.ranks not in options.group:
             continue
+        limit = link_rate(machine, partition.ranks, partition.stride) if machine and partition.ranks > 1 else None
         group = distributed.new_group(partition.group_of(distributed.get_rank()), use_local_synchronization=True)
         for op in options.op or OPERATIONS:
             if partition.ranks == 1 and OPERATIONS[op].in_place:
                 continue  # nothing is moved
             say(f"{op}, {partition}")
             measured = collectives.measure(op, sizes(options, device.type), device, partition, group, say)
-            rows += [row_with_share(partition, row, machine) for row in measured]
+            rows += [{**row, "group": str(partition), "share": limit and row["busBw"] / limit} for row in measured]
         distributed.destroy_process_group(group)
     return rows
-
-
-def row_with_share(partition: Partition, row: dict, machine) -> dict:
-    """Return the row with its group, and with known rates its share of the links."""
-    known = machine is not None and partition.ranks > 1
-    limit = link_rate(machine, partition.ranks, partition.stride) if known else None
-    return {**row, "group": str(partition), "share": limit and row["busBw"] / limit}
 
 
 def summary(rows: Sequence[dict]) -> list[dict]:

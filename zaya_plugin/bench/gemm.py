@@ -113,7 +113,7 @@ def run(options) -> int:
         limit=(f"{extent:,} cubed", large.rate / 1e12),
         more={"large_tflops": large.rate / 1e12, "saturation_gflop": saturated},
     )
+    text = f"square products: {best['tflops']:.4g} TFLOP/s at {best['gflop']:,.4g} GFLOP; they "
     rising = f"still rise at {squares[-1]['gflop']:,.4g} GFLOP, the largest that was measured"
-    text = rising if saturated is None else f"reach {SATURATED:.0%} of that at {saturated:,.4g} GFLOP"
-    print(f"square products: {best['tflops']:.4g} TFLOP/s at {best['gflop']:,.4g} GFLOP; they {text}")
+    print(text + (f"reach {SATURATED:.0%} of that at {saturated:,.4g} GFLOP" if saturated else rising))
     return any_wrong(rows)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from zaya_plugin.bench.probes import STREAM, stream
 from zaya_plugin.bench.results import (
     BYTES,
@@ -36,22 +38,12 @@ def run(options) -> int:
     sizes = [size for size in (LEAST * FACTOR**step for step in range(20)) if size <= most]
     machine, rows = None if device.type == "cpu" else machine_of(name), []  # a CPU's recipe is a floor for verify
     sheet = next((rate for part, rate in DATA_SHEET_TB_PER_S.items() if part in name), None)
-    for kernel in STREAM:
-        for size in sizes:
-            measured = stream(kernel, size, device, CALLS[device.type])
-            rate = measured.rate / 1e12
-            rows.append(
-                {
-                    "kernel": kernel,
-                    "bytes": size,
-                    "counted_bytes": int(measured.work),
-                    "ms": 1e3 * measured.seconds,
-                    "tb_per_s": rate,
-                    "share_of_copy": machine and rate / machine.copy_tb_per_s,
-                    "share_of_data_sheet": sheet and rate / sheet,
-                    "wrong": measured.wrong,
-                }
-            )
+    for kernel, size in itertools.product(STREAM, sizes):
+        result = stream(kernel, size, device, CALLS[device.type])
+        rate = result.rate / 1e12
+        row = {"kernel": kernel, "bytes": size, "counted_bytes": int(result.work), "ms": 1e3 * result.seconds}
+        row |= {"tb_per_s": rate, "share_of_copy": machine and rate / machine.copy_tb_per_s}
+        rows.append({**row, "share_of_data_sheet": sheet and rate / sheet, "wrong": result.wrong})
     finish(
         "hbm",
         options,

@@ -85,9 +85,8 @@ def run(options) -> int:
         for name, call, passes in (("forward", forward, 1), ("forward and backward", step, 3)):
             time = seconds(functools.partial(call, weights, x), device, CALLS[device.type])
             flops = passes * 4.0 * layers * count * hidden * ffn
-            rate = flops / time / 1e12
-            row = {"pass": name, "tokens": count, "gflop": flops / 1e9, "ms": 1e3 * time, "tflops": rate}
-            rows.append({**row, "share": rate / YARDSTICK})
+            row = {"pass": name, "tokens": count, "gflop": flops / 1e9, "ms": 1e3 * time, "tflops": flops / time / 1e12}
+            rows.append({**row, "share": row["tflops"] / YARDSTICK})
     # after all times: known numbers take less power than random ones
     for row, wrong in zip(rows, itertools.chain(*(wrong_elements(weights, x) for x in inputs)), strict=True):
         row["wrong"] = wrong

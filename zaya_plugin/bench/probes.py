@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import statistics
-import time
+import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -163,12 +163,7 @@ def call_seconds(call: Callable[[], object], device, calls: int) -> list[float]:
     for _ in range(2):
         call()
     if device.type == "cpu":
-        times = []
-        for _ in range(calls):
-            begin = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - begin)
-        return times
+        return timeit.repeat(call, number=1, repeat=calls)
     with torch.cuda.device(device):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
         events[0].record()

@@ -93,13 +93,12 @@ def finish(
     print(f"{title}\n\n{table(rows, columns)}")
     if limit is not None:
         print(f"ceiling: {limit[0]}, {limit[1]:.4g} ({y})")
-    picture = {"title": title, "lines": [asdict(line) for line in lines], "x": x, "y": y, "limit": limit}
     record = {
         "schema": f"zaya bench {kind}/1",
         **surroundings(device, options.command, options.commit),
         **(more or {}),
         "rows": rows,
-        "picture": picture,
+        "picture": {"title": title, "lines": [asdict(line) for line in lines], "x": x, "y": y, "limit": limit},
     }
     if options.output is not None:
         options.output.mkdir(parents=True, exist_ok=True)

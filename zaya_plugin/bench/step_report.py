@@ -39,26 +39,24 @@ COLUMNS = (
 def text(record: dict) -> str:
     """Return the report."""
     traced, parts = record["traced"], record["parts"]
-    lines = ["", *_step(record), ""]
-    if traced["source"] == "operators":
-        lines.append(
-            "No device: the parts are times of operators on the host, without the operators inside them; idle is the "
-            "time between operators."
-        )
     whole = {"title": "sum, one traced step", **{key: sum(row[key] for row in parts) for key in ("ms", "share")}}
-    lines.append(table([*parts, whole], COLUMNS))
-    lines.append(
+    on_host = (
+        "No device: the parts are times of operators on the host, without the operators inside them; idle is the time "
+        "between operators."
+    )
+    lines = [
+        *("", *_step(record), ""),
+        *([on_host] if traced["source"] == "operators" else []),
+        table([*parts, whole], COLUMNS),
         f"The traced step took {traced['ms']:.1f} ms, without the profiler steps take {record['step']['ms']:.1f} ms; "
         f"the host worked {traced['host_ms']:.1f} ms "
         f"of it (with the profiler's cost); {traced['launches']} launches, {traced['activities']} {traced['source']}"
         + ("; kernels of the graph are assigned as in the step before its capture" if traced["from_graph"] else "")
         + f"; computation leaves {record['step']['not_computing_share']:.1%} of an untraced step to exposed "
         "communication and idle"
-        + f"; communication hidden under computation {record['hidden_communication_ms']:.1f} ms."
-    )
-    lines.append(
-        "GEMM and copy: operations and least bytes against the measured rates; roofline: the larger of the two."
-    )
+        + f"; communication hidden under computation {record['hidden_communication_ms']:.1f} ms.",
+        "GEMM and copy: operations and least bytes against the measured rates; roofline: the larger of the two.",
+    ]
     return "\n".join(lines)
 
 

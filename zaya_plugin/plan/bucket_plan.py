@@ -10,7 +10,7 @@ from pathlib import Path
 from zaya_plugin.config.schema import Recipe, with_values
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.plan.parallelism import GRADIENT_BYTES, WEIGHT_BYTES
-from zaya_plugin.plan.recipe_plan import layout_of
+from zaya_plugin.plan.recipe_plan import batch_of, layout_of
 
 KEY = "parallel.bucket_plan"
 SCHEMA = "zaya bench collectives/1"
@@ -99,9 +99,8 @@ def with_bucket_plan(recipe: Recipe, world_size: int) -> tuple[Recipe, str | Non
         problem = f"{ranks} ranks share the recipe's weights (data- and context-parallel), and the file is for "
         problem += ", ".join(str(plan["ranks"]) for plan in record["bucket_plan"]) or "no number"
         raise mistake(KEY, file, problem=problem, allowed=f"a sweep with groups of {ranks}", fix=sweep)
-    in_bf16 = not recipe.optim.grad_reduce_in_fp32 and recipe.cluster.dtype == "bf16"
     values = (
-        min(plan["bucket_bytes"] // (WEIGHT_BYTES if in_bf16 else GRADIENT_BYTES), MAX_BUCKET_ELEMENTS),
+        min(plan["bucket_bytes"] // batch_of(recipe, world_size).gradient_bytes, MAX_BUCKET_ELEMENTS),
         plan["num_distributed_optimizer_instances"],
     )
     changed = [

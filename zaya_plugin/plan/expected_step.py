@@ -47,7 +47,7 @@ def communication(
     padded, largest = padded_parameters(shape, layout, muon), largest_matrices(shape, layout, muon)
     embedding, total = count_parameters(shape)["embedding"] / layout.tensor, sum(padded.values())
     for name, overlapped, size, window in (
-        ("gradients", parallel.overlap_grad_reduce, 4, backward),
+        ("gradients", parallel.overlap_grad_reduce, batch.gradient_bytes, backward),
         ("parameters", parallel.overlap_param_gather, batch.dtype_bytes, forward),
     ):
         time = exposed = 0.0

@@ -14,14 +14,7 @@ from math import ceil
 from hip_ops import saved_bytes
 from zaya_plugin.config.schema import RECOMPUTE_MODULES
 from zaya_plugin.plan.flops import Shape, count_parameters, muon_matrices
-from zaya_plugin.plan.parallelism import (
-    GRADIENT_BYTES,
-    Batch,
-    ParallelSizes,
-    largest_matrices,
-    local_parameters,
-    owned_parameters,
-)
+from zaya_plugin.plan.parallelism import Batch, ParallelSizes, largest_matrices, local_parameters, owned_parameters
 
 FLOAT32_BYTES = 4
 RANDOM_STATE_BYTES = 2 * 5056  # bytes that a checkpoint keeps of the random generators
@@ -236,8 +229,8 @@ def _stage(
     return MemoryPlan(
         {
             "weights": float(a * parameters),
-            "gradients (fp32)": float(GRADIENT_BYTES * parameters),
-            "padding of their buffers": (a + GRADIENT_BYTES)
+            "gradients": float(batch.gradient_bytes * parameters),
+            "padding of their buffers": (a + batch.gradient_bytes)
             * (sum(padded_parameters(shape, layout, optimizer.muon).values()) - parameters),
             "optimizer": optimizer_bytes(shape, layout, optimizer, a),
             "activations of the layers": kept,

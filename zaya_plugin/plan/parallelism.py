@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from zaya_plugin.plan.flops import Shape, count_parameters
 
-GRADIENT_BYTES, WEIGHT_BYTES = 4, 2  # gradients are accumulated and reduced in fp32; weights of a bf16 model
+GRADIENT_BYTES, WEIGHT_BYTES = 4, 2  # of an element: gradients in fp32, weights of a bf16 model
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Batch:
     """Work of one data-parallel rank and step.
 
     seq_length: of a whole sequence; dtype_bytes: of weights and activations; stream_bytes: of an element of the
-    residual stream.
+    residual stream; gradient_bytes: of an accumulated and reduced gradient.
     """
 
     seq_length: int
@@ -70,6 +70,7 @@ class Batch:
     micro_batches: int = 1
     dtype_bytes: int = 2
     stream_bytes: int = 4
+    gradient_bytes: int = GRADIENT_BYTES
 
 
 def local_parameters(shape: Shape, layout: ParallelSizes) -> dict[str, int]:
@@ -134,14 +135,14 @@ def sent_bytes(shape: Shape, layout: ParallelSizes, batch: Batch) -> dict[str, f
         "boundary": float(both_ways * times * (cp - 1) * chunks * channels * element),
         "dispatch": both_ways * times * 2 * moved * h * element,
         "activations": batch.micro_batches * (attention + ends) * (tp - 1) / tp * rows * h * element,
-        "replicated": 2 * (tp - 1) / tp * (local["rest"] - _cut_parameters(shape, layout)) * GRADIENT_BYTES,
+        "replicated": 2 * (tp - 1) / tp * (local["rest"] - _cut_parameters(shape, layout)) * batch.gradient_bytes,
         "stages": float(
             both_ways * batch.micro_batches * boundaries * tokens * (h + shape.router_hidden_size) * batch.stream_bytes
         ),
-        "tied": float(shape.vocab_size * h // tp * GRADIENT_BYTES) if layout.pipeline > 1 else 0.0,
-        "gradients": reduced * GRADIENT_BYTES * (1 if sharded else 2),
+        "tied": float(shape.vocab_size * h // tp * batch.gradient_bytes) if layout.pipeline > 1 else 0.0,
+        "gradients": reduced * batch.gradient_bytes * (1 if sharded else 2),
         "weights": reduced * element * sharded,
-        "instances": 2 * (instances - 1) / instances * shards * GRADIENT_BYTES * sharded,
+        "instances": 2 * (instances - 1) / instances * shards * batch.gradient_bytes * sharded,
     }
 
 

@@ -19,7 +19,7 @@ from zaya_plugin.data.sources import padded, vocabulary_of
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.plan.flops import Shape, forward_flops_by_part
 from zaya_plugin.plan.memory import MemoryPlan, Optimizer, Recompute, memory_plan, tokens_of_rank
-from zaya_plugin.plan.parallelism import Batch, ParallelSizes
+from zaya_plugin.plan.parallelism import GRADIENT_BYTES, Batch, ParallelSizes
 
 GIB = 2**30
 RESERVED_SHARE = 0.08  # of a device's memory: context, NCCL's buffers, and fragmentation of the allocator
@@ -77,11 +77,11 @@ def layout_of(recipe: Recipe, world_size: int) -> ParallelSizes:
 
 def batch_of(recipe: Recipe, world_size: int) -> Batch:
     """Return the work of one data-parallel rank and step."""
-    stage = recipe.stage
+    stage, dtype_bytes = recipe.stage, 2 if recipe.cluster.dtype == "bf16" else 4
     micro_batches = stage.global_batch_size // (stage.micro_batch_size * data_parallel_size(recipe, world_size))
-    dtype_bytes = 2 if recipe.cluster.dtype == "bf16" else 4
     stream_bytes = 4 if recipe.model.residual_in_fp32 else dtype_bytes
-    return Batch(stage.seq_length, stage.micro_batch_size, micro_batches, dtype_bytes, stream_bytes)
+    gradient_bytes = GRADIENT_BYTES if recipe.optim.grad_reduce_in_fp32 else dtype_bytes
+    return Batch(stage.seq_length, stage.micro_batch_size, micro_batches, dtype_bytes, stream_bytes, gradient_bytes)
 
 
 def optimizer_of(recipe: Recipe) -> Optimizer:

@@ -183,21 +183,19 @@ def accumulated(shape: Shape, layout: ParallelSizes) -> dict[str, int]:
     "gradients": by a separate pass.
     """
     local = local_parameters(shape, layout)
-    head = count_parameters(shape)["embedding"] // layout.tensor if layout.pipeline == 1 else 0
-    own = {"experts": local["experts"], "head": head}
-    if layout.tensor == 1:
-        own["projections"] = _projections(shape) // layout.pipeline
+    embedding = 0 if layout.pipeline > 1 else count_parameters(shape)["embedding"] // layout.tensor
+    own = {"experts": local["experts"], "head": embedding}
+    own |= {"projections": _projections(shape) // layout.pipeline} if layout.tensor == 1 else {}
     return {**own, "gradients": sum(local.values()) - sum(own.values())}
 
 
 def optimizer_share(shape: Shape, layout: ParallelSizes, recipe: Recipe) -> OptimizerShare:
     """Return the share of the busiest rank; matrices are never cut, so it has at least one of the largest ones."""
     optim, owned, ranks = recipe.optim, owned_parameters(shape, layout), layout.expert_shards
-    momentum = recipe_plan.optimizer_of(recipe).momentum_bytes
+    layers, momentum = shape.num_layers // layout.pipeline, recipe_plan.optimizer_of(recipe).momentum_bytes
     if optim.name != "muon":
         return OptimizerShare(0.0, sum(owned.values()), momentum)
     of_an_expert, of_a_layer = muon_matrices(shape, optim.muon_split_gate_up)
-    layers = shape.num_layers // layout.pipeline
     experts = layers * shape.num_experts / layout.expert / ranks
     flops = partial(newton_schulz_flops, steps=optim.muon_steps, bf16=optim.muon_dtype == "bf16")
     operations = max(experts * sum(flops(*size) for size in of_an_expert), flops(*of_an_expert[0]) * (ranks > 1))

@@ -102,7 +102,7 @@ def check_memory(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -> N
     components = memory_plan.components
     smaller = "a smaller model.num_layers, hidden_size, num_experts or moe_ffn_hidden_size"
     if recipe.cluster.device == "cpu":
-        needed = plan.local_ranks * sum(components[name] for name in ("weights", "gradients (fp32)", "optimizer"))
+        needed = plan.local_ranks * sum(components[name] for name in ("weights", "gradients", "optimizer"))
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if needed > memory:
             raise mistake(
