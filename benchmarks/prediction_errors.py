@@ -31,7 +31,6 @@ from zaya_plugin.config.compose import compose
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.plan import prediction, recipe_plan, step_source
 from zaya_plugin.plan.known_machine import recipe_of
-from zaya_plugin.plan.memory import Optimizer, memory_plan
 
 REPO = Path(__file__).parents[1]
 RESULTS, PAGE = REPO / "benchmarks" / "results", REPO / "docs" / "plan.md"
@@ -198,20 +197,8 @@ def predicted(step: Measured, source: step_source.Source) -> tuple[float | None,
     """Return the seconds and GiB that are predicted for a step."""
     source = replace(source, optimizer=step.optimizer)
     result = prediction.predict(step.recipe, step.devices, source, VOCABULARY)
-    plan = result.memory
-    assert plan is not None
-    if step.optimizer:
-        return result.seconds, plan.total / recipe_plan.GIB
-    recipe = recipe_plan.with_recompute(step.recipe, step.devices, VOCABULARY)[0]
-    plan = memory_plan(
-        recipe_plan.shape_of(recipe, VOCABULARY),
-        recipe_plan.layout_of(recipe, step.devices),
-        recipe_plan.batch_of(recipe, step.devices),
-        recipe_plan.recompute_of(recipe),
-        Optimizer(muon=False),
-        recipe_plan.has_graph(recipe),
-    )
-    return result.seconds, (plan.total - plan.components["optimizer"]) / recipe_plan.GIB
+    assert result.memory is not None
+    return result.seconds, result.memory.total / recipe_plan.GIB
 
 
 def fit_records(steps: Iterable[Measured]) -> list[Measured]:
@@ -252,7 +239,6 @@ def fit(records: Sequence[Measured], slowed: float | None = None) -> dict:
     if not all(recipe_plan.has_graph(step.recipe) for step in records):
         gap = 0.0  # launched kernel by kernel, a step waits for its host
     return {
-        "device": first.device,
         "what": {
             "device": first.device,
             "date": max(step.date for step in records),
@@ -312,18 +298,29 @@ def _squares(records: Sequence[Measured], source: step_source.Source) -> float:
     return sum((predicted(step, source)[0] / step.seconds - 1) ** 2 for step in records)
 
 
-# Why a record misses its bound, by a part of its name and its commit.
+# Why a record misses its bound, by a part of its name and its commit, and the largest error that the reason excuses: the
+# error is measured once, so the ceiling is its next whole per cent. Above MAX_EXCUSED nothing is excused.
+MAX_EXCUSED = 0.14
 REASONS = {
-    (
-        "checkpoint_stall-2xh200-place",
-        "1bb850da",
-    ): "its 30 steps become faster, 1.529 to 1.480 s; the cause is not known",
-    ("checkpoint_stall-2xh200", "f279e41"): "its 36 steps become faster, 1.550 to 1.487 s; the cause is not known",
-    ("checkpoint_stall-h200-memory", "4c1c65e"): "two layers, so that the head is 80 % of the step",
-    ("transformer_engine-h200 local_cudnn", "2780d3c"): "ten layers: the head is 58 % of the step, and ran 4 % slower",
-    ("transformer_engine-h200 local_cudnn2", "2780d3c"): "as the row above",
-    ("transformer_engine-h200 local_sdpa", "2780d3c"): "torch took FlashAttention-2, twice as slow as cuDNN's kernels",
-    ("verify-h200", "62afb08"): "two steps of a short check, whose kernels ran 3 % faster",
+    ("checkpoint_stall-2xh200-place", "1bb850da"): (
+        0.06,
+        "its 30 steps become faster, 1.529 to 1.480 s; the cause is not known",
+    ),
+    ("checkpoint_stall-2xh200", "f279e41"): (
+        0.06,
+        "its 36 steps become faster, 1.550 to 1.487 s; the cause is not known",
+    ),
+    ("checkpoint_stall-h200-memory", "4c1c65e"): (0.09, "two layers, so that the head is 80 % of the step"),
+    ("transformer_engine-h200 local_cudnn", "2780d3c"): (
+        0.10,
+        "ten layers: the head is 58 % of the step, and ran 4 % slower",
+    ),
+    ("transformer_engine-h200 local_cudnn2", "2780d3c"): (0.10, "as the row above"),
+    ("transformer_engine-h200 local_sdpa", "2780d3c"): (
+        MAX_EXCUSED,
+        "torch took FlashAttention-2, twice as slow as cuDNN's kernels",
+    ),
+    ("verify-h200", "62afb08"): (0.04, "two steps of a short check, whose kernels ran 3 % faster"),
 }
 
 
@@ -351,6 +348,12 @@ class Row:
         return self.bound is not None and (
             abs(self.time_error) > self.bound or abs(self.memory_error or 0.0) > MEMORY_BOUND
         )
+
+    @property
+    def is_excused(self) -> bool:
+        """Whether a reason explains an error above its bound: of the time, and at most as large as its ceiling."""
+        ceiling, _ = REASONS.get((self.step.record, self.step.commit), (0.0, ""))
+        return abs(self.time_error) <= ceiling <= MAX_EXCUSED and abs(self.memory_error or 0.0) <= MEMORY_BOUND
 
 
 def rows(steps: Sequence[Measured], source: step_source.Source) -> list[Row]:
@@ -384,8 +387,13 @@ def tables() -> str:
     forth, back = rows(steps, step_source.fitted()), reverse_rows(steps)
     missed = {(row.step.record, row.step.commit): None for row in (*forth, *back) if row.misses}
     lines = [*_table(forth), "", "From the H100's record (verify-h100) to one H200:", "", *_table(back, memory=False)]
-    lines += ["", "Above their bound (bold), and why:", ""]
-    lines += [f"* {record}, {commit}: {REASONS.get((record, commit), 'not known')}." for record, commit in missed]
+    lines += [
+        "",
+        f"Above their bound (bold), why, and up to which error the reason counts (none above {MAX_EXCUSED:.0%}):",
+        "",
+    ]
+    reasons = {place: REASONS.get(place, (0.0, "not known")) for place in missed}
+    lines += [f"* {record}, {commit}: {why}; up to {most:.0%}." for (record, commit), (most, why) in reasons.items()]
     return "\n".join(["", *lines, "", ""])
 
 

@@ -173,16 +173,14 @@ def versions() -> str:
     return table(("operator", "versions, best first", "by name only", "not in fp32"), rows)
 
 
-SHAPE = (40, 2048, 8, 2, 128, 16, 2048, 256, 262_272)  # ZAYA1-base, as zaya_plugin.plan.flops.Shape takes it
-
-
 def layouts() -> str:
     """Return what a rank holds and sends in a step of ZAYA1-base on 8 devices under several layouts, in GB."""
-    from zaya_plugin.plan.flops import Shape
+    from zaya_plugin.config.compose import compose
     from zaya_plugin.plan.memory import Optimizer, optimizer_bytes
     from zaya_plugin.plan.parallelism import Batch, ParallelSizes, local_parameters, sent_bytes
+    from zaya_plugin.plan.recipe_plan import shape_of
 
-    shape, rows = Shape(*SHAPE), []
+    shape, rows = shape_of(compose(["experiment=zaya1_base", "data.path=none"])), []
     for name, sizes in (
         ("DP 8", {"data": 8}),
         ("CP 2, DP 4", {"data": 4, "context": 2}),
@@ -229,13 +227,10 @@ def layouts() -> str:
 def recomputation() -> str:
     """Return what recomputation saves and costs for ZAYA1-base on eight H200s, 4 sequences of 4,096 tokens a device."""
     from zaya_plugin.config.compose import compose
-    from zaya_plugin.plan.flops import Shape
-    from zaya_plugin.plan.memory import Optimizer
-    from zaya_plugin.plan.parallelism import Batch, ParallelSizes
-    from zaya_plugin.plan.recipe_plan import choices
+    from zaya_plugin.plan.recipe_plan import choices_of
 
-    machine = compose(["cluster=h200_8", "data.path=none"]).machine
-    possible = choices(Shape(*SHAPE), ParallelSizes(data=8), Batch(4096, 4), Optimizer(), machine)
+    words = ["stage.micro_batch_size=4", "stage.global_batch_size=32", "cluster.graphs=none"]
+    recipe = compose(["experiment=zaya1_base", "cluster=h200_8", "data.path=none", *words])
     shown = (
         "nothing",
         "permute",
@@ -247,9 +242,9 @@ def recomputation() -> str:
         "40 whole layers",
     )
     rows = [
-        (f"`{choice.name}`", f"{choice.plan.total / 2**30:.1f}", f"{choice.milliseconds:.1f}")
-        for choice in possible
-        if choice.name in shown
+        (f"`{choice.recompute.name}`", f"{choice.plan.total / 2**30:.1f}", f"{choice.milliseconds:.1f}")
+        for choice in choices_of(recipe, 8)
+        if choice.recompute.name in shown
     ]
     return table(("recomputed", "GiB a device", "ms a micro-batch"), rows)
 

@@ -15,7 +15,7 @@ from zaya_plugin import cli
 from zaya_plugin.commands.plan_report import layout_lines
 from zaya_plugin.config.compose import compose, save_recipe
 from zaya_plugin.hosts import rank_layout
-from zaya_plugin.plan import layout_report, recipe_plan
+from zaya_plugin.plan import parallelism, recipe_plan
 
 DEMO = ["experiment=cpu_demo", "data.path=none", "optim=muon", "parallel.overlap_grad_reduce=true"]
 SMALL = ["model.hidden_size=64", "model.kv_channels=8", "model.moe_ffn_hidden_size=32", "model.num_layers=4"]
@@ -54,7 +54,7 @@ def built(tmp_path, words, world, broken=False):
     save_recipe(recipe, tmp_path / "recipe.yaml")
     fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe()
-    ranks = [0] if broken else layout_report.ranks_to_build(layout, world)
+    ranks = [0] if broken else parallelism.ranks_to_build(layout, world)
     child = fork.Process(target=_build, args=(theirs, str(tmp_path / "recipe.yaml"), world, ranks, broken))
     child.start()
     theirs.close()
@@ -63,10 +63,18 @@ def built(tmp_path, words, world, broken=False):
     return [json.loads(line) for line in lines.splitlines()], shape, layout
 
 
+def _with_full_shard(rank, shape):
+    """The rank's description with the largest matrix and one element more than a share in the experts' fullest shard."""
+    (row,) = (row for row in rank["buffers"] if row["name"] == "experts")
+    most = row["elements"] // row["shards"] + 2 * shape.moe_ffn_hidden_size * shape.hidden_size + 1
+    changed = {**row, "shard_elements": [most, *row["shard_elements"][1:]]}
+    return {**rank, "buffers": [changed if buffer is row else buffer for buffer in rank["buffers"]]}
+
+
 def test_shards_of_instances_are_complete(tmp_path):
     words = ["parallel.num_distributed_optimizer_instances=4", "stage.global_batch_size=64", "nproc=16"]
     ranks, shape, layout = built(tmp_path, words, 16)
-    assert [rank["rank"] for rank in ranks] == [0, 7, 15] and layout_report.faults_of(ranks, shape, layout) == []
+    assert [rank["rank"] for rank in ranks] == [0, 7, 15] and parallelism.faults_of(ranks, shape, layout) == []
     assert [[row["shard"] for row in rank["buffers"]] for rank in ranks] == [[0, 0], [3, 3], [3, 3]]
     assert {row["shards"] for rank in ranks for row in rank["buffers"]} == {4} and ranks[1]["groups"]["data"] == [16, 7]
     experts = next(row for row in ranks[0]["buffers"] if row["name"] == "experts")
@@ -75,11 +83,14 @@ def test_shards_of_instances_are_complete(tmp_path):
     assert "rest 3 of 4, experts 3 of 4" in by_rank.splitlines()[2] and "fullest shard / mean" in buffers
     assert buffers.splitlines()[2].split()[4] == "1.00", "the fullest shard of the experts"
     assert verdict.endswith("every one of 1,000 parameters is in exactly one shard of each instance")
+    # a shard with more than a share and a whole matrix
+    (fault,) = parallelism.faults_of([_with_full_shard(ranks[0], shape), *ranks[1:]], shape, layout)
+    assert fault.startswith("rank 0, experts: the fullest shard has ") and fault.endswith(" of the mean")
     # a piece that is lost, and a part of the model that no rank has
-    faults = layout_report.faults_of(*built(tmp_path, words, 16, broken=True))
+    faults = parallelism.faults_of(*built(tmp_path, words, 16, broken=True))
     assert any("are not held exactly once" in line for line in faults)
     without = [{**rank, "parameters": {**rank["parameters"], "experts": 7}} for rank in ranks]
-    (fault,) = layout_report.faults_of(without, shape, layout)[-1:]
+    (fault,) = parallelism.faults_of(without, shape, layout)[-1:]
     assert layout_lines(without, [fault], 16, 1000)[-1].startswith("WRONG: all parts of the model")
 
 
@@ -87,11 +98,9 @@ def test_shards_of_instances_are_complete(tmp_path):
 def test_parts_of_expert_and_pipeline_parallel_ranks_are_the_whole_model(tmp_path):
     words = ["parallel.expert_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2", "nproc=8"]
     ranks, shape, layout = built(tmp_path, [*words, "stage.global_batch_size=16"], 8)
-    assert [rank["rank"] for rank in ranks] == [0, 1, 3, 4, 5, 7] and layout_report.faults_of(
-        ranks, shape, layout
-    ) == []
+    assert [rank["rank"] for rank in ranks] == [0, 1, 3, 4, 5, 7] and parallelism.faults_of(ranks, shape, layout) == []
     assert [rank["groups"]["expert"] for rank in ranks[:2]] == [[2, 0], [2, 1]] and ranks[3]["tied"] > 0
-    one_stage = layout_report.faults_of(ranks[:3], shape, replace(layout, pipeline=1))
+    one_stage = parallelism.faults_of(ranks[:3], shape, replace(layout, pipeline=1))
     assert len(one_stage) == 1 and "all parts of the model have" in one_stage[0]
 
 

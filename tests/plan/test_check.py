@@ -5,6 +5,7 @@
 
 import functools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -159,7 +160,12 @@ CASES = {
         "cluster.distributed_timeout_minutes=60",
         {"cluster.num_nodes": 16, "cluster.distributed_timeout_minutes": 29},
     ),
-    "save_interval": ("mi300x_8", {}, "checkpoint.save_interval=150", {"checkpoint.save_interval": 300}),
+    "save_interval": (
+        "mi300x_8",
+        {"checkpoint.save_interval": 1000},
+        "checkpoint.save_interval=150",
+        {"checkpoint.save_interval": 300},
+    ),
 }
 
 
@@ -191,20 +197,31 @@ def test_an_effect_is_the_difference_of_two_predictions():
     slow = predicted("mi300x_128x8", {"parallel.num_distributed_optimizer_instances": 1})
     after = predict(with_values(slow.recipe, {"parallel.num_distributed_optimizer_instances": 8}), 1024)
     effect = BY_NAME["optimizer_instances"].finding(slow)["effect"]
-    now = slow.seconds
-    assert effect.startswith(
-        f"{1e3 * after.seconds:,.0f} ms a step instead of {1e3 * now:,.0f} ({after.seconds / now - 1:+.1%})"
-    )
-    assert effect.endswith(f"{after.memory.total / 2**30:.1f} GiB instead of {slow.memory.total / 2**30:.1f}")
+    numbers = [float(number.replace(",", "")) for number in re.findall(r"[-+]?[0-9][0-9,.]*(?<![,.])", effect)]
+    share = 100 * (after.seconds / slow.seconds - 1)
+    steps = [1e3 * after.seconds, 1e3 * slow.seconds, share, after.memory.total / 2**30, slow.memory.total / 2**30]
+    assert numbers == [pytest.approx(number, abs=0.5) for number in steps]
+    assert share == pytest.approx(-14.7, abs=0.5)  # docs/predictions.md: what one bucket in 1,024 shards costs
+    assert re.fullmatch(r"\d+ ms a step instead of \d+ \(-\S+%\), \S+ GiB instead of \S+", effect)
 
 
 def test_the_interval_between_checkpoints_follows_from_cost_and_failures():
-    """Derived apart from the code: 8 x MI300X fail every 8090 / 8 hours, and an asynchronous save costs 0.05 s."""
-    rare = predicted("mi300x_8", {})
+    """Derived apart from the code: 8 x MI300X fail every 8090 / 8 hours and are 81 s away each time; an asynchronous save
+    costs 0.05 s.
+    """
+    rare = predicted("mi300x_8", {"checkpoint.save_interval": 1000})
     failures, seconds = 3600 * 8090 / 8, 1000 * rare.seconds
-    lost = 0.05 / seconds + seconds / 2 / failures
+    lost = 0.05 / seconds + (seconds / 2 + 81.1) / failures
     effect = BY_NAME["save_interval"].finding(rare)["effect"]
-    assert f"instead of {lost:.2%}, " in effect and lost == pytest.approx(0.0076, rel=0.03)
+    assert float(re.search(r"instead of ([0-9.]+)%", effect)[1]) == pytest.approx(100 * lost, abs=0.006)
+    assert lost == pytest.approx(0.0076, rel=0.03)
+
+
+def test_a_step_that_does_not_fit_has_no_time():
+    too_large = predicted("mi300x_8", {"stage.micro_batch_size": 32, "checkpoint.save_interval": 1000})
+    memory, *others = findings_of(too_large)
+    assert too_large.seconds is None and memory["effect"] == "127.0 GiB instead of 332.9"
+    assert [finding["rule"] for finding in others] == ["save_interval"] and "at least " in others[0]["what"]
 
 
 def test_a_device_that_is_not_known_gets_no_advice_on_speed():
@@ -234,27 +251,19 @@ def test_the_command_prints_findings_and_ends_with_2_for_what_does_not_fit(capsy
     assert "change  no override helps" in capsys.readouterr().out
 
 
-# Findings about the shipped recipes. 1,000 and 500 steps between checkpoints are short on no cluster, and a micro-batch
-# of one sequence of 4,096 tokens is the stage's, which mi300x_8 and what builds on it replace.
-REMAINING = {
-    **{f"zaya1_base{stage}": {"save_interval"} for stage in ("", "_stage2", "_32k", "_131k")},
-    **dict.fromkeys(("continue_4k", "continue_32k", "finetune_chat"), set()),
-}
-SHORT_BATCH = {"zaya1_base", "zaya1_base_stage2", "continue_4k", "finetune_chat"}
+SHIPPED = ("zaya1_base", "zaya1_base_stage2", "zaya1_base_32k", "zaya1_base_131k", "continue_4k", "continue_32k")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cluster", ["mi300x_8", "mi300x_128x8", "mi355x_8", "h100_8", "h200_8"])
-def test_what_remains_of_the_shipped_recipes(cluster):
-    for experiment, remaining in REMAINING.items():
+def test_the_shipped_recipes_have_no_findings(cluster):
+    for experiment in (*SHIPPED, "finetune_chat"):
         recipe = compose([f"experiment={experiment}", f"cluster={cluster}", "data.path=none"])
         world = planned_ranks(recipe)
         if recipe.stage.global_batch_size < world:
             continue  # a short stage is not for 1,024 devices
-        expected = remaining | ({"product_volume"} if cluster[0] == "h" and experiment in SHORT_BATCH else set())
         validate(recipe, world)
-        findings = {finding["rule"] for finding in findings_of(step_of(recipe, world))}
-        assert findings == expected, experiment
+        assert findings_of(step_of(recipe, world)) == [], experiment
 
 
 def table() -> str:

@@ -8,22 +8,30 @@ from dataclasses import replace
 import pytest
 
 from hip_ops.saved_bytes import chunk_for
+from tests.plan.shapes import ZAYA1_BASE
 from zaya_plugin.config.compose import compose
+from zaya_plugin.config.schema import with_values
 from zaya_plugin.plan import memory
 from zaya_plugin.plan.expected_step import between_instances, collective_seconds
-from zaya_plugin.plan.flops import Shape
 from zaya_plugin.plan.memory import Optimizer, Recompute, in_flight, layer_tensors, memory_plan, padded_parameters
 from zaya_plugin.plan.parallelism import Batch, ParallelSizes
-from zaya_plugin.plan.recipe_plan import RESERVED_SHARE, choices, choose
+from zaya_plugin.plan.recipe_plan import RESERVED_SHARE, choices_of, recompute_of, with_recompute
 
 GIB = 2**30
-BASE = Shape(40, 2048, 8, 2, 128, 16, 2048, 256, 262_272)
-TWELVE, FOUR = replace(BASE, num_layers=12), replace(BASE, num_layers=4, vocab_size=65_536)
-GOAL = (BASE, ParallelSizes(data=8), Batch(4096, 4), Optimizer())  # 8 H200s, 16,384 tokens a device
+TWELVE, FOUR = replace(ZAYA1_BASE, num_layers=12), replace(ZAYA1_BASE, num_layers=4, vocab_size=65_536)
+GOAL = (ZAYA1_BASE, ParallelSizes(data=8), Batch(4096, 4), Optimizer())  # 8 H200s, 16,384 tokens a device
 
 
 def machine(cluster):
     return compose([f"cluster={cluster}", "data.path=none"]).machine
+
+
+@pytest.fixture(scope="module")
+def goal():
+    """The recipe of GOAL."""
+    words = ["stage.micro_batch_size=4", "stage.global_batch_size=32", "cluster.graphs=none"]
+    recipe = compose(["experiment=zaya1_base", "cluster=h200_8", "data.path=none", *words])
+    return with_values(recipe, {"parallel.recompute_granularity": "auto"})
 
 
 def test_the_measured_peak_on_one_h100():
@@ -40,24 +48,26 @@ def test_the_measured_peak_on_one_h100():
 def test_what_two_h200s_reserved_for_a_step_as_a_graph(monkeypatch, recompute, optimizer, measured_gib):
     """benchmarks/results/step40-2xh200-{graphs,fused_router}.json; Muon took rounds of 2^30 elements then."""
     monkeypatch.setattr(memory, "MUON_ROUND_ELEMENTS", 2**30)
-    planned = memory_plan(BASE, ParallelSizes(data=2), Batch(4096, 4, 4), recompute, optimizer, graph=True).total / GIB
+    planned = (
+        memory_plan(ZAYA1_BASE, ParallelSizes(data=2), Batch(4096, 4, 4), recompute, optimizer, graph=True).total / GIB
+    )
     assert 0.97 < planned / measured_gib < 1
-    alone = memory_plan(BASE, ParallelSizes(data=2), Batch(4096, 4, 4), recompute, optimizer).total / GIB
+    alone = memory_plan(ZAYA1_BASE, ParallelSizes(data=2), Batch(4096, 4, 4), recompute, optimizer).total / GIB
     assert planned - alone == pytest.approx(12)
 
 
 def test_components_by_hand():
-    plan = memory_plan(BASE, ParallelSizes(data=8), Batch(4096, 4))
+    plan = memory_plan(ZAYA1_BASE, ParallelSizes(data=8), Batch(4096, 4))
     assert plan.components["weights"] == 2 * 8_840_488_784 and plan.components["gradients (fp32)"] == 4 * 8_840_488_784
     # 8 bytes an element under Muon, 12 under AdamW: embedding and all that is no matrix.
     matrices = 40 * (16 * 3 * 2048 * 2048 + 2048 * (2 * 1024 + 2 * 256) + 256 * (2048 + 2 * 256 + 17))
     assert plan.components["optimizer"] == pytest.approx((8 * matrices + 12 * (8_840_488_784 - matrices)) / 8)
     # Experts fill their shards; the rest ends in whole matrices of queries.
-    assert padded_parameters(BASE, ParallelSizes(data=8)) == {
+    assert padded_parameters(ZAYA1_BASE, ParallelSizes(data=8)) == {
         "experts": 40 * 16 * 3 * 2048**2,
         "rest": 47 * 8 * 1024 * 2048,
     }
-    assert padded_parameters(BASE, ParallelSizes(data=1024)) == {
+    assert padded_parameters(ZAYA1_BASE, ParallelSizes(data=1024)) == {
         "experts": 1024 * 4096 * 2048,
         "rest": 1024 * 1024 * 2048,
     }
@@ -77,16 +87,15 @@ def test_pipeline_stages_hold_several_micro_batches():
 
 
 def test_context_parallel_ranks_keep_the_keys_of_all():
-    alone, shared = (layer_tensors(BASE, ParallelSizes(context=ranks), Batch(8192)) for ranks in (1, 2))
+    alone, shared = (layer_tensors(ZAYA1_BASE, ParallelSizes(context=ranks), Batch(8192)) for ranks in (1, 2))
     assert shared["gate and up"] == alone["gate and up"] / 2
     assert shared["keys of all context-parallel ranks"] == shared["values"] == alone["values"]
-    again = layer_tensors(BASE, ParallelSizes(context=2), Batch(8192), frozenset({"core_attn"}))
+    again = layer_tensors(ZAYA1_BASE, ParallelSizes(context=2), Batch(8192), frozenset({"core_attn"}))
     assert again["values"] == alone["values"] / 2
 
 
-def test_the_goal_of_90_gib_is_met_by_recomputing_norms_and_sorted_rows():
-    found = choices(*GOAL, machine("h200_8"))
-    by_name = {choice.name: choice for choice in found}
+def test_the_goal_of_90_gib_is_met_by_recomputing_norms_and_sorted_rows(goal):
+    by_name = {choice.recompute.name: choice for choice in choices_of(goal, 8)}
     assert by_name["nothing"].plan.total / GIB == pytest.approx(93.1, abs=0.5)
     both = by_name["layernorm + permute"]
     assert both.plan.total / GIB == pytest.approx(85.6, abs=0.5) and both.milliseconds < 12
@@ -100,24 +109,21 @@ def test_the_goal_of_90_gib_is_met_by_recomputing_norms_and_sorted_rows():
     assert sorted(per_gib, key=per_gib.get) == list(per_gib)
 
 
-def test_the_cheapest_that_fits_is_chosen():
-    found = choices(*GOAL, machine("h200_8"))
-    assert [choice.milliseconds for choice in found] == sorted(choice.milliseconds for choice in found)
+def test_the_cheapest_that_fits_is_chosen(goal):
+    options = choices_of(goal, 8)
+    assert [choice.milliseconds for choice in options] == sorted(choice.milliseconds for choice in options)
+    plans = {choice.recompute: choice for choice in options}
     names = {}
     for memory_gib in (140, 100, 98, 95, 80):
-        chosen = choose(found, memory_gib)
+        chosen = plans[recompute_of(with_recompute(with_values(goal, {"cluster.memory_gib": memory_gib}), 8)[0])]
         assert chosen.plan.total <= (1 - RESERVED_SHARE) * memory_gib * GIB
-        cheaper = [choice for choice in found if choice.milliseconds < chosen.milliseconds]
+        cheaper = [choice for choice in options if choice.milliseconds < chosen.milliseconds]
         assert all(choice.plan.total > (1 - RESERVED_SHARE) * memory_gib * GIB for choice in cheaper)
-        names[memory_gib] = chosen.name
-    assert (
-        names[140] == "nothing"
-        and names[100] == "permute"
-        and names[98] == "layernorm"
-        and names[95] == "layernorm + permute"
-    )
-    assert names[80].endswith("whole layers")
-    assert choose(found, 60) is None
+        names[memory_gib] = chosen.recompute.name
+    assert names.pop(80).endswith("whole layers")
+    assert names == {140: "nothing", 100: "permute", 98: "layernorm", 95: "layernorm + permute"}
+    with pytest.raises(ValueError, match="recompute_granularity=auto: the step needs"):
+        with_recompute(with_values(goal, {"cluster.memory_gib": 60}), 8)
 
 
 def test_whole_layers_keep_their_inputs():

@@ -3,22 +3,21 @@
 
 import pytest
 
-from zaya_plugin.plan.flops import Shape
+from tests.plan.shapes import ZAYA1_BASE
 from zaya_plugin.plan.memory import Optimizer, memory_plan, optimizer_bytes
 from zaya_plugin.plan.parallelism import Batch, ParallelSizes, local_parameters, sent_bytes
 
-BASE = Shape(40, 2048, 8, 2, 128, 16, 2048, 256, 262_272)
 ADAMW = Optimizer(muon=False)
 
 
 def adamw_bytes(sizes: ParallelSizes) -> float:
     """Return the bytes of AdamW's state on a rank, with fp32 weights in addition to bf16 ones."""
-    return optimizer_bytes(BASE, sizes, ADAMW, 2)
+    return optimizer_bytes(ZAYA1_BASE, sizes, ADAMW, 2)
 
 
 def test_one_rank_holds_the_model():
-    assert sum(local_parameters(BASE, ParallelSizes()).values()) == 8_840_488_784
-    plan = memory_plan(BASE, ParallelSizes(), Batch(4096), optimizer=ADAMW).components
+    assert sum(local_parameters(ZAYA1_BASE, ParallelSizes()).values()) == 8_840_488_784
+    plan = memory_plan(ZAYA1_BASE, ParallelSizes(), Batch(4096), optimizer=ADAMW).components
     # 2 + 4 + 12 bytes: bf16, fp32 gradient, fp32 weight and two moments
     assert plan["weights"] + plan["gradients (fp32)"] + plan["optimizer"] == 18 * 8_840_488_784
     assert adamw_bytes(ParallelSizes(data=8)) == 12 * 8_840_488_784 / 8
@@ -27,11 +26,11 @@ def test_one_rank_holds_the_model():
 
 def test_experts_and_heads_are_dealt_out():
     experts = 40 * 16 * 3 * 2048 * 2048
-    assert local_parameters(BASE, ParallelSizes(data=8, expert=8)) == {
+    assert local_parameters(ZAYA1_BASE, ParallelSizes(data=8, expert=8)) == {
         "experts": experts // 8,
         "rest": 8_840_488_784 - experts,
     }
-    tensor = local_parameters(BASE, ParallelSizes(tensor=2))
+    tensor = local_parameters(ZAYA1_BASE, ParallelSizes(tensor=2))
     cut = 262_272 * 2048 + 40 * 2048 * (1024 + 256 + 1024)  # embedding; queries, keys and output of every layer
     assert tensor == {"experts": experts, "rest": 8_840_488_784 - experts - cut // 2}
     # Every replica of an expert shares its optimizer state: 8 ranks, 2 of which hold an expert.
@@ -40,13 +39,16 @@ def test_experts_and_heads_are_dealt_out():
 
 
 def test_keys_and_values_are_512_numbers_a_token_and_layer():
-    sent = sent_bytes(BASE, ParallelSizes(context=2), Batch(32_768))
+    sent = sent_bytes(ZAYA1_BASE, ParallelSizes(context=2), Batch(32_768))
     # 16,384 tokens to the one other rank, and their gradients back, in bf16.
     assert sent["key_values"] == 2 * 40 * 16_384 * 512 * 2
     # Two chunks; two steps of 1280 channels and one of the 128 delayed values.
     assert sent["boundary"] == 2 * 40 * 2 * (2 * 1280 + 128) * 2
     assert sent["boundary"] < 7e-4 * sent["key_values"]
-    assert sent_bytes(BASE, ParallelSizes(context=2, zigzag=False), Batch(32_768))["boundary"] == sent["boundary"] / 2
+    assert (
+        sent_bytes(ZAYA1_BASE, ParallelSizes(context=2, zigzag=False), Batch(32_768))["boundary"]
+        == sent["boundary"] / 2
+    )
     assert sent["dispatch"] == sent["activations"] == sent["stages"] == 0
 
 
@@ -54,19 +56,20 @@ def test_what_the_other_layouts_send():
     batch = Batch(4096, micro_batches=4)
     token = 4 * 4096 * 2048 * 2  # bytes of all normed rows of a step in bf16
     # There and back, and the gradients: half of the rows leave a rank.
-    assert sent_bytes(BASE, ParallelSizes(data=2, expert=2), batch)["dispatch"] == 40 * 4 * token / 2
+    assert sent_bytes(ZAYA1_BASE, ParallelSizes(data=2, expert=2), batch)["dispatch"] == 40 * 4 * token / 2
     # An all-gather of all rows and a reduce-scatter, over the expert-parallel ranks alone: experts are never cut.
     gathered = ParallelSizes(data=2, tensor=2, expert=4, allgather_dispatcher=True)
-    assert sent_bytes(BASE, gathered, batch)["dispatch"] == 40 * 4 * 3 * token / 2
-    assert sent_bytes(BASE, ParallelSizes(tensor=2), batch)["activations"] == (40 * 4 + 4) * token / 2
+    assert sent_bytes(ZAYA1_BASE, gathered, batch)["dispatch"] == 40 * 4 * 3 * token / 2
+    assert sent_bytes(ZAYA1_BASE, ParallelSizes(tensor=2), batch)["activations"] == (40 * 4 + 4) * token / 2
     assert (
-        sent_bytes(BASE, ParallelSizes(pipeline=2), batch)["tied"] == 4 * 262_272 * 2048
+        sent_bytes(ZAYA1_BASE, ParallelSizes(pipeline=2), batch)["tied"] == 4 * 262_272 * 2048
     )  # half of an all-reduce twice
-    assert sent_bytes(BASE, ParallelSizes(pipeline=2), batch)["stages"] == 2 * 4 * 4096 * (2048 + 256) * 4
+    assert sent_bytes(ZAYA1_BASE, ParallelSizes(pipeline=2), batch)["stages"] == 2 * 4 * 4096 * (2048 + 256) * 4
     assert (
-        sent_bytes(BASE, ParallelSizes(pipeline=2, virtual=4), batch)["stages"] == 4 * 2 * 4 * 4096 * (2048 + 256) * 4
+        sent_bytes(ZAYA1_BASE, ParallelSizes(pipeline=2, virtual=4), batch)["stages"]
+        == 4 * 2 * 4 * 4096 * (2048 + 256) * 4
     )
-    data = sent_bytes(BASE, ParallelSizes(data=8), batch)
+    data = sent_bytes(ZAYA1_BASE, ParallelSizes(data=8), batch)
     assert (data["gradients"], data["weights"]) == (7 / 8 * 4 * 8_840_488_784, 7 / 8 * 2 * 8_840_488_784)
 
 
@@ -78,7 +81,7 @@ def test_instances_of_the_optimizer():
     assert (many.shards, many.expert_shards, one.shards) == (64, 64, 1024)
     assert adamw_bytes(many) == pytest.approx(16 * adamw_bytes(one))
     batch = Batch(4096)
-    alone, together = sent_bytes(BASE, one, batch), sent_bytes(BASE, many, batch)
+    alone, together = sent_bytes(ZAYA1_BASE, one, batch), sent_bytes(ZAYA1_BASE, many, batch)
     parameters = alone["gradients"] / 4 * 1024 / 1023
     assert together["gradients"] == pytest.approx(63 / 64 * 4 * parameters) and together["weights"] == pytest.approx(
         63 / 64 * 2 * parameters

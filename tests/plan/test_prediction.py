@@ -14,7 +14,7 @@ from zaya_plugin.commands import table
 from zaya_plugin.commands.plan import run as parser
 from zaya_plugin.config.compose import compose
 from zaya_plugin.plan import flops, prediction, recipe_plan, step_source
-from zaya_plugin.plan.product_rate import CDNA3, PROCESSORS
+from zaya_plugin.plan.products import CDNA3, PROCESSORS
 from zaya_plugin.plan.step_work import work_of
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "step12-h100.json"
@@ -224,14 +224,12 @@ def test_a_thousand_ranks_hide_nothing_in_one_instance_and_most_in_sixteen(recor
 
 
 def test_the_documents_give_what_is_predicted_for_mi300x():
-    """From the record and with the recomputation that docs/predictions.md names."""
-    source = step_source.load(RECORD.parent / "step40-4xh200-copy_engines.json")
-    words = ["data.path=none", "parallel.recompute_granularity=selective", "parallel.recompute_modules=[permute]"]
+    """All from the fit, and the first also from the record that docs/predictions.md names."""
 
-    def step(devices: int, cluster: str, *more: str) -> tuple[str, str]:
-        recipe = compose(["experiment=zaya1_base", f"cluster={cluster}", *words, *more])
-        found = predicted(source, recipe, devices)["step"]
-        return f"{found['ms']:,.0f}", f"{round(found['tokens_per_s_per_device'], -2):,.0f}"
+    def step(devices: int, cluster: str, *more: str, source: step_source.Source | None = None) -> tuple[str, str]:
+        recipe = compose(["experiment=zaya1_base", f"cluster={cluster}", "data.path=none", *more])
+        result = prediction.predict(recipe, devices, source)
+        return f"{1e3 * result.seconds:,.0f}", f"{round(result.tokens_per_second, -2):,.0f}"
 
     table, *guide = (
         (RECORD.parents[2] / "docs" / f"{name}.md").read_text() for name in ("predictions", "mi300x", "cluster")
@@ -241,8 +239,13 @@ def test_the_documents_give_what_is_predicted_for_mi300x():
         step(8, "mi300x_8", "stage.global_batch_size=128", f"machine.attention_tflops={rate}") for rate in (190, 270)
     )
     all_nodes = step(1024, "mi300x_128x8")
-    for ms, rate in (one, one_aiter, all_nodes):
-        assert f" {ms} (" in table and f"| {rate} |" in table
+    record = step_source.load(RECORD.parent / "step40-4xh200-copy_engines.json")
+    recomputed = "parallel.recompute_granularity=selective", "parallel.recompute_modules=[permute]"
+    source = step_source.source_of(record)
+    from_record, _ = step(8, "mi300x_8", "stage.global_batch_size=128", *recomputed, source=source)
+    assert f"the first row is {from_record} ms" in table
+    for ms, rate in (one, one_aiter, all_nodes, step(8, "mi355x_8", "stage.global_batch_size=128")):
+        assert f"| {ms} " in table and f"| {rate} |" in table
     assert f"PREDICTION {one[0]} ms, {one[1]} tokens/s a device, 93.1 GiB planned with torch's attention" in guide
     assert f", {one_aiter[0]} ms with AITER's" in guide
     assert f"PREDICTION for 1,024 devices: {all_nodes[0]} ms, {all_nodes[1]} tokens/s" in guide
@@ -311,7 +314,7 @@ def test_the_sizes_of_zaya1():
 def test_a_device_without_rates_gets_a_reason_and_the_rest():
     for words, reason in (
         (["experiment=cpu_demo"], "no rates of a CPU are known"),
-        (["experiment=zaya1_base", "cluster=gpu"], "machine.name=null is not a device with known rates"),
+        (["experiment=zaya1_base", "cluster=gpu"], "machine.name=null: is not a device with known rates"),
         ([*ALIKE, "cluster=h200_8", "parallel=pipeline_parallel"], "pipeline_model_parallel_size=2"),
     ):
         result = prediction.predict(compose([*words, "data.path=none"]), 8)

@@ -150,11 +150,9 @@ def test_a_step_that_does_not_fit_is_refused_by_a_dry_run_and_a_start_with_the_s
         "\n  memory: the step does not fit: 332.9 of 192 GiB" in other
         and "  change  stage.micro_batch_size=8\n" in other
     )
-    first, *further = told.err.splitlines()  # a slow machine also prints a line on what it waits for, before
-    assert (
-        any(line.startswith(f"zaya: {problem}") for line in (first, *further[:1]))
-        and "Fix: parallel.recompute_granularity=auto" in told.err
-    )
+    lines = told.err.splitlines()  # a slow machine also prints lines on what it waits for
+    assert any(line.startswith(f"zaya: {problem}") for line in lines)
+    assert "Fix: parallel.recompute_granularity=auto" in told.err
     recipe = compose([*words[1:], "stage.micro_batch_size=32"])
     with pytest.raises(ValueError, match=re.escape(problem)):
         surroundings.check_sizes(recipe, make_plan(recipe, {}))

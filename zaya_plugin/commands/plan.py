@@ -26,9 +26,10 @@ from zaya_plugin.ground.exit_codes import USER_ERROR
 from zaya_plugin.ground.option_numbers import INT32, real_number, whole_number
 from zaya_plugin.handover.published import compose_published
 from zaya_plugin.pictures.chart import Line, save_lines
-from zaya_plugin.plan import layout_report, search
+from zaya_plugin.plan import search
 from zaya_plugin.plan.bucket_plan import with_bucket_plan
 from zaya_plugin.plan.check import DOES_NOT_FIT, findings_of, step_of, text
+from zaya_plugin.plan.parallelism import faults_of, ranks_to_build
 from zaya_plugin.plan.prediction import Prediction, predict
 from zaya_plugin.plan.run_costs import stage_cost
 from zaya_plugin.plan.sizes import faster_sizes, percentages, widths
@@ -196,11 +197,11 @@ def _run(options: argparse.Namespace) -> int:
         curriculum = compose_curriculum(with_data_path(options.overrides)).stages
         stages = [predict(*on_devices(stage.recipe, options.gpus), source) for stage in curriculum]
     written = {**step.record(), "stages": [stage_cost(stage, options.price) for stage in stages]}
-    print(*plan_report.step_lines(step), *plan_report.cost_lines(written["stages"]), sep="\n", flush=True)
+    print(*plan_report.step_lines(step), *plan_report.stage_lines(written["stages"]), sep="\n", flush=True)
     faults = []
     if options.layout:
         ranks = written["layout"] = built_ranks(step)
-        faults = layout_report.faults_of(ranks, step.shape, step.layout)
+        faults = faults_of(ranks, step.shape, step.layout)
         print(*plan_report.layout_lines(ranks, faults, world, step.parameters), sep="\n")
     if options.output:
         options.output.write_text(json.dumps(written, indent=1) + "\n")
@@ -240,7 +241,7 @@ def _sizes(options: argparse.Namespace) -> None:
 def built_ranks(step: Prediction) -> list[dict]:
     """Return what ranks of the run build, each as zaya_plugin.hosts.rank_layout describes it, in a process of its
     own."""
-    ranks = layout_report.ranks_to_build(step.layout, step.world)
+    ranks = ranks_to_build(step.layout, step.world)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "recipe.yaml"
         save_recipe(step.recipe, file)

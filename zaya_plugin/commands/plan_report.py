@@ -105,7 +105,7 @@ def step_lines(step: Prediction) -> list[str]:
     ]
 
 
-def cost_lines(stages: Sequence[dict]) -> list[str]:
+def stage_lines(stages: Sequence[dict]) -> list[str]:
     """Return a table of the stages (`stage_cost`) and, of several, their sum."""
     known, rows = [stage for stage in stages if "hours" in stage], list(stages)
     if len(known) > 1:

@@ -810,19 +810,19 @@ class MachineConfig:
         resume=MAY_CHANGE,
     )
     host_link_gb_per_s: float = own(
-        52.8, "GB/s that a device copies to the host's memory", "plan.checkpoint_plan", limit=RATE, resume=MAY_CHANGE
+        52.8, "GB/s that a device copies to the host's memory", "plan.run_costs", limit=RATE, resume=MAY_CHANGE
     )
     storage_gb_per_s: float = own(
         2.0,
         "GB/s that the storage of the checkpoints takes from the whole job; the default is one plain NFS mount",
-        "plan.checkpoint_plan",
+        "plan.run_costs",
         limit=RATE,
         resume=MAY_CHANGE,
     )
     device_hours_per_failure: float = own(
         8090.0,
         "mean hours of one device between failures that end a run; a job fails as often as all its devices together",
-        "plan.checkpoint_plan",
+        "plan.run_costs",
         limit=RATE,
         resume=MAY_CHANGE,
     )

@@ -52,6 +52,11 @@ def mistake(key: str, value: object = _NO_VALUE, *, problem: str, allowed: str =
     return ValueError(message(key, value, problem=problem, allowed=allowed, fix=fix))
 
 
+def without_advice(problem: str) -> str:
+    """Return the first sentence of a message: key, value and what is wrong."""
+    return re.split(r"\.? (?:Allowed|Fix): |\n", problem, maxsplit=1)[0].rstrip(".")
+
+
 def nearest_name(name: str, names: Iterable[str]) -> str | None:
     """Return the one of `names` that `name` was most probably meant to be, or None."""
     return next(iter(difflib.get_close_matches(name.lower(), names, n=1)), None)

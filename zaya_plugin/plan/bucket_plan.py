@@ -3,17 +3,13 @@
 `parallel.bucket_plan`, which applies them to a recipe. No torch import.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from zaya_plugin.config.schema import Recipe
+from zaya_plugin.config.schema import Recipe, with_values
 from zaya_plugin.ground.errors import mistake
-from zaya_plugin.plan.parallelism import GRADIENT_BYTES
+from zaya_plugin.plan.parallelism import GRADIENT_BYTES, WEIGHT_BYTES
 from zaya_plugin.plan.recipe_plan import layout_of
 
 KEY = "parallel.bucket_plan"
@@ -21,11 +17,10 @@ SCHEMA = "zaya bench collectives/1"
 # A size is saturated from this share of the best rate on, and more instances have to be faster by as much: each of them
 # stores the whole optimizer state, and larger buckets begin to be reduced later.
 SATURATED = 0.9
-MOST_ELEMENTS = 2**31 - 1  # the limit of parallel.ddp_bucket_size
-WEIGHT_BYTES = 2  # of a gathered parameter, bf16
+MAX_BUCKET_ELEMENTS = 2**31 - 1  # the limit of parallel.ddp_bucket_size
 KEYS = ("ddp_bucket_size", "num_distributed_optimizer_instances")
 
-Rows = Sequence[Mapping[str, Any]]
+Rows = Sequence[Mapping]
 
 
 def saturation(rows: Rows) -> int | None:
@@ -44,7 +39,7 @@ def rows_of(rows: Rows, name: str, ranks: int, stride: int = 1) -> Rows:
     return [row for row in rows if (row["name"], row["gpus"], row["stride"]) == (name, ranks, stride)]
 
 
-def recommended(rows: Rows, node: int) -> list[dict[str, Any]]:
+def recommended(rows: Rows, node: int) -> list[dict]:
     """Return a recommendation for each measured number of neighbouring ranks that may share weights.
 
     rows: of the sweep. node: ranks of a node. For every number of instances whose groups were measured, the time of a
@@ -54,34 +49,30 @@ def recommended(rows: Rows, node: int) -> list[dict[str, Any]]:
     """
     plans = []
     for world in sorted({row["gpus"] for row in rows if row["stride"] == 1 and row["gpus"] > 1}):
-        options = {}
-        for instances in range(1, world):
-            ranks, left = divmod(world, instances)
+        options = {}  # instances -> seconds of a byte, size and whether it is the largest
+        for instances in [count for count in range(1, world) if world % count == 0]:
+            ranks = world // instances
             reduced, gathered = (rows_of(rows, name, ranks) for name in ("ReduceScatter", "AllGather"))
             # Within a node each device reaches each other one alike, so neighbours stand for devices with a distance.
-            between = rows_of(rows, "AllReduce", instances, 1 if world <= node else ranks)
+            between = rows_of(rows, "AllReduce", instances, 1 if world <= node else ranks) if instances > 1 else ()
             size = saturation(reduced)
-            if left or size is None or not gathered or instances > 1 and not between:
-                continue
-            seconds = seconds_of(reduced, size) + seconds_of(gathered, size * WEIGHT_BYTES / GRADIENT_BYTES)
-            if instances > 1:
-                seconds += seconds_of(between, size / ranks)
-            options[instances] = (1e9 * seconds / size, size, reduced)
-        if not options:
-            continue
-        least = min(cost for cost, *_ in options.values())
-        instances = min(count for count, (cost, *_) in options.items() if SATURATED * cost <= least)
-        _, size, reduced = options[instances]
-        plans.append(
-            {
-                "ranks": world,
-                "bucket_bytes": size,
-                "ddp_bucket_size": min(size // GRADIENT_BYTES, MOST_ELEMENTS),
-                "num_distributed_optimizer_instances": instances,
-                "still_rising": size == max(row["size"] for row in reduced),
-                "ms_per_gb": {str(count): 1e3 * cost for count, (cost, *_) in options.items()},
-            }
-        )
+            if size and gathered and (between or instances == 1):
+                seconds = seconds_of(reduced, size) + seconds_of(gathered, size * WEIGHT_BYTES / GRADIENT_BYTES)
+                seconds += seconds_of(between, size / ranks) if between else 0.0
+                options[instances] = (seconds / size, size, size == max(row["size"] for row in reduced))
+        least = min((cost for cost, *_ in options.values()), default=0.0)
+        for instances in [count for count, (cost, *_) in options.items() if SATURATED * cost <= least][:1]:
+            _, size, still_rising = options[instances]
+            plans.append(
+                {
+                    "ranks": world,
+                    "bucket_bytes": size,
+                    "ddp_bucket_size": min(size // GRADIENT_BYTES, MAX_BUCKET_ELEMENTS),
+                    "num_distributed_optimizer_instances": instances,
+                    "still_rising": still_rising,
+                    "ms_per_gb_by_instances": {str(count): 1e12 * cost for count, (cost, *_) in options.items()},
+                }
+            )
     return plans
 
 
@@ -101,21 +92,18 @@ def with_bucket_plan(recipe: Recipe, world_size: int) -> tuple[Recipe, str | Non
     device, name = record["device"], "CPU" if recipe.cluster.device == "cpu" else recipe.machine.name
     if name is None or name not in device:
         problem = f"was measured on {device}" + (", and machine.name is null" if name is None else "")
-        raise mistake(
-            KEY,
-            file,
-            problem=problem,
-            allowed=f"a record of the recipe's device ({'machine.name=' + name if name else 'set machine.name'})",
-            fix=sweep,
-        )
+        allowed = f"a record of the recipe's device ({'machine.name=' + name if name else 'set machine.name'})"
+        raise mistake(KEY, file, problem=problem, allowed=allowed, fix=sweep)
     plan = next((plan for plan in record["bucket_plan"] if plan["ranks"] == ranks), None)
     if plan is None:
-        known = ", ".join(str(plan["ranks"]) for plan in record["bucket_plan"]) or "no number"
-        problem = f"{ranks} ranks share the recipe's weights (data- and context-parallel), and the file is for {known}"
+        problem = f"{ranks} ranks share the recipe's weights (data- and context-parallel), and the file is for "
+        problem += ", ".join(str(plan["ranks"]) for plan in record["bucket_plan"]) or "no number"
         raise mistake(KEY, file, problem=problem, allowed=f"a sweep with groups of {ranks}", fix=sweep)
-    in_fp32 = recipe.optim.grad_reduce_in_fp32 or recipe.cluster.dtype == "fp32"
-    element = GRADIENT_BYTES if in_fp32 else WEIGHT_BYTES
-    values = (min(plan["bucket_bytes"] // element, MOST_ELEMENTS), plan["num_distributed_optimizer_instances"])
+    in_bf16 = not recipe.optim.grad_reduce_in_fp32 and recipe.cluster.dtype == "bf16"
+    values = (
+        min(plan["bucket_bytes"] // (WEIGHT_BYTES if in_bf16 else GRADIENT_BYTES), MAX_BUCKET_ELEMENTS),
+        plan["num_distributed_optimizer_instances"],
+    )
     changed = [
         f"{key}={value}" + (f" in place of {before}" if (before := getattr(parallel, key)) != value else "")
         for key, value in zip(KEYS, values, strict=True)
@@ -123,22 +111,18 @@ def with_bucket_plan(recipe: Recipe, world_size: int) -> tuple[Recipe, str | Non
     line = (
         f"{KEY}={file}: {', '.join(changed)}; reduce-scatters of {ranks // values[1]} ranks reach {SATURATED:.0%} of "
         f"their best rate at {plan['bucket_bytes'] / 2**20:,.4g} MiB on {device}"
+        + ("; the rate still rises at the largest size that was measured" if plan["still_rising"] else "")
     )
-    line += "; the rate still rises at the largest size that was measured" if plan["still_rising"] else ""
-    return replace(recipe, parallel=replace(parallel, **dict(zip(KEYS, values, strict=True)))), line
+    return with_values(recipe, {f"parallel.{key}": value for key, value in zip(KEYS, values, strict=True)}), line
 
 
-def read(file: str) -> dict[str, Any]:
+def read(file: str) -> dict:
     """Return the record in `file`; raises ValueError if it is missing or another file."""
-    problem = "is not a record of `zaya bench collectives`"
+    problem, fix = "is not a record of `zaya bench collectives`", "zaya bench collectives --output <folder>"
     try:
         record = json.loads(Path(file).read_text())
         if record["schema"] == SCHEMA and all(plan["ranks"] for plan in record["bucket_plan"]):
             return record
-    except OSError as error:
-        problem = f"cannot be read ({error.strerror})"
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise mistake(
-        KEY, file, problem=problem, allowed="its collectives.json", fix="zaya bench collectives --output <folder>"
-    )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problem += f" ({type(error).__name__}: {error})"
+    raise mistake(KEY, file, problem=problem, allowed="its collectives.json", fix=fix)

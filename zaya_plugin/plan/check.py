@@ -7,12 +7,9 @@ valid and fits into memory; its effect is the difference of two predictions. A r
 its best change gains MIN_GAIN.
 """
 
-from __future__ import annotations
-
-import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from math import ceil, gcd, inf
 
 from zaya_plugin.config.schedule import step_count
@@ -20,15 +17,14 @@ from zaya_plugin.config.schema import Recipe, get, with_values
 from zaya_plugin.config.validate import validate
 from zaya_plugin.ground.durations import duration
 from zaya_plugin.ground.errors import as_typed
-from zaya_plugin.plan import checkpoint_plan
 from zaya_plugin.plan.bucket_plan import with_bucket_plan
 from zaya_plugin.plan.expected_step import link_rate
 from zaya_plugin.plan.memory import tokens_of_rank
 from zaya_plugin.plan.parallelism import sent_bytes
 from zaya_plugin.plan.prediction import Prediction, predict
-from zaya_plugin.plan.product_rate import processor_of
-from zaya_plugin.plan.products import products
-from zaya_plugin.plan.recipe_plan import GIB, RESERVED_SHARE
+from zaya_plugin.plan.products import processor_of, products
+from zaya_plugin.plan.recipe_plan import GIB, NO_RECOMPUTE, RESERVED_SHARE
+from zaya_plugin.plan.run_costs import checkpoint_plan
 
 DOES_NOT_FIT, ADVICE = "does not fit", "advice"  # severities
 # Of predicted TFLOP/s: what a finding's change gains, which is how far predictions are off on a known device
@@ -41,17 +37,11 @@ MIN_RUN_SHARE, AMPLE_RUN_SHARE = 0.0025, 0.001
 SATURATION_FLOPS, SATURATED_TFLOPS = 200e9, 600.0  # of a product on an MI300X, and the rate there of a large one
 MANY_RANKS, MANY_RANKS_MINUTES, LINK_SECONDS = 256, 30, 60.0
 SAVE_INTERVALS = sorted(round(n * 10**k) for n in (1, 1.5, 2, 3, 5, 7) for k in range(1, 6))  # steps that are named
-NO_RECOMPUTE = {
-    "parallel.recompute_granularity": None,
-    "parallel.recompute_method": None,
-    "parallel.recompute_num_layers": None,
-    "parallel.recompute_modules": [],
-}
 AUTO_RECOMPUTE = {**NO_RECOMPUTE, "parallel.recompute_granularity": "auto"}
 ROCM_BLOG = "sizing rules of the ROCm blog on ZAYA1, November 2025"
 QUOTED = "arXiv 2511.17127 (AMD), as other texts quote it"
 MEMORY_PLAN = "`zaya_plugin/plan/memory.py`, compared with measured peaks in docs/plan.md"
-TILE_MODEL = "`zaya_plugin/plan/product_rate.py`, errors in docs/predictions.md"
+TILE_MODEL = "`zaya_plugin/plan/products.py`, errors in docs/predictions.md"
 
 
 Values = Mapping[str, object]  # recipe keys and other values for them
@@ -82,8 +72,7 @@ class Rule:
         """Return the finding about a recipe: rule, severity, what, why, source, change (overrides), effect."""
         if self.gain > 0 and not step.tflops or not (what := self.what(step)):
             return None
-        values = _best(step, self.options(step), self.gain)
-        if values is None:
+        if (values := _best(step, self.options(step), self.gain)) is None:
             return None
         changes = [key for key in values if with_values(step.asked, {key: values[key]}) != step.asked]
         effect = [self.figures(step, values), *_compared(step, _changed(step, values))]
@@ -101,12 +90,10 @@ class Rule:
 def _changed(step: Prediction, values: Values) -> Prediction | None:
     """Return the prediction with other values of the recipe, None if they are invalid or fit less."""
     recipe = with_values(step.asked, values)
-    try:
+    with suppress(ValueError):
         validate(recipe, step.world)
         after = predict(recipe, step.world)
-    except ValueError:
-        return None
-    return after if after.memory_share <= max(1 - RESERVED_SHARE, step.memory_share) else None
+        return after if after.memory_share <= max(1 - RESERVED_SHARE, step.memory_share) else None
 
 
 def _best(step: Prediction, options: Iterable[Values], gain: float) -> Values | None:
@@ -124,10 +111,9 @@ def _compared(step: Prediction, after: Prediction | None) -> list[str]:
     """Return the figures of another prediction that differ from this one's."""
     figures = []
     if after and after.seconds and step.seconds and after.seconds != step.seconds:
-        share = after.seconds / step.seconds - 1
-        time = f"{1e3 * after.seconds:,.0f} ms a step instead of {1e3 * step.seconds:,.0f} ({share:+.1%})"
+        time = f"{1e3 * after.seconds:,.0f} ms a step instead of {1e3 * step.seconds:,.0f}"
         rate = f"{after.tflops:,.0f} TFLOP/s a device instead of {step.tflops:,.0f}"
-        figures.append(time if after.shape == step.shape else rate)
+        figures.append(f"{time} ({after.seconds / step.seconds - 1:+.1%})" if after.shape == step.shape else rate)
     if after and after.memory and step.memory and abs(after.memory.total - step.memory.total) > 0.05 * GIB:
         figures.append(f"{after.memory.total / GIB:.1f} GiB instead of {step.memory.total / GIB:.1f}")
     return figures
@@ -146,7 +132,7 @@ def _unit(step: Prediction) -> int:
     return 64 if _accelerated(step) else 16
 
 
-def _memory(problem: str, least: float, most: float, step: Prediction) -> str | bool:
+def _memory(step: Prediction, problem: str, least: float, most: float) -> str | bool:
     if not least < step.memory_share <= most:
         return False
     largest, size = max(step.memory.components.items(), key=lambda component: component[1])
@@ -176,29 +162,24 @@ def _size(
 
     def padding(step: Prediction, values: Values) -> str:
         number, unit = size(step), _unit(step)
-        loaded = gcd(step.batch.dtype_bytes * number, 16)
-        narrow = (
-            f", a row of {number:,} numbers is loaded {loaded} bytes at a time instead of 16" if loaded < 16 else ""
-        )
-        return f"{1 - number / (ceil(number / unit) * unit):.1%} of the tiles are padding{narrow}"
+        text = f"{1 - number / (ceil(number / unit) * unit):.1%} of the tiles are padding"
+        narrow = f", a row of {number:,} numbers is loaded {{}} bytes at a time instead of 16"
+        return text + (narrow.format(loaded) if (loaded := gcd(step.batch.dtype_bytes * number, 16)) < 16 else "")
 
     return Rule(name, looks_at, why, source, what, options, figures=padding)
 
 
-def near_sizes(size: int, multiples: Iterable[int], reach: float) -> list[int]:
-    """Return multiples of the numbers that are at most `reach` from a size, the nearest first."""
+def near_sizes(size: int, multiples: Sequence[int], share: float) -> list[int]:
+    """Return multiples of the numbers that differ from a size by at most a share of it, or by the first of the numbers;
+    the nearest first.
+    """
+    reach = max(share * size, multiples[0])
     sizes = {n * factor for factor in multiples for n in range(1, int((size + reach) / factor) + 1)}
     return sorted((n for n in sizes if n >= size - reach), key=lambda n: (abs(n - size), -n))
 
 
 def _width(name: str) -> Rule:
     key = f"model.{name}"
-
-    def options(step: Prediction) -> list[Values]:
-        size, unit = get(step.recipe, key), _unit(step)
-        near = near_sizes(size, (unit, 2 * unit, 4 * unit), 0.1 * size)
-        return [{key: n} for n in near or [ceil(size / unit) * unit]]
-
     return _size(
         name,
         "sizes of the model, by powers of two up to 64 (on a CPU by lines of 64 bytes)",
@@ -206,13 +187,15 @@ def _width(name: str) -> Rule:
         f"{ROCM_BLOG}; `hip_ops/ops/grouped_product/configs.py`",
         lambda step: get(step.recipe, key),
         key + "={}",
-        options,
+        lambda step: [
+            {key: n} for n in near_sizes(get(step.recipe, key), [factor * _unit(step) for factor in (1, 2, 4)], 0.1)
+        ],
     )
 
 
 def _volume(step: Prediction) -> str | bool:
-    listed = products(step.shape, step.layout, step.batch)
-    flops = next(product.flops for product in listed if product.name == "gate and up")
+    sizes = step.shape, step.layout, step.batch
+    flops = next(product.flops for product in products(*sizes) if product.name == "gate and up")
     least = SATURATION_FLOPS * step.recipe.machine.gemm_tflops / SATURATED_TFLOPS
     return flops < least and (
         f"the experts' products have {flops / 1e9:,.0f} GFLOP, and the rate of a large one needs {least / 1e9:,.0f}"
@@ -234,8 +217,7 @@ def _tile_share(step: Prediction) -> float:
 def _fuller_rounds(step: Prediction) -> list[Values]:
     """Return the micro-batch up to twice as large whose tiles fill the units best, if it is faster too."""
     size = step.recipe.stage.micro_batch_size
-    options = [{"stage.micro_batch_size": n} for n in near_sizes(size, [1], size)[:32]]
-    after = {values["stage.micro_batch_size"]: _changed(step, values) for values in options}
+    after = {n: _changed(step, {"stage.micro_batch_size": n}) for n in near_sizes(size, [1], 1.0)[:32]}
     shares = {n: _tile_share(other) for n, other in after.items() if other and other.tflops > step.tflops}
     best = max(shares, key=shares.__getitem__, default=0)
     return [{"stage.micro_batch_size": best}] if best and shares[best] > _tile_share(step) + MIN_TILE_GAIN else []
@@ -286,48 +268,30 @@ def _split(name: str) -> Rule:
     )
 
 
-def _data_parallel_bytes(step: Prediction) -> float:
-    """Return the bytes that a rank sends in a step in data-parallel collectives."""
-    sent = sent_bytes(step.shape, step.layout, step.batch)
-    return sum(sent[purpose] for purpose in ("gradients", "weights", "instances"))
-
-
 def _retry_seconds(step: Prediction, **names: str) -> float:
     """Return the seconds for which NCCL tries a failed link: 4.096 us x 2^timeout, times the retries."""
     environment = {"NCCL_IB_TIMEOUT": "20", "NCCL_IB_RETRY_CNT": "7", **step.recipe.cluster.environment, **names}
     return 4.096e-6 * 2 ** int(environment["NCCL_IB_TIMEOUT"]) * int(environment["NCCL_IB_RETRY_CNT"])
 
 
-def _lost(step: Prediction, interval: int) -> float:
-    """Return the share of the run's time that failures and saves cost with a checkpoint every `interval` steps."""
-    saves = checkpoint_plan.plan_of(step.recipe, step.world)
-    return saves.lost_share(interval * (step.seconds or saves.least_step), saves.costs[step.recipe.checkpoint.save])
-
-
-def _sensible_interval(step: Prediction) -> int:
-    """Return the largest interval, in steps, that loses at most AMPLE_RUN_SHARE more than the best one."""
-    saves = checkpoint_plan.plan_of(step.recipe, step.world)
-    written = [n for n in SAVE_INTERVALS if n * (step.seconds or saves.least_step) >= saves.drain]
-    lost = {n: _lost(step, n) for n in written or SAVE_INTERVALS[-1:]}
-    return max(n for n, share in lost.items() if share <= min(lost.values()) + AMPLE_RUN_SHARE)
-
-
-def _rare_saves(step: Prediction) -> str | bool:
-    interval, saves = step.recipe.checkpoint.save_interval, checkpoint_plan.plan_of(step.recipe, step.world)
-    if not _accelerated(step) or interval is None or interval <= (sensible := _sensible_interval(step)):
-        return False
-    least = "" if step.seconds else "at least "  # an unknown device
-    return _lost(step, interval) > _lost(step, sensible) + MIN_RUN_SHARE and (
-        f"a checkpoint every {least}{duration(interval * (step.seconds or saves.least_step))}, and a failure every "
-        f"{duration(saves.failures)}"
+def _saves(step: Prediction) -> tuple[int, str, str]:
+    """Return the largest interval between checkpoints, in steps, that loses at most AMPLE_RUN_SHARE more of the run than
+    the best one; what is remarkable about the recipe's; and the shares of the run that both lose.
+    """
+    plan, checkpoint = checkpoint_plan(step.recipe, step.world), step.recipe.checkpoint
+    seconds, own = step.seconds or plan.least_step, checkpoint.save_interval
+    if not _accelerated(step) or own is None:
+        return 0, "", ""
+    lost = {n: plan.lost_share(n * seconds, checkpoint.save) for n in (*SAVE_INTERVALS, own)}
+    options = [n for n in SAVE_INTERVALS if n * seconds >= plan.drain] or SAVE_INTERVALS[-1:]
+    best = max(n for n in options if lost[n] <= min(lost[one] for one in options) + AMPLE_RUN_SHARE)
+    time = f"{'' if step.seconds else 'at least '}{duration(own * seconds)}"
+    what = f"a checkpoint every {time}, and a failure every {duration(plan.failures)}"
+    gain, hours = lost[own] - lost[best], step_count(step.recipe) * (step.seconds or 0.0) * step.world / 3600
+    figures = f"failures and saves cost {lost[best]:.2%} of the run instead of {lost[own]:.2%}" + (
+        f", which gains {gain * hours:,.0f} of {hours:,.0f} device hours" if hours else ""
     )
-
-
-def _save_figures(step: Prediction, values: Values) -> str:
-    then, now = _lost(step, values["checkpoint.save_interval"]), _lost(step, step.recipe.checkpoint.save_interval)
-    shares = f"failures and saves cost {then:.2%} of the run instead of {now:.2%}"
-    hours = step_count(step.recipe) * (step.seconds or 0.0) * step.world / 3600
-    return f"{shares}, which gains {(now - then) * hours:,.0f} of {hours:,.0f} device hours" if hours else shares
+    return best, what if own > best and gain > MIN_RUN_SHARE else "", figures
 
 
 RULES = (
@@ -336,7 +300,7 @@ RULES = (
         "the memory plan against `cluster.memory_gib`",
         "the first step ends with an out-of-memory error",
         MEMORY_PLAN,
-        partial(_memory, "does not fit", 1.0, inf),
+        lambda step: _memory(step, "does not fit", 1.0, inf),
         _less_memory,
         severity=DOES_NOT_FIT,
     ),
@@ -345,7 +309,7 @@ RULES = (
         f"a plan above {1 - RESERVED_SHARE:.0%} of the memory",
         "contexts, buffers of NCCL or RCCL and fragments of the allocator are not in the plan",
         MEMORY_PLAN,
-        partial(_memory, "leaves too little for libraries", 1 - RESERVED_SHARE, 1.0),
+        lambda step: _memory(step, "leaves too little for libraries", 1 - RESERVED_SHARE, 1.0),
         _less_memory,
     ),
     _size(
@@ -475,9 +439,9 @@ RULES = (
         ),
         lambda step: [{"cluster.environment.NCCL_IB_HCA": "<device>"}],
         figures=lambda step, values: (
-            f"a rank sends {_data_parallel_bytes(step) / 1e9:,.1f} GB in a step to its data-parallel neighbours, over these "
-            "devices where the neighbour is on another node"
-        ),
+            "a rank sends {gradients:,.1f} GB of gradients, {weights:,.1f} of weights and {instances:,.1f} between "
+            "instances in a step, over these devices where the neighbour is on another node"
+        ).format_map({use: sent / 1e9 for use, sent in sent_bytes(step.shape, step.layout, step.batch).items()}),
     ),
     Rule(
         "link_retries",
@@ -516,9 +480,9 @@ RULES = (
         f"an interval that loses {MIN_RUN_SHARE:.2%} of the run more than a sensible one",
         "a failure loses half an interval on average",
         "J. W. Young 1974, J. T. Daly 2006; rates in docs/checkpoints.md",
-        _rare_saves,
-        lambda step: [{"checkpoint.save_interval": _sensible_interval(step)}],
-        figures=_save_figures,
+        lambda step: _saves(step)[1],
+        lambda step: [{"checkpoint.save_interval": _saves(step)[0]}],
+        figures=lambda step, values: _saves(step)[2],
     ),
 )
 
@@ -527,7 +491,7 @@ def step_of(recipe: Recipe, world: int) -> Prediction:
     """Return the prediction of a valid recipe with the values of its bucket plan, where that can be read, and without
     recomputation where none that auto may choose makes it fit.
     """
-    with contextlib.suppress(ValueError):
+    with suppress(ValueError):
         recipe, _ = with_bucket_plan(recipe, world)
     try:
         return predict(recipe, world)

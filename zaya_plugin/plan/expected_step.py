@@ -4,7 +4,7 @@
 from zaya_plugin.config.schema import MachineConfig, Recipe
 from zaya_plugin.plan.flops import Shape, count_parameters
 from zaya_plugin.plan.memory import padded_parameters
-from zaya_plugin.plan.parallelism import Batch, ParallelSizes, sent_bytes
+from zaya_plugin.plan.parallelism import Batch, ParallelSizes, largest_matrices, sent_bytes
 
 # Read by NCCL 2.28 and later, and by RCCL of that age: registered buffers are gathered by copy engines.
 COPY_ENGINES = {"NCCL_CTA_POLICY": "2"}
@@ -42,43 +42,33 @@ def communication(
     rest of that pass; parameters are gathered bucket by bucket during the first forward pass. Without overlap, and
     where a layer waits for a collective, all of it is exposed.
     """
-    parts, costs, machine, parallel = count_parameters(shape), {}, recipe.machine, recipe.parallel
-    padded = padded_parameters(shape, layout, recipe.optim.name == "muon")
-    sharded = layout.distributed_optimizer
-    ranks_of = (layout.expert_shards, layout.shards) if sharded else (layout.expert_replicas, layout.replicas)
+    costs, machine, parallel = {}, recipe.machine, recipe.parallel
+    muon, sharded = recipe.optim.name == "muon", layout.distributed_optimizer
+    padded, largest = padded_parameters(shape, layout, muon), largest_matrices(shape, layout, muon)
+    embedding, total = count_parameters(shape)["embedding"] / layout.tensor, sum(padded.values())
     for name, overlapped, size, window in (
         ("gradients", parallel.overlap_grad_reduce, 4, backward),
         ("parameters", parallel.overlap_param_gather, batch.dtype_bytes, forward),
     ):
         time = exposed = 0.0
-        for part, ranks in zip(("experts", "rest"), ranks_of, strict=True):
+        for part, ranks in layout.reduced_over.items():
             # A shard holds whole matrices, so a large number of ranks needs large buckets (docs/another-part.md).
-            largest = (
-                2 * shape.moe_ffn_hidden_size * shape.hidden_size
-                if part == "experts"
-                else shape.query_channels * shape.hidden_size
-            )
-            least = max(parallel.ddp_bucket_size or max(MIN_BUCKET_ELEMENTS, 1_000_000 * ranks), ranks * largest)
+            least = max(parallel.ddp_bucket_size or max(MIN_BUCKET_ELEMENTS, 1_000_000 * ranks), ranks * largest[part])
             buckets = buckets_of(shape, layout, part, padded[part], least)
-            seconds = collective_seconds(
-                machine, ranks, (ranks - 1) / ranks * padded[part] * size * (1 if sharded else 2), buckets
-            )
+            sent = (ranks - 1) / ranks * padded[part] * size * (1 if sharded else 2)
+            seconds = collective_seconds(machine, ranks, sent, buckets)
             if name == "gradients":  # a bucket's second collective, behind its first
                 seconds += between_instances(machine, ranks, layout.instances, padded[part] * size / ranks, buckets)
             elif not sharded:
                 seconds = 0.0
-            time += seconds
-            share = padded[part] / sum(padded.values())
             # Never hidden is the bucket that is reduced last and gathered first: all experts of the first layer
             # (optim/gradient_buffers.py), or the embedding.
-            late = max(
-                1 / buckets,
-                parts["embedding"] / layout.tensor / padded["rest"]
-                if part == "rest"
-                else layout.pipeline / shape.num_layers,
+            last = embedding / padded["rest"] if part == "rest" else layout.pipeline / shape.num_layers
+            hidden = (
+                min(seconds * (1 - max(1 / buckets, last)), window * padded[part] / total * (1 - 1 / buckets))
+                * overlapped
             )
-            hidden = min(seconds * (1 - late), window * share * (1 - 1 / buckets)) if overlapped else 0.0
-            exposed += seconds - hidden
+            time, exposed = time + seconds, exposed + seconds - hidden
         costs[name] = {"ms": 1e3 * time, "exposed_ms": 1e3 * exposed}
     sent = sent_bytes(shape, layout, batch)
     for name, ranks, times in (
@@ -87,9 +77,8 @@ def communication(
         ("activations", layout.tensor, 4),
     ):
         if ranks > 1:
-            messages = times * batch.micro_batches * shape.num_layers
-            seconds = collective_seconds(machine, ranks, sent[name], messages)
-            costs[name] = {"ms": 1e3 * seconds, "exposed_ms": 1e3 * seconds}
+            ms = 1e3 * collective_seconds(machine, ranks, sent[name], times * batch.micro_batches * shape.num_layers)
+            costs[name] = {"ms": ms, "exposed_ms": ms}
     return costs
 
 
@@ -100,8 +89,7 @@ def link_rate(machine: MachineConfig, ranks: int, stride: int = 1) -> float:
     each node's border with all its NICs; of one rank a node each has its own.
     """
     if stride * ranks > machine.devices_per_node:
-        nics = 1 if stride > 1 else machine.devices_per_node
-        return min(machine.link_gb_per_s, nics * machine.network_gb_per_s)
+        return min(machine.link_gb_per_s, machine.network_gb_per_s * (1 if stride > 1 else machine.devices_per_node))
     links = (ranks - 1) / (machine.devices_per_node - 1) if (machine.name or "").startswith("MI") else 1.0
     return machine.link_gb_per_s * links
 

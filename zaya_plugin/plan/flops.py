@@ -7,8 +7,6 @@ length; the backward pass as twice the forward; recomputation is not counted, as
 token forward.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 
@@ -31,7 +29,7 @@ class Shape:
     normalization: str = "RMSNorm"
 
     @classmethod
-    def of_arguments(cls, args) -> Shape:
+    def of_arguments(cls, args) -> "Shape":
         """Return the sizes in Megatron's arguments."""
         names = (field.name for field in fields(cls) if field.name not in ("vocab_size", "conv_taps"))
         return cls(**{name: getattr(args, name) for name in names}, vocab_size=args.padded_vocab_size)
@@ -86,9 +84,8 @@ def count_parameters(shape: Shape) -> dict[str, int]:
     """Return parameters by component; the tied head is the embedding. Their sum is the model's size."""
     h, r, layers = shape.hidden_size, shape.router_hidden_size, shape.num_layers
     q, k = shape.query_channels, shape.key_channels
-    depthwise = (q + k) * (shape.conv_taps[0] + 1)
-    grouped = (q + k) * (shape.kv_channels * shape.conv_taps[1] + 1)
-    attention = h * q + 2 * h * k + q * h + depthwise + grouped + shape.num_query_groups
+    convolutions = (q + k) * (shape.conv_taps[0] + 1 + shape.kv_channels * shape.conv_taps[1] + 1)
+    attention = h * q + 2 * h * k + q * h + convolutions + shape.num_query_groups
     router = (h * r + r) + r + 2 * (r * r + r) + (shape.num_experts + 1) * r
     return {
         "embedding": shape.vocab_size * h,

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rates of a device by its name in torch: those of the recipe (`machine.*`) that names it. No torch import."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from zaya_plugin.config.schema import MachineConfig, Recipe
@@ -47,7 +45,5 @@ def recipe_of(name: str) -> Recipe:
 
 def machine_of(name: str) -> MachineConfig | None:
     """Return the expected rates of the device called `name` in torch; None for a device that no recipe names."""
-    if name.startswith("CPU"):
-        return CPU
-    machine = recipe_of(name).machine
+    machine = CPU if name.startswith("CPU") else recipe_of(name).machine
     return machine if machine.name else None

@@ -9,10 +9,19 @@ allocator's fragmentation; docs/verification.md compares these figures with meas
 """
 
 from dataclasses import dataclass, field, replace
+from math import ceil
 
 from hip_ops import saved_bytes
+from zaya_plugin.config.schema import RECOMPUTE_MODULES
 from zaya_plugin.plan.flops import Shape, count_parameters, muon_matrices
-from zaya_plugin.plan.parallelism import GRADIENT_BYTES, Batch, ParallelSizes, local_parameters
+from zaya_plugin.plan.parallelism import (
+    GRADIENT_BYTES,
+    Batch,
+    ParallelSizes,
+    largest_matrices,
+    local_parameters,
+    owned_parameters,
+)
 
 FLOAT32_BYTES = 4
 RANDOM_STATE_BYTES = 2 * 5056  # bytes that a checkpoint keeps of the random generators
@@ -32,6 +41,12 @@ class Recompute:
     modules: frozenset[str] = frozenset()
     full_layers: int = 0
     unit: int = 1
+
+    @property
+    def name(self) -> str:
+        if self.full_layers:
+            return f"{self.full_layers} whole layers"
+        return " + ".join(name for name in RECOMPUTE_MODULES if name in self.modules) or "nothing"
 
 
 @dataclass(frozen=True)
@@ -94,14 +109,13 @@ def layer_tensors(
         "output of the experts": merge["output"],
         "random generators": (2 - core - moe) * RANDOM_STATE_BYTES,
     }
-    if moe:
-        experts = shape.num_experts // layout.expert
-        tensors |= saved_bytes.router_mlp(tokens, shape.router_hidden_size, shape.num_experts + 1, a)
-        tensors |= saved_bytes.expert_permutation(tokens)
-        tensors |= saved_bytes.weighted_swiglu(tokens, shape.moe_ffn_hidden_size, experts, a)
-    if moe and rows:
-        tensors |= saved_bytes.grouped_product(tokens, h, a)
-    return {name: size for name, size in tensors.items() if size}
+    of_experts = {
+        **saved_bytes.router_mlp(tokens, shape.router_hidden_size, shape.num_experts + 1, a),
+        **saved_bytes.expert_permutation(tokens),
+        **saved_bytes.weighted_swiglu(tokens, shape.moe_ffn_hidden_size, shape.num_experts // layout.expert, a),
+        **(saved_bytes.grouped_product(tokens, h, a) if rows else {}),
+    }
+    return {name: size for name, size in (tensors | (of_experts if moe else {})).items() if size}
 
 
 def layers_bytes(
@@ -113,12 +127,11 @@ def layers_bytes(
     kept = sum(layer_tensors(shape, layout, batch, recompute.modules).values()) * (layers - recompute.full_layers)
     tokens = tokens_of_rank(layout, batch)
     state = batch.dtype_bytes * shape.router_hidden_size * tokens  # of the router, that a layer receives
-    if "moe" in recompute.modules and first:
-        kept -= state  # the first layer receives none
+    kept -= state * ("moe" in recompute.modules and first)  # the first layer receives none
     if recompute.full_layers:  # a unit keeps its input
         inputs, units = (
             batch.stream_bytes * shape.hidden_size * tokens + state,
-            -(-recompute.full_layers // recompute.unit),
+            ceil(recompute.full_layers / recompute.unit),
         )
         kept += inputs * (units - first) + RANDOM_STATE_BYTES * units + state * (layers > recompute.full_layers)
     return kept
@@ -130,20 +143,16 @@ def ends_bytes(shape: Shape, layout: ParallelSizes, batch: Batch, first: bool = 
     tokens = tokens_of_rank(layout, batch)
     # RoPE's angles, of half the channels
     kept = s * h * tokens * first + FLOAT32_BYTES * shape.kv_channels // 2 * (batch.seq_length // layout.context)
-    if last:
-        kept += (s * h + FLOAT32_BYTES * shape.norm_vectors) * tokens  # the final norm's
-        kept += sum(saved_bytes.linear_cross_entropy(tokens * tp, h, a).values())
-    return kept
+    final_norm = (s * h + FLOAT32_BYTES * shape.norm_vectors) * tokens
+    return kept + last * (final_norm + sum(saved_bytes.linear_cross_entropy(tokens * tp, h, a).values()))
 
 
 def optimizer_bytes(shape: Shape, layout: ParallelSizes, optimizer: Optimizer, dtype_bytes: int) -> float:
     """Return bytes of the fp32 weights of a bf16 model and of the moments, on a rank of the first stage."""
-    local = local_parameters(shape, layout)
-    owned = {"experts": local["experts"] / layout.expert_shards, "rest": local["rest"] / layout.shards}
-    adamw = sum(owned.values()) if not optimizer.muon else adamw_elements(shape, layout) / layout.shards
-    muon = sum(owned.values()) - adamw
+    owned = sum(owned_parameters(shape, layout).values())
+    adamw = adamw_elements(shape, layout) / layout.shards if optimizer.muon else owned
     master = FLOAT32_BYTES if dtype_bytes < FLOAT32_BYTES else 0
-    return muon * (master + optimizer.momentum_bytes) + adamw * (master + 2 * FLOAT32_BYTES)
+    return (owned - adamw) * (master + optimizer.momentum_bytes) + adamw * (master + 2 * FLOAT32_BYTES)
 
 
 def adamw_elements(shape: Shape, layout: ParallelSizes) -> float:
@@ -157,29 +166,17 @@ def adamw_elements(shape: Shape, layout: ParallelSizes) -> float:
 
 
 def padded_parameters(shape: Shape, layout: ParallelSizes, muon: bool = True) -> dict[str, float]:
-    """Return elements of the gradient buffers of a rank, "experts" and "rest". Every shard holds whole matrices
-    (zaya_plugin.optim.sharding.placement).
-    """
-    local = local_parameters(shape, layout)
-    largest = (
-        2 * shape.moe_ffn_hidden_size * shape.hidden_size,
-        shape.query_channels // layout.tensor * shape.hidden_size if muon else 1,
-    )
-    counts = {}
-    for (name, elements), ranks, matrix in zip(
-        local.items(), (layout.expert_shards, layout.shards), largest, strict=True
-    ):
-        unit = ranks * matrix if ranks > 1 else 1
-        counts[name] = float(-(-elements // unit) * unit)
-    return counts
+    """Return elements of the gradient buffers of a rank, "experts" and "rest"."""
+    local, largest = local_parameters(shape, layout), largest_matrices(shape, layout, muon)
+    ranks = {"experts": layout.expert_shards, "rest": layout.shards}
+    units = {part: ranks[part] * largest[part] if ranks[part] > 1 else 1 for part in local}
+    return {part: float(ceil(local[part] / units[part]) * units[part]) for part in local}
 
 
 def in_flight(layout: ParallelSizes, micro_batches: int) -> float:
     """Return the micro-batches whose activations the first pipeline stage holds at once (1F1B and its interleaved form,
     arXiv 2104.04473).
     """
-    if layout.pipeline == 1:
-        return 1.0
     if layout.virtual == 1:
         return float(min(micro_batches, layout.pipeline))
     chunks = (layout.virtual - 1) * layout.pipeline + 2 * (layout.pipeline - 1) + 1
@@ -200,10 +197,8 @@ def memory_plan(
     graph: forward and backward are one graph, which never frees its memory, so the optimizer's working memory is added.
     """
     arguments = shape, layout, batch, recompute or Recompute(), optimizer or Optimizer(), graph
-    plans = [_stage(*arguments, first=True, last=layout.pipeline == 1)]
-    if layout.pipeline > 1:
-        plans.append(_stage(*arguments, first=False, last=True))
-    return max(plans, key=lambda plan: plan.total)
+    ends = ((True, True),) if layout.pipeline == 1 else ((True, False), (False, True))
+    return max((_stage(*arguments, first=first, last=last) for first, last in ends), key=lambda plan: plan.total)
 
 
 def _stage(
@@ -217,26 +212,27 @@ def _stage(
     first: bool,
     last: bool,
 ) -> MemoryPlan:
-    a, h = batch.dtype_bytes, shape.hidden_size
-    parameters = sum(local_parameters(shape, layout).values())
-    layers = shape.num_layers // layout.pipeline
+    a, h, tp = batch.dtype_bytes, shape.hidden_size, layout.tensor
+    parameters, layers = sum(local_parameters(shape, layout).values()), shape.num_layers // layout.pipeline
     recompute = replace(recompute, full_layers=min(recompute.full_layers, layers))
     flights = in_flight(layout, batch.micro_batches) if first else 1.0
     whole = batch.seq_length * batch.micro_batch_size // layout.context  # tokens under tensor parallelism too
     kept = layers_bytes(shape, layout, batch, recompute, layers, first) * flights
     # Working memory peaks at the head, or in the backward pass of a layer with its recomputed tensors; at the
     # optimizer's step no activations are left.
-    classes = shape.vocab_size // layout.tensor
-    head = saved_bytes.linear_cross_entropy_work(whole, h, classes, a, layout.tensor) if last else 0.0
-    modules = frozenset() if recompute.full_layers else recompute.modules
-    recomputed = layers_bytes(shape, layout, batch, Recompute(), 1) * (recompute.unit if recompute.full_layers else 1)
-    recomputed -= layers_bytes(shape, layout, batch, Recompute(modules), 1) * (not recompute.full_layers)
-    backward = whole / layout.tensor * (a * (2 * h + 4 * shape.moe_ffn_hidden_size) + batch.stream_bytes * h) + max(
-        0.0, recomputed
-    )
-    ends = ends_bytes(shape, layout, batch, first, last) * (flights if first else 1.0)
-    step, update = kept + ends + max(head, backward), _optimizer_work(shape, layout, optimizer)
-    step = step + update if graph else max(step, update)
+    head = saved_bytes.linear_cross_entropy_work(whole, h, shape.vocab_size // tp, a, tp) if last else 0.0
+    recomputed = layers_bytes(shape, layout, batch, Recompute(), 1)
+    if recompute.full_layers:
+        recomputed *= recompute.unit
+    else:
+        recomputed -= layers_bytes(shape, layout, batch, recompute, 1)
+    work = whole / tp * (a * (2 * h + 4 * shape.moe_ffn_hidden_size) + batch.stream_bytes * h)
+    ends = ends_bytes(shape, layout, batch, first, last) * flights
+    # Of Muon, for a round of matrices in 16 bits: Newton-Schulz's input and output, its iterate before and after a step,
+    # and square products of twice that size together.
+    owned = owned_parameters(shape, layout)["experts"]
+    update = 6 * 2 * min(owned, MUON_ROUND_ELEMENTS) if optimizer.muon else 0.0
+    peak = max(kept + ends + max(head, work + max(0.0, recomputed)) + update * graph, update)
     return MemoryPlan(
         {
             "weights": float(a * parameters),
@@ -246,16 +242,7 @@ def _stage(
             "optimizer": optimizer_bytes(shape, layout, optimizer, a),
             "activations of the layers": kept,
             "embedding, final norm and head": ends,
-            "working memory at the peak": step - kept - ends,
+            "working memory at the peak": peak - kept - ends,
         },
         layer_tensors(shape, layout, batch, recompute.modules),
     )
-
-
-def _optimizer_work(shape: Shape, layout: ParallelSizes, optimizer: Optimizer) -> float:
-    """Return bytes of Muon's working memory: for a round of matrices, in 16 bits, Newton-Schulz's input and output, its
-    iterate before and after a step, and square products of twice that size together."""
-    if not optimizer.muon:
-        return 0.0
-    owned = local_parameters(shape, layout)["experts"] / layout.expert_shards
-    return 6 * 2 * min(owned, MUON_ROUND_ELEMENTS)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from zaya_plugin.plan.flops import Shape, count_parameters
 
-GRADIENT_BYTES = 4  # gradients are accumulated and reduced in fp32
+GRADIENT_BYTES, WEIGHT_BYTES = 4, 2  # gradients are accumulated and reduced in fp32; weights of a bf16 model
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,12 @@ class ParallelSizes:
         """Ranks that share the optimizer's state of the experts."""
         return self.expert_replicas // self.instances if self.distributed_optimizer else 1
 
+    @property
+    def reduced_over(self) -> dict[str, int]:
+        """Ranks over which gradients of "experts" and of the "rest" are reduced, within an instance."""
+        whole = {"experts": self.expert_replicas, "rest": self.replicas}
+        return {"experts": self.expert_shards, "rest": self.shards} if self.distributed_optimizer else whole
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -68,29 +74,31 @@ class Batch:
 
 def local_parameters(shape: Shape, layout: ParallelSizes) -> dict[str, int]:
     """Return parameters on a rank of the first pipeline stage: `experts`, and `rest` with the embedding."""
-    parts = count_parameters(shape)
-    stage = layout.pipeline
-    whole = (
-        parts["attention"]
-        - _heads(shape)
-        + parts["router"]
-        + parts["norms"]
-        - shape.norm_vectors * shape.hidden_size
-        + parts["residual_scaling"]
-    )
-    rest = whole // stage + _cut_parameters(shape, layout)
-    if stage == 1:
-        rest += shape.norm_vectors * shape.hidden_size  # the final norm is on the last stage
-    return {"experts": parts["experts"] // (stage * layout.expert), "rest": rest}
+    parts, stages = count_parameters(shape), layout.pipeline
+    final_norm = shape.norm_vectors * shape.hidden_size  # on the last stage
+    uncut = sum(parts.values()) - parts["experts"] - final_norm - _cut_parameters(shape, ParallelSizes())
+    rest = uncut // stages + final_norm * (stages == 1) + _cut_parameters(shape, layout)
+    return {"experts": parts["experts"] // (stages * layout.expert), "rest": rest}
 
 
-def _heads(shape: Shape) -> int:
-    """Parameters of all layers that tensor parallelism cuts: queries, keys and the output projection."""
-    return shape.num_layers * shape.hidden_size * (2 * shape.query_channels + shape.key_channels)
+def owned_parameters(shape: Shape, layout: ParallelSizes) -> dict[str, float]:
+    """Return parameters whose optimizer state is on a rank, `experts` and `rest`."""
+    local = local_parameters(shape, layout)
+    return {"experts": local["experts"] / layout.expert_shards, "rest": local["rest"] / layout.shards}
+
+
+def largest_matrices(shape: Shape, layout: ParallelSizes, muon: bool = True) -> dict[str, int]:
+    """Return elements of the largest matrix of "experts" and "rest"; every shard of a buffer holds whole ones
+    (zaya_plugin.optim.sharding.placement).
+    """
+    queries = shape.query_channels // layout.tensor * shape.hidden_size if muon else 1
+    return {"experts": 2 * shape.moe_ffn_hidden_size * shape.hidden_size, "rest": queries}
 
 
 def _cut_parameters(shape: Shape, layout: ParallelSizes) -> int:
-    return (_heads(shape) // layout.pipeline + shape.vocab_size * shape.hidden_size) // layout.tensor
+    """Return parameters of a stage's queries, keys, output projections and embedding, which tensor parallelism cuts."""
+    heads = shape.num_layers * shape.hidden_size * (2 * shape.query_channels + shape.key_channels)
+    return (heads // layout.pipeline + shape.vocab_size * shape.hidden_size) // layout.tensor
 
 
 def sent_bytes(shape: Shape, layout: ParallelSizes, batch: Batch) -> dict[str, float]:
@@ -98,15 +106,15 @@ def sent_bytes(shape: Shape, layout: ParallelSizes, batch: Batch) -> dict[str, f
 
     Returns:
         key_values and boundary: context parallelism. dispatch: expert parallelism, rows and their gradients.
-            activations
-        and replicated: tensor parallelism, rows, and the gradients of uncut parameters. stages and tied: pipeline
-        parallelism, a rank with both neighbours (the first and the last do not send past the ends), and the gradient of
-        the embedding, which the first stage shares with the last one's head. gradients and weights: data parallelism,
-        within an instance of the optimizer. instances: all-reduces of a shard's gradients between instances.
+        activations and replicated: tensor parallelism, rows, and the gradients of uncut parameters. stages and tied:
+        pipeline parallelism, a rank with both neighbours (the first and the last do not send past the ends), and the
+        gradient of the embedding, which the first stage shares with the last one's head. gradients and weights: data
+        parallelism, within an instance of the optimizer. instances: all-reduces of a shard's gradients between
+        instances.
     """
     layers, h = shape.num_layers // layout.pipeline, shape.hidden_size
     rows = batch.seq_length // layout.context * batch.micro_batch_size  # of this rank's part of the sequences
-    element, times = batch.dtype_bytes, batch.micro_batches * layers
+    element, times, sharded = batch.dtype_bytes, batch.micro_batches * layers, layout.distributed_optimizer
     cp, tp, ep = layout.context, layout.tensor, layout.expert
     both_ways = 2  # the gradient of every exchange is an exchange of as many bytes
     chunks = (2 if layout.zigzag else 1) * batch.micro_batch_size
@@ -115,31 +123,59 @@ def sent_bytes(shape: Shape, layout: ParallelSizes, batch: Batch) -> dict[str, f
     # each token's row and its expert's output, to and from all ranks of the group
     moved = (ep - 1) * tokens if layout.allgather_dispatcher else (ep - 1) / ep * tokens
     local = local_parameters(shape, layout)
-
-    def reduced(share_of: int, parameters: int, size: int) -> float:
-        return (share_of - 1) / share_of * parameters * size
-
-    sharded = layout.distributed_optimizer
-    ranks = (layout.shards, layout.expert_shards) if sharded else (layout.replicas, layout.expert_replicas)
-    replicas = tuple(zip(ranks, (local["rest"], local["experts"]), strict=True))
-    gradients = sum(reduced(n, parameters, GRADIENT_BYTES) for n, parameters in replicas)
-    weights = sum(reduced(n, parameters, element) for n, parameters in replicas)
-    shards = sum(parameters / n for n, parameters in replicas)
+    reduced = sum((n - 1) / n * local[part] for part, n in layout.reduced_over.items())
+    shards, instances = sum(owned_parameters(shape, layout).values()), layout.instances
     boundaries = layout.virtual if layout.pipeline > 1 else 0
-    state = shape.router_hidden_size
     # Attention gathers its input and scatters its output; the embedding scatters, the head gathers; both again
     # backward.
     attention, ends = 2 * both_ways * layers, 4 if layout.pipeline == 1 else 0
-    whole = local["rest"] - _cut_parameters(shape, layout)
     return {
         "key_values": float(both_ways * times * (cp - 1) * rows * 2 * shape.key_channels // tp * element),
         "boundary": float(both_ways * times * (cp - 1) * chunks * channels * element),
         "dispatch": both_ways * times * 2 * moved * h * element,
         "activations": batch.micro_batches * (attention + ends) * (tp - 1) / tp * rows * h * element,
-        "replicated": 2 * reduced(tp, whole, GRADIENT_BYTES),
-        "stages": float(both_ways * batch.micro_batches * boundaries * tokens * (h + state) * batch.stream_bytes),
+        "replicated": 2 * (tp - 1) / tp * (local["rest"] - _cut_parameters(shape, layout)) * GRADIENT_BYTES,
+        "stages": float(
+            both_ways * batch.micro_batches * boundaries * tokens * (h + shape.router_hidden_size) * batch.stream_bytes
+        ),
         "tied": float(shape.vocab_size * h // tp * GRADIENT_BYTES) if layout.pipeline > 1 else 0.0,
-        "gradients": gradients * (1 if sharded else 2),
-        "weights": weights if sharded else 0.0,
-        "instances": 2 * reduced(layout.instances, shards, GRADIENT_BYTES) if sharded else 0.0,
+        "gradients": reduced * GRADIENT_BYTES * (1 if sharded else 2),
+        "weights": reduced * element * sharded,
+        "instances": 2 * (instances - 1) / instances * shards * GRADIENT_BYTES * sharded,
     }
+
+
+def ranks_to_build(layout: ParallelSizes, world: int) -> list[int]:
+    """Return the first, a middle and the last rank, and ranks that hold every different part of the model."""
+    stage = world // layout.pipeline
+    parts = {
+        first * stage + place for first in range(layout.pipeline) for place in range(max(layout.expert, layout.tensor))
+    }
+    return sorted({0, max(world // 2 - 1, 0), world - 1} | parts)
+
+
+def faults_of(ranks: list[dict], shape: Shape, layout: ParallelSizes) -> list[str]:
+    """Return what is wrong with the shards of `ranks`, as zaya_plugin.hosts.rank_layout describes them; empty if they hold
+    every parameter exactly once, and none more than its share and one matrix.
+    """
+    faults, parts, largest = [], {}, largest_matrices(shape, layout)
+    for rank in ranks:
+        for row in rank["buffers"]:
+            name, mean, most = (
+                f"rank {rank['rank']}, {row['name']}",
+                row["elements"] / row["shards"],
+                row["shard_elements"][0],
+            )
+            if row["faults"]:
+                faults.append(f"{name}: {row['faults']} parameters are not held exactly once")
+            if most > mean + largest[row["name"].split()[0]]:
+                faults.append(f"{name}: the fullest shard has {most:,} elements, {most / mean:.2f} of the mean")
+        held, own = sum(row["elements"] for row in rank["buffers"]), rank["parameters"]
+        if held != sum(own.values()):
+            faults.append(f"rank {rank['rank']}: shards of {held:,} of {sum(own.values()):,} parameters")
+        stage, expert = rank["groups"]["pipeline"][1], rank["groups"]["expert"][1]
+        parts |= {("experts", stage, expert): own["experts"], ("rest", stage): own["rest"] - rank["tied"]}
+    whole = sum(count_parameters(shape).values())
+    if layout.tensor == 1 and sum(parts.values()) != whole:
+        faults.append(f"all parts of the model have {sum(parts.values()):,} parameters, and the model {whole:,}")
+    return faults

@@ -10,8 +10,6 @@ parts; on several devices, communication and its cost for the kernels come from 
 host's time between kernels is not predicted. No torch import.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -22,8 +20,7 @@ from zaya_plugin.plan.expected_step import COPY_ENGINES, communication
 from zaya_plugin.plan.flops import Shape, active_parameters, count_parameters, training_flops
 from zaya_plugin.plan.memory import MemoryPlan, Recompute, tokens_of_rank
 from zaya_plugin.plan.parallelism import Batch, ParallelSizes
-from zaya_plugin.plan.product_rate import processor_of, rates_of_parts
-from zaya_plugin.plan.recipe_plan import GIB
+from zaya_plugin.plan.products import processor_of, rates_of_parts
 from zaya_plugin.plan.step_source import PARTS_WITHOUT_COLLECTIVES, Source, fitted
 from zaya_plugin.plan.step_work import Work, work_of
 
@@ -32,6 +29,7 @@ SCHEMA = "zaya plan run/1"
 # 4 x 4,096 tokens, forward and backward, and 14.0 for 1 x 32,768 (one H100).
 HALF_RATE_LENGTH = 1350
 WITHIN = {"H200": 3, "H100": 8}  # per cent; docs/plan.md compares every record
+NO_WORK = Work()
 PRIMUS_ERRORS = "+7.2, +5.3 and -9.2 %"  # Primus' projections of an MI325X against measured steps
 
 
@@ -100,47 +98,38 @@ class Prediction:
         return self.recipe.machine.sources if self.recipe.machine.name else "rates of the record's device; no links"
 
     @property
-    def without_record(self) -> list[str]:
-        """Settings that no committed record of benchmarks/results has, so that their error is unknown."""
-        layout = self.layout
-        parts = {
+    def error(self) -> str:
+        """How far such predictions have been off, and which settings no committed record of benchmarks/results has."""
+        name, layout, optimizer = self.recipe.machine.name or self.source.device, self.layout, self.recipe.optim.name
+        known = any(device in self.source.device for device in WITHIN)
+        device = next((device for device in WITHIN if known and device in name), None)
+        if not device:
+            return (
+                f"PREDICTION, not measured on {name}. Such projections are off by several per cent or more: Primus "
+                f"states {PRIMUS_ERRORS} for its own of an MI325X"
+            )
+        bound = WITHIN[device] if self.world <= 2 else max(WITHIN.values())
+        unknown = {
             f"{self.world} devices": self.world > 4,
             "tensor parallelism": layout.tensor > 1,
             "expert parallelism": layout.expert > 1,
             "context parallelism of current code": layout.context > 1,
-            f"optim.name={self.recipe.optim.name}": self.recipe.optim.name != "muon",
+            f"optim.name={optimizer}": optimizer != "muon",
         }
-        return [part for part, is_used in parts.items() if is_used]
-
-    @property
-    def error(self) -> str:
-        """How far such predictions have been off."""
-        name = self.recipe.machine.name or self.source.device
-        known = any(device in self.source.device for device in WITHIN)
-        device = next((device for device in WITHIN if known and device in name), None)
-        if device:
-            bound = WITHIN[device] if self.world <= 2 else max(WITHIN.values())
-            text = f"within {bound} % of {device}s' committed records, but for those that docs/plan.md names"
-            return text + (f"; no record has {', '.join(self.without_record)}" if self.without_record else "")
-        return (
-            f"PREDICTION, not measured on {name}. Such projections are off by several per cent or more: Primus states "
-            f"{PRIMUS_ERRORS} for its own of an MI325X"
-        )
+        used = ", ".join(setting for setting, is_used in unknown.items() if is_used)
+        text = f"within {bound} % of {device}s' committed records, but for those that docs/plan.md names"
+        return f"{text}; no record has {used}" if used else text
 
     def record(self) -> dict:
         """Return the prediction as JSON values."""
-        step = {"tokens": self.tokens, "micro_batches": self.batch.micro_batches, "tflop": self.flops / 1e12}
-        step |= {"parameters": self.parameters, "active_parameters": self.active}
-        if self.seconds:
-            step |= {
-                "ms": 1e3 * self.seconds,
-                "computing_ms": 1e3 * (self.seconds - self.exposed),
-                "exposed_communication_ms": 1e3 * self.exposed,
-                "tokens_per_s_per_device": self.tokens_per_second,
-                "tflops_per_device": self.tflops,
-                "share_of_gemm": 1e12 * self.tflops / self.gemm,
-            }
-        memory = self.memory.components if self.memory else {}
+        time = self.seconds and {
+            "ms": 1e3 * self.seconds,
+            "computing_ms": 1e3 * (self.seconds - self.exposed),
+            "exposed_communication_ms": 1e3 * self.exposed,
+            "tokens_per_s_per_device": self.tokens_per_second,
+            "tflops_per_device": self.tflops,
+            "share_of_gemm": 1e12 * self.tflops / self.gemm,
+        }
         return {
             "schema": SCHEMA,
             "prediction": True,
@@ -154,8 +143,18 @@ class Prediction:
             },
             "not_predicted": self.reason,
             "error": self.error,
-            "step": {**step, "planned_gib": self.memory and self.memory.total / GIB},
-            "memory_gib": {name: size / GIB for name, size in memory.items()},
+            "step": {
+                "tokens": self.tokens,
+                "micro_batches": self.batch.micro_batches,
+                "tflop": self.flops / 1e12,
+                "parameters": self.parameters,
+                "active_parameters": self.active,
+                **(time or {}),
+                "planned_gib": self.memory and self.memory.total / recipe_plan.GIB,
+            },
+            "memory_gib": {
+                name: size / recipe_plan.GIB for name, size in (self.memory.components if self.memory else {}).items()
+            },
             "parts": self.parts,
             "communication": self.communication,
             "idle_of_the_record_ms": 1e3 * self.source.idle,
@@ -173,88 +172,108 @@ def predict(recipe: Recipe, world: int, source: Source | None = None, vocabulary
     source = source or fitted()
     vocabulary = vocabulary or source.vocabulary
     resolved, _ = recipe_plan.with_recompute(recipe, world, vocabulary)
-    shape = recipe_plan.shape_of(resolved, vocabulary)
+    shape, layout, batch = recipe_plan.sizes_of(resolved, world, vocabulary)
+    memory = (
+        None if recipe.cluster.device == "cpu" else recipe_plan.plan_of(resolved, world, vocabulary, source.optimizer)
+    )
     tokens = recipe.stage.global_batch_size * recipe.stage.seq_length
     step = Prediction(
         asked=recipe,
         recipe=resolved,
         world=world,
         shape=shape,
-        layout=recipe_plan.layout_of(resolved, world),
-        batch=recipe_plan.batch_of(resolved, world),
+        layout=layout,
+        batch=batch,
         parameters=sum(count_parameters(shape).values()),
         active=active_parameters(shape),
         tokens=tokens,
         flops=training_flops(shape, tokens, recipe.stage.seq_length),
-        memory=None if recipe.cluster.device == "cpu" else recipe_plan.plan_of(resolved, world, vocabulary),
+        memory=memory,
         source=source,
-        reason=obstacle(source, resolved),
+        reason=obstacle(source, resolved, memory),
     )
     return step if step.reason else _timed(step, vocabulary)
 
 
-def obstacle(source: Source, recipe: Recipe) -> str | None:
-    """Return why the time of a step cannot be predicted, or None."""
-    name, stages = recipe.machine.name, recipe.parallel.pipeline_model_parallel_size
-    fix = "measure one (zaya bench step), and give its step.json: zaya plan run --from step.json"
-    if recipe.cluster.device == "cpu":
-        return "no rates of a CPU are known: choose the cluster recipe of a device, such as cluster=h200_8"
-    if source.gemm is None and processor_of(name) is None:
-        return f"machine.name={name or 'null'} is not a device with known rates: {fix}"
-    if stages > 1:
-        problem = "the idle time of a pipeline does not follow from rates"
-        return message("parallel.pipeline_model_parallel_size", stages, problem=problem, allowed="1")
-    if source.recompute not in (recipe_plan.recompute_of(recipe), Recompute()):
-        problem, allowed = "the record's parts include what was recomputed", "the record's recomputation"
-        key, value = "parallel.recompute_granularity", recipe.parallel.recompute_granularity
-        return message(key, value, problem=problem, allowed=allowed, fix="a record without recomputation")
-    return None
+def obstacle(source: Source, recipe: Recipe, memory: MemoryPlan | None = None) -> str | None:
+    """Return why the time of a step cannot be predicted, or None. memory: its plan, if it is known."""
+    name, parallel, gib = recipe.machine.name, recipe.parallel, recipe.cluster.memory_gib
+    stages, own = parallel.pipeline_model_parallel_size, recipe_plan.recompute_of(recipe)
+    share = recipe_plan.memory_share(memory, gib) if memory else 0.0
+    reasons = {
+        message(
+            "cluster.device",
+            "cpu",
+            problem="no rates of a CPU are known",
+            fix="cluster=h200_8, or the recipe of another device",
+        ): recipe.cluster.device == "cpu",
+        message(
+            "machine.name",
+            name,
+            problem="is not a device with known rates",
+            fix="measure one (zaya bench step), and give its step.json: zaya plan run --from step.json",
+        ): source.gemm is None and processor_of(name) is None,
+        message(
+            "parallel.pipeline_model_parallel_size",
+            stages,
+            problem="the idle time of a pipeline does not follow from rates",
+            allowed="1",
+        ): stages > 1,
+        message(
+            "parallel.recompute_granularity",
+            parallel.recompute_granularity,
+            problem="the record's parts include what was recomputed",
+            allowed="the record's recomputation",
+            fix="a record without recomputation",
+        ): source.recompute not in (own, Recompute()),
+        f"the step does not fit into memory, {share:.0%} of cluster.memory_gib={gib}": share > 1,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def _timed(step: Prediction, vocabulary: int | None) -> Prediction:
     """Return the step with its rates, and the time of its parts and collectives."""
     recipe, source, machine, batch = step.recipe, step.source, step.recipe.machine, step.batch
     same = not machine.name or machine.name in source.device
-    gemm, copy = source.gemm, source.copy
-    if not same or gemm is None:
-        gemm, copy = machine.gemm_tflops * 1e12, machine.copy_tb_per_s * 1e12
+    own_rates = machine.gemm_tflops * 1e12, machine.copy_tb_per_s * 1e12
+    gemm, copy = (source.gemm, source.copy) if same and source.gemm else own_rates
     work = work_of(recipe, step.world, vocabulary, source.optimizer)
     tiles = rates_of_parts(source.device if same else machine.name, step.shape, step.layout, batch)
     layers = batch.micro_batches * step.shape.num_layers
     rows, forward, backward = [], 0.0, 0.0
     for part, speed in source.parts.items():
-        done, roofline = work.get(part, Work()), None
+        done, share = work.get(part, NO_WORK), speed.share
         seconds = speed.layer_token_seconds * layers * tokens_of_rank(step.layout, batch)
-        if speed.share:
-            share = source.attention.get(recipe.cluster.core_attention) if part == "attention" else None
-            seconds = done.seconds(gemm * tiles.get(part, 1.0), copy) / (share or speed.share)
-            if part == "attention":
-                if not same and machine.attention_tflops:
-                    seconds = done.flops / (machine.attention_tflops * 1e12)
-                seconds *= length_factor(batch.seq_length) / length_factor(source.attention_length)
-            roofline = done.seconds(gemm, copy) / seconds if seconds else None
-        rows.append(_row(part, speed.title, seconds, done, roofline))
+        if part == "attention" and share:
+            share = source.attention.get(recipe.cluster.core_attention, share)
+            if not same and machine.attention_tflops:
+                share = done.seconds(gemm, copy) * machine.attention_tflops * 1e12 / done.flops
+            share *= length_factor(source.attention_length) / length_factor(batch.seq_length)
+        if share:
+            seconds = done.seconds(gemm * tiles.get(part, 1.0), copy) / share
+        rows.append(
+            _row(part, speed.title, seconds, done, done.seconds(gemm, copy) / seconds if share and seconds else None)
+        )
         if part not in PARTS_WITHOUT_COLLECTIVES:
             forward += seconds * speed.forward
             backward += seconds * (1 - speed.forward)
     recomputed = recipe_plan.recompute_of(recipe)
     if recomputed not in (source.recompute, Recompute()):
-        added = recipe_plan.added_seconds(step.shape, step.layout, batch, recomputed, machine)
+        backward += (added := recipe_plan.added_seconds(step.shape, step.layout, batch, recomputed, machine))
         rows.append(_row("recomputation", "recomputation", added))
-        backward += added
-    passes = forward / batch.micro_batches, backward / batch.micro_batches
-    links = communication(recipe, step.shape, step.layout, batch, *passes) if machine.name and step.world > 1 else {}
+    links = {}
+    if machine.name and step.world > 1:
+        passes = forward / batch.micro_batches, backward / batch.micro_batches
+        links = communication(recipe, step.shape, step.layout, batch, *passes)
     copied = "parameters" if copies_parameters(recipe, step.world) else None
-    hidden = sum(link["ms"] - link["exposed_ms"] for name, link in links.items() if name != copied)
-    if hidden:
+    if hidden := sum(link["ms"] - link["exposed_ms"] for name, link in links.items() if name != copied):
         rows.append(_row("slowed", "slowed by collectives", source.slowed * hidden / 1e3))
     if source.gap and recipe_plan.has_graph(recipe):
         rows.append(_row("gaps", "between kernels", source.gap * layers))
     return replace(step, gemm=gemm, copy=copy, parts=rows, communication=links)
 
 
-def _row(part: str, title: str, seconds: float, done: Work | None = None, roofline: float | None = None) -> dict:
-    done = done or Work()
+def _row(part: str, title: str, seconds: float, done: Work = NO_WORK, roofline: float | None = None) -> dict:
     amounts = {"tflop": done.flops / 1e12, "gb": done.bytes / 1e9, "roofline": roofline}
     return {"part": part, "title": title, "ms": 1e3 * seconds, **amounts}
 

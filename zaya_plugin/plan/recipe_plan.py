@@ -7,14 +7,13 @@ choice is the time of a forward pass of the recomputed parts: operations at a sh
 rate, bytes at its copy rate. No torch import.
 """
 
-from __future__ import annotations
-
-import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import chain, combinations
+from math import ceil
+from typing import NamedTuple
 
 from zaya_plugin.config.layout import data_parallel_size
-from zaya_plugin.config.schema import RECOMPUTE_MODULES, MachineConfig, Recipe
+from zaya_plugin.config.schema import RECOMPUTE_MODULES, MachineConfig, Recipe, with_values
 from zaya_plugin.config.validate import validate, with_graphs
 from zaya_plugin.data.sources import padded, vocabulary_of
 from zaya_plugin.ground.errors import mistake
@@ -27,6 +26,18 @@ RESERVED_SHARE = 0.08  # of a device's memory: context, NCCL's buffers, and frag
 # Shares of the matrix-product rate that the parts' forward passes reached on an H100
 # (benchmarks/results/step12-h100.json); other parts are bound by copies.
 FORWARD_SHARE = {"projections": 0.8, "attention": 0.6, "experts": 0.65, "router": 0.2, "prologue": 0.08}
+
+NO_RECOMPUTE = {
+    "parallel.recompute_granularity": None,
+    "parallel.recompute_method": None,
+    "parallel.recompute_num_layers": None,
+    "parallel.recompute_modules": [],
+}
+
+
+def sizes_of(recipe: Recipe, world_size: int, vocabulary: int | None = None) -> tuple[Shape, ParallelSizes, Batch]:
+    """Return the recipe's sizes, its parallel layout and the work of one data-parallel rank and step."""
+    return shape_of(recipe, vocabulary), layout_of(recipe, world_size), batch_of(recipe, world_size)
 
 
 def shape_of(recipe: Recipe, vocabulary: int | None = None) -> Shape:
@@ -95,15 +106,12 @@ def has_graph(recipe: Recipe) -> bool:
     return with_graphs(recipe)[0].cluster.graphs == "full_iteration"
 
 
-def plan_of(recipe: Recipe, world_size: int, vocabulary: int | None = None) -> MemoryPlan:
-    """Return the memory plan of the fullest rank."""
-    return memory_plan(
-        shape_of(recipe, vocabulary),
-        layout_of(recipe, world_size),
-        batch_of(recipe, world_size),
-        recompute_of(recipe),
-        optimizer_of(recipe),
-        has_graph(recipe),
+def plan_of(recipe: Recipe, world_size: int, vocabulary: int | None = None, optimizer: bool = True) -> MemoryPlan:
+    """Return the memory plan of the fullest rank. optimizer: False for a step without one, which keeps no state."""
+    state = optimizer_of(recipe) if optimizer else Optimizer(muon=False)
+    plan = memory_plan(*sizes_of(recipe, world_size, vocabulary), recompute_of(recipe), state, has_graph(recipe))
+    return replace(
+        plan, components={name: plan.components[name] for name in plan.components if optimizer or name != "optimizer"}
     )
 
 
@@ -130,53 +138,61 @@ def with_recompute(recipe: Recipe, world_size: int, vocabulary: int | None = Non
     """
     if recipe.parallel.recompute_granularity != "auto":
         return recipe, None
-    candidates = choices_of(recipe, world_size, vocabulary)
-    memory_gib = recipe.cluster.memory_gib
-    chosen = choose(candidates, memory_gib)
-    if chosen is None:
-        least = min(candidates, key=lambda choice: choice.plan.total)
+    memory_gib, choices = recipe.cluster.memory_gib, choices_of(recipe, world_size, vocabulary)
+    fitting = [choice for choice in choices if memory_share(choice.plan, memory_gib) <= 1 - RESERVED_SHARE]
+    chosen = fitting[0] if fitting else min(choices, key=lambda choice: choice.plan.total)
+    gib, name = chosen.plan.total / GIB, chosen.recompute.name
+    components = ", ".join(f"{name} {value / GIB:.2f}" for name, value in chosen.plan.components.items())
+    if not fitting:
         raise mistake(
             "parallel.recompute_granularity",
             "auto",
-            problem=f"the step needs {least.plan.total / GIB:.1f} GiB a device even with {least.name} recomputed "
-            f"({table(least.plan)}), and {(1 - RESERVED_SHARE) * memory_gib:.1f} of cluster.memory_gib={memory_gib:g} "
-            "are available",
+            problem=f"the step needs {gib:.1f} GiB a device even with {name} recomputed ({components}), and "
+            f"{(1 - RESERVED_SHARE) * memory_gib:.1f} of cluster.memory_gib={memory_gib:g} are available",
             allowed="a step that fits",
             fix=f"a smaller stage.micro_batch_size (currently {recipe.stage.micro_batch_size}), or more data-, "
             "context-, expert- or pipeline-parallel ranks",
         )
     line = (
-        f"recomputed: {chosen.name}, about {chosen.milliseconds:.1f} ms a step; memory plan "
-        f"{chosen.plan.total / GIB:.1f} of {memory_gib:g} GiB a device ({table(chosen.plan)})"
+        f"recomputed: {name}, about {chosen.milliseconds:.1f} ms a step; memory plan {gib:.1f} of {memory_gib:g} GiB a "
+        f"device ({components})"
     )
     return with_choice(recipe, chosen.recompute), line
 
 
+class Choice(NamedTuple):
+    """A recomputation, its memory plan, and the milliseconds that it adds to a step."""
+
+    recompute: Recompute
+    plan: MemoryPlan
+    milliseconds: float
+
+
 def choices_of(recipe: Recipe, world_size: int, vocabulary: int | None = None) -> list[Choice]:
     """Return all recomputations of a recipe, cheapest first."""
-    return choices(
-        shape_of(recipe, vocabulary),
-        layout_of(recipe, world_size),
-        batch_of(recipe, world_size),
-        optimizer_of(recipe),
-        recipe.machine,
-        tuple(
-            name for name in RECOMPUTE_MODULES if name != "permute" or recipe.parallel.expert_model_parallel_size == 1
-        ),
-        has_graph(recipe),
-    )
+    sizes = shape, layout, _ = sizes_of(recipe, world_size, vocabulary)
+    allowed = [name for name in RECOMPUTE_MODULES if name != "permute" or layout.expert == 1]
+    modules = chain.from_iterable(combinations(allowed, count) for count in range(len(allowed) + 1))
+    # recomputed experts sort their rows again anyway
+    candidates = [Recompute(frozenset(names)) for names in modules if not {"moe", "permute"} <= {*names}]
+    candidates += [Recompute(full_layers=count) for count in range(1, shape.num_layers // layout.pipeline + 1)]
+    rest = optimizer_of(recipe), has_graph(recipe)
+    choices = [
+        Choice(one, memory_plan(*sizes, one, *rest), 1e3 * added_seconds(*sizes, one, recipe.machine))
+        for one in candidates
+    ]
+    return sorted(choices, key=lambda choice: (choice.milliseconds, choice.plan.total))
 
 
 def with_choice(recipe: Recipe, recompute: Recompute) -> Recipe:
     """Return the recipe with a recomputation."""
-    values = dict(recompute_granularity=None, recompute_method=None, recompute_num_layers=None, recompute_modules=[])
+    values = {}
     if recompute.full_layers:
-        per_stage = -(-recompute.full_layers // recipe.parallel.virtual_pipeline_stages)
-        values |= dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=per_stage)
+        layers = ceil(recompute.full_layers / recipe.parallel.virtual_pipeline_stages)
+        values = {"granularity": "full", "method": "block", "num_layers": layers}
     elif recompute.modules:
-        modules = [name for name in RECOMPUTE_MODULES if name in recompute.modules]
-        values |= dict(recompute_granularity="selective", recompute_modules=modules)
-    return replace(recipe, parallel=replace(recipe.parallel, **values))
+        values = {"granularity": "selective", "modules": sorted(recompute.modules, key=RECOMPUTE_MODULES.index)}
+    return with_values(recipe, NO_RECOMPUTE | {f"parallel.recompute_{name}": value for name, value in values.items()})
 
 
 def lines(recipe: Recipe, world_size: int, verbose: bool = True) -> list[str]:
@@ -188,69 +204,13 @@ def lines(recipe: Recipe, world_size: int, verbose: bool = True) -> list[str]:
     plan, memory = plan_of(recipe, world_size), recipe.cluster.memory_gib
     of = "" if memory is None else f", of {memory:g} ({RESERVED_SHARE:.0%} of them for libraries and allocator)"
     report = [f"memory plan  GiB of the fullest device (prediction); sum {plan.total / GIB:.2f}{of}"]
-    if not verbose:
-        return report
-    report += [f"  {value / GIB:8.2f}  {name}" for name, value in plan.components.items()]
-    if recompute_of(recipe).full_layers == 0:
-        report.append("  of a layer and micro-batch, MiB:")
+    if verbose:
+        report += [f"  {value / GIB:8.2f}  {name}" for name, value in plan.components.items()]
+    if verbose and recompute_of(recipe).full_layers == 0:
         largest = sorted(plan.layer.items(), key=lambda tensor: -tensor[1])
-        report += [f"  {size / 2**20:8.1f}  {name}" for name, size in largest if size > 0.01 * largest[0][1]]
+        tensors = [f"  {size / 2**20:8.1f}  {name}" for name, size in largest if size > 0.01 * largest[0][1]]
+        report += ["  of a layer and micro-batch, MiB:", *tensors]
     return report
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A recomputation, its memory plan, and the milliseconds that it adds to a step."""
-
-    recompute: Recompute
-    plan: MemoryPlan
-    milliseconds: float
-
-    @property
-    def name(self) -> str:
-        if self.recompute.full_layers:
-            return f"{self.recompute.full_layers} whole layers"
-        return " + ".join(name for name in RECOMPUTE_MODULES if name in self.recompute.modules) or "nothing"
-
-
-def choices(
-    shape: Shape,
-    layout: ParallelSizes,
-    batch: Batch,
-    optimizer: Optimizer,
-    machine: MachineConfig,
-    allowed: tuple[str, ...] = RECOMPUTE_MODULES,
-    graph: bool = False,
-) -> list[Choice]:
-    """Return all choices, cheapest first. graph: as in memory_plan."""
-    results = [
-        Choice(
-            recompute,
-            memory_plan(shape, layout, batch, recompute, optimizer, graph),
-            1e3 * added_seconds(shape, layout, batch, recompute, machine),
-        )
-        for recompute in _candidates(shape.num_layers // layout.pipeline, allowed)
-    ]
-    return sorted(results, key=lambda choice: (choice.milliseconds, choice.plan.total))
-
-
-def choose(candidates: list[Choice], memory_gib: float) -> Choice | None:
-    """Return the cheapest choice that leaves RESERVED_SHARE of `memory_gib` free, or None."""
-    fitting = (choice for choice in candidates if memory_share(choice.plan, memory_gib) <= 1 - RESERVED_SHARE)
-    return next(fitting, None)
-
-
-def table(plan: MemoryPlan) -> str:
-    """Return the components in GiB."""
-    return ", ".join(f"{name} {value / GIB:.2f}" for name, value in plan.components.items())
-
-
-def _candidates(layers: int, allowed: tuple[str, ...]) -> Iterator[Recompute]:
-    for count in range(len(allowed) + 1):
-        for modules in itertools.combinations(allowed, count):
-            if not {"moe", "permute"} <= {*modules}:  # recomputed experts sort their rows again anyway
-                yield Recompute(frozenset(modules))
-    yield from (Recompute(full_layers=count) for count in range(1, layers + 1))
 
 
 def added_seconds(

@@ -9,18 +9,14 @@ predicted. Settings whose times differ by less than EQUAL_TIME are equal, and th
 those whose memory differs by less than EQUAL_MEMORY.
 """
 
-from __future__ import annotations
-
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
 from itertools import product
 
 from zaya_plugin.config.schema import Recipe, get, with_values
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.plan import recipe_plan
-from zaya_plugin.plan.memory import Recompute
 from zaya_plugin.plan.prediction import Prediction, obstacle, predict
-from zaya_plugin.plan.recipe_plan import GIB, RESERVED_SHARE
+from zaya_plugin.plan.recipe_plan import GIB, NO_RECOMPUTE, RESERVED_SHARE
 from zaya_plugin.plan.step_source import Source
 
 # Runs of one command on one machine differ by 0.5 to 0.9 % (benchmarks/results/step40-h200-core.json).
@@ -38,7 +34,7 @@ EXCHANGES = {
     "bucket": ("parallel.ddp_bucket_size", (33_554_432, 67_108_864, 134_217_728, 268_435_456)),
     "instances": ("parallel.num_distributed_optimizer_instances", (1, 2, 4, 8, 16, 32, 64)),
 }
-RECOMPUTE = tuple(f"parallel.recompute_{name}" for name in ("granularity", "method", "num_layers", "modules"))
+CHOICE_KEYS = {name: key for name, (key, _) in (LAYOUTS | EXCHANGES).items()}
 # Without a pipeline, and with buckets of the search.
 FIXED = {
     "parallel.pipeline_model_parallel_size": 1,
@@ -57,25 +53,24 @@ def search(recipe: Recipe, world: int, source: Source, goal: str = "time") -> li
         ValueError: the time of a step cannot be predicted on the recipe's machine, or no setting fits.
     """
     recipe = with_values(recipe, FIXED)
-    if problem := obstacle(replace(source, recompute=Recompute()), recipe):
+    if problem := obstacle(source, recipe_plan.with_choice(recipe, source.recompute)):
         raise ValueError(problem)
     if recipe.cluster.memory_gib is None:
         raise mistake("cluster.memory_gib", None, problem="is needed for a search", fix="cluster.memory_gib=GIB")
-    layouts = [_recomputed(row, world, source, goal) for row in _combinations(recipe, LAYOUTS)]
-    options = ranked([option for row in layouts for option in row], goal, recipe)
+    options = [step for row in _combinations(recipe, LAYOUTS) for step in _recomputed(row, world, source, goal)]
     if not options:
         problem = f"no searched setting fits into {available(recipe) / GIB:.1f} GiB a device"
         raise mistake("--gpus", world, problem=problem, fix="more devices, or a smaller model")
-    exchanged = [row for option in options[:REFINED] for row in _combinations(option.recipe, EXCHANGES)]
-    options += [option for row in exchanged if (option := _fitting(row, world, source))]
-    return ranked({str(values_of(option)): option for option in options}.values(), goal, recipe)
+    best = ranked(options, goal, recipe)[:REFINED]
+    exchanged = [_fitting(row, world, source) for option in best for row in _combinations(option.recipe, EXCHANGES)]
+    return ranked({str(values_of(step)): step for step in (*options, *exchanged) if step}.values(), goal, recipe)
 
 
-def _combinations(recipe: Recipe, choices: Mapping[str, tuple[str, tuple]]) -> Iterator[Recipe]:
-    """Yield the recipe with each combination of the choices' values."""
+def _combinations(recipe: Recipe, choices: Mapping[str, tuple[str, tuple]]) -> list[Recipe]:
+    """Return the recipe with each combination of the choices' values."""
     keys = [key for key, _ in choices.values()]
-    for values in product(*(values for _, values in choices.values())):
-        yield with_values(recipe, dict(zip(keys, values, strict=True)))
+    combinations = product(*(values for _, values in choices.values()))
+    return [with_values(recipe, dict(zip(keys, values, strict=True))) for values in combinations]
 
 
 def available(recipe: Recipe) -> float:
@@ -87,13 +82,11 @@ def _recomputed(recipe: Recipe, world: int, source: Source, goal: str) -> list[P
     """Return the recipe with the recomputations that fit and that the goal can take, predicted; empty if the recipe is
     invalid on this number of ranks.
     """
-    recipe = recipe_plan.with_choice(recipe, Recompute())
-    if not recipe_plan.is_valid(recipe, world):
-        return []
-    rows = [row for row in recipe_plan.choices_of(recipe, world) if row.plan.total <= available(recipe)]
+    recipe = with_values(recipe, NO_RECOMPUTE)
+    rows = recipe_plan.choices_of(recipe, world) if recipe_plan.is_valid(recipe, world) else []
+    rows = [row for row in rows if row.plan.total <= available(recipe)]
     rows = sorted(rows, key=lambda row: row.plan.total)[:1] if goal == "memory" else rows[:3]
-    options = (_fitting(recipe_plan.with_choice(recipe, row.recompute), world, source) for row in rows)
-    return [option for option in options if option]
+    return [step for row in rows if (step := _fitting(recipe_plan.with_choice(recipe, row.recompute), world, source))]
 
 
 def _fitting(recipe: Recipe, world: int, source: Source) -> Prediction | None:
@@ -108,68 +101,63 @@ def ranked(options: Collection[Prediction], goal: str, own: Recipe) -> list[Pred
     """Return the options, the best one first. own: the recipe as it is; the best option is, of those that are equal in
     time and memory, the one that changes least of it.
     """
-    if not options:
-        return []
     time = (lambda step: step.seconds, lambda least: EQUAL_TIME * least)
     memory = (lambda step: step.memory.total, lambda least: EQUAL_MEMORY * own.cluster.memory_gib * GIB)
-    sizes = (time, memory) if goal == "time" else (memory, time)
-    equal = options
+    sizes, equal = (time, memory) if goal == "time" else (memory, time), options
     for size, difference in sizes:
         least = min(map(size, equal))
         equal = [step for step in equal if size(step) <= least + difference(least)]
     best = min(
         equal, key=lambda step: (sum(value != get(own, key) for key, value in values_of(step).items()), step.seconds)
     )
-    order = sorted(options, key=lambda step: [size(step) for size, _ in sizes])
-    return [best, *(step for step in order if step is not best)]
+    return sorted(options, key=lambda step: (step is not best, *(size(step) for size, _ in sizes)))
 
 
 def values_of(step: Prediction) -> dict[str, object]:
     """Return the values of all searched keys."""
-    keys = [key for key, _ in {**LAYOUTS, **EXCHANGES}.values()]
-    return {key: get(step.recipe, key) for key in (*keys, *RECOMPUTE)}
+    return {key: get(step.recipe, key) for key in (*CHOICE_KEYS.values(), *NO_RECOMPUTE)}
 
 
 def choices_of(step: Prediction) -> dict[str, object]:
     """Return the choices as a person names them."""
-    recompute = recipe_plan.Choice(recipe_plan.recompute_of(step.recipe), step.memory, 0.0).name
-    named = {name: get(step.recipe, key) for name, (key, _) in {**LAYOUTS, **EXCHANGES}.items()}
-    return {**named, "recomputed": recompute.replace(" whole", "").replace(" + ", "+")}
+    recomputed = recipe_plan.recompute_of(step.recipe).name.replace(" whole", "").replace(" + ", "+")
+    return {**{name: get(step.recipe, key) for name, key in CHOICE_KEYS.items()}, "recomputed": recomputed}
 
 
-def alternatives(options: Sequence[Prediction]) -> list[Prediction]:
-    """Return the first option with each value of each choice, at most SHOWN."""
-    first: dict[tuple, int] = {}
-    for place, option in enumerate(options):
-        for choice in choices_of(option).items():
-            first.setdefault(choice, place)
-    return [options[place] for place in sorted({*first.values()})][:SHOWN]
+def report(options: Sequence[Prediction]) -> list[dict]:
+    """Return rows of the first option with each value of each choice, at most SHOWN: the choices, ms, gib and why."""
+    order = reversed([*enumerate(options)])
+    first = {choice: place for place, option in order for choice in choices_of(option).items()}
+    shown = [options[place] for place in sorted({*first.values()})][:SHOWN]
+    return [
+        {
+            **choices_of(option),
+            "ms": 1e3 * option.seconds,
+            "gib": option.memory.total / GIB,
+            "why": reason(option, options[0]),
+        }
+        for option in shown
+    ]
 
 
 def reason(option: Prediction, best: Prediction) -> str:
     """Return why an option is not the best one: the costs that it adds most of, and memory."""
-    more = (option.memory.total - best.memory.total) / GIB
-    if abs(option.seconds / best.seconds - 1) <= EQUAL_TIME:
-        return f"{more:+.1f} GiB, for a difference that runs of one command have too"
+    if option is best:
+        return "best"
+    slower, more = option.seconds / best.seconds - 1, (option.memory.total - best.memory.total) / GIB
+    if abs(slower) <= EQUAL_TIME:
+        return f"{slower:+.1%}: {more:+.1f} GiB, for a difference that runs of one command have too"
     base = _costs(best)
     added = sorted(((cost - base.get(title, 0.0), title) for title, cost in _costs(option).items()), reverse=True)
-    return ", ".join([f"{title} +{cost:.0f} ms" for cost, title in added[:2] if cost >= 1] + [f"{more:+.1f} GiB"])
+    reasons = [f"{title} +{cost:.0f} ms" for cost, title in added[:2] if cost >= 1]
+    return f"{slower:+.1%}: {', '.join([*reasons, f'{more:+.1f} GiB'])}"
 
 
 def _costs(step: Prediction) -> dict[str, float]:
-    exposed = {f"exposed {name}": link["exposed_ms"] for name, link in step.communication.items()}
-    return {row["title"]: row["ms"] for row in step.parts} | exposed
-
-
-def report(options: Sequence[Prediction]) -> list[dict]:
-    """Return rows of the best option and its alternatives: the choices, ms, gib and why."""
-    rows = []
-    for option in alternatives(options):
-        why = "best"
-        if option is not options[0]:
-            why = f"{option.seconds / options[0].seconds - 1:+.1%}: {reason(option, options[0])}"
-        rows.append({**choices_of(option), "ms": 1e3 * option.seconds, "gib": option.memory.total / GIB, "why": why})
-    return rows
+    return {
+        **{row["title"]: row["ms"] for row in step.parts},
+        **{f"exposed {name}": link["exposed_ms"] for name, link in step.communication.items()},
+    }
 
 
 def words_of(values: Mapping[str, object]) -> list[str]:

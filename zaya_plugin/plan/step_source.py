@@ -3,11 +3,9 @@
 
 The speed of a part is the share of its roofline that it reaches: the larger of its operations over the matrix-product
 rate and its bytes over the copy rate, divided by its time. The matrix-product rate is the device's, times what whole
-tiles of the part's largest product leave of it (zaya_plugin.plan.product_rate). The time that kernels lose to
+tiles of the part's largest product leave of it (zaya_plugin.plan.products). The time that kernels lose to
 collectives that run during them is left out. No torch import.
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Mapping
@@ -20,7 +18,7 @@ from zaya_plugin.plan import recipe_plan
 from zaya_plugin.plan.expected_step import SLOWED
 from zaya_plugin.plan.known_machine import recipe_of
 from zaya_plugin.plan.memory import Recompute, tokens_of_rank
-from zaya_plugin.plan.product_rate import rates_of_parts
+from zaya_plugin.plan.products import rates_of_parts
 from zaya_plugin.plan.step_work import work_of
 
 SCHEMA = "zaya bench step/1"  # of the records of `zaya bench step`
@@ -47,7 +45,7 @@ class PartSpeed:
 
 @dataclass(frozen=True)
 class Source:
-    """Speeds of the parts of a step on `device`.
+    """Speeds of the parts of a step.
 
     Attributes:
         what: device, date, commit, command and world_size of the record, or of the fit's records.
@@ -62,7 +60,6 @@ class Source:
         vocabulary: rows of the record's embedding, for recipes whose data is not available.
     """
 
-    device: str
     what: Mapping[str, object]
     parts: Mapping[str, PartSpeed]
     gemm: float | None = None
@@ -76,18 +73,22 @@ class Source:
     optimizer: bool = True
     vocabulary: int | None = None
 
+    @property
+    def device(self) -> str:
+        """Its name in torch."""
+        return self.what["device"]
+
 
 def load(path: Path) -> dict:
     """Return the record in a step.json; raises ValueError for any other file."""
     problem = "not a step.json of `zaya bench step` on an accelerator with the traced step's parts"
-    fix = "zaya bench step RECIPE... on an accelerator writes one"
     try:
         record = json.loads(path.read_text())
         if record["schema"] == SCHEMA and record["parts"] and record["traced"]["source"] == "kernels":
             return record
     except (OSError, KeyError, TypeError, ValueError) as error:
         problem += f" ({type(error).__name__}: {error})"
-    raise mistake(str(path), problem=problem, fix=fix)
+    raise mistake(str(path), problem=problem, fix="zaya bench step RECIPE... on an accelerator writes one")
 
 
 def recorded_recipe(record: dict) -> Recipe:
@@ -112,7 +113,7 @@ def hidden_behind_kernels(record: dict) -> float:
     """Return milliseconds of the record's collectives that ran during kernels on the same processors; copy engines are
     not among them.
     """
-    kernels = next((row["longest"] for row in record["parts"] if row["part"] == "communication"), ())
+    kernels = (kernel for row in record["parts"] if row["part"] == "communication" for kernel in row["longest"])
     copies = sum(kernel["ms"] for kernel in kernels if kernel["name"].startswith("Memcpy"))
     return max(record.get("hidden_communication_ms", 0.0) - copies, 0.0)
 
@@ -124,28 +125,23 @@ def source_of(record: dict, *, links: bool = True, rates: tuple[float, float] | 
     rates: FLOP/s and bytes/s to which shares are relative, in place of those that were measured on the machine.
     """
     recipe, world, vocabulary = recorded_recipe(record), record["world_size"], record["model"]["vocab_size"]
-    measured = record["rates"]
-    gemm, copy = rates or (measured["gemm_tflops"] * 1e12, measured["copy_tb_per_s"] * 1e12)
+    sizes = shape, layout, batch = recipe_plan.sizes_of(recipe, world, vocabulary)
+    gemm, copy = rates or (record["rates"]["gemm_tflops"] * 1e12, record["rates"]["copy_tb_per_s"] * 1e12)
     written = frozenset(record.get("written_first", ()))  # older records have no such key; all gradients were zeroed
     work = work_of(recipe, world, vocabulary, record["step"]["optimizer"], written)
-    batch, layout = recipe_plan.batch_of(recipe, world), recipe_plan.layout_of(recipe, world)
-    tiles = rates_of_parts(record["device"], recipe_plan.shape_of(recipe, vocabulary), layout, batch)
+    tiles = rates_of_parts(record["device"], *sizes)
     rows = [row for row in record["parts"] if row["part"] not in NOT_COMPUTING]
     hidden = hidden_behind_kernels(record) if links else 0.0
     alone = 1 - SLOWED * hidden / sum(row["ms"] for row in rows if row["part"] not in PARTS_WITHOUT_COLLECTIVES)
-    layer_tokens = batch.micro_batches * tokens_of_rank(layout, batch) * recipe.model.num_layers
+    layer_tokens = batch.micro_batches * tokens_of_rank(layout, batch) * shape.num_layers
     speeds = {}
     for row in rows:
-        part, seconds = row["part"], row["ms"] / 1e3
-        seconds *= 1.0 if part in PARTS_WITHOUT_COLLECTIVES else alone
-        forward = row["forward_ms"] / row["ms"] if row["ms"] else 0.0
-        if part in work and seconds:
-            share = work[part].seconds(gemm * tiles.get(part, 1.0), copy) / seconds
-            speeds[part] = PartSpeed(row["title"], share, forward)
-        else:  # proportional to tokens and layers
-            speeds[part] = PartSpeed(row["title"], 0.0, forward, seconds / layer_tokens)
+        part, forward = row["part"], row["forward_ms"] / row["ms"] if row["ms"] else 0.0
+        seconds = row["ms"] / 1e3 * (1.0 if part in PARTS_WITHOUT_COLLECTIVES else alone)
+        share = work[part].seconds(gemm * tiles.get(part, 1.0), copy) / seconds if part in work and seconds else 0.0
+        # without work of its own, proportional to tokens and layers
+        speeds[part] = PartSpeed(row["title"], share, forward, 0.0 if share else seconds / layer_tokens)
     return Source(
-        record["device"],
         {name: record[name] for name in ("device", "date", "commit", "command", "world_size")},
         speeds,
         gemm=gemm,

@@ -16,7 +16,7 @@ from zaya_plugin.config.schema import Recipe
 from zaya_plugin.plan import recipe_plan
 from zaya_plugin.plan.flops import Shape, count_parameters, forward_flops_by_part, muon_matrices
 from zaya_plugin.plan.memory import FLOAT32_BYTES, adamw_elements, tokens_of_rank
-from zaya_plugin.plan.parallelism import ParallelSizes, local_parameters
+from zaya_plugin.plan.parallelism import ParallelSizes, largest_matrices, local_parameters, owned_parameters
 
 
 @dataclass(frozen=True)
@@ -77,21 +77,18 @@ def step_work(shape: Shape, seq_length: int, rank: Rank, optimizer: OptimizerSha
     """Return the work of forward, backward and the optimizer by part; optimizer None: a step without one."""
     rank_shape = replace(shape, num_layers=rank.layers)
     flops = {part: 3.0 * rank.tokens * value for part, value in forward_flops_by_part(rank_shape, seq_length).items()}
-    if not rank.head:
-        flops["head"] = 0.0
-    moved = _activation_bytes(shape, rank)
+    flops["head"] *= rank.head
+    moved = {"gradients": 0.0, **_activation_bytes(shape, rank)}
     for part, elements in _weights(rank_shape, rank).items():  # read forward and backward, their gradient written
         moved[part] += 3.0 * rank.activation_bytes * elements * rank.micro_batches
-    # each micro-batch reads and writes the fp32 buffer once, where it adds
+    # each micro-batch reads and writes the fp32 buffer once, where it adds; a separate pass also reads the gradient
     for part, elements in rank.accumulated.items():
-        not_written = 0 if part == "gradients" else rank.activation_bytes
-        not_read = FLOAT32_BYTES if part in rank.written else 0
-        moved[part] = (
-            moved.get(part, 0.0) + ((2.0 * FLOAT32_BYTES - not_written) * rank.micro_batches - not_read) * elements
+        gradient = rank.activation_bytes if part == "gradients" else -rank.activation_bytes
+        moved[part] += (2.0 * FLOAT32_BYTES + gradient) * rank.micro_batches * elements
+        # a buffer is zeroed before, or the first micro-batch does not read it
+        moved["gradients" if part not in rank.written else part] += (
+            FLOAT32_BYTES * elements * (1 if part not in rank.written else -1)
         )
-    apart = rank.accumulated.get("gradients", 0)
-    zeroed = FLOAT32_BYTES * sum(elements for part, elements in rank.accumulated.items() if part not in rank.written)
-    moved["gradients"] = moved.get("gradients", 0.0) + rank.activation_bytes * apart * rank.micro_batches + zeroed
     if optimizer is not None:
         flops["optimizer"] = optimizer.newton_schulz_flops
         # gradient read for the norm and again; fp32 weight read and written; the model's dtype written; the state.
@@ -109,8 +106,7 @@ def _projections(shape: Shape) -> int:
 
 def _weights(shape: Shape, rank: Rank) -> dict[str, float]:
     """Return elements of the weights that a micro-batch uses on this rank."""
-    parts = count_parameters(shape)
-    projections = _projections(shape)
+    parts, projections = count_parameters(shape), _projections(shape)
     # of matrices that tensor parallelism does not cut (values, convolutions) a rank reads the rows of its heads
     return {
         "projections": projections / rank.tensor,
@@ -138,26 +134,21 @@ def _activation_bytes(shape: Shape, rank: Rank) -> dict[str, float]:
         "attention": a * ((projected + q) + (2 * projected + 2 * q)),
         # x -> state, logits (small). Backward: x -> gradient of x.
         "router": a * (h + 2 * h + 3 * shape.router_hidden_size),
-        "experts": a * _expert_elements(h, f),
+        # Permute and unpermute 2 x 2 h, gate and up, SwiGLU, down. Backward: both moves, the four products of dgrad and
+        # wgrad, and of SwiGLU the gradient and gate and up -> their gradients, and the output again for wgrad.
+        "experts": a * (4 * h + (h + 2 * f) + 3 * f + (f + h) + 4 * h + 2 * (h + f) + 2 * (2 * f + h) + 3 * f + 3 * f),
         # Two merges with the norm behind each: output and stream -> stream and normed. Backward: gradients of both,
         # output and stream again -> two gradients.
         "norms": 2 * h * ((2 * a + 2 * s) + (3 * a + 3 * s)),
     }
+    ends = {
+        # Hidden state in, its gradient out; the logits need no memory.
+        "head": rank.head * a * 3 * h,
+        # A row read and written; backward a row added to the fp32 gradient.
+        "embedding": rank.embedding * (2 * a * h + (a + 2 * FLOAT32_BYTES) * h),
+    }
     moved = {part: float(rank.layers * rank.tokens * value) for part, value in per_token.items()}
-    # Hidden state in, its gradient out; the logits need no memory.
-    moved["head"] = float(rank.head * rank.tokens * a * 3 * h)
-    # A row read and written; backward a row added to the fp32 gradient.
-    moved["embedding"] = float(rank.embedding * rank.tokens * (2 * a * h + (a + 2 * FLOAT32_BYTES) * h))
-    return moved
-
-
-def _expert_elements(h: int, f: int) -> int:
-    """Return elements that one token moves through the experts of a layer, forward and backward."""
-    move = 2 * h  # permute, unpermute, and the gradient of each
-    forward = 2 * move + (h + 2 * f) + (2 * f + f) + (f + h)
-    products = (h + f) + (2 * f + h) + (h + f) + (2 * f + h)  # dgrad of both, wgrad of both
-    swiglu = (f + 2 * f) + (2 * f + f)  # gradient, gate and up -> their gradients, and the output again for wgrad
-    return forward + 2 * move + products + swiglu
+    return moved | {part: float(rank.tokens * value) for part, value in ends.items()}
 
 
 def work_of(
@@ -172,8 +163,7 @@ def work_of(
 
     written: the parts whose gradients the first micro-batch writes (zaya_plugin.optim.gradient_buffers).
     """
-    shape, layout = recipe_plan.shape_of(recipe, vocabulary), recipe_plan.layout_of(recipe, world)
-    batch = recipe_plan.batch_of(recipe, world)
+    shape, layout, batch = recipe_plan.sizes_of(recipe, world, vocabulary)
     rank = Rank(
         layers=shape.num_layers,
         tokens=batch.micro_batches * tokens_of_rank(layout, batch),
@@ -194,23 +184,21 @@ def accumulated(shape: Shape, layout: ParallelSizes) -> dict[str, int]:
     """
     local = local_parameters(shape, layout)
     own = {"experts": local["experts"], "head": count_parameters(shape)["embedding"] // layout.tensor}
-    if layout.tensor == 1:
-        own["projections"] = _projections(shape)
+    own |= {"projections": _projections(shape)} if layout.tensor == 1 else {}
     return {**own, "gradients": sum(local.values()) - sum(own.values())}
 
 
 def optimizer_share(shape: Shape, layout: ParallelSizes, recipe: Recipe) -> OptimizerShare:
     """Return the share of the busiest rank; matrices are never cut, so it has at least one of the largest ones."""
-    optim, local, ranks = recipe.optim, local_parameters(shape, layout), layout.expert_shards
+    optim, owned, ranks = recipe.optim, owned_parameters(shape, layout), layout.expert_shards
     momentum = recipe_plan.optimizer_of(recipe).momentum_bytes
     if optim.name != "muon":
-        return OptimizerShare(0.0, local["experts"] / ranks + local["rest"] / layout.shards, momentum)
+        return OptimizerShare(0.0, sum(owned.values()), momentum)
     of_an_expert, of_a_layer = muon_matrices(shape, optim.muon_split_gate_up)
     experts = shape.num_layers * shape.num_experts / layout.expert / ranks
     flops = partial(newton_schulz_flops, steps=optim.muon_steps, bf16=optim.muon_dtype == "bf16")
-    operations = shape.num_layers * sum(flops(*size) for size in of_a_layer) / layout.shards
-    operations += max(experts * sum(flops(*size) for size in of_an_expert), flops(*of_an_expert[0]) * (ranks > 1))
-    adamw = adamw_elements(shape, layout)
-    gate_up = 2.0 * shape.moe_ffn_hidden_size * shape.hidden_size * (ranks > 1)
-    muon = max(local["experts"] / ranks, gate_up) + (local["rest"] - adamw) / layout.shards
-    return OptimizerShare(muon, adamw / layout.shards, momentum, operations)
+    operations = max(experts * sum(flops(*size) for size in of_an_expert), flops(*of_an_expert[0]) * (ranks > 1))
+    operations += shape.num_layers * sum(flops(*size) for size in of_a_layer) / layout.shards
+    adamw = adamw_elements(shape, layout) / layout.shards
+    largest = largest_matrices(shape, layout)["experts"] * (ranks > 1)
+    return OptimizerShare(max(owned["experts"], largest) + owned["rest"] - adamw, adamw, momentum, operations)

@@ -6,7 +6,6 @@ import.
 import contextlib
 import json
 import os
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,10 +16,9 @@ from zaya_plugin.config.layout import data_parallel_size
 from zaya_plugin.config.run_directory import check_resume, written_by
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import find_sources
-from zaya_plugin.ground.errors import of_the_machine
-from zaya_plugin.plan import checkpoint_plan, recipe_plan
+from zaya_plugin.ground.errors import of_the_machine, without_advice
+from zaya_plugin.plan import recipe_plan, run_costs
 from zaya_plugin.plan.check import findings_of, step_of, text
-from zaya_plugin.plan.run_costs import five_lines
 from zaya_plugin.run import megatron_check, surroundings
 from zaya_plugin.run.rank_plan import WORKER, Plan
 from zaya_plugin.run.start_recipe import check_changed_keys, settled, take_over
@@ -53,11 +51,6 @@ def verdict(problems: Sequence[str], unchecked: Sequence[str]) -> str:
     return f"verdict      can start{f' ({unchecked[0]})' if unchecked else ''}"
 
 
-def without_advice(problem: str) -> str:
-    """Return the first sentence of a message: key, value and what is wrong."""
-    return re.split(r"\.? (?:Allowed|Fix): |\n", problem, maxsplit=1)[0].rstrip(".")
-
-
 def describe(recipe: Recipe, plan: Plan, overrides: Sequence[str] = (), *, verbose: bool = False) -> list[str]:
     """Return lines about what would start.
 
@@ -77,13 +70,13 @@ def describe(recipe: Recipe, plan: Plan, overrides: Sequence[str] = (), *, verbo
         f"name         {recipe.name}",
         f"run_dir      {os.path.abspath(recipe.run_dir)}",
         f"world size   {plan.world_size} ranks, {plan.local_ranks} on this machine, started by {plan.started_by}",
-        *five_lines(step),
+        *run_costs.cost_lines(step),
         f"batch        {recipe.stage.global_batch_size} sequences of {recipe.stage.seq_length} tokens a step: "
         f"{accumulation} micro-batches of {recipe.stage.micro_batch_size} a data-parallel rank",
         *([command] if verbose or several_nodes(plan) else []),
         *(line.removeprefix("zaya: ") for line in (*chosen, *surroundings.unused(recipe, plan))),
         *recipe_plan.lines(recipe, plan.world_size, verbose),
-        *(checkpoint_plan.lines(recipe, plan.world_size) if verbose else []),
+        *(run_costs.checkpoint_lines(recipe, plan.world_size) if verbose else []),
         *text(findings_of(step)),
     ]
     if verbose:

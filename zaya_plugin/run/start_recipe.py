@@ -21,10 +21,9 @@ from zaya_plugin.config.validate import with_graphs
 from zaya_plugin.ground.errors import as_typed
 from zaya_plugin.handover.data_places import with_consumed
 from zaya_plugin.handover.predecessor import predecessor, saved_step
-from zaya_plugin.plan import recipe_plan
+from zaya_plugin.plan import recipe_plan, run_costs
 from zaya_plugin.plan.bucket_plan import KEYS, with_bucket_plan
 from zaya_plugin.plan.check import findings_of, step_of
-from zaya_plugin.plan.run_costs import five_lines
 from zaya_plugin.run.rank_plan import Plan
 from zaya_plugin.run.surroundings import unused
 
@@ -52,7 +51,7 @@ def cost_lines(recipe: Recipe, plan: Plan) -> list[str]:
     step = step_of(recipe, plan.world_size)
     number = len(findings_of(step))
     count = [f"findings     {number}: `zaya plan check` with the same words prints them"] if number else []
-    return [f"zaya: {line}" for line in (*five_lines(step), *count)]
+    return [f"zaya: {line}" for line in (*run_costs.cost_lines(step), *count)]
 
 
 def settled(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
