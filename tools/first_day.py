@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "first-day.md"
 CELL = re.compile(
     r"```bash\n(.*?)```\n\n(<!-- recorded -->\n(?:```text\n(.*?)```\n)?<!-- end of recorded -->\n)", re.DOTALL
 )
-SHOWN = 6  # the last lines of an output
+SHOWN = 3, 4  # the first and the last lines of an output
 # The kernel of a notebook starts in docs/, and each cell has a shell of its own.
 SETTING = """import os
 
@@ -54,9 +54,10 @@ def record(checkout: Path) -> None:
         begun, cpu = time.monotonic(), sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
         command = ["bash", "-ec", match[1]]
         done = subprocess.run(command, cwd=checkout, env=environment, stdout=-1, stderr=-2, text=True, check=True)
-        lines = done.stdout.replace(str(checkout), "/home/me/zaya_plugin").splitlines()
-        if len(lines) > SHOWN:
-            lines[:-SHOWN] = ["..."]
+        printed = done.stdout.replace(str(checkout), "/home/me/zaya_plugin").replace(sys.base_prefix, "/usr")
+        lines, (first, last) = printed.splitlines(), SHOWN
+        if len(lines) > first + last:
+            lines[first:-last] = ["..."]
         cpu = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - cpu
         lines.append(f"({time.monotonic() - begun:.0f} s; {cpu:.0f} s of CPU time)")
         print(match[1], *lines, sep="\n", flush=True)
