@@ -28,7 +28,7 @@ class Opened:
     described: a Description. arguments: Megatron's, of a checkpoint; None for a published model. load: returns the
     model; called with a function of progress. shapes: of its tensors. dtype, device: of the computation. tokenizer: a
     tokenizers.Tokenizer, and home its folder; None for both without one. stop: ids that end a text. bos: id or None.
-    special_tokens: whether texts get the tokens that the tokenizer adds. step: the iteration of a checkpoint. model: of
+    routed: whether the decoder keeps the routers' choices. special_tokens: whether texts get the tokens that the tokenizer adds. step: the iteration of a checkpoint. model: of
     `find_model`, which holds a checkpoint's files.
     """
 
@@ -46,13 +46,14 @@ class Opened:
     special_tokens: bool
     step: int | None
     model: Any
+    routed: bool = False
 
     @cached_property
     def decoder(self):
         from zaya_plugin.inference.decoder import Decoder
 
         with bar("load", sum(map(math.prod, self.shapes)), " parameters") as shown:
-            return Decoder(self.load(shown.update))
+            return Decoder(self.load(shown.update), routed=self.routed)
 
     def free_memory(self) -> int:
         """Return the bytes that are free where the model is computed."""
@@ -179,6 +180,7 @@ def open_model(options: argparse.Namespace, model: Path | Reading, needs_tokeniz
         special,
         step,
         model,
+        getattr(options, "routed_experts", None) is not None,
     )
 
 
