@@ -13,7 +13,6 @@ from zaya_plugin import __version__
 from zaya_plugin.commands.generate import MODEL, ROUTED, SOURCES
 from zaya_plugin.commands.parser import Parser, option
 from zaya_plugin.commands.process import prepare_torch
-from zaya_plugin.data.routed_experts import check_form
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.option_numbers import MOST_AMOUNT, whole_number
 from zaya_plugin.inference.opening import Opened, find_model, open_model
@@ -95,12 +94,9 @@ def run(options: argparse.Namespace) -> None:
             fix="pip install 'zaya_plugin[eval]', or pip install lm_eval",
         )
     paths = {} if options.data is None else _datasets(options)
-    if options.routed_experts is not None:
-        check_form(options.routed_experts)
-        if options.tasks is not None or len(paths) != 1:
-            raise mistake(
-                "--routed-experts", options.routed_experts, problem="is of one dataset", fix="--data PATH alone"
-            )
+    if options.routed_experts is not None and (options.tasks is not None or len(paths) != 1):
+        fix = "--data PATH alone"
+        raise mistake("--routed-experts", options.routed_experts, problem="is of one dataset", fix=fix)
     model = find_model(options)
     prepare_torch()
     opened = open_model(options, model, needs_tokenizer=options.tasks is not None)

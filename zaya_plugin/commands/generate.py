@@ -11,7 +11,7 @@ from pathlib import Path
 from zaya_plugin.commands.parser import STEP, Parser, option
 from zaya_plugin.commands.process import prepare_torch
 from zaya_plugin.data.prompts import lines_of
-from zaya_plugin.data.routed_experts import check_form, write_sequences
+from zaya_plugin.data.routed_experts import write_sequences
 from zaya_plugin.data.tokenizer import chat_prompt, template_file
 from zaya_plugin.ground.errors import check_utf8, mistake
 from zaya_plugin.ground.option_numbers import INT32, MOST_SEED, MOST_TOKENS, real_number, whole_number
@@ -133,8 +133,6 @@ def run(options: argparse.Namespace) -> None:
     longest, context = max(map(len, prompts)) + options.max_new_tokens, opened.described.max_position_embeddings
     if longest > context:
         print(f"note: {longest} tokens are more than the {context} that the model was trained on", file=sys.stderr)
-    if options.routed_experts is not None:
-        check_form(options.routed_experts)
     check_room(opened, min(options.batch_size, len(prompts)), max(map(len, prompts)), options.max_new_tokens)
     routed = []
     for begin in range(0, len(prompts), options.batch_size):

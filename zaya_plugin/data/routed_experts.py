@@ -15,8 +15,6 @@ from zaya_plugin.config.schedule import sample_count
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.ground.errors import mistake
 
-FREE = -1
-
 
 def encoded(rows: np.ndarray) -> str:
     """Return int16 [tokens, layers, 1] as vLLM sends `routed_experts`: an .npy file in base64."""
@@ -64,16 +62,15 @@ def shape_of(recipe: Recipe) -> tuple[int, int, int]:
 
 
 def begin_file(recipe: Recipe) -> None:
-    """Make stage.record_routing with -1 for all tokens, unless the run continues and the file has its shape."""
+    """Make stage.record_routing with -1 for all tokens, unless it exists, as in a run that continues."""
     path, shape = Path(recipe.stage.record_routing), shape_of(recipe)
     if path.exists():
-        open_file(recipe, "stage.record_routing")
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     stored = np.lib.format.open_memmap(part, mode="w+", dtype=np.int16, shape=shape)
     for first in range(0, len(stored), 1 << 20):
-        stored[first : first + (1 << 20)] = FREE
+        stored[first : first + (1 << 20)] = -1
     stored.flush()
     part.rename(path)
 

@@ -55,10 +55,9 @@ class Decoder:
         self.device = next(model.parameters()).device
         possible = self.device.type == "cuda" and self.config.params_dtype != torch.float32
         self.graphs = (possible if graphs is None else graphs) and not routed
-        self.routers = [layer.mlp.router for layer in model.decoder.layers] if routed else []
-        self.routed: list[Tensor] = []  # of the passes since `begin`, each int16 [s, b, layers] on the host
-        for router in self.routers:
-            router.register_forward_hook(self._keep)
+        self.chosen: list[Tensor] = []  # by the routers, layer after layer and pass after pass, int16 [s, b], host
+        for layer in model.decoder.layers if routed else ():
+            layer.mlp.router.register_forward_hook(lambda _, __, out: self.chosen.append(out[1].to(torch.int16).cpu()))
         self.room = self.longest = 0
         self.states: list[DecodeState] = []
 
@@ -85,7 +84,7 @@ class Decoder:
         """
         lengths = [len(prompt) for prompt in prompts]
         self._make_room(len(prompts), max(lengths) + new_tokens)
-        self.routed.clear()
+        self.chosen.clear()
         self.longest = max(lengths)
         self.progress.positions.copy_(torch.tensor(lengths) - 1)
         padded = [[*prompt, *[0] * (self.longest - len(prompt))] for prompt in prompts]
@@ -126,15 +125,9 @@ class Decoder:
 
         prompt: tokens of its prompt; new: tokens that were chosen for it.
         """
-        passes = [self.routed[0][:prompt, number], *(step[:, number] for step in self.routed[1:new])]
-        return torch.cat(passes).unsqueeze(-1).numpy()
-
-    def _keep(self, router, _, outputs) -> None:
-        if router is self.routers[0]:
-            self.chosen: list[Tensor] = []
-        self.chosen.append(outputs[1].to(torch.int16))
-        if router is self.routers[-1]:
-            self.routed.append(torch.stack(self.chosen, -1).cpu())
+        layers = self.config.num_layers
+        first, *steps = (torch.stack(self.chosen[at : at + layers], -1) for at in range(0, new * layers, layers))
+        return torch.cat([first[:prompt, number], *(step[:, number] for step in steps)]).unsqueeze(-1).numpy()
 
     def _step(self, reach: int) -> Tensor:
         self.progress.positions.add_(1)

@@ -14,6 +14,7 @@ from typing import Any
 
 from zaya_plugin.checkpoint.convert.model_folder import resolve
 from zaya_plugin.checkpoint.reading import Reading, begin
+from zaya_plugin.data.routed_experts import check_form
 from zaya_plugin.data.tokenizer import added_tokens
 from zaya_plugin.ground.errors import free_memory, mistake
 from zaya_plugin.ground.progress import bar
@@ -97,11 +98,14 @@ def find_model(options: argparse.Namespace) -> Path | Reading:
     and held. Imports no torch where the checkpoint has a manifest.
 
     Raises:
-        ValueError: it does not exist, or is damaged; --tokenizer is not a tokenizer's folder.
+        ValueError: it does not exist, or is damaged; --tokenizer is not a tokenizer's folder; the file of
+            --routed-experts cannot be written.
     """
     name = options.model
     if options.tokenizer and not (Path(options.tokenizer) / "tokenizer.json").is_file():
         raise _no_tokenizer(options.tokenizer, options.tokenizer)
+    if getattr(options, "routed_experts", None) is not None:
+        check_form(options.routed_experts)
     if not _is_published(name):
         return begin(Path(name), options.step, "MODEL", options.verify)
     if options.step is not None:

@@ -171,8 +171,9 @@ def perplexity(
             )
             total, count = total + loss, count + tokens
             if opened.routed:
-                chosen = opened.decoder.routed.pop()
-                routed += [(row[:-1].tolist(), chosen[:, b].unsqueeze(-1).numpy()) for b, row in enumerate(batch)]
+                inputs = enumerate(batch[:, :-1].tolist())
+                routed += [(row, opened.decoder.routed_experts(number, len(row), 1)) for number, row in inputs]
+                opened.decoder.chosen.clear()
             shown.update(len(batch))
     if routed_experts is not None:
         write_sequences(routed_experts, routed)

@@ -180,15 +180,13 @@ def replayed_ids(replay, rows: torch.Size, device: torch.device) -> Tensor | Non
     Raises:
         ValueError: it holds another number of tokens.
     """
-    action = action_of(replay)
-    if action not in ("replay_forward", "replay_backward"):
+    if (action := action_of(replay)) not in ("replay_forward", "replay_backward"):
         return None
     target = replay.target_topk_idx if action == "replay_forward" else replay.replay_backward_list.pop(0)
     if target is None or target.numel() != rows.numel():
-        shape = None if target is None else list(target.shape)
         raise mistake(
             "RouterReplay.set_replay_data",
-            shape,
+            None if target is None else list(target.shape),
             problem=f"this rank's tokens are {rows[0]} x {rows[1]}",
             allowed=f"[{rows.numel()}, 1] in each layer, the sequences' first tokens before their second ones",
         )
