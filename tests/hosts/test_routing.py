@@ -4,16 +4,25 @@
 import numpy as np
 import pytest
 
+from tests.checkpoint.convert.published import publish
 from tests.running import train
+from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.config.compose import compose
 from zaya_plugin.config.schema import with_values
 from zaya_plugin.config.validate import validate
 
 SHORT = ("stage.train_iters=3", "stage.eval_iters=1", "optim.lr_warmup_iters=1")
+MODEL = Description(4, 64, 8, 2, 8, 16, 48, 16, 512, max_position_embeddings=32)
 LAYOUTS = {
     "context": ("nproc=2", "parallel.context_parallel_size=2"),
     "expert": ("nproc=2", "parallel.expert_model_parallel_size=2"),
 }
+
+
+def smaller(tensors: dict) -> None:
+    """Make random weights as small as trained ones."""
+    for tensor in tensors.values():
+        tensor.mul_(0.1 if tensor.ndim > 1 else 1)
 
 
 def losses(run) -> list[float]:
@@ -23,26 +32,27 @@ def losses(run) -> list[float]:
 @pytest.mark.slow
 def test_a_run_that_replays_its_own_routing_has_its_losses(tmp_path, corpus):
     file, again = tmp_path / "own.npy", tmp_path / "again.npy"
-    first = train(tmp_path / "first", corpus, *SHORT, f"stage.record_routing={file}")
+    words = (*SHORT, f"handover.from_hf={publish(tmp_path / 'model', model=MODEL, change=smaller)}")  # in all layouts
+    first = train(tmp_path / "first", corpus, *words, f"stage.record_routing={file}")
     stored = np.load(file)
     assert stored.dtype == np.int16 and stored.shape[1:] == (4, 1) and stored.min() >= 0 and stored.max() <= 16
     assert len(np.unique(stored)) > 4
-    replay = train(tmp_path / "second", corpus, *SHORT, f"stage.replay_routing={file}", f"stage.record_routing={again}")
+    replay = train(tmp_path / "second", corpus, *words, f"stage.replay_routing={file}", f"stage.record_routing={again}")
     assert losses(replay) == losses(first), "equal to the bit"
     assert np.array_equal(np.load(again), stored)
     other = np.where(np.arange(stored.size).reshape(stored.shape) % 3 == 0, (stored + 1) % 17, stored).astype(np.int16)
     np.save(tmp_path / "other.npy", other)
     by_layout = {}
-    for layout, words in LAYOUTS.items():
+    for layout, ranks in LAYOUTS.items():
         name = tmp_path / f"{layout}.npy"
-        words = (*SHORT, *words, f"stage.replay_routing={tmp_path / 'other.npy'}", f"stage.record_routing={name}")
-        run = train(tmp_path / layout, corpus, *words)
+        files = (f"stage.replay_routing={tmp_path / 'other.npy'}", f"stage.record_routing={name}")
+        run = train(tmp_path / layout, corpus, *words, *ranks, *files)
         assert np.array_equal(np.load(name), other), f"{layout}: each rank replays and records its own rows"
         assert losses(run)[0] != losses(first)[0]
         by_layout[layout] = losses(run)
     assert by_layout["context"] == pytest.approx(by_layout["expert"], rel=2e-5)
     np.save(tmp_path / "short.npy", other[:-1])
-    refused = train(tmp_path / "x", corpus, *SHORT, f"stage.replay_routing={tmp_path / 'short.npy'}", check=False)
+    refused = train(tmp_path / "x", corpus, *words, f"stage.replay_routing={tmp_path / 'short.npy'}", check=False)
     assert refused.code == 2 and "stage.replay_routing=" in refused.output and "holds int16" in refused.output
 
 
