@@ -3,6 +3,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from tests.checkpoint.convert.published import publish
 from tests.running import train
@@ -10,6 +11,7 @@ from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.config.compose import compose
 from zaya_plugin.config.schema import with_values
 from zaya_plugin.config.validate import validate
+from zaya_plugin.parallel.context_order import ContextShard
 
 SHORT = ("stage.train_iters=3", "stage.eval_iters=1", "optim.lr_warmup_iters=1")
 MODEL = Description(4, 64, 8, 2, 8, 16, 48, 16, 512, max_position_embeddings=32)
@@ -64,3 +66,17 @@ def test_layouts_that_cut_layers_or_rows_otherwise_are_refused():
         for name in ("tensor", "pipeline"):
             with pytest.raises(ValueError, match=rf"parallel.{name}_model_parallel_size=2: .* Allowed: 1 with {key}"):
                 validate(with_values(routed, {f"parallel.{name}_model_parallel_size": 2}), 2)
+
+
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+def test_a_rank_takes_the_routing_of_its_rows(order):
+    from zaya_plugin.hosts.adapter import micro_batch
+
+    tokens = torch.arange(32).view(2, 16)
+    layers = torch.arange(3)
+    batch = dict(tokens=tokens, labels=tokens, position_ids=tokens, loss_mask=tokens.float())
+    batch["routed_experts"] = (tokens[:, :, None] * 3 + layers).unsqueeze(-1).to(torch.int16)
+    for rank in (0, 1):
+        rows = micro_batch(batch, "cpu", ContextShard(order, 2, rank))
+        assert rows.forced.dtype == torch.int64
+        assert torch.equal(rows.forced, rows.tokens.t() * 3 + layers[:, None, None])
