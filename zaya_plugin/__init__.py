@@ -11,6 +11,7 @@ if TYPE_CHECKING:  # EXPORTS, for editors and type checkers
     from zaya_plugin.checkpoint.convert.built_model import config_from_hf as config_from_hf
     from zaya_plugin.checkpoint.convert.built_model import load_hf as load_hf
     from zaya_plugin.checkpoint.convert.built_model import save_hf as save_hf
+    from zaya_plugin.checkpoint.convert.built_model import stream_hf as stream_hf
     from zaya_plugin.checkpoint.convert.built_model import zaya_from_hf as zaya_from_hf
     from zaya_plugin.ground.phases import quiet_hosts as quiet_hosts
     from zaya_plugin.hosts.own_loop import balance_experts as balance_experts
@@ -34,6 +35,7 @@ EXPORTS = {
     "config_from_hf": "zaya_plugin.checkpoint.convert.built_model.config_from_hf",
     "load_hf": "zaya_plugin.checkpoint.convert.built_model.load_hf",
     "save_hf": "zaya_plugin.checkpoint.convert.built_model.save_hf",
+    "stream_hf": "zaya_plugin.checkpoint.convert.built_model.stream_hf",
     "apply_patches": "zaya_plugin.patches.apply",
     "quiet_hosts": "zaya_plugin.ground.phases.quiet_hosts",
 }

@@ -246,7 +246,8 @@ def test_options_that_exclude_chats_are_refused(tmp_path, run, prepared, prepare
         ([*common, *tokenizer], "has no chat template"),
         ([*common, *tokenizer, "--chat-template", "nowhere"], "--chat-template=nowhere: must be a file"),
         ([*common[:3], "--input", tmp_path / "a.txt", *tokenizer], "a.txt: holds no chats. Allowed: .jsonl"),
-        (["--chat", *tokenizer, "--output", tmp_path / "out"], "--input=stdlib: holds no chats"),
+        ([*common[:3], "--input", "stdlib", tmp_path / "a.txt", *tokenizer], "a.txt: holds no chats"),
+        (["--chat", *tokenizer, "--output", tmp_path / "out"], "has no chat template"),
     ):
         assert run(*words) == 2
         error = capsys.readouterr().err

@@ -26,6 +26,7 @@ from zaya_plugin.checkpoint.convert import loading
 from zaya_plugin.checkpoint.convert.importing import import_model, open_source
 from zaya_plugin.data.indexed_dataset import IndexedReader, spread
 from zaya_plugin.data.prepared import load_manifest
+from zaya_plugin.data.routed_experts import decoded
 from zaya_plugin.inference import opening
 from zaya_plugin.inference.perplexity import summed_loss
 
@@ -88,6 +89,40 @@ def test_a_chat_is_the_template_s_prompt_and_prints_the_answer_alone(zaya, publi
         "generate", published, "--chat", "--chat-template", tmp_path / "broken.jinja", "--prompt", "x"
     )
     assert code == 2 and "the chat template fails: UndefinedError" in error and "Traceback" not in error
+
+
+def choices_of(theirs, tokens: list[int]) -> list:
+    """The classes that transformers' routers choose, [tokens, layers, 1]."""
+    chosen: list[torch.Tensor] = []
+
+    def keep(gate, _, out):
+        chosen.append(out[2].masked_fill(out[1] == 0, SMALL.num_experts))
+
+    hooks = [layer.mlp.gate.register_forward_hook(keep) for layer in theirs.model.layers]
+    with torch.no_grad():
+        theirs(torch.tensor([tokens]))
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(chosen, 1).tolist()
+
+
+def test_routed_experts_are_those_of_transformers(zaya, published, theirs, corpus, tmp_path):
+    """Prompt and new tokens but the last, for each prompt of a batch; and all tokens of a dataset's sequences."""
+    words = ["--prompt", "the cat", "--prompt", "one two three", *NEW, "--routed-experts", tmp_path / "routed.jsonl"]
+    assert zaya("generate", published, *words)[0] == 0
+    assert zaya("eval", published, "--data", corpus, "--limit", 2, "--routed-experts", tmp_path / "eval.jsonl")[0] == 0
+    for file, left in (("routed.jsonl", 1), ("eval.jsonl", 0)):
+        lines = list(map(json.loads, (tmp_path / file).read_text().splitlines()))
+        assert len(lines) == 2
+        for line in lines:
+            rows = decoded(line["routed_experts"], SMALL.num_layers)
+            assert rows.tolist() == choices_of(theirs, line["tokens"][: len(line["tokens"]) - left])
+            assert len(set(rows.flatten())) > 2
+    shutil.copytree(corpus, tmp_path / "more")
+    code, _, error = zaya(
+        "eval", published, "--data", corpus, tmp_path / "more", "--routed-experts", tmp_path / "x.npy"
+    )
+    assert code == 2 and "--routed-experts=" in error and "is of one dataset" in error
 
 
 def test_json_of_a_file_in_batches(zaya, published, tmp_path):

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from zaya_plugin import __version__
-from zaya_plugin.commands.generate import MODEL, SOURCES
+from zaya_plugin.commands.generate import MODEL, ROUTED, SOURCES
 from zaya_plugin.commands.parser import Parser, option
 from zaya_plugin.commands.process import prepare_torch
 from zaya_plugin.ground.errors import mistake
@@ -60,6 +60,7 @@ def parser() -> Parser:
             metavar="N",
             help="sequences of a dataset at most, spread evenly over it; the first documents of a task",
         ),
+        ROUTED,
         option("--batch-size", type=whole_number(1, 65_536), default=8, help="sequences computed at once; default: 8"),
         option("--output", type=Path, metavar="FILE", help="write the results as JSON"),
         option("--wandb", metavar="PROJECT", help="log the results to a new run of this W&B project"),
@@ -93,6 +94,9 @@ def run(options: argparse.Namespace) -> None:
             fix="pip install 'zaya_plugin[eval]', or pip install lm_eval",
         )
     paths = {} if options.data is None else _datasets(options)
+    if options.routed_experts is not None and (options.tasks is not None or len(paths) != 1):
+        fix = "--data PATH alone"
+        raise mistake("--routed-experts", options.routed_experts, problem="is of one dataset", fix=fix)
     model = find_model(options)
     prepare_torch()
     opened = open_model(options, model, needs_tokenizer=options.tasks is not None)
@@ -106,7 +110,7 @@ def run(options: argparse.Namespace) -> None:
     for name, path in paths.items():
         from zaya_plugin.inference.perplexity import perplexity
 
-        results[name] = perplexity(opened, name, path, options.batch_size, options.limit)
+        results[name] = perplexity(opened, name, path, options.batch_size, options.limit, options.routed_experts)
     print("\n".join(table(results)))
     record = {"model": opened.name, "step": opened.step, "zaya_plugin": __version__, "results": results}
     if options.output is not None:

@@ -6,10 +6,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 
 from zaya_plugin.commands.parser import STEP, Parser, option
 from zaya_plugin.commands.process import prepare_torch
 from zaya_plugin.data.prompts import lines_of
+from zaya_plugin.data.routed_experts import write_sequences
 from zaya_plugin.data.tokenizer import chat_prompt, template_file
 from zaya_plugin.ground.errors import check_utf8, mistake
 from zaya_plugin.ground.option_numbers import INT32, MOST_SEED, MOST_TOKENS, real_number, whole_number
@@ -57,6 +59,15 @@ MODEL = (
 )
 
 
+ROUTED = option(
+    "--routed-experts",
+    type=Path,
+    metavar="FILE",
+    help="write the classes that the routers choose: .npy int16 [tokens, layers, 1], sequences one behind another, or "
+    ".jsonl with an object a prompt: its token ids, and routed_experts as vLLM sends them (base64)",
+)
+
+
 def parser() -> Parser:
     return Parser(
         "generate",
@@ -87,6 +98,7 @@ def parser() -> Parser:
         option(
             "--seed", type=whole_number(0, MOST_SEED), default=0, help="of the draws; the same command, the same text"
         ),
+        ROUTED,
         option("--batch-size", type=whole_number(1, 65_536), default=32, help="prompts computed at once; default: 32"),
         option(
             "--json",
@@ -122,9 +134,15 @@ def run(options: argparse.Namespace) -> None:
     if longest > context:
         print(f"note: {longest} tokens are more than the {context} that the model was trained on", file=sys.stderr)
     check_room(opened, min(options.batch_size, len(prompts)), max(map(len, prompts)), options.max_new_tokens)
+    routed = []
     for begin in range(0, len(prompts), options.batch_size):
         part = slice(begin, begin + options.batch_size)
-        _print_texts(opened, texts[part], prompts[part], options, sampling, alone=len(prompts) == 1)
+        answers = _print_texts(opened, texts[part], prompts[part], options, sampling, alone=len(prompts) == 1)
+        for number, answer in enumerate(answers if options.routed_experts is not None else ()):
+            prompt = prompts[begin + number]
+            routed.append(([*prompt, *answer], opened.decoder.routed_experts(number, len(prompt), len(answer))))
+    if options.routed_experts is not None:
+        write_sequences(options.routed_experts, routed)
 
 
 def _check(opened, text: str, tokens: list[int]) -> None:
@@ -140,7 +158,8 @@ def _check(opened, text: str, tokens: list[int]) -> None:
         )
 
 
-def _print_texts(opened, texts, prompts, options, sampling, alone: bool) -> None:
+def _print_texts(opened, texts, prompts, options, sampling, alone: bool) -> list[list[int]]:
+    """Print the continuations, and return their tokens."""
     from tokenizers.decoders import DecodeStream
 
     from zaya_plugin.inference.sampling import continued
@@ -159,10 +178,11 @@ def _print_texts(opened, texts, prompts, options, sampling, alone: bool) -> None
     if streams:
         # The stream withholds a character whose bytes are not complete; as in transformers it is U+FFFD at the end.
         print(opened.text_of(answers[0])[len(shown) :])
-        return
+        return answers
     for text, new in zip(texts, answers, strict=True):
         if options.json:
             row = {"prompt": text, "text": opened.text_of(new), "tokens": new, "ended": new[-1] in stop}
             print(json.dumps(row, ensure_ascii=False), flush=True)
         else:
             print(f"{'' if options.chat else text}{opened.text_of(new)}\n", flush=True)
+    return answers

@@ -100,6 +100,8 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
     if recipe.stage.batch_size_ramp is not None:
         _count_in_samples(values)
     values.update(_profiling(recipe))
+    if recipe.stage.record_routing is not None:
+        values["moe_enable_routing_replay"] = True
     if recipe.data.skip_steps:
         values["iterations_to_skip"] = skipped_steps(recipe)
     # zaya_plugin.training.optimizer replaces the optimizer that Megatron builds for this name.

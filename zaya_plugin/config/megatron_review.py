@@ -93,6 +93,7 @@ OWNED_BY_KEY = {
     "stage.micro_batch_size": "batch_size eval_micro_batch_size",
     "stage.seq_length": "decoder_seq_length encoder_seq_length max_position_embeddings",
     "stage.train_iters": "skip_train train_samples",
+    "stage.record_routing": "moe_enable_routing_replay",
 }
 
 # Reason -> the arguments that are refused for it.
@@ -125,7 +126,7 @@ IMPOSSIBLE = {
     """,
     "ZAYA's own router and experts replace Megatron's, which read it": """
         delay_wgrad_compute ep_overlap_early_attn_memory_release moe_apply_probs_on_input moe_aux_loss_coeff
-        moe_deepep_num_sms moe_enable_deepep moe_enable_routing_replay moe_expert_capacity_factor
+        moe_deepep_num_sms moe_enable_deepep moe_expert_capacity_factor
         moe_expert_rank_capacity_factor moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms moe_grouped_gemm
         moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms
         moe_hybridep_num_sms_preprocessing moe_hybridep_pad_uneven_dispatch_inputs moe_input_jitter_eps

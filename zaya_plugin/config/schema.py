@@ -326,6 +326,21 @@ class StageConfig:
         "hosts.pretrain",
         resume=MAY_CHANGE,
     )
+    record_routing: str | None = own(
+        None,
+        "file.npy for the classes that the routers choose, int16 [tokens, layers, 1]: the tokens of the stage's samples "
+        "in the order of the data, -1 for those that no step has read",
+        "hosts.routing",
+        limit=NOT_EMPTY,
+        resume=MAY_CHANGE,
+    )
+    replay_routing: str | None = own(
+        None,
+        "such a file, whose classes replace the routers' choices in training; -1: the router is free",
+        "hosts.routing",
+        limit=NOT_EMPTY,
+        resume=SAMPLES_OF_THE_RUN,
+    )
     sample_prompts: str | None = own(
         None,
         "text file with one prompt a line, which each validation continues, prints and logs",

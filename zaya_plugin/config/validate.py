@@ -72,6 +72,8 @@ GRAPH_REQUIREMENTS = (
         True,
         "without the distributed optimizer Megatron reads each loss on the host",
     ),
+    ("stage.record_routing", None, "the host writes what each micro-batch chose"),
+    ("stage.replay_routing", None, "a graph has no routing as input"),
     ("stage.batch_size_ramp", None, "every replay of a graph has the same number of micro-batches"),
     ("data.packing", "none", "the host computes the blocks of documents"),
     ("parallel.pipeline_model_parallel_size", 1, "a graph does not capture sends between stages"),
@@ -131,6 +133,10 @@ def _exclusions(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield from must_be(
             recipe, "handover.from_run", None, "handover.from_hf", "the stage starts from published weights"
         )
+    for key in ("stage.record_routing", "stage.replay_routing"):
+        for other in ("tensor", "pipeline") if get(recipe, key) is not None else ():
+            why = "the files have whole layers and a context-parallel part of each sequence a rank"
+            yield from must_be(recipe, f"parallel.{other}_model_parallel_size", 1, key, why)
     if recipe.cluster.graphs == "full_iteration":
         yield from graph_obstacles(recipe)
 

@@ -76,7 +76,7 @@ def prepare(args: argparse.Namespace, workspace: Workspace) -> None:
         read = LINES if args.chat else DEFAULT_ENDINGS
         files = find_inputs(args.input, args.glob, read, lambda line: print(line, file=sys.stderr))
         for file in files:
-            if args.chat and not file.is_jsonl and STDLIB not in args.input:
+            if args.chat and not file.is_jsonl and not (STDLIB in args.input and file.path.endswith(".py")):
                 raise mistake("--input", file.path, problem="holds no chats", allowed=" ".join(LINES))
         plan[INPUT_FILES] = fingerprint(files, with_times=False)
     except ValueError as error:  # the text may be gone once the dataset is made

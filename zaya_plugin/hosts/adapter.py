@@ -40,6 +40,7 @@ from zaya_plugin.data.sources import DataSources
 from zaya_plugin.ground import phases
 from zaya_plugin.handover.predecessor import predecessor
 from zaya_plugin.hosts import loader_processes
+from zaya_plugin.hosts.routing import ROUTED
 from zaya_plugin.hosts.stage_handover import Handover, stage_datasets
 from zaya_plugin.hosts.stage_model import build_stage, model_config
 from zaya_plugin.model.config import ZayaConfig
@@ -55,12 +56,16 @@ from zaya_plugin.training.optimizer import build_optimizer
 
 
 def forward_step(data_iterator, model):
-    """Run one micro-batch; return the losses of the tokens [b, s] and the function that reduces them."""
+    """Run one micro-batch; return the losses of the tokens [b, s] and the function that reduces them.
+
+    The batch's field `routed_experts`, integers [b, S, layers, 1], replaces the routers' choices where it is not
+    negative.
+    """
     args = get_args()
     shard = ContextShard.of(parallel_state.get_context_parallel_group(), args.context_parallel_order)
     eod = get_tokenizer().eod if args.packing == "documents" else None
-    batch = micro_batch(next(data_iterator), torch.cuda.current_device(), shard, eod, args.reset_position_ids)
-    mask = batch.loss_mask
+    rows = micro_batch(next(data_iterator), torch.cuda.current_device(), shard, eod, args.reset_position_ids)
+    mask, replay = rows.loss_mask, {} if rows.forced is None else {"extra_block_kwargs": {"context_mask": rows.forced}}
 
     def reduce_loss(losses):
         """Return the sum over the tokens that count, their number, and both for the report. The loss stays the sum:
@@ -70,20 +75,23 @@ def forward_step(data_iterator, model):
         return total, count.to(torch.int), {"lm loss": torch.stack((total.detach(), count))}
 
     losses = model(
-        batch.tokens, batch.positions, None, labels=batch.labels, loss_mask=mask, packed_seq_params=batch.packed
+        rows.tokens, rows.positions, None, labels=rows.labels, loss_mask=mask, packed_seq_params=rows.packed, **replay
     )
     return losses, reduce_loss
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """tokens, labels, positions int64 [b, s] and loss_mask [b, s] of this rank's rows; packed: boundaries, or None."""
+    """tokens, labels, positions int64 [b, s] and loss_mask [b, s] of this rank's rows; packed: boundaries, or None;
+    forced: classes int64 [layers, s, b] that replace the routers' choices where they are not negative, or None.
+    """
 
     tokens: Tensor
     labels: Tensor
     positions: Tensor
     loss_mask: Tensor
     packed: PackedDocuments | None
+    forced: Tensor | None = None
 
 
 def micro_batch(
@@ -94,7 +102,7 @@ def micro_batch(
 
     Args:
         batch: tokens, labels, position_ids, loss_mask of whole sequences, [b, S], on any device; and document_ends bool
-            [b, S], without which documents end at `eod`.
+            [b, S], without which documents end at `eod`; and routed_experts [b, S, layers, 1], see `forward_step`.
         shard: this rank's part of the sequences.
         eod: the token that ends a document, to compute each document by itself; None: documents attend to each other.
         reset_positions: RoPE counts from the start of each document.
@@ -107,7 +115,11 @@ def micro_batch(
         ends = batch["document_ends"].to(device, non_blocking=True) if "document_ends" in batch else tokens == eod
         packed = PackedDocuments.from_ends(ends, shard, reset_positions)
     tokens, labels, positions, mask = (shard.take(x, 1) for x in (tokens, labels, positions, mask))
-    return MicroBatch(tokens, labels, packed.positions.t() if reset_positions and packed else positions, mask, packed)
+    forced = batch.get(ROUTED)
+    if forced is not None:
+        forced = shard.take(forced.to(device, torch.int64, non_blocking=True).squeeze(-1), 1).permute(2, 1, 0)
+    positions = packed.positions.t() if reset_positions and packed else positions
+    return MicroBatch(tokens, labels, positions, mask, packed, forced)
 
 
 class Adapter:

@@ -39,6 +39,7 @@ from zaya_plugin.ground.exit_codes import ENDED_EARLY, ROLL_BACK
 from zaya_plugin.hosts import loader_processes, start_waits
 from zaya_plugin.hosts.adapter import Adapter, forward_step
 from zaya_plugin.hosts.measured_steps import graph_warm_up
+from zaya_plugin.hosts.routing import RoutingRecord
 from zaya_plugin.hosts.samples import continuations
 from zaya_plugin.hosts.saved_state import SavedState
 from zaya_plugin.hosts.stage_model import parse_arguments
@@ -91,7 +92,7 @@ def run(
                 pretrain_cfg_container_from_args(args),
                 trainer.datasets,
                 ModelType.encoder_or_decoder,
-                forward_step,
+                trainer.routing.around(forward_step) if trainer.routing else forward_step,
                 model_provider=trainer.model,
             )
     except SystemExit as left:  # signals and exit_interval leave pretrain() this way, after saving
@@ -204,6 +205,7 @@ class Trainer(Adapter):
         super().__init__(recipe, args, lifecycle, sources)
         self.reporter = reporter
         self.prompts = read_prompts(recipe, sources)
+        self.routing = RoutingRecord(recipe) if recipe.stage.record_routing else None
         saver = Saver(
             lifecycle.directory,
             args.rank,
@@ -258,6 +260,8 @@ class Trainer(Adapter):
 
     def begin(self) -> None:
         """Choose the checkpoint to load, start the reports and check the kernels. A collective."""
+        if self.routing is not None:
+            self.routing.begin()
         lifecycle, saver = self.lifecycle, self.saved.saver
         skipped = lifecycle.settle()
         saver.generation, saver.local, saver.leads = lifecycle.generation, lifecycle.local, lifecycle.leads

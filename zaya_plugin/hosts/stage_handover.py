@@ -27,6 +27,7 @@ from zaya_plugin.data.sources import DataSources, find_sources
 from zaya_plugin.ground.errors import message, mistake
 from zaya_plugin.handover.predecessor import Predecessor
 from zaya_plugin.hosts import loader_processes
+from zaya_plugin.hosts.routing import samples_with_routing
 from zaya_plugin.hosts.stage_model import arguments_of_model
 
 
@@ -155,7 +156,7 @@ def stage_datasets(recipe: Recipe, sources: DataSources, args, counts: tuple[int
     args.consumed_valid_samples = 0
     counts = stage_samples(recipe, counts, samples)
     train, valid, *more = sources.build(counts, args.seq_length, args.seed, get_tokenizer(), samples)
-    return [stage_part(recipe, train), valid and Repeated(valid, samples), *more]
+    return [samples_with_routing(recipe, stage_part(recipe, train)), valid and Repeated(valid, samples), *more]
 
 
 def loader_alone(recipe: Recipe) -> tuple[DataLoader, int]:

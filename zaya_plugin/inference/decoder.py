@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+import numpy
 import torch
 from torch import Tensor
 from torch.overrides import _pop_mode_temporarily
@@ -46,13 +47,17 @@ class Decoder:
     Args:
         model: as of `checkpoint.convert.loading.load_model`.
         graphs: capture steps; None: where it is possible.
+        routed: keep the classes that the routers choose, for `routed_experts`; steps are then not captured.
     """
 
-    def __init__(self, model, graphs: bool | None = None):
+    def __init__(self, model, graphs: bool | None = None, routed: bool = False):
         self.model, self.config = model, model.config
         self.device = next(model.parameters()).device
         possible = self.device.type == "cuda" and self.config.params_dtype != torch.float32
-        self.graphs = possible if graphs is None else graphs
+        self.graphs = (possible if graphs is None else graphs) and not routed
+        self.chosen: list[Tensor] = []  # by the routers, layer after layer and pass after pass, int16 [s, b], host
+        for layer in model.decoder.layers if routed else ():
+            layer.mlp.router.register_forward_hook(lambda _, __, out: self.chosen.append(out[1].to(torch.int16).cpu()))
         self.room = self.longest = 0
         self.states: list[DecodeState] = []
 
@@ -79,6 +84,7 @@ class Decoder:
         """
         lengths = [len(prompt) for prompt in prompts]
         self._make_room(len(prompts), max(lengths) + new_tokens)
+        self.chosen.clear()
         self.longest = max(lengths)
         self.progress.positions.copy_(torch.tensor(lengths) - 1)
         padded = [[*prompt, *[0] * (self.longest - len(prompt))] for prompt in prompts]
@@ -113,6 +119,15 @@ class Decoder:
                 text = "decoding: a step cannot be captured as a graph, so each launches its kernels one by one: %s"
                 logger.warning(text, str(error).splitlines()[0])
         return logits
+
+    def routed_experts(self, number: int, prompt: int, new: int) -> numpy.ndarray:
+        """Return the classes int16 [prompt + new - 1, layers, 1] of sequence `number`; the last token has none.
+
+        prompt: tokens of its prompt; new: tokens that were chosen for it.
+        """
+        layers = self.config.num_layers
+        first, *steps = (torch.stack(self.chosen[at : at + layers], -1) for at in range(0, new * layers, layers))
+        return torch.cat([first[:prompt, number], *(step[:, number] for step in steps)]).unsqueeze(-1).numpy()
 
     def _step(self, reach: int) -> Tensor:
         self.progress.positions.add_(1)

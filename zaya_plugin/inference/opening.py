@@ -14,6 +14,7 @@ from typing import Any
 
 from zaya_plugin.checkpoint.convert.model_folder import resolve
 from zaya_plugin.checkpoint.reading import Reading, begin
+from zaya_plugin.data.routed_experts import check_form
 from zaya_plugin.data.tokenizer import added_tokens
 from zaya_plugin.ground.errors import free_memory, mistake
 from zaya_plugin.ground.progress import bar
@@ -28,7 +29,7 @@ class Opened:
     described: a Description. arguments: Megatron's, of a checkpoint; None for a published model. load: returns the
     model; called with a function of progress. shapes: of its tensors. dtype, device: of the computation. tokenizer: a
     tokenizers.Tokenizer, and home its folder; None for both without one. stop: ids that end a text. bos: id or None.
-    special_tokens: whether texts get the tokens that the tokenizer adds. step: the iteration of a checkpoint. model: of
+    routed: whether the decoder keeps the routers' choices. special_tokens: whether texts get the tokens that the tokenizer adds. step: the iteration of a checkpoint. model: of
     `find_model`, which holds a checkpoint's files.
     """
 
@@ -46,13 +47,14 @@ class Opened:
     special_tokens: bool
     step: int | None
     model: Any
+    routed: bool = False
 
     @cached_property
     def decoder(self):
         from zaya_plugin.inference.decoder import Decoder
 
         with bar("load", sum(map(math.prod, self.shapes)), " parameters") as shown:
-            return Decoder(self.load(shown.update))
+            return Decoder(self.load(shown.update), routed=self.routed)
 
     def free_memory(self) -> int:
         """Return the bytes that are free where the model is computed."""
@@ -96,11 +98,14 @@ def find_model(options: argparse.Namespace) -> Path | Reading:
     and held. Imports no torch where the checkpoint has a manifest.
 
     Raises:
-        ValueError: it does not exist, or is damaged; --tokenizer is not a tokenizer's folder.
+        ValueError: it does not exist, or is damaged; --tokenizer is not a tokenizer's folder; the file of
+            --routed-experts cannot be written.
     """
     name = options.model
     if options.tokenizer and not (Path(options.tokenizer) / "tokenizer.json").is_file():
         raise _no_tokenizer(options.tokenizer, options.tokenizer)
+    if getattr(options, "routed_experts", None) is not None:
+        check_form(options.routed_experts)
     if not _is_published(name):
         return begin(Path(name), options.step, "MODEL", options.verify)
     if options.step is not None:
@@ -179,6 +184,7 @@ def open_model(options: argparse.Namespace, model: Path | Reading, needs_tokeniz
         special,
         step,
         model,
+        getattr(options, "routed_experts", None) is not None,
     )
 
 

@@ -38,6 +38,7 @@ from zaya_plugin.data.prepared import (
     packed_loss_mask,
     prefix_of,
 )
+from zaya_plugin.data.routed_experts import write_sequences
 from zaya_plugin.data.sources import find_sources
 from zaya_plugin.data.tokenizer import added_tokens
 from zaya_plugin.ground.errors import mistake
@@ -119,10 +120,13 @@ def summed_loss(
     return losses[mask].sum().item(), int(mask.sum())
 
 
-def perplexity(opened: Opened, name: str, path: str, batch_size: int, limit: int | None) -> dict:
+def perplexity(
+    opened: Opened, name: str, path: str, batch_size: int, limit: int | None, routed_experts: Path | None = None
+) -> dict:
     """Return perplexity, loss (nats a token) and tokens of the held-out part of a dataset, or of all of it without one.
 
-    name: in the progress bar. limit: sequences to read, spread over the dataset; None: all.
+    name: in the progress bar. limit: sequences to read, spread over the dataset; None: all. routed_experts: file for
+    the classes that the routers choose for the sequences' tokens; requires `opened.routed`.
 
     Raises:
         ValueError: there is no dataset, or its tokens are not of this model's vocabulary.
@@ -154,6 +158,7 @@ def perplexity(opened: Opened, name: str, path: str, batch_size: int, limit: int
         )
     print(f"{name}: {len(numbers):,} of {len(rows):,} sequences of {length} tokens", file=sys.stderr)
     total, count = 0.0, 0
+    routed: list[tuple[list[int], numpy.ndarray]] = []
     with bar(name, len(numbers), " sequences") as shown:
         for batch, of_chats in rows.batches(batch_size, numbers):
             loss, tokens = summed_loss(
@@ -165,7 +170,13 @@ def perplexity(opened: Opened, name: str, path: str, batch_size: int, limit: int
                 marks=of_chats,
             )
             total, count = total + loss, count + tokens
+            if opened.routed:
+                inputs = enumerate(batch[:, :-1].tolist())
+                routed += [(row, opened.decoder.routed_experts(number, len(row), 1)) for number, row in inputs]
+                opened.decoder.chosen.clear()
             shown.update(len(batch))
+    if routed_experts is not None:
+        write_sequences(routed_experts, routed)
     if not count:
         raise mistake(path, problem="holds no token that can be predicted", allowed="at least two tokens")
     mean = total / count

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import hip_ops
 from hip_ops.ops.router_mlp import Routed, RouterParameters
 from hip_ops.runtime.main_grad import add_gradients, add_product, main_grad_linear
-from zaya_plugin.ground.errors import message
+from zaya_plugin.ground.errors import message, mistake
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.parameters import (
     Float32BuffersMixin,
@@ -168,6 +168,31 @@ class StepsWithoutBalancing:
         self.backward_ran = True
 
 
+def action_of(replay) -> str | None:
+    """Return what a router's RouterReplay asks for: record, replay_forward, replay_backward or None."""
+    return None if replay.router_replay_action is None else replay.router_replay_action.value
+
+
+def replayed_ids(replay, rows: torch.Size, device: torch.device) -> Tensor | None:
+    """Return the class ids int64 [s, b] that Megatron's RouterReplay holds for `rows` = (s, b), negative where the
+    router is free; None where it replays nothing.
+
+    Raises:
+        ValueError: it holds another number of tokens.
+    """
+    if (action := action_of(replay)) not in ("replay_forward", "replay_backward"):
+        return None
+    target = replay.target_topk_idx if action == "replay_forward" else replay.replay_backward_list.pop(0)
+    if target is None or target.numel() != rows.numel():
+        raise mistake(
+            "RouterReplay.set_replay_data",
+            None if target is None else list(target.shape),
+            problem=f"this rank's tokens are {rows[0]} x {rows[1]}",
+            allowed=f"[{rows.numel()}, 1] in each layer, the sequences' first tokens before their second ones",
+        )
+    return target.to(device, torch.int64).view(rows)
+
+
 class RouterLinear(nn.Module):
     """Weight and bias of a linear layer, replicated on every rank, created by Megatron's rules; `hip_ops.router_mlp`
     applies them.
@@ -223,6 +248,11 @@ class ZayaRouter(Float32BuffersMixin, nn.Module):
         self.register_buffer("tokens_per_expert", zeros(entries, torch.int64), persistent=False)
         self.register_buffer("router_entropy_sum", zeros((), torch.float32), persistent=False)
         self.steps = StepsWithoutBalancing()
+        self.router_replay = None
+        if config.moe_enable_routing_replay:  # registers itself in Megatron's list of all routers, by construction
+            from megatron.core.transformer.moe.router_replay import RouterReplay  # not in Primus' Megatron
+
+            self.router_replay = RouterReplay()
 
     def set_layer_number(self, layer_number: int) -> None:
         """Drop gamma in layer 1, which receives no state; the released weights have none there either."""
@@ -251,8 +281,9 @@ class ZayaRouter(Float32BuffersMixin, nn.Module):
         """Route tokens.
 
         Args: hidden_states [s, b, h], normed; router_state [s, b, r] of the previous layer, None in the first;
-        forced_expert_ids int64 [s, b], negative where the router is free (replay of a given routing); projected [s, b,
-        r], the down projection by `project`; hidden_states are not read then.
+        forced_expert_ids int64 [s, b], negative where the router is free (replay of a given routing), None: as
+        Megatron's RouterReplay of this router says, if it has one; projected [s, b, r], the down projection by
+        `project`; hidden_states are not read then.
         Returns: weights [s, b], 0 where the skip class won and skip_output is zero; class ids int64 [s, b]; this
         layer's router state [s, b, r], after the averaging and before the norm.
         """
@@ -263,6 +294,9 @@ class ZayaRouter(Float32BuffersMixin, nn.Module):
         )
         if projected is None:
             projected = main_grad_linear(hidden_states, down_proj.weight)
+        replay, rows = self.router_replay, projected.shape[:2]
+        if replay is not None and forced_expert_ids is None:
+            forced_expert_ids = replayed_ids(replay, rows, projected.device)
         unweighted = (
             self.config.num_moe_experts if self.config.moe_skip_expert and self.config.skip_output == "zero" else -1
         )
@@ -291,5 +325,6 @@ class ZayaRouter(Float32BuffersMixin, nn.Module):
                 weights.register_hook(self.steps.backward_begins)
             with torch.no_grad():
                 count(self.tokens_per_expert, self.router_entropy_sum, statistics)
-        rows = projected.shape[:2]
+        if replay is not None and action_of(replay) == "record":
+            replay.record_indices(ids.unsqueeze(1))
         return weights.view(rows), ids.view(rows), state.view_as(projected)

@@ -105,6 +105,10 @@ def left_out(recipe: Recipe) -> list[str]:
             recipe.stage.eval_at_start,
             "stage.eval_at_start: validation runs after steps only, and each validation reads further samples",
         ),
+        (
+            recipe.stage.record_routing or recipe.stage.replay_routing,
+            "stage.record_routing, stage.replay_routing: the host reads neither",
+        ),
         (recipe.stage.sample_prompts, "stage.sample_prompts: no text is written while it trains"),
         (
             recipe.handover.planned_samples,

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.checkpoint.convert.published import TINY, publish
 from zaya_plugin.checkpoint.convert import verification
@@ -62,6 +63,30 @@ def test_a_model_is_written_as_it_was_read_and_errors_leave_nothing(tmp_path):
         with pytest.raises(ValueError, match=rf"^--{option}={value}: "):
             save_hf(model, tmp_path / "other", **{option: value})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "published"]
+
+
+@pytest.mark.parametrize("layout", ["native", "legacy"])
+def test_weights_are_streamed_as_they_are_written(tmp_path, layout):
+    """In buckets, and the second time those alone that have changed."""
+    from zaya_plugin import save_hf, stream_hf, zaya_from_hf
+
+    model = zaya_from_hf(publish(tmp_path / "published"), params_dtype=torch.bfloat16)
+    save_hf(model, tmp_path / "export", layout=layout)
+    written = load_file(tmp_path / "export" / "model.safetensors")
+    buckets, sent = [], {}
+    stream_hf(model, buckets.append, layout=layout, bucket_bytes=3000, sent=sent)
+    got = {name: tensor for bucket in buckets for name, tensor in bucket.items()}
+    assert got.keys() == written.keys() == sent.keys() and sum(map(len, buckets)) == len(got)
+    assert all(torch.equal(got[name], tensor) and got[name].dtype == tensor.dtype for name, tensor in written.items())
+    sizes = [sum(tensor.nbytes for tensor in bucket.values()) for bucket in buckets]
+    assert len(sizes) > 3 and all(size <= 3000 or len(bucket) == 1 for size, bucket in zip(sizes, buckets, strict=True))
+    with torch.no_grad():
+        model.decoder.layers[1].mlp.router.fc1.bias += 1
+    changed = []
+    stream_hf(model, changed.append, layout=layout, sent=sent)
+    assert [len(bucket) for bucket in changed] == [1]
+    ((name, tensor),) = changed[0].items()
+    assert torch.equal(tensor, written[name] + 1)
 
 
 def test_rows_of_padding_are_zero(tmp_path):

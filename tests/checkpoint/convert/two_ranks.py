@@ -21,8 +21,9 @@ SIZES = {
 def main(layout: str, source: str, output: str) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from safetensors.torch import load_file
 
-    from zaya_plugin import save_hf, zaya_from_hf
+    from zaya_plugin import save_hf, stream_hf, zaya_from_hf
 
     torch.distributed.init_process_group("gloo")
     sizes = {name: size for name, size in SIZES[layout].items() if name.endswith("size")}
@@ -33,6 +34,11 @@ def main(layout: str, source: str, output: str) -> None:
     model = zaya_from_hf(source, params_dtype=torch.bfloat16, use_cpu_initialization=True, **others, **pipeline)
     assert all(getattr(model.config, name) == size for name, size in sizes.items())
     save_hf([model], output, layout="legacy")
+    streamed: dict[str, torch.Tensor] = {}
+    stream_hf([model], streamed.update, layout="legacy", bucket_bytes=5000)
+    written = load_file(f"{output}/model.safetensors") if torch.distributed.get_rank() == 0 else {}
+    assert streamed.keys() == written.keys()
+    assert all(torch.equal(streamed[name], tensor) for name, tensor in written.items())
     try:
         save_hf([model], output, layout="legacy")
     except ValueError as error:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import xxhash
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.models.gpt import GPTModel
@@ -21,6 +22,7 @@ from torch import nn
 from zaya_plugin.checkpoint.convert import exporting
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.importing import Source, open_source
+from zaya_plugin.checkpoint.convert.safetensors_files import shards
 from zaya_plugin.checkpoint.convert.tables import EMBEDDING
 from zaya_plugin.checkpoint.convert.values import Boxes, Region, as_bytes
 from zaya_plugin.ground.errors import mistake
@@ -186,14 +188,88 @@ def save_hf(
             shutil.rmtree(parts, ignore_errors=True)
 
 
+@torch.no_grad()
+def stream_hf(
+    model: nn.Module | Sequence[nn.Module],
+    callback: Callable[[dict[str, torch.Tensor]], None],
+    *,
+    layout: str = "native",
+    dtype: str | None = None,
+    bucket_bytes: int = 2**30,
+    sent: dict[str, str] | None = None,
+) -> None:
+    """Hand over a model's weights by the names of a published layout, without a file; a collective of all ranks.
+
+    Each tensor is broadcast from the ranks that hold it, a block of rows at a time.
+
+    Args:
+        model: or its chunks on this rank; with or without DDP.
+        callback: called on rank 0 with tensors by name, on the host, in the layout's shapes; it may keep them.
+        dtype: bf16 or fp32; None: as the model computes.
+        bucket_bytes: of one call, at most; a larger tensor has a call of its own.
+        sent: checksums by name of what the receiver has. Tensors that it has are left out, and it is brought up to
+            date. None: all tensors are handed over.
+
+    Raises:
+        ValueError: the layout cannot express the model.
+    """
+    chunks, rank = _unwrapped(model), torch.distributed.get_rank()
+    mine = list(_main_copies(chunks))
+    device, everyone = next(chunks[0].parameters()).device, [None] * torch.distributed.get_world_size()
+    facts = [(t.key, *map(tuple, (t.global_shape, t.global_offset, t.local_shape)), t.data.dtype) for t in mine]
+    torch.distributed.all_gather_object(everyone, facts)
+    parts = [
+        _Part(key, shape, place, _Broadcast(owner, kind, local, mine[n].data if owner == rank else None, device))
+        for owner, of_rank in enumerate(everyone)
+        for n, (key, shape, place, local, kind) in enumerate(of_rank)
+    ]
+    planned, known = (
+        exporting.plan(_put_together(Path(), chunks[0], parts), layout, dtype),
+        {} if sent is None else sent,
+    )
+    for group in shards(planned.tensors, bucket_bytes):
+        contents = {tensor.name: bytearray(b"".join(tensor.blocks())) for tensor in group}
+        checksums = {name: xxhash.xxh3_128_hexdigest(content) for name, content in contents.items()}
+        bucket = {
+            tensor.name: torch.frombuffer(contents[tensor.name], dtype=tensor.dtype).view(tensor.shape)
+            for tensor in group
+            if known.get(tensor.name) != checksums[tensor.name]
+        }
+        known.update(checksums)
+        if bucket and rank == 0:
+            callback(bucket)
+
+
+@dataclass(frozen=True)
+class _Broadcast:
+    """Values that rank `owner` holds, None elsewhere. All ranks read the same rows in the same order, since a read is a
+    broadcast.
+    """
+
+    owner: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    held: torch.Tensor | None
+    device: torch.device
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        values = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype, device=self.device)
+        if self.held is not None:
+            values.copy_(self.held.detach().view(self.shape)[start:stop])
+        torch.distributed.broadcast(values, self.owner)
+        return values.cpu()
+
+
 @dataclass(frozen=True)
 class _Part:
-    """A rectangle of the tensor `key`, which has `shape`: it begins at `place`, and its values lie in a file."""
+    """A rectangle of the tensor `key`, which has `shape`: it begins at `place`; its values lie in a file or on a
+    rank.
+    """
 
     key: str
     shape: tuple[int, ...]
     place: tuple[int, ...]
-    values: Region
+    values: Region | _Broadcast
 
 
 def _on_all_ranks(step: Callable[[], T]) -> list[T]:
@@ -220,16 +296,22 @@ def _on_all_ranks(step: Callable[[], T]) -> list[T]:
     return [result for result, _ in outcomes]
 
 
+def _main_copies(chunks: list[GPTModel]) -> Iterator[ShardedTensor]:
+    """Yield the tensors of which this rank has the main copy."""
+    for tensor in (tensor for chunk in chunks for tensor in chunk.sharded_state_dict().values()):
+        if isinstance(tensor, ShardedTensor) and is_main_replica(tensor.replica_id):
+            yield tensor
+
+
 def _write_parts(path: Path, chunks: list[GPTModel]) -> list[_Part]:
     """Write the tensors of which this rank has the main copy, one behind another, and return where they are."""
     parts = []
     with open(path, "wb") as file:
-        for tensor in (tensor for chunk in chunks for tensor in chunk.sharded_state_dict().values()):
-            if isinstance(tensor, ShardedTensor) and is_main_replica(tensor.replica_id):
-                values = tensor.data.detach().cpu()
-                region = Region(path, file.tell(), values.dtype, tuple(tensor.local_shape))
-                parts.append(_Part(tensor.key, tuple(tensor.global_shape), tuple(tensor.global_offset), region))
-                file.write(as_bytes(values))
+        for tensor in _main_copies(chunks):
+            values = tensor.data.detach().cpu()
+            region = Region(path, file.tell(), values.dtype, tuple(tensor.local_shape))
+            parts.append(_Part(tensor.key, tuple(tensor.global_shape), tuple(tensor.global_offset), region))
+            file.write(as_bytes(values))
     return parts
 
 

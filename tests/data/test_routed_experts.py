@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routed experts as texts of servers and as files of --routed-experts."""
+
+import base64
+import io
+import json
+
+import numpy as np
+import pytest
+
+from zaya_plugin.data.routed_experts import check_form, decoded, encoded, write_sequences
+
+ROWS = np.array([[[0], [-1], [16]], [[3], [2], [1]]], np.int16)
+
+
+def test_the_forms_of_both_servers():
+    stored = np.load(io.BytesIO(base64.b64decode(encoded(ROWS))))
+    assert stored.dtype == np.int16 and stored.tolist() == ROWS.tolist()
+    of_sglang = base64.b64encode(ROWS.astype(np.int32).tobytes()).decode()
+    for text in (encoded(ROWS), of_sglang):
+        assert decoded(text, 3).dtype == np.int16 and decoded(text, 3).tolist() == ROWS.tolist()
+    for text, layers in ((encoded(ROWS), 4), ("no base64", 3), (base64.b64encode(b"12345").decode(), 1)):
+        with pytest.raises(ValueError, match=rf"^routed_experts=.*: cannot be read for {layers} layers of one class"):
+            decoded(text, layers)
+
+
+def test_files(tmp_path):
+    write_sequences(tmp_path / "a.npy", [([1, 2, 3], ROWS), ([1, 2], ROWS[:1])])
+    assert np.load(tmp_path / "a.npy").tolist() == [*ROWS.tolist(), ROWS[0].tolist()]
+    write_sequences(tmp_path / "a.jsonl", [([1, 2, 3], ROWS)])
+    (line,) = map(json.loads, (tmp_path / "a.jsonl").read_text().splitlines())
+    assert line["tokens"] == [1, 2, 3] and decoded(line["routed_experts"], 3).tolist() == ROWS.tolist()
+    for name in ("a.bin", "nowhere/a.npy"):
+        with pytest.raises(ValueError, match="--routed-experts=.*: cannot be written. Allowed: .npy or .jsonl"):
+            check_form(tmp_path / name)
