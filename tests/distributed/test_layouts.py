@@ -9,7 +9,17 @@ import warnings
 import pytest
 
 from tests.distributed.layout_grid import COMMON, Grid
-from tests.distributed.layouts import PACKED, PACKED_LAYOUTS, PLAIN, PLAIN_OPTIMIZER, QUICK, RECOMPUTED, SLOW, Layout
+from tests.distributed.layouts import (
+    PACKED,
+    PACKED_LAYOUTS,
+    PLAIN,
+    PLAIN_OPTIMIZER,
+    QUICK,
+    RECOMPUTED,
+    SLOW,
+    WINDOWS,
+    Layout,
+)
 from tests.distributed.packed_corpus import boundaries, short_documents
 
 LOSS, GRADIENT = 1e-5, 1e-4
@@ -103,7 +113,8 @@ def test_sequences_hold_several_documents_that_do_not_see_each_other(packed_grid
     assert len(inside) == 3 * 8  # steps, sequences
     assert min(inside) >= 1 and sum(inside) >= 2 * len(inside)
     # The same sequences with every token in sight of all before it: another loss, so the boundaries are read.
-    seen = Grid(tmp_path / "seen", packed_grid.data, servers=packed_grid.servers, last=COMMON + 1, gradients=False)
+    options = dict(servers=packed_grid.servers, last=COMMON + 1, gradients=False)
+    seen = Grid(tmp_path / "seen", packed_grid.data, WINDOWS, **options)
     assert {key for step, key in seen.one["ids"] if step == 0} == {
         key for step, key in packed_grid.one["ids"] if step == 0
     }

@@ -10,6 +10,7 @@ from tests.no_waiting import no_waiting
 from zaya_plugin.model.block_attention import block_attention, takes_blocks
 from zaya_plugin.model.core_attention import (
     AUTO_ORDER,
+    FORMS,
     VERSIONS,
     attention_of,
     causal_attention,
@@ -62,6 +63,14 @@ def test_queries_at_the_end_of_the_keys(backend, rows, keys):
     skip_without_package(backend)
     attend = attention_of(backend)
     compare(lambda *qkv: attend(*qkv, SCALE), lower_right_mask(rows, keys, torch.device("cuda")), rows, keys)
+
+
+@pytest.mark.parametrize("rows, keys", [(256, 256), (256, 1024), (96, 224)])
+@pytest.mark.parametrize("backend", FORMS["window"])
+def test_a_sliding_window(backend, rows, keys):
+    skip_without_package(backend)
+    attend, mask = attention_of(backend), lower_right_mask(rows, keys, torch.device("cuda"), 100)
+    compare(lambda *qkv: attend(*qkv, SCALE, 100), mask, rows, keys)
 
 
 @pytest.mark.parametrize("backend", VERSIONS)
@@ -138,7 +147,7 @@ def test_packed_documents(shard):
     tokens = torch.randint(0, 50, (2, 512), generator=torch.Generator().manual_seed(7)).cuda()
     packed = PackedDocuments.from_ends(tokens == 0, shard)
     assert packed.document_ids.max() > 4
-    compare(lambda *qkv: document_attention(*qkv, SCALE, packed), packed.dense_mask, 512 // shard.size, 512)
+    compare(lambda *qkv: document_attention(*qkv, SCALE, packed), packed.mask(False), 512 // shard.size, 512)
 
 
 def test_other_documents_cannot_change_a_bit():
@@ -191,16 +200,16 @@ def test_boundaries_are_made_without_waiting_for_the_device(boundaries_in_turn):
         torch.ones(1, device="cuda").item()
     with no_waiting():
         packed = boundaries_in_turn()
-        shapes = packed.starts.shape, packed.positions.shape, packed.dense_mask.shape
+        shapes = packed.starts.shape, packed.positions.shape, packed.mask(False).shape
     assert shapes == ((2, 129, 2), (256, 2), (2, 1, 256, 512))
 
 
 def test_the_block_mask_is_made_without_waiting_for_the_device(boundaries_in_turn):
     for _ in range(2):  # compiles, and compiles again should a second batch not fit the first one's assumptions
-        assert boundaries_in_turn().block_mask is not None
+        assert boundaries_in_turn().mask(True) is not None
     with no_waiting():
         packed = boundaries_in_turn()
-        mask = packed.block_mask
+        mask = packed.mask(True)
     # Blocks of 128 rows and columns: this rank's rows are the second and third quarter of the sequence.
-    blocks = packed.dense_mask.unflatten(2, (2, 128)).unflatten(4, (4, 128)).any(dim=5).any(dim=3)
+    blocks = packed.mask(False).unflatten(2, (2, 128)).unflatten(4, (4, 128)).any(dim=5).any(dim=3)
     assert torch.equal(mask.to_dense().bool(), blocks)
