@@ -57,7 +57,7 @@ REFUSED = [
     ),
     ("cluster.environment=[1]", ["cluster.environment", "a mapping of names to text"]),
     ("checkpoint=3", ["checkpoint=3: ", "Fix: checkpoint.<key>=<value>."]),
-    ("model=null", ["model=null: ", "Allowed: zaya1_base, zaya_tiny."]),
+    ("model=null", ["model=null: ", "Allowed: zaya1_74b, zaya1_base, zaya_tiny."]),
     ("model=nope", ["model=nope: no such recipe", "zaya1_base, zaya_tiny"]),
     ("cluster.kernels=torch", ["cluster.kernels=torch: ", "Allowed: auto, hip, triton, compiled, reference."]),
     ("cluster.device=tpu", ["cluster.device=tpu: ", "Allowed: cuda, cpu. Fix: cluster.device=cpu."]),

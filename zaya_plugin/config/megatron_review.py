@@ -120,7 +120,7 @@ IMPOSSIBLE = {
         rope_scaling_factor rope_type rotary_interleaved rotary_scaling_factor rotary_seq_len_interpolation_factor
         softmax_type squared_relu use_grouped_gemm_for_dense_mlp use_grouped_gemm_for_shared_expert
         use_mamba_mem_eff_path use_mup use_rope_scaling use_rotary_position_embeddings v_head_dim
-        window_attn_skip_freq window_size yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int
+        window_size yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int
         yarn_original_max_position_embeddings
     """,
     "ZAYA's own router and experts replace Megatron's, which read it": """

@@ -54,6 +54,7 @@ _FOLDERS = "folders of checkpoints have seven digits"
 _INT32 = "they are counted in 32 bits"
 SIZE = above_zero(2**20, "no device holds a layer of more")
 LAYERS = above_zero(10_000, _TYPED)
+SKIP_FREQUENCY = Limit("from 2 to 10000 (1 would leave no layer with a window)", lambda value: 2 <= value <= 10_000)
 TOKENS = above_zero(2**24, "positions are computed in fp32, which counts to 2^24")
 SEQUENCES = above_zero(2**31 - 1, _INT32)
 SAMPLES = zero_or_more(10**11, _TYPED)  # the whole curriculum of ZAYA1-base has 3 * 10**9
@@ -190,6 +191,24 @@ class ModelConfig:
         256, "width of the router's latent state, which is passed from layer to layer (EDA)", limit=SIZE, fixed=True
     )
     rotary_percent: float = arg(0.5, "share of a head's channels that RoPE rotates", limit=SHARE, resume=NETWORK)
+    # Megatron's window_size has the same number on its left side, and so has swa_layers of legacy files. transformers'
+    # sliding_window counts the token itself too, and so is larger by one.
+    sliding_window: int | None = option(
+        None,
+        "previous tokens that a token sees in a layer with a sliding window; null: no layer has one",
+        limit=TOKENS,
+        fixed=True,
+    )
+    window_attn_skip_freq: int | None = arg(
+        None,
+        "every so many layers one sees all previous tokens: 2 gives windows to layers 0, 2, 4, ... counted from 0; "
+        "null: all layers have the window",
+        limit=SKIP_FREQUENCY,
+        resume=NETWORK,
+    )
+    swa_rotary_base: int = option(
+        10000, "RoPE base of the layers with a window, in every stage", limit=RATE, fixed=True
+    )
     normalization: str = arg(
         "RMSNorm",
         "the layers' norms and the final norm: RMSNorm (ZAYA1) or LayerNorm, with mean and bias, for other models; the "

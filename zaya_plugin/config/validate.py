@@ -185,6 +185,14 @@ def _model(recipe: Recipe, world_size: int) -> Iterator[str]:
         allowed="an even number of rotated channels",
         fix=f"model.rotary_percent={max(rotated // 2 * 2, 2) / model.kv_channels:g}",
     )
+    yield from require(
+        model.sliding_window is not None or model.window_attn_skip_freq is None,
+        "model.window_attn_skip_freq",
+        model.window_attn_skip_freq,
+        problem="no layer has a sliding window",
+        allowed="null with model.sliding_window=null",
+        fix="model.sliding_window=4096",
+    )
 
 
 def _batch(recipe: Recipe, world_size: int) -> Iterator[str]:

@@ -48,7 +48,7 @@ _FIXED = {
         (
             "fp8",
             "fp4",
-            "window_size",
+            "window_size",  # sliding_window has its place
             "mtp_num_layers",
             "moe_shared_expert_intermediate_size",
             "moe_expert_capacity_factor",
@@ -109,6 +109,11 @@ class ZayaConfig(ZayaOptions, TransformerConfig):
         stream.
         """
         return self.router_hidden_size if self.router_eda and self.pipeline_model_parallel_size > 1 else 0
+
+    def window_of(self, layer_number: int) -> int | None:
+        """Return the previous tokens that a token sees in a layer, numbered from 1; None: all of them."""
+        every = self.window_attn_skip_freq
+        return None if every and layer_number % every == 0 else self.sliding_window
 
     @property
     def router_init_method(self):
