@@ -59,7 +59,9 @@ def _rms_norm(which: str, scaled: bool, centered: bool = False, hidden: int = HI
     form = {"SCALED": scaled, "CENTERED": centered}
     form |= {} if centered else dict.fromkeys(("bias", "mean", "d_bias"))
     if which == "sum":
-        return _compile(rms_norm.rms_norm_sum_kernel, types, form | {"PROGRAMS": 64, "BLOCK": 32}, 8)
+        return _compile(
+            rms_norm.rms_norm_sum_kernel, types, form | {"PROGRAMS": 64, "BLOCK": 32}, 8, unaligned=("programs",)
+        )
     backward = which == "backward"
     chosen = rms_norm.launch(hidden, scaled=scaled, backward=backward, warp_size=64)
     constexprs = form | {
