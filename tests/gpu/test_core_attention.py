@@ -138,7 +138,7 @@ def test_packed_documents(shard):
     tokens = torch.randint(0, 50, (2, 512), generator=torch.Generator().manual_seed(7)).cuda()
     packed = PackedDocuments.from_ends(tokens == 0, shard)
     assert packed.document_ids.max() > 4
-    compare(lambda *qkv: document_attention(*qkv, SCALE, packed), packed.dense_mask, 512 // shard.size, 512)
+    compare(lambda *qkv: document_attention(*qkv, SCALE, packed), packed.mask(False), 512 // shard.size, 512)
 
 
 def test_other_documents_cannot_change_a_bit():
@@ -191,16 +191,16 @@ def test_boundaries_are_made_without_waiting_for_the_device(boundaries_in_turn):
         torch.ones(1, device="cuda").item()
     with no_waiting():
         packed = boundaries_in_turn()
-        shapes = packed.starts.shape, packed.positions.shape, packed.dense_mask.shape
+        shapes = packed.starts.shape, packed.positions.shape, packed.mask(False).shape
     assert shapes == ((2, 129, 2), (256, 2), (2, 1, 256, 512))
 
 
 def test_the_block_mask_is_made_without_waiting_for_the_device(boundaries_in_turn):
     for _ in range(2):  # compiles, and compiles again should a second batch not fit the first one's assumptions
-        assert boundaries_in_turn().block_mask is not None
+        assert boundaries_in_turn().mask(True) is not None
     with no_waiting():
         packed = boundaries_in_turn()
-        mask = packed.block_mask
+        mask = packed.mask(True)
     # Blocks of 128 rows and columns: this rank's rows are the second and third quarter of the sequence.
-    blocks = packed.dense_mask.unflatten(2, (2, 128)).unflatten(4, (4, 128)).any(dim=5).any(dim=3)
+    blocks = packed.mask(False).unflatten(2, (2, 128)).unflatten(4, (4, 128)).any(dim=5).any(dim=3)
     assert torch.equal(mask.to_dense().bool(), blocks)

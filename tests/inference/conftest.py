@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.inference.small import publish_small
+from tests.inference.small import open_decoder, open_theirs, publish_small
 from tests.megatron_rank import seed, single_rank  # noqa: F401  (fixtures of every test of this folder)
 
 
@@ -17,16 +17,9 @@ def published(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def decoder(published):
-    from zaya_plugin.checkpoint.convert.importing import open_source
-    from zaya_plugin.checkpoint.convert.loading import load_model
-    from zaya_plugin.inference.decoder import Decoder
-
-    source = open_source(published)
-    return Decoder(load_model(source.model, source.tensors))
+    return open_decoder(published)
 
 
 @pytest.fixture(scope="session")
 def theirs(published):
-    """The same model in transformers."""
-    transformers = pytest.importorskip("transformers")
-    return transformers.AutoModelForCausalLM.from_pretrained(published, dtype="float32").eval()
+    return open_theirs(published)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -61,12 +62,27 @@ def random_tensors(layout: str = "native", model=SMALL) -> dict[str, torch.Tenso
     return found
 
 
-def publish_small(folder: Path, layout: str = "native") -> Path:
+def publish_small(folder: Path, layout: str = "native", model=SMALL) -> Path:
     folder.mkdir(parents=True)
-    save_file(random_tensors(layout), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(hf_config.write(layout, SMALL, "float32")))
+    save_file(random_tensors(layout, model), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(hf_config.write(layout, model, "float32")))
     train_bpe(TEXTS * 3, VOCABULARY, str(folder))
     return folder
+
+
+def open_decoder(folder: Path):
+    from zaya_plugin.checkpoint.convert.importing import open_source
+    from zaya_plugin.checkpoint.convert.loading import load_model
+    from zaya_plugin.inference.decoder import Decoder
+
+    source = open_source(folder)
+    return Decoder(load_model(source.model, source.tensors))
+
+
+def open_theirs(folder: Path):
+    """The same model in transformers."""
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
 
 
 def open_given(given: Path, needs_tokenizer: bool = True, **more) -> Opened:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoding with a state: against transformers' generate, and against whole sequences without a state."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests.inference.small import SMALL
+from tests.inference.small import SMALL, open_decoder, open_theirs, publish_small
 from zaya_plugin.inference import decoder as decoder_module
 from zaya_plugin.inference.decoder import Decoder
 from zaya_plugin.inference.sampling import generate
@@ -71,6 +73,20 @@ def test_equal_to_transformers_generate(decoder, theirs, lengths):
     assert generate(decoder, given, NEW) == tokens.tolist()
     mine = run_ours(decoder, given, tokens)
     assert apart(mine, logits) < CLOSE
+
+
+@pytest.mark.parametrize("window", [1, pytest.param(9, marks=SLOW)])
+def test_a_ring_of_the_window_gives_the_tokens_of_transformers(window, tmp_path):
+    """Prompts shorter and longer than the window, and steps that go round the ring many times."""
+    sliding = replace(SMALL, sliding_window=window, window_attn_skip_freq=2, swa_rotary_base=700)
+    folder = publish_small(tmp_path / "model", model=sliding)
+    mine, hf = open_decoder(folder), open_theirs(folder)
+    given = prompts(3, 1, 23)
+    tokens, logits = run_theirs(hf, given)
+    assert all(len(row.unique()) > 3 for row in tokens), "the text repeats itself, so it shows little"
+    assert generate(mine, given, NEW) == tokens.tolist()
+    assert [state.keys.shape[2] for state in mine.states] == [window + 1, mine.room] * 2
+    assert apart(run_ours(mine, given, tokens), logits) < CLOSE
 
 
 @pytest.mark.parametrize("room", [16, pytest.param(256, marks=SLOW)])

@@ -74,11 +74,28 @@ def test_a_version_without_its_package_is_named(name, blocked, monkeypatch):
         operator(name).choice(CPU, check=False)
 
 
-def flash_attn_func(query, key, value, softmax_scale, causal, deterministic):
+def test_a_window_hides_what_is_before_it():
+    """The mask, Megatron's formula of it, and flex_attention's blocks; in fp64 against attention written out."""
+    for s, t, window in ((6, 6, 2), (3, 9, 4), (5, 5, 9)):
+        mask = lower_right_mask(s, t, CPU, window)
+        megatron = torch.ones(s, t, dtype=torch.bool).triu(t - s - window).tril(t - s)
+        assert torch.equal(mask, megatron)
+        query, key, value = qkv(s, t, dtype=torch.float64)
+        expected = module.window_written_out(query, key, value, 0.3, window)
+        for attend in (causal_attention, module.flex_window_attention):
+            assert (attend(query, key, value, 0.3, window) - expected).abs().max() < 1e-13
+    assert lower_right_mask(2, 5, CPU, 1).tolist() == [[False, False, True, True, False], [False] * 3 + [True] * 2]
+    whole = module.attention_written_out(*qkv(5, 5), 0.3)
+    assert torch.equal(module.window_written_out(*qkv(5, 5), 0.3, 4), whole), "a window of all previous tokens"
+
+
+def flash_attn_func(query, key, value, softmax_scale, causal, deterministic, window_size=(-1, -1)):
     """FlashAttention-2's function, answering with a tuple as flash-attn-4 does."""
+    assert window_size[1] == (-1 if window_size[0] == -1 else 0)
+    window = None if window_size[0] == -1 else window_size[0]
     assert causal and len(query) == 1 and deterministic == torch.are_deterministic_algorithms_enabled()
     heads = query.shape[2:]
-    context = causal_attention(*(x.transpose(0, 1) for x in (query, key, value)), softmax_scale)
+    context = causal_attention(*(x.transpose(0, 1) for x in (query, key, value)), softmax_scale, window)
     return (context.unflatten(-1, heads).transpose(0, 1),)
 
 
@@ -115,11 +132,12 @@ def test_a_package_passes_the_check_and_gives_the_results_of_sdpa(package, deter
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     dtype, tolerance = (torch.bfloat16, 1e-2) if name == "aiter" else (torch.float32, 1e-6)
-    for rows, form, starts in ((5, "whole", ()), (3, "chunks", ((2,),))):
+    for rows, form, place in ((5, "whole", ()), (3, "chunks", ((2,),)), (3, "window", (1,))):
         query, key, value = qkv(rows, 5, dtype=dtype)
         attend = operator(name, form, dtype, deterministic)
         assert attend.running(CPU) == (name,) and f"checking {name} for {form}" in caplog.text
-        got, expected = attend(query, key, value, 0.3, *starts), causal_attention(query, key, value, 0.3)
+        got = attend(query, key, value, 0.3, *place)
+        expected = causal_attention(query, key, value, 0.3, *(place if form == "window" else ()))
         torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
 
 
@@ -257,6 +275,29 @@ def test_calls_that_the_requested_version_does_not_take_are_named(caplog):
     assert documents.running(CPU) == ("sdpa",) and "it has no version 'flash_attn'" in documents.choice(CPU)
     assert documents.running(torch.device("cuda", 0)) == ("flex_attention",)
     assert "cluster.core_attention=flash_attn: this version takes no packed documents" in caplog.text
+
+
+def test_what_computes_windows(monkeypatch):
+    monkeypatch.setattr(module, "AUTO_ORDER", {"cpu": ("flash_attn", "cudnn")})
+    install(monkeypatch, "flash_attn")
+    cuda, auto = torch.device("cuda", 0), operator("auto", "window", torch.bfloat16)
+    assert auto.running(CPU) == ("flash_attn",), "auto leaves out cudnn and takes what has a window"
+    assert auto._order(cuda, auto.request()) == ("flex_attention",), "the order of another architecture"
+    assert operator("sdpa", "window").running(CPU) == ("sdpa",)
+    with pytest.raises(
+        ValueError, match=r"^cluster\.core_attention=cudnn: .* no sliding window\. Allowed: auto, flash"
+    ):
+        operator("cudnn", "window")
+
+
+@pytest.mark.parametrize("wrong", ["one more", "none"])
+def test_a_wrong_window_fails_the_check(wrong, monkeypatch):
+    def attend(query, key, value, scale, window):
+        return causal_attention(query, key, value, scale, window + 1 if wrong == "one more" else None)
+
+    monkeypatch.setattr(module, "attention_of", {"flash_attn": attend, "sdpa": causal_attention}.__getitem__)
+    with pytest.raises(ValueError, match="cluster.core_attention=flash_attn: .* it failed its self-check: "):
+        operator("flash_attn", "window").choice(CPU)
 
 
 def test_where_no_version_is_right_the_run_ends(monkeypatch):

@@ -126,7 +126,7 @@ def test_boundaries_positions_and_masks_of_a_batch():
     assert packed.starts.shape == (1, 8, 2)
     assert packed.starts[0, :, 0].tolist() == [True, True, False, True, False, False, True, True]
     assert packed.starts[0, :, 1].tolist() == [True, True, False, False, False, False, False, False]
-    mask = packed.dense_mask[:, 0]
+    mask = packed.mask(False)[:, 0]
     assert mask[0].sum(1).tolist() == [1, 2, 1, 2, 3, 1, 1] and mask[1].sum(1).tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert not mask[0, 2, 1] and not mask[0, 2, 3] and mask[0, 4, 2]
 
@@ -140,13 +140,28 @@ def test_the_block_mask_says_what_the_dense_mask_says():
     tokens = torch.randint(0, 40, (2, 300), generator=generator)
     packed = PackedDocuments.from_ends(tokens == EOD)
     assert packed.document_ids.max() > 3
-    made = create_mask(packed.block_mask.mask_mod, 2, 1, 300, 300, device="cpu")
-    assert torch.equal(made, packed.dense_mask)
+    made = create_mask(packed.mask(True).mask_mod, 2, 1, 300, 300, device="cpu")
+    assert torch.equal(made, packed.mask(False))
     query, key, value = (torch.randn(300, 2, heads, 16, generator=generator) for heads in (4, 2, 2))
     expected = document_attention(query, key, value, 0.25, packed)
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    flex = flex_attention(query, key, value, block_mask=packed.block_mask, scale=0.25, enable_gqa=True)
+    flex = flex_attention(query, key, value, block_mask=packed.mask(True), scale=0.25, enable_gqa=True)
     assert (flex.permute(2, 0, 1, 3).flatten(2) - expected).abs().max() < 1e-5
+
+
+def test_a_part_of_the_mask_with_a_window():
+    from torch.nn.attention.flex_attention import create_mask
+
+    tokens = torch.randint(0, 9, (2, 40), generator=torch.Generator().manual_seed(3))
+    packed = PackedDocuments.from_ends(tokens == EOD)
+    distance = torch.arange(40).unsqueeze(1) - torch.arange(40)
+    expected = packed.mask(False) & (distance <= 4)
+    assert expected.sum() < packed.mask(False).sum()
+    assert torch.equal(packed.mask(False, None, 4), expected)
+    part = packed.mask(False, (20, 30, 16), 4)
+    assert torch.equal(part, expected[:, :, 20:30, 16:30]) and packed.mask(False, (20, 30, 16), 4) is part
+    blocks = packed.mask(True, (20, 30, 16), 4)
+    assert torch.equal(create_mask(blocks.mask_mod, 2, 1, 10, 14, device="cpu"), part)
 
 
 def test_other_packed_sequences_are_refused(lively):

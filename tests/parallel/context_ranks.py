@@ -65,6 +65,12 @@ CASES = (
     Case("cp4-selective-recompute", 4, config=SELECTIVE),
     Case("cp4-chunks-of-two-rows-packed", 4, length=16, packing=True, reset=True),
     Case("cp2-deaf", 2, deaf=True),
+    Case("cp4-window", 4, length=40, config=dict(sliding_window=3, window_attn_skip_freq=2)),
+    Case("cp4-window-of-three-chunks-packed", 4, length=40, packing=True, config=dict(sliding_window=12)),
+    Case("cp4-window-gathered", 4, length=40, config=dict(sliding_window=30, window_attn_skip_freq=2)),
+    Case(
+        "cp2-contiguous-window-packed-reset", 2, "contiguous", packing=True, reset=True, config=dict(sliding_window=4)
+    ),
 )
 
 
@@ -145,13 +151,13 @@ def loss_and_gradients(case: Case, size: int):
 
 @contextlib.contextmanager
 def counted():
-    """Count the bytes that this rank's gathers receive and its scatters send, by collective."""
-    found = {"all_gather_into_tensor": 0, "reduce_scatter_tensor": 0}
+    """Count the bytes that this rank's gathers and exchanges receive and its scatters send, by collective."""
+    found = {"all_gather_into_tensor": 0, "reduce_scatter_tensor": 0, "all_to_all_single": 0}
     originals = {name: getattr(torch.distributed, name) for name in found}
 
     def counting(name):
         def call(output, given, *args, **kwargs):
-            found[name] += abs(output.nbytes - given.nbytes)
+            found[name] += output.nbytes if name == "all_to_all_single" else abs(output.nbytes - given.nbytes)
             return originals[name](output, given, *args, **kwargs)
 
         return call

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from zaya_plugin import patches
+from zaya_plugin.parallel.context_exchange import Halo
 from zaya_plugin.parallel.context_order import ContextShard
 
 patches.apply()
@@ -29,6 +30,32 @@ def test_zigzag_is_megatrons_order(size):
     for rank in range(size):
         theirs = get_pos_emb_on_this_cp_rank(rows, 0, Group(rank))
         assert torch.equal(ContextShard("zigzag", size, rank).take(rows, 0), theirs)
+
+
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("window", [1, 3, 4, 11, 100])
+def test_a_halo_has_the_rows_of_the_window(order, window):
+    """The pieces that four ranks send each other by their plans: each chunk of 4 rows gets `window` rows before it."""
+    size, rows = 4, 4
+    halos = [Halo(ContextShard(order, size, rank), rows, window) for rank in range(size)]
+    length = rows * halos[0].shard.total_chunks
+    held = [halo.shard.take(torch.arange(length), 0) for halo in halos]
+    sent = []
+    for halo, x in zip(halos, held, strict=True):
+        counts, _, parts, _ = halo.plan
+        sent.append(torch.cat([x[:0], *(x[part] for part in parts)]).split(counts))
+    for rank, (halo, x) in enumerate(zip(halos, held, strict=True)):
+        _, received, _, chunks = halo.plan
+        arrived = [of_sender[rank] for of_sender in sent]
+        assert [len(part) for part in arrived] == received
+        both = torch.cat((x, *arrived))
+        for chunk, parts in zip(halo.shard.chunks, chunks, strict=True):
+            got = torch.cat([both[part] for part in parts]).tolist()
+            assert got == list(range(max(chunk * rows - window, 0), (chunk + 1) * rows))
+        most = {"contiguous": {1: 1, 3: 3, 4: 4, 11: 11, 100: 12}, "zigzag": {1: 2, 3: 6, 4: 8}}[order].get(window)
+        if most is not None:  # rows that a rank in the middle receives; gathering: 12 or 24
+            assert max(sum(each.received) for each in halos) == most
+        assert halo.is_shorter == (window < 100)
 
 
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])

@@ -73,4 +73,22 @@ def test_the_traffic_is_what_the_plan_says(found, case):
         assert result["traffic"] == {  # boundary rows are gathered in both directions
             "all_gather_into_tensor": planned["key_values"] / 2 + planned["boundary"],
             "reduce_scatter_tensor": planned["key_values"] / 2,
+            "all_to_all_single": 0,
         }
+
+
+def test_a_window_moves_the_rows_that_it_reaches(found):
+    """Of 40 rows in 8 chunks each rank receives 3 rows a chunk from other ranks, and their gradients back, in two of
+    the three layers; gathering would receive 30 rows. A window of 30 rows is gathered.
+    """
+    row = 2 * 2 * 2 * 8 * 8  # two sequences; keys and values of two heads with 8 channels in fp64
+    halo = [result["traffic"]["all_to_all_single"] for result in found["cp4-window"]]
+    # Both directions: rank 0 holds the chunks 0 and 7, and rank 3 the neighbours 3 and 4.
+    assert halo == [2 * rows * row for rows in (3 + 3, 6 + 6, 6 + 6, 3 + 3)]
+    of_one_layer = found["cp4-packed"][0]["traffic"]["reduce_scatter_tensor"] / 3
+    assert of_one_layer == 30 * row
+    for result in found["cp4-window"]:
+        assert result["traffic"]["reduce_scatter_tensor"] == of_one_layer
+    for result in found["cp4-window-gathered"]:
+        assert result["traffic"]["all_to_all_single"] == 0
+        assert result["traffic"]["reduce_scatter_tensor"] == 3 * of_one_layer

@@ -26,12 +26,17 @@ CASES = {
     "two_tokens": (4, 4, 2, 16, 4, 2, 2, "eager", -1.0),
     "skip_chosen": (4, 4, 2, 16, 8, 2, 24, "eager", 0.1),
     "all_skip": (4, 4, 2, 16, 4, 2, 9, "eager", 5.0),
+    "windows": (4, 4, 2, 16, 8, 2, 24, "eager", -1.0),
 }
+WINDOW, SLIDING_BASE = 5, 500.0  # previous tokens, and RoPE's base of layers 0 and 2 in the case `windows`
 
 
 @pytest.fixture(params=CASES, ids=list(CASES))
 def case(request):
     layers, heads, groups, channels, experts, b, s, attention, skip_bias = CASES[request.param]
+    rope, sliding = {"rope_type": "default", "partial_rotary_factor": 0.5}, {}
+    if request.param == "windows":
+        sliding = {"layer_types": ["hybrid_sliding", "hybrid"] * 2, "sliding_window": WINDOW + 1}
     hf_config = transformers.ZayaConfig(
         vocab_size=VOCAB,
         hidden_size=48,
@@ -44,7 +49,11 @@ def case(request):
         router_hidden_size=24,
         max_position_embeddings=64,
         attn_implementation=attention,
-        rope_parameters={"hybrid": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+        rope_parameters={
+            "hybrid": {**rope, "rope_theta": 10000.0},
+            "hybrid_sliding": {**rope, "rope_theta": SLIDING_BASE},
+        },
+        **sliding,
     )
     hf = transformers.ZayaForCausalLM(hf_config).train()
     randomise(hf, skip_bias)
@@ -76,6 +85,8 @@ def our_model(hf, **options):
     from zaya_plugin.model.config import ZayaConfig
 
     c = hf.config
+    if c.sliding_window is not None:
+        options |= dict(sliding_window=c.sliding_window - 1, window_attn_skip_freq=2, swa_rotary_base=int(SLIDING_BASE))
     config = ZayaConfig(
         num_layers=c.num_hidden_layers,
         hidden_size=c.hidden_size,
@@ -193,6 +204,38 @@ def test_the_head_has_transformers_loss_and_gradients(case, promise):
     ours = to_hf(model.state_dict() | gradients, model.config)
     errors = {name: relative_error(ours[name], p.grad) for name, p in hf.named_parameters()}
     assert max(errors.values()) < GRADIENTS, sorted(errors.items(), key=lambda item: -item[1])[:5]
+
+
+@pytest.mark.parametrize("case", ["windows"], indirect=True)
+@torch.no_grad()
+def test_the_window_ends_at_its_last_token_in_both_models(case):
+    """Layer 0 alone, whose window is WINDOW previous tokens: its output at a token depends on that token's WINDOW-th
+    predecessor, and on none before it but for CCA's convolutions (two tokens) and value shift.
+    """
+    hf, ids, _ = case
+    model = our_model(hf)
+
+    def outputs(tokens):
+        found = []
+        hooks = [
+            hf.model.layers[0].self_attn.register_forward_hook(lambda m, i, out: found.append(out[0])),
+            model.decoder.layers[0].self_attention.register_forward_hook(
+                lambda m, i, out: found.append(out[0].transpose(0, 1))
+            ),
+        ]
+        hf(tokens, use_cache=False)
+        model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)
+        for hook in hooks:
+            hook.remove()
+        return found
+
+    changed = ids.clone()
+    changed[:, 7] = ids[:, 7] % (VOCAB - 1) + 1
+    for before, after in zip(outputs(ids), outputs(changed), strict=True):
+        moved = (before - after).flatten(2).norm(dim=2) > 0
+        reached = moved.any(0).nonzero().flatten().tolist()
+        # The change reaches keys 7 to 9 by the convolutions; key 9 is WINDOW before token 14.
+        assert reached == list(range(7, 9 + WINDOW + 1)), reached
 
 
 def test_cases_reach_what_they_name(case, request):

@@ -188,7 +188,12 @@ class Computing:
     ):
         assert all(value in (None, 0, 1) for value in others.values()) and not dropout_p and not return_attn_probs
         assert q.dtype in (torch.float16, torch.bfloat16) and q.dtype == k.dtype == v.dtype
-        assert q.shape[2] % k.shape[2] == 0 and k.shape[:3] == v.shape[:3] and window_size[:2] == (-1, -1)
+        assert (
+            q.shape[2] % k.shape[2] == 0
+            and k.shape[:3] == v.shape[:3]
+            and len(window_size) == 3
+            and not window_size[2] > 0
+        )
         computing, training = self, torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         assert return_lse or not training, "FlashAttnFunc.forward: assert return_lse"
 
@@ -199,7 +204,11 @@ class Computing:
             scores = q @ k.mT * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
             if causal:
                 s, t = scores.shape[-2:]
-                scores = scores.masked_fill(~torch.ones(s, t, dtype=torch.bool).tril(t - s), -torch.inf)
+                seen = torch.ones(s, t, dtype=torch.bool).tril(t - s)
+                if window_size[0] >= 0:
+                    assert window_size[1] == 0
+                    seen = seen.triu(t - s - window_size[0])
+                scores = scores.masked_fill(~seen, -torch.inf)
             return (scores.softmax(-1).nan_to_num() @ v).transpose(1, 2), scores.logsumexp(-1)
 
         class Flash(torch.autograd.Function):

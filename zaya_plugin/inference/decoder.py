@@ -150,7 +150,8 @@ class Decoder:
         self.progress = Progress(torch.zeros(batch, dtype=torch.int64, device=self.device))
         self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
         self.states = [
-            DecodeState.empty(self.config, batch, self.room, self.progress) for _ in range(self.config.num_layers)
+            DecodeState.empty(self.config, batch, self.room, self.progress, self.config.window_of(number))
+            for number in range(1, self.config.num_layers + 1)
         ]
 
 

@@ -18,12 +18,13 @@ from hip_ops.runtime import aiter
 logger = logging.getLogger(__name__)
 FIRST_RELEASE = "0.1.14"
 FLASH_FUNCTION = aiter.Function(
-    "aiter", "flash_attn_func", ("q", "k", "v", "softmax_scale", "causal", "deterministic", "return_lse")
+    "aiter", "flash_attn_func", ("q", "k", "v", "softmax_scale", "causal", "deterministic", "return_lse", "window_size")
 )
 
 
 def aiter_flash() -> Callable[..., Tensor]:
-    """Return flash(query, key, value, *, softmax_scale, causal, deterministic) -> context of the installed AITER.
+    """Return flash(query, key, value, *, softmax_scale, causal, deterministic, window_size=(-1, -1)) -> context of the
+    installed AITER; window_size: keys before and behind a query that it sees, -1 for all.
 
     query [b, s, n, d], key and value [b, t, g, d] in bf16 or fp16 -> context [b, s, n, d]; n is a multiple of g.
 
@@ -38,7 +39,14 @@ def aiter_flash() -> Callable[..., Tensor]:
 
 
 def _flash(
-    query: Tensor, key: Tensor, value: Tensor, *, softmax_scale: float, causal: bool, deterministic: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    deterministic: bool,
+    window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
     # The same call with and without gradients, so that recomputing an activation runs the same kernel.
     context, *_ = FLASH_FUNCTION(
@@ -49,5 +57,6 @@ def _flash(
         causal=causal,
         deterministic=deterministic,
         return_lse=True,
+        window_size=(*window_size, 0),  # no sink tokens
     )
     return context

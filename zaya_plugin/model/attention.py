@@ -89,6 +89,7 @@ class ZayaSelfAttention(MegatronModule):
         self.context_group = pg_collection.cp
         self.shard = ContextShard.of(self.context_group, config.context_parallel_order)
         self.attn_mask_type = attn_mask_type
+        self.own_rotary_base = None if config.window_of(layer_number) is None else config.swa_rotary_base
         self.head_dim, ranks = config.kv_channels, self.tp_group.size()
         self.query_groups = config.num_query_groups // ranks  # of this rank
         self.local = LocalHeads(
@@ -264,7 +265,7 @@ class ZayaSelfAttention(MegatronModule):
             projected,
             *weights,
             key_scale(self.local.of_heads(view(self.temperature)), self.config.temperature_form),
-            None if angles is None else rope_table(angles),
+            None if angles is None else rope_table(angles, self.own_rotary_base),
             query_groups=self.query_groups,
             delayed_channels=self.delayed_channels,
             halo=z_halo,
@@ -359,14 +360,25 @@ def key_scale(temperature: Tensor, form: str) -> Tensor:
     return temperature.clamp(1e-7, 2.0).exp()
 
 
-_rope_tables = WeakTensorKeyDictionary()
+_rope_tables: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def rope_table(angles: Tensor) -> Tensor:
+def rope_table(angles: Tensor, base: int | None = None) -> Tensor:
     """Return (cos, sin) of angles [s, 1 or b, 1, r] as `hip_ops.cca_prologue` takes them; computed once for all layers
-    that get the same angles.
+    that get the same angles. base: of a layer with a sliding window, whose RoPE has another base than `angles`.
     """
-    table = _rope_tables.get(angles)
-    if table is None:
-        table = _rope_tables[angles] = hip_ops.rope_table(angles)
-    return table
+    tables = _rope_tables.setdefault(angles, {})
+    if base not in tables:
+        tables[base] = hip_ops.rope_table(angles if base is None else with_base(angles, base))
+    return tables[base]
+
+
+def with_base(angles: Tensor, base: int) -> Tensor:
+    """Return RoPE's angles [s, 1 or b, 1, r] in radians of the same positions with another base (arXiv 2104.09864).
+
+    The first channel turns by one radian a position with every base, so its angle is the position.
+    """
+    channels = angles.shape[-1]
+    exponents = torch.arange(0, channels, 2, dtype=torch.float32, device=angles.device) / channels
+    half = angles[..., :1] * (1.0 / base**exponents)
+    return torch.cat((half, half), dim=-1)

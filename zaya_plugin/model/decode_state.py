@@ -22,7 +22,7 @@ class Progress:
     """How far b sequences are; one for all layers.
 
     positions: int64 [b], of the last token of the pass under way. visible: bool [b, 1, 1, t], the stored tokens that a
-    step attends to; t is at most DecodeState's T.
+    step attends to; t is at most the room of the sequences.
     """
 
     positions: Tensor
@@ -31,7 +31,8 @@ class Progress:
 
 @dataclass
 class DecodeState:
-    """State of one layer for b sequences of at most T tokens.
+    """State of one layer for b sequences, with room for their T last tokens: all of them, or with a sliding window of
+    w tokens the last w + 1, each in place of the oldest one. Token p of a sequence has the place p % T.
 
     z [2, b, C]: queries and keys of the last two tokens before the convolutions. delayed [b, w]: the last token's
     delayed values. keys, values [b, g, T, d].
@@ -44,15 +45,19 @@ class DecodeState:
     progress: Progress
 
     @classmethod
-    def empty(cls, config: ZayaConfig, batch: int, tokens: int, progress: Progress) -> DecodeState:
-        """Return the state before the first token, with room for `tokens`: zeros, as before every sequence."""
+    def empty(
+        cls, config: ZayaConfig, batch: int, tokens: int, progress: Progress, window: int | None = None
+    ) -> DecodeState:
+        """Return the state before the first token, for sequences of at most `tokens`: zeros, as before every sequence.
+        window: of the layer.
+        """
         groups, d = config.num_query_groups, config.kv_channels
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=config.params_dtype, device=progress.positions.device)
 
         channels = (config.num_attention_heads + groups) * d
-        cache = (batch, groups, tokens, d)
+        cache = (batch, groups, tokens if window is None else min(tokens, window + 1), d)
         return cls(zeros(2, batch, channels), zeros(batch, groups * d // 2), zeros(*cache), zeros(*cache), progress)
 
     def clear(self) -> None:
@@ -69,12 +74,17 @@ class DecodeState:
         if len(z) == 1:
             self.z.copy_(torch.cat((self.z[1:], z)))
             self.delayed.copy_(delayed[0])
-            self.keys[rows, :, positions] = key[0]
-            self.values[rows, :, positions] = value[0]
+            places = positions % self.keys.shape[2]
+            self.keys[rows, :, places] = key[0]
+            self.values[rows, :, places] = value[0]
             return
         before = z[(positions - 1).clamp_min(0), rows].masked_fill((positions == 0).unsqueeze(-1), 0.0)
         self.z.copy_(torch.stack((before, z[positions, rows])))
         self.delayed.copy_(delayed[positions, rows])
+        if (room := self.keys.shape[2]) < len(key):  # of each sequence the last tokens, each at its place
+            places = torch.arange(room, device=z.device).unsqueeze(1)
+            tokens = (positions - (positions - places) % room).clamp_min(0)  # [T, b]; places behind it are not seen
+            key, value = key[tokens, rows], value[tokens, rows]
         self.keys[:, :, : len(key)] = key.permute(1, 2, 0, 3)
         self.values[:, :, : len(value)] = value.permute(1, 2, 0, 3)
 
@@ -83,7 +93,8 @@ class DecodeState:
 
         A group's queries are rows of one product, so that keys and values are read once for all of them.
         """
-        visible, (_, batch, heads, d) = self.progress.visible, query.shape
+        # Once the room is full every place holds a token of the window.
+        visible, (_, batch, heads, d) = self.progress.visible[..., : self.keys.shape[2]], query.shape
         keys, values = (cache[:, :, : visible.shape[-1]] for cache in (self.keys, self.values))
         rows = query.view(batch, keys.shape[1], heads // keys.shape[1], d)
         context = F.scaled_dot_product_attention(rows, keys, values, attn_mask=visible, scale=scale)

@@ -10,10 +10,14 @@ run while the projections, or their gradients, are computed.
 A rank's queries read the keys and values of the whole sequence. ZAYA1's have 512 channels a token together, an eighth
 of plain attention's, so gathering them costs less than a ring of blocks would save. The gradient of a row is the sum
 over the ranks that read it: a reduce-scatter.
+
+A layer with a sliding window reads the rows of its window alone. Each rank then sends the other ranks only the rows
+that they reach (`Halo`), unless that would be as many as gathering receives.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -153,3 +157,135 @@ def gather_key_value(key: Tensor, value: Tensor, shard: ContextShard, group) -> 
     """
     packed = _GatherSequence.apply(torch.cat((key, value), dim=-2), shard, group)
     return packed.split((key.shape[-2], value.shape[-2]), dim=-2)
+
+
+@dataclass(frozen=True)
+class Halo:
+    """The rows before each chunk that the chunk's queries reach with a sliding window, and who sends them.
+
+    shard: this rank's part of the sequence. rows: of a chunk. window: rows before a query that it reaches.
+    """
+
+    shard: ContextShard
+    rows: int
+    window: int
+
+    def needed(self, rank: int) -> list[list[tuple[int, int, int]]]:
+        """Return for each chunk of `rank` the pieces before it, in order: owner, first and last (excluded) of the
+        owner's rows.
+        """
+        found = []
+        for chunk in self.shard.chunks_of(rank):
+            start, pieces = chunk * self.rows, []
+            first = max(start - self.window, 0)
+            for other in range(first // self.rows, chunk):
+                owner, place = divmod(self.shard.slots[other], len(self.shard.chunks))
+                offset = (place - other) * self.rows
+                pieces.append((owner, max(first, other * self.rows) + offset, (other + 1) * self.rows + offset))
+            found.append(pieces)
+        return found
+
+    def sent(self, sender: int, reader: int) -> list[slice]:
+        """Return the slices of `sender`'s rows that it sends to `reader`."""
+        pieces = [piece for of_chunk in self.needed(reader) for piece in of_chunk]
+        return [slice(first, last) for owner, first, last in pieces if owner == sender != reader]
+
+    def counts(self, sender: int) -> list[int]:
+        """Return the number of rows that `sender` sends to each rank."""
+        ranks = range(self.shard.size)
+        return [sum(part.stop - part.start for part in self.sent(sender, reader)) for reader in ranks]
+
+    @property
+    def received(self) -> list[int]:
+        """Number of rows that this rank receives from each rank."""
+        return [self.counts(sender)[self.shard.rank] for sender in range(self.shard.size)]
+
+    @functools.cached_property
+    def is_shorter(self) -> bool:
+        """Whether every rank receives fewer rows than by gathering the sequence."""
+        most = max(map(sum, zip(*map(self.counts, range(self.shard.size)), strict=True)))
+        return most < (self.shard.size - 1) * len(self.shard.chunks) * self.rows
+
+    @functools.cached_property
+    def plan(self) -> tuple[list[int], list[int], list[slice], list[list[slice]]]:
+        """Return the rows sent to each rank and received from each; the slices of this rank's rows that it sends; and
+        for each of its chunks the slices of (its own rows, the received ones) that are the halo and the chunk.
+        """
+        shard, received = self.shard, self.received
+        own = len(shard.chunks) * self.rows
+        at = [own + sum(received[:rank]) for rank in range(shard.size)]  # the next piece of each sender
+        chunks = []
+        for place, pieces in enumerate(self.needed(shard.rank)):
+            slices = []
+            for owner, first, last in pieces:
+                if owner == shard.rank:
+                    slices.append(slice(first, last))
+                else:
+                    slices.append(slice(at[owner], at[owner] + last - first))
+                    at[owner] += last - first
+            chunks.append([*slices, slice(place * self.rows, (place + 1) * self.rows)])
+        sent = [part for reader in range(shard.size) for part in self.sent(shard.rank, reader)]
+        return self.counts(shard.rank), received, sent, chunks
+
+
+@functools.lru_cache(maxsize=16)  # one for each length of a run and window
+def halo(shard: ContextShard, rows: int, window: int) -> Halo:
+    """Return the Halo of these fields, whose plan is then made once."""
+    return Halo(shard, rows, window)
+
+
+class _ExchangeHalo(torch.autograd.Function):
+    """x [s / size, ...] of all ranks -> for each chunk of this rank its halo and its own rows, one chunk behind the
+    other. A row's gradient is summed over its readers.
+    """
+
+    @staticmethod
+    def forward(ctx, x, halo, group):
+        sends, receives, sent, chunks = halo.plan
+        ctx.halo, ctx.group, ctx.count = halo, group, len(x)
+        outgoing = torch.cat([x[:0], *(x[part] for part in sent)])
+        incoming = x.new_empty(sum(receives), *x.shape[1:])
+        torch.distributed.all_to_all_single(incoming, outgoing, receives, sends, group=group)
+        rows = torch.cat((x, incoming))
+        return torch.cat([rows[part] for parts in chunks for part in parts])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        sends, receives, sent, chunks = ctx.halo.plan
+        rows = grad.new_zeros(ctx.count + sum(receives), *grad.shape[1:])
+        _add_pieces(rows, [part for parts in chunks for part in parts], grad)
+        mine, outgoing = rows.split((ctx.count, sum(receives)))
+        incoming = grad.new_empty(sum(sends), *grad.shape[1:])
+        torch.distributed.all_to_all_single(incoming, outgoing.contiguous(), sends, receives, group=ctx.group)
+        _add_pieces(mine, sent, incoming)
+        return mine, None, None
+
+
+def _add_pieces(total: Tensor, parts: Sequence[slice], pieces: Tensor) -> None:
+    """Add the rows of `pieces`, one part behind the other, to total[part]."""
+    for part, piece in zip(parts, pieces.split([part.stop - part.start for part in parts]), strict=True):
+        total[part] += piece
+
+
+def key_value_in_reach(
+    key: Tensor, value: Tensor, window: int, shard: ContextShard, group
+) -> list[tuple[Tensor, Tensor]]:
+    """Return for each chunk of this rank the keys and values [t, b, g, d] from `window` rows before the chunk, or the
+    sequence's start, to the chunk's end.
+
+    key, value: this rank's rows [s / size, b, g, d]; of one rank they are returned as they are.
+    """
+    if shard.size == 1:
+        return [(key, value)]
+    packed, sizes = torch.cat((key, value), dim=-2), (key.shape[-2], value.shape[-2])
+    rows, starts = len(key) // len(shard.chunks), shard.starts(len(key))
+    begins = [max(start - window, 0) for start in starts]
+    exchange = halo(shard, rows, window)
+    if exchange.is_shorter:
+        lengths = [start + rows - begin for start, begin in zip(starts, begins, strict=True)]
+        parts = _ExchangeHalo.apply(packed, exchange, group).split(lengths)
+    else:
+        whole = _GatherSequence.apply(packed, shard, group)
+        parts = [whole[begin : start + rows] for start, begin in zip(starts, begins, strict=True)]
+    return [part.split(sizes, dim=-2) for part in parts]

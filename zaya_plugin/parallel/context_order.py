@@ -42,7 +42,7 @@ class ContextShard:
     @property
     def chunks(self) -> tuple[int, ...]:
         """Numbers of this rank's chunks, from the start of the sequence, in the order of its rows."""
-        return self._chunks_of(self.rank)
+        return self.chunks_of(self.rank)
 
     @property
     def total_chunks(self) -> int:
@@ -52,7 +52,7 @@ class ContextShard:
     @property
     def slots(self) -> tuple[int, ...]:
         """Slot of each chunk of the sequence, from its start."""
-        held = [chunk for rank in range(self.size) for chunk in self._chunks_of(rank)]
+        held = [chunk for rank in range(self.size) for chunk in self.chunks_of(rank)]
         return tuple(held.index(chunk) for chunk in range(self.total_chunks))
 
     @property
@@ -97,7 +97,8 @@ class ContextShard:
         pieces = [piece for part in parts for piece in part.chunk(len(self.chunks), dim)]
         return torch.cat([pieces[slot] for slot in self.slots], dim)
 
-    def _chunks_of(self, rank: int) -> tuple[int, ...]:
+    def chunks_of(self, rank: int) -> tuple[int, ...]:
+        """Return the numbers of a rank's chunks, in the order of its rows."""
         if self.order == "contiguous" or self.size == 1:
             return (rank,)
         return rank, 2 * self.size - 1 - rank

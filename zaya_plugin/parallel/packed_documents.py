@@ -29,6 +29,14 @@ def _create_block_mask(compiled: bool) -> Callable:
     return torch.compile(create_block_mask, dynamic=False) if compiled else create_block_mask
 
 
+def block_mask_of(permitted: Callable, batch: int | None, rows: int, keys: int, device: torch.device):
+    """Return torch's BlockMask, which skips blocks without a permitted pair, of a function of (sequence, head, query,
+    key); batch=None: the same for all sequences.
+    """
+    make = _create_block_mask(compiled=device.type == "cuda")
+    return make(permitted, batch, None, rows, keys, device=str(device))
+
+
 @dataclass
 class PackedDocuments(PackedSeqParams):
     """Document boundaries of a micro-batch.
@@ -86,25 +94,34 @@ class PackedDocuments(PackedSeqParams):
         since = steps - torch.where(self._first, steps, 0).cummax(dim=1).values
         return self.shard.take(since, 1).t()
 
-    @cached_property
-    def dense_mask(self) -> Tensor:
-        """Whether this rank's row attends to a row of the sequence, bool [b, 1, s, S]. Quadratic; for short
-        sequences.
+    def mask(self, blocks: bool, part: tuple[int, int, int] | None = None, window: int | None = None):
+        """Return which keys a query attends to; made once for all layers.
+
+        blocks: as a BlockMask for torch's flex_attention, else bool [b, 1, s, t], quadratic, for short sequences.
+        part: (start, end, first key): the queries are the rows from start to end of the sequence, the keys those from
+        the first key to end; None: this rank's rows, and all keys. window: previous tokens that a token sees, None:
+        all of its document.
         """
-        ids = self.document_ids
-        causal = self.rows.unsqueeze(1) >= torch.arange(ids.shape[1], device=ids.device)
-        same = ids[:, self.rows].unsqueeze(2) == ids.unsqueeze(1)
-        return (causal & same).unsqueeze(1)
+        if (blocks, part, window) not in self._masks:
+            self._masks[blocks, part, window] = self._make_mask(blocks, part, window)
+        return self._masks[blocks, part, window]
 
     @cached_property
-    def block_mask(self):
-        """The same mask for torch's flex_attention: a BlockMask, which skips blocks without a permitted pair."""
-        ids, rows = self.document_ids, self.rows
+    def _masks(self) -> dict:
+        return {}
+
+    def _make_mask(self, blocks: bool, part: tuple[int, int, int] | None, window: int | None):
+        ids, rows, first = self.document_ids, self.rows, 0
+        end, reach = ids.shape[1], ids.shape[1] if window is None else window
+        if part is not None:
+            start, end, first = part
+            rows = torch.arange(start, end, device=ids.device)
 
         def permitted(batch, head, query, key):
-            row = rows[query]
-            return (row >= key) & (ids[batch, row] == ids[batch, key])
+            row, key = rows[query], key + first
+            return (row >= key) & (row - key <= reach) & (ids[batch, row] == ids[batch, key])
 
-        return _create_block_mask(compiled=ids.is_cuda)(
-            permitted, len(ids), None, len(rows), ids.shape[1], device=str(ids.device)
-        )
+        if blocks:
+            return block_mask_of(permitted, len(ids), len(rows), end - first, ids.device)
+        sequences, queries, keys = (torch.arange(n, device=ids.device) for n in (len(ids), len(rows), end - first))
+        return permitted(sequences[:, None, None], None, queries[:, None], keys).unsqueeze(1)

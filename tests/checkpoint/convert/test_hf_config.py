@@ -3,6 +3,7 @@
 
 import json
 from dataclasses import replace
+from math import prod
 
 import pytest
 
@@ -10,6 +11,7 @@ from tests.checkpoint.convert.published import TINY
 from zaya_plugin.checkpoint.convert import hf_config
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.tables import rows, sizes_of
+from zaya_plugin.config.compose import compose
 
 BASE = Description(40, 2048, 8, 2, 128, 16, 2048, 256, 262_272)
 
@@ -137,6 +139,69 @@ def test_the_class_defaults_of_smoe_are_read():
     assert len(notes) == 2
 
 
+WINDOWS = replace(TINY, sliding_window=4096, window_attn_skip_freq=2, rotary_base=5_000_000)
+ROPE = {"hybrid": {"rope_theta": 5e6, "partial_rotary_factor": 0.5}}
+
+
+def test_the_window_of_each_layout_counts_other_tokens():
+    """Native counts the token itself too, legacy and smoe the previous ones; transformers reads what is written."""
+    native = hf_config.write("native", WINDOWS, "bfloat16")
+    assert (native["sliding_window"], native["layer_types"]) == (4097, ["hybrid_sliding", "hybrid"])
+    bases = {kind: entry["rope_theta"] for kind, entry in native["rope_parameters"].items()}
+    assert bases == {"hybrid": 5e6, "hybrid_sliding": 1e4}
+    legacy = hf_config.write("legacy", WINDOWS, "bfloat16")
+    assert (legacy["swa_layers"], legacy["swa_rotary_base"]) == ([4096, 0, 0, 0], 10_000)
+    smoe = {"smoe_layers": ["a", 12] * 2, "swa_layers": [4096, 0, 0, 0, 7], "swa_rotary_base": 10_000}
+    smoe |= {"rotary_base": 5_000_000, "rope_pct": 0.5, "sliding_window": 4096}
+    for layout, values in (("native", native), ("legacy", legacy), ("smoe", smoe)):
+        model, _ = read(layout, values, WINDOWS)
+        assert model.windows == [4096, 0] and model.differing(WINDOWS) == [], layout
+        assert (model.swa_rotary_base, model.rotary_base) == (10_000, 5_000_000)
+    every = replace(WINDOWS, window_attn_skip_freq=None, swa_rotary_base=500)
+    for layout in ("native", "legacy"):
+        assert read(layout, hf_config.write(layout, every, "bfloat16"), TINY)[0].differing(every) == []
+    theirs = pytest.importorskip("transformers.models.zaya").ZayaConfig(**native)
+    assert theirs.sliding_window == 4097 and theirs.rope_parameters["hybrid_sliding"]["rope_theta"] == 1e4
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "message"),
+    [
+        ("native", {"layer_types": ["hybrid", "hybrid_sliding"]}, "layer_types=.* these layers .* not supported"),
+        ("native", {"sliding_window": None}, "sliding_window=null: contradicts layer_types"),
+        ("native", {"sliding_window": 1}, "sliding_window=1: .* sees itself alone"),
+        ("native", {"rope_parameters": ROPE}, "rope_parameters=.* lacks an object hybrid_sliding"),
+        (
+            "native",
+            {"rope_parameters": ROPE | {"hybrid_sliding": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}},
+            "rope_parameters=.* rotate another share",
+        ),
+        ("legacy", {"swa_rotary_base": None}, "swa_rotary_base=null: "),
+        ("legacy", {"sliding_window": 4097}, "sliding_window=4097: contradicts swa_layers"),
+    ],
+)
+def test_windows_that_contradict_themselves_are_refused(layout, change, message):
+    with pytest.raises(ValueError, match=f"^config.json: {message}"):
+        read(layout, hf_config.write(layout, WINDOWS, "bfloat16") | change, WINDOWS)
+
+
+def test_zaya1_74b_is_the_released_model():
+    """Counts of tensors and parameters on shapes alone; 4,683 tensors of legacy and smoe become 1,923."""
+    recipe = compose(["experiment=zaya1_base", "model=zaya1_74b", "stage.rotary_base=5000000", "data.path=x"])
+    model = Description.of_recipe(recipe, 262_272)
+    assert model.windows == [4096, 0] * 30
+    counts, numbers = {}, set()
+    for layout in ("native", "legacy", "smoe"):
+        named = {row.name: row.shape for row in rows(layout, model)}
+        biases = sum(prod(shape) for name, shape in named.items() if name.endswith("balancing_biases"))
+        counts[layout] = len(named)
+        numbers.add((sum(map(prod, named.values())) - biases, biases))
+        back, _ = read(layout, hf_config.write(layout, model, "bfloat16"), model) if layout != "smoe" else (model, [])
+        assert back.differing(model) == []
+    assert counts == {"native": 1923, "legacy": 4683, "smoe": 4683}
+    assert numbers == {(74_793_953_144, 1500)}
+
+
 @pytest.mark.parametrize("layout", ["native", "legacy"])
 @pytest.mark.parametrize(
     "changes",
@@ -156,7 +221,8 @@ def test_written_and_read_back(layout, changes):
     ("layout", "field", "value"),
     [
         ("native", "sliding_window", 4097),
-        ("native", "layer_types", ["hybrid", "hybrid_sliding"]),
+        ("native", "layer_types", ["hybrid", "sliding_attention"]),
+        ("native", "layer_types", ["hybrid"]),
         ("native", "cca_time0", 4),
         ("native", "attention_bias", True),
         ("native", "lm_head_bias", True),
@@ -200,7 +266,12 @@ def test_written_and_read_back(layout, changes):
         ("legacy", "rope_theta", [1]),
         ("legacy", "norm_epsilon", -1),
         ("legacy", "zaya_layers", ["a", 16, "a", 16]),
-        ("legacy", "swa_layers", [4096, 0, 0, 0]),
+        ("legacy", "swa_layers", [0, 4096, 0, 0]),
+        ("legacy", "swa_layers", [0, 0, 4096, 0]),
+        ("legacy", "swa_layers", [4096, 0, 128, 0]),
+        ("legacy", "swa_layers", [True, 0, 0, 0]),
+        ("legacy", "swa_layers", [4096, 0]),
+        ("legacy", "sliding_window", 4096),
         ("legacy", "zaya_use_eda", False),
         ("legacy", "zaya_use_mod", False),
         ("legacy", "scale_residual_merge", False),

@@ -29,6 +29,7 @@ FREE_FIELDS = {
     "eos",
     "pad",
 }
+WINDOW_FIELDS = ("sliding_window", "window_attn_skip_freq", "swa_rotary_base")
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,9 @@ class Description:
     rotary_base: int = StageConfig.rotary_base
     max_position_embeddings: int = StageConfig.seq_length
     rotary_percent: float = ModelConfig.rotary_percent
+    sliding_window: int | None = ModelConfig.sliding_window
+    window_attn_skip_freq: int | None = ModelConfig.window_attn_skip_freq
+    swa_rotary_base: int = ModelConfig.swa_rotary_base
     normalization: str = ModelConfig.normalization
     norm_epsilon: float = ModelConfig.norm_epsilon
     router_norm_epsilon: float | None = ModelConfig.router_norm_epsilon
@@ -92,8 +96,23 @@ class Description:
         return cls(**values, vocab_size=vocab_size).simplified()
 
     def simplified(self) -> Description:
-        """Return the same model with router_norm_epsilon=None where it equals norm_epsilon."""
-        return replace(self, router_norm_epsilon=None) if self.router_norm_epsilon == self.norm_epsilon else self
+        """Return the same model with router_norm_epsilon=None where it equals norm_epsilon, and the window's
+        fields at their defaults where they say nothing.
+        """
+        changes: dict[str, Any] = {}
+        if self.router_norm_epsilon == self.norm_epsilon:
+            changes["router_norm_epsilon"] = None
+        if not any(self.windows):
+            changes |= {name: getattr(ModelConfig, name) for name in WINDOW_FIELDS}
+        elif all(self.windows):
+            changes["window_attn_skip_freq"] = None
+        return replace(self, **changes)
+
+    @property
+    def windows(self) -> list[int]:
+        """For each layer the previous tokens that a token sees; 0: all of them."""
+        every = self.window_attn_skip_freq or self.num_layers + 1
+        return [(layer % every != 0) * (self.sliding_window or 0) for layer in range(1, self.num_layers + 1)]
 
     @property
     def classes(self) -> int:
@@ -132,7 +151,8 @@ class Description:
         """Return the description as fields of ZayaConfig."""
         sizes = "num_layers hidden_size num_attention_heads num_query_groups kv_channels moe_ffn_hidden_size".split()
         options = (
-            "router_hidden_size normalization router_norm_epsilon router_eda moe_skip_expert temperature_form".split()
+            *WINDOW_FIELDS,
+            *"router_hidden_size normalization router_norm_epsilon router_eda moe_skip_expert temperature_form".split(),
         )
         values = {name: getattr(self, name) for name in (*sizes, *options, "skip_output", "init_method_std")}
         values |= dict(num_moe_experts=self.num_experts, layernorm_epsilon=self.norm_epsilon)

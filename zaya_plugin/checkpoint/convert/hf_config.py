@@ -15,6 +15,7 @@ from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.ground.errors import as_typed, mistake
 
 _NONE = (None, False)
+SLIDING = "hybrid_sliding"  # native's type of a layer with a sliding window
 LARGEST_NUMBER = 2**53  # whole numbers up to this one are exact in every reader of JSON
 # Field -> the values of a model that this project has, in all layouts.
 CONSTANTS: dict[str, tuple] = {
@@ -25,7 +26,7 @@ CONSTANTS: dict[str, tuple] = {
     **dict.fromkeys(("tie_word_embeddings", "cca", "gated_linear_unit", "scale_residual_merge"), (True,)),
     **dict.fromkeys(("attention_bias", "lm_head_bias", "add_bias_linear", "add_qkv_bias"), _NONE),
     **dict.fromkeys(("attention_dropout", "hidden_dropout"), (0, None)),
-    **dict.fromkeys(("sliding_window", "rope_scaling", "use_rope_scaling", "quantization_config", "auto_map"), _NONE),
+    **dict.fromkeys(("rope_scaling", "use_rope_scaling", "quantization_config", "auto_map"), _NONE),
     **dict.fromkeys(("smoe_mod_per", "smoe_inhibitory", "smoe_p_switch"), (None, False, 0)),
     **dict.fromkeys(("model_type",), ("zaya", "smoe")),
     **dict.fromkeys(("normalization",), ("RMSNorm",)),
@@ -186,8 +187,13 @@ def _native(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     fields.same("moe_intermediate_size", sizes["moe_ffn_hidden_size"])
     fields.same("router_hidden_size", sizes["router_hidden_size"])
     types = fields.get("layer_types", ["hybrid"] * layers)
-    if types != ["hybrid"] * layers:
-        raise fields.refuse("layer_types", "layers with a sliding window are not supported", f"[hybrid] x {layers}")
+    if not isinstance(types, list) or len(types) != layers or any(kind not in ("hybrid", SLIDING) for kind in types):
+        raise fields.refuse("layer_types", "is not one type a layer", f"{layers} types, hybrid or {SLIDING}")
+    sees = fields.get("sliding_window", False)  # counts the token itself too
+    if (sees is not False) != (SLIDING in types) or sees == 1:
+        problem = "contradicts layer_types, or a token sees itself alone"
+        raise fields.refuse("sliding_window", problem, f"at least 2 with layers {SLIDING}, null without")
+    windows = [(_whole(fields, "sliding_window", sees) - 1) * (kind == SLIDING) if sees else 0 for kind in types]
     for name in ("router_eda", "moe_skip_expert"):
         if not sizes[name]:
             raise mistake("tensors", problem=f"native models always have {name}", allowed="all tensors of the layout")
@@ -199,12 +205,15 @@ def _native(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
             raise fields.refuse(name, "loaders read this place in different ways", "rope_parameters: {hybrid: ...}")
     if not rope:
         notes.append(
-            f"{fields.where}: rope_parameters is missing; transformers' default, a base of 5,000,000 and a share of "
-            "0.5, is taken"
+            f"{fields.where}: rope_parameters is missing; transformers' defaults, a base of 5,000,000 (10,000 with a "
+            "sliding window) and a share of 0.5, are taken"
         )
-        rope = {"hybrid": {"rope_theta": 5_000_000.0, "partial_rotary_factor": 0.5}}
+        rope = {
+            "hybrid": {"rope_theta": 5_000_000.0, "partial_rotary_factor": 0.5},
+            SLIDING: {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+        }
     flat = {name: value for name, value in rope.items() if not isinstance(value, dict)}
-    if unknown := sorted(set(rope) - set(flat) - {"hybrid", "hybrid_sliding"}):
+    if unknown := sorted(set(rope) - set(flat) - {"hybrid", SLIDING}):
         raise fields.refuse("rope_parameters", f"has entries of unknown layer types: {unknown}", "hybrid")
     outer_share = fields.get("partial_rotary_factor")
     if "hybrid" not in rope and outer_share is not None:  # read by vLLM's class alone
@@ -219,21 +228,46 @@ def _native(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
             f"{fields.where}: partial_rotary_factor={outer_share!r} contradicts rope_parameters, whose "
             f"{hybrid['partial_rotary_factor']!r} is taken, as transformers does"
         )
-    if hybrid.pop("rope_type", None) not in (None, "default"):
-        raise fields.refuse("rope_parameters", "RoPE is scaled", "rope_type: default")
-    base, share = hybrid.pop("rope_theta", None), hybrid.pop("partial_rotary_factor")
-    if hybrid or base is None:
-        raise fields.refuse(
-            "rope_parameters",
-            f"unknown: {sorted(hybrid)}" if hybrid else "lacks rope_theta",
-            "rope_theta, rope_type, partial_rotary_factor",
-        )
-    return {
-        "rotary_base": _whole(fields, "rope_parameters", base),
-        "rotary_percent": fields.checked("rope_parameters", share, 1),
+    base, share = _rope(fields, hybrid)
+    choices = _windows(fields, "layer_types", windows)
+    if any(windows):
+        sliding = rope.get(SLIDING)
+        if not isinstance(sliding, dict):
+            raise fields.refuse("rope_parameters", f"lacks an object {SLIDING}", f"{SLIDING}: {{rope_theta: ...}}")
+        choices["swa_rotary_base"], sliding_share = _rope(fields, sliding)
+        if sliding_share != share:
+            raise fields.refuse("rope_parameters", "layers with a window rotate another share", as_typed(share))
+    return choices | {
+        "rotary_base": base,
+        "rotary_percent": share,
         "norm_epsilon": fields.number("rms_norm_eps", Description.norm_epsilon, 1),
         "notes": notes,
     }
+
+
+def _rope(fields: _Fields, entry: dict[str, Any]) -> tuple[int, float]:
+    """Return base and share of an entry of rope_parameters."""
+    entry = dict(entry)
+    if entry.pop("rope_type", None) not in (None, "default"):
+        raise fields.refuse("rope_parameters", "RoPE is scaled", "rope_type: default")
+    base, share = entry.pop("rope_theta", None), entry.pop("partial_rotary_factor", None)
+    if entry or base is None or share is None:
+        problem = f"unknown: {sorted(entry)}" if entry else "lacks rope_theta or partial_rotary_factor"
+        raise fields.refuse("rope_parameters", problem, "rope_theta, rope_type, partial_rotary_factor")
+    return _whole(fields, "rope_parameters", base), fields.checked("rope_parameters", share, 1)
+
+
+def _windows(fields: _Fields, name: str, windows: list[int]) -> dict[str, Any]:
+    """Return the fields of Description for each layer's window in previous tokens, 0 without one; `name`: the field
+    that states them.
+    """
+    window = max(windows)
+    every = windows.index(0) + 1 if 0 in windows else None
+    pattern = [window * (every is None or layer % every != 0) for layer in range(1, len(windows) + 1)]
+    if windows != pattern:
+        allowed = "one window, in all layers or in all but every n-th"
+        raise fields.refuse(name, "these layers with a sliding window are not supported", allowed)
+    return {"sliding_window": window, "window_attn_skip_freq": every} if window else {}
 
 
 def _legacy(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -266,8 +300,9 @@ def _legacy(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     for name in ("zaya_mlp_expansion", "smoe_mlp_expansion"):
         of_moe = (sizes["router_hidden_size"],)
         fields.per_stage(name, per_pair((0, None, *of_moe), of_moe), "does not fit the tensors")
-    fields.per_stage("swa_layers", per_pair((0, None, False), (0, None, False)), "sliding windows are not supported")
-    get("swa_rotary_base")  # of layers with a window
+    choices, window_base = _legacy_windows(fields, pairs), get("swa_rotary_base")
+    if choices:
+        choices["swa_rotary_base"] = _whole(fields, "swa_rotary_base", window_base)
     for name, size in (("use_mod", "moe_skip_expert"), ("use_eda", "router_eda")):
         for family in ("zaya", "smoe"):
             if get(f"{family}_{name}", sizes[size]) != sizes[size] and pairs > (name == "use_eda"):
@@ -280,7 +315,7 @@ def _legacy(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     in_fp32 = fields.truth("residual_in_fp32")
     if in_fp32 is None:
         notes.append(f"{fields.where}: residual_in_fp32 is not stated; the recipe decides")
-    return {
+    return choices | {
         "rotary_base": _whole(fields, "rope_theta", base),
         "rotary_percent": fields.checked("partial_rotary_factor", share, 1),
         "norm_epsilon": fields.checked("norm_epsilon", Description.norm_epsilon if epsilon is None else epsilon, 1),
@@ -288,6 +323,23 @@ def _legacy(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
         "residual_in_fp32": in_fp32,
         "notes": notes,
     }
+
+
+def _legacy_windows(fields: _Fields, pairs: int) -> dict[str, Any]:
+    """Return `_windows` of swa_layers: for each stage the previous tokens that a token sees, 0 for all and in MoE
+    stages. sliding_window, where it is stated too, has to be the same number.
+    """
+    stages = fields.get("swa_layers", [0] * 2 * pairs)
+    if not isinstance(stages, list) or len(stages) < 2 * pairs or any(stages[1 : 2 * pairs : 2]):
+        raise fields.refuse("swa_layers", "is not a window a stage", f"{2 * pairs} numbers, 0 for every second stage")
+    windows = [
+        0 if not value else _whole(fields, "swa_layers", fields.checked("swa_layers", value))
+        for value in stages[: 2 * pairs : 2]
+    ]
+    choices = _windows(fields, "swa_layers", windows)
+    if fields.get("sliding_window") not in (None, False, max(windows)):
+        raise fields.refuse("sliding_window", "contradicts swa_layers", f"null or {max(windows)}")
+    return choices
 
 
 def _whole(fields: _Fields, name: str, value: Any) -> int:
@@ -310,7 +362,6 @@ def write(layout: str, model: Description, dtype: str) -> dict[str, Any]:
         "num_experts": model.num_experts,
         "max_position_embeddings": model.max_position_embeddings,
         "partial_rotary_factor": model.rotary_percent,
-        "sliding_window": None,
         "attention_bias": False,
         "lm_head_bias": False,
         "attention_dropout": 0.0,
@@ -324,11 +375,10 @@ def write(layout: str, model: Description, dtype: str) -> dict[str, Any]:
 
 
 def _write_native(model: Description) -> dict[str, Any]:
-    rope = {
-        "rope_type": "default",
-        "rope_theta": float(model.rotary_base),
-        "partial_rotary_factor": model.rotary_percent,
-    }
+    rope = {"rope_type": "default", "partial_rotary_factor": model.rotary_percent}
+    parameters = {"hybrid": {**rope, "rope_theta": float(model.rotary_base)}}
+    if any(model.windows):
+        parameters[SLIDING] = {**rope, "rope_theta": float(model.swa_rotary_base)}
     return {
         "num_hidden_layers": model.num_layers,
         "num_experts_per_tok": 1,
@@ -338,8 +388,9 @@ def _write_native(model: Description) -> dict[str, Any]:
         "cca_time1": 2,
         "hidden_act": "silu",
         "rms_norm_eps": model.norm_epsilon,
-        "layer_types": ["hybrid"] * model.num_layers,
-        "rope_parameters": {"hybrid": rope},
+        "layer_types": [SLIDING if window else "hybrid" for window in model.windows],
+        "sliding_window": model.sliding_window and model.sliding_window + 1,
+        "rope_parameters": parameters,
         "initializer_range": model.init_method_std,
         "output_router_logits": False,
     }
@@ -366,6 +417,15 @@ def _write_legacy(model: Description) -> dict[str, Any]:
         "add_bias_linear": False,
         "rope_theta": model.rotary_base,
         "rope_scaling": False,
+        "sliding_window": None,
+        **(
+            {
+                "swa_layers": [value for window in model.windows for value in (window, 0)],
+                "swa_rotary_base": model.swa_rotary_base,
+            }
+            if any(model.windows)
+            else {}
+        ),
         "clamp_temp": False,
         "mamba_cache_dtype": "float32",
         "bias_activation_fusion": True,

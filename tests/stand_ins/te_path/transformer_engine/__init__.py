@@ -158,6 +158,10 @@ class DotProductAttention(ExtraState):
         s, t = query.shape[2], key.shape[2]
         offset = {"causal": 0, "causal_bottom_right": t - s}[given["attn_mask_type"]]
         mask = torch.ones(s, t, dtype=torch.bool).tril(offset)
+        if given.get("window_size") is not None:
+            previous, behind = given["window_size"]
+            assert behind == 0
+            mask = mask.triu(offset - previous)
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=self.scale, enable_gqa=True)
         return out.permute(2, 0, 1, 3).flatten(2)
 
