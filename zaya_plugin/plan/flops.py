@@ -43,13 +43,20 @@ class Shape:
         """Parameters of a norm a channel, and numbers a row that it keeps for the backward pass."""
         return 2 if self.normalization == "LayerNorm" else 1
 
+    @property
+    def window_layers(self) -> int:
+        """Layers with a sliding window: all but each window_attn_skip_freq-th."""
+        if self.sliding_window is None:
+            return 0
+        return self.num_layers - (self.num_layers // self.window_attn_skip_freq if self.window_attn_skip_freq else 0)
+
     def seen_tokens(self, seq_length: int) -> float:
         """Return the keys that a token sees on average, summed over the layers: half of the sequence, or, with a window
-        of w previous tokens, w - w^2 / (2 seq_length). Of window_attn_skip_freq layers the last one has no window.
+        of w previous tokens, w - w^2 / (2 seq_length).
         """
         window = min(self.sliding_window or seq_length, seq_length)
-        whole = self.num_layers // self.window_attn_skip_freq if self.window_attn_skip_freq else 0
-        return whole * seq_length / 2 + (self.num_layers - whole) * (window - window**2 / (2 * seq_length))
+        whole = self.num_layers - self.window_layers
+        return whole * seq_length / 2 + self.window_layers * (window - window**2 / (2 * seq_length))
 
     @property
     def query_channels(self) -> int:
