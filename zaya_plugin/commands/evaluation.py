@@ -21,7 +21,7 @@ from zaya_plugin.ground.whole_file import write_whole
 from zaya_plugin.inference.opening import Opened, find_model, open_model
 
 DESCRIPTION = f"""\
-Measures a model: --tasks runs tasks of lm-evaluation-harness, --suite benchmarks of the ZAYA1 reports beside published
+Measures a model: --tasks runs tasks of lm-evaluation-harness, --suite benchmarks of the ZAYA1 reports next to published
 figures, --data computes the perplexity of prepared datasets.
 
 {SOURCES}
@@ -29,7 +29,7 @@ figures, --data computes the perplexity of prepared datasets.
 --tasks requires the package lm_eval (pip install 'zaya_plugin[eval]'). A task is a name of that package, or of a
 .yaml file in the folder --include. Tasks on the Hugging Face Hub download their data.
 
---suite writes its results to --output after each task; the same command goes on with the tasks that are left.
+--suite writes its results to --output after each task; the same command continues with the tasks that are left.
 
 --data reads each dataset's held-out part (all of it without one) in sequences of the run's length, documents one after
 another, or as the run packed them; of chats the tokens of answers count. Without a path it reads the validation data of
@@ -53,7 +53,7 @@ def parser() -> Parser:
         EXAMPLES,
         *MODEL,
         option("--tasks", metavar="NAME,NAME", help="tasks of lm-evaluation-harness"),
-        option("--suite", metavar="NAME", help="benchmarks beside published figures: zaya1"),
+        option("--suite", metavar="NAME", help="benchmarks next to published figures: zaya1"),
         option(
             "--tasks-dir",
             metavar="DIR",

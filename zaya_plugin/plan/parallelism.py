@@ -99,7 +99,8 @@ def reached_keys(shape: Shape, layout: ParallelSizes, seq_length: int) -> float:
     these are fewer (zaya_plugin/parallel/context_exchange.py).
     """
     cp, share = layout.context, shape.window_layers / shape.num_layers
-    windows = 2 if layout.zigzag and cp > 2 else 1  # of two ranks each has a chunk at an end or beside its other one
+    # of two zigzag ranks each chunk is the first one or behind the other chunk of its rank, but for one
+    windows = 2 if layout.zigzag and cp > 2 else 1
     before = windows * (shape.sliding_window or seq_length) * cp / seq_length
     return share * min(1 + before, cp) + (1 - share) * cp
 
