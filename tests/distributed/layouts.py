@@ -74,8 +74,10 @@ RECOMPUTED = tuple(
     for kind, overrides in (("full", FULL), ("selective", SELECTIVE))
 ) + (layout("pp2-interleaved-full", 2, *FULL, pp=2, stages=2), layout("tp2pp2-full", 4, *FULL, tp=2, pp=2))
 
-# Several documents in a sequence, each as if it were alone; RoPE counts from its start.
-PACKED = ("data.packing=documents", "data.reset_position_ids=true")
+# Several documents in a sequence, each as if it were alone; RoPE counts from its start. Every second layer has a sliding
+# window, the others see their whole document.
+WINDOWS = ("model.sliding_window=3", "model.window_attn_skip_freq=2", "model.swa_rotary_base=500")
+PACKED = ("data.packing=documents", "data.reset_position_ids=true", *WINDOWS)
 
 # Documents change attention, positions and what travels between pipeline stages: the layouts that divide sequences or
 # layers, and one of each other kind.

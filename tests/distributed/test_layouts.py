@@ -19,6 +19,7 @@ from tests.distributed.layouts import (
     QUICK,
     RECOMPUTED,
     SLOW,
+    WINDOWS,
     Layout,
 )
 from tests.distributed.packed_corpus import boundaries, short_documents
@@ -121,7 +122,8 @@ def test_sequences_hold_several_documents_that_do_not_see_each_other(packed_grid
     assert len(inside) == 3 * 8  # steps, sequences
     assert min(inside) >= 1 and sum(inside) >= 2 * len(inside)
     # The same sequences with every token in sight of all before it: another loss, so the boundaries are read.
-    seen = Grid(tmp_path / "seen", packed_grid.data, servers=packed_grid.servers, last=COMMON + 1, gradients=False)
+    options = dict(servers=packed_grid.servers, last=COMMON + 1, gradients=False)
+    seen = Grid(tmp_path / "seen", packed_grid.data, WINDOWS, **options)
     assert {key for step, key in seen.one["ids"] if step == 0} == {
         key for step, key in packed_grid.one["ids"] if step == 0
     }

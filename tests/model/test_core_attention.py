@@ -279,6 +279,7 @@ def test_calls_that_the_requested_version_does_not_take_are_named(caplog):
 
 def test_what_computes_windows(monkeypatch):
     monkeypatch.setattr(module, "AUTO_ORDER", {"cpu": ("flash_attn", "cudnn")})
+    monkeypatch.setattr(module, "architecture", lambda device: device.type)
     install(monkeypatch, "flash_attn")
     cuda, auto = torch.device("cuda", 0), operator("auto", "window", torch.bfloat16)
     assert auto.running(CPU) == ("flash_attn",), "auto leaves out cudnn and takes what has a window"

@@ -26,7 +26,7 @@ CASES = {
     "two_tokens": (4, 4, 2, 16, 4, 2, 2, "eager", -1.0),
     "skip_chosen": (4, 4, 2, 16, 8, 2, 24, "eager", 0.1),
     "all_skip": (4, 4, 2, 16, 4, 2, 9, "eager", 5.0),
-    "windows": (4, 4, 2, 16, 8, 2, 24, "eager", -1.0),
+    "windows": (4, 16, 2, 8, 24, 2, 24, "eager", -1.0),  # heads and classes of ZAYA1-74B
 }
 WINDOW, SLIDING_BASE = 5, 500.0  # previous tokens, and RoPE's base of layers 0 and 2 in the case `windows`
 

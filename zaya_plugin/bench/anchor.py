@@ -127,7 +127,10 @@ def sharded_model(recipe, vocabulary: int, device):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from transformers import ZayaConfig, ZayaForCausalLM
 
+    from zaya_plugin.checkpoint.convert.description import Description
+
     m, stage = recipe.model, recipe.stage
+    windows = Description.of_recipe(recipe, vocabulary).windows
     rope = {"rope_type": "default", "rope_theta": float(stage.rotary_base), "partial_rotary_factor": m.rotary_percent}
     config = ZayaConfig(
         num_hidden_layers=m.num_layers,
@@ -141,7 +144,9 @@ def sharded_model(recipe, vocabulary: int, device):
         router_hidden_size=m.router_hidden_size,
         rms_norm_eps=m.norm_epsilon,
         max_position_embeddings=stage.seq_length,
-        rope_parameters={"hybrid": rope},
+        rope_parameters={"hybrid": rope, "hybrid_sliding": rope | {"rope_theta": float(m.swa_rotary_base)}},
+        layer_types=["hybrid_sliding" if window else "hybrid" for window in windows],
+        sliding_window=m.sliding_window and m.sliding_window + 1,
         use_cache=False,
         attn_implementation="sdpa",
         initializer_range=m.init_method_std,

@@ -201,8 +201,8 @@ class ModelConfig:
     )
     window_attn_skip_freq: int | None = arg(
         None,
-        "every so many layers one sees all previous tokens: 2 gives windows to layers 0, 2, 4, ... counted from 0; "
-        "null: all layers have the window",
+        "every n-th layer sees all previous tokens: 2 gives windows to the layers 0, 2, 4, ...; null: all layers have the "
+        "window",
         limit=SKIP_FREQUENCY,
         resume=NETWORK,
     )

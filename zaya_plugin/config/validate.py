@@ -345,10 +345,19 @@ def _recompute(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 
 def _kernels(recipe: Recipe, world_size: int) -> Iterator[str]:
-    """Yield problems of cluster.kernels and cluster.kernel_overrides. The override auto, which recipes use, is always
-    allowed.
+    """Yield problems of core attention, cluster.kernels and cluster.kernel_overrides. The override auto, which recipes
+    use, is always allowed.
     """
     cluster, on_cpu = recipe.cluster, recipe.cluster.device == "cpu"
+    window, length = recipe.model.sliding_window, recipe.stage.seq_length
+    yield from require(
+        cluster.core_attention != "cudnn" or window is None or length <= window + 1,
+        "cluster.core_attention",
+        cluster.core_attention,
+        problem=f"torch's call of cuDNN has no sliding window (model.sliding_window={window})",
+        allowed=f"another value, or stage.seq_length of at most {(window or 0) + 1} (currently {length})",
+        fix="cluster.core_attention=auto",
+    )
     try:
         check_selection(cluster.kernels, cluster.kernel_overrides, "cluster.")
     except ValueError as error:

@@ -6,7 +6,7 @@ recipe. A role is frozen, so a parameter and its fp32 copy or shard share one: `
 
 The rule is Muon for matrices and AdamW for all others. ZAYA1 trained its 2-D weights with Muon, and convolutions,
 embedding (the tied head), norms, residual scales and temperatures with AdamW (arXiv 2511.17127, as quoted by the Primus
-port of ZAYA1; arXiv 2605.05365, section III). The router's matrices, its 17 x 256 head included, are 2-D weights and
+port of ZAYA1; arXiv 2605.05365, section III). The router's matrices, its head included, are 2-D weights and
 follow that rule.
 """
 

@@ -174,7 +174,7 @@ class Halo:
         """Return for each chunk of `rank` the pieces before it, in order: owner, first and last (excluded) of the
         owner's rows.
         """
-        found = []
+        needed = []
         for chunk in self.shard.chunks_of(rank):
             start, pieces = chunk * self.rows, []
             first = max(start - self.window, 0)
@@ -182,8 +182,8 @@ class Halo:
                 owner, place = divmod(self.shard.slots[other], len(self.shard.chunks))
                 offset = (place - other) * self.rows
                 pieces.append((owner, max(first, other * self.rows) + offset, (other + 1) * self.rows + offset))
-            found.append(pieces)
-        return found
+            needed.append(pieces)
+        return needed
 
     def sent(self, sender: int, reader: int) -> list[slice]:
         """Return the slices of `sender`'s rows that it sends to `reader`."""

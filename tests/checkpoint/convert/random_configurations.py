@@ -49,6 +49,9 @@ class Case:
     rotary_percent: float
     rotary_base: int
     skip_bias: float
+    sliding_window: int | None = None
+    window_attn_skip_freq: int | None = None
+    swa_rotary_base: int = 10_000
 
     def fields(self) -> dict:
         beside = ("layout", "dtype", "rotary_percent", "rotary_base", "skip_bias")
@@ -79,7 +82,7 @@ class Case:
 
 def draw(number: int) -> Case:
     """Return case `number`; the draws of different numbers are independent."""
-    source = random.Random(number)
+    source, windows = random.Random(number), random.Random(f"windows {number}")
     pick = source.choice
     groups = pick((2, 2, 4))
     return Case(
@@ -104,6 +107,9 @@ def draw(number: int) -> Case:
         rotary_percent=1.0,
         rotary_base=pick((10_000, 1_000_000, 777)),
         skip_bias=pick((-1.0,) * 6 + (-1.5, 0.1)),
+        sliding_window=windows.choice((None, None, 1, 4, 9)),
+        window_attn_skip_freq=windows.choice((None, 2, 2, 3)),
+        swa_rotary_base=windows.choice((10_000, 500)),
     )
 
 

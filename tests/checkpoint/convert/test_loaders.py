@@ -30,12 +30,22 @@ def export(tmp_path) -> Path:
     return exporting.export_model(exporting.plan(exporting.open_checkpoint(checkpoint)), tmp_path / "export")
 
 
-def test_native_names_and_shapes_are_those_of_transformers_model():
+ZAYA1_74B = Description(60, 4096, 16, 2, 128, 24, 4096, 256, 262_272, sliding_window=4096, window_attn_skip_freq=2)
+
+
+@pytest.mark.parametrize(
+    ("of", "names", "parameters", "biases"),
+    [(BASE, 1283, 8_840_488_784, 680), (ZAYA1_74B, 1923, 74_793_953_144, 1500)],
+    ids=["base", "74b"],
+)
+def test_native_names_and_shapes_are_those_of_transformers_model(of, names, parameters, biases):
     transformers = pytest.importorskip("transformers")
     with torch.device("meta"):
-        model = transformers.ZayaForCausalLM(transformers.ZayaConfig(**hf_config.write("native", BASE, "bfloat16")))
+        model = transformers.ZayaForCausalLM(transformers.ZayaConfig(**hf_config.write("native", of, "bfloat16")))
     theirs = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    assert theirs == {row.name: row.shape for row in rows("native", BASE)} and len(theirs) == 1283
+    assert theirs == {row.name: row.shape for row in rows("native", of)} and len(theirs) == names
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert sum(b.numel() for name, b in model.named_buffers() if name.endswith("balancing_biases")) == biases
 
 
 def test_transformers_finds_nothing_missing_or_unexpected(export):
