@@ -121,6 +121,7 @@ def recorded():
 @pytest.fixture(scope="module")
 def checked(recorded) -> dict[str, list[Launch]]:
     """The launches of every operator's self-check, of ZAYA1-base."""
+    set_model_sizes(ModelSizes())
     return self_check(recorded)
 
 
