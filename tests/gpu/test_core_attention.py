@@ -10,6 +10,7 @@ from tests.no_waiting import no_waiting
 from zaya_plugin.model.block_attention import block_attention, takes_blocks
 from zaya_plugin.model.core_attention import (
     AUTO_ORDER,
+    FORMS,
     VERSIONS,
     attention_of,
     causal_attention,
@@ -62,6 +63,14 @@ def test_queries_at_the_end_of_the_keys(backend, rows, keys):
     skip_without_package(backend)
     attend = attention_of(backend)
     compare(lambda *qkv: attend(*qkv, SCALE), lower_right_mask(rows, keys, torch.device("cuda")), rows, keys)
+
+
+@pytest.mark.parametrize("rows, keys", [(256, 256), (256, 1024), (96, 224)])
+@pytest.mark.parametrize("backend", FORMS["window"])
+def test_a_sliding_window(backend, rows, keys):
+    skip_without_package(backend)
+    attend, mask = attention_of(backend), lower_right_mask(rows, keys, torch.device("cuda"), 100)
+    compare(lambda *qkv: attend(*qkv, SCALE, 100), mask, rows, keys)
 
 
 @pytest.mark.parametrize("backend", VERSIONS)
