@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from hip_ops.runtime.code_objects import OBJECTS_MANIFEST, Call, call_of, kernels_digest, objects_digest
+from hip_ops.runtime.model_sizes import ModelSizes, set_model_sizes
 from hip_ops.runtime.operator import OPERATORS, all_operators
 from tests.gfx942.triton_objects import compiled_object
 from tests.hip_ops.training_calls import Sizes, training_calls
@@ -43,6 +44,7 @@ OPERATORS_OF = {  # by folder
     "router_mlp": ("router_mlp", "router_mlp_backward"),
     "grouped_product": ("grouped_rows", "grouped_outer_"),
 }
+BASE = ModelSizes()
 NAMES = [name for names in OPERATORS_OF.values() for name in names]
 
 
@@ -66,6 +68,7 @@ def _sizes_of(recipe) -> tuple[Sizes, int]:
         hidden_size=model.hidden_size,
         moe_ffn_hidden_size=model.moe_ffn_hidden_size,
         num_experts=model.num_experts,
+        num_attention_heads=model.num_attention_heads,
         router_hidden_size=model.router_hidden_size,
     ), parallel.expert_model_parallel_size
 
@@ -74,10 +77,8 @@ def _calls(sizes: Sizes, expert_ranks: int) -> Iterator[tuple[str, tuple]]:
     """Yield operators and arguments of a training step."""
     for factor in TOKEN_FACTORS:
         scaled = replace(sizes, seq_length=math.ceil(sizes.seq_length * factor))
-        of_a_rank = replace(scaled, num_experts=sizes.num_experts // expert_ranks)
-        for folder, part in (("router_mlp", scaled), ("grouped_product", of_a_rank)):
-            calls = training_calls(1, part)
-            yield from ((name, arguments) for name in OPERATORS_OF[folder] for arguments in calls[name])
+        calls = training_calls(1, scaled, expert_ranks=expert_ranks)
+        yield from ((name, arguments) for name in NAMES for arguments in calls[name])
 
 
 @contextlib.contextmanager
@@ -109,10 +110,14 @@ def launches_as_on(target: str) -> Iterator[Callable[[str, tuple], list[Call]]]:
         yield launches
 
 
-def examples(name: str) -> list[tuple]:
+def examples(name: str, sizes: ModelSizes = BASE) -> list[tuple]:
     """Return the arguments of an operator's calls in the self-check of its Triton version."""
     operator = OPERATORS[name]
-    return [make(CPU) for make in (*operator.examples, *operator.more_examples.get("triton", ()))]
+    set_model_sizes(sizes)
+    try:
+        return [make(CPU) for make in (*operator.examples, *operator.more_examples.get("triton", ()))]
+    finally:
+        set_model_sizes(BASE)
 
 
 def recorded_calls(target: str) -> dict[Call, str]:
@@ -124,8 +129,13 @@ def recorded_calls(target: str) -> dict[Call, str]:
         for one, expert_ranks in sizes:
             for name, arguments in _calls(one, expert_ranks):
                 needed |= dict.fromkeys(launches(name, arguments), OPERATORS[name].folder)
+        models = {BASE, *(one.of_a_rank(expert_ranks) for one, expert_ranks in sizes)}
         checked = [
-            (call, OPERATORS[name].folder) for name in NAMES for each in examples(name) for call in launches(name, each)
+            (call, OPERATORS[name].folder)
+            for name in NAMES
+            for model in sorted(models, key=str)
+            for each in examples(name, model)
+            for call in launches(name, each)
         ]
     for call, folder in sorted(checked, key=_order):  # those with few properties first: they compute the others too
         if not any(other.covers(call) for other in needed):

@@ -87,6 +87,16 @@ PACKED_LAYOUTS = QUICK + tuple(
     if "cp" in layout.name or layout.name in ("pp2-interleaved", "tp2pp2", "pp2-full", "pp2-selective")
 )
 
+# ZAYA1-74B made small: 24 experts and the skip class, eight query heads a key/value head, windows of 8 previous tokens in
+# layers 0 and 2.
+OF_74B = (
+    "model.num_experts=24",
+    "model.num_attention_heads=16",
+    "model.sliding_window=8",
+    "model.window_attn_skip_freq=2",
+)
+LAYOUTS_OF_74B = (layout("ep4", 4, ep=4), layout("cp2ep4", 4, cp=2, ep=4))
+
 # With every rank's optimizer state whole; one rank is run the same way, since the two kinds of checkpoints differ.
 PLAIN_OPTIMIZER = "parallel.use_distributed_optimizer=false"
 PLAIN = tuple(BY_NAME[name] for name in ("dp2", "cp2", "ep2", "tp2", "pp2"))

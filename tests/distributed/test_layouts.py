@@ -10,6 +10,8 @@ import pytest
 
 from tests.distributed.layout_grid import COMMON, Grid
 from tests.distributed.layouts import (
+    LAYOUTS_OF_74B,
+    OF_74B,
     PACKED,
     PACKED_LAYOUTS,
     PLAIN,
@@ -52,6 +54,13 @@ def plain_grid(tmp_path_factory, corpus):
 @pytest.fixture(scope="module")
 def layer_norm_grid(tmp_path_factory, corpus):
     grid = Grid(tmp_path_factory.mktemp("layer_norm"), corpus, ("model.normalization=LayerNorm",))
+    yield grid
+    grid.close()
+
+
+@pytest.fixture(scope="module")
+def grid_of_74b(tmp_path_factory, corpus):
+    grid = Grid(tmp_path_factory.mktemp("of_74b"), corpus, OF_74B)
     yield grid
     grid.close()
 
@@ -139,3 +148,14 @@ def test_layer_norm_in_a_layout_equals_one_rank(layer_norm_grid, layout):
     """Its bias is in the common checkpoint, and under tensor parallelism its gradient is summed over the ranks."""
     assert sum(key.endswith("norm.bias") for key in layer_norm_grid.one["gradients"][0]) == 2 * 4 + 1
     check(layer_norm_grid, layout)
+
+
+@pytest.mark.slow
+@named(LAYOUTS_OF_74B)
+def test_a_small_74b_in_a_layout_equals_one_rank(grid_of_74b, layout):
+    """24 experts of which every rank holds six, 25 classes of the router, and windows across the ranks' chunks."""
+    assert grid_of_74b.one["reported"][0]["tokens_per_expert"].shape == (4, 25)
+    assert {int(table.max()) for table in grid_of_74b.one["ids"].values()} & {*range(17, 25)}, (
+        "experts beyond 16 are chosen"
+    )
+    check(grid_of_74b, layout)

@@ -37,7 +37,7 @@ from tests.hip_ops.grouped_cases import Grouped, check_outer, check_rows
 from tests.hip_ops.grouped_device import GroupedOnDevice
 from tests.hip_ops.router_cases import Router, check_backward, check_forward
 from tests.hip_ops.router_device import RouterOnDevice
-from tests.hip_ops.training_calls import training_calls
+from tests.hip_ops.training_calls import ZAYA1_74B, Sizes, training_calls
 from tools.ship import object_differences
 
 ROOT = PACKAGE.parent
@@ -86,21 +86,26 @@ def test_every_recipe_and_self_check_has_its_object(target):
 
 
 def test_the_self_check_runs_every_object_of_training():
-    """The objects of ZAYA1-base's calls, and one example fewer is seen."""
+    """The objects of the calls of ZAYA1-base and of ZAYA1-74B, and one example fewer is seen."""
     pytest.importorskip("triton")
     from tools.triton_objects import NAMES, examples, launches_as_on
 
     objects, _ = shipped_objects(ARCH)
-    calls = training_calls(statistics_parts=4)
     with launches_as_on(ARCH) as launches:
 
         def files(arguments_of) -> set[str]:
             each_call = (call for name in NAMES for each in arguments_of(name) for call in launches(name, each))
             return {objects.fitting(call).file for call in each_call}
 
-        trained, checked = files(calls.__getitem__), files(examples)
+        def files_of(sizes: Sizes, expert_ranks: int) -> tuple[set[str], set[str]]:
+            calls = training_calls(statistics_parts=4, sizes=sizes, expert_ranks=expert_ranks)
+            return files(calls.__getitem__), files(lambda name: examples(name, sizes.of_a_rank(expert_ranks)))
+
+        trained, checked = files_of(Sizes(), 1)
         assert len(trained) == {"gfx942": 9, "gfx950": 10}[ARCH] and trained <= checked
         assert not trained <= files(lambda name: examples(name)[:-1])
+        of_74b, checked = files_of(ZAYA1_74B, 8)
+        assert len(of_74b) >= 9 and of_74b.isdisjoint(trained) and of_74b <= checked
 
 
 @pytest.mark.parametrize("one", OBJECTS, ids=lambda one: one.file)
@@ -124,7 +129,8 @@ def check_grouped(one: CodeObject) -> str:
     config = GroupedConfig(**{field: has[name] for field, name in fields.items()}, **options)
     small = all("S" in properties for _, kind, properties in one.arguments if kind.startswith("*"))
     on_device = GroupedOnDevice(Device(allow_shifted_waves=True), config, small=small or None)
-    case = Grouped((270, 5) if has["EXPERTS"] == 2 else (0, 270, 0, 5, *[0] * 12), 128, 320)
+    counts = {2: (270, 5), 4: (0, 270, 5)}.get(has["EXPERTS"], (0, 270, 0, 5, *[0] * 12))
+    case = Grouped(counts, 128, 320)
     if "TRANSPOSED" in has:
         check_rows(on_device, case, has["TRANSPOSED"])
     else:

@@ -2,7 +2,8 @@
 """The Triton kernels of hip_ops as an MI300X would run them on ZAYA1's shapes, compiled for gfx942: what the budget
 table holds of Triton.
 
-Shapes and tiles are those that the launchers choose: hidden size 2048, bf16 layer output and gradients, fp32 stream,
+Names ending in _74b are of ZAYA1-74B on one of eight expert-parallel ranks: hidden size and width 4096, 16 query heads,
+25 classes, three experts. Shapes and tiles are those that the launchers choose: hidden size 2048, bf16 layer output and gradients, fp32 stream,
 momentum and weight, and the Gram products of a batch of 2048 x 4096 matrices.
 """
 
@@ -15,7 +16,7 @@ from hip_ops.runtime.tile_choice import COMPUTE_UNITS
 from tests.gfx942.toolchain import ARCH
 from tests.gfx942.triton_objects import TritonObject, triton_code_object
 
-HIDDEN = 2048
+HIDDEN, OF_74B = 2048, 4096
 
 
 def _compile(
@@ -38,7 +39,7 @@ def _compile(
     )
 
 
-def _rms_norm(which: str, scaled: bool, centered: bool = False) -> TritonObject:
+def _rms_norm(which: str, scaled: bool, centered: bool = False, hidden: int = HIDDEN) -> TritonObject:
     from hip_ops.ops.rms_norm import triton as rms_norm
 
     sizes = dict.fromkeys(
@@ -58,9 +59,11 @@ def _rms_norm(which: str, scaled: bool, centered: bool = False) -> TritonObject:
     form = {"SCALED": scaled, "CENTERED": centered}
     form |= {} if centered else dict.fromkeys(("bias", "mean", "d_bias"))
     if which == "sum":
-        return _compile(rms_norm.rms_norm_sum_kernel, types, form | {"PROGRAMS": 64, "BLOCK": 32}, 8)
+        return _compile(
+            rms_norm.rms_norm_sum_kernel, types, form | {"PROGRAMS": 64, "BLOCK": 32}, 8, unaligned=("programs",)
+        )
     backward = which == "backward"
-    chosen = rms_norm.launch(HIDDEN, scaled=scaled, backward=backward, warp_size=64)
+    chosen = rms_norm.launch(hidden, scaled=scaled, backward=backward, warp_size=64)
     constexprs = form | {
         "ROWS": chosen.rows,
         "BLOCK": chosen.columns,
@@ -120,7 +123,7 @@ def _product(symmetric: bool) -> TritonObject:
     return _compile(pointer_product_kernel, types, constexprs, config.num_warps, config.num_stages)
 
 
-def _expert_rows(which: str) -> TritonObject:
+def _expert_rows(which: str, hidden: int = HIDDEN, experts: int = 16) -> TritonObject:
     from hip_ops.ops.expert_permutation import triton as kernels
 
     maps = dict.fromkeys(
@@ -131,21 +134,21 @@ def _expert_rows(which: str) -> TritonObject:
     )
     types = maps | sizes | dict.fromkeys(("source", "out", "grad", "d_source"), "*bf16")
     if which in ("count", "place"):
-        experts, tile = kernels.sort_tile(16)
+        experts, tile = kernels.sort_tile(experts)
         # a tile a program, as for 32,768 tokens
         constexprs = {"EXPERTS": experts, "TILE": tile, "ROWS": 4096 // experts, "tiles": 1}
         return _compile(
             kernels.expert_count_kernel if which == "count" else kernels.expert_place_kernel, types, constexprs, 4
         )
-    chosen = kernels.launch(HIDDEN, 2, warp_size=64)
+    chosen = kernels.launch(hidden, 2, warp_size=64)
     constexprs = {"HAS_SIDE": True, "ROWS": chosen.rows, "BLOCK": chosen.columns}
     return _compile(kernels.expert_gather_kernel, types, constexprs, chosen.num_warps)
 
 
-def _swiglu(backward: bool) -> TritonObject:
+def _swiglu(backward: bool, width: int = HIDDEN) -> TritonObject:
     from hip_ops.ops.weighted_swiglu import triton as kernels
 
-    chosen = kernels.launch(HIDDEN, 2, backward=backward, warp_size=64)
+    chosen = kernels.launch(width, 2, backward=backward, warp_size=64)
     types = dict.fromkeys(("rows", "width", "grad_stride", "gate_up_stride", "experts"), "i32") | {"offsets": "*i32"}
     types |= dict.fromkeys(("gate_up", "grad", "out", "d_gate_up"), "*bf16")
     constexprs = {"HAS_OFFSETS": True, "WITH_OUTPUT": True, "ROWS": chosen.rows, "BLOCK": chosen.columns}
@@ -157,8 +160,10 @@ def _swiglu(backward: bool) -> TritonObject:
     )
 
 
-def grouped_product(kind: str, config=None, small: bool = False) -> TritonObject:
-    """16 experts of 1024 rows, by the configuration that a launch chooses if none is given.
+def grouped_product(
+    kind: str, config=None, small: bool = False, experts: int = 16, hidden: int = HIDDEN
+) -> TritonObject:
+    """Experts of 1024 rows, 16 of ZAYA1-base's by default, by the configuration that a launch chooses if none is given.
 
     small: all tensors are below 2 GiB. Otherwise those that are views of Megatron's buffers (matrices, main gradients)
     are not.
@@ -166,7 +171,9 @@ def grouped_product(kind: str, config=None, small: bool = False) -> TritonObject
     from hip_ops.ops.grouped_product import triton_kernels as kernels
     from hip_ops.ops.grouped_product.configs import choose_config
 
-    config = config or choose_config(ARCH, kind, 1024, *((2048, 4096) if kind == "rows_t" else (4096, 2048)))
+    config = config or choose_config(
+        ARCH, kind, 1024, *((hidden, 2 * hidden) if kind == "rows_t" else (2 * hidden, hidden)), experts
+    )
     kernel = kernels.grouped_pointer_outer_kernel if kind == "outer" else kernels.grouped_pointer_rows_kernel
     pointers = {name: "*bf16" for name in kernel.arg_names if name.endswith("_pointer")} | (
         {"out_pointer": "*fp32"} if kind == "outer" else {}
@@ -176,7 +183,7 @@ def grouped_product(kind: str, config=None, small: bool = False) -> TritonObject
         "TRANSPOSED": kind == "rows_t",
         "EVEN_K": True,
         "ACCUMULATE": True,
-        "EXPERTS": 16,
+        "EXPERTS": 1 << (experts - 1).bit_length(),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
@@ -222,8 +229,8 @@ def _vocabulary_exponentials(finish: bool) -> TritonObject:
     )
 
 
-def _cca_prologue(which: str) -> TritonObject:
-    """ZAYA1's heads, with halos and documents."""
+def _cca_prologue(which: str, heads: int = 8) -> TritonObject:
+    """Two groups of ZAYA1's heads, with halos and documents."""
     from hip_ops.ops.cca_prologue import triton as cca_prologue
     from hip_ops.ops.cca_prologue import triton_backward as cca_prologue_backward
     from hip_ops.ops.cca_prologue import triton_forward as cca_prologue_forward
@@ -232,7 +239,7 @@ def _cca_prologue(which: str) -> TritonObject:
     chosen = (
         cca_prologue.HeadLaunch(0, 0, 8)
         if which == "sum"
-        else cca_prologue.launch(which, 128, 10, 2, processors=COMPUTE_UNITS[ARCH], warp_size=64)
+        else cca_prologue.launch(which, 128, heads + 2, 2, processors=COMPUTE_UNITS[ARCH], warp_size=64)
     )
     kernel = getattr(
         cca_prologue_forward if which == "forward" else cca_prologue_backward, f"cca_prologue_{which}_kernel"
@@ -246,7 +253,7 @@ def _cca_prologue(which: str) -> TritonObject:
     types |= dict.fromkeys(("eps", "inverse_eps"), "fp32") | {"starts": "*u8"} | dict.fromkeys(fp32, "*fp32")
     types = {name: types.get(name, "*bf16") for name in kernel.arg_names}
     constexprs = {
-        "HEADS": 8,
+        "HEADS": heads,
         "GROUPS": 2,
         "D": 128,
         "ROTARY": 64,
@@ -335,4 +342,22 @@ CASES: dict[str, Callable[[], TritonObject]] = {
     "overwrite_with_gradient": lambda: _vocabulary_rows(True),
     "overwrite_with_exponentials": lambda: _vocabulary_exponentials(False),
     "finish_gradient": lambda: _vocabulary_exponentials(True),
+    "rms_norm_forward_scaled_74b": lambda: _rms_norm("forward", True, hidden=OF_74B),
+    "rms_norm_backward_scaled_74b": lambda: _rms_norm("backward", True, hidden=OF_74B),
+    **{
+        f"cca_prologue_{which}_74b": functools.partial(_cca_prologue, which, 16)
+        for which in ("forward", "norm", "input", "weight", "sum")
+    },
+    "router_mlp_forward_74b": lambda: router_mlp("forward", classes=25),
+    "router_mlp_backward_74b": lambda: router_mlp("backward", classes=25),
+    **{
+        f"expert_{which}_74b": functools.partial(_expert_rows, which, OF_74B, 24)
+        for which in ("count", "place", "gather")
+    },
+    "weighted_swiglu_74b": lambda: _swiglu(False, OF_74B),
+    "weighted_swiglu_backward_74b": lambda: _swiglu(True, OF_74B),
+    **{
+        f"grouped_{kind}_74b": functools.partial(grouped_product, kind, experts=3, hidden=OF_74B)
+        for kind in ("rows_t", "rows", "outer")
+    },
 }

@@ -62,6 +62,7 @@ FAST = [
     Case(37, 1, 3, 3, rotary=16, pad=3, rope_batch=True, at=(15, 31, 32)),
     Case(45, 1, 2, 1, halo=True, document=6, zero=True),
     Case(65, 1, 8, 2),
+    Case(35, 1, 16, 2, halo=True, document=9),  # ZAYA1-74B's heads
 ]
 
 

@@ -22,6 +22,7 @@ MORE = [
     Case(37, 1, 3, 3, rotary=0, pad=8),
     Case(40, 1, 5, 1, at=(15, 31, 32)),
     Case(65, 1, 8, 2),
+    Case(37, 1, 16, 2),  # ZAYA1-74B's heads
 ]
 KERNELS = ("forward", "backward_weights", "backward_input", "backward_temperature", "backward_sum")
 
@@ -54,6 +55,7 @@ def test_hip_against_fp64(case, schedule):
         (Case(37, 1, 2, 1), 8),
         (Case(9, 2, 6, 2, 32, halo=True, document=4, rotary=16, zero=True), 8),
         (Case(35, 2, 2, 1, 32, rotary=16), 64),
+        (Case(9, 1, 16, 2, 32, rotary=16), 8),  # ZAYA1-74B's groups of eight query heads
     ],
     ids=str,
 )

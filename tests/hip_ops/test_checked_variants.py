@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test that the self-check of the HIP versions launches every variant of a kernel that ZAYA1-base's training launches.
+"""Test that the self-check of the HIP versions launches every variant of a kernel that the training of ZAYA1-base and of
+ZAYA1-74B launches.
 
 The sources are built for the CPU with launches that are recorded and not run, and the host counts an MI300X's compute
 units: the launchers themselves choose kernel and grid, for the examples and for the sizes of training.
@@ -19,10 +20,11 @@ from hip_ops.ops.newton_schulz import LARGE_TILES, _example_of_large_tiles
 from hip_ops.runtime import launchers
 from hip_ops.runtime.build import kernel_sources
 from hip_ops.runtime.launchers import load
+from hip_ops.runtime.model_sizes import ModelSizes, model_sizes, set_model_sizes
 from hip_ops.runtime.operator import OPERATORS, all_operators
 from hip_ops.saved_bytes import chunk_for
 from tests.hip_ops.cpu_kernels import KERNELS, build_cpu_library
-from tests.hip_ops.training_calls import Sizes, training_calls
+from tests.hip_ops.training_calls import ZAYA1_74B, Sizes, training_calls
 from zaya_plugin.config.compose import compose
 
 CPU, MI300X_UNITS = torch.device("cpu"), 304
@@ -51,6 +53,11 @@ def _more_than(rows_a_block: int):
     return lambda grid, rows, *_: rows > rows_a_block * grid[0]
 
 
+def _roles(of_a_group: int) -> int:
+    """Blocks of a run of tiles: the query heads, and of each group its key head alone or its value head too."""
+    return model_sizes().num_attention_heads + of_a_group * model_sizes().num_query_groups
+
+
 # Kernels by the start of their names -> (grid, integer arguments) -> the way through the loops.
 WAY = {
     "ho_symmetric": lambda grid, n, k: k // 32 >= 5,  # the pipelined loop needs five whole slabs (product_tile.h)
@@ -59,7 +66,7 @@ WAY = {
     "ho_general": lambda grid, m, n, k, to_bf16: (k // 32 >= 5, to_bf16),
     "ho_start": lambda grid, *_: None,
     "ho_rms_norm": _more_than(1),  # the generic kernels
-    # hidden 2048: a row a block
+    # hidden 2048 and 4096: a row a block
     **{
         f"ho_{merge}_{norm}": _more_than(1)
         for merge in ("add", "scaled_residual")
@@ -74,9 +81,9 @@ WAY = {
         rows > WAVES * grid[0],
         parts > 64,  # lanes
     ),
-    "ho_cca_prologue_forward": lambda grid, *numbers: -(-numbers[4] // TILE) > grid[0] // 12,  # heads of both groups
-    "ho_cca_prologue_backward_weights": lambda grid, *numbers: numbers[10] > grid[0] // 10,
-    "ho_cca_prologue_backward_input": lambda grid, *numbers: numbers[3] > grid[0] // 10,
+    "ho_cca_prologue_forward": lambda grid, *numbers: -(-numbers[4] // TILE) > grid[0] // _roles(2),
+    "ho_cca_prologue_backward_weights": lambda grid, *numbers: numbers[10] > grid[0] // _roles(1),
+    "ho_cca_prologue_backward_input": lambda grid, *numbers: numbers[3] > grid[0] // _roles(1),
     "ho_cca_prologue_backward_temperature": lambda grid, *_: True,
     "ho_cca_prologue_backward_sum": lambda grid, runs, *_: runs > 1,
     "ho_expert": lambda grid, wide, tokens, tokens_a_thread, experts: (grid[0] > 1, tokens_a_thread > 1),
@@ -113,7 +120,12 @@ def recorded():
 
 @pytest.fixture(scope="module")
 def checked(recorded) -> dict[str, list[Launch]]:
-    """The launches of every operator's self-check."""
+    """The launches of every operator's self-check, of ZAYA1-base."""
+    set_model_sizes(ModelSizes())
+    return self_check(recorded)
+
+
+def self_check(recorded) -> dict[str, list[Launch]]:
     found = {}
     for operator in all_operators():
         if "hip" in operator.versions:
@@ -203,9 +215,19 @@ KERNELS_OF = {
 }
 
 
+@pytest.fixture
+def of_base():
+    """Sets ZAYA1-base's sizes again after the test."""
+    yield
+    set_model_sizes(ModelSizes())
+
+
 @pytest.mark.slow
-def test_training_launches_no_variant_that_the_self_check_does_not(recorded, checked):
-    missing, trained = {}, training_calls(STATISTICS_PARTS)
+@pytest.mark.parametrize("sizes, expert_ranks", [(Sizes(), 1), (ZAYA1_74B, 8)], ids=["base", "74b"])
+def test_training_launches_no_variant_that_the_self_check_does_not(recorded, sizes, expert_ranks, of_base):
+    set_model_sizes(sizes.of_a_rank(expert_ranks))
+    checked = self_check(recorded)
+    missing, trained = {}, training_calls(STATISTICS_PARTS, sizes, expert_ranks=expert_ranks)
     assert checked.keys() <= trained.keys(), "every operator with a HIP version has its sizes there"
     for name in checked.keys():
         calls = trained[name]

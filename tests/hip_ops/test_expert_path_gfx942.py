@@ -27,6 +27,7 @@ from tests.hip_ops.kernel_files import kernel_source
 KINDS = {"hip": HipOnDevice, "triton": TritonOnDevice}
 ROWS = [
     Rows(11, 2048),
+    Rows(9, 4096, num_experts=24),  # ZAYA1-74B
     Rows(9, 45, BF16, BF16, mix="skewed"),
     Rows(9, 260, FP32),
     Rows(5, 37, FP32, BF16, mix="no_expert", pad=3),
@@ -34,6 +35,7 @@ ROWS = [
 ]
 SWIGLU = [
     Swiglu(9, 2048),
+    Swiglu(9, 4096),
     Swiglu(5, 45, BF16, BF16),
     Swiglu(9, 260, FP32, offsets="none"),
     Swiglu(5, 37, FP32, BF16, pad=3),
@@ -61,7 +63,8 @@ def test_sort(kind, schedule):
     path = KINDS[kind](Device(schedule))
     for mix in MIXES[:3] if schedule == "lockstep" else MIXES[-1:]:
         check_sort(path, expert_ids(mix, 700, 16), 16)
-    check_sort(path, expert_ids("even", 90, 7, torch.int32), 7)
+    for experts in (7, 24):
+        check_sort(path, expert_ids("even", 90, experts, torch.int32), experts)
     assert all(counters.atomics == 0 for counters in path.counters.values())
 
 

@@ -20,6 +20,7 @@ from tests.hip_ops.expert_path_cases import BF16, FP32, FP64, MIXES, Rows, check
 MODULES = {"reference": reference, "hip": hip_kernels}
 ROWS = [
     Rows(9, 2048),
+    Rows(40, 4096, num_experts=24),
     Rows(140, 256, mix="skewed", pad=8),
     Rows(5, 512, pad=3),
     Rows(7, 2051),

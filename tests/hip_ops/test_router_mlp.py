@@ -20,6 +20,7 @@ FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.flo
 CASES = [
     *(Router(37, 32, 5, dtype) for dtype in (FP64, FP32, BF16, FP16)),
     Router(200, 64, 17, BF16),
+    Router(64, 256, 25, BF16),  # ZAYA1-74B's
     Router(64, 256, 17, averaged=False),
     Router(1, 48, 9, forced=False),
     Router(33, 128, 16, FP32, unweighted=False, uses_state=False),

@@ -17,6 +17,7 @@ from tests.hip_ops.expert_path_cases import BF16, FP32, FP64, Swiglu, check_swig
 
 CASES = [
     Swiglu(9, 2048),
+    Swiglu(9, 4096),
     Swiglu(140, 256, offsets="none"),
     Swiglu(5, 512, BF16, BF16, pad=8),
     Swiglu(5, 512, pad=3),

@@ -280,7 +280,7 @@ def test_a_limit_is_spread_evenly(zaya, published, corpus, tmp_path):
 
 def test_mistakes_of_eval(zaya, published, corpus, tmp_path, monkeypatch):
     for words, says in (
-        ((), f"neither --tasks nor --data was given. Fix: zaya eval {published} --data."),
+        ((), f"none of --tasks, --suite and --data was given. Fix: zaya eval {published} --data."),
         (("--outputs=file",), "--outputs: no such option. Allowed: --batch-size, --data, "),
         (("--data", "--out=file"), "--out: has another name now. Fix: --output=file."),
         (("--data",), "has no recipe.yaml"),

@@ -2,6 +2,7 @@
 """lm-evaluation-harness on a task of local files: our figures against its own class for transformers."""
 
 import json
+import shutil
 
 import pytest
 
@@ -115,3 +116,54 @@ def test_local_tasks(published, tasks, offline, tmp_path, capsys):
     assert "local_choice" in capsys.readouterr().out
     assert cli.main(["eval", str(published), "--tasks", "no_such_task"]) == 2
     assert "--tasks=no_such_task: no such task" in capsys.readouterr().err
+
+
+SUITE = """\
+group: local
+task: [local_choice, local_written, local_text]
+metadata:
+  models: [Published]
+  notes: [local stand-ins]
+  benchmarks:
+    - {title: Choice, kind: knowledge, task: local_choice, shots: 0, metric: acc, published: {Published: 25.0}}
+    - {title: Written, kind: mathematics, task: local_written, shots: 0, metric: exact_match}
+    - {title: Text, kind: text, task: local_text, shots: 0, metric: bits_per_byte, scale: 1}
+"""
+
+
+@pytest.mark.slow
+def test_a_suite_on_local_copies_of_each_type_of_task(published, tasks, offline, tmp_path, monkeypatch, capsys):
+    """Multiple choice, texts with exact match, rolling log-likelihoods; first without the last one's file."""
+    from zaya_plugin.commands import evaluation_suite
+    from zaya_plugin.inference.harness import task_manager
+
+    suites, copies, out = tmp_path / "suites", tmp_path / "copies", tmp_path / "found.json"
+    suites.mkdir()
+    (suites / "local.yaml").write_text(SUITE)
+    monkeypatch.setattr(evaluation_suite, "SUITES", suites)
+    shutil.copytree(tasks, copies)
+    (copies / "text.yaml").rename(tmp_path / "text.yaml")
+    words = ["eval", str(published), "--suite", "local", "--tasks-dir", str(copies), "--output", str(out)]
+    assert cli.main(words) == 0
+    assert "Text: left out, no such task there" in capsys.readouterr().out
+    first = json.loads(out.read_text())["results"]
+    assert first.keys() == {"local_choice", "local_written"}
+    (tmp_path / "text.yaml").rename(copies / "text.yaml")
+    assert cli.main(words) == 0
+    done = capsys.readouterr()
+    results = json.loads(out.read_text())["results"]
+    assert f"local_choice: from {out}" in done.err and results["local_choice"] == first["local_choice"]
+    row = next(line.split() for line in done.out.splitlines() if " Choice " in line)
+    assert row[4] == f"{100 * first['local_choice']['acc']:.1f}" and row[-1] == "25.0"
+    assert results["local_text"]["bits_per_byte"] > 0 and out.with_suffix(".txt").read_text() == done.out
+    # lm_eval's own command line takes both folders: the group, and the tasks
+    assert task_manager(str(suites), defaults=False).match_tasks(["local"]) == ["local"]
+
+
+def test_lm_eval_reads_the_packaged_suite_as_a_group():
+    from zaya_plugin.commands.evaluation_suite import SUITES, read_suite
+    from zaya_plugin.inference.harness import task_manager
+
+    manager = task_manager(str(SUITES))
+    names = ["zaya1", *(row["task"] for row in read_suite("zaya1")["benchmarks"] if row["task"])]
+    assert sorted(manager.match_tasks(names)) == sorted(names)

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory and traffic of layouts: hand-counted figures of ZAYA1-base. tests/distributed counts what is really sent."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.plan.shapes import ZAYA1_BASE
-from zaya_plugin.plan.memory import Optimizer, memory_plan, optimizer_bytes
+from zaya_plugin.parallel.context_exchange import halo
+from zaya_plugin.parallel.context_order import ContextShard
+from zaya_plugin.plan.memory import Optimizer, layer_tensors, memory_plan, optimizer_bytes
 from zaya_plugin.plan.parallelism import Batch, ParallelSizes, local_parameters, sent_bytes
 
 ADAMW = Optimizer(muon=False)
@@ -36,6 +40,22 @@ def test_experts_and_heads_are_dealt_out():
     # Every replica of an expert shares its optimizer state: 8 ranks, 2 of which hold an expert.
     expected = 12 * (experts / 4 / 2 + (8_840_488_784 - experts) / 8)
     assert adamw_bytes(ParallelSizes(data=8, expert=4)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("zigzag", [True, False], ids=["zigzag", "contiguous"])
+@pytest.mark.parametrize("ranks, window", [(8, 4096), (8, 1000), (4, 30_000), (2, 100)])
+def test_a_window_sends_what_the_exchange_of_its_halo_sends(ranks, window, zigzag):
+    """In half of the layers the rows that the rank with most of them receives, or all ranks' where these are fewer."""
+    windowed = replace(ZAYA1_BASE, sliding_window=window, window_attn_skip_freq=2)
+    layout, batch = ParallelSizes(context=ranks, zigzag=zigzag), Batch(32_768)
+    order, rows = ("zigzag", 32_768 // ranks // 2) if zigzag else ("contiguous", 32_768 // ranks)
+    exchanges = [halo(ContextShard(order, ranks, rank), rows, window) for rank in range(ranks)]
+    most, gathered = max(sum(each.received) for each in exchanges), (ranks - 1) * 32_768 // ranks
+    expected = (20 * gathered + 20 * (most if exchanges[0].is_shorter else gathered)) * 512 * 2 * 2
+    assert sent_bytes(windowed, layout, batch)["key_values"] == pytest.approx(expected, rel=1e-12)
+    kept = layer_tensors(windowed, layout, batch)
+    assert kept["keys of all context-parallel ranks"] == kept["values"]
+    assert kept["values"] == pytest.approx(256 * 2 * (expected / 2048 / 40 + 32_768 / ranks))
 
 
 def test_keys_and_values_are_512_numbers_a_token_and_layer():

@@ -14,8 +14,10 @@ import sys
 import pytest
 import torch
 
-from hip_ops.runtime import launchers, operator
-from hip_ops.runtime.operator import LIBRARY, OBJECTS, TRITON, all_operators
+import hip_ops
+from hip_ops.runtime import launchers, model_sizes, operator
+from hip_ops.runtime.model_sizes import ModelSizes
+from hip_ops.runtime.operator import LIBRARY, OBJECTS, OPERATORS, TRITON, all_operators
 from hip_ops.versions import Request
 from tests.running import MICRO
 from zaya_plugin.config.compose import compose, save_recipe
@@ -289,3 +291,18 @@ def test_a_cudnn_that_does_not_fit(warnings, monkeypatch):
     (line,) = warnings()
     assert "found (9, 14, 0).)" in line and "more" not in line and "Fix: cluster.core_attention=cudnn" in line
     assert warnings("cluster.core_attention=cudnn") == []
+
+
+def test_self_checks_get_the_sizes_of_a_rank(monkeypatch):
+    """And without a recipe those of ZAYA1-base."""
+    monkeypatch.setattr(model_sizes, "_current", ModelSizes())
+    base = compose(["experiment=zaya1_base", "data.path=x"])
+    assert kernels.model_sizes_of(base) == ModelSizes()
+    kernels.select_kernels(compose(["experiment=zaya1_74b", "data.path=x"]))
+    hip_ops.set_kernels(None)
+    assert model_sizes.model_sizes() == ModelSizes(4096, 4096, 3, 25, 16, 2)
+    all_operators()
+    gate_up, _, offsets = OPERATORS["weighted_swiglu"].examples[0](torch.device("cpu"))
+    assert gate_up.shape == (48, 8192) and offsets.tolist() == [9, 17, 33]
+    words = ["experiment=zaya1_base", "parallel=tensor_parallel", "optim=adamw", "data.path=x"]
+    assert kernels.model_sizes_of(compose(words)) == ModelSizes(num_attention_heads=4, num_query_groups=1)

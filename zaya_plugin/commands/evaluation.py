@@ -1,29 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya eval`: tasks of lm-evaluation-harness, and perplexity by domain. Loads torch only when it runs."""
+"""`zaya eval`: tasks and suites of lm-evaluation-harness, and perplexity by domain. Loads torch only when it runs."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 
 from zaya_plugin import __version__
+from zaya_plugin.commands.evaluation_suite import RUNS_CODE, read_suite, run_suite, suite_table
 from zaya_plugin.commands.generate import MODEL, ROUTED, SOURCES
 from zaya_plugin.commands.parser import Parser, option
 from zaya_plugin.commands.process import prepare_torch
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.option_numbers import MOST_AMOUNT, whole_number
+from zaya_plugin.ground.whole_file import write_whole
 from zaya_plugin.inference.opening import Opened, find_model, open_model
 
 DESCRIPTION = f"""\
-Measures a model: --tasks runs tasks of lm-evaluation-harness, --data computes the perplexity of prepared datasets.
+Measures a model: --tasks runs tasks of lm-evaluation-harness, --suite benchmarks of the ZAYA1 reports next to published
+figures, --data computes the perplexity of prepared datasets.
 
 {SOURCES}
 
 --tasks requires the package lm_eval (pip install 'zaya_plugin[eval]'). A task is a name of that package, or of a
 .yaml file in the folder --include. Tasks on the Hugging Face Hub download their data.
+
+--suite writes its results to --output after each task; the same command continues with the tasks that are left.
 
 --data reads each dataset's held-out part (all of it without one) in sequences of the run's length, documents one after
 another, or as the run packed them; of chats the tokens of answers count. Without a path it reads the validation data of
@@ -33,6 +39,7 @@ examples:
   zaya eval runs/mine --data                                       the run's validation data
   zaya eval exports/mine --data data/web data/code --output perplexity.json
   zaya eval runs/mine --tasks my_task --include my/tasks --limit 100
+  zaya eval exports/mine --suite zaya1 --tasks-dir my/copies --limit 100
   zaya eval Zyphra/ZAYA1-base --tasks hellaswag,arc_easy --batch-size 16 --wandb zaya-evals
 
 Exit codes: 0, 2 a mistake on the command line or in the files."""
@@ -46,6 +53,12 @@ def parser() -> Parser:
         EXAMPLES,
         *MODEL,
         option("--tasks", metavar="NAME,NAME", help="tasks of lm-evaluation-harness"),
+        option("--suite", metavar="NAME", help="benchmarks next to published figures: zaya1"),
+        option(
+            "--tasks-dir",
+            metavar="DIR",
+            help="a folder with local copies of the suite's tasks; without it they are those of lm_eval, from the Hub",
+        ),
         option("--include", metavar="DIR", help="a folder with further tasks' .yaml files"),
         option(
             "--num-fewshot",
@@ -62,7 +75,12 @@ def parser() -> Parser:
         ),
         ROUTED,
         option("--batch-size", type=whole_number(1, 65_536), default=8, help="sequences computed at once; default: 8"),
-        option("--output", type=Path, metavar="FILE", help="write the results as JSON"),
+        option(
+            "--output",
+            type=Path,
+            metavar="FILE",
+            help="write the results as JSON; default for --suite: SUITE-MODEL.json",
+        ),
         option("--wandb", metavar="PROJECT", help="log the results to a new run of this W&B project"),
         imports_large_packages=True,
     )
@@ -70,25 +88,33 @@ def parser() -> Parser:
 
 def run(options: argparse.Namespace) -> None:
     """Print the results, and write and log them; raises ValueError for a user's mistake."""
-    if options.tasks is None and options.data is None:
+    if options.tasks is None and options.data is None and options.suite is None:
         raise mistake(
-            "zaya eval", problem="neither --tasks nor --data was given", fix=f"zaya eval {options.model} --data"
+            "zaya eval",
+            problem="none of --tasks, --suite and --data was given",
+            fix=f"zaya eval {options.model} --data",
         )
-    for name in ("include", "num_fewshot"):
-        if options.tasks is None and (value := getattr(options, name)) is not None:
+    for name, needed in (("include", "tasks"), ("num_fewshot", "tasks"), ("tasks_dir", "suite")):
+        if getattr(options, needed) is None and (value := getattr(options, name)) is not None:
             key = f"--{name.replace('_', '-')}"
-            raise mistake(key, value, problem="requires --tasks", fix=f"leave {key} out")
+            raise mistake(key, value, problem=f"requires --{needed}", fix=f"leave {key} out")
+    if options.suite is not None and (options.tasks is not None or options.data is not None):
+        problem = "is evaluated alone, without --tasks and --data"
+        raise mistake(
+            "--suite", options.suite, problem=problem, fix=f"zaya eval {options.model} --suite {options.suite}"
+        )
     if options.output is not None and not options.output.absolute().parent.is_dir():
         fix = "--output FILE in an existing folder"
         raise mistake("--output", options.output, problem="its folder does not exist", fix=fix)
-    if options.include is not None and not Path(options.include).is_dir():
+    for key, folder in (("--include", options.include), ("--tasks-dir", options.tasks_dir)):
+        if folder is not None and not Path(folder).is_dir():
+            raise mistake(key, folder, problem="must be a folder", allowed="a folder with tasks' .yaml files")
+    suite = None if options.suite is None else read_suite(options.suite)
+    runs_tasks = options.tasks is not None or suite is not None
+    if runs_tasks and importlib.util.find_spec("lm_eval") is None:
         raise mistake(
-            "--include", options.include, problem="must be a folder", allowed="a folder with tasks' .yaml files"
-        )
-    if options.tasks is not None and importlib.util.find_spec("lm_eval") is None:
-        raise mistake(
-            "--tasks",
-            options.tasks,
+            "--tasks" if suite is None else "--suite",
+            options.tasks or options.suite,
             problem="lm-evaluation-harness is not installed",
             allowed="--data without that package",
             fix="pip install 'zaya_plugin[eval]', or pip install lm_eval",
@@ -99,14 +125,17 @@ def run(options: argparse.Namespace) -> None:
         raise mistake("--routed-experts", options.routed_experts, problem="is of one dataset", fix=fix)
     model = find_model(options)
     prepare_torch()
-    opened = open_model(options, model, needs_tokenizer=options.tasks is not None)
+    opened = open_model(options, model, needs_tokenizer=runs_tasks)
+    if suite is not None:
+        _run_suite(options, suite, opened)
+        return
     results: dict[str, dict[str, float]] = {}
     if options.tasks is not None:
-        from zaya_plugin.inference.harness import scores
+        from zaya_plugin.inference.harness import scores, task_manager
 
-        results |= scores(
-            opened, options.tasks, options.include, options.num_fewshot, options.batch_size, options.limit
-        )
+        names = [name.strip() for name in options.tasks.split(",")]
+        manager = task_manager(options.include)
+        results |= scores(opened, manager, names, options.num_fewshot, options.batch_size, options.limit)
     for name, path in paths.items():
         from zaya_plugin.inference.perplexity import perplexity
 
@@ -120,6 +149,34 @@ def run(options: argparse.Namespace) -> None:
             raise mistake("--output", options.output, problem=f"cannot be written ({error.strerror})") from error
     if options.wandb is not None:
         _log(options.wandb, opened, record)
+
+
+def _run_suite(options: argparse.Namespace, suite: dict, opened: Opened) -> None:
+    """Run what is left of a suite; print its table, and write and log it."""
+    from zaya_plugin.inference.harness import scores, task_manager
+
+    manager = task_manager(options.tasks_dir, defaults=options.tasks_dir is None)
+    runs_code = os.environ.get(RUNS_CODE) == "1"
+
+    def score(task: str, shots: int) -> dict[str, float]:
+        return scores(opened, manager, [task], shots, options.batch_size, options.limit, runs_code)[task]
+
+    name = Path(opened.name).name
+    output = options.output or Path(f"{options.suite}-{name}.json")
+    source = {"model": opened.name, "step": opened.step, "suite": options.suite, "limit": options.limit}
+    results, left_out = run_suite(
+        suite,
+        source,
+        output,
+        lambda task: bool(manager.match_tasks([task])),
+        score,
+        lambda text: print(text, file=sys.stderr),
+    )
+    text = suite_table(suite, name, results, left_out)
+    print(text)
+    write_whole(output.with_suffix(".txt"), text + "\n")
+    if options.wandb is not None:
+        _log(options.wandb, opened, {**source, "zaya_plugin": __version__, "results": results})
 
 
 def _datasets(options: argparse.Namespace) -> dict[str, str]:

@@ -128,16 +128,25 @@ class ZayaLM(TemplateLM):
         return texts
 
 
+def task_manager(include: str | None, defaults: bool = True) -> TaskManager:
+    """Return the tasks of the folder `include`, and those of the package where `defaults`."""
+    return TaskManager(include_path=include, include_defaults=defaults)
+
+
 def scores(
-    opened: Opened, tasks: str, include: str | None, num_fewshot: int | None, batch_size: int, limit: int | None
+    opened: Opened,
+    manager: TaskManager,
+    names: list[str],
+    num_fewshot: int | None,
+    batch_size: int,
+    limit: int | None,
+    runs_code: bool = False,
 ) -> dict[str, dict[str, float]]:
-    """Return the figures of each of `tasks`: metric -> value, and <metric>_stderr where the package states it. The
-    others are options of `zaya eval`.
+    """Return the figures of each of the tasks `names`: metric -> value, and <metric>_stderr where the package states
+    it. The others are options of `zaya eval`. runs_code: whether tasks may run what the model wrote.
     """
     if not opened.stop:
         raise mistake("--tokenizer", opened.home, problem="names no end token, which tasks need")
-    manager = TaskManager(include_path=include)
-    names = [name.strip() for name in tasks.split(",")]
     if unknown := [name for name in names if not manager.match_tasks([name])]:
         raise mistake(
             "--tasks", ",".join(unknown), problem="no such task", allowed="a task of lm_eval, or of --include DIR"
@@ -150,6 +159,7 @@ def scores(
             num_fewshot=num_fewshot,
             limit=limit,
             log_samples=False,
+            confirm_run_unsafe_code=runs_code,
         )["results"]
     return {name: _figures(values) for name, values in evaluated.items()}
 

@@ -2,8 +2,8 @@
 """Sizes, parameters and floating-point operations of a ZAYA model. Plain arithmetic.
 
 ZAYA1-base has 8,840,488,784 parameters. A multiply-add counts as two operations; causal attention counts at its average
-length; the backward pass as twice the forward; recomputation is not counted, as in every MFU figure. ZAYA1-base at
-4,096 tokens: 1.505 (projections, convolutions, router, expert) + 1.074 (head) + 0.336 (attention) = 2.915 GFLOP for a
+length, that of the window where a layer has one; the backward pass as twice the forward; recomputation is not counted,
+as in every MFU figure. ZAYA1-base at 4,096 tokens: 1.505 (projections, convolutions, router, expert) + 1.074 (head) + 0.336 (attention) = 2.915 GFLOP for a
 token forward.
 """
 
@@ -27,6 +27,8 @@ class Shape:
     vocab_size: int
     conv_taps: tuple[int, int] = (2, 2)
     normalization: str = "RMSNorm"
+    sliding_window: int | None = None
+    window_attn_skip_freq: int | None = None
 
     @classmethod
     def of_arguments(cls, args) -> "Shape":
@@ -38,6 +40,21 @@ class Shape:
     def norm_vectors(self) -> int:
         """Parameters of a norm a channel, and numbers a row that it keeps for the backward pass."""
         return 2 if self.normalization == "LayerNorm" else 1
+
+    @property
+    def window_layers(self) -> int:
+        """Layers with a sliding window: all but each window_attn_skip_freq-th."""
+        if self.sliding_window is None:
+            return 0
+        return self.num_layers - (self.num_layers // self.window_attn_skip_freq if self.window_attn_skip_freq else 0)
+
+    def seen_tokens(self, seq_length: int) -> float:
+        """Return the keys that a token sees on average, summed over the layers: half of the sequence, or, with a window
+        of w previous tokens, w - w^2 / (2 seq_length).
+        """
+        window = min(self.sliding_window or seq_length, seq_length)
+        whole = self.num_layers - self.window_layers
+        return whole * seq_length / 2 + self.window_layers * (window - window**2 / (2 * seq_length))
 
     @property
     def query_channels(self) -> int:
@@ -57,7 +74,7 @@ def forward_flops_by_part(shape: Shape, seq_length: int) -> dict[str, float]:
     return {
         "projections": layers * (h * q + h * k + h * k + q * h),  # q, k, both values together, output
         "prologue": layers * (q + k) * (shape.conv_taps[0] + shape.kv_channels * shape.conv_taps[1]),
-        "attention": layers * 2 * q * (seq_length / 2),
+        "attention": 2.0 * 2 * q * shape.seen_tokens(seq_length),
         "router": layers * (h * r + 2 * r * r + r * (shape.num_experts + 1)),
         "experts": layers * 3 * h * shape.moe_ffn_hidden_size,
         "head": 2.0 * h * shape.vocab_size,

@@ -14,7 +14,14 @@ from math import ceil
 from hip_ops import saved_bytes
 from zaya_plugin.config.schema import RECOMPUTE_MODULES
 from zaya_plugin.plan.flops import Shape, count_parameters, muon_matrices
-from zaya_plugin.plan.parallelism import Batch, ParallelSizes, largest_matrices, local_parameters, owned_parameters
+from zaya_plugin.plan.parallelism import (
+    Batch,
+    ParallelSizes,
+    largest_matrices,
+    local_parameters,
+    owned_parameters,
+    reached_keys,
+)
 
 FLOAT32_BYTES = 4
 RANDOM_STATE_BYTES = 2 * 5056  # bytes that a checkpoint keeps of the random generators
@@ -80,7 +87,8 @@ def layer_tensors(
     tokens, h = tokens_of_rank(layout, batch), shape.hidden_size
     whole, q, k = tokens * tp, shape.query_channels // tp, shape.key_channels // tp
     norms, moe, core, rows = (name not in recompute for name in ("layernorm", "moe", "core_attn", "permute"))
-    gathered = core and cp > 1  # attention keeps keys and values of the whole sequence
+    gathered = core and cp > 1  # attention keeps keys and values of the whole sequence, or of its windows
+    reached = reached_keys(shape, layout, batch.seq_length)
     merge = saved_bytes.rms_norm(tokens, h, a, batch.stream_bytes, shape.norm_vectors > 1)
     heads, groups = shape.num_attention_heads // tp, shape.num_query_groups // tp
     tensors = {
@@ -89,8 +97,8 @@ def layer_tensors(
         "normed input of attention": a * h * whole * (tp > 1 or norms),
         "joined matrix of the projections": a * h * (q + 2 * k),
         **saved_bytes.cca_prologue(whole, heads, groups, shape.kv_channels, a),
-        "keys of all context-parallel ranks": a * k * whole * cp * gathered,
-        "values": a * k * whole * (cp if gathered else 1),
+        "keys of all context-parallel ranks": a * k * whole * reached * gathered,
+        "values": a * k * whole * (reached if gathered else 1),
         "context": a * q * whole,
         "logsumexp": FLOAT32_BYTES * heads * whole * core,
         # without block_attention, as on AMD; with it this is the context itself

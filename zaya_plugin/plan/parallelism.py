@@ -102,6 +102,18 @@ def _cut_parameters(shape: Shape, layout: ParallelSizes) -> int:
     return (heads // layout.pipeline + shape.vocab_size * shape.hidden_size) // layout.tensor
 
 
+def reached_keys(shape: Shape, layout: ParallelSizes, seq_length: int) -> float:
+    """Return the rows of keys that a context-parallel rank's attention has for each of its own rows, on average over the
+    layers: all ranks' rows, or, in layers with a sliding window, its own and a window before each of its chunks, where
+    these are fewer (zaya_plugin/parallel/context_exchange.py).
+    """
+    cp, share = layout.context, shape.window_layers / shape.num_layers
+    # of two zigzag ranks each chunk is the first one or behind the other chunk of its rank, but for one
+    windows = 2 if layout.zigzag and cp > 2 else 1
+    before = windows * (shape.sliding_window or seq_length) * cp / seq_length
+    return share * min(1 + before, cp) + (1 - share) * cp
+
+
 def sent_bytes(shape: Shape, layout: ParallelSizes, batch: Batch) -> dict[str, float]:
     """Return the bytes that a rank sends in one step, by purpose, without recomputation and with even routing.
 
@@ -124,6 +136,7 @@ def sent_bytes(shape: Shape, layout: ParallelSizes, batch: Batch) -> dict[str, f
     # each token's row and its expert's output, to and from all ranks of the group
     moved = (ep - 1) * tokens if layout.allgather_dispatcher else (ep - 1) / ep * tokens
     local = local_parameters(shape, layout)
+    received = reached_keys(shape, layout, batch.seq_length) - 1
     reduced = sum((n - 1) / n * local[part] for part, n in layout.reduced_over.items())
     shards, instances = sum(owned_parameters(shape, layout).values()), layout.instances
     boundaries = layout.virtual if layout.pipeline > 1 else 0
@@ -131,7 +144,7 @@ def sent_bytes(shape: Shape, layout: ParallelSizes, batch: Batch) -> dict[str, f
     # backward.
     attention, ends = 2 * both_ways * layers, 4 if layout.pipeline == 1 else 0
     return {
-        "key_values": float(both_ways * times * (cp - 1) * rows * 2 * shape.key_channels // tp * element),
+        "key_values": both_ways * times * received * rows * 2 * shape.key_channels // tp * element,
         "boundary": float(both_ways * times * (cp - 1) * chunks * channels * element),
         "dispatch": both_ways * times * 2 * moved * h * element,
         "activations": batch.micro_batches * (attention + ends) * (tp - 1) / tp * rows * h * element,

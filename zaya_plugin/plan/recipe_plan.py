@@ -55,6 +55,8 @@ def shape_of(recipe: Recipe, vocabulary: int | None = None) -> Shape:
         model.router_hidden_size,
         rows,
         normalization=model.normalization,
+        sliding_window=model.sliding_window,
+        window_attn_skip_freq=model.window_attn_skip_freq,
     )
 
 
@@ -218,8 +220,8 @@ def added_seconds(
 ) -> float:
     """Return seconds that a rank spends on recomputation in a step."""
     h, gemm, copy = shape.hidden_size, machine.gemm_tflops * 1e12, machine.copy_tb_per_s * 1e12
-    flops = forward_flops_by_part(replace(shape, num_layers=1), batch.seq_length)
-    time = {part: flops[part] / gemm / share for part, share in FORWARD_SHARE.items()}
+    flops = forward_flops_by_part(shape, batch.seq_length)
+    time = {part: flops[part] / shape.num_layers / gemm / share for part, share in FORWARD_SHARE.items()}
     norm, rows = (batch.stream_bytes + batch.dtype_bytes) * h / copy, 2 * batch.dtype_bytes * h / copy
     moe = time["experts"] + time["router"] + 2 * rows
     # A recomputed norm is not fused with the merge before it, which costs one more read of the stream in each

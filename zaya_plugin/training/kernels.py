@@ -15,6 +15,7 @@ import torch
 import hip_ops
 from hip_ops.runtime import operator
 from hip_ops.runtime.choice import Versions
+from hip_ops.runtime.model_sizes import ModelSizes, set_model_sizes
 from hip_ops.runtime.operator import OPERATORS, report
 from zaya_plugin.checkpoint.restore import gathered
 from zaya_plugin.config.schema import Recipe
@@ -30,9 +31,24 @@ Choices = dict[str, tuple[str, ...]]  # by operator: the versions that run, best
 
 def select_kernels(recipe: Recipe) -> None:
     """Select versions by cluster.kernels and cluster.kernel_overrides. HIP_OPS_KERNELS, for scripts without a recipe,
-    is not read.
+    is not read. The self-checks get the sizes of a rank's model.
     """
     hip_ops.set_kernels(recipe.cluster.kernels, recipe.cluster.kernel_overrides, group="cluster.")
+    set_model_sizes(model_sizes_of(recipe))
+
+
+def model_sizes_of(recipe: Recipe) -> ModelSizes:
+    """Return the sizes of one rank's part of the model that kernels depend on."""
+    model, parallel = recipe.model, recipe.parallel
+    tensor = parallel.tensor_model_parallel_size
+    return ModelSizes(
+        hidden_size=model.hidden_size,
+        moe_ffn_hidden_size=model.moe_ffn_hidden_size,
+        num_experts=model.num_experts // parallel.expert_model_parallel_size,
+        classes=model.num_experts + 1,
+        num_attention_heads=model.num_attention_heads // tensor,
+        num_query_groups=model.num_query_groups // tensor,
+    )
 
 
 def warm_up_kernels(recipe: Recipe) -> str:

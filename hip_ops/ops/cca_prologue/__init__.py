@@ -15,22 +15,25 @@ from torch import Tensor
 
 from hip_ops.ops.cca_prologue import reference
 from hip_ops.runtime.launch import multiprocessors, wide
+from hip_ops.runtime.model_sizes import model_sizes
 from hip_ops.runtime.operator import Operator
 
-HEADS, GROUPS, HEAD_DIM = 8, 2, 128  # ZAYA1's
+HEAD_DIM = 128  # ZAYA1's
 TRITON_HEAD_DIMS = (32, 64, 128, 256)
 
 
 def _example(backward: bool, whole: bool = False):
-    """Make inputs with ZAYA1's heads, two chunks with halos, two sequences with documents of odd lengths, and more
+    """Make inputs with the model's heads, two chunks with halos, two sequences with documents of odd lengths, and more
     tiles of 32 rows than blocks for a head, so that a block takes a second one. whole: one chunk without halos and
     without documents, as in training at 4K.
     """
 
     def make(device: torch.device) -> tuple:
-        dtype, d, heads, batch, chunks = torch.bfloat16, HEAD_DIM, HEADS + GROUPS, 2, 1 if whole else 2
+        dtype, d, batch, chunks = torch.bfloat16, HEAD_DIM, 2, 1 if whole else 2
+        groups = model_sizes().num_query_groups
+        heads = model_sizes().num_attention_heads + groups
         rows = 81 + 3 * multiprocessors(device) if whole else 67 + 2 * multiprocessors(device)
-        channels, values = heads * d, GROUPS * d
+        channels, values = heads * d, groups * d
 
         def random(*shape: int, scale: float = 1.0) -> Tensor:
             return (torch.randn(shape, device=device) * scale).to(dtype)
@@ -44,14 +47,14 @@ def _example(backward: bool, whole: bool = False):
             random(channels, scale=0.3),
             random(channels, d, 2, scale=(2 * d) ** -0.5),
             random(channels, scale=0.3),
-            torch.tensor([0.7, 1.4], device=device, dtype=dtype),
+            torch.linspace(0.7, 1.4, groups, device=device).to(dtype),
             torch.cat((angles.cos(), angles.sin()), dim=-1),
             *(
                 (None,) * 3
                 if whole
                 else (random(chunks, 2, batch, channels), random(chunks, batch, values // 2), starts)
             ),
-            GROUPS,
+            groups,
             values // 2,
         )
         if not backward:

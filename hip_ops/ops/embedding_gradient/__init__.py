@@ -9,15 +9,18 @@ import torch
 from torch import Tensor
 
 from hip_ops.ops.embedding_gradient import reference
+from hip_ops.runtime.model_sizes import model_sizes
 from hip_ops.runtime.operator import Operator
 
 
-def _example(device: torch.device, width: int = 1100) -> tuple:
+def _example(device: torch.device, width: int | None = 1100) -> tuple:
     """Make ids in random order that occur once, several times, and more often than the rows of one program; 512 as in
     training a multiple of 16, for which Triton compiles another kernel.
 
-    width: of the rows; 1100 numbers of bf16 do not end at multiples of 16 bytes, 2048, as in training, do.
+    width: of the rows; 1100 numbers of bf16 do not end at multiples of 16 bytes; None: the
+    model's hidden size, whose rows do.
     """
+    width = width or model_sizes().hidden_size
     ids = torch.cat((torch.randint(50, (310,)), torch.full((200,), 7), torch.tensor([0, 49]))).to(device)
     return (
         torch.randn(50, width, device=device),
@@ -34,7 +37,7 @@ _add_rows = Operator(
         rows   [n, h]  bf16|fp32
     """,
     mutates=("total",),
-    example=(_example, functools.partial(_example, width=2048)),
+    example=(_example, functools.partial(_example, width=None)),
     tolerance=1e-5,
     fits={
         "hip": lambda total, *_: total.dtype == torch.float32 and total.stride(1) == 1,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hip_ops.ops.expert_permutation import reference
 from hip_ops.runtime.launch import rows_for_a_second
+from hip_ops.runtime.model_sizes import model_sizes
 from hip_ops.runtime.operator import Operator
 
 MAX_EXPERTS = 256  # of the kernels
@@ -37,20 +38,25 @@ class ExpertOrder(NamedTuple):
 
 
 def _example_ids(device: torch.device, tokens: int) -> Tensor:
-    """Make ids of ZAYA1's 16 experts and the skip class; one expert is far more frequent than the others and one never
-    occurs.
+    """Make ids of the model's experts and the skip class; one expert is far more frequent than the others and, of six or
+    more, one never occurs.
     """
-    ids = torch.randint(0, 24, (tokens,), device=device)
-    return torch.where(ids > 16, 3, torch.where(ids == 5, 4, ids))
+    experts = _experts()
+    ids = torch.randint(0, experts + 8, (tokens,), device=device)
+    return torch.where(ids > experts, min(3, experts - 1), torch.where(ids == 5, 4, ids))
+
+
+def _experts() -> int:
+    return min(model_sizes().num_experts, MAX_EXPERTS)
 
 
 def _example_rows(device: torch.device, many: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return rows, token_of_row, row_of_token and probs of ZAYA1's hidden size and dtypes, which run the kernels of
-    its training (Triton compiles another one where their number is no multiple of 16); or `many` narrow rows, so that
+    """Return rows, token_of_row, row_of_token and probs of the model's hidden size and ZAYA1's dtypes, which run the
+    kernels of its training (Triton compiles another one where their number is no multiple of 16); or `many` narrow rows, so that
     a wave takes a second one.
     """
-    tokens, hidden = (rows_for_a_second(device), 64) if many else (144, 2048)
-    token_of_row, row_of_token, _, _ = reference.sort_by_expert(_example_ids(device, tokens), 16)
+    tokens, hidden = (rows_for_a_second(device), 64) if many else (144, model_sizes().hidden_size)
+    token_of_row, row_of_token, _, _ = reference.sort_by_expert(_example_ids(device, tokens), _experts())
     rows, probs = torch.randn(tokens, hidden, device=device).bfloat16(), torch.rand(tokens, device=device)
     return rows, token_of_row, row_of_token, probs
 
@@ -69,7 +75,7 @@ _sort = Operator(
     rule=lambda values: (
         (f"num_experts is {values['num_experts']}", "at least 1") if values["num_experts"] < 1 else None
     ),
-    example=lambda device: (_example_ids(device, 4080), 16),  # 16 tiles, the last one partly filled
+    example=lambda device: (_example_ids(device, 4080), _experts()),  # 16 tiles, the last one partly filled
     fits={"hip": _few_experts, "triton": _few_experts},
 )
 _gather = Operator(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hip_ops.ops.grouped_product import aiter, grouped_mm, reference
 from hip_ops.runtime import aiter as runtime_aiter
+from hip_ops.runtime.model_sizes import model_sizes
 from hip_ops.runtime.operator import Operator
 from hip_ops.runtime.quack_tiles import available
 from hip_ops.runtime.self_check import worst
@@ -49,10 +50,11 @@ def _aligned(*tensors: Tensor) -> bool:
 
 
 def _offsets(device: torch.device, factor: int = 1) -> Tensor:
-    """Make offsets of ZAYA1's 16 experts: one without rows, one with a few, one with more than a tile; padding rows
-    after them. factor: of all numbers of rows.
+    """Make offsets of the model's experts: of five or more one has no rows, one a few, one more than a tile; padding
+    rows after them. factor: of all numbers of rows.
     """
-    ends = [0, 3, 3, 150, *range(152, 174, 2), 285]
+    experts = model_sizes().num_experts
+    ends = [0, 3, 3, 150, *(150 + 24 * i // (experts - 4) for i in range(1, experts - 4)), 285][-experts:]
     return torch.tensor([factor * end for end in ends], dtype=torch.int32).to(device)
 
 
@@ -84,8 +86,9 @@ def _rows_example(transposed: bool, k: int = 320, of_training: bool = False):
 
     def make(device: torch.device) -> tuple:
         large = of_training and _on_amd()
-        n, factor = (1472, 29) if large else (144, 1)
-        matrices = _operand(device, 16, n, k).mT if transposed else _operand(device, 16, k, n)
+        experts = model_sizes().num_experts
+        n, factor = (1472, max(1, round(33.2 - 0.263 * experts))) if large else (144, 1)
+        matrices = _operand(device, experts, n, k).mT if transposed else _operand(device, experts, k, n)
         matrices = _in_a_buffer(matrices) if large else matrices
         return _operand(device, 304 * factor, k), matrices, _offsets(device, factor)
 
@@ -97,8 +100,9 @@ def _outer_example(dtype: torch.dtype, accumulate: bool, of_training: bool = Fal
 
     def make(device: torch.device) -> tuple:
         large = of_training and _on_amd()
-        m, n = (576, 448) if large else (144, 272)
-        a, b, shape = _operand(device, 304, m), _operand(device, 304, n), (16, m, n)
+        experts = model_sizes().num_experts
+        m, n = (128 * -(-80 // experts) - 64, 448) if large else (144, 272)
+        a, b, shape = _operand(device, 304, m), _operand(device, 304, n), (experts, m, n)
         out = torch.randn(shape, device=device) if accumulate else torch.full(shape, torch.nan, device=device)
         return _in_a_buffer(out) if large else out.to(dtype), a, b, _offsets(device), accumulate
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from hip_ops.ops.rms_norm import reference
 from hip_ops.runtime.compiled import formula
 from hip_ops.runtime.launch import multiprocessors
+from hip_ops.runtime.model_sizes import model_sizes
 from hip_ops.runtime.operator import Operator
 
 rms_norm = formula(reference.rms_norm)
@@ -54,20 +55,21 @@ def _rule(values: dict) -> tuple[str, str] | None:
 
 
 # A Triton program keeps a row in its registers.
-FITS = {"triton": lambda rows, *_: rows.shape[-1] <= 32768}
+MAX_TRITON_COLUMNS = 32768
+FITS = {"triton": lambda rows, *_: rows.shape[-1] <= MAX_TRITON_COLUMNS}
 
 
 def _example(
     backward: bool, scaled: bool, centered: bool = False, last: bool = False, stream: torch.dtype = torch.float32
 ) -> Callable[[torch.device], tuple]:
-    """Make inputs of ZAYA1's hidden size and dtypes, which run the kernels of its training: an fp32 stream, and more
+    """Make inputs of the model's hidden size and ZAYA1's dtypes, which run the kernels of its training: an fp32 stream, and more
     rows than blocks, of which there are at most eight a multiprocessor (rms_norm.h). As in training the rows are a
     multiple of 16, for which Triton compiles another kernel. centered: of LayerNorm. last: new_residual has no
     gradient, as in a model's last norm. stream: dtype of residual.
     """
 
     def make(device: torch.device) -> tuple:
-        hidden = 2048
+        hidden = min(model_sizes().hidden_size, MAX_TRITON_COLUMNS)
         shape = (2, 8 * (multiprocessors(device) // 2 + 1), hidden)
         output = torch.randn(shape, device=device).bfloat16()
         residual = torch.randn(shape, device=device).to(stream)

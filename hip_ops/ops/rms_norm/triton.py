@@ -157,7 +157,7 @@ def rms_norm_backward_kernel(
         tl.store(out + (SUMS - 1) * hidden, tl.sum(sum_b, axis=0), mask=within)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("programs",))
 def rms_norm_sum_kernel(
     partial, output_bias, output_scale, residual_bias, residual_scale, d_output_bias, d_output_scale, d_residual_bias,
     d_residual_scale, d_weight, d_bias, programs, hidden, SCALED: tl.constexpr, CENTERED: tl.constexpr,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hip_ops.ops.router_mlp import reference
+from hip_ops.runtime.model_sizes import model_sizes
 from hip_ops.runtime.operator import Operator
 from hip_ops.runtime.self_check import TOLERANCES, worst
 from hip_ops.saved_bytes import router_columns
@@ -74,11 +75,11 @@ class RouterGradients(NamedTuple):
 
 
 def _example(device: torch.device, first: bool = False, replay: bool = True) -> tuple:
-    """Make inputs of ZAYA1's width and classes in bf16, with a partly filled last tile; as in training a multiple of
+    """Make inputs of ZAYA1's width and the model's classes in bf16, with a partly filled last tile; as in training a multiple of
     16 rows, for which Triton compiles another kernel. first: of the model's first layer, without a previous state.
     replay: some tokens have a given class.
     """
-    rows, r, c = 144, 256, 17
+    rows, r, c = 144, 256, min(model_sizes().classes, MAX_CLASSES)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=device)
@@ -87,7 +88,7 @@ def _example(device: torch.device, first: bool = False, replay: bool = True) -> 
     w1, w2, w_out = random(r, r) / 16, random(r, r) / 16, random(c, r) / 2
     before = (None, None) if first else (previous.bfloat16(), gamma.bfloat16())
     tensors = (b_down, 1 + random(r) / 4, w1, random(r) / 4, w2, random(r) / 4, w_out)
-    forced = torch.where(torch.arange(rows, device=device) % 5 == 0, 3, -1)
+    forced = torch.where(torch.arange(rows, device=device) % 5 == 0, min(3, c - 1), -1)
     parameters = (tensor.bfloat16() for tensor in tensors)
     return projected.bfloat16(), *before, *parameters, random(c) / 16, forced if replay else None, 1e-5, c - 1
 

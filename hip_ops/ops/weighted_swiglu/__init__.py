@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hip_ops.ops.weighted_swiglu import reference
 from hip_ops.runtime.launch import rows_for_a_second
+from hip_ops.runtime.model_sizes import model_sizes
 from hip_ops.runtime.operator import Operator
 
 TAKES = """
@@ -29,12 +30,13 @@ def _two_halves(values: dict) -> tuple[str, str] | None:
 
 
 def _example(device: torch.device) -> tuple:
-    """Make inputs of ZAYA1's width, dtypes and number of experts, which run the kernels of its training (Triton
+    """Make inputs of the model's width and number of experts and ZAYA1's dtypes, which run the kernels of its training (Triton
     compiles others where rows or experts are no multiple of 16); the last rows are padding rows.
     """
-    rows, width = 48, 2048
+    rows, width, experts = 48, model_sizes().moe_ffn_hidden_size, model_sizes().num_experts
     gate_up = (3 * torch.randn(rows, 2 * width, device=device)).bfloat16()
-    return gate_up, torch.rand(rows, device=device), torch.tensor([9, *[17] * 14, 33], dtype=torch.int32).to(device)
+    offsets = torch.tensor([9, *[17] * (experts - 2), 33][-experts:], dtype=torch.int32)
+    return gate_up, torch.rand(rows, device=device), offsets.to(device)
 
 
 def _example_of_many_rows(device: torch.device) -> tuple:
