@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Low-rank adapters beside peft's on transformers' ZAYA: logits, gradients, files; runs of a small twin."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.checkpoint.convert.published import TINY, publish
+from tests.checkpoint.convert.test_fine_tuning import bins, published, transformers_loss, twin  # noqa: F401
+from tests.running import train, zaya
+from zaya_plugin.checkpoint.convert import exporting
+from zaya_plugin.checkpoint.convert.adapters import Lora
+from zaya_plugin.checkpoint.convert.built_model import load_adapter, save_hf, zaya_from_hf
+from zaya_plugin.checkpoint.convert.importing import open_source
+from zaya_plugin.checkpoint.convert.peft_folder import config_of, export_adapter, peft_tensors, read_adapter
+from zaya_plugin.checkpoint.reading import folder_of
+
+LORA = Lora(lora_rank=4, lora_alpha=6.0, lora_targets=["attention", "experts", "router"])
+IDS = torch.arange(48).view(2, 24) * 7 % 64
+
+
+def smaller(found):
+    """Weights of a size with which no softmax is saturated."""
+    for tensor in found.values():
+        if tensor.ndim > 1:
+            tensor.mul_(0.3)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return publish(tmp_path_factory.mktemp("base") / "model", change=smaller)
+
+
+def adapted(base, lora=LORA, **options):
+    """This package's model in fp32 with adapters whose B is not zero."""
+    model = zaya_from_hf(base, use_cpu_initialization=True, **vars(lora), **options).train()
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if ".adapters." in name:
+            parameter.data.normal_(std=0.2, generator=generator)
+    return model
+
+
+def logits(model):
+    return model(IDS, torch.arange(IDS.shape[1]).expand(2, -1), None)
+
+
+def write(model, lora, folder, base):
+    """An adapter's folder from the parameters of a model."""
+    parameters, described = dict(model.named_parameters()), open_source(base).model
+    folder.mkdir()
+    found = {t.name: t.to_peft(parameters[t.ours].detach()).contiguous() for t in peft_tensors(lora, described)}
+    save_file(found, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(config_of(lora, described, str(base))))
+    return folder
+
+
+def in_peft(folder, trainable=False):
+    """The adapter as peft loads it on transformers' model."""
+    from peft import PeftConfig, PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = PeftConfig.from_pretrained(folder).base_model_name_or_path
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, experts_implementation="eager")
+    return PeftModel.from_pretrained(model, folder, is_trainable=trainable)
+
+
+@pytest.mark.parametrize("targets", [LORA.lora_targets, ["experts"], ["attention"]])
+def test_logits_and_gradients_are_those_of_peft(tmp_path, base, targets):
+    lora = replace(LORA, lora_targets=targets)
+    model = adapted(base, lora)
+    theirs = in_peft(write(model, lora, tmp_path / "adapter", base), trainable=True)
+    ours, other = logits(model), theirs(IDS, use_cache=False).logits
+    assert (ours - logits(zaya_from_hf(base, use_cpu_initialization=True))).norm() > 0.003 * ours.norm()
+    assert (ours - other).norm() < 2e-6 * other.norm()
+    weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(6))
+    for result in (ours, other):
+        (result * weights).sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    loaded = {name.replace(".default", "").replace(".modules_to_save", ""): p for name, p in theirs.named_parameters()}
+    compared = list(peft_tensors(lora, open_source(base).model))
+    assert {t.ours for t in compared} == gradients.keys() and len(compared) == len(gradients)
+    for tensor in compared:
+        expected = loaded[tensor.name].grad
+        error = (tensor.to_peft(gradients[tensor.ours]) - expected).norm()
+        assert error < 2e-5 * expected.norm() + 1e-7, tensor.name
+    assert all(p.grad is None for name, p in model.named_parameters() if name not in gradients)
+
+
+def test_an_adapter_of_peft_comes_back_and_others_are_refused(tmp_path, base):
+    model = adapted(base)
+    folder = write(model, LORA, tmp_path / "adapter", base)
+    again = zaya_from_hf(base, use_cpu_initialization=True, **vars(LORA))
+    load_adapter(again, folder)
+    assert all(torch.equal(p, dict(again.named_parameters())[name]) for name, p in model.named_parameters())
+
+    def refused(text, lora=LORA, config=(), change=lambda found: None):
+        other = tmp_path / f"other{len(list(tmp_path.iterdir()))}"
+        other.mkdir()
+        values = json.loads((folder / "adapter_config.json").read_text()) | dict(config)
+        (other / "adapter_config.json").write_text(json.dumps(values))
+        found = load_file(folder / "adapter_model.safetensors")
+        change(found)
+        save_file(found, other / "adapter_model.safetensors")
+        if text is None:
+            return read_adapter(other, lora, open_source(base).model)
+        with pytest.raises(ValueError, match=text):
+            read_adapter(other, lora, open_source(base).model)
+
+    first = "base_model.model.model.layers.1.self_attn.o_proj.lora_A.weight"
+    refused("Fix: optim.lora.rank=4", replace(LORA, lora_rank=8))
+    refused("optim.lora.alpha=8.0: .* has 6.0", replace(LORA, lora_alpha=8.0))
+    refused("use_dora=True computes something else", config={"use_dora": True})
+    refused("holds base_model.*lora_A.weight, which no", replace(LORA, lora_targets=["experts"]))
+    refused("lacks .*lora_B", change=lambda found: found.pop(first.replace("lora_A", "lora_B")))
+    refused("has the shape", change=lambda found: found.update({first: torch.zeros(4, 8)}))
+    without = [first, first.replace("lora_A", "lora_B")]
+    assert len(refused(None, change=lambda found: [found.pop(name) for name in without])) == len(load_file(
+        folder / "adapter_model.safetensors"
+    )) - 2  # fmt: skip
+
+
+def test_frozen_products_have_no_weight_gradient(base):
+    """Operations of forward and backward: those of all weights, less one product a matrix, and 3 of each adapter's."""
+    tokens, model = IDS.numel(), open_source(base).model
+
+    def operations(built):
+        with FlopCounterMode(display=False) as counted:
+            logits(built).sum().backward()
+        return counted.get_total_flops()
+
+    lora = replace(LORA, lora_targets=["attention", "experts"])
+    trained = zaya_from_hf(base, use_cpu_initialization=True).train()
+    frozen = sum(p.numel() for n, p in trained.named_parameters() if n.endswith("weight") and p.dim() == 2)
+    frozen -= sum(p.numel() for n, p in trained.named_parameters() if ".experts." in n)
+    added = sum(p.numel() for n, p in adapted(base, lora).named_parameters() if "attention.adapters" in n)
+    # the experts' products are counted by their calls, whose rows depend on the routing
+    experts = replace(lora, lora_targets=["experts"])
+    saved = operations(trained) - operations(adapted(base, replace(lora, lora_targets=["attention"])))
+    assert saved > 2 * tokens * (frozen - 3 * added) - 1 and model.num_layers == 2
+    assert operations(adapted(base, experts)) < operations(trained)
+
+
+@pytest.mark.parametrize("layout", ["native", "legacy"])
+def test_a_merged_model_has_the_logits_of_the_adapter(tmp_path, base, layout):
+    lora = replace(LORA, lora_balancing=True)
+    model = adapted(base, lora)
+    with torch.no_grad():
+        expected = logits(model)
+        save_hf(model, tmp_path / "merged", layout=layout)
+        merged = zaya_from_hf(tmp_path / "merged", use_cpu_initialization=True)
+        assert (logits(merged) - expected).norm() < 2e-6 * expected.norm()
+
+
+def test_twin_trains_resumes_and_is_exported(tmp_path, published, bins):  # noqa: F811
+    """experiment=finetune_lora on two expert-parallel ranks."""
+    words = [*twin("finetune_lora", published), "stage.train_iters=6", "optim.lora.rank=8", "checkpoint.save_interval=3"]
+    words += ["optim.lr_warmup_iters=1", "optim.lr=2e-2"]
+    parallel = ["nproc=2", "parallel.expert_model_parallel_size=2"]
+    run = train(tmp_path / "run", bins, *parallel, recipe=words)
+    steps = run.steps()
+    assert steps[1]["loss"] == pytest.approx(transformers_loss(published, [*words, f"data.path={bins}"]), rel=1e-5)
+    assert steps[6]["loss"] < 0.9 * steps[1]["loss"]
+    print([steps[n]["loss"] for n in steps])
+    folder = folder_of(tmp_path / "run")
+    size = sum(path.stat().st_size for path in folder.glob("*.distcp"))
+    trained = exporting.open_checkpoint(folder)
+    adapters = sum(torch.Size(values.shape).numel() for values in trained.adapter.values())
+    assert 3 * 4 * adapters < size < 3 * 4 * adapters + 500_000, (size, adapters)
