@@ -53,7 +53,7 @@ def groups() -> dict[str, type]:
 
 def known(path: str) -> bool:
     """Return whether `path` is a key or a group of the recipe."""
-    return path in schema() or path in groups()
+    return path in schema() or any(key.startswith(f"{path}.") for key in schema())
 
 
 def allowed(field: Field) -> str:

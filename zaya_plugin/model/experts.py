@@ -239,7 +239,7 @@ def expert_sharded_state_dict(experts: MegatronModule, prefix: str, sharded_offs
             sharded[f"{prefix}{name}.weight{local}"] = tensors[key]
     if getattr(experts, "adapters", None) is not None:
         sharded |= make_sharded_tensors_for_checkpoint(
-            state := experts.adapters.state_dict(),
+            state := experts.adapters.state_dict(keep_vars=True),
             f"{prefix}adapters.",
             dict.fromkeys(state, 0),  # expert-parallel ranks hold consecutive experts
             sharded_offsets,

@@ -115,7 +115,7 @@ def test_an_adapter_of_peft_comes_back_and_others_are_refused(tmp_path, base):
     refused("Fix: optim.lora.rank=4", replace(LORA, lora_rank=8))
     refused("optim.lora.alpha=8.0: .* has 6.0", replace(LORA, lora_alpha=8.0))
     refused("use_dora=True computes something else", config={"use_dora": True})
-    refused("holds base_model.*lora_A.weight, which no", replace(LORA, lora_targets=["experts"]))
+    refused("holds base_model.*down_proj.bias, which no", replace(LORA, lora_targets=["experts"]))
     refused("lacks .*lora_B", change=lambda found: found.pop(first.replace("lora_A", "lora_B")))
     refused("has the shape", change=lambda found: found.update({first: torch.zeros(4, 8)}))
     without = [first, first.replace("lora_A", "lora_B")]
