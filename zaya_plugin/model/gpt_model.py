@@ -75,7 +75,7 @@ class ZayaGPTModel(GPTModel):
         decoder_input, angles, *others = super()._preprocess(
             input_ids, position_ids, decoder_input, *positional, packed_seq_params=packed_seq_params, **named
         )
-        if self.config.lora_rank is not None and torch.is_grad_enabled() and not decoder_input.requires_grad:
+        if self.config.lora_rank is not None and self.pre_process and torch.is_grad_enabled():
             # The embedding is frozen. Recomputed parts give no gradients to parameters unless an input requires one.
             decoder_input = decoder_input.detach().requires_grad_()
         if isinstance(packed_seq_params, PackedDocuments) and packed_seq_params.reset_positions:
