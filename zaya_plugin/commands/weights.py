@@ -201,8 +201,11 @@ def _export_adapter(trained, options: argparse.Namespace, tokenizer: Path | None
 
     given = {"--layout": options.layout == "legacy", "--vocab-size": options.vocab_size, "--verify": options.verify}
     if unfit := next((name for name, value in given.items() if value), None):
-        problem = "is for a whole model, and --adapter writes an adapter of transformers' native layout"
-        raise mistake(unfit, problem=problem, fix=f"leave out {unfit} or --adapter")
+        raise mistake(
+            unfit,
+            problem="is for a whole model, and --adapter writes an adapter of transformers' native layout",
+            fix=f"leave out {unfit} or --adapter",
+        )
     count = export_adapter(trained, options.output, options.dtype, tokenizer, options.base)
     print(f"{options.output}: {count} tensors of an adapter for peft")
     return 0

@@ -1229,11 +1229,7 @@ def with_values(target: Any, values: Mapping[str, Any]) -> Any:
 ZayaOptions: Any = make_dataclass(
     "ZayaOptions",
     [
-        (
-            megatron_argument(f),
-            f.type,
-            field(default=f.default, default_factory=f.default_factory, metadata=f.metadata),
-        )
+        (megatron_argument(f), f.type, field(default=f.default, default_factory=f.default_factory, metadata=f.metadata))
         for _, f in leaves()
         if f.metadata["adds"] == "model"
     ],

@@ -18,7 +18,7 @@ from megatron.training import get_args, get_tokenizer
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from zaya_plugin.checkpoint import on_disk, restore
-from zaya_plugin.checkpoint.convert.adapters import base_record, check_base
+from zaya_plugin.checkpoint.convert.adapters import check_base, fingerprint
 from zaya_plugin.checkpoint.convert.built_model import load_adapter, load_hf
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.importing import open_source
@@ -113,7 +113,7 @@ class Handover:
         """
         args, name, adapter = get_args(), self.recipe.handover.from_hf, self.recipe.handover.adapter
         base = load_hf(model, name)
-        args.zaya["base"] = restore.on_rank_0(lambda: base_record(name, base))
+        args.zaya["base"] = restore.on_rank_0(lambda: {"source": name, "fingerprint": fingerprint(base)})
         loaded = 0, 0
         if not self.begins:
             loaded = load_checkpoint(model, optimizer, *positional, **named)

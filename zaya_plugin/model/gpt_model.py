@@ -94,7 +94,9 @@ class ZayaGPTModel(GPTModel):
     def load_state_dict(self, state_dict: dict, strict: bool = True, **named):
         """As torch's; with adapters, frozen weights may be missing."""
         if self.config.lora_rank is not None:
-            state_dict = {name: value for name, value in self.state_dict().items() if name not in state_dict} | state_dict
+            state_dict = {
+                name: value for name, value in self.state_dict().items() if name not in state_dict
+            } | state_dict
         return super().load_state_dict(state_dict, strict, **named)
 
     def promised_gradient(self, loss_mask: Tensor | None) -> Tensor | None:

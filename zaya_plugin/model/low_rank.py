@@ -48,9 +48,8 @@ class LowRank(nn.Module):
 
 def adapters(config: ZayaConfig, target: str, sizes: dict[str, tuple[int, int]], experts: range | None = None):
     """Return the adapters of the matrices of `target` by name, sizes: (out, in); None if it is no target."""
-    if config.lora_rank is None or target not in config.lora_targets:
-        return None
-    return nn.ModuleDict({name: LowRank(config, *size, experts) for name, size in sizes.items()})
+    is_target = config.lora_rank is not None and target in config.lora_targets
+    return nn.ModuleDict({n: LowRank(config, *size, experts) for n, size in sizes.items()}) if is_target else None
 
 
 def scaling(config: ZayaConfig) -> float:

@@ -15,7 +15,7 @@ from math import ceil, sqrt
 from zaya_plugin.config.schema import MachineConfig, Recipe
 from zaya_plugin.plan.flops import Shape, training_flops
 from zaya_plugin.plan.memory import FLOAT32_BYTES, Optimizer, optimizer_bytes, padded_parameters
-from zaya_plugin.plan.parallelism import ParallelSizes, local_parameters
+from zaya_plugin.plan.parallelism import ParallelSizes, trained_parameters
 from zaya_plugin.plan.recipe_plan import layout_of, optimizer_of, shape_of
 
 ASYNC_COST_SECONDS = (
@@ -66,11 +66,13 @@ def rank_bytes(shape: Shape, layout: ParallelSizes, optimizer: Optimizer) -> flo
     """Return the bytes that the fullest rank saves. Shards hold whole matrices, so the fullest has more than the mean
     by the padding of its buffers (docs/optimizer.md has the shards of ZAYA1-base).
     """
-    local, padded = local_parameters(shape, layout), padded_parameters(shape, layout, optimizer.muon)
+    local, padded = trained_parameters(shape, layout), padded_parameters(shape, layout, optimizer.muon)
     experts = local["experts"] / layout.expert_shards
-    experts *= FLOAT32_BYTES + (optimizer.momentum_bytes if optimizer.muon else 2 * FLOAT32_BYTES)
+    experts *= FLOAT32_BYTES + (
+        optimizer.momentum_bytes if optimizer.muon and shape.lora_rank is None else 2 * FLOAT32_BYTES
+    )
     rest = optimizer_bytes(shape, layout, optimizer, MODEL_WEIGHT_BYTES) - experts
-    return experts * padded["experts"] / local["experts"] + rest * padded["rest"] / local["rest"]
+    return experts * padded["experts"] / (local["experts"] or 1) + rest * padded["rest"] / (local["rest"] or 1)
 
 
 def checkpoint_plan(

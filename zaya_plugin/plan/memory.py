@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from hip_ops import saved_bytes
 from zaya_plugin.plan.flops import Shape, count_parameters, muon_matrices
-from zaya_plugin.plan.parallelism import GRADIENT_BYTES, Batch, ParallelSizes, local_parameters
+from zaya_plugin.plan.parallelism import GRADIENT_BYTES, Batch, ParallelSizes, local_parameters, trained_parameters
 
 FLOAT32_BYTES = 4
 RANDOM_STATE_BYTES = 2 * 5056  # bytes that a checkpoint keeps of the random generators
@@ -92,6 +92,8 @@ def layer_tensors(
         "normed input of the experts": a * h * tokens * norms,
         "router state": a * shape.router_hidden_size * tokens,
         "output of the experts": merge["output"],
+        "adapters": a * (shape.lora_rank or 0) * tokens * (5 * ("attention" in shape.lora_targets)),
+        "adapters of the experts": a * (shape.lora_rank or 0) * tokens * (2 * ("experts" in shape.lora_targets) * moe),
         "random generators": (2 - core - moe) * RANDOM_STATE_BYTES,
     }
     if moe:
@@ -138,9 +140,13 @@ def ends_bytes(shape: Shape, layout: ParallelSizes, batch: Batch, first: bool = 
 
 def optimizer_bytes(shape: Shape, layout: ParallelSizes, optimizer: Optimizer, dtype_bytes: int) -> float:
     """Return bytes of the fp32 weights of a bf16 model and of the moments, on a rank of the first stage."""
-    local = local_parameters(shape, layout)
+    local = trained_parameters(shape, layout)
     owned = {"experts": local["experts"] / layout.expert_shards, "rest": local["rest"] / layout.shards}
-    adamw = sum(owned.values()) if not optimizer.muon else adamw_elements(shape, layout) / layout.shards
+    adamw = (
+        sum(owned.values())
+        if not optimizer.muon or shape.lora_rank is not None
+        else adamw_elements(shape, layout) / layout.shards
+    )
     muon = sum(owned.values()) - adamw
     master = FLOAT32_BYTES if dtype_bytes < FLOAT32_BYTES else 0
     return muon * (master + optimizer.momentum_bytes) + adamw * (master + 2 * FLOAT32_BYTES)
@@ -160,10 +166,10 @@ def padded_parameters(shape: Shape, layout: ParallelSizes, muon: bool = True) ->
     """Return elements of the gradient buffers of a rank, "experts" and "rest". Every shard holds whole matrices
     (zaya_plugin.optim.sharding.placement).
     """
-    local = local_parameters(shape, layout)
+    local = trained_parameters(shape, layout)
     largest = (
-        2 * shape.moe_ffn_hidden_size * shape.hidden_size,
-        shape.query_channels // layout.tensor * shape.hidden_size if muon else 1,
+        2 * shape.moe_ffn_hidden_size * shape.hidden_size if shape.lora_rank is None else 1,
+        shape.query_channels // layout.tensor * shape.hidden_size if muon and shape.lora_rank is None else 1,
     )
     counts = {}
     for (name, elements), ranks, matrix in zip(
@@ -218,7 +224,8 @@ def _stage(
     last: bool,
 ) -> MemoryPlan:
     a, h = batch.dtype_bytes, shape.hidden_size
-    parameters = sum(local_parameters(shape, layout).values())
+    parameters, trained = (sum(of(shape, layout).values()) for of in (local_parameters, trained_parameters))
+    parameters += trained * (shape.lora_rank is not None)
     layers = shape.num_layers // layout.pipeline
     recompute = replace(recompute, full_layers=min(recompute.full_layers, layers))
     flights = in_flight(layout, batch.micro_batches) if first else 1.0
@@ -240,9 +247,9 @@ def _stage(
     return MemoryPlan(
         {
             "weights": float(a * parameters),
-            "gradients (fp32)": float(GRADIENT_BYTES * parameters),
+            "gradients (fp32)": float(GRADIENT_BYTES * trained),
             "padding of their buffers": (a + GRADIENT_BYTES)
-            * (sum(padded_parameters(shape, layout, optimizer.muon).values()) - parameters),
+            * (sum(padded_parameters(shape, layout, optimizer.muon).values()) - trained),
             "optimizer": optimizer_bytes(shape, layout, optimizer, a),
             "activations of the layers": kept,
             "embedding, final norm and head": ends,
@@ -255,7 +262,7 @@ def _stage(
 def _optimizer_work(shape: Shape, layout: ParallelSizes, optimizer: Optimizer) -> float:
     """Return bytes of Muon's working memory: for a round of matrices, in 16 bits, Newton-Schulz's input and output, its
     iterate before and after a step, and square products of twice that size together."""
-    if not optimizer.muon:
+    if not optimizer.muon or shape.lora_rank is not None:
         return 0.0
     owned = local_parameters(shape, layout)["experts"] / layout.expert_shards
     return 6 * 2 * min(owned, MUON_ROUND_ELEMENTS)

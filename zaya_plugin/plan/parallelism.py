@@ -8,7 +8,7 @@ zaya_plugin.plan.memory. docs/verification.md compares these figures with measur
 
 from dataclasses import dataclass
 
-from zaya_plugin.plan.flops import Shape, count_parameters
+from zaya_plugin.plan.flops import Shape, adapter_parameters, count_parameters
 
 GRADIENT_BYTES = 4  # gradients are accumulated and reduced in fp32
 
@@ -82,6 +82,14 @@ def local_parameters(shape: Shape, layout: ParallelSizes) -> dict[str, int]:
     if stage == 1:
         rest += shape.norm_vectors * shape.hidden_size  # the final norm is on the last stage
     return {"experts": parts["experts"] // (stage * layout.expert), "rest": rest}
+
+
+def trained_parameters(shape: Shape, layout: ParallelSizes) -> dict[str, int]:
+    """Return parameters with gradients on that rank: all, or with adapters those alone, as in `local_parameters`."""
+    if shape.lora_rank is None:
+        return local_parameters(shape, layout)
+    counts = {target: count // layout.pipeline for target, count in adapter_parameters(shape).items()}
+    return {"experts": counts["experts"] // layout.expert, "rest": counts["attention"] + counts["router"]}
 
 
 def _heads(shape: Shape) -> int:

@@ -199,6 +199,10 @@ def obstacle(source: Source, recipe: Recipe) -> str | None:
     fix = "measure one (zaya bench step), and give its step.json: zaya plan run --from step.json"
     if recipe.cluster.device == "cpu":
         return "no rates of a CPU are known: choose the cluster recipe of a device, such as cluster=h200_8"
+    if recipe.optim.lora.rank is not None:
+        return message(
+            "optim.lora.rank", recipe.optim.lora.rank, problem="no step with adapters was measured", allowed="null"
+        )
     if source.gemm is None and processor_of(name) is None:
         return f"machine.name={name or 'null'} is not a device with known rates: {fix}"
     if stages > 1:

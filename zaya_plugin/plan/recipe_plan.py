@@ -44,6 +44,8 @@ def shape_of(recipe: Recipe, vocabulary: int | None = None) -> Shape:
         model.router_hidden_size,
         rows,
         normalization=model.normalization,
+        lora_rank=recipe.optim.lora.rank,
+        lora_targets=tuple(recipe.optim.lora.targets),
     )
 
 

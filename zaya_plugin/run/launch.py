@@ -104,9 +104,12 @@ def launch(
     if recipe.handover.from_run is not None:
         places.require_answer(recipe.handover.from_run, "handover.from_run")
     if is_training and recipe.optim.lora.rank is not None and recipe.handover.from_hf is None:
-        problem = "checkpoints of adapters hold no other weights, so those have to be published ones"
-        allowed = "a folder, or a name on the Hub such as Zyphra/ZAYA1-base"
-        raise mistake("handover.from_hf", None, problem=problem, allowed=allowed)
+        raise mistake(
+            "handover.from_hf",
+            None,
+            problem="checkpoints of adapters hold no other weights, so those have to be published ones",
+            allowed="a folder, or a name on the Hub such as Zyphra/ZAYA1-base",
+        )
     check_resume(recipe)
     start_recipe.check_changed_keys(recipe, plan)
     recipe = start_recipe.take_over(recipe)

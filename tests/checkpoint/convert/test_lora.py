@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.checkpoint.convert.published import TINY, publish
+from tests.checkpoint.convert.published import publish
 from tests.checkpoint.convert.test_fine_tuning import bins, published, transformers_loss, twin  # noqa: F401
-from tests.running import train, zaya
+from tests.running import train
 from zaya_plugin.checkpoint.convert import exporting
 from zaya_plugin.checkpoint.convert.adapters import Lora
 from zaya_plugin.checkpoint.convert.built_model import load_adapter, save_hf, zaya_from_hf
 from zaya_plugin.checkpoint.convert.importing import open_source
-from zaya_plugin.checkpoint.convert.peft_folder import config_of, export_adapter, peft_tensors, read_adapter
+from zaya_plugin.checkpoint.convert.peft_folder import config_of, peft_tensors, read_adapter
 from zaya_plugin.checkpoint.reading import folder_of
 
 LORA = Lora(lora_rank=4, lora_alpha=6.0, lora_targets=["attention", "experts", "router"])
@@ -158,7 +158,12 @@ def test_a_merged_model_has_the_logits_of_the_adapter(tmp_path, base, layout):
 
 def test_twin_trains_resumes_and_is_exported(tmp_path, published, bins):  # noqa: F811
     """experiment=finetune_lora on two expert-parallel ranks."""
-    words = [*twin("finetune_lora", published), "stage.train_iters=6", "optim.lora.rank=8", "checkpoint.save_interval=3"]
+    words = [
+        *twin("finetune_lora", published),
+        "stage.train_iters=6",
+        "optim.lora.rank=8",
+        "checkpoint.save_interval=3",
+    ]
     words += ["optim.lr_warmup_iters=1", "optim.lr=2e-2"]
     parallel = ["nproc=2", "parallel.expert_model_parallel_size=2"]
     run = train(tmp_path / "run", bins, *parallel, recipe=words)

@@ -107,11 +107,6 @@ def fingerprint(base: Source) -> str:
     return digest.hexdigest()
 
 
-def base_record(name: str, base: Source) -> dict[str, str]:
-    """Return what checkpoints keep of the base. name: as in handover.from_hf."""
-    return {"source": name, "layout": base.layout, "fingerprint": fingerprint(base)}
-
-
 def open_base(arguments, name: str | None = None) -> Source:
     """Return the base of a checkpoint that holds an adapter, with the run's rows of the embedding.
 
@@ -126,9 +121,12 @@ def open_base(arguments, name: str | None = None) -> Source:
     try:
         base = open_source(name or record["source"], download=False)
     except ValueError as error:
-        problem = f"the base of the adapter cannot be read: {error}"
-        fix = "--base DIR of `zaya checkpoint export`, where it is now"
-        raise mistake(key, name or record["source"], problem=problem, fix=fix) from error
+        raise mistake(
+            key,
+            name or record["source"],
+            problem=f"the base of the adapter cannot be read: {error}",
+            fix="--base DIR of `zaya checkpoint export`, where it is now",
+        ) from error
     check_base(key, name or record["source"], record, fingerprint(base))
     return base.with_rows(arguments.padded_vocab_size)
 

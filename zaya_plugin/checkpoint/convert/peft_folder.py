@@ -131,8 +131,7 @@ def export_adapter(
         )
     check_new(output)
     exporting.check_skip("native", trained, torch.float32)
-    bf16 = getattr(trained.arguments, "bf16", False) if dtype is None else dtype == "bf16"
-    written = torch.bfloat16 if bf16 else torch.float32
+    written = exporting.DTYPES[dtype or ("bf16" if getattr(trained.arguments, "bf16", False) else "fp32")]
 
     def blocks(tensor: PeftTensor) -> Iterator[memoryview]:
         yield as_bytes(tensor.to_peft(whole(trained.adapter[tensor.ours])).to(written))
