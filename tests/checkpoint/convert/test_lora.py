@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.checkpoint.convert.published import publish
+from tests.checkpoint.convert.published import TINY, publish
 from tests.checkpoint.convert.test_fine_tuning import bins, published, transformers_loss, twin  # noqa: F401
 from tests.running import train
 from zaya_plugin.checkpoint.convert import exporting
@@ -18,8 +18,12 @@ from zaya_plugin.checkpoint.convert.built_model import load_adapter, save_hf, za
 from zaya_plugin.checkpoint.convert.importing import open_source
 from zaya_plugin.checkpoint.convert.peft_folder import config_of, peft_tensors, read_adapter
 from zaya_plugin.checkpoint.reading import folder_of
+from zaya_plugin.config.compose import compose
+from zaya_plugin.plan import recipe_plan
+from zaya_plugin.plan.flops import Shape, adapter_parameters, forward_flops_by_part, training_flops
 
 LORA = Lora(lora_rank=4, lora_alpha=6.0, lora_targets=["attention", "experts", "router"])
+CPU = {"use_cpu_initialization": True}
 IDS = torch.arange(48).view(2, 24) * 7 % 64
 
 
@@ -37,7 +41,7 @@ def base(tmp_path_factory):
 
 def adapted(base, lora=LORA, **options):
     """This package's model in fp32 with adapters whose B is not zero."""
-    model = zaya_from_hf(base, use_cpu_initialization=True, **vars(lora), **options).train()
+    model = zaya_from_hf(base, **CPU, **vars(lora), **options).train()
     generator = torch.Generator().manual_seed(5)
     for name, parameter in model.named_parameters():
         if ".adapters." in name:
@@ -75,7 +79,7 @@ def test_logits_and_gradients_are_those_of_peft(tmp_path, base, targets):
     model = adapted(base, lora)
     theirs = in_peft(write(model, lora, tmp_path / "adapter", base), trainable=True)
     ours, other = logits(model), theirs(IDS, use_cache=False).logits
-    assert (ours - logits(zaya_from_hf(base, use_cpu_initialization=True))).norm() > 0.003 * ours.norm()
+    assert (ours - logits(zaya_from_hf(base, **CPU))).norm() > 0.003 * ours.norm()
     assert (ours - other).norm() < 2e-6 * other.norm()
     weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(6))
     for result in (ours, other):
@@ -94,7 +98,7 @@ def test_logits_and_gradients_are_those_of_peft(tmp_path, base, targets):
 def test_an_adapter_of_peft_comes_back_and_others_are_refused(tmp_path, base):
     model = adapted(base)
     folder = write(model, LORA, tmp_path / "adapter", base)
-    again = zaya_from_hf(base, use_cpu_initialization=True, **vars(LORA))
+    again = zaya_from_hf(base, **CPU, **vars(LORA))
     load_adapter(again, folder)
     assert all(torch.equal(p, dict(again.named_parameters())[name]) for name, p in model.named_parameters())
 
@@ -125,24 +129,44 @@ def test_an_adapter_of_peft_comes_back_and_others_are_refused(tmp_path, base):
 
 
 def test_frozen_products_have_no_weight_gradient(base):
-    """Operations of forward and backward: those of all weights, less one product a matrix, and 3 of each adapter's."""
-    tokens, model = IDS.numel(), open_source(base).model
+    """Operations of forward and backward, counted: those of all weights, less one product a matrix, and three of each
+    matrix of the adapters.
+    """
 
-    def operations(built):
+    def operations(model):
         with FlopCounterMode(display=False) as counted:
-            logits(built).sum().backward()
+            logits(model).sum().backward()
         return counted.get_total_flops()
 
-    lora = replace(LORA, lora_targets=["attention", "experts"])
-    trained = zaya_from_hf(base, use_cpu_initialization=True).train()
-    frozen = sum(p.numel() for n, p in trained.named_parameters() if n.endswith("weight") and p.dim() == 2)
-    frozen -= sum(p.numel() for n, p in trained.named_parameters() if ".experts." in n)
-    added = sum(p.numel() for n, p in adapted(base, lora).named_parameters() if "attention.adapters" in n)
-    # the experts' products are counted by their calls, whose rows depend on the routing
-    experts = replace(lora, lora_targets=["experts"])
-    saved = operations(trained) - operations(adapted(base, replace(lora, lora_targets=["attention"])))
-    assert saved > 2 * tokens * (frozen - 3 * added) - 1 and model.num_layers == 2
-    assert operations(adapted(base, experts)) < operations(trained)
+    frozen, trained = adapted(base, replace(LORA, lora_targets=["attention"])), zaya_from_hf(base, **CPU).train()
+    added = sum(p.numel() for p in frozen.parameters() if p.requires_grad)
+    matrices = {n: p.numel() for n, p in trained.named_parameters() if p.dim() == 2 and "linear_fc" not in n}
+    of_an_expert = TINY.num_layers * 3 * TINY.hidden_size * TINY.moe_ffn_hidden_size  # each token has one
+    saved = sum(matrices.values()) + of_an_expert - 3 * added
+    assert operations(trained) - operations(frozen) == 2 * IDS.numel() * saved
+
+
+def test_counts_of_the_plan_are_those_of_the_model(base):
+    """Also of experiment=finetune_lora, by hand: 16 x (16 experts x (2 x 2048 + 3 x 2048) + attention)."""
+    shape = Shape(2, 16, 4, 2, 8, 12, 8, 8, 64, lora_rank=4, lora_targets=tuple(LORA.lora_targets))
+    counts = {"attention": 0, "experts": 0, "router": 0}
+    for name, parameter in adapted(base).named_parameters():
+        if parameter.requires_grad:
+            counts["experts" if ".experts." in name else "attention" if ".adapters." in name else "router"] += (
+                parameter.numel()
+            )
+    assert adapter_parameters(shape) == counts
+    recipe = compose(["experiment=finetune_lora", "cluster=h100_8", "data.path=none"])
+    shape = recipe_plan.shape_of(recipe, 262_272)
+    trained = 40 * 16 * (16 * 5 * 2048 + 5 * 2048 + 2 * 1024 + 2 * 256)
+    plan = recipe_plan.plan_of(recipe, 8, 262_272).components
+    assert plan["weights"] == 2 * (8_840_488_784 + trained) and plan["gradients (fp32)"] == 4 * trained
+    assert plan["optimizer"] == 12 * trained / 8
+    full = training_flops(replace(shape, lora_rank=None), 1, 4096)
+    forward = forward_flops_by_part(shape, 4096)
+    kept = 2 * sum(forward.values()) + forward["attention"] + forward["prologue"]
+    active = trained - 40 * 16 * 15 * 5 * 2048
+    assert training_flops(shape, 1, 4096) == pytest.approx(kept + 6 * active) and kept < 0.73 * full
 
 
 @pytest.mark.parametrize("layout", ["native", "legacy"])
@@ -152,7 +176,7 @@ def test_a_merged_model_has_the_logits_of_the_adapter(tmp_path, base, layout):
     with torch.no_grad():
         expected = logits(model)
         save_hf(model, tmp_path / "merged", layout=layout)
-        merged = zaya_from_hf(tmp_path / "merged", use_cpu_initialization=True)
+        merged = zaya_from_hf(tmp_path / "merged", **CPU)
         assert (logits(merged) - expected).norm() < 2e-6 * expected.norm()
 
 
