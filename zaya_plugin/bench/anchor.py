@@ -121,11 +121,9 @@ def measure(recipe, options: Options, vocabulary: int, device) -> dict:
     }
 
 
-def sharded_model(recipe, vocabulary: int, device):
-    """Return ZayaForCausalLM with the recipe's sizes, sharded, with random weights."""
-    import torch
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from transformers import ZayaConfig, ZayaForCausalLM
+def zaya_config(recipe, vocabulary: int, device):
+    """Return transformers' configuration of the recipe's sizes."""
+    from transformers import ZayaConfig
 
     m, stage = recipe.model, recipe.stage
     rope = {"rope_type": "default", "rope_theta": float(stage.rotary_base), "partial_rotary_factor": m.rotary_percent}
@@ -147,8 +145,17 @@ def sharded_model(recipe, vocabulary: int, device):
         initializer_range=m.init_method_std,
     )
     config._experts_implementation = "grouped_mm" if device.type != "cpu" else "eager"
+    return config
+
+
+def sharded_model(recipe, vocabulary: int, device):
+    """Return ZayaForCausalLM with the recipe's sizes, sharded, with random weights."""
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from transformers import ZayaForCausalLM
+
     with torch.device("meta"):
-        model = ZayaForCausalLM(config)
+        model = ZayaForCausalLM(zaya_config(recipe, vocabulary, device))
     policy = MixedPrecisionPolicy(param_dtype=dtype_of(recipe), reduce_dtype=torch.float32)
     mesh = torch.distributed.init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for layer in model.model.layers:

@@ -36,12 +36,9 @@ class Shape:
     @classmethod
     def of_arguments(cls, args) -> Shape:
         """Return the sizes in Megatron's arguments."""
-        others = ("vocab_size", "conv_taps", "lora_targets")
-        names = (field.name for field in fields(cls) if field.name not in others)
-        targets = tuple(args.lora_targets)
-        return cls(
-            **{name: getattr(args, name) for name in names}, vocab_size=args.padded_vocab_size, lora_targets=targets
-        )
+        names = {field.name for field in fields(cls)} - {"vocab_size", "conv_taps", "lora_targets"}
+        values = {name: getattr(args, name) for name in names}
+        return cls(**values, vocab_size=args.padded_vocab_size, lora_targets=tuple(args.lora_targets))
 
     @property
     def norm_vectors(self) -> int:

@@ -2,6 +2,8 @@
 """Low-rank adapters beside peft's on transformers' ZAYA: logits, gradients, files; runs of a small twin."""
 
 import json
+import shutil
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -9,14 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.checkpoint.convert.published import TINY, publish
-from tests.checkpoint.convert.test_fine_tuning import bins, published, transformers_loss, twin  # noqa: F401
-from tests.running import train
+import hip_ops
+from tests.checkpoint.convert.published import publish
+from tests.checkpoint.convert.test_fine_tuning import MODEL, bins, transformers_loss, twin  # noqa: F401
+from tests.running import train, zaya
 from zaya_plugin.checkpoint.convert import exporting
-from zaya_plugin.checkpoint.convert.adapters import Lora
+from zaya_plugin.checkpoint.convert.adapters import Lora, fingerprint
 from zaya_plugin.checkpoint.convert.built_model import load_adapter, save_hf, zaya_from_hf
 from zaya_plugin.checkpoint.convert.importing import open_source
-from zaya_plugin.checkpoint.convert.peft_folder import config_of, peft_tensors, read_adapter
+from zaya_plugin.checkpoint.convert.peft_folder import config_of, export_adapter, peft_tensors, read_adapter
+from zaya_plugin.checkpoint.convert.values import Zeros
+from zaya_plugin.checkpoint.convert.verification import differences
 from zaya_plugin.checkpoint.reading import folder_of
 from zaya_plugin.config.compose import compose
 from zaya_plugin.plan import recipe_plan
@@ -128,12 +133,17 @@ def test_an_adapter_of_peft_comes_back_and_others_are_refused(tmp_path, base):
     )) - 2  # fmt: skip
 
 
-def test_frozen_products_have_no_weight_gradient(base):
+def test_frozen_products_have_no_weight_gradient(base, monkeypatch):
     """Operations of forward and backward, counted: those of all weights, less one product a matrix, and three of each
-    matrix of the adapters.
+    matrix of the adapters. torch does not count the experts' products: their calls are counted.
     """
+    calls, outer = [], hip_ops.grouped_outer_
+    monkeypatch.setattr(
+        hip_ops, "grouped_outer_", lambda out, *rest: calls.append(tuple(out.shape)) or outer(out, *rest)
+    )
 
     def operations(model):
+        calls.clear()
         with FlopCounterMode(display=False) as counted:
             logits(model).sum().backward()
         return counted.get_total_flops()
@@ -141,9 +151,11 @@ def test_frozen_products_have_no_weight_gradient(base):
     frozen, trained = adapted(base, replace(LORA, lora_targets=["attention"])), zaya_from_hf(base, **CPU).train()
     added = sum(p.numel() for p in frozen.parameters() if p.requires_grad)
     matrices = {n: p.numel() for n, p in trained.named_parameters() if p.dim() == 2 and "linear_fc" not in n}
-    of_an_expert = TINY.num_layers * 3 * TINY.hidden_size * TINY.moe_ffn_hidden_size  # each token has one
-    saved = sum(matrices.values()) + of_an_expert - 3 * added
-    assert operations(trained) - operations(frozen) == 2 * IDS.numel() * saved
+    expected = operations(trained) - 2 * IDS.numel() * (sum(matrices.values()) - 3 * added)
+    assert sorted({*calls}) == [(12, 16, 8), (12, 16, 16)] and len(calls) == 4
+    assert operations(frozen) == expected and calls == []
+    operations(adapted(base, replace(LORA, lora_targets=["experts"])))
+    assert sorted({*calls}) == [(12, 4, 8), (12, 4, 16), (12, 16, 4)] and len(calls) == 8
 
 
 def test_counts_of_the_plan_are_those_of_the_model(base):
@@ -180,23 +192,79 @@ def test_a_merged_model_has_the_logits_of_the_adapter(tmp_path, base, layout):
         assert (logits(merged) - expected).norm() < 2e-6 * expected.norm()
 
 
-def test_twin_trains_resumes_and_is_exported(tmp_path, published, bins):  # noqa: F811
-    """experiment=finetune_lora on two expert-parallel ranks."""
-    words = [
-        *twin("finetune_lora", published),
-        "stage.train_iters=6",
-        "optim.lora.rank=8",
-        "checkpoint.save_interval=3",
-    ]
-    words += ["optim.lr_warmup_iters=1", "optim.lr=2e-2"]
-    parallel = ["nproc=2", "parallel.expert_model_parallel_size=2"]
-    run = train(tmp_path / "run", bins, *parallel, recipe=words)
-    steps = run.steps()
-    assert steps[1]["loss"] == pytest.approx(transformers_loss(published, [*words, f"data.path={bins}"]), rel=1e-5)
-    assert steps[6]["loss"] < 0.9 * steps[1]["loss"]
-    print([steps[n]["loss"] for n in steps])
-    folder = folder_of(tmp_path / "run")
-    size = sum(path.stat().st_size for path in folder.glob("*.distcp"))
-    trained = exporting.open_checkpoint(folder)
+def test_exports_that_a_loader_would_change_are_refused(tmp_path, base):
+    source = open_source(base)
+    adapter = {name: Zeros(torch.float32, shape) for name, shape in LORA.shapes(source.model).items()}
+    adapter |= {row.ours[0]: source.tensors[row.ours[0]] for row in LORA.retrained(source.model)}
+    arguments = Namespace(**vars(LORA), bf16=True, zaya={"base": {"source": "Zyphra/ZAYA1-base@main"}})
+    trained = exporting.Trained(base, source.model, source.tensors, arguments, adapter=adapter, base_layout="native")
+
+    def refused(text, **changes):
+        with pytest.raises(ValueError, match=text):
+            export_adapter(replace(trained, **changes), tmp_path / "refused", None, None, None)
+
+    refused("holds no adapter", arguments=Namespace())
+    refused("would load those of the base", arguments=Namespace(**vars(arguments) | {"lora_balancing": True}))
+    refused("is in the legacy layout", base_layout="legacy")
+    biases = {name: Zeros(v.dtype, v.shape) for name, v in source.tensors.items() if "balancing_biases" in name}
+    refused("skip class", tensors=source.tensors | biases)
+    assert not (tmp_path / "refused").exists()
+    count = export_adapter(trained, tmp_path / "adapter", None, None, None)
+    written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert count == len(written) and {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("Zyphra/ZAYA1-base", "main")
+    assert config["modules_to_save"] == ["gate.down_proj", "router_mlp.fc1", "router_mlp.fc2", "router_mlp.out_proj"]
+
+
+def test_a_base_is_known_by_its_values_in_every_layout(tmp_path, base):
+    known = fingerprint(open_source(base))
+    legacy = publish(tmp_path / "legacy", "legacy", change=smaller)
+    save_hf(zaya_from_hf(base, **CPU), tmp_path / "again", layout="legacy", dtype="fp32")
+    assert fingerprint(open_source(tmp_path / "again")) == known != fingerprint(open_source(legacy))
+
+
+@pytest.mark.slow
+def test_twin_trains_resumes_and_is_exported(tmp_path, bins):  # noqa: F811
+    """experiment=finetune_lora on two expert-parallel ranks, continued on one; then both exports."""
+
+    def spread(found):
+        for name, tensor in found.items():
+            if tensor.ndim > 1 and ".gate." not in name:
+                tensor.mul_(0.1)
+
+    folder = publish(tmp_path / "base", model=MODEL, change=spread)
+    words = [word for word in twin("finetune_lora", folder) if not word.startswith(("optim.lr", "stage.train_iters"))]
+    words += ["optim.lora.rank=8", "checkpoint.save_interval=3", "optim.lr_warmup_iters=1", "optim.lr=1e-2"]
+    words = [word for word in words if word != "nproc=1"]
+    once, home = [*words, "stage.train_iters=6"], tmp_path / "run"
+    run = train(home, bins, "nproc=2", "parallel.expert_model_parallel_size=2", recipe=once).steps()
+    assert run[1]["loss"] == pytest.approx(transformers_loss(folder, [*once, f"data.path={bins}"]), rel=1e-5)
+    assert run[6]["loss"] < 0.9 * run[1]["loss"] and run[6]["imbalance"] < 8
+    size = sum(path.stat().st_size for path in folder_of(home).glob("*.distcp"))
+    trained = exporting.open_checkpoint(folder_of(home))
     adapters = sum(torch.Size(values.shape).numel() for values in trained.adapter.values())
-    assert 3 * 4 * adapters < size < 3 * 4 * adapters + 500_000, (size, adapters)
+    assert 0 < size - 3 * 4 * adapters < 500_000 < 4 * sum(p.numel() for p in zaya_from_hf(folder, **CPU).parameters())
+
+    shutil.rmtree(folder_of(home))
+    other = publish(tmp_path / "other", model=replace(MODEL, rotary_base=MODEL.rotary_base), change=smaller)
+    refused = train(home, bins, "resume=auto", "nproc=1", f"handover.from_hf={other}", recipe=once, check=False)
+    assert refused.code == 2 and "holds other weights" in refused.output
+    again = train(home, bins, "resume=auto", "nproc=1", recipe=once).steps()
+    assert [again[n]["loss"] for n in (4, 5, 6)] == pytest.approx([run[n]["loss"] for n in (4, 5, 6)], rel=1e-4)
+
+    fp32 = ["--dtype", "fp32", "--output"]
+    for name, more in (("adapter", ["--adapter"]), ("merged", ["--verify"]), ("legacy", ["--layout", "legacy"])):
+        done = zaya("checkpoint", "export", str(home), *fp32, str(tmp_path / name), *more)
+        assert done.returncode == 0, done.stdout
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.randint(512, (2, 40), generator=torch.Generator().manual_seed(1))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", experts_implementation="eager")
+    with torch.no_grad():
+        theirs = in_peft(tmp_path / "adapter")(ids, use_cache=False).logits
+        assert (merged(ids, use_cache=False).logits - theirs).norm() < 2e-6 * theirs.norm()
+    assert differences(open_source(tmp_path / "merged"), open_source(tmp_path / "legacy")) == []
+    begun = [*words, "stage.train_iters=1", "optim.lr_warmup_iters=0", f"handover.adapter={tmp_path / 'adapter'}"]
+    first = train(tmp_path / "begun", bins, "nproc=1", recipe=begun).steps()[1]["loss"]
+    assert first == pytest.approx(transformers_loss(tmp_path / "merged", [*begun, f"data.path={bins}"]), rel=1e-5)

@@ -45,17 +45,15 @@ class PeftTensor:
 
     def to_peft(self, values: Tensor) -> Tensor:
         """Return the file's matrix from this package's [E, r, in] or [E, out, r]."""
-        if not self.stack:
-            return values
-        return values.permute(1, 2, 0).flatten(1) if self.second else values.flatten(0, 1)
+        if self.stack and self.second:
+            return values.permute(1, 2, 0).flatten(1)
+        return values.flatten(0, 1) if self.stack else values
 
     def from_peft(self, values: Tensor) -> Tensor:
         """Return the inverse of `to_peft`."""
-        if not self.stack:
-            return values
-        if self.second:
+        if self.stack and self.second:
             return values.unflatten(1, (-1, self.stack)).permute(2, 0, 1).contiguous()
-        return values.unflatten(0, (self.stack, -1))
+        return values.unflatten(0, (self.stack, -1)) if self.stack else values
 
 
 def peft_tensors(lora: Lora, model: Description) -> Iterator[PeftTensor]:
