@@ -199,8 +199,8 @@ def _export(options: argparse.Namespace) -> int:
 def _export_adapter(trained, options: argparse.Namespace, tokenizer: Path | None) -> int:
     from zaya_plugin.checkpoint.convert.peft_folder import export_adapter
 
-    given = {"--layout": options.layout == "legacy", "--vocab-size": options.vocab_size, "--verify": options.verify}
-    if unfit := next((name for name, value in given.items() if value), None):
+    of_models = {"--layout": options.layout == "legacy", "--vocab-size": options.vocab_size, "--verify": options.verify}
+    if unfit := next((name for name, value in of_models.items() if value), None):
         raise mistake(
             unfit,
             problem="is for a whole model, and --adapter writes an adapter of transformers' native layout",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Low-rank adapters (arXiv 2106.09685): y = x W^T + alpha / rank * (x A^T) B^T, where W is frozen.
 
-The adapter's product is computed beside the base's and added to its result. No effective weight W + alpha / rank * B A
+The adapter's product is computed apart from the base's and added to its result. No effective weight W + alpha / rank * B A
 is made: in bf16 it would round small updates away. The base's matrix products compute no weight gradients. The kernels
 between them compute the gradients of their vectors and convolutions in any case; these are dropped.
 

@@ -131,12 +131,12 @@ def open_base(arguments, name: str | None = None) -> Source:
     return base.with_rows(arguments.padded_vocab_size)
 
 
-def check_base(key: str, name: str, record: Mapping[str, str], found: str) -> None:
+def check_base(key: str, name: str, record: Mapping[str, str], checksum: str) -> None:
     """Raise ValueError if the base `name` is not the one of `record`, by its fingerprint."""
-    if found != record["fingerprint"]:
+    if checksum != record["fingerprint"]:
         raise mistake(
             key,
             name,
-            problem=f"holds other weights (fingerprint {found}) than those that the adapter was trained on",
+            problem=f"holds other weights (fingerprint {checksum}) than those that the adapter was trained on",
             allowed=f"{record['source']} as it was ({record['fingerprint']})",
         )
