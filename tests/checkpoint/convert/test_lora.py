@@ -240,7 +240,7 @@ def test_twin_trains_resumes_and_is_exported(tmp_path, bins):  # noqa: F811
     once, home = [*words, "stage.train_iters=6"], tmp_path / "run"
     run = train(home, bins, "nproc=2", "parallel.expert_model_parallel_size=2", recipe=once).steps()
     assert run[1]["loss"] == pytest.approx(transformers_loss(folder, [*once, f"data.path={bins}"]), rel=1e-5)
-    assert run[6]["loss"] < 0.9 * run[1]["loss"] and run[6]["imbalance"] < 8
+    assert run[6]["loss"] < 0.9 * run[1]["loss"] and run[6]["expert_imbalance"] < 8
     size = sum(path.stat().st_size for path in folder_of(home).glob("*.distcp"))
     trained = exporting.open_checkpoint(folder_of(home))
     adapters = sum(torch.Size(values.shape).numel() for values in trained.adapter.values())
