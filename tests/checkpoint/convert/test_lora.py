@@ -230,7 +230,9 @@ def test_twin_trains_resumes_and_is_exported(tmp_path, bins):  # noqa: F811
 
     def spread(found):
         for name, tensor in found.items():
-            if tensor.ndim > 1 and ".gate." not in name:
+            if name.endswith("balancing_biases"):  # else they and other biases decide which expert a token gets
+                tensor[:-1] *= 0.01
+            elif "bias" in name or tensor.ndim > 1 and ".gate." not in name and "embed" not in name:
                 tensor.mul_(0.1)
 
     folder = publish(tmp_path / "base", model=MODEL, change=spread)
@@ -240,7 +242,7 @@ def test_twin_trains_resumes_and_is_exported(tmp_path, bins):  # noqa: F811
     once, home = [*words, "stage.train_iters=6"], tmp_path / "run"
     run = train(home, bins, "nproc=2", "parallel.expert_model_parallel_size=2", recipe=once).steps()
     assert run[1]["loss"] == pytest.approx(transformers_loss(folder, [*once, f"data.path={bins}"]), rel=1e-5)
-    assert run[6]["loss"] < 0.9 * run[1]["loss"] and run[6]["expert_imbalance"] < 8
+    assert run[6]["loss"] < 0.9 * run[1]["loss"] and run[6]["expert_imbalance"] < 10
     size = sum(path.stat().st_size for path in folder_of(home).glob("*.distcp"))
     trained = exporting.open_checkpoint(folder_of(home))
     adapters = sum(torch.Size(values.shape).numel() for values in trained.adapter.values())
