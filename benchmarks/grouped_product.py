@@ -158,7 +158,7 @@ def whole_experts(products: Products, names: list[str], device: torch.device, se
     def run(name):
         x.grad = weights.grad = None
         with use_kernels(grouped_product=name):
-            ExpertMLP.apply(x, weights, products.offsets, experts, None, *matrices).backward(products.grad_y)
+            ExpertMLP.apply(x, weights, products.offsets, experts, None, 1.0, *matrices).backward(products.grad_y)
 
     share, times = max(1, int(1000 * seconds / 4 / len(names))), {name: [] for name in names}
     for _ in range(4):  # the first time warms up

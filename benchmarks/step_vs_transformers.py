@@ -163,8 +163,8 @@ def measure(recipe, record: dict, warmup: int, device) -> dict:
     }
 
 
-def sharded_model(recipe, vocabulary: int, device):
-    """Return ZayaForCausalLM with the recipe's sizes, sharded, with random weights."""
+def zaya_config(recipe, vocabulary: int, device):
+    """Return transformers' configuration of the recipe's sizes."""
     m, stage = recipe.model, recipe.stage
     windows = Description.of_recipe(recipe, vocabulary).windows
     rope = {"rope_type": "default", "rope_theta": float(stage.rotary_base), "partial_rotary_factor": m.rotary_percent}
@@ -188,8 +188,13 @@ def sharded_model(recipe, vocabulary: int, device):
         initializer_range=m.init_method_std,
     )
     config._experts_implementation = "grouped_mm" if device.type != "cpu" else "eager"
+    return config
+
+
+def sharded_model(recipe, vocabulary: int, device):
+    """Return ZayaForCausalLM with the recipe's sizes, sharded, with random weights."""
     with torch.device("meta"):
-        model = transformers.ZayaForCausalLM(config)
+        model = transformers.ZayaForCausalLM(zaya_config(recipe, vocabulary, device))
     policy = MixedPrecisionPolicy(param_dtype=dtype_of(recipe), reduce_dtype=torch.float32)
     mesh = torch.distributed.init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for layer in model.model.layers:

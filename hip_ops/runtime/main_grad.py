@@ -154,9 +154,10 @@ class MainGradLinear(torch.autograd.Function):
 
 def main_grad_linear(x: Tensor, *weights: Tensor) -> Tensor:
     """Return F.linear(x, torch.cat(weights)). The weight gradients are added to `main_grad`, or, without one, go
-    through plain autograd.
+    through plain autograd. Frozen weights get none.
     """
-    if any(main_grad_of(weight) is None for weight in weights):
+    frozen = torch.is_grad_enabled() and x.requires_grad and not any(weight.requires_grad for weight in weights)
+    if not frozen and any(main_grad_of(weight) is None for weight in weights):
         return F.linear(x, weights[0] if len(weights) == 1 else torch.cat(weights))
     return MainGradLinear.apply(x, *weights)
 

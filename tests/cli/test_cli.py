@@ -14,7 +14,7 @@ from zaya_plugin.config.train_help import DEMO_DATA, GROUPS, MOST_USED, options,
 
 EXPERIMENTS = (
     "continue_32k, continue_4k, cpu_demo, cpu_demo_stage1, cpu_demo_stage2, cpu_demo_stage3, finetune_chat, "
-    "finetune_demo, zaya1_74b, zaya1_base, zaya1_base_131k, zaya1_base_32k, zaya1_base_stage2"
+    "finetune_demo, finetune_lora, zaya1_74b, zaya1_base, zaya1_base_131k, zaya1_base_32k, zaya1_base_stage2"
 )
 
 

@@ -100,7 +100,7 @@ def test_refused_overrides_are_named(override, parts):
 def test_an_unknown_experiment_lists_the_known_ones():
     known = (
         "continue_32k, continue_4k, cpu_demo, cpu_demo_stage1, cpu_demo_stage2, cpu_demo_stage3, finetune_chat, "
-        "finetune_demo, zaya1_74b, zaya1_base, zaya1_base_131k, zaya1_base_32k, zaya1_base_stage2"
+        "finetune_demo, finetune_lora, zaya1_74b, zaya1_base, zaya1_base_131k, zaya1_base_32k, zaya1_base_stage2"
     )
     with pytest.raises(ValueError, match=f"^experiment=nope: no such recipe. Allowed: {known}.$"):
         compose(["experiment=nope"])

@@ -11,6 +11,7 @@ import pytest
 import zaya_plugin.config.schema
 from zaya_plugin.config.arguments import OWN_ARGUMENTS
 from zaya_plugin.config.messages import schema
+from zaya_plugin.config.schema import default_of, megatron_argument
 
 # Runs the schema's source with one field more, before anything has imported the schema.
 ADDED = """
@@ -72,10 +73,10 @@ def test_zaya_config_has_the_options_of_the_schema():
 
     config = {field.name: field for field in fields(ZayaConfig)}
     options = [(path, field) for path, field in schema().items() if field.metadata["adds"]]
-    assert {field.name for _, field in options} == set(OWN_ARGUMENTS)
+    assert {megatron_argument(field) for _, field in options} == set(OWN_ARGUMENTS)
     assert {path.split(".")[0] for path, _ in options} == {"model", "data", "optim", "parallel", "cluster"}
     for _, field in options:
         if field.metadata["adds"] == "model":
-            assert config[field.name].default == field.default is not MISSING
+            assert default_of(config[megatron_argument(field)]) == default_of(field) is not MISSING
         else:
-            assert field.name not in config
+            assert megatron_argument(field) not in config

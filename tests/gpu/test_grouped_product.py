@@ -147,7 +147,7 @@ def test_the_experts_add_to_main_gradients_wait_for_nobody_and_copy_nothing():
 
     def step():
         x.grad = weights.grad = None
-        ExpertMLP.apply(x, weights, offsets, 6, None, *matrices).backward(grad)
+        ExpertMLP.apply(x, weights, offsets, 6, None, 1.0, *matrices).backward(grad)
 
     step()  # self-checks, compilation
     first = [main.clone() for main in mains]

@@ -32,9 +32,9 @@ def test_experts_in_bf16(counts):
     fc2 = [normal(h, f, scale=f**-0.5) for _ in range(experts)]
     leaves = [x, weights, *fc1, *fc2]
     offsets, grad = torch.tensor(counts, device="cuda").cumsum(0).int(), normal(rows, h).detach()
-    torch.autograd.grad(ExpertMLP.apply(x, weights, offsets, experts, None, *fc1, *fc2), leaves, grad)  # compiles
+    torch.autograd.grad(ExpertMLP.apply(x, weights, offsets, experts, None, 1.0, *fc1, *fc2), leaves, grad)  # compiles
     with no_waiting():
-        y = ExpertMLP.apply(x, weights, offsets, experts, None, *fc1, *fc2)
+        y = ExpertMLP.apply(x, weights, offsets, experts, None, 1.0, *fc1, *fc2)
         gradients = torch.autograd.grad(y, leaves, grad)
     exact = [t.detach().double().requires_grad_() for t in leaves]
     expected = loop(exact[0], exact[1], offsets, exact[2 : 2 + experts], exact[2 + experts :])

@@ -45,9 +45,17 @@ def test_gradcheck_in_fp64(counts):
     offsets = offsets_of(counts)
 
     def function(x, w, *matrices):
-        return ExpertMLP.apply(x, w, offsets, E, None, *matrices)[: offsets[-1]]
+        return ExpertMLP.apply(x, w, offsets, E, None, 1.0, *matrices)[: offsets[-1]]
 
     assert torch.autograd.gradcheck(function, (x, weights, *fc1, *fc2))
+    frozen = [matrix.detach() for matrix in (*fc1, *fc2)]
+    sides = [size for matrix in (fc1[0], fc2[0]) for size in ((2, matrix.shape[1]), (matrix.shape[0], 2))]
+    adapters = [torch.randn(E, *size, dtype=torch.float64, requires_grad=True) for size in sides]
+
+    def adapted(x, w, *adapters):
+        return ExpertMLP.apply(x, w, offsets, E, None, 0.7, *frozen, *adapters)[: offsets[-1]]
+
+    assert torch.autograd.gradcheck(adapted, (x, weights, *adapters))
 
 
 @pytest.mark.parametrize("version", ["reference", "grouped_mm"])
@@ -58,7 +66,7 @@ def test_values_and_gradients_equal_the_loop(counts, dtype, tolerance, version):
     offsets, leaves = offsets_of(counts), [x, weights, *fc1, *fc2]
     end = offsets[-1]
     with hip_ops.use_kernels(grouped_product=version):
-        y = ExpertMLP.apply(x, weights, offsets, E, None, *fc1, *fc2)
+        y = ExpertMLP.apply(x, weights, offsets, E, None, 1.0, *fc1, *fc2)
         g = torch.randn_like(y)
         gradients = torch.autograd.grad(y, leaves, g)
     exact = [t.detach().double().requires_grad_() for t in leaves]
@@ -88,7 +96,9 @@ def test_rows_of_no_expert_ignore_what_lies_in_memory(monkeypatch):
     x, weights, fc1, fc2 = make(torch.float32)
     leaves = [x, weights, *fc1, *fc2]
     rows, row_weights = hip_ops.permute_to_experts(x, order, weights)
-    y = hip_ops.unpermute_from_experts(ExpertMLP.apply(rows, row_weights, order.offsets, E, None, *fc1, *fc2), order)
+    y = hip_ops.unpermute_from_experts(
+        ExpertMLP.apply(rows, row_weights, order.offsets, E, None, 1.0, *fc1, *fc2), order
+    )
     gradients = torch.autograd.grad(y, leaves, torch.randn_like(y))
     assert all(t.isfinite().all() for t in (y, *gradients))
     skipped = torch.tensor([False, False, True, False, True, True, True])
@@ -98,7 +108,7 @@ def test_rows_of_no_expert_ignore_what_lies_in_memory(monkeypatch):
 
 def test_no_rows_at_all():
     x, weights, fc1, fc2 = make(torch.float32, rows=0)
-    y = ExpertMLP.apply(x, weights, offsets_of([0, 0, 0]), E, None, *fc1, *fc2)
+    y = ExpertMLP.apply(x, weights, offsets_of([0, 0, 0]), E, None, 1.0, *fc1, *fc2)
     gradients = torch.autograd.grad(y.sum(), [x, weights, *fc1, *fc2])
     assert y.shape == (0, H) and not any(each.any() for each in gradients)
 
@@ -108,7 +118,7 @@ def test_rows_may_be_made_again():
     leaves, offsets, results, kept = [x, weights, *fc1, *fc2], offsets_of([2, 2, 3]), [], []
     for again in (None, lambda: x.detach() + 0.0):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
-            y = ExpertMLP.apply(x, weights, offsets, E, again, *fc1, *fc2)
+            y = ExpertMLP.apply(x, weights, offsets, E, again, 1.0, *fc1, *fc2)
         results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)) and kept.count(x.data_ptr()) == 1
 

@@ -26,7 +26,7 @@ def _config(**changes):
     values = dict(
         balancing_lr=1e-3, balancing_beta1=0.9, balancing_beta2=0.999, balancing_eps=1e-8, balancing_centering=False
     )
-    return SimpleNamespace(**(values | changes))
+    return SimpleNamespace(lora_rank=None, **(values | changes))
 
 
 class _Router(SimpleNamespace):

@@ -133,6 +133,16 @@ def test_layer_norm_keeps_a_mean_besides():
     assert planned[1] == pytest.approx(kept_bytes(build(normalization="LayerNorm")), rel=0.005)
 
 
+def test_adapters_keep_their_inner_products():
+    """Not counted in the plan: A of four projections as one matrix; and that no frozen vector needs the first and the last
+    stream and the last output.
+    """
+    counted = kept_bytes(build(lora_rank=16, lora_targets=["attention", "experts"]))
+    planned = planned_bytes(Recompute(), replace(SHAPE, lora_rank=16, lora_targets=("attention", "experts")))
+    assert planned - planned_bytes(Recompute()) == LAYERS * 7 * 16 * 2 * SIZE * LENGTH
+    assert planned - counted == (2 * 4 + 2) * 64 * SIZE * LENGTH - LAYERS * 4 * 16 * 64 * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("layers", "method"), [(1, "uniform"), (2, "uniform"), (1, "block")])
 def test_layers_that_are_recomputed_whole(layers, method):

@@ -15,7 +15,7 @@ from typing import TypeVar
 from zaya_plugin.checkpoint import manifest, places, starts
 from zaya_plugin.checkpoint.places import Place, at
 from zaya_plugin.config.run_directory import iterations, uploads
-from zaya_plugin.config.schema import leaves
+from zaya_plugin.config.schema import default_of, leaves, megatron_argument
 from zaya_plugin.ground.errors import message, mistake
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -24,7 +24,7 @@ INDEX, FORMAT = ".metadata", "metadata.json"  # files of a checkpoint that are n
 MANIFEST_MARK = "zaya_manifest"
 
 # Options of ZAYA in which the model of a checkpoint must equal the model that loads it, each with its default.
-FIXED_OPTIONS = {field.name: field.default for _, field in leaves() if field.metadata["fixed"]}
+FIXED_OPTIONS = {megatron_argument(field): default_of(field) for _, field in leaves() if field.metadata["fixed"]}
 # The same of Megatron's own arguments.
 MODEL_ARGUMENTS = (
     "num_layers",

@@ -66,7 +66,8 @@ def export() -> Parser:
     examples = """\
   zaya checkpoint export runs/sft --output exports/sft --verify                  for transformers and vLLM
   zaya checkpoint export runs/sft --output exports/sft_sglang --layout legacy    for SGLang
-  zaya checkpoint export runs/sft --output exports/sft --verify --push my-team/zaya-sft     and upload it"""
+  zaya checkpoint export runs/sft --output exports/sft --verify --push my-team/zaya-sft     and upload it
+  zaya checkpoint export runs/lora --output exports/adapter --adapter            for peft"""
     purpose = "Writes safetensors files, config.json and the other files that a published model has"
     return _parser(
         "export",
@@ -86,6 +87,12 @@ def export() -> Parser:
         option(
             "--vocab-size", type=whole_number(1, INT32), help="rows of the embedding; default: as in the checkpoint"
         ),
+        option(
+            "--adapter",
+            action="store_true",
+            help="of a run with optim.lora: write the adapter for peft in place of the merged model",
+        ),
+        option("--base", metavar="SOURCE", help="where the adapter's base is now; default: where the run has read it"),
         option("--verify", action="store_true", help="compare every tensor, and logits where the memory allows it"),
         option(
             "--push",
@@ -184,9 +191,11 @@ def _export(options: argparse.Namespace) -> int:
     from zaya_plugin.checkpoint.convert import exporting
     from zaya_plugin.data.tokenizer import tokenizer_digest
 
-    trained = exporting.open_checkpoint(checkpoint)
+    trained = exporting.open_checkpoint(checkpoint, options.base)
     if (tokenizer := _tokenizer(options.tokenizer, trained)) is not None:
         trained.check_tokenizer(tokenizer, tokenizer_digest(str(tokenizer)))
+    if options.adapter:
+        return _export_adapter(trained, options, tokenizer)
     planned = exporting.plan(trained, options.layout, options.dtype, tokenizer, options.vocab_size)
     for change in planned.changes:
         print(f"note: {change}")
@@ -197,6 +206,21 @@ def _export(options: argparse.Namespace) -> int:
     if options.push is not None and code == 0:
         print(f"pushed: {push(folder, options.push)}")
     return code
+
+
+def _export_adapter(trained, options: argparse.Namespace, tokenizer: Path | None) -> int:
+    from zaya_plugin.checkpoint.convert.peft_folder import export_adapter
+
+    of_models = {"--layout": options.layout == "legacy", "--vocab-size": options.vocab_size, "--verify": options.verify}
+    if unfit := next((name for name, value in of_models.items() if value), None):
+        raise mistake(
+            unfit,
+            problem="is for a whole model, and --adapter writes an adapter of transformers' native layout",
+            fix=f"leave out {unfit} or --adapter",
+        )
+    count = export_adapter(trained, options.output, options.dtype, tokenizer, options.base)
+    print(f"{options.output}: {count} tensors of an adapter for peft")
+    return 0
 
 
 def _verify(planned, folder: Path) -> int:

@@ -14,7 +14,7 @@ from zaya_plugin.config.schema import Recipe, get, leaves, megatron_argument
 from zaya_plugin.ground.errors import mistake
 
 # What ZAYA adds to Megatron's arguments: declared by `option` in the schema.
-OWN_ARGUMENTS = tuple(field.name for _, field in leaves() if field.metadata["adds"])
+OWN_ARGUMENTS = tuple(megatron_argument(field) for _, field in leaves() if field.metadata["adds"])
 # Arguments that a guest in another host decides when the host starts, from the checkpoints on disk.
 DECIDED_AT_START = ("load", "exit_on_missing_checkpoint")
 

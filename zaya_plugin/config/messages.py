@@ -7,13 +7,13 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from functools import cache
 from typing import get_type_hints
 
 from omegaconf.errors import OmegaConfBaseException
 
-from zaya_plugin.config.schema import Recipe, get, leaves
+from zaya_plugin.config.schema import Recipe, default_of, get, leaves
 from zaya_plugin.ground.errors import as_typed, message, mistake, nearest_name
 
 TYPE_NAMES = {
@@ -53,7 +53,7 @@ def groups() -> dict[str, type]:
 
 def known(path: str) -> bool:
     """Return whether `path` is a key or a group of the recipe."""
-    return path in schema() or path in groups()
+    return path in schema() or any(key.startswith(f"{path}.") for key in schema())
 
 
 def allowed(field: Field) -> str:
@@ -77,7 +77,7 @@ def refusal(key: str, field: Field, value: object, value_of: Callable[[str], obj
     """Return the message that `key` may not have `value`; the fix is the recipe's own value, which `value_of` returns
     by key, else the schema's default.
     """
-    default = field.default if field.default is not MISSING else field.default_factory()
+    default = default_of(field)
     default = default if value_of is None else value_of(field_path(key))
     default = TO_CONTINUE if key == "resume" and as_typed(value) == "true" else default
     typed = "<value>" if default == "???" else as_typed(default)

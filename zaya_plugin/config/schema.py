@@ -119,6 +119,9 @@ UPDATES = OnResume("warns", "the steps to come are computed with the new value")
 BALANCING = OnResume("warns", "the experts' biases are moved with the new value")
 ROUNDING = OnResume("warns", "the steps to come are rounded in another way")
 UNUSED = OnResume("warns", "it has no effect, because the run continues from its own checkpoint")
+BASE = OnResume(
+    "warns", "it is read only for the base of adapters (optim.lora), whose fingerprint must be that of the run so far"
+)
 PASSED_ON = OnResume("warns", "Megatron gets the new values")
 
 
@@ -137,16 +140,17 @@ def arg(default: Any, help: str, megatron: str = "=", **kw):
     return _field(default, help, megatron=megatron, **kw)
 
 
-def option(default: Any, help: str, *, to: str = "model", fixed: bool = False, **kw):
+def option(default: Any, help: str, *, to: str = "model", name: str = "=", fixed: bool = False, **kw):
     """Declare a field that ZAYA adds to Megatron's arguments, so that checkpoints contain it and hosts pass it on.
 
     to: "model" makes it a field of ZayaConfig too; "batch" is for what only the forward step reads.
+    name: of the argument and of ZayaConfig's field; "=": the field's own.
     fixed: a checkpoint loads only into a model with the value that it was trained with; a checkpoint that is older than
         the option was trained with its default.
     """
     if fixed:
         kw["resume"] = NETWORK
-    return _field(default, help, megatron="=", adds=to, fixed=fixed, **kw)
+    return _field(default, help, megatron=name, adds=to, fixed=fixed, **kw)
 
 
 def own(default: Any, help: str, reader: str, **kw):
@@ -456,6 +460,49 @@ class DataConfig:
     )
 
 
+LORA_TARGETS = ("attention", "experts", "router")
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters: W x becomes W x + alpha / rank * B (A x) (arXiv 2106.09685), and W is not trained.
+
+    Adapters are under AdamW, also with optim.name=muon: Muon's update has the same size in all directions, which A and
+    B, whose product is the update, do not have. Rank, alpha and targets are this project's choice.
+    """
+
+    rank: int | None = option(
+        None,
+        "rows of A; a multiple of 8 for the fastest kernels; null: no adapters, all weights are trained",
+        name="lora_rank",
+        limit=SIZE,
+        fixed=True,
+    )
+    alpha: float = option(
+        32.0, "the adapter's output is multiplied by alpha / rank", name="lora_alpha", limit=RATE, fixed=True
+    )
+    # Not among them: convolutions (the depthwise one has two numbers a channel; no loader has adapters for either),
+    # norms, scales and temperatures, which are vectors.
+    targets: list[str] = option(
+        ["attention", "experts"],
+        "attention: an adapter of each projection; experts: of each expert's two matrices; router: its matrices and "
+        "their biases are trained themselves",
+        name="lora_targets",
+        limit=Limit(
+            f"of {', '.join(LORA_TARGETS)}, each once, and attention or experts among them",
+            lambda value: bool({*value} - {"router"}) and len({*value}) == len(value) and {*value} <= {*LORA_TARGETS},
+        ),
+        fixed=True,
+    )
+    balancing: bool = option(
+        False,
+        "move the routers' balancing biases; off, because no adapter file has a place for them: only a merged export "
+        "holds them",
+        name="lora_balancing",
+        fixed=True,
+    )
+
+
 @dataclass
 class OptimConfig:
     """Muon on matrices and AdamW on all other parameters, with one learning rate; or AdamW on all parameters.
@@ -580,6 +627,7 @@ class OptimConfig:
         "training.optimizer",
         resume=ASSIGNMENTS,
     )
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass
@@ -999,6 +1047,13 @@ class HandoverConfig:
         "optimizer and the balancing of the experts start from zero",
         "hosts.stage_handover",
         limit=NOT_EMPTY,
+        resume=BASE,
+    )
+    adapter: str | None = own(
+        None,
+        "folder of an adapter by peft, of the optim.lora in the recipe, to start from",
+        "hosts.stage_handover",
+        limit=NOT_EMPTY,
         resume=UNUSED,
     )
     optimizer: str = own(
@@ -1183,6 +1238,11 @@ def leaves(cls=Recipe, prefix: str = ""):
             yield f"{prefix}{f.name}", f
 
 
+def default_of(f) -> Any:
+    """Return the default of dataclass field `f`."""
+    return f.default if f.default is not DATACLASS_MISSING else f.default_factory()
+
+
 def get(recipe: Recipe, path: str) -> Any:
     """Return the value of the dotted key `path`."""
     return reduce(getattr, path.split("."), recipe)
@@ -1203,7 +1263,7 @@ def with_values(target: Any, values: Mapping[str, Any]) -> Any:
 ZayaOptions: Any = make_dataclass(
     "ZayaOptions",
     [
-        (f.name, f.type, field(default=f.default, metadata=f.metadata))
+        (megatron_argument(f), f.type, field(default=f.default, default_factory=f.default_factory, metadata=f.metadata))
         for _, f in leaves()
         if f.metadata["adds"] == "model"
     ],

@@ -240,6 +240,11 @@ def _optimizer(recipe: Recipe, world_size: int) -> Iterator[str]:
             Override.parse(entry)
         except ValueError as error:
             yield str(error)
+    if (rank := recipe.optim.lora.rank) is None:
+        yield from must_be(recipe, "handover.adapter", None, "optim.lora.rank=null", "the model has no adapters")
+    else:
+        why = "an adapter is not split, and attention's matrices are; experts are divided by expert_model_parallel_size"
+        yield from must_be(recipe, "parallel.tensor_model_parallel_size", 1, f"optim.lora.rank={rank}", why)
 
 
 def _schedule(recipe: Recipe, world_size: int) -> Iterator[str]:

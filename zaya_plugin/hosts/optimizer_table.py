@@ -80,9 +80,9 @@ def model_without_memory(recipe: Recipe) -> nn.Module:
 
 
 def rows(model: nn.Module, roles: dict[str, ParameterRole]) -> list[Row]:
-    """Return one row for all parameters that differ only in layer and expert number, in the model's order."""
+    """Return one row for all trained parameters that differ only in layer and expert number, in the model's order."""
     counts: dict[tuple, int] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
         general = re.sub(r"\.layers\.\d+\.", ".layers.*.", re.sub(r"(linear_fc[12]\.weight)\d+", r"\1*", name))
         key = (general, tuple(parameter.shape), replace(roles[name], block=None, index=0))
         counts[key] = counts.get(key, 0) + 1

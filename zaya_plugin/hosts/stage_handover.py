@@ -9,6 +9,7 @@ and schedule.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
@@ -17,7 +18,8 @@ from megatron.training import get_args, get_tokenizer
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from zaya_plugin.checkpoint import on_disk, restore
-from zaya_plugin.checkpoint.convert.built_model import load_hf
+from zaya_plugin.checkpoint.convert.adapters import check_base, fingerprint
+from zaya_plugin.checkpoint.convert.built_model import load_adapter, load_hf
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.importing import open_source
 from zaya_plugin.config.arguments import megatron_arguments
@@ -66,7 +68,8 @@ class Handover:
         self.recipe = recipe
         self.before = before if resumed_at == 0 else None
         self.begins = resumed_at == 0
-        self.published = recipe.handover.from_hf if self.begins else None
+        self.has_adapters = recipe.optim.lora.rank is not None  # the base is then read at every start
+        self.published = recipe.handover.from_hf if self.begins or self.has_adapters else None
 
     def check(self, args) -> None:
         """Raise ValueError if the checkpoint to take over is damaged or of another model."""
@@ -88,6 +91,8 @@ class Handover:
         """Load the run's own checkpoint, the previous stage's, or published weights. Return Megatron's pair, whose
         first number is the step that the run continues from.
         """
+        if self.has_adapters:
+            return self.load_adapters(load_checkpoint, model, optimizer, *positional, **named)
         if self.published is not None:
             return self.load_published(model, optimizer)
         if self.before is not None:
@@ -100,6 +105,26 @@ class Handover:
         if optimizer is not None:
             optimizer.reload_model_params()
         return 0, 0
+
+    def load_adapters(self, load_checkpoint, model, optimizer, *positional, **named) -> tuple[int, int]:
+        """Copy the published base into the model, and load the run's own adapter or begin with that of the recipe.
+
+        Raises:
+            ValueError: the run's adapter was trained on another base.
+        """
+        args, name, adapter = get_args(), self.recipe.handover.from_hf, self.recipe.handover.adapter
+        base = load_hf(model, name)
+        args.zaya["base"] = restore.on_rank_0(lambda: {"source": name, "fingerprint": fingerprint(base)})
+        loaded = 0, 0
+        if not self.begins:
+            loaded = load_checkpoint(model, optimizer, *positional, **named)
+            saved = restore.on_rank_0(lambda: on_disk.saved_arguments(Path(args.load), loaded[0]).zaya["base"])
+            check_base("handover.from_hf", name, saved, args.zaya["base"]["fingerprint"])
+        elif adapter is not None:
+            load_adapter(model, Path(adapter))
+        if optimizer is not None and self.begins:
+            optimizer.reload_model_params()
+        return loaded
 
     def load_and_begin(self, load_checkpoint, model, optimizer, scheduler, *positional, **named) -> tuple[int, int]:
         """Load weights and optimizer state of the previous stage; steps, samples, schedule and FLOPs start from 0."""

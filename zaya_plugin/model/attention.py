@@ -27,6 +27,7 @@ from hip_ops.runtime.main_grad import main_grad_linear
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.decode_state import DecodeState
+from zaya_plugin.model.low_rank import adapters, low_rank_linear
 from zaya_plugin.model.parameters import ParameterView, constant_parameter, direct, gathered, random_parameter
 from zaya_plugin.parallel.context_exchange import BoundaryExchange, last_rows
 from zaya_plugin.parallel.context_order import ContextShard
@@ -144,14 +145,28 @@ class ZayaSelfAttention(MegatronModule):
             tp_comm_buffer_name="proj",
             tp_group=self.tp_group,
         )
+        h, values = config.hidden_size, (key_size // 2, config.hidden_size)
+        sizes = {"linear_q": (query_size, h), "linear_k": (key_size, h), "linear_v_current": values}
+        sizes |= {"linear_v_delayed": values, "linear_proj": (h, query_size)}
+        self.adapters = adapters(config, "attention", sizes)
         self.recompute_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
 
     def project(self, hidden_states: Tensor) -> Tensor:
-        """Apply the four projections for this rank's heads, to the whole sequence also under sequence parallelism.
+        """Apply the four projections, and their adapters if there are any, for this rank's heads, to the whole sequence
+        also under sequence parallelism.
 
         hidden_states [s / t, b, h] -> queries and keys [s, b, C / t], current and delayed values behind them, together
         gd / t channels (arXiv 2510.04476; without tensor parallelism t is 1 and each is gd / 2 wide). `split_projected`
         cuts it.
+        """
+        projected = self._project_by_weights(hidden_states)
+        if self.adapters is None:
+            return projected
+        *inputs, _ = self.adapters.values()
+        return projected + low_rank_linear(self.config, hidden_states, inputs)
+
+    def _project_by_weights(self, hidden_states: Tensor) -> Tensor:
+        """Return `project` without adapters.
 
         No other function reads the four matrices. Plain matrices are applied as one product: joining them costs a copy
         of 6 MB and saves three reads of the input, three gathers of the sequence and three sums of its gradient.
@@ -255,8 +270,12 @@ class ZayaSelfAttention(MegatronModule):
             context = attend(query, key, value, attention_mask)
         if isinstance(self.linear_proj, RowParallelLinear) and self.tp_group.size() == 1:
             # the same product without the host time of Megatron's wrapper
-            return main_grad_linear(context, gathered(self.linear_proj).weight), None
-        return self.linear_proj(context)[0], None
+            output = main_grad_linear(context, gathered(self.linear_proj).weight)
+        else:
+            output = self.linear_proj(context)[0]
+        if self.adapters is not None:
+            output = output + low_rank_linear(self.config, context, [self.adapters["linear_proj"]])
+        return output, None
 
     def _prologue(self, projected, z_halo, value_halo, angles, starts, view) -> tuple[Tensor, Tensor, Tensor]:
         convolutions = (gathered(self.conv_qk_depthwise), gathered(self.conv_qk_grouped))

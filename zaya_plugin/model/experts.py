@@ -22,7 +22,8 @@ from torch import Tensor, nn
 import hip_ops
 from hip_ops.runtime.main_grad import handed_over_block, main_grad_of
 from zaya_plugin.model.config import ZayaConfig
-from zaya_plugin.model.parameters import initial_device, initialize
+from zaya_plugin.model.low_rank import adapters, add_low_rank_rows_, expert_gradient, scaling
+from zaya_plugin.model.parameters import gathered, initial_device, initialize
 from zaya_plugin.optim.parameter_role import ExpertBlock, role_of
 
 
@@ -74,31 +75,51 @@ class ExpertMLP(torch.autograd.Function):
 
     Saves x and the gate and up activations; the SwiGLU output is recomputed in the backward pass. recompute_rows: a
     function that computes x again, or None; with it x is not saved.
+
+    adapters: of low_rank.py, lora_A [E, r, in] and lora_B [E, out, r] of W1, then of W2; () for none. scale: of them.
     """
 
     @staticmethod
-    def forward(ctx, x, weights, offsets, num_experts, recompute_rows, *matrices):
-        ctx.matrices = matrices[:num_experts], matrices[num_experts:]
+    def forward(ctx, x, weights, offsets, num_experts, recompute_rows, scale, *matrices):
+        ctx.matrices = matrices[:num_experts], matrices[num_experts : 2 * num_experts]
+        ctx.adapters, ctx.scale = matrices[2 * num_experts :], scale
         fc1, fc2 = map(as_block, ctx.matrices)
+        a1, b1, a2, b2 = (matrix.detach().mT for matrix in ctx.adapters) if ctx.adapters else [None] * 4
+        low1 = low2 = None
         gate_up = hip_ops.grouped_rows(x, fc1.transpose(1, 2), offsets)
-        ctx.save_for_backward(None if recompute_rows else x, weights, offsets, gate_up, fc1, fc2)
+        if ctx.adapters:
+            low1 = add_low_rank_rows_(gate_up, x, a1, b1, scale, offsets)
+        hidden = hip_ops.weighted_swiglu(gate_up, weights, offsets)
+        y = hip_ops.grouped_rows(hidden, fc2.transpose(1, 2), offsets)
+        if ctx.adapters:
+            low2 = add_low_rank_rows_(y, hidden, a2, b2, scale, offsets)
+        ctx.save_for_backward(None if recompute_rows else x, weights, offsets, gate_up, fc1, fc2, low1, low2)
         ctx.recompute_rows = recompute_rows
-        return hip_ops.grouped_rows(hip_ops.weighted_swiglu(gate_up, weights, offsets), fc2.transpose(1, 2), offsets)
+        return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_y):
-        x, weights, offsets, gate_up, fc1, fc2 = ctx.saved_tensors
+        x, weights, offsets, gate_up, fc1, fc2, low1, low2 = ctx.saved_tensors
         if ctx.recompute_rows is not None:
             x = ctx.recompute_rows()
         grad_y = grad_y.contiguous()
+        a1, b1, a2, b2 = ctx.adapters or [None] * 4
         grad_hidden = hip_ops.grouped_rows(grad_y, fc2, offsets)
+        if ctx.adapters:
+            grad_low2 = add_low_rank_rows_(grad_hidden, grad_y, b2.detach(), a2.detach(), ctx.scale, offsets)
         grad_gate_up, grad_weights, hidden = hip_ops.weighted_swiglu_backward(grad_hidden, gate_up, weights, offsets)
         fc1_matrices, fc2_matrices = ctx.matrices
-        grad_fc2 = weight_gradients(fc2_matrices, fc2, grad_y, hidden, offsets)
-        grad_fc1 = weight_gradients(fc1_matrices, fc1, grad_gate_up, x, offsets)
-        grad_x = hip_ops.grouped_rows(grad_gate_up, fc1, offsets)
-        return grad_x, grad_weights, None, None, None, *grad_fc1, *grad_fc2
+        grad_fc1 = grad_fc2 = [None] * len(fc1_matrices)
+        if any(ctx.needs_input_grad[6 : 6 + 2 * len(fc1_matrices)]):  # frozen together, or not at all
+            grad_fc2 = weight_gradients(fc2_matrices, fc2, grad_y, hidden, offsets)
+            grad_fc1 = weight_gradients(fc1_matrices, fc1, grad_gate_up, x, offsets)
+        grad_x, grad_adapters = hip_ops.grouped_rows(grad_gate_up, fc1, offsets), ()
+        if ctx.adapters:
+            grad_low1 = add_low_rank_rows_(grad_x, grad_gate_up, b1.detach(), a1.detach(), ctx.scale, offsets)
+            pairs = (a1, grad_low1, x), (b1, grad_gate_up, low1), (a2, grad_low2, hidden), (b2, grad_y, low2)
+            grad_adapters = (expert_gradient(*pair, offsets) for pair in pairs)
+        return grad_x, grad_weights, *[None] * 4, *grad_fc1, *grad_fc2, *grad_adapters
 
 
 class GroupedWeight(nn.Module):
@@ -165,6 +186,7 @@ class GroupedExperts(MegatronModule):
         h, f = config.hidden_size, config.moe_ffn_hidden_size
         self.linear_fc1 = GroupedWeight(config, local, 2 * f, h, config.init_method)
         self.linear_fc2 = GroupedWeight(config, local, h, f, config.output_init_method)
+        self.adapters = adapters(config, "experts", {"linear_fc1": (2 * f, h), "linear_fc2": (h, f)}, local)
 
     def set_layer_number(self, layer_number: int) -> None:
         """Give the matrices their roles as members of the layer's two blocks. layer_number: in the whole model, from
@@ -183,8 +205,11 @@ class GroupedExperts(MegatronModule):
         Rows at and beyond offsets[-1] are padding rows and stay uninitialised. recompute_rows: returns x once more in
         the backward pass, so that it is not kept until then.
         """
-        matrices = self.linear_fc1() + self.linear_fc2()
-        return ExpertMLP.apply(x, weights, offsets, self.num_local_experts, recompute_rows, *matrices)
+        matrices, scale = self.linear_fc1() + self.linear_fc2(), 1.0
+        if self.adapters is not None:
+            scale = scaling(self.config)
+            matrices += [matrix for layer in self.adapters.values() for matrix in gathered(layer).parameters()]
+        return ExpertMLP.apply(x, weights, offsets, self.num_local_experts, recompute_rows, scale, *matrices)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """One checkpoint key per expert and matrix, with the expert's global index."""
@@ -212,4 +237,13 @@ def expert_sharded_state_dict(experts: MegatronModule, prefix: str, sharded_offs
                 dp_cp_group=groups.expt_dp,
             )
             sharded[f"{prefix}{name}.weight{local}"] = tensors[key]
+    if getattr(experts, "adapters", None) is not None:
+        sharded |= make_sharded_tensors_for_checkpoint(
+            state := experts.adapters.state_dict(keep_vars=True),
+            f"{prefix}adapters.",
+            dict.fromkeys(state, 0),  # expert-parallel ranks hold consecutive experts
+            sharded_offsets,
+            tp_group=groups.ep,
+            dp_cp_group=groups.expt_dp,
+        )
     return sharded

@@ -27,6 +27,7 @@ import hip_ops
 from hip_ops.runtime.main_grad import handed_over, main_grad_of
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.model.config import ZayaConfig
+from zaya_plugin.model.low_rank import is_trained
 from zaya_plugin.model.parameters import gathered
 from zaya_plugin.model.stream import link_layers
 from zaya_plugin.parallel.context_order import ContextShard
@@ -63,6 +64,9 @@ class ZayaGPTModel(GPTModel):
             # Megatron sets it, so that DDP adds the gradient that its own head and embedding leave; ours leave none.
             hooks.set_attribute("Parameter().zero_out_wgrad", self.embedding.word_embeddings.weight, False)
         link_layers(self.decoder.layers, config)
+        if config.lora_rank is not None:
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_(is_trained(config, name))
 
     def _preprocess(self, input_ids, position_ids, decoder_input=None, *positional, packed_seq_params=None, **named):
         if self.pre_process and decoder_input is None:
@@ -71,9 +75,29 @@ class ZayaGPTModel(GPTModel):
         decoder_input, angles, *others = super()._preprocess(
             input_ids, position_ids, decoder_input, *positional, packed_seq_params=packed_seq_params, **named
         )
+        if self.config.lora_rank is not None and self.pre_process and torch.is_grad_enabled():
+            # The embedding is frozen. Recomputed parts give no gradients to parameters unless an input requires one.
+            decoder_input = decoder_input.detach().requires_grad_()
         if isinstance(packed_seq_params, PackedDocuments) and packed_seq_params.reset_positions:
             angles = self.rotary_pos_emb.of_positions(packed_seq_params.positions)
         return decoder_input, angles, *others
+
+    def sharded_state_dict(self, prefix: str = "", *positional, whole: bool = False, **named) -> dict:
+        """As Megatron's; of a model with adapters only what is trained, because checkpoints hold the adapter alone, unless
+        `whole`.
+        """
+        state = super().sharded_state_dict(prefix, *positional, **named)
+        if whole or self.config.lora_rank is None:
+            return state
+        return {name: value for name, value in state.items() if is_trained(self.config, name)}
+
+    def load_state_dict(self, state_dict: dict, strict: bool = True, **named):
+        """As torch's; with adapters, frozen weights may be missing."""
+        if self.config.lora_rank is not None:
+            state_dict = {
+                name: value for name, value in self.state_dict().items() if name not in state_dict
+            } | state_dict
+        return super().load_state_dict(state_dict, strict, **named)
 
     def promised_gradient(self, loss_mask: Tensor | None) -> Tensor | None:
         """Return the gradient [b, s] that the losses will get; None if it is not known in advance.

@@ -70,7 +70,8 @@ def update_biases(routers, config, group) -> RouterStatistics:
 
     num_experts = counts.shape[1] - 1
     gradient = (counts[:, :num_experts].double() / tokens.clamp_min(1).unsqueeze(-1) - 1 / num_experts).float()
-    _adamw_step(routers, gradient, config)
+    if config.lora_rank is None or config.lora_balancing:
+        _adamw_step(routers, gradient, config)
     for router in routers:
         router.reset_counts()
     return RouterStatistics(counts, (entropy / tokens.clamp_min(1)).float())

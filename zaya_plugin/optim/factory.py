@@ -63,6 +63,8 @@ def build_muon_adamw(
         }
     ):
         parts = get_megatron_optimizer(config, model_chunks, config_overrides=overrides, **named).chained_optimizers
+    # On every rank, where only experts or no experts are trained; Megatron cannot save such a part.
+    parts = [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
     skip_zeroing_experts(model_chunks)
     for optimizer in parts:
         if (group := compat.group_of_experts_norm(optimizer)) is not None:

@@ -4,7 +4,7 @@
 The model sets `ParameterRole.block` when it builds its experts; `tag_parameters` sets the other fields by rule and
 recipe. A role is frozen, so a parameter and its fp32 copy or shard share one: `main.zaya_role = role_of(parameter)`.
 
-The rule is Muon for matrices and AdamW for all others. ZAYA1 trained its 2-D weights with Muon, and convolutions,
+Adapters (zaya_plugin/model/low_rank.py) are under AdamW. The rule for all other parameters is Muon for matrices and AdamW for all others. ZAYA1 trained its 2-D weights with Muon, and convolutions,
 embedding (the tied head), norms, residual scales and temperatures with AdamW (arXiv 2511.17127, as quoted by the Primus
 port of ZAYA1; arXiv 2605.05365, section III). The router's matrices, its head included, are 2-D weights and
 follow that rule.
@@ -125,7 +125,7 @@ def _rule(name: str, parameter: Tensor) -> str:
     if (
         parameter.dim() <= 1
         or _is_embedding(name, parameter)
-        or any(part.startswith("conv") for part in name.split("."))
+        or any(part.startswith("conv") or part == "adapters" for part in name.split("."))
     ):
         return "adamw"
     if parameter.dim() == 2 or _is_expert_stack(name, parameter):

@@ -2,8 +2,9 @@
 """Sizes, parameters and floating-point operations of a ZAYA model. Plain arithmetic.
 
 ZAYA1-base has 8,840,488,784 parameters. A multiply-add counts as two operations; causal attention counts at its average
-length, that of the window where a layer has one; the backward pass as twice the forward; recomputation is not counted,
-as in every MFU figure. ZAYA1-base at 4,096 tokens: 1.505 (projections, convolutions, router, expert) + 1.074 (head) + 0.336 (attention) = 2.915 GFLOP for a
+length, that of the window where a layer has one; the backward pass as twice the forward, or once for the products of
+frozen weights, whose own gradient is not computed; recomputation is not counted, as in every MFU figure. ZAYA1-base at
+4,096 tokens: 1.505 (projections, convolutions, router, expert) + 1.074 (head) + 0.336 (attention) = 2.915 GFLOP for a
 token forward.
 """
 
@@ -13,7 +14,7 @@ from dataclasses import dataclass, fields
 @dataclass(frozen=True)
 class Shape:
     """The sizes that parameters and operations depend on. Field names are Megatron's; `vocab_size` is the
-    padded one.
+    padded one. lora_rank, lora_targets: of the adapters (optim.lora); None: all weights are trained.
     """
 
     num_layers: int
@@ -29,12 +30,15 @@ class Shape:
     normalization: str = "RMSNorm"
     sliding_window: int | None = None
     window_attn_skip_freq: int | None = None
+    lora_rank: int | None = None
+    lora_targets: tuple[str, ...] = ()
 
     @classmethod
     def of_arguments(cls, args) -> "Shape":
         """Return the sizes in Megatron's arguments."""
-        names = (field.name for field in fields(cls) if field.name not in ("vocab_size", "conv_taps"))
-        return cls(**{name: getattr(args, name) for name in names}, vocab_size=args.padded_vocab_size)
+        names = {field.name for field in fields(cls)} - {"vocab_size", "conv_taps", "lora_targets"}
+        values = {name: getattr(args, name) for name in names}
+        return cls(**values, vocab_size=args.padded_vocab_size, lora_targets=tuple(args.lora_targets))
 
     @property
     def norm_vectors(self) -> int:
@@ -83,7 +87,31 @@ def forward_flops_by_part(shape: Shape, seq_length: int) -> dict[str, float]:
 
 def training_flops(shape: Shape, tokens: int, seq_length: int) -> float:
     """Return operations of forward and backward over `tokens` tokens in sequences of `seq_length`."""
-    return 3.0 * tokens * sum(forward_flops_by_part(shape, seq_length).values())
+    parts = forward_flops_by_part(shape, seq_length)
+    if shape.lora_rank is None:
+        return 3.0 * tokens * sum(parts.values())
+    adapters = adapter_parameters(shape)
+    trained = parts["attention"] + parts["prologue"] + ("router" in shape.lora_targets) * parts["router"]
+    active = adapters["attention"] + adapters["experts"] / shape.num_experts
+    return tokens * (2.0 * sum(parts.values()) + trained + 6.0 * active)
+
+
+def adapter_parameters(shape: Shape) -> dict[str, int]:
+    """Return the parameters that are trained with adapters, by target; zeros without adapters."""
+    h, f, r, layers, targets = (
+        shape.hidden_size,
+        shape.moe_ffn_hidden_size,
+        shape.router_hidden_size,
+        shape.num_layers,
+        shape.lora_targets if shape.lora_rank else (),
+    )
+    channels = {
+        "attention": 5 * h + 2 * shape.query_channels + 2 * shape.key_channels,  # of both sides of five matrices
+        "experts": shape.num_experts * (2 * h + 3 * f),
+    }
+    of_layer = {target: (shape.lora_rank or 0) * count for target, count in channels.items()}
+    of_layer["router"] = (h + 1) * r + 2 * (r + 1) * r + (shape.num_experts + 1) * r
+    return {target: layers * count * (target in targets) for target, count in of_layer.items()}
 
 
 def active_parameters(shape: Shape) -> int:

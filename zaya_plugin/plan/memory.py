@@ -21,6 +21,7 @@ from zaya_plugin.plan.parallelism import (
     local_parameters,
     owned_parameters,
     reached_keys,
+    trained_parameters,
 )
 
 FLOAT32_BYTES = 4
@@ -108,6 +109,8 @@ def layer_tensors(
         "normed input of the experts": a * h * tokens * norms,
         "router state": a * shape.router_hidden_size * tokens,
         "output of the experts": merge["output"],
+        "adapters": a * (shape.lora_rank or 0) * tokens * (5 * ("attention" in shape.lora_targets)),
+        "adapters of the experts": a * (shape.lora_rank or 0) * tokens * (2 * ("experts" in shape.lora_targets) * moe),
         "random generators": (2 - core - moe) * RANDOM_STATE_BYTES,
     }
     of_experts = {
@@ -168,10 +171,10 @@ def adamw_elements(shape: Shape, layout: ParallelSizes) -> float:
 
 def padded_parameters(shape: Shape, layout: ParallelSizes, muon: bool = True) -> dict[str, float]:
     """Return elements of the gradient buffers of a rank, "experts" and "rest"."""
-    local, largest = local_parameters(shape, layout), largest_matrices(shape, layout, muon)
+    trained, largest = trained_parameters(shape, layout), largest_matrices(shape, layout, muon)
     ranks = {"experts": layout.expert_shards, "rest": layout.shards}
-    units = {part: ranks[part] * largest[part] if ranks[part] > 1 else 1 for part in local}
-    return {part: float(ceil(local[part] / units[part]) * units[part]) for part in local}
+    units = {part: ranks[part] * largest[part] if ranks[part] > 1 else 1 for part in trained}
+    return {part: float(ceil(trained[part] / units[part]) * units[part]) for part in trained}
 
 
 def in_flight(layout: ParallelSizes, micro_batches: int) -> float:
@@ -214,7 +217,9 @@ def _stage(
     last: bool,
 ) -> MemoryPlan:
     a, h, tp = batch.dtype_bytes, shape.hidden_size, layout.tensor
-    parameters, layers = sum(local_parameters(shape, layout).values()), shape.num_layers // layout.pipeline
+    parameters, trained = (sum(of(shape, layout).values()) for of in (local_parameters, trained_parameters))
+    parameters += trained * (shape.lora_rank is not None)
+    layers = shape.num_layers // layout.pipeline
     recompute = replace(recompute, full_layers=min(recompute.full_layers, layers))
     flights = in_flight(layout, batch.micro_batches) if first else 1.0
     whole = batch.seq_length * batch.micro_batch_size // layout.context  # tokens under tensor parallelism too
@@ -237,9 +242,9 @@ def _stage(
     return MemoryPlan(
         {
             "weights": float(a * parameters),
-            "gradients": float(batch.gradient_bytes * parameters),
+            "gradients": float(batch.gradient_bytes * trained),
             "padding of their buffers": (a + batch.gradient_bytes)
-            * (sum(padded_parameters(shape, layout, optimizer.muon).values()) - parameters),
+            * (sum(padded_parameters(shape, layout, optimizer.muon).values()) - trained),
             "optimizer": optimizer_bytes(shape, layout, optimizer, a),
             "activations of the layers": kept,
             "embedding, final norm and head": ends,

@@ -8,7 +8,7 @@ zaya_plugin.plan.memory. docs/verification.md compares these figures with measur
 
 from dataclasses import dataclass
 
-from zaya_plugin.plan.flops import Shape, count_parameters
+from zaya_plugin.plan.flops import Shape, adapter_parameters, count_parameters
 
 GRADIENT_BYTES, WEIGHT_BYTES = 4, 2  # of an element: gradients in fp32, weights of a bf16 model
 
@@ -82,16 +82,26 @@ def local_parameters(shape: Shape, layout: ParallelSizes) -> dict[str, int]:
     return {"experts": parts["experts"] // (stages * layout.expert), "rest": rest}
 
 
+def trained_parameters(shape: Shape, layout: ParallelSizes) -> dict[str, int]:
+    """Return parameters with gradients on that rank: all, or with adapters those alone, as in `local_parameters`."""
+    if shape.lora_rank is None:
+        return local_parameters(shape, layout)
+    counts = {target: count // layout.pipeline for target, count in adapter_parameters(shape).items()}
+    return {"experts": counts["experts"] // layout.expert, "rest": counts["attention"] + counts["router"]}
+
+
 def owned_parameters(shape: Shape, layout: ParallelSizes) -> dict[str, float]:
     """Return parameters whose optimizer state is on a rank, `experts` and `rest`."""
-    local = local_parameters(shape, layout)
-    return {"experts": local["experts"] / layout.expert_shards, "rest": local["rest"] / layout.shards}
+    trained = trained_parameters(shape, layout)
+    return {"experts": trained["experts"] / layout.expert_shards, "rest": trained["rest"] / layout.shards}
 
 
 def largest_matrices(shape: Shape, layout: ParallelSizes, muon: bool = True) -> dict[str, int]:
     """Return elements of the largest matrix of "experts" and "rest"; every shard of a buffer holds whole ones
-    (zaya_plugin.optim.sharding.placement).
+    (zaya_plugin.optim.sharding.placement), but for adapters.
     """
+    if shape.lora_rank is not None:
+        return {"experts": 1, "rest": 1}
     queries = shape.query_channels // layout.tensor * shape.hidden_size if muon else 1
     return {"experts": 2 * shape.moe_ffn_hidden_size * shape.hidden_size, "rest": queries}
 

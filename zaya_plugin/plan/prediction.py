@@ -208,6 +208,9 @@ def obstacle(source: Source, recipe: Recipe, memory: MemoryPlan | None = None) -
             fix="cluster=h200_8, or the recipe of another device",
         ): recipe.cluster.device == "cpu",
         message(
+            "optim.lora.rank", recipe.optim.lora.rank, problem="no step with adapters was measured", allowed="null"
+        ): recipe.optim.lora.rank is not None,
+        message(
             "machine.name",
             name,
             problem="is not a device with known rates",

@@ -57,6 +57,8 @@ def shape_of(recipe: Recipe, vocabulary: int | None = None) -> Shape:
         normalization=model.normalization,
         sliding_window=model.sliding_window,
         window_attn_skip_freq=model.window_attn_skip_freq,
+        lora_rank=recipe.optim.lora.rank,
+        lora_targets=tuple(recipe.optim.lora.targets),
     )
 
 
@@ -87,8 +89,9 @@ def batch_of(recipe: Recipe, world_size: int) -> Batch:
 
 
 def optimizer_of(recipe: Recipe) -> Optimizer:
-    """Return what the memory plan reads of the recipe's optimizer."""
-    return Optimizer(recipe.optim.name == "muon", 2 if recipe.optim.muon_momentum_dtype == "bf16" else 4)
+    """Return what the memory plan reads of the recipe's optimizer. Adapters are under AdamW with every name."""
+    muon = recipe.optim.name == "muon" and recipe.optim.lora.rank is None
+    return Optimizer(muon, 2 if recipe.optim.muon_momentum_dtype == "bf16" else 4)
 
 
 def recompute_of(recipe: Recipe) -> Recompute:

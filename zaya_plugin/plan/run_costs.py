@@ -21,7 +21,7 @@ from zaya_plugin.ground.durations import duration
 from zaya_plugin.ground.errors import as_typed, without_advice
 from zaya_plugin.plan.flops import Shape, training_flops
 from zaya_plugin.plan.memory import FLOAT32_BYTES, Optimizer, optimizer_bytes, padded_parameters
-from zaya_plugin.plan.parallelism import WEIGHT_BYTES, ParallelSizes, local_parameters, owned_parameters
+from zaya_plugin.plan.parallelism import WEIGHT_BYTES, ParallelSizes, owned_parameters, trained_parameters
 from zaya_plugin.plan.prediction import Prediction
 from zaya_plugin.plan.recipe_plan import optimizer_of, sizes_of
 
@@ -68,11 +68,11 @@ def rank_bytes(shape: Shape, layout: ParallelSizes, optimizer: Optimizer) -> flo
     """Return the bytes that the fullest rank saves. Shards hold whole matrices, so the fullest has more than the mean
     by the padding of its buffers (docs/another-part.md has the shards of ZAYA1-base).
     """
-    local, padded = local_parameters(shape, layout), padded_parameters(shape, layout, optimizer.muon)
+    trained, padded = trained_parameters(shape, layout), padded_parameters(shape, layout, optimizer.muon)
     of_element = FLOAT32_BYTES + (optimizer.momentum_bytes if optimizer.muon else 2 * FLOAT32_BYTES)
     experts = owned_parameters(shape, layout)["experts"] * of_element
     rest = optimizer_bytes(shape, layout, optimizer, WEIGHT_BYTES) - experts
-    return experts * padded["experts"] / local["experts"] + rest * padded["rest"] / local["rest"]
+    return experts * padded["experts"] / (trained["experts"] or 1) + rest * padded["rest"] / (trained["rest"] or 1)
 
 
 def checkpoint_plan(recipe: Recipe, world: int) -> CheckpointPlan:

@@ -192,8 +192,9 @@ def accumulated(shape: Shape, layout: ParallelSizes) -> dict[str, int]:
 def optimizer_share(shape: Shape, layout: ParallelSizes, recipe: Recipe) -> OptimizerShare:
     """Return the share of the busiest rank; matrices are never cut, so it has at least one of the largest ones."""
     optim, owned, ranks = recipe.optim, owned_parameters(shape, layout), layout.expert_shards
-    layers, momentum = shape.num_layers // layout.pipeline, recipe_plan.optimizer_of(recipe).momentum_bytes
-    if optim.name != "muon":
+    layers, optimizer = shape.num_layers // layout.pipeline, recipe_plan.optimizer_of(recipe)
+    momentum = optimizer.momentum_bytes
+    if not optimizer.muon:
         return OptimizerShare(0.0, sum(owned.values()), momentum)
     of_an_expert, of_a_layer = muon_matrices(shape, optim.muon_split_gate_up)
     experts = layers * shape.num_experts / layout.expert / ranks

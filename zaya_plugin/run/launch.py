@@ -103,6 +103,13 @@ def launch(
     places.require_answer(checkpoint_path(recipe), "checkpoint.path")
     if recipe.handover.from_run is not None:
         places.require_answer(recipe.handover.from_run, "handover.from_run")
+    if is_training and recipe.optim.lora.rank is not None and recipe.handover.from_hf is None:
+        raise mistake(
+            "handover.from_hf",
+            None,
+            problem="checkpoints of adapters hold no other weights, so those have to be published ones",
+            allowed="a folder, or a name on the Hub such as Zyphra/ZAYA1-base",
+        )
     check_resume(recipe)
     start_recipe.check_changed_keys(recipe, plan)
     recipe = start_recipe.take_over(recipe)

@@ -67,6 +67,7 @@ def _impossible(recipe: Recipe) -> Iterator[str]:
     for key, value, impossible, host, allowed, fix in (
         ("data.packing", data.packing, data.packing != "none", own_data, "none", "data.packing=none"),
         ("data.order", data.order, data.order != "megatron", own_data, "megatron", "data.order=megatron"),
+        ("optim.lora.rank", recipe.optim.lora.rank, recipe.optim.lora.rank, own_configuration, "null", "zaya train"),
         # the host would read again what the previous stage has read
         ("handover.first_sample", first, first, own_data, "0", "give the stage other data than the previous stage"),
         (

@@ -17,17 +17,20 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
-from torch import nn
+from torch import Tensor, nn
 
 from zaya_plugin.checkpoint.convert import exporting
+from zaya_plugin.checkpoint.convert.adapters import Lora
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.importing import Source, open_source
+from zaya_plugin.checkpoint.convert.peft_folder import read_adapter
 from zaya_plugin.checkpoint.convert.safetensors_files import shards
 from zaya_plugin.checkpoint.convert.tables import EMBEDDING
 from zaya_plugin.checkpoint.convert.values import Boxes, Region, as_bytes
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.model.build import build_zaya_model, groups_of_one
 from zaya_plugin.model.config import ZayaConfig
+from zaya_plugin.model.low_rank import ADAPTER
 
 T = TypeVar("T")
 
@@ -100,8 +103,8 @@ def load_hf(model: nn.Module | Sequence[nn.Module], source: str | Path | Source)
     sharded = [
         tensor
         for chunk in chunks
-        for tensor in chunk.sharded_state_dict().values()
-        if isinstance(tensor, ShardedTensor)
+        for tensor in chunk.sharded_state_dict(whole=True).values()
+        if isinstance(tensor, ShardedTensor) and ADAPTER not in tensor.key
     ]
     table = next((tensor.global_shape[0] for tensor in sharded if tensor.key == EMBEDDING), published.model.vocab_size)
     config = chunks[0].config
@@ -133,12 +136,34 @@ def load_hf(model: nn.Module | Sequence[nn.Module], source: str | Path | Source)
     for tensor in sharded:
         if tensor.key not in shapes:
             tensor.data.zero_()
-            continue
-        first, *others = tensor.global_offset
-        values = published.tensors[tensor.key].rows(first, first + tensor.local_shape[0])
-        columns = tuple(slice(at, at + size) for at, size in zip(others, tensor.local_shape[1:], strict=True))
-        tensor.data.copy_(values[(slice(None), *columns)].view(tensor.data.shape))
+        else:
+            first = tensor.global_offset[0]
+            copy_part(tensor, published.tensors[tensor.key].rows(first, first + tensor.local_shape[0]))
     return published
+
+
+def copy_part(tensor: ShardedTensor, values: Tensor) -> None:
+    """Copy into this rank's part of a tensor. values: the rows of the part, of all columns."""
+    places = zip(tensor.global_offset[1:], tensor.local_shape[1:], strict=True)
+    columns = tuple(slice(at, at + size) for at, size in places)
+    tensor.data.copy_(values[(slice(None), *columns)].view(tensor.data.shape))
+
+
+@torch.no_grad()
+def load_adapter(model: nn.Module | Sequence[nn.Module], folder: Path) -> None:
+    """Copy an adapter by peft into a model with adapters, each rank its own part.
+
+    Raises:
+        ValueError: it does not fit the model.
+    """
+    chunks = _unwrapped(model)
+    config = chunks[0].config
+    # no tensor of an adapter depends on the vocabulary
+    tensors = read_adapter(folder, Lora.of(config), Description.of_config(config, 1))
+    for tensor in (tensor for chunk in chunks for tensor in chunk.sharded_state_dict().values()):
+        if isinstance(tensor, ShardedTensor) and tensor.key in tensors:
+            first = tensor.global_offset[0]
+            copy_part(tensor, tensors[tensor.key][first : first + tensor.local_shape[0]])
 
 
 def save_hf(
@@ -298,7 +323,7 @@ def _on_all_ranks(step: Callable[[], T]) -> list[T]:
 
 def _main_copies(chunks: list[GPTModel]) -> Iterator[ShardedTensor]:
     """Yield the tensors of which this rank has the main copy."""
-    for tensor in (tensor for chunk in chunks for tensor in chunk.sharded_state_dict().values()):
+    for tensor in (tensor for chunk in chunks for tensor in chunk.sharded_state_dict(whole=True).values()):
         if isinstance(tensor, ShardedTensor) and is_main_replica(tensor.replica_id):
             yield tensor
 
@@ -332,6 +357,8 @@ def _put_together(parts: Path, first: GPTModel, written: list[_Part]) -> exporti
         max_position_embeddings=first.max_sequence_length,
     )
     arguments = described.arguments() | {"bf16": first.config.params_dtype == torch.bfloat16}
+    if (lora := Lora.of(first.config)) is not None:
+        arguments |= vars(lora)
 
     def values(key: str) -> Boxes:
         places = tuple((part.place, part.values) for part in of_key[key])

@@ -9,7 +9,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import xxhash
 from zaya_plugin import __version__
 from zaya_plugin.checkpoint import manifest, on_disk, places
 from zaya_plugin.checkpoint.convert import hf_config, model_card, safetensors_files
+from zaya_plugin.checkpoint.convert.adapters import Lora, open_base
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.importing import TOKENIZER, check_rows
 from zaya_plugin.checkpoint.convert.model_folder import (
@@ -64,6 +65,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 class Trained:
     """A checkpoint's model. tensors: by this package's names; arguments: Megatron's, of the save;
     reading: holds its files.
+
+    adapter: the tensors that the checkpoint of a model with adapters holds, by the same names; those that they change are
+    merged in `tensors`. base_layout: of the published weights that the adapter was trained on.
     """
 
     folder: Path
@@ -71,6 +75,8 @@ class Trained:
     tensors: Mapping[str, Values]
     arguments: object
     reading: Reading | None = None
+    adapter: Mapping[str, Values] = field(default_factory=dict)
+    base_layout: str | None = None
 
     @property
     def imported(self) -> dict:
@@ -111,17 +117,27 @@ class Trained:
             )
 
 
-def open_checkpoint(checkpoint: Path | Reading) -> Trained:
+def open_checkpoint(checkpoint: Path | Reading, base: str | None = None) -> Trained:
     """Return the model of a checkpoint, with every tensor that its description requires.
 
-    checkpoint: its folder, or as `reading.begin` returns it.
+    checkpoint: its folder, or as `reading.begin` returns it. base: where the published weights are that an adapter was
+    trained on; None: where the run has read them.
 
     Raises:
-        ValueError: the checkpoint is damaged, or its tensors are not those of its description.
+        ValueError: the checkpoint is damaged, or its tensors are not those of its description; or there is no base, or
+            another one.
     """
     stored = CheckpointTensors(checkpoint)
-    trained = checked(stored.folder, stored.arguments(), stored.shapes(), stored.values)
-    return replace(trained, reading=stored.reading)
+    arguments, shapes, values, layout = stored.arguments(), stored.shapes(), stored.values, None
+    if Lora.of(arguments) is not None:
+        published, own = open_base(arguments, base), shapes
+        layout, frozen = published.layout, published.tensors
+        shapes = {name: tensor.shape for name, tensor in frozen.items()} | own
+        values = lambda name: stored.values(name) if name in own else frozen[name]  # noqa: E731
+    elif base is not None:
+        raise mistake("--base", base, problem=f"{stored.folder} holds no adapter", fix="leave it out")
+    trained = checked(stored.folder, arguments, shapes, values)
+    return replace(trained, reading=stored.reading, base_layout=layout)
 
 
 def checked(
@@ -137,18 +153,25 @@ def checked(
     model = Description.of_arguments(arguments)
     check_expressible(model)
     parts = {name: row.part for row in rows("native", model) for name in row.ours}
-    states = {name: shape for name, _, shape in balancing_state(model)}
-    problems = []
-    for name, shape in (parts | states).items():
+    states, lora = {name: shape for name, _, shape in balancing_state(model)}, Lora.of(arguments)
+    adapters, optional = ({}, {}) if lora is None else (lora.shapes(model), {} if lora.lora_balancing else states)
+    known, problems = parts | states | adapters, []
+    for name, shape in known.items():
+        if name in optional and name not in shapes:
+            continue
         if name not in shapes:
             problems.append(f"{name} is missing")
         elif shapes[name] != shape:
             problems.append(f"{name} has the shape {list(shapes[name])}, and the model requires {list(shape)}")
-    unknown = (name for name in shapes if not OPTIMIZER.match(name) and name not in parts | states)
+    unknown = (name for name in shapes if not OPTIMIZER.match(name) and name not in known)
     problems += [f"{name} is unknown" for name in unknown]
     if problems:
         raise mistake(str(folder), problem="holds other tensors than those of its model: " + "; ".join(problems[:40]))
-    return Trained(folder, model, {name: values(name) for name in parts}, arguments)
+    tensors, own = {name: values(name) for name in parts}, {}
+    if lora is not None:
+        own = {name: values(name) for name in (*adapters, *(row.ours[0] for row in lora.retrained(model)))}
+        tensors = lora.merged(model, tensors, own)
+    return Trained(folder, model, tensors, arguments, adapter=own)
 
 
 def check_expressible(model: Description) -> None:
@@ -269,6 +292,8 @@ def plan(
     of = trained.model.vocab_size
     check_rows(vocab_size or of, of + (used is not None and used > of), used)
     trained, changes = folded(trained)
+    if trained.adapter:
+        changes.append("the adapter is merged into the weights in fp32 and rounded with them")
     if vocab_size is not None and vocab_size != of:
         embedding = OfLength(trained.tensors[EMBEDDING], vocab_size)
         trained = replace(trained, tensors={**trained.tensors, EMBEDDING: embedding})
@@ -353,7 +378,7 @@ def export_model(
             finished.note(name, bytes=(unfinished / name).stat().st_size, tensors=checksums)
         safetensors_files.write_index(unfinished, groups, names)
         config = hf_config.write(export.layout, export.trained.model, export.dtype)
-        _write_json(unfinished / CONFIG, config)
+        write_json(unfinished / CONFIG, config)
         _copy_companions(export, unfinished)
         checksums = {name: sum_ for file in names for name, sum_ in finished.files[file]["tensors"].items()}
         record = {
@@ -367,7 +392,7 @@ def export_model(
             "changes": export.changes,
             "xxh3_128": checksums,
         }
-        _write_json(unfinished / RECORD, record)
+        write_json(unfinished / RECORD, record)
         (unfinished / model_card.NAME).write_text(model_card.text(export, config))
         finished.end()
         places.sync(unfinished)
@@ -384,12 +409,13 @@ def _copy_companions(export: Export, folder: Path) -> None:
     model = export.trained.model
     if not (folder / "generation_config.json").exists():
         ids = {f"{name}_token_id": getattr(model, name) for name in ("bos", "eos", "pad")}
-        _write_json(
+        write_json(
             folder / "generation_config.json", {**{k: v for k, v in ids.items() if v is not None}, "use_cache": True}
         )
 
 
-def _write_json(path: Path, content: dict) -> None:
+def write_json(path: Path, content: dict) -> None:
+    """Write a JSON file, whole or not at all."""
     write_whole(path, json.dumps(content, indent=2) + "\n")
 
 

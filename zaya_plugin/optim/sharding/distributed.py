@@ -154,6 +154,9 @@ class MuonDistributedOptimizer(DistributedOptimizer):
 
     def __init__(self, optimizer: MuonAdamW, *positional, **named):
         super().__init__(optimizer, *positional, **named)
+        self.exchange, self.targets, self._copies, self._gradients = None, {}, {}, {}
+        if self.is_stub_optimizer:  # no parameter of this kind is trained
+            return
         cut = cut_matrices(self.buffers, self.data_parallel_group.size())
         cut_by_main_param = {main: cut[model] for model, main in self._pairs() if model in cut}
         self.exchange = MatrixExchange(self.data_parallel_group, cut_by_main_param) if cut else None
