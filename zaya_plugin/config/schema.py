@@ -120,7 +120,8 @@ BALANCING = OnResume("warns", "the experts' biases are moved with the new value"
 ROUNDING = OnResume("warns", "the steps to come are rounded in another way")
 UNUSED = OnResume("warns", "it has no effect, because the run continues from its own checkpoint")
 BASE = OnResume(
-    "warns", "it is read only for the base of adapters (optim.lora), whose fingerprint must be that of the run so far"
+    "warns",
+    "it has no effect, but for adapters (optim.lora): it names their base, whose fingerprint must be that of the run so far",
 )
 PASSED_ON = OnResume("warns", "Megatron gets the new values")
 
@@ -1051,10 +1052,10 @@ class HandoverConfig:
     )
     adapter: str | None = own(
         None,
-        "folder of an adapter by peft, of the optim.lora in the recipe, to start from",
+        "folder of an adapter by peft, of the optim.lora in the recipe, to start from; a resume does not read it",
         "hosts.stage_handover",
         limit=NOT_EMPTY,
-        resume=UNUSED,
+        resume=MAY_CHANGE,
     )
     optimizer: str = own(
         "keep",
