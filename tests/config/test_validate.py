@@ -297,6 +297,13 @@ IMPOSSIBLE = [
     (["data.path=' '"], 2, ["data.path= :", "not empty"]),
     (["megatron.lr=1"], 2, ["megatron.lr=1", "Fix: optim.lr=1."]),
     (["megatron.layernorm_epsilon=1"], 2, ["megatron.layernorm_epsilon", "Fix: model.norm_epsilon=1."]),
+    (["model.window_attn_skip_freq=2"], 2, ["model.window_attn_skip_freq=2", "no layer has a sliding window"]),
+    (["model.window_attn_skip_freq=1"], 2, ["model.window_attn_skip_freq=1", "from 2 to 10000"]),
+    (
+        ["model.sliding_window=64", "cluster.core_attention=cudnn"],
+        2,
+        ["cluster.core_attention=cudnn", "no sliding window", "stage.seq_length of at most 65"],
+    ),
 ]
 
 
