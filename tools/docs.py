@@ -404,7 +404,7 @@ def llms() -> str:
         lines += ["", f"## {section.splitlines()[0]}", ""]
         for name, file in LINK.findall(section):
             opening = " ".join((DOCS / file).read_text().split("\n\n")[1].split())
-            lines.append(f"- [{name}]({file}): {re.match(r'.*?[.:](?= |$)', opening)[0]}")
+            lines.append(f"- [{name}]({file}): {re.match(r'.*?[.](?= |$)|.*', opening)[0]}")
     return "\n".join(lines) + "\n"
 
 

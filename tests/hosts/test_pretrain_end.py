@@ -31,6 +31,7 @@ def ended(monkeypatch):
             datasets=None,
             model=None,
             steps=steps,
+            routing=None,
             step=4,
             refused=None,
             ended_early=lambda: None,

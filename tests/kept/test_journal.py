@@ -68,7 +68,7 @@ def test_the_end_of_that_run_as_the_same_commit_wrote_it_ends_it(tmp_path):
     cluster, result = Cluster((2,)).replay(read(path)), account(read(path))
     assert (cluster.ended, cluster.running, cluster.pending, cluster.best) == (True, False, None, 560)
     assert (result.ended, result.code, result.reason) == (True, 75, end["reason"])
-    lines, code = status(read(path), 1795345600.0)
+    lines, code, _ = status(read(path), 1795345600.0)
     assert code == 0 and lines[0] == "state          ended, exit code 75, since 10.0 s"
 
 
@@ -78,7 +78,7 @@ def test_the_account_and_the_status_are_the_same():
     expected |= {"kept_steps": 560.0, "lost_steps": 620.0, "mean_recover": 17.09999990463257}
     assert {name: figures[name] for name in expected} == pytest.approx(expected, rel=1e-12)
     assert figures["decisions"] == {"ride": 1, "restart": 1, "rollback": 1, "exchange": 2}
-    lines, code = status(read(JOURNAL), 1795345588.4)
+    lines, code, _ = status(read(JOURNAL), 1795345588.4)
     assert code == 0 and lines == [
         "state          trains, since 6.0 s",
         "step           560, 0.25 s a step",

@@ -6,6 +6,7 @@ parameters by optimizer, the measured shards of docs/another-part.md, and Young'
 
 import json
 import re
+from pathlib import Path
 from dataclasses import replace
 
 import pytest
@@ -58,6 +59,8 @@ def plan(on_mi300x):
     ("optimizer", "total", "of_8", "of_64"),
     [("fp32", 72.9, 9.11, 1.14), ("bf16", 56.3, 7.04, 0.88), ("adamw", 106.1, 13.3, 1.66)],
 )
+
+README = Path(__file__).parents[2] / "README.md"
 def test_bytes(plan, optimizer, total, of_8, of_64):
     assert plan(optimizer=optimizer).total / 1e9 == pytest.approx(total, abs=0.06)
     assert plan(8, optimizer=optimizer).rank / 1e9 == pytest.approx(of_8, rel=0.005)
@@ -223,6 +226,7 @@ def test_five_lines_of_the_command_in_the_readme(on_mi300x):
     assert float(days) == pytest.approx((stage["hours"] + stage["lost"]) / 24, rel=0.002)
     assert stage["hours"] / 24 == pytest.approx(476_837 * step.seconds / 86_400) == pytest.approx(304, abs=10)
     assert int(hours.replace(",", "")) == pytest.approx(float(days) * 24 * 8, rel=0.002)
+    assert f"the first stage is {days} days and {hours} GPU hours" in " ".join(README.read_text().split())
     assert re.fullmatch(r"saves        72\.9 GB every 3 h \d\d min \(prediction; checkpoint.save_interval=200\)", saves)
     never = with_values(recipe, {"checkpoint.save_interval": None})
     assert cost_lines(replace(step, recipe=never))[4] == (

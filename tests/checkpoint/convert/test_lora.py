@@ -172,7 +172,7 @@ def test_counts_of_the_plan_are_those_of_the_model(base):
     shape = recipe_plan.shape_of(recipe, 262_272)
     trained = 40 * 16 * (16 * 5 * 2048 + 5 * 2048 + 2 * 1024 + 2 * 256)
     plan = recipe_plan.plan_of(recipe, 8, 262_272).components
-    assert plan["weights"] == 2 * (8_840_488_784 + trained) and plan["gradients (fp32)"] == 4 * trained
+    assert plan["weights"] == 2 * (8_840_488_784 + trained) and plan["gradients"] == 4 * trained
     assert plan["optimizer"] == 12 * trained / 8
     full = training_flops(replace(shape, lora_rank=None), 1, 4096)
     forward = forward_flops_by_part(shape, 4096)

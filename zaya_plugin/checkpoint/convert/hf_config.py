@@ -362,6 +362,7 @@ def write(layout: str, model: Description, dtype: str) -> dict[str, Any]:
         "num_experts": model.num_experts,
         "max_position_embeddings": model.max_position_embeddings,
         "partial_rotary_factor": model.rotary_percent,
+        "sliding_window": None,
         "attention_bias": False,
         "lm_head_bias": False,
         "attention_dropout": 0.0,
@@ -375,10 +376,8 @@ def write(layout: str, model: Description, dtype: str) -> dict[str, Any]:
 
 
 def _write_native(model: Description) -> dict[str, Any]:
-    rope = {"rope_type": "default", "partial_rotary_factor": model.rotary_percent}
-    parameters = {"hybrid": {**rope, "rope_theta": float(model.rotary_base)}}
-    if any(model.windows):
-        parameters[SLIDING] = {**rope, "rope_theta": float(model.swa_rotary_base)}
+    bases = {"hybrid": model.rotary_base} | ({SLIDING: model.swa_rotary_base} if any(model.windows) else {})
+    share = model.rotary_percent
     return {
         "num_hidden_layers": model.num_layers,
         "num_experts_per_tok": 1,
@@ -390,7 +389,10 @@ def _write_native(model: Description) -> dict[str, Any]:
         "rms_norm_eps": model.norm_epsilon,
         "layer_types": [SLIDING if window else "hybrid" for window in model.windows],
         "sliding_window": model.sliding_window and model.sliding_window + 1,
-        "rope_parameters": parameters,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": float(base), "partial_rotary_factor": share}
+            for kind, base in bases.items()
+        },
         "initializer_range": model.init_method_std,
         "output_router_logits": False,
     }
@@ -417,7 +419,6 @@ def _write_legacy(model: Description) -> dict[str, Any]:
         "add_bias_linear": False,
         "rope_theta": model.rotary_base,
         "rope_scaling": False,
-        "sliding_window": None,
         **(
             {
                 "swa_layers": [value for window in model.windows for value in (window, 0)],
