@@ -6,8 +6,8 @@ parameters by optimizer, the measured shards of docs/another-part.md, and Young'
 
 import json
 import re
-from pathlib import Path
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +33,7 @@ from zaya_plugin.plan.run_costs import (
 from zaya_plugin.run import dry_run, start_recipe
 from zaya_plugin.run.rank_plan import make_plan, planned_ranks
 
+README = Path(__file__).parents[2] / "README.md"
 FP32, BF16 = Optimizer(), Optimizer(momentum_bytes=2)
 OPTIMIZERS = {"fp32": {}, "bf16": {"optim.muon_momentum_dtype": "bf16"}, "adamw": {"optim.name": "adamw"}}
 README_COMMAND = ["experiment=zaya1_base", "cluster=mi300x_8", "data.path=data/corpus"]
@@ -59,8 +60,6 @@ def plan(on_mi300x):
     ("optimizer", "total", "of_8", "of_64"),
     [("fp32", 72.9, 9.11, 1.14), ("bf16", 56.3, 7.04, 0.88), ("adamw", 106.1, 13.3, 1.66)],
 )
-
-README = Path(__file__).parents[2] / "README.md"
 def test_bytes(plan, optimizer, total, of_8, of_64):
     assert plan(optimizer=optimizer).total / 1e9 == pytest.approx(total, abs=0.06)
     assert plan(8, optimizer=optimizer).rank / 1e9 == pytest.approx(of_8, rel=0.005)
