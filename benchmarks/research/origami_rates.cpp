@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rates of bf16 products on an MI300X by AMD's analytic model (rocm-origami 0.0.3 of PyPI), beside zaya_plugin/plan/product_rate.py.
+// Rates of bf16 products on an MI300X by AMD's analytic model (rocm-origami 0.0.3 of PyPI), beside zaya_plugin/plan/products.py.
 // The sources are plain arithmetic but for two calls of HIP, which asks for a device; they are replaced below. With the unpacked
 // source package in ORIGAMI, and HIP's headers:
 //   g++ -std=c++17 -D__HIP_PLATFORM_AMD__ -I$ORIGAMI/include benchmarks/research/origami_rates.cpp $ORIGAMI/src/origami/*.cpp \

@@ -57,7 +57,7 @@ class _Fields:
         return default if value is None else value
 
     def same(self, name: str, *allowed: Any) -> None:
-        """Raise unless the field is absent, null or one of `wanted`."""
+        """Raise unless the field is absent, null or one of `allowed`."""
         if self.get(name) is not None and self.values[name] not in allowed:
             raise self.refuse(name, "the tensors' shapes show another value", " or ".join(map(str, allowed)))
 
@@ -86,7 +86,7 @@ class _Fields:
         return value
 
     def token(self, name: str, several: bool = False) -> Any:
-        """Return the id of a token, or or a list of ids where several are allowed; raise for other values."""
+        """Return the id of a token, or a list of ids where several are allowed; raise for other values."""
         value = self.get(name)
         ids = value if several and isinstance(value, list) else [value]
         if any(i is not None and type(i) is not int for i in ids):
@@ -96,7 +96,7 @@ class _Fields:
         return value
 
     def per_stage(self, name: str, stages: list[tuple], why: str) -> None:
-        """Raise unless the field is absent or a list that begins with `wanted`: for each stage the allowed values."""
+        """Raise unless the field is absent or a list that begins with `stages`: for each stage the allowed values."""
         values = self.get(name)
         if values is None:
             return
