@@ -30,7 +30,7 @@ def settings(recipe):
     return search.search(recipe, 8, step_source.fitted())
 
 
-def test_it_names_the_setting_that_the_step_table_measures(recipe, settings):
+def test_it_names_the_setting_of_the_measured_steps(recipe, settings):
     """On eight H200s, and on four, where whole steps were measured: micro-batches of 4, sorted rows recomputed."""
     record = json.loads((RESULTS / "step40-4xh200-copy_engines.json").read_text())["recipe"]
     four = replace(recipe, stage=replace(recipe.stage, global_batch_size=64), nproc=4)
