@@ -52,6 +52,7 @@ def ours(options: argparse.Namespace, layers: int, rank: int | None) -> dict:
 def peft_step(options: argparse.Namespace, layers: int, rank: int, compiled: bool) -> dict:
     """Measure peft on transformers, in this process."""
     import peft
+    import transformers
     from step_vs_transformers import zaya_config
 
     from zaya_plugin.config.compose import compose
@@ -59,13 +60,11 @@ def peft_step(options: argparse.Namespace, layers: int, rank: int, compiled: boo
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     recipe = compose([*recipe_words(options, layers, rank), "data.path=none"])
-    from transformers import ZayaForCausalLM
-
     rows = VOCABULARY if not options.tiny else 512
     torch.manual_seed(1)
     torch.set_default_dtype(torch.bfloat16)
     with device:
-        model = ZayaForCausalLM(zaya_config(recipe, rows, device))
+        model = transformers.ZayaForCausalLM(zaya_config(recipe, rows, device))
     torch.set_default_dtype(torch.float32)
     config = peft.LoraConfig(
         r=rank,
@@ -105,7 +104,7 @@ def peft_step(options: argparse.Namespace, layers: int, rank: int, compiled: boo
         "allocated_gib": gib,
         "compiled": compiled,
         "trained": sum(p.numel() for p in trained),
-        "versions": f"peft {peft.__version__}",
+        "versions": f"peft {peft.__version__}, transformers {transformers.__version__}",
     }
 
 
@@ -148,16 +147,19 @@ def main() -> None:
         "small all weights": lambda: ours(options, options.layers_full, None),
     }
     chosen = options.only.split(",") if options.only else list(measurements)
-    results = {}
+    record, results = described(options.commit), {}
+    # Of each row, because the file keeps the rows of other calls.
+    made = {key: record[key] for key in ("date", "commit", "command")}
+    made |= {"layers": options.layers, "layers_full": options.layers_full}
     for name in chosen:
-        results[name] = row = measurements[name]()
+        results[name] = row = measurements[name]() | made
         if "ms" in row:
             row["tokens_per_s"] = 1e3 * row["tokens"] / row["ms"]
         print(f"{name:18} {json.dumps(row)}", flush=True)
-    record = {**described(options.commit), "layers": options.layers, "layers_full": options.layers_full, **results}
     path = RESULTS / f"lora_step-{file_part(record['device'])}.json"
     if not options.tiny:
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        before = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(before | record | results, indent=1) + "\n")
     rates = {name: row.get("tokens_per_s") for name, row in results.items()}
     for one, other in (("lora", "peft"), ("small lora", "small peft"), ("small lora", "small all weights")):
         if rates.get(one) and rates.get(other):

@@ -194,18 +194,22 @@ def _export(options: argparse.Namespace) -> int:
     trained = exporting.open_checkpoint(checkpoint, options.base)
     if (tokenizer := _tokenizer(options.tokenizer, trained)) is not None:
         trained.check_tokenizer(tokenizer, tokenizer_digest(str(tokenizer)))
-    if options.adapter:
-        return _export_adapter(trained, options, tokenizer)
+    code = (_export_adapter if options.adapter else _export_model)(trained, options, tokenizer)
+    if options.push is not None and code == 0:
+        print(f"pushed: {push(options.output, options.push)}")
+    return code
+
+
+def _export_model(trained, options: argparse.Namespace, tokenizer: Path | None) -> int:
+    from zaya_plugin.checkpoint.convert import exporting
+
     planned = exporting.plan(trained, options.layout, options.dtype, tokenizer, options.vocab_size)
     for change in planned.changes:
         print(f"note: {change}")
     with bar("export") as shown:
         folder = exporting.export_model(planned, options.output, shown.update, shown.reset)
     print(f"{folder}: {len(planned.tensors)} tensors in the {planned.layout} layout")
-    code = _verify(planned, folder) if options.verify else 0
-    if options.push is not None and code == 0:
-        print(f"pushed: {push(folder, options.push)}")
-    return code
+    return _verify(planned, folder) if options.verify else 0
 
 
 def _export_adapter(trained, options: argparse.Namespace, tokenizer: Path | None) -> int:

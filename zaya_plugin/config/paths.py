@@ -11,8 +11,8 @@ from zaya_plugin.ground.errors import mistake
 
 PATHS = (
     *("run_dir", "checkpoint.path", "checkpoint.local_path", "data.path", "data.valid_path", "data.cache_path"),
-    *("data.tokenizer", "handover.from_run", "handover.from_hf", "stage.sample_prompts", "parallel.bucket_plan"),
-    *("stage.record_routing", "stage.replay_routing"),
+    *("data.tokenizer", "handover.from_run", "handover.from_hf", "handover.adapter", "stage.sample_prompts"),
+    *("parallel.bucket_plan", "stage.record_routing", "stage.replay_routing"),
 )
 BLENDS = ("data.blend", "data.valid_blend", "data.consumed")  # entries are 'number path'
 TEXTS = ("--prompt",)  # options whose value is no path, whatever it begins with

@@ -4,10 +4,10 @@
 The model sets `ParameterRole.block` when it builds its experts; `tag_parameters` sets the other fields by rule and
 recipe. A role is frozen, so a parameter and its fp32 copy or shard share one: `main.zaya_role = role_of(parameter)`.
 
-Adapters (zaya_plugin/model/low_rank.py) are under AdamW. The rule for all other parameters is Muon for matrices and AdamW for all others. ZAYA1 trained its 2-D weights with Muon, and convolutions,
-embedding (the tied head), norms, residual scales and temperatures with AdamW (arXiv 2511.17127, as quoted by the Primus
-port of ZAYA1; arXiv 2605.05365, section III). The router's matrices, its head included, are 2-D weights and
-follow that rule.
+Adapters (zaya_plugin/model/low_rank.py) are under AdamW. For all other parameters the rule is that of ZAYA1: its 2-D
+weights, the router's matrices and head among them, were trained with Muon; convolutions, the embedding (the tied head),
+norms, residual scales and temperatures with AdamW (arXiv 2511.17127, as quoted by the Primus port of ZAYA1; arXiv
+2605.05365, section III).
 """
 
 from __future__ import annotations

@@ -10,8 +10,12 @@ import torch
 from safetensors.torch import save_file
 
 from zaya_plugin.checkpoint.convert import hf_config
+from zaya_plugin.checkpoint.convert.adapters import Lora, fingerprint
 from zaya_plugin.checkpoint.convert.description import Description
+from zaya_plugin.checkpoint.convert.importing import open_source
 from zaya_plugin.checkpoint.convert.tables import rows
+from zaya_plugin.checkpoint.convert.torch_dist import CheckpointWriter, Stored
+from zaya_plugin.checkpoint.convert.values import as_bytes
 
 TINY = Description(
     num_layers=2,
@@ -75,3 +79,17 @@ def publish(
         values = hf_config.write(layout, model, "bfloat16") | (config or {})
         (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
     return folder
+
+
+def adapter_run(directory: Path, base: Path, lora: Lora, table: int) -> None:
+    """Write the checkpoint of an adapter of ones on a base whose embedding has `table` rows in the run."""
+    source = open_source(base).with_rows(table)
+    shapes = lora.shapes(source.model) | {row.ours[0]: row.shape for row in lora.retrained(source.model)}
+    writer = CheckpointWriter(directory, "adapter")
+    stored = [
+        Stored(name, torch.float32, shape, lambda shape=shape: iter([as_bytes(torch.ones(shape))]))
+        for name, shape in shapes.items()
+    ]
+    writer.write(stored, lambda count: None)
+    record = {"base": {"source": str(base), "fingerprint": fingerprint(source)}}
+    writer.finish(source.model.arguments() | vars(lora) | {"bf16": True, "zaya": record})

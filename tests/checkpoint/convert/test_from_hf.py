@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.checkpoint.convert.hub import serving
-from tests.checkpoint.convert.published import publish
+from tests.checkpoint.convert.published import adapter_run, publish
 from tests.running import MICRO, train
 from zaya_plugin.checkpoint.convert import exporting, verification
+from zaya_plugin.checkpoint.convert.adapters import Lora
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.importing import open_source
 from zaya_plugin.checkpoint.reading import folder_of
@@ -86,14 +87,16 @@ def test_the_commands(tmp_path, capsys):
         assert main(["checkpoint", *words]) == 2 and message in capsys.readouterr().err
 
 
-def test_an_export_is_pushed_and_its_token_is_not_shown(tmp_path, capsys, monkeypatch):
+def test_exports_are_pushed_and_the_token_is_not_shown(tmp_path, capsys, monkeypatch):
     """To a stand-in of the Hub's API on this machine, by huggingface_hub; the stand-in has no Xet."""
     folder, token = publish(tmp_path / "published", model=MICRO_MODEL), "hf_notthetokenofanyone"
     assert main(["checkpoint", "import", str(folder), "--output", str(tmp_path / "run")]) == 0
 
-    def export(name: str) -> int:
-        words = [str(tmp_path / "run"), "--output", str(tmp_path / name), "--tokenizer", "none", "--push", "team/zaya"]
-        return main(["checkpoint", "export", *words])
+    adapter_run(tmp_path / "lora", folder, Lora(2, 4.0, ["attention"]), table=640)
+
+    def export(name: str, *more: str, run: str = "run") -> int:
+        words = [str(tmp_path / run), "--output", str(tmp_path / name), "--tokenizer", "none", "--push", "team/zaya"]
+        return main(["checkpoint", "export", *words, *more])
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN"):
@@ -110,6 +113,10 @@ def test_an_export_is_pushed_and_its_token_is_not_shown(tmp_path, capsys, monkey
         assert hub.files == local and "model.safetensors" in local
         shown = capsys.readouterr()
         assert f"pushed: {address}/team/zaya/commit/1" in shown.out
+        hub.files.clear()
+        assert export("adapter", "--adapter", run="lora") == 0 and "pushed: " in capsys.readouterr().out
+        assert hub.files.keys() == {path.name for path in (tmp_path / "adapter").iterdir()}
+        assert hub.files.keys() == {"adapter_config.json", "adapter_model.safetensors"}
         monkeypatch.setenv("HF_TOKEN", "hf_another")
         assert export("refused") == 2
         refused = capsys.readouterr().err
@@ -117,6 +124,10 @@ def test_an_export_is_pushed_and_its_token_is_not_shown(tmp_path, capsys, monkey
         assert not any(word in shown.out + shown.err + refused for word in (token, "hf_another"))
     assert main(["checkpoint", "export", str(tmp_path / "run"), "--output", str(tmp_path / "x"), "--push", "name"]) == 2
     assert "--push=name: is not a repository's name" in capsys.readouterr().err
+    folder.rename(tmp_path / "moved")
+    assert main(["generate", str(tmp_path / "lora"), "--prompt", "x"]) == 2
+    fix = "Fix: `zaya checkpoint export RUN --base SOURCE --output DIR`, where SOURCE is the base now; `zaya generate` and"
+    assert fix in capsys.readouterr().err
 
 
 def test_a_recipe_file_is_one_of_the_group_model_and_keeps_what_is_there(tmp_path, capsys):

@@ -123,7 +123,6 @@ def test_an_adapter_of_peft_comes_back_and_others_are_refused(tmp_path, base):
     first = "base_model.model.model.layers.1.self_attn.o_proj.lora_A.weight"
     refused("Fix: optim.lora.rank=4", replace(LORA, lora_rank=8))
     refused("optim.lora.alpha=8.0: .* has 6.0", replace(LORA, lora_alpha=8.0))
-    refused("use_dora=True computes something else", config={"use_dora": True})
     refused("holds base_model.*down_proj.bias, which no", replace(LORA, lora_targets=["experts"]))
     refused("lacks .*lora_B", change=lambda found: found.pop(first.replace("lora_A", "lora_B")))
     refused("has the shape", change=lambda found: found.update({first: torch.zeros(4, 8)}))
@@ -131,6 +130,35 @@ def test_an_adapter_of_peft_comes_back_and_others_are_refused(tmp_path, base):
     assert len(refused(None, change=lambda found: [found.pop(name) for name in without])) == len(load_file(
         folder / "adapter_model.safetensors"
     )) - 2  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("peft_type", "LOHA"),
+        ("bias", "all"),
+        ("use_dora", True),
+        ("rank_pattern", {"o_proj": 2}),
+        *[("init_lora_weights", name) for name in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga")],
+        ("alora_invocation_tokens", [1, 2]),
+        *[(f"{name}_config", {"beta": 1}) for name in ("arrow", "kasa", "velora", "monteclora", "lora_ga", "loftq")],
+        ("use_bdlora", {"nblocks": 2}),
+        ("a_field_of_tomorrow", True),
+    ],
+)
+def test_an_adapter_of_another_form_is_refused(tmp_path, base, field, value):
+    """Beside all fields that peft writes for plain LoRA, which are accepted."""
+    from peft import LoraConfig
+
+    described = open_source(base).model
+    save_file({}, tmp_path / "adapter_model.safetensors")
+    for start in (True, False, "gaussian"):
+        config = LoraConfig(r=4, lora_alpha=6, init_lora_weights=start, lora_dropout=0.1).to_dict()
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config | config_of(LORA, described, str(base))))
+        assert read_adapter(tmp_path, LORA, described) == {}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {field: value}))
+    with pytest.raises(ValueError, match=f"{field}=.* may compute something else"):
+        read_adapter(tmp_path, LORA, described)
 
 
 def test_frozen_products_have_no_weight_gradient(base, monkeypatch):
@@ -192,7 +220,7 @@ def test_a_merged_model_has_the_logits_of_the_adapter(tmp_path, base, layout):
         assert (logits(merged) - expected).norm() < 2e-6 * expected.norm()
 
 
-def test_exports_that_a_loader_would_change_are_refused(tmp_path, base):
+def test_exports_that_a_loader_would_change_are_refused(tmp_path, base, monkeypatch):
     source = open_source(base)
     adapter = {name: Zeros(torch.float32, shape) for name, shape in LORA.shapes(source.model).items()}
     adapter |= {row.ours[0]: source.tensors[row.ours[0]] for row in LORA.retrained(source.model)}
@@ -209,7 +237,12 @@ def test_exports_that_a_loader_would_change_are_refused(tmp_path, base):
     biases = {name: Zeros(v.dtype, v.shape) for name, v in source.tensors.items() if "balancing_biases" in name}
     refused("skip class", tensors=source.tensors | biases)
     assert not (tmp_path / "refused").exists()
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="full"):
+        patched.setattr(exporting, "write_json", lambda *_: (_ for _ in ()).throw(OSError("full")))
+        export_adapter(trained, tmp_path / "adapter", None, None, None)
+    assert not (tmp_path / "adapter").exists()
     count = export_adapter(trained, tmp_path / "adapter", None, None, None)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["adapter"]
     written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert count == len(written) and {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
@@ -222,6 +255,7 @@ def test_a_base_is_known_by_its_values_in_every_layout(tmp_path, base):
     other = publish(tmp_path / "other", change=lambda found: found["model.norm.weight"].neg_())
     save_hf(zaya_from_hf(base, **CPU), tmp_path / "again", layout="legacy", dtype="fp32")
     assert fingerprint(open_source(tmp_path / "again")) == known != fingerprint(open_source(other))
+    assert fingerprint(open_source(base).with_rows(128).with_rows(256)) == known
 
 
 @pytest.mark.slow

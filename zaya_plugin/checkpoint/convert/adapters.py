@@ -14,7 +14,7 @@ from torch import Tensor
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.importing import Source, open_source
 from zaya_plugin.checkpoint.convert.tables import Row, rows
-from zaya_plugin.checkpoint.convert.values import Values, as_bytes, whole
+from zaya_plugin.checkpoint.convert.values import OfLength, Values, as_bytes, whole
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.model.low_rank import ADAPTER, is_trained
 
@@ -96,11 +96,13 @@ class Merged:
 def fingerprint(base: Source) -> str:
     """Return a checksum of a published model: of the names and shapes of its tensors, and of the first rows of each.
 
-    It is the same in every layout and dtype that holds the same values. Later rows are not read: 8.84 B parameters would
+    It is the same in every layout and dtype that holds the same values, and with any rows by `with_rows`. Later rows are not read: 8.84 B parameters would
     take minutes, and no two trainings agree in the first rows of all tensors.
     """
     digest = xxhash.xxh3_128()
     for name, values in sorted(base.tensors.items()):
+        while isinstance(values, OfLength):  # of the table as published
+            values = values.of
         digest.update(f"{name} {list(values.shape)}".encode())
         count = max(1, SAMPLE // (4 * max(1, prod(values.shape[1:]))))
         digest.update(as_bytes(values.rows(0, min(count, *values.shape[:1] or (1,))).float()))
@@ -125,7 +127,8 @@ def open_base(arguments, name: str | None = None) -> Source:
             key,
             name or record["source"],
             problem=f"the base of the adapter cannot be read: {error}",
-            fix="--base DIR of `zaya checkpoint export`, where it is now",
+            fix="`zaya checkpoint export RUN --base SOURCE --output DIR`, where SOURCE is the base now; `zaya generate` and "
+            "`zaya eval` then read DIR",
         ) from error
     check_base(key, name or record["source"], record, fingerprint(base))
     return base.with_rows(arguments.padded_vocab_size)

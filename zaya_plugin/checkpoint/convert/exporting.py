@@ -395,12 +395,17 @@ def export_model(
         write_json(unfinished / RECORD, record)
         (unfinished / model_card.NAME).write_text(model_card.text(export, config))
         finished.end()
-        places.sync(unfinished)
-        if output.exists():
-            output.rmdir()
-        unfinished.rename(output)
-        places.sync(output.parent)
+        put_in_place(unfinished, output)
         return output
+
+
+def put_in_place(unfinished: Path, output: Path) -> None:
+    """Give a whole folder its name, under which there is none or an empty one."""
+    places.sync(unfinished)
+    if output.exists():
+        output.rmdir()
+    unfinished.rename(output)
+    places.sync(output.parent)
 
 
 def _copy_companions(export: Export, folder: Path) -> None:

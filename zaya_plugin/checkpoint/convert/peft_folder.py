@@ -9,6 +9,7 @@ j of expert e. Two such parameters of one module are nested: gate_up_proj is the
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zaya_plugin.checkpoint import manifest
 from zaya_plugin.checkpoint.convert import exporting, safetensors_files
 from zaya_plugin.checkpoint.convert.adapters import Lora
 from zaya_plugin.checkpoint.convert.description import Description
@@ -25,13 +27,18 @@ from zaya_plugin.checkpoint.convert.tables import Row
 from zaya_plugin.checkpoint.convert.values import as_bytes, whole
 from zaya_plugin.checkpoint.direct_file import DirectFiles
 from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.lock import locked
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-# Settings of peft with which the adapter computes something else.
-OTHER_FORMS = (
-    "use_dora use_rslora rank_pattern alpha_pattern lora_bias fan_in_fan_out layer_replication use_qalora".split()
-)
+# Fields of adapter_config.json that are read here or do not change what the stored tensors compute.
+HARMLESS = (
+    "r lora_alpha lora_dropout target_modules target_parameters exclude_modules modules_to_save layers_to_transform "
+    "layers_pattern task_type auto_mapping peft_version base_model_name_or_path revision inference_mode megatron_core "
+    "qalora_group_size"
+).split()
+# Values of the other fields for plain LoRA on unchanged base weights; of those that are not here: none, false or empty.
+PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian")}
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,7 @@ def config_of(lora: Lora, model: Description, base: str) -> dict:
 def export_adapter(
     trained: exporting.Trained, output: Path, dtype: str | None, tokenizer: Path | None, base: str | None
 ) -> int:
-    """Write the folder `output` and return the number of tensors in it.
+    """Write the folder `output`, which appears when it is whole, and return the number of tensors in it.
 
     Args:
         dtype: bf16 or fp32; None: as the run computed. tokenizer: its folder; None: without one.
@@ -127,7 +134,6 @@ def export_adapter(
             allowed="the same weights in the native layout",
             fix="`zaya checkpoint import` and `export --layout native`, then --base with that folder",
         )
-    check_new(output)
     exporting.check_skip("native", trained, torch.float32)
     written = exporting.DTYPES[dtype or ("bf16" if getattr(trained.arguments, "bf16", False) else "fp32")]
 
@@ -138,11 +144,18 @@ def export_adapter(
     for tensor in peft_tensors(lora, trained.model):
         shape = tensor.to_peft(torch.empty(trained.adapter[tensor.ours].shape, device="meta")).shape
         tensors.append(Written(tensor.name, written, tuple(shape), functools.partial(blocks, tensor)))
-    output.mkdir(parents=True, exist_ok=True)
-    if tokenizer is not None:
-        copy_companions(tokenizer, output, trained.special_tokens)
-    safetensors_files.write_file(DirectFiles(), output / WEIGHTS, tensors, lambda count: None)
-    exporting.write_json(output / CONFIG, config_of(lora, trained.model, base or record["source"]))
+    output = output.absolute()
+    with locked(output, "writing"):
+        check_new(output)
+        unfinished = output.with_name(output.name + manifest.UNFINISHED)
+        if unfinished.exists():
+            shutil.rmtree(unfinished)
+        unfinished.mkdir(parents=True)
+        if tokenizer is not None:
+            copy_companions(tokenizer, unfinished, trained.special_tokens)
+        safetensors_files.write_file(DirectFiles(), unfinished / WEIGHTS, tensors, lambda count: None)
+        exporting.write_json(unfinished / CONFIG, config_of(lora, trained.model, base or record["source"]))
+        exporting.put_in_place(unfinished, output)
     return len(tensors)
 
 
@@ -157,8 +170,10 @@ def read_adapter(folder: Path, lora: Lora, model: Description) -> Mapping[str, T
     if not path.is_file() or not (folder / WEIGHTS).is_file():
         raise mistake(key, folder, problem="is no adapter", allowed=f"a folder with {CONFIG} and {WEIGHTS}")
     config = json_object(path.read_bytes(), str(path))
-    if other := next((name for name in OTHER_FORMS if config.get(name)), None):
-        raise mistake(str(path), problem=f"{other}={config[other]} computes something else", allowed="plain LoRA")
+    for name, value in ({"peft_type": None} | config).items():
+        if name not in HARMLESS and (value not in PLAIN[name] if name in PLAIN else value):
+            allowed = "LoRA on unchanged base weights, without fields of other methods"
+            raise mistake(str(path), problem=f"{name}={value} may compute something else", allowed=allowed)
     for name, value in (("rank", config.get("r")), ("alpha", config.get("lora_alpha"))):
         if value != (own := getattr(lora, f"lora_{name}")):
             raise mistake(f"optim.lora.{name}", own, problem=f"{path} has {value}", fix=f"optim.lora.{name}={value}")
