@@ -13,6 +13,11 @@ from zaya_plugin.data.routed_experts import check_form, decoded, encoded, write_
 ROWS = np.array([[[0], [-1], [16]], [[3], [2], [1]]], np.int16)
 
 
+def as_npy(values: np.ndarray) -> bytes:
+    np.save(file := io.BytesIO(), values)
+    return file.getvalue()
+
+
 def test_the_forms_of_both_servers():
     stored = np.load(io.BytesIO(base64.b64decode(encoded(ROWS))))
     assert stored.dtype == np.int16 and stored.tolist() == ROWS.tolist()
@@ -22,6 +27,21 @@ def test_the_forms_of_both_servers():
     for text, layers in ((encoded(ROWS), 4), ("no base64", 3), (base64.b64encode(b"12345").decode(), 1)):
         with pytest.raises(ValueError, match=rf"^routed_experts=.*: cannot be read for {layers} layers of one class"):
             decoded(text, layers)
+
+
+@pytest.mark.parametrize(
+    "data, layers, found",
+    [
+        (as_npy(np.zeros((6, 4, 1), np.int16)), 2, r"it holds int16 \[6, 4, 1\]"),
+        (as_npy(np.full((2, 3, 1), 0.5)), 3, r"it holds float64 \[2, 3, 1\]"),
+        (as_npy(np.full((2, 3, 1), 70000, np.int32)), 3, "it holds numbers from 70000 to 70000"),
+        (np.full((2, 3, 1), 70000, np.int32).tobytes(), 3, "it holds numbers from 70000 to 70000"),
+        (np.full((2, 3, 1), 5, np.int16).tobytes(), 3, "it holds numbers from 327685 to 327685"),
+    ],
+)
+def test_numbers_that_are_no_routing_of_the_model_are_refused(data, layers, found):
+    with pytest.raises(ValueError, match=rf"^routed_experts=.*: cannot be read for {layers} layers .*{found}"):
+        decoded(base64.b64encode(data).decode(), layers)
 
 
 def test_files(tmp_path):
