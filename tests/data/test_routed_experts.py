@@ -8,7 +8,8 @@ import json
 import numpy as np
 import pytest
 
-from zaya_plugin.data.routed_experts import check_form, decoded, encoded, write_sequences
+from zaya_plugin.config.compose import compose
+from zaya_plugin.data.routed_experts import begin_file, check_form, decoded, encoded, open_file, write_sequences
 
 ROWS = np.array([[[0], [-1], [16]], [[3], [2], [1]]], np.int16)
 
@@ -42,6 +43,22 @@ def test_the_forms_of_both_servers():
 def test_numbers_that_are_no_routing_of_the_model_are_refused(data, layers, found):
     with pytest.raises(ValueError, match=rf"^routed_experts=.*: cannot be read for {layers} layers .*{found}"):
         decoded(base64.b64encode(data).decode(), layers)
+
+
+def test_a_new_run_begins_its_record_anew_and_one_that_continues_keeps_it(tmp_path):
+    path = tmp_path / "routing.npy"
+    recipe = compose(["experiment=cpu_demo", f"stage.record_routing={path}"])
+    begin_file(recipe, 0)
+    open_file(recipe, "stage.record_routing", "r+")[3] = 5
+    begin_file(recipe, 10)
+    assert (np.load(path)[3] == 5).all()
+    begin_file(recipe, 0)
+    assert (np.load(path) == -1).all() and not [*tmp_path.glob("*.part")]
+    np.save(path, ROWS)
+    for resumed_at in (0, 10):
+        with pytest.raises(ValueError, match=rf"stage.record_routing={path}: holds int16 \(2, 3, 1\)"):
+            begin_file(recipe, resumed_at)
+    assert np.array_equal(np.load(path), ROWS)
 
 
 def test_files(tmp_path):

@@ -28,8 +28,8 @@ def decoded(text: str, layers: int) -> np.ndarray:
     values [tokens, layers, 1] in base64.
 
     Raises:
-        ValueError: it is neither, of another number of layers, or with a number outside [-1, 32767]. Raw int16 is read as
-            int32 values, of which some are outside unless all classes but each second one are 0.
+        ValueError: it is neither, of another number of layers, or with a number outside [-1, 32767], as raw int16 gives
+            when it is read as int32.
     """
     try:
         data = base64.b64decode(text, validate=True)
@@ -66,11 +66,17 @@ def shape_of(recipe: Recipe) -> tuple[int, int, int]:
     return sample_count(recipe) * recipe.stage.seq_length, recipe.model.num_layers, 1
 
 
-def begin_file(recipe: Recipe) -> None:
-    """Make stage.record_routing with -1 for all tokens, unless it exists, as in a run that continues."""
+def begin_file(recipe: Recipe, resumed_at: int) -> None:
+    """Make stage.record_routing with -1 for all tokens. A run that continues keeps what it has written.
+
+    Raises:
+        ValueError: the path has another file, which stays.
+    """
     path, shape = Path(recipe.stage.record_routing), shape_of(recipe)
     if path.exists():
-        return
+        open_file(recipe, "stage.record_routing")
+        if resumed_at:
+            return
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     stored = np.lib.format.open_memmap(part, mode="w+", dtype=np.int16, shape=shape)
