@@ -49,6 +49,7 @@ for step in range(1, 4):
     loss = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).mean()
     loss.backward()
     finalize_model_grads([model])
+    RouterReplay.clear_global_indices()  # set_replay_data also adds to a list that REPLAY_BACKWARD alone would empty
     optimizer.step()
     stream_hf(model, update, sent=sent)
     print(f"step {step}: loss {loss.item():.5f}, of the server {theirs.item():.5f}", flush=True)

@@ -8,9 +8,15 @@ import json
 import numpy as np
 import pytest
 
-from zaya_plugin.data.routed_experts import check_form, decoded, encoded, write_sequences
+from zaya_plugin.config.compose import compose
+from zaya_plugin.data.routed_experts import begin_file, check_form, decoded, encoded, open_file, write_sequences
 
 ROWS = np.array([[[0], [-1], [16]], [[3], [2], [1]]], np.int16)
+
+
+def as_npy(values: np.ndarray) -> bytes:
+    np.save(file := io.BytesIO(), values)
+    return file.getvalue()
 
 
 def test_the_forms_of_both_servers():
@@ -22,6 +28,37 @@ def test_the_forms_of_both_servers():
     for text, layers in ((encoded(ROWS), 4), ("no base64", 3), (base64.b64encode(b"12345").decode(), 1)):
         with pytest.raises(ValueError, match=rf"^routed_experts=.*: cannot be read for {layers} layers of one class"):
             decoded(text, layers)
+
+
+@pytest.mark.parametrize(
+    "data, layers, found",
+    [
+        (as_npy(np.zeros((6, 4, 1), np.int16)), 2, r"it holds int16 \[6, 4, 1\]"),
+        (as_npy(np.full((2, 3, 1), 0.5)), 3, r"it holds float64 \[2, 3, 1\]"),
+        (as_npy(np.full((2, 3, 1), 70000, np.int32)), 3, "it holds numbers from 70000 to 70000"),
+        (np.full((2, 3, 1), 70000, np.int32).tobytes(), 3, "it holds numbers from 70000 to 70000"),
+        (np.full((2, 3, 1), 5, np.int16).tobytes(), 3, "it holds numbers from 327685 to 327685"),
+    ],
+)
+def test_numbers_that_are_no_routing_of_the_model_are_refused(data, layers, found):
+    with pytest.raises(ValueError, match=rf"^routed_experts=.*: cannot be read for {layers} layers .*{found}"):
+        decoded(base64.b64encode(data).decode(), layers)
+
+
+def test_a_new_run_begins_its_record_anew_and_one_that_continues_keeps_it(tmp_path):
+    path = tmp_path / "routing.npy"
+    recipe = compose(["experiment=cpu_demo", f"stage.record_routing={path}"])
+    begin_file(recipe, 0)
+    open_file(recipe, "stage.record_routing", "r+")[3] = 5
+    begin_file(recipe, 10)
+    assert (np.load(path)[3] == 5).all()
+    begin_file(recipe, 0)
+    assert (np.load(path) == -1).all() and not [*tmp_path.glob("*.part")]
+    np.save(path, ROWS)
+    for resumed_at in (0, 10):
+        with pytest.raises(ValueError, match=rf"stage.record_routing={path}: holds int16 \(2, 3, 1\)"):
+            begin_file(recipe, resumed_at)
+    assert np.array_equal(np.load(path), ROWS)
 
 
 def test_files(tmp_path):

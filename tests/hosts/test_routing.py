@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """stage.record_routing and stage.replay_routing in runs of `zaya train`, on one rank and on two."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -53,6 +55,9 @@ def test_a_run_that_replays_its_own_routing_has_its_losses(tmp_path, corpus):
         assert losses(run)[0] != losses(first)[0]
         by_layout[layout] = losses(run)
     assert by_layout["context"] == pytest.approx(by_layout["expert"], rel=2e-5)
+    np.save(tmp_path / "large.npy", np.where(other == 16, 17, other).astype(np.int16))
+    large = train(tmp_path / "y", corpus, *words, f"stage.replay_routing={tmp_path / 'large.npy'}", check=False)
+    assert large.code and "routed_experts=0 to 17: is no routing of this model" in large.output
     np.save(tmp_path / "short.npy", other[:-1])
     refused = train(tmp_path / "x", corpus, *words, f"stage.replay_routing={tmp_path / 'short.npy'}", check=False)
     assert refused.code == 2 and "stage.replay_routing=" in refused.output and "holds int16" in refused.output
@@ -66,6 +71,20 @@ def test_layouts_that_cut_layers_or_rows_otherwise_are_refused():
         for name in ("tensor", "pipeline"):
             with pytest.raises(ValueError, match=rf"parallel.{name}_model_parallel_size=2: .* Allowed: 1 with {key}"):
                 validate(with_values(routed, {f"parallel.{name}_model_parallel_size": 2}), 2)
+    both = with_values(recipe, {"stage.record_routing": "routing.npy", "stage.replay_routing": "routing.npy"})
+    with pytest.raises(ValueError, match="stage.record_routing=routing.npy: is replayed too"):
+        validate(both, 2)
+
+
+def test_a_batch_with_a_class_that_the_model_lacks_is_refused(monkeypatch):
+    from zaya_plugin.hosts import adapter
+
+    monkeypatch.setattr(adapter, "get_args", SimpleNamespace)
+    model = SimpleNamespace(config=SimpleNamespace(num_router_classes=17))
+    for wrong in (17, -2):
+        batch = {"routed_experts": torch.tensor([[[[0], [wrong]]]])}
+        with pytest.raises(ValueError, match=r"^routed_experts=.*stage.replay_routing.* Allowed: -1, .* to 16\.$"):
+            adapter.forward_step(iter([batch]), model)
 
 
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])

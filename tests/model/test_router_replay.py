@@ -57,3 +57,6 @@ def test_another_number_of_tokens_is_refused_and_the_backward_list_is_read_in_or
     RouterReplay.set_replay_data([ids[:-1] for ids in one])
     with pytest.raises(ValueError, match=r"RouterReplay.set_replay_data=\[23, 1\]: this rank's tokens are 12 x 2. "):
         run(model, batch(), RouterReplayAction.REPLAY_FORWARD)
+    RouterReplay.set_replay_data([ids + model.config.num_router_classes for ids in one])
+    with pytest.raises(ValueError, match="routed_experts=.* is no routing of this model"):
+        run(model, batch(), RouterReplayAction.REPLAY_FORWARD)

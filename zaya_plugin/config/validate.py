@@ -137,6 +137,10 @@ def _exclusions(recipe: Recipe, world_size: int) -> Iterator[str]:
         for other in ("tensor", "pipeline") if get(recipe, key) is not None else ():
             why = "the files have whole layers and a context-parallel part of each sequence a rank"
             yield from must_be(recipe, f"parallel.{other}_model_parallel_size", 1, key, why)
+    if (recorded := recipe.stage.record_routing) is not None and recorded == recipe.stage.replay_routing:
+        problem = "is replayed too, and a new run begins its record with -1 in all rows"
+        allowed = "another file than stage.replay_routing"
+        yield message("stage.record_routing", recorded, problem=problem, allowed=allowed)
     if recipe.cluster.graphs == "full_iteration":
         yield from graph_obstacles(recipe)
 

@@ -28,14 +28,19 @@ def decoded(text: str, layers: int) -> np.ndarray:
     values [tokens, layers, 1] in base64.
 
     Raises:
-        ValueError: it is neither, or of another number of layers.
+        ValueError: it is neither, of another number of layers, or with a number outside [-1, 32767], as raw int16 gives
+            when it is read as int32.
     """
     try:
         data = base64.b64decode(text, validate=True)
         npy = data.startswith(b"\x93NUMPY")
         values = np.load(io.BytesIO(data), allow_pickle=False) if npy else np.frombuffer(data, np.int32)
+        if npy and (values.dtype.kind not in "iu" or values.ndim != 3 or values.shape[1:] != (layers, 1)):
+            raise ValueError(f"it holds {values.dtype} {list(values.shape)}")
+        if values.size and (values.min() < -1 or values.max() > np.iinfo(np.int16).max):
+            raise ValueError(f"it holds numbers from {values.min()} to {values.max()}")
         return values.astype(np.int16).reshape(-1, layers, 1)
-    except ValueError as error:
+    except (ValueError, EOFError) as error:
         problem = f"cannot be read for {layers} layers of one class a token ({error})"
         allowed = "base64 of an .npy file (vLLM), or of int32 values (SGLang)"
         raise mistake("routed_experts", f"{text[:40]}...", problem=problem, allowed=allowed) from error
@@ -61,11 +66,17 @@ def shape_of(recipe: Recipe) -> tuple[int, int, int]:
     return sample_count(recipe) * recipe.stage.seq_length, recipe.model.num_layers, 1
 
 
-def begin_file(recipe: Recipe) -> None:
-    """Make stage.record_routing with -1 for all tokens, unless it exists, as in a run that continues."""
+def begin_file(recipe: Recipe, resumed_at: int) -> None:
+    """Make stage.record_routing with -1 for all tokens. A run that continues keeps what it has written.
+
+    Raises:
+        ValueError: the path has another file, which stays.
+    """
     path, shape = Path(recipe.stage.record_routing), shape_of(recipe)
     if path.exists():
-        return
+        open_file(recipe, "stage.record_routing")
+        if resumed_at:
+            return
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     stored = np.lib.format.open_memmap(part, mode="w+", dtype=np.int16, shape=shape)

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
 from megatron.training import get_args, get_tokenizer
 from torch import Tensor
 
@@ -45,6 +46,7 @@ from zaya_plugin.hosts.stage_handover import Handover, stage_datasets
 from zaya_plugin.hosts.stage_model import build_stage, model_config
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.gpt_model import ZayaGPTModel
+from zaya_plugin.model.router import check_classes
 from zaya_plugin.optim.factory import load_with_rates
 from zaya_plugin.parallel.context_order import ContextShard
 from zaya_plugin.parallel.packed_documents import PackedDocuments
@@ -60,11 +62,16 @@ def forward_step(data_iterator, model):
 
     The batch's field `routed_experts`, integers [b, S, layers, 1], replaces the routers' choices where it is not
     negative.
+
+    Raises:
+        ValueError: the field, on the host, has a class that the model lacks.
     """
-    args = get_args()
+    args, batch = get_args(), next(data_iterator)
+    if ROUTED in batch and batch[ROUTED].device.type == "cpu":
+        check_classes(batch[ROUTED], unwrap_model(model).config.num_router_classes)
     shard = ContextShard.of(parallel_state.get_context_parallel_group(), args.context_parallel_order)
     eod = get_tokenizer().eod if args.packing == "documents" else None
-    rows = micro_batch(next(data_iterator), torch.cuda.current_device(), shard, eod, args.reset_position_ids)
+    rows = micro_batch(batch, torch.cuda.current_device(), shard, eod, args.reset_position_ids)
     mask, replay = rows.loss_mask, {} if rows.forced is None else {"extra_block_kwargs": {"context_mask": rows.forced}}
 
     def reduce_loss(losses):

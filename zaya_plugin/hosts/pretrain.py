@@ -260,10 +260,10 @@ class Trainer(Adapter):
 
     def begin(self) -> None:
         """Choose the checkpoint to load, start the reports and check the kernels. A collective."""
-        if self.routing is not None:
-            self.routing.begin()
         lifecycle, saver = self.lifecycle, self.saved.saver
         skipped = lifecycle.settle()
+        if self.routing is not None:
+            self.routing.begin(lifecycle.resumed_at)
         saver.generation, saver.local, saver.leads = lifecycle.generation, lifecycle.local, lifecycle.leads
         saver.limit = lifecycle.upload_limit
         self.reporter.start(lifecycle.tracker_id, resumed_at=lifecycle.resumed_at, lineage=lifecycle.lineage)

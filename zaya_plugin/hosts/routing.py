@@ -17,6 +17,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from zaya_plugin.checkpoint.restore import on_rank_0
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.routed_experts import begin_file, open_file
 from zaya_plugin.parallel.context_order import ContextShard
@@ -55,11 +56,9 @@ class RoutingRecord:
     def __init__(self, recipe: Recipe):
         self.recipe, self.stored = recipe, None
 
-    def begin(self) -> None:
-        """Make the file. A collective."""
-        if torch.distributed.get_rank() == 0:
-            begin_file(self.recipe)
-        torch.distributed.barrier()
+    def begin(self, resumed_at: int) -> None:
+        """Make the file, or keep it in a run that continues after the step `resumed_at`. A collective."""
+        on_rank_0(lambda: begin_file(self.recipe, resumed_at))
         self.stored = open_file(self.recipe, "stage.record_routing", "r+")
 
     def around(self, step: Callable) -> Callable:

@@ -173,12 +173,20 @@ def action_of(replay) -> str | None:
     return None if replay.router_replay_action is None else replay.router_replay_action.value
 
 
-def replayed_ids(replay, rows: torch.Size, device: torch.device) -> Tensor | None:
+def check_classes(ids: Tensor, classes: int) -> None:
+    """Raise ValueError unless a batch's routing lies in [-1, classes). ids: integers of any shape, on the host; classes: the model's experts, and the skip class if it has one."""
+    if ids.numel() and (ids.min() < -1 or ids.max() >= classes):
+        problem = "is no routing of this model, whether it comes from stage.replay_routing or from a batch"
+        allowed = f"-1, where the router is free, to {classes - 1}"
+        raise mistake("routed_experts", f"{int(ids.min())} to {int(ids.max())}", problem=problem, allowed=allowed)
+
+
+def replayed_ids(replay, rows: torch.Size, device: torch.device, classes: int) -> Tensor | None:
     """Return the class ids int64 [s, b] that Megatron's RouterReplay holds for `rows` = (s, b), negative where the
     router is free; None where it replays nothing.
 
     Raises:
-        ValueError: it holds another number of tokens.
+        ValueError: it holds another number of tokens, or on the host a class that the model lacks.
     """
     if (action := action_of(replay)) not in ("replay_forward", "replay_backward"):
         return None
@@ -190,6 +198,8 @@ def replayed_ids(replay, rows: torch.Size, device: torch.device) -> Tensor | Non
             problem=f"this rank's tokens are {rows[0]} x {rows[1]}",
             allowed=f"[{rows.numel()}, 1] in each layer, the sequences' first tokens before their second ones",
         )
+    if target.device.type == "cpu":  # elsewhere the check would wait for the device
+        check_classes(target, classes)
     return target.to(device, torch.int64).view(rows)
 
 
@@ -296,7 +306,7 @@ class ZayaRouter(Float32BuffersMixin, nn.Module):
             projected = main_grad_linear(hidden_states, down_proj.weight)
         replay, rows = self.router_replay, projected.shape[:2]
         if replay is not None and forced_expert_ids is None:
-            forced_expert_ids = replayed_ids(replay, rows, projected.device)
+            forced_expert_ids = replayed_ids(replay, rows, projected.device, self.num_classes)
         unweighted = (
             self.config.num_moe_experts if self.config.moe_skip_expert and self.config.skip_output == "zero" else -1
         )

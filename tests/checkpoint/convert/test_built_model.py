@@ -82,7 +82,14 @@ def test_weights_are_streamed_as_they_are_written(tmp_path, layout):
     assert len(sizes) > 3 and all(size <= 3000 or len(bucket) == 1 for size, bucket in zip(sizes, buckets, strict=True))
     with torch.no_grad():
         model.decoder.layers[1].mlp.router.fc1.bias += 1
-    changed = []
+    changed, before = [], dict(sent)
+
+    def broken(bucket: dict) -> None:
+        raise ConnectionError("once")
+
+    with pytest.raises(ConnectionError, match="once"):
+        stream_hf(model, broken, layout=layout, sent=sent)
+    assert sent == before, "what was not delivered is handed over the next time"
     stream_hf(model, changed.append, layout=layout, sent=sent)
     assert [len(bucket) for bucket in changed] == [1]
     ((name, tensor),) = changed[0].items()

@@ -233,7 +233,7 @@ def stream_hf(
         dtype: bf16 or fp32; None: as the model computes.
         bucket_bytes: of one call, at most; a larger tensor has a call of its own.
         sent: checksums by name of what the receiver has. Tensors that it has are left out, and it is brought up to
-            date. None: all tensors are handed over.
+            date after each call. None: all tensors are handed over.
 
     Raises:
         ValueError: the layout cannot express the model.
@@ -260,9 +260,9 @@ def stream_hf(
             for tensor in group
             if known.get(tensor.name) != checksums[tensor.name]
         }
-        known.update(checksums)
         if bucket and rank == 0:
             callback(bucket)
+        known.update(checksums)  # of a callback that raises, the tensors are handed over again
 
 
 @dataclass(frozen=True)
