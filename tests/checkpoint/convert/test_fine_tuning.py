@@ -132,6 +132,21 @@ def test_the_loss_does_not_depend_on_ranks_or_micro_batches(tmp_path, published,
     assert len({int(samples[n]["loss_mask"].sum()) for n in range(BATCH)}) > 1
 
 
+@pytest.mark.slow
+def test_the_demo_starts_from_an_export_and_its_loss_falls(tmp_path, published, bins):
+    """experiment=finetune_demo as it is, two processes and Muon, but for the sizes of a test and its data."""
+    sizes = [
+        f"handover.from_hf={published}",
+        f"stage.seq_length={LENGTH}",
+        "stage.train_iters=6",
+        "stage.eval_interval=3",
+    ]
+    run = train(tmp_path / "run", bins, recipe=["experiment=finetune_demo", *sizes, "logger.wandb=false"])
+    losses, valid = [row["loss"] for _, row in sorted(run.steps().items())], run.validation()
+    assert len(losses) == 6 and losses[5] < losses[0]
+    assert [*valid] == [0, 3, 6] and valid[6] < valid[0]
+
+
 def test_chats_that_are_not_packed_are_refused_with_the_command(tmp_path, published, bins):
     chats = bins.parent / "chats"
     run = train(tmp_path / "run", chats, recipe=twin("finetune_chat", published), check=False)
