@@ -43,6 +43,22 @@ doc_to_target: "{{choices[0]}}"
 generation_kwargs: {until: ["e"], max_gen_toks: 16}
 metric_list: [{metric: exact_match}]
 """
+GROUP = """\
+group: local_group
+task: [local_choice, local_half]
+aggregate_metric_list: [{metric: acc, weight_by_size: true}]
+"""
+BROKEN = """\
+task: local_broken
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{choices[0]}}"
+metric_list: [{metric: exact_match}]
+process_docs: !function needs_a_package.rows
+"""
 
 
 @pytest.fixture(scope="module")
@@ -120,20 +136,25 @@ def test_local_tasks(published, tasks, offline, tmp_path, capsys):
 
 SUITE = """\
 group: local
-task: [local_choice, local_written, local_text]
+task: [local_choice, local_half, local_group, local_written, local_broken, local_text]
 metadata:
   models: [Published]
   notes: [local stand-ins]
   benchmarks:
     - {title: Choice, kind: knowledge, task: local_choice, shots: 0, metric: acc, published: {Published: 25.0}}
+    - {title: Half, kind: knowledge, task: local_half, shots: 0, metric: acc}
+    - {title: Group, kind: knowledge, task: local_group, shots: 0, metric: acc}
     - {title: Written, kind: mathematics, task: local_written, shots: 0, metric: exact_match}
+    - {title: Broken, kind: mathematics, task: local_broken, shots: 0, metric: exact_match}
     - {title: Text, kind: text, task: local_text, shots: 0, metric: bits_per_byte, scale: 1}
 """
 
 
 @pytest.mark.slow
 def test_a_suite_on_local_copies_of_each_type_of_task(published, tasks, offline, tmp_path, monkeypatch, capsys):
-    """Multiple choice, texts with exact match, rolling log-likelihoods; first without the last one's file."""
+    """Multiple choice, a group of two such tasks, texts with exact match, one that requires a package, rolling
+    log-likelihoods; first without the last one's file.
+    """
     from zaya_plugin.commands import evaluation_suite
     from zaya_plugin.inference.harness import task_manager
 
@@ -142,19 +163,32 @@ def test_a_suite_on_local_copies_of_each_type_of_task(published, tasks, offline,
     (suites / "local.yaml").write_text(SUITE)
     monkeypatch.setattr(evaluation_suite, "SUITES", suites)
     shutil.copytree(tasks, copies)
+    half = tmp_path / "half.json"
+    half.write_text("".join((tasks / "rows.json").read_text().splitlines(keepends=True)[::2]))
+    (copies / "half.yaml").write_text(CHOICE.replace("FILE", str(half)).replace("local_choice", "local_half"))
+    (copies / "group.yaml").write_text(GROUP)
+    (copies / "broken.yaml").write_text(BROKEN.replace("FILE", str(half)))
+    (copies / "needs_a_package.py").write_text("import no_such_package\n\n\ndef rows(dataset):\n    return dataset\n")
     (copies / "text.yaml").rename(tmp_path / "text.yaml")
     words = ["eval", str(published), "--suite", "local", "--tasks-dir", str(copies), "--output", str(out)]
     assert cli.main(words) == 0
-    assert "Text: left out, no such task there" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert f"\n--tasks-dir {copies}: tasks are those of that folder" in table
+    assert "Text: left out, no such task there" in table
+    assert "Broken: left out, ModuleNotFoundError: No module named 'no_such_package'" in table
     first = json.loads(out.read_text())["results"]
-    assert first.keys() == {"local_choice", "local_written"}
+    assert first.keys() == {"local_choice", "local_half", "local_group", "local_written"}
+    whole, part, both = (first[f"local_{name}"]["acc"] for name in ("choice", "half", "group"))
+    assert both == pytest.approx((2 * whole + part) / 3) and whole != part, "a mean over documents"
     (tmp_path / "text.yaml").rename(copies / "text.yaml")
+    (copies / "needs_a_package.py").write_text("def rows(dataset):\n    return dataset\n")
     assert cli.main(words) == 0
     done = capsys.readouterr()
     results = json.loads(out.read_text())["results"]
     assert f"local_choice: from {out}" in done.err and results["local_choice"] == first["local_choice"]
     row = next(line.split() for line in done.out.splitlines() if " Choice " in line)
     assert row[4] == f"{100 * first['local_choice']['acc']:.1f}" and row[-1] == "25.0"
+    assert results["local_broken"].keys() >= {"exact_match"} and "left out" not in done.out
     assert results["local_text"]["bits_per_byte"] > 0 and out.with_suffix(".txt").read_text() == done.out
     # lm_eval's own command line takes both folders: the group, and the tasks
     assert task_manager(str(suites), defaults=False).match_tasks(["local"]) == ["local"]

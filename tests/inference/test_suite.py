@@ -28,7 +28,16 @@ SUITE = {
         {"title": "Four", "kind": "text", "task": "four", "shots": 0, "metric": "score", "scale": 1},
     ],
 }
-SOURCE = {"model": "mine", "step": 3, "suite": "small", "limit": None}
+SOURCE = {
+    "model": "runs/mine",
+    "step": 3,
+    "suite": "small",
+    "limit": None,
+    "tasks_dir": None,
+    "dtype": "bfloat16",
+    "tokenizer": "/words",
+    "lm_eval": "0.4.13",
+}
 FIGURES = {
     "one": {"acc": 0.5, "acc_stderr": 0.0123},
     "two": {"pass@1 (create_test)": 0.125},
@@ -68,7 +77,9 @@ def test_a_suite_continues_where_it_ended(tmp_path, monkeypatch):
     monkeypatch.setenv(RUNS_CODE, "1")
     results, left_out = run_suite(SUITE, SOURCE, output, lambda task: task != "four", score, said.append)
     assert results == FIGURES and left_out == {}, "what was run stays, though its task is gone"
-    for source, words in (({**SOURCE, "step": 4}, "step=3"), ({**SOURCE, "limit": 10}, "limit=None")):
+    different = {"step": 4, "limit": 10, "tasks_dir": "/t", "dtype": "float32", "tokenizer": "/w", "lm_eval": "0.5"}
+    for key, value in different.items():
+        source, words = {**SOURCE, key: value}, f"{key}={SOURCE[key]}"
         with pytest.raises(ValueError, match=rf"^--output={output}: holds {words}\. .* Fix: --output FILE\.$"):
             run_suite(SUITE, source, output, lambda task: True, score, said.append)
     output.write_text("[]")
@@ -76,9 +87,30 @@ def test_a_suite_continues_where_it_ended(tmp_path, monkeypatch):
         run_suite(SUITE, SOURCE, output, lambda task: True, score, said.append)
 
 
+@pytest.mark.parametrize("error", [ModuleNotFoundError("No module named\n 'math_verify'"), RuntimeError("x" * 1000)])
+def test_a_task_that_fails_is_left_out_and_tried_again(error, tmp_path, monkeypatch):
+    monkeypatch.setenv(RUNS_CODE, "1")
+    output, said, fails = tmp_path / "found.json", [], True
+
+    def score(task: str, shots: int) -> dict:
+        if task == "one" and fails:
+            raise error
+        return FIGURES[task]
+
+    results, left_out = run_suite(SUITE, SOURCE, output, lambda task: True, score, said.append)
+    assert results == {task: FIGURES[task] for task in ("two", "four")} == json.loads(output.read_text())["results"]
+    name = type(error).__name__
+    assert left_out.keys() == {"one"} and left_out["one"].startswith(f"{name}: ") and len(left_out["one"]) <= 400
+    assert said == [f"one: {left_out['one']}"]
+    assert name == "RuntimeError" or left_out["one"] == "ModuleNotFoundError: No module named 'math_verify'"
+    assert f"One: left out, {left_out['one']}" in suite_table(SUITE, SOURCE, results, left_out)
+    fails = False
+    assert run_suite(SUITE, SOURCE, output, lambda task: True, score, said.append) == (FIGURES, {})
+
+
 def test_the_table_has_published_figures_beside_the_models():
     found = {task: FIGURES[task] for task in ("one", "four")}
-    lines = suite_table(SUITE, "mine", found, {"two": "no such task there"}).splitlines()
+    lines = suite_table(SUITE, SOURCE, found, {"two": "no such task there"}).splitlines()
     assert [line.split() for line in lines[:5]] == [
         ["kind", "benchmark", "shots", "metric", "mine", "+-", "Theirs", "Others"],
         ["knowledge", "One", "5", "acc", "50.0", "1.2", "70.2", "-"],
@@ -93,6 +125,14 @@ def test_the_table_has_published_figures_beside_the_models():
         "Three: another setting",
         "a note",
     ]
+    options = {**SOURCE, "limit": 10, "tasks_dir": "/t"}
+    assert suite_table(SUITE, options, found, {}).splitlines()[5:8] == [
+        "",
+        "--limit 10: figures are of the first 10 documents of each task",
+        "--tasks-dir /t: tasks are those of that folder, not lm_eval's",
+    ]
+    loose = {**SUITE, "benchmarks": [{**SUITE["benchmarks"][3], "filter": "loose"}]}
+    assert suite_table(loose, SOURCE, found, {}).splitlines()[1].split()[3:6] == ["score", "(loose)", "99.0"]
 
 
 @pytest.mark.parametrize(
@@ -101,6 +141,10 @@ def test_the_table_has_published_figures_beside_the_models():
         (["--suite", "nope"], "--suite=nope: no such suite. Allowed: zaya1. Fix: --suite zaya1."),
         (["--tasks-dir", "x", "--data"], "--tasks-dir=x: requires --suite. Fix: leave --tasks-dir out."),
         (["--suite", "zaya1", "--data"], "--suite=zaya1: is evaluated alone, without --tasks and --data."),
+        (
+            ["--suite", "zaya1", "--output", "a.txt"],
+            "--output=a.txt: must end in .json: the table is written to a .txt of the same name. Fix: --output a.json.",
+        ),
         (["--suite", "zaya1", "--tasks-dir", "nowhere"], "--tasks-dir=nowhere: must be a folder."),
     ],
 )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -106,6 +107,11 @@ def run(options: argparse.Namespace) -> None:
     if options.output is not None and not options.output.absolute().parent.is_dir():
         fix = "--output FILE in an existing folder"
         raise mistake("--output", options.output, problem="its folder does not exist", fix=fix)
+    if options.suite is not None and options.output is not None and options.output.suffix != ".json":
+        problem = "must end in .json: the table is written to a .txt of the same name"
+        raise mistake(
+            "--output", options.output, problem=problem, fix=f"--output {options.output.with_suffix('.json')}"
+        )
     for key, folder in (("--include", options.include), ("--tasks-dir", options.tasks_dir)):
         if folder is not None and not Path(folder).is_dir():
             raise mistake(key, folder, problem="must be a folder", allowed="a folder with tasks' .yaml files")
@@ -126,6 +132,8 @@ def run(options: argparse.Namespace) -> None:
     model = find_model(options)
     prepare_torch()
     opened = open_model(options, model, needs_tokenizer=runs_tasks)
+    if runs_tasks and not opened.stop:
+        raise mistake("--tokenizer", opened.home, problem="names no end token, which tasks need")
     if suite is not None:
         _run_suite(options, suite, opened)
         return
@@ -158,21 +166,25 @@ def _run_suite(options: argparse.Namespace, suite: dict, opened: Opened) -> None
     manager = task_manager(options.tasks_dir, defaults=options.tasks_dir is None)
     runs_code = os.environ.get(RUNS_CODE) == "1"
 
+    def exists(task: str) -> bool:
+        return bool(manager.match_tasks([task])) and opened.decoder is not None  # loads the model: no task's mistake
+
     def score(task: str, shots: int) -> dict[str, float]:
         return scores(opened, manager, [task], shots, options.batch_size, options.limit, runs_code)[task]
 
-    name = Path(opened.name).name
-    output = options.output or Path(f"{options.suite}-{name}.json")
-    source = {"model": opened.name, "step": opened.step, "suite": options.suite, "limit": options.limit}
-    results, left_out = run_suite(
-        suite,
-        source,
-        output,
-        lambda task: bool(manager.match_tasks([task])),
-        score,
-        lambda text: print(text, file=sys.stderr),
-    )
-    text = suite_table(suite, name, results, left_out)
+    output = options.output or Path(f"{options.suite}-{Path(opened.name).name}.json")
+    source = {
+        "model": opened.name,
+        "step": opened.step,
+        "suite": options.suite,
+        "limit": options.limit,
+        "tasks_dir": None if options.tasks_dir is None else os.path.realpath(options.tasks_dir),
+        "dtype": str(opened.dtype).removeprefix("torch."),
+        "tokenizer": os.path.realpath(opened.home),
+        "lm_eval": importlib.metadata.version("lm_eval"),
+    }
+    results, left_out = run_suite(suite, source, output, exists, score, lambda text: print(text, file=sys.stderr))
+    text = suite_table(suite, source, results, left_out)
     print(text)
     write_whole(output.with_suffix(".txt"), text + "\n")
     if options.wandb is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,9 @@ def run_suite(
     """Run the benchmarks that `output` does not hold, and write it after each of them.
 
     Args:
-        source: what the figures depend on: model, step, suite, limit. output: a JSON file of this function, or none yet.
-        exists: whether a task is available. score: task and number of examples -> its figures by metric.
+        source: what the figures depend on: model, step, suite, options. output: a JSON file of this function, or none
+        yet. exists: whether a task is available. score: task and number of examples -> its figures by metric. A task
+        that raises is left out, and tried again the next time.
 
     Returns: figures by task, and by task why it was left out.
 
@@ -61,7 +63,14 @@ def run_suite(
         elif row.get("runs_code") and os.environ.get(RUNS_CODE) != "1":
             left_out[task] = f"it runs code that the model wrote, for which {RUNS_CODE}=1 must be set"
         else:
-            results[task] = score(task, row["shots"])
+            try:
+                results[task] = score(task, row["shots"])
+            except (
+                Exception
+            ) as error:  # of a package for one task, a download, memory: the other tasks are not affected
+                left_out[task] = textwrap.shorten(f"{type(error).__name__}: {error}", 400)
+                say(f"{task}: {left_out[task]}")
+                continue
             write_whole(output, json.dumps({**source, "results": results}, indent=1) + "\n")
     return results, left_out
 
@@ -84,17 +93,21 @@ def _finished(output: Path, source: Mapping[str, Any]) -> dict[str, Figures]:
 
 
 def suite_table(
-    suite: Mapping[str, Any], model: str, results: Mapping[str, Figures], left_out: Mapping[str, str]
+    suite: Mapping[str, Any], source: Mapping[str, Any], results: Mapping[str, Figures], left_out: Mapping[str, str]
 ) -> str:
-    """Return the table in per cent, published figures in the columns behind the model's, and below it what differs in
-    the settings.
+    """Return the table in per cent, published figures in the columns behind the model's, and below it the options
+    --limit and --tasks-dir and what differs in the settings. `source` is that of `run_suite`.
     """
     published = suite["models"]
-    rows = [["kind", "benchmark", "shots", "metric", model, "+-", *published]]
+    rows = [["kind", "benchmark", "shots", "metric", Path(source["model"]).name, "+-", *published]]
     notes = []
+    if source["limit"] is not None:
+        notes.append(f"--limit {source['limit']}: figures are of the first {source['limit']} documents of each task")
+    if source["tasks_dir"] is not None:
+        notes.append(f"--tasks-dir {source['tasks_dir']}: tasks are those of that folder, not lm_eval's")
     for row in suite["benchmarks"]:
         task, known = row["task"], row.get("published", {})
-        metric, value, error = _figure(results.get(task, {}), row.get("metric", ""), row.get("scale", 100))
+        metric, value, error = _figure(results.get(task, {}), row)
         shots = "" if task is None else str(row["shots"])
         rows.append(
             [row["kind"], row["title"], shots, metric, value, error, *(_text(known.get(name)) for name in published)]
@@ -108,13 +121,17 @@ def suite_table(
     return "\n".join([aligned(rows, right=range(4, len(rows[0]))), "", *notes, *suite["notes"]])
 
 
-def _figure(figures: Figures, metric: str, scale: float) -> tuple[str, str, str]:
-    """Return the metric with its filter, its value and its standard error as text. Of several filters the first counts."""
-    names = [name for name in figures if name == metric or name.startswith(f"{metric} (")]
-    if not names:
+def _figure(figures: Figures, row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return the metric with its filter, its value and its standard error as text. Without a filter in the row the
+    task's first one counts.
+    """
+    metric, scale = row.get("metric", ""), row.get("scale", 100)
+    start = f"{metric} ({row.get('filter', '')}"
+    name = next((name for name in figures if name.startswith(start) or (name == metric and "filter" not in row)), None)
+    if name is None:
         return metric, "-", ""
-    error = figures.get(names[0].replace(metric, f"{metric}_stderr", 1))
-    return names[0], _text(scale * figures[names[0]]), "" if error is None else _text(scale * error)
+    error = figures.get(name.replace(metric, f"{metric}_stderr", 1))
+    return name, _text(scale * figures[name]), "" if error is None else _text(scale * error)
 
 
 def _text(value: float | None) -> str:

@@ -145,8 +145,6 @@ def scores(
     """Return the figures of each of the tasks `names`: metric -> value, and <metric>_stderr where the package states
     it. The others are options of `zaya eval`. runs_code: whether tasks may run what the model wrote.
     """
-    if not opened.stop:
-        raise mistake("--tokenizer", opened.home, problem="names no end token, which tasks need")
     if unknown := [name for name in names if not manager.match_tasks([name])]:
         raise mistake(
             "--tasks", ",".join(unknown), problem="no such task", allowed="a task of lm_eval, or of --include DIR"
