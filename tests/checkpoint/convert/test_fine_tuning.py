@@ -135,15 +135,13 @@ def test_the_loss_does_not_depend_on_ranks_or_micro_batches(tmp_path, published,
 @pytest.mark.slow
 def test_the_demo_starts_from_an_export_and_its_loss_falls(tmp_path, published, bins):
     """experiment=finetune_demo as it is, two processes and Muon, but for the sizes of a test and its data."""
-    sizes = [
-        f"handover.from_hf={published}",
-        f"stage.seq_length={LENGTH}",
-        "stage.train_iters=6",
-        "stage.eval_interval=3",
-    ]
-    run = train(tmp_path / "run", bins, recipe=["experiment=finetune_demo", *sizes, "logger.wandb=false"])
-    losses, valid = [row["loss"] for _, row in sorted(run.steps().items())], run.validation()
-    assert len(losses) == 6 and losses[5] < losses[0]
+    words = ["experiment=finetune_demo", f"handover.from_hf={published}", f"stage.seq_length={LENGTH}"]
+    words += ["stage.train_iters=6", "stage.eval_interval=3", "logger.wandb=false"]
+    run = train(tmp_path / "run", bins, recipe=words)
+    steps, valid = run.steps(), run.validation()
+    words += [f"data.path={bins}", f"run_dir={tmp_path / 'run'}"]
+    assert steps[1]["loss"] == pytest.approx(transformers_loss(published, words), rel=1e-5)
+    assert len(steps) == 6 and steps[6]["loss"] < steps[1]["loss"]
     assert [*valid] == [0, 3, 6] and valid[6] < valid[0]
 
 
