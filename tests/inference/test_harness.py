@@ -150,7 +150,6 @@ metadata:
 """
 
 
-@pytest.mark.slow
 def test_a_suite_on_local_copies_of_each_type_of_task(published, tasks, offline, tmp_path, monkeypatch, capsys):
     """Multiple choice, a group of two such tasks, texts with exact match, one that requires a package, rolling
     log-likelihoods; first without the last one's file.
