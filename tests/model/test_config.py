@@ -83,4 +83,6 @@ def test_own_fields_are_plain_scalars():
     inherited = {f.name for f in dataclasses.fields(TransformerConfig)}
     own = [f for f in dataclasses.fields(ZayaConfig) if f.name not in inherited]
     assert len(own) >= 18
+    (names,) = [f.default_factory() for f in own if f.name == "lora_targets"]
+    assert type(names) is list and {type(name) for name in names} == {str}
     assert all(f.default is None or type(f.default) in (bool, int, float, str) for f in own if f.name != "lora_targets")
