@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 @dataclass(frozen=True)
 class Shape:
     """The sizes that parameters and operations depend on. Field names are Megatron's; `vocab_size` is the
-    padded one. lora_rank, lora_targets: of the adapters (optim.lora); None: all weights are trained.
+    padded one. lora_rank, lora_targets, lora_experts: of the adapters (optim.lora); None: all weights are trained.
     """
 
     num_layers: int
@@ -32,6 +32,7 @@ class Shape:
     window_attn_skip_freq: int | None = None
     lora_rank: int | None = None
     lora_targets: tuple[str, ...] = ()
+    lora_experts: str = "each"
 
     @classmethod
     def of_arguments(cls, args) -> "Shape":
@@ -59,6 +60,11 @@ class Shape:
         window = min(self.sliding_window or seq_length, seq_length)
         whole = self.num_layers - self.window_layers
         return whole * seq_length / 2 + self.window_layers * (window - window**2 / (2 * seq_length))
+
+    @property
+    def expert_adapters(self) -> int:
+        """Adapters of each of the experts' two matrices in a layer."""
+        return self.num_experts if self.lora_experts == "each" else 1
 
     @property
     def query_channels(self) -> int:
@@ -92,7 +98,7 @@ def training_flops(shape: Shape, tokens: int, seq_length: int) -> float:
         return 3.0 * tokens * sum(parts.values())
     adapters = adapter_parameters(shape)
     trained = parts["attention"] + parts["prologue"] + ("router" in shape.lora_targets) * parts["router"]
-    active = adapters["attention"] + adapters["experts"] / shape.num_experts
+    active = adapters["attention"] + adapters["experts"] / shape.expert_adapters
     return tokens * (2.0 * sum(parts.values()) + trained + 6.0 * active)
 
 
@@ -107,7 +113,7 @@ def adapter_parameters(shape: Shape) -> dict[str, int]:
     )
     channels = {
         "attention": 5 * h + 2 * shape.query_channels + 2 * shape.key_channels,  # of both sides of five matrices
-        "experts": shape.num_experts * (2 * h + 3 * f),
+        "experts": shape.expert_adapters * (2 * h + 3 * f),
     }
     of_layer = {target: (shape.lora_rank or 0) * count for target, count in channels.items()}
     of_layer["router"] = (h + 1) * r + 2 * (r + 1) * r + (shape.num_experts + 1) * r

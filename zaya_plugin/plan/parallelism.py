@@ -87,7 +87,9 @@ def trained_parameters(shape: Shape, layout: ParallelSizes) -> dict[str, int]:
     if shape.lora_rank is None:
         return local_parameters(shape, layout)
     counts = {target: count // layout.pipeline for target, count in adapter_parameters(shape).items()}
-    return {"experts": counts["experts"] // layout.expert, "rest": counts["attention"] + counts["router"]}
+    shared = shape.lora_experts == "shared"  # on all ranks, as the weights outside the experts
+    rest = counts["attention"] + counts["router"] + counts["experts"] * shared
+    return {"experts": (not shared) * counts["experts"] // layout.expert, "rest": rest}
 
 
 def owned_parameters(shape: Shape, layout: ParallelSizes) -> dict[str, float]:
