@@ -30,7 +30,9 @@ CODES = "\n\nExit codes: 0, 1 the comparison failed, 2 a mistake on the command 
 Action = Callable[[argparse.Namespace], int]
 
 
-LAYOUT = option("--layout", choices=("native", "legacy"), default="native", help="of the weights; default: native")
+LAYOUT = option(
+    "--layout", choices=("native", "legacy", "smoe"), default="native", help="of the weights; default: native"
+)
 
 
 def _parser(name: str, action: Action, purpose: str, examples: str, model: str, *options: Option) -> Parser:

@@ -13,7 +13,7 @@ from zaya_plugin.checkpoint.convert import hf_config
 from zaya_plugin.checkpoint.convert.adapters import Lora, fingerprint
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.importing import open_source
-from zaya_plugin.checkpoint.convert.tables import rows
+from zaya_plugin.checkpoint.convert.tables import WRITTEN, rows
 from zaya_plugin.checkpoint.convert.torch_dist import CheckpointWriter, Stored
 from zaya_plugin.checkpoint.convert.values import as_bytes
 
@@ -75,7 +75,7 @@ def publish(
     if shards > 1:
         placed = {name: file for file, part in zip(files, parts, strict=True) for name in part}
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
-    if layout in ("native", "legacy"):
+    if layout in WRITTEN:
         values = hf_config.write(layout, model, "bfloat16") | (config or {})
         (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
     return folder

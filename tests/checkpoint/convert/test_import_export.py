@@ -35,8 +35,7 @@ def checkpoint(tmp_path) -> Path:
     return imported(publish(tmp_path / "published"), tmp_path / "checkpoint")
 
 
-@pytest.mark.parametrize("layout", ["native", "legacy"])
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize(("layout", "shards"), [("native", 1), ("native", 3), ("legacy", 3), ("smoe", 1)])
 def test_round_trip_is_bit_equal(tmp_path, layout, shards):
     folder = publish(tmp_path / "published", layout, shards=shards)
     checkpoint = imported(folder, tmp_path / "checkpoint")

@@ -12,7 +12,10 @@ VERIFIED, NOTHING = "## Verified", "Nothing: the export ran without --verify."
 READ_BY = {
     "native": "transformers 5.13 and later, and vLLM with its ZAYA class",
     "legacy": "SGLang 0.5.23; transformers 5.13 and later do not read this layout",
+    "smoe": "Zyphra's SMoE classes and their converter to native; their router's norm takes 1e-6 for epsilon",
 }
+
+LIBRARY = {"native": "library_name: transformers", "legacy": "library_name: sglang", "smoe": "library_name: vllm"}
 
 
 def text(export, config: dict) -> str:
@@ -22,12 +25,12 @@ def text(export, config: dict) -> str:
     lineage = run.get("lineage")
     lines = [
         "---",
-        "library_name: transformers" if export.layout == "native" else "library_name: sglang",
+        LIBRARY[export.layout],
         "pipeline_tag: text-generation",
         "---",
         f"# {run.get('recipe') or 'ZAYA1'}",
         "",
-        f"A ZAYA1 model in the {export.layout} layout, which {READ_BY[export.layout]} read.",
+        f"A ZAYA1 model in the {export.layout} layout, read by {READ_BY[export.layout]}.",
         "",
         "| | |",
         "|---|---|",

@@ -141,7 +141,7 @@ LAYOUTS: dict[str, tuple[int, Callable[[str], str]]] = {
     "smoe": (2, _as_smoe),
     "primus": (2, _as_primus),
 }
-WRITTEN = ("native", "legacy")
+WRITTEN = ("native", "legacy", "smoe")
 # The output of the skip class in the loaders of a layout.
 SKIP_OUTPUT = {"native": "zero", "legacy": "identity", "smoe": "identity", "primus": "identity"}
 # Further tensors that a file of a layout may hold: Primus' port gives the first MoE stage a scale that it does not use,
