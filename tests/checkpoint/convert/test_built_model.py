@@ -59,7 +59,7 @@ def test_a_model_is_written_as_it_was_read_and_errors_leave_nothing(tmp_path):
     save_hf(model, tmp_path / "export")
     different = verification.differences(open_source(folder), open_source(tmp_path / "export"))
     assert [line for line in different if "balancing_biases: torch.bfloat16" not in line] == []
-    for option, value in (("layout", "smoe"), ("dtype", "fp64")):
+    for option, value in (("layout", "primus"), ("dtype", "fp64")):
         with pytest.raises(ValueError, match=rf"^--{option}={value}: "):
             save_hf(model, tmp_path / "other", **{option: value})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "published"]

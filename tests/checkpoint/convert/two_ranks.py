@@ -39,6 +39,17 @@ def main(layout: str, source: str, output: str) -> None:
     written = load_file(f"{output}/model.safetensors") if torch.distributed.get_rank() == 0 else {}
     assert streamed.keys() == written.keys()
     assert all(torch.equal(streamed[name], tensor) for name, tensor in written.items())
+
+    def broken(bucket):
+        raise ZeroDivisionError("division by zero")
+
+    try:
+        stream_hf([model], broken, layout="legacy", bucket_bytes=5000)
+    except (ZeroDivisionError, RuntimeError) as error:
+        own = torch.distributed.get_rank() == 0
+        assert str(error) == "division by zero" if own else "rank 0: ZeroDivisionError: division by zero" == str(error)
+    else:
+        raise AssertionError("an error of the callback was lost")
     try:
         save_hf([model], output, layout="legacy")
     except ValueError as error:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -237,6 +238,7 @@ def stream_hf(
 
     Raises:
         ValueError: the layout cannot express the model.
+        Exception: of the callback, on rank 0; a RuntimeError that names it on the others.
     """
     chunks, rank = _unwrapped(model), torch.distributed.get_rank()
     mine = list(_main_copies(chunks))
@@ -260,8 +262,8 @@ def stream_hf(
             for tensor in group
             if known.get(tensor.name) != checksums[tensor.name]
         }
-        if bucket and rank == 0:
-            callback(bucket)
+        if bucket:  # on all ranks: an error of rank 0 must not leave the others in the next broadcast
+            _on_all_ranks(functools.partial(callback, bucket) if rank == 0 else lambda: None)
         known.update(checksums)  # of a callback that raises, the tensors are handed over again
 
 
