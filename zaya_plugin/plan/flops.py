@@ -61,6 +61,13 @@ class Shape:
         whole = self.num_layers - self.window_layers
         return whole * seq_length / 2 + self.window_layers * (window - window**2 / (2 * seq_length))
 
+    def cached_tokens(self, context: int) -> float:
+        """Return the keys that a token behind `context` others reads when it is decoded, summed over the layers: those of
+        its window where the layer has one.
+        """
+        whole = self.num_layers - self.window_layers
+        return whole * context + self.window_layers * min(self.sliding_window or context, context)
+
     @property
     def expert_adapters(self) -> int:
         """Adapters of each of the experts' two matrices in a layer."""
@@ -84,11 +91,16 @@ def forward_flops_by_part(shape: Shape, seq_length: int) -> dict[str, float]:
     return {
         "projections": layers * (h * q + h * k + h * k + q * h),  # q, k, both values together, output
         "prologue": layers * (q + k) * (shape.conv_taps[0] + shape.kv_channels * shape.conv_taps[1]),
-        "attention": 2.0 * 2 * q * shape.seen_tokens(seq_length),
+        "attention": attention_flops(shape, shape.seen_tokens(seq_length)),
         "router": layers * (h * r + 2 * r * r + r * (shape.num_experts + 1)),
         "experts": layers * 3 * h * shape.moe_ffn_hidden_size,
         "head": 2.0 * h * shape.vocab_size,
     }
+
+
+def attention_flops(shape: Shape, keys: float) -> float:
+    """Return operations of a token's products with `keys` keys and values, of all layers together."""
+    return 2.0 * 2 * shape.query_channels * keys
 
 
 def training_flops(shape: Shape, tokens: int, seq_length: int) -> float:
