@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -30,6 +31,7 @@ def train(
         log = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if log.returncode:
             raise RuntimeError(log.stdout[-3000:])
+        shutil.rmtree(directory / "checkpoints", ignore_errors=True)  # the last step's; gigabytes a run
         (directory / "done").touch()
     return directory
 
