@@ -4,10 +4,11 @@
     python3 benchmarks/lora_step.py --cluster h100_8             ZAYA1-base's 40 layers, random weights and tokens
     python3 benchmarks/lora_step.py --cluster cpu --tiny         tries the script
 
-One device and one sequence a micro-batch. Each measurement is a process of its own. This package runs by `zaya bench
-step`: the mean of 5 steps after 3, and the peak that the allocator gave out. peft: LoraConfig with the same modules and
-target_parameters, on bf16 weights, adapters in fp32 under torch's fused AdamW, each decoder layer compiled where that
-works. All weights of 40 layers do not fit into 80 GB, so --layers-full layers are trained both ways.
+One device. Each measurement is a process of its own. This package runs by `zaya bench step`, a step as one graph where
+that is possible, as with unpacked sequences: the mean of 5 steps after 3, and the peak that the allocator gave out.
+peft: LoraConfig with the same modules and target_parameters, on bf16 weights, adapters in fp32 under torch's fused
+AdamW, each decoder layer compiled where that works. All weights of 40 layers do not fit into 80 GB, so --layers-full
+layers are trained both ways.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ TINY = "model=zaya_tiny stage.seq_length=64 logger.wandb=false".split()
 def recipe_words(options: argparse.Namespace, layers: int, rank: int | None) -> list[str]:
     """Return the words of the recipe of a measurement. rank: None trains all weights."""
     words = ["experiment=finetune_lora", f"cluster={options.cluster}", "nproc=1", f"model.num_layers={layers}"]
-    words += [f"stage.seq_length={options.length}", "stage.micro_batch_size=1"]
-    words += [f"stage.global_batch_size={options.micro_batches}", "optim.lr=1e-4", "optim.min_lr=1e-5"]
+    words += [f"stage.seq_length={options.length}", f"stage.micro_batch_size={options.micro_batch}"]
+    words += [f"stage.global_batch_size={options.sequences}", "optim.lr=1e-4", "optim.min_lr=1e-5"]
+    words += [f"cluster.graphs={options.graphs}"]
     words += ["data.packing=none", "data.reset_position_ids=false", "parallel.recompute_granularity=null"]
     words += [f"optim.lora.rank={rank or 'null'}", "optim.name=adamw", "logger.tensorboard=false"]
     return words + (TINY if options.tiny else [])
@@ -46,7 +48,9 @@ def ours(options: argparse.Namespace, layers: int, rank: int | None) -> dict:
         if done.returncode:
             return {"error": done.stdout[-1500:]}
         record = json.loads((Path(folder) / "step.json").read_text())
-    return {key: record["step"][key] for key in ("ms", "tokens", "allocated_gib", "reserved_gib")}
+    return {key: record["step"][key] for key in ("ms", "tokens", "allocated_gib", "reserved_gib")} | {
+        "idle_ms": next(part["ms"] for part in record["parts"] if part["part"] == "idle")
+    }
 
 
 def peft_step(options: argparse.Namespace, layers: int, rank: int, compiled: bool) -> dict:
@@ -81,13 +85,13 @@ def peft_step(options: argparse.Namespace, layers: int, rank: int, compiled: boo
             layer.compile(dynamic=False)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=on_gpu)
-    tokens = torch.randint(rows, (1, options.length), device=device)
+    tokens = torch.randint(rows, (options.micro_batch, options.length), device=device)
     times = []
     for step in range(WARMUP + STEPS):
         if step == WARMUP and on_gpu:
             torch.cuda.reset_peak_memory_stats()
         begin = time.perf_counter()
-        for _ in range(options.micro_batches):
+        for _ in range(options.sequences // options.micro_batch):
             with torch.autocast(device.type, torch.bfloat16):
                 loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
             loss.backward()
@@ -100,7 +104,7 @@ def peft_step(options: argparse.Namespace, layers: int, rank: int, compiled: boo
     milliseconds = 1e3 * sum(times[WARMUP:]) / STEPS
     return {
         "ms": milliseconds,
-        "tokens": options.length * options.micro_batches,
+        "tokens": options.length * options.sequences,
         "allocated_gib": gib,
         "compiled": compiled,
         "trained": sum(p.numel() for p in trained),
@@ -127,14 +131,16 @@ def main() -> None:
     parser.add_argument("--layers-full", type=int, default=8, help="layers that are also trained whole")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
-    parser.add_argument("--micro-batches", type=int, default=4, help="sequences of a step")
+    parser.add_argument("--sequences", type=int, default=4, help="sequences of a step")
+    parser.add_argument("--micro-batch", type=int, default=1, help="sequences of a micro-batch")
+    parser.add_argument("--graphs", choices=("auto", "none"), default="auto", help="cluster.graphs of this package")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the script")
     parser.add_argument("--only", help="a comma-separated choice of the measurements")
     parser.add_argument("--commit", help="for the record, where there is no git checkout")
     parser.add_argument("--peft", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.tiny:
-        options.layers, options.layers_full, options.length, options.micro_batches = 2, 2, 64, 2
+        options.layers, options.layers_full, options.length, options.sequences = 2, 2, 64, 2
     if options.peft:
         layers, rank, compiled = map(int, options.peft.split(","))
         print(json.dumps(peft_step(options, layers, rank, bool(compiled))))
@@ -150,13 +156,13 @@ def main() -> None:
     record, results = described(options.commit), {}
     # Of each row, because the file keeps the rows of other calls.
     made = {key: record[key] for key in ("date", "commit", "command")}
-    made |= {"layers": options.layers, "layers_full": options.layers_full}
+    made |= {"layers": options.layers, "layers_full": options.layers_full, "micro_batch": options.micro_batch}
     for name in chosen:
         results[name] = row = measurements[name]() | made
         if "ms" in row:
             row["tokens_per_s"] = 1e3 * row["tokens"] / row["ms"]
         print(f"{name:18} {json.dumps(row)}", flush=True)
-    path = RESULTS / f"lora_step-{file_part(record['device'])}.json"
+    path = RESULTS / f"lora_step-{file_part(record['device'])}-micro_batch_{options.micro_batch}.json"
     if not options.tiny:
         before = json.loads(path.read_text()) if path.exists() else {}
         path.write_text(json.dumps(before | record | results, indent=1) + "\n")

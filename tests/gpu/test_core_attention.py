@@ -49,10 +49,10 @@ def compare(attend, mask, rows, keys):
         assert (a.double() - b).norm() / b.norm() < 1e-2
 
 
-def skip_without_package(backend):
+def skip_without_package(backend, form="whole"):
     """Skip if the package of `backend` is not installed."""
     try:
-        core_attention(backend, "whole", torch.bfloat16, 8, 2, 128, False).choice(torch.device("cuda", 0), check=False)
+        core_attention(backend, form, torch.bfloat16, 8, 2, 128, False).choice(torch.device("cuda", 0), check=False)
     except ValueError as missing:
         pytest.skip(str(missing))
 
@@ -68,7 +68,7 @@ def test_queries_at_the_end_of_the_keys(backend, rows, keys):
 @pytest.mark.parametrize("rows, keys", [(256, 256), (256, 1024), (96, 224)])
 @pytest.mark.parametrize("backend", FORMS["window"])
 def test_a_sliding_window(backend, rows, keys):
-    skip_without_package(backend)
+    skip_without_package(backend, "window")
     attend, mask = attention_of(backend), lower_right_mask(rows, keys, torch.device("cuda"), 100)
     compare(lambda *qkv: attend(*qkv, SCALE, 100), mask, rows, keys)
 
