@@ -3,8 +3,6 @@
 so that plans can be made on a login node.
 """
 
-import math
-
 LAST_STRETCH, STRETCH = 2, 3  # steps between restarts
 MIN_GRAM_SIDE = 384  # below, launches take longer than the products themselves
 # required share of the standard form's multiply-adds; reached from m/n = 1.27 for 5 steps and 1 restart
@@ -37,15 +35,6 @@ def choose_form(n: int, m: int, steps: int, bf16: bool) -> tuple[str, tuple[int,
     if n >= MIN_GRAM_SIDE and not bf16 and gram <= GRAM_GAIN * standard:
         return "gram", restarts, gram
     return "standard", (), standard
-
-
-def selected_shape(rows: int, columns: int, fraction: float) -> tuple[int, int]:
-    """Return the shape of a matrix of which Dion3 selects ceil(fraction * extent) rows, or columns if they are fewer
-    than the rows (arXiv 2608.11612, section 6).
-    """
-    if rows <= columns:
-        return math.ceil(fraction * rows), columns
-    return rows, math.ceil(fraction * columns)
 
 
 def newton_schulz_flops(n: int, m: int, steps: int = 5, bf16: bool = False) -> float:

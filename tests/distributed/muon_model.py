@@ -41,7 +41,7 @@ def build_model():
     return model
 
 
-def with_optimizer(model, row_fraction=1.0):
+def with_optimizer(model):
     """The model under DDP and its optimizer: bf16 weights and momentum, fp32 main weights."""
     options = DistributedDataParallelConfig(
         use_distributed_optimizer=True, bucket_size=60_000, grad_reduce_in_fp32=True, overlap_grad_reduce=False
@@ -57,5 +57,5 @@ def with_optimizer(model, row_fraction=1.0):
         use_distributed_optimizer=True,
         clip_grad=0.0,  # the norm would be summed in another order with other ranks, and bf16 momentum would show it
     )
-    muon = MuonSettings(momentum_dtype="bf16", row_fraction=row_fraction)
+    muon = MuonSettings(momentum_dtype="bf16")
     return ddp, build_muon_adamw(get_megatron_optimizer, optimizer_config, [ddp], muon, non_finite="skip")

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of tests/distributed/test_muon_state.py: `muon_state.py save|load|skip|cut DIRECTORY RANKS
-[stock|dion3]`.
+"""The ranks of tests/distributed/test_muon_state.py: `muon_state.py save|load|skip|cut DIRECTORY RANKS [stock]`.
 
 They are forked, since importing torch and Megatron takes longer than what they do.
 
@@ -8,7 +7,6 @@ save: five Muon steps on made-up gradients, then the checkpoint and rank 0's vie
 load: the checkpoint at this number of ranks, the whole state again, one more step.
 cut: as save, with Megatron's own buffer layout, which cuts matrices.
 stock: the optimizer's state is saved and loaded by Megatron's own methods.
-dion3: a quarter of the rows a step.
 skip: a gradient that is not a number on one rank alone; nothing may change anywhere.
 """
 
@@ -170,7 +168,7 @@ def main(rank: int, world: int, what: str, directory: Path, by: str = "") -> Non
     store = torch.distributed.FileStore(str(directory / f"store_{what}{world}{by}"), world)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
     parallel_state.initialize_model_parallel()
-    ddp, optimizer = with_optimizer(build_model(), 0.25 if by == "dion3" else 1.0)
+    ddp, optimizer = with_optimizer(build_model())
     if what == "skip":
         assert step(ddp, optimizer, 1)
         before = whole_state(ddp, optimizer)

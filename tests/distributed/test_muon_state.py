@@ -58,14 +58,6 @@ def test_a_checkpoint_of_megatrons_own_writer_loads(saved, tmp_path):
 
 
 @pytest.mark.slow
-def test_dion3_computes_the_same_bits_at_any_number_of_ranks(tmp_path):
-    """Four ranks with whole matrices, with Megatron's layout, which cuts them, and one rank after the checkpoint."""
-    four = run("save", 4, tmp_path, "dion3")
-    check_equal(run("load", 1, tmp_path, "dion3"), four)
-    check_equal(run("cut", 4, tmp_path, "dion3"), four)
-
-
-@pytest.mark.slow
 def test_each_keeps_what_it_needs_and_no_rank_more_than_its_share(saved):
     _, before = saved
     kept = {}

@@ -62,7 +62,6 @@ WARNING = {
     "optim.muon_coefficients": ("quintic",),
     "optim.muon_dtype": ("bf16",),
     "optim.muon_rms_scale": ("2",),
-    "optim.muon_row_fraction": ("0.25",),
     "optim.muon_momentum_dtype": ("bf16",),
     "optim.muon_split_gate_up": ("true",),
     "handover.from_run": ("{run}",),

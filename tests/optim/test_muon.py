@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """MuonAdamW against independent optimizers: torch.optim.Muon, emerging_optimizers and torch.optim.AdamW."""
 
-import copy
-import math
-import multiprocessing
-
 import pytest
 import torch
 from torch.optim._muon import _zeropower_via_newtonschulz
@@ -12,7 +8,6 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 import hip_ops
 from zaya_plugin.optim.muon import MuonAdamW, MuonSettings, StepContext
 from zaya_plugin.optim.parameter_role import ParameterRole, role_of
-from zaya_plugin.optim.sharding.distributed import CutMatrix, MatrixExchange
 
 # Wide, tall, square, the router's head, and two of one shape, which go through Newton-Schulz as one batch.
 SHAPES = [(48, 32), (24, 40), (32, 32), (17, 16), (48, 32)]
@@ -59,24 +54,6 @@ def _run(optimizers, params, steps):
 def _torchs(matrix):
     """torch.optim.Muon's five iterations of one matrix, in bf16."""
     return _zeropower_via_newtonschulz(matrix, (3.4445, -4.775, 2.0315), 5, 1e-7)
-
-
-def _dion3(weight, gradients, fraction, momentum=0.95, steps=5):
-    """The weight after Algorithm 4 of arXiv 2608.11612 (its Muon flavour), in fp64: a step for each of `gradients`."""
-    wide = weight.double() if weight.shape[0] <= weight.shape[1] else weight.double().T
-    kept, k = torch.zeros_like(wide), math.ceil(fraction * len(wide))
-    for gradient in gradients:
-        kept = kept + (gradient.double() if gradient.shape == wide.shape else gradient.double().T)
-        rows = sorted(range(len(wide)), key=lambda row: -float(kept[row].abs().sum()))[:k]
-        x = kept[rows] / kept[rows].norm()
-        for _ in range(steps):
-            a = x @ x.T
-            x = 3.4445 * x + (-4.775 * a + 2.0315 * a @ a) @ x
-        wide = wide * (1 - LR * DECAY)
-        # the learning rate is divided by the root of the selected share (section 8.1), rounded up here as the rows are
-        wide[rows] -= LR / math.sqrt(k / len(wide)) * 0.2 * math.sqrt(max(wide.shape)) * x
-        kept[rows] *= momentum
-    return wide if wide.shape == weight.shape else wide.T
 
 
 def _distance(a, b):
@@ -161,63 +138,6 @@ def test_the_size_of_the_gradients_changes_nothing(dtype):
     assert torch.equal(optimizer.orthogonalise(batch * 2.0**-20), optimizer.orthogonalise(batch))
 
 
-@pytest.mark.parametrize("fraction", [0.25, 0.5])
-def test_dion3_is_the_papers_algorithm(fraction):
-    """Rows, columns where they are fewer, error feedback and the size of the update, against a loop in fp64."""
-    ours, gradients = _parameters(), []
-    optimizer = _ours(ours, dtype="fp32", nesterov=False, row_fraction=fraction)
-    for number in range(12):
-        _give_gradients(ours, number)
-        gradients.append([p.grad.clone() for p in ours])
-        optimizer.step()
-    for p, start, taken in zip(ours[: len(SHAPES)], _parameters(), zip(*gradients, strict=True), strict=False):
-        exact = _dion3(start.detach(), taken, fraction)
-        assert _distance(p.detach().double() - start, exact - start) < 1e-4
-
-
-def test_dion3_with_all_rows_is_muon_to_the_bit():
-    """A fraction that rounds up to all rows of these matrices still undoes the decay where nothing changed: nowhere."""
-    muon, dion3 = _parameters(), _parameters()
-    _run([_ours(muon)], muon, 3)
-    _run([_ours(dion3, row_fraction=0.99)], dion3, 3)
-    assert all(map(torch.equal, muon, dion3))
-
-
-def test_dion3_changes_no_momentum_in_a_skipped_step():
-    """On a GPU the kernels skip a step on the device, after the host has launched all of them."""
-    optimizer, changed = _ours(_parameters(), row_fraction=0.25), torch.tensor([True, False])
-    factors = [optimizer.undo_decay(StepContext(skip=torch.tensor(skip)), changed).tolist() for skip in (1.0, 0.0)]
-    assert factors == [[1.0, 1.0], pytest.approx([1.0, 1 / 0.95])]
-
-
-@pytest.mark.parametrize("before", [0.25, 1.0], ids=["dion3", "muon"])
-def test_dion3_continues_from_a_checkpoint(before):
-    """Its own to the bit, and Muon's, which has the same state; a row that waits has the momentum of its gradients."""
-    params, again = _parameters(), _parameters()
-    saved = _ours(params, row_fraction=before)
-    _run([saved], params, 3)
-    for p, q in zip(params, again, strict=True):
-        q.data.copy_(p.data)
-    resumed = _ours(again, row_fraction=0.25)
-    resumed.load_state_dict(copy.deepcopy(saved.state_dict()))
-    saved.muon = resumed.muon
-    for number in (3, 4):
-        for side in (params, again):
-            _give_gradients(side, number)
-        saved.step()
-        resumed.step()
-    assert all(map(torch.equal, params, again))
-    assert all(set(resumed.state[p]) == {"exp_avg"} for p in again[: len(SHAPES)])
-
-
-@pytest.mark.parametrize(
-    "settings", [{"row_fraction": 0.0}, {"row_fraction": 1.5}, {"row_fraction": 0.5, "momentum": 0.0}]
-)
-def test_a_share_of_rows_that_cannot_be_selected_is_refused(settings):
-    with pytest.raises(ValueError, match=r"^row_fraction=.*Allowed: above 0, at most 1.*Fix: row_fraction=0.25"):
-        MuonSettings(**settings)
-
-
 def test_flat_parameters_give_the_same():
     square, flat = _parameters(), _parameters(flat=True)
     _run([_ours(square)], square, 5)
@@ -297,44 +217,3 @@ def test_updates_have_the_root_mean_square_of_adamw():
         # singular values lie in 0.7 to 1.2.
         low, high = (0.1, 0.25) if role_of(p).matrices else (0.99, 1.01)
         assert low < rms < high
-
-
-def _piece(rank, directory, fraction):
-    """One of two ranks that share three matrices: its weights and momenta after four steps."""
-    torch.set_num_threads(1)
-    torch.distributed.distributed_c10d._update_default_pg(None)  # an earlier test's, which the fork has copied
-    store = torch.distributed.FileStore(str(directory / "store"), 2)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    whole = _parameters(flat=True)[:3]
-    ends = [[0, cut, p.numel()] for p, cut in zip(whole, (500, 700, 33), strict=True)]
-    parts = [torch.nn.Parameter(p.detach()[e[rank] : e[rank + 1]].clone()) for p, e in zip(whole, ends, strict=True)]
-    for p, part in zip(whole, parts, strict=True):
-        part.zaya_role = p.zaya_role
-    pieces = [((0, e[0], e[1]), (1, e[1], e[2])) for e in ends]
-    cut = {part: CutMatrix(index, piece) for index, (part, piece) in enumerate(zip(parts, pieces, strict=True))}
-    optimizer = _ours(parts, row_fraction=fraction)
-    for number in range(4):
-        _give_gradients(whole + _parameters()[3:], number)
-        for p, part, e in zip(whole, parts, ends, strict=True):
-            part.grad = p.grad[e[rank] : e[rank + 1]].clone()
-        optimizer.begin_step(StepContext(exchange=MatrixExchange(torch.distributed.group.WORLD, cut)))
-        optimizer.step()
-    torch.save([(p.detach(), optimizer.state[p]["exp_avg"]) for p in parts], directory / f"{rank}.pt")
-
-
-def test_dion3_of_two_ranks_that_share_matrices_is_that_of_one(tmp_path):
-    """Rows are selected at the owner of a matrix; each rank undoes the decay of its own piece."""
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=_piece, args=(rank, tmp_path, 0.25)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    assert [rank.exitcode for rank in ranks] == [0, 0]
-    one = _parameters(flat=True)
-    optimizer = _ours(one, row_fraction=0.25)
-    _run([optimizer], one, 4)
-    halves = zip(*(torch.load(tmp_path / f"{rank}.pt") for rank in range(2)), strict=True)
-    for p, ((low, low_momentum), (high, high_momentum)) in zip(one, halves, strict=False):
-        assert torch.equal(torch.cat((low, high)), p.detach())
-        assert torch.equal(torch.cat((low_momentum, high_momentum)), optimizer.state[p]["exp_avg"])

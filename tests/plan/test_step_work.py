@@ -94,10 +94,7 @@ def test_the_first_stage_of_a_pipeline_has_its_layers_and_no_head():
     """Two stages on eight ranks: half the layers, for twice the tokens of a rank."""
     words = ["experiment=zaya1_base", "cluster=mi300x_8", "data.path=none", "stage.global_batch_size=128"]
     halves = [*words, "parallel.pipeline_model_parallel_size=2"]
-    whole, stage, dion3 = (work_of(compose(w), 8, 262_272) for w in (words, halves, [*words, "optim=dion3"]))
+    whole, stage = (work_of(compose(overrides), 8, 262_272) for overrides in (words, halves))
     assert stage["experts"].flops == whole["experts"].flops and stage["head"].flops == 0 < whole["head"].flops
     assert stage["optimizer"].flops == pytest.approx(whole["optimizer"].flops)
-    # experts of 512 x 4096 and 512 x 2048 for 2048 x 4096 and 2048 x 2048; two passes more over the fp32 momentum
-    assert dion3["optimizer"].flops == pytest.approx(whole["optimizer"].flops / 29, rel=0.02)
-    assert dion3["optimizer"].bytes > 1.2 * whole["optimizer"].bytes
     assert whole["gradients"].bytes < stage["gradients"].bytes  # those of the embedding are added in a pass

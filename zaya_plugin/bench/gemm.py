@@ -42,8 +42,7 @@ def products_of(overrides: list[str]) -> tuple[list[Product], Recipe]:
     listed = products.products(shape, layout, recipe_plan.batch_of(recipe, world))
     if optim.name == "muon":
         dtype_bytes = 4 if optim.muon_dtype == "fp32" else 2
-        how = optim.muon_split_gate_up, optim.muon_steps, optim.muon_row_fraction
-        listed += products.update_products(shape, layout, dtype_bytes, *how)
+        listed += products.update_products(shape, layout, dtype_bytes, optim.muon_split_gate_up, optim.muon_steps)
     return listed, recipe
 
 

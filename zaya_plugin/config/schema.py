@@ -608,14 +608,6 @@ class OptimConfig:
         limit=RATE,
         resume=UPDATES,
     )
-    muon_row_fraction: float = own(
-        1.0,
-        "share of a matrix's rows, or of its columns if they are fewer, that a step orthogonalises and updates; "
-        "below 1: Dion3 (arXiv 2608.11612)",
-        "training.optimizer",
-        limit=SHARE,
-        resume=UPDATES,
-    )
     muon_momentum_dtype: str = own(
         "fp32",
         "precision in which the momentum is stored",

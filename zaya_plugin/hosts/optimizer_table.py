@@ -91,9 +91,7 @@ def rows(model: nn.Module, roles: dict[str, ParameterRole]) -> list[Row]:
 
 def table(recipe: Recipe, rows: list[Row]) -> Iterable[str]:
     """Yield the lines to print."""
-    from zaya_plugin.training.optimizer import muon_settings
-
-    optim, muon = recipe.optim, muon_settings(recipe)
+    optim = recipe.optim
     width = max(len(row.name) for row in rows)
     yield f"{'parameter':{width}}  {'count':>5}  {'shape':15}  {'optimizer':32}  {'lr':>9}  {'weight decay':>12}"
     for row in rows:
@@ -101,7 +99,8 @@ def table(recipe: Recipe, rows: list[Row]) -> Iterable[str]:
         what = role.optimizer
         if role.matrices is not None:
             b, m, n = role.matrices
-            what += f" {f'{b} x ' if b > 1 else ''}{m} x {n}, scale {muon.scale(m, n):.3g}"
+            scale = optim.muon_rms_scale * max(m, n) ** 0.5
+            what += f" {f'{b} x ' if b > 1 else ''}{m} x {n}, scale {scale:.3g}"
         yield (
             f"{row.name:{width}}  {row.count:>5}  {' x '.join(map(str, row.shape)):15}  {what:32}  "
             f"{optim.lr * role.lr_mult:>9.3g}  {optim.weight_decay * role.weight_decay_mult:>12.3g}"

@@ -11,10 +11,6 @@ A parameter may be flat, as Megatron's distributed optimizer keeps its share: it
 of its matrices. In one round (`MuonSettings.elements_at_once`), matrices of one shape, of all layers and experts, go
 through Newton-Schulz in one batch.
 
-Dion3 (Amsel et al. 2026, arXiv 2608.11612, Algorithm 4 without its optional NorMuon steps) is Muon with
-`MuonSettings.row_fraction` below 1: a step orthogonalises and updates only the rows of largest l1 norm, or columns if
-they are fewer, and decays only their momentum.
-
 The path of a matrix's gradient to its new weight under the distributed optimizer, in order:
 
     model/experts.py            `weight_gradients`: experts, one product for all matrices of a block
@@ -42,7 +38,6 @@ matrix between ranks, `MatrixExchange` of sharding/distributed.py collects it at
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,7 +48,6 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from hip_ops import muon_momentum_, muon_update_, newton_schulz
-from hip_ops.newton_schulz_form import selected_shape
 from hip_ops.ops.muon import MatrixBatches
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.optim.parameter_role import role_of
@@ -72,8 +66,6 @@ class MuonSettings:
     rms_scale: the update is scaled by rms_scale * sqrt(max(m, n)).
     momentum_dtype: dtype of the stored momentum, "fp32" or "bf16".
     elements_at_once: largest number of elements updated in one round, which bounds the memory of a step.
-    row_fraction: share of the rows, or of the columns if they are fewer, that a step orthogonalises. 1: Muon; less:
-        Dion3, which needs a momentum above 0.
     """
 
     momentum: float = 0.95
@@ -84,26 +76,6 @@ class MuonSettings:
     rms_scale: float = 0.2
     momentum_dtype: str = "fp32"
     elements_at_once: int = 2**27
-    row_fraction: float = 1.0
-
-    def __post_init__(self):
-        if not 0 < self.row_fraction <= 1 or (self.row_fraction < 1 and not self.momentum):
-            raise mistake(
-                "row_fraction",
-                self.row_fraction,
-                problem="Dion3 selects a share of a matrix's rows, and the others wait in the momentum",
-                allowed=f"above 0, at most 1; 1 with a momentum of 0 (currently {self.momentum})",
-                fix="row_fraction=0.25, or 1 for Muon",
-            )
-
-    def scale(self, m: int, n: int) -> float:
-        """Return the factor of the update of a matrix [m, n], which gives it AdamW's root mean square.
-
-        An update of k of the m <= n rows has the Frobenius norm sqrt(k) in place of sqrt(m). The factor sqrt(m / k)
-        restores it: the learning rate's transfer rule of arXiv 2608.11612, section 8.1, inside of the update.
-        """
-        selected = min(selected_shape(m, n, self.row_fraction))
-        return self.rms_scale * math.sqrt(max(m, n)) * math.sqrt(min(m, n) / selected)
 
 
 class PieceExchange(Protocol):
@@ -306,12 +278,9 @@ class MuonAdamW(GroupStepAdamW):
             # Newton-Schulz divides by the norms, and then does not read the matrices for them
             square_sums=batches.square_sums,
         )
-        batched = [self.orthogonalise(*pair) for pair in zip(batches.tensors, batches.sums(), strict=True)]
-        updates = batches.split(batched)
-        if muon.row_fraction < 1:
-            changed = [batch.any(_longer(batch), keepdim=True) for batch in batched]
-            factors = [self.undo_decay(context, c).expand_as(b) for c, b in zip(changed, batched, strict=True)]
-            torch._foreach_mul_(_matrices(params, [self.state[p]["exp_avg"] for p in params]), batches.split(factors))
+        updates = batches.split(
+            [self.orthogonalise(*pair) for pair in zip(batches.tensors, batches.sums(), strict=True)]
+        )
         targets = _targets(context, params)
         weights = _matrices(params, params)
         self.apply(context, group, updates, weights, None if targets is None else _matrices(params, targets), shapes)
@@ -341,9 +310,6 @@ class MuonAdamW(GroupStepAdamW):
         }
         owned_updates = {index: update.to(self.update_dtype) for index, update in owned_updates.items()}
         update_pieces = context.exchange.give_back(params, owned_updates, momentum_pieces)
-        if self.muon.row_fraction < 1:
-            factors = [self.undo_decay(context, piece != 0) for piece in update_pieces]
-            torch._foreach_mul_([self.state[p]["exp_avg"] for p in params], factors)
         shapes = [_shape(p)[1:] for p in params]
         self.apply(context, group, update_pieces, [p.detach() for p in params], _targets(context, params), shapes)
 
@@ -366,7 +332,7 @@ class MuonAdamW(GroupStepAdamW):
             weights if targets is None else targets,
             lr=group["lr"],
             weight_decay=group["weight_decay"],
-            scales=[self.muon.scale(*shape) for shape in shapes],
+            scales=[self.muon.rms_scale * math.sqrt(max(shape)) for shape in shapes],
             found_inf=context.skip,
         )
 
@@ -378,31 +344,11 @@ class MuonAdamW(GroupStepAdamW):
         return torch.float32 if self.muon.dtype == "fp32" else torch.bfloat16
 
     def orthogonalise(self, batch: Tensor, square_sums: Tensor | None = None) -> Tensor:
-        """Orthogonalise every matrix of `batch` [b, m, n], or its selected rows or columns; the others are 0 in the
-        result. square_sums: of the matrices, fp32 [b], if they are known.
+        """Orthogonalise every matrix of `batch` [b, m, n]. square_sums: of the matrices, fp32 [b], if they are
+        known.
         """
         muon = self.muon
-        iterate = functools.partial(
-            newton_schulz, steps=muon.steps, coefficients=muon.coefficients, dtype=DTYPES[muon.dtype]
-        )
-        shape = batch.shape[1:]
-        if (selected := selected_shape(*shape, muon.row_fraction)) == shape:
-            return iterate(batch, square_sums=square_sums)
-        longer = _longer(batch)
-        norms = torch.linalg.vector_norm(batch, 1, longer, dtype=torch.float32)
-        places = norms.topk(min(selected)).indices.unsqueeze(longer).expand(len(batch), *selected)
-        dim = -3 - longer
-        return torch.zeros_like(batch).scatter_(dim, places, iterate(batch.gather(dim, places)))
-
-    def undo_decay(self, context: StepContext, changed: Tensor) -> Tensor:
-        """Return the factors of the momentum, fp32, that keep it undecayed where a step did not change the weights.
-
-        Error feedback: M += G in all rows, then M *= momentum in the selected ones. `muon_momentum_` decays all rows
-        before it adds the gradient, so the momentum of the other rows is divided by `momentum` for the next step.
-        changed: whether the step changed the element, or the row.
-        """
-        kept = changed if context.skip is None else changed | (context.skip != 0)
-        return torch.where(kept, 1.0, 1.0 / self.muon.momentum)
+        return newton_schulz(batch, muon.steps, muon.coefficients, dtype=DTYPES[muon.dtype], square_sums=square_sums)
 
     def zero_state(self, p: Tensor) -> dict[str, Tensor]:
         if role_of(p).matrices is None:
@@ -415,11 +361,6 @@ class MuonAdamW(GroupStepAdamW):
         for p, state in self.state.items():
             if role_of(p).matrices is not None and "exp_avg" in state:
                 state["exp_avg"] = state["exp_avg"].to(DTYPES[self.muon.momentum_dtype])
-
-
-def _longer(batch: Tensor) -> int:
-    """Return the dimension, -1 or -2, along which Dion3 sums the norms of the rows or columns of `batch` [b, m, n]."""
-    return -1 if batch.shape[-2] <= batch.shape[-1] else -2
 
 
 def _matrices(params: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:

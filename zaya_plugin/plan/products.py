@@ -16,7 +16,6 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from math import ceil
 
-from hip_ops.newton_schulz_form import selected_shape
 from hip_ops.saved_bytes import chunk_for
 from zaya_plugin.plan.flops import Shape, muon_matrices
 from zaya_plugin.plan.memory import MUON_ROUND_ELEMENTS, tokens_of_rank
@@ -99,12 +98,7 @@ def products(shape: Shape, layout: ParallelSizes, batch: Batch) -> list[Product]
 
 
 def update_products(
-    shape: Shape,
-    layout: ParallelSizes,
-    dtype_bytes: int = 2,
-    split_gate_up: bool = True,
-    steps: int = 5,
-    row_fraction: float = 1.0,
+    shape: Shape, layout: ParallelSizes, dtype_bytes: int = 2, split_gate_up: bool = True, steps: int = 5
 ) -> list[Product]:
     """Return the products of Newton-Schulz in its standard form, on a rank with its share of the experts' matrices; the
     largest that a round of Muon takes at once.
@@ -118,7 +112,6 @@ def update_products(
     for (n, m), number in sizes.items():
         matrices = ceil(number * experts / layout.expert_shards)
         batch = max(1, min(matrices, MUON_ROUND_ELEMENTS // (n * m)))
-        n, m = selected_shape(n, m, row_fraction)
         common = {"part": "optimizer", "name": f"Newton-Schulz {n} x {m}", "batch": batch, "out_bytes": dtype_bytes}
         common |= {"calls": steps * ceil(matrices / batch), "library": False, "m": n}
         sides = {"gram": (n, m), "square": (n, n), "apply": (m, n)}

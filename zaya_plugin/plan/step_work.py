@@ -9,8 +9,9 @@ torch import.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from hip_ops.newton_schulz_form import newton_schulz_flops, selected_shape
+from hip_ops.newton_schulz_form import newton_schulz_flops
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.plan import recipe_plan
 from zaya_plugin.plan.flops import Shape, count_parameters, forward_flops_by_part, muon_matrices
@@ -62,15 +63,14 @@ class Rank:
 
 @dataclass(frozen=True)
 class OptimizerShare:
-    """Work of one rank's update: elements under Muon and under AdamW, bytes of a momentum's element, operations of
-    Newton-Schulz, and passes over the momentum.
+    """Work of one rank's update: elements under Muon and under AdamW, bytes of a momentum's element, and operations of
+    Newton-Schulz.
     """
 
     muon: float
     adamw: float
     momentum_bytes: int = 4
     newton_schulz_flops: float = 0.0
-    momentum_passes: int = 3
 
 
 def step_work(shape: Shape, seq_length: int, rank: Rank, optimizer: OptimizerShare | None = None) -> dict[str, Work]:
@@ -93,9 +93,9 @@ def step_work(shape: Shape, seq_length: int, rank: Rank, optimizer: OptimizerSha
         flops["optimizer"] = optimizer.newton_schulz_flops
         # gradient read for the norm and again; fp32 weight read and written; the model's dtype written; the state.
         common = 2 * FLOAT32_BYTES + 2 * FLOAT32_BYTES + rank.activation_bytes
-        moved["optimizer"] = optimizer.muon * (
-            common + optimizer.momentum_passes * optimizer.momentum_bytes
-        ) + optimizer.adamw * (common + 4 * FLOAT32_BYTES)
+        moved["optimizer"] = optimizer.muon * (common + 3 * optimizer.momentum_bytes) + optimizer.adamw * (
+            common + 4 * FLOAT32_BYTES
+        )
     return {part: Work(flops.get(part, 0.0), moved.get(part, 0.0)) for part in {**flops, **moved}}
 
 
@@ -198,14 +198,9 @@ def optimizer_share(shape: Shape, layout: ParallelSizes, recipe: Recipe) -> Opti
         return OptimizerShare(0.0, sum(owned.values()), momentum)
     of_an_expert, of_a_layer = muon_matrices(shape, optim.muon_split_gate_up)
     experts = layers * shape.num_experts / layout.expert / ranks
-
-    def flops(m: int, n: int) -> float:
-        selected = selected_shape(m, n, optim.muon_row_fraction)
-        return newton_schulz_flops(*selected, optim.muon_steps, bf16=optim.muon_dtype == "bf16")
-
+    flops = partial(newton_schulz_flops, steps=optim.muon_steps, bf16=optim.muon_dtype == "bf16")
     operations = max(experts * sum(flops(*size) for size in of_an_expert), flops(*of_an_expert[0]) * (ranks > 1))
     operations += layers * sum(flops(*size) for size in of_a_layer) / layout.shards
     adamw = adamw_elements(shape, layout) / layout.shards
     largest = largest_matrices(shape, layout)["experts"] * (ranks > 1)
-    passes = 3 if optim.muon_row_fraction == 1 else 5  # the decay of rows that are not selected is undone
-    return OptimizerShare(max(owned["experts"], largest) + owned["rest"] - adamw, adamw, momentum, operations, passes)
+    return OptimizerShare(max(owned["experts"], largest) + owned["rest"] - adamw, adamw, momentum, operations)

@@ -27,10 +27,10 @@ def assign_optimizers(recipe: Recipe, model: nn.Module) -> dict[str, ParameterRo
     return tag_parameters(model, overrides, recipe.optim.muon_split_gate_up, recipe.optim.name)
 
 
-def muon_settings(recipe: Recipe) -> MuonSettings:
-    """Return Muon's settings in the recipe."""
+def build_optimizer(recipe: Recipe, get_megatron_optimizer: Callable, *positional, **named) -> ChainedMuonAdamW:
+    """Build the recipe's optimizer; arguments as of Megatron's `get_megatron_optimizer`."""
     optim = recipe.optim
-    return MuonSettings(
+    muon = MuonSettings(
         momentum=optim.muon_momentum,
         nesterov=optim.muon_nesterov,
         steps=optim.muon_steps,
@@ -38,14 +38,8 @@ def muon_settings(recipe: Recipe) -> MuonSettings:
         dtype=optim.muon_dtype,
         rms_scale=optim.muon_rms_scale,
         momentum_dtype=optim.muon_momentum_dtype,
-        row_fraction=optim.muon_row_fraction,
     )
-
-
-def build_optimizer(recipe: Recipe, get_megatron_optimizer: Callable, *positional, **named) -> ChainedMuonAdamW:
-    """Build the recipe's optimizer; arguments as of Megatron's `get_megatron_optimizer`."""
-    optim = recipe.optim
     non_finite = optim.non_finite_gradients if recipe.parallel.use_distributed_optimizer else None
     limit = optim.max_non_finite_steps if non_finite == "skip" else None
-    settings = dict(muon=muon_settings(recipe), non_finite=non_finite, max_non_finite=limit)
+    settings = dict(muon=muon, non_finite=non_finite, max_non_finite=limit)
     return build_muon_adamw(get_megatron_optimizer, *positional, **settings, **named)
