@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the steps and the seconds that optimizers need to AdamW's best loss: whole runs of `zaya train`.
 
-    python benchmarks/muon_vs_adamw.py --lrs 1e-3 2e-3 4e-3 8e-3 --optimizers adamw muon dion3 torch_muon --at-once 8
+    python benchmarks/muon_vs_adamw.py --lrs 1e-3 2e-3 4e-3 8e-3 --optimizers adamw muon torch_muon --at-once 8
 
 Each optimizer is swept over the learning rates, but torch_muon (benchmarks/torch_muon.py), which computes Muon's update
 and takes its best rate. The best run of each is then made again alone, where the sweep has run several at once. Seconds
@@ -26,7 +26,7 @@ from pathlib import Path
 from result_record import commit_of
 from training_runs import losses, rows, smooth, train
 
-NAMES = {"adamw": "AdamW", "muon": "Muon", "dion3": "Dion3", "torch_muon": "torch.optim.Muon"}
+NAMES = {"adamw": "AdamW", "muon": "Muon", "torch_muon": "torch.optim.Muon"}
 WARM = 20  # steps
 
 
@@ -79,7 +79,7 @@ def plot(path: Path, alone: dict[str, dict], target: float) -> None:
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     axes.axhline(target, color="gray", linestyle=":")
-    for optimizer, color in zip(NAMES, ("tab:blue", "tab:red", "tab:green", "tab:orange"), strict=True):
+    for optimizer, color in zip(NAMES, ("tab:blue", "tab:red", "tab:orange"), strict=True):
         if (row := alone.get(optimizer)) is not None:
             when = row["seconds_to_target"]
             label = NAMES[optimizer] + (f": {when:.1f} s to AdamW's best" if when is not None else "")

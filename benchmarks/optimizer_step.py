@@ -102,7 +102,6 @@ def main() -> None:
         "--shrink", type=int, default=1, help="divide both extents of every matrix by this number, to try this script"
     )
     parser.add_argument("--dtypes", nargs="+", default=["fp16", "bf16"], help="of Newton-Schulz")
-    parser.add_argument("--row-fractions", type=float, nargs="+", default=[1.0, 0.25], help="below 1: Dion3")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--commit", default=None, help="commit that is measured, outside a git checkout")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -110,13 +109,7 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cuda", 0)
     params = parameters(device, options.layers, options.shrink)
-    results = {
-        dtype if fraction == 1 else f"{dtype}, {fraction:g} of the rows": measure(
-            params, MuonSettings(dtype=dtype, row_fraction=fraction), options.steps
-        )
-        for dtype in options.dtypes
-        for fraction in options.row_fractions
-    }
+    results = {dtype: measure(params, MuonSettings(dtype=dtype), options.steps) for dtype in options.dtypes}
     flop = options.layers * sum(count * newton_schulz_flop(shape) for shape, count in MATRICES)
     record = {
         **described(options.commit),

@@ -3,7 +3,6 @@
 without a wait.
 """
 
-import pytest
 import torch
 
 from tests.no_waiting import no_waiting
@@ -14,10 +13,9 @@ from zaya_plugin.optim.parameter_role import ParameterRole
 SHAPES = [(48, 32), (24, 40), (48, 32)]
 VECTORS = [(4096,), (33,)]
 SCALE = 1 / 3
-MUON_AND_DION3 = pytest.mark.parametrize("row_fraction", [1.0, 0.25], ids=["muon", "dion3"])
 
 
-def optimizer_on(device, row_fraction):
+def optimizer_on(device):
     generator = torch.Generator().manual_seed(5)
     params = []
     for shape in SHAPES + VECTORS:
@@ -25,9 +23,7 @@ def optimizer_on(device, row_fraction):
         if shape in SHAPES:
             p.zaya_role = ParameterRole(matrices=(1, *shape))
         params.append(p)
-    return params, MuonAdamW(
-        params, MuonSettings(dtype="fp32", row_fraction=row_fraction), lr=0.02, weight_decay=0.1, betas=(0.9, 0.95)
-    )
+    return params, MuonAdamW(params, MuonSettings(dtype="fp32"), lr=0.02, weight_decay=0.1, betas=(0.9, 0.95))
 
 
 def step(params, optimizer, number, skip=False):
@@ -43,9 +39,8 @@ def values(params, optimizer):
     return [t.detach().cpu().clone() for p in params for t in (p, *optimizer.state[p].values())]
 
 
-@MUON_AND_DION3
-def test_as_on_the_cpu(row_fraction):
-    here, there = optimizer_on("cpu", row_fraction), optimizer_on("cuda", row_fraction)
+def test_as_on_the_cpu():
+    here, there = optimizer_on("cpu"), optimizer_on("cuda")
     for number in range(3):
         step(*here, number)
         step(*there, number)
@@ -53,9 +48,8 @@ def test_as_on_the_cpu(row_fraction):
         assert torch.allclose(a, b, rtol=2e-5, atol=1e-5), (a - b).abs().max()
 
 
-@MUON_AND_DION3
-def test_a_skipped_step_changes_nothing_and_is_taken_back(row_fraction):
-    params, optimizer = optimizer_on("cuda", row_fraction)
+def test_a_skipped_step_changes_nothing_and_is_taken_back():
+    params, optimizer = optimizer_on("cuda")
     step(params, optimizer, 0)
     before = values(params, optimizer)
     step(params, optimizer, 1, skip=True)
@@ -64,16 +58,15 @@ def test_a_skipped_step_changes_nothing_and_is_taken_back(row_fraction):
         assert torch.equal(a, b)
     assert optimizer.param_groups[0]["step"] == 1
     step(params, optimizer, 2)
-    clean, other = optimizer_on("cuda", row_fraction)
+    clean, other = optimizer_on("cuda")
     step(clean, other, 0)
     step(clean, other, 2)
     for a, b in zip(values(params, optimizer), values(clean, other), strict=True):
         assert torch.equal(a, b)
 
 
-@MUON_AND_DION3
-def test_nothing_waits(row_fraction):
-    params, optimizer = optimizer_on("cuda", row_fraction)
+def test_nothing_waits():
+    params, optimizer = optimizer_on("cuda")
     for number in range(2):
         step(params, optimizer, number)
     optimizer.begin_step(StepContext(torch.tensor(SCALE, device="cuda"), torch.tensor(0.0, device="cuda")))
