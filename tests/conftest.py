@@ -98,6 +98,31 @@ def working_directory(tmp_path_factory) -> Iterator[Path]:
     os.chdir(ROOT)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def composed_once(working_directory) -> Iterator[None]:
+    """Let Hydra, which takes 0.1 s a composition, compose the same words once a process; what `compose` makes of its
+    result is not kept. Words that name a folder of recipes or a path to expand are composed each time.
+    """
+    module = sys.modules.get("zaya_plugin.config.compose")
+    if module is None:  # no test of this session composes in this process
+        yield
+        return
+    compositions: dict[tuple[str, ...], object] = {}
+    hydras = module._composed
+
+    def composed(overrides: list[str]):
+        words = (*overrides,)
+        if any("searchpath" in word or "~" in word for word in words):
+            return hydras(overrides)
+        if words not in compositions:
+            compositions[words] = hydras(overrides)
+        return compositions[words]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_composed", composed)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def seeded(working_directory) -> Iterator[None]:
     """The same random numbers in every run and in every order of the tests; importing torch is left to those that need it."""
