@@ -302,15 +302,15 @@ def test_storage_that_hangs_does_not_hold_training_up(training, hanging, monkeyp
     training.first_save()
     good, training.saver.directory = training.saver.directory, hanging
     monkeypatch.setattr(saver, "SILENCE", 0.3)
-    monkeypatch.setattr(saver, "HANGS", 3.0)  # not taken for a process that hangs
-    training.saver.deadline = 4.0
+    monkeypatch.setattr(saver, "HANGS", 1.5)  # not taken for a process that hangs
+    training.saver.deadline = 2.0
     first, slowest = training.saver._process, 0.0
     training.save(10)
     while training.saver.state == BUSY:
         began = time.monotonic()
         training.saver.poll()
         slowest = max(slowest, time.monotonic() - began)
-    assert slowest < 2 and training.saver.failed == 10 and "has not answered for 4.3 s" in training.lines[0]
+    assert slowest < 2 and training.saver.failed == 10 and "has not answered for 2.3 s" in training.lines[0]
     assert ended(first.pid, 5)
     training.saver.directory, training.saver.deadline = good, 30.0
     monkeypatch.setattr(saver, "SILENCE", 20.0)

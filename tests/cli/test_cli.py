@@ -135,8 +135,10 @@ def test_the_data_of_the_demo_is_made_by_one_command(zaya):
     assert f" Fix: {DEMO_DATA.replace('data/stdlib', '/none/stdlib')} (" in elsewhere
 
 
-@pytest.mark.parametrize("variable", ["ZAYA_TRACEBACK", "HYDRA_FULL_ERROR"])
-@pytest.mark.parametrize("override", ["optim.lrr=1", "stage.global_batch_size=10"])
+@pytest.mark.parametrize(
+    "variable, override",
+    [("ZAYA_TRACEBACK", "optim.lrr=1"), ("HYDRA_FULL_ERROR", "stage.global_batch_size=10")],
+)
 def test_a_traceback_on_request(zaya, variable, override):
     done = zaya("train", "experiment=cpu_demo", override, **{variable: "1"})
     assert "Traceback" in done.stderr and "ValueError" in done.stderr and done.returncode != 0
