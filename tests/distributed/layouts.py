@@ -35,12 +35,7 @@ TWO_OPTIMIZERS = "parallel.num_distributed_optimizer_instances=2"
 ONE = layout("one", 1)
 
 # In `make test`: every kind, two of them in one layout.
-QUICK = (
-    layout("dp2", 2),
-    layout("cp2ep2", 2, cp=2, ep=2),
-    layout("tp2", 2, tp=2),
-    layout("pp2", 2, pp=2),
-)
+QUICK = (layout("dp2", 2), layout("cp2ep2", 2, cp=2, ep=2), layout("tp2", 2, tp=2), layout("pp2", 2, pp=2))
 
 # In `make test-all` besides.
 SLOW = (

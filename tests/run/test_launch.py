@@ -122,6 +122,7 @@ def test_a_failed_capture_is_known_by_what_a_rank_wrote(tmp_path, text, failed):
     assert capture_failed(tmp_path) == failed
 
 
+@pytest.mark.slow  # test_the_cause_is_a_killed_rank reads what these ranks and torchrun leave
 def test_a_killed_rank_is_the_cause_and_not_the_closed_connections_of_the_others(worker_program, tmp_path):
     done = finish(worker_program, tmp_path, "killed")
     assert done.returncode == 128 + signal.SIGKILL
@@ -378,6 +379,18 @@ def test_a_traceback_that_ended_no_process_is_no_cause(tmp_path, noise, told):
     failure = first_failure(tmp_path, tmp_path / "torchrun.log")
     assert failure.exit_code == 1 and failure.text == cause.rstrip()
     assert failure.message.startswith(cause[:20] if told else "zaya: rank 0 failed first, exit code 1:")
+
+
+def test_the_cause_is_a_killed_rank(tmp_path):
+    """And not rank 0, whose connection was closed."""
+    traceback = 'Traceback (most recent call last):\n  File "own.py", line 1, in f\nRuntimeError: connection\n'
+    for rank, text in enumerate((traceback, "")):
+        (tmp_path / "attempt_0" / str(rank)).mkdir(parents=True)
+        (tmp_path / "attempt_0" / str(rank) / "stderr.log").write_text(text)
+    (tmp_path / "torchrun.log").write_text("Root Cause\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 7)\n")
+    failure = first_failure(tmp_path, tmp_path / "torchrun.log")
+    assert failure.exit_code == 128 + signal.SIGKILL
+    assert failure.message.startswith("zaya: rank 1 failed first, exit code 137:\nkilled by SIGKILL")
 
 
 def test_no_failure_without_failed_ranks(tmp_path):
