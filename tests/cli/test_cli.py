@@ -115,7 +115,7 @@ def test_a_command_or_word_that_does_not_exist_suggests_the_one_that_was_meant(c
     assert capsys.readouterr().err.endswith(f" Fix: {fix}.\n")
 
 
-def test_the_data_of_the_demo_is_made_by_one_command(zaya):
+def test_the_data_of_the_demo_is_made_by_one_command(tmp_path, monkeypatch, capfd):
     """A dataset made otherwise has another vocabulary, and the demo other losses than README's."""
     root = Path(__file__).resolve().parents[2]
     written = re.compile(r"data prepare --input stdlib --output data/stdlib[^\n]*")
@@ -129,10 +129,12 @@ def test_the_data_of_the_demo_is_made_by_one_command(zaya):
         for command in written.findall(file.read_text()) if file.name != "log.md" else ():
             assert DEMO_DATA.endswith(command.rstrip()), file
     assert "data prepare" in (root / "Makefile").read_text() and f"  {DEMO_DATA}\n" in train_help()
-    for words in (("train", "experiment=cpu_demo"), ("curriculum", "experiment=cpu_demo", "--dry-run")):
-        assert f" Fix: {DEMO_DATA} (the same command" in zaya(*words).stderr
-    elsewhere = zaya("train", "experiment=cpu_demo", "data.path=/none/stdlib").stderr
-    assert f" Fix: {DEMO_DATA.replace('data/stdlib', '/none/stdlib')} (" in elsewhere
+    monkeypatch.chdir(tmp_path)
+    for words in (["train", "experiment=cpu_demo"], ["curriculum", "experiment=cpu_demo", "--dry-run"]):
+        cli.main(words)
+        assert f" Fix: {DEMO_DATA} (the same command" in capfd.readouterr().err
+    cli.main(["train", "experiment=cpu_demo", "data.path=/none/stdlib"])
+    assert f" Fix: {DEMO_DATA.replace('data/stdlib', '/none/stdlib')} (" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
