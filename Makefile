@@ -78,11 +78,11 @@ docs: setup ## Build the pages of docs/ as a site with search in build/docs; fai
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
 	@echo "open build/docs/index.html"
 
-lint: setup ## Check the code and its layout with ruff (`.venv/bin/ruff format .` formats it) and public names with ty; fail on evidence 30 days older than its code
+lint: setup ## Check the code and its layout with ruff (`.venv/bin/ruff format .` formats it) and public names with ty; fail on an old page or evidence
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/ty check --python .venv
-	$(BIN)/python tools/verification.py --check-age
+	$(BIN)/python -m tools.docs --check
 
 clean: ## Remove caches and build products; keep .venv, data and runs
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache

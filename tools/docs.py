@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write what docs/ takes from the code: `python -m tools.docs` (`--check`: compare, write nothing, exit status 1).
+"""Write what docs/ takes from the code and from docs/evidence.yaml: `python -m tools.docs`. `--check` writes nothing: exit
+status 1 where a file differs, or where code changed more than 30 days after the evidence for it.
 
 The parts stand between `<!-- generated: NAME -->` and `<!-- end of NAME -->`; PARTS names who makes each. rooms.svg,
-llms.txt and first-day.ipynb are made whole. A change of a key, option, rule, docstring or import changes them;
-tests/docs fails until this is run again.
+llms.txt and first-day.ipynb are made whole. A change of a key, option, rule, docstring, import or of the evidence
+changes them; tests/docs fails until this is run again.
 """
 
 import argparse
@@ -12,12 +13,12 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING
 from pathlib import Path
 
-from tools import first_day
+from tools import evidence, first_day
 from tools.imports import PACKAGES, REPO, import_graph, room_of
-from tools.keys_table import keys_table, resume_table
 
 DOCS = REPO / "docs"
 PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of \2 -->\n)", re.DOTALL)
@@ -33,6 +34,50 @@ def cell(text: object) -> str:
 def table(head: tuple[str, ...], rows: list[tuple]) -> str:
     lines = [head, ("---",) * len(head), *[tuple(map(cell, row)) for row in rows]]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def keys() -> str:
+    """Return the keys of a recipe: default, help, the Megatron argument or module that gets the value, and resume."""
+    from zaya_plugin.config.schema import leaves, megatron_argument
+    from zaya_plugin.ground.errors import as_typed
+
+    rows = []
+    for path, field in leaves():
+        default = field.default if field.default is not MISSING else field.default_factory()
+        choices = ", ".join(as_typed(choice) for choice in field.metadata["choices"])
+        argument = megatron_argument(field)
+        rows.append(
+            (
+                f"`{path}`",
+                "must be given" if default == "???" else f"`{as_typed(default)}`",
+                field.metadata["help"] + (f" ({choices})" if choices else ""),
+                f"`--{argument.replace('_', '-')}`" if argument else f"`{field.metadata['reader'].rpartition('.')[2]}`",
+                field.metadata["resume"].rule,
+            )
+        )
+    return table(("key", "default", "what it is for", "goes to", "on a resume"), rows)
+
+
+def resume() -> str:
+    """Return what a resume does with a change, why, and the keys; keys that may change are left out."""
+    from zaya_plugin.config.schema import OnResume, leaves
+
+    paths: dict[OnResume, list[str]] = {}
+    for path, field in leaves():
+        paths.setdefault(field.metadata["resume"], []).append(f"`{path}`")
+    order = sorted((rule for rule in paths if rule.why), key=lambda rule: ("refused", "kept", "warns").index(rule.rule))
+    return table(("a change", "because", "keys"), [(rule.rule, rule.why, ", ".join(paths[rule])) for rule in order])
+
+
+def rules() -> str:
+    """Return the rules of `zaya plan check`; those that look at the same things are one row."""
+    from zaya_plugin.plan.check import RULES
+
+    names: dict[tuple[str, str, str], list[str]] = {}
+    for rule in RULES:
+        names.setdefault((rule.looks_at, rule.why, rule.source), []).append(f"`{rule.name}`")
+    rows = [(", ".join(same), *about) for about, same in names.items()]
+    return table(("rule", "what it looks at", "why", "source"), rows)
 
 
 def commands() -> str:
@@ -414,8 +459,9 @@ def script() -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
-    "keys": keys_table,
-    "resume": resume_table,
+    "keys": keys,
+    "resume": resume,
+    "rules": rules,
     "commands": commands,
     "checks": checks,
     "groups": groups,
@@ -431,26 +477,43 @@ PARTS: dict[str, Callable[[], str]] = {
 }
 
 
-def pages() -> dict[Path, str]:
-    """Return every file of docs/ with generated parts, as it should be."""
+def pages(older: Mapping[str, list[str] | None] | None = None) -> dict[Path, str]:
+    """Return every file of docs/ with generated parts, as it should be. older: of the evidence, to be marked."""
+    parts = PARTS | {"evidence": lambda: evidence.tables(evidence.load(), older or {})}
     texts = {DOCS / "rooms.svg": picture()}
     for path in sorted(DOCS.glob("*.md")):
         text = path.read_text()
         if PART.search(text):
-            texts[path] = PART.sub(lambda part: part[1] + PARTS[part[2]]() + part[3], text)
+            texts[path] = PART.sub(lambda part: part[1] + parts[part[2]]() + part[3], text)
     return {**texts, DOCS / "llms.txt": llms(), DOCS / "first-day.ipynb": first_day.notebook()}
+
+
+def outdated() -> list[str]:
+    """Return the files that differ from what is generated, but for marks of age: commits that change neither page nor
+    data change those too.
+    """
+    return [
+        path.relative_to(REPO).as_posix()
+        for path, text in pages().items()
+        if not path.is_file() or path.read_text().replace(evidence.MARK, "") != text
+    ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where a file differs")
+    parser.add_argument("--check", action="store_true", help="write nothing; list what differs, and old evidence")
     check = parser.parse_args().check
-    different = {path: text for path, text in pages().items() if not path.is_file() or path.read_text() != text}
-    for path, text in different.items():
-        print(f"{path.relative_to(REPO)}: {'differs; run python -m tools.docs' if check else 'written'}")
-        if not check:
+    older = evidence.older_rows(evidence.load())
+    if check:
+        expired, differ = evidence.report(older), outdated()
+        for name in differ:
+            print(f"{name}: differs. Fix: python -m tools.docs")
+        return int(bool(expired or differ))
+    for path, text in pages(older).items():
+        if not path.is_file() or path.read_text() != text:
             path.write_text(text)
-    return int(check and bool(different))
+            print(f"{path.relative_to(REPO)}: written")
+    return 0
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-REPO = Path(__file__).parents[1]
+REPO = Path(__file__).resolve().parents[1]
 # Folder -> import name, as setup.py maps them; longest import name first decides which room a module belongs to.
 PACKAGES = {
     "zaya_plugin": "zaya_plugin",

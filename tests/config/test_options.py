@@ -28,11 +28,11 @@ exec(compile(source.replace(where, field + where), path, "exec"), module.__dict_
 from zaya_plugin.config import train_help
 from zaya_plugin.config.arguments import OWN_ARGUMENTS, megatron_arguments
 from zaya_plugin.config.compose import compose
-from tools.keys_table import keys_table
+from tools import docs
 
 recipe = compose(["experiment=cpu_demo", "model.added_width=3"])
 assert recipe.model.added_width == 3
-assert "| `model.added_width` | `7` | an added option (3, 7, 0) | `--added-width` | refused |" in keys_table()
+assert "| `model.added_width` | `7` | an added option (3, 7, 0) | `--added-width` | refused |" in docs.keys()
 train_help.MOST_USED = ("model.added_width",)
 assert "an added option (3, 7, 0)" in train_help.train_help()
 assert "added_width" in OWN_ARGUMENTS and megatron_arguments(recipe, {})["added_width"] == 3

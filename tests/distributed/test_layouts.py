@@ -174,7 +174,7 @@ def test_layer_norm_in_a_layout_equals_one_rank(layer_norm_grid, layout):
         pytest.param(kind, layout, id=f"{kind}-{layout.name}", marks=() if fast else pytest.mark.slow)
         for kind in ("each", "shared")
         for layout in ADAPTER_LAYOUTS
-        for fast in [(kind, layout.name) == ("shared", "ep2")]
+        for fast in [(kind, layout.name) == ("shared", "cp2ep2")]
     ],
 )
 def test_adapters_in_a_layout_equal_one_rank(adapter_grid, kind, layout):

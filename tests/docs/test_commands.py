@@ -102,7 +102,7 @@ def test_the_recipe_of_a_command_composes(page, words):
         return  # a recipe of the reader's, or a command behind `--`, which has a line of its own
     options = parser_of(command).read(rest)
     overrides = [word for word in options.overrides if not (getattr(options, "multirun", False) and "," in word)]
-    overrides += ["data.path=nowhere"] * (not any("data.path=" in word for word in overrides))
+    overrides += ["data.path=nowhere"] * (not any(word.startswith("data.path=") for word in overrides))
     whole = command == "curriculum" or getattr(options, "curriculum", False)
     (compose_curriculum if whole else compose)(overrides)
 

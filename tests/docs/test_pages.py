@@ -16,16 +16,15 @@ from zaya_plugin.config.train_help import GROUPS, options
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 LINK = re.compile(r"(?<!!)\[[^]\n]*\]\(([^)\s]+)\)")
-# Made of the code, of docs/evidence.yaml, by the fault lab or by the commands of a page, or compared with a file.
+# Made by tools/docs.py, by a test, by the fault lab or by the commands of a page, or compared with a file.
 GENERATED = re.compile(
-    r"<!-- (?:generated|recorded|primus|code|evidence|faults|rules|prediction-errors|emerging-optimizers)\b.*?<!-- (?:end of|/)[^>]*-->",
+    r"<!-- (?:generated|recorded|primus|code|faults|prediction-errors|emerging-optimizers)\b.*?<!-- (?:end of|/)[^>]*-->",
     re.DOTALL,
 )
 
 
 def test_generated_parts_are_up_to_date():
-    differ = [path.name for path, text in docs.pages().items() if path.read_text() != text]
-    assert differ == [], "run: .venv/bin/python -m tools.docs"
+    assert docs.outdated() == [], "run: .venv/bin/python -m tools.docs"
     for page, marker in (
         ("keys.md", "| `optim.lr` | `0.0006` | highest learning rate | `--lr` | warns |"),
         ("keys.md", "| `data.path` | must be given |"),

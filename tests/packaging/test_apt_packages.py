@@ -80,10 +80,11 @@ def test_stale_lists_are_updated_and_a_failure_counts(debian):
     assert "could not install: clang-19 lld-19" in printed
 
 
-@pytest.mark.parametrize("failing, status", [("none", 0), ("demo", 2), ("test", 2)])
-def test_ci_run_is_the_two_commands_of_the_readme(debian, failing, status):
+@pytest.mark.parametrize("failing, status", [("none", 0), ("demo", 2), ("lint", 2), ("test", 2)])
+def test_ci_run_is_three_commands_and_ends_at_the_first_that_fails(debian, failing, status):
     debian.program("make", f'echo "$* CI=$CI $PWD" >>{debian.log}; [ "$*" != {failing} ] || exit 2')
     env = {"PATH": f"{debian.root / 'bin'}:/usr/bin:/bin"}
     assert subprocess.run([REPO / ".ci" / "run"], env=env, cwd=debian.root).returncode == status
-    commands = ["demo"] if failing == "demo" else ["demo", "test"]
+    commands = ["demo", "lint", "test"]
+    commands = commands[: commands.index(failing) + 1 if failing in commands else None]
     assert debian.log.read_text().splitlines() == [f"{name} CI=true {REPO}" for name in commands]

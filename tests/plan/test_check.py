@@ -6,11 +6,9 @@
 import functools
 import json
 import re
-from pathlib import Path
 
 import pytest
 
-from tests.generated_table import check_table
 from zaya_plugin import cli
 from zaya_plugin.config.compose import compose
 from zaya_plugin.config.schema import with_values
@@ -19,8 +17,6 @@ from zaya_plugin.plan.check import RULES, findings_of, step_of
 from zaya_plugin.plan.prediction import predict
 from zaya_plugin.run.rank_plan import planned_ranks
 
-PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
-BEGIN, END = "<!-- rules: made by tests/plan/test_check.py -->\n", "<!-- end of rules -->\n"
 BY_NAME = {rule.name: rule for rule in RULES}
 SMALL_STEP = {"stage.global_batch_size": 32, "checkpoint.save_interval": 1000}
 FULL = {
@@ -264,15 +260,3 @@ def test_the_shipped_recipes_have_no_findings(cluster):
             continue  # a short stage is not for 1,024 devices
         validate(recipe, world)
         assert findings_of(step_of(recipe, world)) == [], experiment
-
-
-def table() -> str:
-    names: dict[tuple[str, str, str], list[str]] = {}
-    for rule in RULES:
-        names.setdefault((rule.looks_at, rule.why, rule.source), []).append(f"`{rule.name}`")
-    rows = (f"| {', '.join(rules)} | {' | '.join(about)} |" for about, rules in names.items())
-    return "\n".join(["| rule | what it looks at | why | source |", "|---|---|---|---|", *rows]) + "\n"
-
-
-def test_the_page_has_the_table():
-    check_table(PAGE, BEGIN, END, table(), "tests/plan/test_check.py")

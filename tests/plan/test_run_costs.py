@@ -202,6 +202,14 @@ def test_the_command_has_every_stage_of_a_curriculum(capsys, tmp_path):
         and f"{sum(stage['tokens'] for stage in stages):,}" in printed
     )
     assert "PREDICTION, not measured on MI300X" in printed and "-9.2 %" in printed
+    assert "verdict" not in printed
+    words = ["experiment=zaya1_base", "cluster=mi300x_8", "stage.micro_batch_size=8"]
+    assert cli.main(["plan", "run", *words]) == 2, "its last stage does not fit"
+    printed = capsys.readouterr().out
+    assert printed.startswith(
+        "verdict      zaya1_base-midtrain_32k does not start: the step does not fit: 350.4 of 192"
+    )
+    assert printed.count("verdict") == 1 and "pretrain_4k_2" in printed
 
 
 def test_on_a_cpu_sizes_and_checkpoints_are_printed(capsys):

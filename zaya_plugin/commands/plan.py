@@ -62,7 +62,9 @@ examples:
   zaya plan run experiment=zaya1_base cluster=mi300x_128x8 --layout
   zaya plan run --from step.json experiment=zaya1_base cluster=mi300x_8 stage.micro_batch_size=4 \\
     stage.global_batch_size=128
-  zaya plan run experiment=zaya1_base cluster=mi300x_128x8 --gpus 512 --output plan.json"""
+  zaya plan run experiment=zaya1_base cluster=mi300x_128x8 --gpus 512 --output plan.json
+
+Exit codes: 0; 1, a shard of --layout is incomplete or unbalanced; 2, a step does not fit, or a mistake in the recipe."""
 
 FIT = """\
 Searches the micro-batch, recomputation, layout, buckets and optimizer instances of a recipe for a number of devices.
@@ -197,7 +199,12 @@ def _run(options: argparse.Namespace) -> int:
         curriculum = compose_curriculum(with_data_path(options.overrides)).stages
         stages = [predict(*on_devices(stage.recipe, options.gpus), source) for stage in curriculum]
     written = {**step.record(), "stages": [stage_cost(stage, options.price) for stage in stages]}
-    print(*plan_report.step_lines(step), *plan_report.stage_lines(written["stages"]), sep="\n", flush=True)
+    unfit = [
+        f"verdict      {stage.recipe.name} does not start: {findings_of(stage)[0]['what']}"
+        for stage in stages
+        if stage.memory_share > 1
+    ]
+    print(*unfit, *plan_report.step_lines(step), *plan_report.stage_lines(written["stages"]), sep="\n", flush=True)
     faults = []
     if options.layout:
         ranks = written["layout"] = built_ranks(step)
@@ -205,7 +212,7 @@ def _run(options: argparse.Namespace) -> int:
         print(*plan_report.layout_lines(ranks, faults, world, step.parameters), sep="\n")
     if options.output:
         options.output.write_text(json.dumps(written, indent=1) + "\n")
-    return int(bool(faults))
+    return USER_ERROR if unfit else int(bool(faults))
 
 
 def source_from(record: Path | None, recipe: Recipe) -> Source:

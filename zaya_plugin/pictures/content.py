@@ -5,7 +5,7 @@ tables. It knows neither runs nor journals, and no library that draws.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ class Line:
     """A line with the band between the lowest and the highest value of each bucket.
 
     x, low, mean, high: arrays of one length (`line`). group: the lines that a switch of the page hides together.
-    dots: every value is a circle too, for lines of few values. stride: the most values in a bucket.
+    dash: of DASHES, or none for circles alone. dots: every value is a circle too, for lines of few values. stride: the most values in a bucket.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Panel:
 
     unit: of the y axis. note: one sentence below the title. rows: names of the rows of bars and points, from the top.
     marks: vertical lines, (x, colour) each. key: (name, colour, dash) for the legend. zooms: with the buttons of the
-    page. wide: over both columns.
+    page. wide: over both columns. ticks: names of places on the x axis; the y axis then begins at 0 (of a PNG alone).
     """
 
     title: str
@@ -105,6 +105,7 @@ class Panel:
     key: Sequence[tuple[str, str, str]] = ()
     zooms: bool = True
     wide: bool = False
+    ticks: Mapping[float, str] = field(default_factory=dict)
 
 
 @dataclass

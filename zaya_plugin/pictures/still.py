@@ -6,6 +6,7 @@ makes a PNG with a browser only, and a login node has none.
 from __future__ import annotations
 
 import io
+import os
 from typing import Any
 
 from zaya_plugin.pictures.content import Bars, Cells, Line, Page, Panel, Points, Table, x_limits
@@ -18,6 +19,7 @@ SHAPES = {"circle": "o", "diamond": "D", "dash": "|"}
 
 def png(page: Page) -> bytes:
     """Return the picture."""
+    os.environ["MPLBACKEND"] = "agg"  # the kernel of a notebook hands down a backend that this environment may lack
     import matplotlib
 
     with matplotlib.rc_context({"text.parse_math": False}):  # names may have a $
@@ -34,7 +36,10 @@ def _drawn(page: Page) -> bytes:
             rows.append([panel])
         else:
             rows[-1].append(panel)
-    heights = [max(ROW_HEIGHT * len(row[0].rows) + 0.9, 1.4) if row[0].rows else HEIGHT for row in rows]
+    heights = [
+        max(ROW_HEIGHT * len(row[0].rows) + 0.9, 1.4) if row[0].rows else 2 * HEIGHT if row[0].ticks else HEIGHT
+        for row in rows
+    ]
     top = 0.5 + 0.22 * len(page.lead) + 0.5 * bool(page.figures) + 0.3 * bool(page.groups)
     tables = [table for table in page.overview if table.rows]
     heights = [*(TABLE_ROW * (min(len(table.rows), MAX_ROWS) + 1) + 0.5 for table in tables), *heights]
@@ -129,8 +134,15 @@ def _panel(axis: Any, panel: Panel, limits: tuple[float, float]) -> None:
                 axis.figure.colorbar(image, ax=axis, label=layer.unit).ax.tick_params(labelsize=8)
                 axis.grid(visible=False)
     axis.set_xlim(*limits)
-    axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,.4g}" if limits[1] < 1000 else "{x:,.0f}"))
+    if panel.ticks:
+        axis.set_xticks([*panel.ticks], [*panel.ticks.values()])
+        axis.set_ylim(bottom=0)
+    else:
+        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,.4g}" if limits[1] < 1000 else "{x:,.0f}"))
     if panel.key:
-        lines = [Line2D([], [], color=colour, linestyle=dash) for _, colour, dash in panel.key]
+        lines = [
+            Line2D([], [], color=colour, linestyle=dash, marker="o" if dash == "none" else None)
+            for _, colour, dash in panel.key
+        ]
         look = {"loc": "lower right", "bbox_to_anchor": (1, 1), "fontsize": 7, "frameon": False}
         axis.legend(lines, [name[:40] for name, _, _ in panel.key], ncols=min(8, len(lines)), **look)

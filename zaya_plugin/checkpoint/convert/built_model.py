@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import xxhash
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
-from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
@@ -31,12 +30,13 @@ from zaya_plugin.checkpoint.convert.values import Boxes, Region, as_bytes
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.model.build import build_zaya_model, groups_of_one
 from zaya_plugin.model.config import ZayaConfig
+from zaya_plugin.model.gpt_model import ZayaGPTModel
 from zaya_plugin.model.low_rank import ADAPTER
 
 T = TypeVar("T")
 
 
-def zaya_from_hf(source: str | Path, **options) -> GPTModel:
+def zaya_from_hf(source: str | Path, **options) -> ZayaGPTModel:
     """Return a model with published weights; of several ranks each holds its own part.
 
     Megatron's groups decide the parallel sizes and the pipeline stage; without groups, those of one rank are started.
@@ -147,7 +147,8 @@ def copy_part(tensor: ShardedTensor, values: Tensor) -> None:
     """Copy into this rank's part of a tensor. values: the rows of the part, of all columns."""
     places = zip(tensor.global_offset[1:], tensor.local_shape[1:], strict=True)
     columns = tuple(slice(at, at + size) for at, size in places)
-    tensor.data.copy_(values[(slice(None), *columns)].view(tensor.data.shape))
+    own = cast(Tensor, tensor.data)
+    own.copy_(values[(slice(None), *columns)].view(own.shape))
 
 
 @torch.no_grad()
@@ -160,7 +161,7 @@ def load_adapter(model: nn.Module | Sequence[nn.Module], folder: Path) -> None:
     chunks = _unwrapped(model)
     config = chunks[0].config
     # no tensor of an adapter depends on the vocabulary
-    tensors = read_adapter(folder, Lora.of(config), Description.of_config(config, 1))
+    tensors = read_adapter(folder, cast(Lora, Lora.of(config)), Description.of_config(config, 1))
     for tensor in (tensor for chunk in chunks for tensor in chunk.sharded_state_dict().values()):
         if isinstance(tensor, ShardedTensor) and tensor.key in tensors:
             first = tensor.global_offset[0]
@@ -242,8 +243,11 @@ def stream_hf(
     """
     chunks, rank = _unwrapped(model), torch.distributed.get_rank()
     mine = list(_main_copies(chunks))
-    device, everyone = next(chunks[0].parameters()).device, [None] * torch.distributed.get_world_size()
-    facts = [(t.key, *map(tuple, (t.global_shape, t.global_offset, t.local_shape)), t.data.dtype) for t in mine]
+    device = next(chunks[0].parameters()).device
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    facts = [
+        (t.key, *map(tuple, (t.global_shape, t.global_offset, t.local_shape)), cast(Tensor, t.data).dtype) for t in mine
+    ]
     torch.distributed.all_gather_object(everyone, facts)
     parts = [
         _Part(key, shape, place, _Broadcast(owner, kind, local, mine[n].data if owner == rank else None, device))
@@ -323,26 +327,26 @@ def _on_all_ranks(step: Callable[[], T]) -> list[T]:
     return [result for result, _ in outcomes]
 
 
-def _main_copies(chunks: list[GPTModel]) -> Iterator[ShardedTensor]:
+def _main_copies(chunks: list[ZayaGPTModel]) -> Iterator[ShardedTensor]:
     """Yield the tensors of which this rank has the main copy."""
     for tensor in (tensor for chunk in chunks for tensor in chunk.sharded_state_dict(whole=True).values()):
         if isinstance(tensor, ShardedTensor) and is_main_replica(tensor.replica_id):
             yield tensor
 
 
-def _write_parts(path: Path, chunks: list[GPTModel]) -> list[_Part]:
+def _write_parts(path: Path, chunks: list[ZayaGPTModel]) -> list[_Part]:
     """Write the tensors of which this rank has the main copy, one behind another, and return where they are."""
     parts = []
     with open(path, "wb") as file:
         for tensor in _main_copies(chunks):
-            values = tensor.data.detach().cpu()
+            values = cast(Tensor, tensor.data).detach().cpu()
             region = Region(path, file.tell(), values.dtype, tuple(tensor.local_shape))
             parts.append(_Part(tensor.key, tuple(tensor.global_shape), tuple(tensor.global_offset), region))
             file.write(as_bytes(values))
     return parts
 
 
-def _put_together(parts: Path, first: GPTModel, written: list[_Part]) -> exporting.Trained:
+def _put_together(parts: Path, first: ZayaGPTModel, written: list[_Part]) -> exporting.Trained:
     """Return the model that all ranks have written; first: a chunk of it.
 
     Raises:
@@ -365,11 +369,11 @@ def _put_together(parts: Path, first: GPTModel, written: list[_Part]) -> exporti
     def values(key: str) -> Boxes:
         places = tuple((part.place, part.values) for part in of_key[key])
         assert sum(prod(region.shape) for _, region in places) == prod(shapes[key]), f"ranks hold {key} in part"
-        return Boxes(places[0][1].dtype, shapes[key], places)
+        return Boxes(places[0][1].dtype, shapes[key], places)  # ty: ignore[invalid-argument-type]  # _Broadcast reads as Region does
 
     return exporting.checked(parts, argparse.Namespace(**arguments), shapes, values)
 
 
-def _unwrapped(model: nn.Module | Sequence[nn.Module]) -> list[GPTModel]:
+def _unwrapped(model: nn.Module | Sequence[nn.Module]) -> list[ZayaGPTModel]:
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     return [unwrap_model(chunk) for chunk in chunks]

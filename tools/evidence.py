@@ -1,17 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the tables of docs/verification.md from docs/evidence.yaml.
-
-    python tools/verification.py               writes the page; marks rows whose code changed after their commit
-    python tools/verification.py --check       exit status 1 if the page differs from the data; ignores the marks
-    python tools/verification.py --check-age   lists the rows whose code changed after their commit; exit status 1
-                                               if that is more than 30 days after it
+"""The tables of docs/verification.md, from docs/evidence.yaml, and the age of its rows; tools/docs.py writes them.
 
 A row may have `covers`, the files and folders that its figure depends on. It is older than the code where a commit
 changed them and is neither an ancestor of a commit that the row names nor listed in .git-blame-ignore-revs (changes of
 layout and comments). Without git history there are no marks.
 """
 
-import argparse
 import datetime
 import re
 import subprocess
@@ -21,13 +15,17 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-DATA, PAGE = ROOT / "docs" / "evidence.yaml", ROOT / "docs" / "verification.md"
+DATA = ROOT / "docs" / "evidence.yaml"
 COLUMNS = ("claim", "device", "commit", "figure")
 TITLES = {"claims": "What is claimed", "figures": "What was measured", "runs": "What ran"}
-BEGIN, END = "<!-- evidence: made of docs/evidence.yaml by `python tools/verification.py` -->\n", "<!-- /evidence -->"
 MARK = " (older than the code)"
 HASH = re.compile(r"\b[0-9a-f]{7,40}\b")
 MAX_AGE = datetime.timedelta(days=30)
+
+
+def load() -> dict:
+    """Return the rows, by group."""
+    return yaml.safe_load(DATA.read_text())
 
 
 def _git(*arguments: str) -> list[str] | None:
@@ -99,37 +97,13 @@ def tables(evidence: dict, older: dict[str, list[str] | None]) -> str:
     return "\n".join(lines)
 
 
-def page(text: str, evidence: dict, older: dict[str, list[str] | None]) -> str:
-    """Return `text` of docs/verification.md with new tables."""
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    return f"{before}{BEGIN}{tables(evidence, older)}{END}{after}"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    action = parser.add_mutually_exclusive_group()
-    action.add_argument("--check", action="store_true", help="compare the page with the data, without the marks")
-    action.add_argument("--check-age", action="store_true", help="list the rows that are older than their code")
-    options = parser.parse_args()
-    evidence, text = yaml.safe_load(DATA.read_text()), PAGE.read_text()
-    if options.check:
-        if page(text, evidence, {}) != text.replace(MARK, ""):
-            print("docs/verification.md differs from docs/evidence.yaml. Fix: python tools/verification.py")
-            return 1
-        return 0
+def report(older: dict[str, list[str] | None]) -> bool:
+    """Print the rows that are older than their code, and return whether one is too old."""
     if _git("rev-parse", "HEAD") is None:
         print("no git history: the age of the evidence is not known", file=sys.stderr)
-    older = older_rows(evidence)
-    if not options.check_age:
-        PAGE.write_text(page(text, evidence, older))
-        return 0
     for claim, commits in older.items():
-        said = "its commit is not in this history" if commits is None else f"{len(commits)} commits since"
-        print(f"docs/evidence.yaml: older than the code ({said}): {claim}")
-    for claim, days in (expired := too_old(evidence, older)).items():
+        why = "its commit is not in this history" if commits is None else f"{len(commits)} commits since"
+        print(f"docs/evidence.yaml: older than the code ({why}): {claim}")
+    for claim, days in (expired := too_old(load(), older)).items():
         print(f"docs/evidence.yaml: the code changed {days} days after the commit: measure again, or drop: {claim}")
-    return int(bool(expired))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return bool(expired)
