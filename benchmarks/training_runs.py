@@ -4,22 +4,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 
-def train(directory: Path, overrides: Iterable[str]) -> Path:
-    """Run a training in `directory`, unless it was finished there before; raises RuntimeError with the end of its
-    output.
+def train(
+    directory: Path, overrides: Iterable[str], program: Sequence[str] = ("-m", "zaya_plugin.cli", "train")
+) -> Path:
+    """Run a training in `directory` by Python's arguments `program`, unless it was finished there before; raises
+    RuntimeError with the end of its output.
     """
     if not (directory / "done").is_file():
         command = [
             sys.executable,
-            "-m",
-            "zaya_plugin.cli",
-            "train",
+            *program,
             *overrides,
             f"run_dir={directory}",
             "logger.wandb=false",
@@ -30,6 +31,7 @@ def train(directory: Path, overrides: Iterable[str]) -> Path:
         log = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if log.returncode:
             raise RuntimeError(log.stdout[-3000:])
+        shutil.rmtree(directory / "checkpoints", ignore_errors=True)  # the last step's; gigabytes a run
         (directory / "done").touch()
     return directory
 

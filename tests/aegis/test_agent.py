@@ -255,8 +255,15 @@ def full_disk(path, *mode, real=open, **more):
 
 
 def test_a_second_supervisor_of_the_run_is_refused_and_the_first_one_goes_on(tmp_path):
-    with ToyRun(tmp_path, steps=None).start("n1") as run:
+    """And no command line shows the hook, the command or the secret: other users of a node can read /proc/PID/cmdline."""
+    with ToyRun(tmp_path, steps=None, options=("--hook", "true --token hunter22")).start("n1") as run:
         run.wait_for(lambda: run.step_of("n1", 0) > 5)
+        key = (run.folder / "secret").read_text()
+        for pid in (run.nodes["n1"].pid, run.child("n1", "agent"), run.child("n1", "decider")):
+            line = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+            assert "zaya_plugin.aegis." in line
+            assert not any(text in line for text in ("hunter22", "ZAYA_AEGIS_DIR", str(tmp_path), key))
+        assert (run.folder / "secret").stat().st_mode & 0o777 == 0o600
         first, port = run.nodes["n1"], run.port
         for run.port in (port, free_port()):  # with its decider, and with one of its own
             run.start("n1")
@@ -343,20 +350,6 @@ def test_evidence_beyond_the_limit_while_the_decider_is_gone_is_counted(tmp_path
     (batch,) = agent.sent
     assert [row.get("rank") for row in batch.rows] == [2, 3, 4, None]
     assert (batch.rows[-1]["rule"], batch.rows[-1]["values"]) == ("collector_late", {"dropped": 2})
-
-
-def test_no_command_line_shows_the_hook_the_command_or_the_secret(tmp_path):
-    """Other users of a node can read /proc/PID/cmdline."""
-    with ToyRun(tmp_path, steps=None, options=("--hook", "true --token hunter22")).start("n1") as run:
-        run.wait_for(lambda: run.step_of("n1", 0) > 1)
-        key = (run.folder / "secret").read_text()
-        for pid in (run.nodes["n1"].pid, run.child("n1", "agent"), run.child("n1", "decider")):
-            line = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
-            assert "zaya_plugin.aegis." in line
-            assert not any(text in line for text in ("hunter22", "ZAYA_AEGIS_DIR", str(tmp_path), key))
-        assert (run.folder / "secret").stat().st_mode & 0o777 == 0o600
-        run.release()
-        assert run.end() == 0
 
 
 def test_a_clock_that_is_set_is_noticed_at_the_next_answer():

@@ -62,12 +62,12 @@ def test_cfg_job_prints_a_recipe_that_loads(zaya, tmp_path):
         (["train", "--nonsense"], 2, "--nonsense: no such option. Allowed: key=value, "),
     ],
 )
-def test_mistakes_end_with_one_message_and_code_2(zaya, arguments, code, message):
-    done = zaya(*arguments)
-    assert done.returncode == code
-    assert message in done.stderr and "Traceback" not in done.stderr and "Error executing" not in done.stderr
-    assert done.stdout == ""
-    assert list(zaya.place.iterdir()) == []
+def test_mistakes_end_with_one_message_and_code_2(tmp_path, monkeypatch, capfd, arguments, code, message):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == code
+    told = capfd.readouterr()
+    assert message in told.err and "Traceback" not in told.err and "Error executing" not in told.err
+    assert told.out == "" and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_command_or_word_that_does_not_exist_suggests_the_one_that_was_meant(c
     assert capsys.readouterr().err.endswith(f" Fix: {fix}.\n")
 
 
-def test_the_data_of_the_demo_is_made_by_one_command(zaya):
+def test_the_data_of_the_demo_is_made_by_one_command(tmp_path, monkeypatch, capfd):
     """A dataset made otherwise has another vocabulary, and the demo other losses than README's."""
     root = Path(__file__).resolve().parents[2]
     written = re.compile(r"data prepare --input stdlib --output data/stdlib[^\n]*")
@@ -129,14 +129,17 @@ def test_the_data_of_the_demo_is_made_by_one_command(zaya):
         for command in written.findall(file.read_text()) if file.name != "log.md" else ():
             assert DEMO_DATA.endswith(command.rstrip()), file
     assert "data prepare" in (root / "Makefile").read_text() and f"  {DEMO_DATA}\n" in train_help()
-    for words in (("train", "experiment=cpu_demo"), ("curriculum", "experiment=cpu_demo", "--dry-run")):
-        assert f" Fix: {DEMO_DATA} (the same command" in zaya(*words).stderr
-    elsewhere = zaya("train", "experiment=cpu_demo", "data.path=/none/stdlib").stderr
-    assert f" Fix: {DEMO_DATA.replace('data/stdlib', '/none/stdlib')} (" in elsewhere
+    monkeypatch.chdir(tmp_path)
+    for words in (["train", "experiment=cpu_demo"], ["curriculum", "experiment=cpu_demo", "--dry-run"]):
+        cli.main(words)
+        assert f" Fix: {DEMO_DATA} (the same command" in capfd.readouterr().err
+    cli.main(["train", "experiment=cpu_demo", "data.path=/none/stdlib"])
+    assert f" Fix: {DEMO_DATA.replace('data/stdlib', '/none/stdlib')} (" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("variable", ["ZAYA_TRACEBACK", "HYDRA_FULL_ERROR"])
-@pytest.mark.parametrize("override", ["optim.lrr=1", "stage.global_batch_size=10"])
+@pytest.mark.parametrize(
+    "variable, override", [("ZAYA_TRACEBACK", "optim.lrr=1"), ("HYDRA_FULL_ERROR", "stage.global_batch_size=10")]
+)
 def test_a_traceback_on_request(zaya, variable, override):
     done = zaya("train", "experiment=cpu_demo", override, **{variable: "1"})
     assert "Traceback" in done.stderr and "ValueError" in done.stderr and done.returncode != 0

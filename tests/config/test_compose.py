@@ -168,7 +168,7 @@ def test_kernels_on_the_command_line_drop_the_overrides_of_the_recipe():
 def test_composing_leaves_hydra_as_it_was():
     from hydra.core.global_hydra import GlobalHydra
 
-    compose([DEMO])
+    compose([DEMO, "seed=4711"])  # words that no other test composes
     assert not GlobalHydra.instance().is_initialized()
     with pytest.raises(ValueError):
         compose(["experiment=nope"])

@@ -7,9 +7,16 @@ from zaya_plugin.config.compose import compose
 from zaya_plugin.config.config_dir import with_search_path
 
 
-@pytest.mark.parametrize("name", ["mine", "my=dir", "it's [1], a"])
-@pytest.mark.parametrize("form", [["--config-dir", "{}"], ["--config-dir={}"], ["-cd", "{}"], ["-cd={}"]])
-def test_all_forms_find_the_recipes(tmp_path, monkeypatch, name, form):
+@pytest.mark.parametrize(
+    "form, name",
+    [
+        (["--config-dir", "{}"], "mine"),
+        (["--config-dir={}"], "my=dir"),
+        (["-cd", "{}"], "it's [1], a"),
+        (["-cd={}"], "my=dir"),
+    ],
+)
+def test_all_forms_find_the_recipes(tmp_path, monkeypatch, form, name):
     folder = tmp_path / name / "experiment"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text("# @package _global_\ndefaults:\n  - cpu_demo\n  - _self_\nname: own\n")

@@ -21,7 +21,7 @@ from tests.running import Run, train, zaya
 from zaya_plugin.runs.plot import picture
 from zaya_plugin.runs.run_data import read_run
 
-FIRST = 4  # the warm-up, momentum and the balancing of the experts are in the third loss
+FIRST = 3  # the warm-up, momentum and the balancing of the experts are in the third loss
 GOLDEN = Path(__file__).parent.parent / "golden" / "cpu_demo.json"
 
 

@@ -6,7 +6,8 @@ import shutil
 
 import pytest
 
-from tests.running import train, zaya
+from tests.running import MICRO, train, zaya
+from zaya_plugin import cli
 
 
 @pytest.fixture(scope="module")
@@ -21,42 +22,49 @@ def small_tokenizer(tmp_path_factory):
     return root / "out" / "tokenizer"
 
 
-def _refused(tmp_path, data, *overrides):
-    run = train(tmp_path / "run", data, *overrides, check=False)
-    assert run.code == 2 and "Traceback" not in run.output, run.output
-    assert not (tmp_path / "run").exists()
-    return run.output
+@pytest.fixture
+def refused(tmp_path, capfd):
+    """`zaya train` in this process: a mistake, of which the output is returned."""
+
+    def run(data, *overrides):
+        code = cli.main(["train", *MICRO, f"run_dir={tmp_path / 'run'}", f"data.path={data}", *overrides])
+        output = "".join(capfd.readouterr())
+        assert code == 2 and "Traceback" not in output, output
+        assert not (tmp_path / "run").exists()
+        return output
+
+    return run
 
 
-def test_missing_data(tmp_path):
-    output = _refused(tmp_path, tmp_path / "nowhere")
+def test_missing_data(tmp_path, refused):
+    output = refused(tmp_path / "nowhere")
     assert f"{tmp_path / 'nowhere'}: there is no dataset" in output and "zaya data prepare" in output
 
 
 @pytest.mark.parametrize("name", ["train.idx", "train.bin", "valid.idx"])
-def test_truncated_files(tmp_path, corpus, name):
+def test_truncated_files(tmp_path, corpus, name, refused):
     data = tmp_path / "data"
     shutil.copytree(corpus, data)
     os.truncate(data / name, (data / name).stat().st_size // 3)
-    assert name.rsplit(".", 1)[0] in _refused(tmp_path, data)
+    assert name.rsplit(".", 1)[0] in refused(data)
 
 
-def test_a_tokenizer_with_fewer_entries_than_the_data(tmp_path, corpus, small_tokenizer):
-    output = _refused(tmp_path, corpus, f"data.tokenizer={small_tokenizer}")
+def test_a_tokenizer_with_fewer_entries_than_the_data(tmp_path, corpus, small_tokenizer, refused):
+    output = refused(corpus, f"data.tokenizer={small_tokenizer}")
     assert "token" in output and "300" in output
 
 
-def test_data_without_manifest_needs_a_tokenizer(tmp_path, corpus):
+def test_data_without_manifest_needs_a_tokenizer(tmp_path, corpus, refused):
     for suffix in (".bin", ".idx"):
         shutil.copy(corpus / f"train{suffix}", tmp_path / f"bare{suffix}")
-    assert "data.tokenizer" in _refused(tmp_path, tmp_path / "bare")
-    output = _refused(tmp_path, tmp_path / "bare", f"data.tokenizer={corpus / 'tokenizer'}")
+    assert "data.tokenizer" in refused(tmp_path / "bare")
+    output = refused(tmp_path / "bare", f"data.tokenizer={corpus / 'tokenizer'}")
     assert "stage.eval_iters=2: there is no validation data" in output and "data.valid_path" in output
 
 
 @pytest.mark.parametrize("entry", ["'heavy data/web'", "'0 data/web'", "'0.5'"])
-def test_malformed_blends(tmp_path, corpus, entry):
-    assert "data.blend" in _refused(tmp_path, corpus, f"data.blend=[{entry}]")
+def test_malformed_blends(tmp_path, corpus, entry, refused):
+    assert "data.blend" in refused(corpus, f"data.blend=[{entry}]")
 
 
 @pytest.mark.slow

@@ -45,12 +45,12 @@ def test_only_the_newest_checkpoints_are_kept(saved):
 
 
 def test_a_killed_run_resumes_and_a_stopped_run_is_saved(tmp_path, corpus):
-    """One run: killed after step 22, resumed from its newest checkpoint, stopped by SIGTERM; the next test resumes
+    """One run: killed after step 12, resumed from its newest checkpoint, stopped by SIGTERM; the next test resumes
     where a run stopped. Its data loader is a process, as in the recipes for GPUs: Megatron lets it ignore SIGTERM.
     """
     run_dir, long = tmp_path / "run", (*LONG, "data.num_workers=1")
-    killed = train_and_signal(run_dir, corpus, signal.SIGKILL, 22, *long, "checkpoint.save_interval=5")
-    assert killed.code != 0 and max(killed.steps()) >= 22
+    killed = train_and_signal(run_dir, corpus, signal.SIGKILL, 12, *long, "checkpoint.save_interval=5")
+    assert killed.code != 0 and max(killed.steps()) >= 12
     whole = (run_dir / "checkpoints").glob("iter_???????")  # those that are not have a longer name
     newest = max(int(path.name.removeprefix("iter_")) for path in whole)
     assert newest >= 5

@@ -402,6 +402,7 @@ def test_calls_that_kernels_do_not_take_go_to_the_next_version(case, takes):
             assert all(map(torch.equal, got, operator.reference(*arguments)))
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "case",
     [Case(4, 2, 4, 2, 16, 2, True, 3, rotary=8, dtype=FP32), Case(3, 1, 2, 1, 16, rotary=0, dtype=FP32)],

@@ -6,10 +6,8 @@ tests/gfx942/test_shipped_objects.py tests the objects themselves.
 """
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -30,9 +28,9 @@ from hip_ops.runtime.code_objects import (
     serves,
     shipped_objects,
 )
-from tests.hip_ops.cpu_kernels import ROOT
 from tests.hip_ops.fake_gpu import GPU, FakeGpu
 from tests.hip_ops.recorded_modules import compiled_runtime
+from tests.hip_ops.torch_process import run_with_torch
 
 FOLDER = shipped_folder("gfx942")
 
@@ -266,13 +264,6 @@ print("right")
 """
 
 
-def run(program: str, *arguments, **environment: str) -> subprocess.CompletedProcess:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)], capture_output=True, text=True, env=env
-    )
-
-
 @pytest.fixture(scope="module")
 def runtime(tmp_path_factory, require_tool):
     require_tool("cc")
@@ -281,7 +272,7 @@ def runtime(tmp_path_factory, require_tool):
 
 def test_what_the_runtime_is_given(runtime):
     """The bytes of the arguments, grid, block, LDS, stream and code of ZAYA1's calls."""
-    done = run(BYTES, runtime)
+    done = run_with_torch(BYTES, runtime)
     assert done.stdout == "right\n", done.stderr
 
 
@@ -339,7 +330,7 @@ def test_codes_of_the_runtime_and_modules_of_two_devices(runtime, tmp_path):
     """A torch that wrote ROCm's version. An object that the runtime refuses, a launch that fails: HIP's last error is
     cleared after each.
     """
-    done = run(FAULTS, tmp_path, runtime)
+    done = run_with_torch(FAULTS, tmp_path, runtime)
     assert done.returncode == 0, done.stderr
     refusal, right = done.stdout.splitlines()
     assert right == "right" and "failed with code 209: hipErrorNoBinaryForGpu" in refusal
@@ -397,7 +388,7 @@ def test_a_start_without_a_triton_that_compiles(runtime, tmp_path, triton):
     """
     if triton == "broken":
         pytest.importorskip("triton")
-    done = run(SELECTS, tmp_path, runtime, triton)
+    done = run_with_torch(SELECTS, tmp_path, runtime, triton)
     assert done.returncode == 0, done.stderr
     forward, backward, same, first, second, launches = done.stdout.splitlines()
     for line, name in ((forward, "router_mlp"), (backward, "router_mlp_backward")):

@@ -4,14 +4,13 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from hip_ops.runtime.launchers import linked_major, major_version, mapped_runtimes, the_runtime
-from tests.hip_ops.cpu_kernels import ROOT
+from tests.hip_ops.torch_process import run_with_torch
 
 ROCM_6 = "/opt/rocm-6.4.1/lib/libamdhip64.so.6.4.60401"
 ROCM_7 = "/opt/rocm-7.1.0/lib/libamdhip64.so.7.1.70100"
@@ -98,10 +97,7 @@ def shared_object(file: Path, soname: str, *needs: Path) -> Path:
 
 def run(program: str, *arguments, **environment: str) -> str:
     """Output of a process of its own: what it maps stays out of the tests' process."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    done = subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)], capture_output=True, text=True, env=env
-    )
+    done = run_with_torch(program, *arguments, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

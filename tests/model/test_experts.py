@@ -12,6 +12,7 @@ from zaya_plugin.model.experts import ExpertMLP, GroupedExperts, as_block
 from zaya_plugin.optim.parameter_role import role_of
 
 COUNTS = {"even": [2, 2, 2], "odd": [1, 3, 2], "empty_expert": [0, 5, 0], "skipped": [1, 0, 2], "nothing": [0, 0, 0]}
+UNEVEN = [name for name in COUNTS if name != "even"]
 ROWS, H, FFN, E = 7, 5, 3, 3
 
 
@@ -36,7 +37,7 @@ def loop(x, weights, offsets, fc1, fc2):
     return torch.cat([*rows, torch.zeros_like(x[ends[-1] :])])
 
 
-@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("counts", [COUNTS[name] for name in UNEVEN], ids=UNEVEN)
 def test_gradcheck_in_fp64(counts):
     """The gradients of the experts' rows agree with finite differences in fp64. Padding rows have no defined result;
     this test sets them to zero.

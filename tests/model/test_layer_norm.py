@@ -36,11 +36,13 @@ def plain_torch(monkeypatch):
         monkeypatch.setattr(hip_ops, name, function)
 
 
-@pytest.mark.parametrize("kernels", ["reference", "hip"])
 @pytest.mark.parametrize(
-    "options",
-    [{}, dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)],
-    ids=["kept", "recomputed"],
+    "kernels, options",
+    [
+        ("reference", {}),
+        ("hip", dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)),
+    ],
+    ids=["reference-kept", "hip-recomputed"],
 )
 def test_steps_are_those_of_plain_torch(make_model, batch, monkeypatch, kernels, options):
     with hip_ops.use_kernels(kernels):

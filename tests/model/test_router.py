@@ -119,9 +119,9 @@ def test_buffers_leave_the_meta_device(make_config):
     assert router.balancing_biases.dtype == torch.float32
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize(
-    "recompute", [{}, dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)]
+    "wrapped, recompute",
+    [(False, dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)), (True, {})],
 )
 def test_two_steps_without_balancing_warn_once(make_model, batch, monkeypatch, wrapped, recompute):
     """Two steps of two micro-batches without balancing warn once; after a balanced step the count starts again."""

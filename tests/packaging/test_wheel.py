@@ -55,6 +55,9 @@ def names(wheel) -> set[str]:
 
 # Known by the hashes in their manifests; hip_ops loads them on MI300X and MI355X, and pip sees data.
 SHIPPED = [f"hip_ops/shipped/{target}/libhip_ops.so" for target in ("gfx942", "gfx950")]
+# Bytes of a target's objects as compressed: 45 of 393 kB and 32 of 232 kB, for the recipes of ZAYA1-base and of ZAYA1-74B. A
+# recipe that needs others raises the limit of its own target alone.
+OBJECT_BYTES = {"gfx942": 400_000, "gfx950": 240_000}
 OBJECTS = [str(Path(library).with_name("objects.json")) for library in SHIPPED]  # of Triton kernels
 
 
@@ -73,7 +76,8 @@ def test_is_pure(wheel, names):
     assert {name: hashlib.sha256(archive.read(name)).hexdigest() for name in objects} == objects
     for name in SHIPPED:
         mine = [each for each in objects if Path(each).parent == Path(name).parent]
-        assert 0 < sum(archive.getinfo(each).compress_size for each in mine) < 0.45e6
+        compressed = sum(archive.getinfo(each).compress_size for each in mine)
+        assert 0 < compressed < OBJECT_BYTES[Path(name).parent.name]
         manifest = json.loads(archive.read(str(Path(name).with_name("manifest.json"))))
         assert hashlib.sha256(archive.read(name)).hexdigest() == manifest["sha256"]
         assert archive.getinfo(name).file_size < 1.5e6 and archive.getinfo(name).compress_size < 0.4e6

@@ -122,13 +122,15 @@ def test_a_failed_capture_is_known_by_what_a_rank_wrote(tmp_path, text, failed):
     assert capture_failed(tmp_path) == failed
 
 
+@pytest.mark.slow  # test_the_cause_is_a_killed_rank_a_mistake_or_the_first_error reads what these ranks and torchrun leave
 def test_a_killed_rank_is_the_cause_and_not_the_closed_connections_of_the_others(worker_program, tmp_path):
     done = finish(worker_program, tmp_path, "killed")
     assert done.returncode == 128 + signal.SIGKILL
     assert "rank 1 failed first, exit code 137:\nkilled by SIGKILL" in done.stderr and "connection" not in done.stderr
 
 
-@pytest.mark.parametrize("mode", [pytest.param("mistake", marks=pytest.mark.slow), "mistake of one"])
+@pytest.mark.slow  # test_the_cause_is_a_killed_rank_a_mistake_or_the_first_error reads what these ranks and torchrun leave
+@pytest.mark.parametrize("mode", ["mistake", "mistake of one"])
 def test_a_mistake_that_the_ranks_detect_is_one_line_and_code_2(worker_program, tmp_path, mode):
     done = finish(worker_program, tmp_path, mode)
     assert (done.returncode, done.stderr) == (2, "zaya: megatron.nope = 1: no such argument\n")
@@ -378,6 +380,33 @@ def test_a_traceback_that_ended_no_process_is_no_cause(tmp_path, noise, told):
     failure = first_failure(tmp_path, tmp_path / "torchrun.log")
     assert failure.exit_code == 1 and failure.text == cause.rstrip()
     assert failure.message.startswith(cause[:20] if told else "zaya: rank 0 failed first, exit code 1:")
+
+
+ERROR = 'Traceback (most recent call last):\n  File "own.py", line 1, in f\n'
+MISTAKE = "zaya: megatron.nope = 1: no such argument"
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "wrote", "code", "message"),
+    [
+        (-signal.SIGKILL, "", 137, "zaya: rank 1 failed first, exit code 137:\nkilled by SIGKILL"),
+        (2, MISTAKE + "\n", 2, MISTAKE),
+        (-signal.SIGTERM, ERROR + "KeyError: 7\n", 1, f"zaya: rank 1 failed first, exit code 1:\n{ERROR}KeyError: 7"),
+    ],
+    ids=["killed", "mistake", "error"],
+)
+def test_the_cause_is_a_killed_rank_a_mistake_or_the_first_error(tmp_path, exit_code, wrote, code, message):
+    """And not rank 0, whose connection was closed. A rank may get torchrun's signal while it ends with its error."""
+    for rank, text in enumerate((ERROR + "RuntimeError: connection\n", wrote)):
+        path = tmp_path / "attempt_0" / str(rank) / "stderr.log"
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+        os.utime(path, (10 - rank, 10 - rank))  # rank 0 fails last
+    (tmp_path / "torchrun.log").write_text(
+        f"Root Cause\n  rank      : 1 (local_rank: 1)\n  exitcode  : {exit_code} (pid: 7)\n"
+    )
+    failure = first_failure(tmp_path, tmp_path / "torchrun.log")
+    assert failure.exit_code == code and failure.message.startswith(message) and "connection" not in failure.message
 
 
 def test_no_failure_without_failed_ranks(tmp_path):

@@ -378,6 +378,8 @@ def first_failure(log_dir: Path, torchrun_log: Path) -> RankFailure | None:
     if rank is None:
         return None
     code = exit_codes.get(rank, 1)
+    if -code in FROM_TORCHRUN and rank in with_traceback:
+        code = 1  # on a busy machine torchrun's signal for another rank comes before the end of this one
     if code < 0:
         text = f"killed by {_signal_name(-code)}"
         if -code == signal.SIGKILL:
