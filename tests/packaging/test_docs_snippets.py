@@ -24,7 +24,7 @@ KERNELS = ("kernels.md",)
 (OWN_LOOP,) = [text for page, number, _, text in SNIPPETS if (page, number) == ("own-loop.md", 0)]
 SHOWN_AND_RUN_ELSEWHERE = {("own-loop.md", 0): "tests/test_example.py"}
 # tests/checkpoint/convert runs its calls on models that it makes.
-NOT_RUN = {("weights.md", 0): "network", ("weights.md", 1): "network"}
+NOT_RUN = {("fine-tune.md", 0): "network", ("weights.md", 0): "network"}
 TORCH = "import torch\nimport hip_ops\n"
 SORTED = TORCH + "order = hip_ops.sort_by_expert(torch.arange(32) % 16, 16)\n"
 FRAGMENTS = {  # (page, number) -> the lines before it

@@ -196,8 +196,10 @@ def _run(options: argparse.Namespace) -> int:
         raise ValueError(step.reason)
     stages = [step]
     if recipe.curriculum.stages:
-        curriculum = compose_curriculum(with_data_path(options.overrides)).stages
-        stages = [predict(*on_devices(stage.recipe, options.gpus), source) for stage in curriculum]
+        stages = [
+            predict(*on_devices(stage.recipe, options.gpus), source)
+            for stage in compose_curriculum(with_data_path(options.overrides)).stages
+        ]
     written = {**step.record(), "stages": [stage_cost(stage, options.price) for stage in stages]}
     unfit = [
         f"verdict      {stage.recipe.name} does not start: {findings_of(stage)[0]['what']}"
