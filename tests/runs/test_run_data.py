@@ -55,6 +55,13 @@ def test_of_a_repeated_step_the_later_attempt_counts_and_the_restart_is_marked(t
     assert (data.last["step"], data.state) == (6, "running")
 
 
+def test_a_run_that_went_back_before_its_first_validation_has_none(tmp_path):
+    rows = [step(number) for number in range(1, 5)]
+    data = read_run(run(tmp_path / "a", [*rows, {"step": 4, "valid_loss": 9.0}, step(2), step(3)]))
+    assert column(data, "loss") == {number: 8.0 - number / 100 for number in (1, 2, 3)}
+    assert "valid_loss" not in data.metrics.columns
+
+
 def test_a_run_that_goes_on_after_its_last_row_is_marked_too(tmp_path):
     rows = [step(number, eta_s=None if number in (1, 4, 5) else 9.0) for number in range(1, 8)]
     assert read_run(run(tmp_path / "a", rows)).metrics.restarts == [4]
