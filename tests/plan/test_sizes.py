@@ -64,5 +64,12 @@ def test_the_command_prints_and_draws(capsys, tmp_path):
     assert picture.read_bytes()[:4] == b"\x89PNG"
     assert cli.main(["plan", "sizes", *words[:1], "cluster=mi300x_8"]) == 0
     assert "-9.2 %" in capsys.readouterr().out
+    for name, complaint in (
+        ("x.doc", "another ending. Allowed: .png. Fix: --picture x.png"),
+        ("no/x.png", "its folder does not exist"),
+    ):
+        assert cli.main(["plan", "sizes", *words, f"--picture={name}"]) == 2
+        told = capsys.readouterr()
+        assert complaint in told.err and not told.out
     assert cli.main(["plan", "sizes", "experiment=cpu_demo"]) == 2
     assert "machine.name=null: is not a device whose tiles are known" in capsys.readouterr().err

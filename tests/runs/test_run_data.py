@@ -26,6 +26,14 @@ def run(folder, rows=(), tail="", recipe="name: mine\nstage:\n  train_iters: 100
     return folder
 
 
+# A step of 71 bits, a negative one, a number above fp64's range, a loss of 330 digits
+ODD_LINES = (
+    f'{{"step": {2**70}, "loss": 1.0, "step_s": 0.5}}\n{{"step": -3, "loss": 1.0, "step_s": 0.5}}\n'
+    f'{{"step": 8, "loss": 2.0, "step_s": 1e999, "eta_s": 1.0}}\n'
+    f'{{"step": 9, "loss": 1{"0" * 329}, "step_s": 0.5, "eta_s": 1.0, "expert_load": [[1{"0" * 329}, 0]]}}\n'
+)
+
+
 def column(data, key):
     steps, values = data.metrics.columns[key]
     return dict(zip(steps, values, strict=True))

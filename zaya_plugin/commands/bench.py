@@ -29,7 +29,9 @@ from zaya_plugin.ground.option_numbers import (
     real_number,
     whole_number,
 )
+from zaya_plugin.ground.whole_file import check_ending
 
+TABLES = (".md", ".csv", ".jsonl")  # of --table
 OUTPUT = option(
     "--output", type=Path, default=Path("runs/bench"), metavar="DIR", help="folder of the JSON and PNG (runs/bench)"
 )
@@ -288,7 +290,7 @@ def collectives() -> Parser:
             metavar="RANKS",
             help="groups of this many ranks, once or several times (all that divide a node, and whole nodes)",
         ),
-        option("--table", metavar="FILE", help="also write the columns of Primus, as .md, .csv or .jsonl"),
+        option("--table", metavar="FILE", help=f"also write the columns of Primus, as {', '.join(TABLES)}"),
         OUTPUT,
         COMMIT,
         recipe=True,
@@ -302,6 +304,8 @@ def _collectives(options: argparse.Namespace) -> int:
     least, most = options.least, options.most
     if most and most < least:
         raise mistake("--max-bytes", most, problem=f"is less than --min-bytes {least}", allowed=f"{least} or more")
+    if options.table:
+        check_ending(Path(options.table), "--table", TABLES)
     words = options.overrides
     if not any(word.startswith("cluster=") for word in words):
         words = [*of_this_machine(), *words]
