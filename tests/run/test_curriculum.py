@@ -83,6 +83,8 @@ def test_neighbours_with_the_same_data_share_its_order(tmp_path):
         (["curriculum.stages=[cpu_demo_stage1,zaya_2]"], "experiment=zaya_2: no such recipe"),
         (["demo_1:stage.trainiters=1"], "Fix: stage.train_iters=1"),
         (["curriculum.stages=[cpu_demo_stage1,cpu_demo_stage1]"], "two of them have the same stage.name"),
+        (["handover.from_hf=x", "optim.lora.rank=8"], "optim.lora.rank=8: the stage demo_1 is to train adapters"),
+        (["demo_3:optim.lora.rank=8"], "Fix: zaya train experiment=cpu_demo_stage3 handover.from_hf=... optim.lora"),
     ],
 )
 def test_mistakes_are_named(tmp_path, overrides, message):

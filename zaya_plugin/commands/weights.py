@@ -276,6 +276,8 @@ def _roundtrip(options: argparse.Namespace) -> int:
             folder = import_model(source, directory, shown.update, shown.reset)
         imported = reading.begin(folder, compare=False)  # every tensor is compared below
         planned = exporting.plan(exporting.open_checkpoint(imported), options.layout)
+        for change in planned.changes:
+            print(f"note: {change}")
         with bar("export") as shown:
             exporting.export_model(planned, output, shown.update, shown.reset)
         if different := verification.differences(source, open_source(output)):

@@ -96,6 +96,15 @@ def compose_curriculum(overrides: list[str], download: bool = False) -> Curricul
         own = [item for key, _, item in special if key in (experiment, name)]
         words = [f"experiment={experiment}", *shared, *own]
         recipe = compose(words) if own else recipes[experiment]
+        if (rank := recipe.optim.lora.rank) is not None:
+            raise mistake(
+                "optim.lora.rank",
+                rank,
+                problem=f"the stage {name} is to train adapters, and no stage can hand them over or start with them from "
+                "the stage before",
+                allowed="null in a curriculum",
+                fix=f"zaya train experiment={experiment} handover.from_hf=... optim.lora.rank={rank}, a run of its own",
+            )
         places = {"name": f"{whole.name}-{name}", "run_dir": str(Path(whole.run_dir) / name), "resume": "auto"}
         places["logger.wandb_group"] = whole.name
         if Path(whole.checkpoint.path).is_absolute():

@@ -105,8 +105,8 @@ class Merged:
 def fingerprint(base: Source) -> str:
     """Return a checksum of a published model: of the names and shapes of its tensors, and of the first rows of each.
 
-    It is the same in every layout and dtype that holds the same values, and with any rows by `with_rows`. Later rows are not read: 8.84 B parameters would
-    take minutes, and no two trainings agree in the first rows of all tensors.
+    It is the same in every layout and dtype that holds the same values, and with any rows by `with_rows`. Later rows
+    are not read: 8.84 B parameters would take minutes, and no two trainings agree in the first rows of all tensors.
     """
     digest = xxhash.xxh3_128()
     for name, values in sorted(base.tensors.items()):

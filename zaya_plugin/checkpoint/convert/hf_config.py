@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zaya_plugin.checkpoint.convert.description import Description
+from zaya_plugin.checkpoint.convert.tables import ROUTER_EPSILON
 from zaya_plugin.ground.errors import as_typed, mistake
 
 _NONE = (None, False)
@@ -162,6 +163,7 @@ def read(layout: str, values: dict[str, Any], sizes: dict[str, Any], where: str)
         raise fields.refuse(name, problem, "a share that gives an even number")
     model = Description(
         **(sizes | choices),
+        router_norm_epsilon=ROUTER_EPSILON.get(layout),
         max_position_embeddings=_whole(
             fields,
             "max_position_embeddings",
@@ -287,15 +289,14 @@ def _legacy(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
         notes.append(
             f"{fields.where}: num_hidden_layers={get('num_hidden_layers')} is stale; the tensors have {2 * pairs}"
         )
-    before = sizes["hidden_size"] // sizes["kv_channels"]  # heads before compression, which ZAYA1-base states
+    before, remainder = divmod(sizes["hidden_size"], sizes["kv_channels"])  # heads before compression, as in ZAYA1-base
     fields.same("num_attention_heads", heads, before)
     fields.same("num_query_groups", groups)
     fields.same("kv_channels", sizes["kv_channels"])
-    for name, of_attention in (
-        ("cca_num_q_heads", heads),
-        ("num_query_groups_list", groups),
-        ("num_attention_heads_list", before),
-    ):
+    lists = {"cca_num_q_heads": heads, "num_query_groups_list": groups}
+    if get("num_attention_heads_list") is not None and not remainder:
+        lists["num_attention_heads_list"] = before
+    for name, of_attention in lists.items():
         fields.per_stage(name, per_pair((of_attention,), (0, None, of_attention)), "does not fit the tensors")
     fields.per_stage(
         "ffn_hidden_size", per_pair((0, None, width), (width,)), "the fused width of gate and up does not fit"

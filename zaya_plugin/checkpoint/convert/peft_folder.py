@@ -2,8 +2,9 @@
 """An adapter as a folder of peft 0.21, on transformers' ZAYA: written from a checkpoint, and read into a run.
 
 Projections are target_modules. The experts' stacked weights are target_parameters, for which peft keeps the adapters of
-all experts as two matrices: lora_A [E r, in], expert by expert, and lora_B [out, r E], of which column j E + e is column
-j of expert e. An adapter that all experts share is written once for each of them. Two such parameters of one module are nested: gate_up_proj is the inner one, under `base_layer`.
+all experts as two matrices: lora_A [E r, in], expert by expert, and lora_B [out, r E], of which column j E + e is
+column j of expert e. An adapter that all experts share is written once for each of them. Two such parameters of one
+module are nested: gate_up_proj is the inner one, under `base_layer`.
 """
 
 from __future__ import annotations
