@@ -47,6 +47,17 @@ def tensors(layout: str = "native", model: Description = TINY, dtype: torch.dtyp
     return found
 
 
+def spread(found: dict) -> None:
+    """Make random weights as small as trained ones, with tokens on many experts: a router's biases would decide alone,
+    and send all tokens of a layer to one.
+    """
+    for name, tensor in found.items():
+        if name.endswith("balancing_biases"):
+            tensor[:-1] *= 0.01
+        elif "bias" in name or tensor.ndim > 1 and ".gate." not in name and "embed" not in name:
+            tensor.mul_(0.1)
+
+
 def publish(
     folder: Path,
     layout: str = "native",
