@@ -241,15 +241,15 @@ def expert_sharded_state_dict(experts: MegatronModule, prefix: str, sharded_offs
             )
             sharded[f"{prefix}{name}.weight{local}"] = tensors[key]
     if getattr(experts, "adapters", None) is not None:
-        each = experts.config.lora_experts == "each"
+        is_shared = experts.config.lora_experts == "shared"
         sharded |= make_sharded_tensors_for_checkpoint(
             state := experts.adapters.state_dict(keep_vars=True),
             f"{prefix}adapters.",
             # Expert-parallel ranks hold consecutive experts. A shared adapter is on all data-parallel ranks, as the
             # weights outside the experts are, and so is its optimizer's state divided among them.
-            dict.fromkeys(state, 0) if each else {},
+            {} if is_shared else dict.fromkeys(state, 0),
             sharded_offsets,
-            tp_group=groups.ep if each else groups.expt_tp,
-            dp_cp_group=groups.expt_dp if each else metadata["dp_cp_group"],
+            tp_group=groups.expt_tp if is_shared else groups.ep,
+            dp_cp_group=metadata["dp_cp_group"] if is_shared else groups.expt_dp,
         )
     return sharded
