@@ -241,15 +241,15 @@ def expert_sharded_state_dict(experts: MegatronModule, prefix: str, sharded_offs
             )
             sharded[f"{prefix}{name}.weight{local}"] = tensors[key]
     if getattr(experts, "adapters", None) is not None:
-        each = experts.config.lora_experts == "each"
+        per_expert = experts.config.lora_experts == "each"
         sharded |= make_sharded_tensors_for_checkpoint(
             state := experts.adapters.state_dict(keep_vars=True),
             f"{prefix}adapters.",
-            # Expert-parallel ranks hold consecutive experts. A shared adapter is on all data-parallel ranks, as the
-            # weights outside the experts are, and so is its optimizer's state divided among them.
-            dict.fromkeys(state, 0) if each else {},
+            # Expert-parallel ranks hold consecutive experts. A shared adapter is on all data-parallel ranks, which divide
+            # its optimizer state among them.
+            dict.fromkeys(state, 0) if per_expert else {},
             sharded_offsets,
-            tp_group=groups.ep if each else groups.expt_tp,
-            dp_cp_group=groups.expt_dp if each else metadata["dp_cp_group"],
+            tp_group=groups.ep if per_expert else groups.expt_tp,
+            dp_cp_group=groups.expt_dp if per_expert else metadata["dp_cp_group"],
         )
     return sharded
