@@ -245,8 +245,8 @@ def expert_sharded_state_dict(experts: MegatronModule, prefix: str, sharded_offs
         sharded |= make_sharded_tensors_for_checkpoint(
             state := experts.adapters.state_dict(keep_vars=True),
             f"{prefix}adapters.",
-            # Expert-parallel ranks hold consecutive experts. A shared adapter is on all data-parallel ranks, as the
-            # weights outside the experts are, and so is its optimizer's state divided among them.
+            # Expert-parallel ranks hold consecutive experts. A shared adapter is on all data-parallel ranks, which divide
+            # its optimizer state among them.
             {} if is_shared else dict.fromkeys(state, 0),
             sharded_offsets,
             tp_group=groups.expt_tp if is_shared else groups.ep,
