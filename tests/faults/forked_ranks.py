@@ -9,9 +9,9 @@ exit.
 `python -m tests.faults.forked_ranks` runs jobs from JSON lines on stdin: {"argv": [...], "log": path, "kill": [point,
 seconds] or null, "reads": path or null} and answers each with a line {"code": exit code}. SIGKILL comes this many
 seconds after the job reached a point, so that a busy machine is no other test: an absolute path is a checkpoint
-directory in which it has begun a save, another string a text that it has printed. A killed job's code is -9. The answer's "spawned"
-are the processes that the job had started when it was killed, "left" those that did not end with it. With "reads": path
-a job appends there what its training reads of a StreamDataset, a line "sample source position" each.
+directory in which it has begun a save, another string a text that it has printed. A killed job's code is -9. The
+answer's "spawned" are the processes that the job had started when it was killed, "left" those that did not end with it.
+With "reads": path a job appends there what its training reads of a StreamDataset, a line "sample source position" each.
 """
 
 import json

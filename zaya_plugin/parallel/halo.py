@@ -55,8 +55,7 @@ class Halo:
         """Keys that the attention of a rank has for each of its own rows, at most: its own and those that it receives,
         or all of the sequence where these are not more.
         """
-        ranks = range(self.shard.size)
-        received = [sum(b - a for part in self.needed(rank) for owner, a, b in part if owner != rank) for rank in ranks]
+        received = map(sum, zip(*map(self.counts, range(self.shard.size)), strict=True))
         return min(1 + max(received) / (len(self.shard.chunks) * self.rows), self.shard.size)
 
     @property

@@ -15,7 +15,8 @@ def check_picture(path: Path, option: str = "--output", endings: Collection[str]
     """Check, before work begins, that a picture can be written to `path`, the value of `option`.
 
     Raises:
-        ValueError: its suffix is none of `endings`, its folder does not exist, or the library that draws it is not installed.
+        ValueError: its suffix is none of `endings`, its folder does not exist, or the library that draws it is not
+            installed.
     """
     check_ending(path, option, endings)
     check_folder(path, option)
