@@ -100,7 +100,8 @@ def compose_once(module: types.ModuleType) -> None:
         return pickle.loads(files[config_path])  # Hydra changes what it gets
 
     module._composed, ConfigRepository.load_config = composed, load_config
-    ConfigRepository.__deepcopy__ = lambda repository, _: copy.copy(repository)  # Hydra replaces the list of its sources
+    # Of its copy Hydra replaces the list of sources alone.
+    ConfigRepository.__deepcopy__ = lambda repository, _: copy.copy(repository)
     base.parse = functools.cache(base.parse)  # the trees of interpolations, which are read only
 
 
