@@ -121,9 +121,11 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
     rank = {folder: number for number, folder in enumerate(LONG)}
-    items.sort(key=lambda item: rank.get(item.path.relative_to(here).parts[0], len(rank)))
+    items.sort(key=lambda item: rank.get(item.nodeid.split("/")[1], len(rank)))
+    # Hypothesis would parse each module that is imported, in 1.4 s, and so draw other values in other orders of the tests.
+    if providers := sys.modules.get("hypothesis.internal.conjecture.providers"):
+        providers._get_local_constants = providers.Constants
     seen: Counter = Counter()
     for item in items:
         if (mark := item.get_closest_marker("first_cases")) and not item.get_closest_marker("slow"):
