@@ -126,7 +126,7 @@ def pytest_unconfigure() -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {folder: number for number, folder in enumerate(LONG)}
-    items.sort(key=lambda item: rank.get(item.nodeid.split("/")[1], len(rank)))
+    items.sort(key=lambda item: rank.get(item.nodeid.partition("/")[2].partition("/")[0], len(rank)))
     # Hypothesis would parse each module that is imported, in 1.4 s, and so draw other values in other orders of the tests.
     if providers := sys.modules.get("hypothesis.internal.conjecture.providers"):
         providers._get_local_constants = providers.Constants
