@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks for test_restore.py: real processes over gloo, forked from a fork of the tests' process, which has imported torch
-and Megatron.
+"""Ranks for test_restore.py: real processes over gloo, forked from one that has imported torch.
 
-`serve` gets jobs: {"work": function of this file, "directory": of the checkpoints, "locals": local folder of each rank
-or null, "step": ...}. Ranks with one local folder are one node. It answers each with the list of all ranks' results.
+`python -m tests.checkpoint.restore_ranks` reads jobs as JSON lines: {"work": function of this file, "directory": of the
+checkpoints, "locals": local folder of each rank or null, "step": ...}. Ranks with one local folder are one node. It
+answers each with a line of all ranks' results.
 """
 
 import json
 import os
+import sys
 import tempfile
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,18 +86,20 @@ def load_a_copy(directory: Path, nodes: restore.Nodes, step: int) -> list[float]
     return Checkpoints(MemoryPlace(str(directory))).load(step, {"weights": weights})["weights"].tolist()
 
 
-def serve(jobs: Connection) -> None:
+def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    if torch.distributed.is_initialized():  # by a test file before
-        torch.distributed.destroy_process_group()
-    while job := jobs.recv():
+    for line in sys.stdin:
+        job = json.loads(line)
+        if job["work"] == "load_a_copy":
+            import zaya_plugin.checkpoint.checkpoints  # noqa: F401  with Megatron, once for all forks
         with tempfile.TemporaryDirectory() as folder:
             pids = [fork(job, rank, Path(folder)) for rank in range(len(job["locals"]))]
             for pid in pids:
                 os.waitpid(pid, 0)
-            jobs.send([json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(len(pids))])
+            results = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(len(pids))]
+        print(json.dumps(results), flush=True)
 
 
 def fork(job: dict, rank: int, folder: Path) -> int:
@@ -117,3 +119,7 @@ def fork(job: dict, rank: int, folder: Path) -> int:
     except BaseException as error:
         (folder / f"{rank}.json").write_text(json.dumps({"error": f"{type(error).__name__}: {error}"}))
     os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Four ranks on two nodes: uploads that a kill has interrupted, damaged copies, and which file is read where."""
 
-import multiprocessing
+import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import xxhash
 
-from tests.checkpoint import restore_ranks
 from tests.checkpoint.storages import Memory
 from zaya_plugin.checkpoint import manifest, on_disk, starts
 
@@ -21,24 +22,24 @@ class Ranks:
     """The process of tests.checkpoint.restore_ranks."""
 
     def __init__(self):
-        fork = multiprocessing.get_context("fork")
-        self.jobs, theirs = fork.Pipe()
-        self.process = fork.Process(target=restore_ranks.serve, args=(theirs,))
-        self.process.start()
+        command = [sys.executable, "-W", "ignore", "-m", "tests.checkpoint.restore_ranks"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def run(self, work: str, places, step: int | None = None, local=(True, True)) -> list:
         """What each of four ranks returned. local: whether the nodes have a local folder."""
         folders = [str(path) if has else None for path, has in zip(places.nodes, local, strict=True) for _ in range(2)]
-        self.jobs.send({"work": work, "directory": str(places.shared), "locals": folders, "step": step})
-        return self.jobs.recv()
+        job = {"work": work, "directory": str(places.shared), "locals": folders, "step": step}
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
 
 
 @pytest.fixture(scope="module")
 def ranks():
     started = Ranks()
     yield started
-    started.jobs.send(None)
-    started.process.join()
+    started.process.stdin.close()
+    started.process.wait()
 
 
 class Places:
