@@ -50,6 +50,14 @@ def test_stages_take_over_from_each_other(tmp_path):
     )
 
 
+def test_each_stage_may_have_data_of_its_own():
+    words = ["experiment=cpu_demo", *(f"demo_{number}:data.path=data/{number}" for number in (1, 2, 3))]
+    paths = [stage.recipe.data.path for stage in compose_curriculum(words).stages]
+    assert paths == ["data/1", "data/2", "data/3"]
+    with pytest.raises(ValueError, match="data.path: has no value"):
+        compose_curriculum(words[:-1])
+
+
 def test_all_stages_have_the_model_of_published_weights(tmp_path):
     """The first stage starts from them, with their RoPE base; the others from the stage before, with their own."""
     model = replace(TINY, num_layers=3, rotary_base=777)
