@@ -13,82 +13,69 @@ from pathlib import Path
 
 from zaya_plugin import __version__
 from zaya_plugin.commands.evaluation_suite import RUNS_CODE, read_suite, run_suite, suite_table
-from zaya_plugin.commands.generate import MODEL, ROUTED, SOURCES
-from zaya_plugin.commands.parser import Parser, option
+from zaya_plugin.commands.generate import MODEL, ROUTED
+from zaya_plugin.commands.parser import command, option
 from zaya_plugin.commands.process import prepare_torch
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.option_numbers import MOST_AMOUNT, whole_number
 from zaya_plugin.ground.whole_file import check_folder, write_whole
 from zaya_plugin.inference.opening import Opened, find_model, open_model
 
-DESCRIPTION = f"""\
-Measures a model: --tasks runs tasks of lm-evaluation-harness, --suite benchmarks of the ZAYA1 reports next to published
-figures, --data computes the perplexity of prepared datasets.
 
-{SOURCES}
+@command(
+    "eval",
+    *MODEL,
+    option("--tasks", metavar="NAME,NAME", help="tasks of lm-evaluation-harness"),
+    option("--suite", metavar="NAME", help="benchmarks next to published figures: zaya1"),
+    option(
+        "--tasks-dir",
+        metavar="DIR",
+        help="a folder with local copies of the suite's tasks; without it they are those of lm_eval, from the Hub",
+    ),
+    option("--include", metavar="DIR", help="a folder with further tasks' .yaml files"),
+    option(
+        "--num-fewshot",
+        type=whole_number(0, 1000),
+        metavar="N",
+        help="examples before each question; default: the task's",
+    ),
+    option("--data", nargs="*", metavar="PATH", help="prepared datasets; without one those of the recipe"),
+    option(
+        "--limit",
+        type=whole_number(1, MOST_AMOUNT),
+        metavar="N",
+        help="sequences of a dataset at most, spread evenly over it; the first documents of a task",
+    ),
+    ROUTED,
+    option("--batch-size", type=whole_number(1, 65_536), default=8, help="sequences computed at once; default: 8"),
+    option(
+        "--output", type=Path, metavar="FILE", help="write the results as JSON; default for --suite: SUITE-MODEL.json"
+    ),
+    option("--wandb", metavar="PROJECT", help="log the results to a new run of this W&B project"),
+    imports_large_packages=True,
+)
+def evaluate(options: argparse.Namespace) -> None:
+    """Measures a model: --tasks runs tasks of lm-evaluation-harness, --suite benchmarks of the ZAYA1 reports next to
+    published figures, --data computes the perplexity of prepared datasets.
 
---tasks requires the package lm_eval (pip install 'zaya_plugin[eval]'). A task is a name of that package, or of a
-.yaml file in the folder --include. Tasks on the Hugging Face Hub download their data.
+    --tasks requires the package lm_eval (pip install 'zaya_plugin[eval]'). A task is a name of that package, or of a
+    .yaml file in the folder --include. Tasks on the Hugging Face Hub download their data.
 
---suite writes its results to --output after each task; the same command continues with the tasks that are left.
+    --suite writes its results to --output after each task; the same command continues with the tasks that are left.
 
---data reads each dataset's held-out part (all of it without one) in sequences of the run's length, documents one after
-another, or as the run packed them; of chats the tokens of answers count. Without a path it reads the validation data of
-the run's recipe.yaml, by domain."""
-EXAMPLES = """\
-examples:
-  zaya eval runs/mine --data                                       the run's validation data
-  zaya eval exports/mine --data data/web data/code --output perplexity.json
-  zaya eval runs/mine --tasks my_task --include my/tasks --limit 100
-  zaya eval exports/mine --suite zaya1 --tasks-dir my/copies --limit 100
-  zaya eval Zyphra/ZAYA1-base --tasks hellaswag,arc_easy --batch-size 16 --wandb zaya-evals
+    --data reads each dataset's held-out part (all of it without one) in sequences of the run's length, documents one
+    after another, or as the run packed them; of chats the tokens of answers count. Without a path it reads the
+    validation data of the run's recipe.yaml, by domain.
 
-Exit codes: 0, 2 a mistake on the command line or in the files."""
+    examples:
+      zaya eval runs/mine --data                                       the run's validation data
+      zaya eval exports/mine --data data/web data/code --output perplexity.json
+      zaya eval runs/mine --tasks my_task --include my/tasks --limit 100
+      zaya eval exports/mine --suite zaya1 --tasks-dir my/copies --limit 100
+      zaya eval Zyphra/ZAYA1-base --tasks hellaswag,arc_easy --batch-size 16 --wandb zaya-evals
 
-
-def parser() -> Parser:
-    return Parser(
-        "eval",
-        run,
-        DESCRIPTION,
-        EXAMPLES,
-        *MODEL,
-        option("--tasks", metavar="NAME,NAME", help="tasks of lm-evaluation-harness"),
-        option("--suite", metavar="NAME", help="benchmarks next to published figures: zaya1"),
-        option(
-            "--tasks-dir",
-            metavar="DIR",
-            help="a folder with local copies of the suite's tasks; without it they are those of lm_eval, from the Hub",
-        ),
-        option("--include", metavar="DIR", help="a folder with further tasks' .yaml files"),
-        option(
-            "--num-fewshot",
-            type=whole_number(0, 1000),
-            metavar="N",
-            help="examples before each question; default: the task's",
-        ),
-        option("--data", nargs="*", metavar="PATH", help="prepared datasets; without one those of the recipe"),
-        option(
-            "--limit",
-            type=whole_number(1, MOST_AMOUNT),
-            metavar="N",
-            help="sequences of a dataset at most, spread evenly over it; the first documents of a task",
-        ),
-        ROUTED,
-        option("--batch-size", type=whole_number(1, 65_536), default=8, help="sequences computed at once; default: 8"),
-        option(
-            "--output",
-            type=Path,
-            metavar="FILE",
-            help="write the results as JSON; default for --suite: SUITE-MODEL.json",
-        ),
-        option("--wandb", metavar="PROJECT", help="log the results to a new run of this W&B project"),
-        imports_large_packages=True,
-    )
-
-
-def run(options: argparse.Namespace) -> None:
-    """Print the results, and write and log them; raises ValueError for a user's mistake."""
+    Exit codes: 0, 2 a mistake on the command line or in the files.
+    """
     if options.tasks is None and options.data is None and options.suite is None:
         raise mistake(
             "zaya eval",

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parser of every command. A mistake is one message with what to type instead; the words of a recipe, with
---config-dir, are read in one way wherever a command takes one.
+"""The parser of every command, and `command`, which makes a function one. A mistake is one message with what to type
+instead; the words of a recipe, with --config-dir, are read in one way wherever a command takes one.
 """
 
 import argparse
+import functools
+import inspect
 import os
 import re
 import shlex
@@ -138,6 +140,20 @@ class Parser(argparse.ArgumentParser):
         if wrong := re.fullmatch(r"argument (\S+): (.*)", message, re.DOTALL):
             raise mistake(wrong[1], problem=wrong[2], fix=fix)
         raise mistake(self.prog, problem=message, fix=fix)
+
+
+def command(name: str, *options: Option, **settings: Any) -> Callable[[Callable], Callable[[], Parser]]:
+    """Make a function the command `zaya <name>`: its module then has a function that returns the Parser under its name.
+
+    The function takes the options and returns the exit code, None for 0. Its docstring is the help: the paragraphs
+    before "examples:" stand above the options, the others below. options, settings: those of Parser.
+    """
+
+    def decorate(run: Callable[[argparse.Namespace], int | None]) -> Callable[[], Parser]:
+        description, heading, examples = (inspect.getdoc(run) or "").partition("examples:\n")
+        return functools.partial(Parser, name, run, description.strip(), heading + examples, *options, **settings)
+
+    return decorate
 
 
 # Rows that several commands share.

@@ -10,48 +10,39 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.commands.parser import Parser, option
+from zaya_plugin.commands.parser import command, option
 from zaya_plugin.ground.columns import aligned
 from zaya_plugin.ground.errors import as_typed, mistake
 from zaya_plugin.ground.progress import bar
 from zaya_plugin.runs.run_data import RunData, differences, read_run, run_folders
 
-DESCRIPTION = """\
-Prints the runs below DIR as a table: name, state, step, loss and tokens/s of the last step, and the recipe keys in which
-they differ. It reads metrics.jsonl from its end, recipe.yaml, the lock of a run and the journal of `zaya aegis run`, so
-it takes no time with long runs and works while they train. Nothing is written.
-
-States: running; finished; stopped (a signal ended it, and its last step is saved); failed (it ended by itself, with
-later steps than its newest checkpoint); crashed (its processes are gone, and run.lock files are left); ended early (by
-Aegis); empty. "aegis" behind a state: `zaya aegis run` supervises it, or did."""
-EXAMPLES = """\
-examples:
-  zaya runs list                                       the runs below runs/
-  zaya runs list multirun/2026-11-27 --sort loss       of a sweep, the lowest loss first
-  zaya runs list runs --json | jq '.[] | select(.state == "running") | .run'
-
-Exit codes: 0, 2 a mistake on the command line."""
 COLUMNS = ("name", "state", "step", "loss", "tokens/s", "differs in")
 DESCENDING = ("step", "tokens/s")  # of --sort
 LEAST_WIDTH = 24  # of the last column
 
 
-def parser() -> Parser:
-    return Parser(
-        "runs list",
-        run,
-        DESCRIPTION,
-        EXAMPLES,
-        option("folder", nargs="?", type=Path, default=Path("runs"), metavar="DIR", help="default: runs"),
-        option(
-            "--sort", choices=COLUMNS[:-1], default="name", help="loss: lowest first; step, tokens/s: highest first"
-        ),
-        option("--json", action="store_true", help="print a list with an object a run"),
-    )
+@command(
+    "runs list",
+    option("folder", nargs="?", type=Path, default=Path("runs"), metavar="DIR", help="default: runs"),
+    option("--sort", choices=COLUMNS[:-1], default="name", help="loss: lowest first; step, tokens/s: highest first"),
+    option("--json", action="store_true", help="print a list with an object a run"),
+)
+def list_(options: argparse.Namespace) -> None:
+    """Prints the runs below DIR as a table: name, state, step, loss and tokens/s of the last step, and the recipe keys
+    in which they differ. It reads metrics.jsonl from its end, recipe.yaml, the lock of a run and the journal of `zaya
+    aegis run`, so it takes no time with long runs and works while they train. Nothing is written.
 
+    States: running; finished; stopped (a signal ended it, and its last step is saved); failed (it ended by itself, with
+    later steps than its newest checkpoint); crashed (its processes are gone, and run.lock files are left); ended early
+    (by Aegis); empty. "aegis" behind a state: `zaya aegis run` supervises it, or did.
 
-def run(options: argparse.Namespace) -> None:
-    """Print the runs; raises ValueError without one."""
+    examples:
+      zaya runs list                                       the runs below runs/
+      zaya runs list multirun/2026-11-27 --sort loss       of a sweep, the lowest loss first
+      zaya runs list runs --json | jq '.[] | select(.state == "running") | .run'
+
+    Exit codes: 0, 2 a mistake on the command line.
+    """
     if not (places := run_folders(options.folder)):
         problem = "holds no run" if options.folder.is_dir() else "does not exist"
         raise mistake("DIR", options.folder, problem=problem, allowed="a folder with runs below it")

@@ -6,6 +6,7 @@ weights. Starts no ranks; needs no device.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import tempfile
 from collections.abc import Callable
@@ -13,120 +14,62 @@ from pathlib import Path
 
 from zaya_plugin.checkpoint import reading
 from zaya_plugin.checkpoint.convert.model_folder import check_new, check_push, push, resolve
-from zaya_plugin.commands.parser import STEP, Option, Parser, option
+from zaya_plugin.commands.parser import STEP, command, option
 from zaya_plugin.commands.process import prepare_torch
 from zaya_plugin.ground.errors import mistake, of_the_machine
 from zaya_plugin.ground.option_numbers import INT32, whole_number
 from zaya_plugin.ground.progress import bar
-
-DESCRIPTION = """\
-{}.
-
-SOURCE is a folder, or a name on the Hugging Face Hub such as Zyphra/ZAYA1-base (NAME@REVISION for a revision). Its
-layout is recognised by the tensors' names: native, legacy, smoe or primus. CKPT is a run directory, a directory of
-iter_* folders, or one of these. Tensors are read and written in pieces: a model of any size needs little memory. The
-same command again continues an interrupted one."""
-CODES = "\n\nExit codes: 0, 1 the comparison failed, 2 a mistake on the command line or in the files."
-Action = Callable[[argparse.Namespace], int]
-
 
 LAYOUT = option(
     "--layout", choices=("native", "legacy", "smoe"), default="native", help="of the weights; default: native"
 )
 
 
-def _parser(name: str, action: Action, purpose: str, examples: str, model: str, *options: Option) -> Parser:
-    return Parser(
-        f"checkpoint {name}",
-        lambda options: _run(action, options),
-        DESCRIPTION.format(purpose),
-        f"examples:\n{examples}{CODES}",
-        option("model", metavar=model, help="see above"),
-        *options,
-        imports_large_packages=True,
-    )
+SOURCE = option(
+    "model",
+    metavar="SOURCE",
+    help="a folder, or a name on the Hugging Face Hub such as Zyphra/ZAYA1-base (NAME@REVISION for a revision); its "
+    "layout is recognised by the tensors' names: native, legacy, smoe or primus",
+)
+CKPT = option("model", metavar="CKPT", help="a run directory, a directory of iter_* folders, or one of these")
 
 
-def import_() -> Parser:
-    examples = "  zaya checkpoint import Zyphra/ZAYA1-base --output weights/zaya1 --write-recipe my/model/zaya1.yaml"
-    return _parser(
-        "import",
-        _import,
-        "Writes a checkpoint of step 0 from published weights",
-        examples,
-        "SOURCE",
-        option("--output", type=Path, required=True, metavar="DIR", help="directory of the checkpoint"),
-        option("--vocab-size", type=whole_number(1, INT32), help="rows of the embedding; default: as in SOURCE"),
-        option("--recipe", type=Path, metavar="FILE", help="a recipe.yaml whose model section has to fit"),
-        option(
-            "--write-recipe", type=Path, metavar="FILE", help="write the model section as a file of the group model"
-        ),
-    )
+def continues(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """Add to errors of the machine that the same command continues."""
+
+    @functools.wraps(action)
+    def run(options: argparse.Namespace) -> int:
+        try:
+            return action(options)
+        except OSError as error:
+            if (text := of_the_machine(error, options.output, offline=True)) is None:
+                raise
+            raise ValueError(f"{text} The command continues behind the last whole file.") from error
+
+    return run
 
 
-def export() -> Parser:
-    examples = """\
-  zaya checkpoint export runs/sft --output exports/sft --verify                  for transformers and vLLM
-  zaya checkpoint export runs/sft --output exports/sft_sglang --layout legacy    for SGLang
-  zaya checkpoint export runs/sft --output exports/sft --verify --push my-team/zaya-sft     and upload it
-  zaya checkpoint export runs/lora --output exports/adapter --adapter            for peft"""
-    purpose = "Writes safetensors files, config.json and the other files that a published model has"
-    return _parser(
-        "export",
-        _export,
-        purpose,
-        examples,
-        "CKPT",
-        LAYOUT,
-        option("--output", type=Path, required=True, metavar="DIR", help="a folder that is new or empty"),
-        STEP,
-        option("--dtype", choices=("bf16", "fp32"), help="default: as the run computed, or as the imported files were"),
-        option(
-            "--tokenizer",
-            metavar="DIR",
-            help="folder of the tokenizer; none: without one; default: that of the checkpoint",
-        ),
-        option(
-            "--vocab-size", type=whole_number(1, INT32), help="rows of the embedding; default: as in the checkpoint"
-        ),
-        option(
-            "--adapter",
-            action="store_true",
-            help="of a run with optim.lora: write the adapter for peft in place of the merged model",
-        ),
-        option("--base", metavar="SOURCE", help="where the adapter's base is now; default: where the run has read it"),
-        option("--verify", action="store_true", help="compare every tensor, and logits where the memory allows it"),
-        option(
-            "--push",
-            metavar="NAME",
-            help="then upload the folder to ORGANISATION/NAME on the Hugging Face Hub, made private if it is new; the "
-            "token comes from HF_TOKEN or the Hub's login",
-        ),
-        option(
-            "--no-verify",
-            dest="compare",
-            action="store_false",
-            help="do not compare the checkpoint's files with their checksums, which reads all of them",
-        ),
-    )
+@command(
+    "checkpoint import",
+    SOURCE,
+    option("--output", type=Path, required=True, metavar="DIR", help="directory of the checkpoint"),
+    option("--vocab-size", type=whole_number(1, INT32), help="rows of the embedding; default: as in SOURCE"),
+    option("--recipe", type=Path, metavar="FILE", help="a recipe.yaml whose model section has to fit"),
+    option("--write-recipe", type=Path, metavar="FILE", help="write the model section as a file of the group model"),
+    imports_large_packages=True,
+)
+@continues
+def import_(options: argparse.Namespace) -> int:
+    """Write a checkpoint of step 0 from published weights.
 
+    Tensors are read and written in pieces: a model of any size needs little memory. The same command again continues an
+    interrupted one.
 
-def roundtrip() -> Parser:
-    examples = "  zaya checkpoint roundtrip Zyphra/ZAYA1-base --layout legacy"
-    purpose = "Imports, exports and compares every tensor, in a temporary folder (TMPDIR) of twice the weights' bytes"
-    return _parser("roundtrip", _roundtrip, purpose, examples, "SOURCE", LAYOUT)
+    examples:
+      zaya checkpoint import Zyphra/ZAYA1-base --output weights/zaya1 --write-recipe my/model/zaya1.yaml
 
-
-def _run(action: Action, options: argparse.Namespace) -> int:
-    try:
-        return action(options)
-    except OSError as error:
-        if (text := of_the_machine(error, getattr(options, "output", options.model), offline=True)) is None:
-            raise
-        raise ValueError(f"{text} The command continues behind the last whole file.") from error
-
-
-def _import(options: argparse.Namespace) -> int:
+    Exit codes: 0, 1 the comparison failed, 2 a mistake on the command line or in the files.
+    """
     folder, recipe = resolve(options.model), None
     if options.recipe is not None:
         from zaya_plugin.config.compose import load_recipe
@@ -182,7 +125,53 @@ def _write_recipe(path: Path, model) -> None:
     path.write_text(content)
 
 
-def _export(options: argparse.Namespace) -> int:
+@command(
+    "checkpoint export",
+    CKPT,
+    LAYOUT,
+    option("--output", type=Path, required=True, metavar="DIR", help="a folder that is new or empty"),
+    STEP,
+    option("--dtype", choices=("bf16", "fp32"), help="default: as the run computed, or as the imported files were"),
+    option(
+        "--tokenizer", metavar="DIR", help="folder of the tokenizer; none: without one; default: that of the checkpoint"
+    ),
+    option("--vocab-size", type=whole_number(1, INT32), help="rows of the embedding; default: as in the checkpoint"),
+    option(
+        "--adapter",
+        action="store_true",
+        help="of a run with optim.lora: write the adapter for peft in place of the merged model",
+    ),
+    option("--base", metavar="SOURCE", help="where the adapter's base is now; default: where the run has read it"),
+    option("--verify", action="store_true", help="compare every tensor, and logits where the memory allows it"),
+    option(
+        "--push",
+        metavar="NAME",
+        help="then upload the folder to ORGANISATION/NAME on the Hugging Face Hub, made private if it is new; the "
+        "token comes from HF_TOKEN or the Hub's login",
+    ),
+    option(
+        "--no-verify",
+        dest="compare",
+        action="store_false",
+        help="do not compare the checkpoint's files with their checksums, which reads all of them",
+    ),
+    imports_large_packages=True,
+)
+@continues
+def export(options: argparse.Namespace) -> int:
+    """Write safetensors files, config.json and the other files that a published model has.
+
+    Tensors are read and written in pieces: a model of any size needs little memory. The same command again continues an
+    interrupted one.
+
+    examples:
+      zaya checkpoint export runs/sft --output exports/sft --verify                  for transformers and vLLM
+      zaya checkpoint export runs/sft --output exports/sft_sglang --layout legacy    for SGLang
+      zaya checkpoint export runs/sft --output exports/sft --verify --push my-team/zaya-sft     and upload it
+      zaya checkpoint export runs/lora --output exports/adapter --adapter            for peft
+
+    Exit codes: 0, 1 the comparison failed, 2 a mistake on the command line or in the files.
+    """
     check_new(options.output)
     if options.push is not None:
         check_push(options.push)
@@ -261,7 +250,17 @@ def _tokenizer_folder(option: str | None, folder: str | None) -> Path:
     return Path(folder)
 
 
-def _roundtrip(options: argparse.Namespace) -> int:
+@command("checkpoint roundtrip", SOURCE, LAYOUT, imports_large_packages=True)
+def roundtrip(options: argparse.Namespace) -> int:
+    """Import, export and compare every tensor, in a temporary folder (TMPDIR) of twice the weights' bytes.
+
+    Tensors are read and written in pieces: a model of any size needs little memory.
+
+    examples:
+      zaya checkpoint roundtrip Zyphra/ZAYA1-base --layout legacy
+
+    Exit codes: 0, 1 the comparison failed, 2 a mistake on the command line or in the files.
+    """
     published = resolve(options.model)
     prepare_torch()
     from zaya_plugin.checkpoint.convert import exporting, verification

@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -199,10 +200,11 @@ def nodes_and_launcher(options: argparse.Namespace, environ: Mapping[str, str]) 
         words = shlex.split(launcher)
     except ValueError as error:
         raise mistake("--launcher", launcher, problem=f"cannot be read ({error})", fix="ssh {node}") from None
+    nodes = options.nodes or environ.get("SLURM_JOB_NODELIST", socket.gethostname())
     try:
-        names = sorted(set(node_names(options.nodes)))
+        names = sorted(set(node_names(nodes)))
     except ValueError as error:
-        raise mistake("--nodes", options.nodes, problem=f"cannot be read ({error})", allowed="n[1-3,08],m1") from None
+        raise mistake("--nodes", nodes, problem=f"cannot be read ({error})", allowed="n[1-3,08],m1") from None
     for name in names:
         if NODE_NAME.fullmatch(name) is None:
             raise mistake("--nodes", name, problem="not a valid node name", allowed="letters, digits, - _ and .")
