@@ -13,6 +13,7 @@ import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 
+from zaya_plugin.bench import measurement
 from zaya_plugin.bench.collectives import OPERATIONS
 from zaya_plugin.bench.options import VOCABULARY, Options, with_data_path
 from zaya_plugin.commands.parser import command, option
@@ -117,10 +118,10 @@ def step(options: argparse.Namespace) -> int:
         stage.global_batch_size=4 stage.micro_batch_size=4
       torchrun --nnodes 2 ... -m zaya_plugin.cli bench step ...    several nodes; or: srun zaya bench step ...
     """
-    from zaya_plugin.bench.measurement import recipe_of, run
-
     settings = settings_of(options)
-    return run(recipe_of(settings, options.output, options.overrides), "step_rank", asdict(settings))
+    return measurement.run(
+        measurement.recipe_of(settings, options.output, options.overrides), "step_rank", asdict(settings)
+    )
 
 
 def _measured(name: str, options: argparse.Namespace) -> int:
@@ -266,7 +267,6 @@ def collectives(options: argparse.Namespace) -> int:
       zaya train experiment=zaya1_base cluster=h200_8 data.path=data/corpus \\
         parallel.bucket_plan=runs/bench/collectives.json
     """
-    from zaya_plugin.bench.measurement import run_collectives
     from zaya_plugin.config.compose import compose
 
     least, most = options.least, options.most
@@ -279,7 +279,7 @@ def collectives(options: argparse.Namespace) -> int:
         words = [*of_this_machine(), *words]
     keys = ("least", "most", "factor", "op", "group", "table", "command", "commit")
     recipe = compose(with_data_path([*words, f"run_dir={options.output}"]))
-    return run_collectives(recipe, {key: getattr(options, key) for key in keys})
+    return measurement.run_collectives(recipe, {key: getattr(options, key) for key in keys})
 
 
 def of_this_machine() -> list[str]:
@@ -345,8 +345,8 @@ def data(options: argparse.Namespace) -> int:
       zaya bench data experiment=zaya1_base cluster=mi300x_8 data.path=data/corpus data.num_workers=2 --batches 500
       torchrun --nnodes 2 ... -m zaya_plugin.cli bench data ...        several nodes; or: srun zaya bench data ...
     """
-    from zaya_plugin.bench.measurement import recipe_of, run
-
     steps = Options(steps=options.batches + 1)  # a step has one micro-batch or more
-    recipe = recipe_of(steps, options.output, options.overrides)
-    return run(recipe, "data_rank", {key: getattr(options, key) for key in ("batches", "command", "commit")})
+    recipe = measurement.recipe_of(steps, options.output, options.overrides)
+    return measurement.run(
+        recipe, "data_rank", {key: getattr(options, key) for key in ("batches", "command", "commit")}
+    )

@@ -16,6 +16,7 @@ from zaya_plugin.commands.evaluation_suite import RUNS_CODE, read_suite, run_sui
 from zaya_plugin.commands.generate import MODEL, ROUTED
 from zaya_plugin.commands.parser import command, option
 from zaya_plugin.commands.process import prepare_torch
+from zaya_plugin.ground.columns import aligned
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.option_numbers import MOST_AMOUNT, whole_number
 from zaya_plugin.ground.whole_file import check_folder, write_whole
@@ -133,7 +134,7 @@ def evaluate(options: argparse.Namespace) -> None:
         from zaya_plugin.inference.perplexity import perplexity
 
         results[name] = perplexity(opened, name, path, options.batch_size, options.limit, options.routed_experts)
-    print("\n".join(table(results)))
+    print(table(results))
     record = {"model": opened.name, "step": opened.step, "zaya_plugin": __version__, "results": results}
     if options.output is not None:
         try:
@@ -213,21 +214,19 @@ def _of_recipe(start: Path) -> list[str]:
     return held_out
 
 
-def table(results: dict[str, dict[str, float]]) -> list[str]:
-    """Return the lines to print: a figure a line."""
+def table(results: dict[str, dict[str, float]]) -> str:
+    """Return the text to print: a figure a line, with its standard error."""
     rows = [
-        (name, key, value, values.get(f"{key}_stderr"))
+        (name, key, f"{value:,}" if isinstance(value, int) else f"{value:.4f}", _error(values.get(f"{key}_stderr")))
         for name, values in results.items()
         for key, value in values.items()
+        if not key.endswith("_stderr")
     ]
-    rows = [row for row in rows if not row[1].endswith("_stderr")]
-    width, wide = (max([len(row[place]) for row in rows], default=0) for place in (0, 1))
-    return [
-        f"{name:{width}}  {key:{wide}}  {value:>12,}"
-        if isinstance(value, int)
-        else f"{name:{width}}  {key:{wide}}  {value:>12.4f}" + (f"  +- {error:.4f}" if isinstance(error, float) else "")
-        for name, key, value, error in rows
-    ]
+    return aligned(rows, right=(2,)) if rows else ""
+
+
+def _error(error: object) -> str:
+    return f"+- {error:.4f}" if isinstance(error, float) else ""
 
 
 def _log(project: str, opened: Opened, record: dict) -> None:

@@ -4,6 +4,14 @@
 import argparse
 
 from zaya_plugin.commands.parser import command, option
+from zaya_plugin.config.validate import validate
+from zaya_plugin.handover.published import compose_published
+from zaya_plugin.plan.bucket_plan import with_bucket_plan
+from zaya_plugin.run import sbatch
+from zaya_plugin.run.megatron_export import export_megatron, instructions
+from zaya_plugin.run.primus_export import export_primus
+from zaya_plugin.run.rank_plan import planned_ranks
+from zaya_plugin.run.stages import compose_curriculum
 
 
 @command(
@@ -26,11 +34,6 @@ def slurm(options: argparse.Namespace) -> None:
       zaya export slurm --curriculum experiment=zaya1_base cluster=mi300x_128x8 data.path=data/web > zaya1.sbatch
       zaya export slurm --submitit experiment=zaya1_base cluster=mi300x_8 data.path=data/web
     """
-    from zaya_plugin.config.validate import validate
-    from zaya_plugin.handover.published import compose_published
-    from zaya_plugin.run import sbatch
-    from zaya_plugin.run.stages import compose_curriculum
-
     overrides = options.overrides
     if options.curriculum:
         whole = compose_curriculum(overrides)
@@ -63,9 +66,6 @@ def megatron(options: argparse.Namespace) -> None:
     examples:
       zaya export megatron experiment=cpu_demo run_dir=runs/guest
     """
-    from zaya_plugin.handover.published import compose_published
-    from zaya_plugin.run.megatron_export import export_megatron, instructions
-
     for recipe, ranks in _validated([compose_published(options.overrides)]):
         print(instructions(recipe, ranks, export_megatron(recipe)))
 
@@ -86,10 +86,6 @@ def primus(options: argparse.Namespace) -> None:
       zaya export primus experiment=zaya1_base cluster=mi300x_8 data.path=data/corpus run_dir=runs/zaya1
       zaya export primus --curriculum experiment=zaya1_base cluster=mi300x_128x8 data.path=data/corpus run_dir=runs/zaya1
     """
-    from zaya_plugin.handover.published import compose_published
-    from zaya_plugin.run.primus_export import export_primus
-    from zaya_plugin.run.stages import compose_curriculum
-
     if options.curriculum:
         recipes = [stage.recipe for stage in compose_curriculum(options.overrides).stages]
     else:
@@ -100,10 +96,6 @@ def primus(options: argparse.Namespace) -> None:
 
 def _validated(recipes: list) -> list[tuple]:
     """Return the recipes with their numbers of ranks; all are valid, before anything is written."""
-    from zaya_plugin.config.validate import validate
-    from zaya_plugin.plan.bucket_plan import with_bucket_plan
-    from zaya_plugin.run.rank_plan import planned_ranks
-
     sized = [(with_bucket_plan(recipe, planned_ranks(recipe))[0], planned_ranks(recipe)) for recipe in recipes]
     for recipe, ranks in sized:
         validate(recipe, ranks)

@@ -55,7 +55,7 @@ HEADINGS: dict[str, dict[str, tuple[str, str]]] = {
         "runs": ("", "look at runs: as pictures, live in the terminal, as a table"),
         "runs plot": ("runs:plot", "draw a run or several as one HTML page or a PNG"),
         "runs watch": ("runs_watch:watch", "show a run in the terminal while it trains"),
-        "runs list": ("runs_list:list_", "print the runs below a folder: state, step, loss, speed, what differs"),
+        "runs list": ("runs:list_", "print the runs below a folder: state, step, loss, speed, what differs"),
     },
     "Machines": {
         "doctor": ("machines:doctor", "report installed packages, devices, known problems and host changes"),

@@ -99,7 +99,7 @@ def _flags(options: argparse.Namespace) -> list[str]:
 
 def _print_runs(folders: list[Path]) -> None:
     """Print the runs of a multirun as `zaya runs list` does; those that were refused have written nothing."""
-    from zaya_plugin.commands.runs_list import overview, print_table
+    from zaya_plugin.commands.runs import overview, print_table
     from zaya_plugin.runs.run_data import is_run
 
     if begun := [folder for folder in folders if is_run(folder)]:

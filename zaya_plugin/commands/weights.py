@@ -9,7 +9,7 @@ import argparse
 import functools
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from zaya_plugin.checkpoint import reading
@@ -84,8 +84,7 @@ def import_(options: argparse.Namespace) -> int:
 
     recipe = None if recipe is None else Description.of_recipe(recipe, vocab_size=1)
     source = open_source(folder, recipe, options.model)
-    for note in source.notes:
-        print(f"note: {note}")
+    _print_notes(source.notes)
     if recipe is not None and (different := recipe.differences(source.model)):
         raise mistake(
             "--recipe",
@@ -104,6 +103,11 @@ def import_(options: argparse.Namespace) -> int:
         folder = import_model(source, options.output, shown.update, shown.reset)
     print(f"{folder}: {source.layout} model of {size_of(source):,} parameters, {len(source.tensors)} tensors")
     return 0
+
+
+def _print_notes(notes: Sequence[str]) -> None:
+    for note in notes:
+        print(f"note: {note}")
 
 
 def _write_recipe(path: Path, model) -> None:
@@ -175,15 +179,15 @@ def export(options: argparse.Namespace) -> int:
     check_new(options.output)
     if options.push is not None:
         check_push(options.push)
-    if options.tokenizer not in (None, "none"):
-        _tokenizer_folder(options.tokenizer, options.tokenizer)
+    if options.tokenizer is not None:
+        _tokenizer(options.tokenizer, None)
     checkpoint = reading.begin(Path(options.model), options.step, compare=options.compare)
     prepare_torch()
     from zaya_plugin.checkpoint.convert import exporting
     from zaya_plugin.data.tokenizer import tokenizer_digest
 
     trained = exporting.open_checkpoint(checkpoint, options.base)
-    if (tokenizer := _tokenizer(options.tokenizer, trained)) is not None:
+    if (tokenizer := _tokenizer(options.tokenizer, trained.tokenizer)) is not None:
         trained.check_tokenizer(tokenizer, tokenizer_digest(str(tokenizer)))
     code = (_export_adapter if options.adapter else _export_model)(trained, options, tokenizer)
     if options.push is not None and code == 0:
@@ -195,8 +199,7 @@ def _export_model(trained, options: argparse.Namespace, tokenizer: Path | None) 
     from zaya_plugin.checkpoint.convert import exporting
 
     planned = exporting.plan(trained, options.layout, options.dtype, tokenizer, options.vocab_size)
-    for change in planned.changes:
-        print(f"note: {change}")
+    _print_notes(planned.changes)
     with bar("export") as shown:
         folder = exporting.export_model(planned, options.output, shown.update, shown.reset)
     print(f"{folder}: {len(planned.tensors)} tensors in the {planned.layout} layout")
@@ -233,16 +236,14 @@ def _verify(planned, folder: Path) -> int:
     return 0
 
 
-def _tokenizer(option: str | None, trained) -> Path | None:
-    """Return the folder of the tokenizer to copy; None for none."""
-    return None if option == "none" else _tokenizer_folder(option, option or trained.tokenizer)
-
-
-def _tokenizer_folder(option: str | None, folder: str | None) -> Path:
-    if folder is None or not (Path(folder) / "tokenizer.json").is_file():
+def _tokenizer(typed: str | None, own: str | None) -> Path | None:
+    """Return the folder of the tokenizer to copy: --tokenizer, else the checkpoint's own; None for none."""
+    if typed == "none":
+        return None
+    if (folder := typed or own) is None or not (Path(folder) / "tokenizer.json").is_file():
         raise mistake(
             "--tokenizer",
-            option,
+            typed,
             problem=f"{folder} has no tokenizer.json" if folder else "the checkpoint names no tokenizer",
             allowed="a folder with tokenizer.json, or none",
             fix="--tokenizer FOLDER, or --tokenizer none",
@@ -267,16 +268,14 @@ def roundtrip(options: argparse.Namespace) -> int:
     from zaya_plugin.checkpoint.convert.importing import import_model, open_source
 
     source = open_source(published, name=options.model)
-    for note in source.notes:
-        print(f"note: {note}")
+    _print_notes(source.notes)
     with tempfile.TemporaryDirectory() as temporary:
         directory, output = Path(temporary, "checkpoint"), Path(temporary, "export")
         with bar("import") as shown:
             folder = import_model(source, directory, shown.update, shown.reset)
         imported = reading.begin(folder, compare=False)  # every tensor is compared below
         planned = exporting.plan(exporting.open_checkpoint(imported), options.layout)
-        for change in planned.changes:
-            print(f"note: {change}")
+        _print_notes(planned.changes)
         with bar("export") as shown:
             exporting.export_model(planned, output, shown.update, shown.reset)
         if different := verification.differences(source, open_source(output)):

@@ -70,6 +70,12 @@ class Setting:
     def on_cpu(self) -> bool:
         return self.device == "cpu"
 
+    @property
+    def on_rocm(self) -> bool:
+        import torch
+
+        return not self.on_cpu and torch.version.hip is not None
+
 
 @dataclass(frozen=True)
 class Check:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import datetime
 import json
 import platform
+import re
 import sys
 import tempfile
 import time
@@ -21,6 +22,8 @@ from zaya_plugin.machines.check_process import CheckProcess
 from zaya_plugin.machines.checks import STATES, Check
 
 SCHEMA = "zaya verify/2"
+# Those of the environment that a record keeps.
+VARIABLES = re.compile(r"^(HSA|HIP|ROC|GPU|NCCL|RCCL|TORCH|PYTORCH|CUDA|TRITON|MIOPEN|NVTE|LD_|OMP|PRIMUS|ZAYA)")
 WIDTH = 100  # of a reason on the page; the record has all of it
 
 

@@ -17,7 +17,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -128,16 +127,13 @@ def step(setting: Setting) -> Outcome:
     output = setting.folder / "step"
     words = STEP_ON_CPU if setting.on_cpu else words_on_gpu(setting)
     setting.say(" ".join(word for word in words if "layers" in word or "nproc" in word))
-    done = bench(("--steps=2", "--warmup=2", "--no-trace", f"--output={output}", *words))
+    command = [sys.executable, "-m", "zaya_plugin.cli", "bench", "step", *words]
+    command += ["--steps=2", "--warmup=2", "--no-trace", f"--output={output}"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if done.returncode or not (output / "step.json").is_file():
         return Outcome("wrong", last_line(done.stdout), {"words": words}, traceback=end_of(done.stdout))
     record = json.loads((output / "step.json").read_text())
     return judged(record, read_losses(output), setting)
-
-
-def bench(words: Sequence[str]) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "zaya_plugin.cli", "bench", "step", *words]
-    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
 
 
 def words_on_gpu(setting: Setting) -> tuple[str, ...]:

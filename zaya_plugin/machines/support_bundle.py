@@ -18,8 +18,7 @@ from pathlib import Path
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.secrets import cleaned, of_data
 from zaya_plugin.machines.checks import DOCTOR, DOCTOR_ALL, checks_of
-from zaya_plugin.machines.examination import examine
-from zaya_plugin.machines.software import VARIABLES
+from zaya_plugin.machines.examination import VARIABLES, examine
 
 # Files of a run directory; checkpoints, traces, TensorBoard's and W&B's files are left out.
 PATTERNS = ("recipe.yaml", "*.args", "primus.yaml", "metrics.jsonl", "step.json", "logs/**/*", "bench/step.json")
