@@ -130,8 +130,9 @@ def explain(options: argparse.Namespace) -> None:
     rules = Rules.load(options.rules)
     if options.rule is not None:
         if options.rule not in rules:
-            fix = "zaya aegis explain prints all names"
-            raise mistake("--rule", options.rule, problem="no such class of failures", fix=fix)
+            raise mistake(
+                "--rule", options.rule, problem="no such class of failures", fix="zaya aegis explain prints all names"
+            )
         rule = rules[options.rule]
         print(json.dumps(dataclasses.asdict(rule)) if options.json else logs.show_rule(rule))
         return
@@ -140,8 +141,12 @@ def explain(options: argparse.Namespace) -> None:
         print("\n".join(f"{rule.name:{width}}  {rule.role:12} {rule.action:8}  {rule.explain}" for rule in rules))
         return
     if not options.folder.is_dir():
-        problem = "is a file" if options.folder.exists() else "does not exist"
-        raise mistake("DIR", os.fspath(options.folder), problem=problem, fix="name a folder of logs")
+        raise mistake(
+            "DIR",
+            os.fspath(options.folder),
+            problem="is a file" if options.folder.exists() else "does not exist",
+            fix="name a folder of logs",
+        )
     attempts = logs.explain(options.folder, rules)
     if options.json:
         print(json.dumps(logs.as_json(attempts), indent=1))

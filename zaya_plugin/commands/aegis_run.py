@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`zaya aegis run`: parse the command line and start this node's agent."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -68,8 +66,12 @@ def settings_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Sett
     if not 1 <= least <= options.nodes:
         raise mistake("--min-nodes", least, problem="is out of range", allowed=f"1 to --nodes={options.nodes}")
     if in_job and options.nodes + options.spares > in_job:
-        problem = f"with --spares={options.spares} more nodes than the SLURM job has"
-        raise mistake("--nodes", options.nodes, problem=problem, allowed=f"{in_job} nodes together")
+        raise mistake(
+            "--nodes",
+            options.nodes,
+            problem=f"with --spares={options.spares} more nodes than the SLURM job has",
+            allowed=f"{in_job} nodes together",
+        )
     if options.requeue and not environ.get("SLURM_JOB_ID"):
         raise mistake("--requeue", problem="no SLURM job", allowed="inside of a job that SLURM may start again")
     from zaya_plugin.run.surroundings import device_count
@@ -80,8 +82,12 @@ def settings_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Sett
     if ranks is None:
         ranks = device_count()
     if not ranks:
-        problem = "this machine has no accelerator; give the number of ranks"
-        raise mistake("--ranks-per-node", problem=problem, allowed="1 or more", fix="--ranks-per-node 8")
+        raise mistake(
+            "--ranks-per-node",
+            problem="this machine has no accelerator; give the number of ranks",
+            allowed="1 or more",
+            fix="--ranks-per-node 8",
+        )
     sizes, group = tuple(range(options.nodes, least - 1, -1)), 1
     if recipe is not None:
         sizes = _sizes(recipe, options.nodes, least, ranks)
@@ -89,8 +95,9 @@ def settings_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Sett
         copy = shape.tensor_model_parallel_size * shape.context_parallel_size * shape.pipeline_model_parallel_size
         group = max(1, copy // ranks)
     if options.output is None and recipe is None:
-        fix = "--output runs/mine/aegis"
-        raise mistake("--output", problem="is required for a command other than `zaya train`", fix=fix)
+        raise mistake(
+            "--output", problem="is required for a command other than `zaya train`", fix="--output runs/mine/aegis"
+        )
     folder = Path(options.output or Path(recipe.run_dir) / "aegis").absolute()
     checkpoints = None
     if recipe is not None:
@@ -145,12 +152,18 @@ def _recipe(command: Sequence[str]):
     if (words := words_of(command, "train")) is not None:
         options = train.train().read(words)
         if options.multirun:
-            problem = "several runs cannot be supervised by one command"
-            raise mistake("--multirun", problem=problem, fix="one `zaya aegis run` for each run")
+            raise mistake(
+                "--multirun",
+                problem="several runs cannot be supervised by one command",
+                fix="one `zaya aegis run` for each run",
+            )
         for name in ("cfg", "info", "hydra_help"):
             if getattr(options, name):
-                fix = "the same `zaya train` without `zaya aegis run`"
-                raise mistake(f"--{name.replace('_', '-')}", problem="prints, and trains nothing", fix=fix)
+                raise mistake(
+                    f"--{name.replace('_', '-')}",
+                    problem="prints, and trains nothing",
+                    fix="the same `zaya train` without `zaya aegis run`",
+                )
         return compose(options.overrides)
     options = curriculum.curriculum().read(words_of(command, "curriculum"))
     stages = {stage.name: stage.recipe for stage in compose_curriculum(options.overrides).stages}
@@ -202,15 +215,24 @@ def _decider(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[s
             or not re.fullmatch("[0-9]{1,5}", number)
             or not 0 < int(number) < 65536
         ):
-            problem, allowed = "not an address", "HOST:PORT, with a port from 1 to 65535"
-            raise mistake("--decider", options.decider, problem=problem, allowed=allowed, fix="--decider n1:29400")
+            raise mistake(
+                "--decider",
+                options.decider,
+                problem="not an address",
+                allowed="HOST:PORT, with a port from 1 to 65535",
+                fix="--decider n1:29400",
+            )
         return host.strip("[]"), int(number)
     hosts = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     if options.nodes + options.spares == 1:
         return "127.0.0.1", 0
     if not hosts:
-        problem = "is required for more than one node outside of SLURM"
-        raise mistake("--decider", problem=problem, allowed="HOST:PORT of one of the nodes", fix="--decider n1:29400")
+        raise mistake(
+            "--decider",
+            problem="is required for more than one node outside of SLURM",
+            allowed="HOST:PORT of one of the nodes",
+            fix="--decider n1:29400",
+        )
     return first_host(hosts), port(environ.get("SLURM_JOB_ID", "0"))
 
 

@@ -3,8 +3,6 @@
 recipe's loader. No torch import.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

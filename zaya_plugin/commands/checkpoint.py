@@ -3,8 +3,6 @@
 needs no device.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

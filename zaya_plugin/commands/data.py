@@ -2,12 +2,12 @@
 """`zaya data ...`: the options of each command, and how the same command continues after a failure. No torch import."""
 
 import argparse
-import functools
 import os
 import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial, wraps
 from typing import Any
 
 from zaya_plugin.commands.parser import QUIET, TOKENIZER, Option, Parser, command, option
@@ -48,42 +48,41 @@ def data_command(name: str, *rows: Option, **more: Any) -> Callable[[Callable], 
     """Make a function the command `zaya data <name>`. options.workspace is that of --output, None without; after a
     failure the message says what of it is kept.
     """
+    return lambda action: command(f"data {name}", *rows, **more)(wraps(action)(partial(_run, name, action)))
 
-    def decorate(action: Callable[[argparse.Namespace], None]) -> Callable[[], Parser]:
-        @functools.wraps(action)
-        def run(options: argparse.Namespace) -> None:
-            output = getattr(options, "output", None)
-            options.workspace = workspace = Workspace(output, options.overwrite) if output else None
-            try:
-                action(options)
-            except BrokenProcessPool:
-                problem = "a worker process was killed, most often because memory ran out" + _kept(workspace)
-                fix = "fewer --workers or a smaller --max-document-bytes"
-                raise ValueError(message("--workers", problem=problem, fix=fix)) from None
-            except ModuleNotFoundError as error:
-                if error.name is None or error.name.startswith("zaya_plugin"):
-                    raise
-                package = error.name.partition(".")[0]
-                fix = f"pip install {package}" + (
-                    ", or pip install 'zaya_plugin[data]'" if package in DATA_EXTRA else ""
-                )
-                fix = "use the environment that you train in" if package in ("torch", "megatron") else fix
-                problem = f"requires the package {package}, which is not installed{_kept(workspace)}"
-                raise ValueError(message(f"zaya data {name}", problem=problem, fix=fix)) from error
-            except BrokenPipeError:  # `zaya data inspect ... | head`
-                raise
-            except (OSError, MemoryError) as error:
-                text = of_the_machine(error, workspace.partial if workspace else ".", offline=True)
-                kept = _kept(workspace)
-                text = text or message(f"zaya data {name}", problem=str(error))
-                raise ValueError(text + kept.replace("; ", " ", 1) + "." * bool(kept)) from error
-            except KeyboardInterrupt:
-                print(f"interrupted{_kept(workspace)}", file=sys.stderr)
-                raise
 
-        return command(f"data {name}", *rows, **more)(run)
-
-    return decorate
+def _run(name: str, action: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> None:
+    output = getattr(options, "output", None)
+    options.workspace = workspace = Workspace(output, options.overwrite) if output else None
+    try:
+        action(options)
+    except BrokenProcessPool:
+        raise mistake(
+            "--workers",
+            problem="a worker process was killed, most often because memory ran out" + _kept(workspace),
+            fix="fewer --workers or a smaller --max-document-bytes",
+        ) from None
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("zaya_plugin"):
+            raise
+        package = error.name.partition(".")[0]
+        fix = f"pip install {package}" + (", or pip install 'zaya_plugin[data]'" if package in DATA_EXTRA else "")
+        fix = "use the environment that you train in" if package in ("torch", "megatron") else fix
+        raise mistake(
+            f"zaya data {name}",
+            problem=f"requires the package {package}, which is not installed{_kept(workspace)}",
+            fix=fix,
+        ) from error
+    except BrokenPipeError:  # `zaya data inspect ... | head`
+        raise
+    except (OSError, MemoryError) as error:
+        text = of_the_machine(error, workspace.partial if workspace else ".", offline=True)
+        kept = _kept(workspace)
+        text = text or message(f"zaya data {name}", problem=str(error))
+        raise ValueError(text + kept.replace("; ", " ", 1) + "." * bool(kept)) from error
+    except KeyboardInterrupt:
+        print(f"interrupted{_kept(workspace)}", file=sys.stderr)
+        raise
 
 
 def _kept(workspace: Workspace | None) -> str:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`zaya eval`: tasks and suites of lm-evaluation-harness, and perplexity by domain. Loads torch only when it runs."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import importlib.util
@@ -88,15 +86,19 @@ def evaluate(options: argparse.Namespace) -> None:
             key = f"--{name.replace('_', '-')}"
             raise mistake(key, value, problem=f"requires --{needed}", fix=f"leave {key} out")
     if options.suite is not None and (options.tasks is not None or options.data is not None):
-        problem = "is evaluated alone, without --tasks and --data"
         raise mistake(
-            "--suite", options.suite, problem=problem, fix=f"zaya eval {options.model} --suite {options.suite}"
+            "--suite",
+            options.suite,
+            problem="is evaluated alone, without --tasks and --data",
+            fix=f"zaya eval {options.model} --suite {options.suite}",
         )
     check_folder(options.output, "--output")
     if options.suite is not None and options.output is not None and options.output.suffix != ".json":
-        problem = "must end in .json: the table is written to a .txt of the same name"
         raise mistake(
-            "--output", options.output, problem=problem, fix=f"--output {options.output.with_suffix('.json')}"
+            "--output",
+            options.output,
+            problem="must end in .json: the table is written to a .txt of the same name",
+            fix=f"--output {options.output.with_suffix('.json')}",
         )
     for key, folder in (("--include", options.include), ("--tasks-dir", options.tasks_dir)):
         if folder is not None and not Path(folder).is_dir():
@@ -113,8 +115,7 @@ def evaluate(options: argparse.Namespace) -> None:
         )
     paths = {} if options.data is None else _datasets(options)
     if options.routed_experts is not None and (options.tasks is not None or len(paths) != 1):
-        fix = "--data PATH alone"
-        raise mistake("--routed-experts", options.routed_experts, problem="is of one dataset", fix=fix)
+        raise mistake("--routed-experts", options.routed_experts, problem="is of one dataset", fix="--data PATH alone")
     model = find_model(options)
     prepare_torch()
     opened = open_model(options, model, needs_tokenizer=runs_tasks)

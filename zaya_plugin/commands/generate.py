@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`zaya generate`: text from a checkpoint or a published model. Loads torch only when it runs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

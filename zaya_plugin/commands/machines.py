@@ -5,8 +5,6 @@ The way of a check: a row of checks.py, a process of check_process.py, its Outco
 examination.py; nodes.py compares the records of several nodes.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -158,11 +156,17 @@ def verify(options: argparse.Namespace) -> int:
     for name in ("launcher", "min", "slower", "seconds", "dry_run"):
         value = getattr(options, name)
         if options.nodes is None and value is not None and value is not False and value != []:
-            fix = options.command.replace("zaya verify", "zaya verify --nodes", 1)
-            raise mistake(f"--{name.replace('_', '-')}", problem="requires --nodes", fix=fix)
+            raise mistake(
+                f"--{name.replace('_', '-')}",
+                problem="requires --nodes",
+                fix=options.command.replace("zaya verify", "zaya verify --nodes", 1),
+            )
     if options.nodes is None and options.overrides:
-        problem = "is of the pairs of nodes, and requires --nodes behind the words of the recipe"
-        raise mistake(options.overrides[0], problem=problem, fix=f"{options.command} --nodes")
+        raise mistake(
+            options.overrides[0],
+            problem="is of the pairs of nodes, and requires --nodes behind the words of the recipe",
+            fix=f"{options.command} --nodes",
+        )
     checks = chosen(options.only, VERIFY if options.nodes is None else NODES)
     if options.list:
         print("\n".join(map(described, CHECKS.values() if options.only is None else checks)))
@@ -207,9 +211,12 @@ def _draw(record: Path, picture: Path | None) -> None:
 def check_output(output: Path) -> None:
     """Raise ValueError if the record cannot be written. The record is renamed to `output`, also over /dev/null."""
     if output.exists() and not output.is_file():
-        problem = "is a folder" if output.is_dir() else "not a regular file, and would be replaced by one"
         raise mistake(
-            "--output", output, problem=problem, allowed="a file, new or written before", fix=f"--output {RECORD}"
+            "--output",
+            output,
+            problem="is a folder" if output.is_dir() else "not a regular file, and would be replaced by one",
+            allowed="a file, new or written before",
+            fix=f"--output {RECORD}",
         )
     check_creatable(output.parent, "--output")
 

@@ -129,12 +129,17 @@ class Parser(argparse.ArgumentParser):
             name, equals, value = unknown[1].partition("=")
             if not name.startswith("-"):
                 word = message.partition(": ")[2]
-                fix = f"{self.word_option} {word!r}" if self.word_option else fix
-                raise mistake(word, problem="one word too many", fix=fix)
+                raise mistake(
+                    word, problem="one word too many", fix=f"{self.word_option} {word!r}" if self.word_option else fix
+                )
             known = self._long_options()
             close = nearest_name(name, known)
-            fix = f"{close}{equals}{value}" if close else fix
-            raise mistake(name, problem="no such option", allowed=", ".join(known), fix=fix)
+            raise mistake(
+                name,
+                problem="no such option",
+                allowed=", ".join(known),
+                fix=f"{close}{equals}{value}" if close else fix,
+            )
         if missing := re.fullmatch(r"the following arguments are required: (.*)", message):
             raise mistake(missing[1].removesuffix(", key=value"), problem="was not given", fix=fix)
         if wrong := re.fullmatch(r"argument (\S+): (.*)", message, re.DOTALL):

@@ -51,8 +51,12 @@ def plot(options: argparse.Namespace) -> None:
 
     places = list(dict.fromkeys(folder for place in options.runs for folder in run_folders(place) or [place]))
     if len(places) > MOST_RUNS:
-        problem = f"{len(places)} runs are too many for one picture"
-        raise mistake("RUN", problem=problem, allowed=f"at most {MOST_RUNS}", fix="name the runs to compare")
+        raise mistake(
+            "RUN",
+            problem=f"{len(places)} runs are too many for one picture",
+            allowed=f"at most {MOST_RUNS}",
+            fix="name the runs to compare",
+        )
     runs = [read_run(place) for place in places]
     output = options.output or options.runs[0] / ("run.html" if places == options.runs[:1] else "runs.html")
     check_picture(output)
@@ -84,8 +88,12 @@ def list_(options: argparse.Namespace) -> None:
     Exit codes: 0, 2 a mistake on the command line.
     """
     if not (places := run_folders(options.folder)):
-        problem = "holds no run" if options.folder.is_dir() else "does not exist"
-        raise mistake("DIR", options.folder, problem=problem, allowed="a folder with runs below it")
+        raise mistake(
+            "DIR",
+            options.folder,
+            problem="holds no run" if options.folder.is_dir() else "does not exist",
+            allowed="a folder with runs below it",
+        )
     rows = overview(places, options.folder, options.sort)
     if options.json:
         print(json.dumps(rows, indent=1))

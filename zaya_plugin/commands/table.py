@@ -173,8 +173,9 @@ def split(words: Sequence[str]) -> tuple[str, list[str]]:
     for command in (f"zaya {first}", f"zaya {first} {rest[0]}" if rest else ""):
         if command in RENAMED:
             more = words[len(command.split()) - 1 :] if command in SAME_WORDS else []
-            fix = " ".join([RENAMED[command], shlex.join(more)]).strip()
-            raise mistake(command, problem="has another name now", fix=fix)
+            raise mistake(
+                command, problem="has another name now", fix=" ".join([RENAMED[command], shlex.join(more)]).strip()
+            )
     if first not in COMMANDS:
         raise unknown("zaya", first)
     names = below(first)

@@ -3,8 +3,6 @@
 weights. Starts no ranks; needs no device.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import sys
@@ -75,8 +73,9 @@ def import_(options: argparse.Namespace) -> int:
         from zaya_plugin.config.compose import load_recipe
 
         if not options.recipe.is_file():
-            allowed = "the recipe.yaml of a run with this model"
-            raise mistake("--recipe", options.recipe, problem="no such file", allowed=allowed)
+            raise mistake(
+                "--recipe", options.recipe, problem="no such file", allowed="the recipe.yaml of a run with this model"
+            )
         recipe = load_recipe(options.recipe)
     prepare_torch()
     from zaya_plugin.checkpoint.convert.description import Description

@@ -7,8 +7,6 @@ calls the row's function and returns its Outcome; examination.py prints and writ
 A new check is a row and its function.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

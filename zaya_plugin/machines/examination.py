@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run checks on this machine, print each result as a line of the page, and keep all of them as one record (JSON)."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import platform

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks of `zaya doctor`: packages, hosts, devices, kernels and host changes; known_problems.py has the rules."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import lru_cache

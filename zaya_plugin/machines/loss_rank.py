@@ -3,8 +3,6 @@
 training. The losses are in the run's metrics.jsonl.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ This process starts one program a node, by srun, by the user's launcher, or on t
 files in nodes/ in the folder of the record, which all nodes share.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -101,8 +99,12 @@ def examine_nodes(options: argparse.Namespace, checks: Sequence[Check], storage:
     variables = recipe_variables(options.overrides)
     for key, value in ({"--storage": storage, "--output": folder} | variables).items():
         if launcher and shlex.quote(str(value)) != str(value):
-            allowed = "text without blanks and quotes, because ssh and its like give it to a shell"
-            raise mistake(key, value, problem="cannot be passed to another node", allowed=allowed)
+            raise mistake(
+                key,
+                value,
+                problem="cannot be passed to another node",
+                allowed="text without blanks and quotes, because ssh and its like give it to a shell",
+            )
     program = [sys.executable, "-m", "zaya_plugin.cli", "verify", *words, "--output"]
     commands = [on(launcher, name) + [*program, str(records[name])] for name in names]
     if options.dry_run:
@@ -209,12 +211,19 @@ def nodes_and_launcher(options: argparse.Namespace, environ: Mapping[str, str]) 
         if NODE_NAME.fullmatch(name) is None:
             raise mistake("--nodes", name, problem="not a valid node name", allowed="letters, digits, - _ and .")
     if len(names) > 1 and not words:
-        problem = "is required for several nodes outside of SLURM"
-        raise mistake("--launcher", problem=problem, allowed="words with {node}", fix="--launcher 'ssh {node}'")
-    if options.launcher is not None and ("{node}" not in launcher or shutil.which(words[0]) is None):
-        problem = f"no such program: {words[0]}" if "{node}" in launcher else "must name {node}"
         raise mistake(
-            "--launcher", launcher, problem=problem, allowed="a program of this machine and {node}", fix="'ssh {node}'"
+            "--launcher",
+            problem="is required for several nodes outside of SLURM",
+            allowed="words with {node}",
+            fix="--launcher 'ssh {node}'",
+        )
+    if options.launcher is not None and ("{node}" not in launcher or shutil.which(words[0]) is None):
+        raise mistake(
+            "--launcher",
+            launcher,
+            problem=f"no such program: {words[0]}" if "{node}" in launcher else "must name {node}",
+            allowed="a program of this machine and {node}",
+            fix="'ssh {node}'",
         )
     return names, words
 

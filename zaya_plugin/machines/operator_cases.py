@@ -5,8 +5,6 @@ A case repeats what the model passes (zaya_plugin/model/), in bf16 with an fp32 
 backward pass that a forward pass saves come from its reference.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ the CPU's generators, seeded just before (loss_rank.py), so they are the same on
 devices: on one H200 the ten losses differed by at most 1.3e-7 (2026-11-23).
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

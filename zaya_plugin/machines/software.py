@@ -3,8 +3,6 @@
 and the code that has been compiled.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

@@ -3,8 +3,6 @@
 step, and which of it ships as verified bytes.
 """
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 
