@@ -19,7 +19,7 @@ from zaya_plugin.aegis.protocol import Begin
 from zaya_plugin.aegis.settings import Settings, is_train, only, words_of
 from zaya_plugin.commands import curriculum, train
 from zaya_plugin.commands.parser import command, option
-from zaya_plugin.config.run_directory import check_creatable
+from zaya_plugin.config.run_directory import check_creatable, checkpoint_path
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.option_numbers import (
     DAY,
@@ -88,8 +88,9 @@ def settings_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Sett
             allowed="1 or more",
             fix="--ranks-per-node 8",
         )
-    sizes, group = tuple(range(options.nodes, least - 1, -1)), 1
+    sizes, group, checkpoints = tuple(range(options.nodes, least - 1, -1)), 1, None
     if recipe is not None:
+        checkpoints = checkpoint_path(recipe).absolute()
         sizes = _sizes(recipe, options.nodes, least, ranks)
         shape = recipe.parallel
         copy = shape.tensor_model_parallel_size * shape.context_parallel_size * shape.pipeline_model_parallel_size
@@ -99,11 +100,6 @@ def settings_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Sett
             "--output", problem="is required for a command other than `zaya train`", fix="--output runs/mine/aegis"
         )
     folder = Path(options.output or Path(recipe.run_dir) / "aegis").absolute()
-    checkpoints = None
-    if recipe is not None:
-        from zaya_plugin.config.run_directory import checkpoint_path
-
-        checkpoints = checkpoint_path(recipe).absolute()
     check_creatable(folder, "--output")
     _check_is_of_stage(folder, command)
     host, number = _decider(options, environ)

@@ -72,7 +72,7 @@ def doctor(options: argparse.Namespace) -> int:
     option(
         "--nodes",
         nargs="?",
-        const="",
+        const=True,
         metavar="A,B",
         group=NODES_GROUP,
         help="default: the nodes of the SLURM job, else this machine",

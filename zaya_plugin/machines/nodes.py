@@ -202,7 +202,8 @@ def nodes_and_launcher(options: argparse.Namespace, environ: Mapping[str, str]) 
         words = shlex.split(launcher)
     except ValueError as error:
         raise mistake("--launcher", launcher, problem=f"cannot be read ({error})", fix="ssh {node}") from None
-    nodes = options.nodes or environ.get("SLURM_JOB_NODELIST", socket.gethostname())
+    own = environ.get("SLURM_JOB_NODELIST", socket.gethostname())
+    nodes = own if options.nodes is True else options.nodes  # True: --nodes without names
     try:
         names = sorted(set(node_names(nodes)))
     except ValueError as error:
