@@ -14,6 +14,7 @@ from zaya_plugin.commands.evaluation_suite import RUNS_CODE, read_suite, run_sui
 from zaya_plugin.commands.generate import MODEL, ROUTED
 from zaya_plugin.commands.parser import command, option
 from zaya_plugin.commands.process import prepare_torch
+from zaya_plugin.data.prepared import locate
 from zaya_plugin.ground.columns import aligned
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.option_numbers import MOST_AMOUNT, whole_number
@@ -181,7 +182,6 @@ def _run_suite(options: argparse.Namespace, suite: dict, opened: Opened) -> None
 def _datasets(options: argparse.Namespace) -> dict[str, str]:
     """Return the datasets of --data by name."""
     from zaya_plugin.data.blend import domain_names
-    from zaya_plugin.data.prepared import locate
 
     paths = options.data or _of_recipe(Path(options.model))
     for path in paths:
@@ -196,7 +196,6 @@ def _of_recipe(start: Path) -> list[str]:
     from zaya_plugin.config.compose import load_recipe
     from zaya_plugin.config.entries import parse_blend
     from zaya_plugin.config.run_directory import RECIPE
-    from zaya_plugin.data.prepared import locate
 
     file = next(
         (folder / RECIPE for folder in (start, *start.absolute().parents[:2]) if (folder / RECIPE).is_file()), None

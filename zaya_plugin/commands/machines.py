@@ -195,7 +195,7 @@ def verify(options: argparse.Namespace) -> int:
         return 0
     options.output.parent.mkdir(parents=True, exist_ok=True)
     with ended_by_signals():
-        record = examine(checks, options.command, options.device, storage, options.output, prints=True)
+        record = examine(checks, options.command, options.device, storage, options.output)
     print(summary(record, options.output))
     _draw(options.output, picture)
     return int(is_wrong(record))

@@ -73,19 +73,16 @@ class Parser(argparse.ArgumentParser):
                 groups[group] = self.add_argument_group(group)
             groups[group].add_argument(*names, **settings)
         if self.takes_recipe:
-            self._add_recipe(datasets)
-
-    def _add_recipe(self, datasets: str) -> None:
-        recipe = "experiment=<name>, <group>=<option> and recipe keys; `zaya train --help` lists them"
-        self.add_argument(
-            "overrides",
-            nargs="+" if datasets else "*",
-            metavar="DATASET | key=value" if datasets else "key=value",
-            help=f"{datasets}; or a recipe: {recipe}" if datasets else recipe,
-        )
-        self.add_argument(
-            *OPTIONS, metavar="DIR", help="folder with your own recipes, as my_recipes/experiment/mine.yaml"
-        )
+            help_ = "experiment=<name>, <group>=<option> and recipe keys; `zaya train --help` lists them"
+            self.add_argument(
+                "overrides",
+                nargs="+" if datasets else "*",
+                metavar="DATASET | key=value" if datasets else "key=value",
+                help=f"{datasets}; or a recipe: {help_}" if datasets else help_,
+            )
+            self.add_argument(
+                *OPTIONS, metavar="DIR", help="folder with your own recipes, as my_recipes/experiment/mine.yaml"
+            )
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
         """Return the options of `words`; raises ValueError for a mistake."""

@@ -41,14 +41,10 @@ def header(command: str) -> dict[str, Any]:
 
 
 def examine(
-    checks: Sequence[Check],
-    command: str,
-    device: str = "auto",
-    storage: Path = Path("."),
-    output: Path | None = None,
-    prints: bool = False,
+    checks: Sequence[Check], command: str, device: str = "auto", storage: Path = Path("."), output: Path | None = None
 ) -> dict[str, Any]:
-    """Run `checks` and return the record. output: its file, written before each check. prints: each result."""
+    """Run `checks` and return the record. output: its file, written before each
+    check; each result is then printed."""
     from tqdm import tqdm
 
     record: dict[str, Any] = header(command) | {"running": "", "machine": {}, "checks": []}
@@ -83,7 +79,7 @@ def examine(
                 record["machine"] = process.machine or record["machine"]
                 entry = {"check": check.name, "seconds": seconds, **secrets.of_data(asdict(outcome))}
                 record["checks"].append(entry)
-                if prints:
+                if output is not None:
                     tqdm.write(row(entry))
                 bar.update()
         finally:

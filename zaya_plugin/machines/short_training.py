@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from zaya_plugin.config.compose import compose
 from zaya_plugin.ground import metrics_file
 from zaya_plugin.machines.checks import Outcome, Setting, end_of, last_line
 from zaya_plugin.machines.expected import RUN_ON, described
@@ -79,7 +80,6 @@ STEP_ON_CPU = (
 
 def losses_of(setting: Setting, run_dir: Path) -> tuple[int, list[float], str]:
     """Train DEMO_RECIPE; return the exit code, the loss of each step, and the output of the launcher."""
-    from zaya_plugin.config.compose import compose
     from zaya_plugin.config.run_directory import keep_recipe, make_writable
     from zaya_plugin.run import launch, rank_plan, surroundings
 
@@ -139,7 +139,6 @@ def words_on_gpu(setting: Setting) -> tuple[str, ...]:
     import torch
 
     from zaya_plugin.bench.options import VOCABULARY
-    from zaya_plugin.config.compose import compose
     from zaya_plugin.plan.recipe_plan import plan_of
 
     cluster = recipe_of(setting.name).cluster.name
