@@ -193,8 +193,8 @@ def unknown(command: str, name: str) -> ValueError:
     from zaya_plugin.config.train_help import options
 
     known = below(command.removeprefix("zaya ")) if command != "zaya" else [row for row in COMMANDS if " " not in row]
-    elsewhere = {row.rpartition(" ")[2]: f"zaya {row}" for row in COMMANDS if " " in row}
-    elsewhere |= {row: f"zaya {row}" for row in COMMANDS if " " not in row}
+    rows = sorted(COMMANDS, key=lambda row: " " not in row)  # of equal names that without another above it
+    elsewhere = {row.rpartition(" ")[2]: f"zaya {row}" for row in rows}
     fix = f"{command} --help"
     if f"{name}s" in known:
         fix = f"{command} {name}s"
