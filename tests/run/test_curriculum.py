@@ -51,9 +51,9 @@ def test_stages_take_over_from_each_other(tmp_path):
 
 
 def test_each_stage_may_have_data_of_its_own():
-    words = ["experiment=cpu_demo", *(f"demo_{number}:data.path=data/{number}" for number in (1, 2, 3))]
-    paths = [stage.recipe.data.path for stage in compose_curriculum(words).stages]
-    assert paths == ["data/1", "data/2", "data/3"]
+    stages = "pretrain_4k", "pretrain_4k_2", "midtrain_32k"
+    words = ["experiment=zaya1_base", "cluster=mi300x_8", *(f"{stage}:data.path=data/{stage}" for stage in stages)]
+    assert [stage.recipe.data.path for stage in compose_curriculum(words).stages] == [f"data/{one}" for one in stages]
     with pytest.raises(ValueError, match="data.path: has no value"):
         compose_curriculum(words[:-1])
 
