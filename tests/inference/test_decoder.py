@@ -116,7 +116,9 @@ def test_a_batch_leaves_nothing_to_the_next(decoder):
     generate(shared, prompts(30, 31), 20)
     room = shared.states[0].keys.data_ptr()
     assert generate(shared, given, 12) == alone and shared.states[0].keys.data_ptr() == room
-    assert generate(shared, prompts(3), 12) == generate(Decoder(decoder.model), prompts(3), 12)
+    routed = Decoder(decoder.model, routed=True)
+    assert generate(routed, prompts(3), 12) == generate(shared, prompts(3), 12)
+    assert len(routed.chosen) == 12 * SMALL.num_layers, "its hooks saw the tokens of another decoder"
 
 
 def test_a_row_does_not_depend_on_the_others(decoder):

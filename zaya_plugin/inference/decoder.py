@@ -54,10 +54,8 @@ class Decoder:
         self.model, self.config = model, model.config
         self.device = next(model.parameters()).device
         possible = self.device.type == "cuda" and self.config.params_dtype != torch.float32
-        self.graphs = (possible if graphs is None else graphs) and not routed
+        self.graphs, self.routed = (possible if graphs is None else graphs) and not routed, routed
         self.chosen: list[Tensor] = []  # by the routers, layer after layer and pass after pass, int16 [s, b], host
-        for layer in model.decoder.layers if routed else ():
-            layer.mlp.router.register_forward_hook(lambda _, __, out: self.chosen.append(out[1].to(torch.int16).cpu()))
         self.room = self.longest = 0
         self.states: list[DecodeState] = []
 
@@ -144,15 +142,27 @@ class Decoder:
         model, context = self.model, None
         hidden = embedded(model.embedding, tokens, marks_main_grad=False)
         angles = model.rotary_pos_emb.of_positions(positions)
-        for layer, state in zip(model.decoder.layers, states, strict=True):
-            hidden, context = layer(
-                hidden_states=hidden,
-                attention_mask=None,
-                context=context,
-                rotary_pos_emb=angles,
-                inference_context=state,
-            )
+        with self.choices_kept():
+            for layer, state in zip(model.decoder.layers, states, strict=True):
+                hidden, context = layer(
+                    hidden_states=hidden,
+                    attention_mask=None,
+                    context=context,
+                    rotary_pos_emb=angles,
+                    inference_context=state,
+                )
         return model.decoder.final_layernorm(hidden)
+
+    @contextmanager
+    def choices_kept(self) -> Iterator[None]:
+        """With `routed`, keep the classes that the model's routers choose meanwhile; the model may have other decoders."""
+        with ExitStack() as hooks:
+            for layer in self.model.decoder.layers if self.routed else ():
+                hooks.enter_context(layer.mlp.router.register_forward_hook(self._keep_classes))
+            yield
+
+    def _keep_classes(self, router, inputs, routed: tuple[Tensor, ...]) -> None:
+        self.chosen.append(routed[1].to(torch.int16).cpu())
 
     def _make_room(self, batch: int, tokens: int) -> None:
         """Allocate states for `batch` sequences of `tokens` tokens, or clear those that fit."""
