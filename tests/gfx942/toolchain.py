@@ -261,8 +261,11 @@ _DEVICE_ONLY = ("--cuda-device-only", "--no-gpu-bundle-output", "-Rpass-analysis
 
 
 def code_object(source: str | Path, defines: Iterable[str] = ()) -> Path:
-    """The ELF of a source for ARCH, as hipModuleLoad would take it: the shipped library's while that has the sources."""
-    if not defines and PACKAGE in source_path(source).parents and _is_shipped(ARCH):
+    """The ELF of a source for ARCH, as hipModuleLoad would take it: the shipped library's while that has the sources and
+    the source has a kernel.
+    """
+    path = source_path(source)
+    if not defines and PACKAGE in path.parents and path.stem != "abi" and _is_shipped(ARCH):
         return shipped_object(source, ARCH)
     return compiled_object(source, defines)
 
