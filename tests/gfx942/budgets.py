@@ -25,7 +25,7 @@ import tomllib
 from hip_ops.runtime.build import kernel_sources
 from tests.gfx942.emulator.code_object import KernelInfo, open_code_object
 from tests.gfx942.emulator.decode import function_lines
-from tests.gfx942.toolchain import shipped_object
+from tests.gfx942.toolchain import WITHOUT_KERNELS, shipped_object
 
 TABLE = Path(__file__).with_name("budgets.toml")
 REGISTERS_A_LANE = 512  # of a SIMD, VGPRs and AGPRs together; given out in steps of 8
@@ -108,11 +108,7 @@ def kernels_of(source: Path, target: str = "gfx942") -> dict[str, tuple[Resource
 
 def hip_kernels(target: str = "gfx942") -> dict[str, dict[str, tuple[Resources, Counter]]]:
     """Source name -> kernels, for all of hip_ops."""
-    return {
-        source.stem: kernels_of(source, target)
-        for source in kernel_sources()
-        if source.stem != "abi"  # which has none
-    }
+    return {source.stem: kernels_of(source, target) for source in kernel_sources() if source.stem != WITHOUT_KERNELS}
 
 
 def all_kernels() -> dict[str, dict]:

@@ -16,6 +16,7 @@ from tests.gfx942 import budgets, wait_states
 from tests.gfx942.toolchain import (
     COMPILED,
     TARGETS,
+    WITHOUT_KERNELS,
     compiled_objects,
     host_library,
     resource_remarks,
@@ -154,7 +155,7 @@ def test_wait_states_that_are_taken_away_are_detected(target):
     """
     found, rules = Counter(), Counter()
     sources = kernel_sources()
-    shipped = (shipped_object(source, target) for source in sources if source.stem != "abi")
+    shipped = (shipped_object(source, target) for source in sources if source.stem != WITHOUT_KERNELS)
     for path in compiled_objects(sources) if target == "gfx942" else shipped:
         for code in wait_states.disassemble(path).values():
             for place in last_nops(code):
@@ -196,7 +197,7 @@ def test_host_side_compiles_and_links(source):
     [
         pytest.param(path.stem, marks=[] if path.stem in COMPILED else pytest.mark.slow)
         for path in kernel_sources()
-        if path.stem != "abi"  # which has no kernel
+        if path.stem != WITHOUT_KERNELS
     ],
 )
 def test_occupancy_agrees_with_the_compiler(source):

@@ -11,7 +11,7 @@ from hip_ops.runtime.build import LIBRARY, PACKAGE, kernel_sources, shipped_fold
 from hip_ops.runtime.hazards import code_objects
 from tests.gfx942 import listing, toolchain, wait_states
 from tests.gfx942.emulator.code_object import open_code_object
-from tests.gfx942.toolchain import COMPILED, TARGETS, shipped_object
+from tests.gfx942.toolchain import COMPILED, TARGETS, WITHOUT_KERNELS, shipped_object
 from tools import ship
 from tools.ship import differences
 
@@ -28,7 +28,7 @@ def test_the_shipped_device_code_is_that_of_a_new_compilation(stems):
     """test_shipped.py shows that the library is of these sources, so the emulator runs its objects."""
     sources = [path for path in kernel_sources() if not stems or path.stem in stems]
     new = {path.stem: made for path, made in zip(sources, toolchain.compiled_objects(sources), strict=True)}
-    assert stems or not open_code_object(new.pop("abi")).kernels
+    assert stems or not open_code_object(new.pop(WITHOUT_KERNELS)).kernels
     shipped = {stem: shipped_object(stem, "gfx942") for stem in new}
     assert {stem: path.read_bytes() for stem, path in new.items()} == {
         stem: path.read_bytes() for stem, path in shipped.items()
@@ -49,7 +49,7 @@ def test_gfx950_is_read_as_llvm_writes_it(sources):
     """
     pytest.importorskip("triton")
     names, lines = set(), 0
-    for source in [sources] if sources else [path.stem for path in kernel_sources() if path.stem != "abi"]:
+    for source in [sources] if sources else [path.stem for path in kernel_sources() if path.stem != WITHOUT_KERNELS]:
         for line, words, given in listing.reassembled(listing.listing(shipped_object(source, "gfx950"))):
             assert words == given, line
             names.add(line.split()[0])

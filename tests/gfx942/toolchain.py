@@ -51,6 +51,7 @@ HIPCC_FLAGS = ("-mllvm", "-amdgpu-early-inline-all=true", "-mllvm", "-amdgpu-fun
 KEEP_DAYS = 14
 # The sources that `make test` compiles: their number of waves is bounded by registers, by LDS and by neither.
 COMPILED = ("cca_prologue_backward", "expert_sort", "muon")
+WITHOUT_KERNELS = "abi"  # of hip_ops' sources the one with host code alone, of which the library has no code object
 
 
 class CompileError(RuntimeError):
@@ -248,7 +249,7 @@ def shipped_object(source: str | Path, target: str) -> Path:
     assert manifest["sources"] == sources_digest(), f"run `python -m tools.ship`: {target}'s library has other sources"
     product = cache_directory() / f"{source_path(source).stem}-{manifest['sha256'][:20]}.shipped.co"
     if not _kept(product):
-        names = [path.stem for path in kernel_sources() if path.stem != "abi"]  # which has no kernel
+        names = [path.stem for path in kernel_sources() if path.stem != WITHOUT_KERNELS]
         content = dict(zip(names, hazards.code_objects((folder / LIBRARY).read_bytes()), strict=True))
         with tempfile.TemporaryDirectory(dir=cache_directory()) as temporary:
             output = Path(temporary) / product.name
@@ -265,7 +266,7 @@ def code_object(source: str | Path, defines: Iterable[str] = ()) -> Path:
     the source has a kernel.
     """
     path = source_path(source)
-    if not defines and PACKAGE in path.parents and path.stem != "abi" and _is_shipped(ARCH):
+    if not defines and PACKAGE in path.parents and path.stem != WITHOUT_KERNELS and _is_shipped(ARCH):
         return shipped_object(source, ARCH)
     return compiled_object(source, defines)
 

@@ -73,12 +73,12 @@ class Parser(argparse.ArgumentParser):
                 groups[group] = self.add_argument_group(group)
             groups[group].add_argument(*names, **settings)
         if self.takes_recipe:
-            help_ = "experiment=<name>, <group>=<option> and recipe keys; `zaya train --help` lists them"
+            keys = "experiment=<name>, <group>=<option> and recipe keys; `zaya train --help` lists them"
             self.add_argument(
                 "overrides",
                 nargs="+" if datasets else "*",
                 metavar="DATASET | key=value" if datasets else "key=value",
-                help=f"{datasets}; or a recipe: {help_}" if datasets else help_,
+                help=f"{datasets}; or a recipe: {keys}" if datasets else keys,
             )
             self.add_argument(
                 *OPTIONS, metavar="DIR", help="folder with your own recipes, as my_recipes/experiment/mine.yaml"

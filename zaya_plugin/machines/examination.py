@@ -43,8 +43,7 @@ def header(command: str) -> dict[str, Any]:
 def examine(
     checks: Sequence[Check], command: str, device: str = "auto", storage: Path = Path("."), output: Path | None = None
 ) -> dict[str, Any]:
-    """Run `checks` and return the record. output: its file, written before each
-    check; each result is then printed."""
+    """Run `checks` and return the record. output: its file, written before each check; with it each result is printed."""
     from tqdm import tqdm
 
     record: dict[str, Any] = header(command) | {"running": "", "machine": {}, "checks": []}
