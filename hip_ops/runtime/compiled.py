@@ -24,8 +24,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def compile_function(function: Callable) -> Callable:
-    """Return `function`, compiled at its first call with static shapes, one version per shape.
+def compile_function(function: Callable, **options) -> Callable:
+    """Return `function`, compiled at its first call with static shapes, one version per shape. options: of
+    torch.compile.
 
     torch keeps at most eight versions of one code object (torch._dynamo.config.recompile_limit). So each choice of
     arguments that are None is compiled from a copy, as if it were a function of its own.
@@ -39,7 +40,7 @@ def compile_function(function: Callable) -> Callable:
             inside = function.__globals__, function.__name__, function.__defaults__, function.__closure__
             copied = types.FunctionType(code, *inside)
             copied.__kwdefaults__ = function.__kwdefaults__
-            forms[form] = torch.compile(copied, dynamic=False)
+            forms[form] = torch.compile(copied, dynamic=False, **options)
         return forms[form](*arguments, **keywords)
 
     return call
@@ -75,7 +76,7 @@ def formula(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return compiled()(*args, **kwargs)
         except Exception as error:
-            if not _is_of_the_compiler(error):
+            if not is_of_the_compiler(error):
                 raise
             failures.append(error)
             text = "hip_ops: torch.compile failed for %s, which runs uncompiled: %s"
@@ -86,7 +87,7 @@ def formula(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def _is_of_the_compiler(error: Exception) -> bool:
+def is_of_the_compiler(error: Exception) -> bool:
     """Return whether torch.compile raised the error before anything ran. Its module is imported when it compiles."""
     exceptions = sys.modules.get("torch._dynamo.exc")
-    return exceptions is not None and isinstance(error, exceptions.BackendCompilerFailed)
+    return exceptions is not None and isinstance(error, (exceptions.BackendCompilerFailed, exceptions.Unsupported))

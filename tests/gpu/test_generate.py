@@ -38,7 +38,7 @@ def test_a_replayed_step_is_the_step(folder, monkeypatch):
     """Room for 16 tokens at first: several graphs, and a second batch in the same memory."""
     monkeypatch.setattr(decoder_module, "ROOM", 16)
     loaded = model(folder, torch.bfloat16)
-    plain, graphs = Decoder(loaded, graphs=False), Decoder(loaded)
+    plain, graphs = Decoder(loaded, graphs=False), Decoder(loaded, backend="")
     assert graphs.graphs
     tokens = generate(plain, PROMPTS, 100)
     assert generate(graphs, PROMPTS, 100) == tokens and sorted(graphs.captured) == [32, 64, 128, 256]

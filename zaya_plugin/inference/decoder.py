@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import _pop_mode_temporarily
 
 from hip_ops.runtime.conditions import capture
+from zaya_plugin.inference.compiled_step import CompiledStep
 from zaya_plugin.model.decode_state import DecodeState, Progress
 from zaya_plugin.model.gpt_model import embedded
 
@@ -40,21 +41,26 @@ def without_modes() -> Iterator[None]:
 class Decoder:
     """Logits of the next token of b sequences: `begin` with prompts, then `step` with the tokens that were chosen.
 
-    On a GPU a step is a few thousand short kernels whose launches take longer than they run; it is captured as a graph
-    once for each size of the batch and each doubling of the longest sequence. fp32 runs without graphs, because its
-    grouped products wait for the host; after a capture that fails, with a warning, so do all further steps.
+    On a GPU the layers of a step are compiled (compiled_step.py), and the step is captured as a graph, once for each
+    size of the batch and each doubling of the room. Without the compiler a step is a few thousand short kernels whose
+    launches take longer than they run, and its graph is captured for each doubling of the longest sequence. fp32 runs
+    without both, because its grouped products wait for the host; after a compilation or a capture that fails, with a
+    warning, so do all further steps.
 
     Args:
         model: as of `checkpoint.convert.loading.load_model`.
         graphs: capture steps; None: where it is possible.
+        backend: of torch.compile, "" for none; None: "inductor" where steps are captured.
         routed: keep the classes that the routers choose, for `routed_experts`; steps are then not captured.
     """
 
-    def __init__(self, model, graphs: bool | None = None, routed: bool = False):
+    def __init__(self, model, graphs: bool | None = None, routed: bool = False, backend: str | None = None):
         self.model, self.config = model, model.config
         self.device = next(model.parameters()).device
         possible = self.device.type == "cuda" and self.config.params_dtype != torch.float32
         self.graphs = (possible if graphs is None else graphs) and not routed
+        self.backend = ("inductor" if self.graphs else "") if backend is None else backend
+        self.compiled: CompiledStep | None = None
         self.chosen: list[Tensor] = []  # by the routers, layer after layer and pass after pass, int16 [s, b], host
         for layer in model.decoder.layers if routed else ():
             layer.mlp.router.register_forward_hook(lambda _, __, out: self.chosen.append(out[1].to(torch.int16).cpu()))
@@ -103,14 +109,16 @@ class Decoder:
         """
         self.longest += 1
         assert self.longest <= self.room, "more steps than `begin` has made room for"
-        reach = room_for(self.longest)
+        reach = room_for(self.longest) if self.compiled is None else self.room
         self.tokens.copy_(tokens.unsqueeze(1))
         if reach in self.captured:
             graph, logits = self.captured[reach]
             graph.replay()
             return logits
         logits = self._step(reach)
-        if self.graphs:  # this step has compiled and checked all that a capture must not
+        if self.compiled is not None and self.compiled.failed:
+            self.compiled, self.backend = None, ""
+        elif self.graphs:  # this step has compiled and checked all that a capture must not
             try:
                 captured, graph = capture(lambda: self._step(reach))
                 self.captured[reach] = graph, captured
@@ -131,6 +139,8 @@ class Decoder:
 
     def _step(self, reach: int) -> Tensor:
         self.progress.positions.add_(1)
+        if self.compiled is not None:
+            return self.logits(self.compiled.run(self.tokens)[0])
         self._show(reach)
         return self.logits(self._run(self.tokens, self.progress.positions.unsqueeze(0), self.states)[0])
 
@@ -168,6 +178,8 @@ class Decoder:
             DecodeState.empty(self.config, batch, self.room, self.progress, self.config.window_of(number))
             for number in range(1, self.config.num_layers + 1)
         ]
+        compiles = self.backend and CompiledStep.compiles(self.config)
+        self.compiled = CompiledStep(self.model, self.states, self.backend) if compiles else None
 
 
 def room_for(tokens: int) -> int:
