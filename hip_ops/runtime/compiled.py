@@ -46,9 +46,10 @@ def compile_function(function: Callable, **options) -> Callable:
     return call
 
 
-def formula(function: Callable[P, R]) -> Callable[P, R]:
+def formula(function: Callable[P, R], **options) -> Callable[P, R]:
     """Decorate a differentiable function of plain torch: it is compiled for tensors on an accelerator unless the
-    reference is requested. Where the compiler fails it runs uncompiled from then on, with a warning.
+    reference is requested. Where the compiler fails it runs uncompiled from then on, with a warning. options: of
+    torch.compile.
 
     The function is no operator: it has no other versions and no self-check. Where hip or triton is requested it is
     compiled too.
@@ -60,7 +61,7 @@ def formula(function: Callable[P, R]) -> Callable[P, R]:
     def compiled() -> Callable:
         """Return the compiled function; made at the first use, because torch.compile imports its compilers."""
         not_available = missing("compiled", torch.device("cuda"), named=False)
-        return function if not_available else compile_function(function)
+        return function if not_available else compile_function(function, **options)
 
     @functools.wraps(function)
     def call(*args, **kwargs):
@@ -76,7 +77,7 @@ def formula(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return compiled()(*args, **kwargs)
         except Exception as error:
-            if not is_of_the_compiler(error):
+            if not _is_of_the_compiler(error):
                 raise
             failures.append(error)
             text = "hip_ops: torch.compile failed for %s, which runs uncompiled: %s"
@@ -87,7 +88,7 @@ def formula(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def is_of_the_compiler(error: Exception) -> bool:
+def _is_of_the_compiler(error: Exception) -> bool:
     """Return whether torch.compile raised the error before anything ran. Its module is imported when it compiles."""
     exceptions = sys.modules.get("torch._dynamo.exc")
-    return exceptions is not None and isinstance(error, (exceptions.BackendCompilerFailed, exceptions.Unsupported))
+    return exceptions is not None and isinstance(error, exceptions.BackendCompilerFailed)

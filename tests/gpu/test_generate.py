@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch._dynamo.utils import counters
 
 from tests.inference import small
 from zaya_plugin.checkpoint.convert import hf_config
@@ -38,7 +39,7 @@ def test_a_replayed_step_is_the_step(folder, monkeypatch):
     """Room for 16 tokens at first: several graphs, and a second batch in the same memory."""
     monkeypatch.setattr(decoder_module, "ROOM", 16)
     loaded = model(folder, torch.bfloat16)
-    plain, graphs = Decoder(loaded, graphs=False), Decoder(loaded, backend="")
+    plain, graphs = Decoder(loaded, graphs=False), Decoder(loaded, compiled=False)
     assert graphs.graphs
     tokens = generate(plain, PROMPTS, 100)
     assert generate(graphs, PROMPTS, 100) == tokens and sorted(graphs.captured) == [32, 64, 128, 256]
@@ -49,6 +50,29 @@ def test_a_replayed_step_is_the_step(folder, monkeypatch):
     for place in range(99):
         one, other = (decoder.step(given[:, place]).clone() for decoder in (plain, graphs))
         assert torch.equal(one, other), place
+
+
+def test_a_compiled_step_is_near_the_step_of_training(folder, caplog):
+    """One graph of the layers and one captured step, over the edge of a block of keys, and for more sequences than read
+    their experts one by one.
+    """
+    loaded = model(folder, torch.bfloat16)
+    for given in (PROMPTS[2:], PROMPTS * 2):
+        plain, compiled = Decoder(loaded, compiled=False), Decoder(loaded)
+        assert compiled.compiles
+        torch._dynamo.reset()
+        counters.clear()
+        tokens = torch.tensor(generate(plain, given, 120), device="cuda")
+        for decoder in (plain, compiled):
+            decoder.begin(given, 120)
+        apart = []
+        for place in range(119):
+            one, other = (decoder.step(tokens[:, place]).float().clone() for decoder in (plain, compiled))
+            apart.append((other - one).norm(dim=-1) / one.norm(dim=-1))
+        assert torch.stack(apart).median() < 0.05  # a token that another expert takes is further away
+        assert [*compiled.captured] == [compiled.room]
+        assert not counters["graph_break"]
+    assert "uncompiled" not in caplog.text and "captured" not in caplog.text
 
 
 def test_a_state_in_bf16_is_near_the_whole_sequence(folder):

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.overrides import _pop_mode_temporarily
 
+from hip_ops.runtime.choice import missing
 from hip_ops.runtime.conditions import capture
-from zaya_plugin.inference.compiled_step import CompiledStep
+from zaya_plugin.inference.compiled_step import CompiledLayer, block_places
 from zaya_plugin.model.decode_state import DecodeState, Progress
 from zaya_plugin.model.gpt_model import embedded
 
@@ -44,23 +45,25 @@ class Decoder:
     On a GPU the layers of a step are compiled (compiled_step.py), and the step is captured as a graph, once for each
     size of the batch and each doubling of the room. Without the compiler a step is a few thousand short kernels whose
     launches take longer than they run, and its graph is captured for each doubling of the longest sequence. fp32 runs
-    without both, because its grouped products wait for the host; after a compilation or a capture that fails, with a
-    warning, so do all further steps.
+    without both, because its grouped products wait for the host; after a capture that fails, with a warning, so do all
+    further steps.
 
     Args:
         model: as of `checkpoint.convert.loading.load_model`.
         graphs: capture steps; None: where it is possible.
-        backend: of torch.compile, "" for none; None: "inductor" where steps are captured.
+        compiled: compile steps; None: where they are captured and compiled_step.py has the whole layer.
         routed: keep the classes that the routers choose, for `routed_experts`; steps are then not captured.
     """
 
-    def __init__(self, model, graphs: bool | None = None, routed: bool = False, backend: str | None = None):
+    def __init__(self, model, graphs: bool | None = None, routed: bool = False, compiled: bool | None = None):
         self.model, self.config = model, model.config
         self.device = next(model.parameters()).device
         possible = self.device.type == "cuda" and self.config.params_dtype != torch.float32
         self.graphs = (possible if graphs is None else graphs) and not routed
-        self.backend = ("inductor" if self.graphs else "") if backend is None else backend
-        self.compiled: CompiledStep | None = None
+        ranks = self.config.tensor_model_parallel_size * self.config.expert_model_parallel_size
+        whole = ranks == 1 and self.config.lora_rank is None and self.config.normalization == "RMSNorm"
+        possible = whole and missing("compiled", self.device, named=False) is None
+        self.compiles = self.graphs and possible if compiled is None else compiled
         self.chosen: list[Tensor] = []  # by the routers, layer after layer and pass after pass, int16 [s, b], host
         for layer in model.decoder.layers if routed else ():
             layer.mlp.router.register_forward_hook(lambda _, __, out: self.chosen.append(out[1].to(torch.int16).cpu()))
@@ -109,16 +112,14 @@ class Decoder:
         """
         self.longest += 1
         assert self.longest <= self.room, "more steps than `begin` has made room for"
-        reach = room_for(self.longest) if self.compiled is None else self.room
+        reach = self.room if self.compiles else room_for(self.longest)
         self.tokens.copy_(tokens.unsqueeze(1))
         if reach in self.captured:
             graph, logits = self.captured[reach]
             graph.replay()
             return logits
         logits = self._step(reach)
-        if self.compiled is not None and self.compiled.failed:
-            self.compiled, self.backend = None, ""
-        elif self.graphs:  # this step has compiled and checked all that a capture must not
+        if self.graphs:  # this step has compiled and checked all that a capture must not
             try:
                 captured, graph = capture(lambda: self._step(reach))
                 self.captured[reach] = graph, captured
@@ -139,22 +140,27 @@ class Decoder:
 
     def _step(self, reach: int) -> Tensor:
         self.progress.positions.add_(1)
-        if self.compiled is not None:
-            return self.logits(self.compiled.run(self.tokens)[0])
         self._show(reach)
-        return self.logits(self._run(self.tokens, self.progress.positions.unsqueeze(0), self.states)[0])
+        positions = self.progress.positions.unsqueeze(0)
+        return self.logits(self._run(self.tokens, positions, self.states, self.compiled)[0])
 
     def _show(self, reach: int) -> None:
         """Let a step attend to the tokens up to each sequence's position, among the first `reach` stored ones."""
         stored = torch.arange(reach, device=self.device)
         self.progress.visible = (stored <= self.progress.positions.unsqueeze(1))[:, None, None]
+        lengths = {state.keys.shape[2] for state in self.states} if self.compiles else ()
+        self.progress.blocks = {length: block_places(self.progress.positions, length) for length in lengths}
 
-    def _run(self, tokens: Tensor, positions: Tensor, states: Sequence[DecodeState | None]) -> Tensor:
-        """tokens int64 [b, s], positions int64 [s, 1 or b] -> hidden states [s, b, h] behind the final norm."""
+    def _run(
+        self, tokens: Tensor, positions: Tensor, states: Sequence[DecodeState | None], layers: Sequence | None = None
+    ) -> Tensor:
+        """tokens int64 [b, s], positions int64 [s, 1 or b] -> hidden states [s, b, h] behind the final norm. layers: the
+        model's, or compiled ones.
+        """
         model, context = self.model, None
         hidden = embedded(model.embedding, tokens, marks_main_grad=False)
         angles = model.rotary_pos_emb.of_positions(positions)
-        for layer, state in zip(model.decoder.layers, states, strict=True):
+        for layer, state in zip(layers or model.decoder.layers, states, strict=True):
             hidden, context = layer(
                 hidden_states=hidden,
                 attention_mask=None,
@@ -178,8 +184,9 @@ class Decoder:
             DecodeState.empty(self.config, batch, self.room, self.progress, self.config.window_of(number))
             for number in range(1, self.config.num_layers + 1)
         ]
-        compiles = self.backend and CompiledStep.compiles(self.config)
-        self.compiled = CompiledStep(self.model, self.states, self.backend) if compiles else None
+        layers = self.model.decoder.layers if self.compiles else ()
+        norms = [*(layer.input_layernorm for layer in layers[1:]), self.model.decoder.final_layernorm]
+        self.compiled = [CompiledLayer(layer, norm) for layer, norm in zip(layers, norms, strict=False)]
 
 
 def room_for(tokens: int) -> int:
