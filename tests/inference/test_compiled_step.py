@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from hip_ops.runtime.compiled import compile_function
 from tests.inference.small import SMALL, open_decoder, publish_small
 from tests.inference.test_decoder import apart, prompts
 from zaya_plugin.inference import compiled_step
 from zaya_plugin.inference import decoder as decoder_module
-from zaya_plugin.inference.compiled_step import layer_step
+from zaya_plugin.inference.compiled_step import OPTIONS, layer_step
 from zaya_plugin.inference.decoder import Decoder
 from zaya_plugin.inference.sampling import generate
 
@@ -33,7 +34,8 @@ def test_as_the_layers_of_training(tmp_path, monkeypatch, backend, fields, lengt
     torch._dynamo.reset()
     counters.clear()
     # A formula is not compiled on a CPU.
-    on_a_cpu = torch.compile(layer_step, fullgraph=True, dynamic=False, backend=backend)
+    options = OPTIONS if backend == "inductor" else None
+    on_a_cpu = compile_function(layer_step, fullgraph=True, backend=backend, options=options)
     monkeypatch.setattr(compiled_step, "compiled", lambda batch, length: on_a_cpu)
     model = open_decoder(publish_small(tmp_path / "model", model=replace(SMALL, **fields))).model
     plain, compiled = Decoder(model), Decoder(model, compiled=True)
