@@ -2,6 +2,7 @@
 """Decoding on an accelerator: steps replayed as graphs are the steps, and fp32 gives transformers' tokens."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -52,11 +53,14 @@ def test_a_replayed_step_is_the_step(folder, monkeypatch):
         assert torch.equal(one, other), place
 
 
-def test_a_compiled_step_is_near_the_step_of_training(folder, caplog):
-    """One graph of the layers and one captured step, over the edge of a block of keys, and for more sequences than read
-    their experts one by one.
+@pytest.mark.parametrize(
+    "windows", [{}, dict(sliding_window=40, window_attn_skip_freq=2, swa_rotary_base=700)], ids=["all", "windows"]
+)
+def test_a_compiled_step_is_near_the_step_of_training(tmp_path, caplog, windows):
+    """One captured step without a break of the compiler, over the edge of a block of keys and round a ring that is no
+    whole block, and for more sequences than read their experts one by one.
     """
-    loaded = model(folder, torch.bfloat16)
+    loaded = model(small.publish_small(tmp_path / "model", model=replace(MODEL, **windows)), torch.bfloat16)
     for given in (PROMPTS[2:], PROMPTS * 2):
         plain, compiled = Decoder(loaded, compiled=False), Decoder(loaded)
         assert compiled.compiles
