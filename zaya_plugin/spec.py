@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guest for Megatron-LM's own script: `pretrain_gpt.py --spec zaya_plugin.spec zaya_block`, with arguments by
+"""The plugin inside Megatron-LM's own script: `pretrain_gpt.py --spec zaya_plugin.spec zaya_block`, with arguments by
 `zaya export megatron`.
 
 Megatron imports this module when it reads --spec: 0.19 after its arguments and before it starts anything, 0.16 (Primus'

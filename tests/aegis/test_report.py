@@ -52,7 +52,7 @@ def test_a_journal_that_has_just_begun(tmp_path, capsys, rows):
         (["nowhere"], "RUN_DIR=nowhere: does not exist."),
         ([""], "has no journal of zaya aegis"),
         (["run", "--output", "no/such/page.html"], "its folder does not exist"),
-        (["run", "--output", "run"], "the name of a picture has another ending"),
+        (["run", "--output", "run"], "the name of the file has another ending"),
     ],
 )
 def test_mistakes_of_the_user(tmp_path, capsys, monkeypatch, words, says):

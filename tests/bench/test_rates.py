@@ -63,6 +63,7 @@ def test_hbm_measures_four_kernels_by_size_and_finds_a_wrong_result(tmp_path, ca
         (["tune", *MICRO], "cluster.device=cpu: tuned files are for the accelerator that made them"),
         (["tune", "experiment=zaya1_base", "cluster=mi300x_8"], "cluster.device=cuda: tuned files are for"),
         (["mlp", "--output", "/dev/null"], "--output=/dev/null: "),
+        (["collectives", "--table", "t.xyz"], "--table=t.xyz: the name of the file has another ending. Allowed: .md,"),
     ],
 )
 def test_sizes_that_cannot_be_measured_are_refused(words, message, capsys, tmp_path):

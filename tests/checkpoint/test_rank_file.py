@@ -18,6 +18,7 @@ from zaya_plugin.checkpoint.rank_file import (
     Entry,
     RankFile,
     contents,
+    copied_weights,
     index,
     main_weights,
     padded_archive,
@@ -100,6 +101,10 @@ def test_boxes_that_do_not_make_a_tensor_are_an_error():
     half = Entry("w", "f", 0, 1, torch.float32, (0, 0), (2, 4), (4, 4))
     with pytest.raises(ValueError, match=r"w: the ranks hold 8 elements of a tensor of \[4, 4\]"):
         index([half], [])
+    copy = ShardedTensor.from_rank_offsets(f"{MAIN_WEIGHTS}v", torch.zeros(4), replica_id=(0, 1, 0))
+    assert copied_weights({**state(*torch.zeros(3, 6, 8), step=0), "second": [copy]}) == ["v"]
+    with pytest.raises(ValueError, match="v: no rank owns its fp32 weights"):
+        index([], ["v"])
 
 
 def test_a_weight_of_another_shape_is_stored():

@@ -17,6 +17,7 @@ import time
 import pytest
 
 from tests.aegis.journals import ONE_CRASH, write
+from tests.runs.test_run_data import ODD_LINES
 from zaya_plugin import cli
 from zaya_plugin.ground.lock import Lock
 from zaya_plugin.runs.follow import Follower
@@ -165,6 +166,19 @@ def test_texts_fit_their_windows(tmp_path, size, rows):
     (run / "metrics.jsonl").write_text("".join(line(step, loss=loss) for step, loss in enumerate(rows, 1)) or "{}\n")
     text = screen(read_run(run), *size).plain.splitlines()
     assert 0 < len(text) <= size[1] and max(map(len, text)) <= size[0] and text[0].startswith("mine: ")
+
+
+def test_rows_of_impossible_steps_are_left_out_and_numbers_out_of_range_shown(tmp_path, capsys):
+    run = make(tmp_path / "mine", 7)
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(ODD_LINES)
+    assert [*read_run(run).metrics.columns["step_s"][0]] == [*range(1, 10)]
+    for words, shown in (
+        (["watch", str(run), "--once"], "step 9 of 60\nloss inf "),
+        (["list", str(tmp_path)], " 9/60 "),
+    ):
+        cli.main(["runs", *words])
+        assert shown in capsys.readouterr().out
 
 
 def test_a_long_file_is_read_from_its_end(tmp_path, monkeypatch):

@@ -24,10 +24,13 @@ def test_the_forms_of_both_servers():
     assert stored.dtype == np.int16 and stored.tolist() == ROWS.tolist()
     of_sglang = base64.b64encode(ROWS.astype(np.int32).tobytes()).decode()
     for text in (encoded(ROWS), of_sglang):
-        assert decoded(text, 3).dtype == np.int16 and decoded(text, 3).tolist() == ROWS.tolist()
-    for text, layers in ((encoded(ROWS), 4), ("no base64", 3), (base64.b64encode(b"12345").decode(), 1)):
-        with pytest.raises(ValueError, match=rf"^routed_experts=.*: cannot be read for {layers} layers of one class"):
-            decoded(text, layers)
+        assert decoded(text, 2, 3).dtype == np.int16 and decoded(text, 2, 3).tolist() == ROWS.tolist()
+    short = base64.b64encode(b"12345").decode()
+    for text, tokens, layers in ((encoded(ROWS), 2, 4), (encoded(ROWS), 3, 3), ("no base64", 2, 3), (short, 1, 1)):
+        with pytest.raises(
+            ValueError, match=rf"^routed_experts=.*: cannot be read for {tokens} tokens in {layers} lay"
+        ):
+            decoded(text, tokens, layers)
 
 
 @pytest.mark.parametrize(
@@ -37,12 +40,13 @@ def test_the_forms_of_both_servers():
         (as_npy(np.full((2, 3, 1), 0.5)), 3, r"it holds float64 \[2, 3, 1\]"),
         (as_npy(np.full((2, 3, 1), 70000, np.int32)), 3, "it holds numbers from 70000 to 70000"),
         (np.full((2, 3, 1), 70000, np.int32).tobytes(), 3, "it holds numbers from 70000 to 70000"),
-        (np.full((2, 3, 1), 5, np.int16).tobytes(), 3, "it holds numbers from 327685 to 327685"),
+        # As int32 these are 5 and 0, a possible routing of one token.
+        (np.array([5, 0, 0, 0, 0, 0], np.int16).tobytes(), 3, "it holds 12 bytes; int32 values have 24"),
     ],
 )
 def test_numbers_that_are_no_routing_of_the_model_are_refused(data, layers, found):
-    with pytest.raises(ValueError, match=rf"^routed_experts=.*: cannot be read for {layers} layers .*{found}"):
-        decoded(base64.b64encode(data).decode(), layers)
+    with pytest.raises(ValueError, match=rf"^routed_experts=.*: cannot be read for 2 tokens in {layers} .*{found}"):
+        decoded(base64.b64encode(data).decode(), 2, layers)
 
 
 def test_a_new_run_begins_its_record_anew_and_one_that_continues_keeps_it(tmp_path):
@@ -66,7 +70,7 @@ def test_files(tmp_path):
     assert np.load(tmp_path / "a.npy").tolist() == [*ROWS.tolist(), ROWS[0].tolist()]
     write_sequences(tmp_path / "a.jsonl", [([1, 2, 3], ROWS)])
     (line,) = map(json.loads, (tmp_path / "a.jsonl").read_text().splitlines())
-    assert line["tokens"] == [1, 2, 3] and decoded(line["routed_experts"], 3).tolist() == ROWS.tolist()
+    assert line["tokens"] == [1, 2, 3] and decoded(line["routed_experts"], len(ROWS), 3).tolist() == ROWS.tolist()
     for name in ("a.bin", "nowhere/a.npy"):
         with pytest.raises(ValueError, match="--routed-experts=.*: cannot be written. Allowed: .npy or .jsonl"):
             check_form(tmp_path / name)

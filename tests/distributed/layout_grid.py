@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from tests.distributed.layouts import ONE, Layout
 from tests.distributed.rank_server import RankServers
@@ -101,11 +102,11 @@ class Grid:
         if self.own_servers is not None:
             self.own_servers.close()
 
-    def run(self, layout: Layout, forced: bool = False, traffic: bool = False) -> dict:
+    def run(self, layout: Layout, forced: bool = False, traffic: bool = False, save_at: int | None = None) -> dict:
         """What layout_run.py kept of `layout`, steps COMMON + 1 to the last.
 
         Args: forced, under one rank's routing; traffic, count what is sent and keep no gradients, whose gathering would
-        count.
+        count; save_at, the step whose checkpoint is written.
         """
         name = layout.name + forced * "-forced" + traffic * "-traffic"
         checkpoints = self.directory / name / "checkpoints"
@@ -114,7 +115,12 @@ class Grid:
         (checkpoints / f"iter_{COMMON:07d}").symlink_to(source / f"iter_{COMMON:07d}")
         shutil.copy(source / "latest_checkpointed_iteration.txt", checkpoints)
         ids = str(self.directory / f"{ONE.name}.from_common.pt") if forced else None
-        return self._run(layout, name=name, forced=ids, traffic=traffic)
+        return self._run(layout, name=name, save_at=save_at, forced=ids, traffic=traffic)
+
+    def saved(self, layout: Layout, step: int) -> dict[str, torch.Size]:
+        """Shapes of the tensors in a checkpoint of `layout`, by key."""
+        stored = FileSystemReader(self.directory / layout.name / "checkpoints" / f"iter_{step:07d}").read_metadata()
+        return {key: entry.size for key, entry in stored.state_dict_metadata.items() if hasattr(entry, "size")}
 
     def _run(
         self,

@@ -92,6 +92,17 @@ OF_74B = (
 )
 LAYOUTS_OF_74B = (layout("ep4", 4, ep=4), layout("cp2ep4", 4, cp=2, ep=4))
 
+# Adapters on a frozen base.
+ADAPTERS = (
+    "optim.lora.rank=8",
+    "optim.lora.alpha=16",
+    "optim.lora.targets=[attention,experts,router]",
+    "optim.lr=1e-2",
+)
+ADAPTER_LAYOUTS = tuple(each for each in QUICK + RECOMPUTED if "tp2" not in each.name) + tuple(
+    each for each in SLOW if each.name in ("cp2", "ep2", "dp2-overlap", "ep2-allgather", "pp2ep2")
+)
+
 # With every rank's optimizer state whole; one rank is run the same way, since the two kinds of checkpoints differ.
 PLAIN_OPTIMIZER = "parallel.use_distributed_optimizer=false"
 PLAIN = tuple(BY_NAME[name] for name in ("dp2", "cp2", "ep2", "tp2", "pp2"))

@@ -4,14 +4,20 @@ checkpoint.
 """
 
 import copy
+import functools
 import warnings
 
 import pytest
+import torch
 
+from tests.checkpoint.convert.published import publish, spread
 from tests.distributed.layout_grid import COMMON, Grid
 from tests.distributed.layouts import (
+    ADAPTER_LAYOUTS,
+    ADAPTERS,
     LAYOUTS_OF_74B,
     OF_74B,
+    ONE,
     PACKED,
     PACKED_LAYOUTS,
     PLAIN,
@@ -23,6 +29,8 @@ from tests.distributed.layouts import (
     Layout,
 )
 from tests.distributed.packed_corpus import boundaries, short_documents
+from tests.hosts.test_routing import MODEL as BASE
+from zaya_plugin.checkpoint.convert.adapters import Lora
 
 LOSS, GRADIENT = 1e-5, 1e-4
 FLIPS = 0.002  # share of expert choices that may fall otherwise
@@ -59,14 +67,25 @@ def layer_norm_grid(tmp_path_factory, corpus):
 
 
 @pytest.fixture(scope="module")
+def adapter_grid(tmp_path_factory, corpus, grid):
+    """A function of optim.lora.experts."""
+    folder = tmp_path_factory.mktemp("adapters")
+    base = publish(folder / "base", model=BASE, change=spread)
+    words = (f"handover.from_hf={base}", f"stage.rotary_base={BASE.rotary_base}", *ADAPTERS)
+    return functools.cache(
+        lambda kind: Grid(folder / kind, corpus, (*words, f"optim.lora.experts={kind}"), servers=grid.servers)
+    )
+
+
+@pytest.fixture(scope="module")
 def grid_of_74b(tmp_path_factory, corpus):
     grid = Grid(tmp_path_factory.mktemp("of_74b"), corpus, OF_74B)
     yield grid
     grid.close()
 
 
-def check(grid: Grid, layout: Layout) -> None:
-    difference = grid.compare(grid.run(layout))
+def check(grid: Grid, layout: Layout, save_at: int | None = None) -> None:
+    difference = grid.compare(grid.run(layout, save_at=save_at))
     if difference.flips:
         assert difference.near_ties, "an expert was chosen otherwise where the choice was not close"
         assert difference.flips <= FLIPS * difference.choices
@@ -148,6 +167,28 @@ def test_layer_norm_in_a_layout_equals_one_rank(layer_norm_grid, layout):
     """Its bias is in the common checkpoint, and under tensor parallelism its gradient is summed over the ranks."""
     assert sum(key.endswith("norm.bias") for key in layer_norm_grid.one["gradients"][0]) == 2 * 4 + 1
     check(layer_norm_grid, layout)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        pytest.param(kind, layout, id=f"{kind}-{layout.name}", marks=() if fast else pytest.mark.slow)
+        for kind in ("each", "shared")
+        for layout in ADAPTER_LAYOUTS
+        for fast in [(kind, layout.name) == ("shared", "cp2ep2")]
+    ],
+)
+def test_adapters_in_a_layout_equal_one_rank(adapter_grid, kind, layout):
+    """One rank's checkpoint of the adapters is continued in the layout; the gradients are those of the adapters alone, and
+    the layout's checkpoint has the tensors of one rank's.
+    """
+    grid, lora = adapter_grid(kind), Lora(8, 16.0, ["attention", "experts", "router"], lora_experts=kind)
+    shapes = lora.shapes(BASE) | {row.ours[0]: row.shape for row in lora.retrained(BASE)}
+    assert {name: tuple(gradient.shape) for name, gradient in grid.one["gradients"][0].items()} == shapes
+    counts = torch.stack([row["tokens_per_expert"][:, : BASE.num_experts] for row in grid.one["reported"]]).float()
+    assert (counts.amax(-1) / counts.mean(-1)).mean() < 10, "most experts get no token, so their gradients are 0"
+    check(grid, layout, save_at=2 * COMMON)
+    assert grid.saved(layout, 2 * COMMON) == grid.saved(ONE, COMMON)
 
 
 @pytest.mark.slow

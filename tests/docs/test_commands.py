@@ -129,6 +129,7 @@ def run(script: str, folder: Path, programs: Path) -> None:
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "HOME": str(folder),
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",  # what a notebook hands down, and is not installed here
     }
     done = subprocess.run(
         ["bash", "-eo", "pipefail", "-c", script],

@@ -8,10 +8,10 @@ exit.
 
 `python -m tests.faults.forked_ranks` runs jobs from JSON lines on stdin: {"argv": [...], "log": path, "kill": [point,
 seconds] or null, "reads": path or null} and answers each with a line {"code": exit code}. SIGKILL comes this many
-seconds after the job reached a point, so that a busy machine is no other test: a number is that of lines it has
-written, a string a checkpoint directory in which it has begun a save. A killed job's code is -9. The answer's "spawned"
-are the processes that the job had started when it was killed, "left" those that did not end with it. With "reads": path
-a job appends there what its training reads of a StreamDataset, a line "sample source position" each.
+seconds after the job reached a point, so that a busy machine is no other test: an absolute path is a checkpoint
+directory in which it has begun a save, another string a text that it has printed. A killed job's code is -9. The
+answer's "spawned" are the processes that the job had started when it was killed, "left" those that did not end with it.
+With "reads": path a job appends there what its training reads of a StreamDataset, a line "sample source position" each.
 """
 
 import json
@@ -22,8 +22,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-from tests.running import without_phases
 
 
 def main() -> int:
@@ -49,7 +47,7 @@ def main() -> int:
     return 0
 
 
-def run(argv: list[str], log: str, kill: tuple[int | str, float] | None, reads: str | None) -> dict:
+def run(argv: list[str], log: str, kill: tuple[str, float] | None, reads: str | None) -> dict:
     """One command in a fork."""
     reached = None if kill is None else point(kill[0], log)
     with socket.socket() as probe:
@@ -89,11 +87,11 @@ def run(argv: list[str], log: str, kill: tuple[int | str, float] | None, reads: 
         time.sleep(0.005)
 
 
-def point(kill: int | str, log: str) -> Callable[[], bool]:
+def point(kill: str, log: str) -> Callable[[], bool]:
     """Whether the job that is started next has come to the point where it is to be killed."""
-    if isinstance(kill, int):
-        before = lines_of(log)
-        return lambda: lines_of(log) - before >= kill
+    if not kill.startswith("/"):
+        before = printed(log).count(kill)
+        return lambda: printed(log).count(kill) > before
     folder = Path(kill)
     known = {path.name: path.stat().st_mtime_ns for path in folder.glob("iter_*")}
     return lambda: any(known.get(path.name) != path.stat().st_mtime_ns for path in folder.glob("iter_*"))
@@ -137,9 +135,9 @@ def record_reads(path: str) -> None:
     StreamDataset.__getitem__ = recorded
 
 
-def lines_of(log: str) -> int:
-    """Lines in `log` so far, without those about phases."""
-    return without_phases(Path(log).read_text(errors="replace")).count("\n")
+def printed(log: str) -> str:
+    """What is in `log` so far."""
+    return Path(log).read_text(errors="replace")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class Ranks:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True
         )
 
-    def run(self, *argv: str, kill: tuple[int | str, float] | None = None, reads: Path | None = None) -> int:
+    def run(self, *argv: str, kill: tuple[str, float] | None = None, reads: Path | None = None) -> int:
         """Exit code of a command; kill and reads: see tests.faults.forked_ranks."""
         job = {"argv": argv, "log": str(self.log), "kill": kill, "reads": str(reads) if reads else None}
         self.process.stdin.write(json.dumps(job) + "\n")

@@ -82,7 +82,7 @@ def test_kills_are_no_failures_and_a_copy_is_another_run_in_wandb(start, tmp_pat
     (tmp_path / "run" / "checkpoints" / starts.NAME).unlink()  # as if only the checkpoints had been copied
     before = len(ranks.log.read_text())
     for _ in range(2):
-        assert ranks.run(*words, kill=(1, 0.0)) == -9, "killed once it has printed its first line"
+        assert ranks.run(*words, kill=("continuing after step 4", 0.0)) == -9
     copied = "this run is a copy of the one in"
     assert ranks.log.read_text()[before:].count(f"{copied} {saved}") <= 1, "only the first start finds that out"
     fork = starts.read(tmp_path / "run" / "checkpoints")["fork"]

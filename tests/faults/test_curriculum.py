@@ -119,7 +119,7 @@ def test_a_save_starts_no_process(tmp_path, corpus, ranks):
         "stage.train_iters=40",
         "checkpoint.save_interval=2",
     )
-    assert ranks.run(*words, f"run_dir={tmp_path}", kill=(9, 0.0)) == -9, ranks.log.read_text()[-3000:]
+    assert ranks.run(*words, f"run_dir={tmp_path}", kill=("step  5/40", 0.0)) == -9, ranks.log.read_text()[-3000:]
     assert saved_step(tmp_path) >= 2 and ranks.spawned == []
 
 

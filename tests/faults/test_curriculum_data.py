@@ -74,8 +74,7 @@ def test_no_sample_is_repeated_or_left_out_where_the_blend_changes(tmp_path, ran
     for stage, length in (("demo_1", 16), ("demo_2", 16), ("demo_3", 48)):
         log, command, again = tmp_path / f"{stage}.reads", ("curriculum", "--only", stage, *words), 0
         if stage == "demo_2":
-            # One line that it begins, four of sources, one of the reporter; two steps, a checkpoint, a step.
-            assert ranks.run(*command, kill=(10, 0.0), reads=log) == -9
+            assert ranks.run(*command, kill=("step 5/8", 0.0), reads=log) == -9
             again = saved_step(tmp_path / stage) * 2
             assert 0 < again < len(samples_read(log)), "steps after the checkpoint are taken again"
             killed = len(samples_read(log))

@@ -11,7 +11,8 @@ H, EXPERTS, RANK, SCALE = 2048, 16, 16, 2.0
 
 
 @pytest.mark.gpu
-def test_adapters_of_the_experts_against_merged_weights_in_fp32():
+@pytest.mark.parametrize("count", [EXPERTS, 1], ids=["each", "shared"])
+def test_adapters_of_the_experts_against_merged_weights_in_fp32(count):
     generator = torch.Generator("cuda").manual_seed(1)
     counts = torch.tensor([0, 1, 700, 255, 17, *[283] * 11])
     offsets, rows = counts.cumsum(0).int().cuda(), int(counts.sum()) + 64
@@ -21,8 +22,8 @@ def test_adapters_of_the_experts_against_merged_weights_in_fp32():
 
     x, weights = random(rows, H, scale=1.0), torch.rand(rows, device="cuda", generator=generator)
     fc1, fc2 = random(EXPERTS, 2 * H, H, scale=0.02), random(EXPERTS, H, H, scale=0.02)
-    a1, b1 = random(EXPERTS, RANK, H, scale=0.02), random(EXPERTS, 2 * H, RANK, scale=0.05)
-    a2, b2 = random(EXPERTS, RANK, H, scale=0.02), random(EXPERTS, H, RANK, scale=0.05)
+    a1, b1 = random(count, RANK, H, scale=0.02), random(count, 2 * H, RANK, scale=0.05)
+    a2, b2 = random(count, RANK, H, scale=0.02), random(count, H, RANK, scale=0.05)
     adapters, grad = [t.requires_grad_() for t in (a1, b1, a2, b2)], random(rows, H, scale=1.0)
     x.requires_grad_()
     y = ExpertMLP.apply(x, weights, offsets, EXPERTS, None, SCALE, *fc1, *fc2, *adapters)
@@ -33,8 +34,9 @@ def test_adapters_of_the_experts_against_merged_weights_in_fp32():
     wx, *(wa1, wb1, wa2, wb2) = wide
     parts, start = [], 0
     for expert, stop in enumerate(offsets.tolist()):
-        first = fc1[expert].float() + SCALE * wb1[expert] @ wa1[expert]
-        second = fc2[expert].float() + SCALE * wb2[expert] @ wa2[expert]
+        own = expert % count
+        first = fc1[expert].float() + SCALE * wb1[own] @ wa1[own]
+        second = fc2[expert].float() + SCALE * wb2[own] @ wa2[own]
         gate, up = (wx[start:stop] @ first.T).chunk(2, dim=-1)
         parts.append((F.silu(gate) * up * weights[start:stop, None]) @ second.T)
         start = stop

@@ -48,17 +48,7 @@ group: local_group
 task: [local_choice, local_half]
 aggregate_metric_list: [{metric: acc, weight_by_size: true}]
 """
-BROKEN = """\
-task: local_broken
-dataset_path: json
-dataset_kwargs: {data_files: {test: FILE}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{question}}"
-doc_to_target: "{{choices[0]}}"
-metric_list: [{metric: exact_match}]
-process_docs: !function needs_a_package.rows
-"""
+BROKEN = WRITTEN.replace("local_written", "local_broken") + "process_docs: !function needs_a_package.rows\n"
 
 
 @pytest.fixture(scope="module")

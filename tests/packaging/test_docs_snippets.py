@@ -24,7 +24,7 @@ KERNELS = ("kernels.md",)
 (OWN_LOOP,) = [text for page, number, _, text in SNIPPETS if (page, number) == ("own-loop.md", 0)]
 SHOWN_AND_RUN_ELSEWHERE = {("own-loop.md", 0): "tests/test_example.py"}
 # tests/checkpoint/convert runs its calls on models that it makes.
-NOT_RUN = {("weights.md", 0): "network", ("weights.md", 1): "network"}
+NOT_RUN = {("fine-tune.md", 0): "network", ("weights.md", 0): "network"}
 TORCH = "import torch\nimport hip_ops\n"
 SORTED = TORCH + "order = hip_ops.sort_by_expert(torch.arange(32) % 16, 16)\n"
 FRAGMENTS = {  # (page, number) -> the lines before it
@@ -35,6 +35,10 @@ FRAGMENTS = {  # (page, number) -> the lines before it
     + "projected, previous, d_state = torch.randn(3, 5, 8)\ngamma, b_down, w_norm, b1, b2 = torch.randn(5, 8)\n"
     + "w1, w2, w2_main_grad = torch.randn(3, 8, 8)\nw_out, biases = torch.randn(17, 8), torch.zeros(17)\n"
     + "d_weights = torch.randn(5)\nfc1, fc1_main_grad, d_gate_up = *torch.randn(2, 16, 12, 8), torch.randn(32, 12)",
+    ("reinforcement.md", 0): "import functools, torch, zaya_plugin\nfrom pathlib import Path\n"
+    + "from tests.inference.small import SMALL, publish_small\nzaya_plugin.apply_patches()\n"
+    + "zaya_plugin.zaya_from_hf = functools.partial(zaya_plugin.zaya_from_hf, use_cpu_initialization=True)\n"
+    + "publish_small(Path('exports/mine'))\nrows = [torch.zeros(4, 1, dtype=torch.int32)] * SMALL.num_layers",
     ("own-loop.md", 1): OWN_LOOP.partition("model = ")[0]
     + "from megatron.core.models.gpt import GPTModel\nfrom zaya_plugin import zaya_block_spec",
 }

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from zaya_plugin import patches
-from zaya_plugin.parallel.context_exchange import Halo
 from zaya_plugin.parallel.context_order import ContextShard
+from zaya_plugin.parallel.halo import Halo
 
 patches.apply()
 

@@ -260,3 +260,19 @@ def test_the_shipped_recipes_have_no_findings(cluster):
             continue  # a short stage is not for 1,024 devices
         validate(recipe, world)
         assert findings_of(step_of(recipe, world)) == [], experiment
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cluster", "rules"),
+    [
+        ("mi300x_8", []),
+        ("mi300x_128x8", ["tiles", "optimizer_instances"]),
+        ("mi355x_8", ["product_volume", "tiles"]),
+        ("h200_8", ["memory"]),
+    ],
+)
+def test_the_74b_has_the_findings_that_its_page_names(cluster, rules):
+    recipe = compose(["experiment=zaya1_74b", f"cluster={cluster}", "data.path=none"])
+    found = findings_of(step_of(recipe, planned_ranks(recipe)))
+    assert [finding["rule"] for finding in found] == rules

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.shapes import ZAYA1_BASE
-from zaya_plugin.parallel.context_exchange import halo
 from zaya_plugin.parallel.context_order import ContextShard
+from zaya_plugin.parallel.halo import halo
 from zaya_plugin.plan.memory import Optimizer, layer_tensors, memory_plan, optimizer_bytes
 from zaya_plugin.plan.parallelism import Batch, ParallelSizes, local_parameters, sent_bytes
 

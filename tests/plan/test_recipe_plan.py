@@ -141,7 +141,10 @@ def test_a_step_that_does_not_fit_is_refused_by_a_dry_run_and_a_start_with_the_s
     told = capsys.readouterr()
     one, other = told.out.split("verdict      ")[1:]
     assert one.startswith("can start (not checked: devices and packages of the nodes, and data)\n")
-    assert "\nnot checked: data: data/corpus: there is no dataset at this path\n" in one and one.count("\n") < 25
+    assert (
+        "\nnot checked: data, which this machine lacks: data/corpus: there is no dataset at this path\n" in one
+        and one.count("\n") < 25
+    )
     problem = (
         "cluster.memory_gib=192: the step does not fit: the memory plan needs 332.9 GiB of a device, 268.5 of them"
     )

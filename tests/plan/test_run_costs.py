@@ -201,7 +201,7 @@ def test_the_command_has_every_stage_of_a_curriculum(capsys, tmp_path):
         f"{sum(stage['cost'] for stage in stages):,.0f}" in printed
         and f"{sum(stage['tokens'] for stage in stages):,}" in printed
     )
-    assert "PREDICTION, not measured on MI300X" in printed and "-9.2 %" in printed
+    assert "error: not measured on MI300X" in printed and "-9.2 %" in printed
     assert "verdict" not in printed
     words = ["experiment=zaya1_base", "cluster=mi300x_8", "stage.micro_batch_size=8"]
     assert cli.main(["plan", "run", *words]) == 2, "its last stage does not fit"
@@ -218,6 +218,7 @@ def test_on_a_cpu_sizes_and_checkpoints_are_printed(capsys):
     assert "step time: not predicted. cluster.device=cpu: no rates of a CPU are known" in printed
     header, row, *_ = (line for line in printed.splitlines() if line.startswith(("stage", "demo")))
     assert header.endswith("checkpoints") and " days " not in header and " GB x " in row
+    assert "\nstorage: 3.6 GB of checkpoints" in printed
     assert "memory of the fullest rank" not in printed and " of them active for a token" in printed
 
 
@@ -228,7 +229,7 @@ def test_five_lines_of_the_command_in_the_readme(on_mi300x):
     size, tokens, seconds, run, saves = cost_lines(step)
     assert size.startswith("parameters   8,840,488,784, 753,608,528 of them active for a token")
     assert tokens == "tokens       7,999,997,345,792 in 476,837 steps"
-    assert seconds == f"step         {step.seconds:.3g} s. {step.error}" and "PREDICTION" in seconds
+    assert seconds == f"step         {step.seconds:.3g} s. PREDICTION, {step.error}"
     days, hours = re.match(r"stage        ([0-9.]+) days, ([0-9,]+) GPU hours \(prediction", run).groups()
     assert float(days) == pytest.approx((stage["hours"] + stage["lost"]) / 24, rel=0.002)
     assert stage["hours"] / 24 == pytest.approx(476_837 * step.seconds / 86_400) == pytest.approx(304, abs=10)

@@ -56,6 +56,7 @@ def test_the_best_is_the_fastest_within_what_runs_differ(settings):
     rows = {tuple(row[name] for name in names): row["why"] for row in reversed(others)}
     assert "GiB, for a difference that runs of one command have too" in rows[8, 1, 1, 1, "permute"]
     assert "exposed dispatch" in rows[8, 1, 2, 1, "nothing"] and first["why"] == "best"
+    assert {(row["mark"], row["expert"] > 1) for row in (first, *others)} == {(None, False), ("*", True)}
 
 
 @pytest.mark.slow
@@ -74,14 +75,18 @@ def test_the_command_writes_what_it_names(capsys, tmp_path):
     assert cli.main(["plan", "fit", *words, f"--output={folder / 'fitted.yaml'}"]) == 0
     printed = capsys.readouterr().out
     assert "stage.micro_batch_size=4 parallel.context_parallel_size=1" in printed and "-9.2" not in printed
+    assert "the best (within 0.7% of the fastest) on 8 devices of h200_8 (prediction, within 8 %" in printed
+    assert "\n* no committed record of the current code has context or expert or tensor parallelism\n" in printed
     assert yaml.safe_load((folder / "fitted.yaml").read_text())["defaults"] == ["zaya1_base", "_self_"]
     mine = compose(["experiment=fitted", "cluster=h200_8", "data.path=none", f"hydra.searchpath=[file://{tmp_path}]"])
     assert mine.stage.micro_batch_size == 4 and mine.parallel.recompute_modules == ["permute"]
     assert search.words_of({"a.b": ["x", "y"], "a.c": None, "a.d": 2}) == ["a.b=[x,y]", "a.c=null", "a.d=2"]
     for more, complaint in (
+        ([*words, "--output=no/x.yaml"], "--output=no/x.yaml: its folder does not exist"),
         (["experiment=cpu_demo"], "no rates of a CPU are known"),
         ([*words, "cluster.memory_gib=null"], "cluster.memory_gib=null: is needed for a search"),
         ([*words, "--gpus=8", "cluster.memory_gib=4"], "no searched setting fits into 3.6 GiB"),
     ):
         assert cli.main(["plan", "fit", *more]) == 2
-        assert complaint in capsys.readouterr().err
+        told = capsys.readouterr()
+        assert complaint in told.err and not told.out

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test sizes near a recipe's and widths of experts: whole tiles, equal parameters, and the bytes that decoding reads."""
 
+from dataclasses import replace
+
 import pytest
 
 from zaya_plugin import cli
 from zaya_plugin.config.compose import compose
 from zaya_plugin.config.schema import with_values
 from zaya_plugin.plan import sizes
-from zaya_plugin.plan.flops import count_parameters
+from zaya_plugin.plan.flops import count_parameters, forward_flops_by_part
 from zaya_plugin.plan.recipe_plan import shape_of
 
 
@@ -42,6 +44,13 @@ def test_wider_experts_train_at_a_higher_rate_and_decode_more_slowly(recipe):
     shape = shape_of(recipe)
     whole = 2 * sum(count_parameters(shape).values()) + 1000 * 4096 * 40 * 1024
     assert sizes.decode_seconds(shape, 1000, 6e14, 4.33e12) == pytest.approx(whole / 4.33e12)
+    # of layers with a window, a token behind 4,096 others reads all of them, and behind 8,192 half of them
+    windows = replace(shape, sliding_window=4096, window_attn_skip_freq=2)
+    assert [windows.cached_tokens(n) for n in (100, 4096, 8192)] == [40 * 100, 40 * 4096, 20 * 8192 + 20 * 4096]
+    others = forward_flops_by_part(shape, 4096)
+    for context, keys in ((4096, 40 * 4096), (8192, 20 * 4096 + 20 * 8192)):
+        operations = sum(others.values()) - others["attention"] + 4 * 8 * 128 * keys
+        assert sizes.decode_seconds(windows, 1, 1.0, 1e30, context) == pytest.approx(operations)
     lines = sizes.percentages(rows, 2048)
     assert all(values[2] == pytest.approx(100) for values in lines.values()) and len(lines) == 4
 
@@ -55,5 +64,12 @@ def test_the_command_prints_and_draws(capsys, tmp_path):
     assert picture.read_bytes()[:4] == b"\x89PNG"
     assert cli.main(["plan", "sizes", *words[:1], "cluster=mi300x_8"]) == 0
     assert "-9.2 %" in capsys.readouterr().out
+    for name, complaint in (
+        ("x.doc", "another ending. Allowed: .png. Fix: --picture x.png"),
+        ("no/x.png", "its folder does not exist"),
+    ):
+        assert cli.main(["plan", "sizes", *words, f"--picture={name}"]) == 2
+        told = capsys.readouterr()
+        assert complaint in told.err and not told.out
     assert cli.main(["plan", "sizes", "experiment=cpu_demo"]) == 2
     assert "machine.name=null: is not a device whose tiles are known" in capsys.readouterr().err

@@ -3,15 +3,19 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.convert.published import TINY, publish
 from tests.checkpoint_files import pretend_checkpoint
 from zaya_plugin import cli
+from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.config.compose import compose, save_recipe
 from zaya_plugin.ground.exit_codes import ENDED_EARLY
 from zaya_plugin.handover.predecessor import predecessor, saved_step
+from zaya_plugin.handover.published import compose_published
 from zaya_plugin.run import curriculum_run
 from zaya_plugin.run.curriculum_run import check, domain_table, read_state, table, write_state
 from zaya_plugin.run.stages import Curriculum, compose_curriculum
@@ -46,6 +50,24 @@ def test_stages_take_over_from_each_other(tmp_path):
     )
 
 
+def test_all_stages_have_the_model_of_published_weights(tmp_path):
+    """The first stage starts from them, with their RoPE base; the others from the stage before, with their own."""
+    model = replace(TINY, num_layers=3, rotary_base=777)
+    source = f"handover.from_hf={publish(tmp_path / 'published', model=model)}"
+    curriculum = made(tmp_path, source, "demo_3:model.router_hidden_size=24")
+    first, second, third = (stage.recipe for stage in curriculum.stages)
+    assert [Description.of_recipe(recipe, 64).differing(model) for recipe in (first, second)] == [[], []]
+    assert (third.model.num_layers, third.model.router_hidden_size) == (3, 24), "refused when the stage starts"
+    assert [recipe.handover.from_hf for recipe in (second, third)] == [None, None]
+    assert (
+        first.stage.rotary_base == 777 and second.stage.rotary_base == made(tmp_path).stages[1].recipe.stage.rotary_base
+    )
+    assert compose_published(list(curriculum.stages[0].overrides)) == first
+    assert compose(list(curriculum.stages[1].overrides)) == second
+    with pytest.raises(ValueError, match="model.num_layers=4: .* has 3"):
+        made(tmp_path, source, "model.num_layers=4")
+
+
 def test_neighbours_with_the_same_data_share_its_order(tmp_path):
     places = [(s.recipe.handover.first_sample, s.recipe.handover.planned_samples) for s in made(tmp_path).stages]
     assert places == [(0, 90 * 32), (60 * 32, 90 * 32), (0, None)]
@@ -61,6 +83,8 @@ def test_neighbours_with_the_same_data_share_its_order(tmp_path):
         (["curriculum.stages=[cpu_demo_stage1,zaya_2]"], "experiment=zaya_2: no such recipe"),
         (["demo_1:stage.trainiters=1"], "Fix: stage.train_iters=1"),
         (["curriculum.stages=[cpu_demo_stage1,cpu_demo_stage1]"], "two of them have the same stage.name"),
+        (["handover.from_hf=x", "optim.lora.rank=8"], "optim.lora.rank=8: the stage demo_1 is to train adapters"),
+        (["demo_3:optim.lora.rank=8"], "Fix: zaya train experiment=cpu_demo_stage3 handover.from_hf=... optim.lora"),
     ],
 )
 def test_mistakes_are_named(tmp_path, overrides, message):

@@ -10,7 +10,7 @@ import pytest
 from tests.aegis.journals import ONE_CRASH, write
 from tests.pictures.pages import read
 from tests.running import train, train_and_signal
-from tests.runs.test_run_data import run, step
+from tests.runs.test_run_data import ODD_LINES, run, step
 from zaya_plugin import cli
 from zaya_plugin.ground import packages
 from zaya_plugin.pictures.content import ALARM, COLOURS
@@ -130,7 +130,7 @@ def test_the_command_writes_a_page_and_a_picture(tmp_path, capsys):
     [
         (["no"], "RUN=no: does not exist."),
         (["."], "RUN=.: has neither metrics.jsonl nor recipe.yaml."),
-        (["a", "--output", "a.svg"], "--output=a.svg: the name of a picture has another ending. Allowed: .html, .png."),
+        (["a", "--output", "a.svg"], "--output=a.svg: the name of the file has another ending. Allowed: .html, .png."),
         (["a", "--output", "no/a.png"], "its folder does not exist"),
         (["a", *(f"b/{number}" for number in range(20))], "21 runs are too many for one picture"),
     ],
@@ -158,7 +158,10 @@ def test_rows_without_sense_are_drawn_without_them(tmp_path, capsys):
         run(tmp_path / name, of_run, recipe="name: 7\nstage: {train_iters: many}\nmodel: [1]\ncheckpoint: {path: 3}\n")
         for name, of_run in rows.items()
     ]
+    places.append(run(tmp_path / "odd", [step(7)], ODD_LINES))
     assert cli.main(["runs", "plot", *map(str, places), "--output", str(tmp_path / "a.html")]) == 0
+    odd = picture([read_run(places[-1])])
+    assert {name: value for name, value, _ in odd.figures}["training time"] == "-"
     page = picture([read_run(places[1])])
     np.testing.assert_array_equal(panels(page)["Expert load over layers and steps"].layers[0].values, [[1.0]])
     read((tmp_path / "a.html").read_text())

@@ -26,6 +26,14 @@ def run(folder, rows=(), tail="", recipe="name: mine\nstage:\n  train_iters: 100
     return folder
 
 
+# A step of 71 bits, a negative one, a number above fp64's range, a loss of 330 digits
+ODD_LINES = (
+    f'{{"step": {2**70}, "loss": 1.0, "step_s": 0.5}}\n{{"step": -3, "loss": 1.0, "step_s": 0.5}}\n'
+    f'{{"step": 8, "loss": 2.0, "step_s": 1e999, "eta_s": 1.0}}\n'
+    f'{{"step": 9, "loss": 1{"0" * 329}, "step_s": 0.5, "eta_s": 1.0, "expert_load": [[1{"0" * 329}, 0]]}}\n'
+)
+
+
 def column(data, key):
     steps, values = data.metrics.columns[key]
     return dict(zip(steps, values, strict=True))
@@ -53,6 +61,13 @@ def test_of_a_repeated_step_the_later_attempt_counts_and_the_restart_is_marked(t
     assert "mfu" not in data.metrics.columns
     assert [(mark.step, mark.kind) for mark in data.marks] == [(5, "restart"), (5, "loss spike"), (6, "skipped update")]
     assert (data.last["step"], data.state) == (6, "running")
+
+
+def test_a_run_that_went_back_before_its_first_validation_has_none(tmp_path):
+    rows = [step(number) for number in range(1, 5)]
+    data = read_run(run(tmp_path / "a", [*rows, {"step": 4, "valid_loss": 9.0}, step(2), step(3)]))
+    assert column(data, "loss") == {number: 8.0 - number / 100 for number in (1, 2, 3)}
+    assert "valid_loss" not in data.metrics.columns
 
 
 def test_a_run_that_goes_on_after_its_last_row_is_marked_too(tmp_path):

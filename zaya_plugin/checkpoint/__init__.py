@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: inspection on disk, and conversion to and from transformers' parameter names."""
+"""Checkpoints: saves without a stall, loads, inspection on disk, and conversion to and from transformers' names."""

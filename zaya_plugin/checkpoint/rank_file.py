@@ -108,6 +108,15 @@ def main_weights(boxes: Iterable[Box]) -> dict[str, tuple[int, ...]]:
     return {box.key.removeprefix(MAIN_WEIGHTS): box.shape for box in boxes if box.key.startswith(MAIN_WEIGHTS)}
 
 
+def copied_weights(sharded_state_dict: ShardedStateDict) -> list[str]:
+    """Return the keys of parameters whose fp32 weights are in this rank's state and owned by others. Call it after
+    `contents`.
+    """
+    sharded, _ = extract_sharded_base(sharded_state_dict)
+    keys = (value.key for value in nested_values(sharded) if not is_main_replica(value.replica_id))
+    return [key.removeprefix(MAIN_WEIGHTS) for key in keys if key.startswith(MAIN_WEIGHTS)]
+
+
 @dataclass
 class RankFile:
     """The plan of one rank's file.
@@ -197,7 +206,7 @@ def index(entries: Iterable[Entry], derived: Iterable[str]) -> bytes:
     reader converts them to the dtype of the tensor that it fills.
 
     Raises:
-        ValueError: the boxes of a tensor do not have as many elements as the tensor.
+        ValueError: the boxes of a tensor do not have as many elements as the tensor, or no rank owns fp32 weights.
     """
     by_key: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
@@ -207,6 +216,8 @@ def index(entries: Iterable[Entry], derived: Iterable[str]) -> bytes:
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for key, parts in by_key.items():
+        if not parts:
+            raise ValueError(f"{key}: no rank owns its fp32 weights, so no run could resume from the checkpoint")
         first = parts[0]
         for part in parts:
             offset = torch.Size(part.offset) if part.dtype is not None else None

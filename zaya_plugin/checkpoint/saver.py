@@ -30,7 +30,16 @@ import torch
 from zaya_plugin.checkpoint import places
 from zaya_plugin.checkpoint.host_buffer import HostBuffer, Staging
 from zaya_plugin.checkpoint.places import Place
-from zaya_plugin.checkpoint.rank_file import COMMON, FORMAT, RankFile, contents, index, main_weights, without_derived
+from zaya_plugin.checkpoint.rank_file import (
+    COMMON,
+    FORMAT,
+    RankFile,
+    contents,
+    copied_weights,
+    index,
+    main_weights,
+    without_derived,
+)
 from zaya_plugin.checkpoint.writer import Save
 
 FREE, BUSY, FAILED = 0, 1, 2  # states of a rank's writer; ranks agree on the largest
@@ -156,7 +165,9 @@ class Saver:
         boxes, objects, common = contents(state)
         owned: list = [None] * self.world
         torch.distributed.all_gather_object(owned, main_weights(boxes))
-        boxes, derived = without_derived(boxes, {key: shape for shapes in owned for key, shape in shapes.items()})
+        shapes = {key: shape for of_rank in owned for key, shape in of_rank.items()}
+        boxes, derived = without_derived(boxes, shapes)
+        derived += [key for key in copied_weights(state) if key not in shapes]  # which `index` refuses
         if self.rank == 0:
             objects[COMMON] = [common]
         self._file = RankFile.plan(f"__{self.rank}_0.distcp", boxes, objects)

@@ -37,7 +37,14 @@ failure, or nothing was heard of it for 10 minutes (and 20 steps); 2 a mistake o
 REPORT = """\
 Reads the journal of a run that `zaya aegis run` supervises or has supervised, and prints the share of the time
 that was training, the cost of each class of failures, and how long detection and recovery took. It changes nothing; a
-run that has not ended is reported up to the last line of its journal."""
+run that has not ended is reported up to the last line of its journal.
+
+Effective training time (ETTR, arXiv 2509.16293): seconds of training that was kept / seconds; validation and saving count
+as training, steps that a restart makes again do not count the first time. Goodput: steps that were kept x median seconds
+of a step (of its stage) / seconds; slow steps, validation and saving lower it. Uptime: seconds in which ranks were
+running / seconds. Lost by cause: steps made again, and seconds from the last step that was kept to the first step of the
+next attempt; the same times ranks, as GPU hours. Time to detect: from the cause's time on its node (of a hang: the last
+step) to the `symptom` line. Time to recover: from there to the next first step."""
 REPORT_EXAMPLES = """\
 examples:
   zaya aegis report runs/mine                        tables

@@ -29,7 +29,9 @@ from zaya_plugin.ground.option_numbers import (
     real_number,
     whole_number,
 )
+from zaya_plugin.ground.whole_file import check_ending
 
+TABLES = (".md", ".csv", ".jsonl")  # of --table
 OUTPUT = option(
     "--output", type=Path, default=Path("runs/bench"), metavar="DIR", help="folder of the JSON and PNG (runs/bench)"
 )
@@ -41,7 +43,23 @@ Measures a few steps of a recipe in the loop of `zaya train`.
 After a warm-up, steps are timed without a profiler; one further step is traced. The report divides the traced step's
 time among attention prologue, attention, projections, router, experts, norms, head and loss, embedding, gradient
 buffers, optimizer, exposed communication and idle, and compares each with the matrix-product and copy rates of the same
-device. No checkpoint is saved; W&B runs offline."""
+device. No checkpoint is saved; W&B runs offline.
+
+Columns: ms and share are of the traced step on rank 0, and the rows add up to the step. Forward and backward: the time
+outside and inside nodes of the backward pass; recomputed activations count as backward. TFLOP and GB: operations of rank
+0 and the least bytes that it moves, by the formulas of predictions; every operand of every product and pass counts once,
+so a working set that stays in the cache can exceed 100 %; of the optimizer, those of the busiest rank. GEMM and copy:
+these against the measured rates. Roofline: the larger of the two; parts far below 100 % in both have another limit: small
+matrices, many small kernels, waves that do not fill the device.
+
+Rows: a part is a range around the model's methods, which exists only while a step is traced; a kernel of the backward
+pass belongs to the operator whose gradient it computes. Projections: the input projections and the output projection of
+attention, and attention's work outside its other rows. Attention prologue: convolutions, q-k mean and norm, value shift,
+RoPE and its tables. Experts: sort, permute, grouped products, SwiGLU, unpermute, and gradients that its own kernels add
+to the fp32 buffer. Head and loss: the tied head's products forward and backward, and cross-entropy. Gradient buffers:
+zeroing, passes that add gradients to the fp32 buffer, scaling by the number of tokens. Exposed communication: only
+communication runs; a collective waits for the slowest rank, so this includes imbalance. Idle: no kernel runs; the host is
+late, or waits. The profiler slows the host down, so the traced step has more of it than the others."""
 STEP_EXAMPLES = f"""\
 examples:
   zaya bench step experiment=cpu_demo                          the demo on this machine's CPU, after:
@@ -102,7 +120,15 @@ element.
 The command starts the ranks, one for each device (two on a CPU), or joins those of torchrun or srun; on several nodes
 groups of whole nodes and of one rank a node are measured too. Without cluster=<name> the recipe is that of this
 machine's devices. The result ends with the size from which each collective is fast, and with the size of gradient
-buckets and the number of optimizer instances that follow; parallel.bucket_plan=<its collectives.json> applies them."""
+buckets and the number of optimizer instances that follow; parallel.bucket_plan=<its collectives.json> applies them.
+
+A row of collectives.json begins with the fields of rccl-tests' JSON. size is the larger of a rank's two buffers, so of an
+all-gather or reduce-scatter the bytes of all ranks together. time is the mean of 20 calls and all ranks in microseconds.
+busBw is algBw times 2 (n - 1) / n for all-reduce, 1 for broadcast and (n - 1) / n for the others. Primus' columns, which
+--table writes alone too, differ: bytes of an all-gather or reduce-scatter are those of one rank's part, and eff_gbps
+divides these; broadcast has the factor (n - 1) / n; Primus' times begin and end with a wait of the host, these are
+between events of the device. A percentile is of the slowest rank of each call, as there. Small sizes measure how fast
+Python launches: a call takes longer than in rccl-tests, which is C++."""
 COLLECTIVES_EXAMPLES = """\
 examples:
   zaya bench collectives                                           all devices of this machine
@@ -264,7 +290,7 @@ def collectives() -> Parser:
             metavar="RANKS",
             help="groups of this many ranks, once or several times (all that divide a node, and whole nodes)",
         ),
-        option("--table", metavar="FILE", help="also write the columns of Primus, as .md, .csv or .jsonl"),
+        option("--table", metavar="FILE", help=f"also write the columns of Primus, as {', '.join(TABLES)}"),
         OUTPUT,
         COMMIT,
         recipe=True,
@@ -278,6 +304,8 @@ def _collectives(options: argparse.Namespace) -> int:
     least, most = options.least, options.most
     if most and most < least:
         raise mistake("--max-bytes", most, problem=f"is less than --min-bytes {least}", allowed=f"{least} or more")
+    if options.table:
+        check_ending(Path(options.table), "--table", TABLES)
     words = options.overrides
     if not any(word.startswith("cluster=") for word in words):
         words = [*of_this_machine(), *words]

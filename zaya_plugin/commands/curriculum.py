@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     from zaya_plugin.run.curriculum_run import dry_run, run_curriculum
     from zaya_plugin.run.stages import compose_curriculum
 
-    whole = compose_curriculum(options.overrides)
+    whole = compose_curriculum(options.overrides, download=not options.dry_run)
     if not (options.dry_run or whole.recipe.dry_run):
         return run_curriculum(whole, options.only)
     phases.show(sys.stderr)

@@ -18,7 +18,7 @@ from zaya_plugin.commands.parser import Parser, option
 from zaya_plugin.commands.process import prepare_torch
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.option_numbers import MOST_AMOUNT, whole_number
-from zaya_plugin.ground.whole_file import write_whole
+from zaya_plugin.ground.whole_file import check_folder, write_whole
 from zaya_plugin.inference.opening import Opened, find_model, open_model
 
 DESCRIPTION = f"""\
@@ -104,9 +104,7 @@ def run(options: argparse.Namespace) -> None:
         raise mistake(
             "--suite", options.suite, problem=problem, fix=f"zaya eval {options.model} --suite {options.suite}"
         )
-    if options.output is not None and not options.output.absolute().parent.is_dir():
-        fix = "--output FILE in an existing folder"
-        raise mistake("--output", options.output, problem="its folder does not exist", fix=fix)
+    check_folder(options.output, "--output")
     if options.suite is not None and options.output is not None and options.output.suffix != ".json":
         problem = "must end in .json: the table is written to a .txt of the same name"
         raise mistake(

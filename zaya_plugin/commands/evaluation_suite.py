@@ -65,9 +65,7 @@ def run_suite(
         else:
             try:
                 results[task] = score(task, row["shots"])
-            except (
-                Exception
-            ) as error:  # of a package for one task, a download, memory: the other tasks are not affected
+            except Exception as error:  # a missing package, a download, memory: other tasks are not affected
                 left_out[task] = textwrap.shorten(f"{type(error).__name__}: {error}", 400)
                 say(f"{task}: {left_out[task]}")
                 continue

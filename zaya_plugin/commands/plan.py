@@ -24,8 +24,10 @@ from zaya_plugin.ground import phases
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.exit_codes import USER_ERROR
 from zaya_plugin.ground.option_numbers import INT32, real_number, whole_number
+from zaya_plugin.ground.whole_file import check_folder
 from zaya_plugin.handover.published import compose_published
 from zaya_plugin.pictures.chart import Line, save_lines
+from zaya_plugin.pictures.files import check_picture
 from zaya_plugin.plan import search
 from zaya_plugin.plan.bucket_plan import with_bucket_plan
 from zaya_plugin.plan.check import DOES_NOT_FIT, findings_of, step_of, text
@@ -186,6 +188,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    check_folder(options.output, "--output")
     if options.overrides or not options.record:
         recipe, world = composed(options.overrides, options.gpus)
     else:
@@ -196,8 +199,10 @@ def _run(options: argparse.Namespace) -> int:
         raise ValueError(step.reason)
     stages = [step]
     if recipe.curriculum.stages:
-        curriculum = compose_curriculum(with_data_path(options.overrides)).stages
-        stages = [predict(*on_devices(stage.recipe, options.gpus), source) for stage in curriculum]
+        stages = [
+            predict(*on_devices(stage.recipe, options.gpus), source)
+            for stage in compose_curriculum(with_data_path(options.overrides)).stages
+        ]
     written = {**step.record(), "stages": [stage_cost(stage, options.price) for stage in stages]}
     unfit = [
         f"verdict      {stage.recipe.name} does not start: {findings_of(stage)[0]['what']}"
@@ -221,6 +226,7 @@ def source_from(record: Path | None, recipe: Recipe) -> Source:
 
 
 def _fit(options: argparse.Namespace) -> None:
+    check_folder(options.output, "--output")
     recipe, world = composed(options.overrides, options.gpus)
     settings = search.search(recipe, world, source_from(options.record, recipe), options.goal)
     values = search.values_of(settings[0])
@@ -236,6 +242,8 @@ def _fit(options: argparse.Namespace) -> None:
 
 
 def _sizes(options: argparse.Namespace) -> None:
+    if options.picture:
+        check_picture(options.picture, "--picture", [".png"])
     recipe, world = composed(options.overrides, options.gpus)
     rows, width = widths(recipe, world), recipe.model.moe_ffn_hidden_size
     print(*plan_report.size_lines(faster_sizes(recipe, world), rows, predict(recipe, world)), sep="\n")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from zaya_plugin.bench.results import Column, table
 from zaya_plugin.plan import search, sizes
-from zaya_plugin.plan.prediction import Prediction
+from zaya_plugin.plan.prediction import UNRECORDED, Prediction
 from zaya_plugin.plan.recipe_plan import GIB
 from zaya_plugin.plan.run_costs import RESTART_SECONDS
 
@@ -48,6 +48,7 @@ SETTINGS = (
     *(Column(name, name) for name in (*search.LAYOUTS, *search.EXCHANGES, "recomputed")),
     Column("ms", "ms", ",.1f"),
     Column("gib", "GiB", ".1f"),
+    Column("mark", ""),
     Column("why", ""),
 )
 SIZES = (
@@ -100,7 +101,7 @@ def step_lines(step: Prediction) -> list[str]:
         f"  rates: {step.gemm / 1e12:.4g} TFLOP/s in a matrix product, {step.copy / 1e12:.3g} TB/s in a copy "
         f"({step.sources})",
         table([{**row, "share": row["ms"] / 1e3 / step.seconds} for row in (*step.parts, *exposed)], STEP),
-        "Not included: the host's time between kernels"
+        "Not included: waits for the host"
         + (f", {1e3 * step.source.idle:.1f} ms of the record's traced step." if step.source.idle else "."),
     ]
 
@@ -112,7 +113,8 @@ def stage_lines(stages: Sequence[dict]) -> list[str]:
         keys = ("tokens", "device_hours", "hours", "lost", *(["cost"] if known[0]["cost"] else []))
         rows.append({"name": "sum", **{key: sum(stage[key] for stage in known) for key in keys}})
     stored = sum(stage["saved_bytes"] * stage["kept"] for stage in stages)
-    storage = f"storage: {stored / 1e12:.2f} TB of checkpoints at the end, and one more while it is written"
+    size = f"{stored / 1e12:.2f} TB" if stored >= 1e11 else f"{stored / 1e9:.1f} GB"
+    storage = f"storage: {size} of checkpoints at the end, and one more while it is written"
     return [table([_stage_row(stage) for stage in rows], STAGES), *([FAILURES] if known else []), storage]
 
 
@@ -156,12 +158,19 @@ def layout_lines(ranks: Sequence[dict], faults: Sequence[str], world: int, param
 
 def setting_lines(settings: Sequence[Prediction], goal: str) -> list[str]:
     """Return the ranking of a search as lines."""
-    best, goals = settings[0], {"time": "the fastest", "memory": "the one that needs least memory"}
-    return [
-        f"{len(settings)} options fit; {goals[goal]} on {best.world} devices of {best.recipe.cluster.name} (prediction: "
-        f"{best.error})",
-        table(search.report(settings), SETTINGS),
+    best, rows = settings[0], search.report(settings)
+    rule = {
+        "time": f"within {search.EQUAL_TIME:.1%} of the fastest",
+        "memory": f"within {search.EQUAL_MEMORY:.0%} of a device's memory of the smallest",
+    }[goal]
+    lines = [
+        f"{len(settings)} options fit; the best ({rule}) on {best.world} devices of {best.recipe.cluster.name} "
+        f"(prediction, {best.error})",
+        table(rows, SETTINGS),
     ]
+    if any(row["mark"] for row in rows):
+        lines.append(f"* no committed record of the current code has {' or '.join(UNRECORDED)} parallelism")
+    return lines
 
 
 def size_lines(faster: dict[str, list[dict]], widths: Sequence[dict], step: Prediction) -> list[str]:
@@ -176,7 +185,7 @@ def size_lines(faster: dict[str, list[dict]], widths: Sequence[dict], step: Pred
         f"rate of a step's matrix products on {step.recipe.machine.name}, by tiles (prediction, -12 to +21 %: "
         "docs/predictions.md)",
         table(rows, SIZES),
-        f"widths of experts with the same parameters in all experts ({step.error})",
+        f"widths of experts with the same parameters in all experts (prediction, {step.error})",
         table(widths, WIDTHS),
         f"decoding: weights and the cache of {sizes.DECODE_CONTEXT:,} tokens read once a token, no launches",
     ]

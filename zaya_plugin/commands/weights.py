@@ -30,7 +30,9 @@ CODES = "\n\nExit codes: 0, 1 the comparison failed, 2 a mistake on the command 
 Action = Callable[[argparse.Namespace], int]
 
 
-LAYOUT = option("--layout", choices=("native", "legacy"), default="native", help="of the weights; default: native")
+LAYOUT = option(
+    "--layout", choices=("native", "legacy", "smoe"), default="native", help="of the weights; default: native"
+)
 
 
 def _parser(name: str, action: Action, purpose: str, examples: str, model: str, *options: Option) -> Parser:
@@ -274,6 +276,8 @@ def _roundtrip(options: argparse.Namespace) -> int:
             folder = import_model(source, directory, shown.update, shown.reset)
         imported = reading.begin(folder, compare=False)  # every tensor is compared below
         planned = exporting.plan(exporting.open_checkpoint(imported), options.layout)
+        for change in planned.changes:
+            print(f"note: {change}")
         with bar("export") as shown:
             exporting.export_model(planned, output, shown.update, shown.reset)
         if different := verification.differences(source, open_source(output)):

@@ -495,6 +495,14 @@ class LoraConfig:
         ),
         fixed=True,
     )
+    experts: str = option(
+        "each",
+        "each: every expert has adapters of its own; shared: one adapter of each of the two matrices for all experts of a "
+        "layer",
+        name="lora_experts",
+        choices=("each", "shared"),
+        fixed=True,
+    )
     balancing: bool = option(
         False,
         "move the routers' balancing biases; off, because no adapter file has a place for them: only a merged export "

@@ -23,25 +23,26 @@ def encoded(rows: np.ndarray) -> str:
     return base64.b64encode(file.getvalue()).decode("ascii")
 
 
-def decoded(text: str, layers: int) -> np.ndarray:
+def decoded(text: str, tokens: int, layers: int) -> np.ndarray:
     """Return int16 [tokens, layers, 1] of a server's `routed_experts`: vLLM's .npy file in base64, or SGLang's int32
-    values [tokens, layers, 1] in base64.
+    values [tokens, layers, 1] in base64. Values without a header show their width by the number of tokens alone.
 
     Raises:
-        ValueError: it is neither, of another number of layers, or with a number outside [-1, 32767], as raw int16 gives
-            when it is read as int32.
+        ValueError: it is neither, of other tokens or layers, or with a number outside [-1, 32767].
     """
     try:
         data = base64.b64decode(text, validate=True)
         npy = data.startswith(b"\x93NUMPY")
         values = np.load(io.BytesIO(data), allow_pickle=False) if npy else np.frombuffer(data, np.int32)
-        if npy and (values.dtype.kind not in "iu" or values.ndim != 3 or values.shape[1:] != (layers, 1)):
+        if npy and (values.dtype.kind not in "iu" or values.shape != (tokens, layers, 1)):
             raise ValueError(f"it holds {values.dtype} {list(values.shape)}")
+        if not npy and len(values) != tokens * layers:
+            raise ValueError(f"it holds {len(data)} bytes; int32 values have {4 * tokens * layers}")
         if values.size and (values.min() < -1 or values.max() > np.iinfo(np.int16).max):
             raise ValueError(f"it holds numbers from {values.min()} to {values.max()}")
-        return values.astype(np.int16).reshape(-1, layers, 1)
+        return values.astype(np.int16).reshape(tokens, layers, 1)
     except (ValueError, EOFError) as error:
-        problem = f"cannot be read for {layers} layers of one class a token ({error})"
+        problem = f"cannot be read for {tokens} tokens in {layers} layers ({error})"
         allowed = "base64 of an .npy file (vLLM), or of int32 values (SGLang)"
         raise mistake("routed_experts", f"{text[:40]}...", problem=problem, allowed=allowed) from error
 

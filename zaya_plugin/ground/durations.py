@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Durations for a person."""
 
+import math
+
 
 def duration(seconds: float | None) -> str:
-    """Return `seconds` for a person."""
-    if seconds is None:
+    """Return `seconds` for a person, "-" for None and what is not finite."""
+    if seconds is None or not math.isfinite(seconds):
         return "-"
     if seconds < 99.95:
         return f"{seconds:.1f} s"

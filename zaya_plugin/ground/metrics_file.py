@@ -12,6 +12,7 @@ from typing import Any
 
 NAME = "metrics.jsonl"
 TAIL_BYTES = 65536
+MOST_DIGITS = 15  # of a whole number: fp64 and an array of int64 hold it
 
 
 def rows(path: Path, advance: Callable[[int], object] = lambda size: None) -> Iterator[dict[str, Any]]:
@@ -34,9 +35,17 @@ def last_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def row_of(line: bytes) -> dict[str, Any] | None:
-    """Return the row of a line; None: it is none, or is not whole."""
+    """Return the row of a line; None: it is none, is not whole, or has no step from 0 to 10^15.
+
+    A longer whole number becomes a float, which is infinite above fp64's range. NaN and infinite values stay: a run that
+    diverges writes them.
+    """
     with contextlib.suppress(ValueError, RecursionError):
-        row = json.loads(line)
-        if isinstance(row, dict) and type(row.get("step")) is int:
+        row = json.loads(line, parse_int=_number)
+        if isinstance(row, dict) and type(step := row.get("step")) is int and step >= 0:
             return row
     return None
+
+
+def _number(digits: str) -> int | float:
+    return int(digits) if len(digits) <= MOST_DIGITS else float(digits)

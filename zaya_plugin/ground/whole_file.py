@@ -3,6 +3,10 @@
 
 import contextlib
 import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from zaya_plugin.ground.errors import mistake
 
 
 def write_whole(path: str | os.PathLike, content) -> None:
@@ -18,6 +22,21 @@ def write_whole(path: str | os.PathLike, content) -> None:
         if os.path.exists(temporary):
             os.unlink(temporary)
         raise
+
+
+def check_ending(path: Path, option: str, endings: Iterable[str]) -> None:
+    """Raise ValueError if the name of a file, the value of `option`, has none of `endings`."""
+    if path.suffix not in (allowed := [*endings]):
+        fix = f"{option} {path.stem}{allowed[0]}"
+        raise mistake(
+            option, path, problem="the name of the file has another ending", allowed=", ".join(allowed), fix=fix
+        )
+
+
+def check_folder(path: Path | None, option: str) -> None:
+    """Raise ValueError if the folder of a file, the value of `option`, does not exist; None: no file is asked for."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise mistake(option, path, problem="its folder does not exist", fix=f"{option} {path.name}")
 
 
 def listing(folder: str | os.PathLike, sizes: bool = True) -> dict[str, int | None]:

@@ -76,7 +76,8 @@ class ExpertMLP(torch.autograd.Function):
     Saves x and the gate and up activations; the SwiGLU output is recomputed in the backward pass. recompute_rows: a
     function that computes x again, or None; with it x is not saved.
 
-    adapters: of low_rank.py, lora_A [E, r, in] and lora_B [E, out, r] of W1, then of W2; () for none. scale: of them.
+    adapters: of low_rank.py, lora_A [E, r, in] and lora_B [E, out, r] of W1, then of W2, E = 1 for all experts together;
+    () for none. scale: of them.
     """
 
     @staticmethod
@@ -85,14 +86,15 @@ class ExpertMLP(torch.autograd.Function):
         ctx.adapters, ctx.scale = matrices[2 * num_experts :], scale
         fc1, fc2 = map(as_block, ctx.matrices)
         a1, b1, a2, b2 = (matrix.detach().mT for matrix in ctx.adapters) if ctx.adapters else [None] * 4
+        ends = offsets if a1 is None else offsets[-len(a1) :]
         low1 = low2 = None
         gate_up = hip_ops.grouped_rows(x, fc1.transpose(1, 2), offsets)
         if ctx.adapters:
-            low1 = add_low_rank_rows_(gate_up, x, a1, b1, scale, offsets)
+            low1 = add_low_rank_rows_(gate_up, x, a1, b1, scale, ends)
         hidden = hip_ops.weighted_swiglu(gate_up, weights, offsets)
         y = hip_ops.grouped_rows(hidden, fc2.transpose(1, 2), offsets)
         if ctx.adapters:
-            low2 = add_low_rank_rows_(y, hidden, a2, b2, scale, offsets)
+            low2 = add_low_rank_rows_(y, hidden, a2, b2, scale, ends)
         ctx.save_for_backward(None if recompute_rows else x, weights, offsets, gate_up, fc1, fc2, low1, low2)
         ctx.recompute_rows = recompute_rows
         return y
@@ -105,9 +107,10 @@ class ExpertMLP(torch.autograd.Function):
             x = ctx.recompute_rows()
         grad_y = grad_y.contiguous()
         a1, b1, a2, b2 = ctx.adapters or [None] * 4
+        ends = offsets if a1 is None else offsets[-len(a1) :]
         grad_hidden = hip_ops.grouped_rows(grad_y, fc2, offsets)
         if ctx.adapters:
-            grad_low2 = add_low_rank_rows_(grad_hidden, grad_y, b2.detach(), a2.detach(), ctx.scale, offsets)
+            grad_low2 = add_low_rank_rows_(grad_hidden, grad_y, b2.detach(), a2.detach(), ctx.scale, ends)
         grad_gate_up, grad_weights, hidden = hip_ops.weighted_swiglu_backward(grad_hidden, gate_up, weights, offsets)
         fc1_matrices, fc2_matrices = ctx.matrices
         grad_fc1 = grad_fc2 = [None] * len(fc1_matrices)
@@ -116,9 +119,9 @@ class ExpertMLP(torch.autograd.Function):
             grad_fc1 = weight_gradients(fc1_matrices, fc1, grad_gate_up, x, offsets)
         grad_x, grad_adapters = hip_ops.grouped_rows(grad_gate_up, fc1, offsets), ()
         if ctx.adapters:
-            grad_low1 = add_low_rank_rows_(grad_x, grad_gate_up, b1.detach(), a1.detach(), ctx.scale, offsets)
+            grad_low1 = add_low_rank_rows_(grad_x, grad_gate_up, b1.detach(), a1.detach(), ctx.scale, ends)
             pairs = (a1, grad_low1, x), (b1, grad_gate_up, low1), (a2, grad_low2, hidden), (b2, grad_y, low2)
-            grad_adapters = (expert_gradient(*pair, offsets) for pair in pairs)
+            grad_adapters = (expert_gradient(*pair, ends) for pair in pairs)
         return grad_x, grad_weights, *[None] * 4, *grad_fc1, *grad_fc2, *grad_adapters
 
 
@@ -238,12 +241,15 @@ def expert_sharded_state_dict(experts: MegatronModule, prefix: str, sharded_offs
             )
             sharded[f"{prefix}{name}.weight{local}"] = tensors[key]
     if getattr(experts, "adapters", None) is not None:
+        is_shared = experts.config.lora_experts == "shared"
         sharded |= make_sharded_tensors_for_checkpoint(
             state := experts.adapters.state_dict(keep_vars=True),
             f"{prefix}adapters.",
-            dict.fromkeys(state, 0),  # expert-parallel ranks hold consecutive experts
+            # Expert-parallel ranks hold consecutive experts. A shared adapter is on all data-parallel ranks, which divide
+            # its optimizer state among them.
+            {} if is_shared else dict.fromkeys(state, 0),
             sharded_offsets,
-            tp_group=groups.ep,
-            dp_cp_group=groups.expt_dp,
+            tp_group=groups.expt_tp if is_shared else groups.ep,
+            dp_cp_group=metadata["dp_cp_group"] if is_shared else groups.expt_dp,
         )
     return sharded

@@ -28,22 +28,25 @@ class LowRank(nn.Module):
     """The adapter of a matrix [out, in]: lora_A [r, in], uniform as in peft, and lora_B [out, r], zeros.
 
     experts: the global indices of this rank's experts; lora_A is then [experts, r, in] and lora_B [experts, out, r]. No
-    matrix of them has to be whole for the optimizer, which is AdamW, so all experts are one parameter.
+    matrix of them has to be whole for the optimizer, which is AdamW, so all experts are one parameter. With
+    lora_experts="shared" it is [1, ..] of all experts on all ranks. Its gradients are summed over data-parallel ranks as
+    those of other replicated weights: each rank adds the rows of its own experts.
     """
 
     def __init__(self, config: ZayaConfig, output_size: int, input_size: int, experts: range | None = None):
         super().__init__()
-        stack = () if experts is None else (config.num_moe_experts,)
+        own = experts is not None and config.lora_experts == "each"
+        stack = () if experts is None else (config.num_moe_experts if own else 1,)
         bound = input_size**-0.5
         self.lora_A = random_parameter(
             config, (*stack, config.lora_rank, input_size), lambda tensor: tensor.uniform_(-bound, bound)
         )
         self.lora_B = constant_parameter(config, (*stack, output_size, config.lora_rank), 0.0)
-        if experts is not None:  # every rank draws all of them, so that they do not depend on the layout
+        if own:  # every rank draws all of them, so that they do not depend on the layout
             for name in ("lora_A", "lora_B"):
-                own = nn.Parameter(self._parameters[name][experts.start : experts.stop].detach().clone())
-                own.allreduce = False  # as of the experts' own matrices
-                self._parameters[name] = own
+                local = nn.Parameter(self._parameters[name][experts.start : experts.stop].detach().clone())
+                local.allreduce = False  # as of the experts' own matrices
+                self._parameters[name] = local
 
 
 def adapters(config: ZayaConfig, target: str, sizes: dict[str, tuple[int, int]], experts: range | None = None):
@@ -69,8 +72,8 @@ def low_rank_linear(config: ZayaConfig, x: Tensor, layers: Sequence[LowRank]) ->
 def add_low_rank_rows_(out: Tensor, x: Tensor, first: Tensor, second: Tensor, scale: float, offsets: Tensor) -> Tensor:
     """Add (scale x first_e) second_e to the rows of every expert in place; return scale x first_e [T, r].
 
-    x [T, k] sorted by expert, first [E, k, r], second [E, r, n], out [T, n]. offsets and padding rows: as in
-    `hip_ops.grouped_rows`.
+    x [T, k] sorted by expert, first [E, k, r], second [E, r, n], out [T, n]. offsets [E] and padding rows: as in
+    `hip_ops.grouped_rows`. E = 1 with the last offset: a shared adapter.
     """
     low = hip_ops.grouped_rows(x, first, offsets).mul_(scale)
     out.add_(hip_ops.grouped_rows(low, second, offsets))

@@ -174,7 +174,10 @@ def action_of(replay) -> str | None:
 
 
 def check_classes(ids: Tensor, classes: int) -> None:
-    """Raise ValueError unless a batch's routing lies in [-1, classes). ids: integers of any shape, on the host; classes: the model's experts, and the skip class if it has one."""
+    """Raise ValueError unless a batch's routing lies in [-1, classes).
+
+    ids: integers of any shape, on the host. classes: the model's experts, and the skip class if it has one.
+    """
     if ids.numel() and (ids.min() < -1 or ids.max() >= classes):
         problem = "is no routing of this model, whether it comes from stage.replay_routing or from a batch"
         allowed = f"-1, where the router is free, to {classes - 1}"

@@ -3,18 +3,22 @@
 
 A sequence is cut into equal chunks of neighbouring rows. `contiguous`: one chunk a rank. `zigzag`, Megatron's
 load-balanced order: 2 * size chunks; rank r holds the chunks r and 2 * size - 1 - r, so that all ranks have the same
-share of the causal triangle. A chunk's slot is its position in the concatenation of all ranks' rows.
+share of the causal triangle. A chunk's slot is its position in the concatenation of all ranks' rows. Torch is imported
+by the functions that take tensors.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from zaya_plugin.ground.errors import mistake
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 ORDERS = ("zigzag", "contiguous")
 
@@ -49,7 +53,7 @@ class ContextShard:
         """Number of chunks of the whole sequence."""
         return self.size * len(self.chunks)
 
-    @property
+    @functools.cached_property
     def slots(self) -> tuple[int, ...]:
         """Slot of each chunk of the sequence, from its start."""
         held = [chunk for rank in range(self.size) for chunk in self.chunks_of(rank)]
@@ -72,6 +76,8 @@ class ContextShard:
 
     def positions(self, length: int, device: torch.device | str | None = None) -> Tensor:
         """Return the positions, int64 [length / size], of this rank's rows in a sequence of `length` rows."""
+        import torch
+
         return self.take(torch.arange(length, device=device), 0)
 
     def take(self, x: Tensor, dim: int) -> Tensor:
@@ -80,6 +86,8 @@ class ContextShard:
         Raises:
             ValueError: the sequence cannot be cut into equal chunks.
         """
+        import torch
+
         if self.size == 1:
             return x
         if x.shape[dim] % self.total_chunks:
@@ -94,6 +102,8 @@ class ContextShard:
 
     def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
         """Return the whole sequence from all ranks' rows, the inverse of `take`."""
+        import torch
+
         pieces = [piece for part in parts for piece in part.chunk(len(self.chunks), dim)]
         return torch.cat([pieces[slot] for slot in self.slots], dim)
 

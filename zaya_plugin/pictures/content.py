@@ -36,7 +36,8 @@ class Line:
     """A line with the band between the lowest and the highest value of each bucket.
 
     x, low, mean, high: arrays of one length (`line`). group: the lines that a switch of the page hides together.
-    dash: of DASHES, or none for circles alone. dots: every value is a circle too, for lines of few values. stride: the most values in a bucket.
+    dash: of DASHES, or none for circles alone. dots: every value is a circle too, for lines of few values. stride: the
+    most values in a bucket.
     """
 
     name: str

@@ -1,27 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a picture as the file that its name asks for."""
 
+from collections.abc import Collection
 from pathlib import Path
 
-from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.packages import require_packages
-from zaya_plugin.ground.whole_file import write_whole
+from zaya_plugin.ground.whole_file import check_ending, check_folder, write_whole
 from zaya_plugin.pictures.content import Page
 
 LIBRARIES = {".html": "bokeh", ".png": "matplotlib"}  # suffix -> the library that draws it
 
 
-def check_picture(path: Path) -> None:
-    """Check, before work begins, that a picture can be written to `path`.
+def check_picture(path: Path, option: str = "--output", endings: Collection[str] = tuple(LIBRARIES)) -> None:
+    """Check, before work begins, that a picture can be written to `path`, the value of `option`.
 
     Raises:
-        ValueError: its suffix is another, its folder does not exist, or the library that draws it is not installed.
+        ValueError: its suffix is none of `endings`, its folder does not exist, or the library that draws it is not
+            installed.
     """
-    if path.suffix not in LIBRARIES:
-        problem = "the name of a picture has another ending"
-        raise mistake("--output", path, problem=problem, allowed=", ".join(LIBRARIES), fix="--output run.html")
-    if not path.absolute().parent.is_dir():
-        raise mistake("--output", path, problem="its folder does not exist", fix=f"--output {path.name}")
+    check_ending(path, option, endings)
+    check_folder(path, option)
     require_packages("pictures", LIBRARIES[path.suffix])
 
 

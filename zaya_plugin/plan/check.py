@@ -3,8 +3,8 @@
 ranks, checkpoints. No torch import.
 
 A rule is a row of RULES: what it looks at, why, a source, and the changes that may help. A change is named if it is
-valid and fits into memory; its effect is the difference of two predictions. A rule about speed has a finding only where
-its best change gains MIN_GAIN.
+valid and fits into memory; its effect is the difference of two predictions. A size that is no multiple is a finding
+whatever it gains; another rule about speed has one only where its best change gains MIN_GAIN.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 @dataclass(frozen=True)
 class Shape:
     """The sizes that parameters and operations depend on. Field names are Megatron's; `vocab_size` is the
-    padded one. lora_rank, lora_targets: of the adapters (optim.lora); None: all weights are trained.
+    padded one. lora_rank, lora_targets, lora_experts: of the adapters (optim.lora); None: all weights are trained.
     """
 
     num_layers: int
@@ -32,6 +32,7 @@ class Shape:
     window_attn_skip_freq: int | None = None
     lora_rank: int | None = None
     lora_targets: tuple[str, ...] = ()
+    lora_experts: str = "each"
 
     @classmethod
     def of_arguments(cls, args) -> "Shape":
@@ -60,6 +61,18 @@ class Shape:
         whole = self.num_layers - self.window_layers
         return whole * seq_length / 2 + self.window_layers * (window - window**2 / (2 * seq_length))
 
+    def cached_tokens(self, context: int) -> float:
+        """Return the keys that a token behind `context` others reads when it is decoded, summed over the layers: those of
+        its window where the layer has one.
+        """
+        whole = self.num_layers - self.window_layers
+        return whole * context + self.window_layers * min(self.sliding_window or context, context)
+
+    @property
+    def expert_adapters(self) -> int:
+        """Adapters of each of the experts' two matrices in a layer."""
+        return self.num_experts if self.lora_experts == "each" else 1
+
     @property
     def query_channels(self) -> int:
         return self.num_attention_heads * self.kv_channels
@@ -78,11 +91,16 @@ def forward_flops_by_part(shape: Shape, seq_length: int) -> dict[str, float]:
     return {
         "projections": layers * (h * q + h * k + h * k + q * h),  # q, k, both values together, output
         "prologue": layers * (q + k) * (shape.conv_taps[0] + shape.kv_channels * shape.conv_taps[1]),
-        "attention": 2.0 * 2 * q * shape.seen_tokens(seq_length),
+        "attention": attention_flops(shape, shape.seen_tokens(seq_length)),
         "router": layers * (h * r + 2 * r * r + r * (shape.num_experts + 1)),
         "experts": layers * 3 * h * shape.moe_ffn_hidden_size,
         "head": 2.0 * h * shape.vocab_size,
     }
+
+
+def attention_flops(shape: Shape, keys: float) -> float:
+    """Return operations of a token's products with `keys` keys and values, of all layers together."""
+    return 2.0 * 2 * shape.query_channels * keys
 
 
 def training_flops(shape: Shape, tokens: int, seq_length: int) -> float:
@@ -92,7 +110,7 @@ def training_flops(shape: Shape, tokens: int, seq_length: int) -> float:
         return 3.0 * tokens * sum(parts.values())
     adapters = adapter_parameters(shape)
     trained = parts["attention"] + parts["prologue"] + ("router" in shape.lora_targets) * parts["router"]
-    active = adapters["attention"] + adapters["experts"] / shape.num_experts
+    active = adapters["attention"] + adapters["experts"] / shape.expert_adapters
     return tokens * (2.0 * sum(parts.values()) + trained + 6.0 * active)
 
 
@@ -107,7 +125,7 @@ def adapter_parameters(shape: Shape) -> dict[str, int]:
     )
     channels = {
         "attention": 5 * h + 2 * shape.query_channels + 2 * shape.key_channels,  # of both sides of five matrices
-        "experts": shape.num_experts * (2 * h + 3 * f),
+        "experts": shape.expert_adapters * (2 * h + 3 * f),
     }
     of_layer = {target: (shape.lora_rank or 0) * count for target, count in channels.items()}
     of_layer["router"] = (h + 1) * r + 2 * (r + 1) * r + (shape.num_experts + 1) * r

@@ -8,6 +8,8 @@ zaya_plugin.plan.memory. docs/verification.md compares these figures with measur
 
 from dataclasses import dataclass
 
+from zaya_plugin.parallel.context_order import ContextShard
+from zaya_plugin.parallel.halo import halo
 from zaya_plugin.plan.flops import Shape, adapter_parameters, count_parameters
 
 GRADIENT_BYTES, WEIGHT_BYTES = 4, 2  # of an element: gradients in fp32, weights of a bf16 model
@@ -87,7 +89,9 @@ def trained_parameters(shape: Shape, layout: ParallelSizes) -> dict[str, int]:
     if shape.lora_rank is None:
         return local_parameters(shape, layout)
     counts = {target: count // layout.pipeline for target, count in adapter_parameters(shape).items()}
-    return {"experts": counts["experts"] // layout.expert, "rest": counts["attention"] + counts["router"]}
+    shared = shape.lora_experts == "shared"  # on all ranks, as the weights outside the experts
+    rest = counts["attention"] + counts["router"] + counts["experts"] * shared
+    return {"experts": (not shared) * counts["experts"] // layout.expert, "rest": rest}
 
 
 def owned_parameters(shape: Shape, layout: ParallelSizes) -> dict[str, float]:
@@ -113,15 +117,13 @@ def _cut_parameters(shape: Shape, layout: ParallelSizes) -> int:
 
 
 def reached_keys(shape: Shape, layout: ParallelSizes, seq_length: int) -> float:
-    """Return the rows of keys that a context-parallel rank's attention has for each of its own rows, on average over the
-    layers: all ranks' rows, or, in layers with a sliding window, its own and a window before each of its chunks, where
-    these are fewer (zaya_plugin/parallel/context_exchange.py).
+    """Return the rows of keys that a context-parallel rank's attention has at most for each of its own rows, on average
+    over the layers: all ranks' rows, or in layers with a sliding window those of its `Halo`.
     """
     cp, share = layout.context, shape.window_layers / shape.num_layers
-    # of two zigzag ranks each chunk is the first one or behind the other chunk of its rank, but for one
-    windows = 2 if layout.zigzag and cp > 2 else 1
-    before = windows * (shape.sliding_window or seq_length) * cp / seq_length
-    return share * min(1 + before, cp) + (1 - share) * cp
+    shard = ContextShard("zigzag" if layout.zigzag else "contiguous", cp)
+    in_window = halo(shard, seq_length // shard.total_chunks, shape.sliding_window).reach if share else cp
+    return share * in_window + (1 - share) * cp
 
 
 def sent_bytes(shape: Shape, layout: ParallelSizes, batch: Batch) -> dict[str, float]:

@@ -30,6 +30,7 @@ SCHEMA = "zaya plan run/1"
 HALF_RATE_LENGTH = 1350
 WITHIN = {"H200": 3, "H100": 8}  # per cent; docs/plan.md compares every record
 NO_WORK = Work()
+UNRECORDED = ("context", "expert", "tensor")  # parallelism that no record of the current code has, on any device
 PRIMUS_ERRORS = "+7.2, +5.3 and -9.2 %"  # Primus' projections of an MI325X against measured steps
 
 
@@ -98,27 +99,26 @@ class Prediction:
         return self.recipe.machine.sources if self.recipe.machine.name else "rates of the record's device; no links"
 
     @property
+    def unrecorded(self) -> list[str]:
+        """Kinds of parallelism of the layout that no committed record of the current code has."""
+        return [f"{kind} parallelism" for kind in UNRECORDED if getattr(self.layout, kind) > 1]
+
+    @property
     def error(self) -> str:
         """How far such predictions have been off, and which settings no committed record of benchmarks/results has."""
-        name, layout, optimizer = self.recipe.machine.name or self.source.device, self.layout, self.recipe.optim.name
+        name, optimizer = self.recipe.machine.name or self.source.device, self.recipe.optim.name
         known = any(device in self.source.device for device in WITHIN)
         device = next((device for device in WITHIN if known and device in name), None)
         if not device:
             return (
-                f"PREDICTION, not measured on {name}. Such projections are off by several per cent or more: Primus "
+                f"not measured on {name}. Such projections are off by several per cent or more: Primus "
                 f"states {PRIMUS_ERRORS} for its own of an MI325X"
             )
         bound = WITHIN[device] if self.world <= 2 else max(WITHIN.values())
-        unknown = {
-            f"{self.world} devices": self.world > 4,
-            "tensor parallelism": layout.tensor > 1,
-            "expert parallelism": layout.expert > 1,
-            "context parallelism of current code": layout.context > 1,
-            f"optim.name={optimizer}": optimizer != "muon",
-        }
-        used = ", ".join(setting for setting, is_used in unknown.items() if is_used)
+        unknown = {f"{self.world} devices": self.world > 4, f"optim.name={optimizer}": optimizer != "muon"}
+        used = ", ".join([*(setting for setting, is_used in unknown.items() if is_used), *self.unrecorded])
         text = f"within {bound} % of {device}s' committed records, but for those that docs/plan.md names"
-        return f"{text}; no record has {used}" if used else text
+        return f"{text}; no record of the current code has {used}" if used else text
 
     def record(self) -> dict:
         """Return the prediction as JSON values."""
@@ -272,7 +272,7 @@ def _timed(step: Prediction, vocabulary: int | None) -> Prediction:
     if hidden := sum(link["ms"] - link["exposed_ms"] for name, link in links.items() if name != copied):
         rows.append(_row("slowed", "slowed by collectives", source.slowed * hidden / 1e3))
     if source.gap and recipe_plan.has_graph(recipe):
-        rows.append(_row("gaps", "between kernels", source.gap * layers))
+        rows.append(_row("gaps", "gaps between kernels", source.gap * layers))
     return replace(step, gemm=gemm, copy=copy, parts=rows, communication=links)
 
 

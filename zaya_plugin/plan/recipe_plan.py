@@ -59,6 +59,7 @@ def shape_of(recipe: Recipe, vocabulary: int | None = None) -> Shape:
         window_attn_skip_freq=model.window_attn_skip_freq,
         lora_rank=recipe.optim.lora.rank,
         lora_targets=tuple(recipe.optim.lora.targets),
+        lora_experts=recipe.optim.lora.experts,
     )
 
 

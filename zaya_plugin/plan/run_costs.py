@@ -175,7 +175,7 @@ def cost_lines(step: Prediction) -> list[str]:
     return [
         size,
         length,
-        f"step         {step.seconds:.3g} s. {step.error}",
+        f"step         {step.seconds:.3g} s. PREDICTION, {step.error}",
         f"stage        {stage['device_hours'] / step.world / 24:,.3g} days, {stage['device_hours']:,.0f} GPU hours "
         "(prediction, with failures and saves)",
         f"saves        {stage['saved_bytes'] / 1e9:.1f} GB every {duration(stage['between'])} (prediction; "

@@ -125,7 +125,8 @@ def choices_of(step: Prediction) -> dict[str, object]:
 
 
 def report(options: Sequence[Prediction]) -> list[dict]:
-    """Return rows of the first option with each value of each choice, at most SHOWN: the choices, ms, gib and why."""
+    """Return rows of the first option with each value of each choice, at most SHOWN: the choices, ms, gib, mark
+    (of a layout that no record has) and why."""
     order = reversed([*enumerate(options)])
     first = {choice: place for place, option in order for choice in choices_of(option).items()}
     shown = [options[place] for place in sorted({*first.values()})][:SHOWN]
@@ -134,6 +135,7 @@ def report(options: Sequence[Prediction]) -> list[dict]:
             **choices_of(option),
             "ms": 1e3 * option.seconds,
             "gib": option.memory.total / GIB,
+            "mark": "*" if option.unrecorded else None,
             "why": reason(option, options[0]),
         }
         for option in shown

@@ -11,7 +11,7 @@ from zaya_plugin.config.schema import Recipe, get, with_values
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.plan import recipe_plan
 from zaya_plugin.plan.check import near_sizes
-from zaya_plugin.plan.flops import Shape, cache_bytes, count_parameters, forward_flops_by_part
+from zaya_plugin.plan.flops import Shape, attention_flops, cache_bytes, count_parameters, forward_flops_by_part
 from zaya_plugin.plan.parallelism import WEIGHT_BYTES
 from zaya_plugin.plan.prediction import predict
 from zaya_plugin.plan.products import PROCESSORS, processor_of, products
@@ -109,8 +109,10 @@ def decode_seconds(shape: Shape, batch: int, gemm: float, copy: float, context: 
     parts, n = count_parameters(shape), shape.num_experts
     read = n * (1 - (1 - 1 / n) ** batch)
     weights = sum(parts.values()) - parts["experts"] + parts["experts"] / n * read  # the embedding is the head
-    moved = WEIGHT_BYTES * weights + batch * context * cache_bytes(shape, WEIGHT_BYTES)
-    flops = batch * sum(forward_flops_by_part(shape, 2 * context).values())  # a token sees all of the cache
+    keys = shape.cached_tokens(context)
+    moved = WEIGHT_BYTES * weights + batch * keys / shape.num_layers * cache_bytes(shape, WEIGHT_BYTES)
+    operations = forward_flops_by_part(shape, context) | {"attention": attention_flops(shape, keys)}
+    flops = batch * sum(operations.values())
     return max(moved / copy, flops / gemm)
 
 

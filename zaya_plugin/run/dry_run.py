@@ -131,7 +131,7 @@ def unchecked_parts(recipe: Recipe, plan: Plan, vocabulary: int | None = None) -
     if is_elsewhere(recipe, plan):
         missing = None if vocabulary else surroundings.missing_data(recipe)
         lines.append("not checked: devices and packages of the nodes" + (", and data" if missing else ""))
-        lines += [f"not checked: data: {without_advice(missing)}"] if missing else []
+        lines += [f"not checked: data, which this machine lacks: {without_advice(missing)}"] if missing else []
     if (why := megatron_check.skipped()) is not None:
         lines.append(f"not checked: Megatron's own validation of its arguments: {why}")
     return lines

@@ -7,11 +7,13 @@ import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from zaya_plugin.checkpoint.convert.description import KEYS, Description
 from zaya_plugin.config.compose import compose, load_recipe
 from zaya_plugin.config.schedule import sample_count, step_count
-from zaya_plugin.config.schema import Recipe
-from zaya_plugin.ground.errors import mistake
+from zaya_plugin.config.schema import Recipe, get
+from zaya_plugin.ground.errors import as_typed, mistake
 from zaya_plugin.handover.predecessor import same_order, saved_step
+from zaya_plugin.handover.published import with_published
 
 # Keys that each stage has for itself; they are set from the curriculum's.
 PER_CURRICULUM = ("experiment", "run_dir", "name", "resume", "dry_run", "handover.from_run", "logger.wandb_group")
@@ -55,9 +57,10 @@ class Curriculum:
         return Path(self.recipe.run_dir)
 
 
-def compose_curriculum(overrides: list[str]) -> Curriculum:
+def compose_curriculum(overrides: list[str], download: bool = False) -> Curriculum:
     """Compose the stages from the words of `zaya curriculum`: experiment=<name>, key=value for all stages,
-    <stage>:key=value for one.
+    <stage>:key=value for one. All stages have the model of the first one's handover.from_hf, where its files are on this
+    machine, or with `download` on the Hub.
 
     Raises:
         ValueError: no stages are listed, a stage's name is unknown or repeated, or a recipe is invalid.
@@ -93,14 +96,39 @@ def compose_curriculum(overrides: list[str]) -> Curriculum:
         own = [item for key, _, item in special if key in (experiment, name)]
         words = [f"experiment={experiment}", *shared, *own]
         recipe = compose(words) if own else recipes[experiment]
+        if (rank := recipe.optim.lora.rank) is not None:
+            raise mistake(
+                "optim.lora.rank",
+                rank,
+                problem=f"the stage {name} is to train adapters, and no stage can hand them over or start with them from "
+                "the stage before",
+                allowed="null in a curriculum",
+                fix=f"zaya train experiment={experiment} handover.from_hf=... optim.lora.rank={rank}, a run of its own",
+            )
         places = {"name": f"{whole.name}-{name}", "run_dir": str(Path(whole.run_dir) / name), "resume": "auto"}
         places["logger.wandb_group"] = whole.name
         if Path(whole.checkpoint.path).is_absolute():
             places["checkpoint.path"] = str(Path(whole.checkpoint.path) / name)
         if stages:
             places["handover.from_run"] = stages[-1].recipe.run_dir
-        stages.append(_placed(Stage(name, tuple(words), recipe, step_count(recipe)), places))
+        stage = _placed(Stage(name, tuple(words), recipe, step_count(recipe)), places)
+        if not stages:
+            download = download and not whole.dry_run
+            stage = replace(stage, recipe=with_published(stage.recipe, words, download))
+        elif (source := stages[0].recipe.handover.from_hf) is not None and recipe.handover.from_hf in (None, source):
+            stage = _placed(stage, {"handover.from_hf": None} | _model_of(stages[0].recipe, recipe, own))
+        stages.append(stage)
     return Curriculum(whole, tuple(_with_data_places(stages)))
+
+
+def _model_of(first: Recipe, recipe: Recipe, own: list[str]) -> dict[str, object]:
+    """Return the keys of `recipe` that have to change for the network of `first` and its tokenizer of the same data. Words
+    of the stage's `own` stay: its start compares them with the checkpoint.
+    """
+    names = Description.of_recipe(recipe, 1).differing(Description.of_recipe(first, 1))
+    keys = [KEYS[name] for name in names] + ["data.tokenizer"] * (first.data.path == recipe.data.path)
+    typed = {item.partition("=")[0] for item in own}
+    return {key: get(first, key) for key in keys if key not in typed and get(first, key) != get(recipe, key)}
 
 
 def _placed(stage: Stage, values: dict[str, object]) -> Stage:
@@ -110,7 +138,9 @@ def _placed(stage: Stage, values: dict[str, object]) -> Stage:
         group, _, key = path.rpartition(".")
         setattr(getattr(recipe, group) if group else recipe, key, value)
     return replace(
-        stage, recipe=recipe, overrides=(*stage.overrides, *(f"{path}={value}" for path, value in values.items()))
+        stage,
+        recipe=recipe,
+        overrides=(*stage.overrides, *(f"{path}={as_typed(value)}" for path, value in values.items())),
     )
 
 

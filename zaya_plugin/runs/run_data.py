@@ -97,10 +97,12 @@ class Metrics:
                     values.append(value)
 
     def _cut(self, step: int) -> None:
-        for steps, values in self.columns.values():
+        for key, (steps, values) in list(self.columns.items()):
             while steps and steps[-1] >= step:
                 steps.pop()
                 values.pop()
+            if not steps:  # a column has a last value
+                del self.columns[key]
         for marks in (self.restarts, self.spikes, self.skipped):
             while marks and marks[-1] >= step:
                 marks.pop()

@@ -228,6 +228,7 @@ def router_mlp_backward(
     """Return the gradients, from those of weights, d_weights fp32 [n] (fp64 for fp64), and of state, d_state [n, r] or
     None.
 
+    The gradients of the three matrices are the caller's products of what is returned, as d_w2 = d_hidden2^T active1.
     routed: what router_mlp returned, of which state, hidden1, hidden2, logits and ids are read. Of the parameters only
     gamma, w_norm and the matrices are read. Other arguments and errors as there.
     """

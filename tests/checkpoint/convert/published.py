@@ -13,7 +13,7 @@ from zaya_plugin.checkpoint.convert import hf_config
 from zaya_plugin.checkpoint.convert.adapters import Lora, fingerprint
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.importing import open_source
-from zaya_plugin.checkpoint.convert.tables import rows
+from zaya_plugin.checkpoint.convert.tables import WRITTEN, rows
 from zaya_plugin.checkpoint.convert.torch_dist import CheckpointWriter, Stored
 from zaya_plugin.checkpoint.convert.values import as_bytes
 
@@ -47,6 +47,17 @@ def tensors(layout: str = "native", model: Description = TINY, dtype: torch.dtyp
     return found
 
 
+def spread(found: dict) -> None:
+    """Make random weights as small as trained ones, with tokens on many experts: a router's biases would decide alone,
+    and send all tokens of a layer to one.
+    """
+    for name, tensor in found.items():
+        if name.endswith("balancing_biases"):
+            tensor[:-1] *= 0.01
+        elif "bias" in name or tensor.ndim > 1 and ".gate." not in name and "embed" not in name:
+            tensor.mul_(0.1)
+
+
 def publish(
     folder: Path,
     layout: str = "native",
@@ -75,7 +86,7 @@ def publish(
     if shards > 1:
         placed = {name: file for file, part in zip(files, parts, strict=True) for name in part}
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
-    if layout in ("native", "legacy"):
+    if layout in WRITTEN:
         values = hf_config.write(layout, model, "bfloat16") | (config or {})
         (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
     return folder

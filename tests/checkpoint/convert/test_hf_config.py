@@ -10,7 +10,7 @@ import pytest
 from tests.checkpoint.convert.published import TINY
 from zaya_plugin.checkpoint.convert import hf_config
 from zaya_plugin.checkpoint.convert.description import Description
-from zaya_plugin.checkpoint.convert.tables import rows, sizes_of
+from zaya_plugin.checkpoint.convert.tables import WRITTEN, rows, sizes_of
 from zaya_plugin.config.compose import compose
 
 BASE = Description(40, 2048, 8, 2, 128, 16, 2048, 256, 262_272)
@@ -136,9 +136,11 @@ def test_the_class_defaults_of_smoe_are_read():
     }
     model, notes = read("smoe", values)
     assert (model.rotary_base, model.rotary_percent, model.temperature_form) == (1_000_000, 0.5, "clamped_exp")
+    assert (model.norm_epsilon, model.router_norm_epsilon) == (1e-5, 1e-6)
     assert len(notes) == 2
 
 
+EPSILON = {"native": [], "legacy": [], "smoe": ["router_norm_epsilon"]}  # what loaders of a layout decide
 WINDOWS = replace(TINY, sliding_window=4096, window_attn_skip_freq=2, rotary_base=5_000_000)
 ROPE = {"hybrid": {"rope_theta": 5e6, "partial_rotary_factor": 0.5}}
 
@@ -155,7 +157,7 @@ def test_the_window_of_each_layout_counts_other_tokens():
     smoe |= {"rotary_base": 5_000_000, "rope_pct": 0.5, "sliding_window": 4096}
     for layout, values in (("native", native), ("legacy", legacy), ("smoe", smoe)):
         model, _ = read(layout, values, WINDOWS)
-        assert model.windows == [4096, 0] and model.differing(WINDOWS) == [], layout
+        assert model.windows == [4096, 0] and model.differing(WINDOWS) == EPSILON[layout], layout
         assert (model.swa_rotary_base, model.rotary_base) == (10_000, 5_000_000)
     every = replace(WINDOWS, window_attn_skip_freq=None, swa_rotary_base=500)
     for layout in ("native", "legacy"):
@@ -196,13 +198,13 @@ def test_zaya1_74b_is_the_released_model():
         biases = sum(prod(shape) for name, shape in named.items() if name.endswith("balancing_biases"))
         counts[layout] = len(named)
         numbers.add((sum(map(prod, named.values())) - biases, biases))
-        back, _ = read(layout, hf_config.write(layout, model, "bfloat16"), model) if layout != "smoe" else (model, [])
-        assert back.differing(model) == []
+        back, notes = read(layout, hf_config.write(layout, model, "bfloat16"), model)
+        assert back.differing(model) == EPSILON[layout] and notes == []
     assert counts == {"native": 1923, "legacy": 4683, "smoe": 4683}
     assert numbers == {(74_793_953_144, 1500)}
 
 
-@pytest.mark.parametrize("layout", ["native", "legacy"])
+@pytest.mark.parametrize("layout", WRITTEN)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -214,7 +216,20 @@ def test_zaya1_74b_is_the_released_model():
 def test_written_and_read_back(layout, changes):
     model = replace(TINY, **changes)
     back, notes = read(layout, hf_config.write(layout, model, "bfloat16"), model)
-    assert back == replace(model, init_method_std=model.init_method_std if layout == "native" else 0.02) and notes == []
+    as_read = {"router_norm_epsilon": 1e-6 if layout == "smoe" else None}
+    as_read |= {} if layout == "native" else {"init_method_std": 0.02}
+    assert back == replace(model, **as_read) and notes == []
+
+
+def test_the_heads_before_compression_are_compared_where_the_width_has_whole_heads():
+    for width, refused in ((16, True), (20, False)):  # of 8 channels: 2 heads; 2.5
+        model = replace(TINY, hidden_size=width)
+        values = hf_config.write("legacy", model, "bfloat16") | {"num_attention_heads_list": [3, 0, 3, 0]}
+        if refused:
+            with pytest.raises(ValueError, match="num_attention_heads_list=.*: does not fit the tensors"):
+                read("legacy", values, model)
+        else:
+            assert read("legacy", values, model)[1] == []
 
 
 @pytest.mark.parametrize(

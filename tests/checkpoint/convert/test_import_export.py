@@ -17,7 +17,7 @@ from tests.checkpoint.convert.published import TINY, publish, tensors
 from zaya_plugin.checkpoint import manifest, on_disk
 from zaya_plugin.checkpoint.convert import exporting, verification
 from zaya_plugin.checkpoint.convert.importing import import_model, open_source
-from zaya_plugin.checkpoint.convert.tables import LAYOUTS
+from zaya_plugin.checkpoint.convert.tables import DOWN_PROJECTION, LAYOUTS, ROUTER_EPSILON
 from zaya_plugin.checkpoint.convert.torch_dist import CheckpointTensors
 from zaya_plugin.checkpoint.convert.values import whole
 
@@ -35,8 +35,7 @@ def checkpoint(tmp_path) -> Path:
     return imported(publish(tmp_path / "published"), tmp_path / "checkpoint")
 
 
-@pytest.mark.parametrize("layout", ["native", "legacy"])
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize(("layout", "shards"), [("native", 1), ("native", 3), ("legacy", 3), ("smoe", 1)])
 def test_round_trip_is_bit_equal(tmp_path, layout, shards):
     folder = publish(tmp_path / "published", layout, shards=shards)
     checkpoint = imported(folder, tmp_path / "checkpoint")
@@ -65,10 +64,36 @@ def test_layouts_hold_one_model(tmp_path, layout):
             )
 
     source = open_source(publish(tmp_path / layout / "published", layout, change=as_native), TINY)
-    assert verification.differences(native, source) == []
+    # smoe's loaders decide an epsilon, for which an export to native changes weights
+    one = replace(native, model=replace(native.model, router_norm_epsilon=ROUTER_EPSILON.get(layout)))
+    assert verification.differences(one, source) == []
     checkpoint = import_model(source, tmp_path / "checkpoint")
-    again = open_source(export(checkpoint, tmp_path / "export"))
-    assert verification.differences(native, again) == []
+    again = open_source(export(checkpoint, tmp_path / "export", layout="smoe" if layout == "smoe" else "native"))
+    assert verification.differences(one, again) == []
+
+
+def test_the_router_of_smoe_has_the_epsilon_of_its_loaders(tmp_path):
+    """1e-6 in place of 1e-5: logits of an export to smoe, and of one back, are equal; unfolded they would differ."""
+
+    def small(found):  # states for which the epsilon counts
+        for name, tensor in found.items():
+            tensor.mul_(3e-3 if ".gate.down_proj" in name else 1)
+
+    native = open_source(publish(tmp_path / "published", change=small))
+    sources = [native]
+    for layout in ("smoe", "native"):
+        checkpoint = import_model(sources[-1], tmp_path / f"to_{layout}")
+        sources.append(open_source(export(checkpoint, tmp_path / layout, layout=layout, dtype="fp32")))
+    _, smoe, back = sources
+    assert (smoe.model.router_norm_epsilon, back.model.router_norm_epsilon) == (1e-6, None)
+    for name in (part.format(l=1) for part in DOWN_PROJECTION):
+        before, folded, again = (whole(source.tensors[name]).float() for source in sources)
+        assert torch.equal(folded, before * 0.1**0.5) and torch.allclose(again, before, rtol=1e-6, atol=0)
+    ids = [torch.arange(32)[None]]
+    models = [(source.model, source.tensors) for source in sources] + [(smoe.model, native.tensors)]
+    expected, *others = (verification.our_logits(*model, ids)[0] for model in models)
+    errors = [((logits - expected).norm() / expected.norm()).item() for logits in others]
+    assert errors[0] < 1e-5 and errors[1] < 1e-5 and errors[2] > 1e-3, errors
 
 
 def test_what_a_checkpoint_of_an_import_holds(checkpoint):
@@ -506,6 +531,14 @@ def test_the_skip_class_is_checked_layer_by_layer(tmp_path):
     assert source.model.skip_output == "identity" and "p * input" not in source.notes[0]
     checkpoint = import_model(source, tmp_path / "of_legacy")
     assert export(checkpoint, tmp_path / "as_legacy", layout="legacy").is_dir()
+
+
+def test_smoe_is_refused_before_anything_is_written_where_its_loaders_find_no_heads(tmp_path):
+    folder = publish(tmp_path / "published", model=replace(TINY, hidden_size=20))
+    checkpoint = imported(folder, tmp_path / "checkpoint")
+    with pytest.raises(ValueError, match=r"^model.hidden_size=20: is no multiple of model.kv_channels=8"):
+        export(checkpoint, tmp_path / "export", layout="smoe")
+    assert not list(tmp_path.glob("export*"))
 
 
 def test_generation_and_tokenizer_files_go_along(tmp_path):

@@ -15,7 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.checkpoint.convert.published import TINY, publish
+from tests.checkpoint.convert.test_lora import adapted, smaller
 from zaya_plugin.checkpoint.convert import exporting, hf_config, verification
+from zaya_plugin.checkpoint.convert.built_model import save_hf
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.importing import import_model, open_source
 from zaya_plugin.checkpoint.convert.tables import rows
@@ -58,12 +60,17 @@ def test_transformers_finds_nothing_missing_or_unexpected(export):
 
 
 @pytest.mark.slow
-def test_sglang_loads_a_legacy_export_exactly(tmp_path):
+@pytest.mark.parametrize("merged", [False, True], ids=["plain", "merged LoRA"])
+def test_sglang_loads_a_legacy_export_exactly(tmp_path, merged):
     if importlib.util.find_spec("sglang") is None:
         pytest.skip("sglang is not installed; see CONTRIBUTING.md")
-    checkpoint = import_model(open_source(publish(tmp_path / "published")), tmp_path / "checkpoint")
-    trained = exporting.open_checkpoint(checkpoint)
-    folder = exporting.export_model(exporting.plan(trained, layout="legacy"), tmp_path / "export")
+    published, folder = publish(tmp_path / "published", change=smaller), tmp_path / "export"
+    if merged:
+        save_hf(adapted(published), folder, layout="legacy")
+        assert verification.differences(open_source(folder), open_source(published))
+    else:
+        checkpoint = import_model(open_source(published), tmp_path / "checkpoint")
+        exporting.export_model(exporting.plan(exporting.open_checkpoint(checkpoint), layout="legacy"), folder)
     command = [sys.executable, "-m", "tests.checkpoint.convert.sglang_load", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]

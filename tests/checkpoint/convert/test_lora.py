@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 import hip_ops
-from tests.checkpoint.convert.published import publish
+from tests.checkpoint.convert.published import publish, spread
 from tests.checkpoint.convert.test_fine_tuning import MODEL, bins, transformers_loss, twin  # noqa: F401
 from tests.running import train, zaya
 from zaya_plugin.checkpoint.convert import exporting
@@ -26,6 +26,7 @@ from zaya_plugin.checkpoint.reading import folder_of
 from zaya_plugin.config.compose import compose
 from zaya_plugin.plan import recipe_plan
 from zaya_plugin.plan.flops import Shape, adapter_parameters, forward_flops_by_part, training_flops
+from zaya_plugin.plan.parallelism import ParallelSizes, trained_parameters
 
 LORA = Lora(lora_rank=4, lora_alpha=6.0, lora_targets=["attention", "experts", "router"])
 CPU = {"use_cpu_initialization": True}
@@ -78,9 +79,12 @@ def in_peft(folder, trainable=False):
     return PeftModel.from_pretrained(model, folder, is_trainable=trainable)
 
 
-@pytest.mark.parametrize("targets", [LORA.lora_targets, ["experts"], ["attention"]])
-def test_logits_and_gradients_are_those_of_peft(tmp_path, base, targets):
-    lora = replace(LORA, lora_targets=targets)
+SHARED = replace(LORA, lora_targets=["attention", "experts"], lora_experts="shared")
+
+
+@pytest.mark.parametrize("lora", [LORA, SHARED, replace(LORA, lora_targets=["attention"])])
+def test_logits_and_gradients_are_those_of_peft(tmp_path, base, lora):
+    """An adapter that all experts share has the sum of the gradients of peft's, one an expert."""
     model = adapted(base, lora)
     theirs = in_peft(write(model, lora, tmp_path / "adapter", base), trainable=True)
     ours, other = logits(model), theirs(IDS, use_cache=False).logits
@@ -94,18 +98,23 @@ def test_logits_and_gradients_are_those_of_peft(tmp_path, base, targets):
     compared = list(peft_tensors(lora, open_source(base).model))
     assert {t.ours for t in compared} == gradients.keys() and len(compared) == len(gradients)
     for tensor in compared:
-        expected = loaded[tensor.name].grad
-        error = (tensor.to_peft(gradients[tensor.ours]) - expected).norm()
+        expected, found = loaded[tensor.name].grad, gradients[tensor.ours]
+        if tensor.shared:
+            expected = replace(tensor, shared=False).from_peft(expected).sum(0, keepdim=True)
+        else:
+            found = tensor.to_peft(found)
+        error = (found - expected).norm()
         assert error < 2e-5 * expected.norm() + 1e-7, tensor.name
     assert all(p.grad is None for name, p in model.named_parameters() if name not in gradients)
 
 
 def test_an_adapter_of_peft_comes_back_and_others_are_refused(tmp_path, base):
-    model = adapted(base)
-    folder = write(model, LORA, tmp_path / "adapter", base)
-    again = zaya_from_hf(base, **CPU, **vars(LORA))
-    load_adapter(again, folder)
-    assert all(torch.equal(p, dict(again.named_parameters())[name]) for name, p in model.named_parameters())
+    for lora in (SHARED, LORA):
+        model = adapted(base, lora)
+        folder = write(model, lora, tmp_path / lora.lora_experts, base)
+        again = zaya_from_hf(base, **CPU, **vars(lora))
+        load_adapter(again, folder)
+        assert all(torch.equal(p, dict(again.named_parameters())[name]) for name, p in model.named_parameters())
 
     def refused(text, lora=LORA, config=(), change=lambda found: None):
         other = tmp_path / f"other{len(list(tmp_path.iterdir()))}"
@@ -125,6 +134,7 @@ def test_an_adapter_of_peft_comes_back_and_others_are_refused(tmp_path, base):
     refused("optim.lora.alpha=8.0: .* has 6.0", replace(LORA, lora_alpha=8.0))
     refused("holds base_model.*down_proj.bias, which no", replace(LORA, lora_targets=["experts"]))
     refused("lacks .*lora_B", change=lambda found: found.pop(first.replace("lora_A", "lora_B")))
+    refused("different values in .*experts.*Fix: optim.lora.experts=each", replace(LORA, lora_experts="shared"))
     refused("has the shape", change=lambda found: found.update({first: torch.zeros(4, 8)}))
     without = [first, first.replace("lora_A", "lora_B")]
     assert len(refused(None, change=lambda found: [found.pop(name) for name in without])) == len(load_file(
@@ -196,6 +206,10 @@ def test_counts_of_the_plan_are_those_of_the_model(base):
                 parameter.numel()
             )
     assert adapter_parameters(shape) == counts
+    shared, model = replace(shape, lora_experts="shared"), adapted(base, replace(LORA, lora_experts="shared"))
+    total = sum(trained_parameters(shared, ParallelSizes(expert=2)).values())
+    assert total == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert training_flops(shared, 1, 64) == training_flops(shape, 1, 64)
     recipe = compose(["experiment=finetune_lora", "cluster=h100_8", "data.path=none"])
     shape = recipe_plan.shape_of(recipe, 262_272)
     trained = 40 * 16 * (16 * 5 * 2048 + 5 * 2048 + 2 * 1024 + 2 * 256)
@@ -209,9 +223,9 @@ def test_counts_of_the_plan_are_those_of_the_model(base):
     assert training_flops(shape, 1, 4096) == pytest.approx(kept + 6 * active) and kept < 0.73 * full
 
 
-@pytest.mark.parametrize("layout", ["native", "legacy"])
-def test_a_merged_model_has_the_logits_of_the_adapter(tmp_path, base, layout):
-    lora = replace(LORA, lora_balancing=True)
+@pytest.mark.parametrize(("layout", "experts"), [("native", "each"), ("legacy", "shared")])
+def test_a_merged_model_has_the_logits_of_the_adapter(tmp_path, base, layout, experts):
+    lora = replace(LORA, lora_balancing=True, lora_experts=experts)
     model = adapted(base, lora)
     with torch.no_grad():
         expected = logits(model)
@@ -259,19 +273,13 @@ def test_a_base_is_known_by_its_values_in_every_layout(tmp_path, base):
 
 
 @pytest.mark.slow
-def test_twin_trains_resumes_and_is_exported(tmp_path, bins):  # noqa: F811
+@pytest.mark.parametrize("experts", ["each", "shared"])
+def test_twin_trains_resumes_and_is_exported(tmp_path, bins, experts):  # noqa: F811
     """experiment=finetune_lora on two expert-parallel ranks, continued on one; then both exports."""
-
-    def spread(found):
-        for name, tensor in found.items():
-            if name.endswith("balancing_biases"):  # else they and other biases decide which expert a token gets
-                tensor[:-1] *= 0.01
-            elif "bias" in name or tensor.ndim > 1 and ".gate." not in name and "embed" not in name:
-                tensor.mul_(0.1)
-
     folder = publish(tmp_path / "base", model=MODEL, change=spread)
     words = [word for word in twin("finetune_lora", folder) if not word.startswith(("optim.lr", "stage.train_iters"))]
-    words += ["optim.lora.rank=8", "checkpoint.save_interval=3", "optim.lr_warmup_iters=1", "optim.lr=1e-2"]
+    words += ["checkpoint.save_interval=3", "optim.lr_warmup_iters=1", "optim.lr=1e-2"]
+    words += ["optim.lora.rank=8", f"optim.lora.experts={experts}"]
     words = [word for word in words if word != "nproc=1"]
     once, home = [*words, "stage.train_iters=6"], tmp_path / "run"
     run = train(home, bins, "nproc=2", "parallel.expert_model_parallel_size=2", recipe=once).steps()

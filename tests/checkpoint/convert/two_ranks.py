@@ -35,10 +35,23 @@ def main(layout: str, source: str, output: str) -> None:
     assert all(getattr(model.config, name) == size for name, size in sizes.items())
     save_hf([model], output, layout="legacy")
     streamed: dict[str, torch.Tensor] = {}
-    stream_hf([model], streamed.update, layout="legacy", bucket_bytes=5000)
+    sent: dict[str, str] = {}
+    stream_hf([model], streamed.update, layout="legacy", bucket_bytes=5000, sent=sent)
     written = load_file(f"{output}/model.safetensors") if torch.distributed.get_rank() == 0 else {}
     assert streamed.keys() == written.keys()
     assert all(torch.equal(streamed[name], tensor) for name, tensor in written.items())
+
+    def broken(bucket):
+        raise ZeroDivisionError("division by zero")
+
+    receiver = {} if torch.distributed.get_rank() == 0 else sent  # rank 0's decides; the others must not skip its error
+    try:
+        stream_hf([model], broken, layout="legacy", bucket_bytes=5000, sent=receiver)
+    except (ZeroDivisionError, RuntimeError) as error:
+        own = torch.distributed.get_rank() == 0
+        assert str(error) == "division by zero" if own else "rank 0: ZeroDivisionError: division by zero" == str(error)
+    else:
+        raise AssertionError("an error of the callback was lost")
     try:
         save_hf([model], output, layout="legacy")
     except ValueError as error:

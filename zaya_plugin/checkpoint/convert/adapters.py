@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -29,6 +29,7 @@ class Lora:
     lora_alpha: float
     lora_targets: list[str]
     lora_balancing: bool = False
+    lora_experts: str | None = "each"  # None: a checkpoint from before the key, which is the same
 
     @classmethod
     def of(cls, arguments) -> Lora | None:
@@ -50,10 +51,17 @@ class Lora:
         """Return the shapes of all parameters of the adapters, by their names in checkpoints."""
         shapes = {}
         for row, begin in self.adapted(model):
+            if row.stacked and self.shared:
+                row = replace(row, shape=(1, *row.part))
             *stack, size_out, size_in = row.shape
             shapes |= {begin + "lora_A": (*stack, self.lora_rank, size_in)}
             shapes |= {begin + "lora_B": (*stack, size_out, self.lora_rank)}
         return shapes
+
+    @property
+    def shared(self) -> bool:
+        """Return whether all experts of a layer have one adapter, whose parameters are [1, ..]."""
+        return self.lora_experts == "shared"
 
     def retrained(self, model: Description) -> list[Row]:
         """Return the native rows of the base's own tensors that are trained themselves."""
@@ -67,13 +75,14 @@ class Lora:
         for row, begin in self.adapted(model):
             for index, name in enumerate(row.ours):
                 pair = adapters[begin + "lora_A"], adapters[begin + "lora_B"]
-                result[name] = Merged(weights[name], *pair, scale, index if row.stacked else None)
+                place = 0 if self.shared else index
+                result[name] = Merged(weights[name], *pair, scale, place if row.stacked else None)
         return result
 
 
 @dataclass(frozen=True)
 class Merged:
-    """`of` + scale * b a in fp32. index: of the expert, where a and b are those of all experts; None: they are not."""
+    """`of` + scale * b a in fp32. index: of the expert's in a and b [experts, ..]; None: they are matrices."""
 
     of: Values
     a: Values
@@ -96,8 +105,8 @@ class Merged:
 def fingerprint(base: Source) -> str:
     """Return a checksum of a published model: of the names and shapes of its tensors, and of the first rows of each.
 
-    It is the same in every layout and dtype that holds the same values, and with any rows by `with_rows`. Later rows are not read: 8.84 B parameters would
-    take minutes, and no two trainings agree in the first rows of all tensors.
+    It is the same in every layout and dtype that holds the same values, and with any rows by `with_rows`. Later rows
+    are not read: 8.84 B parameters would take minutes, and no two trainings agree in the first rows of all tensors.
     """
     digest = xxhash.xxh3_128()
     for name, values in sorted(base.tensors.items()):

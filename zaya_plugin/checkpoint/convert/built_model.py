@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -233,11 +234,13 @@ def stream_hf(
         callback: called on rank 0 with tensors by name, on the host, in the layout's shapes; it may keep them.
         dtype: bf16 or fp32; None: as the model computes.
         bucket_bytes: of one call, at most; a larger tensor has a call of its own.
-        sent: checksums by name of what the receiver has. Tensors that it has are left out, and it is brought up to
-            date after each call. None: all tensors are handed over.
+        sent: checksums by name of what the receiver has; rank 0's decides. Tensors that it has are left out, and it is
+            brought up to date after each call. None: all tensors are handed over.
 
     Raises:
         ValueError: the layout cannot express the model.
+        Exception: of the callback, on rank 0; on the others a ValueError with its text for a ValueError, and a
+            RuntimeError that names rank 0 and the exception's class for any other.
     """
     chunks, rank = _unwrapped(model), torch.distributed.get_rank()
     mine = list(_main_copies(chunks))
@@ -262,11 +265,17 @@ def stream_hf(
         bucket = {
             tensor.name: torch.frombuffer(contents[tensor.name], dtype=tensor.dtype).view(tensor.shape)
             for tensor in group
-            if known.get(tensor.name) != checksums[tensor.name]
+            if rank == 0 and known.get(tensor.name) != checksums[tensor.name]
         }
-        if bucket and rank == 0:
-            callback(bucket)
+        # a collective for each group, whatever rank 0 hands over: its error must not leave the others in a broadcast
+        _on_all_ranks(functools.partial(_hand_over, callback, bucket))
         known.update(checksums)  # of a callback that raises, the tensors are handed over again
+
+
+def _hand_over(callback: Callable[[dict[str, torch.Tensor]], None], bucket: dict[str, torch.Tensor]) -> None:
+    """Call `callback` unless the bucket is empty; its result, which may not be picklable, is dropped."""
+    if bucket:
+        callback(bucket)
 
 
 @dataclass(frozen=True)

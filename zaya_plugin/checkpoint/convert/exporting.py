@@ -36,6 +36,7 @@ from zaya_plugin.checkpoint.convert.tables import (
     DOWN_PROJECTION,
     EDA_SCALE,
     EMBEDDING,
+    ROUTER_EPSILON,
     SKIP_OUTPUT,
     TEMPERATURE,
     WRITTEN,
@@ -66,8 +67,8 @@ class Trained:
     """A checkpoint's model. tensors: by this package's names; arguments: Megatron's, of the save;
     reading: holds its files.
 
-    adapter: the tensors that the checkpoint of a model with adapters holds, by the same names; those that they change are
-    merged in `tensors`. base_layout: of the published weights that the adapter was trained on.
+    adapter: the tensors that the checkpoint of a model with adapters holds, by the same names; those that they change
+    are merged in `tensors`. base_layout: of the published weights that the adapter was trained on.
     """
 
     folder: Path
@@ -186,12 +187,12 @@ def check_expressible(model: Description) -> None:
         )
 
 
-def folded(trained: Trained) -> tuple[Trained, list[str]]:
-    """Return the same function in the form that the layouts have, and what was changed.
+def folded(trained: Trained, layout: str) -> tuple[Trained, list[str]]:
+    """Return the same function in the form that a layout has, and what was changed.
 
     The key temperature becomes linear. A router without depth averaging gets a gamma of zeros. An epsilon e_r of the
-    router's norm that differs from the layers' e becomes a scale of the state: norm(x, e_r) = norm(c x, e) with
-    c^2 = e / e_r, and c goes into the down projection.
+    router's norm that differs from e of the layout's loaders becomes a scale of the state: norm(x, e_r) = norm(c x, e)
+    with c^2 = e / e_r, and c goes into the down projection.
     """
     model, tensors, changes = trained.model, dict(trained.tensors), []
     forms = {"exp": torch.exp, "clamped_exp": lambda t: t.clamp(1e-7, 2).exp()}
@@ -204,17 +205,18 @@ def folded(trained: Trained) -> tuple[Trained, list[str]]:
         for layer in range(1, model.num_layers):
             tensors[EDA_SCALE.format(l=layer)] = Zeros(torch.float32, (model.router_hidden_size,))
         changes.append("router_eda=false is expressed by router_states_scale=0")
-    if model.router_norm_epsilon is not None:
-        scale = math.sqrt(model.norm_epsilon / model.router_norm_epsilon)
+    own, theirs = model.router_norm_epsilon or model.norm_epsilon, ROUTER_EPSILON.get(layout, model.norm_epsilon)
+    if own != theirs:
+        scale = math.sqrt(theirs / own)
         for layer in range(model.num_layers):
             for name in (part.format(l=layer) for part in DOWN_PROJECTION):
                 tensors[name] = Changed(tensors[name], partial(operator.mul, scale))
         changes.append(
-            f"router_norm_epsilon={model.router_norm_epsilon:g} is folded: the routers' down projections are scaled by "
-            f"{scale:.6g}"
+            f"router_norm_epsilon={own:g} is folded into {theirs:g}, which loaders of {layout} take: the routers' down "
+            f"projections are scaled by {scale:.6g}"
         )
-    plain = replace(model, temperature_form="linear", router_eda=True, router_norm_epsilon=None)
-    return replace(trained, model=plain, tensors=tensors), changes
+    plain = replace(model, temperature_form="linear", router_eda=True, router_norm_epsilon=theirs)
+    return replace(trained, model=plain.simplified(), tensors=tensors), changes
 
 
 def check_skip(layout: str, trained: Trained, dtype: torch.dtype) -> str:
@@ -255,11 +257,13 @@ def check_skip(layout: str, trained: Trained, dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Export:
-    """An export to write, checked. changes: what was folded; skip: of the skip class; biases: their dtype's reason."""
+    """An export to write, checked. config: the content of config.json; changes: what was folded; skip: of the skip
+    class; biases: their dtype's reason.
+    """
 
     trained: Trained
     layout: str
-    dtype: str
+    config: dict
     tensors: list[Written]
     tokenizer: Path | None
     changes: list[str]
@@ -291,7 +295,7 @@ def plan(
     used = tokenizer_entries(tokenizer) if tokenizer is not None else None
     of = trained.model.vocab_size
     check_rows(vocab_size or of, of + (used is not None and used > of), used)
-    trained, changes = folded(trained)
+    trained, changes = folded(trained, layout)
     if trained.adapter:
         changes.append("the adapter is merged into the weights in fp32 and rounded with them")
     if vocab_size is not None and vocab_size != of:
@@ -333,8 +337,8 @@ def plan(
         written = as_written(row.ours[0], parts)
         tensors.append(Written(row.name, written, row.shape, partial(byte_blocks, parts, written)))
     skip = check_skip(layout, trained, of_biases)
-    named = tensors[0].dtype
-    return Export(trained, layout, str(named).removeprefix("torch."), tensors, tokenizer, changes, skip, reason)
+    config = hf_config.write(layout, model, str(tensors[0].dtype).removeprefix("torch."))
+    return Export(trained, layout, config, tensors, tokenizer, changes, skip, reason)
 
 
 def ordered(layout: str, model: Description) -> list[Row]:
@@ -377,8 +381,7 @@ def export_model(
             checksums = safetensors_files.write_file(files, unfinished / name, tensors, progress)
             finished.note(name, bytes=(unfinished / name).stat().st_size, tensors=checksums)
         safetensors_files.write_index(unfinished, groups, names)
-        config = hf_config.write(export.layout, export.trained.model, export.dtype)
-        write_json(unfinished / CONFIG, config)
+        write_json(unfinished / CONFIG, export.config)
         _copy_companions(export, unfinished)
         checksums = {name: sum_ for file in names for name, sum_ in finished.files[file]["tensors"].items()}
         record = {
@@ -393,7 +396,7 @@ def export_model(
             "xxh3_128": checksums,
         }
         write_json(unfinished / RECORD, record)
-        (unfinished / model_card.NAME).write_text(model_card.text(export, config))
+        (unfinished / model_card.NAME).write_text(model_card.text(export))
         finished.end()
         put_in_place(unfinished, output)
         return output

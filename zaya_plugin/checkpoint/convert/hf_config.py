@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zaya_plugin.checkpoint.convert.description import Description
+from zaya_plugin.checkpoint.convert.tables import ROUTER_EPSILON
 from zaya_plugin.ground.errors import as_typed, mistake
 
 _NONE = (None, False)
@@ -162,6 +163,7 @@ def read(layout: str, values: dict[str, Any], sizes: dict[str, Any], where: str)
         raise fields.refuse(name, problem, "a share that gives an even number")
     model = Description(
         **(sizes | choices),
+        router_norm_epsilon=ROUTER_EPSILON.get(layout),
         max_position_embeddings=_whole(
             fields,
             "max_position_embeddings",
@@ -287,11 +289,14 @@ def _legacy(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
         notes.append(
             f"{fields.where}: num_hidden_layers={get('num_hidden_layers')} is stale; the tensors have {2 * pairs}"
         )
-    # ZAYA1-base states the heads before compression.
-    fields.same("num_attention_heads", heads, sizes["hidden_size"] // sizes["kv_channels"])
+    before, remainder = divmod(sizes["hidden_size"], sizes["kv_channels"])  # heads before compression, as in ZAYA1-base
+    fields.same("num_attention_heads", heads, before)
     fields.same("num_query_groups", groups)
     fields.same("kv_channels", sizes["kv_channels"])
-    for name, of_attention in (("cca_num_q_heads", heads), ("num_query_groups_list", groups)):
+    lists = {"cca_num_q_heads": heads, "num_query_groups_list": groups}
+    if get("num_attention_heads_list") is not None and not remainder:
+        lists["num_attention_heads_list"] = before
+    for name, of_attention in lists.items():
         fields.per_stage(name, per_pair((of_attention,), (0, None, of_attention)), "does not fit the tensors")
     fields.per_stage(
         "ffn_hidden_size", per_pair((0, None, width), (width,)), "the fused width of gate and up does not fit"
@@ -434,4 +439,35 @@ def _write_legacy(model: Description) -> dict[str, Any]:
     }
 
 
-_WRITE: dict[str, Callable[[Description], dict[str, Any]]] = {"native": _write_native, "legacy": _write_legacy}
+def _write_smoe(model: Description) -> dict[str, Any]:
+    """Return legacy's fields under the names of Zyphra's SMoEConfig, which derives head_dim from the heads before
+    compression and has one entry a stage where legacy has one number.
+    """
+    heads, rest = divmod(model.hidden_size, model.kv_channels)
+    if rest:
+        problem = f"is no multiple of model.kv_channels={model.kv_channels}, by which smoe's loaders find the heads"
+        raise mistake("model.hidden_size", model.hidden_size, problem=problem, fix="--layout legacy")
+    names = {"rope_theta": "rotary_base", "rope_scaling": "use_rope_scaling"}
+    values = {names.get(name, name.replace("zaya_", "smoe_")): value for name, value in _write_legacy(model).items()}
+    stages = {
+        "smoe_layers": ("a", model.num_experts),
+        "num_attention_heads_list": (heads, 0),
+        "cca_num_q_heads": (model.num_attention_heads, 0),
+        "num_query_groups_list": (model.num_query_groups, 0),
+        "ffn_hidden_size_list": (0, 2 * model.moe_ffn_hidden_size),
+        "smoe_mlp_expansion": (0, model.router_hidden_size),
+    }
+    return values | {
+        "architectures": ["SMoEForCausalLM"],
+        "model_type": "smoe",
+        "num_attention_heads": heads,
+        "rope_pct": model.rotary_percent,
+        **{name: list(pair) * model.num_layers for name, pair in stages.items()},
+    }
+
+
+_WRITE: dict[str, Callable[[Description], dict[str, Any]]] = {
+    "native": _write_native,
+    "legacy": _write_legacy,
+    "smoe": _write_smoe,
+}

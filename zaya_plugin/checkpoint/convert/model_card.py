@@ -12,22 +12,25 @@ VERIFIED, NOTHING = "## Verified", "Nothing: the export ran without --verify."
 READ_BY = {
     "native": "transformers 5.13 and later, and vLLM with its ZAYA class",
     "legacy": "SGLang 0.5.23; transformers 5.13 and later do not read this layout",
+    "smoe": "Zyphra's SMoE classes, whose router's norm takes 1e-6 for epsilon; their converter to native drops it",
 }
 
+LIBRARY = {"native": "library_name: transformers", "legacy": "library_name: sglang", "smoe": "library_name: vllm"}
 
-def text(export, config: dict) -> str:
+
+def text(export) -> str:
     """Return the card of an export (exporting.Export) that is not verified."""
     model, arguments = export.trained.model, export.trained.arguments
     run = getattr(arguments, "zaya", {})
     lineage = run.get("lineage")
     lines = [
         "---",
-        "library_name: transformers" if export.layout == "native" else "library_name: sglang",
+        LIBRARY[export.layout],
         "pipeline_tag: text-generation",
         "---",
         f"# {run.get('recipe') or 'ZAYA1'}",
         "",
-        f"A ZAYA1 model in the {export.layout} layout, which {READ_BY[export.layout]} read.",
+        f"A ZAYA1 model in the {export.layout} layout, read by {READ_BY[export.layout]}.",
         "",
         "| | |",
         "|---|---|",
@@ -37,7 +40,7 @@ def text(export, config: dict) -> str:
         f"| experts, width | {model.num_experts}, {model.moe_ffn_hidden_size} |",
         f"| rows of the vocabulary | {model.vocab_size} |",
         f"| positions, RoPE base | {model.max_position_embeddings}, {model.rotary_base} |",
-        f"| weights | {len(export.tensors)} tensors, {config['dtype']} |",
+        f"| weights | {len(export.tensors)} tensors, {export.config['dtype']} |",
         "",
         "## Lineage",
         "",

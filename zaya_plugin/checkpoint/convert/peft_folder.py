@@ -2,8 +2,9 @@
 """An adapter as a folder of peft 0.21, on transformers' ZAYA: written from a checkpoint, and read into a run.
 
 Projections are target_modules. The experts' stacked weights are target_parameters, for which peft keeps the adapters of
-all experts as two matrices: lora_A [E r, in], expert by expert, and lora_B [out, r E], of which column j E + e is column
-j of expert e. Two such parameters of one module are nested: gate_up_proj is the inner one, under `base_layer`.
+all experts as two matrices: lora_A [E r, in], expert by expert, and lora_B [out, r E], of which column j E + e is
+column j of expert e. An adapter that all experts share is written once for each of them. Two such parameters of one
+module are nested: gate_up_proj is the inner one, under `base_layer`.
 """
 
 from __future__ import annotations
@@ -43,24 +44,40 @@ PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, 
 
 @dataclass(frozen=True)
 class PeftTensor:
-    """A tensor of the file. ours: its name in checkpoints; stack: experts, 0 for a matrix; second: it is lora_B."""
+    """A tensor of the file. ours: its name in checkpoints; stack: experts, 0 for a matrix; second: it is lora_B; shared:
+    it is [1, ..] for all experts.
+    """
 
     name: str
     ours: str
     stack: int = 0
     second: bool = False
+    shared: bool = False
 
     def to_peft(self, values: Tensor) -> Tensor:
         """Return the file's matrix from this package's [E, r, in] or [E, out, r]."""
+        if self.shared:
+            values = values.expand(self.stack, -1, -1)
         if self.stack and self.second:
             return values.permute(1, 2, 0).flatten(1)
         return values.flatten(0, 1) if self.stack else values
 
     def from_peft(self, values: Tensor) -> Tensor:
-        """Return the inverse of `to_peft`."""
+        """Return the inverse of `to_peft`.
+
+        Raises:
+            ValueError: the adapter is to be shared, and the experts' differ.
+        """
         if self.stack and self.second:
-            return values.unflatten(1, (-1, self.stack)).permute(2, 0, 1).contiguous()
-        return values.unflatten(0, (self.stack, -1)) if self.stack else values
+            values = values.unflatten(1, (-1, self.stack)).permute(2, 0, 1).contiguous()
+        elif self.stack:
+            values = values.unflatten(0, (self.stack, -1))
+        if self.shared:
+            if not torch.equal(values, values[:1].expand_as(values)):
+                problem = f"the experts have different values in {self.name}"
+                raise mistake("optim.lora.experts", "shared", problem=problem, fix="optim.lora.experts=each")
+            values = values[:1].clone()
+        return values
 
 
 def peft_tensors(lora: Lora, model: Description) -> Iterator[PeftTensor]:
@@ -73,7 +90,8 @@ def peft_tensors(lora: Lora, model: Description) -> Iterator[PeftTensor]:
             theirs = row.name.removesuffix(".weight")
         for second, part in enumerate(("lora_A", "lora_B")):
             stack = len(row.ours) if row.stacked else 0
-            yield PeftTensor(f"{PREFIX}{theirs}.{part}.weight", begin + part, stack, bool(second))
+            shared = row.stacked and lora.shared
+            yield PeftTensor(f"{PREFIX}{theirs}.{part}.weight", begin + part, stack, bool(second), shared)
     for row in lora.retrained(model):
         yield PeftTensor(PREFIX + row.name, row.ours[0])
 

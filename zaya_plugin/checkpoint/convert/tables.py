@@ -141,9 +141,12 @@ LAYOUTS: dict[str, tuple[int, Callable[[str], str]]] = {
     "smoe": (2, _as_smoe),
     "primus": (2, _as_primus),
 }
-WRITTEN = ("native", "legacy")
+WRITTEN = ("native", "legacy", "smoe")
 # The output of the skip class in the loaders of a layout.
 SKIP_OUTPUT = {"native": "zero", "legacy": "identity", "smoe": "identity", "primus": "identity"}
+# The epsilon of the router's norm in the loaders of a layout, where it is not that of the layers' norms: Zyphra's SMoE
+# class reads it from a key that its config lacks, and so has its default.
+ROUTER_EPSILON = {"smoe": 1e-6}
 # Further tensors that a file of a layout may hold: Primus' port gives the first MoE stage a scale that it does not use,
 # and stores its balancing optimizer.
 _EXTRA_TENSORS = {
